@@ -1,0 +1,1 @@
+"""Shared vocabulary of Seer's services: ids, types, policies, wire format and transports."""

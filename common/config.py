@@ -1,0 +1,242 @@
+"""Configuration: one TOML file for all services, overridden by environment and `--set`.
+
+Invariants:
+- an unknown key is refused with the nearest valid name; a wrong type names the dotted key;
+- precedence: defaults < file < environment (`SEER_ENGINE__KV_BLOCKS=48`) < `--set engine.kv_blocks=48`;
+- `shared_hash` covers only what must agree everywhere, never a node's own ports and sizes.
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import tomllib
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from seer.common.errors import ConfigError
+
+
+class _Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A table of the configuration file."""
+
+
+class SharedConfig(_Section):
+    """What every process of a system must agree on; hashed into the handshake."""
+
+    model: str = ""
+    """Hugging Face model folder; its name and tokens must mean the same on every node."""
+    block_size: int = 32
+    """Tokens per KV block."""
+
+
+class Endpoints(_Section):
+    """Where services are reached. The owner binds there; everyone else connects.
+
+    `tcp://host:port` or `ipc://path`; port 0 asks the system for a free one (the owner reports it).
+    """
+
+    trainers: str = "tcp://127.0.0.1:7101"
+    """Buffer, ROUTER: trainers' clients."""
+    engines: str = "tcp://127.0.0.1:7102"
+    """Buffer, ROUTER: engines."""
+    events: str = "tcp://127.0.0.1:7103"
+    """Buffer, PUB: progress of groups and requests."""
+    event_snapshots: str = "tcp://127.0.0.1:7104"
+    """Buffer, ROUTER: whole state for subscribers that join or miss something."""
+    estimates: str = "tcp://127.0.0.1:7105"
+    """Context, PUB: length estimates."""
+    estimate_snapshots: str = "tcp://127.0.0.1:7106"
+    """Context, ROUTER: all estimates."""
+    dgds: str = "tcp://127.0.0.1:7107"
+    """Dgds, ROUTER: token streams."""
+    bind_host: str = ""
+    """Replaces the host when binding TCP, e.g. `*`; empty binds the host as written."""
+
+
+class BufferConfig(_Section):
+    """Request lifecycle and scheduling."""
+
+    policy: str = "divided"
+    chunk_size: int = 256
+    max_requests: int = 200_000
+    """Bound on unfinished requests held at once."""
+    engine_wait_seconds: float = 600.0
+    """How long accepted work may wait for a first engine before it is failed."""
+    engine_silence_seconds: float = 20.0
+    """An engine silent for this long is lost; its chunks run elsewhere."""
+    max_attempts: int = 8
+    """A request whose chunk was lost this often in a row is failed, not retried for ever."""
+    result_ttl_seconds: float = 3600.0
+    """How long a finished group waits for its trainer's acknowledgement."""
+
+
+class ContextConfig(_Section):
+    """Length estimates."""
+
+    publish_interval_seconds: float = 0.05
+    """Changed estimates are gathered this long before they are broadcast."""
+
+
+class DgdsConfig(_Section):
+    """Grouped token streams."""
+
+    ttl_seconds: float = 600.0
+    """Default life of a group after its last touch."""
+    max_tokens: int = 50_000_000
+    """Bound on tokens held (4 bytes each); least recently touched groups go first."""
+
+
+class EngineConfig(_Section):
+    """One model replica."""
+
+    name: str = ""
+    """Unique name; default: host name and process id."""
+    backend: Literal["vllm", "replay"] = "vllm"
+    tensor_parallel: int = 1
+    kv_blocks: int | None = None
+    """Usable KV blocks; default: what the memory budget gives."""
+    kv_cache_gib: float | None = None
+    """KV memory budget on CPU; default: a share of free memory."""
+    gpu_memory_utilization: float = 0.9
+    max_num_seqs: int = 64
+    max_model_len: int | None = None
+    """Longest sequence, prompt + output + slack; default: the model's own limit."""
+    dtype: str = "auto"
+    load_seconds: float = 900.0
+    """Deadline for loading the model."""
+    flush_tokens: int = 64
+    """New tokens of one request that trigger a flush to the dgds."""
+    flush_seconds: float = 0.05
+    """Longest time that generated tokens wait for a flush."""
+    status_seconds: float = 1.0
+    """Interval of status reports."""
+    cpu_cores: str = ""
+    """Cores for a CPU engine's threads, vLLM syntax (`0-3`); default: vLLM's own choice."""
+    replay_trace: str = ""
+    """Replay backend: JSONL of recorded responses; empty: tokens are a function of the key."""
+    replay_step_seconds: float = 0.002
+    """Replay backend: duration of a step at batch 1."""
+    replay_row_seconds: float = 0.0001
+    """Replay backend: added duration per running request."""
+    replay_vocab_size: int = 151_936
+    replay_mean_tokens: int = 256
+    """Replay backend without a trace: mean response length (heavy-tailed)."""
+
+
+class LogConfig(_Section):
+    """Structured logs on stderr."""
+
+    format: Literal["console", "json"] = "console"
+    level: Literal["debug", "info", "warning", "error"] = "info"
+
+
+class Config(_Section):
+    """The whole file."""
+
+    shared: SharedConfig = SharedConfig()
+    endpoints: Endpoints = Endpoints()
+    buffer: BufferConfig = BufferConfig()
+    context: ContextConfig = ContextConfig()
+    dgds: DgdsConfig = DgdsConfig()
+    engine: EngineConfig = EngineConfig()
+    log: LogConfig = LogConfig()
+
+
+ENV_PREFIX = "SEER_"
+
+
+def load(
+    path: Path | None, environ: Mapping[str, str] | None = None, overrides: Iterable[str] = ()
+) -> Config:
+    """Read the file, apply environment variables and `a.b=c` overrides, and check everything.
+
+    Raises `ConfigError` naming the source, the key and the fix.
+    """
+    table: dict[str, object] = {}
+    if path is not None:
+        try:
+            table = tomllib.loads(path.read_text())
+        except OSError as error:
+            raise ConfigError(f"config file {path}: {error.strerror}; give a readable TOML file") from error
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+            raise ConfigError(f"config file {path}: not valid TOML: {error}") from error
+    _refuse_unknown(Config, table, str(path))
+    for name, text in sorted((environ or {}).items()):
+        if name.startswith(ENV_PREFIX) and "__" in name:
+            _put(table, name[len(ENV_PREFIX) :].lower().replace("__", "."), text, f"environment {name}")
+    for item in overrides:
+        key, equals, text = item.partition("=")
+        if not equals:
+            raise ConfigError(f"--set {item}: write --set section.key=value")
+        _put(table, key.strip(), text.strip(), f"--set {item}")
+    try:
+        return msgspec.convert(table, Config)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"configuration: {error}") from error
+
+
+def dump(config: Config) -> str:
+    """Write a configuration as TOML that `load` reads back equal."""
+    lines: list[str] = []
+    for section, values in msgspec.to_builtins(config).items():
+        lines.append(f"[{section}]")
+        lines += [f"{key} = {_toml_value(value)}" for key, value in values.items() if value is not None]
+        lines.append("")
+    return "\n".join(lines)
+
+
+def shared_hash(shared: SharedConfig) -> str:
+    """Digest what must agree everywhere; a model is named by its folder, not by its path."""
+    agreed = msgspec.structs.replace(shared, model=Path(shared.model).name)
+    return hashlib.blake2b(msgspec.json.encode(agreed, order="sorted"), digest_size=8).hexdigest()
+
+
+def _toml_value(value: object) -> str:
+    # JSON's strings, numbers and booleans are TOML's too.
+    return msgspec.json.encode(value).decode()
+
+
+def _put(table: dict[str, object], dotted: str, text: str, source: str) -> None:
+    section, _, key = dotted.partition(".")
+    _refuse_unknown(Config, {section: {key: None}}, source)
+    inner = table.setdefault(section, {})
+    if isinstance(inner, dict):
+        inner[key] = _parse(section, key, text, source)
+
+
+def _parse(section: str, key: str, text: str, source: str) -> object:
+    section_type = _fields(Config)[section].type
+    field = _fields(section_type)[key]
+    for candidate in (text, _maybe_toml(text)):
+        try:
+            return msgspec.convert(candidate, field.type, strict=False)
+        except msgspec.ValidationError as error:
+            problem = str(error)
+    raise ConfigError(f"{source}: {section}.{key}: {problem}")
+
+
+def _maybe_toml(text: str) -> object:
+    try:
+        return tomllib.loads(f"v = {text}")["v"]
+    except tomllib.TOMLDecodeError:
+        return text
+
+
+def _fields(struct: type) -> dict[str, msgspec.structs.FieldInfo]:
+    return {field.name: field for field in msgspec.structs.fields(struct)}
+
+
+def _refuse_unknown(struct: type, table: Mapping[str, object], source: str, prefix: str = "") -> None:
+    fields = _fields(struct)
+    for key, value in table.items():
+        if key not in fields:
+            near = difflib.get_close_matches(key, fields, n=1, cutoff=0.5)
+            hint = f"did you mean {prefix}{near[0]}?" if near else f"valid: {', '.join(fields)}"
+            raise ConfigError(f"{source}: unknown key {prefix}{key}; {hint}")
+        inner = fields[key].type
+        if isinstance(value, dict) and isinstance(inner, type) and issubclass(inner, msgspec.Struct):
+            _refuse_unknown(inner, value, source, f"{prefix}{key}.")

@@ -1,0 +1,98 @@
+"""Typed errors. Every message names the field, the value and the fix.
+
+`SeerError.code` travels on the wire, so a client raises the same class that the service meant.
+"""
+
+from __future__ import annotations
+
+
+class SeerError(Exception):
+    """Base of every error that Seer raises on purpose."""
+
+    code = "error"
+
+
+class InvalidField(SeerError):  # noqa: N818 - reads as what it says at the call site
+    """A value that cannot be accepted; `field` is its dotted path."""
+
+    code = "invalid_field"
+
+    def __init__(self, field: str, value: object, fix: str) -> None:
+        shown = repr(value)
+        if len(shown) > 80:
+            shown = shown[:77] + "..."
+        super().__init__(f"{field} = {shown}: {fix}")
+        self.field = field
+        self.fix = fix
+
+
+class ConfigError(SeerError):
+    """A configuration file, environment variable or `--set` that cannot be used."""
+
+    code = "config"
+
+
+class WireError(SeerError):
+    """Bytes that are not a well-formed, size-bounded message of the expected union."""
+
+    code = "wire"
+
+
+class ProtocolMismatch(SeerError):  # noqa: N818 - reads as what it says at the call site
+    """The peer speaks another protocol major version or runs another shared configuration."""
+
+    code = "protocol"
+
+
+class Unreachable(SeerError):  # noqa: N818 - reads as what it says at the call site
+    """A peer did not answer within its deadline."""
+
+    code = "unreachable"
+
+
+class EngineError(SeerError):
+    """An engine cannot start, or cannot run a request."""
+
+    code = "engine"
+
+
+class RequestRefused(SeerError):  # noqa: N818 - reads as what it says at the call site
+    """The system will not run these prompts; nothing else of the rollout is affected.
+
+    `prompt_ids` lists every prompt concerned.
+    """
+
+    code = "refused"
+
+    def __init__(self, message: str, prompt_ids: tuple[str, ...] = ()) -> None:
+        super().__init__(message)
+        self.prompt_ids = prompt_ids
+
+
+class RolloutFailed(RequestRefused):
+    """Accepted prompts that could not be completed; never reported as an empty success."""
+
+    code = "failed"
+
+
+class RolloutCancelled(RequestRefused):
+    """Prompts that were cancelled before they completed."""
+
+    code = "cancelled"
+
+
+class DeadlineExceeded(RequestRefused):
+    """Prompts that were still unfinished when the caller's deadline passed."""
+
+    code = "deadline"
+
+
+def error_class(code: str) -> type[SeerError]:
+    """Return the error class whose `code` this is (`SeerError` for an unknown one)."""
+    pending = [SeerError]
+    while pending:
+        cls = pending.pop()
+        if cls.code == code:
+            return cls
+        pending.extend(cls.__subclasses__())
+    return SeerError

@@ -1,0 +1,139 @@
+"""Scheduling policies: which waiting request goes next, where, and for how many tokens.
+
+A policy is a set of pure functions of what it is shown. The buffer's machine owns the queue and
+the books; it asks `order` when a request starts waiting (smaller goes first), `place` for the
+request at the head of the queue, and `chunk` for the length of its next run.
+
+Invariants:
+- with `admission`, a chunk is placed only where its worst case fits in free blocks and a
+  sequence slot is left, so nothing placed under such a policy is ever preempted;
+- `order` ends in the request's own queue number, so it is total and first come, first served
+  among equals;
+- no policy can change a token: they decide when and where, never what.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from seer.common.types import Capacity
+
+OrderKey = tuple[float, ...]
+
+BALANCE_SPREAD = 32
+"""In-flight spread above which balance beats a cached prefix (paper, OSDI version)."""
+
+
+@dataclass(slots=True)
+class RequestView:
+    """A waiting request. `group_number` counts groups in order of arrival.
+
+    `queued` grows with every time any request starts waiting; `last_instance` ran its last chunk.
+    """
+
+    request_id: str
+    group_number: int
+    index: int
+    prompt_len: int
+    max_tokens: int
+    generated: int = 0
+    queued: int = 0
+    last_instance: str = ""
+
+    @property
+    def context(self) -> int:
+        """Tokens whose KV the next chunk starts from."""
+        return self.prompt_len + self.generated
+
+    @property
+    def remaining(self) -> int:
+        """Output tokens still allowed."""
+        return self.max_tokens - self.generated
+
+
+@dataclass(slots=True)
+class InstanceView:
+    """An instance as the books show it: what is promised to running chunks counts as used."""
+
+    name: str
+    capacity: Capacity
+    chunks: int = 0
+    reserved_blocks: int = 0
+    pinned_blocks: int = 0
+
+    @property
+    def free_blocks(self) -> int:
+        """Blocks that no running chunk was promised and no pool save pins."""
+        return self.capacity.kv_blocks - self.reserved_blocks - self.pinned_blocks
+
+    def has_room(self, context: int, chunk: int) -> bool:
+        """Say whether a chunk's worst case fits now."""
+        return (
+            self.chunks < self.capacity.max_num_seqs
+            and self.capacity.blocks_for(context, chunk) <= self.free_blocks
+        )
+
+
+Order = Callable[[RequestView, float], OrderKey]
+Place = Callable[[RequestView, int, Sequence[InstanceView]], str | None]
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """A named bundle of decisions.
+
+    `order(request, estimate)` gets the group's length estimate in tokens; `place(request, chunk,
+    instances)` gets the living instances in order of name and returns one's name, or None to wait.
+    `chunked` policies run at most `chunk_size` tokens at a time; `admission` promises room.
+    """
+
+    name: str
+    order: Order
+    place: Place
+    chunked: bool
+    admission: bool
+
+    def chunk(self, request: RequestView, chunk_size: int) -> int:
+        """Return the number of tokens of the next run (paper, 3.2)."""
+        return min(chunk_size, request.remaining) if self.chunked else request.remaining
+
+
+def _arrival(request: RequestView, estimate: float) -> OrderKey:
+    return (request.queued,)
+
+
+def _whole_group(request: RequestView, chunk: int, instances: Sequence[InstanceView]) -> str | None:
+    return instances[request.group_number % len(instances)].name if instances else None
+
+
+def _stay_or_least_loaded(request: RequestView, chunk: int, instances: Sequence[InstanceView]) -> str | None:
+    room = [instance for instance in instances if instance.has_room(request.context, chunk)]
+    if not room:
+        return None
+    emptiest = min(room, key=lambda instance: (instance.chunks, -instance.free_blocks))
+    for instance in room:
+        if instance.name == request.last_instance and instance.chunks - emptiest.chunks <= BALANCE_SPREAD:
+            return instance.name
+    return emptiest.name
+
+
+def _elsewhere(request: RequestView, chunk: int, instances: Sequence[InstanceView]) -> str | None:
+    names = [instance.name for instance in instances]
+    if request.last_instance not in names:
+        return _stay_or_least_loaded(request, chunk, instances)
+    following = instances[(names.index(request.last_instance) + 1) % len(instances)]
+    return following.name if following.has_room(request.context, chunk) else None
+
+
+POLICIES: dict[str, Policy] = {
+    policy.name: policy
+    for policy in (
+        # veRL's baseline: whole groups round-robin, the engine preempts as it likes.
+        Policy("static", order=_arrival, place=_whole_group, chunked=False, admission=False),
+        # The paper's "No-Context": chunks, re-queued at the back, placed by KV room.
+        Policy("divided", order=_arrival, place=_stay_or_least_loaded, chunked=True, admission=True),
+        # Every chunk on another instance than the one before: for `seer verify`.
+        Policy("migrate", order=_arrival, place=_elsewhere, chunked=True, admission=True),
+    )
+}

@@ -1,0 +1,1 @@
+"""Sockets behind one small interface: ZeroMQ in production, memory in tests, faults on purpose."""

@@ -1,0 +1,132 @@
+"""The nouns: sampling parameters, instances, requests as policies see them.
+
+Invariants:
+- everything here is a frozen value or a plain counter record; no IO, no clock, no arrays;
+- `SamplingParams.check` accepts exactly what the engine's sampler implements.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+import msgspec
+
+from seer.common.errors import InvalidField
+
+LogprobMode = Literal["scaled", "raw", "processed"]
+FinishReason = Literal["stop", "length"]
+
+MAX_STOP_STRINGS = 16
+"""Bound on stop strings per request: each is searched after every token."""
+
+MAX_BIAS_ENTRIES = 1024
+"""Bound on logit_bias and stop_token_ids entries: they travel with every chunk."""
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How each response is sampled; names and meaning follow vLLM's `SamplingParams`.
+
+    `logprobs` says under which distribution the sampled token's logprob is returned: `scaled`
+    (temperature-scaled, untruncated: what trainers recompute), `raw` (temperature 1) or
+    `processed` (after penalties and truncation). `min_tokens` masks every stop token id and
+    defers stop strings until that many tokens are out.
+    """
+
+    max_tokens: int = 512
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    logit_bias: dict[int, float] = {}
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    min_tokens: int = 0
+    logprobs: LogprobMode = "scaled"
+
+    def check(self, field: str = "sampling") -> None:
+        """Raise `InvalidField` naming the first field that cannot be accepted."""
+        for name, low, high, low_open in _RANGES:
+            value = getattr(self, name)
+            inside = low < value <= high if low_open else low <= value <= high
+            if not (math.isfinite(value) and inside):
+                bracket = "(" if low_open else "["
+                raise InvalidField(f"{field}.{name}", value, f"must be in {bracket}{low}, {high}]")
+        if self.min_tokens > self.max_tokens:
+            raise InvalidField(
+                f"{field}.min_tokens", self.min_tokens, f"must not exceed max_tokens ({self.max_tokens})"
+            )
+        self._check_lists(field)
+
+    def _check_lists(self, field: str) -> None:
+        if len(self.stop) > MAX_STOP_STRINGS or not all(self.stop):
+            raise InvalidField(
+                f"{field}.stop", self.stop, f"give at most {MAX_STOP_STRINGS} non-empty strings"
+            )
+        for name in ("logit_bias", "stop_token_ids"):
+            ids = getattr(self, name)
+            if len(ids) > MAX_BIAS_ENTRIES or any(token < 0 for token in ids):
+                raise InvalidField(f"{field}.{name}", ids, f"give at most {MAX_BIAS_ENTRIES} token ids >= 0")
+        for token, bias in self.logit_bias.items():
+            if not -100.0 <= bias <= 100.0:
+                raise InvalidField(f"{field}.logit_bias[{token}]", bias, "must be in [-100, 100]")
+
+
+_RANGES: tuple[tuple[str, float, float, bool], ...] = (
+    ("max_tokens", 1, 2**24, False),
+    ("temperature", 0.0, 100.0, False),
+    ("top_p", 0.0, 1.0, True),
+    ("top_k", 0, 2**31 - 1, False),
+    ("min_p", 0.0, 1.0, False),
+    ("repetition_penalty", 0.0, 100.0, True),
+    ("frequency_penalty", -2.0, 2.0, False),
+    ("presence_penalty", -2.0, 2.0, False),
+    ("min_tokens", 0, 2**24, False),
+)
+
+
+class Capacity(msgspec.Struct, frozen=True, kw_only=True):
+    """What an instance can hold.
+
+    `kv_blocks` counts blocks that requests can really use (vLLM's null block is not one);
+    `draft_tokens` is K_max, the most tokens one step may draft.
+    """
+
+    kv_blocks: int
+    block_size: int
+    max_num_seqs: int
+    max_model_len: int
+    draft_tokens: int = 0
+
+    def blocks_for(self, context: int, chunk: int) -> int:
+        """Return the blocks that a chunk can need at worst: ceil((context+chunk+K_max+1)/block)."""
+        return -(-(context + chunk + self.draft_tokens + 1) // self.block_size)
+
+    def holds(self, context: int, chunk: int) -> bool:
+        """Say whether a chunk fits an empty instance."""
+        return (
+            context + chunk + self.draft_tokens <= self.max_model_len
+            and self.blocks_for(context, chunk) <= self.kv_blocks
+        )
+
+
+class InstanceStats(msgspec.Struct, frozen=True, kw_only=True):
+    """An instance's own report. Counters are totals since it started.
+
+    `free_blocks` are really free (cached but unreferenced ones included); `pinned_blocks` are
+    held by pool saves after their request ended and cannot be given out.
+    """
+
+    steps: int = 0
+    running: int = 0
+    waiting: int = 0
+    free_blocks: int = 0
+    pinned_blocks: int = 0
+    preemptions: int = 0
+    generated_tokens: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0

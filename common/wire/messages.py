@@ -1,0 +1,415 @@
+"""Every message between Seer's processes: one tagged union per socket direction.
+
+Evolution rules (tests/unit/test_wire_evolution.py holds old and new readers to them):
+- a new field goes last in its Struct and has a default; unknown fields are ignored by readers;
+- never reorder the fields of an `array_like` Struct, never change a field's type or meaning,
+  never reuse a removed name or tag;
+- a new message type is a new tag; a reader that does not know it counts, logs and drops it;
+- a new array goes into a new message type: a reader refuses frames that it cannot account for;
+- `Hello` and `Refused` keep their meaning whatever the MAJOR, or peers could not refuse each other;
+- anything an old peer would misread needs a new MAJOR in `version.py`.
+
+Arrays (`Tokens` and `Logprobs` fields) travel as frames of their own after the msgpack header; see `codec.py`.
+Ragged data is one flat array plus a list of lengths.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from seer.common.types import Capacity, FinishReason, InstanceStats, SamplingParams
+
+Tokens = npt.NDArray[np.int32]
+"""One-dimensional token ids; the codec refuses every other dtype."""
+
+Logprobs = npt.NDArray[np.float32]
+"""One-dimensional logprobs; the codec refuses every other dtype."""
+
+ShortStr = Annotated[str, msgspec.Meta(max_length=512)]
+"""Ids and names: bounded, since they are stored per request and logged."""
+
+MAX_GROUP_SIZE = 4096
+"""Bound on n: one prompt's responses are assembled in memory before they are sent."""
+
+
+class Message(msgspec.Struct, kw_only=True):
+    """Base of all messages; subclasses are tagged by class name."""
+
+
+# --- handshake, first in every direction -----------------------------------------------------
+
+
+class Hello(Message, tag=True):
+    """First message of a connecting peer.
+
+    `config_hash` covers only what must agree everywhere (see `config.SharedConfig`); empty from
+    a trainer, which need not know it. `schema_hash` digests the sender's message schema.
+    """
+
+    major: int
+    minor: int
+    schema_hash: str
+    config_hash: str
+    role: ShortStr
+    name: ShortStr
+    incarnation: int
+
+
+class Welcome(Message, tag=True):
+    """The answer to `Hello`: the peer may go on."""
+
+    major: int
+    minor: int
+    schema_hash: str
+    name: ShortStr
+    incarnation: int
+
+
+class Refused(Message, tag=True):
+    """A request that cannot be served, with the error's class code.
+
+    `rollout_id` and `prompt_ids` say what it concerns; both empty: the connection itself.
+    """
+
+    code: ShortStr
+    message: str
+    rollout_id: ShortStr = ""
+    prompt_ids: list[str] = []
+
+
+# --- trainer <-> buffer ----------------------------------------------------------------------
+
+
+class Submit(Message, tag=True):
+    """A batch of prompts of one rollout. `tokens` is flat over prompts, split by `lengths`.
+
+    A rollout may be submitted in several messages; `prompt_ids` must be unique over all of them.
+    Resubmitting a known prompt id with equal content is harmless: it is answered again.
+    """
+
+    rollout_id: ShortStr
+    rollout_number: int
+    seed: int
+    n: Annotated[int, msgspec.Meta(ge=1, le=MAX_GROUP_SIZE)]
+    sampling: SamplingParams
+    prompt_ids: list[ShortStr]
+    lengths: list[int]
+    tokens: Tokens
+
+
+class Accepted(Message, tag=True):
+    """These prompts were checked and queued."""
+
+    rollout_id: ShortStr
+    prompt_ids: list[ShortStr]
+
+
+class Cancel(Message, tag=True):
+    """Drop a rollout's unfinished prompts: the named ones, or all when the list is empty."""
+
+    rollout_id: ShortStr
+    prompt_ids: list[ShortStr] = []
+
+
+class Acknowledge(Message, tag=True):
+    """The trainer holds these groups; the buffer may forget them."""
+
+    rollout_id: ShortStr
+    prompt_ids: list[ShortStr]
+
+
+class StatusRequest(Message, tag=True):
+    """Ask for a `Status`."""
+
+
+class GroupDone(Message, tag=True):
+    """All responses of one prompt, in index order; `tokens`/`logprobs` are flat over responses.
+
+    `stop_reasons[i]` is the stop string or the stop token id (as text) that ended response i,
+    empty when it ran to max_tokens. One weight version for the whole group, by construction.
+    """
+
+    rollout_id: ShortStr
+    prompt_id: ShortStr
+    weight_version: int
+    finish_reasons: list[FinishReason]
+    stop_reasons: list[str]
+    lengths: list[int]
+    tokens: Tokens
+    logprobs: Logprobs
+    chunks: int = 0
+    migrations: int = 0
+    preemptions: int = 0
+
+
+class Progress(Message, tag=True):
+    """A rollout's counters, sent to its trainer at a bounded rate.
+
+    `finish_times` are seconds since submission at which requests finished since the last
+    `Progress`, for tail statistics.
+    """
+
+    rollout_id: ShortStr
+    requests: int
+    finished: int
+    groups: int
+    groups_finished: int
+    tokens: int
+    chunks: int
+    migrations: int
+    preemptions: int
+    running: int
+    finish_times: list[float] = []
+
+
+class InstanceStatus(Message, tag=True):
+    """One registered instance as the buffer sees it."""
+
+    name: ShortStr
+    capacity: Capacity
+    stats: InstanceStats
+    chunks: int
+    reserved_blocks: int
+
+
+class Status(Message, tag=True):
+    """A buffer's state; answer to `StatusRequest`. Counters are totals since it started."""
+
+    name: ShortStr
+    incarnation: int
+    policy: ShortStr
+    instances: list[InstanceStatus]
+    rollouts: int
+    requests_waiting: int
+    requests_running: int
+    counters: dict[str, int] = {}
+
+
+# --- engine <-> buffer -----------------------------------------------------------------------
+
+
+class Register(Message, tag=True):
+    """An engine is loaded and ready for work."""
+
+    capacity: Capacity
+    weight_version: int
+    vocab_size: int
+    versions: dict[str, str] = {}
+
+
+class RunChunk(Message, tag=True):
+    """Run one chunk of one request: generate up to `max_new_tokens` after `tokens`.
+
+    `tokens` is the prompt (`prompt_len` ids) and all output so far; `key` is the request's noise
+    key; `attempt` fences late answers.
+    """
+
+    request_id: ShortStr
+    group_id: ShortStr
+    attempt: int
+    key: int
+    prompt_len: int
+    max_new_tokens: int
+    sampling: SamplingParams
+    tokens: Tokens
+
+
+class DropChunk(Message, tag=True):
+    """Stop a chunk; its answer is no longer wanted."""
+
+    request_id: ShortStr
+    attempt: int
+
+
+class ChunkResult(msgspec.Struct, array_like=True):
+    """One ended chunk in a `ChunksDone` (positional: hot). `count` new tokens in the flat arrays.
+
+    `finish` is empty at a chunk boundary.
+    """
+
+    request_id: str
+    attempt: int
+    count: int
+    finish: str
+    stop_reason: str
+    preemptions: int
+    cached_tokens: int
+
+
+class ChunksDone(Message, tag=True):
+    """All chunks that ended in one engine flush; `tokens`/`logprobs` are flat over `results`."""
+
+    weight_version: int
+    results: list[ChunkResult]
+    tokens: Tokens
+    logprobs: Logprobs
+
+
+class ChunkFailed(Message, tag=True):
+    """A chunk this engine cannot run, whoever asks again (`fatal`), or could not run this time."""
+
+    request_id: ShortStr
+    attempt: int
+    code: ShortStr
+    message: str
+    fatal: bool
+
+
+class EngineStatus(Message, tag=True):
+    """An engine's periodic report; also its application-level sign of life."""
+
+    stats: InstanceStats
+
+
+class Ping(Message, tag=True):
+    """Needs no answer: sending it reveals a peer whose connection is gone."""
+
+
+class Drain(Message, tag=True):
+    """No more work will come: finish what runs, then say `Goodbye`."""
+
+
+class Goodbye(Message, tag=True):
+    """The sender leaves on purpose; what it still holds may run elsewhere."""
+
+
+# --- buffer -> context (PUB), context -> buffer (PUB) ----------------------------------------
+
+
+class GroupOpened(Message, tag=True):
+    """A group was accepted. `cap` is max_tokens: the estimate until a response finishes."""
+
+    group_id: ShortStr
+    size: int
+    prompt_len: int
+    cap: int
+
+
+class RequestProgress(Message, tag=True):
+    """A request reached `generated` tokens at a chunk boundary, or finished there."""
+
+    group_id: ShortStr
+    index: int
+    generated: int
+    finished: bool
+
+
+class GroupClosed(Message, tag=True):
+    """A group left the buffer: finished, failed or cancelled."""
+
+    group_id: ShortStr
+
+
+class Estimates(Message, tag=True):
+    """Length estimates that changed: group id -> expected output tokens of its longest response."""
+
+    estimates: dict[str, float]
+
+
+class Sequenced(Message, tag=True):
+    """Header of every PUB message: the publisher's life and a gapless sequence number."""
+
+    incarnation: int
+    sequence: int
+
+
+class SnapshotRequest(Message, tag=True):
+    """A subscriber saw a gap (or just joined) and asks for the whole state."""
+
+
+class BufferSnapshot(Message, tag=True):
+    """Every open group with its requests' progress, as of `sequence`."""
+
+    incarnation: int
+    sequence: int
+    opened: list[GroupOpened]
+    progress: list[RequestProgress]
+
+
+class ContextSnapshot(Message, tag=True):
+    """All estimates that differ from their cap, as of `sequence`."""
+
+    incarnation: int
+    sequence: int
+    estimates: dict[str, float]
+
+
+# --- engine <-> dgds -------------------------------------------------------------------------
+
+
+class RegisterGroups(Message, tag=True):
+    """Keep these groups' streams for `ttl_seconds` after they were last touched."""
+
+    group_ids: list[ShortStr]
+    ttl_seconds: float
+
+
+class Append(msgspec.Struct, array_like=True):
+    """One request's new tokens in an `AppendBatch` (positional: hot).
+
+    `previous` is the number of output tokens that precede them: a re-sent append is recognised
+    by it, a gap is asked for again.
+    """
+
+    group_id: str
+    index: int
+    attempt: int
+    previous: int
+    count: int
+
+
+class AppendBatch(Message, tag=True):
+    """One engine flush: the new tokens of all its requests, flat in `tokens`."""
+
+    appends: list[Append]
+    tokens: Tokens
+
+
+class AppendGap(Message, tag=True):
+    """The dgds holds only `have` tokens of this request: send again from there."""
+
+    group_id: ShortStr
+    index: int
+    attempt: int
+    have: int
+
+
+class FetchGroup(msgspec.Struct, array_like=True):
+    """What a draft client already holds of one group: response index -> (attempt, tokens)."""
+
+    group_id: str
+    have: dict[int, tuple[int, int]]
+
+
+class Fetch(Message, tag=True):
+    """Ask for what is new in these groups (`fetch_cst` in the paper)."""
+
+    groups: list[FetchGroup]
+
+
+class Deltas(Message, tag=True):
+    """Answer to `Fetch`: appends that bring the asker up to date; `missing` groups are unknown."""
+
+    appends: list[Append]
+    tokens: Tokens
+    missing: list[str] = []
+    truncated: bool = False
+
+
+# --- unions: one per socket direction --------------------------------------------------------
+
+TrainerToBuffer = Hello | Submit | Cancel | Acknowledge | StatusRequest | Goodbye
+BufferToTrainer = Welcome | Refused | Accepted | GroupDone | Progress | Status
+EngineToBuffer = Hello | Register | ChunksDone | ChunkFailed | EngineStatus | Goodbye
+BufferToEngine = Welcome | Refused | RunChunk | DropChunk | Ping | Drain
+BufferPublished = GroupOpened | RequestProgress | GroupClosed
+ContextPublished = Estimates
+SnapshotAsked = Hello | SnapshotRequest
+BufferSnapshotReply = Welcome | Refused | BufferSnapshot
+ContextSnapshotReply = Welcome | Refused | ContextSnapshot
+EngineToDgds = Hello | RegisterGroups | AppendBatch | Fetch | Goodbye
+DgdsToEngine = Welcome | Refused | AppendGap | Deltas

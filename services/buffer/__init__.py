@@ -1,0 +1,1 @@
+"""Requests, their chunks and where they run."""

@@ -1,0 +1,415 @@
+"""The life of every request: waiting, running one chunk, waiting again, finished.
+
+`Machine.handle(event, now)` returns instructions; the server performs them in order. The machine
+counts tokens and never sees one, so the simulator runs it as it is.
+
+Invariants (tests/invariants.py asserts them after every event):
+- a request is waiting, parked, running or finished; each running one has one current attempt;
+- an ended chunk counts only if its instance and attempt are the current ones: late answers of
+  dropped attempts change nothing, so every output token is kept exactly once;
+- an instance's books are the sums over the chunks running there; with an admission policy they
+  never pass its capacity;
+- a group is delivered when all its requests finished, refused with a reason otherwise, and is
+  remembered until it is acknowledged or its time to live is over.
+"""
+
+from __future__ import annotations
+
+from seer.common import ids
+from seer.common.policy.schedule import InstanceView, Policy, RequestView
+from seer.services.buffer.events import (
+    Accept,
+    ChunkEnded,
+    ChunkRejected,
+    Deliver,
+    Dispatch,
+    Drop,
+    EngineJoined,
+    EngineLeft,
+    EngineReported,
+    EstimatesChanged,
+    Event,
+    Forget,
+    GroupsAcknowledged,
+    GroupsSubmitted,
+    GroupState,
+    Instruction,
+    Keep,
+    Limits,
+    PublishClosed,
+    PublishOpened,
+    PublishProgress,
+    Refuse,
+    RequestState,
+    RolloutCancelled,
+    RolloutState,
+    Tick,
+)
+from seer.services.buffer.queue import WaitingQueue
+
+
+class Machine:
+    """See the module's docstring. `counters` holds totals since the start."""
+
+    def __init__(self, policy: Policy, limits: Limits) -> None:
+        self.policy = policy
+        self.limits = limits
+        self.requests: dict[str, RequestState] = {}
+        self.groups: dict[str, GroupState] = {}
+        self.rollouts: dict[str, RolloutState] = {}
+        self.instances: dict[str, InstanceView] = {}
+        self.estimates: dict[str, float] = {}
+        self.counters: dict[str, int] = dict.fromkeys(
+            ("chunks", "migrations", "preemptions", "lost", "late", "refused", "tokens"), 0
+        )
+        self._last_seen: dict[str, float] = {}
+        self._views: list[InstanceView] = []
+        self.queue = WaitingQueue()
+        self.parked: set[str] = set()
+        self._unchecked: list[tuple[float, GroupsSubmitted]] = []
+        self._no_engine_since: float | None = 0.0
+        self._queued = 0
+        self._group_number = 0
+
+    @property
+    def waiting(self) -> int:
+        """Requests that wait for a placement."""
+        return len(self.queue) + len(self.parked)
+
+    def handle(self, event: Event, now: float) -> list[Instruction]:
+        """Apply one event at `now` (monotonic seconds) and return what to do, in order."""
+        out: list[Instruction] = []
+        match event:
+            case ChunkEnded():
+                self._chunk_ended(event, now, out)
+            case EngineReported():
+                self._engine_reported(event, now)
+            case GroupsSubmitted():
+                self._submitted(event, now, out)
+            case EstimatesChanged():
+                self._estimates_changed(event)
+            case GroupsAcknowledged():
+                for prompt_id in event.prompt_ids:
+                    self._acknowledged(ids.group_id(event.rollout_id, prompt_id), out)
+            case RolloutCancelled():
+                self._cancelled(event, out)
+            case ChunkRejected():
+                self._chunk_rejected(event, now, out)
+            case EngineJoined():
+                self._engine_joined(event, now, out)
+            case EngineLeft():
+                self._engine_left(event.instance, now, out)
+            case Tick():
+                self._tick(now, out)
+        self._schedule(out)
+        return out
+
+    # --- submissions ---------------------------------------------------------------------
+
+    def _submitted(self, event: GroupsSubmitted, now: float, out: list[Instruction]) -> None:
+        rollout = self.rollouts.get(event.rollout_id)
+        if rollout is not None and rollout.trainer != event.trainer:
+            self._refuse(
+                event,
+                [spec.prompt_id for spec in event.groups],
+                "refused",
+                "another trainer uses this rollout id",
+                out,
+            )
+            return
+        if not self.instances:
+            self._unchecked.append((now, event))
+            return
+        if rollout is None:
+            rollout = self.rollouts[event.rollout_id] = RolloutState(event.rollout_id, event.trainer, now)
+        accepted: list[str] = []
+        for spec in event.groups:
+            group_id = ids.group_id(event.rollout_id, spec.prompt_id)
+            known = self.groups.get(group_id)
+            if known is not None:
+                accepted.append(spec.prompt_id)
+                if known.done:
+                    out.append(Deliver(event.trainer, group_id))
+                continue
+            problem = self._misfit(spec.prompt_len, event.max_tokens, event.n)
+            if problem:
+                self._refuse(event, [spec.prompt_id], "refused", problem, out)
+                continue
+            self._open(rollout, group_id, spec.prompt_id, spec.prompt_len, event, out)
+            accepted.append(spec.prompt_id)
+        if accepted:
+            out.append(Accept(event.trainer, event.rollout_id, accepted))
+        self._close_rollout_if_empty(rollout)
+
+    def _open(
+        self,
+        rollout: RolloutState,
+        group_id: str,
+        prompt_id: str,
+        prompt_len: int,
+        event: GroupsSubmitted,
+        out: list[Instruction],
+    ) -> None:
+        group = GroupState(group_id, prompt_id, rollout, event.n)
+        self.groups[group_id] = group
+        self.estimates[group_id] = float(event.max_tokens)
+        rollout.groups += 1
+        rollout.requests += event.n
+        out.append(PublishOpened(group_id, event.n, prompt_len, event.max_tokens))
+        for index in range(event.n):
+            request_id = ids.request_id(group_id, index)
+            view = RequestView(request_id, self._group_number, index, prompt_len, event.max_tokens)
+            self.requests[request_id] = RequestState(view, group)
+            self._wait(request_id)
+        self._group_number += 1
+
+    def _misfit(self, prompt_len: int, max_tokens: int, n: int) -> str:
+        if len(self.requests) + n > self.limits.max_requests:
+            return (
+                f"the buffer holds {len(self.requests)} unfinished requests and takes at most "
+                f"{self.limits.max_requests}: submit fewer at a time, or raise buffer.max_requests"
+            )
+        if any(instance.capacity.holds(prompt_len, max_tokens) for instance in self._views):
+            return ""
+        largest = max(self._views, key=lambda view: view.capacity.kv_blocks).capacity
+        return (
+            f"prompt of {prompt_len} tokens + max_tokens {max_tokens} fits no instance: the largest has "
+            f"max_model_len {largest.max_model_len} and {largest.kv_blocks} KV blocks of "
+            f"{largest.block_size}: lower max_tokens, shorten the prompt, or give engines more KV memory"
+        )
+
+    def _refuse(
+        self, event: GroupsSubmitted, prompt_ids: list[str], code: str, message: str, out: list[Instruction]
+    ) -> None:
+        self.counters["refused"] += len(prompt_ids)
+        out.append(Refuse(event.trainer, event.rollout_id, prompt_ids, code, message))
+
+    # --- queue and placement -------------------------------------------------------------
+
+    def _wait(self, request_id: str) -> None:
+        request = self.requests[request_id]
+        self._queued += 1
+        request.view.queued = self._queued
+        self._push(request_id)
+
+    def _push(self, request_id: str) -> None:
+        request = self.requests[request_id]
+        self.queue.push(request_id, self.policy.order(request.view, self.estimates[request.group.group_id]))
+
+    def _schedule(self, out: list[Instruction]) -> None:
+        while self._views and (request_id := self.queue.head()) is not None:
+            view = self.requests[request_id].view
+            chunk = self.policy.chunk(view, self.limits.chunk_size)
+            able = [instance for instance in self._views if instance.capacity.holds(view.context, chunk)]
+            name = self.policy.place(view, chunk, able)
+            if name is not None:
+                self._dispatch(request_id, self.instances[name], chunk, out)
+            elif able:
+                return  # the head waits for room; nobody overtakes it
+            else:
+                self.parked.add(request_id)  # until an engine joins that can hold it
+            self.queue.discard(request_id)
+
+    def _dispatch(self, request_id: str, instance: InstanceView, chunk: int, out: list[Instruction]) -> None:
+        request = self.requests[request_id]
+        request.attempt += 1
+        request.instance = instance.name
+        request.blocks = instance.capacity.blocks_for(request.view.context, chunk)
+        instance.chunks += 1
+        instance.reserved_blocks += request.blocks
+        moved = request.view.last_instance not in ("", instance.name)
+        self._count(request, chunks=1, migrations=int(moved))
+        request.view.last_instance = instance.name
+        out.append(Dispatch(instance.name, request_id, request.attempt, chunk))
+
+    def _release(self, request: RequestState) -> None:
+        instance = self.instances.get(request.instance)
+        if instance is not None:
+            instance.chunks -= 1
+            instance.reserved_blocks -= request.blocks
+        request.instance = ""
+
+    def _count(self, request: RequestState, **amounts: int) -> None:
+        for name, amount in amounts.items():
+            self.counters[name] += amount
+            request.group.rollout.counters[name] += amount
+            request.group.counters[name] += amount
+
+    # --- chunks --------------------------------------------------------------------------
+
+    def _current(self, instance: str, request_id: str, attempt: int) -> RequestState | None:
+        request = self.requests.get(request_id)
+        if request is None or (request.instance, request.attempt) != (instance, attempt):
+            self.counters["late"] += 1
+            return None
+        return request
+
+    def _chunk_ended(self, event: ChunkEnded, now: float, out: list[Instruction]) -> None:
+        request = self._current(event.instance, event.request_id, event.attempt)
+        if request is None:
+            return
+        self._release(request)
+        if event.count == 0 or event.count > request.view.remaining:
+            # An engine that made no progress, or too much, is not believed.
+            self._lost(request, out, f"ended a chunk with {event.count} tokens")
+            return
+        request.losses = 0
+        request.view.generated += event.count
+        self._count(request, tokens=event.count, preemptions=event.preemptions)
+        out.append(Keep(event.request_id))
+        finish = event.finish or ("" if request.view.remaining else "length")
+        group = request.group
+        out.append(PublishProgress(group.group_id, request.view.index, request.view.generated, bool(finish)))
+        if not finish:
+            self._wait(event.request_id)
+            return
+        request.finish, request.stop_reason = finish, event.stop_reason
+        group.unfinished -= 1
+        group.rollout.finish_times.append(now - group.rollout.submitted)
+        group.rollout.finished += 1
+        if group.unfinished == 0:
+            self._deliver(group, now, out)
+
+    def _deliver(self, group: GroupState, now: float, out: list[Instruction]) -> None:
+        group.finished_at = now
+        group.results = [
+            self.requests.pop(ids.request_id(group.group_id, index)) for index in range(group.size)
+        ]
+        group.rollout.groups_finished += 1
+        self.estimates.pop(group.group_id, None)
+        out.append(PublishClosed(group.group_id))
+        out.append(Deliver(group.rollout.trainer, group.group_id))
+
+    def _chunk_rejected(self, event: ChunkRejected, now: float, out: list[Instruction]) -> None:
+        request = self._current(event.instance, event.request_id, event.attempt)
+        if request is None:
+            return
+        self._release(request)
+        if event.fatal:
+            self._fail(request.group, "failed", event.message, out)
+        else:
+            self._lost(request, out, event.message)
+
+    def _lost(self, request: RequestState, out: list[Instruction], why: str) -> None:
+        self.counters["lost"] += 1
+        request.losses += 1
+        if request.losses >= self.limits.max_attempts:
+            message = f"response {request.view.index} was lost {request.losses} times in a row; last: {why}"
+            self._fail(request.group, "failed", message, out)
+        else:
+            self._wait(request.view.request_id)
+
+    # --- groups that end early -----------------------------------------------------------
+
+    def _fail(self, group: GroupState, code: str, message: str, out: list[Instruction]) -> None:
+        self.counters["refused"] += 1
+        out.append(Refuse(group.rollout.trainer, group.rollout.rollout_id, [group.prompt_id], code, message))
+        self._remove(group, out)
+
+    def _remove(self, group: GroupState, out: list[Instruction]) -> None:
+        for index in range(group.size):
+            request_id = ids.request_id(group.group_id, index)
+            request = self.requests.pop(request_id, None)
+            if request is not None and request.instance:
+                out.append(Drop(request.instance, request_id, request.attempt))
+                self._release(request)
+            self.queue.discard(request_id)
+            self.parked.discard(request_id)
+        if not group.done:
+            out.append(PublishClosed(group.group_id))
+        self._forget(group, out)
+
+    def _acknowledged(self, group_id: str, out: list[Instruction]) -> None:
+        group = self.groups.get(group_id)
+        if group is not None and group.done:
+            self._forget(group, out)
+
+    def _forget(self, group: GroupState, out: list[Instruction]) -> None:
+        del self.groups[group.group_id]
+        self.estimates.pop(group.group_id, None)
+        out.append(Forget(group.group_id))
+        group.rollout.groups_gone += 1
+        self._close_rollout_if_empty(group.rollout)
+
+    def _close_rollout_if_empty(self, rollout: RolloutState) -> None:
+        if rollout.groups_gone == rollout.groups:
+            self.rollouts.pop(rollout.rollout_id, None)
+
+    def _cancelled(self, event: RolloutCancelled, out: list[Instruction]) -> None:
+        rollout = self.rollouts.get(event.rollout_id)
+        self._unchecked = [item for item in self._unchecked if item[1].rollout_id != event.rollout_id]
+        if rollout is None or rollout.trainer != event.trainer:
+            return
+        chosen = event.prompt_ids or [
+            group.prompt_id for group in self.groups.values() if group.rollout is rollout
+        ]
+        for prompt_id in chosen:
+            group = self.groups.get(ids.group_id(event.rollout_id, prompt_id))
+            if group is not None and not group.done:
+                self._fail(group, "cancelled", "cancelled by its trainer", out)
+
+    def _estimates_changed(self, event: EstimatesChanged) -> None:
+        for group_id, estimate in event.estimates.items():
+            group = self.groups.get(group_id)
+            if group is None or group.done:
+                continue
+            self.estimates[group_id] = estimate
+            for index in range(group.size):
+                request_id = ids.request_id(group_id, index)
+                if request_id in self.queue:
+                    self._push(request_id)
+
+    # --- engines and time ----------------------------------------------------------------
+
+    def _engine_joined(self, event: EngineJoined, now: float, out: list[Instruction]) -> None:
+        self._engine_left(event.instance, now, out)  # a new life of a known name holds nothing of the old
+        self.instances[event.instance] = InstanceView(event.instance, event.capacity)
+        self._last_seen[event.instance] = now
+        self._views = [self.instances[name] for name in sorted(self.instances)]
+        self._no_engine_since = None
+        parked, self.parked = self.parked, set()
+        for request_id in sorted(parked, key=lambda item: self.requests[item].view.queued):
+            self._push(request_id)
+        unchecked, self._unchecked = self._unchecked, []
+        for _, submission in unchecked:
+            self._submitted(submission, now, out)
+
+    def _engine_left(self, name: str, now: float, out: list[Instruction]) -> None:
+        if self.instances.pop(name, None) is None:
+            return
+        del self._last_seen[name]
+        self._views = [self.instances[name] for name in sorted(self.instances)]
+        if not self._views:
+            self._no_engine_since = now
+        lost = [request for request in self.requests.values() if request.instance == name]
+        for request in lost:
+            self._release(request)
+        for request in lost:
+            if request.view.request_id in self.requests:  # else its group just failed
+                self._lost(request, out, f"engine {name} was lost")
+
+    def _engine_reported(self, event: EngineReported, now: float) -> None:
+        instance = self.instances.get(event.instance)
+        if instance is not None:
+            self._last_seen[event.instance] = now
+            instance.pinned_blocks = event.pinned_blocks
+
+    def _tick(self, now: float, out: list[Instruction]) -> None:
+        for name, seen in list(self._last_seen.items()):
+            if now - seen > self.limits.engine_silence_seconds:
+                self._engine_left(name, now, out)
+        overdue = now - self.limits.engine_wait_seconds
+        message = f"no engine that fits registered within {self.limits.engine_wait_seconds:g} s: start one"
+        for since, submission in list(self._unchecked):
+            if since < overdue:
+                self._unchecked.remove((since, submission))
+                prompt_ids = [spec.prompt_id for spec in submission.groups]
+                self._refuse(submission, prompt_ids, "failed", message, out)
+        if self._no_engine_since is not None and self._no_engine_since < overdue:
+            for group in [group for group in self.groups.values() if not group.done]:
+                self._fail(group, "failed", message, out)
+        expired = now - self.limits.result_ttl_seconds
+        for group in [
+            g for g in self.groups.values() if g.finished_at is not None and g.finished_at < expired
+        ]:
+            self._forget(group, out)

@@ -1,0 +1,45 @@
+"""The waiting requests, ordered by a policy's key: an indexed heap, O(log n) a change.
+
+Invariants:
+- an id waits at most once; pushing it again with another key moves it;
+- `head` is the id with the smallest key among those that wait.
+"""
+
+from __future__ import annotations
+
+import heapq
+
+from seer.common.policy.schedule import OrderKey
+
+
+class WaitingQueue:
+    """A priority queue whose entries can be re-keyed and removed; stale heap items are skipped."""
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[OrderKey, str]] = []
+        self._keys: dict[str, OrderKey] = {}
+
+    def __len__(self) -> int:
+        return len(self._keys)
+
+    def __contains__(self, request_id: object) -> bool:
+        return request_id in self._keys
+
+    def push(self, request_id: str, key: OrderKey) -> None:
+        """Add an id, or move it to `key`."""
+        if self._keys.get(request_id) != key:
+            self._keys[request_id] = key
+            heapq.heappush(self._heap, (key, request_id))
+
+    def discard(self, request_id: str) -> None:
+        """Remove an id if it waits."""
+        self._keys.pop(request_id, None)
+
+    def head(self) -> str | None:
+        """Return the id that goes next, without removing it."""
+        while self._heap:
+            key, request_id = self._heap[0]
+            if self._keys.get(request_id) == key:
+                return request_id
+            heapq.heappop(self._heap)
+        return None

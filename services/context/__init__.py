@@ -1,0 +1,1 @@
+"""What is learnt about groups while they run."""

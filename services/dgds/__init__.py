@@ -1,0 +1,1 @@
+"""Grouped token streams, shared between engines."""

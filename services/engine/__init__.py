@@ -1,0 +1,1 @@
+"""One model replica per process, behind the `Backend` protocol."""

@@ -1,0 +1,107 @@
+"""What an engine process asks of the thing that generates tokens.
+
+Invariants:
+- `step` is the only method that takes long; all methods are called from one thread;
+- every added chunk ends in exactly one `ChunkEnd` from `step`, unless it is dropped first;
+- tokens of a chunk are reported once, in order; the sum of a chunk's reports is its output.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import msgspec
+
+from seer.common.types import Capacity, InstanceStats, SamplingParams
+
+
+class Chunk(msgspec.Struct, frozen=True, kw_only=True):
+    """One chunk to run; see `messages.RunChunk`. `tokens` is prompt plus output so far."""
+
+    request_id: str
+    group_id: str
+    attempt: int
+    key: int
+    prompt_len: int
+    max_new_tokens: int
+    sampling: SamplingParams
+    tokens: list[int]
+
+
+class Generated(msgspec.Struct, kw_only=True):
+    """New tokens of one chunk from one step, with one logprob each."""
+
+    request_id: str
+    attempt: int
+    token_ids: list[int]
+    logprobs: list[float]
+
+
+class ChunkEnd(msgspec.Struct, kw_only=True):
+    """A chunk ended: `finish` is "stop", "length" (the request's own limit) or "" (boundary).
+
+    `stop_reason` is the stop string or the stop token id as text; `preemptions` counts how often
+    the chunk was preempted; `cached_tokens` how many context tokens needed no prefill.
+    """
+
+    request_id: str
+    attempt: int
+    finish: str
+    stop_reason: str = ""
+    preemptions: int = 0
+    cached_tokens: int = 0
+
+
+class StepOutput(msgspec.Struct, kw_only=True):
+    """What one step produced. `seconds` is modelled time still to pass (0 for a real engine)."""
+
+    generated: list[Generated] = []
+    ended: list[ChunkEnd] = []
+    seconds: float = 0.0
+
+
+class Backend(Protocol):
+    """An engine: the real one (`vllm/backend.py`) or the model of one (`replay.py`)."""
+
+    def start(self) -> None:
+        """Load everything. Raises `EngineError` naming the cause and the fix."""
+        ...
+
+    @property
+    def capacity(self) -> Capacity:
+        """What this instance holds; valid after `start`."""
+        ...
+
+    @property
+    def vocab_size(self) -> int:
+        """Token ids are below this; valid after `start`."""
+        ...
+
+    @property
+    def versions(self) -> dict[str, str]:
+        """Names and versions of what generates, for reports."""
+        ...
+
+    def add(self, chunk: Chunk) -> None:
+        """Queue a chunk. Raises `InvalidField` for a request this engine cannot run."""
+        ...
+
+    def drop(self, request_id: str, attempt: int) -> None:
+        """Forget a chunk; nothing further is reported of it. Unknown ones are ignored."""
+        ...
+
+    def has_work(self) -> bool:
+        """Say whether `step` would do anything."""
+        ...
+
+    def step(self) -> StepOutput:
+        """Advance every running chunk by one engine step; may block for the step's duration."""
+        ...
+
+    def stats(self) -> InstanceStats:
+        """Return current gauges and counters; cheap, called between steps."""
+        ...
+
+    def close(self) -> None:
+        """Free the device; idempotent."""
+        ...

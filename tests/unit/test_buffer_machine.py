@@ -1,0 +1,243 @@
+import pytest
+from seer.common.policy.schedule import POLICIES
+from seer.common.types import Capacity
+from seer.services.buffer import events as e
+from seer.services.buffer.machine import Machine
+
+from ..invariants import check
+
+CAPACITY = Capacity(kv_blocks=20, block_size=16, max_num_seqs=8, max_model_len=256)
+
+
+def make(policy="divided", engines=("a", "b"), **limits) -> Machine:
+    machine = Machine(POLICIES[policy], e.Limits(**{"chunk_size": 16, **limits}))
+    for name in engines:
+        machine.handle(e.EngineJoined(name, CAPACITY), 0.0)
+    return machine
+
+
+def submit(machine, *prompts, n=2, max_tokens=32, rollout="r", trainer="t", now=0.0, prompt_len=10):
+    specs = [e.GroupSpec(prompt, prompt_len) for prompt in prompts]
+    return machine.handle(e.GroupsSubmitted(trainer, rollout, n, max_tokens, specs), now)
+
+
+def pick(out, kind):
+    return [item for item in out if isinstance(item, kind)]
+
+
+def end(machine, dispatch, count=None, finish="", now=1.0, **fields):
+    event = e.ChunkEnded(
+        dispatch.instance, dispatch.request_id, dispatch.attempt, count or dispatch.max_new_tokens, finish, **fields
+    )
+    out = machine.handle(event, now)
+    check(machine)
+    return out
+
+
+def run_to_end(machine, out, now=1.0):
+    kept = []
+    while dispatches := pick(out, e.Dispatch):
+        out = []
+        for dispatch in dispatches:
+            more = end(machine, dispatch, now=now)
+            kept += pick(more, e.Keep)
+            out += more
+    return out, kept
+
+
+def test_a_group_is_chunked_run_and_delivered_once():
+    machine = make()
+    out = submit(machine, "p")
+    assert pick(out, e.Accept) == [e.Accept("t", "r", ["p"])]
+    first = pick(out, e.Dispatch)
+    assert [d.max_new_tokens for d in first] == [16, 16]
+    assert {d.instance for d in first} == {"a", "b"}
+    last, kept = run_to_end(machine, out)
+    assert pick(last, e.Deliver) == [e.Deliver("t", "r/p")]
+    assert len(kept) == 4
+    assert machine.counters["tokens"] == 64
+    assert pick(machine.handle(e.GroupsAcknowledged("r", ["p"]), 2.0), e.Forget) == [e.Forget("r/p")]
+    assert not machine.groups
+    assert not machine.rollouts
+    check(machine)
+
+
+def test_a_late_answer_of_a_dropped_attempt_changes_nothing():
+    machine = make(engines=("a",))
+    (old, *_) = pick(submit(machine, "p", n=1), e.Dispatch)
+    machine.handle(e.EngineLeft("a"), 1.0)
+    (new,) = pick(machine.handle(e.EngineJoined("a", CAPACITY), 2.0), e.Dispatch)
+    assert new.attempt == old.attempt + 1
+    assert not pick(end(machine, old), e.Keep)
+    assert machine.counters["late"] == 1
+    assert pick(end(machine, new), e.Keep)
+
+
+def test_a_lost_engine_reruns_from_the_last_chunk_boundary():
+    machine = make()
+    dispatch = pick(submit(machine, "p", n=1), e.Dispatch)[0]
+    second = pick(end(machine, dispatch), e.Dispatch)[0]
+    again = pick(machine.handle(e.EngineLeft(second.instance), 1.0), e.Dispatch)[0]
+    assert again.instance != second.instance
+    assert machine.requests[again.request_id].view.generated == 16
+    assert again.max_new_tokens == 16
+    check(machine)
+
+
+def test_a_silent_engine_is_lost_and_a_reporting_one_is_not():
+    machine = make(engine_silence_seconds=5.0)
+    submit(machine, "p", n=2)
+    machine.handle(e.EngineReported("a"), 4.0)
+    machine.handle(e.Tick(), 6.0)
+    assert set(machine.instances) == {"a"}
+    check(machine)
+
+
+def test_a_request_lost_too_often_fails_its_group_and_nothing_else():
+    machine = make(engines=("a",), max_attempts=2)
+    submit(machine, "p", "q", n=1)
+    for _ in range(2):
+        request = machine.requests.get("r/p#0")
+        assert request is not None
+        out = machine.handle(e.ChunkRejected("a", "r/p#0", request.attempt, fatal=False, message="no"), 1.0)
+    (refusal,) = pick(out, e.Refuse)
+    assert refusal.prompt_ids == ["p"]
+    assert refusal.code == "failed"
+    assert "lost 2 times" in refusal.message
+    assert "r/q" in machine.groups
+    check(machine)
+
+
+def test_a_fatal_rejection_drops_the_siblings():
+    machine = make()
+    dispatches = pick(submit(machine, "p", n=2), e.Dispatch)
+    bad = dispatches[0]
+    out = machine.handle(e.ChunkRejected(bad.instance, bad.request_id, bad.attempt, fatal=True, message="x"), 1.0)
+    assert [d.request_id for d in pick(out, e.Drop)] == [dispatches[1].request_id]
+    assert not machine.groups
+    check(machine)
+
+
+@pytest.mark.parametrize(
+    ("prompt_len", "max_tokens", "fits"), [(10, 246, True), (10, 247, False), (200, 56, True), (256, 1, False)]
+)
+def test_what_fits_no_instance_is_refused_at_submission(prompt_len, max_tokens, fits):
+    machine = make()
+    out = submit(machine, "p", max_tokens=max_tokens, prompt_len=prompt_len)
+    assert bool(pick(out, e.Accept)) == fits
+    if not fits:
+        (refusal,) = pick(out, e.Refuse)
+        assert "max_model_len 256" in refusal.message
+        assert not machine.rollouts
+
+
+def test_kv_blocks_bound_what_is_placed():
+    machine = make(engines=("a",), chunk_size=100)
+    # 10 + 100 + 1 tokens = 7 blocks of 16: two fit in 20 blocks
+    out = submit(machine, "p", n=8, max_tokens=200)
+    assert len(pick(out, e.Dispatch)) == 2
+    check(machine)
+    machine.handle(e.EngineReported("a", pinned_blocks=13), 1.0)
+    assert not pick(end(machine, pick(out, e.Dispatch)[0]), e.Dispatch)
+    assert len(pick(machine.handle(e.EngineReported("a", pinned_blocks=0), 1.0), e.Dispatch)) == 1
+
+
+def test_static_places_everything_at_once():
+    machine = make("static")
+    dispatches = pick(submit(machine, "p", "q", n=20, max_tokens=200), e.Dispatch)
+    assert len(dispatches) == 40
+    assert {d.max_new_tokens for d in dispatches} == {200}
+    by_group = {d.request_id.split("#")[0]: d.instance for d in dispatches}
+    assert set(by_group.values()) == {"a", "b"}
+
+
+def test_submissions_wait_for_a_first_engine_then_fail():
+    machine = make(engines=(), engine_wait_seconds=10.0)
+    assert not submit(machine, "p")
+    machine.handle(e.Tick(), 9.0)
+    (refusal,) = pick(machine.handle(e.Tick(), 11.0), e.Refuse)
+    assert "no engine" in refusal.message
+    submit(machine, "p", now=12.0)
+    assert pick(machine.handle(e.EngineJoined("a", CAPACITY), 13.0), e.Accept)
+    check(machine)
+
+
+def test_work_fails_when_no_engine_comes_back():
+    machine = make(engines=("a",), engine_wait_seconds=10.0)
+    submit(machine, "p")
+    machine.handle(e.EngineLeft("a"), 1.0)
+    assert not pick(machine.handle(e.Tick(), 10.0), e.Refuse)
+    assert pick(machine.handle(e.Tick(), 12.0), e.Refuse)
+    assert not machine.groups
+
+
+def test_a_request_that_no_living_engine_can_hold_is_parked_until_one_joins():
+    big = Capacity(kv_blocks=100, block_size=16, max_num_seqs=8, max_model_len=2048)
+    machine = make(engines=("a",))
+    machine.handle(e.EngineJoined("big", big), 0.0)
+    submit(machine, "p", n=1, max_tokens=1000, prompt_len=250)
+    submit(machine, "q", n=1)
+    machine.handle(e.EngineLeft("big"), 1.0)
+    check(machine)
+    assert machine.parked == {"r/p#0"}
+    assert machine.requests["r/q#0"].instance == "a"
+    assert pick(machine.handle(e.EngineJoined("big", big), 2.0), e.Dispatch)[0].request_id == "r/p#0"
+    check(machine)
+
+
+def test_resubmission_is_harmless_and_redelivers_what_is_finished():
+    machine = make()
+    out = submit(machine, "p", n=1)
+    assert pick(submit(machine, "p", n=1), e.Accept)
+    run_to_end(machine, out)
+    assert pick(submit(machine, "p", n=1), e.Deliver) == [e.Deliver("t", "r/p")]
+    assert pick(submit(machine, "p", trainer="other"), e.Refuse)
+    check(machine)
+
+
+def test_cancel_drops_what_runs_and_keeps_what_is_finished():
+    machine = make()
+    run_to_end(machine, submit(machine, "p", n=1))
+    submit(machine, "q", "s", n=1)
+    out = machine.handle(e.RolloutCancelled("t", "r", []), 2.0)
+    assert sorted(refusal.prompt_ids[0] for refusal in pick(out, e.Refuse)) == ["q", "s"]
+    assert {refusal.code for refusal in pick(out, e.Refuse)} == {"cancelled"}
+    assert len(pick(out, e.Drop)) == 2
+    assert set(machine.groups) == {"r/p"}
+    assert not pick(machine.handle(e.RolloutCancelled("other", "r", []), 2.0), e.Forget)
+    check(machine)
+
+
+def test_unacknowledged_results_expire():
+    machine = make(result_ttl_seconds=10.0, engine_silence_seconds=1e9)
+    run_to_end(machine, submit(machine, "p", n=1))
+    assert not pick(machine.handle(e.Tick(), 10.0), e.Forget)
+    assert pick(machine.handle(e.Tick(), 12.0), e.Forget)
+
+
+def test_a_chunk_without_progress_or_beyond_its_limit_is_not_believed():
+    machine = make(engines=("a",))
+    (dispatch,) = pick(submit(machine, "p", n=1), e.Dispatch)
+    event = e.ChunkEnded("a", dispatch.request_id, dispatch.attempt, 0)
+    (again,) = pick(machine.handle(event, 1.0), e.Dispatch)
+    event = e.ChunkEnded("a", again.request_id, again.attempt, 33)
+    out = machine.handle(event, 1.0)
+    assert not pick(out, e.Keep)
+    assert machine.counters["lost"] == 2
+
+
+def test_estimates_reach_the_policys_order():
+    machine = make(engines=())
+    machine.policy = e_policy = POLICIES["divided"]
+    assert e_policy.order(machine_request(), 3.0) == e_policy.order(machine_request(), 9.0)
+    machine.handle(e.EngineJoined("a", CAPACITY), 0.0)
+    submit(machine, "p", n=30)
+    machine.handle(e.EstimatesChanged({"r/p": 12.0, "gone": 1.0}), 1.0)
+    assert machine.estimates == {"r/p": 12.0}
+    check(machine)
+
+
+def machine_request():
+    from seer.common.policy.schedule import RequestView
+
+    return RequestView("r", 0, 0, 1, 2, queued=7)
