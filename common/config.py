@@ -24,7 +24,7 @@ class _Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """A table of the configuration file."""
 
 
-class SharedConfig(_Section):
+class SharedConfig(_Section, frozen=True):
     """What every process of a system must agree on; hashed into the handshake."""
 
     model: str = ""
@@ -33,7 +33,7 @@ class SharedConfig(_Section):
     """Tokens per KV block."""
 
 
-class Endpoints(_Section):
+class Endpoints(_Section, frozen=True):
     """Where services are reached. The owner binds there; everyone else connects.
 
     `tcp://host:port` or `ipc://path`; port 0 asks the system for a free one (the owner reports it).
@@ -57,7 +57,7 @@ class Endpoints(_Section):
     """Replaces the host when binding TCP, e.g. `*`; empty binds the host as written."""
 
 
-class BufferConfig(_Section):
+class BufferConfig(_Section, frozen=True):
     """Request lifecycle and scheduling."""
 
     policy: str = "divided"
@@ -74,14 +74,14 @@ class BufferConfig(_Section):
     """How long a finished group waits for its trainer's acknowledgement."""
 
 
-class ContextConfig(_Section):
+class ContextConfig(_Section, frozen=True):
     """Length estimates."""
 
     publish_interval_seconds: float = 0.05
     """Changed estimates are gathered this long before they are broadcast."""
 
 
-class DgdsConfig(_Section):
+class DgdsConfig(_Section, frozen=True):
     """Grouped token streams."""
 
     ttl_seconds: float = 600.0
@@ -90,7 +90,7 @@ class DgdsConfig(_Section):
     """Bound on tokens held (4 bytes each); least recently touched groups go first."""
 
 
-class EngineConfig(_Section):
+class EngineConfig(_Section, frozen=True):
     """One model replica."""
 
     name: str = ""
@@ -116,6 +116,8 @@ class EngineConfig(_Section):
     """Interval of status reports."""
     cpu_cores: str = ""
     """Cores for a CPU engine's threads, vLLM syntax (`0-3`); default: vLLM's own choice."""
+    fault_position: int | None = None
+    """Sample this absolute position wrongly: `seer verify --plant-fault` must notice. Not for rollouts."""
     replay_trace: str = ""
     """Replay backend: JSONL of recorded responses; empty: tokens are a function of the key."""
     replay_step_seconds: float = 0.002
@@ -127,14 +129,14 @@ class EngineConfig(_Section):
     """Replay backend without a trace: mean response length (heavy-tailed)."""
 
 
-class LogConfig(_Section):
+class LogConfig(_Section, frozen=True):
     """Structured logs on stderr."""
 
     format: Literal["console", "json"] = "console"
     level: Literal["debug", "info", "warning", "error"] = "info"
 
 
-class Config(_Section):
+class Config(_Section, frozen=True):
     """The whole file."""
 
     shared: SharedConfig = SharedConfig()

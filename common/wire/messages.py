@@ -9,8 +9,8 @@ Evolution rules (tests/unit/test_wire_evolution.py holds old and new readers to 
 - `Hello` and `Refused` keep their meaning whatever the MAJOR, or peers could not refuse each other;
 - anything an old peer would misread needs a new MAJOR in `version.py`.
 
-Arrays (`Tokens` and `Logprobs` fields) travel as frames of their own after the msgpack header; see `codec.py`.
-Ragged data is one flat array plus a list of lengths.
+Arrays (`Tokens` and `Logprobs` fields) travel as frames of their own after the msgpack header; see
+`codec.py`. Ragged data is one flat array plus a list of lengths.
 """
 
 from __future__ import annotations
@@ -174,6 +174,7 @@ class InstanceStatus(Message, tag=True):
     stats: InstanceStats
     chunks: int
     reserved_blocks: int
+    versions: dict[str, str] = {}
 
 
 class Status(Message, tag=True):

@@ -51,6 +51,8 @@ class GroupState:
     prompt_id: str
     rollout: RolloutState
     size: int
+    prompt_len: int
+    max_tokens: int
     unfinished: int = 0
     finished_at: float | None = None
     counters: Counter[str] = field(default_factory=Counter)

@@ -150,7 +150,7 @@ class Machine:
         event: GroupsSubmitted,
         out: list[Instruction],
     ) -> None:
-        group = GroupState(group_id, prompt_id, rollout, event.n)
+        group = GroupState(group_id, prompt_id, rollout, event.n, prompt_len, event.max_tokens)
         self.groups[group_id] = group
         self.estimates[group_id] = float(event.max_tokens)
         rollout.groups += 1

@@ -5,12 +5,12 @@ from collections import Counter
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from invariants import check
+
 from seer.common.policy.schedule import POLICIES
 from seer.common.types import Capacity
 from seer.services.buffer import events as e
 from seer.services.buffer.machine import Machine
-
-from ..invariants import check
 
 NAMES = ("a", "b", "c")
 
@@ -58,7 +58,9 @@ class BufferModel(RuleBasedStateMachine):
     def join(self, name, blocks):
         for key in [key for key, d in self.running.items() if d.instance == name]:
             self.stale.append(self.running.pop(key))
-        self.send(e.EngineJoined(name, Capacity(kv_blocks=blocks, block_size=8, max_num_seqs=4, max_model_len=200)))
+        self.send(
+            e.EngineJoined(name, Capacity(kv_blocks=blocks, block_size=8, max_num_seqs=4, max_model_len=200))
+        )
 
     @rule(name=st.sampled_from(NAMES))
     def leave(self, name):
@@ -66,7 +68,12 @@ class BufferModel(RuleBasedStateMachine):
             self.stale.append(self.running.pop(key))
         self.send(e.EngineLeft(name))
 
-    @rule(n=st.integers(1, 5), prompt_len=st.integers(1, 60), max_tokens=st.integers(1, 90), count=st.integers(1, 3))
+    @rule(
+        n=st.integers(1, 5),
+        prompt_len=st.integers(1, 60),
+        max_tokens=st.integers(1, 90),
+        count=st.integers(1, 3),
+    )
     def submit(self, n, prompt_len, max_tokens, count):
         specs = [e.GroupSpec(str(self.prompts + i), prompt_len) for i in range(count)]
         self.prompts += count
@@ -132,7 +139,9 @@ class BufferModel(RuleBasedStateMachine):
             return
         for name in NAMES:
             self.leave(name)
-        self.send(e.EngineJoined("z", Capacity(kv_blocks=500, block_size=8, max_num_seqs=64, max_model_len=4096)))
+        self.send(
+            e.EngineJoined("z", Capacity(kv_blocks=500, block_size=8, max_num_seqs=64, max_model_len=4096))
+        )
         for _ in range(10_000):
             if not self.running:
                 break

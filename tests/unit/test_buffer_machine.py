@@ -1,10 +1,10 @@
 import pytest
+from invariants import check
+
 from seer.common.policy.schedule import POLICIES
 from seer.common.types import Capacity
 from seer.services.buffer import events as e
 from seer.services.buffer.machine import Machine
-
-from ..invariants import check
 
 CAPACITY = Capacity(kv_blocks=20, block_size=16, max_num_seqs=8, max_model_len=256)
 
@@ -26,9 +26,8 @@ def pick(out, kind):
 
 
 def end(machine, dispatch, count=None, finish="", now=1.0, **fields):
-    event = e.ChunkEnded(
-        dispatch.instance, dispatch.request_id, dispatch.attempt, count or dispatch.max_new_tokens, finish, **fields
-    )
+    count = count or dispatch.max_new_tokens
+    event = e.ChunkEnded(dispatch.instance, dispatch.request_id, dispatch.attempt, count, finish, **fields)
     out = machine.handle(event, now)
     check(machine)
     return out
@@ -112,14 +111,17 @@ def test_a_fatal_rejection_drops_the_siblings():
     machine = make()
     dispatches = pick(submit(machine, "p", n=2), e.Dispatch)
     bad = dispatches[0]
-    out = machine.handle(e.ChunkRejected(bad.instance, bad.request_id, bad.attempt, fatal=True, message="x"), 1.0)
+    out = machine.handle(
+        e.ChunkRejected(bad.instance, bad.request_id, bad.attempt, fatal=True, message="x"), 1.0
+    )
     assert [d.request_id for d in pick(out, e.Drop)] == [dispatches[1].request_id]
     assert not machine.groups
     check(machine)
 
 
 @pytest.mark.parametrize(
-    ("prompt_len", "max_tokens", "fits"), [(10, 246, True), (10, 247, False), (200, 56, True), (256, 1, False)]
+    ("prompt_len", "max_tokens", "fits"),
+    [(10, 246, True), (10, 247, False), (200, 56, True), (256, 1, False)],
 )
 def test_what_fits_no_instance_is_refused_at_submission(prompt_len, max_tokens, fits):
     machine = make()

@@ -1,0 +1,42 @@
+# make demo | make test | make lint: each sets up what it needs. See README.md.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+# Linters that follow imports look at the package as a user gets it, not at the editable redirection.
+WHEEL := build/installed
+
+.PHONY: setup demo test lint format lock clean
+
+setup: $(STAMP)
+
+$(STAMP): requirements/core.lock requirements/cpu.lock requirements/dev.lock pyproject.toml CMakeLists.txt $(wildcard native/*)
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --no-deps --no-compile -r requirements/core.lock -r requirements/cpu.lock -r requirements/dev.lock
+	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation --editable .
+	touch $@
+
+demo: setup
+	$(BIN)/python examples/countdown/demo.py
+
+test: setup
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation --upgrade --target $(WHEEL) .
+	MYPYPATH=$(WHEEL) $(BIN)/mypy
+	PYTHONPATH=$(WHEEL):$$($(BIN)/python -c 'import site; print(site.getsitepackages()[0])') \
+	  $(BIN)/python -S $(BIN)/lint-imports
+
+format: setup
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+lock:  # pins what is installed in .venv now
+	$(BIN)/python requirements/lock.py
+
+clean:
+	rm -rf $(VENV) build dist runs

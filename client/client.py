@@ -1,0 +1,352 @@
+"""The asyncio client of a buffer: one connection, any number of rollouts.
+
+Invariants:
+- one task receives and never sends, one task sends what receiving asks for: neither can block
+  the other, nor the buffer;
+- a buffer that was restarted, or forgot us, is sent every unfinished prompt again under the same
+  rollout id: keys depend on neither, so the tokens are the same;
+- every group that arrives is acknowledged, wanted or not; it is taken once;
+- nothing waits for ever: a rollout ends by its results, its deadline or the buffer's silence.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+import socket
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import numpy as np
+
+from seer.client.prompts import Prepared, Prompt, check_request, prepare
+from seer.client.rollout import BufferLost, Rollout
+from seer.client.text import Tokenizer, load_tokenizer
+from seer.common.channel import Channel, Identity, error_of
+from seer.common.clock import LoopClock
+from seer.common.errors import (
+    DeadlineExceeded,
+    InvalidField,
+    RequestRefused,
+    RolloutCancelled,
+    RolloutFailed,
+    SeerError,
+    Unreachable,
+)
+from seer.common.ids import new_incarnation
+from seer.common.transport.base import Transport
+from seer.common.transport.zmq import ZmqTransport
+from seer.common.types import SamplingParams
+from seer.common.wire.messages import (
+    Accepted,
+    Acknowledge,
+    BufferToTrainer,
+    Cancel,
+    Goodbye,
+    GroupDone,
+    Progress,
+    Refused,
+    Status,
+    StatusRequest,
+    Submit,
+    Tokens,
+    TrainerToBuffer,
+    Welcome,
+)
+
+BATCH_TOKENS = 2**20
+"""Prompt tokens per `Submit` (4 MiB): a large rollout must not stall the buffer's loop."""
+
+BATCH_PROMPTS = 1024
+"""Prompts per `Submit`, for the same reason."""
+
+PING_SECONDS = 5.0
+"""A buffer that says nothing for this long is asked for its status: work may wait for an engine."""
+
+GOODBYE_SECONDS = 2.0
+"""Longest time that leaving may take when the buffer is gone."""
+
+
+class RolloutClient:
+    """Use as `async with RolloutClient(endpoint) as client`; one event loop, any task.
+
+    `tokenizer` (a model folder, a tokenizer.json, or an object with encode and decode) is needed
+    for text only. A buffer silent for `silence_seconds` while work is out has lost it:
+    `BufferLost`. Entering raises `Unreachable` when it does not answer in `connect_seconds`.
+    """
+
+    def __init__(
+        self,
+        endpoint: str,
+        *,
+        name: str | None = None,
+        tokenizer: str | Path | Tokenizer | None = None,
+        connect_seconds: float = 30.0,
+        silence_seconds: float = 60.0,
+        transport: Transport | None = None,
+    ) -> None:
+        self.endpoint = endpoint
+        self.name = name or f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(3)}"
+        self.tokenizer = None if tokenizer is None else load_tokenizer(tokenizer)
+        self._connect_seconds = connect_seconds
+        self._silence_seconds = silence_seconds
+        self._given_transport = transport
+        self._task: asyncio.Task[None] | None = None
+        self._next_number = 0
+        self._rollouts: weakref.WeakValueDictionary[str, Rollout] = weakref.WeakValueDictionary()
+        self._active: dict[str, Rollout] = {}
+        self._deadlines: dict[str, float] = {}
+        self._acknowledge: dict[str, list[str]] = {}
+        self._resubmit = False
+        self._heard = 0.0
+        self._wake = asyncio.Event()
+        self._status_waiters: list[asyncio.Future[Status]] = []
+
+    async def __aenter__(self) -> Self:
+        self._transport = self._given_transport or ZmqTransport()
+        me = Identity(role="trainer", name=self.name, incarnation=new_incarnation())
+        self._channel: Channel[TrainerToBuffer, BufferToTrainer] = Channel(
+            self._transport, self.endpoint, me, BufferToTrainer, LoopClock()
+        )
+        try:
+            await self._channel.open(self._connect_seconds)
+        except BaseException:
+            await self._close_sockets()
+            raise
+        self._task = asyncio.create_task(self._run())
+        self._task.add_done_callback(self._ended)
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Cancel what is unfinished and leave; idempotent."""
+        task, self._task = self._task, None
+        if task is None:
+            return
+        try:
+            async with asyncio.timeout(GOODBYE_SECONDS):
+                for rollout in list(self._active.values()):
+                    await self._cancel(rollout, ())
+                await self._send_acknowledgements()
+                await self._channel.send(Goodbye())
+        except (Unreachable, TimeoutError):
+            pass  # a buffer that is gone needs no goodbye
+        finally:
+            task.cancel()
+            await asyncio.wait([task])
+            await self._close_sockets()
+
+    async def submit(
+        self,
+        prompts: Iterable[Prompt | str | Sequence[int] | Tokens],
+        *,
+        n: int = 8,
+        sampling: SamplingParams | None = None,
+        seed: int = 0,
+        rollout_number: int | None = None,
+        deadline_seconds: float | None = None,
+    ) -> Rollout:
+        """Send prompts for n responses each; plain prompts get their position as id.
+
+        `rollout_number` is a coordinate of the noise key and defaults to one more than the last.
+        Raises `InvalidField` before anything is sent, `Unreachable` when the buffer takes nothing;
+        what becomes of single prompts is for the returned rollout to say.
+        """
+        self._check_open()
+        number = self._next_number if rollout_number is None else rollout_number
+        sampling = sampling or SamplingParams()
+        check_request(n, sampling, seed, number)
+        if deadline_seconds is not None and not deadline_seconds > 0:
+            raise InvalidField("deadline_seconds", deadline_seconds, "must be positive")
+        prepared = prepare(prompts, self.tokenizer)
+        rollout = Rollout(secrets.token_hex(8), number, seed, n, sampling, prepared, self._cancel)
+        self._next_number = number + 1
+        now = asyncio.get_running_loop().time()
+        self._heard = self._heard if self._active else now
+        self._rollouts[rollout.id] = self._active[rollout.id] = rollout
+        if deadline_seconds is not None:
+            self._deadlines[rollout.id] = now + deadline_seconds
+        try:
+            await self._send_prompts(rollout)
+        except BaseException:
+            self._deadlines[rollout.id] = now  # nobody will wait for it: the tending task cancels it
+            raise
+        finally:
+            self._wake.set()
+        return rollout
+
+    async def status(self, timeout_seconds: float = 10.0) -> Status:
+        """Ask the buffer how it is. Raises `Unreachable` when no answer comes in time."""
+        self._check_open()
+        waiter: asyncio.Future[Status] = asyncio.get_running_loop().create_future()
+        self._status_waiters.append(waiter)
+        try:
+            async with asyncio.timeout(timeout_seconds):
+                await self._channel.send(StatusRequest())
+                return await waiter
+        except TimeoutError as error:
+            raise Unreachable(f"{self.endpoint} did not answer within {timeout_seconds:g} s") from error
+        finally:
+            self._status_waiters.remove(waiter)
+
+    # --- the two tasks -------------------------------------------------------------------
+
+    async def _run(self) -> None:
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._receive())
+            tasks.create_task(self._tend())
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        """Whatever ended the connection ends the rollouts on it."""
+        error = None if task.cancelled() else task.exception()
+        while isinstance(error, BaseExceptionGroup):
+            error = error.exceptions[0]
+        cls = BufferLost if isinstance(error, SeerError) else RolloutFailed
+        why = repr(error) if cls is RolloutFailed else str(error)
+        for rollout in self._active.values():
+            rollout.fail(rollout.unfinished, cls, why if error else "the client was closed")
+        self._active.clear()
+
+    async def _receive(self) -> None:
+        while True:
+            message = await self._channel.recv()
+            self._heard = asyncio.get_running_loop().time()
+            match message:
+                case GroupDone():
+                    self._acknowledge.setdefault(message.rollout_id, []).append(message.prompt_id)
+                    self._wake.set()
+                    if message.rollout_id in self._active:
+                        self._active[message.rollout_id].deliver(message, self.tokenizer)
+                        self._settle(message.rollout_id)
+                case Progress():
+                    rollout = self._rollouts.get(message.rollout_id)
+                    if rollout is not None:
+                        rollout.report(message)
+                case Refused():
+                    self._refused(message)
+                case Status():
+                    for waiter in self._status_waiters:
+                        if not waiter.done():
+                            waiter.set_result(message)
+                case Welcome():
+                    self._resubmit = True
+                    self._wake.set()
+                case Accepted():
+                    pass
+
+    async def _tend(self) -> None:
+        loop = asyncio.get_running_loop()
+        pinged = 0.0
+        while True:
+            ping = min(PING_SECONDS, self._silence_seconds / 4)
+            until = min(self._deadlines.values(), default=loop.time() + ping)
+            try:
+                async with asyncio.timeout(min(ping, max(0.0, until - loop.time()))):
+                    await self._wake.wait()
+            except TimeoutError:
+                pass
+            self._wake.clear()
+            await self._send_acknowledgements()
+            await self._send_again()
+            await self._expire(loop.time())
+            quiet = loop.time() - self._heard
+            if self._active and quiet > self._silence_seconds:
+                self._give_up(f"{self.endpoint}: the buffer said nothing for {quiet:.0f} s")
+            elif self._active and min(quiet, loop.time() - pinged) >= ping:
+                pinged = loop.time()
+                await self._channel.send(StatusRequest())
+
+    async def _send_acknowledgements(self) -> None:
+        while self._acknowledge:
+            rollout_id, prompt_ids = self._acknowledge.popitem()
+            await self._channel.send(Acknowledge(rollout_id=rollout_id, prompt_ids=prompt_ids))
+
+    async def _send_again(self) -> None:
+        if not self._resubmit:
+            return
+        self._resubmit = False
+        for rollout in list(self._active.values()):
+            await self._send_prompts(rollout)
+
+    async def _expire(self, now: float) -> None:
+        for rollout_id in [key for key, deadline in self._deadlines.items() if deadline <= now]:
+            del self._deadlines[rollout_id]
+            rollout = self._active.get(rollout_id)
+            if rollout is not None:
+                rollout.fail(rollout.unfinished, DeadlineExceeded, "unfinished when the deadline passed")
+                self._settle(rollout_id)
+                await self._channel.send(Cancel(rollout_id=rollout_id))
+
+    # --- what they share -----------------------------------------------------------------
+
+    def _refused(self, message: Refused) -> None:
+        rollout = self._active.get(message.rollout_id)
+        if rollout is None:
+            return
+        error = error_of(message)
+        cls = RequestRefused if message.code == InvalidField.code else RolloutFailed
+        if isinstance(error, RequestRefused):
+            cls = type(error)
+        rollout.fail(message.prompt_ids or rollout.unfinished, cls, message.message)
+        self._settle(rollout.id)
+
+    def _settle(self, rollout_id: str) -> None:
+        if not self._active[rollout_id].unfinished:
+            del self._active[rollout_id]
+            self._deadlines.pop(rollout_id, None)
+
+    def _give_up(self, why: str) -> None:
+        for rollout in list(self._active.values()):
+            rollout.fail(rollout.unfinished, BufferLost, why)
+            self._settle(rollout.id)
+
+    async def _cancel(self, rollout: Rollout, prompt_ids: Sequence[str]) -> None:
+        if rollout.id not in self._active:
+            return
+        rollout.fail(prompt_ids or rollout.unfinished, RolloutCancelled, "cancelled by the trainer")
+        self._settle(rollout.id)
+        await self._channel.send(Cancel(rollout_id=rollout.id, prompt_ids=list(prompt_ids)))
+
+    async def _send_prompts(self, rollout: Rollout) -> None:
+        for batch in _batches([rollout.prompts[prompt_id] for prompt_id in rollout.unfinished]):
+            await self._channel.send(
+                Submit(
+                    rollout_id=rollout.id,
+                    rollout_number=rollout.rollout_number,
+                    seed=rollout.seed,
+                    n=rollout.n,
+                    sampling=rollout.sampling,
+                    prompt_ids=[prompt.id for prompt in batch],
+                    lengths=[prompt.token_ids.size for prompt in batch],
+                    tokens=np.concatenate([prompt.token_ids for prompt in batch]),
+                )
+            )
+
+    def _check_open(self) -> None:
+        if self._task is None or self._task.done():
+            raise Unreachable(f"{self.endpoint}: the client is closed; open a new one")
+
+    async def _close_sockets(self) -> None:
+        self._channel.close()
+        if self._given_transport is None:
+            await self._transport.close()
+
+
+def _batches(prompts: Sequence[Prepared]) -> Iterator[list[Prepared]]:
+    batch: list[Prepared] = []
+    tokens = 0
+    for prompt in prompts:
+        if batch and (tokens + prompt.token_ids.size > BATCH_TOKENS or len(batch) == BATCH_PROMPTS):
+            yield batch
+            batch, tokens = [], 0
+        batch.append(prompt)
+        tokens += prompt.token_ids.size
+    yield batch

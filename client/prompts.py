@@ -1,0 +1,123 @@
+"""What a trainer submits, checked before anything is sent.
+
+Invariants:
+- every error names the prompt by position and field, `prompts[3].token_ids`;
+- ids are unique within a rollout: an id is a coordinate of the response's noise key.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from seer.client.text import Tokenizer
+from seer.common.errors import InvalidField
+from seer.common.types import SamplingParams
+from seer.common.wire.messages import MAX_GROUP_SIZE, Tokens
+
+MAX_ID_BYTES = 400
+"""A request id (512 at most on the wire) is the rollout's id, the prompt's id and an index."""
+
+_MAX_TOKEN = 2**31 - 1
+_INT64 = range(-(2**63), 2**63)
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """One prompt: `text` or `token_ids`, not both. `metadata` stays with the client."""
+
+    id: str
+    text: str | None = None
+    token_ids: Sequence[int] | Tokens | None = None
+    metadata: Mapping[str, object] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A checked prompt. `token_ids`: int32 [length], length >= 1."""
+
+    id: str
+    token_ids: Tokens
+    metadata: Mapping[str, object]
+
+
+def prepare(
+    prompts: Iterable[Prompt | str | Sequence[int] | Tokens], tokenizer: Tokenizer | None
+) -> dict[str, Prepared]:
+    """Check and tokenize prompts; plain ones get their position as id. Keeps the order.
+
+    Raises `InvalidField` naming the first prompt and field that cannot be accepted.
+    """
+    if isinstance(prompts, str):
+        raise InvalidField("prompts", prompts, "give a sequence of prompts, not one string")
+    prepared: dict[str, Prepared] = {}
+    for position, given in enumerate(prompts):
+        where = f"prompts[{position}]"
+        prompt = _as_prompt(given, position)
+        _check_id(prompt.id, f"{where}.id")
+        if prompt.id in prepared:
+            raise InvalidField(f"{where}.id", prompt.id, "was given before; ids must be unique in a rollout")
+        if (prompt.text is None) == (prompt.token_ids is None):
+            raise InvalidField(where, prompt.id, "give either text or token_ids")
+        tokens = _encode(prompt, where, tokenizer)
+        prepared[prompt.id] = Prepared(prompt.id, tokens, prompt.metadata)
+    if not prepared:
+        raise InvalidField("prompts", [], "give at least one prompt")
+    return prepared
+
+
+def check_request(n: int, sampling: SamplingParams, seed: int, rollout_number: int) -> None:
+    """Raise `InvalidField` naming what the buffer would refuse."""
+    if not 1 <= n <= MAX_GROUP_SIZE:
+        raise InvalidField("n", n, f"must be in [1, {MAX_GROUP_SIZE}]")
+    for name, value in (("seed", seed), ("rollout_number", rollout_number)):
+        if value not in _INT64:
+            raise InvalidField(name, value, "must fit in 64 signed bits")
+    sampling.check()
+
+
+def _as_prompt(given: Prompt | str | Sequence[int] | Tokens, position: int) -> Prompt:
+    match given:
+        case Prompt():
+            return given
+        case str():
+            return Prompt(str(position), text=given)
+        case _:
+            return Prompt(str(position), token_ids=given)
+
+
+def _check_id(prompt_id: object, where: str) -> None:
+    if not isinstance(prompt_id, str) or not prompt_id:
+        raise InvalidField(where, prompt_id, "give a non-empty string")
+    try:
+        size = len(prompt_id.encode())
+    except UnicodeEncodeError as error:
+        raise InvalidField(where, prompt_id, "is not valid Unicode (a lone surrogate)") from error
+    if size > MAX_ID_BYTES:
+        raise InvalidField(where, prompt_id, f"is {size} bytes long; give at most {MAX_ID_BYTES}")
+
+
+def _encode(prompt: Prompt, where: str, tokenizer: Tokenizer | None) -> Tokens:
+    if prompt.text is None:
+        return token_array(prompt.token_ids, f"{where}.token_ids")
+    if not isinstance(prompt.text, str) or not prompt.text:
+        raise InvalidField(f"{where}.text", prompt.text, "give a non-empty string")
+    if tokenizer is None:
+        raise InvalidField(f"{where}.text", prompt.text, "give the client a tokenizer, or token_ids")
+    return token_array(tokenizer.encode(prompt.text), f"{where}.text")
+
+
+def token_array(token_ids: object, where: str) -> Tokens:
+    """Return ids as int32 [length >= 1]. Raises `InvalidField` naming `where`."""
+    try:
+        array = np.asarray(token_ids)
+    except ValueError as error:
+        raise InvalidField(where, token_ids, "give a flat sequence of token ids") from error
+    if array.ndim != 1 or array.size == 0 or array.dtype.kind not in "iu":
+        raise InvalidField(where, token_ids, "give a flat, non-empty sequence of integers")
+    low, high = int(array.min()), int(array.max())
+    if low < 0 or high > _MAX_TOKEN:
+        raise InvalidField(where, low if low < 0 else high, f"token ids must be in [0, {_MAX_TOKEN}]")
+    return array.astype(np.int32)

@@ -1,0 +1,240 @@
+"""One rollout as its trainer holds it.
+
+Invariants:
+- every prompt ends exactly once: as one whole group, or in one error that names it;
+- a group has n responses, each of at least one token; anything else is an error, not a result;
+- an iteration yields every finished group first and raises only then.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from seer.client.prompts import Prepared
+from seer.client.text import Tokenizer, response_text
+from seer.common.errors import InvalidField, RequestRefused, RolloutFailed, Unreachable
+from seer.common.types import FinishReason, SamplingParams
+from seer.common.wire.messages import GroupDone, Logprobs, Progress, Tokens
+
+_SHOWN_IDS = 8
+"""Prompt ids spelled out in an error's text; `prompt_ids` has them all."""
+
+
+class BufferLost(RolloutFailed, Unreachable):
+    """The buffer fell silent; these prompts were not finished."""
+
+    code = "buffer_lost"
+
+
+@dataclass(frozen=True, slots=True)
+class Response:
+    """One response. `token_ids`: int32 [length], `logprobs`: float32 [length], length >= 1.
+
+    `text` (None without a tokenizer) is cut at the stop string that ended it. `stop_reason` is
+    that string or the stop token id as text, empty when the response ran to max_tokens.
+    """
+
+    index: int
+    token_ids: Tokens
+    logprobs: Logprobs
+    text: str | None
+    finish_reason: FinishReason
+    stop_reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """All n responses to one prompt, in index order, and what they took to make."""
+
+    prompt_id: str
+    prompt_token_ids: Tokens
+    metadata: Mapping[str, object]
+    weight_version: int
+    responses: tuple[Response, ...]
+    chunks: int
+    migrations: int
+    preemptions: int
+
+
+class Rollout:
+    """Iterate over groups as they finish, or `in_order()`; or await `result()`.
+
+    `on_progress` is called in the client's loop with every `Progress`; it must not raise.
+    `finish_times` are seconds since submission, one per finished request.
+    """
+
+    def __init__(
+        self,
+        rollout_id: str,
+        rollout_number: int,
+        seed: int,
+        n: int,
+        sampling: SamplingParams,
+        prompts: dict[str, Prepared],
+        cancel: Callable[[Rollout, Sequence[str]], Awaitable[None]],
+    ) -> None:
+        self.id = rollout_id
+        self.rollout_number = rollout_number
+        self.seed = seed
+        self.n = n
+        self.sampling = sampling
+        self.prompts = prompts
+        self.progress: Progress | None = None
+        self.on_progress: Callable[[Progress], None] | None = None
+        self.finish_times: list[float] = []
+        self._cancel = cancel
+        self._unfinished = dict.fromkeys(prompts)
+        self._groups: dict[str, Group] = {}
+        self._finished: list[Group] = []
+        self._failures: dict[str, tuple[type[RequestRefused], str]] = {}
+        self._changed = asyncio.Event()
+
+    @property
+    def groups(self) -> list[Group]:
+        """The groups finished so far, in the order in which they finished."""
+        return list(self._finished)
+
+    @property
+    def unfinished(self) -> list[str]:
+        """Ids of prompts that neither finished nor failed yet, in input order."""
+        return list(self._unfinished)
+
+    @property
+    def failure(self) -> RequestRefused | None:
+        """One error that names every prompt that failed so far; its class if they all share one."""
+        if not self._failures:
+            return None
+        classes = {cls for cls, _ in self._failures.values()}
+        cls = classes.pop() if len(classes) == 1 else RolloutFailed
+        reasons: dict[str, list[str]] = {}
+        for prompt_id, (_, message) in self._failures.items():
+            reasons.setdefault(message, []).append(prompt_id)
+        told = "; ".join(f"{message} (prompts {_shown(ids)})" for message, ids in reasons.items())
+        failed = tuple(prompt_id for prompt_id in self.prompts if prompt_id in self._failures)
+        return cls(f"{len(failed)} of {len(self.prompts)} prompts: {told}", failed)
+
+    def __aiter__(self) -> AsyncIterator[Group]:
+        """Yield groups as they finish; then raise `failure`, if any."""
+        return self._as_they_finish()
+
+    async def _as_they_finish(self) -> AsyncIterator[Group]:
+        yielded = 0
+        while True:
+            while yielded < len(self._finished):
+                yield self._finished[yielded]
+                yielded += 1
+            if not self._unfinished:
+                break
+            await self._changed.wait()
+        self._raise_failure()
+
+    async def in_order(self) -> AsyncIterator[Group]:
+        """Yield groups in input order, each as soon as it can be; then raise `failure`, if any."""
+        for prompt_id in self.prompts:
+            while prompt_id in self._unfinished:
+                await self._changed.wait()
+            if prompt_id in self._groups:
+                yield self._groups[prompt_id]
+        self._raise_failure()
+
+    async def result(self) -> list[Group]:
+        """Wait for every prompt and return all groups in input order, or raise `failure`.
+
+        What finished before a failure is still in `groups`.
+        """
+        return [group async for group in self.in_order()]
+
+    async def cancel(self, prompt_ids: Sequence[str] = ()) -> None:
+        """Give up these unfinished prompts, or all: they end in `RolloutCancelled`.
+
+        Finished ones stay. Raises `InvalidField` for an id that the rollout does not have.
+        """
+        for position, prompt_id in enumerate(prompt_ids):
+            if prompt_id not in self.prompts:
+                raise InvalidField(f"prompt_ids[{position}]", prompt_id, "is not a prompt of this rollout")
+        await self._cancel(self, prompt_ids)
+
+    def _raise_failure(self) -> None:
+        failure = self.failure
+        if failure is not None:
+            raise failure
+
+    # --- for the client ------------------------------------------------------------------
+
+    def deliver(self, message: GroupDone, tokenizer: Tokenizer | None) -> None:
+        """Take a finished group; one that was taken before changes nothing."""
+        if message.prompt_id not in self._unfinished:
+            return
+        problem = _malformed(message, self.n)
+        if problem:
+            self.fail([message.prompt_id], RolloutFailed, f"the buffer sent a malformed group: {problem}")
+            return
+        prompt = self.prompts[message.prompt_id]
+        group = Group(
+            prompt_id=prompt.id,
+            prompt_token_ids=prompt.token_ids,
+            metadata=prompt.metadata,
+            weight_version=message.weight_version,
+            responses=tuple(_responses(message, tokenizer, self.sampling.stop)),
+            chunks=message.chunks,
+            migrations=message.migrations,
+            preemptions=message.preemptions,
+        )
+        self._groups[prompt.id] = group
+        self._finished.append(group)
+        del self._unfinished[prompt.id]
+        self._wake()
+
+    def fail(self, prompt_ids: Iterable[str], cls: type[RequestRefused], message: str) -> None:
+        """End unfinished prompts in an error; others of `prompt_ids` are left as they are."""
+        for prompt_id in prompt_ids:
+            if prompt_id in self._unfinished:
+                del self._unfinished[prompt_id]
+                self._failures[prompt_id] = (cls, message)
+        self._wake()
+
+    def report(self, progress: Progress) -> None:
+        """Take the buffer's counters."""
+        self.progress = progress
+        self.finish_times += progress.finish_times
+        if self.on_progress is not None:
+            self.on_progress(progress)
+
+    def _wake(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+
+def _shown(ids: Sequence[str]) -> str:
+    more = f", … {len(ids) - _SHOWN_IDS} more" if len(ids) > _SHOWN_IDS else ""
+    return ", ".join(ids[:_SHOWN_IDS]) + more
+
+
+def _malformed(message: GroupDone, n: int) -> str:
+    counts = {len(message.finish_reasons), len(message.stop_reasons), len(message.lengths)}
+    if counts != {n}:
+        return f"{sorted(counts)} responses where {n} were asked for"
+    if min(message.lengths) < 1:
+        return f"response {message.lengths.index(min(message.lengths))} is empty"
+    if not sum(message.lengths) == message.tokens.size == message.logprobs.size:
+        return f"{message.tokens.size} tokens and {message.logprobs.size} logprobs for {sum(message.lengths)}"
+    return ""
+
+
+def _responses(message: GroupDone, tokenizer: Tokenizer | None, stop: tuple[str, ...]) -> Iterable[Response]:
+    start = 0
+    for index, length in enumerate(message.lengths):
+        token_ids = message.tokens[start : start + length]
+        stop_reason = message.stop_reasons[index]
+        text = None if tokenizer is None else response_text(tokenizer, token_ids.tolist(), stop_reason, stop)
+        yield Response(
+            index=index,
+            token_ids=token_ids,
+            logprobs=message.logprobs[start : start + length],
+            text=text,
+            finish_reason=message.finish_reasons[index],
+            stop_reason=stop_reason,
+        )
+        start += length

@@ -1,0 +1,184 @@
+"""The same client without asyncio: a loop of its own in a background thread.
+
+Invariants:
+- every call runs in that loop and raises what the asyncio client raises;
+- closing the client ends the thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Self, TypeVar
+
+from seer.client.client import RolloutClient
+from seer.client.prompts import Prompt
+from seer.client.rollout import Group, Rollout
+from seer.client.text import Tokenizer
+from seer.common.errors import RequestRefused
+from seer.common.types import SamplingParams
+from seer.common.wire.messages import Progress, Status, Tokens
+
+T = TypeVar("T")
+
+
+class _LoopThread:
+    """An event loop that runs until `stop`."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="seer-client", daemon=True)
+        self._thread.start()
+
+    def call(self, work: Coroutine[object, object, T]) -> T:
+        """Run in the loop and wait; an interrupt of the waiting thread cancels the work."""
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            return future.result()
+        except BaseException:
+            future.cancel()
+            raise
+
+    def stop(self) -> None:
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+
+class SyncRollout:
+    """See `Rollout`: iterate over groups as they finish, or `in_order()`; or take `result()`."""
+
+    def __init__(self, rollout: Rollout, thread: _LoopThread) -> None:
+        self._rollout = rollout
+        self._thread = thread
+
+    @property
+    def id(self) -> str:
+        """The rollout's id at the buffer."""
+        return self._rollout.id
+
+    @property
+    def rollout_number(self) -> int:
+        """The number that went into the noise keys."""
+        return self._rollout.rollout_number
+
+    @property
+    def progress(self) -> Progress | None:
+        """The latest counters."""
+        return self._rollout.progress
+
+    @property
+    def groups(self) -> list[Group]:
+        """The groups finished so far, in the order in which they finished."""
+        return self._rollout.groups
+
+    @property
+    def failure(self) -> RequestRefused | None:
+        """One error that names every prompt that failed so far."""
+        return self._rollout.failure
+
+    def on_progress(self, callback: Callable[[Progress], None]) -> None:
+        """Have `callback` called, in the client's thread, with every `Progress`."""
+        self._rollout.on_progress = callback
+
+    def __iter__(self) -> Iterator[Group]:
+        """Yield groups as they finish; then raise `failure`, if any."""
+        return self._iterate(aiter(self._rollout))
+
+    def in_order(self) -> Iterator[Group]:
+        """Yield groups in input order; then raise `failure`, if any."""
+        return self._iterate(self._rollout.in_order())
+
+    def result(self) -> list[Group]:
+        """Wait for every prompt and return all groups in input order, or raise `failure`."""
+        return self._thread.call(self._rollout.result())
+
+    def cancel(self, prompt_ids: Sequence[str] = ()) -> None:
+        """Give up these unfinished prompts, or all."""
+        self._thread.call(self._rollout.cancel(prompt_ids))
+
+    def _iterate(self, groups: AsyncIterator[Group]) -> Iterator[Group]:
+        async def following() -> Group | None:
+            return await anext(groups, None)
+
+        while (group := self._thread.call(following())) is not None:
+            yield group
+
+
+class SyncRolloutClient:
+    """See `RolloutClient`; use as `with SyncRolloutClient(endpoint) as client`."""
+
+    def __init__(
+        self,
+        endpoint: str,
+        *,
+        name: str | None = None,
+        tokenizer: str | Path | Tokenizer | None = None,
+        connect_seconds: float = 30.0,
+        silence_seconds: float = 60.0,
+    ) -> None:
+        self._client = RolloutClient(
+            endpoint,
+            name=name,
+            tokenizer=tokenizer,
+            connect_seconds=connect_seconds,
+            silence_seconds=silence_seconds,
+        )
+        self._thread: _LoopThread | None = None
+
+    def __enter__(self) -> Self:
+        self._thread = _LoopThread()
+        try:
+            self._thread.call(self._client.__aenter__())
+        except BaseException:
+            self._thread.stop()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Cancel what is unfinished and leave; idempotent."""
+        if self._thread is not None:
+            thread, self._thread = self._thread, None
+            thread.call(self._client.close())
+            thread.stop()
+
+    def submit(
+        self,
+        prompts: Iterable[Prompt | str | Sequence[int] | Tokens],
+        *,
+        n: int = 8,
+        sampling: SamplingParams | None = None,
+        seed: int = 0,
+        rollout_number: int | None = None,
+        deadline_seconds: float | None = None,
+    ) -> SyncRollout:
+        """See `RolloutClient.submit`."""
+        thread = self._running()
+        rollout = thread.call(
+            self._client.submit(
+                prompts,
+                n=n,
+                sampling=sampling,
+                seed=seed,
+                rollout_number=rollout_number,
+                deadline_seconds=deadline_seconds,
+            )
+        )
+        return SyncRollout(rollout, thread)
+
+    def status(self, timeout_seconds: float = 10.0) -> Status:
+        """See `RolloutClient.status`."""
+        return self._running().call(self._client.status(timeout_seconds))
+
+    def _running(self) -> _LoopThread:
+        if self._thread is None:
+            raise RuntimeError("use the client inside its with block")
+        return self._thread

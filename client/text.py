@@ -1,0 +1,79 @@
+"""Text in and out: only for callers who want it, the system itself speaks token ids.
+
+Invariants:
+- a prompt's ids are those of the tokenizer's own call on it, special tokens added (as vLLM does);
+- a response that a stop string ended has that string and what follows cut from its text, never
+  from its tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Protocol
+
+from seer.common.errors import InvalidField
+
+
+class Tokenizer(Protocol):
+    """What text needs; a Hugging Face tokenizer is one."""
+
+    def encode(self, text: str) -> Sequence[int]:
+        """Return the ids of a prompt."""
+        ...
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Return the text of a response, without special tokens."""
+        ...
+
+
+class _TokenizerFile:
+    """`tokenizers.Tokenizer` behind `Tokenizer`."""
+
+    def __init__(self, path: Path) -> None:
+        import tokenizers
+
+        try:
+            self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
+        except Exception as error:
+            raise InvalidField("tokenizer", str(path), f"not a tokenizer.json: {error}") from error
+        # A file may ask for padding or truncation: neither belongs in a prompt.
+        self._tokenizer.no_padding()
+        self._tokenizer.no_truncation()
+
+    def encode(self, text: str) -> Sequence[int]:
+        ids: list[int] = self._tokenizer.encode(text).ids
+        return ids
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        text: str = self._tokenizer.decode(list(token_ids), skip_special_tokens=True)
+        return text
+
+
+def load_tokenizer(source: str | Path | Tokenizer) -> Tokenizer:
+    """Return a tokenizer from a model folder, a tokenizer.json or an object with encode and decode.
+
+    Raises `InvalidField` for a path that holds none.
+    """
+    if not isinstance(source, str | Path):
+        return source
+    path = Path(source)
+    file = path / "tokenizer.json" if path.is_dir() else path
+    if not file.is_file():
+        raise InvalidField(
+            "tokenizer", str(source), "give a model folder with a tokenizer.json, or that file"
+        )
+    return _TokenizerFile(file)
+
+
+def response_text(
+    tokenizer: Tokenizer, token_ids: Sequence[int], stop_reason: str, stop: tuple[str, ...]
+) -> str:
+    """Decode a response and cut it at the stop string that ended it."""
+    text = tokenizer.decode(token_ids)
+    if stop_reason not in stop:
+        return text
+    # The stop string ends within the last token; earlier ones were passed over for min_tokens.
+    before = len(tokenizer.decode(token_ids[:-1]))
+    cut = text.find(stop_reason, max(0, before - len(stop_reason) + 1))
+    return text if cut < 0 else text[:cut]

@@ -1,0 +1,326 @@
+"""Typed, counted, handshaken connections over DEALER (`Channel`) and ROUTER (`Hub`).
+
+Invariants:
+- a Hub hands out messages only of peers that said `Hello` in this life of the Hub; others are told to,
+  so peers of a restarted server shake hands again by themselves, idle ones within `IDLE_SECONDS`;
+- another protocol major, or another shared configuration where required, is refused with the reason;
+- what does not decode is counted, logged once per peer and dropped; it never stops a loop;
+- whatever was lost to a peer that did not know us is revealed: a `Welcome` follows on `Channel.recv`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import OrderedDict
+from typing import Generic, TypeVar
+
+import msgspec
+
+from seer.common.clock import Clock
+from seer.common.errors import (
+    InvalidField,
+    ProtocolMismatch,
+    RequestRefused,
+    SeerError,
+    Unreachable,
+    WireError,
+    error_class,
+)
+from seer.common.log import get_logger
+from seer.common.transport.base import Frame, Router, Socket, Transport
+from seer.common.wire.codec import SCHEMA_HASH, Decoder, encode
+from seer.common.wire.messages import Hello, Message, Refused, Welcome
+from seer.common.wire.version import MAJOR, MINOR
+
+Out = TypeVar("Out", bound=Message)
+In = TypeVar("In", bound=Message)
+
+HELLO_SECONDS = 1.0
+"""Pause between two Hellos while one is unanswered."""
+
+IDLE_SECONDS = 5.0
+"""A peer not heard for this long is sent a Hello: if it was restarted, it does not know us."""
+
+MAX_PEERS = 10_000
+"""Bound on peers remembered; the longest silent one is forgotten and shakes hands again."""
+
+HELLO_FIRST = "hello"
+"""`Refused.code` for a peer that has to say Hello (again)."""
+
+_log = get_logger()
+
+
+class Identity(msgspec.Struct, frozen=True, kw_only=True):
+    """Who this process is. At most one channel per identity may lead to an endpoint.
+
+    `config_hash` is `config.shared_hash`, empty for a process that need not know it.
+    """
+
+    role: str
+    name: str
+    incarnation: int
+    config_hash: str = ""
+
+    def address(self) -> bytes:
+        """Return the ROUTER identity: another life is another address, so it gets no old mail."""
+        return f"{self.role}/{self.name}".encode()[:200] + f"/{self.incarnation:x}".encode()
+
+    def hello(self) -> Hello:
+        """Return the first message of a connection."""
+        return Hello(
+            major=MAJOR,
+            minor=MINOR,
+            schema_hash=SCHEMA_HASH,
+            config_hash=self.config_hash,
+            role=self.role,
+            name=self.name,
+            incarnation=self.incarnation,
+        )
+
+
+def error_of(refused: Refused) -> SeerError:
+    """Return the error that a `Refused` stands for."""
+    cls = error_class(refused.code)
+    if issubclass(cls, RequestRefused):
+        return cls(refused.message, tuple(refused.prompt_ids))
+    return SeerError(refused.message) if issubclass(cls, InvalidField) else cls(refused.message)
+
+
+class Channel(Generic[Out, In]):
+    """The client's side. One task may receive while others send.
+
+    `incoming` is the union that the server sends; it includes `Welcome` and `Refused`.
+    """
+
+    def __init__(
+        self, transport: Transport, endpoint: str, me: Identity, incoming: object, clock: Clock
+    ) -> None:
+        self.peer: Welcome | None = None
+        self.counters = {"sent": 0, "received": 0, "malformed": 0, "hellos": 0}
+        self._transport = transport
+        self._endpoint = endpoint
+        self._me = me
+        self._decoder: Decoder[In] = Decoder(incoming)
+        self._clock = clock
+        self._socket: Socket | None = None
+        self._last_hello = self._heard = float("-inf")
+        self._complained: set[str] = set()
+
+    async def open(self, deadline_seconds: float) -> Welcome:
+        """Shake hands; may be called again. What arrives before the `Welcome` is dropped.
+
+        Raises `Unreachable` when nobody answers in time, and the error that the server refuses with
+        (`ProtocolMismatch` for another major or another shared configuration).
+        """
+        if self._socket is None:
+            self._socket = await self._transport.dealer(self._endpoint, self._me.address())
+        self.peer = None
+        try:
+            async with asyncio.timeout(deadline_seconds):
+                while self.peer is None:
+                    await self._say_hello()
+                    await self._receive(HELLO_SECONDS)
+        except TimeoutError as error:
+            self.close()  # with the Hellos that nobody took
+            self._socket = None
+            raise Unreachable(
+                f"{self._endpoint} did not answer within {deadline_seconds:g} s:"
+                " check that its service runs and that [endpoints] has its address"
+            ) from error
+        return self.peer
+
+    async def send(self, message: Out) -> None:
+        """Queue one message; raises `Unreachable` when the peer reads nothing for too long."""
+        await self._connected().send(encode(message))
+        self.counters["sent"] += 1
+
+    async def recv(self) -> In:
+        """Return the next message; raises the error of a `Refused` that concerns the connection.
+
+        A `Welcome` appears here when the peer had forgotten us or is another life of it: what it
+        was sent before may be lost. May be cancelled without losing a message.
+        """
+        while True:
+            quiet = self._clock.now() - max(self._heard, self._last_hello)
+            if quiet < IDLE_SECONDS:
+                message = await self._receive(IDLE_SECONDS - quiet)
+                if message is not None:
+                    return message
+            else:
+                with contextlib.suppress(Unreachable):
+                    await self._say_hello()
+
+    def close(self) -> None:
+        """Close the socket; idempotent."""
+        if self._socket is not None:
+            self._socket.close()
+
+    def _connected(self) -> Socket:
+        if self._socket is None:
+            raise Unreachable(f"{self._endpoint}: not connected; call open() first")
+        return self._socket
+
+    async def _say_hello(self) -> None:
+        self._last_hello = self._clock.now()
+        self.counters["hellos"] += 1
+        await self._connected().send(encode(self._me.hello()))
+
+    async def _receive(self, seconds: float) -> In | None:
+        """Return the next message meant for the caller, or None after `seconds`."""
+        socket = self._connected()
+        try:
+            async with asyncio.timeout(seconds):
+                while True:
+                    frames = await socket.recv()
+                    self._heard = self._clock.now()
+                    message = self._decode(frames)
+                    if message is not None and await self._concerns_caller(message):
+                        self.counters["received"] += 1
+                        return message
+        except TimeoutError:
+            return None
+
+    def _decode(self, frames: list[Frame]) -> In | None:
+        try:
+            return self._decoder.decode(frames)
+        except WireError as error:
+            self.counters["malformed"] += 1
+            self._complain("message dropped", str(error))
+            return None
+
+    async def _concerns_caller(self, message: In) -> bool:
+        if isinstance(message, Welcome):
+            known, self.peer = self.peer, message
+            if message.schema_hash != SCHEMA_HASH:
+                self._complain("peer has another schema of the same protocol", message.schema_hash)
+            return known is None or known.incarnation != message.incarnation
+        if not isinstance(message, Refused) or message.rollout_id or message.prompt_ids:
+            return True
+        if message.code != HELLO_FIRST:
+            raise error_of(message)
+        self.peer = None
+        if self._clock.now() - self._last_hello >= HELLO_SECONDS:
+            await self._say_hello()
+        return False
+
+    def _complain(self, problem: str, detail: str) -> None:
+        if problem not in self._complained:
+            self._complained.add(problem)
+            _log.warning(problem, endpoint=self._endpoint, detail=detail)
+
+
+class _Peer(msgspec.Struct):
+    admitted: bool = False
+    complained: bool = False
+
+
+class Hub(Generic[Out, In]):
+    """The server's side of many channels. One task may receive while others send.
+
+    `incoming` is the union that clients send; it includes `Hello`.
+    """
+
+    def __init__(self, router: Router, me: Identity, incoming: object, require_config_hash: bool) -> None:
+        self.counters = {
+            "sent": 0, "received": 0, "malformed": 0, "strangers": 0, "refused": 0, "undeliverable": 0,
+        }  # fmt: skip
+        self._router = router
+        self._me = me
+        self._decoder: Decoder[In] = Decoder(incoming)
+        self._require_config_hash = require_config_hash
+        self._peers: OrderedDict[bytes, _Peer] = OrderedDict()
+
+    @property
+    def endpoint(self) -> str:
+        """Where it is bound, with the real port."""
+        return self._router.endpoint
+
+    async def recv(self) -> tuple[bytes, In]:
+        """Return the next message and its sender's address.
+
+        An accepted `Hello` is answered and also returned, each time it is said: a client says it
+        again when it heard nothing for a while.
+        """
+        while True:
+            identity, frames = await self._router.recv()
+            peer = self._peer(identity)
+            try:
+                message = self._decoder.decode(frames)
+            except WireError as error:
+                self.counters["malformed"] += 1
+                self._complain(peer, "message dropped", identity, str(error))
+                continue
+            if isinstance(message, Hello):
+                await self._answer(identity, peer, message)
+            elif not peer.admitted:
+                self.counters["strangers"] += 1
+                await self._send(identity, Refused(code=HELLO_FIRST, message="say Hello first"))
+            if peer.admitted:
+                self.counters["received"] += 1
+                return identity, message
+
+    async def send(self, identity: bytes, message: Out) -> bool:
+        """Queue a message; False when the peer is gone or has not read its queue for too long."""
+        sent = await self._send(identity, message)
+        self.counters["sent" if sent else "undeliverable"] += 1
+        return sent
+
+    def close(self) -> None:
+        """Close the socket; idempotent."""
+        self._router.close()
+
+    async def _answer(self, identity: bytes, peer: _Peer, hello: Hello) -> None:
+        reason = self._objection(hello)
+        if reason:
+            peer.admitted = False
+            self.counters["refused"] += 1
+            _log.warning("peer refused", role=hello.role, name=hello.name, reason=reason)
+            await self._send(identity, Refused(code=ProtocolMismatch.code, message=reason))
+            return
+        if not peer.admitted:
+            _log.info("peer connected", role=hello.role, name=hello.name)
+        if hello.schema_hash != SCHEMA_HASH:
+            self._complain(peer, "peer has another schema of the same protocol", identity, hello.schema_hash)
+        peer.admitted = True
+        welcome = Welcome(
+            major=MAJOR,
+            minor=MINOR,
+            schema_hash=SCHEMA_HASH,
+            name=self._me.name,
+            incarnation=self._me.incarnation,
+        )
+        await self._send(identity, welcome)
+
+    def _objection(self, hello: Hello) -> str:
+        if hello.major != MAJOR:
+            return (
+                f"{self._me.name} speaks protocol {MAJOR}.{MINOR}, {hello.name} speaks"
+                f" {hello.major}.{hello.minor}: run one version of seer-rollout everywhere"
+            )
+        theirs, ours = hello.config_hash, self._me.config_hash
+        if self._require_config_hash and theirs and theirs != ours:
+            return (
+                f"{hello.name} runs with other [shared] settings ({theirs}) than {self._me.name} ({ours}):"
+                " make the section equal on every node"
+            )
+        return ""
+
+    async def _send(self, identity: bytes, message: Message) -> bool:
+        try:
+            await self._router.send(identity, encode(message))
+        except Unreachable:
+            return False
+        return True
+
+    def _peer(self, identity: bytes) -> _Peer:
+        peer = self._peers.setdefault(identity, _Peer())
+        self._peers.move_to_end(identity)
+        if len(self._peers) > MAX_PEERS:
+            self._peers.popitem(last=False)
+        return peer
+
+    def _complain(self, peer: _Peer, problem: str, identity: bytes, detail: str) -> None:
+        if not peer.complained:
+            peer.complained = True
+            _log.warning(problem, peer=identity.decode(errors="replace"), detail=detail)

@@ -1,0 +1,65 @@
+"""Structured logs on stderr: stdout belongs to the program's own output.
+
+Without `configure`, as in a trainer that uses the client, lines follow the program's own structlog
+settings, still on stderr.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from typing import cast
+
+import structlog
+from structlog.typing import FilteringBoundLogger, Processor
+
+from seer.common.config import LogConfig
+
+
+class _Stderr:
+    """Looks up stderr for each line, so that whoever redirects it gets them."""
+
+    def msg(self, line: str) -> None:
+        print(line, file=sys.stderr, flush=True)
+
+    debug = info = warning = error = critical = exception = msg
+
+
+class _Forward(logging.Handler):
+    """Passes on what libraries log, so that JSON logs hold nothing but JSON."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        level = min(record.levelno // 10 * 10, logging.CRITICAL)  # structlog knows the named ones alone
+        get_logger().log(level, record.getMessage(), logger=record.name, exc_info=record.exc_info)
+
+
+def configure(config: LogConfig, service: str) -> None:
+    """Send every log line of this process to stderr, with `service` on it."""
+    json = config.format == "json"
+    renderer: list[Processor] = (
+        [structlog.processors.dict_tracebacks, structlog.processors.JSONRenderer(default=repr)]
+        if json
+        else [structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty())]
+    )
+
+    def name_service(_: object, __: str, event: structlog.typing.EventDict) -> structlog.typing.EventDict:
+        event.setdefault("service", service)
+        return event
+
+    structlog.configure(
+        processors=[
+            structlog.processors.add_log_level,
+            structlog.processors.TimeStamper(fmt="iso", utc=True),
+            name_service,
+            *renderer,
+        ],
+        wrapper_class=structlog.make_filtering_bound_logger(
+            logging.getLevelNamesMapping()[config.level.upper()]
+        ),
+    )
+    logging.basicConfig(handlers=[_Forward()], level=logging.WARNING, force=True)
+
+
+def get_logger(**values: object) -> FilteringBoundLogger:
+    """Return a logger with `values` on every line; it follows a later `configure`."""
+    return cast("FilteringBoundLogger", structlog.wrap_logger(_Stderr(), **values))

@@ -1,0 +1,231 @@
+"""A published stream that a subscriber can join late, lose messages of, and follow exactly.
+
+Invariants:
+- every published message carries the publisher's incarnation and a gapless sequence number;
+- a subscriber is handed a snapshot first, then exactly the messages after it, in order; on a gap or
+  another life of the publisher it is handed a new snapshot, which replaces all it knew;
+- a lost last message is noticed too: beacons repeat the latest number every `BEACON_SECONDS`;
+- a publisher that is absent is waited for; one of another protocol major is an error.
+
+While a snapshot is fetched, the SUB socket's own queue holds the deltas.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from typing import Generic, Protocol, TypeVar, cast
+
+from seer.common.channel import Channel, Hub, Identity
+from seer.common.clock import Clock
+from seer.common.errors import Unreachable, WireError
+from seer.common.log import get_logger
+from seer.common.transport.base import Frame, Publisher, Router, Subscriber, Transport
+from seer.common.wire.codec import Decoder, encode
+from seer.common.wire.messages import Message, Refused, Sequenced, SnapshotAsked, SnapshotRequest, Welcome
+
+BEACON_SECONDS = 1.0
+"""A lost last message, or a new life of the publisher, is noticed this soon."""
+
+FETCH_SECONDS = 5.0
+"""Longest wait for a snapshot before it is asked for again."""
+
+RETRY_SECONDS = (0.1, 5.0)
+"""First and longest pause after a snapshot could not be fetched."""
+
+RETIRED_SECONDS = 5.0
+"""Messages of a past life may lie in the queue and are ignored this long; not for ever, so that a
+life taken for past by mistake is followed again at one of its beacons."""
+
+_log = get_logger()
+
+
+class Numbered(Protocol):
+    """A snapshot: the state after message `sequence` of life `incarnation`."""
+
+    incarnation: int
+    sequence: int
+
+
+P = TypeVar("P", bound=Message)
+S = TypeVar("S", bound=Numbered)
+
+
+class StreamPublisher(Generic[P, S]):
+    """Publishes deltas and serves snapshots.
+
+    `snapshot(incarnation, sequence)` returns the state after message `sequence`. `publish` never
+    suspends, so a server that changes its state and publishes the change without awaiting anything
+    else in between never serves a snapshot that is ahead of its number.
+    """
+
+    def __init__(
+        self, publisher: Publisher, router: Router, me: Identity, snapshot: Callable[[int, int], S]
+    ) -> None:
+        self._publisher = publisher
+        self._hub: Hub[Message, SnapshotAsked] = Hub(router, me, SnapshotAsked, require_config_hash=True)
+        self._incarnation = me.incarnation
+        self._sequence = 0
+        self._snapshot = snapshot
+
+    @property
+    def counters(self) -> dict[str, int]:
+        """Messages published, and the snapshot socket's counters."""
+        return {"published": self._sequence, **self._hub.counters}
+
+    async def publish(self, message: P) -> None:
+        """Publish one delta."""
+        self._sequence += 1
+        await self._publisher.send([*self._number(), *encode(message)])
+
+    async def serve(self) -> None:
+        """Answer snapshot requests and send beacons until cancelled."""
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._answer())
+            tasks.create_task(self._send_beacons())
+
+    def close(self) -> None:
+        """Close both sockets; idempotent."""
+        self._publisher.close()
+        self._hub.close()
+
+    def _number(self) -> list[Frame]:
+        return encode(Sequenced(incarnation=self._incarnation, sequence=self._sequence))
+
+    async def _answer(self) -> None:
+        while True:
+            identity, message = await self._hub.recv()
+            if isinstance(message, SnapshotRequest):
+                snapshot = self._snapshot(self._incarnation, self._sequence)
+                await self._hub.send(identity, cast("Message", snapshot))
+
+    async def _send_beacons(self) -> None:
+        while True:
+            await self._publisher.send(self._number())
+            await asyncio.sleep(BEACON_SECONDS)
+
+
+class StreamSubscriber(Generic[P, S]):
+    """Follows a stream. One task may receive; cancelling it loses nothing but time."""
+
+    def __init__(
+        self,
+        transport: Transport,
+        pub_endpoint: str,
+        snapshot_endpoint: str,
+        me: Identity,
+        published_union: object,
+        snapshot_union: object,
+        clock: Clock,
+    ) -> None:
+        self.counters = {"deltas": 0, "snapshots": 0, "gaps": 0, "restarts": 0, "malformed": 0, "retries": 0}
+        self._transport = transport
+        self._endpoints = (pub_endpoint, snapshot_endpoint)
+        self._me = me
+        self._numbers: Decoder[Sequenced] = Decoder(Sequenced)
+        self._deltas: Decoder[P] = Decoder(published_union)
+        self._snapshot_union = snapshot_union
+        self._clock = clock
+        self._socket: Subscriber | None = None
+        self._at: Sequenced | None = None
+        self._in_step = False
+        self._doubtful: set[int] = set()
+        self._retired: dict[int, float] = {}
+        self._complained: set[str] = set()
+
+    def __aiter__(self) -> AsyncIterator[S | P]:
+        return self
+
+    async def __anext__(self) -> S | P:
+        return await self.recv()
+
+    async def recv(self) -> S | P:
+        """Return a snapshot, which replaces all state, or the next delta.
+
+        Waits as long as the publisher is absent; raises `ProtocolMismatch` when it refuses us.
+        """
+        if self._socket is None:
+            self._socket = await self._transport.subscriber(self._endpoints[0])
+        while self._in_step:
+            delta = self._follow(await self._socket.recv())
+            if delta is not None:
+                self.counters["deltas"] += 1
+                return delta
+        snapshot = await self._fetch()
+        self._step_into(snapshot)
+        self.counters["snapshots"] += 1
+        return snapshot
+
+    def close(self) -> None:
+        """Close the socket; idempotent."""
+        if self._socket is not None:
+            self._socket.close()
+
+    def _follow(self, frames: list[Frame]) -> P | None:
+        """Return the delta if it is the next one; leave step when something is missing."""
+        try:
+            number = self._numbers.decode(frames[:1])
+            at = self._at
+            if at is None or self._clock.now() < self._retired.get(number.incarnation, 0.0):
+                return None
+            beacon = len(frames) == 1
+            expected = at.sequence if beacon else at.sequence + 1
+            if number.incarnation != at.incarnation:
+                self._lose_step("restarts", number)
+            elif number.sequence > expected:
+                self._lose_step("gaps", number)
+            elif number.sequence == expected and not beacon:
+                self._at = number
+                return self._deltas.decode(frames[1:])
+        except WireError as error:
+            self.counters["malformed"] += 1
+            self._complain("message dropped", str(error))
+        return None
+
+    def _lose_step(self, why: str, number: Sequenced) -> None:
+        self._in_step = False
+        self._doubtful = {number.incarnation}
+        self.counters[why] += 1
+        _log.info("fetching a snapshot", endpoint=self._endpoints[0], why=why)
+
+    def _step_into(self, snapshot: S) -> None:
+        # The snapshot was asked for after these lives were seen: if it is of another, they are past.
+        until = self._clock.now() + RETIRED_SECONDS
+        past = self._doubtful | ({self._at.incarnation} if self._at else set())
+        self._retired = {life: until for life in past - {snapshot.incarnation}}
+        self._at = Sequenced(incarnation=snapshot.incarnation, sequence=snapshot.sequence)
+        self._in_step = True
+
+    async def _fetch(self) -> S:
+        pause, longest = RETRY_SECONDS
+        while True:
+            try:
+                async with asyncio.timeout(FETCH_SECONDS):
+                    return await self._ask()
+            except (Unreachable, TimeoutError) as error:
+                self.counters["retries"] += 1
+                self._complain("publisher absent, trying on", str(error))
+            await self._clock.sleep(pause)
+            pause = min(2 * pause, longest)
+
+    async def _ask(self) -> S:
+        # A connection per snapshot: what it answers was certainly asked after the gap was seen.
+        channel: Channel[SnapshotRequest, Message] = Channel(
+            self._transport, self._endpoints[1], self._me, self._snapshot_union, self._clock
+        )
+        try:
+            await channel.open(FETCH_SECONDS)
+            await channel.send(SnapshotRequest())
+            while True:
+                reply = await channel.recv()
+                if isinstance(reply, Welcome):
+                    await channel.send(SnapshotRequest())
+                elif not isinstance(reply, Refused):
+                    return cast("S", reply)
+        finally:
+            channel.close()
+
+    def _complain(self, problem: str, detail: str) -> None:
+        if problem not in self._complained:
+            self._complained.add(problem)
+            _log.warning(problem, endpoint=self._endpoints[0], detail=detail)

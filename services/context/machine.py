@@ -1,0 +1,134 @@
+"""Length estimates of all open groups: events in, changed estimates out.
+
+Invariants (tests/unit/test_context_machine.py asserts them):
+- a group's estimate is its cap until one of its responses finished, then the estimator's word;
+- `changes` returns exactly what differs from what it (or `cap`) said last, once;
+- after `replace` nothing of the earlier state is left, and every group's estimate is said once;
+- events of unknown groups change nothing; repeated or reordered events of a request change
+  nothing twice: a finished request stays finished, progress never shrinks.
+
+Its size follows the buffer's: one entry per open group, one number per request.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from seer.common.policy.length import Estimator, longest_finished
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """A group of `size` requests began; no response is longer than `cap` tokens."""
+
+    group_id: str
+    size: int
+    cap: int
+
+
+@dataclass(frozen=True, slots=True)
+class Progressed:
+    """Response `index` has `generated` tokens, and no more to come if `finished`."""
+
+    group_id: str
+    index: int
+    generated: int
+    finished: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Closed:
+    """A group is over."""
+
+    group_id: str
+
+
+Event = Opened | Progressed | Closed
+
+
+@dataclass(slots=True)
+class _Group:
+    size: int
+    cap: int
+    told: float | None
+    finished: dict[int, int] = field(default_factory=dict)
+    unfinished: dict[int, int] = field(default_factory=dict)
+
+
+class Machine:
+    """See the module's docstring. `ignored` counts events of unknown groups or responses."""
+
+    def __init__(self, estimator: Estimator = longest_finished) -> None:
+        self._estimator = estimator
+        self._groups: dict[str, _Group] = {}
+        self._dirty: set[str] = set()
+        self.ignored = 0
+
+    def __len__(self) -> int:
+        return len(self._groups)
+
+    def handle(self, event: Event) -> None:
+        """Apply one event."""
+        match event:
+            case Opened():
+                self._open(event)
+            case Progressed():
+                self._progress(event)
+            case Closed():
+                self._dirty.discard(event.group_id)
+                if self._groups.pop(event.group_id, None) is None:
+                    self.ignored += 1
+
+    def replace(self, events: Iterable[Event]) -> None:
+        """Start over from a snapshot: the open groups and their requests' progress."""
+        self._groups, self._dirty = {}, set()
+        for event in events:
+            self.handle(event)
+        # Subscribers may hold anything: a restarted buffer forgot, others remember another life.
+        for group_id, group in self._groups.items():
+            group.told = None
+            self._dirty.add(group_id)
+
+    def changes(self) -> dict[str, float]:
+        """Return the estimates that changed since the last call: group id -> tokens."""
+        changed = {}
+        for group_id in self._dirty:
+            group = self._groups[group_id]
+            estimate = self._estimate(group)
+            if estimate != group.told:
+                group.told = changed[group_id] = estimate
+        self._dirty.clear()
+        return changed
+
+    @property
+    def dirty(self) -> bool:
+        """Whether `changes` may have something to return."""
+        return bool(self._dirty)
+
+    def estimates(self) -> dict[str, float]:
+        """Return all estimates that differ from their cap: what a new subscriber must know."""
+        now = {group_id: self._estimate(group) for group_id, group in self._groups.items()}
+        return {group_id: tokens for group_id, tokens in now.items() if tokens != self._groups[group_id].cap}
+
+    def _open(self, event: Opened) -> None:
+        if event.group_id not in self._groups:
+            self._groups[event.group_id] = _Group(event.size, event.cap, float(event.cap))
+
+    def _progress(self, event: Progressed) -> None:
+        group = self._groups.get(event.group_id)
+        if group is None or not 0 <= event.index < group.size or event.index in group.finished:
+            self.ignored += 1
+            return
+        if event.finished:
+            group.unfinished.pop(event.index, None)
+            group.finished[event.index] = event.generated
+        else:
+            known = group.unfinished.get(event.index, 0)
+            group.unfinished[event.index] = max(known, event.generated)
+        self._dirty.add(event.group_id)
+
+    def _estimate(self, group: _Group) -> float:
+        return min(
+            self._estimator(group.cap, group.finished.values(), group.unfinished.values()), float(group.cap)
+        )

@@ -1,0 +1,122 @@
+"""The context service's sockets: the buffer's event stream in, estimates out.
+
+Invariants:
+- every estimate is the machine's; this file translates and publishes;
+- a snapshot of the buffer (on joining, after a gap, after its restart) replaces all state;
+- changes are gathered for `publish_interval_seconds`, so a burst of events costs one broadcast.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+
+from seer.common import ids
+from seer.common.channel import Identity
+from seer.common.clock import Clock
+from seer.common.config import Config, shared_hash
+from seer.common.errors import ConfigError
+from seer.common.stream import StreamPublisher, StreamSubscriber
+from seer.common.transport.base import Transport
+from seer.common.wire import messages as m
+from seer.services.context.machine import Closed, Event, Machine, Opened, Progressed
+
+BATCH = 10_000
+"""Groups per broadcast: under 1 MiB with ids of ordinary length."""
+
+
+def make(config: Config, transport: Transport, clock: Clock) -> ContextServer:
+    """Build the service for `service.run_process`."""
+    return ContextServer(config, transport, clock)
+
+
+class ContextServer:
+    """One context service. Raises `ConfigError` for a negative interval."""
+
+    def __init__(self, config: Config, transport: Transport, clock: Clock) -> None:
+        self._interval = config.context.publish_interval_seconds
+        if not self._interval >= 0:
+            raise ConfigError(f"context.publish_interval_seconds = {self._interval}: must be 0 or more")
+        self.machine = Machine()
+        self._at = config.endpoints
+        self._transport = transport
+        self._clock = clock
+        self._me = Identity(
+            role="context",
+            name="context",
+            incarnation=ids.new_incarnation(),
+            config_hash=shared_hash(config.shared),
+        )
+        self._changed, self._drained = asyncio.Event(), asyncio.Event()
+
+    async def start(self) -> dict[str, str]:
+        """Bind; return the endpoints bound. The buffer may come later."""
+        publisher = await self._transport.publisher(self._at.estimates)
+        router = await self._transport.router(self._at.estimate_snapshots)
+        self._estimates: StreamPublisher[m.Estimates, m.ContextSnapshot] = StreamPublisher(
+            publisher, router, self._me, self._snapshot
+        )
+        self._events: StreamSubscriber[m.BufferPublished, m.BufferSnapshot] = StreamSubscriber(
+            self._transport,
+            self._at.events,
+            self._at.event_snapshots,
+            self._me,
+            m.BufferPublished,
+            m.BufferSnapshotReply,
+            self._clock,
+        )
+        return {"estimates": publisher.endpoint, "estimate_snapshots": router.endpoint}
+
+    async def run(self) -> None:
+        """Serve until drained."""
+        async with asyncio.TaskGroup() as tasks:
+            serving = [
+                tasks.create_task(task) for task in (self._follow(), self._publish(), self._estimates.serve())
+            ]
+            await self._drained.wait()
+            for task in serving:
+                task.cancel()
+
+    def drain(self) -> None:
+        """Stop at once: the buffer schedules on with the estimates it has."""
+        self._drained.set()
+
+    async def _follow(self) -> None:
+        while True:
+            news = await self._events.recv()
+            if isinstance(news, m.BufferSnapshot):
+                self.machine.replace(_events_of(news))
+            else:
+                self.machine.handle(_event_of(news))
+            if self.machine.dirty:
+                self._changed.set()
+
+    async def _publish(self) -> None:
+        while True:
+            await self._changed.wait()
+            await self._clock.sleep(self._interval)
+            self._changed.clear()
+            changes = list(self.machine.changes().items())
+            for start in range(0, len(changes), BATCH):
+                await self._estimates.publish(m.Estimates(estimates=dict(changes[start : start + BATCH])))
+
+    def _snapshot(self, incarnation: int, sequence: int) -> m.ContextSnapshot:
+        # May hold changes that are published later, too: saying an estimate twice does no harm.
+        return m.ContextSnapshot(
+            incarnation=incarnation, sequence=sequence, estimates=self.machine.estimates()
+        )
+
+
+def _events_of(snapshot: m.BufferSnapshot) -> Iterator[Event]:
+    yield from map(_event_of, snapshot.opened)
+    yield from map(_event_of, snapshot.progress)
+
+
+def _event_of(message: m.BufferPublished) -> Event:
+    match message:
+        case m.GroupOpened():
+            return Opened(message.group_id, message.size, message.cap)
+        case m.RequestProgress():
+            return Progressed(message.group_id, message.index, message.generated, message.finished)
+        case m.GroupClosed():
+            return Closed(message.group_id)

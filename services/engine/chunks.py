@@ -1,0 +1,76 @@
+"""A chunk's way between the wire and the backend: order, running, result.
+
+Invariant: towards the backend a chunk's attempt is its `serial`, a number of this process. Attempts
+will not do: a restarted buffer counts them from 1 again, and late output of a chunk dropped before
+would pass for the new one's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from seer.common.errors import InvalidField
+from seer.common.wire import messages as m
+from seer.services.engine.backend import Chunk, ChunkEnd
+
+
+@dataclass(slots=True)
+class Running:
+    """A chunk under way; `length` is the response's output so far, this chunk's tokens included."""
+
+    group_id: str
+    index: int
+    attempt: int
+    serial: int
+    length: int
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+
+
+def begin(order: m.RunChunk, serial: int) -> Running:
+    """Check an order and return its books. Raises `InvalidField`."""
+    group_id, _, index = order.request_id.rpartition("#")
+    if group_id != order.group_id or not index.isdecimal():
+        raise InvalidField("request_id", order.request_id, f"must be {order.group_id}#<index>")
+    if not 1 <= order.prompt_len <= len(order.tokens):
+        raise InvalidField("prompt_len", order.prompt_len, f"must be in [1, {len(order.tokens)}] (tokens)")
+    order.sampling.check()
+    return Running(group_id, int(index), order.attempt, serial, len(order.tokens) - order.prompt_len)
+
+
+def chunk_of(order: m.RunChunk, serial: int) -> Chunk:
+    """Return what the backend is to run."""
+    return Chunk(
+        request_id=order.request_id,
+        group_id=order.group_id,
+        attempt=serial,
+        key=order.key,
+        prompt_len=order.prompt_len,
+        max_new_tokens=order.max_new_tokens,
+        sampling=order.sampling,
+        tokens=order.tokens.tolist(),
+    )
+
+
+def done_message(ended: Sequence[tuple[ChunkEnd, Running]], weight_version: int) -> m.ChunksDone:
+    """Return the one message that carries these results."""
+    return m.ChunksDone(
+        weight_version=weight_version,
+        results=[
+            m.ChunkResult(
+                end.request_id,
+                run.attempt,
+                len(run.tokens),
+                end.finish,
+                end.stop_reason,
+                end.preemptions,
+                end.cached_tokens,
+            )
+            for end, run in ended
+        ],
+        tokens=np.fromiter((token for _, run in ended for token in run.tokens), dtype=np.int32),
+        logprobs=np.fromiter((value for _, run in ended for value in run.logprobs), dtype=np.float32),
+    )

@@ -1,0 +1,237 @@
+"""Two ways to step a backend: on a thread of its own, or inside the event loop.
+
+Invariants:
+- all calls of a backend come from one thread; nothing spins while there is no work;
+- what a backend produced reaches the sink on the event loop, in order, once;
+- a failing backend ends `run` with `EngineError`: an engine that cannot generate must not linger.
+
+Queues are bounded by the chunks the buffer has placed here (at most `max_num_seqs` of them under
+an admission policy), each of which is one command and a bounded number of tokens.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from seer.common.clock import Clock
+from seer.common.errors import EngineError, SeerError
+from seer.common.log import get_logger
+from seer.common.types import Capacity, InstanceStats
+from seer.services.engine.backend import Backend, Chunk, StepOutput
+
+JOIN_SECONDS = 10.0
+"""Longest wait for the backend's thread to end; it is a daemon, so the process ends anyway."""
+
+
+_log = get_logger()
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What a started backend says about itself."""
+
+    capacity: Capacity
+    vocab_size: int
+    versions: dict[str, str]
+
+
+class Sink(Protocol):
+    """Who is told what happened; called on the event loop, must not block."""
+
+    def output(self, out: StepOutput) -> None:
+        """Take one step's output."""
+        ...
+
+    def rejected(self, chunk: Chunk, error: SeerError) -> None:
+        """Take note that the backend will not run a chunk."""
+        ...
+
+
+class Driver(Protocol):
+    """Owns a backend; everything here is called on the event loop."""
+
+    @property
+    def stats(self) -> InstanceStats:
+        """Return the backend's own report, as of the last step."""
+        ...
+
+    async def start(self, seconds: float) -> Facts:
+        """Load the backend. Raises `EngineError` if it fails or takes longer than `seconds`."""
+        ...
+
+    def add(self, chunk: Chunk) -> None:
+        """Have a chunk run; never blocks."""
+        ...
+
+    def drop(self, request_id: str, attempt: int) -> None:
+        """Forget a chunk; output of it that is under way may still arrive."""
+        ...
+
+    async def run(self) -> None:
+        """Step while there is work, until cancelled. Raises `EngineError` when the backend fails."""
+        ...
+
+    async def close(self) -> None:
+        """Free the backend."""
+        ...
+
+
+class InlineDriver:
+    """Steps on the event loop and waits modelled time: for backends that return at once."""
+
+    def __init__(self, backend: Backend, sink: Sink, clock: Clock) -> None:
+        self._backend = backend
+        self._sink = sink
+        self._clock = clock
+        self._work = asyncio.Event()
+
+    @property
+    def stats(self) -> InstanceStats:
+        """See `Driver.stats`."""
+        return self._backend.stats()
+
+    async def start(self, seconds: float) -> Facts:
+        """See `Driver.start`; blocks the loop, so `seconds` cannot be enforced."""
+        self._backend.start()
+        return _facts(self._backend)
+
+    def add(self, chunk: Chunk) -> None:
+        """See `Driver.add`."""
+        try:
+            self._backend.add(chunk)
+        except SeerError as error:
+            self._sink.rejected(chunk, error)
+        self._work.set()
+
+    def drop(self, request_id: str, attempt: int) -> None:
+        """See `Driver.drop`."""
+        self._backend.drop(request_id, attempt)
+
+    async def run(self) -> None:
+        """See `Driver.run`."""
+        while True:
+            while not self._backend.has_work():
+                self._work.clear()
+                await self._work.wait()
+            try:
+                out = self._backend.step()
+            except Exception as error:
+                raise _failure(error) from error
+            await self._clock.sleep(out.seconds)
+            self._sink.output(out)
+
+    async def close(self) -> None:
+        """See `Driver.close`."""
+        self._backend.close()
+
+
+_News = Facts | StepOutput | tuple[Chunk, SeerError] | EngineError
+
+
+class ThreadDriver:
+    """Steps on a dedicated thread: for backends that compute."""
+
+    def __init__(self, backend: Backend, sink: Sink) -> None:
+        self.stats = InstanceStats()
+        self._backend = backend
+        self._sink = sink
+        self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._news: asyncio.Queue[_News] = asyncio.Queue()
+        self._stopping = False
+        self._thread = threading.Thread(target=self._main, name="engine", daemon=True)
+
+    async def start(self, seconds: float) -> Facts:
+        """See `Driver.start`."""
+        self._loop = asyncio.get_running_loop()
+        self._thread.start()
+        try:
+            async with asyncio.timeout(seconds):
+                news = await self._news.get()
+        except TimeoutError as error:
+            raise EngineError(
+                f"the model did not load within engine.load_seconds = {seconds:g}: raise it, or see why"
+            ) from error
+        if isinstance(news, Facts):
+            return news
+        raise news if isinstance(news, EngineError) else EngineError(f"unexpected {news!r}")
+
+    def add(self, chunk: Chunk) -> None:
+        """See `Driver.add`."""
+        self._commands.put(lambda: self._add(chunk))
+
+    def drop(self, request_id: str, attempt: int) -> None:
+        """See `Driver.drop`."""
+        self._commands.put(lambda: self._backend.drop(request_id, attempt))
+
+    async def run(self) -> None:
+        """See `Driver.run`."""
+        while True:
+            match await self._news.get():
+                case StepOutput() as out:
+                    self._sink.output(out)
+                case (chunk, error):
+                    self._sink.rejected(chunk, error)
+                case EngineError() as failure:
+                    raise failure
+
+    async def close(self) -> None:
+        """See `Driver.close`; a step under way is waited for, `JOIN_SECONDS` at most."""
+        if self._thread.is_alive():
+            self._commands.put(self._stop)
+            await asyncio.to_thread(self._thread.join, JOIN_SECONDS)
+
+    # --- on the backend's thread ---------------------------------------------------------
+
+    def _main(self) -> None:
+        try:
+            self._backend.start()
+            self._tell(_facts(self._backend))
+            while not self._stopping:
+                self._obey()
+                if self._backend.has_work():
+                    self._tell(self._backend.step())
+                self.stats = self._backend.stats()
+        except Exception as error:  # noqa: BLE001 - whatever it is, `run` must raise it
+            self._tell(_failure(error))
+        finally:
+            self._backend.close()
+
+    def _obey(self) -> None:
+        """Perform all commands; wait for one if there is nothing else to do."""
+        while not self._stopping:
+            try:
+                command = self._commands.get(block=not self._backend.has_work())
+            except queue.Empty:
+                return
+            command()
+
+    def _stop(self) -> None:
+        self._stopping = True
+
+    def _add(self, chunk: Chunk) -> None:
+        try:
+            self._backend.add(chunk)
+        except SeerError as error:
+            self._tell((chunk, error))
+
+    def _tell(self, news: _News) -> None:
+        try:
+            self._loop.call_soon_threadsafe(self._news.put_nowait, news)
+        except RuntimeError:  # the loop is closed: the process ends
+            self._stopping = True
+
+
+def _facts(backend: Backend) -> Facts:
+    return Facts(backend.capacity, backend.vocab_size, backend.versions)
+
+
+def _failure(error: Exception) -> EngineError:
+    if isinstance(error, EngineError):
+        return error
+    _log.error("the backend failed", exc_info=error)
+    return EngineError(f"the backend failed: {type(error).__name__}: {error}")

@@ -1,0 +1,282 @@
+"""One engine on the buffer: chunks in, tokens out; tokens to the dgds as they come.
+
+Invariants (tests/unit/test_engine_server.py asserts them):
+- every chunk taken ends in exactly one of: a result, a `ChunkFailed`, a drop by the buffer; a
+  repeated `RunChunk` changes nothing, one of a newer attempt replaces the older, an older is ignored;
+- results leave at once; all chunks that ended meanwhile share one `ChunksDone`;
+- a buffer that forgot us (restarted, or lost us for a while) counts on nothing we run: all chunks
+  are dropped and the engine registers again, before anything else is sent;
+- generation waits for neither the buffer nor the dgds;
+- told to stop, it hands back what its chunks have so far (a chunk may end anywhere) and leaves; told
+  by the buffer to drain, it finishes them first; a failing backend says `Goodbye` and ends loudly.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+
+from seer.common import ids
+from seer.common.channel import Channel, Identity
+from seer.common.clock import Clock
+from seer.common.config import Config, shared_hash
+from seer.common.errors import ConfigError, InvalidField, SeerError, Unreachable
+from seer.common.log import get_logger
+from seer.common.transport.base import Transport
+from seer.common.wire import messages as m
+from seer.services.dgds.client import DgdsClient
+from seer.services.engine.backend import Backend, Chunk, ChunkEnd, StepOutput
+from seer.services.engine.chunks import Running, begin, chunk_of, done_message
+from seer.services.engine.driver import Driver, Facts, InlineDriver, ThreadDriver
+from seer.services.engine.replay import ReplayBackend
+
+JOIN_SECONDS = 120.0
+"""How long a loaded engine waits for its buffer to appear: services start in any order."""
+
+LEAVE_SECONDS = 2.0
+"""Longest wait to hand back results and say goodbye, to the buffer and to the dgds each."""
+
+WEIGHT_VERSION = 0
+"""Weights are those the engine was started with."""
+
+
+def make(config: Config, transport: Transport, clock: Clock) -> EngineServer:
+    """Build the service for `service.run_process`."""
+    return EngineServer(config, transport, clock, _backend(config))
+
+
+def _backend(config: Config) -> Backend:
+    if config.engine.backend == "replay":
+        return ReplayBackend(config.engine, config.shared)
+    from seer.services.engine.vllm.backend import VllmBackend  # torch and vllm load only where needed
+
+    return VllmBackend(config.engine, config.shared)
+
+
+class EngineServer:
+    """See the module's docstring. The replay backend is stepped inline, others on a thread."""
+
+    def __init__(self, config: Config, transport: Transport, clock: Clock, backend: Backend) -> None:
+        settings = config.engine
+        if not settings.status_seconds > 0:
+            raise ConfigError(f"engine.status_seconds = {settings.status_seconds}: must be positive")
+        self._settings = settings
+        self._clock = clock
+        self._log = get_logger()
+        me = Identity(
+            role="engine",
+            name=settings.name or f"{socket.gethostname()}-{os.getpid()}",
+            incarnation=ids.new_incarnation(),
+            config_hash=shared_hash(config.shared),
+        )
+        inline = settings.backend == "replay"
+        self._driver: Driver = InlineDriver(backend, self, clock) if inline else ThreadDriver(backend, self)
+        self._buffer: Channel[m.EngineToBuffer, m.BufferToEngine] = Channel(
+            transport, config.endpoints.engines, me, m.BufferToEngine, clock
+        )
+        self.dgds = DgdsClient(transport, config.endpoints.dgds, me, clock, settings)
+        self.running: dict[str, Running] = {}
+        # Bounded by the chunks placed here: each leaves one entry, sent as soon as the buffer takes it.
+        self._ended: list[tuple[ChunkEnd, Running]] = []
+        self._failed: list[m.ChunkFailed] = []
+        self._serial = 0
+        self._register_due = self._status_due = False
+        self._sendable, self._finished = asyncio.Event(), asyncio.Event()
+        self._draining = False
+
+    async def start(self) -> dict[str, str]:
+        """Load the model, join the buffer and register. Raises `EngineError` or `Unreachable`."""
+        self._facts: Facts = await self._driver.start(self._settings.load_seconds)
+        try:
+            await self._buffer.open(JOIN_SECONDS)
+            await self._buffer.send(self._registration())
+        except BaseException:
+            await self._driver.close()
+            raise
+        return {}
+
+    async def run(self) -> None:
+        """Serve until drained. Raises the error that made the engine fail."""
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                serving = [
+                    tasks.create_task(task)
+                    for task in (
+                        self._receive(),
+                        self._send(),
+                        self._report(),
+                        self._driver.run(),
+                        self.dgds.run(),
+                    )
+                ]
+                await self._finished.wait()
+                for task in serving:
+                    task.cancel()
+        finally:
+            await self._leave()
+
+    def drain(self) -> None:
+        """Hand back what the chunks have so far, and let `run` return."""
+        self._finished.set()
+
+    # --- from the buffer -----------------------------------------------------------------
+
+    async def _receive(self) -> None:
+        while True:
+            match await self._buffer.recv():
+                case m.RunChunk() as order:
+                    self._take(order)
+                case m.DropChunk() as drop:
+                    self._drop(drop.request_id, drop.attempt)
+                case m.Welcome():
+                    self._rejoin()
+                case m.Drain():
+                    self._draining = True
+                    self._wake()
+                case m.Refused() as refused:
+                    self._log.warning("the buffer refused something", why=refused.message)
+                case m.Ping():
+                    pass
+
+    def _take(self, order: m.RunChunk) -> None:
+        known = self.running.get(order.request_id)
+        if known is not None:
+            if known.attempt >= order.attempt:
+                return
+            self._drop(order.request_id, known.attempt)
+        self._serial += 1
+        try:
+            run = begin(order, self._serial)
+        except InvalidField as error:
+            self._reject(order.request_id, order.attempt, error)
+            return
+        self.running[order.request_id] = run
+        self.dgds.begin(run.group_id, run.index, run.attempt, order.tokens[order.prompt_len :])
+        self._driver.add(chunk_of(order, self._serial))
+
+    def _drop(self, request_id: str, attempt: int) -> None:
+        known = self.running.get(request_id)
+        if known is not None and known.attempt == attempt:
+            del self.running[request_id]
+            self._driver.drop(request_id, known.serial)
+            self._wake()
+
+    def _rejoin(self) -> None:
+        self._log.warning("the buffer forgot this engine: registering again", dropped=len(self.running))
+        for request_id, known in list(self.running.items()):
+            self._drop(request_id, known.attempt)
+        self._ended.clear()
+        self._failed.clear()
+        self._register_due = True
+        self._wake()
+
+    # --- from the backend ----------------------------------------------------------------
+
+    def output(self, out: StepOutput) -> None:
+        """Take one step's output (see `driver.Sink`)."""
+        for news in out.generated:
+            known = self.running.get(news.request_id)
+            if known is None or known.serial != news.attempt:
+                continue
+            known.tokens += news.token_ids
+            known.logprobs += news.logprobs
+            self.dgds.append(known.group_id, known.index, known.attempt, known.length, news.token_ids)
+            known.length += len(news.token_ids)
+        for end in out.ended:
+            known = self.running.get(end.request_id)
+            if known is not None and known.serial == end.attempt:
+                del self.running[end.request_id]
+                self._ended.append((end, known))
+        if out.ended:
+            self._wake()
+
+    def rejected(self, chunk: Chunk, error: SeerError) -> None:
+        """Tell the buffer that the backend will not run a chunk (see `driver.Sink`)."""
+        known = self.running.get(chunk.request_id)
+        if known is not None and known.serial == chunk.attempt:
+            del self.running[chunk.request_id]
+            self._reject(chunk.request_id, known.attempt, error)
+
+    def _reject(self, request_id: str, attempt: int, error: SeerError) -> None:
+        self._failed.append(
+            m.ChunkFailed(
+                request_id=request_id,
+                attempt=attempt,
+                code=error.code,
+                message=str(error),
+                fatal=isinstance(error, InvalidField),
+            )
+        )
+        self._wake()
+
+    # --- to the buffer -------------------------------------------------------------------
+
+    def _wake(self) -> None:
+        self._sendable.set()
+
+    async def _send(self) -> None:
+        while True:
+            await self._sendable.wait()
+            self._sendable.clear()
+            while (message := self._next()) is not None:
+                await self._deliver(message)
+            if self._draining and not self.running:
+                self._finished.set()
+
+    def _next(self) -> m.EngineToBuffer | None:
+        if self._register_due:
+            self._register_due = False
+            return self._registration()
+        if self._failed:
+            return self._failed.pop(0)
+        if self._ended:
+            ended, self._ended = self._ended, []
+            return done_message(ended, WEIGHT_VERSION)
+        if self._status_due:
+            self._status_due = False
+            return m.EngineStatus(stats=self._driver.stats)
+        return None
+
+    async def _deliver(self, message: m.EngineToBuffer) -> None:
+        """Send until the buffer takes it; given up only when a rejoin makes it worthless."""
+        sent = False
+        while not sent and (isinstance(message, m.Register) or not self._register_due):
+            try:
+                await self._buffer.send(message)
+                sent = True
+            except Unreachable as error:
+                self._log.warning("the buffer takes nothing; trying on", error=str(error))
+
+    def _registration(self) -> m.Register:
+        facts = self._facts
+        return m.Register(
+            capacity=facts.capacity,
+            weight_version=WEIGHT_VERSION,
+            vocab_size=facts.vocab_size,
+            versions=facts.versions,
+        )
+
+    async def _report(self) -> None:
+        while True:
+            await self._clock.sleep(self._settings.status_seconds)
+            self._status_due = True
+            self._wake()
+
+    async def _leave(self) -> None:
+        """Hand back what there is, say goodbye, free the backend."""
+        for request_id, known in self.running.items():
+            if known.tokens and self._finished.is_set():  # else something broke: trust only whole chunks
+                end = ChunkEnd(request_id=request_id, attempt=known.serial, finish="")
+                self._ended.append((end, known))
+        self.running.clear()
+        try:
+            async with asyncio.timeout(LEAVE_SECONDS):
+                if self._ended:
+                    await self._buffer.send(done_message(self._ended, WEIGHT_VERSION))
+                await self._buffer.send(m.Goodbye())
+        except (TimeoutError, Unreachable) as error:
+            self._log.warning("left without a goodbye", error=str(error))
+        self._buffer.close()
+        await self.dgds.close(LEAVE_SECONDS)
+        await self._driver.close()

@@ -1,0 +1,336 @@
+"""The real engine: chunks run as requests of an in-process vLLM engine core.
+
+Invariants:
+- vLLM sees greedy requests with a token limit and stop ids; all sampling is ours, in
+  `extension.py`, all stop strings are ours, here: both go by the whole response, so that chunk
+  boundaries, batches and preemptions change nothing;
+- vLLM request ids are never reused, so a dropped chunk cannot be mistaken for its next attempt;
+- workers learn of a request from its `extra_args` alone, and of the rest by `collective_rpc`: any
+  number of tensor-parallel ranks does the same.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from seer.common.config import EngineConfig, SharedConfig
+from seer.common.errors import EngineError, InvalidField, SeerError
+from seer.common.types import Capacity, InstanceStats, SamplingParams
+from seer.services.engine.backend import Chunk, ChunkEnd, Generated, StepOutput
+from seer.services.engine.vllm import env
+from seer.services.engine.vllm.checks import budget, check
+from seer.services.engine.vllm.extra import EXTRA, Extra
+from seer.services.engine.vllm.stops import StopStrings
+
+if TYPE_CHECKING:
+    from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest
+    from vllm.v1.engine.core import EngineCore
+    from vllm.v1.engine.core_client import InprocClient
+    from vllm.v1.request import Request
+
+
+@dataclass(slots=True)
+class _Run:
+    """One chunk in the engine; `left` counts tokens until the response's own limit."""
+
+    chunk: Chunk
+    request: Request
+    left: int
+    stops: StopStrings | None
+    cached_tokens: int = 0
+
+
+class VllmBackend:
+    """`Backend` on vLLM (V1 engine core, model runner V1): CPU or GPU, any tensor parallelism."""
+
+    def __init__(self, config: EngineConfig, shared: SharedConfig) -> None:
+        self._config = config
+        self._shared = shared
+        self._client: InprocClient | None = None
+        self._runs: dict[str, _Run] = {}
+        self._ids: dict[tuple[str, int], str] = {}
+        self._next_id = itertools.count()
+        self._fault_position: int | None = None
+        self._steps = self._generated = self._prompt = self._cached = self._preemptions = 0
+
+    def start(self) -> None:
+        """Load the model, install our sampler, and prove that it is the one that samples.
+
+        Raises `EngineError` naming the cause and the fix.
+        """
+        env.prepare(self._config)
+        # Only now: it imports torch and, through the workers, vllm.
+        from seer.services.engine.vllm import self_test
+
+        self._client = env.load(self._config, self._shared)
+        try:
+            self._describe()
+            self._rpc("seer_install")
+            self_test.check(self)
+        except SeerError:
+            self.close()
+            raise
+        except Exception as error:  # whatever a first forward pass provokes inside vLLM
+            self.close()
+            raise EngineError(env.explain(error, self._config, self._shared)) from error
+        self.plant_fault(self._config.fault_position)
+
+    def _describe(self) -> None:
+        """Read from the loaded engine what it turned out to hold."""
+        from vllm.tokenizers import cached_tokenizer_from_config
+
+        config = self._core.vllm_config
+        self._vocab_size: int = config.model_config.get_vocab_size()
+        self._tokenizer = cached_tokenizer_from_config(config.model_config)
+        self._eos = env.eos_ids(config, self._tokenizer)
+        self._blocks = self._core.scheduler.kv_cache_manager.block_pool
+        self._capacity = Capacity(
+            kv_blocks=self._blocks.num_gpu_blocks - 1,
+            block_size=config.cache_config.block_size,
+            max_num_seqs=config.scheduler_config.max_num_seqs,
+            max_model_len=config.model_config.max_model_len,
+        )
+        if self._capacity.block_size != (wanted := self._shared.block_size):
+            raise EngineError(
+                f"shared.block_size = {wanted}: here this model needs {self._capacity.block_size}"
+            )
+
+    @property
+    def capacity(self) -> Capacity:
+        """What this instance holds; valid after `start`."""
+        return self._capacity
+
+    @property
+    def vocab_size(self) -> int:
+        """Token ids are below this; valid after `start`."""
+        return self._vocab_size
+
+    @property
+    def versions(self) -> dict[str, str]:
+        """Names and versions of what generates, for reports."""
+        import torch
+        import vllm
+
+        config = self._core.vllm_config
+        return {
+            "engine": f"vllm {vllm.__version__}",
+            "torch": str(torch.__version__),  # a TorchVersion otherwise
+            "device": config.device_config.device_type,
+            "dtype": str(config.model_config.dtype).removeprefix("torch."),
+            "tensor_parallel": str(config.parallel_config.tensor_parallel_size),
+        }
+
+    def add(self, chunk: Chunk) -> None:
+        """Queue a chunk. Raises `InvalidField` for a request this engine cannot run."""
+        if (chunk.request_id, chunk.attempt) in self._ids:
+            raise InvalidField("request_id", chunk.request_id, f"attempt {chunk.attempt} is already running")
+        self._submit(chunk)
+
+    def drop(self, request_id: str, attempt: int) -> None:
+        """Forget a chunk; nothing further is reported of it. Unknown ones are ignored."""
+        engine_id = self._ids.get((request_id, attempt))
+        if engine_id is not None:
+            self._engine.abort_requests([engine_id])
+            self._forget(engine_id)
+
+    def has_work(self) -> bool:
+        """Say whether `step` would do anything."""
+        return bool(self._runs)
+
+    def step(self) -> StepOutput:
+        """Advance every running chunk by one engine step."""
+        result = StepOutput()
+        for output in self._engine.get_output().outputs:
+            self._report(output, result)
+        self._steps += 1
+        return result
+
+    def stats(self) -> InstanceStats:
+        """Return current gauges and counters; cheap, called between steps."""
+        running, waiting = self._core.scheduler.get_request_counts()
+        return InstanceStats(
+            steps=self._steps,
+            running=running,
+            waiting=waiting,
+            free_blocks=self._blocks.get_num_free_blocks(),
+            preemptions=self._preemptions + sum(run.request.num_preemptions for run in self._runs.values()),
+            generated_tokens=self._generated,
+            prompt_tokens=self._prompt,
+            cached_tokens=self._cached,
+        )
+
+    def close(self) -> None:
+        """Stop the workers and free the device; idempotent."""
+        client, self._client = self._client, None
+        self._runs.clear()
+        self._ids.clear()
+        if client is not None:
+            client.shutdown()
+
+    def logits(self, tokens: list[int]) -> npt.NDArray[np.float32]:
+        """Return the raw next-token logits after `tokens`: shape [vocab_size].
+
+        For checkers, on an idle engine: raises `EngineError` while chunks are running.
+        """
+        sampling = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
+        chunk = Chunk(
+            request_id="", group_id="", attempt=0, key=0, prompt_len=len(tokens), max_new_tokens=1,
+            sampling=sampling, tokens=tokens,
+        )  # fmt: skip
+        row: npt.NDArray[np.float32] = self.captured(chunk)[1][0][0]
+        return row
+
+    def captured(self, chunk: Chunk) -> tuple[list[int], list[npt.NDArray[np.float32]]]:
+        """Run one chunk alone; return its tokens, and each rank's raw logits [tokens, vocab_size]."""
+        if self._runs:
+            raise EngineError("the engine is running chunks: capture logits on an idle engine")
+        self._submit(chunk, capture=True)
+        tokens: list[int] = []
+        while self.has_work():
+            for generated in self.step().generated:
+                tokens += generated.token_ids
+        return tokens, self._rpc("seer_take_captured")
+
+    def noise_errors(self) -> list[str]:
+        """Let every rank compare its noise with the reference; an empty text is a pass."""
+        return self._rpc("seer_check_noise")
+
+    def plant_fault(self, position: int | None) -> None:
+        """Sample this absolute position of later chunks with a wrong key: checkers must notice."""
+        self._fault_position = position
+
+    @property
+    def _engine(self) -> InprocClient:
+        if self._client is None:
+            raise EngineError("the engine is not started, or closed")
+        return self._client
+
+    @property
+    def _core(self) -> EngineCore:
+        return self._engine.engine_core
+
+    def _rpc(self, method: str) -> list[Any]:
+        answers: list[Any] = self._engine.collective_rpc(method, timeout=self._config.load_seconds)
+        return answers
+
+    def _submit(self, chunk: Chunk, *, capture: bool = False) -> None:
+        sampling = chunk.sampling
+        eos = () if sampling.ignore_eos else self._eos
+        stop_ids = tuple(dict.fromkeys((*sampling.stop_token_ids, *eos)))
+        check(
+            chunk,
+            vocab=self._vocab_size,
+            max_model_len=self._capacity.max_model_len,
+            stop_ids=stop_ids,
+            has_tokenizer=self._tokenizer is not None,
+        )
+        stops = None
+        prompt, output = chunk.tokens[: chunk.prompt_len], chunk.tokens[chunk.prompt_len :]
+        if sampling.stop:
+            tokenizer = self._tokenizer.backend_tokenizer
+            stops = StopStrings(tokenizer, sampling.stop, sampling.min_tokens, prompt, output)
+        engine_id = str(next(self._next_id))
+        request, _ = self._core.preprocess_add_request(
+            _engine_request(engine_id, chunk, stop_ids, self._extra(chunk, stop_ids, capture))
+        )
+        self._core.add_request(request)
+        self._runs[engine_id] = _Run(chunk, request, sampling.max_tokens - len(output), stops)
+        self._ids[chunk.request_id, chunk.attempt] = engine_id
+
+    def _extra(self, chunk: Chunk, stop_ids: tuple[int, ...], capture: bool) -> Extra:
+        from seer.services.engine.vllm.sampling import RequestSampling
+
+        packed = RequestSampling.pack(
+            chunk.sampling,
+            key=chunk.key,
+            prompt_len=chunk.prompt_len,
+            stop_ids=stop_ids,
+            vocab=self._vocab_size,
+        )
+        return Extra(sampling=packed, capture=capture, fault_position=self._fault_position)
+
+    def _report(self, output: EngineCoreOutput, result: StepOutput) -> None:
+        run = self._runs[output.request_id]
+        chunk, ended = run.chunk, output.finish_reason
+        if output.prefill_stats is not None:
+            run.cached_tokens = output.prefill_stats.num_cached_tokens
+            self._prompt += len(chunk.tokens)
+            self._cached += run.cached_tokens
+        by_id = ended is not None and str(ended) == "stop"
+        tokens, stop_string = output.new_token_ids, None
+        if run.stops is not None:
+            tokens, stop_string = _until_stop(run.stops, tokens, by_id)
+        if tokens:
+            self._generated += len(tokens)
+            run.left -= len(tokens)
+            result.generated.append(self._tokens(chunk, tokens, output.new_logprobs.logprobs))
+        if stop_string is not None:
+            if ended is None:
+                self._engine.abort_requests([output.request_id])
+            self._end(output.request_id, result, "stop", stop_string)
+        elif by_id:
+            self._end(output.request_id, result, "stop", str(output.stop_reason))
+        elif ended is not None:
+            self._end(output.request_id, result, "" if run.left else "length", "")
+
+    def _tokens(self, chunk: Chunk, tokens: list[int], logprobs: npt.NDArray[np.float32]) -> Generated:
+        if min(tokens) < 0:
+            raise EngineError(
+                f"request {chunk.request_id}: no token can be drawn, its logits hold NaN or an infinite "
+                f"maximum; check the weights in shared.model = {self._shared.model} and engine.dtype"
+            )
+        return Generated(
+            request_id=chunk.request_id,
+            attempt=chunk.attempt,
+            token_ids=tokens,
+            logprobs=logprobs[: len(tokens), 0].tolist(),
+        )
+
+    def _end(self, engine_id: str, result: StepOutput, finish: str, stop_reason: str) -> None:
+        run = self._forget(engine_id)
+        end = ChunkEnd(
+            request_id=run.chunk.request_id,
+            attempt=run.chunk.attempt,
+            finish=finish,
+            stop_reason=stop_reason,
+            preemptions=run.request.num_preemptions,
+            cached_tokens=run.cached_tokens,
+        )
+        result.ended.append(end)
+
+    def _forget(self, engine_id: str) -> _Run:
+        run = self._runs.pop(engine_id)
+        del self._ids[run.chunk.request_id, run.chunk.attempt]
+        self._preemptions += run.request.num_preemptions
+        return run
+
+
+def _engine_request(
+    engine_id: str, chunk: Chunk, stop_ids: tuple[int, ...], extra: Extra
+) -> EngineCoreRequest:
+    """Describe a chunk to vLLM: greedy, ended by the token limit and stop ids alone."""
+    from vllm import SamplingParams as EngineParams
+    from vllm.v1.engine import EngineCoreRequest
+
+    params = EngineParams(
+        temperature=0.0, max_tokens=budget(chunk), stop_token_ids=list(stop_ids), ignore_eos=True,
+        detokenize=False, logprobs=0, extra_args={EXTRA: extra},
+    )  # fmt: skip
+    return EngineCoreRequest(
+        request_id=engine_id, prompt_token_ids=chunk.tokens, mm_features=None, sampling_params=params,
+        pooling_params=None, arrival_time=0.0, lora_request=None, cache_salt=None, data_parallel_rank=None,
+    )  # fmt: skip
+
+
+def _until_stop(stops: StopStrings, tokens: list[int], ends_by_id: bool) -> tuple[list[int], str | None]:
+    """Cut `tokens` after the one that completes a stop string; a stop id's own text is not searched."""
+    for count, token in enumerate(tokens[:-1] if ends_by_id else tokens, 1):
+        found = stops.feed(token)
+        if found is not None:
+            return tokens[:count], found
+    return tokens, None

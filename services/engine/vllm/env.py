@@ -1,0 +1,210 @@
+"""How vLLM is started: its environment, its arguments, and what its refusals mean.
+
+Invariants:
+- `prepare` runs before anything imports vllm: several settings are read at import, once;
+- model runner V1 and synchronous scheduling are forced: `extension.py` hooks into exactly those;
+- `auto` dtype is the checkpoint's own (vLLM's own `auto` would halve float32);
+- every refusal is an `EngineError` that names a field of the configuration and the fix.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import warnings
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from seer.common.config import EngineConfig, SharedConfig
+from seer.common.errors import EngineError
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.tokenizers import TokenizerLike
+    from vllm.v1.engine.core_client import InprocClient
+
+VLLM_SERIES = "0.32."
+"""The hooks are private API: another series may move them, so it is refused."""
+
+EXTENSION = "seer.services.engine.vllm.extension.SeerWorker"
+
+CPU_KV_SHARE = 0.25
+"""Share of free memory that a CPU engine takes for KV unless told: a laptop has other work."""
+
+_FORCED = {
+    "VLLM_USE_V2_MODEL_RUNNER": "0",
+    # The engine core lives in this process: one thread steps it, its scheduler is read directly.
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+}
+
+_DEFAULTS = {
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "TORCH_CPP_LOG_LEVEL": "ERROR",
+}
+
+
+def prepare(config: EngineConfig) -> None:
+    """Set the environment that vllm reads, check its version, bind this thread's cores.
+
+    Raises `EngineError` when vllm is missing or of another series.
+    """
+    os.environ.update(_FORCED)
+    for name, value in _DEFAULTS.items():
+        os.environ.setdefault(name, value)
+    # What vllm and torch say at import about each other is nothing the reader can act on.
+    warnings.filterwarnings("ignore", category=FutureWarning, module="vllm")
+    logging.getLogger("torch._library.triton").setLevel(logging.ERROR)
+    try:
+        import torch
+
+        if not torch.cuda.is_available():
+            _prepare_cpu(config)
+        import vllm
+    except ImportError as error:
+        raise EngineError(
+            f"engine.backend = 'vllm': {error}; install the extra for this machine: "
+            "pip install 'seer-rollout[cpu]' (or cuda12, cuda13)"
+        ) from error
+    if not vllm.__version__.startswith(VLLM_SERIES):
+        raise EngineError(
+            f"vllm {vllm.__version__} is installed, but this version of Seer works with "
+            f"vllm {VLLM_SERIES}*: install that"
+        )
+
+
+def load(config: EngineConfig, shared: SharedConfig) -> InprocClient:
+    """Load the model and return the engine core; `prepare` must have run. Takes seconds to minutes."""
+    described = _described(shared)
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.v1.engine.core_client import InprocClient
+    from vllm.v1.executor import Executor
+
+    try:
+        vllm_config: VllmConfig = EngineArgs(**_arguments(config, shared, described)).create_engine_config()
+        return InprocClient(vllm_config, Executor.get_class(vllm_config), log_stats=False)
+    except Exception as error:  # whatever a folder or a size provokes inside vLLM
+        raise EngineError(explain(error, config, shared)) from error
+
+
+def eos_ids(vllm_config: VllmConfig, tokenizer: TokenizerLike | None) -> tuple[int, ...]:
+    """Return the ids that end a response, as vLLM's input processor finds them."""
+    ids = vllm_config.model_config.try_get_generation_config().get("eos_token_id")
+    found = {ids} if isinstance(ids, int) else set(ids or ())
+    if tokenizer is not None and tokenizer.eos_token_id is not None:
+        found.add(tokenizer.eos_token_id)
+    return tuple(sorted(found))
+
+
+def _prepare_cpu(config: EngineConfig) -> None:
+    # vLLM's sampler compiles its logprobs even with enforce_eager: 19 s on the first request.
+    os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")
+    # An inherited value overrides kv_cache_memory_bytes, and knows whole GiB only.
+    os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)
+    ranks = config.tensor_parallel
+    if ranks > 1:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        os.environ["VLLM_CPU_OMP_THREADS_BIND"] = config.cpu_cores or _share_cores(ranks)
+    elif config.cpu_cores:
+        _bind_thread(config.cpu_cores)
+
+
+def _share_cores(ranks: int) -> str:
+    """Split this process's cores evenly between ranks; fewer cores than ranks are not bound."""
+    cores = sorted(os.sched_getaffinity(0))
+    each = len(cores) // ranks
+    if not each:
+        return "nobind"
+    return "|".join(",".join(map(str, cores[i * each : (i + 1) * each])) for i in range(ranks))
+
+
+def _bind_thread(text: str) -> None:
+    """Bind this thread, and the OpenMP threads it will start: vLLM binds workers of its own only."""
+    import torch
+
+    cores: set[int] = set()
+    try:
+        for part in text.split(","):
+            first, _, last = part.partition("-")
+            cores.update(range(int(first), int(last or first) + 1))
+        os.sched_setaffinity(0, cores)
+    except (ValueError, OSError) as error:
+        raise EngineError(
+            f"engine.cpu_cores = {text!r}: {error}; give cores of this machine as 0-3,8"
+        ) from error
+    torch.set_num_threads(len(cores))
+
+
+def _described(shared: SharedConfig) -> dict[str, Any]:
+    """Return the model folder's config.json; raise `EngineError` when this is no model folder."""
+    problem = "is not a folder here"
+    if shared.model and Path(shared.model).is_dir():
+        try:
+            described = json.loads((Path(shared.model) / "config.json").read_text())
+        except (OSError, ValueError) as error:
+            problem = f"has no readable config.json ({error})"
+        else:
+            if isinstance(described, dict) and described.get("architectures"):
+                return described
+            problem = "has a config.json that names no architectures"
+    raise EngineError(f"shared.model = {shared.model!r} {problem}: give a Hugging Face model folder")
+
+
+def _arguments(config: EngineConfig, shared: SharedConfig, described: dict[str, Any]) -> dict[str, Any]:
+    from vllm.platforms import current_platform
+
+    cpu = current_platform.is_cpu()
+    return {
+        "model": shared.model,
+        "skip_tokenizer_init": not (Path(shared.model) / "tokenizer.json").is_file(),
+        "dtype": _dtype(config.dtype, described),
+        "max_model_len": config.max_model_len,
+        "block_size": shared.block_size,
+        "max_num_seqs": config.max_num_seqs,
+        "tensor_parallel_size": config.tensor_parallel,
+        "distributed_executor_backend": "mp" if config.tensor_parallel > 1 else "uni",
+        # vLLM keeps one block, its null block, for itself.
+        "num_gpu_blocks_override": None if config.kv_blocks is None else config.kv_blocks + 1,
+        "kv_cache_memory_bytes": _cpu_kv_bytes(config) if cpu else None,
+        "gpu_memory_utilization": config.gpu_memory_utilization,
+        "enable_prefix_caching": True,
+        "enforce_eager": cpu,
+        "async_scheduling": False,
+        "disable_log_stats": True,
+        "use_tqdm_on_load": False,
+        "worker_extension_cls": EXTENSION,
+    }
+
+
+def _dtype(dtype: str, described: dict[str, Any]) -> str:
+    own = described.get("dtype") or described.get("torch_dtype")
+    return "float32" if dtype == "auto" and own == "float32" else dtype
+
+
+def _cpu_kv_bytes(config: EngineConfig) -> int:
+    import psutil
+
+    if config.kv_cache_gib is not None:
+        return int(config.kv_cache_gib * 2**30)
+    return int(psutil.virtual_memory().available * CPU_KV_SHARE)
+
+
+def explain(error: Exception, config: EngineConfig, shared: SharedConfig) -> str:
+    """Turn what vLLM raised while loading into one line that ends with the field to change."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    lower = text.lower()
+    if "kv cache" in lower or "cache blocks" in lower or "out of memory" in lower or "allocate" in lower:
+        fix = (
+            f"lower engine.max_model_len (now {config.max_model_len}) or give more of engine.kv_blocks "
+            f"(now {config.kv_blocks}), engine.kv_cache_gib (now {config.kv_cache_gib}), "
+            f"engine.gpu_memory_utilization (now {config.gpu_memory_utilization})"
+        )
+    elif "max_model_len" in lower:
+        fix = f"lower engine.max_model_len (now {config.max_model_len})"
+    elif "tensor parallel" in lower or "divisible" in lower:
+        fix = f"change engine.tensor_parallel (now {config.tensor_parallel}) to divide the model's heads"
+    else:
+        fix = "give a model folder that vLLM can load, and an engine.dtype that it knows"
+    return f"shared.model = {shared.model!r} cannot be loaded: {text[:600]}; {fix}"

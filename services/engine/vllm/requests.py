@@ -1,0 +1,59 @@
+"""How a chunk is put to vLLM, and what its request carries to every worker for our sampler."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from seer.services.engine.backend import Chunk
+from seer.services.engine.vllm.checks import budget
+
+if TYPE_CHECKING:
+    from vllm.v1.engine import EngineCoreRequest
+
+    from seer.services.engine.vllm.sampling import RequestSampling
+
+EXTRA = "seer"
+"""Key of `Extra` in vLLM's `SamplingParams.extra_args`."""
+
+
+class Extra(msgspec.Struct, frozen=True, kw_only=True):
+    """How one request is sampled.
+
+    `capture` keeps the raw logits of its rows for `seer_take_captured`; `fault_position` is an
+    absolute position that is sampled with a wrong key.
+    """
+
+    sampling: RequestSampling
+    capture: bool = False
+    fault_position: int | None = None
+
+
+def engine_request(
+    engine_id: str,
+    chunk: Chunk,
+    *,
+    stop_ids: tuple[int, ...],
+    vocab: int,
+    capture: bool = False,
+    fault_position: int | None = None,
+) -> EngineCoreRequest:
+    """Return the vLLM request of a chunk: greedy, ended by the token limit and stop ids alone."""
+    from vllm import SamplingParams
+    from vllm.v1.engine import EngineCoreRequest
+
+    from seer.services.engine.vllm.sampling import RequestSampling
+
+    sampling = RequestSampling.pack(
+        chunk.sampling, key=chunk.key, prompt_len=chunk.prompt_len, stop_ids=stop_ids, vocab=vocab
+    )
+    extra = Extra(sampling=sampling, capture=capture, fault_position=fault_position)
+    params = SamplingParams(
+        temperature=0.0, max_tokens=budget(chunk), stop_token_ids=list(stop_ids), ignore_eos=True,
+        detokenize=False, logprobs=0, extra_args={EXTRA: extra},
+    )  # fmt: skip
+    return EngineCoreRequest(
+        request_id=engine_id, prompt_token_ids=chunk.tokens, mm_features=None, sampling_params=params,
+        pooling_params=None, arrival_time=0.0, lora_request=None, cache_salt=None, data_parallel_rank=None,
+    )  # fmt: skip

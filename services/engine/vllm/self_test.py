@@ -1,0 +1,61 @@
+"""Proof at start that the tokens which leave the engine are drawn by our sampler.
+
+Invariants:
+- an engine whose ranks do not reproduce the reference noise bit for bit does not start;
+- nor does one whose output differs from the reference implementation run on its own logits: that
+  is what another model runner, or a hook that no longer is where we put it, would look like.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from seer.common.errors import EngineError
+from seer.common.types import SamplingParams
+from seer.services.engine.backend import Chunk
+from seer.services.engine.vllm.sampling import RequestSampling, SamplingTable
+from seer.services.engine.vllm.sampling_torch import noisy_logits
+
+if TYPE_CHECKING:
+    from seer.services.engine.vllm.backend import VllmBackend
+
+_KEY = 0x5EED_0F_5EE2_7E57
+_SAMPLING = SamplingParams(max_tokens=8, temperature=100.0, ignore_eos=True)
+"""Hot, so that the noise decides: a greedy engine cannot pass by being right about the model."""
+
+
+def check(backend: VllmBackend) -> None:
+    """Raise `EngineError` when any rank's noise, or the engine's output, is not the reference's."""
+    for rank, problem in enumerate(backend.noise_errors()):
+        if problem:
+            raise EngineError(f"self-test, rank {rank}: {problem}")
+    prompt = [token % backend.vocab_size for token in (3, 1, 4, 1, 5)]
+    chunk = Chunk(
+        request_id="self-test", group_id="", attempt=0, key=_KEY, prompt_len=len(prompt),
+        max_new_tokens=_SAMPLING.max_tokens, sampling=_SAMPLING, tokens=prompt,
+    )  # fmt: skip
+    tokens, ranks = backend.captured(chunk)
+    for rank, logits in enumerate(ranks):
+        if len(logits) != len(tokens):
+            raise EngineError(
+                f"self-test, rank {rank}: the engine produced {len(tokens)} tokens, our sampler drew "
+                f"{len(logits)}: vLLM samples by another path (is VLLM_USE_V2_MODEL_RUNNER overridden?)"
+            )
+        expected = _reference(logits, len(prompt), backend.vocab_size)
+        if tokens != expected:
+            raise EngineError(
+                f"self-test, rank {rank}: the engine produced tokens {tokens} where the reference "
+                f"sampler draws {expected} from the same logits"
+            )
+
+
+def _reference(logits: np.ndarray, first_position: int, vocab: int) -> list[int]:
+    request = RequestSampling.pack(_SAMPLING, key=_KEY, prompt_len=first_position, stop_ids=(), vocab=vocab)
+    positions = first_position + np.arange(len(logits))
+    params = SamplingTable([request] * len(logits)).step(positions)
+    noisy = noisy_logits(torch.from_numpy(logits), params)[1]
+    tokens: list[int] = noisy.argmax(dim=-1).tolist()
+    return tokens

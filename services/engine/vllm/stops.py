@@ -1,0 +1,68 @@
+"""Stop strings of one request, found on the text of its whole output.
+
+Invariants:
+- the state is a function of the prompt and the output tokens: not of where chunks began;
+- a match ends within the text that the newest token added; the one that ends first wins, then the
+  one listed first, so several tokens at once give what one at a time gives;
+- nothing matches before `min_tokens` tokens are out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tokenizers import Tokenizer
+from tokenizers.decoders import DecodeStream
+
+
+class StopStrings:
+    """Detokenises one request's output incrementally and searches it for stop strings.
+
+    `prompt` primes the detokeniser (leading spaces and split characters depend on it); `output`
+    is what earlier chunks generated, none of which stopped. Special tokens have no text.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        stops: Sequence[str],
+        min_tokens: int,
+        prompt: list[int],
+        output: list[int],
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._stops = tuple(stops)
+        self._min_tokens = min_tokens
+        self._keep = max(map(len, stops)) - 1
+        self._tail = ""
+        self._count = 0
+        self._stream = DecodeStream(ids=prompt, skip_special_tokens=True)
+        for token in output:
+            self._grow(token)
+
+    def feed(self, token: int) -> str | None:
+        """Add one token; return the stop string that its text completes, if any."""
+        text, fresh = self._tail, self._grow(token)
+        if not fresh or self._count <= self._min_tokens:
+            return None
+        found: tuple[int, str] | None = None
+        for stop in self._stops:
+            # A match must end in the fresh text: an older one was deferred by min_tokens.
+            at = (text + fresh).find(stop, max(len(text) - len(stop) + 1, 0))
+            if at >= 0 and (found is None or at + len(stop) < found[0]):
+                found = at + len(stop), stop
+        return found[1] if found else None
+
+    def _grow(self, token: int) -> str:
+        self._count += 1
+        try:
+            fresh = self._stream.step(self._tokenizer, token) or ""
+        except Exception as error:  # the library raises no narrower one
+            # Bytes that are no UTF-8 can make text that was already given out change (vllm#17448).
+            if "Invalid prefix" not in str(error):
+                raise
+            self._stream = DecodeStream(skip_special_tokens=True)
+            fresh = self._stream.step(self._tokenizer, token) or ""
+        if fresh:
+            self._tail = (self._tail + fresh)[-self._keep :] if self._keep else ""
+        return fresh

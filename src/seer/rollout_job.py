@@ -1,0 +1,210 @@
+"""`seer rollout`: a file of prompts in, a file of responses out.
+
+Invariants:
+- nothing is started before the whole input was checked;
+- whatever finished is written, whatever did not is named and makes the exit code 1;
+- an output file is never an empty success: without a finished prompt there is none.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import platform
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from seer import __version__
+from seer.client import RolloutClient
+from seer.client.prompts import Prompt, check_request
+from seer.client.rollout import Group, Rollout
+from seer.client.text import Tokenizer
+from seer.common.config import Config
+from seer.common.errors import InvalidField, RequestRefused, SeerError, Unreachable
+from seer.common.policy.schedule import POLICIES
+from seer.common.types import SamplingParams
+from seer.common.wire.messages import InstanceStatus
+from seer.launch import LaunchError, LocalSystem, run
+from seer.progress import showing
+from seer.prompts_io import (
+    ModelFacts,
+    check_fit,
+    check_writable,
+    model_facts,
+    read_prompts,
+    tokenizer_of,
+    write_groups,
+    write_report,
+)
+
+SLACK_TOKENS = 32
+"""Room beyond prompt and output, for tokens that an engine drafts and then rejects."""
+
+CONNECT_SECONDS = 30.0
+"""Deadline for the buffer's first answer."""
+
+TAIL_SHARE = 0.1
+"""The tail is the last tenth of the requests to finish."""
+
+
+class Job(msgspec.Struct, frozen=True, kw_only=True):
+    """What to do. `connect` is a running system's endpoint; empty: start one with `config`."""
+
+    prompts: Path
+    out: Path
+    report: Path | None
+    model: Path | None
+    n: int
+    sampling: SamplingParams
+    seed: int
+    rollout_number: int
+    instances: int
+    connect: str
+    config: Config
+
+
+class Outcome(msgspec.Struct):
+    """How far it came. Seconds are wall time; `seconds` from submission to the last response."""
+
+    rollout: Rollout | None = None
+    error: SeerError | None = None
+    startup_seconds: float = 0.0
+    seconds: float = 0.0
+    instances: list[InstanceStatus] = []
+
+
+def perform(job: Job) -> int:
+    """Run the job and return the exit code: 0, or 1 when any prompt failed.
+
+    Raises `InvalidField` or `ConfigError` for bad input, other `SeerError`s when nothing ran.
+    """
+    check_request(job.n, job.sampling, job.seed, job.rollout_number)
+    check_writable("--out", job.out)
+    if job.report is not None:
+        check_writable("--report", job.report)
+    embedded = not job.connect
+    if embedded and job.model is None and job.config.engine.backend == "vllm":
+        raise InvalidField("--model", "", "give a Hugging Face model folder")
+    if embedded and job.config.buffer.policy not in POLICIES:
+        raise InvalidField("--policy", job.config.buffer.policy, f"choose one of {', '.join(POLICIES)}")
+    facts = ModelFacts() if job.model is None else model_facts(job.model)
+    tokenizer = tokenizer_of(job.model)
+    lines = read_prompts(job.prompts, tokenizer)
+    longest = check_fit(lines, job.sampling.max_tokens, facts)
+    prompts = [
+        Prompt(p.id, token_ids=p.token_ids, metadata=p.metadata) for p in (line.prompt for line in lines)
+    ]
+    outcome = Outcome()
+    if embedded:
+        config = _with_length(job.config, longest + job.sampling.max_tokens + SLACK_TOKENS, facts)
+        run(_embedded(job, config, prompts, tokenizer, outcome))
+    else:
+        run(_roll(job, job.connect, prompts, tokenizer, outcome))
+    return _write(job, outcome)
+
+
+def _with_length(config: Config, length: int, facts: ModelFacts) -> Config:
+    if config.engine.max_model_len is not None:
+        return config
+    length = min(length, facts.context or length)
+    return msgspec.structs.replace(
+        config, engine=msgspec.structs.replace(config.engine, max_model_len=length)
+    )
+
+
+async def _embedded(
+    job: Job, config: Config, prompts: Sequence[Prompt], tokenizer: Tokenizer | None, outcome: Outcome
+) -> None:
+    loop = asyncio.get_running_loop()
+    started = loop.time()
+    _say(f"starting {job.instances} {config.engine.backend} engines")
+    async with LocalSystem(config, job.instances, say=_say) as system:
+        outcome.startup_seconds = loop.time() - started
+        _say(f"ready in {outcome.startup_seconds:.1f} s")
+        try:
+            await system.run(_roll(job, system.endpoint, prompts, tokenizer, outcome))
+        except LaunchError as error:
+            if outcome.rollout is None:
+                raise
+            outcome.error = error
+
+
+async def _roll(
+    job: Job, endpoint: str, prompts: Sequence[Prompt], tokenizer: Tokenizer | None, outcome: Outcome
+) -> None:
+    loop = asyncio.get_running_loop()
+    async with RolloutClient(endpoint, tokenizer=tokenizer, connect_seconds=CONNECT_SECONDS) as client:
+        started = loop.time()
+        outcome.rollout = rollout = await client.submit(
+            prompts, n=job.n, sampling=job.sampling, seed=job.seed, rollout_number=job.rollout_number
+        )
+        with showing(len(prompts) * job.n) as rollout.on_progress:
+            try:
+                async for _ in rollout:
+                    outcome.seconds = loop.time() - started
+            except RequestRefused as error:
+                outcome.error = error
+        try:
+            outcome.instances = (await client.status()).instances
+        except Unreachable as error:
+            _say(f"no versions for the report: {error}")
+
+
+def _write(job: Job, outcome: Outcome) -> int:
+    rollout = outcome.rollout
+    if rollout is None:  # the work ends with a submission or with an error
+        raise SeerError("nothing was submitted")
+    by_id = {group.prompt_id: group for group in rollout.groups}
+    groups = [by_id[prompt_id] for prompt_id in rollout.prompts if prompt_id in by_id]
+    if groups:
+        write_groups(job.out, groups)
+    report = _report(groups, rollout, outcome)
+    if job.report is not None:
+        write_report(job.report, report)
+    _say(
+        "{prompts} prompts, {requests} responses, {tokens} tokens in {seconds:.1f} s: "
+        "{tokens_per_second:.0f} tokens/s, tail {tail_seconds:.1f} s".format_map(report)
+    )
+    if outcome.error is None:
+        return 0
+    missing = [prompt_id for prompt_id in rollout.prompts if prompt_id not in by_id]
+    _say(f"error: {outcome.error}")
+    _say(f"not finished ({len(missing)} of {len(rollout.prompts)}): {' '.join(missing)}")
+    return 1
+
+
+def _report(groups: Sequence[Group], rollout: Rollout, outcome: Outcome) -> dict[str, object]:
+    tokens = sum(response.token_ids.size for group in groups for response in group.responses)
+    versions = {"seer": __version__, "python": platform.python_version()}
+    for instance in outcome.instances:
+        versions |= instance.versions
+    return {
+        "prompts": len(groups),
+        "failed": len(rollout.prompts) - len(groups),
+        "requests": sum(len(group.responses) for group in groups),
+        "tokens": tokens,
+        "seconds": outcome.seconds,
+        "tokens_per_second": tokens / outcome.seconds if outcome.seconds else 0.0,
+        "tail_seconds": tail_seconds(rollout.finish_times),
+        "preemptions": sum(group.preemptions for group in groups),
+        "chunks": sum(group.chunks for group in groups),
+        "migrations": sum(group.migrations for group in groups),
+        "startup_seconds": outcome.startup_seconds,
+        "versions": versions,
+        "instances": msgspec.to_builtins(outcome.instances),
+    }
+
+
+def tail_seconds(finish_times: Sequence[float]) -> float:
+    """Return the time from the finish of nine tenths of the requests to that of the last."""
+    if not finish_times:
+        return 0.0
+    times = sorted(finish_times)
+    return times[-1] - times[math.ceil((1 - TAIL_SHARE) * len(times)) - 1]
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)

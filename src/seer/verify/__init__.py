@@ -1,0 +1,1 @@
+"""`seer verify`: proof, on the user's own hardware, that no schedule changes a token."""

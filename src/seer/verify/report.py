@@ -1,0 +1,192 @@
+"""What `seer verify` found: for people as a table, for scripts as JSON.
+
+Invariants:
+- it passes only if every cell ran, did what it is there for and has no bug, and enough was compared;
+- whatever keeps it from passing is said in words (`failures`).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from seer.common.types import SamplingParams
+from seer.verify.compare import Comparison, Mismatch, Verdict
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+SHOWN_MISMATCHES = 10
+"""Mismatches spelled out per cell, bugs first; the JSON has them all."""
+
+
+class CellReport(msgspec.Struct, kw_only=True):
+    """One cell. `unmet` lists what it should have exercised; `error` why it did not finish."""
+
+    name: str
+    about: str
+    seconds: float = 0.0
+    counters: dict[str, int] = {}
+    unmet: list[str] = []
+    error: str = ""
+    comparison: Comparison | None = None
+
+    @property
+    def mismatches(self) -> list[Mismatch]:
+        """All differences from the reference, to be replaced as they are judged."""
+        return [] if self.comparison is None else self.comparison.mismatches
+
+    def count(self, verdict: Verdict, *, judged: bool = False) -> int:
+        """Count mismatches of a verdict, or only those that were measured."""
+        return sum(m.verdict == verdict and (m.gap is not None or not judged) for m in self.mismatches)
+
+    @property
+    def flips_per_million(self) -> float:
+        """Token mismatches per 10^6 tokens compared."""
+        if self.comparison is None or not self.comparison.tokens:
+            return 0.0
+        return 1e6 * sum(m.kind == "token" for m in self.mismatches) / self.comparison.tokens
+
+
+class Fault(msgspec.Struct, frozen=True):
+    """A wrong key planted on purpose: in which cell, at which absolute position."""
+
+    cell: str
+    position: int
+
+
+class Report(msgspec.Struct, kw_only=True):
+    """The whole verification; `reference` is a cell without a comparison."""
+
+    versions: dict[str, str]
+    dtype: str
+    seed: int
+    rollout_number: int
+    n: int
+    prompts: int
+    sampling: SamplingParams
+    min_tokens: int
+    logprob_tolerance: float
+    skipped: dict[str, str]
+    reference: CellReport
+    cells: list[CellReport] = []
+    fault: Fault | None = None
+
+    @property
+    def tokens_compared(self) -> int:
+        """Tokens compared in all cells together."""
+        return sum(cell.comparison.tokens for cell in self.cells if cell.comparison is not None)
+
+    def count(self, verdict: Verdict) -> int:
+        """Count mismatches of a verdict in all cells."""
+        return sum(cell.count(verdict) for cell in self.cells)
+
+    def failures(self) -> list[str]:
+        """Return why this does not pass; empty if it does."""
+        found = []
+        for cell in [self.reference, *self.cells]:
+            if cell.error:
+                found.append(f"{cell.name} did not finish: {cell.error}")
+            if cell.unmet:
+                found.append(f"{cell.name} did not exercise {', '.join(cell.unmet)}")
+            for verdict in ("bug", "unjudged"):
+                if cell.count(verdict):
+                    found.append(f"{cell.name}: {verdict} mismatches: {cell.count(verdict)}")
+        if self.tokens_compared < self.min_tokens:
+            found.append(
+                f"only {self.tokens_compared} tokens were compared, at least {self.min_tokens} are needed "
+                "(--min-tokens): give more prompts, -n or --max-tokens"
+            )
+        if self.fault is not None:
+            caught = any(cell.name == self.fault.cell and cell.count("bug") for cell in self.cells)
+            how = "the planted fault was found" if caught else "THE PLANTED FAULT WAS NOT FOUND"
+            found.append(f"{how} (in {self.fault.cell}, at absolute position {self.fault.position})")
+        return found
+
+    def as_json(self) -> dict[str, object]:
+        """Return everything, with the sums; numbers that are not finite become null."""
+        failures = self.failures()
+        sums = {
+            "passed": not failures,
+            "failures": failures,
+            "tokens_compared": self.tokens_compared,
+            **{verdict: self.count(verdict) for verdict in VERDICTS},
+        }
+        plain: dict[str, object] = msgspec.json.decode(msgspec.json.encode(self))
+        cells = [
+            {
+                **msgspec.json.decode(msgspec.json.encode(cell)),
+                "flips_per_million": cell.flips_per_million,
+                **{verdict: cell.count(verdict) for verdict in VERDICTS},
+            }
+            for cell in self.cells
+        ]
+        return {**sums, **plain, "cells": cells}
+
+
+VERDICTS: tuple[Verdict, ...] = ("numeric", "bug", "unjudged")
+
+
+def show(report: Report, console: Console) -> None:
+    """Print the table, the mismatches and the conclusion."""
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False)
+    table.add_column("cell", no_wrap=True)
+    for heading in _HEADINGS:
+        table.add_column(heading, justify="right", no_wrap=True)
+    for cell in [report.reference, *report.cells]:
+        table.add_row(cell.name, *_figures(cell))
+    console.print(table)
+    for name, why in report.skipped.items():
+        console.print(f"{name}: not run: {why}", highlight=False)
+    for cell in report.cells:
+        for mismatch in sorted(cell.mismatches, key=lambda m: m.verdict)[:SHOWN_MISMATCHES]:
+            console.print(f"{cell.name}: {_described(mismatch)}", highlight=False, soft_wrap=True)
+        hidden = len(cell.mismatches) - SHOWN_MISMATCHES
+        if hidden > 0:
+            console.print(f"{cell.name}: {hidden} more; --json has them all", highlight=False)
+    _conclude(report, console)
+
+
+def _conclude(report: Report, console: Console) -> None:
+    failures = report.failures()
+    console.print(
+        f"{'FAILED' if failures else 'PASSED'}: {report.tokens_compared} tokens compared in {len(report.cells)} "
+        f"cells (at least {report.min_tokens} needed), {report.count('numeric')} numeric mismatches, "
+        f"{report.count('bug')} bugs",
+        highlight=False,
+        soft_wrap=True,
+    )
+    for line in failures:
+        console.print(f"- {line}", highlight=False, markup=False, soft_wrap=True)
+
+
+_HEADINGS = (
+    "tokens", "numeric", "bugs", "flips/10⁶", "Δlogprob", "chunks", "migrated", "preempted", "seconds"
+)  # fmt: skip
+
+
+def _figures(cell: CellReport) -> list[str]:
+    if cell.error:
+        return ["-"] * len(_HEADINGS)
+    compared = [str(cell.counters["tokens"]), "-", "-", "-", "-"]
+    if cell.comparison is not None:
+        compared = [
+            str(cell.comparison.tokens),
+            str(cell.count("numeric")),
+            str(cell.count("bug")),
+            f"{cell.flips_per_million:.1f}",
+            f"{cell.comparison.max_logprob_difference:.0e}",
+        ]
+    exercised = [str(cell.counters[name]) for name in ("chunks", "migrations", "preemptions")]
+    return [*compared, *exercised, f"{cell.seconds:.1f}"]
+
+
+def _described(m: Mismatch) -> str:
+    where = f"{m.verdict}: {m.kind} of {m.prompt_id}#{m.index} at {m.position}"
+    what = f"{m.reference} in the reference, {m.found} here"
+    if m.gap is None or m.error is None:
+        return f"{where}: {what}"
+    return f"{where}: {what}, {m.expected} by the teacher; gap {m.gap:.2e}, error {m.error:.2e}"

@@ -1,0 +1,242 @@
+"""`seer verify`: the same prompts through every cell, on the path that rollouts take.
+
+Invariants:
+- nothing is started before the whole input was checked;
+- every cell draws from the same keys: same seed, same rollout number, same prompt ids;
+- cells run one after the other, the teacher after all of them: each has the machine to itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from seer.client import Group, Prompt, RolloutClient
+from seer.client.prompts import check_request
+from seer.common.config import Config
+from seer.common.errors import ConfigError, InvalidField, SeerError
+from seer.common.types import SamplingParams
+from seer.common.wire.messages import InstanceStatus
+from seer.hardware import Machine
+from seer.launch import LocalSystem, run
+from seer.progress import showing
+from seer.prompts_io import (
+    ModelFacts,
+    check_fit,
+    check_writable,
+    model_facts,
+    read_prompts,
+    tokenizer_of,
+    write_report,
+)
+from seer.verify.cells import Cell, choose
+from seer.verify.compare import LOGPROB_TOLERANCE, compare
+from seer.verify.judge import judge
+from seer.verify.report import CellReport, Fault, Report, show
+
+ROLLOUT_NUMBER = 0
+
+SLACK_TOKENS = 32
+"""Room beyond prompt and output, as rollouts have it, for tokens that an engine drafts."""
+
+STATUS_WAIT_SECONDS = 10.0
+"""How long the engines' last counters may take to reach the buffer."""
+
+Say = Callable[[str], None]
+
+
+class Job(msgspec.Struct, frozen=True, kw_only=True):
+    """What to verify.
+
+    `matrix` names cells, comma-separated; empty: all that can run here. `logprob_tolerance` is in
+    raw logits; None: by the model's dtype. `cell_seconds` is the deadline of one cell's rollout.
+    """
+
+    prompts: Path
+    n: int
+    sampling: SamplingParams
+    seed: int
+    config: Config
+    matrix: str = ""
+    min_tokens: int = 10_000
+    logprob_tolerance: float | None = None
+    plant_fault: bool = False
+    cell_seconds: float = 3600.0
+
+
+class CellRun(msgspec.Struct, frozen=True, kw_only=True):
+    """What a cell produced. `seconds` from submission to the last response."""
+
+    groups: list[Group]
+    counters: dict[str, int]
+    versions: dict[str, str]
+    seconds: float
+
+
+def perform(job: Job, json_file: Path | None) -> int:
+    """Verify, print and write the report; return the exit code: 0 if it passed, else 1."""
+    from rich.console import Console
+
+    if json_file is not None:
+        check_writable("--json", json_file)
+    report = verify(job, lambda line: print(line, file=sys.stderr, flush=True))
+    show(report, Console())
+    if json_file is not None:
+        write_report(json_file, report.as_json())
+    return 1 if report.failures() else 0
+
+
+def verify(job: Job, say: Say) -> Report:
+    """Run the matrix and judge every difference. `say` gets one line per step.
+
+    Raises `InvalidField` or `ConfigError` for bad input, other `SeerError`s when the reference
+    cannot run; what befalls other cells is in the report.
+    """
+    config, prompts = _prepare(job)
+    (reference, *others), skipped = choose(job.matrix, config, Machine.here())
+    first = _perform(reference, reference.config(config), job, prompts, say)
+    dtype = first.versions.get("dtype", "")
+    tolerance = LOGPROB_TOLERANCE.get(dtype, 0.0) if job.logprob_tolerance is None else job.logprob_tolerance
+    report = Report(
+        versions=first.versions,
+        dtype=dtype,
+        seed=job.seed,
+        rollout_number=ROLLOUT_NUMBER,
+        n=job.n,
+        prompts=len(prompts),
+        sampling=job.sampling,
+        min_tokens=job.min_tokens,
+        logprob_tolerance=tolerance,
+        skipped=skipped,
+        reference=_cell_report(reference, first),
+    )
+    if job.plant_fault:
+        report.fault = Fault(cell=others[0].name, position=most_random_position(first.groups))
+        say(f"planting a fault: {others[0].name} draws absolute position {report.fault.position} wrongly")
+    runs = {}
+    for cell in others:
+        try:
+            found = _perform(cell, _planted(cell, config, report.fault), job, prompts, say)
+        except (InvalidField, ConfigError):
+            raise
+        except SeerError as error:
+            say(f"{cell.name} failed: {error}")
+            report.cells.append(CellReport(name=cell.name, about=cell.about, error=str(error)))
+            continue
+        comparison = compare(first.groups, found.groups, job.sampling.temperature, tolerance)
+        report.cells.append(_cell_report(cell, found))
+        report.cells[-1].comparison = comparison
+        runs[cell.name] = found.groups
+    if config.engine.backend == "vllm":
+        judge(report, reference.config(config), first.groups, runs, say)
+    return report
+
+
+def most_random_position(groups: Sequence[Group]) -> int:
+    """Return the absolute position at which the responses have the most entropy, by their logprobs.
+
+    Wherever all responses are certain of their token, a wrong key draws the right one.
+    """
+    surprise = np.zeros(
+        max(g.prompt_token_ids.size + max(r.token_ids.size for r in g.responses) for g in groups)
+    )
+    for group in groups:
+        start = group.prompt_token_ids.size
+        for response in group.responses:
+            surprise[start : start + response.logprobs.size] -= response.logprobs
+    return int(surprise.argmax())
+
+
+def _prepare(job: Job) -> tuple[Config, list[Prompt]]:
+    check_request(job.n, job.sampling, job.seed, ROLLOUT_NUMBER)
+    config = job.config
+    if config.engine.backend == "vllm" and not config.shared.model:
+        raise InvalidField("--model", "", "give a Hugging Face model folder")
+    if job.plant_fault and job.sampling.temperature == 0:
+        raise InvalidField("--temperature", 0, "--plant-fault needs noise to spoil; give more than 0")
+    model = Path(config.shared.model) if config.shared.model else None
+    facts = ModelFacts() if model is None else model_facts(model)
+    lines = read_prompts(job.prompts, tokenizer_of(model))
+    length = check_fit(lines, job.sampling.max_tokens, facts) + job.sampling.max_tokens + SLACK_TOKENS
+    if config.engine.max_model_len is None:
+        length = min(length, facts.context or length)
+        config = msgspec.structs.replace(
+            config, engine=msgspec.structs.replace(config.engine, max_model_len=length)
+        )
+    return config, [Prompt(line.prompt.id, token_ids=line.prompt.token_ids) for line in lines]
+
+
+def _planted(cell: Cell, base: Config, fault: Fault | None) -> Config:
+    config = cell.config(base)
+    if fault is None or fault.cell != cell.name:
+        return config
+    engine = msgspec.structs.replace(config.engine, fault_position=fault.position)
+    return msgspec.structs.replace(config, engine=engine)
+
+
+def _perform(cell: Cell, config: Config, job: Job, prompts: list[Prompt], say: Say) -> CellRun:
+    say(f"{cell.name}: {cell.about}")
+    found = run(_run_cell(cell, config, job, prompts, say))
+    say(f"{cell.name}: {found.counters['tokens']} tokens in {found.seconds:.1f} s")
+    return found
+
+
+async def _run_cell(cell: Cell, config: Config, job: Job, prompts: list[Prompt], say: Say) -> CellRun:
+    async with LocalSystem(config, cell.instances, say=say) as system:
+        return await system.run(_roll(system.endpoint, job, prompts))
+
+
+async def _roll(endpoint: str, job: Job, prompts: list[Prompt]) -> CellRun:
+    async with RolloutClient(endpoint) as client:
+        started = time.monotonic()
+        rollout = await client.submit(
+            prompts,
+            n=job.n,
+            sampling=job.sampling,
+            seed=job.seed,
+            rollout_number=ROLLOUT_NUMBER,
+            deadline_seconds=job.cell_seconds,
+        )
+        with showing(len(prompts) * job.n) as rollout.on_progress:
+            groups = await rollout.result()
+        seconds = time.monotonic() - started
+        tokens = sum(response.token_ids.size for group in groups for response in group.responses)
+        instances = await _final_status(client, tokens)
+    versions = instances[0].versions
+    counters = {
+        "responses": sum(len(group.responses) for group in groups),
+        "tokens": tokens,
+        "chunks": sum(group.chunks for group in groups),
+        "migrations": sum(group.migrations for group in groups),
+        "preemptions": sum(group.preemptions for group in groups),
+        "engines_used": sum(instance.stats.generated_tokens > 0 for instance in instances),
+        "tensor_parallel": int(versions.get("tensor_parallel", 1)),
+    }
+    return CellRun(groups=groups, counters=counters, versions=versions, seconds=seconds)
+
+
+async def _final_status(client: RolloutClient, tokens: int) -> list[InstanceStatus]:
+    """Return the instances once they have reported all tokens, or as they are after a while."""
+    deadline = time.monotonic() + STATUS_WAIT_SECONDS
+    while True:
+        instances = (await client.status()).instances
+        done = sum(instance.stats.generated_tokens for instance in instances) >= tokens
+        if done or time.monotonic() > deadline:
+            return instances
+        await asyncio.sleep(0.2)
+
+
+def _cell_report(cell: Cell, found: CellRun) -> CellReport:
+    return CellReport(
+        name=cell.name,
+        about=cell.about,
+        seconds=found.seconds,
+        counters=found.counters,
+        unmet=cell.unmet(found.counters),
+    )

@@ -1,0 +1,188 @@
+"""The whole system in one process and in virtual time: what a trainer gets, whatever the schedule."""
+
+import asyncio
+
+import numpy as np
+import pytest
+from cluster_harness import running
+from invariants import check
+from seer.client import SamplingParams
+from seer.common.config import BufferConfig, EngineConfig
+from seer.common.errors import RequestRefused, RolloutCancelled
+from virtual_time import eventually, virtual
+
+PROMPTS = [list(range(1, 2 + i)) for i in range(12)]
+
+
+async def tokens_of(cluster, n=4, max_tokens=100, seed=0, number=0, prompts=PROMPTS):
+    async with cluster.client() as client:
+        rollout = await client.submit(
+            prompts, n=n, sampling=SamplingParams(max_tokens=max_tokens), seed=seed, rollout_number=number
+        )
+        groups = await rollout.result()
+    return {
+        (group.prompt_id, response.index): response.token_ids.tolist()
+        for group in groups
+        for response in group.responses
+    }
+
+
+async def reference():
+    async with running(engines=1, buffer=BufferConfig(policy="static")) as cluster:
+        return await tokens_of(cluster)
+
+
+@virtual
+async def test_the_same_tokens_whatever_the_schedule():
+    expected = await reference()
+    lengths = {len(tokens) for tokens in expected.values()}
+    assert len(expected) == 48
+    assert len(lengths) > 10
+    tight = EngineConfig(backend="replay", kv_blocks=12, max_num_seqs=16)
+    for settings in (
+        {"engines": 1, "buffer": BufferConfig(chunk_size=1)},
+        {"engines": 2, "buffer": BufferConfig(chunk_size=7)},
+        {"engines": 3, "buffer": BufferConfig(policy="migrate", chunk_size=16)},
+        {"engines": 1, "buffer": BufferConfig(policy="static"), "engine": tight},
+        {"engines": 2, "buffer": BufferConfig(chunk_size=32), "engine": tight},
+    ):
+        async with running(**settings) as cluster:
+            assert await tokens_of(cluster) == expected
+            buffer = cluster.services["buffer"]
+            check(buffer.machine)
+            preempted = buffer.machine.counters["preemptions"]
+            static = settings["buffer"].policy == "static"
+            assert (preempted > 0) == (static and "engine" in settings)
+
+
+@virtual
+async def test_another_seed_or_rollout_number_gives_other_tokens():
+    async with running() as cluster:
+        runs = [
+            await tokens_of(cluster, seed=seed, number=number) for seed, number in ((0, 0), (1, 0), (0, 1), (0, 0))
+        ]
+    assert runs[0] == runs[3]
+    assert runs[0] != runs[1] != runs[2] != runs[0]
+
+
+@virtual
+async def test_an_engine_killed_mid_run_loses_nothing():
+    expected = await reference()
+    async with running(engines=2) as cluster:
+        work = asyncio.create_task(tokens_of(cluster))
+        machine = cluster.services["buffer"].machine
+        await eventually(lambda: machine.counters["chunks"] > 20)
+        await cluster.kill("e1")
+        assert await work == expected
+        assert machine.counters["lost"] > 0
+        check(machine)
+
+
+@virtual
+async def test_an_engine_that_drains_hands_its_work_back():
+    expected = await reference()
+    async with running(engines=2) as cluster:
+        work = asyncio.create_task(tokens_of(cluster))
+        machine = cluster.services["buffer"].machine
+        await eventually(lambda: machine.counters["chunks"] > 20)
+        await cluster.drain("e0")
+        assert set(machine.instances) == {"e1"}
+        assert await work == expected
+
+
+@virtual
+async def test_all_engines_killed_and_one_returns():
+    expected = await reference()
+    async with running(engines=1) as cluster:
+        work = asyncio.create_task(tokens_of(cluster))
+        machine = cluster.services["buffer"].machine
+        await eventually(lambda: machine.counters["chunks"] > 20)
+        await cluster.kill("e0")
+        await cluster.start("e0")
+        assert await work == expected
+
+
+@virtual
+async def test_a_buffer_that_restarts_gets_the_unfinished_prompts_again():
+    expected = await reference()
+    async with running(engines=2) as cluster:
+        work = asyncio.create_task(tokens_of(cluster))
+        machine = cluster.services["buffer"].machine
+        await eventually(lambda: machine.counters["chunks"] > 20)
+        await cluster.kill("buffer")
+        await cluster.start("buffer")
+        assert await work == expected
+
+
+@virtual
+@pytest.mark.parametrize("name", ["context", "dgds"])
+async def test_context_and_dgds_may_die_without_a_trace(name):
+    expected = await reference()
+    async with running() as cluster:
+        work = asyncio.create_task(tokens_of(cluster))
+        await eventually(lambda: cluster.services["buffer"].machine.counters["chunks"] > 20)
+        await cluster.kill(name)
+        assert await work == expected
+        await cluster.start(name)
+        assert await tokens_of(cluster) == expected
+
+
+@virtual
+async def test_what_does_not_fit_is_refused_and_the_rest_is_returned():
+    async with running() as cluster, cluster.client() as client:
+        prompts = [[1, 2], list(range(100_000)), [3]]
+        rollout = await client.submit(prompts, n=2, sampling=SamplingParams(max_tokens=8))
+        arrived = []
+        with pytest.raises(RequestRefused, match="fits no instance") as caught:
+            async for group in rollout:
+                arrived.append(group.prompt_id)
+        assert sorted(arrived) == ["0", "2"]
+        assert caught.value.prompt_ids == ("1",)
+
+
+@virtual
+async def test_cancel_frees_everything():
+    async with running() as cluster, cluster.client() as client:
+        rollout = await client.submit(PROMPTS, n=4, sampling=SamplingParams(max_tokens=2000))
+        machine = cluster.services["buffer"].machine
+        await eventually(lambda: machine.counters["chunks"] > 20)
+        await rollout.cancel()
+        with pytest.raises(RolloutCancelled):
+            await rollout.result()
+        await eventually(lambda: not machine.groups and not cluster.services["buffer"].store)
+        check(machine)
+
+
+@virtual
+async def test_estimates_come_back_from_the_context_service():
+    async with running() as cluster:
+        machine = cluster.services["buffer"].machine
+        work = asyncio.create_task(tokens_of(cluster, n=8, max_tokens=2000))
+        await eventually(lambda: any(value != 2000 for value in machine.estimates.values()))
+        await work
+
+
+@virtual
+async def test_responses_carry_what_was_asked():
+    async with running() as cluster, cluster.client() as client:
+        rollout = await client.submit([[5, 6]], n=3, sampling=SamplingParams(max_tokens=20))
+        (group,) = await rollout.result()
+        assert group.prompt_token_ids.tolist() == [5, 6]
+        assert [response.index for response in group.responses] == [0, 1, 2]
+        for response in group.responses:
+            assert len(response.token_ids) == len(response.logprobs) <= 20
+            assert response.logprobs.dtype == np.float32
+            assert response.finish_reason == ("length" if len(response.token_ids) == 20 else "stop")
+
+
+@virtual
+async def test_a_drained_buffer_finishes_its_work_and_takes_no_more():
+    async with running() as cluster, cluster.client() as client:
+        rollout = await client.submit(PROMPTS, n=2, sampling=SamplingParams(max_tokens=50))
+        await eventually(lambda: bool(cluster.services["buffer"].machine.groups))
+        cluster.services["buffer"].drain()
+        late = await client.submit([[1]], n=1)
+        with pytest.raises(RequestRefused, match="shutting down"):
+            await late.result()
+        assert len(await rollout.result()) == len(PROMPTS)
+        await cluster.drain("buffer")

@@ -1,0 +1,80 @@
+"""A whole Seer system inside one event loop: every server, memory transport, replay engines, virtual time."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+
+from seer.client import RolloutClient
+from seer.common.clock import LoopClock
+from seer.common.config import BufferConfig, Config, EngineConfig
+from seer.common.service import Service
+from seer.common.transport.base import Transport
+from seer.common.transport.memory import MemoryNetwork, MemoryTransport
+from seer.services.buffer import server as buffer
+from seer.services.context import server as context
+from seer.services.dgds import server as dgds
+from seer.services.engine import server as engine
+
+SERVERS = {"buffer": buffer.make, "context": context.make, "dgds": dgds.make}
+
+
+class Cluster:
+    """Starts, kills and drains services by name; engines are called e0, e1, …"""
+
+    def __init__(self, *, engine: EngineConfig | None = None, buffer: BufferConfig | None = None) -> None:
+        self.network = MemoryNetwork()
+        self.engine = engine or EngineConfig(backend="replay", kv_blocks=200, max_num_seqs=16)
+        self.buffer = buffer or BufferConfig(chunk_size=32)
+        self.services: dict[str, Service] = {}
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._transports: dict[str, Transport] = {}
+
+    def config(self, name: str) -> Config:
+        from msgspec.structs import replace
+
+        return Config(engine=replace(self.engine, name=name), buffer=self.buffer)
+
+    async def start(self, name: str) -> None:
+        make = SERVERS.get(name, engine_make)
+        transport = self._transports[name] = MemoryTransport(self.network)
+        service = self.services[name] = make(self.config(name), transport, LoopClock())
+        await service.start()
+        self._tasks[name] = asyncio.create_task(service.run(), name=name)
+
+    async def kill(self, name: str) -> None:
+        """End a service as SIGKILL would: its sockets vanish, nothing more is sent."""
+        await self._transports.pop(name).close()
+        task = self._tasks.pop(name)
+        task.cancel()
+        await asyncio.wait([task])
+        if not task.cancelled():
+            task.exception()
+
+    async def drain(self, name: str, seconds: float = 60.0) -> None:
+        self.services[name].drain()
+        await asyncio.wait_for(self._tasks.pop(name), seconds)
+        await self._transports.pop(name).close()
+
+    def client(self, **options: object) -> RolloutClient:
+        return RolloutClient(
+            Config().endpoints.trainers, transport=MemoryTransport(self.network), **options
+        )
+
+    async def stop(self) -> None:
+        for name in list(self._tasks):
+            await self.kill(name)
+
+
+def engine_make(config, transport, clock):
+    return engine.make(config, transport, clock)
+
+
+@contextlib.asynccontextmanager
+async def running(engines: int = 2, **settings: object) -> AsyncIterator[Cluster]:
+    cluster = Cluster(**settings)
+    try:
+        for name in [*SERVERS, *(f"e{i}" for i in range(engines))]:
+            await cluster.start(name)
+        yield cluster
+    finally:
+        await cluster.stop()

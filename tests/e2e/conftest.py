@@ -1,0 +1,49 @@
+"""A tiny random model, made anew for each session: tests of the engine depend on no shipped weights."""
+
+import string
+from pathlib import Path
+
+import pytest
+
+TINY_VOCAB = 200
+TINY_EOS = 2
+
+
+def _make_model(folder: Path) -> None:
+    import torch
+    from transformers import Qwen3Config
+    from transformers.models.qwen3.modeling_qwen3 import Qwen3ForCausalLM
+
+    torch.manual_seed(11)
+    config = Qwen3Config(
+        vocab_size=TINY_VOCAB, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
+        num_attention_heads=2, num_key_value_heads=2, head_dim=32, max_position_embeddings=512,
+        tie_word_embeddings=False, bos_token_id=1, eos_token_id=TINY_EOS,
+        initializer_range=0.25,  # ten times the usual: distributions that are neither flat nor certain
+    )  # fmt: skip
+    Qwen3ForCausalLM(config).save_pretrained(folder)
+
+
+def _make_tokenizer(folder: Path) -> None:
+    from tokenizers import Tokenizer, decoders, models
+    from transformers import PreTrainedTokenizerFast
+
+    letters = string.ascii_lowercase
+    pieces = ["<pad>", "<bos>", "<eos>", *letters, *(a + b for a in letters for b in letters)]
+    tokenizer = Tokenizer(
+        models.WordLevel({piece: i for i, piece in enumerate(pieces[:TINY_VOCAB])}, unk_token="<pad>")
+    )
+    tokenizer.decoder = decoders.Fuse()
+    tokenizer.add_special_tokens(pieces[:3])
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", bos_token="<bos>").save_pretrained(
+        folder
+    )
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of an untrained two-layer Qwen3 of 200 tokens (a-z, then two-letter pieces), float32."""
+    folder = tmp_path_factory.mktemp("tiny_model")
+    _make_model(folder)
+    _make_tokenizer(folder)
+    return folder

@@ -1,0 +1,372 @@
+"""The vLLM backend: what it samples never depends on how the work was cut, batched or interrupted."""
+
+import importlib.util
+import itertools
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+
+if importlib.util.find_spec("vllm") is None:
+    pytest.skip("needs the engine extra", allow_module_level=True)
+
+from seer.common.config import EngineConfig, SharedConfig
+from seer.common.errors import EngineError, InvalidField
+from seer.common.types import SamplingParams
+from seer.services.engine.backend import Chunk, ChunkEnd
+from seer.services.engine.vllm.backend import VllmBackend
+
+pytestmark = pytest.mark.vllm
+
+LENGTH = 24
+KEY = 0xFEED_FACE_CAFE_F00D
+PROMPT = [1, *(3 + (7 * i) % 190 for i in range(20))]
+EOS = 2
+BASE = SamplingParams(max_tokens=LENGTH)
+"""EOS counts, and 21 + 24 tokens cross a block of 32."""
+
+
+class Response(msgspec.Struct):
+    tokens: list[int] = []
+    logprobs: list[float] = []
+    ends: list[ChunkEnd] = []
+
+    @property
+    def finish(self) -> tuple[str, str]:
+        return self.ends[-1].finish, self.ends[-1].stop_reason
+
+
+@pytest.fixture(scope="module")
+def backend(tiny_model: Path) -> Iterator[VllmBackend]:
+    config = EngineConfig(kv_blocks=36, max_num_seqs=32, max_model_len=256)
+    engine = VllmBackend(config, SharedConfig(model=str(tiny_model)))
+    engine.start()
+    yield engine
+    engine.close()
+
+
+def chunk(
+    name: str, sampling: SamplingParams, *, key: int = KEY, prompt: list[int] = PROMPT, **kwargs
+) -> Chunk:
+    fields = {"tokens": prompt, "prompt_len": len(prompt), "max_new_tokens": 10_000, "attempt": 0} | kwargs
+    return Chunk(request_id=name, group_id="g", key=key, sampling=sampling, **fields)
+
+
+def run(backend: VllmBackend, chunks: list[Chunk]) -> dict[str, Response]:
+    """Run chunks at once to their ends."""
+    responses: dict[str, Response] = defaultdict(Response)
+    for one in chunks:
+        backend.add(one)
+    while backend.has_work():
+        output = backend.step()
+        for generated in output.generated:
+            assert len(generated.token_ids) == len(generated.logprobs) > 0
+            responses[generated.request_id].tokens += generated.token_ids
+            responses[generated.request_id].logprobs += generated.logprobs
+        for end in output.ended:
+            responses[end.request_id].ends.append(end)
+    assert all(len(responses[one.request_id].ends) == 1 for one in chunks)
+    return responses
+
+
+def one_go(backend: VllmBackend, sampling: SamplingParams, **kwargs) -> Response:
+    return run(backend, [chunk("one", sampling, **kwargs)])["one"]
+
+
+def in_chunks(backend: VllmBackend, plans: list[list[int]], sampling: SamplingParams) -> list[Response]:
+    """Run the same response once per plan, all side by side; a plan lists its chunks' sizes."""
+    done = [Response() for _ in plans]
+    for turn in itertools.count():
+        open_plans = [i for i, response in enumerate(done) if not response.ends or not response.finish[0]]
+        if not open_plans:
+            return done
+        pieces = run(backend, [
+            chunk(
+                str(i), sampling, tokens=PROMPT + done[i].tokens, prompt_len=len(PROMPT),
+                max_new_tokens=plans[i][min(turn, len(plans[i]) - 1)],
+            ) for i in open_plans
+        ])  # fmt: skip
+        for i in open_plans:
+            done[i].tokens += pieces[str(i)].tokens
+            done[i].logprobs += pieces[str(i)].logprobs
+            done[i].ends += pieces[str(i)].ends
+    raise AssertionError
+
+
+def with_stop_id(backend: VllmBackend) -> SamplingParams:
+    tokens = one_go(backend, BASE).tokens
+    return msgspec.structs.replace(BASE, stop_token_ids=(tokens[12],))
+
+
+def with_stop_string(backend: VllmBackend) -> SamplingParams:
+    text = piece_texts(one_go(backend, BASE).tokens)
+    return msgspec.structs.replace(BASE, stop=("ZZ", text[11][-1] + text[12] + text[13][:1]))
+
+
+def with_min_tokens(backend: VllmBackend) -> SamplingParams:
+    tokens = one_go(backend, BASE).tokens
+    early = tuple(tokens[:9])
+    return msgspec.structs.replace(BASE, stop_token_ids=early, stop=(piece_texts(tokens)[3],), min_tokens=11)
+
+
+def piece_texts(tokens: list[int]) -> list[str]:
+    letters = "abcdefghijklmnopqrstuvwxyz"
+    pieces = ["", "", "", *letters, *(a + b for a in letters for b in letters)]
+    return [pieces[token] for token in tokens]
+
+
+CASES = {
+    "temperature": SamplingParams(max_tokens=LENGTH, temperature=1.3),
+    "greedy": SamplingParams(max_tokens=LENGTH, temperature=0.0),
+    "top_p": SamplingParams(max_tokens=LENGTH, top_p=0.7),
+    "top_k": SamplingParams(max_tokens=LENGTH, top_k=7, logprobs="processed"),
+    "min_p": SamplingParams(max_tokens=LENGTH, min_p=0.2, logprobs="raw"),
+    "repetition": SamplingParams(max_tokens=LENGTH, repetition_penalty=1.8),
+    "frequency": SamplingParams(max_tokens=LENGTH, frequency_penalty=1.5, temperature=0.7),
+    "presence": SamplingParams(max_tokens=LENGTH, presence_penalty=2.0, logprobs="processed"),
+    "logit_bias": SamplingParams(max_tokens=LENGTH, logit_bias={7: 3.0, 9: -50.0}),
+    "stop_id": with_stop_id,
+    "stop_string": with_stop_string,
+    "min_tokens": with_min_tokens,
+    "everything": SamplingParams(
+        max_tokens=LENGTH, temperature=0.9, top_p=0.95, top_k=50, min_p=0.01, repetition_penalty=1.2,
+        frequency_penalty=0.3, presence_penalty=0.2, logit_bias={30: 1.0}, min_tokens=5, ignore_eos=True,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_chunk_boundary_anywhere_changes_nothing(backend, case):
+    sampling = CASES[case](backend) if callable(CASES[case]) else CASES[case]
+    whole = one_go(backend, sampling)
+    plans = [[size, LENGTH] for size in range(1, LENGTH)] + [[1], [5]]
+    for plan, response in zip(plans, in_chunks(backend, plans, sampling), strict=True):
+        assert response.tokens == whole.tokens, plan
+        assert response.finish == whole.finish, plan
+        assert response.logprobs == pytest.approx(whole.logprobs, abs=1e-4), plan
+
+
+def test_cases_exercise_what_they_name(backend):
+    free = one_go(backend, BASE)
+    assert one_go(backend, CASES["temperature"]).tokens != one_go(backend, CASES["greedy"]).tokens
+    by_id = one_go(backend, with_stop_id(backend))
+    assert by_id.finish == ("stop", str(by_id.tokens[-1]))
+    assert by_id.tokens == free.tokens[: free.tokens.index(free.tokens[12]) + 1]
+    stops = with_stop_string(backend)
+    by_text = one_go(backend, stops)
+    assert by_text.finish == ("stop", stops.stop[1])
+    assert stops.stop[1] in "".join(piece_texts(by_text.tokens))
+    assert stops.stop[1] not in "".join(piece_texts(by_text.tokens[:-1]))
+    late = one_go(backend, with_min_tokens(backend))
+    assert len(late.tokens) > 11
+    assert not set(late.tokens[:11]) & {*with_min_tokens(backend).stop_token_ids, EOS}
+    assert 9 not in one_go(backend, CASES["logit_bias"]).tokens
+
+
+def test_eos_of_the_model_folder_stops_unless_ignored(backend):
+    likely = {EOS: 100.0}
+    stopped = one_go(backend, SamplingParams(max_tokens=4, logit_bias=likely))
+    assert (stopped.tokens, stopped.finish) == ([EOS], ("stop", str(EOS)))
+    ignored = one_go(backend, SamplingParams(max_tokens=4, logit_bias=likely, ignore_eos=True))
+    assert (ignored.tokens, ignored.finish) == ([EOS] * 4, ("length", ""))
+
+
+def test_a_stop_at_the_last_token_of_a_chunk_is_a_stop(backend):
+    sampling = with_stop_id(backend)
+    whole = one_go(backend, sampling)
+    exact = one_go(backend, sampling, max_new_tokens=len(whole.tokens))
+    assert exact.finish == whole.finish
+    boundary = one_go(backend, sampling, max_new_tokens=len(whole.tokens) - 1)
+    assert boundary.finish == ("", "")
+    limit = msgspec.structs.replace(sampling, max_tokens=len(whole.tokens) - 1)
+    assert one_go(backend, limit).finish == ("length", "")
+
+
+def test_batches_and_preemptions_change_nothing(backend):
+    sampling = SamplingParams(max_tokens=60, temperature=1.1, presence_penalty=0.5, ignore_eos=True)
+    chunks = [chunk(str(i), sampling, key=KEY + i, prompt=[1, *range(3, 20 + i)]) for i in range(16)]
+    before = backend.stats().preemptions
+    alone = {one.request_id: run(backend, [one])[one.request_id] for one in chunks}
+    assert backend.stats().preemptions == before
+    together = run(backend, chunks)
+    preempted = sum(response.ends[0].preemptions for response in together.values())
+    assert preempted == backend.stats().preemptions - before > 0
+    for name, response in alone.items():
+        assert together[name].tokens == response.tokens
+        assert together[name].logprobs == pytest.approx(response.logprobs, abs=1e-4)
+
+
+def test_a_response_is_a_function_of_its_key(backend):
+    keys = [0, 1, 2**63, 2**64 - 1]
+    responses = run(backend, [chunk(str(key), BASE, key=key) for key in keys])
+    assert len({tuple(response.tokens) for response in responses.values()}) == len(keys)
+
+
+def forward(folder: Path, tokens: list[int]) -> np.ndarray:
+    """Return transformers' logits [len(tokens), vocab] of the same model."""
+    import torch
+    from transformers.models.qwen3.modeling_qwen3 import Qwen3ForCausalLM
+
+    model = Qwen3ForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    with torch.inference_mode():
+        return model(torch.tensor([tokens])).logits[0].numpy()
+
+
+def log_softmax(x: np.ndarray) -> np.ndarray:
+    x = x - x.max(-1, keepdims=True)
+    return x - np.log(np.exp(x).sum(-1, keepdims=True))
+
+
+@pytest.mark.parametrize("mode", ["scaled", "raw", "processed"])
+def test_logprobs_are_those_of_a_plain_forward_pass(backend, tiny_model, mode):
+    sampling = SamplingParams(max_tokens=LENGTH, temperature=0.7, top_k=9, logprobs=mode, ignore_eos=True)
+    response = one_go(backend, sampling)
+    logits = forward(tiny_model, PROMPT + response.tokens)[len(PROMPT) - 1 : -1]
+    shown = logits if mode == "raw" else logits / 0.7
+    if mode == "processed":
+        shown = np.where(shown < np.sort(shown, -1)[:, -9:-8], -np.inf, shown)
+    expected = log_softmax(shown)[np.arange(LENGTH), response.tokens]
+    np.testing.assert_allclose(response.logprobs, expected, atol=1e-4)
+
+
+def test_greedy_is_the_argmax_of_a_plain_forward_pass(backend, tiny_model):
+    response = one_go(backend, SamplingParams(max_tokens=LENGTH, temperature=0.0, ignore_eos=True))
+    logits = forward(tiny_model, PROMPT + response.tokens)[len(PROMPT) - 1 : -1]
+    assert response.tokens == logits.argmax(-1).tolist()
+
+
+def test_logits_are_the_raw_ones(backend, tiny_model):
+    for tokens in (PROMPT, PROMPT * 8):  # the second crosses many blocks
+        row = backend.logits(tokens)
+        assert row.dtype == np.float32
+        np.testing.assert_allclose(row, forward(tiny_model, tokens)[-1], atol=1e-4)
+    backend.add(chunk("busy", BASE))
+    with pytest.raises(EngineError, match="idle"):
+        backend.logits(PROMPT)
+    backend.drop("busy", 0)
+
+
+def test_a_planted_fault_changes_exactly_from_its_position(backend):
+    clean = one_go(backend, CASES["temperature"])
+    position = len(PROMPT) + 6
+    backend.plant_fault(position)
+    faulty = one_go(backend, CASES["temperature"])
+    backend.plant_fault(None)
+    assert faulty.tokens[:6] == clean.tokens[:6]
+    assert faulty.tokens[6] != clean.tokens[6]
+    assert one_go(backend, CASES["temperature"]).tokens == clean.tokens
+
+
+def test_dropped_chunks_say_nothing_more_and_free_their_blocks(backend):
+    alone = one_go(backend, BASE)
+    for name in "abcd":
+        backend.add(chunk(name, BASE))
+    backend.drop("unknown", 0)
+    backend.drop("a", 1)
+    heard = defaultdict(list)
+    ended = set()
+    for step in itertools.count():
+        if step == 3:
+            backend.drop("b", 0)
+            backend.drop("d", 0)
+            backend.add(chunk("d", BASE, attempt=1))
+            heard.clear()
+        if not backend.has_work():
+            break
+        output = backend.step()
+        for generated in output.generated:
+            heard[generated.request_id, generated.attempt] += generated.token_ids
+        ended |= {(end.request_id, end.attempt) for end in output.ended}
+    assert ended == set(heard) == {("a", 0), ("c", 0), ("d", 1)}
+    assert heard["d", 1] == alone.tokens
+    assert heard["a", 0] == alone.tokens[3:]
+    assert backend.stats().free_blocks == backend.capacity.kv_blocks == 36
+
+
+def test_stats_count_what_happened(backend):
+    before = backend.stats()
+    prompt = [3 + (11 * i) % 190 for i in range(70)]
+    sampling = SamplingParams(max_tokens=5, ignore_eos=True)
+    first = one_go(backend, sampling, prompt=prompt)
+    again = one_go(backend, sampling, prompt=prompt)
+    after = backend.stats()
+    assert (first.ends[0].cached_tokens, again.ends[0].cached_tokens) == (0, 64)  # two full blocks
+    assert after.cached_tokens - before.cached_tokens == 64
+    assert after.prompt_tokens - before.prompt_tokens == 140
+    assert after.generated_tokens - before.generated_tokens == 10
+    assert after.steps > before.steps
+    assert (after.running, after.waiting) == (0, 0)
+
+
+ALL_IDS = tuple(range(200))
+BAD = {
+    "tokens": [{"tokens": [], "prompt_len": 1}, {"tokens": [5, 200]}, {"tokens": [5, -1]}],
+    "prompt_len": [{"prompt_len": 0}, {"prompt_len": len(PROMPT) + 1}],
+    "max_new_tokens": [{"max_new_tokens": 0}, {"tokens": [5] * 250, "prompt_len": 250}],
+    "key": [{"key": -1}, {"key": 2**64}],
+    "sampling.max_tokens": [{"sampling": SamplingParams(max_tokens=1), "prompt_len": 1}],
+    "sampling.stop_token_ids": [
+        {"sampling": SamplingParams(stop_token_ids=(200,))},
+        {"sampling": SamplingParams(stop_token_ids=ALL_IDS, min_tokens=1)},
+    ],
+    "sampling.logit_bias": [{"sampling": SamplingParams(logit_bias={200: 1.0})}],
+    "sampling.top_p": [{"sampling": SamplingParams(top_p=0.0)}],
+    "request_id": [{"request_id": "running"}],
+}
+
+
+@pytest.mark.parametrize(("field", "change"), [(field, change) for field in BAD for change in BAD[field]])
+def test_bad_chunks_are_refused_by_name_and_hurt_nobody(backend, field, change):
+    running = chunk("running", BASE)
+    backend.add(running)
+    backend.step()
+    good = chunk("bad", BASE, max_new_tokens=10)
+    with pytest.raises(InvalidField) as caught:
+        backend.add(msgspec.structs.replace(good, **change))
+    assert caught.value.field == field
+    rest = []
+    while backend.has_work():
+        rest += [token for generated in backend.step().generated for token in generated.token_ids]
+    assert rest == one_go(backend, BASE).tokens[1:]
+
+
+def test_self_test_refuses_an_engine_that_samples_by_another_path(backend):
+    from seer.services.engine.vllm import self_test
+
+    self_test.check(backend)
+    backend.plant_fault(8)
+    with pytest.raises(EngineError, match="reference sampler draws"):
+        self_test.check(backend)
+    backend.plant_fault(None)
+    runner = backend._core.model_executor.driver_worker.worker.model_runner
+    ours = runner._sample
+    del runner._sample  # vLLM's own method is back
+    try:
+        with pytest.raises(EngineError, match="samples by another path"):
+            self_test.check(backend)
+    finally:
+        runner._sample = ours
+    self_test.check(backend)
+
+
+def test_self_test_refuses_wrong_noise(backend, monkeypatch):
+    from seer.services.engine.vllm import extension, self_test
+
+    draw = extension._draw
+
+    def off_by_one(logits, params):
+        params.records["position"] += 1
+        return draw(logits, params)
+
+    monkeypatch.setattr(extension, "_draw", off_by_one)
+    with pytest.raises(EngineError, match="rank 0"):
+        self_test.check(backend)
+
+
+def test_versions_name_what_generates(backend):
+    assert backend.versions["engine"].startswith("vllm 0.32.")
+    assert backend.versions["dtype"] == "float32"  # the checkpoint's own, although dtype is auto
+    assert backend.vocab_size == 200

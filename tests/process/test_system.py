@@ -1,0 +1,296 @@
+"""The real system as processes, with replay engines: what a user of the command line relies on."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from seer.client import RolloutClient, RolloutFailed, SamplingParams
+from seer.common.config import Config, load
+from seer.launch import LocalSystem
+
+PROMPTS = 12
+SEER = (sys.executable, "-m", "seer.cli")
+QUICK = ("--backend", "replay", "--set", "engine.replay_mean_tokens=60", "--max-tokens", "200", "-n", "4")
+SLOW = ("--set", "engine.replay_step_seconds=0.02", "--chunk-size", "32")
+"""Long enough to kill something meanwhile."""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Prompts, and a place for temporary files that must end up empty."""
+    lines = [{"id": f"p{i}", "prompt_token_ids": [i + 1] * (i + 1), "i": i} for i in range(PROMPTS)]
+    (tmp_path / "prompts.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    (tmp_path / "t").mkdir()
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "t"))
+    return tmp_path
+
+
+def command(folder: Path, *options: str) -> list[str]:
+    out, report = folder / "out.jsonl", folder / "report.json"
+    files = ("--out", str(out), "--report", str(report))
+    return [*SEER, "rollout", str(folder / "prompts.jsonl"), *files, *QUICK, *options]
+
+
+def outputs(folder: Path) -> list[dict[str, object]]:
+    return [json.loads(line) for line in (folder / "out.jsonl").read_text().splitlines()]
+
+
+def tokens_of(records: list[dict]) -> list[tuple[str, int, list[int]]]:
+    return [(r["id"], a["index"], a["token_ids"]) for r in records for a in r["responses"]]
+
+
+def test_the_contract_of_the_rollout_command(folder: Path) -> None:
+    done = subprocess.run(command(folder), capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == ""
+    records = outputs(folder)
+    assert [record["id"] for record in records] == [f"p{i}" for i in range(PROMPTS)]
+    for i, record in enumerate(records):
+        assert record["prompt_token_ids"] == [i + 1] * (i + 1)
+        assert record["metadata"] == {"i": i}
+        assert record["weight_version"] == 0
+        assert [answer["index"] for answer in record["responses"]] == [0, 1, 2, 3]
+        for answer in record["responses"]:
+            assert set(answer) == {"index", "token_ids", "logprobs", "text", "finish_reason"}
+            assert 1 <= len(answer["token_ids"]) == len(answer["logprobs"]) <= 200
+            assert answer["finish_reason"] == ("length" if len(answer["token_ids"]) == 200 else "stop")
+    report = json.loads((folder / "report.json").read_text())
+    assert report["requests"] == 4 * PROMPTS
+    assert report["tokens"] == sum(len(tokens) for _, _, tokens in tokens_of(records))
+    assert report["tokens_per_second"] == pytest.approx(report["tokens"] / report["seconds"])
+    assert 0 <= report["tail_seconds"] <= report["seconds"]
+    assert report["chunks"] >= report["requests"]
+    assert {"preemptions", "migrations"} <= set(report)
+    assert {"seer", "python"} <= set(report["versions"])
+    assert list((folder / "t").iterdir()) == []
+
+
+def test_no_schedule_changes_a_token(folder: Path) -> None:
+    seen = []
+    for options in (
+        ("--instances", "1", "--chunk-size", "4096"),
+        ("--instances", "2", "--chunk-size", "16"),
+        ("--kv-blocks", "9", "--max-num-seqs", "3", "--seed", "0"),
+        ("--seed", "1"),
+        ("--rollout-number", "1"),
+    ):
+        subprocess.run(command(folder, *options), capture_output=True, timeout=120, check=True)
+        seen.append(tokens_of(outputs(folder)))
+    assert seen[0] == seen[1] == seen[2]
+    assert seen[0] != seen[3] != seen[4] != seen[0]
+
+
+def test_refusals_of_single_prompts_write_the_others(folder: Path) -> None:
+    options = ("--set", "engine.max_model_len=210")  # p10 and p11 do not fit
+    done = subprocess.run(command(folder, *options), capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 1
+    assert [record["id"] for record in outputs(folder)] == [f"p{i}" for i in range(10)]
+    assert "not finished (2 of 12): p10 p11" in done.stderr
+    assert json.loads((folder / "report.json").read_text())["failed"] == 2
+
+
+def test_an_engine_that_cannot_start(folder: Path) -> None:
+    options = ("--kv-blocks", "2")
+    done = subprocess.run(command(folder, *options), capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 1
+    assert "engine.kv_blocks" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert not (folder / "out.jsonl").exists()
+    assert orphans(folder) == []
+
+
+# --- losses ----------------------------------------------------------------------------------
+
+
+class Running:
+    """A `seer rollout` in the background."""
+
+    def __init__(self, folder: Path, *options: str) -> None:
+        self.folder = folder
+        self.log = folder / "stderr"
+        with self.log.open("wb") as log:
+            self.process = subprocess.Popen(command(folder, *SLOW, *options), stderr=log)
+        try:
+            wait_for(lambda: "ready in" in self.log.read_text() or self.process.poll() is not None)
+            time.sleep(0.5)  # chunks are out
+        except BaseException:
+            self.process.kill()
+            raise
+
+    def children(self) -> dict[str, int]:
+        return {name.removesuffix(".toml"): pid for pid, name in orphans(self.folder)}
+
+    def end(self) -> int:
+        return self.process.wait(timeout=120)
+
+
+def orphans(folder: Path) -> list[tuple[int, str]]:
+    """Living services whose configuration lies under `folder`: (pid, file name)."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        try:
+            arguments = (entry / "cmdline").read_bytes().decode().split("\0")
+        except OSError:
+            continue
+        configs = [a for a in arguments if a.startswith(str(folder / "t"))]
+        if entry.name.isdecimal() and configs:
+            found.append((int(entry.name), Path(configs[0]).name))
+    return found
+
+
+def wait_for(condition: Callable[[], object], seconds: float = 60.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "waited too long"
+        time.sleep(0.02)
+
+
+def test_a_killed_engine_costs_no_response(folder: Path) -> None:
+    subprocess.run(command(folder), capture_output=True, timeout=120, check=True)
+    expected = tokens_of(outputs(folder))
+    running = Running(folder)
+    os.kill(running.children()["engine-0"], signal.SIGKILL)
+    assert running.end() == 0, running.log.read_text()
+    assert tokens_of(outputs(folder)) == expected
+    assert "engine-0 was killed by SIGKILL" in running.log.read_text()
+    assert "rollouts go on with 1 of 2 engines" in running.log.read_text()
+    assert orphans(folder) == []
+
+
+@pytest.mark.parametrize("victims", [("engine-0", "engine-1"), ("buffer",)])
+def test_without_engines_or_buffer_the_rollout_fails_soon_and_says_why(
+    folder: Path, victims: tuple[str, ...]
+) -> None:
+    running = Running(folder)
+    children = running.children()
+    for victim in victims:
+        os.kill(children[victim], signal.SIGKILL)
+    assert running.end() == 1
+    said = running.log.read_text()
+    assert f"error: {victims[0]} was killed by SIGKILL" in said or f"error: {victims[-1]} was" in said
+    assert "not finished (" in said
+    assert "logs are kept in" in said
+    assert orphans(folder) == []
+
+
+@pytest.mark.parametrize("victim", ["context", "dgds"])
+def test_helpers_may_die(folder: Path, victim: str) -> None:
+    running = Running(folder)
+    os.kill(running.children()[victim], signal.SIGKILL)
+    assert running.end() == 0, running.log.read_text()
+    assert len(outputs(folder)) == PROMPTS
+    assert "rollouts go on without it" in running.log.read_text()
+
+
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGKILL, -9)]
+)
+def test_no_signal_leaves_an_orphan(folder: Path, number: signal.Signals, code: int) -> None:
+    running = Running(folder)
+    assert len(running.children()) == 5
+    running.process.send_signal(number)
+    assert running.end() == code, running.log.read_text()
+    wait_for(lambda: not orphans(folder), 10)
+    assert not (folder / "out.jsonl").exists()
+
+
+# --- a system that outlives a rollout -----------------------------------------------------------
+
+
+@pytest.fixture
+def ports(folder: Path) -> Iterator[list[str]]:
+    names = ("trainers", "engines", "events", "event_snapshots", "estimates", "estimate_snapshots", "dgds")
+    yield [part for name in names for part in ("--set", f"endpoints.{name}=ipc://{folder}/{name}")]
+
+
+def test_up_serves_rollouts_until_it_is_told_to_drain(folder: Path, ports: list[str]) -> None:
+    settings = [*ports, "--set", "engine.backend=replay", "--set", "engine.replay_mean_tokens=60"]
+    with (folder / "up.log").open("wb") as log:
+        up = subprocess.Popen(
+            [*SEER, "up", "--instances", "2", *settings], stdout=subprocess.PIPE, stderr=log, text=True
+        )
+    try:
+        assert up.stdout is not None
+        lines = iter(up.stdout.readline, "")
+        endpoint = next(line for line in lines if line.startswith("trainers")).split(" = ")[1].strip()
+        wait_for(lambda: "ready: trainers" in (folder / "up.log").read_text())
+        connect = ("--connect", endpoint)
+        for _ in range(2):
+            subprocess.run(command(folder, *connect), capture_output=True, timeout=120, check=True)
+        assert len(outputs(folder)) == PROMPTS
+        assert json.loads((folder / "report.json").read_text())["startup_seconds"] == 0
+        shown = subprocess.run([*SEER, "status", *connect], capture_output=True, text=True, check=True)
+        assert "engine-0: 0 chunks" in shown.stdout
+        shown = subprocess.run([*SEER, "status", "--json", *connect], capture_output=True, check=True)
+        assert len(json.loads(shown.stdout)["instances"]) == 2
+        up.send_signal(signal.SIGTERM)
+        assert up.wait(timeout=60) == 0
+    finally:
+        up.kill()
+        up.wait()
+    assert orphans(folder) == []
+
+
+class Buffer:
+    """A buffer and an engine started apart from each other."""
+
+    def __init__(self, folder: Path, ports: list[str]) -> None:
+        self.endpoint = f"ipc://{folder}/trainers"
+        self._folder = folder
+        self._ports = ports
+        self._log = (folder / "services.log").open("ab")
+        self.processes: dict[str, subprocess.Popen[bytes]] = {}
+
+    def start(self, name: str, *options: str) -> None:
+        self.processes[name] = subprocess.Popen([*SEER, name, *self._ports, *options], stderr=self._log)
+
+    def kill(self, name: str) -> None:
+        self.processes[name].kill()
+        self.processes[name].wait()
+
+
+@pytest.fixture
+async def services(folder: Path, ports: list[str]) -> AsyncIterator[Buffer]:
+    started = Buffer(folder, ports)
+    started.start("buffer")
+    started.start("engine", *QUICK[2:4], "--set", "engine.backend=replay", *SLOW[:2])
+    yield started
+    for name in started.processes:
+        started.kill(name)
+
+
+async def test_a_restarted_buffer_costs_no_response(services: Buffer) -> None:
+    prompts = [[i + 1] * (i + 1) for i in range(PROMPTS)]
+    sampling = SamplingParams(max_tokens=200)
+    async with RolloutClient(services.endpoint) as client:
+        expected = await (await client.submit(prompts, n=2, sampling=sampling, rollout_number=0)).result()
+        rollout = await client.submit(prompts, n=2, sampling=sampling, rollout_number=0)
+        await anext(aiter(rollout))
+        services.kill("buffer")
+        services.start("buffer")
+        groups = await asyncio.wait_for(rollout.result(), 60)
+    assert [[r.token_ids.tolist() for r in g.responses] for g in groups] == [
+        [r.token_ids.tolist() for r in g.responses] for g in expected
+    ]
+
+
+async def test_a_local_system_in_a_program(folder: Path) -> None:
+    config = load(None, {}, ["engine.backend=replay", "engine.replay_mean_tokens=20"])
+    assert isinstance(config, Config)
+    async with LocalSystem(config, 1) as system, RolloutClient(system.endpoint) as client:
+        rollout = await client.submit([[1], [2]], n=3, sampling=SamplingParams(max_tokens=30))
+        assert [len(group.responses) for group in await rollout.result()] == [3, 3]
+        too_long = await client.submit([[1]], sampling=SamplingParams(max_tokens=2**24))
+        with pytest.raises(Exception, match="fits no instance") as info:
+            await too_long.result()
+        assert not isinstance(info.value, RolloutFailed)

@@ -1,0 +1,138 @@
+"""The codec under hypothesis: every message survives, no bytes do harm."""
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from msgspec import inspect
+
+from seer.common.errors import WireError
+from seer.common.wire import messages
+from seer.common.wire.codec import Decoder, encode
+
+UNIONS = {
+    name: union
+    for name, union in vars(messages).items()
+    if name.endswith(("Buffer", "Trainer", "Engine", "Published", "Asked", "Reply", "Dgds"))
+}
+MESSAGES = {
+    cls.__name__: cls
+    for cls in vars(messages).values()
+    if isinstance(cls, type) and issubclass(cls, messages.Message) and cls is not messages.Message
+}
+TEXT = st.text(max_size=20)
+
+
+def examples(count):
+    return settings(max_examples=count, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+
+
+
+def arrays(dtype):
+    return st.binary(max_size=64).map(lambda data: np.frombuffer(data[: len(data) // 4 * 4], dtype))
+
+
+def values(kind):
+    """Return a strategy for one msgspec type."""
+    match kind:
+        case inspect.BoolType():
+            return st.booleans()
+        case inspect.IntType(ge=low, le=high):
+            return st.integers(-(2**63) if low is None else low, 2**64 - 1 if high is None else high)
+        case inspect.FloatType():
+            return st.floats(allow_nan=False)
+        case inspect.StrType():
+            return TEXT
+        case inspect.LiteralType(values=choices):
+            return st.sampled_from(choices)
+        case inspect.ListType(item_type=item):
+            return st.lists(values(item), max_size=4)
+        case inspect.VarTupleType(item_type=item):
+            return st.lists(values(item), max_size=4).map(tuple)
+        case inspect.TupleType(item_types=items):
+            return st.tuples(*map(values, items))
+        case inspect.DictType(key_type=key, value_type=value):
+            return st.dictionaries(values(key), values(value), max_size=4)
+        case inspect.StructType(cls=cls):
+            return structs(cls)
+    raise AssertionError(f"no strategy for {kind}")
+
+
+def structs(cls):
+    fields = {}
+    for field in inspect.type_info(cls).fields:
+        if isinstance(field.type, inspect.CustomType):
+            fields[field.name] = arrays(np.float32 if field.name == "logprobs" else np.int32)
+        else:
+            fields[field.name] = values(field.type)
+    return st.builds(cls, **fields)
+
+
+ANY_MESSAGE = st.sampled_from(sorted(MESSAGES)).flatmap(lambda name: structs(MESSAGES[name]))
+
+
+def plain(message):
+    """Return a form that compares by value, arrays bit by bit."""
+    return msgspec.to_builtins(message, enc_hook=lambda array: [array.dtype.str, array.tobytes().hex()])
+
+
+def test_every_message_travels_in_some_direction():
+    travelling = {arg.__name__ for union in UNIONS.values() for arg in getattr(union, "__args__", (union,))}
+    parts = {"Sequenced", "InstanceStatus"}
+    assert travelling | parts == set(MESSAGES)
+    assert len(UNIONS) == 11
+
+
+@pytest.mark.parametrize("name", sorted(MESSAGES))
+def test_every_message_survives(name):
+    @examples(30)
+    @given(structs(MESSAGES[name]))
+    def survives(message):
+        unions = [u for u in UNIONS.values() if MESSAGES[name] in getattr(u, "__args__", (u,))]
+        for union in unions or [MESSAGES[name]]:
+            frames = [bytes(frame) for frame in encode(message)]
+            assert plain(Decoder(union).decode(frames)) == plain(message)
+
+    survives()
+
+
+DECODERS = [Decoder(union) for union in UNIONS.values()]
+
+
+def refused_or_decoded(frames):
+    for decoder in DECODERS:
+        try:
+            message = decoder.decode(frames)
+        except WireError:
+            continue
+        assert isinstance(message, messages.Message)
+
+
+@examples(200)
+@given(st.lists(st.binary(max_size=200), max_size=4))
+def test_random_bytes_raise_nothing_but_wire_errors(frames):
+    refused_or_decoded(frames)
+
+
+@examples(300)
+@given(ANY_MESSAGE, st.data())
+def test_mutated_messages_raise_nothing_but_wire_errors(message, data):
+    frames = [bytearray(frame) for frame in encode(message)]
+    for _ in range(data.draw(st.integers(1, 3))):
+        frame = data.draw(st.sampled_from(frames)) if frames else bytearray()
+        at = data.draw(st.integers(0, len(frame)))
+        match data.draw(st.sampled_from(["cut", "put", "flip", "drop", "double", "swap"])):
+            case "cut":
+                del frame[at:]
+            case "put":
+                frame[at:at] = data.draw(st.binary(max_size=8))
+            case "flip" if at < len(frame):
+                frame[at] = data.draw(st.integers(0, 255))
+            case "drop" if frames:
+                frames.pop(at % len(frames))
+            case "double" if frames:
+                frames.append(frames[at % len(frames)])
+            case "swap":
+                frames.reverse()
+    refused_or_decoded([bytes(frame) for frame in frames])

@@ -1,0 +1,361 @@
+"""Handshake, refusals and re-handshake; in virtual time over the memory transport."""
+
+import asyncio
+
+import pytest
+from structlog.testing import capture_logs
+from virtual_time import virtual
+
+from seer.common.channel import HELLO_FIRST, IDLE_SECONDS, Channel, Hub, Identity, error_of
+from seer.common.clock import LoopClock
+from seer.common.errors import ProtocolMismatch, RequestRefused, RolloutFailed, SeerError, Unreachable
+from seer.common.transport.faulty import Faults, FaultyTransport
+from seer.common.transport.memory import MemoryNetwork, MemoryTransport
+from seer.common.transport.zmq import ZmqTransport
+from seer.common.types import InstanceStats
+from seer.common.wire import version
+from seer.common.wire.codec import Decoder, encode
+from seer.common.wire.messages import (
+    BufferToEngine,
+    Drain,
+    EngineStatus,
+    EngineToBuffer,
+    Hello,
+    Refused,
+    Welcome,
+)
+
+ENDPOINT = "tcp://127.0.0.1:7102"
+
+
+def identity(role="engine", name="e1", incarnation=1, config_hash="abc"):
+    return Identity(role=role, name=name, incarnation=incarnation, config_hash=config_hash)
+
+
+def status(steps=0):
+    return EngineStatus(stats=InstanceStats(steps=steps))
+
+
+class Server:
+    """A hub whose messages are collected; `stop` ends one life of it."""
+
+    def __init__(self, network, incarnation=1, require_config_hash=True):
+        self.network = network
+        self.me = identity("buffer", "buffer", incarnation)
+        self.require = require_config_hash
+        self.got = []
+
+    async def start(self):
+        self.transport = MemoryTransport(self.network)
+        self.hub = Hub(await self.transport.router(ENDPOINT), self.me, EngineToBuffer, self.require)
+        self.task = asyncio.create_task(self.serve())
+        return self
+
+    async def serve(self):
+        while True:
+            self.got.append(await self.hub.recv())
+
+    async def stop(self):
+        self.task.cancel()
+        await self.transport.close()
+
+    def names(self):
+        return [type(message).__name__ for _, message in self.got]
+
+
+def channel(network, me=None, transport=None):
+    return Channel(transport or MemoryTransport(network), ENDPOINT, me or identity(), BufferToEngine, LoopClock())
+
+
+@virtual
+async def test_a_handshake_then_messages_both_ways():
+    network = MemoryNetwork()
+    server = await Server(network).start()
+    client = channel(network)
+    welcome = await client.open(5)
+    assert (welcome.name, welcome.incarnation) == ("buffer", 1)
+    assert client.peer == welcome
+    await client.send(status(3))
+    await asyncio.sleep(0.1)
+    assert server.names() == ["Hello", "EngineStatus"]
+    address, hello = server.got[0]
+    assert (hello.role, hello.name, hello.incarnation, hello.config_hash) == ("engine", "e1", 1, "abc")
+    assert await server.hub.send(address, Drain())
+    assert await client.recv() == Drain()
+    assert client.counters == {"sent": 1, "received": 2, "malformed": 0, "hellos": 1}
+    assert server.hub.counters["received"] == 2
+    assert server.hub.counters["sent"] == 1
+
+
+@virtual
+async def test_hello_is_repeated_until_the_server_comes():
+    network = MemoryNetwork()
+    client = channel(network)
+    opening = asyncio.create_task(client.open(30))
+    await asyncio.sleep(10.5)
+    server = await Server(network).start()
+    assert (await opening).incarnation == 1
+    assert server.names()[0] == "Hello"
+
+
+@virtual
+async def test_silence_is_unreachable_and_names_the_endpoint():
+    client = channel(MemoryNetwork())
+    with pytest.raises(Unreachable, match=r"tcp://127.0.0.1:7102 did not answer within 3 s: check"):
+        await client.open(3)
+    with pytest.raises(Unreachable, match="call open"):
+        await client.send(status())
+
+
+@virtual
+async def test_open_succeeds_after_a_failed_one():
+    network = MemoryNetwork()
+    client = channel(network)
+    with pytest.raises(Unreachable):
+        await client.open(3)
+    server = await Server(network).start()
+    await client.open(3)
+    await asyncio.sleep(0.1)
+    assert server.names() == ["Hello"], "the Hellos that nobody took were dropped"
+
+
+@virtual
+async def test_another_major_is_refused_loudly(monkeypatch):
+    network = MemoryNetwork()
+    server = await Server(network).start()
+    client = channel(network)
+    newer = Hello(
+        major=version.MAJOR + 1,
+        minor=0,
+        schema_hash="",
+        config_hash="abc",
+        role="engine",
+        name="e1",
+        incarnation=1,
+    )
+    monkeypatch.setattr(Identity, "hello", lambda self: newer)
+    with pytest.raises(ProtocolMismatch, match=r"buffer speaks protocol 1\.\d+, e1 speaks 2\.0"):
+        await client.open(5)
+    assert server.got == []
+    assert server.hub.counters["refused"] == 1
+
+
+@pytest.mark.parametrize(
+    ("theirs", "required", "accepted"),
+    [("abc", True, True), ("xyz", True, False), ("", True, True), ("xyz", False, True)],
+)
+def test_the_shared_configuration_must_agree_where_required(theirs, required, accepted):
+    @virtual
+    async def check():
+        network = MemoryNetwork()
+        await Server(network, require_config_hash=required).start()
+        client = channel(network, identity(config_hash=theirs))
+        if accepted:
+            await client.open(5)
+        else:
+            with pytest.raises(ProtocolMismatch, match=r"\[shared\] settings \(xyz\) than buffer \(abc\)"):
+                await client.open(5)
+
+    check()
+
+
+@virtual
+async def test_a_refused_peer_stays_out():
+    network = MemoryNetwork()
+    server = await Server(network).start()
+    client = channel(network, identity(config_hash="xyz"))
+    with pytest.raises(ProtocolMismatch):
+        await client.open(5)
+    await client.send(status())
+    await asyncio.sleep(0.1)
+    assert server.got == []
+
+
+@virtual
+async def test_a_peer_of_a_restarted_server_shakes_hands_again():
+    network = MemoryNetwork()
+    first = await Server(network, incarnation=1).start()
+    client = channel(network)
+    await client.open(5)
+    await first.stop()
+    second = await Server(network, incarnation=2).start()
+    await asyncio.sleep(2)
+    await client.send(status())
+    welcome = await client.recv()
+    assert isinstance(welcome, Welcome)
+    assert welcome.incarnation == 2 == client.peer.incarnation
+    assert second.names() == ["Hello"], "the message that came before the Hello is dropped"
+    assert second.hub.counters["strangers"] == 1
+    await client.send(status())
+    await asyncio.sleep(0.1)
+    assert second.names() == ["Hello", "EngineStatus"]
+
+
+@virtual
+async def test_an_idle_peer_notices_a_restart_by_itself():
+    network = MemoryNetwork()
+    first = await Server(network, incarnation=1).start()
+    client = channel(network)
+    await client.open(5)
+    await first.stop()
+    await Server(network, incarnation=2).start()
+    start = asyncio.get_running_loop().time()
+    async with asyncio.timeout(60):
+        while True:  # polling with short waits must not keep it from saying Hello
+            try:
+                async with asyncio.timeout(0.3):
+                    welcome = await client.recv()
+                    break
+            except TimeoutError:
+                continue
+    assert welcome.incarnation == 2
+    assert asyncio.get_running_loop().time() - start <= IDLE_SECONDS + 1
+
+
+@virtual
+async def test_idle_hellos_are_answered_quietly():
+    network = MemoryNetwork()
+    server = await Server(network).start()
+    client = channel(network)
+    await client.open(5)
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(60):
+            await client.recv()
+    assert 10 <= server.names().count("Hello") <= 13
+    assert client.counters["received"] == 1
+
+
+@virtual
+async def test_a_forgotten_peer_learns_that_something_was_lost(monkeypatch):
+    monkeypatch.setattr("seer.common.channel.MAX_PEERS", 2)
+    network = MemoryNetwork()
+    await Server(network).start()
+    clients = [channel(network, identity(name=f"e{n}")) for n in range(3)]
+    for client in clients:
+        await client.open(5)
+    await asyncio.sleep(2)
+    await clients[0].send(status())
+    assert isinstance(await clients[0].recv(), Welcome)
+
+
+@virtual
+async def test_malformed_messages_are_counted_and_stop_nothing():
+    network = MemoryNetwork()
+    server = await Server(network).start()
+    client = channel(network)
+    await client.open(5)
+    raw = await MemoryTransport(network).dealer(ENDPOINT, b"raw")
+    await raw.send(encode(identity(name="raw").hello()))
+    for frames in ([b"\xc1"], [], [*encode(status()), b"extra"]):
+        await raw.send(frames)
+        await server.hub._router.send(identity().address(), frames)
+    await raw.send(encode(Drain()))
+    await raw.send(encode(status(5)))
+    await server.hub.send(identity().address(), Drain())
+    assert await client.recv() == Drain()
+    assert client.counters["malformed"] == 3
+    await asyncio.sleep(0.1)
+    assert server.names() == ["Hello", "Hello", "EngineStatus"]
+    assert server.hub.counters["malformed"] == 4
+
+
+@virtual
+async def test_a_complaint_is_logged_once_per_peer():
+    network = MemoryNetwork()
+    await Server(network).start()
+    raw = await MemoryTransport(network).dealer(ENDPOINT, b"raw")
+    with capture_logs() as lines:
+        for _ in range(10):
+            await raw.send([b"\xc1"])
+        await asyncio.sleep(1)
+    assert [line["event"] for line in lines] == ["message dropped"]
+
+
+@virtual
+async def test_a_stranger_is_told_to_say_hello():
+    network = MemoryNetwork()
+    server = await Server(network).start()
+    raw = await MemoryTransport(network).dealer(ENDPOINT, b"raw")
+    await raw.send(encode(status()))
+    refused = Decoder(BufferToEngine).decode(await raw.recv())
+    assert (refused.code, refused.message) == (HELLO_FIRST, "say Hello first")
+    assert server.got == []
+
+
+@virtual
+async def test_a_refusal_of_the_connection_is_raised_and_one_of_a_request_is_not():
+    network = MemoryNetwork()
+    server = await Server(network).start()
+    client = channel(network)
+    await client.open(5)
+    about = Refused(code="refused", message="no", rollout_id="r", prompt_ids=["p"])
+    await server.hub.send(identity().address(), about)
+    assert await client.recv() == about
+    await server.hub.send(identity().address(), Refused(code="engine", message="model differs"))
+    with pytest.raises(SeerError, match="model differs") as caught:
+        await client.recv()
+    assert type(caught.value).code == "engine"
+
+
+def test_errors_keep_their_class_over_the_wire():
+    failed = error_of(Refused(code="failed", message="m", prompt_ids=["a", "b"]))
+    assert type(failed) is RolloutFailed
+    assert failed.prompt_ids == ("a", "b")
+    assert type(error_of(Refused(code="refused", message="m"))) is RequestRefused
+    assert str(error_of(Refused(code="invalid_field", message="x = 1: must be 2"))) == "x = 1: must be 2"
+    assert type(error_of(Refused(code="of the future", message="m"))) is SeerError
+
+
+@virtual
+async def test_sending_to_a_peer_that_is_gone_says_so():
+    network = MemoryNetwork()
+    server = await Server(network).start()
+    client = channel(network)
+    await client.open(5)
+    client.close()
+    client.close()
+    assert not await server.hub.send(identity().address(), Drain())
+    assert server.hub.counters["undeliverable"] == 1
+    with pytest.raises(Unreachable):
+        await client.recv()
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_a_handshake_gets_through_a_bad_network(seed):
+    @virtual
+    async def check():
+        network = MemoryNetwork()
+        await Server(network).start()
+        plan = Faults(drop=0.5, duplicate=0.3, reorder=0.3, delay_seconds=2.0)
+        faulty = FaultyTransport(MemoryTransport(network), seed, plan, LoopClock())
+        client = channel(network, transport=faulty)
+        await client.open(120)
+        await faulty.close()
+
+    check()
+
+
+def test_long_names_give_valid_and_distinct_addresses():
+    one, two = (identity(name="é" * 500, incarnation=n).address() for n in (2**63 - 1, 2**63 - 2))
+    assert one != two
+    assert len(one) <= 255
+
+
+async def test_a_handshake_over_tcp():
+    async with asyncio.timeout(30):
+        transport = ZmqTransport()
+        hub = Hub(
+            await transport.router("tcp://127.0.0.1:0"), identity("buffer", "buffer"), EngineToBuffer, True
+        )
+        client = Channel(transport, hub.endpoint, identity(), BufferToEngine, LoopClock())
+        opening = asyncio.create_task(client.open(20))
+        address, hello = await hub.recv()
+        assert isinstance(hello, Hello)
+        await opening
+        await client.send(status(9))
+        assert await hub.recv() == (address, status(9))
+        assert await hub.send(address, Drain())
+        assert await client.recv() == Drain()
+        client.close()
+        hub.close()
+        await transport.close()

@@ -1,0 +1,153 @@
+"""The command line: exit codes, what options become, what is imported for --help."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+import seer
+from seer import rollout_job
+from seer.cli import main
+from seer.common.types import SamplingParams
+from seer.rollout_job import Job, tail_seconds
+
+PROMPT = '{"id": "a", "prompt_token_ids": [1, 2, 3]}\n'
+
+
+@pytest.fixture
+def prompts(tmp_path: Path) -> Path:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text(PROMPT)
+    return path
+
+
+def seer_rollout(prompts: Path, *options: object) -> Result:
+    command = ["rollout", str(prompts), "--out", str(prompts.parent / "out.jsonl"), *map(str, options)]
+    return CliRunner().invoke(main, command)
+
+
+def test_help_imports_nothing_heavy() -> None:
+    script = (
+        "import sys; from seer.cli import main\n"
+        "try: main(['--help'])\n"
+        "except SystemExit: print(sorted({'numpy', 'zmq', 'msgspec', 'rich', 'torch', 'asyncio'} & set(sys.modules)))"
+    )
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert result.stdout.endswith("[]\n")
+    for command in ("rollout", "up", "status", "buffer", "context", "dgds", "engine"):
+        assert f"\n  {command} " in result.stdout
+
+
+def test_no_service_and_no_engine_is_imported_for_a_rollout() -> None:
+    script = (
+        "import sys, seer.rollout_job\n"
+        "print([m for m in sys.modules if m.startswith('seer.services') or m in ('torch', 'vllm', 'uvloop')])"
+    )
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert result.stdout == "[]\n"
+
+
+def test_version_is_the_projects() -> None:
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    assert seer.__version__ == project["version"]
+    assert seer.__version__ in CliRunner().invoke(main, ["--version"]).output
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (["--model", "/nonexistent"], "--model = '/nonexistent': its config.json cannot be read"),
+        ([], "--model = '': give a Hugging Face model folder"),
+        (["--backend", "replay", "--top-p", "0"], "sampling.top_p = 0.0: must be in"),
+        (["--backend", "replay", "--max-tokens", "0"], "sampling.max_tokens = 0"),
+        (["--backend", "replay", "-n", "0"], "n = 0: must be in"),
+        (["--backend", "replay", "--stop", ""], "sampling.stop = ('',)"),
+        (["--backend", "replay", "--policy", "nonsense"], "--policy = 'nonsense': choose one of "),
+        (["--backend", "replay", "--chunk-size", "0"], "Invalid value for '--chunk-size'"),
+        (["--backend", "replay", "--instances", "0"], "Invalid value for '--instances'"),
+        (["--backend", "replay", "--set", "engine.kv_block=3"], "did you mean engine.kv_blocks?"),
+        (
+            ["--backend", "replay", "--report", "/nonexistent/report.json"],
+            "--report = '/nonexistent/report.json'",
+        ),
+        (["--backend", "nonsense"], "Invalid value for '--backend'"),
+    ],
+)
+def test_bad_input_is_exit_code_2(prompts: Path, options: list[str], told: str) -> None:
+    result = seer_rollout(prompts, *options)
+    assert result.exit_code == 2, result.output
+    assert told in result.output
+    assert "Traceback" not in result.output
+
+
+def test_a_bad_prompt_is_exit_code_2_before_anything_starts(prompts: Path) -> None:
+    prompts.write_text(PROMPT + '{"id": "b"}\n')
+    result = seer_rollout(prompts, "--backend", "replay")
+    assert result.exit_code == 2
+    assert f"{prompts}:2: prompt = 'neither'" in result.output
+
+
+def test_nobody_to_connect_to_is_exit_code_1(prompts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rollout_job, "CONNECT_SECONDS", 0.1)
+    result = seer_rollout(prompts, "--connect", f"ipc://{prompts.parent}/none", "--policy", "divided")
+    assert result.exit_code == 1, result.output
+    assert "did not answer within 0.1 s" in result.output
+    assert "options have no effect" in result.output
+    assert not (prompts.parent / "out.jsonl").exists()
+
+
+def test_options_become_a_job(prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    jobs: list[Job] = []
+    monkeypatch.setattr(rollout_job, "perform", lambda job: jobs.append(job) or 0)
+    (tmp_path / "seer.toml").write_text("[buffer]\nchunk_size = 64\n[engine]\nmax_num_seqs = 3\n")
+    monkeypatch.setenv("SEER_ENGINE__KV_BLOCKS", "99")
+    result = seer_rollout(
+        prompts, "--model", tmp_path, "-n", 3, "--max-tokens", 9, "--temperature", 0.5, "--top-p", 0.9,
+        "--top-k", 40, "--seed", 5, "--rollout-number", 6, "--instances", 4, "--tensor-parallel", 2,
+        "--max-num-seqs", 7, "--stop", "x", "--stop", "y", "--config", tmp_path / "seer.toml",
+        "--set", "engine.kv_blocks=48",
+    )  # fmt: skip
+    assert result.exit_code == 0, result.output
+    (job,) = jobs
+    assert job.sampling == SamplingParams(
+        max_tokens=9, temperature=0.5, top_p=0.9, top_k=40, stop=("x", "y"), logprobs="scaled"
+    )
+    assert (job.n, job.seed, job.rollout_number, job.instances) == (3, 5, 6, 4)
+    config = job.config
+    assert (config.buffer.chunk_size, config.engine.max_num_seqs) == (64, 7)
+    assert (config.engine.kv_blocks, config.engine.tensor_parallel) == (48, 2)
+    assert Path(config.shared.model) == job.model == tmp_path
+
+
+def test_defaults_are_those_of_the_contract(prompts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    jobs: list[Job] = []
+    monkeypatch.setattr(rollout_job, "perform", lambda job: jobs.append(job) or 0)
+    assert seer_rollout(prompts, "--model", prompts.parent).exit_code == 0
+    (job,) = jobs
+    assert job.sampling == SamplingParams(max_tokens=512, temperature=1.0, top_p=1.0, top_k=0)
+    assert (job.n, job.seed, job.rollout_number, job.instances, job.connect) == (8, 0, 0, 2, "")
+    assert (job.config.engine.tensor_parallel, job.config.buffer.chunk_size) == (1, 256)
+
+
+@pytest.mark.parametrize(
+    ("times", "tail"),
+    [([], 0.0), ([2.0], 0.0), ([float(t) for t in range(1, 11)], 1.0), ([1.0] * 18 + [2.0, 9.0], 8.0)],
+)
+def test_the_tail_is_the_last_tenth(times: list[float], tail: float) -> None:
+    assert tail_seconds(times) == tail
+    assert tail_seconds(times[::-1]) == tail
+
+
+def test_status_of_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from seer import status
+
+    monkeypatch.setattr(status, "CONNECT_SECONDS", 0.1)
+    result = CliRunner().invoke(main, ["status", "--connect", f"ipc://{tmp_path}/none"])
+    assert result.exit_code == 1
+    assert json.dumps("did not answer")[1:-1] in result.output

@@ -1,0 +1,122 @@
+"""The synchronous face over real sockets: same results, same errors, no thread left."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from seer.client import RolloutCancelled, SyncRolloutClient, Unreachable
+from seer.common.channel import Hub, Identity
+from seer.common.transport.zmq import ZmqTransport
+from seer.common.wire.messages import (
+    BufferToTrainer,
+    GroupDone,
+    Progress,
+    Status,
+    StatusRequest,
+    Submit,
+    TrainerToBuffer,
+)
+
+
+class ServedBuffer(threading.Thread):
+    """Finishes every prompt of more than one token at once, last first."""
+
+    def __init__(self, endpoint: str) -> None:
+        super().__init__()
+        self.endpoint = endpoint
+        self.bound = threading.Event()
+        self.loop = asyncio.new_event_loop()
+
+    def run(self) -> None:
+        self.task = self.loop.create_task(self._serve())
+        self.loop.run_until_complete(asyncio.wait([self.task]))
+
+    def stop(self) -> None:
+        self.loop.call_soon_threadsafe(self.task.cancel)
+        self.join()
+
+    async def _serve(self) -> None:
+        transport = ZmqTransport()
+        router = await transport.router(self.endpoint)
+        me = Identity(role="buffer", name="buffer", incarnation=5)
+        hub: Hub[BufferToTrainer, TrainerToBuffer] = Hub(router, me, TrainerToBuffer, False)
+        self.bound.set()
+        try:
+            while True:
+                sender, message = await hub.recv()
+                for answer in self._answers(message):
+                    await hub.send(sender, answer)
+        finally:
+            await transport.close()
+
+    def _answers(self, message: TrainerToBuffer) -> Iterator[BufferToTrainer]:
+        if isinstance(message, StatusRequest):
+            yield Status(
+                name="b", incarnation=5, policy="divided", instances=[], rollouts=0, requests_waiting=0,
+                requests_running=0,
+            )  # fmt: skip
+        if not isinstance(message, Submit):
+            return
+        ids = [
+            prompt for prompt, length in zip(message.prompt_ids, message.lengths, strict=True) if length > 1
+        ]
+        yield Progress(
+            rollout_id=message.rollout_id, requests=2, finished=1, groups=2, groups_finished=1, tokens=1,
+            chunks=1, migrations=0, preemptions=0, running=1,
+        )  # fmt: skip
+        for prompt_id in reversed(ids):
+            yield GroupDone(
+                rollout_id=message.rollout_id, prompt_id=prompt_id, weight_version=0, finish_reasons=["stop"],
+                stop_reasons=["2"], lengths=[1], tokens=np.array([2], np.int32),
+                logprobs=np.array([-0.5], np.float32),
+            )  # fmt: skip
+
+
+@pytest.fixture
+def endpoint(tmp_path: Path) -> Iterator[str]:
+    served = ServedBuffer(f"ipc://{tmp_path}/b")
+    served.start()
+    assert served.bound.wait(10)
+    yield served.endpoint
+    served.stop()
+
+
+def test_plain_iteration(endpoint: str) -> None:
+    with SyncRolloutClient(endpoint) as client:
+        rollout = client.submit([[1, 2], [3, 4, 5]], n=1)
+        assert [group.prompt_id for group in rollout] == ["1", "0"]
+        assert [group.prompt_id for group in rollout.in_order()] == ["0", "1"]
+        assert [group.responses[0].stop_reason for group in rollout.result()] == ["2", "2"]
+        assert rollout.progress is not None
+        assert rollout.progress.finished == 1
+        assert client.submit([[1, 2]], n=1).rollout_number == 1
+        assert client.status().policy == "divided"
+    assert "seer-client" not in {thread.name for thread in threading.enumerate()}
+    client.close()
+    with pytest.raises(RuntimeError, match="with block"):
+        client.status()
+
+
+def test_errors_come_through(endpoint: str) -> None:
+    with SyncRolloutClient(endpoint) as client:
+        rollout = client.submit([[1, 2], [3]], n=1)
+        assert next(iter(rollout)).prompt_id == "0"
+        rollout.cancel()
+        with pytest.raises(RolloutCancelled) as info:
+            rollout.result()
+        assert info.value.prompt_ids == ("1",)
+        assert rollout.failure is not None
+        assert [group.prompt_id for group in rollout.groups] == ["0"]
+
+
+def test_nobody_there(tmp_path: Path) -> None:
+    client = SyncRolloutClient(f"ipc://{tmp_path}/none", connect_seconds=0.1)
+    with pytest.raises(Unreachable):
+        client.__enter__()
+    assert "seer-client" not in {thread.name for thread in threading.enumerate()}

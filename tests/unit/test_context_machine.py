@@ -1,0 +1,196 @@
+"""The context machine's invariants, as its docstring lists them; then the server around it."""
+
+import asyncio
+
+from virtual_time import eventually, virtual
+
+from seer.common.channel import Identity
+from seer.common.clock import LoopClock
+from seer.common.config import Config, ContextConfig, shared_hash
+from seer.common.policy.length import longest_finished
+from seer.common.stream import StreamPublisher, StreamSubscriber
+from seer.common.transport.memory import MemoryNetwork, MemoryTransport
+from seer.common.wire import messages as m
+from seer.services.context.machine import Closed, Machine, Opened, Progressed
+from seer.services.context.server import make
+
+CAP = 1000
+
+
+def machine_with(*events):
+    machine = Machine()
+    for event in events:
+        machine.handle(event)
+    return machine
+
+
+def opened(group_id="r/a", size=4):
+    return Opened(group_id, size, CAP)
+
+
+def done(index, generated, group_id="r/a"):
+    return Progressed(group_id, index, generated, finished=True)
+
+
+def at(index, generated, group_id="r/a"):
+    return Progressed(group_id, index, generated, finished=False)
+
+
+def test_estimate_is_the_cap_until_a_response_finishes_then_the_longest_finished():
+    machine = machine_with(opened())
+    assert (machine.changes(), machine.estimates()) == ({}, {})
+    machine.handle(at(0, 600))
+    assert machine.changes() == {}
+    machine.handle(done(1, 100))
+    assert machine.changes() == {"r/a": 100.0}
+    machine.handle(done(2, 70))
+    assert machine.changes() == {}
+    machine.handle(done(0, 900))
+    assert machine.changes() == machine.estimates() == {"r/a": 900.0}
+
+
+def test_changes_are_said_once_and_only_the_latest():
+    machine = machine_with(opened(), opened("r/b"), done(0, 10), done(1, 20), done(0, 30, "r/b"))
+    assert machine.dirty
+    assert machine.changes() == {"r/a": 20.0, "r/b": 30.0}
+    assert not machine.dirty
+    assert machine.changes() == {}
+
+
+def test_a_response_as_long_as_the_cap_changes_nothing():
+    machine = machine_with(opened(), done(0, CAP))
+    assert (machine.changes(), machine.estimates()) == ({}, {})
+
+
+def test_an_estimate_never_passes_the_cap():
+    assert machine_with(opened(), done(0, CAP + 5)).changes() == {}
+
+
+def test_repeated_and_reordered_events_change_nothing():
+    machine = machine_with(opened(), done(0, 10))
+    machine.changes()
+    for event in (opened(), done(0, 500), at(0, 500), at(1, 5), at(1, 3)):
+        machine.handle(event)
+    assert machine.changes() == {}
+    assert machine.ignored == 2
+
+
+def test_events_of_unknown_groups_and_responses_are_counted():
+    machine = machine_with(done(0, 10), Closed("r/a"), opened(), done(4, 10), done(-1, 10))
+    assert (machine.changes(), machine.ignored) == ({}, 4)
+
+
+def test_closing_forgets_and_reopening_starts_from_the_cap():
+    machine = machine_with(opened(), done(0, 10), Closed("r/a"))
+    assert (len(machine), machine.changes(), machine.estimates()) == (0, {}, {})
+    machine.handle(opened())
+    assert machine.changes() == {}
+
+
+def test_replace_says_every_group_once_whatever_was_said_before():
+    machine = machine_with(opened(), opened("r/gone"), done(0, 10), done(0, 10, "r/gone"))
+    machine.changes()
+    machine.replace([opened(), opened("r/b"), done(0, 10)])
+    assert machine.estimates() == {"r/a": 10.0}
+    assert machine.changes() == {"r/a": 10.0, "r/b": float(CAP)}
+    assert machine.changes() == {}
+
+
+def test_another_estimator_sees_finished_and_unfinished_lengths():
+    seen = []
+
+    def estimator(cap, finished, unfinished):
+        seen.append((cap, sorted(finished), sorted(unfinished)))
+        return longest_finished(cap, finished, unfinished)
+
+    machine = Machine(estimator)
+    for event in (opened(), at(3, 40), done(0, 10), done(1, 20)):
+        machine.handle(event)
+    machine.changes()
+    assert seen == [(CAP, [10, 20], [40])]
+
+
+def identity(config, incarnation):
+    shared = shared_hash(config.shared)
+    return Identity(role="buffer", name="buffer", incarnation=incarnation, config_hash=shared)
+
+
+class Buffer:
+    """The publishing side of a buffer, with a real machine's snapshots left out."""
+
+    def __init__(self, network, config, incarnation):
+        self.transport = MemoryTransport(network)
+        self.config = config
+        self.me = identity(config, incarnation)
+        self.opened, self.progress = [], []
+
+    async def start(self):
+        at = self.config.endpoints
+        publisher = await self.transport.publisher(at.events)
+        router = await self.transport.router(at.event_snapshots)
+        self.stream = StreamPublisher(publisher, router, self.me, self._snapshot)
+        self.serving = asyncio.create_task(self.stream.serve())
+
+    def _snapshot(self, incarnation, sequence):
+        return m.BufferSnapshot(
+            incarnation=incarnation, sequence=sequence, opened=self.opened, progress=self.progress
+        )
+
+    async def stop(self):
+        self.serving.cancel()
+        await self.transport.close()
+
+
+async def follow(network, config, heard):
+    at = config.endpoints
+    me = identity(config, 77)
+    subscriber = StreamSubscriber(
+        MemoryTransport(network), at.estimates, at.estimate_snapshots, me,
+        m.ContextPublished, m.ContextSnapshotReply, LoopClock(),
+    )  # fmt: skip
+    async for news in subscriber:
+        heard.append(news)
+
+
+def wire_opened(group_id):
+    return m.GroupOpened(group_id=group_id, size=4, prompt_len=3, cap=CAP)
+
+
+def wire_done(group_id, index, generated):
+    return m.RequestProgress(group_id=group_id, index=index, generated=generated, finished=True)
+
+
+@virtual
+async def test_server_gathers_changes_and_follows_a_restarted_buffer():
+    config, network, heard = Config(context=ContextConfig(publish_interval_seconds=0.5)), MemoryNetwork(), []
+    buffer = Buffer(network, config, 1)
+    await buffer.start()
+    server = make(config, MemoryTransport(network), LoopClock())
+    assert set(await server.start()) == {"estimates", "estimate_snapshots"}
+    tasks = [asyncio.create_task(server.run()), asyncio.create_task(follow(network, config, heard))]
+    await eventually(lambda: len(heard) == 1)
+
+    await buffer.stream.publish(wire_opened("r/a"))
+    for index, generated in enumerate((30, 10, 20)):
+        await buffer.stream.publish(wire_done("r/a", index, generated))
+        await asyncio.sleep(0.1)
+    await eventually(lambda: len(heard) == 2)
+    assert heard[1].estimates == {"r/a": 30.0}
+
+    await buffer.stop()
+    buffer = Buffer(network, config, 2)
+    buffer.opened, buffer.progress = [wire_opened("r/b")], [wire_done("r/b", 0, 5)]
+    await buffer.start()
+    await eventually(lambda: len(heard) == 3)
+    assert heard[2].estimates == server.machine.estimates() == {"r/b": 5.0}
+
+    late = []
+    tasks.append(asyncio.create_task(follow(network, config, late)))
+    await eventually(lambda: bool(late))
+    assert late[0].estimates == {"r/b": 5.0}
+
+    server.drain()
+    await tasks[0]
+    for task in tasks:
+        task.cancel()
+    await buffer.stop()

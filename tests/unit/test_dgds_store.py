@@ -1,0 +1,162 @@
+"""The dgds store, case by case; tests/property/test_dgds_store.py covers the interleavings."""
+
+import numpy as np
+import pytest
+
+from seer.services.dgds.store import MAX_CUTS, OVERHEAD_TOKENS, Store
+
+NOW = 100.0
+GROUP = "r/a"
+
+
+@pytest.fixture
+def store():
+    return Store(max_tokens=1_000_000, ttl_seconds=60.0)
+
+
+def append(store, tokens, previous=0, attempt=1, index=0, group_id=GROUP, now=NOW):
+    return store.append(group_id, index, attempt, previous, np.array(tokens, dtype=np.int32), now)
+
+
+class Reader:
+    def __init__(self):
+        self.have, self.streams = {}, {}
+
+    def fetch(self, store, most=10**6, group_id=GROUP):
+        found = store.deltas(group_id, self.have, most, NOW)
+        assert found is not None
+        assert sum(len(delta.tokens) for delta in found[0]) <= most
+        for delta in found[0]:
+            stream = self.streams.setdefault(delta.index, [])
+            assert delta.previous <= len(stream)
+            stream[delta.previous :] = delta.tokens.tolist()
+            self.have[delta.index] = (delta.revision, len(stream))
+        return found[1]
+
+
+def test_appends_are_kept_by_response_and_repeats_change_nothing(store):
+    assert append(store, [1, 2, 3]) is None
+    assert append(store, [3, 4], previous=2) is None
+    assert append(store, [1, 2]) is None
+    assert append(store, [9], index=1) is None
+    assert (store.tokens(GROUP, 0), store.tokens(GROUP, 1)) == ([1, 2, 3, 4], [9])
+    assert store.held == 5 + 3 * OVERHEAD_TOKENS
+
+
+def test_a_hole_is_refused_with_the_length_to_resume_from(store):
+    assert append(store, [5], previous=4) == 0
+    append(store, [1, 2])
+    assert append(store, [5], previous=4) == 2
+    assert append(store, [5], previous=4, attempt=2) == 2
+    assert store.tokens(GROUP, 0) == [1, 2]
+    assert store.counters["gaps"] == 3
+
+
+def test_older_attempts_are_ignored(store):
+    append(store, [1, 2], attempt=3)
+    assert append(store, [7, 7, 7], attempt=2) is None
+    assert store.tokens(GROUP, 0) == [1, 2]
+    assert store.counters["stale"] == 1
+
+
+def test_a_newer_attempt_keeps_what_agrees_and_cuts_what_does_not(store):
+    append(store, [1, 2, 3, 4, 5])
+    append(store, [3, 4], previous=2, attempt=2)
+    assert store.tokens(GROUP, 0) == [1, 2, 3, 4, 5]
+    append(store, [6], previous=4, attempt=2)
+    assert store.tokens(GROUP, 0) == [1, 2, 3, 4, 6]
+    assert store.counters["cuts"] == 1
+
+
+def test_a_newer_attempt_cannot_build_on_what_it_did_not_confirm(store):
+    append(store, [1, 2, 3, 4, 5])
+    append(store, [1], attempt=2)
+    assert append(store, [6], previous=4, attempt=2) == 1
+    assert append(store, [2, 8], previous=1, attempt=2) is None
+    assert store.tokens(GROUP, 0) == [1, 2, 8]
+
+
+def test_readers_get_deltas_and_nothing_twice(store):
+    reader = Reader()
+    append(store, [1, 2])
+    append(store, [5], index=3)
+    reader.fetch(store)
+    assert reader.streams == {0: [1, 2], 3: [5]}
+    assert store.deltas(GROUP, reader.have, 10, NOW) == ([], False)
+    append(store, [3], previous=2)
+    (delta,), _ = store.deltas(GROUP, reader.have, 10, NOW)
+    assert (delta.index, delta.previous, delta.tokens.tolist()) == (0, 2, [3])
+
+
+def test_a_reader_is_told_of_cuts_even_while_the_stream_is_shorter(store):
+    reader, late = Reader(), Reader()
+    append(store, [1, 2, 3, 4, 5])
+    reader.fetch(store)
+    append(store, [1, 7], attempt=2)
+    reader.fetch(store)
+    late.fetch(store)
+    assert reader.streams == late.streams == {0: [1, 7]}
+
+
+def test_cuts_remembered_are_bounded_and_readers_of_any_age_catch_up(store):
+    readers = []
+    for attempt in range(1, 4 * MAX_CUTS):
+        append(store, [*range(attempt), 1000 + attempt], attempt=attempt)
+        readers.append(Reader())
+        for reader in readers[:: max(1, len(readers) // 3)]:
+            reader.fetch(store)
+    for reader in readers:
+        reader.fetch(store)
+        assert reader.streams[0] == store.tokens(GROUP, 0)
+
+
+def test_answers_are_bounded_and_go_on_where_they_stopped(store):
+    for index in range(3):
+        append(store, range(10), index=index)
+    reader, rounds = Reader(), 1
+    while reader.fetch(store, most=4):
+        rounds += 1
+    assert rounds == 8
+    assert all(reader.streams[index] == list(range(10)) for index in range(3))
+
+
+def test_unknown_groups_are_said_to_be_unknown(store):
+    assert store.deltas(GROUP, {}, 10, NOW) is None
+    store.register(GROUP, 5.0, NOW)
+    assert store.deltas(GROUP, {}, 10, NOW) == ([], False)
+
+
+def test_groups_expire_after_their_own_time_to_live_untouched(store):
+    append(store, [1], group_id="r/short")
+    store.register("r/short", 10.0, NOW)
+    append(store, [1], group_id="r/default")
+    store.expire(NOW + 10.0)
+    assert len(store) == 2
+    store.deltas("r/short", {}, 1, NOW + 9.0)
+    store.expire(NOW + 18.0)
+    assert len(store) == 2
+    store.expire(NOW + 20.0)
+    assert (len(store), store.tokens("r/short", 0)) == (1, None)
+    store.expire(NOW + 61.0)
+    assert (len(store), store.held, store.counters["expired"]) == (0, 0, 2)
+
+
+def test_memory_is_bounded_and_the_least_recently_touched_goes_first():
+    store = Store(max_tokens=3 * (2 * OVERHEAD_TOKENS + 100), ttl_seconds=60.0)
+    for name in "abc":
+        append(store, range(100), group_id=name)
+    append(store, [0], group_id="a")
+    append(store, range(50), group_id="d")
+    assert [name for name in "abcd" if store.tokens(name, 0)] == ["a", "c", "d"]
+    append(store, range(10_000), group_id="e")
+    assert (len(store), store.held) == (0, 0)
+
+
+def test_a_reader_of_an_evicted_stream_starts_over(store):
+    reader = Reader()
+    append(store, [1, 2, 3])
+    reader.fetch(store)
+    store.expire(NOW + 1000)
+    append(store, [1, 9], now=NOW + 1000)
+    reader.fetch(store)
+    assert reader.streams == {0: [1, 9]}

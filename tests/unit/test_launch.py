@@ -1,0 +1,282 @@
+"""The local supervisor with scripted children, and how a machine is divided."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from seer import launch
+from seer.common.config import Config, Endpoints, EngineConfig, load
+from seer.common.errors import ConfigError, InvalidField
+from seer.hardware import Machine, plan_engines, share_cores
+from seer.launch import LaunchError, LocalSystem
+
+CHILD = """
+import os, signal, subprocess, sys, time
+options = dict(zip(sys.argv[2::2], sys.argv[3::2]))
+name = options["--config"].rpartition("/")[2].removesuffix(".toml")
+what = os.environ.get("CHILD_" + name.replace("-", "_"), "")
+print("hello from", name, flush=True)
+if what == "refuse":
+    print("no such model", flush=True)
+    sys.exit(2)
+if what == "hang":
+    time.sleep(600)
+if what == "stubborn":
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    helper = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    open(os.environ["HELPER"], "w").write(str(helper.pid))
+os.write(int(options["--ready-fd"]), b"ready\\n")
+if what == "die":
+    time.sleep(0.3)
+    print("out of luck", flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+time.sleep(600)
+"""
+
+REPLAY = Config(engine=EngineConfig(backend="replay"))
+
+
+@pytest.fixture(autouse=True)
+def fast(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    script = tmp_path / "child.py"
+    script.write_text(CHILD)
+    monkeypatch.setattr(launch, "COMMAND", (sys.executable, str(script)))
+    monkeypatch.setattr(launch, "DRAIN_SECONDS", 0.2)
+    monkeypatch.setattr(launch, "STOP_SECONDS", 0.2)
+    monkeypatch.setattr(launch, "_MAX_IPC_DIR", 1000)  # nothing binds there
+    monkeypatch.setattr(launch.tempfile, "tempdir", str(tmp_path))
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def names_in(folder: str) -> set[str]:
+    return {file.name for file in Path(folder).iterdir()}
+
+
+def environ_of(pid: int) -> bytes:
+    return Path(f"/proc/{pid}/environ").read_bytes()
+
+
+async def gone(pids: list[int]) -> bool:
+    async with asyncio.timeout(20):
+        while any(alive(pid) for pid in pids):
+            await asyncio.sleep(0.01)
+    return True
+
+
+async def test_all_children_run_and_none_is_left() -> None:
+    async with LocalSystem(REPLAY, 2, drain_seconds=0.2) as system:
+        assert set(system.pids) == {"buffer", "context", "dgds", "engine-0", "engine-1"}
+        folder = Path(system.endpoint.removeprefix("ipc://")).parent
+        assert {file.name for file in folder.glob("*.toml")} == {f"{name}.toml" for name in system.pids}
+        assert load(folder / "engine-1.toml").engine.name == "engine-1"
+        assert load(folder / "engine-1.toml").endpoints == system.config.endpoints
+        pids = list(system.pids.values())
+        assert all(map(alive, pids))
+        assert await system.run(asyncio.sleep(0, "done")) == "done"
+    assert await gone(pids)
+    assert not folder.exists()
+
+
+async def test_the_environment_is_not_applied_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SEER_ENGINE__NAME", "mine")
+    monkeypatch.setenv("CHILD_engine_0", "")
+    async with LocalSystem(REPLAY, 1, drain_seconds=0.0) as system:
+        environ = environ_of(system.pids["engine-0"])
+    assert b"SEER_ENGINE__NAME" not in environ
+    assert b"CHILD_engine_0" in environ
+
+
+async def test_a_child_that_refuses_shows_its_last_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CHILD_engine_1", "refuse")
+    said: list[str] = []
+    system = LocalSystem(REPLAY, 2, say=said.append)
+    with pytest.raises(LaunchError, match=r"engine-1 ended with exit code 2;(.|\n)*no such model"):
+        await system.__aenter__()
+    assert await gone(list(system.pids.values()))
+    assert names_in(said[-1].removeprefix("logs are kept in ")) >= {"engine-1.log", "buffer.log"}
+
+
+async def test_a_child_that_is_never_ready(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CHILD_dgds", "hang")
+    monkeypatch.setattr(launch, "SERVICE_START_SECONDS", 1.0)
+    system = LocalSystem(REPLAY, 1)
+    with pytest.raises(LaunchError, match=r"dgds was not ready in 1 s(.|\n)*hello from dgds"):
+        await system.__aenter__()
+    assert await gone(list(system.pids.values()))
+
+
+async def test_one_engine_may_die(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CHILD_engine_0", "die")
+    said: list[str] = []
+    async with LocalSystem(REPLAY, 2, drain_seconds=0.0, say=said.append) as system:
+
+        async def told() -> str:
+            while not said:
+                await asyncio.sleep(0.01)
+            return said[0]
+
+        line = await system.run(told())
+    assert line.startswith("engine-0 was killed by SIGKILL")
+    assert "out of luck" in line
+    assert line.endswith("rollouts go on with 1 of 2 engines")
+
+
+@pytest.mark.parametrize("names", [("engine_0", "engine_1"), ("buffer",)])
+async def test_but_not_all_nor_the_buffer(monkeypatch: pytest.MonkeyPatch, names: tuple[str, ...]) -> None:
+    for name in names:
+        monkeypatch.setenv(f"CHILD_{name}", "die")
+    cancelled = asyncio.Event()
+
+    async def work() -> None:
+        try:
+            await asyncio.sleep(60)
+        finally:
+            cancelled.set()
+
+    system = LocalSystem(REPLAY, 2)
+    async with system:
+        pids = list(system.pids.values())
+        with pytest.raises(LaunchError, match="was killed by SIGKILL"):
+            await system.run(work())
+        assert cancelled.is_set()
+    assert await gone(pids)
+
+
+async def test_stubborn_children_and_their_children_are_killed(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("CHILD_engine_0", "stubborn")
+    monkeypatch.setenv("HELPER", str(tmp_path / "helper"))
+    async with LocalSystem(REPLAY, 1, drain_seconds=0.1) as system:
+        helper = int((tmp_path / "helper").read_text())
+        pids = [*system.pids.values(), helper]
+        assert all(map(alive, pids))
+    assert await gone(pids)
+
+
+async def test_an_exception_stops_everything() -> None:
+    system = LocalSystem(REPLAY, 1)
+    with pytest.raises(KeyError):
+        async with system:
+            raise KeyError
+    assert await gone(list(system.pids.values()))
+
+
+def test_children_die_with_a_killed_parent(tmp_path: Path) -> None:
+    script = textwrap.dedent("""
+        import os, sys, time
+        from seer.launch import die_with
+        parent = os.getpid()
+        if os.fork() == 0:
+            die_with(parent)
+            print(os.getpid(), flush=True)
+            time.sleep(600)
+        time.sleep(600)
+    """)
+    parent = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE)
+    assert parent.stdout is not None
+    child = int(parent.stdout.readline())
+    parent.kill()
+    parent.wait()
+    assert _soon(lambda: not alive(child))
+
+
+def _soon(condition: Callable[[], bool]) -> bool:
+    deadline = time.monotonic() + 20
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return condition()
+
+
+def test_long_temporary_folders_do_not_make_long_socket_paths(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    deep = tmp_path / ("d" * 80)
+    deep.mkdir()
+    monkeypatch.setattr(launch.tempfile, "tempdir", str(deep))
+    monkeypatch.setattr(launch, "_MAX_IPC_DIR", 60)
+    assert launch._short_temporary_folder() == "/tmp"
+
+
+def test_public_systems_need_known_ports() -> None:
+    config = Config(endpoints=Endpoints(events="tcp://127.0.0.1:0"), engine=REPLAY.engine)
+    with pytest.raises(ConfigError, match=r"endpoints\.events = 'tcp://127\.0\.0\.1:0'"):
+        LocalSystem(config, 1, private=False)
+
+
+# --- hardware --------------------------------------------------------------------------------
+
+EIGHT = Machine(cores=[0, 4, 1, 5, 2, 6, 3, 7], devices=[], free_bytes=16 * 2**30)
+
+
+@pytest.mark.parametrize(
+    ("cores", "instances", "ranks", "shares"),
+    [
+        ([0, 1], 2, 1, ["0", "1"]),
+        ([0, 4, 1, 5], 2, 1, ["0,4", "1,5"]),
+        ([0, 1, 2, 3], 2, 2, ["0|1", "2|3"]),
+        ([0, 1, 2], 2, 1, ["0", "1"]),
+        ([3], 2, 1, ["3", "3"]),
+    ],
+)
+def test_cores_are_disjoint_while_there_are_enough(
+    cores: list[int], instances: int, ranks: int, shares: list[str]
+) -> None:
+    assert share_cores(cores, instances, ranks) == shares
+
+
+def test_cpu_engines() -> None:
+    first, second = plan_engines(EngineConfig(), 2, EIGHT)
+    assert (first.config.name, second.config.name) == ("engine-0", "engine-1")
+    assert (first.config.cpu_cores, second.config.cpu_cores) == ("0,4,1,5", "2,6,3,7")
+    assert first.config.kv_cache_gib == second.config.kv_cache_gib == 2.0
+    assert not first.shares_device
+
+
+def test_what_was_said_is_kept() -> None:
+    (plan,) = plan_engines(EngineConfig(kv_cache_gib=1.5, cpu_cores="7"), 1, EIGHT)
+    assert (plan.config.kv_cache_gib, plan.config.cpu_cores) == (1.5, "7")
+    (plan,) = plan_engines(EngineConfig(kv_blocks=10), 1, EIGHT)
+    assert plan.config.kv_cache_gib is None
+
+
+def test_devices_of_their_own() -> None:
+    plans = plan_engines(EngineConfig(tensor_parallel=2), 2, Machine([0], list("abcd"), 0))
+    assert [plan.environ["CUDA_VISIBLE_DEVICES"] for plan in plans] == ["a,b", "c,d"]
+    assert {plan.config.gpu_memory_utilization for plan in plans} == {0.9}
+    assert not any(plan.shares_device for plan in plans)
+
+
+def test_a_shared_device() -> None:
+    plans = plan_engines(EngineConfig(), 2, Machine([0], ["0"], 0))
+    assert [plan.environ["CUDA_VISIBLE_DEVICES"] for plan in plans] == ["0", "0"]
+    assert {plan.config.gpu_memory_utilization for plan in plans} == {0.45}
+    assert all(plan.shares_device for plan in plans)
+
+
+def test_impossible_plans() -> None:
+    with pytest.raises(ConfigError, match="only 1 devices"):
+        plan_engines(EngineConfig(tensor_parallel=2), 1, Machine([0], ["0"], 0))
+    with pytest.raises(InvalidField, match="instances = 0"):
+        plan_engines(EngineConfig(), 0, EIGHT)
+
+
+def test_this_machine() -> None:
+    machine = Machine.here()
+    assert set(machine.cores) == os.sched_getaffinity(0)
+    assert machine.free_bytes > 0

@@ -1,0 +1,289 @@
+"""The replay engine: what it generates, how it batches and preempts, what it refuses."""
+
+import json
+import statistics
+
+import pytest
+
+from seer.common.config import EngineConfig, SharedConfig
+from seer.common.errors import EngineError, InvalidField
+from seer.common.types import Capacity, SamplingParams
+from seer.services.engine.backend import Chunk
+from seer.services.engine.kv_model import KvModel, Sequence
+from seer.services.engine.replay import ReplayBackend
+from seer.services.engine.responses import MadeUp
+
+BLOCK = 4
+
+
+def backend(**settings):
+    made = ReplayBackend(
+        EngineConfig(**{"backend": "replay", "replay_vocab_size": 1000, **settings}), SharedConfig(block_size=BLOCK)
+    )
+    made.start()
+    return made
+
+
+def chunk(index=0, prompt=(1, 2, 3), output=(), new=8, attempt=1, prompt_id="p", **sampling):
+    return Chunk(
+        request_id=f"r/{prompt_id}#{index}",
+        group_id=f"r/{prompt_id}",
+        attempt=attempt,
+        key=2**63 + index,
+        prompt_len=len(prompt),
+        max_new_tokens=new,
+        sampling=SamplingParams(**{"max_tokens": 4096, **sampling}),
+        tokens=[*prompt, *output],
+    )
+
+
+def run(engine):
+    """Step until idle; return request id -> (tokens, logprobs), and the ends by request id."""
+    outputs, ends = {}, {}
+    while engine.has_work():
+        out = engine.step()
+        for news in out.generated:
+            tokens, logprobs = outputs.setdefault(news.request_id, ([], []))
+            tokens += news.token_ids
+            logprobs += news.logprobs
+        ends |= {end.request_id: end for end in out.ended}
+    return outputs, ends
+
+
+def alone(item, **settings):
+    engine = backend(**settings)
+    engine.add(item)
+    ((tokens, logprobs),), (end,) = (tuple(part.values()) for part in run(engine))
+    return tokens, logprobs, end
+
+
+# --- what it generates -----------------------------------------------------------------------
+
+
+def test_a_response_ends_at_its_natural_length_with_a_stop_token():
+    tokens, logprobs, end = alone(chunk(new=4096))
+    assert 1 <= len(tokens) < 4096
+    assert (end.finish, end.stop_reason) == ("stop", str(tokens[-1]))
+    assert all(0 <= token < 1000 for token in tokens)
+    assert all(-2 < value <= 0 for value in logprobs)
+
+
+def test_tokens_and_length_depend_on_key_and_prompt_only():
+    whole = alone(chunk(new=4096))
+    assert alone(chunk(new=4096, attempt=5), max_num_seqs=2)[:2] == whole[:2]
+    assert alone(chunk(index=1, new=4096))[0] != whole[0]
+
+
+def test_lengths_are_heavy_tailed_with_the_configured_mean_and_shared_by_siblings():
+    lengths = [
+        [MadeUp(1000, 256).length(chunk(index=100 * group + i, prompt=(group,))) for i in range(8)]
+        for group in range(1, 500)
+    ]
+    every = [length for group in lengths for length in group]
+    assert 200 < statistics.mean(every) < 320
+    assert max(every) > 5 * 256
+    assert statistics.median(every) < 0.8 * statistics.mean(every)
+    first, second = zip(*[group[:2] for group in lengths], strict=True)
+    assert statistics.correlation(first, second) > 0.3
+
+
+@pytest.mark.parametrize(
+    ("sampling", "length", "finish"),
+    [({"max_tokens": 3}, 3, "length"), ({"max_tokens": 900, "ignore_eos": True}, 900, "length")],
+)
+def test_max_tokens_and_ignore_eos(sampling, length, finish):
+    tokens, _, end = alone(chunk(new=length, **sampling))
+    assert (len(tokens), end.finish, end.stop_reason) == (length, finish, "")
+
+
+def test_min_tokens_postpones_the_end():
+    natural = len(alone(chunk(new=4096))[0])
+    tokens, _, end = alone(chunk(new=4096, min_tokens=natural + 5))
+    assert (len(tokens), end.finish) == (natural + 5, "stop")
+
+
+def test_a_chunk_boundary_is_no_finish_and_the_next_chunk_goes_on():
+    whole = alone(chunk(new=4096))
+    first = alone(chunk(new=5))
+    assert first[2].finish == ""
+    rest = alone(chunk(new=4000, output=first[0]))
+    assert (first[0] + rest[0], first[1] + rest[1]) == whole[:2]
+
+
+def test_a_response_from_elsewhere_past_its_end_is_refused():
+    natural = len(alone(chunk(new=4096))[0])
+    with pytest.raises(InvalidField, match=f"ends after {natural} output tokens"):
+        backend().add(chunk(new=50, output=range(natural)))
+
+
+# --- traces ----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def trace(tmp_path):
+    path = tmp_path / "trace.jsonl"
+
+    def write(*lines):
+        path.write_text("\n".join(json.dumps(line) for line in lines))
+        return str(path)
+
+    return write
+
+
+def test_a_trace_is_replayed_by_prompt_and_index(trace):
+    path = trace(
+        {"id": "a/b", "token_ids": [1, 2, 3], "logprobs": [-1, -2, -3]},
+        {"id": "a/b", "index": 4, "token_ids": [7, 8]},
+        {"id": "c", "token_ids": [9]},
+    )
+    told = {}
+    for index in (0, 4, 1, 2):
+        tokens, logprobs, end = alone(chunk(index, prompt_id="a/b", new=2), replay_trace=path)
+        told[index] = (tokens, end.finish)
+        assert index or logprobs == [-1, -2]
+    assert told == {0: ([1, 2], ""), 4: ([7, 8], "stop"), 1: ([7, 8], "stop"), 2: ([1, 2], "")}
+    assert alone(chunk(prompt_id="a/b", output=[1, 2]), replay_trace=path)[0] == [3]
+    assert alone(chunk(prompt_id="a/b", new=2, max_tokens=2), replay_trace=path)[2].finish == "length"
+
+
+def test_a_trace_is_cut_by_max_tokens_and_by_nothing_else(trace):
+    path = trace({"id": "p", "token_ids": [1, 2]})
+    for sampling in ({"min_tokens": 5}, {"ignore_eos": True}):
+        tokens, _, end = alone(chunk(new=9, **sampling), replay_trace=path)
+        assert (tokens, end.finish) == ([1, 2], "stop")
+
+
+def test_a_prompt_that_was_not_recorded_is_refused(trace):
+    engine = backend(replay_trace=trace({"id": "a", "token_ids": [1]}))
+    with pytest.raises(InvalidField, match="prompt id = 'p'"):
+        engine.add(chunk())
+
+
+@pytest.mark.parametrize(
+    ("line", "problem"),
+    [
+        ({"id": "a"}, "line 1.*token_ids"),
+        ({"id": "a", "token_ids": []}, "line 1.*1 or more"),
+        ({"id": "a", "token_ids": [1000]}, "replay_vocab_size = 1000"),
+        ({"id": "a", "token_ids": [1], "logprobs": []}, "one entry per token"),
+        ({"id": "a", "token_ids": [1], "tokens": 3}, "tokens"),
+    ],
+)
+def test_a_bad_trace_names_its_line(trace, line, problem):
+    with pytest.raises(EngineError, match=problem):
+        backend(replay_trace=trace(line))
+
+
+def test_a_trace_that_is_missing_or_repeats_itself_is_refused(trace, tmp_path):
+    with pytest.raises(EngineError, match="engine.replay_trace"):
+        backend(replay_trace=str(tmp_path / "none"))
+    line = {"id": "a", "index": 2, "token_ids": [1]}
+    with pytest.raises(EngineError, match="line 2: index 2"):
+        backend(replay_trace=trace(line, line))
+
+
+# --- batching and memory ---------------------------------------------------------------------
+
+
+def test_capacity_is_the_usable_blocks():
+    assert backend(kv_blocks=10, max_num_seqs=3).capacity == Capacity(
+        kv_blocks=10, block_size=BLOCK, max_num_seqs=3, max_model_len=10 * BLOCK - 1
+    )
+
+
+def test_steps_take_the_modelled_time_of_their_batch():
+    engine = backend(replay_step_seconds=0.5, replay_row_seconds=0.125)
+    for index in range(3):
+        engine.add(chunk(index, new=2, ignore_eos=True))
+    assert engine.step().seconds == 0.875
+    stats = engine.stats()
+    assert (stats.steps, stats.running, stats.generated_tokens, stats.prompt_tokens) == (1, 3, 3, 9)
+
+
+def test_admission_is_first_come_first_served_and_bounded_by_sequences_and_memory():
+    engine = backend(kv_blocks=3, max_num_seqs=2)
+    for index, prompt in enumerate([(1,) * 3, (1,) * 3, (1,) * 3]):
+        engine.add(chunk(index, prompt, new=1))
+    assert [news.request_id[-1] for news in engine.step().generated] == ["0", "1"]
+    engine.add(chunk(3, (1,) * 9, new=1))
+    engine.add(chunk(4, (1,), new=1))
+    assert [news.request_id[-1] for news in engine.step().generated] == ["2"]
+    assert [news.request_id[-1] for news in engine.step().generated] == ["3"]
+
+
+def test_growth_preempts_the_last_admitted_which_is_computed_again():
+    engine = backend(kv_blocks=4, max_num_seqs=4)
+    for index in range(2):
+        engine.add(chunk(index, (1,) * 7, new=8, ignore_eos=True))
+    _, ends = run(engine)
+    assert {name[-1]: end.preemptions for name, end in ends.items()} == {"0": 0, "1": 1}
+    stats = engine.stats()
+    assert stats.preemptions == 1
+    assert stats.prompt_tokens == 7 + 7 + 8
+    assert (stats.running, stats.waiting, stats.free_blocks) == (0, 0, 4)
+
+
+def test_chunks_placed_by_the_books_are_never_preempted():
+    engine = backend(kv_blocks=40, max_num_seqs=8)
+    free = engine.capacity.kv_blocks
+    for index in range(8):
+        item = chunk(index, (1,) * (index + 1), new=10, ignore_eos=True)
+        free -= engine.capacity.blocks_for(index + 1, 10)
+        engine.add(item)
+    assert free >= 0
+    run(engine)
+    assert engine.stats().preemptions == 0
+
+
+def test_dropping_and_replacing_frees_what_was_held():
+    engine = backend(kv_blocks=16)
+    engine.add(chunk(0, new=20, ignore_eos=True))
+    engine.step()
+    engine.drop("r/p#0", 7)
+    assert engine.has_work()
+    engine.add(chunk(0, new=3, attempt=2, ignore_eos=True))
+    outputs, ends = run(engine)
+    assert (len(outputs["r/p#0"][0]), ends["r/p#0"].attempt) == (3, 2)
+    engine.add(chunk(1))
+    engine.drop("r/p#1", 1)
+    assert not engine.has_work()
+    assert engine.step().generated == []
+    assert engine.stats().free_blocks == 16
+
+
+@pytest.mark.parametrize(
+    ("item", "field"),
+    [
+        (chunk(prompt=()), "prompt_len"),
+        (chunk(new=0), "max_new_tokens"),
+        (chunk(new=5, max_tokens=4), "max_new_tokens"),
+        (chunk(new=60), "max_model_len"),
+        (chunk(prompt=(1, 1000)), "tokens"),
+        (chunk(prompt=(-1, 1)), "tokens"),
+    ],
+)
+def test_impossible_chunks_are_refused_by_field(item, field):
+    with pytest.raises(InvalidField, match=field):
+        backend(kv_blocks=15).add(item)
+
+
+@pytest.mark.parametrize(
+    ("settings", "problem"),
+    [
+        ({"kv_blocks": 3, "max_model_len": 100}, "kv_blocks = 3"),
+        ({"kv_blocks": 0}, "kv_blocks = 0"),
+        ({"max_num_seqs": 0}, "max_num_seqs"),
+        ({"replay_mean_tokens": 0}, "replay_mean_tokens"),
+    ],
+)
+def test_impossible_settings_are_refused_by_name(settings, problem):
+    with pytest.raises(EngineError, match=problem):
+        backend(**settings)
+
+
+def test_the_kv_model_refuses_what_could_never_run():
+    model = KvModel(blocks=2, block_size=4, max_num_seqs=1)
+    model.add(Sequence("fits", 1, 8))
+    for length, end in ((1, 9), (3, 3)):
+        with pytest.raises(ValueError, match="does not fit"):
+            model.add(Sequence("not", length, end))

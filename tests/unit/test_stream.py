@@ -1,0 +1,271 @@
+"""Sequenced streams: whatever is lost, a subscriber's state ends equal to the publisher's."""
+
+import asyncio
+
+import pytest
+from virtual_time import eventually, virtual
+
+from seer.common.channel import Identity
+from seer.common.clock import LoopClock
+from seer.common.errors import ProtocolMismatch
+from seer.common.stream import BEACON_SECONDS, StreamPublisher, StreamSubscriber
+from seer.common.transport.faulty import Faults, FaultyTransport
+from seer.common.transport.memory import MemoryNetwork, MemoryTransport
+from seer.common.transport.zmq import ZmqTransport
+from seer.common.wire.codec import encode
+from seer.common.wire.messages import (
+    ContextPublished,
+    ContextSnapshot,
+    ContextSnapshotReply,
+    Estimates,
+    Sequenced,
+)
+
+PUB, SNAPSHOTS = "tcp://127.0.0.1:7105", "tcp://127.0.0.1:7106"
+
+
+class Publisher:
+    """Holds estimates, publishes their changes."""
+
+    def __init__(self, transport, incarnation=1, config_hash="abc"):
+        self.transport = transport
+        self.me = Identity(role="context", name="context", incarnation=incarnation, config_hash=config_hash)
+        self.state = {}
+
+    def snapshot(self, incarnation, sequence):
+        return ContextSnapshot(incarnation=incarnation, sequence=sequence, estimates=dict(self.state))
+
+    async def start(self, pub=PUB, snapshots=SNAPSHOTS):
+        self.publisher = await self.transport.publisher(pub)
+        self.router = await self.transport.router(snapshots)
+        self.stream = StreamPublisher(self.publisher, self.router, self.me, self.snapshot)
+        self.task = asyncio.create_task(self.stream.serve())
+        return self
+
+    async def put(self, group, value):
+        self.state[group] = value
+        await self.stream.publish(Estimates(estimates={group: value}))
+
+    async def stop(self):
+        self.task.cancel()
+        self.stream.close()
+        await self.transport.close()
+
+
+class Follower:
+    """Applies what a subscriber yields and checks that deltas follow without a gap."""
+
+    def __init__(self, transport, pub=PUB, snapshots=SNAPSHOTS, config_hash="abc"):
+        me = Identity(role="buffer", name="buffer", incarnation=9, config_hash=config_hash)
+        self.stream = StreamSubscriber(
+            transport, pub, snapshots, me, ContextPublished, ContextSnapshotReply, LoopClock()
+        )
+        self.state = {}
+        self.kinds = []
+        self.deltas = []
+        self.task = asyncio.create_task(self.follow())
+
+    async def follow(self):
+        async for message in self.stream:
+            self.kinds.append(type(message).__name__)
+            if isinstance(message, ContextSnapshot):
+                self.state = message.estimates
+            else:
+                self.state.update(message.estimates)
+                self.deltas.append(message.estimates)
+
+
+@virtual
+async def test_deltas_follow_a_snapshot():
+    network = MemoryNetwork()
+    publisher = await Publisher(MemoryTransport(network)).start()
+    await publisher.put("before", 1.0)
+    follower = Follower(MemoryTransport(network))
+    await asyncio.sleep(1)
+    for n in range(5):
+        await publisher.put(f"g{n}", float(n))
+    await asyncio.sleep(1)
+    assert follower.state == publisher.state
+    assert follower.kinds == ["ContextSnapshot"] + ["Estimates"] * 5
+    assert follower.stream.counters["gaps"] == 0
+    assert publisher.stream.counters["published"] == 6
+
+
+@virtual
+async def test_deltas_published_while_the_snapshot_travels_are_applied_once():
+    network = MemoryNetwork()
+    slow = FaultyTransport(MemoryTransport(network), 1, Faults(delay_seconds=0.5), LoopClock())
+    publisher = await Publisher(MemoryTransport(network)).start()
+    follower = Follower(slow)
+    for n in range(100):
+        await publisher.put(f"g{n % 7}", float(n))
+        await asyncio.sleep(0.03)
+    await asyncio.sleep(2)
+    assert follower.state == publisher.state
+    assert follower.kinds.count("ContextSnapshot") == 1
+    assert follower.stream.counters["gaps"] == 0
+
+
+@virtual
+async def test_a_lost_message_brings_a_snapshot():
+    network = MemoryNetwork()
+    publisher = await Publisher(MemoryTransport(network)).start()
+    node = FaultyTransport(MemoryTransport(network), 1, Faults(), LoopClock())
+    follower = Follower(node)
+    await asyncio.sleep(1)
+    node.partition(PUB, on=True)
+    await publisher.put("lost", 1.0)
+    await asyncio.sleep(0.01)
+    node.partition(PUB, on=False)
+    await publisher.put("seen", 2.0)
+    await asyncio.sleep(0.1)
+    assert follower.state == {"lost": 1.0, "seen": 2.0}
+    assert follower.kinds == ["ContextSnapshot"] * 2
+    assert follower.stream.counters["gaps"] == 1
+
+
+@virtual
+async def test_a_lost_last_message_is_noticed_by_the_beacon():
+    network = MemoryNetwork()
+    publisher = await Publisher(MemoryTransport(network)).start()
+    node = FaultyTransport(MemoryTransport(network), 1, Faults(), LoopClock())
+    follower = Follower(node)
+    await asyncio.sleep(1.5)
+    node.partition(PUB, on=True)
+    await publisher.put("lost", 1.0)
+    await asyncio.sleep(0.01)
+    node.partition(PUB, on=False)
+    await asyncio.sleep(BEACON_SECONDS + 0.1)
+    assert follower.state == {"lost": 1.0}
+
+
+@virtual
+async def test_an_absent_publisher_is_waited_for():
+    network = MemoryNetwork()
+    follower = Follower(MemoryTransport(network))
+    await asyncio.sleep(600)
+    assert not follower.task.done()
+    publisher = await Publisher(MemoryTransport(network)).start()
+    await publisher.put("g", 1.0)
+    await asyncio.sleep(12)
+    assert follower.state == {"g": 1.0}
+    assert 10 < follower.stream.counters["retries"] < 200
+
+
+@virtual
+async def test_a_restart_replaces_the_state():
+    network = MemoryNetwork()
+    publisher = await Publisher(MemoryTransport(network), incarnation=1).start()
+    follower = Follower(MemoryTransport(network))
+    await asyncio.sleep(1)
+    for n in range(10):
+        await publisher.put(f"old{n}", 1.0)
+    await asyncio.sleep(1)
+    await publisher.stop()
+    await asyncio.sleep(60)
+    publisher = await Publisher(MemoryTransport(network), incarnation=2).start()
+    await asyncio.sleep(BEACON_SECONDS + 0.1)
+    assert follower.state == {}, "an idle new life is noticed by its beacon"
+    await publisher.put("new", 2.0)
+    await asyncio.sleep(0.1)
+    assert follower.state == {"new": 2.0}
+    assert follower.stream.counters["restarts"] == 1
+
+
+@virtual
+async def test_old_mail_of_a_dead_publisher_is_not_applied():
+    network = MemoryNetwork()
+    me = Identity(role="b", name="b", incarnation=9)
+    stream = StreamSubscriber(
+        MemoryTransport(network), PUB, SNAPSHOTS, me, ContextPublished, ContextSnapshotReply, LoopClock()
+    )
+    first = await Publisher(MemoryTransport(network), incarnation=1).start()
+    assert isinstance(await stream.recv(), ContextSnapshot)
+    for n in range(50):
+        await first.put(f"old{n}", 1.0)
+    await first.stop()
+    second = await Publisher(MemoryTransport(network), incarnation=2).start()
+    await second.put("new", 2.0)
+    # Deltas of the old life are still in the queue and in order; then the new life is noticed.
+    for n in range(50):
+        assert (await stream.recv()).estimates == {f"old{n}": 1.0}
+    assert (await stream.recv()).estimates == {"new": 2.0}
+    stale = MemoryTransport(network)
+    await second.stop()
+    ghost = await stale.publisher(PUB)
+    await ghost.send([*encode(Sequenced(incarnation=1, sequence=51)), *encode(Estimates(estimates={"x": 0.0}))])
+    await stale.close()
+    third = await Publisher(MemoryTransport(network), incarnation=3).start()
+    assert (await stream.recv()).incarnation == 3
+    assert stream.counters["restarts"] == 2
+    await third.stop()
+
+
+@virtual
+async def test_a_message_of_a_newer_publisher_is_dropped_without_a_gap():
+    network = MemoryNetwork()
+    publisher = await Publisher(MemoryTransport(network)).start()
+    follower = Follower(MemoryTransport(network))
+    await asyncio.sleep(1)
+    await publisher.stream.publish(Sequenced(incarnation=0, sequence=0))
+    await publisher.publisher.send([b"\xc1"])
+    await publisher.publisher.send([])
+    await publisher.put("g", 1.0)
+    await asyncio.sleep(1)
+    assert follower.kinds == ["ContextSnapshot", "Estimates"]
+    assert follower.stream.counters["malformed"] == 3
+    assert follower.stream.counters["gaps"] == 0
+
+
+@virtual
+async def test_a_publisher_that_refuses_us_is_an_error():
+    network = MemoryNetwork()
+    await Publisher(MemoryTransport(network)).start()
+    follower = Follower(MemoryTransport(network), config_hash="xyz")
+    await asyncio.sleep(1)
+    assert isinstance(follower.task.exception(), ProtocolMismatch)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_any_faults_and_restarts_end_in_the_same_state(seed):
+    @virtual
+    async def check():
+        network = MemoryNetwork()
+        plan = Faults(drop=0.1, duplicate=0.1, reorder=0.2, delay_seconds=0.2)
+
+        def node(salt):
+            return FaultyTransport(MemoryTransport(network), 100 * seed + salt, plan, LoopClock())
+
+        follower = Follower(node(9))
+        for life in range(1, 4):
+            publisher = await Publisher(node(life), incarnation=life).start()
+            for n in range(200):
+                await publisher.put(f"{life}.{n % 20}", float(n))
+                await asyncio.sleep(0.05)
+            if life < 3:
+                await publisher.stop()
+        await eventually(lambda: follower.state == publisher.state, seconds=120)
+        assert follower.stream.counters["snapshots"] > 1
+        follower.task.cancel()
+        await publisher.stop()
+
+    check()
+
+
+async def test_a_stream_over_tcp_survives_a_restart():
+    async with asyncio.timeout(60):
+        publisher = await Publisher(ZmqTransport(), 1).start("tcp://127.0.0.1:0", "tcp://127.0.0.1:0")
+        endpoints = publisher.publisher.endpoint, publisher.router.endpoint
+        transport = ZmqTransport()
+        follower = Follower(transport, *endpoints)
+        await eventually(lambda: follower.kinds)
+        for n in range(3000):
+            await publisher.put(f"g{n}", float(n))
+        await eventually(lambda: follower.state == publisher.state)
+        await publisher.stop()
+        publisher = await Publisher(ZmqTransport(), 2).start(*endpoints)
+        await publisher.put("new", 1.0)
+        await eventually(lambda: follower.state == {"new": 1.0})
+        follower.task.cancel()
+        await publisher.stop()
+        await transport.close()
