@@ -60,6 +60,6 @@ def configure(config: LogConfig, service: str) -> None:
     logging.basicConfig(handlers=[_Forward()], level=logging.WARNING, force=True)
 
 
-def get_logger(**values: object) -> FilteringBoundLogger:
-    """Return a logger with `values` on every line; it follows a later `configure`."""
-    return cast("FilteringBoundLogger", structlog.wrap_logger(_Stderr(), **values))
+def get_logger() -> FilteringBoundLogger:
+    """Return a logger that follows a later `configure`."""
+    return cast("FilteringBoundLogger", structlog.wrap_logger(_Stderr()))

@@ -192,7 +192,7 @@ class StreamSubscriber(Generic[P, S]):
         # The snapshot was asked for after these lives were seen: if it is of another, they are past.
         until = self._clock.now() + RETIRED_SECONDS
         past = self._doubtful | ({self._at.incarnation} if self._at else set())
-        self._retired = {life: until for life in past - {snapshot.incarnation}}
+        self._retired = dict.fromkeys(past - {snapshot.incarnation}, until)
         self._at = Sequenced(incarnation=snapshot.incarnation, sequence=snapshot.sequence)
         self._in_step = True
 
@@ -204,7 +204,8 @@ class StreamSubscriber(Generic[P, S]):
                     return await self._ask()
             except (Unreachable, TimeoutError) as error:
                 self.counters["retries"] += 1
-                self._complain("publisher absent, trying on", str(error))
+                detail = str(error) or f"no snapshot within {FETCH_SECONDS:g} s"
+                self._complain("publisher does not answer, trying on", detail)
             await self._clock.sleep(pause)
             pause = min(2 * pause, longest)
 

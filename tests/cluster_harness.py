@@ -56,9 +56,7 @@ class Cluster:
         await self._transports.pop(name).close()
 
     def client(self, **options: object) -> RolloutClient:
-        return RolloutClient(
-            Config().endpoints.trainers, transport=MemoryTransport(self.network), **options
-        )
+        return RolloutClient(Config().endpoints.trainers, transport=MemoryTransport(self.network), **options)
 
     async def stop(self) -> None:
         for name in list(self._tasks):

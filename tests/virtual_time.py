@@ -19,7 +19,7 @@ LIMIT_SECONDS = 24 * 3600.0
 """Virtual time after which a run fails: periodic timers would keep a stuck test alive for ever."""
 
 
-class Deadlock(AssertionError):
+class Deadlock(AssertionError):  # noqa: N818 - reads as what it says
     """All tasks wait and no timer is set, or the virtual time limit has passed."""
 
 

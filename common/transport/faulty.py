@@ -1,8 +1,8 @@
 """Any transport with faults, reproducible by seed.
 
 Invariants:
-- the faults of a socket are a function of (seed, socket kind, endpoint, identity) and of how many
-  messages it sent before, not of what other sockets do;
+- the faults of a socket are a function of (seed, socket kind, endpoint, identity), of how many such
+  sockets were made before and of how many messages it sent, not of what other sockets do;
 - without `reorder`, a delayed message never overtakes another of its socket;
 - while an endpoint is partitioned off, nothing passes between it and this transport's sockets.
 """
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 
 import msgspec
@@ -42,6 +43,7 @@ class FaultyTransport:
         self._inner = inner
         self._seed = seed
         self._cut: set[str] = set()
+        self._made: Counter[tuple[object, ...]] = Counter()
         self._late: set[_Late] = set()
 
     def partition(self, endpoint: str, on: bool) -> None:
@@ -76,7 +78,8 @@ class FaultyTransport:
 
     def random(self, *socket: object) -> random.Random:
         """Return the generator of one socket's faults."""
-        return random.Random(f"{self._seed}/{socket}")  # noqa: S311 - faults, not secrets
+        self._made[socket] += 1
+        return random.Random(f"{self._seed}/{socket}/{self._made[socket]}")  # noqa: S311 - no secrets
 
     def later(self, seconds: float, after: _Late | None, send: _Send) -> _Late:
         """Perform a send after `seconds`, and not before `after` is done."""

@@ -34,6 +34,9 @@ from seer.services.engine.replay import ReplayBackend
 JOIN_SECONDS = 120.0
 """How long a loaded engine waits for its buffer to appear: services start in any order."""
 
+RETRY_SECONDS = 1.0
+"""Pause before a message that the buffer did not take is sent again."""
+
 LEAVE_SECONDS = 2.0
 """Longest wait to hand back results and say goodbye, to the buffer and to the dgds each."""
 
@@ -247,6 +250,7 @@ class EngineServer:
                 sent = True
             except Unreachable as error:
                 self._log.warning("the buffer takes nothing; trying on", error=str(error))
+                await self._clock.sleep(RETRY_SECONDS)
 
     def _registration(self) -> m.Register:
         facts = self._facts

@@ -302,9 +302,9 @@ class LocalSystem:
         try:
             # The buffer first: it drains by having the engines finish what was accepted.
             buffer = [child for child in self._children if child.name == "buffer"]
-            await _end(buffer, drain_seconds)
+            await self._end(buffer, drain_seconds)
             rest = [child for child in self._children if child.name != "buffer"]
-            await _end(rest, min(drain_seconds, DRAIN_SECONDS))
+            await self._end(rest, min(drain_seconds, DRAIN_SECONDS))
         finally:
             for child in self._children:
                 child.kill_group()
@@ -312,26 +312,25 @@ class LocalSystem:
                 watcher.cancel()
             self._clean_up()
 
+    async def _end(self, children: list[_Child], drain_seconds: float) -> None:
+        """Have children drain, then stop, then kill them."""
+        for patience in (drain_seconds, STOP_SECONDS):
+            for child in children:
+                child.terminate()
+            gone = await asyncio.gather(*(child.gone(patience) for child in children))
+            late = [child.name for child, ended in zip(children, gone, strict=True) if not ended]
+            if late and patience:
+                self._lost = True
+                self._say(f"{', '.join(late)} still ran {patience:g} s after SIGTERM")
+        for child in children:
+            child.kill_group()
+        await asyncio.gather(*(child.gone(STOP_SECONDS) for child in children))
+
     def _clean_up(self) -> None:
         if self._lost and self._private:
             self._say(f"logs are kept in {self._dir}")
         else:
             shutil.rmtree(self._dir, ignore_errors=True)
-
-
-async def _end(children: list[_Child], drain_seconds: float) -> None:
-    """Have children drain, then stop, then kill them."""
-    for child in children:
-        child.terminate()
-    for seconds in (drain_seconds, STOP_SECONDS):
-        gone = await asyncio.gather(*(child.gone(seconds) for child in children))
-        if all(gone):
-            return
-        for child in children:
-            child.terminate()
-    for child in children:
-        child.kill_group()
-    await asyncio.gather(*(child.gone(STOP_SECONDS) for child in children))
 
 
 def _short_temporary_folder() -> str:

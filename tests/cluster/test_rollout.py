@@ -59,7 +59,8 @@ async def test_the_same_tokens_whatever_the_schedule():
 async def test_another_seed_or_rollout_number_gives_other_tokens():
     async with running() as cluster:
         runs = [
-            await tokens_of(cluster, seed=seed, number=number) for seed, number in ((0, 0), (1, 0), (0, 1), (0, 0))
+            await tokens_of(cluster, seed=seed, number=number)
+            for seed, number in ((0, 0), (1, 0), (0, 1), (0, 0))
         ]
     assert runs[0] == runs[3]
     assert runs[0] != runs[1] != runs[2] != runs[0]

@@ -2,6 +2,10 @@
 
 import importlib.util
 import itertools
+import json
+import os
+import subprocess
+import sys
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
@@ -40,12 +44,24 @@ class Response(msgspec.Struct):
 
 
 @pytest.fixture(scope="module")
-def backend(tiny_model: Path) -> Iterator[VllmBackend]:
-    config = EngineConfig(kv_blocks=36, max_num_seqs=32, max_model_len=256)
+def engine(tiny_model: Path) -> Iterator[VllmBackend]:
+    cores = os.sched_getaffinity(0)
+    # One core: threads that wait for each other are slow beside other work, and prove nothing more.
+    config = EngineConfig(kv_blocks=36, max_num_seqs=32, max_model_len=256, cpu_cores=str(min(cores)))
     engine = VllmBackend(config, SharedConfig(model=str(tiny_model)))
     engine.start()
     yield engine
     engine.close()
+    engine.close()  # idempotent
+    os.sched_setaffinity(0, cores)
+
+
+@pytest.fixture
+def backend(engine: VllmBackend) -> Iterator[VllmBackend]:
+    yield engine
+    engine.plant_fault(None)
+    for request_id, attempt in list(engine._ids):
+        engine.drop(request_id, attempt)
 
 
 def chunk(
@@ -186,8 +202,8 @@ def test_a_stop_at_the_last_token_of_a_chunk_is_a_stop(backend):
 
 
 def test_batches_and_preemptions_change_nothing(backend):
-    sampling = SamplingParams(max_tokens=60, temperature=1.1, presence_penalty=0.5, ignore_eos=True)
-    chunks = [chunk(str(i), sampling, key=KEY + i, prompt=[1, *range(3, 20 + i)]) for i in range(16)]
+    sampling = SamplingParams(max_tokens=30, temperature=1.1, presence_penalty=0.5, ignore_eos=True)
+    chunks = [chunk(str(i), sampling, key=KEY + i, prompt=[1 + i, *range(3, 50 + i)]) for i in range(16)]
     before = backend.stats().preemptions
     alone = {one.request_id: run(backend, [one])[one.request_id] for one in chunks}
     assert backend.stats().preemptions == before
@@ -303,7 +319,11 @@ def test_stats_count_what_happened(backend):
 
 ALL_IDS = tuple(range(200))
 BAD = {
-    "tokens": [{"tokens": [], "prompt_len": 1}, {"tokens": [5, 200]}, {"tokens": [5, -1]}],
+    "tokens": [
+        {"tokens": [], "prompt_len": 1},
+        {"tokens": [5, 200], "prompt_len": 1},
+        {"tokens": [5, -1], "prompt_len": 1},
+    ],
     "prompt_len": [{"prompt_len": 0}, {"prompt_len": len(PROMPT) + 1}],
     "max_new_tokens": [{"max_new_tokens": 0}, {"tokens": [5] * 250, "prompt_len": 250}],
     "key": [{"key": -1}, {"key": 2**64}],
@@ -333,23 +353,31 @@ def test_bad_chunks_are_refused_by_name_and_hurt_nobody(backend, field, change):
     assert rest == one_go(backend, BASE).tokens[1:]
 
 
-def test_self_test_refuses_an_engine_that_samples_by_another_path(backend):
+def test_self_test_refuses_an_engine_that_samples_by_another_path(backend, monkeypatch):
+    from vllm.v1.outputs import LogprobsTensors, SamplerOutput
+
     from seer.services.engine.vllm import self_test
 
+    def greedy(logits, _):
+        best = logits.max(dim=-1, keepdim=True)
+        ids = best.indices.int()
+        return SamplerOutput(ids, LogprobsTensors(ids, best.values, ids[:, 0]))
+
     self_test.check(backend)
+    runner = backend._core.model_executor.driver_worker.worker.model_runner
+    with monkeypatch.context() as patch:
+        patch.setattr(runner, "_sample", greedy)
+        with pytest.raises(EngineError, match="samples by another path"):
+            self_test.check(backend)
+    self_test.check(backend)
+
+
+def test_self_test_refuses_one_wrong_token(backend):
+    from seer.services.engine.vllm import self_test
+
     backend.plant_fault(8)
     with pytest.raises(EngineError, match="reference sampler draws"):
         self_test.check(backend)
-    backend.plant_fault(None)
-    runner = backend._core.model_executor.driver_worker.worker.model_runner
-    ours = runner._sample
-    del runner._sample  # vLLM's own method is back
-    try:
-        with pytest.raises(EngineError, match="samples by another path"):
-            self_test.check(backend)
-    finally:
-        runner._sample = ours
-    self_test.check(backend)
 
 
 def test_self_test_refuses_wrong_noise(backend, monkeypatch):
@@ -370,3 +398,108 @@ def test_versions_name_what_generates(backend):
     assert backend.versions["engine"].startswith("vllm 0.32.")
     assert backend.versions["dtype"] == "float32"  # the checkpoint's own, although dtype is auto
     assert backend.vocab_size == 200
+
+
+def python(code: str, *arguments: str, timeout: float = 280) -> list[str]:
+    """Run code in an interpreter of its own (an engine reads its environment once); return its lines."""
+    done = subprocess.run(
+        [sys.executable, "-c", code, *arguments], capture_output=True, text=True, timeout=timeout
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout.splitlines()
+
+
+TWO_RANKS = """
+import json, sys, threading
+from pathlib import Path
+from seer.common.config import EngineConfig, SharedConfig
+from seer.common.types import SamplingParams
+from seer.services.engine.backend import Chunk
+from seer.services.engine.vllm.backend import VllmBackend
+
+def main():
+    config = EngineConfig(kv_blocks=40, max_num_seqs=8, max_model_len=256, tensor_parallel=2)
+    backend = VllmBackend(config, SharedConfig(model=sys.argv[1]))
+    backend.start()
+    prompt = json.loads(sys.argv[2])
+    sampling = SamplingParams(max_tokens=24, temperature=0.9, repetition_penalty=1.3, top_p=0.95)
+    for key in range(3):
+        backend.add(Chunk(
+            request_id=str(key), group_id="", attempt=0, key=key, prompt_len=len(prompt), max_new_tokens=99,
+            sampling=sampling, tokens=prompt,
+        ))
+    tokens = {str(key): [] for key in range(3)}
+    while backend.has_work():
+        for generated in backend.step().generated:
+            tokens[generated.request_id] += generated.token_ids
+    row = backend.logits(prompt)
+    executor = backend._core.model_executor
+    workers = [worker.proc for worker in executor.workers]
+    backend.close()
+    print(json.dumps([tokens, row.tolist(), len(workers), [worker.is_alive() for worker in workers]]))
+
+if __name__ == "__main__":
+    # Off the main thread, as the engine service runs it.
+    thread = threading.Thread(target=main)
+    thread.start()
+    thread.join()
+"""
+
+
+@pytest.mark.slow
+def test_two_ranks_draw_what_one_draws(backend, tiny_model, tmp_path):
+    script = tmp_path / "two_ranks.py"  # a file: workers are spawned and import it again
+    script.write_text(TWO_RANKS)
+    code = "import runpy, sys; sys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0], run_name='__main__')"
+    lines = python(code, str(script), str(tiny_model), json.dumps(PROMPT))
+    tokens, row, ranks, alive = json.loads(lines[-1])
+    assert (ranks, alive) == (2, [False, False])
+    sampling = SamplingParams(max_tokens=24, temperature=0.9, repetition_penalty=1.3, top_p=0.95)
+    alone = run(backend, [chunk(str(key), sampling, key=key) for key in range(3)])
+    assert tokens == {name: response.tokens for name, response in alone.items()}
+    np.testing.assert_allclose(row, backend.logits(PROMPT), atol=1e-4)
+
+
+REFUSALS = """
+import json, sys
+from pathlib import Path
+from seer.common.config import EngineConfig, SharedConfig
+from seer.common.errors import EngineError
+from seer.services.engine.vllm.backend import VllmBackend
+
+model, scratch = sys.argv[1], Path(sys.argv[2])
+(scratch / "empty").mkdir()
+for name, text in {"broken": "{", "plain": "{}", "alien": '{"architectures": ["NoSuchModel"], "model_type": "x"}'}.items():
+    (scratch / name).mkdir()
+    (scratch / name / "config.json").write_text(text)
+small = dict(max_num_seqs=8, max_model_len=256, kv_blocks=40)
+for folder, config in [
+    (scratch / "missing", small), (scratch / "empty", small), (scratch / "broken", small),
+    (scratch / "plain", small), (scratch / "alien", small), (model, small | {"cpu_cores": "0-x"}),
+    (model, small | {"max_model_len": 100_000}), (model, small | {"kv_blocks": 3}), (model, small | {"kv_blocks": None, "kv_cache_gib": 1e6}), (model, small),
+]:
+    backend = VllmBackend(EngineConfig(**config), SharedConfig(model=str(folder)))
+    try:
+        backend.start()
+        print("started")
+    except EngineError as error:
+        print(str(error).replace(chr(10), " "))
+    backend.close()
+"""
+
+
+@pytest.mark.slow
+def test_what_cannot_be_loaded_is_refused_with_the_field_and_the_fix(tiny_model, tmp_path):
+    lines = python(REFUSALS, str(tiny_model), str(tmp_path))
+    missing, empty, broken, plain, alien, cores, length, blocks, memory, good = lines
+    assert "missing' is not a folder" in missing
+    assert "no readable config.json" in empty
+    assert "no readable config.json" in broken
+    assert "names no architectures" in plain
+    assert "alien' cannot be loaded" in alien
+    assert all("give a Hugging Face model folder" in line for line in (missing, empty, broken, plain))
+    assert cores.startswith("engine.cpu_cores = '0-x'")
+    assert "engine.max_model_len (now 100000)" in length
+    assert "or raise engine.kv_blocks (now 3)" in blocks
+    assert "lower engine.kv_blocks (now None), engine.kv_cache_gib (now 1000000.0)" in memory
+    assert good == "started"  # a failed start leaves nothing behind

@@ -28,7 +28,6 @@ def examples(count):
     return settings(max_examples=count, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
-
 def arrays(dtype):
     return st.binary(max_size=64).map(lambda data: np.frombuffer(data[: len(data) // 4 * 4], dtype))
 

@@ -64,7 +64,9 @@ class Server:
 
 
 def channel(network, me=None, transport=None):
-    return Channel(transport or MemoryTransport(network), ENDPOINT, me or identity(), BufferToEngine, LoopClock())
+    return Channel(
+        transport or MemoryTransport(network), ENDPOINT, me or identity(), BufferToEngine, LoopClock()
+    )
 
 
 @virtual

@@ -110,6 +110,25 @@ def test_cuts_remembered_are_bounded_and_readers_of_any_age_catch_up(store):
         assert reader.streams[0] == store.tokens(GROUP, 0)
 
 
+def test_a_reader_that_missed_two_cuts_is_taken_back_to_the_earlier_position(store):
+    old, new = Reader(), Reader()
+    append(store, range(10))
+    old.fetch(store)
+    append(store, [5, 6, 70], previous=5, attempt=2)
+    new.fetch(store)
+    append(store, [2, 30, 4, 5, 6, 70, 8, 9], previous=2, attempt=3)
+    for reader in (old, new):
+        reader.fetch(store)
+        assert reader.streams == {0: [0, 1, 2, 30, 4, 5, 6, 70, 8, 9]}
+
+
+def test_a_writer_that_contradicts_itself_leaves_no_hole(store):
+    append(store, range(10))
+    append(store, [2, 99], previous=2)
+    assert store.tokens(GROUP, 0) == [0, 1, 2, 99]
+    assert append(store, [10], previous=10) == 4
+
+
 def test_answers_are_bounded_and_go_on_where_they_stopped(store):
     for index in range(3):
         append(store, range(10), index=index)

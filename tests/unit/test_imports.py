@@ -22,5 +22,7 @@ HEAVY = ("torch", "vllm", "transformers", "mooncake")
 )
 def test_light_modules_import_nothing_heavy(module):
     script = f"import sys, {module}; print([name for name in {HEAVY} if name in sys.modules])"
-    found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=60)
+    found = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=60
+    )
     assert found.stdout.strip() == "[]"

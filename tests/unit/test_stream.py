@@ -193,7 +193,9 @@ async def test_old_mail_of_a_dead_publisher_is_not_applied():
     stale = MemoryTransport(network)
     await second.stop()
     ghost = await stale.publisher(PUB)
-    await ghost.send([*encode(Sequenced(incarnation=1, sequence=51)), *encode(Estimates(estimates={"x": 0.0}))])
+    await ghost.send(
+        [*encode(Sequenced(incarnation=1, sequence=51)), *encode(Estimates(estimates={"x": 0.0}))]
+    )
     await stale.close()
     third = await Publisher(MemoryTransport(network), incarnation=3).start()
     assert (await stream.recv()).incarnation == 3

@@ -68,7 +68,9 @@ def test_empty_arrays_and_messages_without_arrays():
     assert Decoder(RegisterGroups).decode(encode(message)) == message
 
 
-@pytest.mark.parametrize("bad", [np.zeros(2), np.zeros(2, np.int64), np.zeros((2, 2), np.int32), "not an array"])
+@pytest.mark.parametrize(
+    "bad", [np.zeros(2), np.zeros(2, np.int64), np.zeros((2, 2), np.int32), "not an array"]
+)
 def test_what_cannot_be_encoded_is_named(bad):
     message = AppendBatch(appends=[], tokens=bad)
     if isinstance(bad, str):
@@ -99,7 +101,9 @@ def test_a_wrong_dtype_is_refused_and_named():
     refuses(encode(message), r"unread frame of f4 - at `\$.logprobs`")
 
 
-@pytest.mark.parametrize("reference", [None, 1, [], [1], [0, "i4"], ["1", "i4"], [1, "i4", 2], {"1": 2}, [1.0, "i4"]])
+@pytest.mark.parametrize(
+    "reference", [None, 1, [], [1], [0, "i4"], ["1", "i4"], [1, "i4", 2], {"1": 2}, [1.0, "i4"]]
+)
 def test_a_reference_of_another_shape_is_refused(reference):
     header, *arrays = encode(chunks([1], [0.5]))
     fields = msgspec.msgpack.decode(header) | {"tokens": reference}
@@ -133,9 +137,7 @@ def test_malformed_headers_are_wire_errors(header):
 
 
 def test_a_bound_on_a_field_names_it():
-    hello = Hello(
-        major=1, minor=0, schema_hash="", config_hash="", role="r", name="x" * 513, incarnation=1
-    )
+    hello = Hello(major=1, minor=0, schema_hash="", config_hash="", role="r", name="x" * 513, incarnation=1)
     refuses(encode(hello), r"at `\$.name`", Hello)
 
 

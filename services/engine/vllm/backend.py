@@ -23,12 +23,12 @@ from seer.common.errors import EngineError, InvalidField, SeerError
 from seer.common.types import Capacity, InstanceStats, SamplingParams
 from seer.services.engine.backend import Chunk, ChunkEnd, Generated, StepOutput
 from seer.services.engine.vllm import env
-from seer.services.engine.vllm.checks import budget, check
-from seer.services.engine.vllm.extra import EXTRA, Extra
+from seer.services.engine.vllm.checks import check
+from seer.services.engine.vllm.requests import engine_request
 from seer.services.engine.vllm.stops import StopStrings
 
 if TYPE_CHECKING:
-    from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest
+    from vllm.v1.engine import EngineCoreOutput
     from vllm.v1.engine.core import EngineCore
     from vllm.v1.engine.core_client import InprocClient
     from vllm.v1.request import Request
@@ -235,24 +235,18 @@ class VllmBackend:
             tokenizer = self._tokenizer.backend_tokenizer
             stops = StopStrings(tokenizer, sampling.stop, sampling.min_tokens, prompt, output)
         engine_id = str(next(self._next_id))
-        request, _ = self._core.preprocess_add_request(
-            _engine_request(engine_id, chunk, stop_ids, self._extra(chunk, stop_ids, capture))
+        described = engine_request(
+            engine_id,
+            chunk,
+            stop_ids=stop_ids,
+            vocab=self._vocab_size,
+            capture=capture,
+            fault_position=self._fault_position,
         )
+        request, _ = self._core.preprocess_add_request(described)
         self._core.add_request(request)
         self._runs[engine_id] = _Run(chunk, request, sampling.max_tokens - len(output), stops)
         self._ids[chunk.request_id, chunk.attempt] = engine_id
-
-    def _extra(self, chunk: Chunk, stop_ids: tuple[int, ...], capture: bool) -> Extra:
-        from seer.services.engine.vllm.sampling import RequestSampling
-
-        packed = RequestSampling.pack(
-            chunk.sampling,
-            key=chunk.key,
-            prompt_len=chunk.prompt_len,
-            stop_ids=stop_ids,
-            vocab=self._vocab_size,
-        )
-        return Extra(sampling=packed, capture=capture, fault_position=self._fault_position)
 
     def _report(self, output: EngineCoreOutput, result: StepOutput) -> None:
         run = self._runs[output.request_id]
@@ -264,7 +258,7 @@ class VllmBackend:
         by_id = ended is not None and str(ended) == "stop"
         tokens, stop_string = output.new_token_ids, None
         if run.stops is not None:
-            tokens, stop_string = _until_stop(run.stops, tokens, by_id)
+            tokens, stop_string = run.stops.cut(tokens, ends_by_id=by_id)
         if tokens:
             self._generated += len(tokens)
             run.left -= len(tokens)
@@ -308,29 +302,3 @@ class VllmBackend:
         del self._ids[run.chunk.request_id, run.chunk.attempt]
         self._preemptions += run.request.num_preemptions
         return run
-
-
-def _engine_request(
-    engine_id: str, chunk: Chunk, stop_ids: tuple[int, ...], extra: Extra
-) -> EngineCoreRequest:
-    """Describe a chunk to vLLM: greedy, ended by the token limit and stop ids alone."""
-    from vllm import SamplingParams as EngineParams
-    from vllm.v1.engine import EngineCoreRequest
-
-    params = EngineParams(
-        temperature=0.0, max_tokens=budget(chunk), stop_token_ids=list(stop_ids), ignore_eos=True,
-        detokenize=False, logprobs=0, extra_args={EXTRA: extra},
-    )  # fmt: skip
-    return EngineCoreRequest(
-        request_id=engine_id, prompt_token_ids=chunk.tokens, mm_features=None, sampling_params=params,
-        pooling_params=None, arrival_time=0.0, lora_request=None, cache_salt=None, data_parallel_rank=None,
-    )  # fmt: skip
-
-
-def _until_stop(stops: StopStrings, tokens: list[int], ends_by_id: bool) -> tuple[list[int], str | None]:
-    """Cut `tokens` after the one that completes a stop string; a stop id's own text is not searched."""
-    for count, token in enumerate(tokens[:-1] if ends_by_id else tokens, 1):
-        found = stops.feed(token)
-        if found is not None:
-            return tokens[:count], found
-    return tokens, None

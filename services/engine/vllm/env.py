@@ -32,6 +32,9 @@ EXTENSION = "seer.services.engine.vllm.extension.SeerWorker"
 CPU_KV_SHARE = 0.25
 """Share of free memory that a CPU engine takes for KV unless told: a laptop has other work."""
 
+MAX_VLLM_TEXT = 300
+"""Characters kept of what vLLM says: its advice, further on, is about its own flags."""
+
 _FORCED = {
     "VLLM_USE_V2_MODEL_RUNNER": "0",
     # The engine core lives in this process: one thread steps it, its scheduler is read directly.
@@ -42,7 +45,10 @@ _DEFAULTS = {
     "HF_HUB_OFFLINE": "1",
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_LOGGING_STREAM": "ext://sys.stderr",
     "TORCH_CPP_LOG_LEVEL": "ERROR",
+    # The service starts engines from a thread, with sockets open: a fork would inherit a broken copy.
+    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
 }
 
 
@@ -84,6 +90,8 @@ def load(config: EngineConfig, shared: SharedConfig) -> InprocClient:
 
     try:
         vllm_config: VllmConfig = EngineArgs(**_arguments(config, shared, described)).create_engine_config()
+        if vllm_config.device_config.device_type == "cpu":
+            vllm_config.cache_config.kv_cache_memory_bytes = _cpu_kv_bytes(config, vllm_config)
         return InprocClient(vllm_config, Executor.get_class(vllm_config), log_stats=False)
     except Exception as error:  # whatever a folder or a size provokes inside vLLM
         raise EngineError(explain(error, config, shared)) from error
@@ -155,7 +163,6 @@ def _described(shared: SharedConfig) -> dict[str, Any]:
 def _arguments(config: EngineConfig, shared: SharedConfig, described: dict[str, Any]) -> dict[str, Any]:
     from vllm.platforms import current_platform
 
-    cpu = current_platform.is_cpu()
     return {
         "model": shared.model,
         "skip_tokenizer_init": not (Path(shared.model) / "tokenizer.json").is_file(),
@@ -167,10 +174,9 @@ def _arguments(config: EngineConfig, shared: SharedConfig, described: dict[str, 
         "distributed_executor_backend": "mp" if config.tensor_parallel > 1 else "uni",
         # vLLM keeps one block, its null block, for itself.
         "num_gpu_blocks_override": None if config.kv_blocks is None else config.kv_blocks + 1,
-        "kv_cache_memory_bytes": _cpu_kv_bytes(config) if cpu else None,
         "gpu_memory_utilization": config.gpu_memory_utilization,
         "enable_prefix_caching": True,
-        "enforce_eager": cpu,
+        "enforce_eager": current_platform.is_cpu(),
         "async_scheduling": False,
         "disable_log_stats": True,
         "use_tqdm_on_load": False,
@@ -183,28 +189,44 @@ def _dtype(dtype: str, described: dict[str, Any]) -> str:
     return "float32" if dtype == "auto" and own == "float32" else dtype
 
 
-def _cpu_kv_bytes(config: EngineConfig) -> int:
-    import psutil
+def _cpu_kv_bytes(config: EngineConfig, vllm_config: VllmConfig) -> int:
+    """Return the KV memory of one rank: as told, or all that can be used, within a share of free memory."""
+    import torch
+    from vllm.utils.cpu_resource_utils import get_allowed_cpu_list, get_memory_node_info
 
     if config.kv_cache_gib is not None:
         return int(config.kv_cache_gib * 2**30)
-    return int(psutil.virtual_memory().available * CPU_KV_SHARE)
+    model, parallel = vllm_config.model_config, vllm_config.parallel_config
+    per_token = 2 * model.get_num_layers(parallel) * model.get_num_kv_heads(parallel) * model.get_head_size()
+    longest = model.max_model_len + 2 * vllm_config.cache_config.block_size  # rounding, the null block
+    usable = per_token * torch.finfo(model.dtype).bits // 8 * longest * config.max_num_seqs
+    node = get_memory_node_info(get_allowed_cpu_list()[0].numa_node)
+    return min(usable, int(node.available_memory * CPU_KV_SHARE / config.tensor_parallel))
 
 
 def explain(error: Exception, config: EngineConfig, shared: SharedConfig) -> str:
-    """Turn what vLLM raised while loading into one line that ends with the field to change."""
+    """Turn what vLLM raised while loading into one line that names the field to change."""
     text = " ".join(str(error).split()) or type(error).__name__
+    text = text.partition("Value error, ")[2] or text  # pydantic's way to begin
     lower = text.lower()
-    if "kv cache" in lower or "cache blocks" in lower or "out of memory" in lower or "allocate" in lower:
-        fix = (
-            f"lower engine.max_model_len (now {config.max_model_len}) or give more of engine.kv_blocks "
-            f"(now {config.kv_blocks}), engine.kv_cache_gib (now {config.kv_cache_gib}), "
-            f"engine.gpu_memory_utilization (now {config.gpu_memory_utilization})"
-        )
+    if any(
+        sign in lower
+        for sign in ("out of memory", "allocate memory", "less than requested", "less than desired")
+    ):
+        fix = f"lower {_kv_fields(config)}: the memory is not there"
+    elif "kv cache" in lower or "cache blocks" in lower:
+        fix = f"lower engine.max_model_len (now {config.max_model_len}), or raise {_kv_fields(config)}"
     elif "max_model_len" in lower:
         fix = f"lower engine.max_model_len (now {config.max_model_len})"
     elif "tensor parallel" in lower or "divisible" in lower:
         fix = f"change engine.tensor_parallel (now {config.tensor_parallel}) to divide the model's heads"
     else:
         fix = "give a model folder that vLLM can load, and an engine.dtype that it knows"
-    return f"shared.model = {shared.model!r} cannot be loaded: {text[:600]}; {fix}"
+    return f"shared.model = {shared.model!r} cannot be loaded: {fix}. vLLM says: {text[:MAX_VLLM_TEXT]}"
+
+
+def _kv_fields(config: EngineConfig) -> str:
+    return (
+        f"engine.kv_blocks (now {config.kv_blocks}), engine.kv_cache_gib (now {config.kv_cache_gib}) or "
+        f"engine.gpu_memory_utilization (now {config.gpu_memory_utilization})"
+    )

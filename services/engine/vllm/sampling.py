@@ -252,8 +252,8 @@ def check_tokens(tokens: npt.NDArray[np.int32], params: RowParams) -> None:
     record = params.records[row]
     where = f"row {row} (key {int(record['key']):#x}, position {int(record['position'])})"
     raise EngineError(
-        f"{len(bad)} of {len(tokens)} rows cannot be sampled; the first is {where}: its logits hold NaN or an "
-        "infinite maximum, or every token is masked; check the weights, their dtype, and the request's "
+        f"{len(bad)} of {len(tokens)} rows cannot be sampled; the first is {where}: its logits hold NaN or "
+        "an infinite maximum, or every token is masked; check the weights, their dtype, and the request's "
         "logit_bias and temperature"
     )
 

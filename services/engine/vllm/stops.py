@@ -40,8 +40,18 @@ class StopStrings:
         for token in output:
             self._grow(token)
 
-    def feed(self, token: int) -> str | None:
-        """Add one token; return the stop string that its text completes, if any."""
+    def cut(self, tokens: list[int], *, ends_by_id: bool) -> tuple[list[int], str | None]:
+        """Add new tokens; return them up to the one that completes a stop string, and that string.
+
+        With `ends_by_id` the last one is a stop id: it has no text to search.
+        """
+        for count, token in enumerate(tokens[:-1] if ends_by_id else tokens, 1):
+            found = self._feed(token)
+            if found is not None:
+                return tokens[:count], found
+        return tokens, None
+
+    def _feed(self, token: int) -> str | None:
         text, fresh = self._tail, self._grow(token)
         if not fresh or self._count <= self._min_tokens:
             return None

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import operator
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -22,14 +22,17 @@ from seer.hardware import Machine
 Need = tuple[str, str, str | int]
 """A counter, `>` or `==`, and a number or another counter."""
 
+SCARCITY = 0.25
+"""Sequences of uneven lengths that end at different times need about half of the sum at once."""
+
 _COMPARE = {">": operator.gt, "==": operator.eq}
 
 
 class Cell(msgspec.Struct, frozen=True, kw_only=True):
     """A way to run. `buffer` and `engine` override those sections of the configuration.
 
-    `scarce` leaves an engine the KV blocks of one longest sequence. Counters for `needs` are those
-    of `run.CellRun`.
+    `scarce` leaves an engine too few KV blocks for what it runs at once. Counters for `needs` are
+    those of `run.CellRun`.
     """
 
     name: str
@@ -40,17 +43,14 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True):
     engine: dict[str, str | int] = {}
     scarce: bool = False
 
-    def config(self, base: Config) -> Config:
-        """Return the configuration that this cell runs; `base` must give `engine.max_model_len`."""
+    def config(self, base: Config, lengths: Sequence[int] = ()) -> Config:
+        """Return the configuration that this cell runs.
+
+        `lengths` are those of the sequences in order of submission, for `scarce_blocks`.
+        """
         engine = msgspec.structs.replace(base.engine, **self.engine)
         if self.scarce:
-            size = Capacity(
-                kv_blocks=0,
-                block_size=base.shared.block_size,
-                max_num_seqs=1,
-                max_model_len=engine.max_model_len or 0,
-            )
-            engine = msgspec.structs.replace(engine, kv_blocks=size.blocks_for(size.max_model_len, 0))
+            engine = msgspec.structs.replace(engine, kv_blocks=scarce_blocks(base, lengths))
         buffer = msgspec.structs.replace(base.buffer, **self.buffer)
         return msgspec.structs.replace(base, engine=engine, buffer=buffer)
 
@@ -101,7 +101,7 @@ CELLS: dict[str, Cell] = {
         ),
         Cell(
             name="preempt",
-            about="KV memory for one longest sequence",
+            about="a quarter of the KV memory",
             buffer={"policy": "static"},
             scarce=True,
             needs=(("preemptions", ">", 0),),
@@ -117,6 +117,22 @@ CELLS: dict[str, Cell] = {
 }
 
 REFERENCE = next(iter(CELLS.values()))
+
+
+def scarce_blocks(base: Config, lengths: Sequence[int]) -> int:
+    """Return KV blocks for one longest sequence, or a `SCARCITY` of the first to run if that is more.
+
+    vLLM admits a sequence when its prompt fits, so memory for a share of all makes it preempt; with
+    still less it would do little else. `lengths` count prompt and response.
+    """
+    capacity = Capacity(
+        kv_blocks=0,
+        block_size=base.shared.block_size,
+        max_num_seqs=base.engine.max_num_seqs,
+        max_model_len=base.engine.max_model_len or max(lengths, default=0),
+    )
+    at_once = sum(capacity.blocks_for(length, 0) for length in lengths[: capacity.max_num_seqs])
+    return max(capacity.blocks_for(capacity.max_model_len, 0), int(at_once * SCARCITY))
 
 
 def choose(names: str, config: Config, machine: Machine) -> tuple[list[Cell], dict[str, str]]:

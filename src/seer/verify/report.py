@@ -90,9 +90,8 @@ class Report(msgspec.Struct, kw_only=True):
                 found.append(f"{cell.name} did not finish: {cell.error}")
             if cell.unmet:
                 found.append(f"{cell.name} did not exercise {', '.join(cell.unmet)}")
-            for verdict in ("bug", "unjudged"):
-                if cell.count(verdict):
-                    found.append(f"{cell.name}: {verdict} mismatches: {cell.count(verdict)}")
+            if cell.count("bug"):
+                found.append(f"{cell.name} has {cell.count('bug')} bugs, {cell.count('unjudged')} unjudged")
         if self.tokens_compared < self.min_tokens:
             found.append(
                 f"only {self.tokens_compared} tokens were compared, at least {self.min_tokens} are needed "
@@ -107,22 +106,20 @@ class Report(msgspec.Struct, kw_only=True):
     def as_json(self) -> dict[str, object]:
         """Return everything, with the sums; numbers that are not finite become null."""
         failures = self.failures()
-        sums = {
+        whole: dict[str, object] = {
             "passed": not failures,
             "failures": failures,
             "tokens_compared": self.tokens_compared,
-            **{verdict: self.count(verdict) for verdict in VERDICTS},
         }
-        plain: dict[str, object] = msgspec.json.decode(msgspec.json.encode(self))
-        cells = [
-            {
-                **msgspec.json.decode(msgspec.json.encode(cell)),
-                "flips_per_million": cell.flips_per_million,
-                **{verdict: cell.count(verdict) for verdict in VERDICTS},
-            }
+        whole |= {verdict: self.count(verdict) for verdict in VERDICTS}
+        whole |= _plain(self)
+        whole["cells"] = [
+            _plain(cell)
+            | {verdict: cell.count(verdict) for verdict in VERDICTS}
+            | {"flips_per_million": cell.flips_per_million}
             for cell in self.cells
         ]
-        return {**sums, **plain, "cells": cells}
+        return whole
 
 
 VERDICTS: tuple[Verdict, ...] = ("numeric", "bug", "unjudged")
@@ -140,27 +137,31 @@ def show(report: Report, console: Console) -> None:
         table.add_row(cell.name, *_figures(cell))
     console.print(table)
     for name, why in report.skipped.items():
-        console.print(f"{name}: not run: {why}", highlight=False)
+        console.print(f"{name}: not run: {why}")
     for cell in report.cells:
         for mismatch in sorted(cell.mismatches, key=lambda m: m.verdict)[:SHOWN_MISMATCHES]:
-            console.print(f"{cell.name}: {_described(mismatch)}", highlight=False, soft_wrap=True)
+            console.print(f"{cell.name}: {_described(mismatch)}")
         hidden = len(cell.mismatches) - SHOWN_MISMATCHES
         if hidden > 0:
-            console.print(f"{cell.name}: {hidden} more; --json has them all", highlight=False)
+            console.print(f"{cell.name}: {hidden} more; --json has them all")
     _conclude(report, console)
+
+
+def _plain(struct: msgspec.Struct) -> dict[str, object]:
+    # By way of JSON, which has no infinity: msgspec writes null, json.dumps would write nonsense.
+    plain: dict[str, object] = msgspec.json.decode(msgspec.json.encode(struct))
+    return plain
 
 
 def _conclude(report: Report, console: Console) -> None:
     failures = report.failures()
     console.print(
-        f"{'FAILED' if failures else 'PASSED'}: {report.tokens_compared} tokens compared in {len(report.cells)} "
-        f"cells (at least {report.min_tokens} needed), {report.count('numeric')} numeric mismatches, "
-        f"{report.count('bug')} bugs",
-        highlight=False,
-        soft_wrap=True,
+        f"{'FAILED' if failures else 'PASSED'}: {report.tokens_compared} tokens compared in "
+        f"{len(report.cells)} cells (at least {report.min_tokens} needed), "
+        f"{report.count('numeric')} numeric mismatches, {report.count('bug')} bugs"
     )
     for line in failures:
-        console.print(f"- {line}", highlight=False, markup=False, soft_wrap=True)
+        console.print(f"- {line}")
 
 
 _HEADINGS = (

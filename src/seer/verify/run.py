@@ -48,6 +48,9 @@ SLACK_TOKENS = 32
 STATUS_WAIT_SECONDS = 10.0
 """How long the engines' last counters may take to reach the buffer."""
 
+PLAIN_WIDTH = 120
+"""Columns of the table when nobody's terminal limits it."""
+
 Say = Callable[[str], None]
 
 
@@ -86,7 +89,8 @@ def perform(job: Job, json_file: Path | None) -> int:
     if json_file is not None:
         check_writable("--json", json_file)
     report = verify(job, lambda line: print(line, file=sys.stderr, flush=True))
-    show(report, Console())
+    width = None if sys.stdout.isatty() else PLAIN_WIDTH
+    show(report, Console(width=width, markup=False, highlight=False, soft_wrap=True))
     if json_file is not None:
         write_report(json_file, report.as_json())
     return 1 if report.failures() else 0
@@ -101,41 +105,51 @@ def verify(job: Job, say: Say) -> Report:
     config, prompts = _prepare(job)
     (reference, *others), skipped = choose(job.matrix, config, Machine.here())
     first = _perform(reference, reference.config(config), job, prompts, say)
-    dtype = first.versions.get("dtype", "")
-    tolerance = LOGPROB_TOLERANCE.get(dtype, 0.0) if job.logprob_tolerance is None else job.logprob_tolerance
-    report = Report(
-        versions=first.versions,
-        dtype=dtype,
-        seed=job.seed,
-        rollout_number=ROLLOUT_NUMBER,
-        n=job.n,
-        prompts=len(prompts),
-        sampling=job.sampling,
-        min_tokens=job.min_tokens,
-        logprob_tolerance=tolerance,
-        skipped=skipped,
-        reference=_cell_report(reference, first),
-    )
+    report = _new_report(job, len(prompts), skipped, _cell_report(reference, first), first.versions)
     if job.plant_fault:
         report.fault = Fault(cell=others[0].name, position=most_random_position(first.groups))
         say(f"planting a fault: {others[0].name} draws absolute position {report.fault.position} wrongly")
+    lengths = [g.prompt_token_ids.size + r.token_ids.size for g in first.groups for r in g.responses]
     runs = {}
     for cell in others:
         try:
-            found = _perform(cell, _planted(cell, config, report.fault), job, prompts, say)
+            its = _planted(cell, cell.config(config, lengths), report.fault)
+            found = _perform(cell, its, job, prompts, say)
         except (InvalidField, ConfigError):
             raise
         except SeerError as error:
             say(f"{cell.name} failed: {error}")
             report.cells.append(CellReport(name=cell.name, about=cell.about, error=str(error)))
             continue
-        comparison = compare(first.groups, found.groups, job.sampling.temperature, tolerance)
-        report.cells.append(_cell_report(cell, found))
-        report.cells[-1].comparison = comparison
+        found_report = _cell_report(cell, found)
+        found_report.comparison = compare(
+            first.groups, found.groups, job.sampling.temperature, report.logprob_tolerance
+        )
+        report.cells.append(found_report)
         runs[cell.name] = found.groups
     if config.engine.backend == "vllm":
         judge(report, reference.config(config), first.groups, runs, say)
     return report
+
+
+def _new_report(
+    job: Job, prompts: int, skipped: dict[str, str], reference: CellReport, versions: dict[str, str]
+) -> Report:
+    dtype = versions.get("dtype", "")
+    tolerance = job.logprob_tolerance
+    return Report(
+        versions=versions,
+        dtype=dtype,
+        seed=job.seed,
+        rollout_number=ROLLOUT_NUMBER,
+        n=job.n,
+        prompts=prompts,
+        sampling=job.sampling,
+        min_tokens=job.min_tokens,
+        logprob_tolerance=LOGPROB_TOLERANCE.get(dtype, 0.0) if tolerance is None else tolerance,
+        skipped=skipped,
+        reference=reference,
+    )
 
 
 def most_random_position(groups: Sequence[Group]) -> int:
@@ -172,8 +186,7 @@ def _prepare(job: Job) -> tuple[Config, list[Prompt]]:
     return config, [Prompt(line.prompt.id, token_ids=line.prompt.token_ids) for line in lines]
 
 
-def _planted(cell: Cell, base: Config, fault: Fault | None) -> Config:
-    config = cell.config(base)
+def _planted(cell: Cell, config: Config, fault: Fault | None) -> Config:
     if fault is None or fault.cell != cell.name:
         return config
     engine = msgspec.structs.replace(config.engine, fault_position=fault.position)

@@ -1,0 +1,154 @@
+"""Time the native sampler against its peers on one core; print JSON.
+
+    python bench/sampler.py [--repeats 31]
+
+Microseconds per row, medians of CPU time over the repeats, on synthetic rows: `diffuse` is normal
+with sigma 3, `peaked` has one token at 95 % or more. Peers, in the same run on the same rows: torch's
+log_softmax alone; vLLM's own sampler at temperature 1 with the sampled token's logprob; a draw by
+numpy's Philox and Gumbel (the prototype's way, without logprob).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")  # vLLM compiles a helper for 20 s otherwise
+
+import numpy as np
+import torch
+import vllm
+from vllm.v1.sample.logits_processor import LogitsProcessors
+from vllm.v1.sample.metadata import SamplingMetadata
+from vllm.v1.sample.sampler import Sampler
+
+from seer import _native
+from seer.common.types import SamplingParams
+from seer.services.engine.vllm import sampling
+
+ROWS = {66: 32, 32_768: 8, 151_936: 8}
+OPTIONS = {
+    "plain": {},
+    "temperature_0.8": {"temperature": 0.8},
+    "greedy": {"temperature": 0.0},
+    "top_p_0.95": {"top_p": 0.95},
+    "top_k_50": {"top_k": 50},
+}
+
+
+def logits_of(kind: str, rows: int, vocab: int) -> torch.Tensor:
+    x = torch.randn(rows, vocab, generator=torch.Generator().manual_seed(vocab)) * (
+        3.0 if kind == "diffuse" else 2.0
+    )
+    if kind == "peaked":
+        top = x.logsumexp(-1) + 3.0
+        x[torch.arange(rows), torch.arange(rows) * 7 % vocab] = top
+    return x
+
+
+def seer_draw(logits: torch.Tensor, fields: dict[str, float]) -> Callable[[], object]:
+    rows, vocab = logits.shape
+    params = SamplingParams(max_tokens=1024, **fields)
+    table = sampling.SamplingTable(
+        [
+            sampling.RequestSampling.pack(params, key=k, prompt_len=1, stop_ids=(), vocab=vocab)
+            for k in range(rows)
+        ]
+    )
+    positions = np.full(rows, 100)
+
+    def draw() -> object:
+        positions[:] += 1
+        return sampling.sample_rows(logits, table.step(positions))
+
+    return draw
+
+
+def vllm_draw(logits: torch.Tensor, top_p: float | None, top_k: int | None) -> Callable[[], object]:
+    rows = len(logits)
+    ones, none = torch.ones(rows), torch.zeros(rows)
+    metadata = SamplingMetadata(
+        temperature=ones, all_greedy=False, all_random=True,
+        top_p=None if top_p is None else ones * top_p,
+        top_k=None if top_k is None else torch.full((rows,), top_k),
+        generators={}, max_num_logprobs=0, no_penalties=True, prompt_token_ids=None,
+        frequency_penalties=none, presence_penalties=none, repetition_penalties=ones,
+        output_token_ids=[[] for _ in range(rows)], allowed_token_ids_mask=None, bad_words_token_ids={},
+        logitsprocs=LogitsProcessors(),
+    )  # fmt: skip
+    sampler = Sampler()
+    return lambda: sampler(logits.clone(), metadata)  # it works in place
+
+
+def numpy_draw(logits: torch.Tensor) -> Callable[[], object]:
+    x = logits.numpy()
+
+    def draw() -> object:
+        for row, line in enumerate(x):
+            noise = np.random.Generator(np.random.Philox(key=row, counter=100)).gumbel(size=line.size)
+            (line + noise).argmax()
+        return None
+
+    return draw
+
+
+def microseconds(draw: Callable[[], object], rows: int, repeats: int) -> float:
+    inner = max(1, 20_000 // (rows * 100)) if rows > 8 else 1
+    draw()
+    times = []
+    for _ in range(repeats):
+        start = time.process_time_ns()
+        for _ in range(inner):
+            draw()
+        times.append((time.process_time_ns() - start) / 1000 / inner / rows)
+    return round(statistics.median(times), 2)
+
+
+def processor_name() -> str:
+    info = Path("/proc/cpuinfo")
+    names = [
+        line.split(":")[1].strip() for line in info.read_text().splitlines() if line.startswith("model name")
+    ]
+    return names[0] if names else platform.machine()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--repeats", type=int, default=31)
+    repeats = parser.parse_args().repeats
+    torch.set_num_threads(1)
+    results = []
+    for vocab, rows in ROWS.items():
+        for kind in ("peaked", "diffuse"):
+            x = logits_of(kind, rows, vocab)
+            line: dict[str, object] = {"vocab": vocab, "rows": rows, "kind": kind}
+            line["seer"] = {name: microseconds(seer_draw(x, f), rows, repeats) for name, f in OPTIONS.items()}
+            line["torch_log_softmax"] = microseconds(lambda x=x: x.log_softmax(-1), rows, repeats)
+            line["vllm_sampler"] = {
+                "plain": microseconds(vllm_draw(x, None, None), rows, repeats),
+                "top_p_0.95": microseconds(vllm_draw(x, 0.95, None), rows, repeats),
+                "top_k_50": microseconds(vllm_draw(x, None, 50), rows, repeats),
+            }
+            line["numpy_philox_gumbel"] = microseconds(numpy_draw(x), rows, repeats)
+            results.append(line)
+    versions = {module.__name__: module.__version__ for module in (torch, vllm, np)}
+    report = {
+        "machine": {"processor": processor_name(), "instruction_set": _native.INSTRUCTION_SET, "cores": 1},
+        "versions": {"python": platform.python_version(), **versions},
+        "load_average": os.getloadavg(),
+        "unit": "microseconds of CPU time per row, median",
+        "results": results,
+    }
+    print(json.dumps(report, indent=1))
+
+
+if __name__ == "__main__":
+    main()

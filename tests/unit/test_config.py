@@ -1,0 +1,102 @@
+import pytest
+
+from seer.common.config import Config, EngineConfig, LogConfig, SharedConfig, dump, load, shared_hash
+from seer.common.errors import ConfigError
+
+
+@pytest.fixture
+def file(tmp_path):
+    def write(text):
+        path = tmp_path / "seer.toml"
+        path.write_text(text)
+        return path
+
+    return write
+
+
+def test_nothing_given_is_the_default():
+    assert load(None) == Config()
+
+
+def test_precedence_is_file_then_environment_then_set(file):
+    path = file('[engine]\nkv_blocks = 1\nname = "file"\nflush_tokens = 5\n')
+    environ = {"SEER_ENGINE__KV_BLOCKS": "2", "SEER_ENGINE__NAME": "env", "PATH": "/bin", "SEER_OTHER": "x"}
+    config = load(path, environ, ["engine.kv_blocks=3"])
+    assert (config.engine.kv_blocks, config.engine.name, config.engine.flush_tokens) == (3, "env", 5)
+
+
+def test_text_takes_the_type_of_its_field():
+    config = load(
+        None,
+        {"SEER_ENGINE__NAME": "007", "SEER_LOG__FORMAT": "json"},
+        ["engine.flush_seconds=1", "engine.kv_cache_gib=0.5", "shared.model = a=b", "engine.cpu_cores=0-3"],
+    )
+    assert config.engine.name == "007"
+    assert config.log.format == "json"
+    assert config.engine.flush_seconds == 1.0
+    assert config.engine.kv_cache_gib == 0.5
+    assert config.shared.model == "a=b"
+    assert config.engine.cpu_cores == "0-3"
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("[engin]\n", r"seer.toml: unknown key engin; did you mean engine\?"),
+        ("[engine]\nkv_block = 1\n", r"unknown key engine.kv_block; did you mean engine.kv_blocks\?"),
+        ("[zzz]\n", "unknown key zzz; valid: shared, endpoints"),
+        ('[engine]\nkv_blocks = "many"\n', r"engine.kv_blocks"),
+        ('[log]\nlevel = "loud"\n', r"log.level"),
+        ("engine = 3\n", "engine"),
+        ("[engine\n", "not valid TOML"),
+    ],
+)
+def test_a_bad_file_is_named_with_key_and_fix(file, text, says):
+    with pytest.raises(ConfigError, match=says):
+        load(file(text))
+
+
+def test_a_file_that_cannot_be_read_is_named(tmp_path):
+    with pytest.raises(ConfigError, match=r"nowhere.toml: .*give a readable TOML file"):
+        load(tmp_path / "nowhere.toml")
+    binary = tmp_path / "binary.toml"
+    binary.write_bytes(b"\xff\xfe")
+    with pytest.raises(ConfigError, match="not valid TOML"):
+        load(binary)
+
+
+@pytest.mark.parametrize(
+    ("environ", "overrides", "says"),
+    [
+        (
+            {"SEER_ENGINE__KV_BLOCK": "1"},
+            [],
+            "environment SEER_ENGINE__KV_BLOCK: unknown key engine.kv_block",
+        ),
+        ({"SEER_ENGINE__KV_BLOCKS": "many"}, [], "environment SEER_ENGINE__KV_BLOCKS: engine.kv_blocks"),
+        ({}, ["engine.kv_blocks"], "write --set section.key=value"),
+        ({}, ["engine=1"], "--set engine=1"),
+        ({}, ["nope.kv_blocks=1"], "unknown key nope"),
+        ({}, ["engine.kv_blocks=many"], "--set engine.kv_blocks=many: engine.kv_blocks"),
+        ({}, ["engine.backend=vlm"], "--set engine.backend=vlm: engine.backend"),
+    ],
+)
+def test_a_bad_override_is_named(environ, overrides, says):
+    with pytest.raises(ConfigError, match=says):
+        load(None, environ, overrides)
+
+
+def test_a_dump_reads_back_equal(file):
+    config = Config(
+        engine=EngineConfig(name='quote " and é', kv_blocks=48, kv_cache_gib=0.25),
+        log=LogConfig(format="json"),
+    )
+    assert load(file(dump(config))) == config
+    assert load(file(dump(Config()))) == Config()
+
+
+def test_the_shared_hash_covers_what_must_agree_and_nothing_else():
+    base = shared_hash(SharedConfig(model="/models/tiny"))
+    assert base == shared_hash(SharedConfig(model="/elsewhere/tiny"))
+    assert base != shared_hash(SharedConfig(model="/models/other"))
+    assert base != shared_hash(SharedConfig(model="/models/tiny", block_size=16))

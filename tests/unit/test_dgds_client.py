@@ -1,0 +1,329 @@
+"""The client engines embed, against the real server over the memory transport, in virtual time."""
+
+import asyncio
+from contextlib import asynccontextmanager
+
+import numpy as np
+from virtual_time import eventually, virtual
+
+from seer.common.channel import Channel, Identity
+from seer.common.clock import LoopClock
+from seer.common.config import Config, DgdsConfig, EngineConfig, SharedConfig, shared_hash
+from seer.common.transport.faulty import Faults, FaultyTransport
+from seer.common.transport.memory import MemoryNetwork, MemoryTransport
+from seer.common.wire import messages as m
+from seer.services.dgds import server as dgds_server
+from seer.services.dgds.client import MAX_BATCH_TOKENS, OPEN_SECONDS, DgdsClient
+from seer.services.dgds.outputs import OVERHEAD_TOKENS
+from seer.services.dgds.server import DgdsServer, make
+
+CONFIG = Config()
+GROUP = "r/a"
+
+
+def array(*tokens):
+    return np.array(tokens, dtype=np.int32)
+
+
+def client_of(transport, name="one", max_retained_tokens=10**6, **settings):
+    me = Identity(role="engine", name=name, incarnation=1, config_hash=shared_hash(CONFIG.shared))
+    return DgdsClient(
+        transport, CONFIG.endpoints.dgds, me, LoopClock(), EngineConfig(**settings), max_retained_tokens
+    )
+
+
+class System:
+    """One dgds that can be killed and started again, and any number of clients."""
+
+    def __init__(self, config=CONFIG):
+        self.network = MemoryNetwork()
+        self.config = config
+        self.tasks = []
+
+    async def start(self):
+        self.transport = MemoryTransport(self.network)
+        self.server: DgdsServer = make(self.config, self.transport, LoopClock())
+        assert await self.server.start() == {"dgds": CONFIG.endpoints.dgds}
+        self.serving = asyncio.create_task(self.server.run())
+
+    async def kill(self):
+        self.serving.cancel()
+        await self.transport.close()
+
+    def client(self, **settings):
+        made = client_of(settings.pop("transport", None) or MemoryTransport(self.network), **settings)
+        self.tasks.append(asyncio.create_task(made.run()))
+        return made
+
+    def held(self, index=0, group_id=GROUP):
+        return self.server.store.tokens(group_id, index)
+
+
+@asynccontextmanager
+async def system(started=True, config=CONFIG):
+    made = System(config)
+    if started:
+        await made.start()
+    yield made
+    for task in made.tasks:
+        task.cancel()
+    if hasattr(made, "serving"):
+        await made.kill()
+
+
+@virtual
+async def test_tokens_of_all_requests_share_a_batch_per_flush():
+    async with system() as it:
+        client = it.client(flush_seconds=0.5)
+        await asyncio.sleep(1)
+        for index in range(3):
+            client.begin(GROUP, index, 1, array())
+        for step in range(4):
+            for index in range(3):
+                client.append(GROUP, index, 1, step, [10 * index + step])
+            await asyncio.sleep(0.1)
+        assert it.held() is None
+        await asyncio.sleep(0.2)
+        assert [it.held(index) for index in range(3)] == [[10 * i + s for s in range(4)] for i in range(3)]
+        assert client.counters["batches"] == 1
+
+
+@virtual
+async def test_many_tokens_of_one_request_are_flushed_at_once():
+    async with system() as it:
+        client = it.client(flush_seconds=100.0, flush_tokens=8)
+        await asyncio.sleep(1)
+        client.append(GROUP, 0, 1, 0, range(7))
+        await asyncio.sleep(1)
+        assert it.held() is None
+        client.append(GROUP, 0, 1, 7, [7])
+        await asyncio.sleep(1)
+        assert it.held() == list(range(8))
+
+
+@virtual
+async def test_an_absent_dgds_costs_counters_and_is_caught_up_with_when_it_comes():
+    async with system(started=False) as it:
+        client = it.client()
+        client.begin(GROUP, 0, 1, array())
+        client.append(GROUP, 0, 1, 0, [1, 2])
+        await asyncio.sleep(3 * OPEN_SECONDS)
+        client.append(GROUP, 0, 1, 2, [3])
+        assert await client.fetch([GROUP]) == []
+        assert client.counters["absences"] >= 2
+        await it.start()
+        await eventually(lambda: it.held() == [1, 2, 3])
+
+
+@virtual
+async def test_an_absent_dgds_holds_bounded_memory_and_drops_whole_requests():
+    async with system(started=False) as it:
+        client = it.client(max_retained_tokens=2 * OVERHEAD_TOKENS + 150)
+        for index in range(3):
+            client.append(GROUP, index, 1, 0, range(70))
+        assert (client.counters["dropped_responses"], client.counters["dropped_tokens"]) == (1, 70)
+        await it.start()
+        await eventually(lambda: it.held(2) is not None)
+        client.append(GROUP, 0, 1, 70, [70])
+        client.append(GROUP, 2, 1, 70, [70])
+        await eventually(lambda: client.counters["unfillable"] == 1)
+        assert [it.held(index) for index in range(3)] == [None, list(range(70)), list(range(71))]
+        client.begin(GROUP, 0, 2, array(*range(71)))
+        client.append(GROUP, 0, 2, 71, [71])
+        await eventually(lambda: it.held(0) == list(range(72)))
+
+
+@virtual
+async def test_a_restarted_dgds_is_sent_everything_again():
+    async with system() as it:
+        client = it.client()
+        client.begin(GROUP, 0, 1, array())
+        client.append(GROUP, 0, 1, 0, [1, 2])
+        client.append(GROUP, 1, 1, 0, [9])
+        await eventually(lambda: it.held(1) == [9])
+        await it.kill()
+        client.append(GROUP, 0, 1, 2, [3])
+        await asyncio.sleep(1)
+        await it.start()
+        await eventually(lambda: it.held(0) == [1, 2, 3] and it.held(1) == [9])
+        assert client.counters["unfillable"] == 0
+
+
+@virtual
+async def test_a_gap_is_filled_from_the_context_of_a_chunk_begun_elsewhere():
+    async with system() as it:
+        client = it.client()
+        client.begin(GROUP, 0, 2, array(*range(100)))
+        client.append(GROUP, 0, 2, 100, [100, 101])
+        await eventually(lambda: it.held() == list(range(102)))
+        assert (client.counters["gaps"], client.counters["tokens"]) == (1, 104)
+
+
+@virtual
+async def test_the_next_chunk_on_the_same_engine_sends_what_the_last_left_unsent():
+    async with system() as it:
+        client = it.client(flush_seconds=1.0)
+        client.begin(GROUP, 0, 1, array())
+        client.append(GROUP, 0, 1, 0, [1, 2])
+        client.begin(GROUP, 0, 2, array(1, 2))
+        client.append(GROUP, 0, 2, 2, [3])
+        await eventually(lambda: it.held() == [1, 2, 3])
+        assert client.counters["gaps"] == 0
+
+
+@virtual
+async def test_a_newer_attempt_elsewhere_replaces_what_differs_for_readers():
+    async with system() as it:
+        first, second, reader = it.client(), it.client(name="two"), it.client(name="three")
+        first.append(GROUP, 0, 1, 0, [1, 2, 3, 4])
+        await eventually(lambda: it.held() == [1, 2, 3, 4])
+        assert [(d.previous, d.tokens.tolist()) for d in await reader.fetch([GROUP])] == [(0, [1, 2, 3, 4])]
+        second.begin(GROUP, 0, 2, array(1, 2))
+        second.append(GROUP, 0, 2, 2, [3, 7])
+        await eventually(lambda: it.held() == [1, 2, 3, 7])
+        first.append(GROUP, 0, 1, 4, [5])
+        assert [(d.previous, d.tokens.tolist()) for d in await reader.fetch([GROUP])] == [(3, [7])]
+        await asyncio.sleep(1)
+        assert it.held() == [1, 2, 3, 7]
+        assert await reader.fetch([GROUP]) == []
+
+
+@virtual
+async def test_a_big_resend_is_split_and_fetched_in_parts():
+    async with system() as it:
+        writer, reader = it.client(), it.client(name="two")
+        long = np.arange(MAX_BATCH_TOKENS + 5, dtype=np.int32)
+        writer.begin(GROUP, 0, 1, long)
+        writer.append(GROUP, 0, 1, len(long), [7])
+        await eventually(lambda: it.held() is not None and len(it.held()) == len(long) + 1)
+        deltas = await reader.fetch([GROUP])
+        assert [len(delta.tokens) for delta in deltas] == [dgds_server.MAX_DELTA_TOKENS, 6]
+        assert [delta.previous for delta in deltas] == [0, dgds_server.MAX_DELTA_TOKENS]
+
+
+@virtual
+async def test_fetching_remembers_what_it_returned_until_told_to_forget():
+    async with system() as it:
+        client = it.client()
+        client.append(GROUP, 0, 1, 0, [1])
+        client.append("r/b", 5, 1, 0, [2])
+        await eventually(lambda: it.held(5, "r/b") == [2])
+        found = await client.fetch([GROUP, "r/b", "r/unknown"])
+        assert [(d.group_id, d.index, d.previous, d.tokens.tolist()) for d in found] == [
+            (GROUP, 0, 0, [1]),
+            ("r/b", 5, 0, [2]),
+        ]
+        assert await client.fetch([GROUP, "r/b"]) == []
+        client.forget(["r/b"])
+        assert [d.group_id for d in await client.fetch([GROUP, "r/b"])] == ["r/b"]
+
+
+@virtual
+async def test_readers_start_over_after_a_restart_of_the_dgds():
+    async with system() as it:
+        writer, reader = it.client(), it.client(name="two")
+        writer.append(GROUP, 0, 1, 0, [1, 2])
+        await eventually(lambda: it.held() == [1, 2])
+        await reader.fetch([GROUP])
+        await it.kill()
+        await it.start()
+        await eventually(lambda: it.held() == [1, 2])
+        await asyncio.sleep(10)
+        assert [(d.previous, d.tokens.tolist()) for d in await reader.fetch([GROUP])] == [(0, [1, 2])]
+
+
+@virtual
+async def test_an_unanswered_fetch_ends_at_its_deadline():
+    async with system() as it:
+        client = it.client()
+        client.append(GROUP, 0, 1, 0, [1])
+        await eventually(lambda: it.held() == [1])
+        await it.kill()
+        started = LoopClock().now()
+        assert await client.fetch([GROUP], seconds=0.25) == []
+        assert LoopClock().now() - started <= 0.26
+        assert client.counters["unanswered_fetches"] == 1
+
+
+@virtual
+async def test_registered_groups_live_as_long_as_they_were_registered_for():
+    async with system(config=Config(dgds=DgdsConfig(ttl_seconds=5.0))) as it:
+        client = it.client()
+        client.register([GROUP], 100.0)
+        client.append(GROUP, 0, 1, 0, [1])
+        client.append("r/b", 0, 1, 0, [1])
+        await eventually(lambda: len(it.server.store) == 2)
+        await asyncio.sleep(20)
+        assert (it.held(), it.held(0, "r/b")) == ([1], None)
+
+
+@virtual
+async def test_closing_flushes():
+    async with system() as it:
+        client = it.client(flush_seconds=1000.0)
+        await asyncio.sleep(1)
+        client.append(GROUP, 0, 1, 0, [1])
+        it.tasks.pop().cancel()
+        await client.close(1.0)
+        await eventually(lambda: it.held() == [1])
+
+
+@virtual
+async def test_closing_without_a_dgds_is_quick_and_quiet():
+    client = client_of(MemoryTransport(MemoryNetwork()))
+    client.append(GROUP, 0, 1, 0, [1])
+    await client.close(1.0)
+    assert LoopClock().now() <= 1.0
+
+
+@virtual
+async def test_lossy_lines_only_delay():
+    async with system() as it:
+        plan = Faults(drop=0.2, duplicate=0.2, reorder=0.2, delay_seconds=0.2)
+        faulty = FaultyTransport(MemoryTransport(it.network), 7, plan, LoopClock())
+        client, reader, streams = it.client(transport=faulty), it.client(name="two"), {}
+        for index in range(4):
+            client.begin(GROUP, index, 1, array())
+        for step in range(100):
+            for index in range(4):
+                client.append(GROUP, index, 1, step, [step % (index + 2)])
+            await asyncio.sleep(0.05)
+            for delta in await reader.fetch([GROUP]):
+                stream = streams.setdefault(delta.index, [])
+                assert delta.previous <= len(stream)
+                stream[delta.previous :] = delta.tokens.tolist()
+        faulty.plan = Faults()
+        await asyncio.sleep(5)
+        for index in range(4):
+            client.append(GROUP, index, 1, 100, [100])
+        whole = {index: [*(step % (index + 2) for step in range(100)), 100] for index in range(4)}
+        await eventually(lambda: {index: it.held(index) for index in range(4)} == whole)
+        for delta in await reader.fetch([GROUP]):
+            streams[delta.index][delta.previous :] = delta.tokens.tolist()
+        assert streams == whole
+        assert client.counters["gaps"] > 0
+
+
+@virtual
+async def test_malformed_batches_change_nothing_and_are_counted():
+    async with system() as it:
+        me = Identity(role="engine", name="bad", incarnation=9, config_hash=shared_hash(SharedConfig()))
+        channel = Channel(
+            MemoryTransport(it.network), CONFIG.endpoints.dgds, me, m.DgdsToEngine, LoopClock()
+        )
+        await channel.open(5.0)
+        good = m.Append(GROUP, 0, 1, 0, 1)
+        for bad, count in (
+            (m.Append(GROUP, 0, 1, 0, 2), 2),
+            (m.Append(GROUP, 4096, 1, 0, 1), 2),
+            (m.Append(GROUP, 0, -1, 0, 1), 2),
+            (m.Append(GROUP, 0, 1, 2**24, 1), 2),
+            (m.Append("", 0, 1, 0, 1), 2),
+            (m.Append("g" * 513, 0, 1, 0, 1), 2),
+        ):
+            await channel.send(m.AppendBatch(appends=[good, bad], tokens=array(*range(count))))
+        await channel.send(m.RegisterGroups(group_ids=[GROUP], ttl_seconds=float("nan")))
+        await eventually(lambda: it.server.counters["malformed"] == 7)
+        assert len(it.server.store) == 0
+        await channel.send(m.AppendBatch(appends=[good], tokens=array(1)))
+        await eventually(lambda: it.held() == [1])

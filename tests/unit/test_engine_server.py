@@ -1,0 +1,525 @@
+"""The engine's server against a buffer played by the test; then both drivers by themselves."""
+
+import asyncio
+import threading
+from contextlib import asynccontextmanager
+
+import numpy as np
+import pytest
+from virtual_time import eventually, virtual
+
+from seer.common.channel import Hub, Identity
+from seer.common.clock import LoopClock
+from seer.common.config import Config, EngineConfig, shared_hash
+from seer.common.errors import ConfigError, EngineError, InvalidField, Unreachable
+from seer.common.transport.memory import MemoryNetwork, MemoryTransport
+from seer.common.types import Capacity, InstanceStats, SamplingParams
+from seer.common.wire import messages as m
+from seer.services.dgds import server as dgds
+from seer.services.engine.backend import Chunk, ChunkEnd, Generated, StepOutput
+from seer.services.engine.driver import InlineDriver, ThreadDriver
+from seer.services.engine.replay import ReplayBackend
+from seer.services.engine.server import EngineServer, make
+
+REPLAY = EngineConfig(
+    backend="replay", name="e0", kv_blocks=200, replay_step_seconds=0.01, replay_row_seconds=0.0, max_num_seqs=4
+)
+
+
+class Buffer:
+    """A hub that keeps what engines say, in order."""
+
+    def __init__(self, network, incarnation=1):
+        self.network, self.config = network, Config()
+        self.me = Identity(
+            role="buffer", name="buffer", incarnation=incarnation, config_hash=shared_hash(self.config.shared)
+        )
+        self.said, self.stats = [], []
+
+    async def start(self):
+        self.transport = MemoryTransport(self.network)
+        router = await self.transport.router(self.config.endpoints.engines)
+        self.hub = Hub(router, self.me, m.EngineToBuffer, require_config_hash=True)
+        self.listening = asyncio.create_task(self._listen())
+
+    async def _listen(self):
+        while True:
+            self.peer, message = await self.hub.recv()
+            if isinstance(message, m.EngineStatus):
+                self.stats.append(message.stats)
+            elif not isinstance(message, m.Hello):
+                self.said.append(message)
+
+    async def kill(self):
+        self.listening.cancel()
+        await self.transport.close()
+
+    async def send(self, message):
+        assert await self.hub.send(self.peer, message)
+
+    async def run(self, index=0, new=8, attempt=1, output=(), group_id="r/p", **changes):
+        order = {
+            "request_id": f"{group_id}#{index}", "group_id": group_id, "attempt": attempt, "key": 10 + index,
+            "prompt_len": 3, "max_new_tokens": new, "sampling": SamplingParams(max_tokens=4000, ignore_eos=True),
+            "tokens": np.array([1, 2, 3, *output], dtype=np.int32),
+        }  # fmt: skip
+        await self.send(m.RunChunk(**(order | changes)))
+
+    def heard(self, kind):
+        return [message for message in self.said if isinstance(message, kind)]
+
+    def results(self):
+        return {
+            (result.request_id[-1], result.attempt): result
+            for done in self.heard(m.ChunksDone)
+            for result in done.results
+        }
+
+
+@asynccontextmanager
+async def engine(config=REPLAY, backend=None, network=None):
+    """Yield (buffer, engine, its run task, the network) with the engine registered."""
+    network = network or MemoryNetwork()
+    buffer = Buffer(network)
+    await buffer.start()
+    whole = Config(engine=config)
+    server = EngineServer(
+        whole, MemoryTransport(network), LoopClock(), backend or ReplayBackend(config, whole.shared)
+    )
+    assert await server.start() == {}
+    running = asyncio.create_task(server.run())
+    await eventually(lambda: bool(buffer.said))
+    yield buffer, server, running, network
+    running.cancel()
+    await asyncio.wait([running])
+    await buffer.kill()
+
+
+@virtual
+async def test_it_registers_what_the_backend_is():
+    async with engine() as (buffer, *_):
+        (register,) = buffer.said
+        assert (register.capacity.kv_blocks, register.capacity.max_num_seqs) == (200, 4)
+        assert (register.vocab_size, register.weight_version) == (REPLAY.replay_vocab_size, 0)
+        assert register.versions["backend"] == "replay"
+
+
+@virtual
+async def test_a_chunk_comes_back_with_its_tokens_and_goes_on_where_it_stopped():
+    async with engine() as (buffer, *_):
+        await buffer.run(new=8)
+        await eventually(lambda: len(buffer.results()) == 1)
+        (done,) = buffer.heard(m.ChunksDone)
+        assert done.results == [m.ChunkResult("r/p#0", 1, 8, "", "", 0, 0)]
+        assert (done.tokens.dtype, done.logprobs.dtype, len(done.logprobs)) == ("int32", "float32", 8)
+        await buffer.run(new=4, attempt=2, output=done.tokens)
+        await eventually(lambda: len(buffer.results()) == 2)
+        again, rest = done.tokens, buffer.heard(m.ChunksDone)[1].tokens
+        await buffer.run(new=12, attempt=3)
+        await eventually(lambda: len(buffer.results()) == 3)
+        assert buffer.heard(m.ChunksDone)[2].tokens.tolist() == [*again, *rest]
+
+
+@virtual
+async def test_chunks_that_end_together_share_a_message_and_are_split_by_count():
+    async with engine() as (buffer, *_):
+        for index, new in enumerate((5, 5, 3)):
+            await buffer.run(index, new)
+        await eventually(lambda: len(buffer.results()) == 3)
+        first, second = buffer.heard(m.ChunksDone)
+        assert [(r.request_id[-1], r.count) for r in first.results] == [("2", 3)]
+        assert [(r.request_id[-1], r.count) for r in second.results] == [("0", 5), ("1", 5)]
+        assert (len(first.tokens), len(second.tokens)) == (3, 10)
+
+
+@virtual
+async def test_finish_and_stop_reason_are_passed_on():
+    async with engine() as (buffer, *_):
+        await buffer.run(0, new=5, sampling=SamplingParams(max_tokens=5, ignore_eos=True))
+        await buffer.run(1, new=4000, sampling=SamplingParams(max_tokens=4000))
+        await eventually(lambda: len(buffer.results()) == 2)
+        results = buffer.results()
+        assert (results["0", 1].finish, results["0", 1].stop_reason) == ("length", "")
+        assert results["1", 1].finish == "stop"
+        assert results["1", 1].stop_reason == str(buffer.heard(m.ChunksDone)[1].tokens[-1])
+
+
+@virtual
+async def test_repeated_orders_change_nothing_newer_ones_replace_older_ones_are_ignored():
+    async with engine() as (buffer, *_):
+        await buffer.run(new=50, attempt=3)
+        await buffer.run(new=50, attempt=3)
+        await buffer.run(new=5, attempt=2)
+        await asyncio.sleep(0.2)
+        await buffer.run(new=7, attempt=4)
+        await asyncio.sleep(10)
+        assert {key: result.count for key, result in buffer.results().items()} == {("0", 4): 7}
+
+
+@virtual
+async def test_dropped_chunks_say_nothing_more():
+    async with engine() as (buffer, server, *_):
+        await buffer.run(0, new=50)
+        await buffer.run(1, new=50)
+        await asyncio.sleep(0.1)
+        await buffer.send(m.DropChunk(request_id="r/p#0", attempt=1))
+        await buffer.send(m.DropChunk(request_id="r/p#1", attempt=9))
+        await asyncio.sleep(10)
+        assert set(buffer.results()) == {("1", 1)}
+        assert server.running == {}
+        assert buffer.stats[-1].free_blocks == 200
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"max_new_tokens": 0}, "max_new_tokens"),
+        ({"max_new_tokens": 10**6, "sampling": SamplingParams(max_tokens=10**6)}, "max_model_len"),
+        ({"sampling": SamplingParams(temperature=-1.0)}, "sampling.temperature"),
+        ({"prompt_len": 0}, "prompt_len"),
+        ({"prompt_len": 9}, "prompt_len"),
+        ({"request_id": "r/q#0"}, "request_id"),
+        ({"request_id": "r/p#-1"}, "request_id"),
+        ({"tokens": np.array([1, 2, 10**6], dtype=np.int32)}, "tokens"),
+    ],
+)
+def test_an_order_that_no_engine_could_run_fails_for_good(changes, problem):
+    @virtual
+    async def check():
+        async with engine() as (buffer, server, *_):
+            await buffer.run(**changes)
+            await buffer.run(1, new=2)
+            await eventually(lambda: len(buffer.said) == 3)
+            (failed,) = buffer.heard(m.ChunkFailed)
+            assert (failed.code, failed.fatal, failed.attempt) == ("invalid_field", True, 1)
+            assert problem in failed.message
+            assert set(buffer.results()) == {("1", 1)}
+            assert server.running == {}
+
+    check()
+
+
+@virtual
+async def test_another_failure_to_add_is_not_for_good():
+    class Picky(ReplayBackend):
+        def add(self, chunk):
+            raise EngineError("out of adapters")
+
+    async with engine(backend=Picky(REPLAY, Config().shared)) as (buffer, *_):
+        await buffer.run()
+        await eventually(lambda: bool(buffer.heard(m.ChunkFailed)))
+        failed = buffer.heard(m.ChunkFailed)[0]
+        assert (failed.code, failed.fatal, failed.message) == ("engine", False, "out of adapters")
+
+
+@virtual
+async def test_status_is_reported_at_its_interval_busy_or_not():
+    async with engine() as (buffer, *_):
+        await buffer.run(new=1000)
+        await asyncio.sleep(5.5)
+        assert len(buffer.stats) == 5
+        assert buffer.stats[-1].running == 1
+        assert [s.steps for s in buffer.stats] == sorted(s.steps for s in buffer.stats)
+        await asyncio.sleep(20)
+        assert buffer.stats[-1] == InstanceStats(steps=1000, free_blocks=200, generated_tokens=1000, prompt_tokens=3)
+
+
+@virtual
+async def test_tokens_reach_the_dgds_as_they_come():
+    network = MemoryNetwork()
+    server = dgds.make(Config(), MemoryTransport(network), LoopClock())
+    await server.start()
+    serving = asyncio.create_task(server.run())
+    async with engine(network=network) as (buffer, *_):
+        await asyncio.sleep(1)
+        await buffer.run(new=100)
+        await asyncio.sleep(0.5)
+        early = server.store.tokens("r/p", 0)
+        assert 0 < len(early) < 100
+        await eventually(lambda: len(buffer.results()) == 1)
+        tokens = buffer.heard(m.ChunksDone)[0].tokens
+        await eventually(lambda: server.store.tokens("r/p", 0) == tokens.tolist())
+        assert early == tokens[: len(early)].tolist()
+        await buffer.run(new=10, attempt=2, output=tokens)
+        await eventually(lambda: len(server.store.tokens("r/p", 0)) == 110)
+    serving.cancel()
+
+
+@virtual
+async def test_a_restarted_buffer_finds_nothing_running_and_a_registration_first():
+    async with engine() as (buffer, server, _, network):
+        await buffer.run(new=1000)
+        await asyncio.sleep(1)
+        await buffer.kill()
+        reborn = Buffer(network, incarnation=2)
+        await reborn.start()
+        await eventually(lambda: bool(reborn.said))
+        assert isinstance(reborn.said[0], m.Register)
+        assert server.running == {}
+        # The same attempt number again, in the buffer's new life: nothing of the old run may show.
+        await reborn.run(new=5)
+        await eventually(lambda: bool(reborn.results()))
+        assert {key: result.count for key, result in reborn.results().items()} == {("0", 1): 5}
+        await asyncio.sleep(20)
+        assert len(reborn.said) == 2
+        await reborn.kill()
+
+
+@virtual
+async def test_results_wait_for_a_buffer_that_takes_nothing_and_generation_does_not():
+    async with engine() as (buffer, server, *_):
+        real, stuck = server._buffer.send, asyncio.Event()
+
+        async def send(message):
+            if not stuck.is_set():
+                await asyncio.sleep(5)
+                raise Unreachable("stuck")
+            await real(message)
+
+        server._buffer.send = send
+        for index in range(3):
+            await buffer.run(index, new=5 + index)
+        await asyncio.sleep(30)
+        assert server._driver.stats.generated_tokens == 5 + 6 + 7
+        stuck.set()
+        await eventually(lambda: len(buffer.results()) == 3)
+
+
+@virtual
+async def test_told_to_drain_by_the_buffer_it_finishes_and_says_goodbye():
+    async with engine() as (buffer, _, running, _):
+        await buffer.run(new=100)
+        await buffer.send(m.Drain())
+        await running
+        assert [type(message) for message in buffer.said] == [m.Register, m.ChunksDone, m.Goodbye]
+        assert buffer.results()["0", 1].count == 100
+
+
+@virtual
+async def test_told_to_stop_it_hands_back_what_it_has_and_says_goodbye():
+    async with engine() as (buffer, server, running, _):
+        await buffer.run(0, new=1000)
+        await asyncio.sleep(0.5)
+        await buffer.run(1, new=1000, output=[7])
+        await asyncio.sleep(0.5)
+        server.drain()
+        await running
+        assert [type(message) for message in buffer.said] == [m.Register, m.ChunksDone, m.Goodbye]
+        counts = {key: (result.count, result.finish) for key, result in buffer.results().items()}
+        assert 90 <= counts["0", 1][0] <= 101
+        assert 40 <= counts["1", 1][0] <= 51
+        assert {finish for _, finish in counts.values()} == {""}
+
+
+@virtual
+async def test_a_failing_backend_says_goodbye_and_ends_loudly():
+    class Failing(ReplayBackend):
+        def step(self):
+            if self.stats().steps == 3:
+                raise RuntimeError("device lost")
+            return super().step()
+
+    async with engine(backend=Failing(REPLAY, Config().shared)) as (buffer, _, running, _):
+        await buffer.run(new=100)
+        with pytest.raises(ExceptionGroup) as caught:
+            await running
+        assert caught.group_contains(EngineError, match="device lost")
+        await eventually(lambda: bool(buffer.heard(m.Goodbye)))
+        assert buffer.results() == {}
+
+
+@virtual
+async def test_without_a_buffer_it_gives_up_with_the_endpoint_named():
+    closed = []
+
+    class Watched(ReplayBackend):
+        def close(self):
+            closed.append(True)
+
+    server = EngineServer(
+        Config(engine=REPLAY), MemoryTransport(MemoryNetwork()), LoopClock(), Watched(REPLAY, Config().shared)
+    )
+    with pytest.raises(Unreachable, match="7102"):
+        await server.start()
+    assert closed
+
+
+@virtual
+async def test_make_chooses_the_backend_and_checks_settings():
+    made = make(Config(engine=REPLAY), MemoryTransport(MemoryNetwork()), LoopClock())
+    assert isinstance(made._driver, InlineDriver)
+    with pytest.raises(ConfigError, match="engine.status_seconds"):
+        make(
+            Config(engine=EngineConfig(backend="replay", status_seconds=0)),
+            MemoryTransport(MemoryNetwork()),
+            LoopClock(),
+        )
+
+
+# --- the thread driver, in real time ---------------------------------------------------------
+
+
+class Counting:
+    """A backend that counts up one token a step, and notes which thread calls it."""
+
+    capacity = Capacity(kv_blocks=10, block_size=4, max_num_seqs=2, max_model_len=39)
+    vocab_size = 100
+    versions = {"backend": "counting"}
+
+    def __init__(self, fail=None, gate=None):
+        self.fail, self.gate = fail, gate
+        self.threads, self.chunks, self.steps, self.idle_asked, self.closed = set(), {}, 0, 0, 0
+
+    def start(self):
+        self.threads.add(threading.get_ident())
+        if self.fail == "start":
+            raise EngineError("no such model")
+        if self.gate:
+            self.gate.wait(5)
+
+    def add(self, chunk):
+        self.threads.add(threading.get_ident())
+        if chunk.max_new_tokens > 100:
+            raise InvalidField("max_new_tokens", chunk.max_new_tokens, "at most 100")
+        self.chunks[chunk.request_id] = [chunk, 0]
+
+    def drop(self, request_id, attempt):
+        self.threads.add(threading.get_ident())
+        self.chunks.pop(request_id, None)
+
+    def has_work(self):
+        self.idle_asked += not self.chunks
+        return bool(self.chunks)
+
+    def step(self):
+        self.threads.add(threading.get_ident())
+        self.steps += 1
+        if self.fail == self.steps:
+            raise RuntimeError("device lost")
+        out = StepOutput()
+        for request_id, entry in list(self.chunks.items()):
+            chunk, count = entry
+            entry[1] += 1
+            news = Generated(request_id=request_id, attempt=chunk.attempt, token_ids=[count], logprobs=[-1.0])
+            out.generated.append(news)
+            if entry[1] == chunk.max_new_tokens:
+                out.ended.append(ChunkEnd(request_id=request_id, attempt=chunk.attempt, finish=""))
+                del self.chunks[request_id]
+        return out
+
+    def stats(self):
+        self.threads.add(threading.get_ident())
+        return InstanceStats(steps=self.steps)
+
+    def close(self):
+        self.closed += 1
+
+
+class Sink:
+    def __init__(self):
+        self.tokens, self.ended, self.errors, self.threads = {}, [], [], set()
+
+    def output(self, out):
+        self.threads.add(threading.get_ident())
+        for news in out.generated:
+            self.tokens.setdefault(news.request_id, []).extend(news.token_ids)
+        self.ended += [end.request_id for end in out.ended]
+
+    def rejected(self, chunk, error):
+        self.threads.add(threading.get_ident())
+        self.errors.append((chunk.request_id, error))
+
+
+def chunk(request_id, new):
+    return Chunk(
+        request_id=request_id, group_id="g", attempt=1, key=1, prompt_len=1, max_new_tokens=new,
+        sampling=SamplingParams(), tokens=[1],
+    )  # fmt: skip
+
+
+@asynccontextmanager
+async def thread_driver(backend):
+    sink = Sink()
+    driver = ThreadDriver(backend, sink)
+    facts = await driver.start(5.0)
+    assert (facts.capacity, facts.versions) == (Counting.capacity, Counting.versions)
+    running = asyncio.create_task(driver.run())
+    yield driver, sink, running
+    running.cancel()
+    await asyncio.wait([running])
+    await driver.close()
+    assert backend.closed == 1
+
+
+async def test_thread_driver_keeps_the_backend_on_one_thread_and_the_sink_on_the_loop():
+    backend = Counting()
+    async with thread_driver(backend) as (driver, sink, _):
+        driver.add(chunk("a", 50))
+        driver.add(chunk("b", 70))
+        driver.add(chunk("c", 101))
+        await eventually(lambda: len(sink.ended) == 2 and bool(sink.errors))
+        assert sink.tokens == {"a": list(range(50)), "b": list(range(70))}
+        assert [(name, type(error)) for name, error in sink.errors] == [("c", InvalidField)]
+        await eventually(lambda: driver.stats.steps == backend.steps)
+    assert sink.threads == {threading.get_ident()}
+    assert len(backend.threads) == 1
+    assert threading.get_ident() not in backend.threads
+
+
+async def test_thread_driver_does_not_spin_while_idle():
+    backend = Counting()
+    async with thread_driver(backend) as (driver, sink, _):
+        driver.add(chunk("a", 3))
+        await eventually(lambda: sink.ended == ["a"])
+        asked = backend.idle_asked
+        await asyncio.sleep(0.2)
+        assert backend.idle_asked - asked <= 3
+        assert backend.steps == 3
+
+
+async def test_thread_driver_drops_chunks():
+    backend = Counting()
+    async with thread_driver(backend) as (driver, sink, _):
+        driver.add(chunk("a", 100))
+        driver.drop("a", 1)
+        driver.add(chunk("b", 1))
+        await eventually(lambda: "b" in sink.ended)
+        assert "a" not in sink.ended
+
+
+async def test_thread_driver_raises_what_the_backend_raised():
+    backend = Counting(fail=2)
+    async with thread_driver(backend) as (driver, _, running):
+        driver.add(chunk("a", 9))
+        with pytest.raises(EngineError, match="RuntimeError: device lost"):
+            await running
+
+
+async def test_thread_driver_reports_a_failed_start():
+    driver = ThreadDriver(Counting(fail="start"), Sink())
+    with pytest.raises(EngineError, match="no such model"):
+        await driver.start(5.0)
+    await driver.close()
+
+
+async def test_thread_driver_gives_up_loading_at_its_deadline():
+    gate = threading.Event()
+    backend = Counting(gate=gate)
+    driver = ThreadDriver(backend, Sink())
+    with pytest.raises(EngineError, match="engine.load_seconds = 0.05"):
+        await driver.start(0.05)
+    gate.set()
+    await driver.close()
+    assert backend.closed == 1
+
+
+async def test_an_engine_on_a_thread_serves_the_buffer():
+    config = EngineConfig(backend="vllm", name="e0")
+    async with engine(config, Counting()) as (buffer, _, running, _):
+        for index in range(5):
+            await buffer.run(index, new=20 + index)
+        await eventually(lambda: len(buffer.results()) == 5)
+        assert {result.count for result in buffer.results().values()} == {20, 21, 22, 23, 24}
+        await buffer.send(m.Drain())
+        await asyncio.wait_for(running, 10)
+        assert isinstance(buffer.said[-1], m.Goodbye)

@@ -1,0 +1,53 @@
+import itertools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from seer.common.ids import group_id, new_incarnation, request_id, request_key
+
+INT64 = st.integers(-(2**63), 2**63 - 1)
+INDEX = st.integers(0, 4095)
+
+
+def test_keys_are_frozen():
+    """A change here changes every response ever recorded: it needs a new key version."""
+    assert request_key(0, 0, "", 0) == 11605466740983073713
+    assert request_key(7, 3, "aime-12", 5) == 3440140761567347714
+    assert request_key(-(2**63), 2**63 - 1, "é", 4095) == 8304670612040147006
+
+
+@given(INT64, INT64, st.text(), INDEX)
+def test_a_key_is_64_bits_and_a_function_of_its_coordinates(seed, rollout, prompt, index):
+    key = request_key(seed, rollout, prompt, index)
+    assert 0 <= key < 2**64
+    assert key == request_key(seed, rollout, prompt, index)
+
+
+def test_every_coordinate_matters():
+    coordinates = list(itertools.product((0, 1, -1), (0, 1), ("", "a", "b", "ab"), range(8)))
+    assert len({request_key(*each) for each in coordinates}) == len(coordinates)
+
+
+@given(INT64, INDEX, st.text(max_size=8), st.text(max_size=8))
+def test_prompt_ids_do_not_run_into_other_coordinates(seed, index, one, two):
+    if one != two:
+        assert request_key(seed, 0, one, index) != request_key(seed, 0, two, index)
+
+
+@pytest.mark.parametrize(("seed", "rollout"), [(2**63, 0), (-(2**63) - 1, 0), (0, 2**63)])
+def test_coordinates_beyond_64_bits_are_refused(seed, rollout):
+    with pytest.raises(ValueError, match="64 signed bits"):
+        request_key(seed, rollout, "p", 0)
+
+
+def test_ids_are_unique_in_a_rollout():
+    ids = {request_id(group_id("r", prompt), index) for prompt in ("p", "q", "p#1") for index in range(20)}
+    assert len(ids) == 60
+    assert request_id(group_id("r", "p"), 3) == "r/p#3"
+
+
+def test_incarnations_differ_and_fit_a_message():
+    made = {new_incarnation() for _ in range(100)}
+    assert len(made) == 100
+    assert all(0 <= number < 2**63 for number in made)

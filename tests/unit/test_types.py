@@ -1,0 +1,99 @@
+import math
+
+import msgspec
+import pytest
+
+from seer.common.errors import (
+    InvalidField,
+    RequestRefused,
+    RolloutCancelled,
+    SeerError,
+    Unreachable,
+    error_class,
+)
+from seer.common.types import MAX_BIAS_ENTRIES, MAX_STOP_STRINGS, Capacity, SamplingParams
+
+
+def test_defaults_and_every_bound_are_accepted():
+    SamplingParams().check()
+    SamplingParams(
+        max_tokens=2**24, min_tokens=2**24, temperature=100.0, top_p=1.0, top_k=2**31 - 1, min_p=1.0,
+        repetition_penalty=100.0, frequency_penalty=-2.0, presence_penalty=2.0,
+        logit_bias={0: -100.0, 7: 100.0}, stop=("a",) * MAX_STOP_STRINGS,
+        stop_token_ids=tuple(range(MAX_BIAS_ENTRIES)),
+    ).check()  # fmt: skip
+    SamplingParams(temperature=0.0, max_tokens=1).check()
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("max_tokens", 0),
+        ("max_tokens", 2**24 + 1),
+        ("temperature", -0.1),
+        ("temperature", math.nan),
+        ("temperature", math.inf),
+        ("top_p", 0.0),
+        ("top_p", 1.1),
+        ("top_k", -1),
+        ("min_p", 1.5),
+        ("repetition_penalty", 0.0),
+        ("frequency_penalty", 2.1),
+        ("presence_penalty", -2.1),
+        ("min_tokens", -1),
+        ("min_tokens", 513),
+        ("stop", ("",)),
+        ("stop", ("x",) * (MAX_STOP_STRINGS + 1)),
+        ("stop_token_ids", (-1,)),
+        ("stop_token_ids", tuple(range(MAX_BIAS_ENTRIES + 1))),
+        ("logit_bias", {-1: 0.0}),
+        ("logit_bias", {3: 101.0}),
+        ("logit_bias", {3: math.nan}),
+    ],
+)
+def test_the_field_that_cannot_be_accepted_is_named(field, value):
+    with pytest.raises(InvalidField) as caught:
+        SamplingParams(**{field: value}).check("sampling")
+    assert caught.value.field.startswith(f"sampling.{field}")
+    assert str(caught.value).startswith(f"sampling.{field}")
+    assert len(str(caught.value)) < 300
+
+
+def test_unknown_sampling_fields_are_refused():
+    with pytest.raises(msgspec.ValidationError, match="best_of"):
+        msgspec.convert({"best_of": 2}, SamplingParams)
+
+
+@pytest.mark.parametrize(
+    ("context", "chunk", "draft", "blocks"),
+    [
+        (0, 1, 0, 1),
+        (30, 1, 0, 1),
+        (31, 1, 0, 2),
+        (31, 0, 0, 1),
+        (100, 28, 0, 5),
+        (100, 20, 8, 5),
+        (100, 27, 0, 4),
+    ],
+)
+def test_blocks_cover_context_chunk_drafts_and_one_more(context, chunk, draft, blocks):
+    capacity = Capacity(kv_blocks=9, block_size=32, max_num_seqs=4, max_model_len=512, draft_tokens=draft)
+    assert capacity.blocks_for(context, chunk) == blocks
+    assert blocks * 32 >= context + chunk + draft + 1
+
+
+def test_every_code_leads_back_to_its_class():
+    pending, seen = [SeerError], set()
+    while pending:
+        cls = pending.pop()
+        assert error_class(cls.code) is cls
+        assert cls.code not in seen
+        seen.add(cls.code)
+        pending += cls.__subclasses__()
+    assert {Unreachable.code, RolloutCancelled.code} < seen
+    assert error_class("of the future") is SeerError
+
+
+def test_errors_say_what_they_concern():
+    assert RequestRefused("no", ("a", "b")).prompt_ids == ("a", "b")
+    assert str(InvalidField("x.y", "v" * 500, "shorten it")).endswith("...: shorten it")

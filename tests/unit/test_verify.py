@@ -1,0 +1,405 @@
+"""Comparison and verdicts on synthetic logits, and the command on the replay backend."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+from click.testing import CliRunner, Result
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from seer.cli import main
+from seer.client.rollout import Group, Response
+from seer.common.config import Config, EngineConfig, SharedConfig
+from seer.common.errors import InvalidField
+from seer.common.types import SamplingParams
+from seer.hardware import Machine
+from seer.verify.cells import CELLS, REFERENCE, choose
+from seer.verify.compare import (
+    Evidence,
+    Mismatch,
+    compare,
+    explaining_error,
+    judge_token,
+    logprob_deviation,
+    measured_error,
+)
+from seer.verify.report import CellReport, Fault, Report
+from seer.verify.run import most_random_position
+
+PLAIN = SamplingParams()
+
+
+def response(
+    tokens: list[int], logprobs: list[float] | None = None, finish="length", reason="", index=0
+) -> Response:
+    values = [-1.0] * len(tokens) if logprobs is None else logprobs
+    return Response(index, np.array(tokens, np.int32), np.array(values, np.float32), None, finish, reason)
+
+
+def group(*responses: Response, prompt_id: str = "a", prompt_len: int = 3) -> Group:
+    return Group(prompt_id, np.zeros(prompt_len, np.int32), {}, 0, responses, 1, 0, 0)
+
+
+def differences(ours: Response, theirs: Response, temperature: float = 1.0, tolerance: float = 0.0):
+    return compare([group(ours)], [group(theirs)], temperature, tolerance)
+
+
+def evidence(logits, noise=None, spread=0.0, dtype="float32", sampling=PLAIN) -> Evidence:
+    logits = np.array(logits, np.float32)
+    scaled = logits.astype(np.float64) / (sampling.temperature or 1.0)
+    noisy = scaled if noise is None else scaled + np.array(noise)
+    other = logits.copy()
+    other[0] += spread
+    return Evidence(np.stack([logits, other]), scaled, noisy, dtype)
+
+
+def token_mismatch(reference: int, found: int) -> Mismatch:
+    return Mismatch(kind="token", prompt_id="a", index=0, position=0, reference=reference, found=found)
+
+
+# --- comparison ------------------------------------------------------------------------------
+
+
+def test_equal_runs_have_no_mismatch():
+    found = differences(response([1, 2, 3]), response([1, 2, 3]))
+    assert (found.responses, found.tokens, found.mismatches) == (1, 3, [])
+
+
+def test_nothing_is_compared_after_a_divergence():
+    ours, theirs = response([1, 2, 3, 4, 5], finish="stop"), response([1, 9, 8], [-1, -7, -7])
+    found = differences(ours, theirs)
+    (only,) = found.mismatches
+    assert (only.kind, only.position, only.reference, only.found) == ("token", 1, 2, 9)
+    assert (found.tokens, found.max_logprob_difference) == (2, 0.0)
+
+
+@pytest.mark.parametrize(
+    "theirs",
+    [
+        response([1, 2], finish="stop", reason="7"),
+        response([1, 2], finish="length", reason="8"),
+        response([1, 2, 3]),
+        response([1]),
+    ],
+)
+def test_another_ending_after_the_same_tokens_is_a_bug(theirs: Response):
+    (only,) = differences(response([1, 2]), theirs).mismatches
+    assert (only.kind, only.verdict) == ("finish", "bug")
+
+
+def test_logprobs_of_equal_tokens_must_agree_within_the_tolerance():
+    ours, theirs = response([1, 2], [-1.0, -2.0]), response([1, 2], [-1.0, -2.25])
+    assert differences(ours, theirs, tolerance=0.25).mismatches == []
+    (only,) = differences(ours, theirs, tolerance=0.2).mismatches
+    assert (only.kind, only.verdict, only.position) == ("logprob", "bug", 1)
+    assert differences(ours, theirs, tolerance=0.2).max_logprob_difference == 0.25
+    # At temperature 0.5 a logprob magnifies an error of the logits twofold.
+    assert differences(ours, theirs, temperature=0.5, tolerance=0.13).mismatches == []
+
+
+def test_a_logprob_that_is_no_number_is_a_bug():
+    (only,) = differences(response([1], [math.nan]), response([1], [-1.0]), tolerance=9.0).mismatches
+    assert only.kind == "logprob"
+
+
+def test_a_missing_response_cannot_pass():
+    with pytest.raises(ValueError, match="prompt a: 1 responses of 2"):
+        compare([group(response([1]), response([2], index=1))], [group(response([1]))], 1.0, 0.0)
+
+
+# --- verdicts --------------------------------------------------------------------------------
+
+
+def test_a_gap_within_the_measured_error_is_numeric_a_wider_one_a_bug():
+    close = evidence([5.0, 4.0, 0.0], noise=[0.0, 1.0 - 1e-4, 0.0], spread=6e-5)
+    verdict = judge_token(token_mismatch(0, 1), close, PLAIN)
+    assert (verdict.verdict, verdict.expected) == ("numeric", 0)
+    assert verdict.gap == pytest.approx(1e-4, rel=1e-3)
+    assert verdict.error == pytest.approx(1.2e-4, rel=1e-2)
+    wide = evidence([5.0, 4.0, 0.0], noise=[0.0, 1.0 - 1e-2, 0.0], spread=6e-5)
+    assert judge_token(token_mismatch(0, 1), wide, PLAIN).verdict == "bug"
+
+
+def test_two_close_tokens_below_a_better_one_are_a_bug():
+    third = evidence([5.0, 5.0, 9.0], spread=1e-3)
+    verdict = judge_token(token_mismatch(0, 1), third, PLAIN)
+    assert (verdict.verdict, verdict.expected, verdict.gap) == ("bug", 2, 4.0)
+
+
+def test_three_tokens_within_the_error_excuse_any_two():
+    close = evidence([5.0, 5.0, 5.0001], spread=1e-3)
+    assert judge_token(token_mismatch(0, 1), close, PLAIN).verdict == "numeric"
+
+
+def test_a_masked_token_is_never_excused():
+    masked = evidence([5.0, -math.inf, 4.0], spread=1.0)
+    verdict = judge_token(token_mismatch(0, 1), masked, PLAIN, deviation=100.0)
+    assert (verdict.verdict, verdict.gap) == ("bug", math.inf)
+
+
+def test_the_floor_is_the_dtypes_last_place():
+    # bfloat16 has 8 bits: between 16 and 32 its numbers are 1/8 apart.
+    coarse = evidence([20.0, 20.0], dtype="bfloat16")
+    assert measured_error(coarse, [0, 1], PLAIN, 0.0) == pytest.approx(0.25, 1e-3)
+    assert measured_error(evidence([20.0, 20.0]), [0, 1], PLAIN, 0.0) < 1e-5
+
+
+def test_temperature_magnifies_errors_of_logits():
+    cold = SamplingParams(temperature=0.1)
+    found = evidence([5.0, 5.0 - 1e-3], sampling=cold)
+    assert explaining_error(found, [0, 1], cold) == pytest.approx(1e-3, rel=1e-2)
+
+
+def test_logprobs_near_the_divergence_count_but_only_up_to_the_tolerance():
+    found = evidence([0.0, 0.0])
+    half = math.log(0.5)
+    ours, theirs = response([5, 0], [-1.0, half]), response([5, 1], [-1.5, half])
+    assert logprob_deviation(ours, theirs, 1, found, 1.0, tolerance=2.0) == pytest.approx(0.5)
+    assert logprob_deviation(ours, theirs, 1, found, 1.0, tolerance=0.1) == 0.1
+    against_teacher = response([5, 1], [-1.0, half - 0.25])
+    assert logprob_deviation(ours, against_teacher, 1, found, 1.0, tolerance=2.0) == pytest.approx(0.25)
+
+
+def test_a_token_at_the_edge_of_top_k_is_excused_by_the_edge_alone():
+    sampling = SamplingParams(top_k=2)
+    # Token 2 misses the cut by 1e-4, but has noise enough to win by far.
+    edge = evidence([3.0, 2.0001, 2.0, 0.0], noise=[0.0, 0.0, 9.0, 9.0], sampling=sampling)
+    assert explaining_error(edge, [0, 2], sampling) == pytest.approx(1e-4, rel=0.1)
+    assert explaining_error(edge, [0, 3], sampling) > 1.9
+    assert judge_token(token_mismatch(0, 2), edge, sampling).expected == 0
+
+
+TRUNCATED = st.builds(
+    SamplingParams,
+    temperature=st.sampled_from([0.0, 0.5, 1.0, 2.0]),
+    top_k=st.integers(0, 4),
+    top_p=st.sampled_from([0.3, 0.7, 0.95, 1.0]),
+    min_p=st.sampled_from([0.0, 0.05, 0.5]),
+)
+
+
+@given(TRUNCATED, st.floats(1e-3, 0.5), st.integers(2, 12), st.integers(0, 2**32 - 1))
+def test_a_flip_that_an_error_causes_is_explained_by_that_error(sampling, error, size, seed):
+    """The checker's promise: arithmetic alone is never called a bug."""
+    random = np.random.default_rng(seed)
+    logits = random.normal(0, random.choice([0.2, 3.0]), size)
+    noise = random.gumbel(size=size) if sampling.temperature else np.zeros(size)
+    drawn = draw(logits, noise, sampling)
+    scaled = logits / (sampling.temperature or 1.0)
+    found = Evidence(logits[None].astype(np.float32), scaled, scaled + noise, "float32")
+    for _ in range(30):
+        wrong = logits + random.uniform(-error, error, size) * random.integers(0, 2, size)
+        other = draw(wrong, noise, sampling)
+        if other != drawn:
+            assert explaining_error(found, [drawn, other], sampling) <= 2 * error * 1.01
+
+
+def draw(logits, noise, sampling: SamplingParams) -> int:
+    """Truncate and draw as `sampling_torch` specifies, in float64."""
+    x = logits / (sampling.temperature or 1.0)
+    keep = x.max() + math.log(sampling.min_p) if sampling.min_p else -math.inf
+    ranked = np.sort(x)[::-1]
+    if sampling.top_k:
+        keep = max(keep, ranked[min(sampling.top_k, len(x)) - 1])
+    if sampling.top_p < 1:
+        weights = np.where(ranked >= keep, np.exp(ranked - x.max()), 0.0)
+        mass = np.cumsum(weights)
+        keep = ranked[np.searchsorted(mass, sampling.top_p * mass[-1])]
+    return int(np.where(x >= keep, x + noise, -math.inf).argmax())
+
+
+@given(st.integers(0, 2**32 - 1))
+def test_an_unrelated_draw_is_not_explained(seed):
+    random = np.random.default_rng(seed)
+    logits, noise = random.normal(0, 3, 50), random.gumbel(size=(2, 50))
+    drawn, other = draw(logits, noise[0], PLAIN), draw(logits, noise[1], PLAIN)
+    assume(drawn != other)
+    found = Evidence(logits[None].astype(np.float32), logits, logits + noise[0], "float32")
+    verdict = judge_token(token_mismatch(drawn, other), found, PLAIN)
+    assert verdict.verdict == "bug"
+    assert verdict.expected == drawn
+
+
+# --- report ----------------------------------------------------------------------------------
+
+
+def report(*mismatches: Mismatch, tokens: int = 100, unmet=(), error="", fault=None) -> Report:
+    comparison = compare([group(response([1] * tokens))], [group(response([1] * tokens))], 1.0, 0.0)
+    comparison.mismatches.extend(mismatches)
+    counters = {"tokens": tokens, "chunks": 1, "migrations": 0, "preemptions": 0}
+    cell = CellReport(
+        name="chunk-1", about="", counters=counters, unmet=list(unmet), error=error, comparison=comparison
+    )
+    return Report(
+        versions={}, dtype="", seed=0, rollout_number=0, n=1, prompts=1, sampling=PLAIN, min_tokens=100,
+        logprob_tolerance=0.0, skipped={}, reference=CellReport(name="one-go", about="", counters=counters),
+        cells=[cell], fault=fault,
+    )  # fmt: skip
+
+
+def numeric() -> Mismatch:
+    return judge_token(token_mismatch(0, 1), evidence([5.0, 5.0]), PLAIN)
+
+
+@pytest.mark.parametrize(
+    ("found", "says"),
+    [
+        (report(), ""),
+        (report(numeric()), ""),
+        (report(token_mismatch(0, 1)), "chunk-1 has 1 bugs"),
+        (report(tokens=99), "only 99 tokens"),
+        (report(unmet=["preemptions > 0 (was 0)"]), "did not exercise preemptions > 0"),
+        (report(error="engine lost"), "did not finish: engine lost"),
+        (report(fault=Fault("chunk-1", 7)), "THE PLANTED FAULT WAS NOT FOUND"),
+        (report(token_mismatch(0, 1), fault=Fault("chunk-1", 7)), "the planted fault was found"),
+    ],
+)
+def test_what_keeps_a_report_from_passing(found: Report, says: str):
+    failures = " ".join(found.failures())
+    assert (says in failures) if says else not failures
+    assert found.as_json()["passed"] is (not says)
+
+
+def test_the_json_is_strict_whatever_was_measured():
+    masked = judge_token(token_mismatch(0, 1), evidence([5.0, -math.inf]), PLAIN)
+    text = json.dumps(report(masked).as_json(), allow_nan=False)
+    assert json.loads(text)["cells"][0]["comparison"]["mismatches"][0]["gap"] is None
+
+
+def test_a_fault_is_planted_where_most_is_open():
+    certain, open_at_2 = response([1, 2, 3], [0, 0, 0]), response([1, 2, 3], [-0.1, -0.1, -3])
+    assert most_random_position([group(certain, open_at_2, prompt_len=4)]) == 6
+
+
+# --- cells -----------------------------------------------------------------------------------
+
+HERE = Machine(cores=[0, 1], devices=[], free_bytes=0)
+
+
+def config(tmp_path: Path, heads: int = 4, **engine: object) -> Config:
+    (tmp_path / "config.json").write_text(json.dumps({"num_attention_heads": heads}))
+    return Config(shared=SharedConfig(model=str(tmp_path)), engine=EngineConfig(max_model_len=100, **engine))
+
+
+def test_every_cell_can_be_had_on_two_cores(tmp_path: Path):
+    cells, skipped = choose("", config(tmp_path), HERE)
+    assert [cell.name for cell in cells] == list(CELLS)
+    assert cells[0] is REFERENCE
+    assert not skipped
+
+
+@pytest.mark.parametrize(
+    ("heads", "engine", "machine", "why"),
+    [
+        (3, {}, HERE, "3 attention heads"),
+        (4, {"backend": "replay"}, HERE, "replay backend"),
+        (4, {"tensor_parallel": 2}, HERE, "2 ranks itself"),
+        (4, {}, Machine(cores=[0], devices=[], free_bytes=0), "needs 2 cores"),
+        (4, {}, Machine(cores=[0, 1], devices=["0"], free_bytes=0), "needs 2 devices"),
+    ],
+)
+def test_a_cell_that_cannot_run_is_left_out_with_a_reason(tmp_path, heads, engine, machine, why):
+    base = config(tmp_path, heads, **engine)
+    cells, skipped = choose("", base, machine)
+    assert [cell.name for cell in cells] == [name for name in CELLS if name != "tp-2"]
+    assert why in skipped["tp-2"]
+    with pytest.raises(InvalidField, match="tp-2"):
+        choose("chunk-1,tp-2", base, machine)
+
+
+@pytest.mark.parametrize("names", ["chunk-7", "one-go", "chunk-1,,chunk-16"])
+def test_a_matrix_that_compares_nothing_is_refused(tmp_path: Path, names: str):
+    with pytest.raises(InvalidField, match="--matrix"):
+        choose(names, config(tmp_path), HERE)
+
+
+def test_scarce_memory_holds_a_longest_sequence_and_a_quarter_of_those_at_once(tmp_path: Path):
+    base = config(tmp_path, max_num_seqs=8)
+    assert CELLS["preempt"].config(base, [60] * 4).engine.kv_blocks == 4  # 101 slots of 32
+    assert CELLS["preempt"].config(base, [60] * 20).engine.kv_blocks == 4
+    assert CELLS["preempt"].config(base, [80] * 20).engine.kv_blocks == 6  # 8 sequences of 3 blocks
+    assert REFERENCE.config(base).engine.kv_blocks is None
+
+
+def test_needs_compare_counters_with_numbers_and_counters():
+    counters = {"responses": 4, "chunks": 4, "preemptions": 0}
+    assert REFERENCE.unmet(counters) == []
+    assert CELLS["chunk-64"].unmet(counters) == ["chunks > responses (was 4)"]
+    assert REFERENCE.unmet(counters | {"preemptions": 2}) == ["preemptions == 0 (was 2)"]
+
+
+# --- the command, on real sockets and the replay backend ---------------------------------------
+
+
+@pytest.fixture
+def prompts(tmp_path: Path) -> Path:
+    path = tmp_path / "prompts.jsonl"
+    lines = [{"id": f"p{i}", "prompt_token_ids": list(range(1, i + 3))} for i in range(3)]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+def verify(prompts: Path, *options: object) -> tuple[Result, dict]:
+    out = prompts.parent / "report.json"
+    usual = "--backend replay -n 4 --set engine.replay_step_seconds=0.0005 --set engine.status_seconds=0.1"
+    command = ["verify", str(prompts), "--json", str(out), *usual.split(), *map(str, options)]
+    result = CliRunner().invoke(main, command)
+    return result, json.loads(out.read_text()) if out.exists() else {}
+
+
+def test_the_replay_engine_passes_its_whole_matrix(prompts: Path):
+    result, found = verify(prompts, "--max-tokens", 200, "--min-tokens", 1000)
+    assert result.exit_code == 0, result.output
+    assert "PASSED" in result.output
+    assert found["passed"]
+    assert found["tokens_compared"] >= 1000
+    assert list(found["skipped"]) == ["tp-2"]
+    cells = {cell["name"]: cell for cell in found["cells"]}
+    assert list(cells) == [name for name in CELLS if name not in ("one-go", "tp-2")]
+    assert cells["migrate"]["counters"]["migrations"] > 0
+    assert cells["preempt"]["counters"]["preemptions"] > 0
+    assert cells["chunk-1"]["counters"]["chunks"] == cells["chunk-1"]["comparison"]["tokens"]
+
+
+def test_a_planted_fault_is_found(prompts: Path):
+    result, found = verify(
+        prompts, "--max-tokens", 200, "--min-tokens", 10, "--plant-fault", "--matrix", "chunk-16,migrate"
+    )
+    assert result.exit_code == 1
+    assert "the planted fault was found (in chunk-16" in result.output
+    assert (found["cells"][0]["bug"] > 0, found["cells"][1]["bug"]) == (True, 0)
+
+
+def test_a_cell_that_exercised_nothing_fails(prompts: Path):
+    result, _ = verify(prompts, "--max-tokens", 20, "--min-tokens", 10, "--matrix", "chunk-64")
+    assert result.exit_code == 1
+    assert "chunk-64 did not exercise chunks > responses (was 12)" in result.output
+
+
+def test_too_few_tokens_fail(prompts: Path):
+    result, _ = verify(prompts, "--max-tokens", 20, "--matrix", "chunk-1")
+    assert result.exit_code == 1
+    assert "at least 10000 are needed" in result.output
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (("--matrix", "nonsense"), "--matrix = 'nonsense'"),
+        (("--matrix", "tp-2"), "replay backend has no tensor parallelism"),
+        (("-n", 0), "n = 0"),
+        (("--plant-fault", "--temperature", 0), "--temperature = 0"),
+        (("--json", "/nowhere/report.json"), "--json"),
+        (("--backend", "vllm"), "--model"),
+    ],
+)
+def test_bad_input_is_refused_before_anything_runs(prompts: Path, options: tuple, says: str):
+    result, found = verify(prompts, *options)
+    assert result.exit_code == 2
+    assert says in result.output
+    assert not found
