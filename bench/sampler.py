@@ -4,8 +4,8 @@
 
 Microseconds per row, medians of CPU time over the repeats, on synthetic rows: `diffuse` is normal
 with sigma 3, `peaked` has one token at 95 % or more. Peers, in the same run on the same rows: torch's
-log_softmax alone; vLLM's own sampler at temperature 1 with the sampled token's logprob; a draw by
-numpy's Philox and Gumbel (the prototype's way, without logprob).
+log_softmax alone; vLLM's own sampler at temperature 1 with the sampled token's logprob, and a copy of
+the logits since it overwrites them; a draw by numpy's Philox and Gumbel, without logprob.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from seer import _native
 from seer.common.types import SamplingParams
 from seer.services.engine.vllm import sampling
 
+INNER_TOKENS = 200_000  # draws this small are repeated inside one measurement
 ROWS = {66: 32, 32_768: 8, 151_936: 8}
 OPTIONS = {
     "plain": {},
@@ -98,8 +99,9 @@ def numpy_draw(logits: torch.Tensor) -> Callable[[], object]:
     return draw
 
 
-def microseconds(draw: Callable[[], object], rows: int, repeats: int) -> float:
-    inner = max(1, 20_000 // (rows * 100)) if rows > 8 else 1
+def microseconds(draw: Callable[[], object], logits: torch.Tensor, repeats: int) -> float:
+    rows, vocab = logits.shape
+    inner = max(1, INNER_TOKENS // (rows * vocab))
     draw()
     times = []
     for _ in range(repeats):
@@ -112,9 +114,8 @@ def microseconds(draw: Callable[[], object], rows: int, repeats: int) -> float:
 
 def processor_name() -> str:
     info = Path("/proc/cpuinfo")
-    names = [
-        line.split(":")[1].strip() for line in info.read_text().splitlines() if line.startswith("model name")
-    ]
+    lines = info.read_text().splitlines() if info.exists() else []
+    names = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else platform.machine()
 
 
@@ -130,14 +131,14 @@ def main() -> None:
         for kind in ("peaked", "diffuse"):
             x = logits_of(kind, rows, vocab)
             line: dict[str, object] = {"vocab": vocab, "rows": rows, "kind": kind}
-            line["seer"] = {name: microseconds(seer_draw(x, f), rows, repeats) for name, f in OPTIONS.items()}
-            line["torch_log_softmax"] = microseconds(lambda x=x: x.log_softmax(-1), rows, repeats)
+            line["seer"] = {name: microseconds(seer_draw(x, f), x, repeats) for name, f in OPTIONS.items()}
+            line["torch_log_softmax"] = microseconds(lambda x=x: x.log_softmax(-1), x, repeats)
             line["vllm_sampler"] = {
-                "plain": microseconds(vllm_draw(x, None, None), rows, repeats),
-                "top_p_0.95": microseconds(vllm_draw(x, 0.95, None), rows, repeats),
-                "top_k_50": microseconds(vllm_draw(x, None, 50), rows, repeats),
+                "plain": microseconds(vllm_draw(x, None, None), x, repeats),
+                "top_p_0.95": microseconds(vllm_draw(x, 0.95, None), x, repeats),
+                "top_k_50": microseconds(vllm_draw(x, None, 50), x, repeats),
             }
-            line["numpy_philox_gumbel"] = microseconds(numpy_draw(x), rows, repeats)
+            line["numpy_philox_gumbel"] = microseconds(numpy_draw(x), x, repeats)
             results.append(line)
     versions = {module.__name__: module.__version__ for module in (torch, vllm, np)}
     report = {

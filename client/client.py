@@ -5,7 +5,8 @@ Invariants:
   the other, nor the buffer;
 - a buffer that was restarted, or forgot us, is sent every unfinished prompt again under the same
   rollout id: keys depend on neither, so the tokens are the same;
-- every group that arrives is acknowledged, wanted or not; it is taken once;
+- every group that arrives is acknowledged, wanted or not; it is taken once; work that nobody here
+  waits for is cancelled;
 - nothing waits for ever: a rollout ends by its results, its deadline or the buffer's silence.
 """
 
@@ -16,15 +17,13 @@ import os
 import secrets
 import socket
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-import numpy as np
-
-from seer.client.prompts import Prepared, Prompt, check_request, prepare
-from seer.client.rollout import BufferLost, Rollout
+from seer.client.prompts import Prompt, check_request, prepare
+from seer.client.rollout import BufferLost, Rollout, submissions
 from seer.client.text import Tokenizer, load_tokenizer
 from seer.common.channel import Channel, Identity, error_of
 from seer.common.clock import LoopClock
@@ -52,17 +51,10 @@ from seer.common.wire.messages import (
     Refused,
     Status,
     StatusRequest,
-    Submit,
     Tokens,
     TrainerToBuffer,
     Welcome,
 )
-
-BATCH_TOKENS = 2**20
-"""Prompt tokens per `Submit` (4 MiB): a large rollout must not stall the buffer's loop."""
-
-BATCH_PROMPTS = 1024
-"""Prompts per `Submit`, for the same reason."""
 
 PING_SECONDS = 5.0
 """A buffer that says nothing for this long is asked for its status: work may wait for an engine."""
@@ -101,6 +93,7 @@ class RolloutClient:
         self._active: dict[str, Rollout] = {}
         self._deadlines: dict[str, float] = {}
         self._acknowledge: dict[str, list[str]] = {}
+        self._unwanted: set[str] = set()
         self._resubmit = False
         self._heard = 0.0
         self._wake = asyncio.Event()
@@ -227,9 +220,7 @@ class RolloutClient:
                         self._active[message.rollout_id].deliver(message, self.tokenizer)
                         self._settle(message.rollout_id)
                 case Progress():
-                    rollout = self._rollouts.get(message.rollout_id)
-                    if rollout is not None:
-                        rollout.report(message)
+                    self._progressed(message)
                 case Refused():
                     self._refused(message)
                 case Status():
@@ -244,16 +235,19 @@ class RolloutClient:
 
     async def _tend(self) -> None:
         loop = asyncio.get_running_loop()
+        ping = min(PING_SECONDS, self._silence_seconds / 4)
         pinged = 0.0
         while True:
-            ping = min(PING_SECONDS, self._silence_seconds / 4)
-            until = min(self._deadlines.values(), default=loop.time() + ping)
+            before = loop.time()
+            until = min([before + ping, *self._deadlines.values()])
             try:
-                async with asyncio.timeout(min(ping, max(0.0, until - loop.time()))):
+                async with asyncio.timeout_at(until):
                     await self._wake.wait()
             except TimeoutError:
                 pass
             self._wake.clear()
+            if loop.time() - before > 2 * ping:
+                self._heard = loop.time()  # this loop stood still: the silence was not the buffer's
             await self._send_acknowledgements()
             await self._send_again()
             await self._expire(loop.time())
@@ -268,6 +262,8 @@ class RolloutClient:
         while self._acknowledge:
             rollout_id, prompt_ids = self._acknowledge.popitem()
             await self._channel.send(Acknowledge(rollout_id=rollout_id, prompt_ids=prompt_ids))
+        while self._unwanted:
+            await self._channel.send(Cancel(rollout_id=self._unwanted.pop()))
 
     async def _send_again(self) -> None:
         if not self._resubmit:
@@ -286,6 +282,14 @@ class RolloutClient:
                 await self._channel.send(Cancel(rollout_id=rollout_id))
 
     # --- what they share -----------------------------------------------------------------
+
+    def _progressed(self, progress: Progress) -> None:
+        rollout = self._rollouts.get(progress.rollout_id)
+        if rollout is not None:
+            rollout.report(progress)
+        if progress.rollout_id not in self._active and progress.finished < progress.requests:
+            self._unwanted.add(progress.rollout_id)
+            self._wake.set()
 
     def _refused(self, message: Refused) -> None:
         rollout = self._active.get(message.rollout_id)
@@ -316,19 +320,8 @@ class RolloutClient:
         await self._channel.send(Cancel(rollout_id=rollout.id, prompt_ids=list(prompt_ids)))
 
     async def _send_prompts(self, rollout: Rollout) -> None:
-        for batch in _batches([rollout.prompts[prompt_id] for prompt_id in rollout.unfinished]):
-            await self._channel.send(
-                Submit(
-                    rollout_id=rollout.id,
-                    rollout_number=rollout.rollout_number,
-                    seed=rollout.seed,
-                    n=rollout.n,
-                    sampling=rollout.sampling,
-                    prompt_ids=[prompt.id for prompt in batch],
-                    lengths=[prompt.token_ids.size for prompt in batch],
-                    tokens=np.concatenate([prompt.token_ids for prompt in batch]),
-                )
-            )
+        for message in submissions(rollout):
+            await self._channel.send(message)
 
     def _check_open(self) -> None:
         if self._task is None or self._task.done():
@@ -338,15 +331,3 @@ class RolloutClient:
         self._channel.close()
         if self._given_transport is None:
             await self._transport.close()
-
-
-def _batches(prompts: Sequence[Prepared]) -> Iterator[list[Prepared]]:
-    batch: list[Prepared] = []
-    tokens = 0
-    for prompt in prompts:
-        if batch and (tokens + prompt.token_ids.size > BATCH_TOKENS or len(batch) == BATCH_PROMPTS):
-            yield batch
-            batch, tokens = [], 0
-        batch.append(prompt)
-        tokens += prompt.token_ids.size
-    yield batch

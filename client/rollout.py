@@ -9,17 +9,26 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+
+import numpy as np
 
 from seer.client.prompts import Prepared
 from seer.client.text import Tokenizer, response_text
 from seer.common.errors import InvalidField, RequestRefused, RolloutFailed, Unreachable
 from seer.common.types import FinishReason, SamplingParams
-from seer.common.wire.messages import GroupDone, Logprobs, Progress, Tokens
+from seer.common.wire.messages import GroupDone, Logprobs, Progress, Submit, Tokens
 
 _SHOWN_IDS = 8
 """Prompt ids spelled out in an error's text; `prompt_ids` has them all."""
+
+
+BATCH_TOKENS = 2**20
+"""Prompt tokens per `Submit` (4 MiB): a large rollout must not stall the buffer's loop."""
+
+BATCH_PROMPTS = 1024
+"""Prompts per `Submit`, for the same reason."""
 
 
 class BufferLost(RolloutFailed, Unreachable):
@@ -205,6 +214,36 @@ class Rollout:
     def _wake(self) -> None:
         self._changed.set()
         self._changed = asyncio.Event()
+
+
+def submissions(rollout: Rollout) -> Iterator[Submit]:
+    """Return messages of bounded size with all prompts that are unfinished when they are taken."""
+    for planned in _batches([rollout.prompts[prompt_id] for prompt_id in rollout.unfinished]):
+        batch = [prompt for prompt in planned if prompt.id in rollout._unfinished]
+        if not batch:
+            continue
+        yield Submit(
+            rollout_id=rollout.id,
+            rollout_number=rollout.rollout_number,
+            seed=rollout.seed,
+            n=rollout.n,
+            sampling=rollout.sampling,
+            prompt_ids=[prompt.id for prompt in batch],
+            lengths=[prompt.token_ids.size for prompt in batch],
+            tokens=np.concatenate([prompt.token_ids for prompt in batch]),
+        )
+
+
+def _batches(prompts: Sequence[Prepared]) -> Iterator[list[Prepared]]:
+    batch: list[Prepared] = []
+    tokens = 0
+    for prompt in prompts:
+        if batch and (tokens + prompt.token_ids.size > BATCH_TOKENS or len(batch) == BATCH_PROMPTS):
+            yield batch
+            batch, tokens = [], 0
+        batch.append(prompt)
+        tokens += prompt.token_ids.size
+    yield batch
 
 
 def _shown(ids: Sequence[str]) -> str:

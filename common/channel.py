@@ -143,7 +143,7 @@ class Channel(Generic[Out, In]):
         """
         while True:
             quiet = self._clock.now() - max(self._heard, self._last_hello)
-            if quiet < IDLE_SECONDS:
+            if quiet < IDLE_SECONDS - 1e-3:  # less would be a timer that a float clock cannot pass
                 message = await self._receive(IDLE_SECONDS - quiet)
                 if message is not None:
                     return message

@@ -1,5 +1,7 @@
 #include "kernels.hpp"
 
+#include <algorithm>
+#include <bit>
 #include <cmath>
 #include <cstdlib>
 #include <cstring>

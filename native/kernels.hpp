@@ -6,7 +6,6 @@
 // - exp_sum and bounds are approximate (relative 1e-6) and never decide a token.
 #pragma once
 
-#include <algorithm>
 #include <cstdint>
 #include <limits>
 
@@ -53,10 +52,6 @@ struct Zone {
     float bin_scale; // bins per unit of (max - x); 0 puts all into bin 0
     int32_t bin;
 };
-
-inline int32_t zone_bin(float x, float row_max, float bin_scale) {
-    return std::min(static_cast<int32_t>((row_max - x) * bin_scale), kBins - 1);
-}
 
 struct Kernels {
     // Fill block_max[block_count(vocab)]; max ignores NaN.

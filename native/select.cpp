@@ -1,6 +1,8 @@
 #include "select.hpp"
 
+#include <algorithm>
 #include <array>
+#include <bit>
 #include <cmath>
 #include <numeric>
 

@@ -380,7 +380,10 @@ class AppendGap(Message, tag=True):
 
 
 class FetchGroup(msgspec.Struct, array_like=True):
-    """What a draft client already holds of one group: response index -> (attempt, tokens)."""
+    """What a draft client already holds of one group: response index -> (revision, tokens).
+
+    The revision is the `attempt` of the last `Append` in a `Deltas`: the dgds numbers cuts itself.
+    """
 
     group_id: str
     have: dict[int, tuple[int, int]]

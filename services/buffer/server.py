@@ -17,7 +17,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from seer.common import ids
-from seer.common.channel import Hub, Identity
+from seer.common.channel import HELLO_FIRST, Hub, Identity
 from seer.common.clock import Clock
 from seer.common.config import Config, shared_hash
 from seer.common.errors import ConfigError, InvalidField, RequestRefused
@@ -232,6 +232,10 @@ class BufferServer:
                 self._handle(
                     e.ChunkRejected(name, message.request_id, message.attempt, message.fatal, message.message)
                 )
+            case m.EngineStatus() if name not in self.machine.instances:
+                # It was silent for too long and lost its chunks: have it register again.
+                hello_first = m.Refused(code=HELLO_FIRST, message="this engine was given up")
+                self._to_engines.put_nowait((name, hello_first))
             case m.EngineStatus():
                 self._stats[name] = message.stats
                 self._handle(e.EngineReported(name, message.stats.pinned_blocks))

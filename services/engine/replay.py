@@ -1,7 +1,8 @@
 """An engine without a model: vLLM's batching and memory behaviour over `responses.py`.
 
 Invariants:
-- what a response holds is `Responses`' to say: chunking, batching and preemption cannot change it;
+- what a response holds is `Responses`' to say, a fault planted for `seer verify` apart: chunking,
+  batching and preemption cannot change it;
 - memory and batching are `KvModel`'s, so preemptions are real and counted;
 - a step lasts `replay_step_seconds` + running * `replay_row_seconds`: reported, never slept;
 - max_tokens is kept, min_tokens and ignore_eos by made-up responses; stop strings and penalties have
@@ -99,7 +100,9 @@ class ReplayBackend:
         length = self._responses.length(chunk)
         total = min(length, chunk.sampling.max_tokens)
         if generated >= total:
-            raise InvalidField("tokens", generated, f"this engine's response ends after {total} output tokens")
+            raise InvalidField(
+                "tokens", generated, f"this engine's response ends after {total} output tokens"
+            )
         count = min(chunk.max_new_tokens, total - generated)
         finish = ""
         if generated + count == total:

@@ -246,7 +246,7 @@ def _service(name: str, help_text: str) -> None:
         config_file: Path | None, sets: tuple[str, ...], ready_fd: int | None, parent_pid: int | None
     ) -> None:
         if parent_pid is not None:
-            from seer.launch import die_with
+            from seer.child import die_with
 
             die_with(parent_pid)
         from seer.common.service import run_process

@@ -12,8 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ctypes
-import os
 import shutil
 import signal
 import sys
@@ -25,14 +23,12 @@ from typing import Any, Self, TypeVar
 
 from msgspec.structs import asdict, replace
 
-from seer.common.config import ENV_PREFIX, Config, Endpoints, dump
-from seer.common.errors import ConfigError, SeerError
+from seer.child import Child, LaunchError
+from seer.common.config import Config, Endpoints
+from seer.common.errors import ConfigError
 from seer.hardware import EnginePlan, plan_engines
 
 T = TypeVar("T")
-
-COMMAND = (sys.executable, "-m", "seer.cli")
-"""What a child runs: its service's subcommand follows."""
 
 SERVICES = ("buffer", "context", "dgds")
 
@@ -42,38 +38,21 @@ SERVICE_START_SECONDS = 60.0
 ENGINE_START_SLACK_SECONDS = 60.0
 """An engine gets this beyond `engine.load_seconds`, for importing its libraries."""
 
-DRAIN_SECONDS = 10.0
-"""Longest orderly end of a child, unless told otherwise."""
+DRAIN_SECONDS = 3600.0
+"""Longest that a buffer told to drain may have its engines go on."""
 
-STOP_SECONDS = 3.0
+LEAVE_SECONDS = 10.0
+"""Longest orderly end of a child that has nothing left to do."""
+
+STOP_SECONDS = 5.0
 """After a second SIGTERM; then the process group is killed."""
-
-TAIL_BYTES, TAIL_LINES = 16_384, 15
-"""How much of a lost child's log is shown."""
 
 _MAX_IPC_DIR = 60
 """Unix socket paths are at most 107 bytes long."""
 
-_PR_SET_PDEATHSIG = 1
-
-
-class LaunchError(SeerError):
-    """A local system cannot start, or cannot go on."""
-
-    code = "launch"
-
-
-def die_with(parent_pid: int) -> None:
-    """Have the kernel kill this process when its parent ends (Linux; elsewhere a no-op)."""
-    if sys.platform != "linux":
-        return
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent_pid:  # it ended before the request was made
-        sys.exit(1)
-
 
 def run(work: Coroutine[Any, Any, T]) -> T:
-    """`asyncio.run` in which SIGTERM ends the work as Ctrl-C does, with exit code 143."""
+    """`asyncio.run` in which SIGTERM, too, cancels the work; the exit code then is a shell's 143."""
     terminated = False
 
     async def guarded() -> T:
@@ -91,51 +70,7 @@ def run(work: Coroutine[Any, Any, T]) -> T:
     try:
         return asyncio.run(guarded())
     except asyncio.CancelledError:
-        if terminated:
-            sys.exit(128 + signal.SIGTERM)
-        raise
-
-
-class _Child:
-    """One process; `log` is None when it writes to our stderr."""
-
-    def __init__(self, name: str, process: asyncio.subprocess.Process, log: Path | None) -> None:
-        self.name = name
-        self.process = process
-        self.log = log
-
-    @property
-    def alive(self) -> bool:
-        return self.process.returncode is None
-
-    def obituary(self) -> str:
-        code = self.process.returncode or 0
-        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-        return f"{self.name} {how}{self.last_lines()}"
-
-    def last_lines(self) -> str:
-        if self.log is None:
-            return ""
-        with self.log.open("rb") as file:
-            file.seek(max(0, self.log.stat().st_size - TAIL_BYTES))
-            lines = file.read().decode(errors="replace").splitlines()[-TAIL_LINES:]
-        return f"; the end of {self.log}:\n" + "\n".join(f"  {line}" for line in lines) if lines else ""
-
-    def terminate(self) -> None:
-        if self.alive:
-            with contextlib.suppress(ProcessLookupError):
-                self.process.terminate()
-
-    async def gone(self, seconds: float) -> bool:
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(seconds):
-                await self.process.wait()
-        return not self.alive
-
-    def kill_group(self) -> None:
-        """Kill what is left, the process's own children included."""
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
+        sys.exit(128 + (signal.SIGTERM if terminated else signal.SIGINT))
 
 
 class LocalSystem:
@@ -143,7 +78,8 @@ class LocalSystem:
 
     With `private`, endpoints are ipc sockets in a directory of the run, and children log into files
     there, which are kept when something went wrong. Otherwise the configured endpoints are used and
-    children log to stderr. `say` gets one line per thing worth knowing.
+    children log to stderr. With `drain`, leaving waits until all accepted work was collected. `say`
+    gets one line per thing worth knowing.
     """
 
     def __init__(
@@ -152,16 +88,16 @@ class LocalSystem:
         instances: int,
         *,
         private: bool = True,
-        drain_seconds: float = DRAIN_SECONDS,
+        drain: bool = False,
         say: Callable[[str], None] = lambda line: None,
     ) -> None:
         self.config = config
         self._plans = plan_engines(config.engine, instances)
         self._private = private
-        self._drain_seconds = drain_seconds
+        self._drain = drain
         self._say = say
-        self._services: dict[str, _Child] = {}
-        self._engines: list[_Child] = []
+        self._services: dict[str, Child] = {}
+        self._engines: list[Child] = []
         self._watchers: list[asyncio.Task[None]] = []
         self._stopping = False
         self._lost = False
@@ -188,14 +124,14 @@ class LocalSystem:
             await self._start()
         except BaseException:
             self._lost = True
-            await self._stop(0.0)
+            await self._stop(orderly=False)
             raise
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        await self._stop(self._drain_seconds if error is None else 0.0)
+        await self._stop(orderly=error is None)
 
     async def run(self, work: Coroutine[Any, Any, T]) -> T:
         """Await `work`; raises `LaunchError`, and cancels it, when the system cannot go on."""
@@ -213,7 +149,7 @@ class LocalSystem:
     # --- starting ------------------------------------------------------------------------
 
     @property
-    def _children(self) -> list[_Child]:
+    def _children(self) -> list[Child]:
         return [*self._services.values(), *self._engines]
 
     async def _start(self) -> None:
@@ -228,63 +164,25 @@ class LocalSystem:
             raise group.exceptions[0] from None
 
     async def _start_service(self, name: str) -> None:
-        self._services[name], ready = await self._spawn(name, name, self.config, {})
-        await self._ready(self._services[name], ready, SERVICE_START_SECONDS)
+        child = self._services[name] = await self._spawn(name, name, self.config, {})
+        await child.ready(SERVICE_START_SECONDS)
 
     async def _start_engine(self, plan: EnginePlan, shared: asyncio.Lock) -> None:
         # Engines on one device measure its free memory as they start: one after the other.
         async with shared if plan.shares_device else contextlib.AsyncExitStack():
             config = replace(self.config, engine=plan.config)
-            child, ready = await self._spawn("engine", plan.config.name, config, plan.environ)
+            child = await self._spawn("engine", plan.config.name, config, plan.environ)
             self._engines.append(child)
-            await self._ready(child, ready, plan.config.load_seconds + ENGINE_START_SLACK_SECONDS)
+            await child.ready(plan.config.load_seconds + ENGINE_START_SLACK_SECONDS)
 
-    async def _spawn(
-        self, service: str, name: str, config: Config, environ: dict[str, str]
-    ) -> tuple[_Child, int]:
-        file = self._dir / f"{name}.toml"
-        file.write_text(dump(config))
-        log = self._dir / f"{name}.log" if self._private else None
-        # The file holds what the environment said: it must not be said again.
-        inherited = {key: value for key, value in os.environ.items() if not _is_setting(key)}
-        ready, write = os.pipe()
-        sink = os.open(log, os.O_WRONLY | os.O_CREAT, 0o600) if log else os.dup(2)
-        options = ("--config", str(file), "--ready-fd", str(write), "--parent-pid", str(os.getpid()))
-        try:
-            process = await asyncio.create_subprocess_exec(
-                *COMMAND, service, *options,
-                stdin=asyncio.subprocess.DEVNULL, stdout=sink, stderr=sink, pass_fds=(write,),
-                env=inherited | environ, process_group=0,
-            )  # fmt: skip
-        except BaseException:
-            os.close(ready)
-            raise
-        finally:
-            os.close(write)
-            os.close(sink)
-        child = _Child(name, process, log)
+    async def _spawn(self, service: str, name: str, config: Config, environ: dict[str, str]) -> Child:
+        child = await Child.spawn(service, name, config, environ, self._dir, logged=self._private)
         self._watchers.append(asyncio.create_task(self._watch(child)))
-        return child, ready
-
-    async def _ready(self, child: _Child, ready: int, seconds: float) -> None:
-        reader = asyncio.StreamReader()
-        pipe, _ = await asyncio.get_running_loop().connect_read_pipe(
-            lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(ready, "rb", buffering=0)
-        )
-        try:
-            async with asyncio.timeout(seconds):
-                line = await reader.readline()
-                if not line:
-                    await child.process.wait()
-                    raise LaunchError(child.obituary())
-        except TimeoutError:
-            raise LaunchError(f"{child.name} was not ready in {seconds:.0f} s{child.last_lines()}") from None
-        finally:
-            pipe.close()
+        return child
 
     # --- watching and stopping -----------------------------------------------------------
 
-    async def _watch(self, child: _Child) -> None:
+    async def _watch(self, child: Child) -> None:
         await child.process.wait()
         if self._stopping or self._failure.done():
             return
@@ -297,14 +195,14 @@ class LocalSystem:
         else:
             self._failure.set_result(LaunchError(child.obituary()))
 
-    async def _stop(self, drain_seconds: float) -> None:
+    async def _stop(self, *, orderly: bool) -> None:
         self._stopping = True
         try:
-            # The buffer first: it drains by having the engines finish what was accepted.
-            buffer = [child for child in self._children if child.name == "buffer"]
-            await self._end(buffer, drain_seconds)
-            rest = [child for child in self._children if child.name != "buffer"]
-            await self._end(rest, min(drain_seconds, DRAIN_SECONDS))
+            if self._drain and orderly:
+                await self._end([self._services["buffer"]], DRAIN_SECONDS)
+            # Engines next: they say goodbye to services that are still there.
+            for children in (self._engines, list(self._services.values())):
+                await self._end(children, LEAVE_SECONDS if orderly else 0.0)
         finally:
             for child in self._children:
                 child.kill_group()
@@ -312,16 +210,16 @@ class LocalSystem:
                 watcher.cancel()
             self._clean_up()
 
-    async def _end(self, children: list[_Child], drain_seconds: float) -> None:
-        """Have children drain, then stop, then kill them."""
-        for patience in (drain_seconds, STOP_SECONDS):
+    async def _end(self, children: list[Child], seconds: float) -> None:
+        """Have children drain for so long, then stop, then kill them."""
+        for patience in (seconds, STOP_SECONDS):
             for child in children:
                 child.terminate()
-            gone = await asyncio.gather(*(child.gone(patience) for child in children))
-            late = [child.name for child, ended in zip(children, gone, strict=True) if not ended]
-            if late and patience:
-                self._lost = True
-                self._say(f"{', '.join(late)} still ran {patience:g} s after SIGTERM")
+            await asyncio.gather(*(child.gone(patience) for child in children))
+        stuck = [child.name for child in children if child.alive]
+        if stuck:
+            self._lost = True
+            self._say(f"{', '.join(stuck)} did not end {seconds + STOP_SECONDS:g} s after SIGTERM: killed")
         for child in children:
             child.kill_group()
         await asyncio.gather(*(child.gone(STOP_SECONDS) for child in children))
@@ -344,7 +242,3 @@ def _refuse_free_ports(endpoints: Endpoints) -> None:
             raise ConfigError(
                 f"endpoints.{name} = {endpoint!r}: the other processes must know the port; name one, or use ipc://"
             )
-
-
-def _is_setting(name: str) -> bool:
-    return name.startswith(ENV_PREFIX) and "__" in name

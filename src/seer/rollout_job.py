@@ -18,6 +18,7 @@ from pathlib import Path
 import msgspec
 
 from seer import __version__
+from seer.child import LaunchError
 from seer.client import RolloutClient
 from seer.client.prompts import Prompt, check_request
 from seer.client.rollout import Group, Rollout
@@ -27,7 +28,7 @@ from seer.common.errors import InvalidField, RequestRefused, SeerError, Unreacha
 from seer.common.policy.schedule import POLICIES
 from seer.common.types import SamplingParams
 from seer.common.wire.messages import InstanceStatus
-from seer.launch import LaunchError, LocalSystem, run
+from seer.launch import LocalSystem, run
 from seer.progress import showing
 from seer.prompts_io import (
     ModelFacts,

@@ -9,15 +9,12 @@ import sys
 from msgspec.structs import asdict
 
 from seer.common.config import Config
-from seer.launch import LocalSystem
-
-DRAIN_SECONDS = 3600.0
-"""Longest that accepted work may go on after the first Ctrl-C; the second one stops at once."""
+from seer.launch import LocalSystem, run
 
 
 def serve(config: Config, instances: int) -> None:
     """Run until SIGINT or SIGTERM. Raises `LaunchError` when the system cannot start or go on."""
-    asyncio.run(_serve(config, instances))
+    run(_serve(config, instances))
 
 
 async def _serve(config: Config, instances: int) -> None:
@@ -29,7 +26,7 @@ async def _serve(config: Config, instances: int) -> None:
             task.cancel()
         stop.set()
 
-    async with LocalSystem(config, instances, private=False, drain_seconds=DRAIN_SECONDS, say=_say) as system:
+    async with LocalSystem(config, instances, private=False, drain=True, say=_say) as system:
         for number in (signal.SIGINT, signal.SIGTERM):
             asyncio.get_running_loop().add_signal_handler(number, caught)
         for name, endpoint in asdict(system.config.endpoints).items():

@@ -16,7 +16,11 @@ REQUESTS = 6
 
 def backend(kv_blocks, max_num_seqs):
     config = EngineConfig(
-        backend="replay", kv_blocks=kv_blocks, max_num_seqs=max_num_seqs, replay_vocab_size=50, replay_mean_tokens=20
+        backend="replay",
+        kv_blocks=kv_blocks,
+        max_num_seqs=max_num_seqs,
+        replay_vocab_size=50,
+        replay_mean_tokens=20,
     )
     made = ReplayBackend(config, SharedConfig(block_size=BLOCK))
     made.start()

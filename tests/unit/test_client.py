@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import AsyncIterator, Callable
 
 import numpy as np
@@ -20,7 +21,7 @@ from seer.client import (
     SamplingParams,
     Unreachable,
 )
-from seer.client import client as client_module
+from seer.client import rollout as rollout_module
 from seer.common import channel as channel_module
 from seer.common.channel import Hub, Identity
 from seer.common.ids import new_incarnation
@@ -31,6 +32,7 @@ from seer.common.wire.messages import (
     BufferToTrainer,
     Cancel,
     GroupDone,
+    Hello,
     Message,
     Progress,
     Refused,
@@ -178,8 +180,8 @@ async def test_every_group_is_acknowledged_and_taken_once(buffer: FakeBuffer) ->
 async def test_large_rollouts_are_sent_in_bounded_messages(
     buffer: FakeBuffer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(client_module, "BATCH_TOKENS", 10)
-    monkeypatch.setattr(client_module, "BATCH_PROMPTS", 3)
+    monkeypatch.setattr(rollout_module, "BATCH_TOKENS", 10)
+    monkeypatch.setattr(rollout_module, "BATCH_PROMPTS", 3)
     buffer.script = answering()
     async with connect(buffer) as client:
         prompts = [[1] * length for length in (4, 6, 1, 1, 1, 1, 25, 2)]
@@ -354,6 +356,30 @@ async def test_a_buffer_that_answers_is_not_silent(buffer: FakeBuffer) -> None:
         assert (await client.status()).policy == "p"
         await buffer.say(group(buffer.of(Submit)[0], "0"))
         await rollout.result()
+
+
+async def test_a_trainer_that_blocks_the_loop_does_not_lose_the_buffer(buffer: FakeBuffer) -> None:
+    async with connect(buffer, silence_seconds=0.1) as client:
+        rollout = await client.submit([[1]], n=1)
+        (submitted,) = await buffer.until(Submit)
+        time.sleep(0.5)  # a training step
+        await asyncio.sleep(0)
+        assert rollout.unfinished == ["0"]
+        await buffer.say(group(submitted, "0"))
+        await rollout.result()
+
+
+async def test_work_that_nobody_waits_for_is_cancelled(buffer: FakeBuffer) -> None:
+    async with connect(buffer):
+        await buffer.until(Hello)
+        await buffer.say(
+            Progress(
+                rollout_id="old", requests=2, finished=1, groups=1, groups_finished=0, tokens=5, chunks=1,
+                migrations=0, preemptions=0, running=1,
+            )
+        )  # fmt: skip
+        (cancel,) = await buffer.until(Cancel)
+    assert cancel.rollout_id == "old"
 
 
 async def test_a_refused_connection_ends_everything_with_the_reason(buffer: FakeBuffer) -> None:

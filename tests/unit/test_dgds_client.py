@@ -14,7 +14,7 @@ from seer.common.transport.memory import MemoryNetwork, MemoryTransport
 from seer.common.wire import messages as m
 from seer.services.dgds import server as dgds_server
 from seer.services.dgds.client import MAX_BATCH_TOKENS, OPEN_SECONDS, DgdsClient
-from seer.services.dgds.outputs import OVERHEAD_TOKENS
+from seer.services.dgds.outputs import OVERHEAD_TOKENS, RESEND_SECONDS, Outputs
 from seer.services.dgds.server import DgdsServer, make
 
 CONFIG = Config()
@@ -69,6 +69,26 @@ async def system(started=True, config=CONFIG):
         task.cancel()
     if hasattr(made, "serving"):
         await made.kill()
+
+
+def test_several_reports_of_one_gap_rewind_once():
+    outputs, key = Outputs(10**6), (GROUP, 0)
+    outputs.begin(key, 2, array(1, 2, 3))
+    outputs.append(key, 2, 3, [4, 5])
+
+    def handed_out():
+        return [(part.previous, part.tokens.tolist()) for part in outputs.batch(100)]
+
+    assert handed_out() == [(3, [4, 5])]
+    outputs.rewind(key, 1, 0, now=0.0)
+    assert handed_out() == []
+    for moment in (0.0, 0.1, RESEND_SECONDS / 2):
+        outputs.rewind(key, 2, 1, now=moment)
+    assert handed_out() == [(1, [2, 3]), (3, [4, 5])]
+    outputs.rewind(key, 2, 1, now=RESEND_SECONDS - 0.01)
+    assert handed_out() == []
+    outputs.rewind(key, 2, 4, now=RESEND_SECONDS)
+    assert handed_out() == [(4, [5])]
 
 
 @virtual
@@ -308,9 +328,7 @@ async def test_lossy_lines_only_delay():
 async def test_malformed_batches_change_nothing_and_are_counted():
     async with system() as it:
         me = Identity(role="engine", name="bad", incarnation=9, config_hash=shared_hash(SharedConfig()))
-        channel = Channel(
-            MemoryTransport(it.network), CONFIG.endpoints.dgds, me, m.DgdsToEngine, LoopClock()
-        )
+        channel = Channel(MemoryTransport(it.network), CONFIG.endpoints.dgds, me, m.DgdsToEngine, LoopClock())
         await channel.open(5.0)
         good = m.Append(GROUP, 0, 1, 0, 1)
         for bad, count in (

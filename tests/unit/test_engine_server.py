@@ -1,7 +1,6 @@
-"""The engine's server against a buffer played by the test; then both drivers by themselves."""
+"""The engine's server against a buffer played by the test, in virtual time mostly."""
 
 import asyncio
-import threading
 from contextlib import asynccontextmanager
 
 import numpy as np
@@ -11,18 +10,23 @@ from virtual_time import eventually, virtual
 from seer.common.channel import Hub, Identity
 from seer.common.clock import LoopClock
 from seer.common.config import Config, EngineConfig, shared_hash
-from seer.common.errors import ConfigError, EngineError, InvalidField, Unreachable
+from seer.common.errors import ConfigError, EngineError, Unreachable
 from seer.common.transport.memory import MemoryNetwork, MemoryTransport
-from seer.common.types import Capacity, InstanceStats, SamplingParams
+from seer.common.types import InstanceStats, SamplingParams
 from seer.common.wire import messages as m
 from seer.services.dgds import server as dgds
-from seer.services.engine.backend import Chunk, ChunkEnd, Generated, StepOutput
-from seer.services.engine.driver import InlineDriver, ThreadDriver
+from seer.services.engine.backend import ChunkEnd, Generated, StepOutput
+from seer.services.engine.driver import InlineDriver
 from seer.services.engine.replay import ReplayBackend
 from seer.services.engine.server import EngineServer, make
 
 REPLAY = EngineConfig(
-    backend="replay", name="e0", kv_blocks=200, replay_step_seconds=0.01, replay_row_seconds=0.0, max_num_seqs=4
+    backend="replay",
+    name="e0",
+    kv_blocks=200,
+    replay_step_seconds=0.01,
+    replay_row_seconds=0.0,
+    max_num_seqs=4,
 )
 
 
@@ -221,7 +225,9 @@ async def test_status_is_reported_at_its_interval_busy_or_not():
         assert buffer.stats[-1].running == 1
         assert [s.steps for s in buffer.stats] == sorted(s.steps for s in buffer.stats)
         await asyncio.sleep(20)
-        assert buffer.stats[-1] == InstanceStats(steps=1000, free_blocks=200, generated_tokens=1000, prompt_tokens=3)
+        assert buffer.stats[-1] == InstanceStats(
+            steps=1000, free_blocks=200, generated_tokens=1000, prompt_tokens=3
+        )
 
 
 @virtual
@@ -263,6 +269,21 @@ async def test_a_restarted_buffer_finds_nothing_running_and_a_registration_first
         await asyncio.sleep(20)
         assert len(reborn.said) == 2
         await reborn.kill()
+
+
+@virtual
+async def test_late_output_of_a_replaced_chunk_is_ignored():
+    async with engine() as (buffer, server, *_):
+        await buffer.run(new=50)
+        await eventually(lambda: "r/p#0" in server.running)
+        old = server.running["r/p#0"].serial
+        await buffer.run(new=6, attempt=2)
+        await eventually(lambda: server.running["r/p#0"].attempt == 2)
+        late = Generated(request_id="r/p#0", attempt=old, token_ids=[9], logprobs=[0.0])
+        end = ChunkEnd(request_id="r/p#0", attempt=old, finish="stop")
+        server.output(StepOutput(generated=[late], ended=[end]))
+        await asyncio.sleep(5)
+        assert {key: (r.count, r.finish) for key, r in buffer.results().items()} == {("0", 2): (6, "")}
 
 
 @virtual
@@ -348,7 +369,7 @@ async def test_without_a_buffer_it_gives_up_with_the_endpoint_named():
 async def test_make_chooses_the_backend_and_checks_settings():
     made = make(Config(engine=REPLAY), MemoryTransport(MemoryNetwork()), LoopClock())
     assert isinstance(made._driver, InlineDriver)
-    with pytest.raises(ConfigError, match="engine.status_seconds"):
+    with pytest.raises(ConfigError, match=r"engine\.status_seconds"):
         make(
             Config(engine=EngineConfig(backend="replay", status_seconds=0)),
             MemoryTransport(MemoryNetwork()),
@@ -356,166 +377,9 @@ async def test_make_chooses_the_backend_and_checks_settings():
         )
 
 
-# --- the thread driver, in real time ---------------------------------------------------------
-
-
-class Counting:
-    """A backend that counts up one token a step, and notes which thread calls it."""
-
-    capacity = Capacity(kv_blocks=10, block_size=4, max_num_seqs=2, max_model_len=39)
-    vocab_size = 100
-    versions = {"backend": "counting"}
-
-    def __init__(self, fail=None, gate=None):
-        self.fail, self.gate = fail, gate
-        self.threads, self.chunks, self.steps, self.idle_asked, self.closed = set(), {}, 0, 0, 0
-
-    def start(self):
-        self.threads.add(threading.get_ident())
-        if self.fail == "start":
-            raise EngineError("no such model")
-        if self.gate:
-            self.gate.wait(5)
-
-    def add(self, chunk):
-        self.threads.add(threading.get_ident())
-        if chunk.max_new_tokens > 100:
-            raise InvalidField("max_new_tokens", chunk.max_new_tokens, "at most 100")
-        self.chunks[chunk.request_id] = [chunk, 0]
-
-    def drop(self, request_id, attempt):
-        self.threads.add(threading.get_ident())
-        self.chunks.pop(request_id, None)
-
-    def has_work(self):
-        self.idle_asked += not self.chunks
-        return bool(self.chunks)
-
-    def step(self):
-        self.threads.add(threading.get_ident())
-        self.steps += 1
-        if self.fail == self.steps:
-            raise RuntimeError("device lost")
-        out = StepOutput()
-        for request_id, entry in list(self.chunks.items()):
-            chunk, count = entry
-            entry[1] += 1
-            news = Generated(request_id=request_id, attempt=chunk.attempt, token_ids=[count], logprobs=[-1.0])
-            out.generated.append(news)
-            if entry[1] == chunk.max_new_tokens:
-                out.ended.append(ChunkEnd(request_id=request_id, attempt=chunk.attempt, finish=""))
-                del self.chunks[request_id]
-        return out
-
-    def stats(self):
-        self.threads.add(threading.get_ident())
-        return InstanceStats(steps=self.steps)
-
-    def close(self):
-        self.closed += 1
-
-
-class Sink:
-    def __init__(self):
-        self.tokens, self.ended, self.errors, self.threads = {}, [], [], set()
-
-    def output(self, out):
-        self.threads.add(threading.get_ident())
-        for news in out.generated:
-            self.tokens.setdefault(news.request_id, []).extend(news.token_ids)
-        self.ended += [end.request_id for end in out.ended]
-
-    def rejected(self, chunk, error):
-        self.threads.add(threading.get_ident())
-        self.errors.append((chunk.request_id, error))
-
-
-def chunk(request_id, new):
-    return Chunk(
-        request_id=request_id, group_id="g", attempt=1, key=1, prompt_len=1, max_new_tokens=new,
-        sampling=SamplingParams(), tokens=[1],
-    )  # fmt: skip
-
-
-@asynccontextmanager
-async def thread_driver(backend):
-    sink = Sink()
-    driver = ThreadDriver(backend, sink)
-    facts = await driver.start(5.0)
-    assert (facts.capacity, facts.versions) == (Counting.capacity, Counting.versions)
-    running = asyncio.create_task(driver.run())
-    yield driver, sink, running
-    running.cancel()
-    await asyncio.wait([running])
-    await driver.close()
-    assert backend.closed == 1
-
-
-async def test_thread_driver_keeps_the_backend_on_one_thread_and_the_sink_on_the_loop():
-    backend = Counting()
-    async with thread_driver(backend) as (driver, sink, _):
-        driver.add(chunk("a", 50))
-        driver.add(chunk("b", 70))
-        driver.add(chunk("c", 101))
-        await eventually(lambda: len(sink.ended) == 2 and bool(sink.errors))
-        assert sink.tokens == {"a": list(range(50)), "b": list(range(70))}
-        assert [(name, type(error)) for name, error in sink.errors] == [("c", InvalidField)]
-        await eventually(lambda: driver.stats.steps == backend.steps)
-    assert sink.threads == {threading.get_ident()}
-    assert len(backend.threads) == 1
-    assert threading.get_ident() not in backend.threads
-
-
-async def test_thread_driver_does_not_spin_while_idle():
-    backend = Counting()
-    async with thread_driver(backend) as (driver, sink, _):
-        driver.add(chunk("a", 3))
-        await eventually(lambda: sink.ended == ["a"])
-        asked = backend.idle_asked
-        await asyncio.sleep(0.2)
-        assert backend.idle_asked - asked <= 3
-        assert backend.steps == 3
-
-
-async def test_thread_driver_drops_chunks():
-    backend = Counting()
-    async with thread_driver(backend) as (driver, sink, _):
-        driver.add(chunk("a", 100))
-        driver.drop("a", 1)
-        driver.add(chunk("b", 1))
-        await eventually(lambda: "b" in sink.ended)
-        assert "a" not in sink.ended
-
-
-async def test_thread_driver_raises_what_the_backend_raised():
-    backend = Counting(fail=2)
-    async with thread_driver(backend) as (driver, _, running):
-        driver.add(chunk("a", 9))
-        with pytest.raises(EngineError, match="RuntimeError: device lost"):
-            await running
-
-
-async def test_thread_driver_reports_a_failed_start():
-    driver = ThreadDriver(Counting(fail="start"), Sink())
-    with pytest.raises(EngineError, match="no such model"):
-        await driver.start(5.0)
-    await driver.close()
-
-
-async def test_thread_driver_gives_up_loading_at_its_deadline():
-    gate = threading.Event()
-    backend = Counting(gate=gate)
-    driver = ThreadDriver(backend, Sink())
-    with pytest.raises(EngineError, match="engine.load_seconds = 0.05"):
-        await driver.start(0.05)
-    gate.set()
-    await driver.close()
-    assert backend.closed == 1
-
-
 async def test_an_engine_on_a_thread_serves_the_buffer():
-    config = EngineConfig(backend="vllm", name="e0")
-    async with engine(config, Counting()) as (buffer, _, running, _):
+    config = EngineConfig(backend="vllm", name="e0", kv_blocks=200)
+    async with engine(config, ReplayBackend(config, Config().shared)) as (buffer, _, running, _):
         for index in range(5):
             await buffer.run(index, new=20 + index)
         await eventually(lambda: len(buffer.results()) == 5)

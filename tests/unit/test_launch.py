@@ -13,11 +13,12 @@ from pathlib import Path
 
 import pytest
 
-from seer import launch
+from seer import child, launch
+from seer.child import LaunchError
 from seer.common.config import Config, Endpoints, EngineConfig, load
 from seer.common.errors import ConfigError, InvalidField
 from seer.hardware import Machine, plan_engines, share_cores
-from seer.launch import LaunchError, LocalSystem
+from seer.launch import LocalSystem
 
 CHILD = """
 import os, signal, subprocess, sys, time
@@ -49,8 +50,8 @@ REPLAY = Config(engine=EngineConfig(backend="replay"))
 def fast(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     script = tmp_path / "child.py"
     script.write_text(CHILD)
-    monkeypatch.setattr(launch, "COMMAND", (sys.executable, str(script)))
-    monkeypatch.setattr(launch, "DRAIN_SECONDS", 0.2)
+    monkeypatch.setattr(child, "COMMAND", (sys.executable, str(script)))
+    monkeypatch.setattr(launch, "LEAVE_SECONDS", 0.2)
     monkeypatch.setattr(launch, "STOP_SECONDS", 0.2)
     monkeypatch.setattr(launch, "_MAX_IPC_DIR", 1000)  # nothing binds there
     monkeypatch.setattr(launch.tempfile, "tempdir", str(tmp_path))
@@ -79,7 +80,7 @@ async def gone(pids: list[int]) -> bool:
 
 
 async def test_all_children_run_and_none_is_left() -> None:
-    async with LocalSystem(REPLAY, 2, drain_seconds=0.2) as system:
+    async with LocalSystem(REPLAY, 2) as system:
         assert set(system.pids) == {"buffer", "context", "dgds", "engine-0", "engine-1"}
         folder = Path(system.endpoint.removeprefix("ipc://")).parent
         assert {file.name for file in folder.glob("*.toml")} == {f"{name}.toml" for name in system.pids}
@@ -95,7 +96,7 @@ async def test_all_children_run_and_none_is_left() -> None:
 async def test_the_environment_is_not_applied_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SEER_ENGINE__NAME", "mine")
     monkeypatch.setenv("CHILD_engine_0", "")
-    async with LocalSystem(REPLAY, 1, drain_seconds=0.0) as system:
+    async with LocalSystem(REPLAY, 1) as system:
         environ = environ_of(system.pids["engine-0"])
     assert b"SEER_ENGINE__NAME" not in environ
     assert b"CHILD_engine_0" in environ
@@ -123,7 +124,7 @@ async def test_a_child_that_is_never_ready(monkeypatch: pytest.MonkeyPatch) -> N
 async def test_one_engine_may_die(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CHILD_engine_0", "die")
     said: list[str] = []
-    async with LocalSystem(REPLAY, 2, drain_seconds=0.0, say=said.append) as system:
+    async with LocalSystem(REPLAY, 2, say=said.append) as system:
 
         async def told() -> str:
             while not said:
@@ -162,11 +163,13 @@ async def test_stubborn_children_and_their_children_are_killed(
 ) -> None:
     monkeypatch.setenv("CHILD_engine_0", "stubborn")
     monkeypatch.setenv("HELPER", str(tmp_path / "helper"))
-    async with LocalSystem(REPLAY, 1, drain_seconds=0.1) as system:
+    said: list[str] = []
+    async with LocalSystem(REPLAY, 1, say=said.append) as system:
         helper = int((tmp_path / "helper").read_text())
         pids = [*system.pids.values(), helper]
         assert all(map(alive, pids))
     assert await gone(pids)
+    assert said[0] == "engine-0 did not end 0.4 s after SIGTERM: killed"
 
 
 async def test_an_exception_stops_everything() -> None:
@@ -180,7 +183,7 @@ async def test_an_exception_stops_everything() -> None:
 def test_children_die_with_a_killed_parent(tmp_path: Path) -> None:
     script = textwrap.dedent("""
         import os, sys, time
-        from seer.launch import die_with
+        from seer.child import die_with
         parent = os.getpid()
         if os.fork() == 0:
             die_with(parent)
@@ -190,10 +193,10 @@ def test_children_die_with_a_killed_parent(tmp_path: Path) -> None:
     """)
     parent = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE)
     assert parent.stdout is not None
-    child = int(parent.stdout.readline())
+    orphan = int(parent.stdout.readline())
     parent.kill()
     parent.wait()
-    assert _soon(lambda: not alive(child))
+    assert _soon(lambda: not alive(orphan))
 
 
 def _soon(condition: Callable[[], bool]) -> bool:

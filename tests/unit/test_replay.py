@@ -18,7 +18,8 @@ BLOCK = 4
 
 def backend(**settings):
     made = ReplayBackend(
-        EngineConfig(**{"backend": "replay", "replay_vocab_size": 1000, **settings}), SharedConfig(block_size=BLOCK)
+        EngineConfig(**{"backend": "replay", "replay_vocab_size": 1000, **settings}),
+        SharedConfig(block_size=BLOCK),
     )
     made.start()
     return made
@@ -175,7 +176,7 @@ def test_a_bad_trace_names_its_line(trace, line, problem):
 
 
 def test_a_trace_that_is_missing_or_repeats_itself_is_refused(trace, tmp_path):
-    with pytest.raises(EngineError, match="engine.replay_trace"):
+    with pytest.raises(EngineError, match=r"engine\.replay_trace"):
         backend(replay_trace=str(tmp_path / "none"))
     line = {"id": "a", "index": 2, "token_ids": [1]}
     with pytest.raises(EngineError, match="line 2: index 2"):

@@ -199,7 +199,7 @@ def _cpu_kv_bytes(config: EngineConfig, vllm_config: VllmConfig) -> int:
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
     per_token = 2 * model.get_num_layers(parallel) * model.get_num_kv_heads(parallel) * model.get_head_size()
     longest = model.max_model_len + 2 * vllm_config.cache_config.block_size  # rounding, the null block
-    usable = per_token * torch.finfo(model.dtype).bits // 8 * longest * config.max_num_seqs
+    usable: int = per_token * torch.finfo(model.dtype).bits // 8 * longest * config.max_num_seqs
     node = get_memory_node_info(get_allowed_cpu_list()[0].numa_node)
     return min(usable, int(node.available_memory * CPU_KV_SHARE / config.tensor_parallel))
 
