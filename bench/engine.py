@@ -1,9 +1,10 @@
 """Tokens per second of Seer's engine backend against bare vLLM, on one machine, in turns.
 
-Each measurement is a fresh process pinned to the same cores; the contestants take turns, so that
-a slow minute of the machine hits all of them. Both sides return a logprob per token. Prints JSON.
+Each contestant is a process of its own, pinned to the same cores; they take turns, one run each, so
+that a slow moment of the machine hits all of them, and a figure is the median over the turns of the
+ratio to Seer's run of the same turn. All return a logprob per token. Prints JSON.
 
-    python bench/engine.py --model examples/countdown/model --rounds 5
+    python bench/engine.py --model examples/countdown/model --turns 15
 """
 
 from __future__ import annotations
@@ -23,8 +24,7 @@ from typing import Any
 BATCHES = (1, 8, 32)
 TOKENS = 256
 PROMPT = (1, 9, 7, 5, 3)
-REPEATS = 3
-"""Runs inside one process after a warm-up; the fastest counts (the slower ones were disturbed)."""
+READY = "ready"
 
 
 def prompt(index: int) -> list[int]:
@@ -99,24 +99,48 @@ def seer(model: str, cores: str) -> Callable[[int], None]:
 CONTESTANTS = {"seer": seer, "vllm": tuned, "vllm_default": default}
 
 
-def measure(name: str, model: str, cores: str) -> dict[str, dict[str, float]]:
-    """Return tokens per second, and CPU milliseconds per token, at each batch size."""
+def serve(name: str, model: str, cores: str) -> None:
+    """Run as a contestant: for each batch size on stdin, answer seconds of wall and CPU time."""
     run = CONTESTANTS[name](model, cores)
-    result: dict[str, dict[str, float]] = {}
     for batch in BATCHES:
         run(batch)
-        walls, cpus = [], []
-        for _ in range(REPEATS):
-            wall, cpu = time.perf_counter(), time.process_time()
-            run(batch)
-            walls.append(time.perf_counter() - wall)
-            cpus.append(time.process_time() - cpu)
-        tokens = batch * TOKENS
-        result[str(batch)] = {
-            "tokens_per_s": tokens / min(walls),
-            "cpu_ms_per_token": 1e3 * min(cpus) / tokens,
-        }
-    return result
+    print(READY, flush=True)
+    for line in sys.stdin:
+        wall, cpu = time.perf_counter(), time.process_time()
+        run(int(line))
+        print(json.dumps([time.perf_counter() - wall, time.process_time() - cpu]), flush=True)
+
+
+class Contestant:
+    """A running contestant."""
+
+    def __init__(self, name: str, model: str, cores: str) -> None:
+        self.name = name
+        command = [sys.executable, __file__, "--serve", name, "--model", model, "--cores", cores]
+        self._process = subprocess.Popen(
+            ["taskset", "-c", cores, *command], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        while (line := self._line()) != READY:
+            print(f"{name}: {line}", file=sys.stderr)
+
+    def _line(self) -> str:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise SystemExit(f"{self.name} ended with {self._process.wait()}; its stderr is above")
+        return line.strip()
+
+    def run(self, batch: int) -> tuple[float, float]:
+        """Return tokens per second, and CPU milliseconds per token, of one run."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(f"{batch}\n")
+        self._process.stdin.flush()
+        wall, cpu = json.loads(self._line())
+        return batch * TOKENS / wall, 1e3 * cpu / (batch * TOKENS)
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.wait()
 
 
 def _quiet(cores: str) -> None:
@@ -127,54 +151,27 @@ def _quiet(cores: str) -> None:
     )  # fmt: skip
 
 
-def _child(name: str, model: str, cores: str) -> dict[str, dict[str, float]]:
-    command = [
-        "taskset",
-        "-c",
-        cores,
-        sys.executable,
-        __file__,
-        "--child",
-        name,
-        "--model",
-        model,
-        "--cores",
-        cores,
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=900, check=False)
-    if done.returncode:
-        raise SystemExit(f"{name} failed:\n{done.stderr[-3000:]}")
-    answer: dict[str, dict[str, float]] = json.loads(done.stdout.strip().splitlines()[-1])
-    return answer
-
-
-def compare(model: str, cores: str, rounds: int, names: list[str]) -> dict[str, Any]:
-    """Run all contestants in turns and relate each to Seer by the median of per-round ratios."""
-    rows: dict[str, list[dict[str, dict[str, float]]]] = {name: [] for name in names}
-    for index in range(rounds):
-        for name in names if index % 2 == 0 else names[::-1]:
-            rows[name].append(_child(name, model, cores))
-            print(f"round {index} {name}: {json.dumps(rows[name][-1])}", file=sys.stderr)
+def compare(contestants: list[Contestant], batch: int, turns: int) -> dict[str, Any]:
+    """Let the contestants take turns; relate each to the first."""
+    runs: dict[str, list[tuple[float, float]]] = {one.name: [] for one in contestants}
+    for turn in range(turns):
+        for one in contestants if turn % 2 == 0 else contestants[::-1]:
+            runs[one.name].append(one.run(batch))
+    first = contestants[0].name
     report: dict[str, Any] = {}
-    for batch in map(str, BATCHES):
+    for name, results in runs.items():
         entry: dict[str, Any] = {
-            name: {
-                key: round(statistics.median(row[batch][key] for row in rows[name]), 4)
-                for key in rows[name][0][batch]
-            }
-            for name in names
+            "tokens_per_s": round(statistics.median(rate for rate, _ in results), 1),
+            "cpu_ms_per_token": round(statistics.median(cpu for _, cpu in results), 4),
         }
-        for name in names:
-            if name != "seer" and "seer" in names:
+        if name != first:
+            for key, index in (("rate", 0), ("cpu", 1)):
                 ratios = [
-                    ours[batch]["tokens_per_s"] / theirs[batch]["tokens_per_s"]
-                    for ours, theirs in zip(rows["seer"], rows[name], strict=True)
+                    ours[index] / theirs[index] for ours, theirs in zip(runs[first], results, strict=True)
                 ]
-                entry[f"seer_over_{name}"] = {
-                    "median": round(statistics.median(ratios), 3),
-                    "range": [round(min(ratios), 3), round(max(ratios), 3)],
-                }
-        report[f"batch_{batch}"] = entry
+                quartiles = [round(x, 3) for x in statistics.quantiles(ratios, n=4)]
+                entry[f"{first}_over_this_{key}_quartiles"] = quartiles
+        report[name] = entry
     return report
 
 
@@ -198,18 +195,26 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--model", required=True, help="model folder of at least 64 tokens of vocabulary")
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--model", required=True, help="model folder with 64 tokens of vocabulary or more")
+    parser.add_argument("--turns", type=int, default=15)
     parser.add_argument("--cores", default="0", help="cores for every contestant, as 0-3")
     parser.add_argument("--contestants", default="seer,vllm", help=f"of {', '.join(CONTESTANTS)}")
-    parser.add_argument("--child", choices=CONTESTANTS, help=argparse.SUPPRESS)
+    parser.add_argument("--serve", choices=CONTESTANTS, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.child:
-        print(json.dumps(measure(options.child, options.model, options.cores)))
+    if options.serve:
+        serve(options.serve, options.model, options.cores)
         return
-    names = options.contestants.split(",")
-    report = compare(options.model, options.cores, options.rounds, names)
-    print(json.dumps({"machine": machine(), "tokens": TOKENS, "rounds": options.rounds, **report}, indent=1))
+    report = {"machine": machine(), "tokens": TOKENS, "turns": options.turns}
+    contestants: list[Contestant] = []
+    try:
+        for name in options.contestants.split(","):
+            contestants.append(Contestant(name, options.model, options.cores))
+        for batch in BATCHES:
+            report[f"batch_{batch}"] = compare(contestants, batch, options.turns)
+    finally:
+        for one in contestants:
+            one.close()
+    print(json.dumps(report, indent=1))
 
 
 if __name__ == "__main__":

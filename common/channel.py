@@ -143,13 +143,11 @@ class Channel(Generic[Out, In]):
         """
         while True:
             quiet = self._clock.now() - max(self._heard, self._last_hello)
-            if quiet < IDLE_SECONDS - 1e-3:  # less would be a timer that a float clock cannot pass
-                message = await self._receive(IDLE_SECONDS - quiet)
-                if message is not None:
-                    return message
-            else:
-                with contextlib.suppress(Unreachable):
-                    await self._say_hello()
+            message = await self._receive(max(0.0, IDLE_SECONDS - quiet))
+            if message is not None:
+                return message
+            with contextlib.suppress(Unreachable):
+                await self._say_hello()
 
     def close(self) -> None:
         """Close the socket; idempotent."""

@@ -6,11 +6,12 @@ import numpy as np
 import pytest
 from cluster_harness import running
 from invariants import check
+from virtual_time import eventually, virtual
+
 from seer.client import SamplingParams
 from seer.common.config import BufferConfig, EngineConfig
 from seer.common.errors import RequestRefused, RolloutCancelled
 from seer.services.buffer.events import EngineLeft
-from virtual_time import eventually, virtual
 
 PROMPTS = [list(range(1, 2 + i)) for i in range(12)]
 
@@ -150,7 +151,7 @@ async def test_what_does_not_fit_is_refused_and_the_rest_is_returned():
         arrived = []
         with pytest.raises(RequestRefused, match="fits no instance") as caught:
             async for group in rollout:
-                arrived.append(group.prompt_id)
+                arrived += [group.prompt_id]
         assert sorted(arrived) == ["0", "2"]
         assert caught.value.prompt_ids == ("1",)
 

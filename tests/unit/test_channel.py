@@ -215,6 +215,21 @@ async def test_an_idle_peer_notices_a_restart_by_itself():
 
 
 @virtual
+async def test_idle_waiting_ends_at_any_time_of_a_float_clock():
+    network = MemoryNetwork()
+    server = await Server(network).start()
+    client = channel(network)
+    for start in (0.1, 12_345.678_9, 50_000 / 3):
+        await asyncio.sleep(start)
+        await client.open(5)
+        await asyncio.sleep(1 / 3)
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(1_000 + 1 / 7):
+                await client.recv()
+    assert 600 <= server.names().count("Hello") <= 620
+
+
+@virtual
 async def test_idle_hellos_are_answered_quietly():
     network = MemoryNetwork()
     server = await Server(network).start()
