@@ -10,6 +10,7 @@ ratio to Seer's run of the same turn. All return a logprob per token. Prints JSO
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import platform
@@ -139,6 +140,7 @@ class Contestant:
         return batch * TOKENS / wall, 1e3 * cpu / (batch * TOKENS)
 
     def close(self) -> None:
+        """End the process."""
         self._process.kill()
         self._process.wait()
 
@@ -205,15 +207,14 @@ def main() -> None:
         serve(options.serve, options.model, options.cores)
         return
     report = {"machine": machine(), "tokens": TOKENS, "turns": options.turns}
-    contestants: list[Contestant] = []
-    try:
+    with contextlib.ExitStack() as stack:
+        contestants = []
         for name in options.contestants.split(","):
-            contestants.append(Contestant(name, options.model, options.cores))
+            one = Contestant(name, options.model, options.cores)
+            stack.callback(one.close)
+            contestants.append(one)
         for batch in BATCHES:
             report[f"batch_{batch}"] = compare(contestants, batch, options.turns)
-    finally:
-        for one in contestants:
-            one.close()
     print(json.dumps(report, indent=1))
 
 

@@ -35,7 +35,12 @@ def machine() -> dict[str, Any]:
     """Describe what the figures depend on."""
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     cpu = next((line.split(":")[1].strip() for line in lines if "model name" in line), "")
-    return {"cpu": cpu, "cores": os.cpu_count(), "load_1m": os.getloadavg()[0], "python": platform.python_version()}
+    return {
+        "cpu": cpu,
+        "cores": os.cpu_count(),
+        "load_1m": os.getloadavg()[0],
+        "python": platform.python_version(),
+    }
 
 
 def arguments() -> argparse.Namespace:

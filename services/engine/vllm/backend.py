@@ -12,6 +12,7 @@ Invariants:
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -185,15 +186,23 @@ class VllmBackend:
         row: npt.NDArray[np.float32] = self.captured(chunk)[1][0][0]
         return row
 
-    def captured(self, chunk: Chunk) -> tuple[list[int], list[npt.NDArray[np.float32]]]:
-        """Run one chunk alone; return its tokens, and each rank's raw logits [tokens, vocab_size]."""
+    def captured(
+        self, chunk: Chunk, company: Sequence[Chunk] = ()
+    ) -> tuple[list[int], list[npt.NDArray[np.float32]]]:
+        """Run one chunk; return its tokens, and each rank's raw logits [tokens, vocab_size].
+
+        `company` runs beside it, under other request ids.
+        """
         if self._runs:
             raise EngineError("the engine is running chunks: capture logits on an idle engine")
+        for other in company:
+            self._submit(other)
         self._submit(chunk, capture=True)
         tokens: list[int] = []
         while self.has_work():
             for generated in self.step().generated:
-                tokens += generated.token_ids
+                if generated.request_id == chunk.request_id:
+                    tokens += generated.token_ids
         return tokens, self._rpc("seer_take_captured")
 
     def noise_errors(self) -> list[str]:

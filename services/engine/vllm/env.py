@@ -9,6 +9,7 @@ Invariants:
 
 from __future__ import annotations
 
+import gc
 import json
 import logging
 import os
@@ -88,6 +89,8 @@ def load(config: EngineConfig, shared: SharedConfig) -> InprocClient:
     from vllm.v1.engine.core_client import InprocClient
     from vllm.v1.executor import Executor
 
+    # vLLM collects garbage several times while it loads: half a second each over all it has imported.
+    gc.freeze()
     try:
         vllm_config: VllmConfig = EngineArgs(**_arguments(config, shared, described)).create_engine_config()
         if vllm_config.device_config.device_type == "cpu":

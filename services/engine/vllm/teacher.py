@@ -2,7 +2,7 @@
 
 Invariants:
 - every way below reaches the same context with the same weights, so that the logits differ by
-  arithmetic alone; their spread is the error of this engine at this context.
+  arithmetic alone; their spread is this engine's error at this context.
 """
 
 from __future__ import annotations
@@ -19,7 +19,10 @@ from seer.services.engine.vllm.sampling import RequestSampling, SamplingTable
 from seer.services.engine.vllm.sampling_torch import noisy_logits
 
 DECODED = 32
-"""Tokens before the context's end that the last way decodes one by one, as rollouts do."""
+"""Output tokens before the context's end that a decode starts from, as chunks do."""
+
+COMPANY = 15
+"""Rows beside the decoded one: another batch size is another order of summation."""
 
 
 def logits_by_ways(
@@ -27,22 +30,24 @@ def logits_by_ways(
 ) -> npt.NDArray[np.float32]:
     """Return the raw logits after `context` [ways, vocab_size].
 
-    The ways: one prefill of all of it (but of what this engine prefilled before); one more, which
-    finds all full blocks cached and prefills the rest; and a decode of the last `DECODED` output
-    tokens, one by one at batch 1, drawn with the request's own key. The last is left out when that
-    draws other tokens: it is then another context.
+    The ways: one prefill of it all (but for what this engine had cached of it); one more, which
+    finds all full blocks cached; and two decodes of its last `DECODED` output tokens, one by one,
+    drawn with the request's own key: alone, and beside `COMPANY` other rows. A decode that draws
+    other tokens is left out, since it reaches another context.
     """
     ways = [backend.logits(context), backend.logits(context)]
-    tail = min(DECODED, len(context) - prompt_len)
-    if tail:
-        start = len(context) - tail
+    start = max(prompt_len, len(context) - DECODED)
+    if start < len(context):
         chunk = Chunk(
-            request_id="", group_id="", attempt=0, key=key, prompt_len=prompt_len, max_new_tokens=tail + 1,
-            sampling=sampling, tokens=context[:start],
+            request_id="", group_id="", attempt=0, key=key, prompt_len=prompt_len,
+            max_new_tokens=len(context) - start + 1, sampling=sampling, tokens=context[:start],
         )  # fmt: skip
-        tokens, ranks = backend.captured(chunk)
-        if tokens[:-1] == context[start:]:
-            ways.append(ranks[0][-1])
+        rows = min(COMPANY, backend.capacity.max_num_seqs - 1)
+        company = [replace(chunk, request_id=f"beside {i}", key=i) for i in range(rows)]
+        for beside in ([], company):
+            tokens, ranks = backend.captured(chunk, beside)
+            if tokens[:-1] == context[start:]:
+                ways.append(ranks[0][-1])
     return np.stack(ways)
 
 

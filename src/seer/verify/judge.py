@@ -1,8 +1,9 @@
-"""Verdicts on token mismatches, by one engine in this process that is forced along the reference.
+"""Verdicts on token mismatches, by engines in this process that are forced along the reference.
 
 Invariants:
-- no engine is loaded unless there is something to judge;
-- the engine runs the reference's configuration; a context is computed once for all cells;
+- no engine is loaded unless there is something to judge, and one at a time;
+- the teacher runs the reference's configuration; a cell whose engine computes otherwise (tensor
+  parallelism) adds its own engine's logits to the ways in which a context was reached;
 - a cell with `ENOUGH_BUGS` has failed: its other mismatches stay unjudged, and are called so.
 """
 
@@ -11,13 +12,16 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import msgspec
+import numpy as np
+import numpy.typing as npt
+from msgspec.structs import replace
 
 from seer.client.rollout import Group, Response
 from seer.common import ids
-from seer.common.config import Config
+from seer.common.config import Config, EngineConfig
 from seer.hardware import plan_engines
 from seer.verify.compare import Evidence, judge_token, logprob_deviation
 from seer.verify.report import CellReport, Report
@@ -27,55 +31,97 @@ if TYPE_CHECKING:
 
 ENOUGH_BUGS = 20
 
-Context = tuple[str, int, int]
-"""Prompt id, response index, number of output tokens before."""
+
+@dataclass(slots=True)
+class _Case:
+    """One token mismatch: the `slot` of a cell's list. `own` [1, vocab] is from the cell's own engine."""
+
+    cell: CellReport
+    slot: int
+    reference: Response
+    found: Response
+    prompt: list[int]
+    own: npt.NDArray[np.float32] | None = None
+
+    @property
+    def position(self) -> int:
+        return self.cell.mismatches[self.slot].position
+
+    @property
+    def context(self) -> list[int]:
+        """All tokens before the divergence."""
+        output: list[int] = self.reference.token_ids[: self.position].tolist()
+        return self.prompt + output
 
 
 def judge(
     report: Report,
     config: Config,
+    engines: Mapping[str, EngineConfig],
     reference: Sequence[Group],
     runs: Mapping[str, Sequence[Group]],
     say: Callable[[str], None],
 ) -> None:
-    """Give every token mismatch in `report` its verdict; `runs` holds the groups of its cells."""
-    pending: dict[Context, list[tuple[CellReport, int]]] = {}
-    for cell in report.cells:
-        for slot, mismatch in enumerate(cell.mismatches):
-            if mismatch.kind == "token":
-                context = mismatch.prompt_id, mismatch.index, mismatch.position
-                pending.setdefault(context, []).append((cell, slot))
-    if not pending:
+    """Give every token mismatch in `report` its verdict.
+
+    `config` is the reference's; `engines` and `runs` hold each cell's engine and groups by name.
+    """
+    cases = [case for cell in report.cells for case in _cases(cell, reference, runs.get(cell.name, ()))]
+    if not cases:
         return
-    say(f"judging {sum(map(len, pending.values()))} token mismatches")
-    responses = {name: _by_index(groups) for name, groups in runs.items()}
-    ours = _by_index(reference)
-    prompts = {group.prompt_id: group.prompt_token_ids.tolist() for group in reference}
+    say(f"judging {len(cases)} token mismatches")
+    for engine in dict.fromkeys(engines[case.cell.name] for case in cases):
+        if engine != config.engine:
+            with _teacher(replace(config, engine=engine)) as backend:
+                for case in cases:
+                    if engines[case.cell.name] == engine:
+                        case.own = backend.logits(case.context)[None]
     with _teacher(config) as backend:
-        for (prompt_id, index, position), slots in pending.items():
-            evidence = None
-            for cell, slot in slots:
-                mismatch = cell.mismatches[slot]
-                if cell.count("bug", judged=True) >= ENOUGH_BUGS:
-                    cell.mismatches[slot] = msgspec.structs.replace(mismatch, verdict="unjudged")
-                    continue
-                if evidence is None:
-                    key = ids.request_key(report.seed, report.rollout_number, prompt_id, index)
-                    output = ours[prompt_id, index].token_ids[:position].tolist()
-                    evidence = _evidence(backend, report, prompts[prompt_id], output, key)
-                deviation = logprob_deviation(
-                    ours[prompt_id, index],
-                    responses[cell.name][prompt_id, index],
-                    position,
-                    evidence,
-                    report.sampling.temperature,
-                    report.logprob_tolerance,
-                )
-                cell.mismatches[slot] = judge_token(mismatch, evidence, report.sampling, deviation)
+        for case in cases:
+            _judge(case, report, backend)
 
 
-def _by_index(groups: Sequence[Group]) -> dict[tuple[str, int], Response]:
-    return {(group.prompt_id, response.index): response for group in groups for response in group.responses}
+def _cases(cell: CellReport, reference: Sequence[Group], found: Sequence[Group]) -> Iterator[_Case]:
+    ours = {group.prompt_id: group for group in reference}
+    theirs = {group.prompt_id: group for group in found}
+    for slot, mismatch in enumerate(cell.mismatches):
+        if mismatch.kind == "token":
+            group = ours[mismatch.prompt_id]
+            yield _Case(
+                cell=cell,
+                slot=slot,
+                reference=group.responses[mismatch.index],
+                found=theirs[mismatch.prompt_id].responses[mismatch.index],
+                prompt=group.prompt_token_ids.tolist(),
+            )
+
+
+def _judge(case: _Case, report: Report, backend: VllmBackend) -> None:
+    mismatch = case.cell.mismatches[case.slot]
+    if case.cell.count("bug", judged=True) >= ENOUGH_BUGS:
+        case.cell.mismatches[case.slot] = replace(mismatch, verdict="unjudged")
+        return
+    key = ids.request_key(report.seed, report.rollout_number, mismatch.prompt_id, mismatch.index)
+    evidence = _evidence(case, report, backend, key)
+    deviation = logprob_deviation(
+        case.reference,
+        case.found,
+        mismatch.position,
+        evidence,
+        report.sampling.temperature,
+        report.logprob_tolerance,
+    )
+    case.cell.mismatches[case.slot] = judge_token(mismatch, evidence, report.sampling, deviation)
+
+
+def _evidence(case: _Case, report: Report, backend: VllmBackend, key: int) -> Evidence:
+    from seer.services.engine.vllm.teacher import logits_by_ways, noisy_values
+
+    context, prompt_len, sampling = case.context, len(case.prompt), report.sampling
+    logits = logits_by_ways(backend, context, prompt_len, key, sampling)
+    processed, noisy = noisy_values(logits[0], context, prompt_len, key, sampling)
+    ways = logits if case.own is None else np.concatenate([logits, case.own])
+    return Evidence(ways, processed, noisy, report.dtype)
 
 
 @contextmanager
@@ -90,14 +136,3 @@ def _teacher(config: Config) -> Iterator[VllmBackend]:
         yield backend
     finally:
         backend.close()
-
-
-def _evidence(
-    backend: VllmBackend, report: Report, prompt: list[int], output: list[int], key: int
-) -> Evidence:
-    from seer.services.engine.vllm.teacher import logits_by_ways, noisy_values
-
-    context, sampling = prompt + output, report.sampling
-    logits = logits_by_ways(backend, context, len(prompt), key, sampling)
-    processed, noisy = noisy_values(logits[0], context, len(prompt), key, sampling)
-    return Evidence(logits, processed, noisy, report.dtype)

@@ -128,7 +128,8 @@ def verify(job: Job, say: Say) -> Report:
         report.cells.append(found_report)
         runs[cell.name] = found.groups
     if config.engine.backend == "vllm":
-        judge(report, reference.config(config), first.groups, runs, say)
+        engines = {cell.name: msgspec.structs.replace(config.engine, **cell.engine) for cell in others}
+        judge(report, reference.config(config), engines, first.groups, runs, say)
     return report
 
 
