@@ -175,6 +175,7 @@ def rollout(
 @click.option(
     "--logprob-tolerance", type=click.FloatRange(min=0), help="In raw logits; default: by the model's dtype."
 )
+@click.option("--deadline", default=3600.0, show_default=True, help="Seconds for one cell's rollout.")
 @click.option("--plant-fault", is_flag=True, help="Spoil one position in one cell: the check must fail.")
 @click.option("--backend", type=click.Choice(["vllm", "replay"]), help="Engine backend.  [default: vllm]")
 @click.option("--json", "json_file", type=_FILE, help="Write the whole report.")
@@ -187,6 +188,7 @@ def verify(
     matrix: str,
     min_tokens: int,
     logprob_tolerance: float | None,
+    deadline: float,
     plant_fault: bool,
     backend: str | None,
     json_file: Path | None,
@@ -210,6 +212,7 @@ def verify(
         matrix=matrix,
         min_tokens=min_tokens,
         logprob_tolerance=logprob_tolerance,
+        cell_seconds=deadline,
         plant_fault=plant_fault,
     )
     sys.exit(perform(job, json_file))

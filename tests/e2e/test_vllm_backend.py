@@ -400,7 +400,7 @@ def test_versions_name_what_generates(backend):
     assert backend.vocab_size == 200
 
 
-def python(code: str, *arguments: str, timeout: float = 280) -> list[str]:
+def python(code: str, *arguments: str, timeout: float = 560) -> list[str]:
     """Run code in an interpreter of its own (an engine reads its environment once); return its lines."""
     done = subprocess.run(
         [sys.executable, "-c", code, *arguments], capture_output=True, text=True, timeout=timeout
@@ -447,6 +447,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_two_ranks_draw_what_one_draws(backend, tiny_model, tmp_path):
     script = tmp_path / "two_ranks.py"  # a file: workers are spawned and import it again
     script.write_text(TWO_RANKS)
@@ -489,6 +490,7 @@ for folder, config in [
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_what_cannot_be_loaded_is_refused_with_the_field_and_the_fix(tiny_model, tmp_path):
     lines = python(REFUSALS, str(tiny_model), str(tmp_path))
     missing, empty, broken, plain, alien, cores, length, blocks, memory, good = lines

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -15,9 +16,11 @@ from hypothesis import strategies as st
 from seer.cli import main
 from seer.client.rollout import Group, Response
 from seer.common.config import Config, EngineConfig, SharedConfig
-from seer.common.errors import InvalidField
+from seer.common.errors import InvalidField, SeerError
 from seer.common.types import SamplingParams
 from seer.hardware import Machine
+from seer.launch import LaunchError
+from seer.verify import run
 from seer.verify.cells import CELLS, REFERENCE, choose
 from seer.verify.compare import (
     Evidence,
@@ -29,7 +32,7 @@ from seer.verify.compare import (
     measured_error,
 )
 from seer.verify.report import CellReport, Fault, Report
-from seer.verify.run import most_random_position
+from seer.verify.run import CellRun, most_random_position
 
 PLAIN = SamplingParams()
 
@@ -331,6 +334,45 @@ def test_needs_compare_counters_with_numbers_and_counters():
     assert REFERENCE.unmet(counters) == []
     assert CELLS["chunk-64"].unmet(counters) == ["chunks > responses (was 4)"]
     assert REFERENCE.unmet(counters | {"preemptions": 2}) == ["preemptions == 0 (was 2)"]
+
+
+# --- the run, with made-up cells ---------------------------------------------------------------
+
+
+def run_matrix(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, perform: Callable[[str], CellRun]) -> Report:
+    (tmp_path / "prompts.jsonl").write_text('{"id": "a", "prompt_token_ids": [1, 2, 3]}')
+    monkeypatch.setattr(run, "_perform", lambda cell, *rest: perform(cell.name))
+    job = run.Job(
+        prompts=tmp_path / "prompts.jsonl", n=1, sampling=PLAIN, seed=0, matrix="chunk-1,preempt", min_tokens=1,
+        config=config(tmp_path, backend="replay"),
+    )  # fmt: skip
+    return run.verify(job, lambda line: None)
+
+
+def cell_run(cell: str) -> CellRun:
+    counters = dict.fromkeys(("responses", "tokens", "migrations"), 1)
+    counters |= {"chunks": 1 + (cell == "chunk-1"), "preemptions": int(cell == "preempt")}
+    return CellRun(groups=[group(response([1, 2, 3]))], counters=counters, versions={}, seconds=1.0)
+
+
+def test_a_cell_that_breaks_fails_alone(tmp_path, monkeypatch):
+    def perform(cell: str) -> CellRun:
+        if cell == "chunk-1":
+            raise LaunchError("engine-0 was killed by SIGSEGV")
+        return cell_run(cell)
+
+    found = run_matrix(tmp_path, monkeypatch, perform)
+    assert found.failures() == ["chunk-1 did not finish: engine-0 was killed by SIGSEGV"]
+    assert found.tokens_compared == 3
+
+
+def test_a_model_that_changes_between_cells_proves_nothing(tmp_path, monkeypatch):
+    def perform(cell: str) -> CellRun:
+        (tmp_path / "model.safetensors").write_text(cell)
+        return cell_run(cell)
+
+    with pytest.raises(SeerError, match="was changed while it was verified"):
+        run_matrix(tmp_path, monkeypatch, perform)
 
 
 # --- the command, on real sockets and the replay backend ---------------------------------------

@@ -104,6 +104,7 @@ def verify(job: Job, say: Say) -> Report:
     """
     config, prompts = _prepare(job)
     (reference, *others), skipped = choose(job.matrix, config, Machine.here())
+    files = _files(config)
     first = _perform(reference, reference.config(config), job, prompts, say)
     report = _new_report(job, len(prompts), skipped, _cell_report(reference, first), first.versions)
     if job.plant_fault:
@@ -127,6 +128,8 @@ def verify(job: Job, say: Say) -> Report:
         )
         report.cells.append(found_report)
         runs[cell.name] = found.groups
+    if _files(config) != files:
+        raise SeerError(f"{config.shared.model} was changed while it was verified: run again")
     if config.engine.backend == "vllm":
         engines = {cell.name: msgspec.structs.replace(config.engine, **cell.engine) for cell in others}
         judge(report, reference.config(config), engines, first.groups, runs, say)
@@ -185,6 +188,12 @@ def _prepare(job: Job) -> tuple[Config, list[Prompt]]:
             config, engine=msgspec.structs.replace(config.engine, max_model_len=length)
         )
     return config, [Prompt(line.prompt.id, token_ids=line.prompt.token_ids) for line in lines]
+
+
+def _files(config: Config) -> list[tuple[str, int, int]]:
+    """Return what tells whether the model changed: cells load it one after the other."""
+    files = sorted(Path(config.shared.model).iterdir()) if config.shared.model else []
+    return [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
 
 
 def _planted(cell: Cell, config: Config, fault: Fault | None) -> Config:

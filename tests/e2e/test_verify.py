@@ -1,0 +1,74 @@
+"""`seer verify` on the real engine: clean cells agree, a planted fault is called a bug, rounding is not."""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+if importlib.util.find_spec("vllm") is None:
+    pytest.skip("needs the engine extra", allow_module_level=True)
+
+pytestmark = pytest.mark.vllm
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "countdown"
+ONE_CORE = ("--set", f"engine.cpu_cores={min(os.sched_getaffinity(0))}")
+"""Threads that wait for each other are slow beside other work."""
+
+
+def verify(folder: Path, prompts: int, *options: object) -> tuple[int, dict, str]:
+    path, out = folder / "prompts.jsonl", folder / "report.json"
+    lines = (EXAMPLE / "prompts.jsonl").read_text().splitlines()[:prompts]
+    path.write_text("\n".join(lines))
+    command = [sys.executable, "-m", "seer.cli", "verify", path, "--model", EXAMPLE / "model", "--json", out]
+    done = subprocess.run(
+        [*map(str, [*command, *options])], capture_output=True, text=True, timeout=1500, check=False
+    )
+    assert out.exists(), done.stderr
+    return done.returncode, json.loads(out.read_text()), done.stdout
+
+
+@pytest.mark.timeout(900)
+def test_a_planted_fault_is_called_a_bug_and_the_clean_cells_agree(tmp_path):
+    size = ("-n", 2, "--max-tokens", 128, "--min-tokens", 1000)
+    code, report, text = verify(
+        tmp_path, 12, *size, "--matrix", "chunk-16,migrate,preempt", "--plant-fault", *ONE_CORE
+    )
+    assert code == 1
+    assert "the planted fault was found (in chunk-16" in text
+    faulty, *clean = report["cells"]
+    assert faulty["bug"] > 0
+    for mismatch in faulty["comparison"]["mismatches"]:
+        assert (mismatch["kind"], mismatch["expected"]) == ("token", mismatch["reference"])
+        assert (mismatch["verdict"] == "bug") == (mismatch["gap"] > mismatch["error"])
+    for cell in clean:
+        assert not cell["unmet"]
+        assert cell["bug"] == 0
+        assert cell["comparison"]["tokens"] == report["reference"]["counters"]["tokens"]
+    assert report["dtype"] == "float32"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_the_whole_matrix_passes(tmp_path):
+    code, report, text = verify(tmp_path, 32, "-n", 4, "--max-tokens", 256)
+    assert code == 0, text
+    assert report["passed"]
+    assert not report["skipped"]
+    assert [cell["name"] for cell in report["cells"]][-1] == "tp-2"
+    assert report["tokens_compared"] > 100_000
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_rounding_of_bfloat16_is_numeric_not_a_bug(tmp_path):
+    """Two ranks sum in another order: hundreds of flips per million tokens, all within the error."""
+    options = ("-n", 4, "--max-tokens", 400, "--matrix", "tp-2", "--set", "engine.dtype=bfloat16")
+    code, report, text = verify(tmp_path, 24, *options)
+    assert code == 0, text
+    (cell,) = report["cells"]
+    assert cell["numeric"] > 0
+    assert all(m["gap"] <= m["error"] < 1.0 for m in cell["comparison"]["mismatches"])
