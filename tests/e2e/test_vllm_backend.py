@@ -394,6 +394,16 @@ def test_self_test_refuses_wrong_noise(backend, monkeypatch):
         self_test.check(backend)
 
 
+def test_logits_that_are_no_numbers_end_the_engine_by_name(backend, monkeypatch):
+    from seer.services.engine.vllm import extension
+
+    draw = extension._draw
+    monkeypatch.setattr(extension, "_draw", lambda logits, params: draw(logits * float("nan"), params))
+    backend.add(chunk("unlucky", BASE))
+    with pytest.raises(EngineError, match=r"request unlucky: .* NaN"):
+        backend.step()
+
+
 def test_versions_name_what_generates(backend):
     assert backend.versions["engine"].startswith("vllm 0.32.")
     assert backend.versions["dtype"] == "float32"  # the checkpoint's own, although dtype is auto

@@ -29,6 +29,7 @@ from seer.services.engine.vllm.requests import engine_request
 from seer.services.engine.vllm.stops import StopStrings
 
 if TYPE_CHECKING:
+    from tokenizers import Tokenizer
     from vllm.v1.engine import EngineCoreOutput
     from vllm.v1.engine.core import EngineCore
     from vllm.v1.engine.core_client import InprocClient
@@ -87,8 +88,9 @@ class VllmBackend:
 
         config = self._core.vllm_config
         self._vocab_size: int = config.model_config.get_vocab_size()
-        self._tokenizer = cached_tokenizer_from_config(config.model_config)
-        self._eos = env.eos_ids(config, self._tokenizer)
+        tokenizer = cached_tokenizer_from_config(config.model_config)
+        self._eos = env.eos_ids(config, tokenizer)
+        self._tokenizer: Tokenizer | None = getattr(tokenizer, "backend_tokenizer", None)
         self._blocks = self._core.scheduler.kv_cache_manager.block_pool
         self._capacity = Capacity(
             kv_blocks=self._blocks.num_gpu_blocks - 1,
@@ -240,9 +242,8 @@ class VllmBackend:
         )
         stops = None
         prompt, output = chunk.tokens[: chunk.prompt_len], chunk.tokens[chunk.prompt_len :]
-        if sampling.stop:
-            tokenizer = self._tokenizer.backend_tokenizer
-            stops = StopStrings(tokenizer, sampling.stop, sampling.min_tokens, prompt, output)
+        if sampling.stop and self._tokenizer is not None:
+            stops = StopStrings(self._tokenizer, sampling.stop, sampling.min_tokens, prompt, output)
         engine_id = str(next(self._next_id))
         described = engine_request(
             engine_id,
