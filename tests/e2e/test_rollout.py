@@ -19,8 +19,8 @@ SCHEDULES = {
     "chunks of 64, one instance": ("--chunk-size", "64", "--instances", "1"),
     "whole responses": ("--chunk-size", "100000"),
     "static": ("--policy", "static"),
-    "static, short of KV": ("--policy", "static", "--kv-blocks", "24", "--instances", "1"),
-    "divided, short of KV": ("--chunk-size", "64", "--kv-blocks", "24", "--instances", "1"),
+    "static, short of KV": ("--policy", "static", "--kv-blocks", "48", "--instances", "1"),
+    "divided, short of KV": ("--chunk-size", "64", "--kv-blocks", "48", "--instances", "1"),
 }
 
 
