@@ -7,6 +7,7 @@ responses a prompt, and checks every answer with the task's own checker.
 from __future__ import annotations
 
 import json
+import shutil
 import statistics
 import subprocess
 import sys
@@ -24,7 +25,8 @@ MAX_TOKENS = 1024
 
 def main() -> int:
     """Run the rollout and print its summary; returns the exit code."""
-    RUN.mkdir(parents=True, exist_ok=True)
+    shutil.rmtree(RUN, ignore_errors=True)
+    RUN.mkdir(parents=True)
     out, report_path = RUN / "responses.jsonl", RUN / "report.json"
     command = [sys.executable, "-m", "seer.cli", "rollout", str(HERE / "prompts.jsonl")]
     command += ["--model", str(HERE / "model"), "--out", str(out), "--report", str(report_path)]

@@ -103,6 +103,7 @@ def _overrides(**values: object) -> list[str]:
 @click.option("--kv-blocks", type=_POSITIVE, help="KV blocks per engine; default: what the memory gives.")
 @click.option("--backend", type=click.Choice(["vllm", "replay"]), help="Engine backend.  [default: vllm]")
 @click.option("--report", type=_FILE, help="Write counts and timings as JSON.")
+@click.option("--resume", is_flag=True, help="Continue an interrupted run from OUT.journal, if there is one.")
 @click.option("--connect", default="", metavar="ENDPOINT", help="Use a running system; start none.")
 @_config_options
 def rollout(
@@ -120,6 +121,7 @@ def rollout(
     kv_blocks: int | None,
     backend: str | None,
     report: Path | None,
+    resume: bool,
     connect: str,
     config_file: Path | None,
     sets: tuple[str, ...],
@@ -154,6 +156,7 @@ def rollout(
         rollout_number=rollout_number,
         instances=instances,
         connect=connect,
+        resume=resume,
         config=config,
     )
     sys.exit(perform(job))

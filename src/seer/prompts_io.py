@@ -2,7 +2,7 @@
 
 Invariants:
 - every complaint about a prompt starts with `FILE:LINE: field`;
-- an output file appears whole or not at all, with one line per finished prompt in input order.
+- a file written here appears whole or not at all.
 """
 
 from __future__ import annotations
@@ -146,19 +146,14 @@ def _tokens(record: dict[str, object], where: str, tokenizer: Tokenizer | None) 
     return token_array(ids, field)
 
 
-def write_groups(path: Path, groups: Iterable[Group]) -> None:
-    """Write one JSON line per group, atomically."""
-    encoder = msgspec.json.Encoder()
-    with _replacing(path) as partial, partial.open("wb") as out:
-        for group in groups:
-            out.write(encoder.encode(_record(group)) + b"\n")
-        out.flush()
-        os.fsync(out.fileno())
+def encode_group(group: Group) -> bytes:
+    """Return the output line of a group, with its line feed."""
+    return msgspec.json.encode(_record(group)) + b"\n"
 
 
 def write_report(path: Path, report: dict[str, object]) -> None:
     """Write a report as indented JSON, atomically."""
-    with _replacing(path) as partial:
+    with replacing(path) as partial:
         partial.write_text(json.dumps(report, indent=2) + "\n")
 
 
@@ -189,7 +184,7 @@ def _record(group: Group) -> dict[str, object]:
 
 
 @contextlib.contextmanager
-def _replacing(path: Path) -> Iterator[Path]:
+def replacing(path: Path) -> Iterator[Path]:
     """Yield a file beside `path` that takes its place when the block succeeds."""
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:

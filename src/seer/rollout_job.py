@@ -2,13 +2,14 @@
 
 Invariants:
 - nothing is started before the whole input was checked;
-- whatever finished is written, whatever did not is named and makes the exit code 1;
-- an output file is never an empty success: without a finished prompt there is none.
+- OUT holds every prompt or does not appear; what finished is kept in its journal for `--resume`,
+  what did not is named and makes the exit code 1.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 import platform
 import sys
@@ -21,23 +22,24 @@ from seer import __version__
 from seer.child import LaunchError
 from seer.client import RolloutClient
 from seer.client.prompts import Prompt, check_request
-from seer.client.rollout import Group, Rollout
+from seer.client.rollout import Rollout
 from seer.client.text import Tokenizer
 from seer.common.config import Config
 from seer.common.errors import InvalidField, RequestRefused, SeerError, Unreachable
 from seer.common.policy.schedule import POLICIES
 from seer.common.types import SamplingParams
 from seer.common.wire.messages import InstanceStatus
+from seer.journal import Journal, model_digest, prompts_digest
 from seer.launch import LocalSystem, run
 from seer.progress import showing
 from seer.prompts_io import (
     ModelFacts,
+    PromptLine,
     check_fit,
     check_writable,
     model_facts,
     read_prompts,
     tokenizer_of,
-    write_groups,
     write_report,
 )
 
@@ -64,12 +66,17 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     rollout_number: int
     instances: int
     connect: str
+    resume: bool
     config: Config
 
 
 class Outcome(msgspec.Struct):
-    """How far it came. Seconds are wall time; `seconds` from submission to the last response."""
+    """How far it came; `resumed` prompts were done before it began.
 
+    Seconds are wall time; `seconds` from submission to the last response.
+    """
+
+    resumed: int
     rollout: Rollout | None = None
     error: SeerError | None = None
     startup_seconds: float = 0.0
@@ -89,22 +96,49 @@ def perform(job: Job) -> int:
     embedded = not job.connect
     if embedded and job.model is None and job.config.engine.backend == "vllm":
         raise InvalidField("--model", "", "give a Hugging Face model folder")
+    if job.resume and job.model is None and job.connect:
+        raise InvalidField(
+            "--resume", True, "with --connect, give --model: a run is known by its model's bytes"
+        )
     if embedded and job.config.buffer.policy not in POLICIES:
         raise InvalidField("--policy", job.config.buffer.policy, f"choose one of {', '.join(POLICIES)}")
     facts = ModelFacts() if job.model is None else model_facts(job.model)
     tokenizer = tokenizer_of(job.model)
     lines = read_prompts(job.prompts, tokenizer)
     longest = check_fit(lines, job.sampling.max_tokens, facts)
-    prompts = [
-        Prompt(p.id, token_ids=p.token_ids, metadata=p.metadata) for p in (line.prompt for line in lines)
-    ]
-    outcome = Outcome()
-    if embedded:
-        config = _with_length(job.config, longest + job.sampling.max_tokens + SLACK_TOKENS, facts)
-        run(_embedded(job, config, prompts, tokenizer, outcome))
-    else:
-        run(_roll(job, job.connect, prompts, tokenizer, outcome))
-    return _write(job, outcome)
+    with contextlib.closing(Journal.open(job.out, _run_of(job, lines), resume=job.resume)) as journal:
+        prompts = [
+            Prompt(p.id, token_ids=p.token_ids, metadata=p.metadata)
+            for p in (line.prompt for line in lines)
+            if p.id not in journal.done
+        ]
+        if journal.done:
+            _say(f"resuming: {len(journal.done)} of {len(lines)} prompts are done")
+        outcome = Outcome(len(journal.done))
+        try:
+            if prompts and embedded:
+                config = _with_length(job.config, longest + job.sampling.max_tokens + SLACK_TOKENS, facts)
+                run(_embedded(job, config, prompts, tokenizer, journal, outcome))
+            elif prompts:
+                run(_roll(job, job.connect, prompts, tokenizer, journal, outcome))
+        finally:
+            if 0 < len(journal.done) < len(lines):
+                _say(f"what finished is kept in {journal.path}: the same command with --resume does the rest")
+        return _finish(job, journal, [line.prompt.id for line in lines], outcome)
+
+
+def _run_of(job: Job, lines: Sequence[PromptLine]) -> dict[str, str]:
+    """Return everything that the job's tokens follow from, by name, for its journal."""
+    parameters = msgspec.to_builtins(job.sampling, str_keys=True)
+    return {
+        "model": "" if job.model is None else model_digest(job.model),
+        "prompts": prompts_digest(lines),
+        "engine": f"{job.config.engine.backend} {job.config.engine.dtype}",
+        "n": str(job.n),
+        "seed": str(job.seed),
+        "rollout_number": str(job.rollout_number),
+        **{name: str(value) for name, value in parameters.items()},
+    }
 
 
 def _with_length(config: Config, length: int, facts: ModelFacts) -> Config:
@@ -117,7 +151,12 @@ def _with_length(config: Config, length: int, facts: ModelFacts) -> Config:
 
 
 async def _embedded(
-    job: Job, config: Config, prompts: Sequence[Prompt], tokenizer: Tokenizer | None, outcome: Outcome
+    job: Job,
+    config: Config,
+    prompts: Sequence[Prompt],
+    tokenizer: Tokenizer | None,
+    journal: Journal,
+    outcome: Outcome,
 ) -> None:
     loop = asyncio.get_running_loop()
     started = loop.time()
@@ -126,7 +165,7 @@ async def _embedded(
         outcome.startup_seconds = loop.time() - started
         _say(f"ready in {outcome.startup_seconds:.1f} s")
         try:
-            await system.run(_roll(job, system.endpoint, prompts, tokenizer, outcome))
+            await system.run(_roll(job, system.endpoint, prompts, tokenizer, journal, outcome))
         except LaunchError as error:
             if outcome.rollout is None:
                 raise
@@ -134,7 +173,12 @@ async def _embedded(
 
 
 async def _roll(
-    job: Job, endpoint: str, prompts: Sequence[Prompt], tokenizer: Tokenizer | None, outcome: Outcome
+    job: Job,
+    endpoint: str,
+    prompts: Sequence[Prompt],
+    tokenizer: Tokenizer | None,
+    journal: Journal,
+    outcome: Outcome,
 ) -> None:
     loop = asyncio.get_running_loop()
     async with RolloutClient(endpoint, tokenizer=tokenizer, connect_seconds=CONNECT_SECONDS) as client:
@@ -144,7 +188,8 @@ async def _roll(
         )
         with showing(len(prompts) * job.n) as rollout.on_progress:
             try:
-                async for _ in rollout:
+                async for group in rollout:
+                    journal.add(group)
                     outcome.seconds = loop.time() - started
             except RequestRefused as error:
                 outcome.error = error
@@ -154,42 +199,40 @@ async def _roll(
             _say(f"no versions for the report: {error}")
 
 
-def _write(job: Job, outcome: Outcome) -> int:
-    rollout = outcome.rollout
-    if rollout is None:  # the work ends with a submission or with an error
-        raise SeerError("nothing was submitted")
-    by_id = {group.prompt_id: group for group in rollout.groups}
-    groups = [by_id[prompt_id] for prompt_id in rollout.prompts if prompt_id in by_id]
-    if groups:
-        write_groups(job.out, groups)
-    report = _report(groups, rollout, outcome)
+def _finish(job: Job, journal: Journal, prompt_ids: Sequence[str], outcome: Outcome) -> int:
+    report = _report(outcome)
     if job.report is not None:
         write_report(job.report, report)
     _say(
         "{prompts} prompts, {requests} responses, {tokens} tokens in {seconds:.1f} s: "
         "{tokens_per_second:.0f} tokens/s, tail {tail_seconds:.1f} s".format_map(report)
     )
-    if outcome.error is None:
+    missing = [prompt_id for prompt_id in prompt_ids if prompt_id not in journal.done]
+    if not missing:
+        journal.publish(prompt_ids)
         return 0
-    missing = [prompt_id for prompt_id in rollout.prompts if prompt_id not in by_id]
     _say(f"error: {outcome.error}")
-    _say(f"not finished ({len(missing)} of {len(rollout.prompts)}): {' '.join(missing)}")
+    _say(f"not finished ({len(missing)} of {len(prompt_ids)}): {' '.join(missing)}")
     return 1
 
 
-def _report(groups: Sequence[Group], rollout: Rollout, outcome: Outcome) -> dict[str, object]:
+def _report(outcome: Outcome) -> dict[str, object]:
+    """Return counts and timings of what this run did; `resumed` prompts are not among them."""
+    rollout = outcome.rollout
+    groups = rollout.groups if rollout else []
     tokens = sum(response.token_ids.size for group in groups for response in group.responses)
     versions = {"seer": __version__, "python": platform.python_version()}
     for instance in outcome.instances:
         versions |= instance.versions
     return {
         "prompts": len(groups),
-        "failed": len(rollout.prompts) - len(groups),
+        "failed": len(rollout.prompts) - len(groups) if rollout else 0,
+        "resumed": outcome.resumed,
         "requests": sum(len(group.responses) for group in groups),
         "tokens": tokens,
         "seconds": outcome.seconds,
         "tokens_per_second": tokens / outcome.seconds if outcome.seconds else 0.0,
-        "tail_seconds": tail_seconds(rollout.finish_times),
+        "tail_seconds": tail_seconds(rollout.finish_times) if rollout else 0.0,
         "preemptions": sum(group.preemptions for group in groups),
         "chunks": sum(group.chunks for group in groups),
         "migrations": sum(group.migrations for group in groups),

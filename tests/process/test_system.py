@@ -91,13 +91,33 @@ def test_no_schedule_changes_a_token(folder: Path) -> None:
     assert seen[0] == seen[1] == seen[2]
 
 
-def test_refusals_of_single_prompts_write_the_others(folder: Path) -> None:
-    options = ("--set", "engine.max_model_len=210")  # p10 and p11 do not fit
-    done = subprocess.run(command(folder, *options), capture_output=True, text=True, timeout=120, check=False)
+def test_what_finished_beside_a_refused_prompt_is_kept_and_resumed(folder: Path) -> None:
+    def run(*options: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            command(folder, *options), capture_output=True, text=True, timeout=120, check=False
+        )
+
+    short = ("--set", "engine.max_model_len=210")  # p10 and p11 do not fit
+    done = run(*short)
     assert done.returncode == 1
-    assert [record["id"] for record in outputs(folder)] == [f"p{i}" for i in range(10)]
     assert "not finished (2 of 12): p10 p11" in done.stderr
+    assert "with --resume does the rest" in done.stderr
     assert json.loads((folder / "report.json").read_text())["failed"] == 2
+    assert not (folder / "out.jsonl").exists()
+    assert run().returncode == 2
+    assert "give --resume" in run().stderr
+    other = run("--resume", "--seed", "1")
+    assert other.returncode == 2
+    assert "seed 1, there 0" in other.stderr
+
+    done = run("--resume")
+    assert done.returncode == 0, done.stderr
+    report = json.loads((folder / "report.json").read_text())
+    assert (report["resumed"], report["prompts"]) == (10, 2)
+    resumed = (folder / "out.jsonl").read_bytes()
+    assert not (folder / "out.jsonl.journal").exists()
+    assert run().returncode == 0
+    assert (folder / "out.jsonl").read_bytes() == resumed
 
 
 def test_an_engine_that_cannot_start(folder: Path) -> None:
@@ -203,6 +223,25 @@ def test_no_signal_leaves_an_orphan(folder: Path, number: signal.Signals, code: 
     assert running.end() == code, running.log.read_text()
     wait_for(lambda: not orphans(folder), 10)
     assert not (folder / "out.jsonl").exists()
+
+
+def test_a_killed_rollout_is_resumed(folder: Path) -> None:
+    running = Running(folder)
+    journal = folder / "out.jsonl.journal"
+    wait_for(lambda: len(journal.read_bytes().splitlines()) > 2)
+    running.process.kill()
+    running.end()
+    wait_for(lambda: orphans(folder) == [])
+    assert not (folder / "out.jsonl").exists()
+    done = subprocess.run(
+        command(folder, "--resume"), capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert json.loads((folder / "report.json").read_text())["resumed"] >= 2
+    assert [record["id"] for record in outputs(folder)] == [f"p{i}" for i in range(PROMPTS)]
+    resumed = tokens_of(outputs(folder))
+    subprocess.run(command(folder), capture_output=True, timeout=120, check=True)
+    assert tokens_of(outputs(folder)) == resumed
 
 
 # --- a system that outlives a rollout -----------------------------------------------------------

@@ -15,10 +15,10 @@ from seer.prompts_io import (
     ModelFacts,
     check_fit,
     check_writable,
+    encode_group,
     model_facts,
     read_prompts,
     tokenizer_of,
-    write_groups,
     write_report,
 )
 
@@ -157,11 +157,9 @@ def a_group(prompt_id: str) -> Group:
 
 
 def test_output_lines(tmp_path: Path) -> None:
-    out = tmp_path / "out.jsonl"
-    out.write_text("old")
-    write_groups(out, [a_group("b"), a_group("a")])
-    first, second = map(json.loads, out.read_text().splitlines())
-    assert first == {
+    line = encode_group(a_group("b"))
+    assert line.endswith(b"}\n")
+    assert json.loads(line) == {
         "id": "b",
         "prompt_token_ids": [1],
         "weight_version": 3,
@@ -170,24 +168,15 @@ def test_output_lines(tmp_path: Path) -> None:
             {"index": 0, "token_ids": [5, 6], "logprobs": [-0.25, -1.5], "text": "x", "finish_reason": "stop"}
         ],
     }
-    assert second["id"] == "a"
-    write_report(tmp_path / "report.json", {"tokens": 2})
-    assert json.loads((tmp_path / "report.json").read_text()) == {"tokens": 2}
-    assert sorted(file.name for file in tmp_path.iterdir()) == ["out.jsonl", "report.json"]
 
 
-def test_a_failed_write_leaves_the_old_file(tmp_path: Path) -> None:
-    out = tmp_path / "out.jsonl"
-    out.write_text("old")
-
-    def broken() -> object:
-        yield a_group("a")
-        raise KeyError
-
-    with pytest.raises(KeyError):
-        write_groups(out, broken())
-    assert out.read_text() == "old"
-    assert [file.name for file in tmp_path.iterdir()] == ["out.jsonl"]
+def test_a_report_is_whole_or_absent(tmp_path: Path) -> None:
+    path = tmp_path / "report.json"
+    write_report(path, {"tokens": 2})
+    with pytest.raises(TypeError):
+        write_report(path, {"tokens": object()})
+    assert json.loads(path.read_text()) == {"tokens": 2}
+    assert list(tmp_path.iterdir()) == [path]
 
 
 def test_unwritable_output(tmp_path: Path) -> None:
