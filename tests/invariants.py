@@ -35,3 +35,8 @@ def check(machine: Machine) -> None:
         assert rollout.groups - rollout.groups_gone == sum(
             g.rollout is rollout for g in machine.groups.values()
         )
+    finished = [group.group_id for group in machine.groups.values() if group.done]
+    assert sorted(finished) == sorted(machine._finished)
+    kept = sum(machine.groups[name].tokens for name in finished)
+    assert kept == machine._finished_tokens
+    assert kept <= machine.limits.result_tokens or len(finished) == 1

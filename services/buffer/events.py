@@ -22,6 +22,7 @@ class Limits:
     engine_silence_seconds: float = 20.0
     max_attempts: int = 8
     result_ttl_seconds: float = 3600.0
+    result_tokens: int = 2**30
 
 
 # --- state -----------------------------------------------------------------------------------
@@ -60,6 +61,11 @@ class GroupState:
 
     def __post_init__(self) -> None:
         self.unfinished = self.size
+
+    @property
+    def tokens(self) -> int:
+        """Prompt tokens and, once finished, those of all results."""
+        return self.prompt_len + sum(request.view.generated for request in self.results)
 
     @property
     def done(self) -> bool:

@@ -10,7 +10,8 @@ Invariants (tests/invariants.py asserts them after every event):
 - an instance's books are the sums over the chunks running there; with an admission policy they
   never pass its capacity;
 - a group is delivered when all its requests finished, refused with a reason otherwise, and is
-  remembered until it is acknowledged or its time to live is over.
+  remembered until it is acknowledged, its time to live is over, or finished groups hold more
+  tokens than the limit, the oldest first. One that is forgotten and asked for again is made again.
 """
 
 from __future__ import annotations
@@ -60,12 +61,14 @@ class Machine:
         self.instances: dict[str, InstanceView] = {}
         self.estimates: dict[str, float] = {}
         self.counters: dict[str, int] = dict.fromkeys(
-            ("chunks", "migrations", "preemptions", "lost", "late", "refused", "tokens"), 0
+            ("chunks", "migrations", "preemptions", "lost", "late", "refused", "expired", "tokens"), 0
         )
         self._last_seen: dict[str, float] = {}
         self._views: list[InstanceView] = []
         self.queue = WaitingQueue()
         self.parked: set[str] = set()
+        self._finished: dict[str, GroupState] = {}  # in the order in which they finished
+        self._finished_tokens = 0
         self._unchecked: list[tuple[float, GroupsSubmitted]] = []
         self._no_engine_since: float | None = 0.0
         self._queued = 0
@@ -276,9 +279,13 @@ class Machine:
             self.requests.pop(ids.request_id(group.group_id, index)) for index in range(group.size)
         ]
         group.rollout.groups_finished += 1
+        self._finished[group.group_id] = group
+        self._finished_tokens += group.tokens
         self.estimates.pop(group.group_id, None)
         out.append(PublishClosed(group.group_id))
         out.append(Deliver(group.rollout.trainer, group.group_id))
+        while self._finished_tokens > self.limits.result_tokens and len(self._finished) > 1:
+            self._expire(next(iter(self._finished.values())), out)
 
     def _chunk_rejected(self, event: ChunkRejected, now: float, out: list[Instruction]) -> None:
         request = self._current(event.instance, event.request_id, event.attempt)
@@ -324,8 +331,14 @@ class Machine:
         if group is not None and group.done:
             self._forget(group, out)
 
+    def _expire(self, group: GroupState, out: list[Instruction]) -> None:
+        self.counters["expired"] += 1
+        self._forget(group, out)
+
     def _forget(self, group: GroupState, out: list[Instruction]) -> None:
         del self.groups[group.group_id]
+        if self._finished.pop(group.group_id, None) is not None:
+            self._finished_tokens -= group.tokens
         self.estimates.pop(group.group_id, None)
         out.append(Forget(group.group_id))
         group.rollout.groups_gone += 1
@@ -408,8 +421,7 @@ class Machine:
         if self._no_engine_since is not None and self._no_engine_since < overdue:
             for group in [group for group in self.groups.values() if not group.done]:
                 self._fail(group, "failed", message, out)
-        expired = now - self.limits.result_ttl_seconds
-        for group in [
-            g for g in self.groups.values() if g.finished_at is not None and g.finished_at < expired
-        ]:
-            self._forget(group, out)
+        for group in list(self._finished.values()):
+            if now - (group.finished_at or 0.0) <= self.limits.result_ttl_seconds:
+                break
+            self._expire(group, out)

@@ -32,6 +32,9 @@ from seer.services.buffer import views
 from seer.services.buffer.machine import Machine
 from seer.services.buffer.store import Store
 
+TOKEN_BYTES = 8
+"""A kept token: int32 id and float32 logprob."""
+
 TICK_SECONDS = 0.5
 """How often deadlines are looked at, engines pinged and progress sent."""
 
@@ -61,6 +64,7 @@ class BufferServer:
             engine_silence_seconds=settings.engine_silence_seconds,
             max_attempts=settings.max_attempts,
             result_ttl_seconds=settings.result_ttl_seconds,
+            result_tokens=settings.result_bytes // TOKEN_BYTES,
         )
         self.machine = Machine(POLICIES[settings.policy], limits)
         self.store = Store()

@@ -217,6 +217,19 @@ def test_unacknowledged_results_expire():
     assert pick(machine.handle(e.Tick(), 12.0), e.Forget)
 
 
+def test_past_the_bound_the_oldest_result_goes_and_is_made_again_on_demand():
+    machine = make(result_tokens=90)
+    forgotten = []
+    for prompt_id in ("p", "q", "s"):
+        out, _ = run_to_end(machine, submit(machine, prompt_id, n=1))
+        forgotten += pick(out, e.Forget)
+        check(machine)
+    assert [item.group_id for item in forgotten] == ["r/p"]
+    assert machine.counters["expired"] == 1
+    assert not pick(submit(machine, "q", n=1), e.Dispatch)
+    assert pick(submit(machine, "p", n=1), e.Dispatch)
+
+
 def test_a_chunk_without_progress_or_beyond_its_limit_is_not_believed():
     machine = make(engines=("a",))
     (dispatch,) = pick(submit(machine, "p", n=1), e.Dispatch)
