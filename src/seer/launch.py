@@ -3,8 +3,9 @@
 Invariants:
 - no child outlives this process: each dies with it (on Linux), and on the way out the whole process
   group of each is killed;
-- a child that ends before it is told to is noticed at once, with the last lines it logged;
-- a lost engine is survived while another one lives; the buffer or the last engine is not;
+- a child that ends before it is told to is noticed at once, with the last lines it logged, and
+  started again as `restarts` allows; one that cannot start at first ends the whole;
+- one that is given up is survived, but for the buffer and the last engine;
 - starting and stopping have deadlines.
 """
 
@@ -16,7 +17,7 @@ import shutil
 import signal
 import sys
 import tempfile
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -26,7 +27,8 @@ from msgspec.structs import asdict, replace
 from seer.child import Child, LaunchError
 from seer.common.config import Config, Endpoints
 from seer.common.errors import ConfigError
-from seer.hardware import EnginePlan, plan_engines
+from seer.hardware import plan_engines
+from seer.restarts import Restarts
 
 T = TypeVar("T")
 
@@ -73,6 +75,24 @@ def run(work: Coroutine[Any, Any, T]) -> T:
         sys.exit(128 + (signal.SIGTERM if terminated else signal.SIGINT))
 
 
+class _Slot:
+    """One service's place: the child that fills it now, and its record."""
+
+    def __init__(
+        self, service: str, name: str, config: Config, environ: Mapping[str, str], seconds: float
+    ) -> None:
+        self.service = service
+        self.name = name
+        self.config = config
+        self.environ = environ
+        self.start_seconds = seconds
+        self.gate: contextlib.AbstractAsyncContextManager[object] = contextlib.nullcontext()
+        self.child: Child | None = None
+        self.ready_at: float | None = None
+        self.restarts = Restarts()
+        self.given_up = False
+
+
 class LocalSystem:
     """Use as `async with LocalSystem(config, instances) as system`; then `system.endpoint`.
 
@@ -96,10 +116,8 @@ class LocalSystem:
         self._private = private
         self._drain = drain
         self._say = say
-        self._services: dict[str, Child] = {}
-        self._engines: list[Child] = []
-        self._watchers: list[asyncio.Task[None]] = []
-        self._stopping = False
+        self._slots: list[_Slot] = []
+        self._keepers: list[asyncio.Task[None]] = []
         self._lost = False
         if not private:
             _refuse_free_ports(config.endpoints)
@@ -112,7 +130,12 @@ class LocalSystem:
     @property
     def pids(self) -> dict[str, int]:
         """Process ids of the children by name."""
-        return {child.name: child.process.pid for child in self._children}
+        return {slot.name: slot.child.process.pid for slot in self._slots if slot.child}
+
+    @property
+    def restarts(self) -> dict[str, int]:
+        """How often each child was started again."""
+        return {slot.name: slot.restarts.total for slot in self._slots}
 
     async def __aenter__(self) -> Self:
         self._failure: asyncio.Future[LaunchError] = asyncio.get_running_loop().create_future()
@@ -148,67 +171,96 @@ class LocalSystem:
 
     # --- starting ------------------------------------------------------------------------
 
-    @property
-    def _children(self) -> list[Child]:
-        return [*self._services.values(), *self._engines]
-
     async def _start(self) -> None:
+        self._slots = [_Slot(name, name, self.config, {}, SERVICE_START_SECONDS) for name in SERVICES]
+        shared = asyncio.Lock()
+        for plan in self._plans:
+            config = replace(self.config, engine=plan.config)
+            seconds = plan.config.load_seconds + ENGINE_START_SLACK_SECONDS
+            slot = _Slot("engine", plan.config.name, config, plan.environ, seconds)
+            if plan.shares_device:  # they measure its free memory as they start: one after the other
+                slot.gate = shared
+            self._slots.append(slot)
         try:
             async with asyncio.TaskGroup() as tasks:
-                for name in SERVICES:
-                    tasks.create_task(self._start_service(name))
-                shared = asyncio.Lock()
-                for plan in self._plans:
-                    tasks.create_task(self._start_engine(plan, shared))
+                for slot in self._slots:
+                    tasks.create_task(self._bring_up(slot))
         except ExceptionGroup as group:
             raise group.exceptions[0] from None
+        self._keepers = [asyncio.create_task(self._keep(slot)) for slot in self._slots]
 
-    async def _start_service(self, name: str) -> None:
-        child = self._services[name] = await self._spawn(name, name, self.config, {})
-        await child.ready(SERVICE_START_SECONDS)
+    async def _bring_up(self, slot: _Slot) -> None:
+        slot.ready_at = None
+        async with slot.gate:
+            slot.child = await Child.spawn(
+                slot.service, slot.name, slot.config, slot.environ, self._dir, logged=self._private
+            )
+            await slot.child.ready(slot.start_seconds)
+        slot.ready_at = asyncio.get_running_loop().time()
 
-    async def _start_engine(self, plan: EnginePlan, shared: asyncio.Lock) -> None:
-        # Engines on one device measure its free memory as they start: one after the other.
-        async with shared if plan.shares_device else contextlib.AsyncExitStack():
-            config = replace(self.config, engine=plan.config)
-            child = await self._spawn("engine", plan.config.name, config, plan.environ)
-            self._engines.append(child)
-            await child.ready(plan.config.load_seconds + ENGINE_START_SLACK_SECONDS)
+    # --- keeping up ----------------------------------------------------------------------
 
-    async def _spawn(self, service: str, name: str, config: Config, environ: dict[str, str]) -> Child:
-        child = await Child.spawn(service, name, config, environ, self._dir, logged=self._private)
-        self._watchers.append(asyncio.create_task(self._watch(child)))
-        return child
+    async def _keep(self, slot: _Slot) -> None:
+        while slot.child is not None:
+            await slot.child.process.wait()
+            self._lost = True
+            slot.child.kill_group()  # what it had started must not outlive it
+            now = asyncio.get_running_loop().time()
+            pause = slot.restarts.pause(now - slot.ready_at if slot.ready_at else 0.0)
+            if pause is None:
+                self._give_up(slot, slot.child)
+                return
+            self._say(f"{slot.child.obituary()}\n{slot.name} starts again in {pause:g} s")
+            await asyncio.sleep(pause)
+            try:
+                await self._bring_up(slot)
+                self._say(f"{slot.name} is back")
+            except LaunchError as error:
+                self._say(str(error))
+                slot.child.kill_group()  # when it was only late
 
-    # --- watching and stopping -----------------------------------------------------------
+    def _give_up(self, slot: _Slot, child: Child) -> None:
+        slot.given_up = True
+        end = f"{child.obituary()}\n{slot.name} is given up after {slot.restarts.in_a_row} failures in a row"
+        engines = [each for each in self._slots if each.service == "engine"]
+        left = sum(not each.given_up for each in engines)
+        if slot.service in ("context", "dgds"):
+            self._say(f"{end}; rollouts go on without it")
+        elif slot.service == "engine" and left:
+            self._say(f"{end}; rollouts go on with {left} of {len(engines)} engines")
+        elif not self._failure.done():
+            self._failure.set_result(LaunchError(end))
 
-    async def _watch(self, child: Child) -> None:
-        await child.process.wait()
-        if self._stopping or self._failure.done():
-            return
-        self._lost = True
-        alive = sum(engine.alive for engine in self._engines)
-        if child.name in ("context", "dgds"):
-            self._say(f"{child.obituary()}\nrollouts go on without it")
-        elif child.name != "buffer" and alive:
-            self._say(f"{child.obituary()}\nrollouts go on with {alive} of {len(self._engines)} engines")
-        else:
-            self._failure.set_result(LaunchError(child.obituary()))
+    # --- stopping ------------------------------------------------------------------------
+
+    def _children(self, *services: str) -> list[Child]:
+        return [slot.child for slot in self._slots if slot.child and slot.service in services]
 
     async def _stop(self, *, orderly: bool) -> None:
-        self._stopping = True
         try:
-            if self._drain and orderly:
-                await self._end([self._services["buffer"]], DRAIN_SECONDS)
+            if self._drain and orderly:  # engines that are lost meanwhile still come back
+                await self._end_keepers("buffer")
+                await self._end(self._children("buffer"), DRAIN_SECONDS)
+            await self._end_keepers(*SERVICES, "engine")
             # Engines next: they say goodbye to services that are still there.
-            for children in (self._engines, list(self._services.values())):
-                await self._end(children, LEAVE_SECONDS if orderly else 0.0)
+            for services in (("engine",), SERVICES):
+                await self._end(self._children(*services), LEAVE_SECONDS if orderly else 0.0)
         finally:
-            for child in self._children:
+            for keeper in self._keepers:
+                keeper.cancel()
+            for child in self._children(*SERVICES, "engine"):
                 child.kill_group()
-            for watcher in self._watchers:
-                watcher.cancel()
             self._clean_up()
+
+    async def _end_keepers(self, *services: str) -> None:
+        ending = [
+            keeper
+            for keeper, slot in zip(self._keepers, self._slots, strict=False)
+            if slot.service in services
+        ]
+        for keeper in ending:
+            keeper.cancel()
+        await asyncio.gather(*ending, return_exceptions=True)
 
     async def _end(self, children: list[Child], seconds: float) -> None:
         """Have children drain for so long, then stop, then kill them."""

@@ -82,6 +82,7 @@ class Outcome(msgspec.Struct):
     startup_seconds: float = 0.0
     seconds: float = 0.0
     instances: list[InstanceStatus] = []
+    restarts: int = 0
 
 
 def perform(job: Job) -> int:
@@ -170,6 +171,8 @@ async def _embedded(
             if outcome.rollout is None:
                 raise
             outcome.error = error
+        finally:
+            outcome.restarts = sum(system.restarts.values())
 
 
 async def _roll(
@@ -236,6 +239,7 @@ def _report(outcome: Outcome) -> dict[str, object]:
         "preemptions": sum(group.preemptions for group in groups),
         "chunks": sum(group.chunks for group in groups),
         "migrations": sum(group.migrations for group in groups),
+        "restarts": outcome.restarts,
         "startup_seconds": outcome.startup_seconds,
         "versions": versions,
         "instances": msgspec.to_builtins(outcome.instances),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import subprocess
 import sys
 import textwrap
@@ -13,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from seer import child, launch
+from seer import child, launch, restarts
 from seer.child import LaunchError
 from seer.common.config import Config, Endpoints, EngineConfig, load
 from seer.common.errors import ConfigError, InvalidField
@@ -51,6 +52,7 @@ def fast(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     script = tmp_path / "child.py"
     script.write_text(CHILD)
     monkeypatch.setattr(child, "COMMAND", (sys.executable, str(script)))
+    monkeypatch.setattr(restarts, "PAUSES", (0.01,) * restarts.LIMIT)
     monkeypatch.setattr(launch, "LEAVE_SECONDS", 0.2)
     monkeypatch.setattr(launch, "STOP_SECONDS", 0.2)
     monkeypatch.setattr(launch, "_MAX_IPC_DIR", 1000)  # nothing binds there
@@ -121,20 +123,52 @@ async def test_a_child_that_is_never_ready(monkeypatch: pytest.MonkeyPatch) -> N
     assert await gone(list(system.pids.values()))
 
 
-async def test_one_engine_may_die(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CHILD_engine_0", "die")
+async def test_a_lost_child_is_started_again() -> None:
+    said: list[str] = []
+    async with LocalSystem(REPLAY, 1, say=said.append) as system:
+        before = system.pids
+        for name in before:
+            os.kill(before[name], signal.SIGKILL)
+
+        async def back() -> None:
+            while sum(line.endswith("is back") for line in said) < len(before):
+                await asyncio.sleep(0.01)
+
+        async with asyncio.timeout(20):
+            await system.run(back())
+        after = system.pids
+        assert set(system.restarts.values()) == {1}
+        assert not set(after.values()) & set(before.values())
+    assert "buffer was killed by SIGKILL" in "\n".join(said)
+    assert await gone([*before.values(), *after.values()])
+
+
+async def test_a_child_that_dies_while_stopping_stays_dead() -> None:
+    async with LocalSystem(REPLAY, 1) as system:
+        pids = system.pids
+        os.kill(pids["dgds"], signal.SIGKILL)
+    assert await gone(list(system.pids.values()))
+
+
+@pytest.mark.parametrize("name", ["engine-0", "context", "dgds"])
+async def test_one_that_always_dies_is_given_up_and_the_rest_goes_on(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setenv("CHILD_" + name.replace("-", "_"), "die")
     said: list[str] = []
     async with LocalSystem(REPLAY, 2, say=said.append) as system:
 
         async def told() -> str:
-            while not said:
+            while not said or "given up" not in said[-1]:
                 await asyncio.sleep(0.01)
-            return said[0]
+            return said[-1]
 
         line = await system.run(told())
-    assert line.startswith("engine-0 was killed by SIGKILL")
+        assert system.restarts[name] == restarts.LIMIT
+    assert line.startswith(f"{name} was killed by SIGKILL")
     assert "out of luck" in line
-    assert line.endswith("rollouts go on with 1 of 2 engines")
+    rest = "with 1 of 2 engines" if name == "engine-0" else "without it"
+    assert line.endswith(f"given up after {restarts.LIMIT + 1} failures in a row; rollouts go on {rest}")
 
 
 @pytest.mark.parametrize("names", [("engine_0", "engine_1"), ("buffer",)])

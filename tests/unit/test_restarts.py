@@ -1,0 +1,16 @@
+from seer.restarts import HEALTHY_SECONDS, LIMIT, PAUSES, Restarts
+
+
+def test_pauses_grow_until_it_is_given_up():
+    record = Restarts()
+    assert [record.pause(0.0) for _ in range(LIMIT + 1)] == [*PAUSES, None]
+    assert list(PAUSES) == sorted(PAUSES)
+    assert record.total == LIMIT
+
+
+def test_a_healthy_life_forgives():
+    record = Restarts()
+    for _ in range(3 * LIMIT):
+        assert record.pause(HEALTHY_SECONDS) == PAUSES[0]
+    assert record.pause(HEALTHY_SECONDS - 1) == PAUSES[1]
+    assert record.total == 3 * LIMIT + 1
