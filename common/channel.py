@@ -228,6 +228,12 @@ class Hub(Generic[Out, In]):
         self._decoder: Decoder[In] = Decoder(incoming)
         self._require_config_hash = require_config_hash
         self._peers: OrderedDict[bytes, _Peer] = OrderedDict()
+        self._started = asyncio.get_running_loop().time()
+
+    @property
+    def uptime_seconds(self) -> float:
+        """Seconds since this Hub was made."""
+        return asyncio.get_running_loop().time() - self._started
 
     @property
     def endpoint(self) -> str:
@@ -287,6 +293,7 @@ class Hub(Generic[Out, In]):
             schema_hash=SCHEMA_HASH,
             name=self._me.name,
             incarnation=self._me.incarnation,
+            uptime_seconds=self.uptime_seconds,
         )
         await self._send(identity, welcome)
 

@@ -4,6 +4,7 @@ Invariants:
 - the first SIGTERM or SIGINT drains, the second stops at once, and so does the first one while the
   service still starts;
 - an expected failure (`SeerError`) is one log line and exit code 2, never a traceback;
+- a supervisor that asks (`--ready-fd`, systemd) learns when it is ready, and systemd that it lives;
 - uvloop is chosen here and nowhere else, so everything also runs on a plain or virtual-time loop.
 """
 
@@ -22,6 +23,7 @@ from seer.common.clock import Clock, LoopClock
 from seer.common.config import Config
 from seer.common.errors import SeerError
 from seer.common.log import configure, get_logger
+from seer.common.notify import Notifier
 from seer.common.transport.base import Transport
 from seer.common.transport.zmq import ZmqTransport
 
@@ -87,10 +89,12 @@ class _Process:
     def __init__(self, name: str) -> None:
         self._name = name
         self._service: Service | None = None
+        self._systemd = Notifier(os.environ)
         self._signals: list[signal.Signals] = []
 
     async def run(self, make: Make, config: Config, ready_fd: int | None) -> int:
         self._catch_signals()
+        beating = asyncio.create_task(self._systemd.beat())
         transport = ZmqTransport(bind_host=config.endpoints.bind_host)
         try:
             service = make(config, transport, LoopClock())
@@ -98,13 +102,17 @@ class _Process:
             self._service = service
             _log.info("ready", **endpoints)
             self._report_ready(endpoints, ready_fd)
+            self._systemd.ready()
             await service.run()
         except asyncio.CancelledError:
             if not self._signals:
                 raise
             return EXIT_SIGNAL + self._signals[-1]
         finally:
+            self._systemd.stopping()
             await transport.close()
+            beating.cancel()
+            self._systemd.close()
         _log.info("drained")
         return EXIT_OK
 
@@ -116,6 +124,7 @@ class _Process:
             self._signals.append(number)
             if self._service is not None and len(self._signals) == 1:
                 _log.info("draining", signal=number.name)
+                self._systemd.stopping()
                 self._service.drain()
             elif task is not None:
                 _log.warning("stopping at once", signal=number.name)

@@ -67,6 +67,7 @@ class Welcome(Message, tag=True):
     schema_hash: str
     name: ShortStr
     incarnation: int
+    uptime_seconds: float = 0.0
 
 
 class Refused(Message, tag=True):
@@ -167,7 +168,7 @@ class Progress(Message, tag=True):
 
 
 class InstanceStatus(Message, tag=True):
-    """One registered instance as the buffer sees it."""
+    """One registered instance as the buffer sees it; `restarts`: lives it had before this one."""
 
     name: ShortStr
     capacity: Capacity
@@ -175,10 +176,14 @@ class InstanceStatus(Message, tag=True):
     chunks: int
     reserved_blocks: int
     versions: dict[str, str] = {}
+    restarts: int = 0
 
 
 class Status(Message, tag=True):
-    """A buffer's state; answer to `StatusRequest`. Counters are totals since it started."""
+    """A buffer's state; answer to `StatusRequest`. Counters are totals since it started.
+
+    `services` are the other services' endpoints as the buffer's configuration has them.
+    """
 
     name: ShortStr
     incarnation: int
@@ -188,6 +193,8 @@ class Status(Message, tag=True):
     requests_waiting: int
     requests_running: int
     counters: dict[str, int] = {}
+    uptime_seconds: float = 0.0
+    services: dict[str, str] = {}
 
 
 # --- engine <-> buffer -----------------------------------------------------------------------

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+from collections import Counter
 from collections.abc import Iterator
 
 import numpy as np
@@ -79,6 +80,7 @@ class BufferServer:
         self._engines: dict[bytes, str] = {}
         self._registered: dict[str, m.Register] = {}
         self._stats: dict[str, InstanceStats] = {}
+        self._lives: Counter[str] = Counter()
         self._trainer_at: dict[str, bytes] = {}
         self._engine_at: dict[str, bytes] = {}
         # Bounded by open work: a request has one chunk out, a group one result; ticks add only to empty ones.
@@ -162,10 +164,21 @@ class BufferServer:
                 case m.Cancel():
                     self._handle(e.RolloutCancelled(name, message.rollout_id, message.prompt_ids))
                 case m.StatusRequest():
-                    status = views.status(self.machine, self.me, self._registered, self._stats)
-                    self._to_trainers.put_nowait((name, status))
+                    self._to_trainers.put_nowait((name, self._status()))
                 case m.Goodbye():
                     self._trainers.pop(identity, None)
+
+    def _status(self) -> m.Status:
+        at = self._config.endpoints
+        return views.status(
+            self.machine,
+            self.me,
+            self._registered,
+            self._stats,
+            self._lives,
+            self._trainer_hub.uptime_seconds,
+            {"context": at.estimate_snapshots, "dgds": at.dgds},
+        )
 
     def _submit(self, trainer: str, submit: m.Submit) -> None:
         try:
@@ -216,6 +229,8 @@ class BufferServer:
             identity, message = await self._engine_hub.recv()
             name = self._engines.get(identity, "")
             if isinstance(message, m.Hello):
+                if identity not in self._engines:  # an address names one life
+                    self._lives[message.name] += 1
                 self._engines[identity] = message.name
                 self._engine_at[message.name] = identity
             elif self._engine_at.get(name) == identity:  # else: an earlier life of this engine

@@ -70,8 +70,11 @@ def status(
     me: Identity,
     registered: Mapping[str, m.Register],
     stats: Mapping[str, InstanceStats],
+    lives: Mapping[str, int],
+    uptime_seconds: float,
+    services: dict[str, str],
 ) -> m.Status:
-    """Return the answer to `StatusRequest`."""
+    """Return the answer to `StatusRequest`. `lives` counts incarnations by engine name."""
     return m.Status(
         name=me.name,
         incarnation=me.incarnation,
@@ -84,6 +87,7 @@ def status(
                 chunks=view.chunks,
                 reserved_blocks=view.reserved_blocks,
                 versions=registered[view.name].versions,
+                restarts=lives[view.name] - 1,
             )
             for view in machine.instances.values()
         ],
@@ -91,4 +95,6 @@ def status(
         requests_waiting=machine.waiting,
         requests_running=sum(view.chunks for view in machine.instances.values()),
         counters=machine.counters,
+        uptime_seconds=uptime_seconds,
+        services=services,
     )

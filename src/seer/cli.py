@@ -237,10 +237,10 @@ def up(model: Path | None, instances: int, config_file: Path | None, sets: tuple
 @click.option("--connect", required=True, metavar="ENDPOINT", help="The buffer's endpoint for trainers.")
 @click.option("--json", "as_json", is_flag=True, help="Print the whole status as JSON.")
 def status(connect: str, as_json: bool) -> None:
-    """Show what a running system does."""
+    """Show what a running system does; exits with 1 when a part of it does not answer."""
     from seer.status import show
 
-    show(connect, as_json)
+    sys.exit(show(connect, as_json))
 
 
 def _service(name: str, help_text: str) -> None:

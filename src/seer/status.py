@@ -1,4 +1,4 @@
-"""`seer status`: what a running system does."""
+"""`seer status`: what a running system does, and what of it does not answer."""
 
 from __future__ import annotations
 
@@ -7,31 +7,109 @@ import asyncio
 import msgspec
 
 from seer.client import RolloutClient
-from seer.common.wire.messages import Status
+from seer.common.channel import Channel, Identity
+from seer.common.clock import LoopClock
+from seer.common.errors import SeerError, Unreachable
+from seer.common.ids import new_incarnation
+from seer.common.transport.zmq import ZmqTransport
+from seer.common.wire.messages import (
+    ContextSnapshotReply,
+    DgdsToEngine,
+    InstanceStatus,
+    Message,
+    SnapshotAsked,
+    Status,
+)
 
 CONNECT_SECONDS = 5.0
+RATE_SECONDS = 1.0
+"""Rates are the difference of two answers this far apart."""
+
+_UNIONS = {"context": ContextSnapshotReply, "dgds": DgdsToEngine}
 
 
-def show(endpoint: str, as_json: bool) -> None:
-    """Print a buffer's status. Raises `Unreachable` when it does not answer."""
-    status = asyncio.run(_ask(endpoint))
-    print(msgspec.json.format(msgspec.json.encode(status)).decode() if as_json else _text(status))
+class Service(msgspec.Struct, frozen=True, kw_only=True):
+    """One service as seen from here; `error` is empty when it answered."""
+
+    name: str
+    endpoint: str
+    uptime_seconds: float = 0.0
+    error: str = ""
 
 
-async def _ask(endpoint: str) -> Status:
-    async with RolloutClient(endpoint, connect_seconds=CONNECT_SECONDS) as client:
-        return await client.status(CONNECT_SECONDS)
+class Seen(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything `seer status` knows. `rates` are per second; `buffer` is None when it does not answer."""
+
+    services: list[Service]
+    buffer: Status | None = None
+    rates: dict[str, float] = {}
 
 
-def _text(status: Status) -> str:
-    lines = [
-        f"policy {status.policy}: {status.rollouts} rollouts, "
-        f"{status.requests_running} requests running, {status.requests_waiting} waiting"
-    ]
+def show(endpoint: str, as_json: bool) -> int:
+    """Print what answers at and behind a buffer; return 1 when anything does not, else 0."""
+    seen = asyncio.run(_look(endpoint))
+    print(msgspec.json.format(msgspec.json.encode(seen)).decode() if as_json else _text(seen))
+    return int(any(service.error for service in seen.services))
+
+
+async def _look(endpoint: str) -> Seen:
+    try:
+        async with RolloutClient(endpoint, connect_seconds=CONNECT_SECONDS) as client:
+            before = await client.status(CONNECT_SECONDS)
+            others = [_probe(name, at) for name, at in sorted(before.services.items())]
+            services = await asyncio.gather(*others, asyncio.sleep(RATE_SECONDS))
+            status = await client.status(CONNECT_SECONDS)
+    except Unreachable as error:
+        return Seen(services=[Service(name="buffer", endpoint=endpoint, error=str(error))])
+    buffer = Service(name="buffer", endpoint=endpoint, uptime_seconds=status.uptime_seconds)
+    seconds = max(status.uptime_seconds - before.uptime_seconds, 1e-3)
+    rates = {
+        name: (status.counters[name] - before.counters.get(name, 0)) / seconds
+        for name in ("tokens", "chunks")
+        if name in status.counters
+    }
+    return Seen(services=[buffer, *filter(None, services)], buffer=status, rates=rates)
+
+
+async def _probe(name: str, endpoint: str) -> Service:
+    transport = ZmqTransport()
+    me = Identity(role="status", name="status", incarnation=new_incarnation())
+    channel: Channel[SnapshotAsked, Message] = Channel(transport, endpoint, me, _UNIONS[name], LoopClock())
+    try:
+        welcome = await channel.open(CONNECT_SECONDS)
+        return Service(name=name, endpoint=endpoint, uptime_seconds=welcome.uptime_seconds)
+    except SeerError as error:
+        return Service(name=name, endpoint=endpoint, error=str(error))
+    finally:
+        channel.close()
+        await transport.close()
+
+
+def _text(seen: Seen) -> str:
+    lines = [_service(service) for service in seen.services]
+    status = seen.buffer
+    if status is None:
+        return "\n".join(lines)
+    rates = ", ".join(f"{rate:.0f} {name}/s" for name, rate in seen.rates.items())
     lines += [
-        f"  {it.name}: {it.chunks} chunks, {it.reserved_blocks}/{it.capacity.kv_blocks} KV blocks reserved, "
-        f"{it.stats.generated_tokens} tokens, {it.stats.preemptions} preemptions"
-        for it in status.instances
+        f"policy {status.policy}: {status.rollouts} rollouts, {status.requests_running} requests running, "
+        f"{status.requests_waiting} waiting, {rates}"
     ]
+    lines += [_instance(instance) for instance in status.instances] or ["no engines are registered"]
     totals = ", ".join(f"{name} {count}" for name, count in status.counters.items())
-    return "\n".join([*lines, f"totals: {totals}"] if totals else lines)
+    return "\n".join([*lines, f"totals: {totals}"])
+
+
+def _service(service: Service) -> str:
+    if service.error:
+        return f"{service.name}: UNREACHABLE: {service.error}"
+    return f"{service.name}: up {service.uptime_seconds:.0f} s at {service.endpoint}"
+
+
+def _instance(it: InstanceStatus) -> str:
+    total = it.capacity.kv_blocks
+    return (
+        f"  {it.name}: {it.chunks} chunks ({it.stats.running} running, {it.stats.waiting} waiting), "
+        f"KV {total - it.stats.free_blocks}/{total} blocks used, {it.reserved_blocks} reserved, "
+        f"{it.stats.generated_tokens} tokens, {it.stats.preemptions} preemptions, {it.restarts} restarts"
+    )

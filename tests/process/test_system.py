@@ -257,8 +257,23 @@ def test_up_serves_rollouts_until_it_is_told_to_drain(folder: Path, ports: list[
         assert json.loads((folder / "report.json").read_text())["startup_seconds"] == 0
         shown = subprocess.run([*SEER, "status", *connect], capture_output=True, text=True, check=True)
         assert "engine-0: 0 chunks" in shown.stdout
-        shown = subprocess.run([*SEER, "status", "--json", *connect], capture_output=True, check=True)
-        assert len(json.loads(shown.stdout)["instances"]) == 2
+        children = dict(map(reversed, orphans(folder)))
+        os.kill(children["engine-0.toml"], signal.SIGKILL)
+        wait_for(lambda: "engine-0 is back" in (folder / "up.log").read_text())
+        os.kill(children["dgds.toml"], signal.SIGSTOP)
+        shown = subprocess.run([*SEER, "status", "--json", *connect], capture_output=True, check=False)
+        assert shown.returncode == 1
+        seen = json.loads(shown.stdout)
+        assert {s["name"]: bool(s["error"]) for s in seen["services"]} == {
+            "buffer": False,
+            "context": False,
+            "dgds": True,
+        }
+        assert {i["name"]: i["restarts"] for i in seen["buffer"]["instances"]} == {
+            "engine-0": 1,
+            "engine-1": 0,
+        }
+        os.kill(children["dgds.toml"], signal.SIGCONT)
         up.send_signal(signal.SIGTERM)
         assert up.wait(timeout=60) == 0
     finally:
