@@ -97,6 +97,7 @@ class _Process:
         beating = asyncio.create_task(self._systemd.beat())
         transport = ZmqTransport(bind_host=config.endpoints.bind_host)
         try:
+            await asyncio.sleep(0)  # the first beat: what comes next may import torch
             service = make(config, transport, LoopClock())
             endpoints = await service.start()
             self._service = service

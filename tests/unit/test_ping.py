@@ -1,0 +1,47 @@
+"""`python -m seer.ping`: an answer, silence, and a mistake."""
+
+import asyncio
+
+import pytest
+
+from seer.common.clock import LoopClock
+from seer.common.config import Config, Endpoints
+from seer.common.errors import Unreachable
+from seer.common.transport.zmq import ZmqTransport
+from seer.ping import main, ping
+from seer.services.dgds.server import make
+
+
+async def test_a_running_service_answers_again_and_again():
+    transport = ZmqTransport()
+    server = make(Config(endpoints=Endpoints(dgds="tcp://127.0.0.1:0")), transport, LoopClock())
+    endpoint = (await server.start())["dgds"]
+    serving = asyncio.create_task(server.run())
+    try:
+        for _ in range(3):
+            await ping(endpoint)
+        assert server._hub.counters["refused"] == server._hub.counters["malformed"] == 0
+        assert len(server._hub._peers) == 1
+    finally:
+        server.drain()
+        await serving
+        await transport.close()
+
+
+async def test_a_service_whose_loop_hangs_does_not_answer():
+    transport = ZmqTransport()
+    router = await transport.router("tcp://127.0.0.1:0")  # bound, but nobody reads it
+    try:
+        with pytest.raises(Unreachable, match="did not answer"):
+            await ping(router.endpoint, seconds=0.2)
+    finally:
+        await transport.close()
+
+
+def test_a_mistake_is_one_line(capsys):
+    assert main([]) == 1
+    assert main(["tcp://"]) == 1
+    err = capsys.readouterr().err.splitlines()
+    assert err[0] == "usage: python -m seer.ping ENDPOINT"
+    assert err[1].startswith("error: ")
+    assert len(err) == 2
