@@ -2,10 +2,12 @@
 
 Invariants:
 - a Hub hands out messages only of peers that said `Hello` in this life of the Hub; others are told to,
-  so peers of a restarted server shake hands again by themselves, idle ones within `IDLE_SECONDS`;
+  so peers of a restarted server shake hands again by themselves, idle ones within `CHECK_SECONDS`;
 - another protocol major, or another shared configuration where required, is refused with the reason;
 - what does not decode is counted, logged once per peer and dropped; it never stops a loop;
-- whatever was lost to a peer that did not know us is revealed: a `Welcome` follows on `Channel.recv`.
+- a message that was lost, either way, is revealed: a `Welcome` follows on `Channel.recv`, within
+  `CHECK_SECONDS` and a round trip of a working connection. TCP loses nothing, but a connection that
+  breaks takes with it what was under way, and ZeroMQ makes the next one without a word.
 """
 
 from __future__ import annotations
@@ -39,8 +41,8 @@ In = TypeVar("In", bound=Message)
 HELLO_SECONDS = 1.0
 """Pause between two Hellos while one is unanswered."""
 
-IDLE_SECONDS = 5.0
-"""A peer not heard for this long is sent a Hello: if it was restarted, it does not know us."""
+CHECK_SECONDS = 5.0
+"""A Hello is said this often: a restarted server does not know us, and both compare what they counted."""
 
 MAX_PEERS = 10_000
 """Bound on peers remembered; the longest silent one is forgotten and shakes hands again."""
@@ -66,8 +68,8 @@ class Identity(msgspec.Struct, frozen=True, kw_only=True):
         """Return the ROUTER identity: another life is another address, so it gets no old mail."""
         return f"{self.role}/{self.name}".encode()[:200] + f"/{self.incarnation:x}".encode()
 
-    def hello(self) -> Hello:
-        """Return the first message of a connection."""
+    def hello(self, sent: int = 0) -> Hello:
+        """Return the first message of a connection, or its repetition after `sent` others."""
         return Hello(
             major=MAJOR,
             minor=MINOR,
@@ -76,6 +78,7 @@ class Identity(msgspec.Struct, frozen=True, kw_only=True):
             role=self.role,
             name=self.name,
             incarnation=self.incarnation,
+            sent=sent,
         )
 
 
@@ -104,7 +107,8 @@ class Channel(Generic[Out, In]):
         self._decoder: Decoder[In] = Decoder(incoming)
         self._clock = clock
         self._socket: Socket | None = None
-        self._last_hello = self._heard = float("-inf")
+        self._last_hello = float("-inf")
+        self._sent = self._arrived = 0  # as in `Hello.sent` and `Welcome.sent`
         self._complained: set[str] = set()
 
     async def open(self, deadline_seconds: float) -> Welcome:
@@ -134,16 +138,19 @@ class Channel(Generic[Out, In]):
         """Queue one message; raises `Unreachable` when the peer reads nothing for too long."""
         await self._connected().send(encode(message))
         self.counters["sent"] += 1
+        self._sent += 1
 
     async def recv(self) -> In:
         """Return the next message; raises the error of a `Refused` that concerns the connection.
 
-        A `Welcome` appears here when the peer had forgotten us or is another life of it: what it
-        was sent before may be lost. May be cancelled without losing a message.
+        A `Welcome` appears here when the peer had forgotten us, is another life of it, or when a
+        message was lost: those sent before, either way, may not have arrived. May be cancelled
+        without losing a message.
         """
         while True:
-            quiet = self._clock.now() - max(self._heard, self._last_hello)
-            message = await self._receive(max(0.0, IDLE_SECONDS - quiet))
+            pause = HELLO_SECONDS if self.peer is None else CHECK_SECONDS
+            wait = self._last_hello + pause - self._clock.now()
+            message = await self._receive(wait) if wait > 0 else None
             if message is not None:
                 return message
             with contextlib.suppress(Unreachable):
@@ -162,7 +169,7 @@ class Channel(Generic[Out, In]):
     async def _say_hello(self) -> None:
         self._last_hello = self._clock.now()
         self.counters["hellos"] += 1
-        await self._connected().send(encode(self._me.hello()))
+        await self._connected().send(encode(self._me.hello(self._sent)))
 
     async def _receive(self, seconds: float) -> In | None:
         """Return the next message meant for the caller, or None after `seconds`."""
@@ -170,9 +177,8 @@ class Channel(Generic[Out, In]):
         try:
             async with asyncio.timeout(seconds):
                 while True:
-                    frames = await socket.recv()
-                    self._heard = self._clock.now()
-                    message = self._decode(frames)
+                    message = self._decode(await socket.recv())
+                    self._arrived += not isinstance(message, Welcome)
                     if message is not None and await self._concerns_caller(message):
                         self.counters["received"] += 1
                         return message
@@ -192,7 +198,9 @@ class Channel(Generic[Out, In]):
             known, self.peer = self.peer, message
             if message.schema_hash != SCHEMA_HASH:
                 self._complain("peer has another schema of the same protocol", message.schema_hash)
-            return known is None or known.incarnation != message.incarnation
+            missed = message.sent not in (-1, self._arrived)
+            self._arrived = message.sent
+            return known is None or known.incarnation != message.incarnation or message.lost or missed
         if not isinstance(message, Refused) or message.rollout_id or message.prompt_ids:
             return True
         if message.code != HELLO_FIRST:
@@ -211,6 +219,8 @@ class Channel(Generic[Out, In]):
 class _Peer(msgspec.Struct):
     admitted: bool = False
     complained: bool = False
+    sent: int = 0
+    arrived: int = 0
 
 
 class Hub(Generic[Out, In]):
@@ -243,12 +253,12 @@ class Hub(Generic[Out, In]):
     async def recv(self) -> tuple[bytes, In]:
         """Return the next message and its sender's address.
 
-        An accepted `Hello` is answered and also returned, each time it is said: a client says it
-        again when it heard nothing for a while.
+        An accepted `Hello` is answered and also returned, each time it is said: a client repeats it.
         """
         while True:
             identity, frames = await self._router.recv()
             peer = self._peer(identity)
+            peer.arrived += 1
             try:
                 message = self._decoder.decode(frames)
             except WireError as error:
@@ -286,7 +296,8 @@ class Hub(Generic[Out, In]):
             _log.info("peer connected", role=hello.role, name=hello.name)
         if hello.schema_hash != SCHEMA_HASH:
             self._complain(peer, "peer has another schema of the same protocol", identity, hello.schema_hash)
-        peer.admitted = True
+        missed = hello.sent not in (-1, peer.arrived - 1)  # this Hello arrived, too
+        lost, peer.admitted, peer.arrived = missed or not peer.admitted, True, hello.sent
         welcome = Welcome(
             major=MAJOR,
             minor=MINOR,
@@ -294,6 +305,8 @@ class Hub(Generic[Out, In]):
             name=self._me.name,
             incarnation=self._me.incarnation,
             uptime_seconds=self.uptime_seconds,
+            lost=lost,
+            sent=peer.sent,
         )
         await self._send(identity, welcome)
 
@@ -316,6 +329,9 @@ class Hub(Generic[Out, In]):
             await self._router.send(identity, encode(message))
         except Unreachable:
             return False
+        finally:
+            if (peer := self._peers.get(identity)) and not isinstance(message, Welcome):
+                peer.sent += 1
         return True
 
     def _peer(self, identity: bytes) -> _Peer:

@@ -3,13 +3,17 @@
 Use `@virtual` on an async test, or `run(coroutine)`. When every task waits and no timer is set, nothing
 can ever wake: that raises `Deadlock` with the waiting tasks, and so does running past the limit. Threads
 and real sockets do not fit in here; use the `memory` transport.
+
+A task started in a context where `PROCESS` is set belongs, with all it starts, to that simulated process,
+which the loop can `freeze` as SIGSTOP would: not one callback of it runs until it is thawed.
 """
 
 import asyncio
 import functools
+import heapq
 import math
-import selectors
 from collections.abc import Awaitable, Callable, Coroutine
+from contextvars import ContextVar
 from typing import Any, NoReturn, ParamSpec, TypeVar
 
 T = TypeVar("T")
@@ -18,44 +22,60 @@ A = ParamSpec("A")
 LIMIT_SECONDS = 24 * 3600.0
 """Virtual time after which a run fails: periodic timers would keep a stuck test alive for ever."""
 
+PROCESS: ContextVar[str] = ContextVar("PROCESS", default="")
+
 
 class Deadlock(AssertionError):  # noqa: N818 - reads as what it says
     """All tasks wait and no timer is set, or the virtual time limit has passed."""
-
-
-class _JumpingSelector(selectors.SelectSelector):
-    def __init__(self, limit: float) -> None:
-        super().__init__()
-        self.now = 0.0
-        self.limit = limit
-
-    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
-        ready = super().select(0)
-        if ready:
-            return ready
-        if timeout is None:
-            self._fail("nothing can wake")
-        elif timeout > 0:
-            self.now += timeout
-            if self.now > self.limit:
-                self._fail(f"{self.limit:g} virtual seconds have passed")
-        return []
-
-    def _fail(self, why: str) -> NoReturn:
-        self.limit = math.inf  # the loop runs on to cancel the tasks
-        waiting = [f"  {task.get_name()}: {task.get_coro()}" for task in asyncio.all_tasks()]
-        raise Deadlock("\n".join([f"{why}; tasks that wait:", *waiting]))
 
 
 class VirtualTimeLoop(asyncio.SelectorEventLoop):
     """Time starts at 0 and moves only when every task waits."""
 
     def __init__(self, limit_seconds: float = LIMIT_SECONDS) -> None:
-        self._jumping = _JumpingSelector(limit_seconds)
-        super().__init__(self._jumping)
+        super().__init__()
+        self._now = 0.0
+        self._limit = limit_seconds
+        self._frozen: dict[str, list[asyncio.Handle]] = {}
 
     def time(self) -> float:
-        return self._jumping.now
+        return self._now
+
+    def freeze(self, process: str) -> None:
+        """Let nothing of a process run until it is thawed."""
+        self._frozen.setdefault(process, [])
+
+    def thaw(self, process: str) -> None:
+        """Let a process go on with whatever became due meanwhile, in the order in which it did."""
+        self._ready.extend(self._frozen.pop(process, []))
+
+    def _run_once(self) -> None:
+        # asyncio's own, without the selector that would be asked in vain each time.
+        timers, ready = self._scheduled, self._ready
+        while timers and timers[0]._cancelled:
+            self._timer_cancelled_count -= 1
+            heapq.heappop(timers)._scheduled = False
+        if not ready and not self._stopping:
+            self._now = max(self._now, timers[0]._when) if timers else self._fail("nothing can wake")
+            if self._now > self._limit:
+                self._fail(f"{self._limit:g} virtual seconds have passed")
+        while timers and timers[0]._when <= self._now:
+            handle = heapq.heappop(timers)
+            handle._scheduled = False
+            ready.append(handle)
+        for _ in range(len(ready)):
+            handle = ready.popleft()
+            if handle._cancelled:
+                continue
+            if self._frozen and (waiting := self._frozen.get(handle._context.get(PROCESS))) is not None:
+                waiting.append(handle)
+            else:
+                handle._run()
+
+    def _fail(self, why: str) -> NoReturn:
+        self._limit = math.inf  # the loop runs on to cancel the tasks
+        waiting = [f"  {task.get_name()}: {task.get_coro()}" for task in asyncio.all_tasks(self)]
+        raise Deadlock("\n".join([f"{why}; tasks that wait:", *waiting]))
 
 
 def run(main: Coroutine[Any, Any, T], limit_seconds: float = LIMIT_SECONDS) -> T:

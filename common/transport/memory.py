@@ -4,7 +4,9 @@ Invariants beyond `base`:
 - only asyncio primitives: nothing happens outside the event loop, so a run is deterministic;
 - what was queued to a ROUTER that closes is lost, as with a process that dies; what was queued to an
   endpoint nobody binds yet waits, as in ZeroMQ;
-- a DEALER with a known identity replaces the older one.
+- a DEALER with a known identity replaces the older one;
+- `disconnect` breaks a process's connections as a network does: what was under way is lost, and on the
+  same sockets things go on after `reconnect` as if nothing had happened.
 """
 
 from __future__ import annotations
@@ -57,6 +59,9 @@ class _Queue(Generic[T]):
     def clear(self) -> None:
         self._items.clear()
         self._wake()
+
+    def discard(self, item: T) -> None:
+        self._items = deque(other for other in self._items if other is not item)
 
     async def put(self, item: T) -> None:
         try:
@@ -126,15 +131,31 @@ class _MemoryDealer:
         self._peers.append(self)
         self._network = network
         self._endpoint = endpoint
-        if router := self._router():
-            router.join(self)
+        self.connected = False
+        self.connect()
 
     def _router(self) -> _MemoryRouter | None:
         return self._network.routers.get(self._endpoint)
 
+    def links(self) -> list[_MemoryDealer]:
+        return [] if self.up.closed else [self]
+
+    def connect(self) -> None:
+        if not self.connected and (router := self._router()):
+            router.join(self)
+        self.connected = True
+
+    def disconnect(self) -> None:
+        self.connected = False
+        self.up.clear()
+        self.down.clear()
+        if router := self._router():
+            router.leave(self)
+            router.arrived.discard(self)
+
     async def send(self, frames: Sequence[Frame]) -> None:
         await self.up.put(list(frames))
-        if router := self._router():
+        if self.connected and (router := self._router()):
             router.arrived.push(self)
 
     async def recv(self) -> list[Frame]:
@@ -157,8 +178,12 @@ class _MemoryRouter:
         self._network = network
         self._peers: dict[bytes, _MemoryDealer] = {}
         network.routers[endpoint] = self
-        for dealer in network.dealers.get(endpoint, []):
-            self.join(dealer)
+        for dealer in self.links():
+            if dealer.connected:
+                self.join(dealer)
+
+    def links(self) -> list[_MemoryDealer]:
+        return self._network.dealers.get(self.endpoint, [])
 
     def join(self, dealer: _MemoryDealer) -> None:
         self._peers[dealer.identity] = dealer
@@ -183,15 +208,25 @@ class _MemoryRouter:
         if self._network.routers.get(self.endpoint) is self:
             del self._network.routers[self.endpoint]
             self.arrived.close()
-            for dealer in self._network.dealers.get(self.endpoint, []):
+            for dealer in self.links():
                 dealer.up.clear()
 
 
 class _MemorySubscriber:
     def __init__(self, network: MemoryNetwork, endpoint: str) -> None:
         self.queue: _Queue[list[Frame]] = _Queue(endpoint, STREAM_MESSAGES)
+        self.connected = True
         self._peers = network.subscribers.setdefault(endpoint, [])
         self._peers.append(self)
+
+    def links(self) -> list[_MemorySubscriber]:
+        return [self]
+
+    def connect(self) -> None:
+        self.connected = True
+
+    def disconnect(self) -> None:
+        self.connected = False
 
     async def recv(self) -> list[Frame]:
         return await self.queue.get()
@@ -208,11 +243,14 @@ class _MemoryPublisher:
         self._network = network
         network.publishers[endpoint] = self
 
+    def links(self) -> list[_MemorySubscriber]:
+        return self._network.subscribers.get(self.endpoint, [])
+
     async def send(self, frames: Sequence[Frame]) -> None:
         if self._network.publishers.get(self.endpoint) is not self:
             raise Unreachable(f"{self.endpoint}: closed")
-        for subscriber in self._network.subscribers.get(self.endpoint, []):
-            if not subscriber.queue.full():
+        for subscriber in self.links():
+            if subscriber.connected and not subscriber.queue.full():
                 subscriber.queue.push(list(frames))
 
     def close(self) -> None:
@@ -250,6 +288,19 @@ class MemoryTransport:
         subscriber = _MemorySubscriber(self._network, endpoint)
         self._made.append(subscriber)
         return subscriber
+
+    def disconnect(self) -> None:
+        """Break every connection of this process; what is under way is lost, sends to it fail."""
+        for link in self._links():
+            link.disconnect()
+
+    def reconnect(self) -> None:
+        """Connect again; what its peers tried to send meanwhile arrives, as with ZeroMQ's DEALER."""
+        for link in self._links():
+            link.connect()
+
+    def _links(self) -> list[_MemoryDealer | _MemorySubscriber]:
+        return [link for socket in self._made for link in socket.links()]
 
     async def close(self) -> None:
         """Close every socket made here."""

@@ -44,10 +44,12 @@ class Message(msgspec.Struct, kw_only=True):
 
 
 class Hello(Message, tag=True):
-    """First message of a connecting peer.
+    """First message of a connecting peer, repeated every few seconds.
 
     `config_hash` covers only what must agree everywhere (see `config.SharedConfig`); empty from
-    a trainer, which need not know it. `schema_hash` digests the sender's message schema.
+    a trainer, which need not know it. `schema_hash` digests the sender's message schema. `sent`
+    counts the sender's messages so far, Hellos apart: one that got lost is noticed by it (-1: not
+    counted).
     """
 
     major: int
@@ -57,10 +59,15 @@ class Hello(Message, tag=True):
     role: ShortStr
     name: ShortStr
     incarnation: int
+    sent: int = -1
 
 
 class Welcome(Message, tag=True):
-    """The answer to `Hello`: the peer may go on."""
+    """The answer to `Hello`: the peer may go on.
+
+    `lost`: something that the peer sent may not have arrived. `sent` counts the sender's messages to
+    this peer, Welcomes apart, as in `Hello`.
+    """
 
     major: int
     minor: int
@@ -68,6 +75,8 @@ class Welcome(Message, tag=True):
     name: ShortStr
     incarnation: int
     uptime_seconds: float = 0.0
+    lost: bool = False
+    sent: int = -1
 
 
 class Refused(Message, tag=True):

@@ -6,7 +6,7 @@ import pytest
 from structlog.testing import capture_logs
 from virtual_time import virtual
 
-from seer.common.channel import HELLO_FIRST, IDLE_SECONDS, Channel, Hub, Identity, error_of
+from seer.common.channel import CHECK_SECONDS, HELLO_FIRST, Channel, Hub, Identity, error_of
 from seer.common.clock import LoopClock
 from seer.common.errors import ProtocolMismatch, RequestRefused, RolloutFailed, SeerError, Unreachable
 from seer.common.transport.faulty import Faults, FaultyTransport
@@ -135,7 +135,7 @@ async def test_another_major_is_refused_loudly(monkeypatch):
         name="e1",
         incarnation=1,
     )
-    monkeypatch.setattr(Identity, "hello", lambda self: newer)
+    monkeypatch.setattr(Identity, "hello", lambda self, sent: newer)
     with pytest.raises(ProtocolMismatch, match=r"buffer speaks protocol 1\.\d+, e1 speaks 2\.0"):
         await client.open(5)
     assert server.got == []
@@ -211,7 +211,7 @@ async def test_an_idle_peer_notices_a_restart_by_itself():
             except TimeoutError:
                 continue
     assert welcome.incarnation == 2
-    assert asyncio.get_running_loop().time() - start <= IDLE_SECONDS + 1
+    assert asyncio.get_running_loop().time() - start <= CHECK_SECONDS + 1
 
 
 @virtual
@@ -376,3 +376,43 @@ async def test_a_handshake_over_tcp():
         client.close()
         hub.close()
         await transport.close()
+
+
+async def _lossy(kind):
+    """Break the connection of an open channel with one message under way."""
+    network = MemoryNetwork()
+    server = await Server(network).start()
+    transport = MemoryTransport(network)
+    client = channel(network, transport=transport)
+    await client.open(5)
+    if kind == "up":
+        await client.send(status())
+    elif kind == "down":
+        await server.hub.send(identity().address(), Drain())
+    transport.disconnect()
+    if kind == "refused":
+        assert not await server.hub.send(identity().address(), Drain())
+    transport.reconnect()
+    return client
+
+
+@pytest.mark.parametrize("kind", ["up", "down", "refused"])
+def test_a_message_lost_with_its_connection_is_revealed(kind):
+    @virtual
+    async def check():
+        client = await _lossy(kind)
+        async with asyncio.timeout(CHECK_SECONDS + 1):
+            assert isinstance(await client.recv(), Welcome)
+        with pytest.raises(TimeoutError):  # once
+            async with asyncio.timeout(3 * CHECK_SECONDS):
+                await client.recv()
+
+    check()
+
+
+@virtual
+async def test_a_broken_connection_that_lost_nothing_goes_unnoticed():
+    client = await _lossy("nothing")
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(3 * CHECK_SECONDS):
+            await client.recv()

@@ -316,7 +316,7 @@ async def test_a_cancelled_submit_leaves_no_work_behind(
 async def test_a_restarted_buffer_gets_the_unfinished_prompts_again(
     buffer: FakeBuffer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(channel_module, "IDLE_SECONDS", 0.05)
+    monkeypatch.setattr(channel_module, "CHECK_SECONDS", 0.05)
     buffer.script = answering(skip=("1",))
     async with connect(buffer) as client:
         rollout = await client.submit([[1], [2]], n=2, seed=4)

@@ -1,7 +1,7 @@
 import asyncio
 
 import pytest
-from virtual_time import Deadlock, run, virtual
+from virtual_time import PROCESS, Deadlock, run, virtual
 
 
 @virtual
@@ -42,3 +42,26 @@ def test_the_limit_ends_a_test_that_only_polls():
 
     with pytest.raises(Deadlock, match="100 virtual seconds"):
         run(poll(), limit_seconds=100)
+
+
+@virtual
+async def test_a_frozen_process_does_nothing_until_it_is_thawed():
+    loop = asyncio.get_running_loop()
+    seen = []
+
+    async def child(name):
+        await asyncio.sleep(1)
+        seen.append((name, loop.time()))
+
+    async def main(name):
+        PROCESS.set(name)
+        await asyncio.gather(child(name), child(name))
+
+    tasks = [asyncio.create_task(main(name)) for name in ("a", "b")]
+    await asyncio.sleep(0.5)
+    loop.freeze("a")
+    await asyncio.sleep(4.5)
+    assert seen == [("b", 1.0), ("b", 1.0)]
+    loop.thaw("a")
+    await asyncio.gather(*tasks)
+    assert seen[2:] == [("a", 5.0), ("a", 5.0)]
