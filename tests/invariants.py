@@ -5,6 +5,7 @@ from seer.services.buffer.machine import Machine
 
 
 def check(machine: Machine) -> None:
+    assert machine.instances.chunks == sum(bool(r.instance) for r in machine.requests.values())
     for name, instance in machine.instances.items():
         running = [request for request in machine.requests.values() if request.instance == name]
         assert instance.chunks == len(running), name

@@ -14,10 +14,11 @@ Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from bisect import bisect_left
+from collections.abc import Callable
 from dataclasses import dataclass
 
-from seer.common.types import Capacity
+from seer.common.policy.fleet import Fleet
 
 OrderKey = tuple[float, ...]
 
@@ -52,31 +53,8 @@ class RequestView:
         return self.max_tokens - self.generated
 
 
-@dataclass(slots=True)
-class InstanceView:
-    """An instance as the books show it: what is promised to running chunks counts as used."""
-
-    name: str
-    capacity: Capacity
-    chunks: int = 0
-    reserved_blocks: int = 0
-    pinned_blocks: int = 0
-
-    @property
-    def free_blocks(self) -> int:
-        """Blocks that no running chunk was promised and no pool save pins."""
-        return self.capacity.kv_blocks - self.reserved_blocks - self.pinned_blocks
-
-    def has_room(self, context: int, chunk: int) -> bool:
-        """Say whether a chunk's worst case fits now."""
-        return (
-            self.chunks < self.capacity.max_num_seqs
-            and self.capacity.blocks_for(context, chunk) <= self.free_blocks
-        )
-
-
 Order = Callable[[RequestView, float], OrderKey]
-Place = Callable[[RequestView, int, Sequence[InstanceView]], str | None]
+Place = Callable[[RequestView, int, Fleet], str | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +62,7 @@ class Policy:
     """A named bundle of decisions.
 
     `order(request, estimate)` gets the group's length estimate in tokens; `place(request, chunk,
-    instances)` gets the living instances in order of name and returns one's name, or None to wait.
+    fleet)` gets the living instances and returns one's name, or None to wait.
     `chunked` policies run at most `chunk_size` tokens at a time; `admission` promises room.
     """
 
@@ -103,27 +81,29 @@ def _arrival(request: RequestView, estimate: float) -> OrderKey:
     return (request.queued,)
 
 
-def _whole_group(request: RequestView, chunk: int, instances: Sequence[InstanceView]) -> str | None:
-    return instances[request.group_number % len(instances)].name if instances else None
+def _whole_group(request: RequestView, chunk: int, fleet: Fleet) -> str | None:
+    names = fleet.holding(request.context, chunk)
+    return names[request.group_number % len(names)] if names else None
 
 
-def _stay_or_least_loaded(request: RequestView, chunk: int, instances: Sequence[InstanceView]) -> str | None:
-    room = [instance for instance in instances if instance.has_room(request.context, chunk)]
-    if not room:
+def _stay_or_least_loaded(request: RequestView, chunk: int, fleet: Fleet) -> str | None:
+    emptiest = fleet.emptiest(request.context, chunk)
+    if emptiest is None:
         return None
-    emptiest = min(room, key=lambda instance: (instance.chunks, -instance.free_blocks))
-    for instance in room:
-        if instance.name == request.last_instance and instance.chunks - emptiest.chunks <= BALANCE_SPREAD:
-            return instance.name
+    home = request.last_instance
+    if (
+        fleet.has_room(home, request.context, chunk)
+        and fleet[home].chunks - emptiest.chunks <= BALANCE_SPREAD
+    ):
+        return home
     return emptiest.name
 
 
-def _elsewhere(request: RequestView, chunk: int, instances: Sequence[InstanceView]) -> str | None:
-    names = [instance.name for instance in instances]
-    if request.last_instance not in names:
-        return _stay_or_least_loaded(request, chunk, instances)
-    following = instances[(names.index(request.last_instance) + 1) % len(instances)]
-    return following.name if following.has_room(request.context, chunk) else None
+def _elsewhere(request: RequestView, chunk: int, fleet: Fleet) -> str | None:
+    if request.last_instance not in fleet:
+        return _stay_or_least_loaded(request, chunk, fleet)
+    following = fleet.names[(bisect_left(fleet.names, request.last_instance) + 1) % len(fleet)]
+    return following if fleet.has_room(following, request.context, chunk) else None
 
 
 POLICIES: dict[str, Policy] = {

@@ -17,7 +17,8 @@ Invariants (tests/invariants.py asserts them after every event):
 from __future__ import annotations
 
 from seer.common import ids
-from seer.common.policy.schedule import InstanceView, Policy, RequestView
+from seer.common.policy.fleet import Fleet, InstanceView
+from seer.common.policy.schedule import Policy, RequestView
 from seer.services.buffer.events import (
     Accept,
     ChunkEnded,
@@ -58,13 +59,12 @@ class Machine:
         self.requests: dict[str, RequestState] = {}
         self.groups: dict[str, GroupState] = {}
         self.rollouts: dict[str, RolloutState] = {}
-        self.instances: dict[str, InstanceView] = {}
+        self.instances = Fleet()
         self.estimates: dict[str, float] = {}
         self.counters: dict[str, int] = dict.fromkeys(
             ("chunks", "migrations", "preemptions", "lost", "late", "refused", "expired", "tokens"), 0
         )
         self._last_seen: dict[str, float] = {}
-        self._views: list[InstanceView] = []
         self.queue = WaitingQueue()
         self.parked: set[str] = set()
         self._finished: dict[str, GroupState] = {}  # in the order in which they finished
@@ -172,9 +172,9 @@ class Machine:
                 f"the buffer holds {len(self.requests)} unfinished requests and takes at most "
                 f"{self.limits.max_requests}: submit fewer at a time, or raise buffer.max_requests"
             )
-        if any(instance.capacity.holds(prompt_len, max_tokens) for instance in self._views):
+        if self.instances.holding(prompt_len, max_tokens):
             return ""
-        largest = max(self._views, key=lambda view: view.capacity.kv_blocks).capacity
+        largest = max(self.instances.capacities, key=lambda capacity: capacity.kv_blocks)
         return (
             f"prompt of {prompt_len} tokens + max_tokens {max_tokens} fits no instance: the largest has "
             f"max_model_len {largest.max_model_len} and {largest.kv_blocks} KV blocks of "
@@ -200,14 +200,13 @@ class Machine:
         self.queue.push(request_id, self.policy.order(request.view, self.estimates[request.group.group_id]))
 
     def _schedule(self, out: list[Instruction]) -> None:
-        while self._views and (request_id := self.queue.head()) is not None:
+        while self.instances and (request_id := self.queue.head()) is not None:
             view = self.requests[request_id].view
             chunk = self.policy.chunk(view, self.limits.chunk_size)
-            able = [instance for instance in self._views if instance.capacity.holds(view.context, chunk)]
-            name = self.policy.place(view, chunk, able)
+            name = self.policy.place(view, chunk, self.instances)
             if name is not None:
                 self._dispatch(request_id, self.instances[name], chunk, out)
-            elif able:
+            elif self.instances.holding(view.context, chunk):
                 return  # the head waits for room; nobody overtakes it
             else:
                 self.parked.add(request_id)  # until an engine joins that can hold it
@@ -218,18 +217,15 @@ class Machine:
         request.attempt += 1
         request.instance = instance.name
         request.blocks = instance.capacity.blocks_for(request.view.context, chunk)
-        instance.chunks += 1
-        instance.reserved_blocks += request.blocks
+        self.instances.reserve(instance.name, request.blocks)
         moved = request.view.last_instance not in ("", instance.name)
         self._count(request, chunks=1, migrations=int(moved))
         request.view.last_instance = instance.name
         out.append(Dispatch(instance.name, request_id, request.attempt, chunk))
 
     def _release(self, request: RequestState) -> None:
-        instance = self.instances.get(request.instance)
-        if instance is not None:
-            instance.chunks -= 1
-            instance.reserved_blocks -= request.blocks
+        if request.instance in self.instances:
+            self.instances.release(request.instance, request.blocks)
         request.instance = ""
 
     def _count(self, request: RequestState, **amounts: int) -> None:
@@ -376,9 +372,8 @@ class Machine:
 
     def _engine_joined(self, event: EngineJoined, now: float, out: list[Instruction]) -> None:
         self._engine_left(event.instance, now, out)  # a new life of a known name holds nothing of the old
-        self.instances[event.instance] = InstanceView(event.instance, event.capacity)
+        self.instances.add(InstanceView(event.instance, event.capacity))
         self._last_seen[event.instance] = now
-        self._views = [self.instances[name] for name in sorted(self.instances)]
         self._no_engine_since = None
         parked, self.parked = self.parked, set()
         for request_id in sorted(parked, key=lambda item: self.requests[item].view.queued):
@@ -388,11 +383,11 @@ class Machine:
             self._submitted(submission, now, out)
 
     def _engine_left(self, name: str, now: float, out: list[Instruction]) -> None:
-        if self.instances.pop(name, None) is None:
+        if name not in self.instances:
             return
+        self.instances.remove(name)
         del self._last_seen[name]
-        self._views = [self.instances[name] for name in sorted(self.instances)]
-        if not self._views:
+        if not self.instances:
             self._no_engine_since = now
         lost = [request for request in self.requests.values() if request.instance == name]
         for request in lost:
@@ -402,10 +397,9 @@ class Machine:
                 self._lost(request, out, f"engine {name} was lost")
 
     def _engine_reported(self, event: EngineReported, now: float) -> None:
-        instance = self.instances.get(event.instance)
-        if instance is not None:
+        if event.instance in self.instances:
             self._last_seen[event.instance] = now
-            instance.pinned_blocks = event.pinned_blocks
+            self.instances.pin(event.instance, event.pinned_blocks)
 
     def _tick(self, now: float, out: list[Instruction]) -> None:
         for name, seen in list(self._last_seen.items()):

@@ -259,7 +259,8 @@ class BufferServer:
                 self._stats[name] = message.stats
                 self._handle(e.EngineReported(name, message.stats.pinned_blocks))
             case m.Goodbye():
-                self._engine_gone(name, "said goodbye")
+                self._log.info("engine left", engine=name)
+                self._handle(e.EngineLeft(name))
 
     def _chunks_done(self, engine: str, done: m.ChunksDone) -> None:
         counts = [result.count for result in done.results]

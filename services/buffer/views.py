@@ -24,7 +24,7 @@ def progress(machine: Machine, rollout: e.RolloutState) -> m.Progress:
         chunks=rollout.counters["chunks"],
         migrations=rollout.counters["migrations"],
         preemptions=rollout.counters["preemptions"],
-        running=sum(instance.chunks for instance in machine.instances.values()),
+        running=machine.instances.chunks,
         finish_times=finish_times,
     )
 
@@ -93,7 +93,7 @@ def status(
         ],
         rollouts=len(machine.rollouts),
         requests_waiting=machine.waiting,
-        requests_running=sum(view.chunks for view in machine.instances.values()),
+        requests_running=machine.instances.chunks,
         counters=machine.counters,
         uptime_seconds=uptime_seconds,
         services=services,

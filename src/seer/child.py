@@ -2,8 +2,8 @@
 
 Invariants:
 - a child is ready when it says so on its own pipe, and gone as soon as that pipe or it ends;
-- it leads a process group of its own: what a terminal sends to ours does not reach it, and what it
-  started ends with it;
+- it leads a session, and so a process group, of its own: what a terminal sends to ours does not
+  reach it, and what it started ends with it;
 - it dies with its parent (Linux).
 """
 
@@ -79,7 +79,7 @@ class Child:
             process = await asyncio.create_subprocess_exec(
                 *COMMAND, service, *options,
                 stdin=asyncio.subprocess.DEVNULL, stdout=sink, stderr=sink, pass_fds=(write,),
-                env=inherited | dict(environ), process_group=0,
+                env=inherited | dict(environ), start_new_session=True,
             )  # fmt: skip
         except BaseException:
             os.close(ready)

@@ -35,7 +35,7 @@ def verify(folder: Path, prompts: int, *options: object) -> tuple[int, dict, str
 def test_a_planted_fault_is_called_a_bug_and_the_clean_cells_agree(tmp_path):
     size = ("-n", 2, "--max-tokens", 128, "--min-tokens", 1000)
     code, report, text = verify(
-        tmp_path, 12, *size, "--matrix", "chunk-16,migrate,preempt", "--plant-fault", *ONE_CORE
+        tmp_path, 12, *size, "--matrix", "chunk-16,migrate", "--plant-fault", *ONE_CORE
     )
     assert code == 1
     assert "the planted fault was found (in chunk-16" in text
@@ -54,12 +54,12 @@ def test_a_planted_fault_is_called_a_bug_and_the_clean_cells_agree(tmp_path):
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_the_whole_matrix_passes(tmp_path):
-    code, report, text = verify(tmp_path, 32, "-n", 4, "--max-tokens", 256)
+    code, report, text = verify(tmp_path, 16, "-n", 4, "--max-tokens", 256)
     assert code == 0, text
     assert report["passed"]
     assert not report["skipped"]
     assert [cell["name"] for cell in report["cells"]][-1] == "tp-2"
-    assert report["tokens_compared"] > 100_000
+    assert report["tokens_compared"] > 50_000
 
 
 @pytest.mark.slow

@@ -1,4 +1,5 @@
-from seer.common.policy.schedule import BALANCE_SPREAD, POLICIES, InstanceView, RequestView
+from seer.common.policy.fleet import Fleet, InstanceView
+from seer.common.policy.schedule import BALANCE_SPREAD, POLICIES, RequestView
 from seer.common.types import Capacity
 
 CAPACITY = Capacity(kv_blocks=10, block_size=16, max_num_seqs=4, max_model_len=4096)
@@ -10,32 +11,31 @@ def request(**fields) -> RequestView:
 
 def test_static_keeps_groups_together_and_ignores_room():
     static = POLICIES["static"]
-    full = [InstanceView(name, CAPACITY, chunks=99, reserved_blocks=10) for name in ("a", "b", "c")]
+    full = Fleet(InstanceView(name, CAPACITY, chunks=99, reserved_blocks=10) for name in ("a", "b", "c"))
     assert [static.place(request(group_number=g), 64, full) for g in range(4)] == ["a", "b", "c", "a"]
     assert static.chunk(request(), 8) == 64
-    assert static.place(request(), 64, []) is None
+    assert static.place(request(), 64, Fleet()) is None
 
 
 def test_divided_needs_room_for_the_worst_case():
     divided = POLICIES["divided"]
     # 16 + 31 + 0 + 1 = 48 tokens = 3 blocks; 16 + 32 + 1 = 49 tokens = 4 blocks
-    instance = InstanceView("a", CAPACITY, reserved_blocks=7)
-    assert divided.place(request(), 31, [instance]) == "a"
-    assert divided.place(request(), 32, [instance]) is None
-    instance.pinned_blocks = 1
-    assert divided.place(request(), 31, [instance]) is None
-    assert divided.place(request(), 31, [InstanceView("a", CAPACITY, chunks=4)]) is None
+    fleet = Fleet([InstanceView("a", CAPACITY, reserved_blocks=7)])
+    assert divided.place(request(), 31, fleet) == "a"
+    assert divided.place(request(), 32, fleet) is None
+    fleet.pin("a", 1)
+    assert divided.place(request(), 31, fleet) is None
+    assert divided.place(request(), 31, Fleet([InstanceView("a", CAPACITY, chunks=4)])) is None
 
 
 def test_divided_stays_with_its_prefix_until_balance_matters():
     divided = POLICIES["divided"]
     roomy = Capacity(kv_blocks=1000, block_size=16, max_num_seqs=400, max_model_len=4096)
-    home = InstanceView("home", roomy, chunks=BALANCE_SPREAD)
-    other = InstanceView("other", roomy, chunks=0)
-    assert divided.place(request(last_instance="home"), 16, [home, other]) == "home"
-    home.chunks += 1
-    assert divided.place(request(last_instance="home"), 16, [home, other]) == "other"
-    assert divided.place(request(), 16, [home, other]) == "other"
+    fleet = Fleet([InstanceView("home", roomy, chunks=BALANCE_SPREAD), InstanceView("other", roomy)])
+    assert divided.place(request(last_instance="home"), 16, fleet) == "home"
+    fleet.reserve("home", 1)
+    assert divided.place(request(last_instance="home"), 16, fleet) == "other"
+    assert divided.place(request(), 16, fleet) == "other"
 
 
 def test_divided_is_first_come_first_served_and_chunked():
@@ -47,9 +47,10 @@ def test_divided_is_first_come_first_served_and_chunked():
 
 def test_migrate_never_stays():
     migrate = POLICIES["migrate"]
-    views = [InstanceView("a", CAPACITY), InstanceView("b", CAPACITY)]
+    views = Fleet([InstanceView("a", CAPACITY), InstanceView("b", CAPACITY)])
     assert migrate.place(request(last_instance="a"), 8, views) == "b"
     assert migrate.place(request(last_instance="b"), 8, views) == "a"
     assert migrate.place(request(last_instance="gone"), 8, views) in ("a", "b")
-    views[1].chunks = 4
+    for _ in range(CAPACITY.max_num_seqs):
+        views.reserve("b", 1)
     assert migrate.place(request(last_instance="a"), 8, views) is None
