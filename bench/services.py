@@ -46,6 +46,8 @@ SERVICES = ("buffer", "context", "dgds")
 UNIONS = {"buffer": m.BufferToTrainer, "context": m.ContextSnapshotReply, "dgds": m.DgdsToEngine}
 N = 8
 PROBE_SECONDS = 0.02
+ENGINES_A_CONTEXT = 256
+"""Two sockets each; a ZeroMQ context has 1023."""
 TICKS = os.sysconf("SC_CLK_TCK")
 
 
@@ -70,7 +72,7 @@ def config_in(folder: Path, chunk_size: int) -> Config:
         endpoints=Endpoints(**names),
         buffer=BufferConfig(chunk_size=chunk_size),
         engine=engine,
-        log=LogConfig(level="error"),
+        log=LogConfig(level="warning"),
     )
 
 
@@ -117,15 +119,19 @@ class Engine(EngineServer):
 
 async def host(config: Config, first: int, count: int) -> None:
     """Run engines until stdin closes, then print their waits."""
-    transport, clock = ZmqTransport(), LoopClock()
-    engines = []
+    clock = LoopClock()
+    engines: list[Engine] = []
     for number in range(first, first + count):
+        if len(engines) % ENGINES_A_CONTEXT == 0:
+            transport = ZmqTransport()
         named = replace(config, engine=replace(config.engine, name=f"e{number}"))
         engines.append(Engine(named, transport, clock))
         await engines[-1].start()
     running = [asyncio.create_task(engine.run()) for engine in engines]
     print("ready", flush=True)
-    await asyncio.to_thread(sys.stdin.read)
+    done = asyncio.create_task(asyncio.to_thread(sys.stdin.read))
+    await asyncio.wait([done, *running], return_when=asyncio.FIRST_COMPLETED)
+    assert done.done(), "an engine ended"
     print(json.dumps([wait for engine in engines for wait in engine.waits]), flush=True)
     for task in running:
         task.cancel()
