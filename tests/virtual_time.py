@@ -11,6 +11,7 @@ which the loop can `freeze` as SIGSTOP would: not one callback of it runs until 
 import asyncio
 import functools
 import heapq
+import itertools
 import math
 from collections.abc import Awaitable, Callable, Coroutine
 from contextvars import ContextVar
@@ -37,6 +38,13 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
         self._now = 0.0
         self._limit = limit_seconds
         self._frozen: dict[str, list[asyncio.Handle]] = {}
+        self._timers: list[tuple[float, int, asyncio.TimerHandle]] = []
+        self._count = itertools.count()
+
+    def call_at(self, when, callback, *args, context=None):
+        handle = asyncio.TimerHandle(when, callback, args, self, context)
+        heapq.heappush(self._timers, (when, next(self._count), handle))  # cheaper to compare than handles
+        return handle
 
     def time(self) -> float:
         return self._now
@@ -51,18 +59,15 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
 
     def _run_once(self) -> None:
         # asyncio's own, without the selector that would be asked in vain each time.
-        timers, ready = self._scheduled, self._ready
-        while timers and timers[0]._cancelled:
-            self._timer_cancelled_count -= 1
-            heapq.heappop(timers)._scheduled = False
+        timers, ready = self._timers, self._ready
+        while timers and timers[0][2]._cancelled:
+            heapq.heappop(timers)
         if not ready and not self._stopping:
-            self._now = max(self._now, timers[0]._when) if timers else self._fail("nothing can wake")
+            self._now = max(self._now, timers[0][0]) if timers else self._fail("nothing can wake")
             if self._now > self._limit:
                 self._fail(f"{self._limit:g} virtual seconds have passed")
-        while timers and timers[0]._when <= self._now:
-            handle = heapq.heappop(timers)
-            handle._scheduled = False
-            ready.append(handle)
+        while timers and timers[0][0] <= self._now:
+            ready.append(heapq.heappop(timers)[2])
         for _ in range(len(ready)):
             handle = ready.popleft()
             if handle._cancelled:

@@ -64,12 +64,8 @@ class _Queue(Generic[T]):
         self._items = deque(other for other in self._items if other is not item)
 
     async def put(self, item: T) -> None:
-        try:
-            async with asyncio.timeout(SEND_SECONDS):
-                while self.full() and not self.closed:
-                    await self._change()
-        except TimeoutError as error:
-            raise Unreachable(f"{self._name}: peer reads nothing for {SEND_SECONDS:g} s") from error
+        if self.full():
+            await self._room()
         if self.closed:
             raise Unreachable(f"{self._name}: closed")
         self.push(item)
@@ -87,6 +83,14 @@ class _Queue(Generic[T]):
     def close(self) -> None:
         self.closed = True
         self._wake()
+
+    async def _room(self) -> None:
+        try:
+            async with asyncio.timeout(SEND_SECONDS):
+                while self.full() and not self.closed:
+                    await self._change()
+        except TimeoutError as error:
+            raise Unreachable(f"{self._name}: peer reads nothing for {SEND_SECONDS:g} s") from error
 
     async def _change(self) -> None:
         waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()

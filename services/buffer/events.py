@@ -75,7 +75,10 @@ class GroupState:
 
 @dataclass(slots=True)
 class RequestState:
-    """One response. `instance` is set while a chunk runs; `attempt` fences late answers."""
+    """One response. `instance` is set while a chunk runs; `attempt` fences late answers.
+
+    `parked_since` is when the last engine that can hold it was missed first.
+    """
 
     view: RequestView
     group: GroupState
@@ -85,6 +88,7 @@ class RequestState:
     losses: int = 0
     finish: str = ""
     stop_reason: str = ""
+    parked_since: float | None = None
 
 
 # --- events ----------------------------------------------------------------------------------

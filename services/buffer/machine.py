@@ -16,6 +16,8 @@ Invariants (tests/invariants.py asserts them after every event):
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from seer.common import ids
 from seer.common.policy.fleet import Fleet, InstanceView
 from seer.common.policy.schedule import Policy, RequestView
@@ -33,6 +35,7 @@ from seer.services.buffer.events import (
     Event,
     Forget,
     GroupsAcknowledged,
+    GroupSpec,
     GroupsSubmitted,
     GroupState,
     Instruction,
@@ -51,11 +54,16 @@ from seer.services.buffer.queue import WaitingQueue
 
 
 class Machine:
-    """See the module's docstring. `counters` holds totals since the start."""
+    """See the module's docstring. `counters` holds totals since the start.
 
-    def __init__(self, policy: Policy, limits: Limits) -> None:
+    Attempts count from `first_attempt`: one that no earlier life of the buffer came near keeps its
+    late answers, and its streams in the dgds, from passing for those of this life.
+    """
+
+    def __init__(self, policy: Policy, limits: Limits, first_attempt: int = 0) -> None:
         self.policy = policy
         self.limits = limits
+        self.first_attempt = first_attempt
         self.requests: dict[str, RequestState] = {}
         self.groups: dict[str, GroupState] = {}
         self.rollouts: dict[str, RolloutState] = {}
@@ -104,7 +112,7 @@ class Machine:
                 self._engine_left(event.instance, now, out)
             case Tick():
                 self._tick(now, out)
-        self._schedule(out)
+        self._schedule(now, out)
         return out
 
     # --- submissions ---------------------------------------------------------------------
@@ -120,29 +128,47 @@ class Machine:
                 out,
             )
             return
-        if not self.instances:
-            self._unchecked.append((now, event))
-            return
-        if rollout is None:
-            rollout = self.rollouts[event.rollout_id] = RolloutState(event.rollout_id, event.trainer, now)
+        fresh: list[GroupSpec] = []
         accepted: list[str] = []
         for spec in event.groups:
-            group_id = ids.group_id(event.rollout_id, spec.prompt_id)
-            known = self.groups.get(group_id)
-            if known is not None:
-                accepted.append(spec.prompt_id)
-                if known.done:
-                    out.append(Deliver(event.trainer, group_id))
+            known = self.groups.get(ids.group_id(event.rollout_id, spec.prompt_id))
+            if known is None:
+                fresh.append(spec)
                 continue
+            accepted.append(spec.prompt_id)
+            if known.done:
+                out.append(Deliver(event.trainer, known.group_id))
+        if self.instances:
+            accepted += self._open_fitting(event, fresh, now, out)
+        else:
+            self._hold(event, fresh, now)
+        if accepted:
+            out.append(Accept(event.trainer, event.rollout_id, accepted))
+
+    def _hold(self, event: GroupsSubmitted, fresh: list[GroupSpec], now: float) -> None:
+        """Keep what cannot be checked yet, once: the first time counts."""
+        held = {(held.rollout_id, spec.prompt_id) for _, held in self._unchecked for spec in held.groups}
+        groups = [spec for spec in fresh if (event.rollout_id, spec.prompt_id) not in held]
+        if groups:
+            self._unchecked.append((now, replace(event, groups=groups)))
+
+    def _open_fitting(
+        self, event: GroupsSubmitted, fresh: list[GroupSpec], now: float, out: list[Instruction]
+    ) -> list[str]:
+        rollout = self.rollouts.get(event.rollout_id)
+        if rollout is None:
+            rollout = self.rollouts[event.rollout_id] = RolloutState(event.rollout_id, event.trainer, now)
+        opened: list[str] = []
+        for spec in fresh:
             problem = self._misfit(spec.prompt_len, event.max_tokens, event.n)
             if problem:
                 self._refuse(event, [spec.prompt_id], "refused", problem, out)
-                continue
-            self._open(rollout, group_id, spec.prompt_id, spec.prompt_len, event, out)
-            accepted.append(spec.prompt_id)
-        if accepted:
-            out.append(Accept(event.trainer, event.rollout_id, accepted))
+            else:
+                group_id = ids.group_id(event.rollout_id, spec.prompt_id)
+                self._open(rollout, group_id, spec.prompt_id, spec.prompt_len, event, out)
+                opened.append(spec.prompt_id)
         self._close_rollout_if_empty(rollout)
+        return opened
 
     def _open(
         self,
@@ -162,7 +188,7 @@ class Machine:
         for index in range(event.n):
             request_id = ids.request_id(group_id, index)
             view = RequestView(request_id, self._group_number, index, prompt_len, event.max_tokens)
-            self.requests[request_id] = RequestState(view, group)
+            self.requests[request_id] = RequestState(view, group, attempt=self.first_attempt)
             self._wait(request_id)
         self._group_number += 1
 
@@ -199,7 +225,7 @@ class Machine:
         request = self.requests[request_id]
         self.queue.push(request_id, self.policy.order(request.view, self.estimates[request.group.group_id]))
 
-    def _schedule(self, out: list[Instruction]) -> None:
+    def _schedule(self, now: float, out: list[Instruction]) -> None:
         while self.instances and (request_id := self.queue.head()) is not None:
             view = self.requests[request_id].view
             chunk = self.policy.chunk(view, self.limits.chunk_size)
@@ -209,12 +235,19 @@ class Machine:
             elif self.instances.holding(view.context, chunk):
                 return  # the head waits for room; nobody overtakes it
             else:
-                self.parked.add(request_id)  # until an engine joins that can hold it
+                self._park(request_id, now)
             self.queue.discard(request_id)
+
+    def _park(self, request_id: str, now: float) -> None:
+        """Set a request aside until an engine joins that can hold it."""
+        self.parked.add(request_id)
+        request = self.requests[request_id]
+        request.parked_since = now if request.parked_since is None else request.parked_since
 
     def _dispatch(self, request_id: str, instance: InstanceView, chunk: int, out: list[Instruction]) -> None:
         request = self.requests[request_id]
         request.attempt += 1
+        request.parked_since = None
         request.instance = instance.name
         request.blocks = instance.capacity.blocks_for(request.view.context, chunk)
         self.instances.reserve(instance.name, request.blocks)
@@ -346,7 +379,7 @@ class Machine:
 
     def _cancelled(self, event: RolloutCancelled, out: list[Instruction]) -> None:
         rollout = self.rollouts.get(event.rollout_id)
-        self._unchecked = [item for item in self._unchecked if item[1].rollout_id != event.rollout_id]
+        self._cancel_held(event, out)
         if rollout is None or rollout.trainer != event.trainer:
             return
         chosen = event.prompt_ids or [
@@ -356,6 +389,20 @@ class Machine:
             group = self.groups.get(ids.group_id(event.rollout_id, prompt_id))
             if group is not None and not group.done:
                 self._fail(group, "cancelled", "cancelled by its trainer", out)
+
+    def _cancel_held(self, event: RolloutCancelled, out: list[Instruction]) -> None:
+        unchecked, self._unchecked = self._unchecked, []
+        for since, held in unchecked:
+            mine = (held.rollout_id, held.trainer) == (event.rollout_id, event.trainer)
+            gone = [
+                spec.prompt_id
+                for spec in held.groups
+                if mine and (not event.prompt_ids or spec.prompt_id in event.prompt_ids)
+            ]
+            if gone:
+                self._refuse(held, gone, "cancelled", "cancelled by its trainer", out)
+            if left := [spec for spec in held.groups if spec.prompt_id not in gone]:
+                self._unchecked.append((since, replace(held, groups=left)))
 
     def _estimates_changed(self, event: EstimatesChanged) -> None:
         for group_id, estimate in event.estimates.items():
@@ -415,6 +462,9 @@ class Machine:
         if self._no_engine_since is not None and self._no_engine_since < overdue:
             for group in [group for group in self.groups.values() if not group.done]:
                 self._fail(group, "failed", message, out)
+        for request in [self.requests[request_id] for request_id in self.parked]:
+            if request.view.request_id in self.parked and (request.parked_since or 0.0) < overdue:
+                self._fail(request.group, "failed", message, out)
         for group in list(self._finished.values()):
             if now - (group.finished_at or 0.0) <= self.limits.result_ttl_seconds:
                 break

@@ -67,14 +67,14 @@ class BufferServer:
             result_ttl_seconds=settings.result_ttl_seconds,
             result_tokens=settings.result_bytes // TOKEN_BYTES,
         )
-        self.machine = Machine(POLICIES[settings.policy], limits)
-        self.store = Store()
         self.me = Identity(
             role="buffer",
             name="buffer",
             incarnation=ids.new_incarnation(),
             config_hash=shared_hash(config.shared),
         )
+        self.machine = Machine(POLICIES[settings.policy], limits, first_attempt=self.me.incarnation)
+        self.store = Store()
         self.weight_version = 0
         self._trainers: dict[bytes, str] = {}
         self._engines: dict[bytes, str] = {}
@@ -155,8 +155,9 @@ class BufferServer:
             name = self._trainers.get(identity, "")
             match message:
                 case m.Hello():
+                    if identity not in self._trainers:  # the latest life has the name
+                        self._trainer_at[message.name] = identity
                     self._trainers[identity] = message.name
-                    self._trainer_at[message.name] = identity
                 case m.Submit():
                     self._submit(name, message)
                 case m.Acknowledge():
@@ -167,6 +168,8 @@ class BufferServer:
                     self._to_trainers.put_nowait((name, self._status()))
                 case m.Goodbye():
                     self._trainers.pop(identity, None)
+                    if self._trainer_at.get(name) == identity:
+                        del self._trainer_at[name]
 
     def _status(self) -> m.Status:
         at = self._config.endpoints
@@ -231,9 +234,12 @@ class BufferServer:
             if isinstance(message, m.Hello):
                 if identity not in self._engines:  # an address names one life
                     self._lives[message.name] += 1
+                    self._engine_at[message.name] = identity
                 self._engines[identity] = message.name
-                self._engine_at[message.name] = identity
-            elif self._engine_at.get(name) == identity:  # else: an earlier life of this engine
+                continue
+            if name not in self.machine.instances:
+                self._engine_at[name] = identity  # the later life that took the name is gone again
+            if self._engine_at[name] == identity:  # else: an earlier life of this engine
                 self._from_engine(name, message)
 
     def _from_engine(self, name: str, message: m.EngineToBuffer) -> None:
@@ -349,7 +355,8 @@ class BufferServer:
     async def _send_engines(self) -> None:
         while True:
             name, message = await self._to_engines.get()
-            if not await self._engine_hub.send(self._engine_at[name], message):
+            at = self._engine_at[name]
+            if not await self._engine_hub.send(at, message) and self._engine_at[name] == at:
                 self._engine_gone(name, "its connection is gone")
 
     async def _send_trainers(self) -> None:

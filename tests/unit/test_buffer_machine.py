@@ -256,3 +256,64 @@ def machine_request():
     from seer.common.policy.schedule import RequestView
 
     return RequestView("r", 0, 0, 1, 2, queued=7)
+
+
+def test_a_submission_that_waits_for_an_engine_is_held_once():
+    machine = make(engines=(), engine_wait_seconds=10.0)
+    assert submit(machine, "p", "q", now=0.0) == []
+    assert submit(machine, "p", "q", "s", now=6.0) == []
+    (refused,) = pick(machine.handle(e.Tick(), 11.0), e.Refuse)
+    assert refused.prompt_ids == ["p", "q"]
+    out = machine.handle(e.EngineJoined("a", CAPACITY), 12.0)
+    assert pick(out, e.Accept) == [e.Accept("t", "r", ["s"])]
+    check(machine)
+
+
+def test_part_of_a_submission_that_waits_for_an_engine_can_be_cancelled():
+    machine = make(engines=())
+    submit(machine, "p", "q")
+    assert pick(machine.handle(e.RolloutCancelled("another", "r", []), 1.0), e.Refuse) == []
+    (refused,) = pick(machine.handle(e.RolloutCancelled("t", "r", ["p"]), 1.0), e.Refuse)
+    assert (refused.prompt_ids, refused.code) == (["p"], "cancelled")
+    out = machine.handle(e.EngineJoined("a", CAPACITY), 2.0)
+    assert pick(out, e.Accept) == [e.Accept("t", "r", ["q"])]
+    check(machine)
+
+
+def test_a_finished_group_is_delivered_again_without_any_engine():
+    machine = make(engines=("a",))
+    run_to_end(machine, submit(machine, "p"))
+    machine.handle(e.EngineLeft("a"), 2.0)
+    out = submit(machine, "p", "q", now=3.0)
+    assert pick(out, e.Deliver) == [e.Deliver("t", "r/p")]
+    assert pick(out, e.Accept) == [e.Accept("t", "r", ["p"])]
+    assert pick(machine.handle(e.EngineJoined("a", CAPACITY), 4.0), e.Accept) == [e.Accept("t", "r", ["q"])]
+
+
+def test_a_request_that_fits_no_engine_left_fails_in_time():
+    machine = make(engines=("a",), engine_wait_seconds=10.0)
+    large = Capacity(kv_blocks=200, block_size=16, max_num_seqs=8, max_model_len=2000)
+    machine.handle(e.EngineJoined("large", large), 0.0)
+    submit(machine, "p", n=2, max_tokens=32, prompt_len=1000)
+    machine.handle(e.EngineLeft("large"), 1.0)
+    machine.handle(e.EngineJoined("b", CAPACITY), 9.0)  # no help: the wait goes on
+    assert machine.parked == {"r/p#0", "r/p#1"}
+    assert machine.handle(e.Tick(), 10.9) == []
+    (refused,) = pick(machine.handle(e.Tick(), 11.1), e.Refuse)
+    assert (refused.prompt_ids, refused.code) == (["p"], "failed")
+    assert not machine.requests
+    check(machine)
+
+
+def test_attempts_of_two_lives_never_meet():
+    first, second = (
+        Machine(POLICIES["divided"], e.Limits(chunk_size=16), first_attempt=base)
+        for base in (10**6, 2 * 10**6)
+    )
+    for machine in (first, second):
+        machine.handle(e.EngineJoined("a", CAPACITY), 0.0)
+    (old,) = pick(submit(first, "p", n=1), e.Dispatch)
+    (new,) = pick(submit(second, "p", n=1), e.Dispatch)
+    assert end(second, old) == []
+    assert second.counters["late"] == 1
+    assert pick(end(second, new), e.Keep)

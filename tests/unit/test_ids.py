@@ -51,3 +51,12 @@ def test_incarnations_differ_and_fit_a_message():
     made = {new_incarnation() for _ in range(100)}
     assert len(made) == 100
     assert all(0 <= number < 2**63 for number in made)
+
+
+def test_a_later_life_has_a_greater_incarnation(monkeypatch):
+    for now in (0, 1, 1_800_000_000_000, 2**43 - 1):
+        monkeypatch.setattr("time.time_ns", lambda now=now: now * 10**6)
+        earlier = max(new_incarnation() for _ in range(100))
+        assert earlier < 2**63
+        monkeypatch.setattr("time.time_ns", lambda now=now: (now + 1) * 10**6)
+        assert min(new_incarnation() for _ in range(100)) > earlier
