@@ -128,7 +128,8 @@ class Store:
         before = len(stream.tokens)
         self._write(stream, attempt, previous, tokens)
         self.held += len(stream.tokens) - before
-        self._make_room()
+        if self.held > self._max_tokens:
+            self._make_room()
         return None
 
     def deltas(
@@ -172,7 +173,8 @@ class Store:
     def _write(self, stream: _Stream, attempt: int, previous: int, tokens: Tokens) -> None:
         if attempt > stream.attempt:
             stream.attempt, stream.written = attempt, previous
-        overlap = min(len(stream.tokens) - previous, len(tokens))
+        count = len(tokens)
+        overlap = min(len(stream.tokens) - previous, count)
         if overlap:
             held = np.frombuffer(stream.tokens[previous : previous + overlap], dtype=np.int32)
             differs = held != tokens[:overlap]
@@ -182,9 +184,9 @@ class Store:
                 stream.written = min(stream.written, previous + overlap)
                 self.counters["cuts"] += 1
             self.counters["repeated_tokens"] += overlap
-        stream.tokens.frombytes(np.ascontiguousarray(tokens[overlap:], dtype=np.int32).tobytes())
-        stream.written = max(stream.written, previous + len(tokens))
-        self.counters["tokens"] += len(tokens) - overlap
+        stream.tokens.frombytes((tokens[overlap:] if overlap else tokens).tobytes())
+        stream.written = max(stream.written, previous + count)
+        self.counters["tokens"] += count - overlap
 
     def _gap(self, have: int) -> int:
         self.counters["gaps"] += 1
