@@ -153,5 +153,5 @@ class BufferModel(RuleBasedStateMachine):
         assert not self.machine.requests
 
 
-BufferModel.TestCase.settings = settings(max_examples=60, stateful_step_count=60, deadline=None)
+BufferModel.TestCase.settings = settings(max_examples=60, stateful_step_count=60)
 TestBuffer = BufferModel.TestCase

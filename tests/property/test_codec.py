@@ -25,7 +25,7 @@ TEXT = st.text(max_size=20)
 
 
 def examples(count):
-    return settings(max_examples=count, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    return settings(max_examples=count, suppress_health_check=[HealthCheck.too_slow])
 
 
 def arrays(dtype):

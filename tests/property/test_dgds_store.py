@@ -134,5 +134,5 @@ class DgdsStore(RuleBasedStateMachine):
         assert self.store.held == held + len(self.store) * OVERHEAD_TOKENS <= MAX_TOKENS
 
 
-DgdsStore.TestCase.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
+DgdsStore.TestCase.settings = settings(max_examples=100, stateful_step_count=40)
 TestDgdsStore = DgdsStore.TestCase

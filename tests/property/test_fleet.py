@@ -39,7 +39,7 @@ def apply(fleet: Fleet, held: dict[str, list[int]], what: str, name: str, number
         fleet.pin(name, number)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(CHANGES, st.integers(1, 300), st.integers(1, 100))
 def test_the_fleet_answers_as_a_scan_would(changes, context, chunk):
     fleet, held = Fleet(), {}

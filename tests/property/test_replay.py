@@ -71,7 +71,7 @@ def responses(engine, sizes, sampling):
     max_tokens=st.integers(1, 60),
     min_tokens=st.integers(0, 20),
 )
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_any_schedule_gives_the_same_responses(sizes, kv_blocks, max_num_seqs, max_tokens, min_tokens):
     sampling = SamplingParams(max_tokens=max_tokens, min_tokens=min(min_tokens, max_tokens))
     engine = backend(kv_blocks, max_num_seqs)
@@ -136,7 +136,7 @@ class KvMachine(RuleBasedStateMachine):
         assert [int(sequence.name) for sequence in places] == sorted(int(s.name) for s in places)
 
 
-KvMachine.TestCase.settings = settings(max_examples=100, stateful_step_count=50, deadline=None)
+KvMachine.TestCase.settings = settings(max_examples=100, stateful_step_count=50)
 TestKvModel = KvMachine.TestCase
 
 
@@ -144,7 +144,7 @@ TestKvModel = KvMachine.TestCase
     lengths=st.lists(st.tuples(st.integers(1, 30), st.integers(1, 40)), min_size=1, max_size=8),
     most=st.integers(2, 50),
 )
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_several_steps_at_once_are_the_same_steps(lengths, most):
     def history(most):
         model = KvModel(20, BLOCK, 4)

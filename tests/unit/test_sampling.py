@@ -80,7 +80,7 @@ def random_logits(rng, vocab, rows):
 
 
 @given(st.integers(0, 2**32 - 1), st.one_of(st.integers(1, 200), st.integers(1, 5000)), st.integers(1, 6))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_native_and_torch_choose_the_same_tokens(seed, vocab, rows):
     rng = np.random.default_rng(seed)
     logits = random_logits(rng, vocab, rows)
@@ -204,7 +204,7 @@ def kept(logits, request):
 
 
 @given(st.integers(0, 2**32 - 1), st.floats(0.02, 0.98))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_top_p_is_the_smallest_set_that_reaches_the_mass(seed, top_p):
     x = np.random.default_rng(seed).normal(size=500) * 2
     logits = torch.from_numpy(x.astype(np.float32))
@@ -245,7 +245,7 @@ def naive_penalties(x, prompt, output, s):
 
 
 @given(st.integers(0, 2**32 - 1), st.integers(0, 12), st.integers(0, 30), st.integers(0, 4))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_penalties_count_prompt_output_and_drafts(seed, prompt_len, outputs, drafts):
     rng = np.random.default_rng(seed)
     vocab = 23
@@ -316,7 +316,7 @@ def test_logprobs_are_of_the_distribution_asked_for():
 
 
 @given(st.integers(0, 2**32 - 1), st.integers(1, 20_000), st.sampled_from([0.01, 1.0, 4.0, 15.0]))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_native_logprobs_are_accurate(seed, vocab, scale):
     rng = np.random.default_rng(seed)
     x = torch.from_numpy((rng.normal(size=(2, vocab)) * scale).astype(np.float32))

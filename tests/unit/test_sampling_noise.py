@@ -88,7 +88,7 @@ def test_philox_gives_the_known_answers_of_random123(word, key, expected):
 
 
 @given(st.integers(0, 2**64 - 1), st.integers(0, 2**40), st.integers(1, 70))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_torch_noise_is_the_scalar_definition_bit_for_bit(key, position, vocab):
     expected = [noise(key, position, token) for token in range(vocab)]
     assert bits(torch_noise(key, position, vocab)) == bits(expected)
@@ -156,7 +156,7 @@ def test_self_test_sees_one_bit_of_one_token(change):
 
 
 @given(st.integers(0, 2**64 - 1), st.integers(0, 2**31), st.integers(2, 3000), st.integers(0, 2**32 - 1))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_native_noise_is_torch_noise_bit_for_bit(key, position, vocab, seed):
     rng = np.random.default_rng(seed)
     g = torch_noise(key, position, vocab)
