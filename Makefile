@@ -7,7 +7,7 @@ STAMP := $(VENV)/.installed
 # Linters that follow imports look at the package as a user gets it, not at the editable redirection.
 WHEEL := build/installed
 
-.PHONY: setup demo test lint format lock clean
+.PHONY: setup demo test compose-test systemd-test lint format lock clean
 
 setup: $(STAMP)
 
@@ -23,6 +23,12 @@ demo: setup
 
 test: setup
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+compose-test: setup  # needs docker; docs/deployment.md says what else
+	$(BIN)/python tests/deploy/run_compose.py
+
+systemd-test: setup  # needs root, debootstrap and systemd-nspawn
+	$(BIN)/python tests/deploy/run_systemd.py
 
 lint: setup
 	$(BIN)/ruff check .

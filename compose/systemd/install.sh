@@ -1,0 +1,43 @@
+#!/bin/sh
+# Installs Seer's units: `install.sh head`, `install.sh node 0 1 ...` (one number per model replica), or both
+# with `install.sh head node 0`. Run it as root, from anywhere; running it again changes nothing but the units.
+#   PREFIX   where `bin/seer` is installed (default /opt/seer)
+#   DESTDIR  another root to install into, for images; nothing is started there
+set -eu
+
+usage() { sed -n '2,5s/^# //p' "$0" >&2; exit 2; }
+die() { echo "error: $*" >&2; exit 1; }
+
+prefix=${PREFIX:-/opt/seer} root=${DESTDIR:-} here=$(cd "$(dirname "$0")" && pwd)
+units=
+while [ $# -gt 0 ]; do
+  case $1 in
+    head) units="$units seer-buffer.service seer-context.service seer-dgds.service"; shift ;;
+    node)
+      shift
+      case ${1:-} in [0-9]*) ;; *) die "node: give a number per model replica, e.g. node 0 1" ;; esac
+      while [ $# -gt 0 ]; do
+        case $1 in *[!0-9]*) break ;; esac
+        units="$units seer-engine@$1.service"; shift
+      done ;;
+    *) usage ;;
+  esac
+done
+[ -n "$units" ] || usage
+[ "$(id -u)" = 0 ] || die "installing units needs root"
+[ -x "$root$prefix/bin/seer" ] || die "$root$prefix/bin/seer is not there: install seer-rollout into $prefix, or set PREFIX"
+
+into=$root/usr/local/lib/systemd/system  # leaves /etc/systemd/system to `systemctl edit`
+install -d -m 755 "$into/seer-.service.d" "$root/etc/seer" "$root/usr/lib/sysusers.d"
+for file in seer.target seer-buffer.service seer-context.service seer-dgds.service seer-engine@.service \
+  seer-.service.d/10-common.conf; do
+  sed "s#/opt/seer/#$prefix/#g" "$here/$file" > "$into/$file"
+done
+install -m 644 "$here/seer.sysusers.conf" "$root/usr/lib/sysusers.d/seer.conf"
+[ -e "$root/etc/seer/seer.toml" ] || install -m 644 "$here/../seer.toml" "$root/etc/seer/seer.toml"
+systemd-sysusers ${root:+--root="$root"} "$root/usr/lib/sysusers.d/seer.conf"
+systemctl ${root:+--root="$root"} --quiet enable seer.target $units
+if [ -z "$root" ] && [ -d /run/systemd/system ]; then
+  systemctl daemon-reload
+  echo "Edit /etc/seer/seer.toml, then: systemctl start seer.target"
+fi

@@ -1,0 +1,202 @@
+"""`make compose-test`: builds the images, runs a head and two nodes, kills a node in the middle of a rollout.
+
+What must hold: all services become healthy; a client on a network of its own gets every response exactly once,
+and the same tokens as in a run that nothing disturbed.
+
+Head, nodes and client are compose projects and a container of their own, as on machines of their own; each node
+and the client share with the head one internal network, and nothing with each other. Environment: DOCKER (the
+client, if it is not the first on PATH), BASE_IMAGE (default: python:3.11-slim where it can be pulled, else a
+Debian made by debootstrap).
+"""
+
+import json
+import os
+import subprocess
+
+import support
+from support import MODEL, PROMPTS, REPO, CannotRun, run, say, until
+
+DOCKER = os.environ.get("DOCKER", "docker")
+IMAGE = "python:3.11-slim"
+PULL_SECONDS = 120
+HEALTHY_SECONDS = 300
+ROLLOUT_SECONDS = 600
+NAME = f"seer-test-{os.getpid()}"
+BUILDKIT = os.environ | {"DOCKER_BUILDKIT": "1"}
+NETWORKS = ["client", "node1", "node2"]
+
+
+def docker(*command, **options):
+    return run(DOCKER, *command, **options).stdout.strip()
+
+
+def check_docker():
+    """Return the compose command."""
+    support.need(DOCKER, "docker.io docker-compose")
+    try:
+        docker("info", seconds=30)
+    except subprocess.CalledProcessError as error:
+        raise CannotRun("no docker daemon answers: start dockerd, or the docker service") from error
+    try:
+        docker("build", "--help", env=BUILDKIT)
+    except subprocess.CalledProcessError as error:
+        raise CannotRun(f"{DOCKER} has no BuildKit: install docker-buildx, or set DOCKER") from error
+    try:
+        docker("compose", "version")
+    except subprocess.CalledProcessError:
+        return [support.need("docker-compose", "docker-compose")]
+    return [DOCKER, "compose"]
+
+
+def base_image():
+    """Return an image to build on: the one asked for, the usual one, or one made here."""
+    if asked := os.environ.get("BASE_IMAGE"):
+        return asked
+    try:
+        docker("pull", IMAGE, seconds=PULL_SECONDS)
+    except (subprocess.CalledProcessError, subprocess.TimeoutExpired):
+        say(f"{IMAGE} cannot be pulled: making a base image with debootstrap")
+    else:
+        return IMAGE
+    name = f"seer-test-base:{support.SUITE}"
+    if not docker("images", "-q", name):
+        docker("import", support.base_archive(), name)
+    return name
+
+
+def build(folder):
+    """Build the targets `core` and `cpu` from wheels that this machine's pip found."""
+    base = base_image()
+    with support.served(support.wheels()) as url:
+        (folder / "pip.conf").write_text(f"[global]\nno-index = true\nfind-links = {url}\n")
+        for target in ("core", "cpu"):
+            say(f"docker build: target {target}")
+            docker(
+                "build", "--network", "host", "--build-arg", f"BASE_IMAGE={base}", "--secret",
+                f"id=pip,src={folder / 'pip.conf'}", "-f", REPO / "compose" / "Dockerfile",
+                "--target", target, "-t", f"seer:{target}", REPO,
+                seconds=1800, env=BUILDKIT,
+            )  # fmt: skip
+
+
+class Projects:
+    """The head and the nodes; everything made is removed at the end."""
+
+    def __init__(self, compose, folder):
+        self.compose = compose
+        self.folder = folder
+        self.names = ["head", "node1", "node2"]
+        (folder / "seer.toml").write_text(support.configuration("/models/model"))
+        self.environ = os.environ | {
+            "SEER_CONFIG": str(folder / "seer.toml"),
+            "SEER_MODELS": str(MODEL.parent),
+            "SEER_HEAD": "",
+            "COMPOSE_FILE": "",
+        }
+        for name in self.names:
+            (folder / f"{name}.yaml").write_text(json.dumps(self._overlay(name)))
+
+    def _overlay(self, name):
+        joined = NETWORKS if name == "head" else [name]
+        services = ["buffer", "context", "dgds"] if name == "head" else ["engine"]
+        return {
+            "services": {service: {"networks": joined} for service in services},
+            "networks": {network: {"external": True, "name": f"{NAME}-{network}"} for network in joined},
+        }
+
+    def __enter__(self):
+        for network in NETWORKS:
+            docker("network", "create", "--internal", f"{NAME}-{network}")
+        return self
+
+    def __exit__(self, kind, error, trace):
+        if kind is not None:
+            for name in self.names:
+                print(self(name, "logs", "--tail=40").stdout)
+        for name in self.names:
+            self(name, "down", "--volumes", "--timeout", "10")
+        for network in NETWORKS:
+            docker("network", "rm", f"{NAME}-{network}")
+
+    def __call__(self, name, *command):
+        """Run a compose command in one project."""
+        profile = "head" if name == "head" else "node"
+        files = ["-f", REPO / "compose" / "compose.yaml", "-f", self.folder / f"{name}.yaml"]
+        return run(
+            *self.compose, *files, "-p", f"{NAME}-{name}", "--profile", profile, *command, env=self.environ
+        )
+
+    def containers(self, name):
+        return self(name, "ps", "-q").stdout.split()
+
+    def healthy(self):
+        query = ["inspect", "--format", "{{.State.Health.Status}}"]
+        return all(
+            docker(*query, container) == "healthy"
+            for name in self.names
+            for container in self.containers(name)
+        )
+
+
+def client(folder, out):
+    """Return the command of a client in a container of its own."""
+    return [
+        DOCKER, "run", "--rm", "--network", f"{NAME}-client", "--name", f"{NAME}-client",
+        "-v", f"{MODEL}:/model:ro", "-v", f"{PROMPTS}:/prompts.jsonl:ro", "-v", f"{folder}:/out",
+        "seer:core", *map(str, support.rollout("/model", "/prompts.jsonl", f"/out/{out}", "tcp://buffer:7101")),
+    ]  # fmt: skip
+
+
+def rollouts(projects, folder):
+    """Run an undisturbed and a disturbed rollout and compare them."""
+    outs = folder / "out"
+    outs.mkdir()
+    outs.chmod(0o777)  # the client's user is not ours
+    say("rollout without disturbance")
+    run(*client(outs, "reference.jsonl"), seconds=ROLLOUT_SECONDS)
+    say("rollout with a node killed in the middle")
+    command = client(outs, "out.jsonl")
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+        try:
+            until(
+                "an eighth of the groups",
+                ROLLOUT_SECONDS,
+                lambda: support.groups_done(outs / "out.jsonl") >= 8,
+            )
+            docker("kill", *projects.containers("node1"))
+            done = support.groups_done(outs / "out.jsonl")
+            assert process.poll() is None, f"the rollout was over too soon:\n{process.stdout.read()}"
+            say(f"node1 was killed after {done} of 64 groups")
+            said, _ = process.communicate(timeout=ROLLOUT_SECONDS)
+        finally:
+            process.kill()
+    assert process.returncode == 0, said
+    assert done < 64
+    head = projects.containers("head")[0]
+    status = json.loads(
+        run(DOCKER, "exec", head, "seer", "status", "--json", "--connect", "tcp://buffer:7101").stdout
+    )
+    assert len(status["buffer"]["instances"]) == 1
+    assert status["buffer"]["counters"]["lost"] > 0, "the killed node ran nothing"
+    responses, tokens = support.check_same(outs / "out.jsonl", outs / "reference.jsonl")
+    say(
+        f"{responses} responses, {tokens} tokens: each once, same as undisturbed; "
+        f"{status['buffer']['counters']['lost']} chunks were lost and run again"
+    )
+
+
+def test():
+    compose = check_docker()
+    with support.scratch() as folder:
+        build(folder)
+        with Projects(compose, folder) as projects:
+            for name in projects.names:
+                projects(name, "up", "-d", "--no-build")
+            say("waiting until all containers are healthy")
+            until("healthy containers", HEALTHY_SECONDS, projects.healthy, pause=2.0)
+            rollouts(projects, folder)
+    say("passed")
+
+
+if __name__ == "__main__":
+    support.main(test)

@@ -1,0 +1,93 @@
+"""The deployment files: what can be checked of them without root or a daemon."""
+
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from seer.common.config import load
+
+COMPOSE = Path(__file__).resolve().parents[2] / "compose"
+UNITS = sorted(path.name for path in (COMPOSE / "systemd").glob("*.service"))
+MAX_EXPOSURE = 25
+"""Of 100, as `systemd-analyze security` counts; an unhardened service has over 90."""
+
+
+@pytest.fixture
+def installed(tmp_path):
+    """Copy the units as the install script does, with a program that exists."""
+    if shutil.which("systemd-analyze") is None:
+        pytest.skip("systemd-analyze is not installed")
+    for file in (COMPOSE / "systemd").rglob("*"):
+        if file.suffix in (".service", ".target", ".conf"):
+            copy = tmp_path / file.relative_to(COMPOSE / "systemd")
+            copy.parent.mkdir(exist_ok=True)
+            copy.write_text(file.read_text().replace("/opt/seer/bin/seer", sys.executable))
+    return tmp_path
+
+
+def analyze(folder, *command):
+    return subprocess.run(
+        ["systemd-analyze", *command],
+        capture_output=True, text=True, timeout=60, check=False, env={"SYSTEMD_UNIT_PATH": f"{folder}:", "PATH": "/usr/bin:/bin"},
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("name", [*UNITS, "seer.target"])
+def test_systemd_finds_nothing_wrong(installed, name):
+    name = name.replace("@.", "@0.")
+    (installed / name).exists() or (installed / name).symlink_to(installed / name.replace("@0.", "@."))
+    found = analyze(installed, "verify", "--man=no", str(installed / name))
+    assert (found.returncode, found.stdout + found.stderr) == (0, "")
+
+
+def test_the_check_notices_a_misspelt_setting(installed):
+    unit = installed / UNITS[0]
+    unit.write_text(unit.read_text().replace("WatchdogSec", "WatchdogSecs"))
+    assert "'WatchdogSecs'" in analyze(installed, "verify", "--man=no", str(unit)).stderr
+
+
+@pytest.mark.parametrize("name", UNITS)
+def test_units_are_hardened_restarted_and_watched(installed, name):
+    found = analyze(
+        installed, "security", "--offline=true", f"--threshold={MAX_EXPOSURE}", str(installed / name)
+    )
+    assert found.returncode == 0, found.stdout[-2000:] + found.stderr
+    text = (installed / name).read_text() + (installed / "seer-.service.d" / "10-common.conf").read_text()
+    for setting in ("Type=notify", "User=seer", "Restart=on-failure", "WatchdogSec=", "PartOf=seer.target"):
+        assert re.search(f"^{setting}", text, re.MULTILINE), setting
+
+
+def test_the_install_script_says_what_it_wants():
+    script = COMPOSE / "systemd" / "install.sh"
+    for arguments, says in (
+        (["node"], "give a number per model replica"),
+        ([], "install.sh head"),
+        (["x"], "PREFIX"),
+    ):
+        answer = subprocess.run(
+            ["sh", script, *arguments], capture_output=True, text=True, timeout=60, check=False
+        )
+        assert answer.returncode != 0
+        assert says in answer.stderr
+
+
+def test_the_example_configuration_is_one():
+    config = load(COMPOSE / "seer.toml")
+    written = tomllib.loads((COMPOSE / "seer.toml").read_text())["endpoints"]
+    assert written.items() <= {name: getattr(config.endpoints, name) for name in written}.items()
+
+
+def test_every_setting_of_compose_is_described_with_its_default():
+    used = set(
+        re.findall(r"\$\{(\w+):-([^}]*)\}", "".join(f.read_text() for f in COMPOSE.glob("compose*.yaml")))
+    )
+    described = dict(re.findall(r"^#? ?([A-Z_]+)=([^\s#]*)", (COMPOSE / ".env").read_text(), re.MULTILINE))
+    for name, default in used:
+        assert name in described, name
+        if name != "SEER_HEAD":  # each service's own name
+            assert described[name] == default, name
