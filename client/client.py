@@ -22,7 +22,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from seer.client.prompts import Prompt, check_request, prepare
+from seer.client.prompts import Prompt, check_request, check_rollout_id, prepare
 from seer.client.rollout import BufferLost, Rollout, submissions
 from seer.client.text import Tokenizer, load_tokenizer
 from seer.common.channel import Channel, Identity, error_of
@@ -146,10 +146,13 @@ class RolloutClient:
         seed: int = 0,
         rollout_number: int | None = None,
         deadline_seconds: float | None = None,
+        rollout_id: str | None = None,
     ) -> Rollout:
         """Send prompts for n responses each; plain prompts get their position as id.
 
-        `rollout_number` is a coordinate of the noise key and defaults to one more than the last.
+        `rollout_number` is a coordinate of the noise key and defaults to one more than the last. A
+        trainer that was killed and submits the same prompts again, under the same `name` and
+        `rollout_id`, gets what is finished at once and waits only for the rest.
         Raises `InvalidField` before anything is sent, `Unreachable` when the buffer takes nothing;
         what becomes of single prompts is for the returned rollout to say.
         """
@@ -160,7 +163,10 @@ class RolloutClient:
         if deadline_seconds is not None and not deadline_seconds > 0:
             raise InvalidField("deadline_seconds", deadline_seconds, "must be positive")
         prepared = prepare(prompts, self.tokenizer)
-        rollout = Rollout(secrets.token_hex(8), number, seed, n, sampling, prepared, self._cancel)
+        rollout_id = secrets.token_hex(8) if rollout_id is None else check_rollout_id(rollout_id)
+        if rollout_id in self._active:
+            raise InvalidField("rollout_id", rollout_id, "is under way here; await it, or give another")
+        rollout = Rollout(rollout_id, number, seed, n, sampling, prepared, self._cancel)
         self._next_number = number + 1
         now = asyncio.get_running_loop().time()
         self._heard = self._heard if self._active else now

@@ -20,6 +20,8 @@ from seer.common.wire.messages import MAX_GROUP_SIZE, Tokens
 MAX_ID_BYTES = 400
 """A request id (512 at most on the wire) is the rollout's id, the prompt's id and an index."""
 
+MAX_ROLLOUT_ID_BYTES = 64
+
 _MAX_TOKEN = 2**31 - 1
 _INT64 = range(-(2**63), 2**63)
 
@@ -76,6 +78,13 @@ def check_request(n: int, sampling: SamplingParams, seed: int, rollout_number: i
         if value not in _INT64:
             raise InvalidField(name, value, "must fit in 64 signed bits")
     sampling.check()
+
+
+def check_rollout_id(rollout_id: str) -> str:
+    """Return the id. Raises `InvalidField` unless it can be the first part of a request's id."""
+    if not 1 <= len(rollout_id.encode()) <= MAX_ROLLOUT_ID_BYTES or "/" in rollout_id:
+        raise InvalidField("rollout_id", rollout_id, f"give 1 to {MAX_ROLLOUT_ID_BYTES} bytes without '/'")
+    return rollout_id
 
 
 def _as_prompt(given: Prompt | str | Sequence[int] | Tokens, position: int) -> Prompt:

@@ -159,6 +159,7 @@ class SyncRolloutClient:
         seed: int = 0,
         rollout_number: int | None = None,
         deadline_seconds: float | None = None,
+        rollout_id: str | None = None,
     ) -> SyncRollout:
         """See `RolloutClient.submit`."""
         thread = self._running()
@@ -170,6 +171,7 @@ class SyncRolloutClient:
                 seed=seed,
                 rollout_number=rollout_number,
                 deadline_seconds=deadline_seconds,
+                rollout_id=rollout_id,
             )
         )
         return SyncRollout(rollout, thread)

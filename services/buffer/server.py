@@ -210,6 +210,8 @@ class BufferServer:
             value = getattr(submit, name)
             if not -(2**63) <= value < 2**63:
                 raise InvalidField(name, value, "must fit in 64 signed bits")
+        if not submit.rollout_id or "/" in submit.rollout_id:  # it ends a group id's first part
+            raise InvalidField("rollout_id", submit.rollout_id, "give a non-empty string without '/'")
         if len(set(submit.prompt_ids)) != len(submit.prompt_ids):
             raise InvalidField("prompt_ids", submit.prompt_ids, "must be unique")
         total = len(submit.tokens)

@@ -219,3 +219,26 @@ async def test_of_two_engines_of_one_name_the_later_has_it_until_it_is_gone():
         assert await tokens_of(cluster) == expected
         assert at["e0"] != later
         cluster._tasks["e0"], cluster._transports["e0"] = earlier
+
+
+@virtual
+async def test_a_killed_trainer_comes_back_for_the_rest():
+    expected = await reference()
+    async with running() as cluster:
+        sampling = SamplingParams(max_tokens=100)
+        how = {"n": 4, "sampling": sampling, "rollout_number": 0, "rollout_id": "step-0"}
+        killed = cluster.client(name="trainer")
+        await killed.__aenter__()
+        before = await killed.submit(PROMPTS, **how)
+        await anext(aiter(before))
+        await killed._transport.close()  # as SIGKILL would: no goodbye, no cancel
+        machine = cluster.services["buffer"].machine
+        await eventually(lambda: machine.waiting == 0 and machine.instances.chunks == 0)
+        chunks = machine.counters["chunks"]
+        async with cluster.client(name="trainer") as client:
+            groups = await (await client.submit(PROMPTS, **how)).result()
+        assert machine.counters["chunks"] - chunks <= 4 * len(before.groups) * 4
+        got = {(g.prompt_id, r.index): r.token_ids.tolist() for g in groups for r in g.responses}
+        assert got == expected
+        await eventually(lambda: not machine.groups)
+        check(machine)

@@ -10,7 +10,7 @@ import pytest
 import tokenizers
 
 from seer.client import InvalidField, Prompt, SamplingParams
-from seer.client.prompts import check_request, prepare
+from seer.client.prompts import check_request, check_rollout_id, prepare
 from seer.client.text import load_tokenizer, response_text
 
 
@@ -124,3 +124,10 @@ def test_no_tokenizer_there(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("{")
     with pytest.raises(InvalidField, match=r"not a tokenizer\.json"):
         load_tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize("bad", ["", "a/b", "x" * 65])
+def test_rollout_ids_must_fit_into_request_ids(bad):
+    assert check_rollout_id("step-1") == "step-1"
+    with pytest.raises(InvalidField, match="rollout_id = .*give 1 to 64 bytes without '/'"):
+        check_rollout_id(bad)
