@@ -129,5 +129,5 @@ def test_no_tokenizer_there(tmp_path: Path) -> None:
 @pytest.mark.parametrize("bad", ["", "a/b", "x" * 65])
 def test_rollout_ids_must_fit_into_request_ids(bad):
     assert check_rollout_id("step-1") == "step-1"
-    with pytest.raises(InvalidField, match="rollout_id = .*give 1 to 64 bytes without '/'"):
+    with pytest.raises(InvalidField, match=r"rollout_id = .*give 1 to 64 bytes without '/'"):
         check_rollout_id(bad)
