@@ -4,7 +4,10 @@ Invariants:
 - a Hub hands out messages only of peers that said `Hello` in this life of the Hub; others are told to,
   so peers of a restarted server shake hands again by themselves, idle ones within `CHECK_SECONDS`;
 - another protocol major, or another shared configuration where required, is refused with the reason;
-- what does not decode is counted, logged once per peer and dropped; it never stops a loop;
+- a `Hello` counts only at the address that its role, name and incarnation make; `Goodbye` ends a
+  handshake;
+- what does not decode, or is refused, is counted, logged once per peer and dropped; it never stops a
+  loop, and what a Hub answers waits for nobody: a peer that does not read holds up no other;
 - a message that was lost, either way, is revealed: a `Welcome` follows on `Channel.recv`, within
   `CHECK_SECONDS` and a round trip of a working connection. TCP loses nothing, but a connection that
   breaks takes with it what was under way, and ZeroMQ makes the next one without a word.
@@ -32,7 +35,7 @@ from seer.common.errors import (
 from seer.common.log import get_logger
 from seer.common.transport.base import Frame, Router, Socket, Transport
 from seer.common.wire.codec import SCHEMA_HASH, Decoder, encode
-from seer.common.wire.messages import Hello, Message, Refused, Welcome
+from seer.common.wire.messages import Goodbye, Hello, Message, Refused, Welcome
 from seer.common.wire.version import MAJOR, MINOR
 
 Out = TypeVar("Out", bound=Message)
@@ -46,6 +49,9 @@ CHECK_SECONDS = 5.0
 
 MAX_PEERS = 10_000
 """Bound on peers remembered; the longest silent one is forgotten and shakes hands again."""
+
+_SHOWN = 80
+"""Characters shown of what a peer sent and nothing bounds."""
 
 HELLO_FIRST = "hello"
 """`Refused.code` for a peer that has to say Hello (again)."""
@@ -262,40 +268,70 @@ class Hub(Generic[Out, In]):
             try:
                 message = self._decoder.decode(frames)
             except WireError as error:
-                self.counters["malformed"] += 1
-                self._complain(peer, "message dropped", identity, str(error))
+                self.refuse(identity, error)
                 continue
             if isinstance(message, Hello):
                 await self._answer(identity, peer, message)
             elif not peer.admitted:
                 self.counters["strangers"] += 1
-                await self._send(identity, Refused(code=HELLO_FIRST, message="say Hello first"))
+                await self.reply(identity, Refused(code=HELLO_FIRST, message="say Hello first"))
             if peer.admitted:
+                peer.admitted = not isinstance(message, Goodbye)
                 self.counters["received"] += 1
                 return identity, message
 
     async def send(self, identity: bytes, message: Out) -> bool:
-        """Queue a message; False when the peer is gone or has not read its queue for too long."""
-        sent = await self._send(identity, message)
-        self.counters["sent" if sent else "undeliverable"] += 1
-        return sent
+        """Queue a message, waiting for room; False when the peer is gone or takes nothing for too long."""
+        try:
+            await self._router.send(identity, encode(message))
+        except Unreachable:
+            self._count(identity, message, sent=False)
+            return False
+        self._count(identity, message, sent=True)
+        return True
+
+    async def offer(self, identity: bytes, message: Out | Message) -> bool:
+        """Queue a message if there is room for it now; else nothing happened, and False says so."""
+        try:
+            async with asyncio.timeout(0):  # a send that finds room does not suspend
+                await self._router.send(identity, encode(message))
+        except (Unreachable, TimeoutError):
+            return False
+        self._count(identity, message, sent=True)
+        return True
+
+    async def reply(self, identity: bytes, message: Out | Message) -> None:
+        """Queue a message, or lose it if there is no room now: the next `Hello` reveals that."""
+        if not await self.offer(identity, message):
+            self._count(identity, message, sent=False)
+
+    def refuse(self, identity: bytes, error: SeerError) -> None:
+        """Count a message that makes no sense; the first one of a peer is logged."""
+        self.counters["malformed"] += 1
+        self._complain(self._peer(identity), "message dropped", identity, str(error))
+
+    def dismiss(self, identity: bytes) -> None:
+        """Have a peer shake hands again before anything more of it counts."""
+        if identity in self._peers:
+            self._peers[identity].admitted = False
 
     def close(self) -> None:
         """Close the socket; idempotent."""
         self._router.close()
 
     async def _answer(self, identity: bytes, peer: _Peer, hello: Hello) -> None:
-        reason = self._objection(hello)
+        reason = self._objection(identity, hello)
         if reason:
             peer.admitted = False
             self.counters["refused"] += 1
-            _log.warning("peer refused", role=hello.role, name=hello.name, reason=reason)
-            await self._send(identity, Refused(code=ProtocolMismatch.code, message=reason))
+            self._complain(peer, "peer refused", identity, reason)
+            await self.reply(identity, Refused(code=ProtocolMismatch.code, message=reason))
             return
         if not peer.admitted:
             _log.info("peer connected", role=hello.role, name=hello.name)
         if hello.schema_hash != SCHEMA_HASH:
-            self._complain(peer, "peer has another schema of the same protocol", identity, hello.schema_hash)
+            schema = hello.schema_hash[:_SHOWN]
+            self._complain(peer, "peer has another schema of the same protocol", identity, schema)
         missed = hello.sent not in (-1, peer.arrived - 1)  # this Hello arrived, too
         lost, peer.admitted, peer.arrived = missed or not peer.admitted, True, hello.sent
         welcome = Welcome(
@@ -308,31 +344,30 @@ class Hub(Generic[Out, In]):
             lost=lost,
             sent=peer.sent,
         )
-        await self._send(identity, welcome)
+        await self.reply(identity, welcome)
 
-    def _objection(self, hello: Hello) -> str:
+    def _objection(self, identity: bytes, hello: Hello) -> str:
         if hello.major != MAJOR:
             return (
                 f"{self._me.name} speaks protocol {MAJOR}.{MINOR}, {hello.name} speaks"
                 f" {hello.major}.{hello.minor}: run one version of seer-rollout everywhere"
             )
-        theirs, ours = hello.config_hash, self._me.config_hash
+        theirs, ours = hello.config_hash[:_SHOWN], self._me.config_hash
         if self._require_config_hash and theirs and theirs != ours:
             return (
                 f"{hello.name} runs with other [shared] settings ({theirs}) than {self._me.name} ({ours}):"
                 " make the section equal on every node"
             )
+        claimed = Identity(role=hello.role, name=hello.name, incarnation=hello.incarnation)
+        if claimed.address() != identity:
+            return f"{hello.name} has another address than its Hello says: somebody repeats it"
         return ""
 
-    async def _send(self, identity: bytes, message: Message) -> bool:
-        try:
-            await self._router.send(identity, encode(message))
-        except Unreachable:
-            return False
-        finally:
-            if (peer := self._peers.get(identity)) and not isinstance(message, Welcome):
-                peer.sent += 1
-        return True
+    def _count(self, identity: bytes, message: Message, *, sent: bool) -> None:
+        if not isinstance(message, Welcome | Refused):
+            self.counters["sent" if sent else "undeliverable"] += 1
+        if (peer := self._peers.get(identity)) and not isinstance(message, Welcome):
+            peer.sent += 1
 
     def _peer(self, identity: bytes) -> _Peer:
         peer = self._peers.setdefault(identity, _Peer())

@@ -42,6 +42,11 @@ def request_id(group: str, index: int) -> str:
     return f"{group}#{index}"
 
 
+def not_before(incarnation: int, other: int) -> bool:
+    """Say whether a life did not start before another one, as far as their milliseconds tell."""
+    return incarnation >> _CHANCE_BITS >= other >> _CHANCE_BITS
+
+
 def new_incarnation() -> int:
     """Return a 63-bit number that tells one life of a process from the next: milliseconds, then chance."""
     return time.time_ns() // 10**6 << _CHANCE_BITS | secrets.randbits(_CHANCE_BITS)

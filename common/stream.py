@@ -97,7 +97,7 @@ class StreamPublisher(Generic[P, S]):
             identity, message = await self._hub.recv()
             if isinstance(message, SnapshotRequest):
                 snapshot = self._snapshot(self._incarnation, self._sequence)
-                await self._hub.send(identity, cast("Message", snapshot))
+                await self._hub.reply(identity, cast("Message", snapshot))
 
     async def _send_beacons(self) -> None:
         while True:

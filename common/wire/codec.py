@@ -25,6 +25,9 @@ from seer.common.wire import messages
 M = TypeVar("M")
 
 _Array = npt.NDArray[Any]
+_MAX_TEXT = 200
+"""Characters kept of what msgspec says: it quotes what it was sent."""
+
 _DTYPE_OF_FIELD: dict[object, str] = {messages.Tokens: "i4", messages.Logprobs: "f4"}
 _UNIONS = (
     messages.TrainerToBuffer,
@@ -94,7 +97,7 @@ class Decoder(Generic[M]):
         try:
             message = self._decoder.decode(frames[0])
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-            raise WireError(f"malformed message: {error}") from error
+            raise WireError(f"malformed message: {str(error)[:_MAX_TEXT]}") from error
         else:
             if self._unread:
                 raise WireError(f"malformed message: no array refers to frames {sorted(self._unread)}")

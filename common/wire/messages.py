@@ -29,7 +29,10 @@ Tokens = npt.NDArray[np.int32]
 Logprobs = npt.NDArray[np.float32]
 """One-dimensional logprobs; the codec refuses every other dtype."""
 
-ShortStr = Annotated[str, msgspec.Meta(max_length=512)]
+MAX_ID = 512
+"""Bound on ids and names. Characters."""
+
+ShortStr = Annotated[str, msgspec.Meta(max_length=MAX_ID)]
 """Ids and names: bounded, since they are stored per request and logged."""
 
 MAX_GROUP_SIZE = 4096

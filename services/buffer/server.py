@@ -5,7 +5,9 @@ Invariants:
 - an event is handled and its instructions are turned into messages without a pause in between, so
   no message can speak of a state that is gone; sending happens after, in order, per kind of peer;
 - a malformed submission is refused by prompt, a malformed engine answer is a lost chunk: neither
-  touches anything else.
+  touches anything else;
+- a trainer that does not read delays nobody: what it gets waits apart (`Outbox`), or is lost and
+  asked for again.
 """
 
 from __future__ import annotations
@@ -18,11 +20,12 @@ from collections.abc import Iterator
 import numpy as np
 
 from seer.common import ids
-from seer.common.channel import HELLO_FIRST, Hub, Identity
+from seer.common.channel import HELLO_FIRST, MAX_PEERS, Hub, Identity
 from seer.common.clock import Clock
 from seer.common.config import Config, shared_hash
 from seer.common.errors import ConfigError, InvalidField, RequestRefused
 from seer.common.log import get_logger
+from seer.common.outbox import Outbox
 from seer.common.policy.schedule import POLICIES
 from seer.common.stream import StreamPublisher, StreamSubscriber
 from seer.common.transport.base import Transport
@@ -31,6 +34,7 @@ from seer.common.wire import messages as m
 from seer.services.buffer import events as e
 from seer.services.buffer import views
 from seer.services.buffer.machine import Machine
+from seer.services.buffer.peers import Peers, check_register
 from seer.services.buffer.store import Store
 
 TOKEN_BYTES = 8
@@ -76,16 +80,13 @@ class BufferServer:
         self.machine = Machine(POLICIES[settings.policy], limits, first_attempt=self.me.incarnation)
         self.store = Store()
         self.weight_version = 0
-        self._trainers: dict[bytes, str] = {}
-        self._engines: dict[bytes, str] = {}
+        self._trainers, self._engines = Peers(), Peers()
+        self._registered_at: dict[str, bytes] = {}
         self._registered: dict[str, m.Register] = {}
         self._stats: dict[str, InstanceStats] = {}
         self._lives: Counter[str] = Counter()
-        self._trainer_at: dict[str, bytes] = {}
-        self._engine_at: dict[str, bytes] = {}
-        # Bounded by open work: a request has one chunk out, a group one result; ticks add only to empty ones.
-        self._to_engines: asyncio.Queue[tuple[str, m.BufferToEngine]] = asyncio.Queue()
-        self._to_trainers: asyncio.Queue[tuple[str, m.BufferToTrainer]] = asyncio.Queue()
+        # Bounded by open work, as the outboxes are: a request has one chunk out, a group one result, and
+        # ticks add only to idle ones.
         self._to_publish: asyncio.Queue[m.BufferPublished] = asyncio.Queue()
         self._drained = asyncio.Event()
         self._draining = False
@@ -103,6 +104,8 @@ class BufferServer:
         self._engine_hub: Hub[m.BufferToEngine, m.EngineToBuffer] = Hub(
             engines, self.me, m.EngineToBuffer, require_config_hash=True
         )
+        self._to_trainers = Outbox(self._trainer_hub, self._trainers.leave)
+        self._to_engines = Outbox(self._engine_hub, self._engine_unreachable)
         self._events: StreamPublisher[m.BufferPublished, m.BufferSnapshot] = StreamPublisher(
             events, snapshots, self.me, functools.partial(views.snapshot, self.machine)
         )
@@ -132,8 +135,8 @@ class BufferServer:
                     self._serve_engines(),
                     self._serve_estimates(),
                     self._events.serve(),
-                    self._send_engines(),
-                    self._send_trainers(),
+                    self._to_engines.run(),
+                    self._to_trainers.run(),
                     self._publish(),
                     self._tick(),
                 )
@@ -141,6 +144,7 @@ class BufferServer:
             await self._drained.wait()
             for task in serving:
                 task.cancel()
+        self._log.info("served", trainers=self._trainer_hub.counters, engines=self._engine_hub.counters)
 
     def drain(self) -> None:
         """Take no more submissions; `run` returns once everything accepted is acknowledged."""
@@ -151,25 +155,27 @@ class BufferServer:
 
     async def _serve_trainers(self) -> None:
         while True:
-            identity, message = await self._trainer_hub.recv()
-            name = self._trainers.get(identity, "")
+            address, message = await self._trainer_hub.recv()
+            if isinstance(message, m.Hello):
+                self._trainers.greet(address, message)
+            name = self._trainers.name(address)
+            if name is None:
+                self._trainer_hub.dismiss(address)
+                continue
             match message:
-                case m.Hello():
-                    if identity not in self._trainers:  # the latest life has the name
-                        self._trainer_at[message.name] = identity
-                    self._trainers[identity] = message.name
                 case m.Submit():
-                    self._submit(name, message)
+                    if refusal := self._submit(name, message):
+                        await self._trainer_hub.reply(address, refusal)
                 case m.Acknowledge():
-                    self._handle(e.GroupsAcknowledged(message.rollout_id, message.prompt_ids))
+                    rollout = self.machine.rollouts.get(message.rollout_id)
+                    if rollout is not None and rollout.trainer == name:
+                        self._handle(e.GroupsAcknowledged(message.rollout_id, message.prompt_ids))
                 case m.Cancel():
                     self._handle(e.RolloutCancelled(name, message.rollout_id, message.prompt_ids))
                 case m.StatusRequest():
-                    self._to_trainers.put_nowait((name, self._status()))
+                    await self._trainer_hub.reply(address, self._status())
                 case m.Goodbye():
-                    self._trainers.pop(identity, None)
-                    if self._trainer_at.get(name) == identity:
-                        del self._trainer_at[name]
+                    self._trainers.leave(address)
 
     def _status(self) -> m.Status:
         at = self._config.endpoints
@@ -183,26 +189,26 @@ class BufferServer:
             {"context": at.estimate_snapshots, "dgds": at.dgds},
         )
 
-    def _submit(self, trainer: str, submit: m.Submit) -> None:
+    def _submit(self, trainer: str, submit: m.Submit) -> m.Refused | None:
+        """Return the refusal of a submission that makes no sense."""
         try:
             if self._draining:
                 raise InvalidField("rollout_id", submit.rollout_id, "this buffer is shutting down")
             prompts = dict(self._prompts(submit))
         except InvalidField as error:
-            refusal = m.Refused(
+            return m.Refused(
                 code=RequestRefused.code,
                 message=str(error),
                 rollout_id=submit.rollout_id,
                 prompt_ids=submit.prompt_ids,
             )
-            self._to_trainers.put_nowait((trainer, refusal))
-            return
         for prompt_id, tokens in prompts.items():
             self.store.open(submit, prompt_id, tokens)
         specs = [e.GroupSpec(prompt_id, len(tokens)) for prompt_id, tokens in prompts.items()]
         self._handle(
             e.GroupsSubmitted(trainer, submit.rollout_id, submit.n, submit.sampling.max_tokens, specs)
         )
+        return None
 
     def _prompts(self, submit: m.Submit) -> Iterator[tuple[str, m.Tokens]]:
         submit.sampling.check()
@@ -212,6 +218,11 @@ class BufferServer:
                 raise InvalidField(name, value, "must fit in 64 signed bits")
         if not submit.rollout_id or "/" in submit.rollout_id:  # it ends a group id's first part
             raise InvalidField("rollout_id", submit.rollout_id, "give a non-empty string without '/'")
+        if "/" in submit.rollout_id:  # two pairs of ids must not make one group's
+            raise InvalidField("rollout_id", submit.rollout_id, "must not contain '/'")
+        longest = max(submit.prompt_ids, key=len, default="")
+        if len(ids.request_id(ids.group_id(submit.rollout_id, longest), submit.n)) > m.MAX_ID:
+            raise InvalidField("prompt_ids", longest, f"makes request ids of over {m.MAX_ID} characters")
         if len(set(submit.prompt_ids)) != len(submit.prompt_ids):
             raise InvalidField("prompt_ids", submit.prompt_ids, "must be unique")
         total = len(submit.tokens)
@@ -231,44 +242,63 @@ class BufferServer:
 
     async def _serve_engines(self) -> None:
         while True:
-            identity, message = await self._engine_hub.recv()
-            name = self._engines.get(identity, "")
+            address, message = await self._engine_hub.recv()
             if isinstance(message, m.Hello):
-                if identity not in self._engines:  # an address names one life
-                    self._lives[message.name] += 1
-                    self._engine_at[message.name] = identity
-                self._engines[identity] = message.name
+                self._engines.greet(address, message)
+                continue
+            name = self._engines.name(address)
+            if name is None:
+                self._engine_hub.dismiss(address)
                 continue
             if name not in self.machine.instances:
-                self._engine_at[name] = identity  # the later life that took the name is gone again
-            if self._engine_at[name] == identity:  # else: an earlier life of this engine
-                self._from_engine(name, message)
+                self._engines.take(name, address)  # the later life that took the name is gone again
+                if isinstance(message, m.EngineStatus):
+                    # It was silent for too long and lost its chunks: have it register again.
+                    given_up = m.Refused(code=HELLO_FIRST, message="this engine was given up")
+                    await self._engine_hub.reply(address, given_up)
+                    continue
+            if self._engines.at(name) == address:  # else: an earlier life of this engine
+                self._from_engine(name, address, message)
 
-    def _from_engine(self, name: str, message: m.EngineToBuffer) -> None:
+    def _from_engine(self, name: str, address: bytes, message: m.EngineToBuffer) -> None:
         match message:
             case m.Register():
-                self._registered[name] = message
-                self._log.info("engine joined", engine=name, kv_blocks=message.capacity.kv_blocks)
-                self._handle(e.EngineJoined(name, message.capacity))
+                self._register(name, address, message)
             case m.ChunksDone():
                 self._chunks_done(name, message)
             case m.ChunkFailed():
-                self._log.warning(
-                    "chunk failed", engine=name, request=message.request_id, why=message.message
-                )
-                self._handle(
-                    e.ChunkRejected(name, message.request_id, message.attempt, message.fatal, message.message)
-                )
-            case m.EngineStatus() if name not in self.machine.instances:
-                # It was silent for too long and lost its chunks: have it register again.
-                hello_first = m.Refused(code=HELLO_FIRST, message="this engine was given up")
-                self._to_engines.put_nowait((name, hello_first))
+                self._chunk_failed(name, message)
             case m.EngineStatus():
                 self._stats[name] = message.stats
                 self._handle(e.EngineReported(name, message.stats.pinned_blocks))
             case m.Goodbye():
-                self._log.info("engine left", engine=name)
+                if name in self.machine.instances:
+                    self._log.info("engine left", engine=name)
                 self._handle(e.EngineLeft(name))
+
+    def _register(self, name: str, address: bytes, register: m.Register) -> None:
+        try:
+            check_register(register)
+        except InvalidField as error:
+            self._engine_hub.refuse(address, error)
+            return
+        if self._registered_at.get(name) != address:  # an address names one life
+            self._registered_at[name] = address
+            self._lives[name] += 1
+        self._registered[name] = register
+        if name not in self.machine.instances:
+            self._log.info("engine joined", engine=name, kv_blocks=register.capacity.kv_blocks)
+        self._handle(e.EngineJoined(name, register.capacity))
+        gone = [other for other in self._lives if other not in self.machine.instances]
+        for other in gone[: max(0, len(self._lives) - MAX_PEERS)]:
+            for table in (self._lives, self._registered, self._registered_at, self._stats):
+                table.pop(other, None)
+
+    def _chunk_failed(self, name: str, failed: m.ChunkFailed) -> None:
+        request = self.machine.requests.get(failed.request_id)
+        if request is not None and (request.instance, request.attempt) == (name, failed.attempt):
+            self._log.warning("chunk failed", engine=name, request=failed.request_id, why=failed.message)
+        self._handle(e.ChunkRejected(name, failed.request_id, failed.attempt, failed.fatal, failed.message))
 
     def _chunks_done(self, engine: str, done: m.ChunksDone) -> None:
         counts = [result.count for result in done.results]
@@ -290,6 +320,11 @@ class BufferServer:
             self._handle(event, done.tokens[start:end], done.logprobs[start:end])
             start = end
 
+    def _engine_unreachable(self, address: bytes) -> None:
+        name = self._engines.name(address)
+        if name is not None and self._engines.at(name) == address:
+            self._engine_gone(name, "its connection is gone")
+
     def _engine_gone(self, name: str, why: str) -> None:
         if name in self.machine.instances:
             self._log.warning("engine lost", engine=name, why=why)
@@ -307,12 +342,12 @@ class BufferServer:
             self._handle(e.Tick())
             for name in before - set(self.machine.instances):
                 self._log.warning("engine lost", engine=name, why="silent")
-            if self._to_engines.empty():
+            if self._to_engines.idle:
                 for name in self.machine.instances:
-                    self._to_engines.put_nowait((name, m.Ping()))
-            if self._to_trainers.empty():
+                    self._tell_engine(name, m.Ping())
+            if self._to_trainers.idle:
                 for rollout in self.machine.rollouts.values():
-                    self._to_trainers.put_nowait((rollout.trainer, views.progress(self.machine, rollout)))
+                    self._tell_trainer(rollout.trainer, views.progress(self.machine, rollout))
 
     # --- instructions to sockets ---------------------------------------------------------
 
@@ -325,18 +360,17 @@ class BufferServer:
                     self.store.keep(*_locate(item.request_id), tokens, logprobs)
                 case e.Dispatch():
                     chunk = self.store.chunk(item, *_locate(item.request_id))
-                    self._to_engines.put_nowait((item.instance, chunk))
+                    self._tell_engine(item.instance, chunk)
                 case e.Drop():
                     drop = m.DropChunk(request_id=item.request_id, attempt=item.attempt)
-                    self._to_engines.put_nowait((item.instance, drop))
+                    self._tell_engine(item.instance, drop)
                 case e.Deliver():
                     group = self.machine.groups[item.group_id]
-                    self._to_trainers.put_nowait((item.trainer, views.progress(self.machine, group.rollout)))
-                    result = self.store.result(group, self.weight_version)
-                    self._to_trainers.put_nowait((item.trainer, result))
+                    self._tell_trainer(item.trainer, views.progress(self.machine, group.rollout))
+                    self._tell_trainer(item.trainer, self.store.result(group, self.weight_version))
                 case e.Accept():
                     accepted = m.Accepted(rollout_id=item.rollout_id, prompt_ids=item.prompt_ids)
-                    self._to_trainers.put_nowait((item.trainer, accepted))
+                    self._tell_trainer(item.trainer, accepted)
                 case e.Refuse():
                     self._refuse(item)
                 case e.Forget():
@@ -352,21 +386,18 @@ class BufferServer:
         refused = m.Refused(
             code=item.code, message=item.message, rollout_id=item.rollout_id, prompt_ids=item.prompt_ids
         )
-        self._to_trainers.put_nowait((item.trainer, refused))
+        self._tell_trainer(item.trainer, refused)
 
-    async def _send_engines(self) -> None:
-        while True:
-            name, message = await self._to_engines.get()
-            at = self._engine_at[name]
-            if not await self._engine_hub.send(at, message) and self._engine_at[name] == at:
-                self._engine_gone(name, "its connection is gone")
+    def _tell_engine(self, name: str, message: m.BufferToEngine) -> None:
+        address = self._engines.at(name)
+        if address is not None:
+            self._to_engines.put(address, message)
 
-    async def _send_trainers(self) -> None:
-        while True:
-            name, message = await self._to_trainers.get()
-            # A trainer that is away gets its finished groups again when it resubmits under its name.
-            if name in self._trainer_at:
-                await self._trainer_hub.send(self._trainer_at[name], message)
+    def _tell_trainer(self, name: str, message: m.BufferToTrainer) -> None:
+        # A trainer that is away gets its finished groups again when it resubmits under its name.
+        address = self._trainers.at(name)
+        if address is not None:
+            self._to_trainers.put(address, message)
 
     async def _publish(self) -> None:
         while True:

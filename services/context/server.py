@@ -16,6 +16,7 @@ from seer.common.channel import Identity
 from seer.common.clock import Clock
 from seer.common.config import Config, shared_hash
 from seer.common.errors import ConfigError
+from seer.common.log import get_logger
 from seer.common.stream import StreamPublisher, StreamSubscriber
 from seer.common.transport.base import Transport
 from seer.common.wire import messages as m
@@ -47,6 +48,7 @@ class ContextServer:
             incarnation=ids.new_incarnation(),
             config_hash=shared_hash(config.shared),
         )
+        self._log = get_logger()
         self._changed, self._drained = asyncio.Event(), asyncio.Event()
 
     async def start(self) -> dict[str, str]:
@@ -76,6 +78,7 @@ class ContextServer:
             await self._drained.wait()
             for task in serving:
                 task.cancel()
+        self._log.info("served", **self._estimates.counters)
 
     def drain(self) -> None:
         """Stop at once: the buffer schedules on with the estimates it has."""

@@ -1,8 +1,9 @@
 """The dgds's socket: batches of appends in, gaps and deltas out.
 
 Invariants:
-- a message is checked whole before any of it is stored: a malformed one is counted, logged and
-  changes nothing;
+- a message is checked whole before any of it is stored: a malformed one is counted, logged once per
+  peer and changes nothing;
+- an answer waits for nobody: one that finds no room is lost, and asked for again;
 - one `Deltas` holds at most `MAX_DELTA_TOKENS`; `truncated` tells the asker to ask again.
 """
 
@@ -10,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections import Counter
 
 import numpy as np
 
@@ -30,7 +30,7 @@ MAX_DELTA_TOKENS = 2**18
 MAX_POSITION = 2**24
 """Bound on a stream's length, that of `SamplingParams.max_tokens`."""
 
-MAX_ID = 512
+MAX_ID = m.MAX_ID
 """Bound on group ids, as in `messages.ShortStr` (hot Structs are not checked by the decoder)."""
 
 SWEEP_SECONDS = 1.0
@@ -47,7 +47,6 @@ class DgdsServer:
 
     def __init__(self, config: Config, transport: Transport, clock: Clock) -> None:
         self.store = Store(config.dgds.max_tokens, config.dgds.ttl_seconds)
-        self.counters: Counter[str] = Counter()
         self._endpoint = config.endpoints.dgds
         self._transport = transport
         self._clock = clock
@@ -75,6 +74,7 @@ class DgdsServer:
             await self._drained.wait()
             for task in serving:
                 task.cancel()
+        self._log.info("served", **self._hub.counters)
 
     def drain(self) -> None:
         """Stop at once: streams only speed engines up."""
@@ -92,16 +92,15 @@ class DgdsServer:
                 match message:
                     case m.AppendBatch():
                         for gap in self._append(message):
-                            await self._hub.send(identity, gap)
+                            await self._hub.reply(identity, gap)
                     case m.Fetch():
-                        await self._hub.send(identity, self._fetch(message))
+                        await self._hub.reply(identity, self._fetch(message))
                     case m.RegisterGroups():
                         self._register(message)
                     case m.Hello() | m.Goodbye():
                         pass
             except InvalidField as error:
-                self.counters["malformed"] += 1
-                self._log.warning("message dropped", peer=identity.decode(errors="replace"), error=str(error))
+                self._hub.refuse(identity, error)
 
     def _append(self, batch: m.AppendBatch) -> list[m.AppendGap]:
         _check(batch)
@@ -116,6 +115,9 @@ class DgdsServer:
         return gaps
 
     def _fetch(self, fetch: m.Fetch) -> m.Deltas:
+        for number, group in enumerate(fetch.groups):
+            if any(min(held) < 0 for held in group.have.values()):
+                raise InvalidField(f"groups[{number}].have", group.have, "give revisions and lengths >= 0")
         now, room, truncated = self._clock.now(), MAX_DELTA_TOKENS, False
         appends: list[m.Append] = []
         parts: list[m.Tokens] = []

@@ -210,14 +210,14 @@ async def test_of_two_engines_of_one_name_the_later_has_it_until_it_is_gone():
     async with running(engines=1) as cluster:
         earlier = cluster._tasks.pop("e0"), cluster._transports.pop("e0")
         await cluster.start("e0")
-        at = cluster.services["buffer"]._engine_at
-        later = at["e0"]
+        at = cluster.services["buffer"]._engines.at
+        later = at("e0")
         await asyncio.sleep(12)  # both have said Hello again
-        assert at["e0"] == later
+        assert at("e0") == later
         assert await tokens_of(cluster) == expected
         await cluster.kill("e0")
         assert await tokens_of(cluster) == expected
-        assert at["e0"] != later
+        assert at("e0") != later
         cluster._tasks["e0"], cluster._transports["e0"] = earlier
 
 

@@ -261,7 +261,7 @@ async def test_malformed_messages_are_counted_and_stop_nothing():
     server = await Server(network).start()
     client = channel(network)
     await client.open(5)
-    raw = await MemoryTransport(network).dealer(ENDPOINT, b"raw")
+    raw = await MemoryTransport(network).dealer(ENDPOINT, identity(name="raw").address())
     await raw.send(encode(identity(name="raw").hello()))
     for frames in ([b"\xc1"], [], [*encode(status()), b"extra"]):
         await raw.send(frames)
@@ -280,7 +280,7 @@ async def test_malformed_messages_are_counted_and_stop_nothing():
 async def test_a_complaint_is_logged_once_per_peer():
     network = MemoryNetwork()
     await Server(network).start()
-    raw = await MemoryTransport(network).dealer(ENDPOINT, b"raw")
+    raw = await MemoryTransport(network).dealer(ENDPOINT, identity(name="raw").address())
     with capture_logs() as lines:
         for _ in range(10):
             await raw.send([b"\xc1"])
@@ -292,7 +292,7 @@ async def test_a_complaint_is_logged_once_per_peer():
 async def test_a_stranger_is_told_to_say_hello():
     network = MemoryNetwork()
     server = await Server(network).start()
-    raw = await MemoryTransport(network).dealer(ENDPOINT, b"raw")
+    raw = await MemoryTransport(network).dealer(ENDPOINT, identity(name="raw").address())
     await raw.send(encode(status()))
     refused = Decoder(BufferToEngine).decode(await raw.recv())
     assert (refused.code, refused.message) == (HELLO_FIRST, "say Hello first")

@@ -341,7 +341,7 @@ async def test_malformed_batches_change_nothing_and_are_counted():
         ):
             await channel.send(m.AppendBatch(appends=[good, bad], tokens=array(*range(count))))
         await channel.send(m.RegisterGroups(group_ids=[GROUP], ttl_seconds=float("nan")))
-        await eventually(lambda: it.server.counters["malformed"] == 7)
+        await eventually(lambda: it.server._hub.counters["malformed"] == 7)
         assert len(it.server.store) == 0
         await channel.send(m.AppendBatch(appends=[good], tokens=array(1)))
         await eventually(lambda: it.held() == [1])
