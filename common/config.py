@@ -172,15 +172,34 @@ def load(
     for name, text in sorted((environ or {}).items()):
         if name.startswith(ENV_PREFIX) and "__" in name:
             _put(table, name[len(ENV_PREFIX) :].lower().replace("__", "."), text, f"environment {name}")
+        elif name.startswith(tuple(f"{ENV_PREFIX}{section.upper()}_" for section in _fields(Config))):
+            raise ConfigError(f"environment {name}: put two underscores after the section's name")
     for item in overrides:
         key, equals, text = item.partition("=")
         if not equals:
             raise ConfigError(f"--set {item}: write --set section.key=value")
         _put(table, key.strip(), text.strip(), f"--set {item}")
     try:
-        return msgspec.convert(table, Config)
+        config = msgspec.convert(table, Config)
     except msgspec.ValidationError as error:
         raise ConfigError(f"configuration: {error}") from error
+    for name, endpoint in msgspec.structs.asdict(config.endpoints).items():
+        if name != "bind_host":
+            check_endpoint(f"endpoints.{name}", endpoint)
+    return config
+
+
+def check_endpoint(field: str, endpoint: str) -> None:
+    """Raise `ConfigError` unless this is an address that sockets take."""
+    scheme, _, address = endpoint.partition("://")
+    host, _, port = address.rpartition(":")
+    sound = bool(address)
+    if scheme == "tcp":  # ZeroMQ would take a port modulo 2^16
+        sound = bool(host) and port.isascii() and port.isdecimal() and int(port) < 2**16
+    if scheme not in ("tcp", "ipc") or not sound:
+        raise ConfigError(
+            f"{field} = {endpoint!r}: write tcp://host:port or ipc://path, with a port below 65536"
+        )
 
 
 def dump(config: Config) -> str:
@@ -206,6 +225,8 @@ def _toml_value(value: object) -> str:
 
 def _put(table: dict[str, object], dotted: str, text: str, source: str) -> None:
     section, _, key = dotted.partition(".")
+    if section in _fields(Config) and not key:
+        raise ConfigError(f"{source}: {section} is a section; name one of its keys, as {section}.KEY")
     _refuse_unknown(Config, {section: {key: None}}, source)
     inner = table.setdefault(section, {})
     if isinstance(inner, dict):

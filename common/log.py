@@ -6,6 +6,7 @@ settings, still on stderr.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import sys
 from typing import cast
@@ -20,7 +21,8 @@ class _Stderr:
     """Looks up stderr for each line, so that whoever redirects it gets them."""
 
     def msg(self, line: str) -> None:
-        print(line, file=sys.stderr, flush=True)
+        with contextlib.suppress(OSError):  # a full disk costs log lines, not the service
+            print(line, file=sys.stderr, flush=True)
 
     debug = info = warning = error = critical = exception = msg
 

@@ -4,7 +4,8 @@ Invariants:
 - the first SIGTERM or SIGINT drains, the second stops at once, and so does the first one while the
   service still starts;
 - an expected failure (`SeerError`) is one log line and exit code 2, never a traceback;
-- a supervisor that asks (`--ready-fd`, systemd) learns when it is ready, and systemd that it lives;
+- a supervisor that asks (`--ready-fd`, systemd) learns when it is ready, or why it cannot start, and
+  systemd that it lives;
 - uvloop is chosen here and nowhere else, so everything also runs on a plain or virtual-time loop.
 """
 
@@ -57,8 +58,8 @@ Make = Callable[[Config, Transport, Clock], Service]
 def run_process(name: str, make: Make, config: Config, ready_fd: int | None = None) -> int:
     """Run the service until it is drained and return the process's exit code.
 
-    When it is ready, one JSON line `{"service", "pid", "endpoints"}` is written to `ready_fd`, which
-    is then closed.
+    When it is ready, one JSON line `{"service", "pid", "endpoints"}` is written to `ready_fd`, when it
+    cannot start, `{"service", "pid", "error", "code"}`; then it is closed.
     """
     configure(config.log, name)
     try:
@@ -98,11 +99,15 @@ class _Process:
         transport = ZmqTransport(bind_host=config.endpoints.bind_host)
         try:
             await asyncio.sleep(0)  # the first beat: what comes next may import torch
-            service = make(config, transport, LoopClock())
-            endpoints = await service.start()
+            try:
+                service = make(config, transport, LoopClock())
+                endpoints = await service.start()
+            except SeerError as error:
+                self._report({"error": str(error), "code": error.code}, ready_fd)
+                raise
             self._service = service
             _log.info("ready", **endpoints)
-            self._report_ready(endpoints, ready_fd)
+            self._report({"endpoints": endpoints}, ready_fd)
             self._systemd.ready()
             await service.run()
         except asyncio.CancelledError:
@@ -134,10 +139,10 @@ class _Process:
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, caught, number)
 
-    def _report_ready(self, endpoints: dict[str, str], ready_fd: int | None) -> None:
+    def _report(self, news: dict[str, object], ready_fd: int | None) -> None:
         if ready_fd is None:
             return
-        line = json.dumps({"service": self._name, "pid": os.getpid(), "endpoints": endpoints})
+        line = json.dumps({"service": self._name, "pid": os.getpid(), **news})
         try:
             os.write(ready_fd, line.encode() + b"\n")
             os.close(ready_fd)

@@ -4,7 +4,8 @@ Invariants beyond `base`:
 - a peer that vanishes is noticed by ZMTP heartbeats, which the IO thread answers while Python is
   busy: within `HEARTBEAT_TIMEOUT_MS` it is unknown to a ROUTER, and sends to it are `Unreachable`;
 - a connection with a known identity replaces the older one;
-- an address in use is a `ConfigError`, for IPC too, where ZeroMQ itself would take it over.
+- an address in use is a `ConfigError`, for IPC too, where ZeroMQ itself would take it over;
+- an orderly end leaves no IPC socket file behind.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from typing import cast
 import zmq
 import zmq.asyncio
 
+from seer.common.config import check_endpoint
 from seer.common.errors import ConfigError, Unreachable
 from seer.common.transport.base import FAIR_EVERY, SEND_SECONDS, Frame
 from seer.common.wire.codec import Limits
@@ -144,6 +146,7 @@ class ZmqTransport:
         self._limits = limits or Limits()
         self._context = zmq.asyncio.Context()
         self._sockets: list[zmq.asyncio.Socket] = []
+        self._files: dict[zmq.asyncio.Socket, Path] = {}
 
     async def router(self, endpoint: str) -> _RouterSocket:
         """Bind a ROUTER; `ConfigError` when it cannot."""
@@ -171,13 +174,15 @@ class ZmqTransport:
 
     async def close(self) -> None:
         """Close all sockets and wait, at most `LINGER_MS`, for what they still send."""
+        for socket, path in self._files.items():
+            if not socket.closed:  # ZeroMQ leaves the file; once we close, another may bind there
+                path.unlink(missing_ok=True)
         for socket in self._sockets:
             socket.close()
         await asyncio.to_thread(self._context.term)
 
     def _socket(self, kind: int, endpoint: str) -> zmq.asyncio.Socket:
-        if not endpoint.startswith(("tcp://", "ipc://")):
-            raise ConfigError(f"endpoint {endpoint!r}: write tcp://host:port or ipc://path")
+        check_endpoint("endpoint", endpoint)
         bound = STREAM_MESSAGES if kind in (zmq.PUB, zmq.SUB) else QUEUE_MESSAGES
         socket = self._context.socket(kind)
         self._sockets = [*(made for made in self._sockets if not made.closed), socket]
@@ -220,6 +225,8 @@ class ZmqTransport:
             socket.close(linger=0)
             fix = _BIND_FIX.get(error.errno or 0, error.strerror)
             raise ConfigError(f"cannot bind {target} ({endpoint}): {fix}") from error
+        if scheme == "ipc" and not address.startswith(("@", "*")):
+            self._files[socket] = Path(address)
         real = socket.getsockopt_string(zmq.LAST_ENDPOINT)
         return real if scheme == "ipc" else f"tcp://{host}:{real.rpartition(':')[2]}"
 

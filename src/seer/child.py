@@ -1,7 +1,8 @@
 """One service as a child process.
 
 Invariants:
-- a child is ready when it says so on its own pipe, and gone as soon as that pipe or it ends;
+- a child is ready, or says why it cannot start, on its own pipe; it is gone as soon as that pipe or
+  it ends;
 - it leads a session, and so a process group, of its own: what a terminal sends to ours does not
   reach it, and what it started ends with it;
 - it dies with its parent (Linux).
@@ -19,8 +20,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Self
 
+import msgspec
+
 from seer.common.config import ENV_PREFIX, Config, dump
-from seer.common.errors import SeerError
+from seer.common.errors import ConfigError, SeerError
 
 COMMAND = (sys.executable, "-m", "seer.cli")
 """What a child runs: its service's subcommand follows."""
@@ -35,6 +38,23 @@ class LaunchError(SeerError):
     """A local system cannot start, or cannot go on."""
 
     code = "launch"
+
+
+class StartError(LaunchError):
+    """A child said why it cannot start: its log has nothing to add."""
+
+
+class SettingError(StartError, ConfigError):
+    """What it said was about its configuration."""
+
+    code = "config"
+
+
+class _Said(msgspec.Struct):
+    """The line that a child writes once it is ready, or refuses to start."""
+
+    error: str = ""
+    code: str = ""
 
 
 def die_with(parent_pid: int) -> None:
@@ -68,7 +88,12 @@ class Child:
     ) -> Self:
         """Start `service`; its configuration, and with `logged` its log, go into `folder`."""
         file = folder / f"{name}.toml"
-        file.write_text(dump(config))
+        try:
+            file.write_text(dump(config))
+        except OSError as error:
+            raise SettingError(
+                f"TMPDIR: cannot write {file}: {error.strerror}; give it a disk with room"
+            ) from error
         log = folder / f"{name}.log" if logged else None
         # The file holds what the environment said: it must not be said again.
         inherited = {key: value for key, value in os.environ.items() if not _is_setting(key)}
@@ -90,7 +115,7 @@ class Child:
         return cls(name, process, log, ready)
 
     async def ready(self, seconds: float) -> None:
-        """Wait until the child is ready; once. Raises `LaunchError` when it ends first or is late."""
+        """Wait until the child is ready; once. Raises `LaunchError` when it refuses, ends or is late."""
         reader = asyncio.StreamReader()
         pipe, _ = await asyncio.get_running_loop().connect_read_pipe(
             lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(self._ready, "rb", buffering=0)
@@ -101,6 +126,10 @@ class Child:
                 if not line:
                     await self.process.wait()
                     raise LaunchError(self.obituary())
+                said = msgspec.json.decode(line, type=_Said)
+                if said.error:
+                    cls = SettingError if said.code == ConfigError.code else StartError
+                    raise cls(f"{self.name} cannot start: {said.error}")
         except TimeoutError:
             raise LaunchError(f"{self.name} was not ready in {seconds:.0f} s{self._last_lines()}") from None
         finally:

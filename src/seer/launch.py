@@ -24,7 +24,7 @@ from typing import Any, Self, TypeVar
 
 from msgspec.structs import asdict, replace
 
-from seer.child import Child, LaunchError
+from seer.child import Child, LaunchError, StartError
 from seer.common.config import Config, Endpoints
 from seer.common.errors import ConfigError
 from seer.hardware import plan_engines
@@ -139,14 +139,17 @@ class LocalSystem:
 
     async def __aenter__(self) -> Self:
         self._failure: asyncio.Future[LaunchError] = asyncio.get_running_loop().create_future()
-        self._dir = Path(tempfile.mkdtemp(prefix="seer-", dir=_short_temporary_folder()))
+        try:
+            self._dir = Path(tempfile.mkdtemp(prefix="seer-", dir=_short_temporary_folder()))
+        except OSError as error:
+            raise ConfigError(f"TMPDIR: {error}; set it to a folder that can be written to") from error
         if self._private:
             names = {name: f"ipc://{self._dir}/{name}" for name in asdict(Endpoints()) if name != "bind_host"}
             self.config = replace(self.config, endpoints=Endpoints(**names))
         try:
             await self._start()
-        except BaseException:
-            self._lost = True
+        except BaseException as error:
+            self._lost = not isinstance(error, StartError)
             await self._stop(orderly=False)
             raise
         return self

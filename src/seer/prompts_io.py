@@ -19,6 +19,7 @@ from seer.client.prompts import MAX_ID_BYTES, Prepared, token_array
 from seer.client.rollout import Group
 from seer.client.text import Tokenizer, load_tokenizer
 from seer.common.errors import InvalidField
+from seer.common.weights import problem_of
 from seer.common.wire.messages import Tokens
 
 _FIELDS = ("id", "prompt", "prompt_token_ids")
@@ -45,8 +46,11 @@ def model_facts(folder: Path) -> ModelFacts:
     """Read a folder's config.json. Raises `InvalidField` when there is none."""
     try:
         described = json.loads((folder / "config.json").read_text())
-    except (OSError, ValueError) as error:
-        fix = f"its config.json cannot be read ({error}); give a Hugging Face model folder"
+    except OSError as error:
+        fix = f"its config.json cannot be read ({error.strerror}); give a Hugging Face model folder"
+        raise InvalidField("--model", str(folder), fix) from error
+    except ValueError as error:
+        fix = f"its config.json is not valid JSON ({error}); give a Hugging Face model folder"
         raise InvalidField("--model", str(folder), fix) from error
     if not isinstance(described, dict):
         raise InvalidField(
@@ -57,6 +61,13 @@ def model_facts(folder: Path) -> ModelFacts:
     scaled = rope.get("rope_type", rope.get("type", "default")) != "default"
     context = 0 if scaled else text.get("max_position_embeddings")
     return ModelFacts(context=context or 0, vocab_size=text.get("vocab_size") or 0)
+
+
+def check_weights(folder: Path) -> None:
+    """Raise `InvalidField` when weights are missing or cut short: an engine would find out much later."""
+    problem = problem_of(folder)
+    if problem:
+        raise InvalidField("--model", str(folder), f"{problem}; give a complete Hugging Face model folder")
 
 
 def tokenizer_of(folder: Path | None) -> Tokenizer | None:
@@ -152,9 +163,13 @@ def encode_group(group: Group) -> bytes:
 
 
 def write_report(path: Path, report: dict[str, object]) -> None:
-    """Write a report as indented JSON, atomically."""
-    with replacing(path) as partial:
-        partial.write_text(json.dumps(report, indent=2) + "\n")
+    """Write a report as indented JSON, atomically. Raises `InvalidField` when the disk refuses it."""
+    try:
+        with replacing(path) as partial:
+            partial.write_text(json.dumps(report, indent=2) + "\n")
+    except OSError as error:
+        fix = f"cannot be written: {error.strerror}; give a file on a disk with room"
+        raise InvalidField("--report", str(path), fix) from error
 
 
 def check_writable(option: str, path: Path) -> None:

@@ -36,6 +36,7 @@ from seer.prompts_io import (
     ModelFacts,
     PromptLine,
     check_fit,
+    check_weights,
     check_writable,
     model_facts,
     read_prompts,
@@ -104,6 +105,8 @@ def perform(job: Job) -> int:
     if embedded and job.config.buffer.policy not in POLICIES:
         raise InvalidField("--policy", job.config.buffer.policy, f"choose one of {', '.join(POLICIES)}")
     facts = ModelFacts() if job.model is None else model_facts(job.model)
+    if embedded and job.model is not None and job.config.engine.backend == "vllm":
+        check_weights(job.model)
     tokenizer = tokenizer_of(job.model)
     lines = read_prompts(job.prompts, tokenizer)
     longest = check_fit(lines, job.sampling.max_tokens, facts)
@@ -204,19 +207,19 @@ async def _roll(
 
 def _finish(job: Job, journal: Journal, prompt_ids: Sequence[str], outcome: Outcome) -> int:
     report = _report(outcome)
-    if job.report is not None:
-        write_report(job.report, report)
     _say(
         "{prompts} prompts, {requests} responses, {tokens} tokens in {seconds:.1f} s: "
         "{tokens_per_second:.0f} tokens/s, tail {tail_seconds:.1f} s".format_map(report)
     )
     missing = [prompt_id for prompt_id in prompt_ids if prompt_id not in journal.done]
-    if not missing:
+    if missing:
+        _say(f"error: {outcome.error}")
+        _say(f"not finished ({len(missing)} of {len(prompt_ids)}): {' '.join(missing)}")
+    else:
         journal.publish(prompt_ids)
-        return 0
-    _say(f"error: {outcome.error}")
-    _say(f"not finished ({len(missing)} of {len(prompt_ids)}): {' '.join(missing)}")
-    return 1
+    if job.report is not None:  # last: no trouble with it may cost the responses
+        write_report(job.report, report)
+    return int(bool(missing))
 
 
 def _report(outcome: Outcome) -> dict[str, object]:

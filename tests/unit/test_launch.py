@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 import subprocess
@@ -30,13 +31,16 @@ print("hello from", name, flush=True)
 if what == "refuse":
     print("no such model", flush=True)
     sys.exit(2)
+if what.startswith("{"):
+    os.write(int(options["--ready-fd"]), what.encode() + b"\\n")
+    sys.exit(2)
 if what == "hang":
     time.sleep(600)
 if what == "stubborn":
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     helper = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
     open(os.environ["HELPER"], "w").write(str(helper.pid))
-os.write(int(options["--ready-fd"]), b"ready\\n")
+os.write(int(options["--ready-fd"]), b"{}\\n")
 if what == "die":
     time.sleep(0.3)
     print("out of luck", flush=True)
@@ -112,6 +116,22 @@ async def test_a_child_that_refuses_shows_its_last_lines(monkeypatch: pytest.Mon
         await system.__aenter__()
     assert await gone(list(system.pids.values()))
     assert names_in(said[-1].removeprefix("logs are kept in ")) >= {"engine-1.log", "buffer.log"}
+
+
+@pytest.mark.parametrize(("code", "cls"), [("config", ConfigError), ("engine", LaunchError)])
+async def test_a_child_that_says_why_it_refuses(
+    monkeypatch: pytest.MonkeyPatch, code: str, cls: type[Exception]
+) -> None:
+    monkeypatch.setenv("CHILD_dgds", json.dumps({"error": "x = 1: give 2", "code": code}))
+    said: list[str] = []
+    system = LocalSystem(REPLAY, 1, say=said.append)
+    with pytest.raises(cls, match=r"^dgds cannot start: x = 1: give 2$") as info:
+        await system.__aenter__()
+    assert isinstance(info.value, LaunchError)
+    assert isinstance(info.value, ConfigError) == (cls is ConfigError)
+    assert await gone(list(system.pids.values()))
+    assert said == []
+    assert not Path(system.endpoint.removeprefix("ipc://")).parent.exists()
 
 
 async def test_a_child_that_is_never_ready(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -156,8 +156,13 @@ def test_a_signal_while_starting_stops_at_once(child):
     [("fails", "engine.model = x: not a model folder", "engine"), ("group", "x = 1: must be 2", "config")],
 )
 def test_an_expected_failure_is_one_line_and_exit_code_2(child, mode, says, kind):
-    code, err = child(mode).finish()
+    process = child(mode)
+    told = process.read_ready()
+    code, err = process.finish()
     assert code == 2
+    if mode == "fails":  # the other one was ready before
+        said = json.loads(told)
+        assert (said["service"], said["error"], said["code"]) == ("echo", says, kind)
     last = logged(err)[-1]
     assert (last["event"], last["error"], last["code"], last["level"]) == ("stopped", says, kind, "error")
     assert "Traceback" not in err

@@ -310,6 +310,7 @@ async def test_a_stale_ipc_socket_is_replaced(tmp_path):
     await dealer.send([b"x"])
     await asyncio.wait_for(router.recv(), DEADLINE)
     await transport.close()
+    assert not path.exists()
 
 
 async def test_a_file_in_the_way_of_ipc_is_kept(tmp_path):
@@ -339,7 +340,9 @@ async def test_the_bind_host_replaces_the_host_alone():
         ("http://x:1", "write tcp://host:port or ipc://path"),
         ("tcp://192.0.2.1:0", "bind_host"),
         ("tcp://buffer.example:0", "bind_host"),
-        ("tcp://127.0.0.1:port", "cannot bind"),
+        ("tcp://127.0.0.1:port", "a port below 65536"),
+        ("tcp://127.0.0.1:65536", "a port below 65536"),
+        ("tcp://:80", "write tcp://host:port"),
         ("ipc:///nonexistent/folder/s", "cannot bind"),
         ("ipc:///" + "x" * 200, "cannot bind"),
     ],

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from seer.common.config import EngineConfig, SharedConfig
 from seer.common.errors import EngineError
+from seer.common.weights import problem_of
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -157,9 +158,11 @@ def _described(shared: SharedConfig) -> dict[str, Any]:
         except (OSError, ValueError) as error:
             problem = f"has no readable config.json ({error})"
         else:
-            if isinstance(described, dict) and described.get("architectures"):
-                return described
             problem = "has a config.json that names no architectures"
+            if isinstance(described, dict) and described.get("architectures"):
+                problem = problem_of(Path(shared.model))
+                if not problem:
+                    return described
     raise EngineError(f"shared.model = {shared.model!r} {problem}: give a Hugging Face model folder")
 
 

@@ -1,0 +1,58 @@
+"""Whether a model folder's weights are all there, told from file names and headers alone.
+
+Invariant: what is refused here could not be loaded; the rest is for the loader to judge.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from pathlib import Path
+
+_INDEX = "model.safetensors.index.json"
+_PATTERNS = ("*.safetensors", "*.bin", "*.pt")
+_MAX_HEADER_BYTES = 100_000_000
+"""Bound that the safetensors format sets itself."""
+
+
+def problem_of(folder: Path) -> str:
+    """Say what is wrong with the weights, naming the file; empty when nothing is."""
+    try:
+        files = {path.name: path for pattern in _PATTERNS for path in folder.glob(pattern)}
+        if not files:
+            return f"has no weights ({', '.join(_PATTERNS)})"
+        missing = sorted(_listed(folder / _INDEX) - files.keys())
+        if missing:
+            return f"lacks {missing[0]}, which {_INDEX} lists"
+        for name, path in sorted(files.items()):
+            if name.endswith(".safetensors") and not _whole(path):
+                return f"holds a truncated or damaged {name}"
+    except OSError as error:
+        return f"cannot be read: {error}"
+    return ""
+
+
+def _listed(index: Path) -> set[str]:
+    """Return the files that a sharded model consists of; none when it has no (sound) index."""
+    try:
+        shards = json.loads(index.read_bytes())["weight_map"].values()
+    except (FileNotFoundError, ValueError, KeyError, TypeError, AttributeError):
+        return set()
+    return {shard for shard in shards if isinstance(shard, str)}
+
+
+def _whole(path: Path) -> bool:
+    """Say whether a file is as long as its header says: 8 bytes of length, JSON, data."""
+    with path.open("rb") as file:
+        head = file.read(8)
+        length = struct.unpack("<Q", head)[0] if len(head) == 8 else _MAX_HEADER_BYTES + 1
+        if length > _MAX_HEADER_BYTES:
+            return False
+        try:
+            tensors = json.loads(file.read(length))
+            end = max(
+                (each["data_offsets"][1] for key, each in tensors.items() if key[:2] != "__"), default=0
+            )
+        except (ValueError, LookupError, TypeError, AttributeError):
+            return False
+        return path.stat().st_size == 8 + length + int(end)
