@@ -7,7 +7,7 @@ STAMP := $(VENV)/.installed
 # Linters that follow imports look at the package as a user gets it, not at the editable redirection.
 WHEEL := build/installed
 
-.PHONY: setup demo test compose-test systemd-test lint format lock clean
+.PHONY: setup demo test chaos compose-test systemd-test lint format lock clean
 
 setup: $(STAMP)
 
@@ -23,6 +23,12 @@ demo: setup
 
 test: setup
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+SECONDS ?= 60
+SEED ?= 0
+ONLY ?= virtual processes vllm
+chaos: setup  # e.g. make chaos SECONDS=600 SEED=1000 ONLY=virtual; SECONDS are of each kind
+	$(BIN)/python bench/chaos.py --seconds $(SECONDS) --seed $(SEED) --only $(ONLY)
 
 compose-test: setup  # needs docker; docs/deployment.md says what else
 	$(BIN)/python tests/deploy/run_compose.py
