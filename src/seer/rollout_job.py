@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 import math
 import platform
+import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -74,9 +76,13 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
 class Outcome(msgspec.Struct):
     """How far it came; `resumed` prompts were done before it began.
 
+    `name` is the trainer's and the rollout's towards the buffer: whoever resumes a killed run gets
+    what went on without it.
+
     Seconds are wall time; `seconds` from submission to the last response.
     """
 
+    name: str
     resumed: int
     rollout: Rollout | None = None
     error: SeerError | None = None
@@ -110,7 +116,8 @@ def perform(job: Job) -> int:
     tokenizer = tokenizer_of(job.model)
     lines = read_prompts(job.prompts, tokenizer)
     longest = check_fit(lines, job.sampling.max_tokens, facts)
-    with contextlib.closing(Journal.open(job.out, _run_of(job, lines), resume=job.resume)) as journal:
+    run_of_job = _run_of(job, lines)
+    with contextlib.closing(Journal.open(job.out, run_of_job, resume=job.resume)) as journal:
         prompts = [
             Prompt(p.id, token_ids=p.token_ids, metadata=p.metadata)
             for p in (line.prompt for line in lines)
@@ -118,7 +125,7 @@ def perform(job: Job) -> int:
         ]
         if journal.done:
             _say(f"resuming: {len(journal.done)} of {len(lines)} prompts are done")
-        outcome = Outcome(len(journal.done))
+        outcome = Outcome(_name_of(job, run_of_job), len(journal.done))
         try:
             if prompts and embedded:
                 config = _with_length(job.config, longest + job.sampling.max_tokens + SLACK_TOKENS, facts)
@@ -143,6 +150,11 @@ def _run_of(job: Job, lines: Sequence[PromptLine]) -> dict[str, str]:
         "rollout_number": str(job.rollout_number),
         **{name: str(value) for name, value in parameters.items()},
     }
+
+
+def _name_of(job: Job, run_of_job: Mapping[str, str]) -> str:
+    whose = [socket.gethostname(), str(job.out.absolute()), *run_of_job.items()]
+    return "rollout-" + hashlib.blake2b(msgspec.json.encode(whose), digest_size=12).hexdigest()
 
 
 def _with_length(config: Config, length: int, facts: ModelFacts) -> Config:
@@ -187,10 +199,17 @@ async def _roll(
     outcome: Outcome,
 ) -> None:
     loop = asyncio.get_running_loop()
-    async with RolloutClient(endpoint, tokenizer=tokenizer, connect_seconds=CONNECT_SECONDS) as client:
+    async with RolloutClient(
+        endpoint, name=outcome.name, tokenizer=tokenizer, connect_seconds=CONNECT_SECONDS
+    ) as client:
         started = loop.time()
         outcome.rollout = rollout = await client.submit(
-            prompts, n=job.n, sampling=job.sampling, seed=job.seed, rollout_number=job.rollout_number
+            prompts,
+            n=job.n,
+            sampling=job.sampling,
+            seed=job.seed,
+            rollout_number=job.rollout_number,
+            rollout_id=outcome.name,
         )
         with showing(len(prompts) * job.n) as rollout.on_progress:
             try:

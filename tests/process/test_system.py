@@ -21,6 +21,7 @@ from seer.common.config import Config, load
 from seer.launch import LocalSystem
 
 PROMPTS = 12
+MODEL = Path(__file__).parents[2] / "examples" / "countdown" / "model"
 SEER = (sys.executable, "-m", "seer.cli")
 QUICK = ("--backend", "replay", "--set", "engine.replay_mean_tokens=60", "--max-tokens", "200", "-n", "4")
 SLOW = ("--set", "engine.replay_step_seconds=0.02", "--chunk-size", "32")
@@ -237,6 +238,7 @@ def ports(folder: Path) -> list[str]:
 
 def test_up_serves_rollouts_until_it_is_told_to_drain(folder: Path, ports: list[str]) -> None:
     settings = [*ports, "--set", "engine.backend=replay", "--set", "engine.replay_mean_tokens=60"]
+    settings += ["--set", "engine.replay_step_seconds=0.01", "--set", "buffer.chunk_size=32"]
     with (folder / "up.log").open("wb") as log:
         up = subprocess.Popen(
             [*SEER, "up", "--instances", "2", *settings], stdout=subprocess.PIPE, stderr=log, text=True
@@ -263,23 +265,39 @@ def test_up_serves_rollouts_until_it_is_told_to_drain(folder: Path, ports: list[
         os.kill(children["dgds.toml"], signal.SIGSTOP)
         shown = subprocess.run([*SEER, "status", "--json", *connect], capture_output=True, check=False)
         assert shown.returncode == 1
-        seen = json.loads(shown.stdout)
-        assert {s["name"]: bool(s["error"]) for s in seen["services"]} == {
+        status = json.loads(shown.stdout)
+        assert {s["name"]: bool(s["error"]) for s in status["services"]} == {
             "buffer": False,
             "context": False,
             "dgds": True,
         }
-        assert {i["name"]: i["restarts"] for i in seen["buffer"]["instances"]} == {
+        assert {i["name"]: i["restarts"] for i in status["buffer"]["instances"]} == {
             "engine-0": 1,
             "engine-1": 0,
         }
         os.kill(children["dgds.toml"], signal.SIGCONT)
+        _kill_and_resume(folder, connect, seen[0])
         up.send_signal(signal.SIGTERM)
         assert up.wait(timeout=60) == 0
     finally:
         up.kill()
         up.wait()
     assert orphans(folder) == []
+
+
+def _kill_and_resume(
+    folder: Path, connect: tuple[str, ...], expected: list[tuple[str, int, list[int]]]
+) -> None:
+    """A rollout killed while the system goes on is resumed with what was done meanwhile."""
+    command_line = [*command(folder, *connect), "--model", str(MODEL)]
+    killed = subprocess.Popen(command_line, stderr=subprocess.DEVNULL)
+    journal = folder / "out.jsonl.journal"
+    wait_for(lambda: journal.exists() and len(journal.read_bytes().splitlines()) > 2)
+    killed.kill()
+    killed.wait()
+    (folder / "out.jsonl").unlink()
+    subprocess.run([*command_line, "--resume"], capture_output=True, timeout=120, check=True)
+    assert tokens_of(outputs(folder)) == expected
 
 
 class Buffer:
