@@ -62,7 +62,7 @@ class Machine:
     def __init__(self, estimator: Estimator = longest_finished) -> None:
         self._estimator = estimator
         self._groups: dict[str, _Group] = {}
-        self._dirty: set[str] = set()
+        self._dirty: dict[str, None] = {}  # in order: a run replays exactly
         self.ignored = 0
 
     def __len__(self) -> int:
@@ -76,19 +76,19 @@ class Machine:
             case Progressed():
                 self._progress(event)
             case Closed():
-                self._dirty.discard(event.group_id)
+                self._dirty.pop(event.group_id, None)
                 if self._groups.pop(event.group_id, None) is None:
                     self.ignored += 1
 
     def replace(self, events: Iterable[Event]) -> None:
         """Start over from a snapshot: the open groups and their requests' progress."""
-        self._groups, self._dirty = {}, set()
+        self._groups, self._dirty = {}, {}
         for event in events:
             self.handle(event)
         # Subscribers may hold anything: a restarted buffer forgot, others remember another life.
         for group_id, group in self._groups.items():
             group.told = None
-            self._dirty.add(group_id)
+            self._dirty[group_id] = None
 
     def changes(self) -> dict[str, float]:
         """Return the estimates that changed since the last call: group id -> tokens."""
@@ -126,7 +126,7 @@ class Machine:
         else:
             known = group.unfinished.get(event.index, 0)
             group.unfinished[event.index] = max(known, event.generated)
-        self._dirty.add(event.group_id)
+        self._dirty[event.group_id] = None
 
     def _estimate(self, group: _Group) -> float:
         return min(

@@ -54,6 +54,11 @@ class Expected:
 
         return cls({prompt.id: [answer(prompt, index) for index in range(n)] for prompt in prompts})
 
+    @property
+    def tokens(self) -> int:
+        """Tokens of all responses."""
+        return sum(len(tokens) for answers in self.answers.values() for tokens, _, _ in answers)
+
     def changed(self, prompt_id: str, got: Sequence[Answer]) -> int:
         """Count the responses to a prompt that differ from the undisturbed ones."""
         expected = self.answers[prompt_id]

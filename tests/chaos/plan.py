@@ -64,7 +64,7 @@ def draw(seed: int) -> Plan:
         chunk_size=rand.choice((1, 4, 8, 16, 100)),
         policy=rand.choice(("divided", "divided", "divided", "migrate", "static")),
         kv_blocks=rand.choice((3, 4, 6, 100)),
-        step_seconds=rand.choice((0.02, 0.1)),
+        step_seconds=rand.choice((0.05, 0.1)),
         silence_seconds=rand.choice((4.0, 20.0)),
         ttl_seconds=rand.choice((1.0, 4.0)),
         engine_delay=rand.choice((0.0, 0.0, 0.0, 2.0)),
@@ -79,7 +79,9 @@ def _fault(rand: random.Random, engines: int) -> Fault:
         target = f"e{rand.randrange(engines)}"
     seconds = rand.uniform(0.01, 2.0)
     if what in ("stop", "part") and rand.random() < 0.3:
-        seconds = rand.uniform(4.0, 24.0)  # past heartbeats, silence and idle Hellos
+        seconds = rand.uniform(4.0, 24.0)  # past heartbeats, silence and repeated Hellos
+    elif what == "noise":
+        seconds = rand.uniform(0.5, 4.0)
     return Fault(rand.uniform(0.0, BURST_SECONDS), kind, target, seconds)
 
 

@@ -38,7 +38,9 @@ READY_SECONDS = 300.0
 BOUND_SECONDS = 120.0
 """Longest time from a rollout's last fault to its end; generous, since machines that run tests are busy."""
 
-LEAVE_SECONDS = 20.0
+LEAVE_SECONDS = 30.0
+"""Longest orderly end; the buffer's includes `result_ttl_seconds` for groups of killed trainers."""
+
 WATCH_SECONDS = 0.01
 LONG_STOPS = 0.15
 """Share of the faults that are long, where long ones are wanted."""
@@ -85,7 +87,7 @@ class System:
         self.config = Config(
             shared=SharedConfig(model=str(model or "")),
             endpoints=Endpoints(**names),
-            buffer=BufferConfig(chunk_size=16, engine_silence_seconds=4.0),
+            buffer=BufferConfig(chunk_size=16, engine_silence_seconds=4.0, result_ttl_seconds=8.0),
             engine=engine,
         )
         self._slots: dict[str, _Slot] = {}
@@ -107,8 +109,9 @@ class System:
         for keeper in self._keepers:
             keeper.cancel()
         await asyncio.gather(*self._keepers, return_exceptions=True)
-        for engines in (True, False):  # engines first: they say goodbye
-            slots = [slot for slot in self._slots.values() if (slot.service == "engine") == engines]
+        # The buffer first, with engines for what a killed trainer left unfinished.
+        for services in (("buffer",), ("engine",), ("context", "dgds")):
+            slots = [slot for slot in self._slots.values() if slot.service in services]
             children = [slot.child for slot in slots if slot.child]
             for child in children:
                 child.terminate()
