@@ -45,6 +45,9 @@ WATCH_SECONDS = 0.01
 LONG_STOPS = 0.15
 """Share of the faults that are long, where long ones are wanted."""
 
+OF_VLLM = ("vllm_dist_", "torchinductor_")
+"""Temporary folders that vLLM and torch cannot remove when they are killed."""
+
 MAX_FILES = 150
 """Open files of a process; a connection or a pipe that leaks with each fault gets there soon."""
 
@@ -127,7 +130,8 @@ class System:
         ours = {f"{name}.{kind}" for name in self._slots for kind in ("toml", "log")}
         ours |= {"tmp", "job.json", "trainer.log"}
         left += [path.name for path in self.folder.iterdir() if path.name not in ours]
-        left += [f"tmp/{path.name}" for path in (self.folder / "tmp").iterdir()]
+        temporary = [path.name for path in (self.folder / "tmp").iterdir()]
+        left += [f"tmp/{name}" for name in temporary if not name.startswith(OF_VLLM)]
         if not left:
             shutil.rmtree(self.folder)
         return left
