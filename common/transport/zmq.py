@@ -1,8 +1,9 @@
 """The ZeroMQ transport, over TCP and IPC.
 
 Invariants beyond `base`:
-- a peer that vanishes is noticed by ZMTP heartbeats, which the IO thread answers while Python is
-  busy: within `HEARTBEAT_TIMEOUT_MS` it is unknown to a ROUTER, and sends to it are `Unreachable`;
+- a peer whose host vanishes is noticed by TCP itself, whatever Python does: within about
+  `GONE_SECONDS` it is unknown to a ROUTER, and sends to it are `Unreachable`; one that merely stands
+  still is for those above to notice, by its silence;
 - a connection with a known identity replaces the older one;
 - an address in use is a `ConfigError`, for IPC too, where ZeroMQ itself would take it over;
 - an orderly end leaves no IPC socket file behind.
@@ -26,11 +27,15 @@ from seer.common.errors import ConfigError, Unreachable
 from seer.common.transport.base import FAIR_EVERY, SEND_SECONDS, Frame
 from seer.common.wire.codec import Limits
 
-HEARTBEAT_MS = 2_000
-"""Interval of pings on an idle connection."""
+GONE_SECONDS = 10
+"""A host that acknowledges nothing for this long is gone: sent data, or probes of an idle connection.
 
-HEARTBEAT_TIMEOUT_MS = 10_000
-"""A peer silent for this long is gone; generous, since all cores may be busy with inference."""
+Not by ZMTP heartbeats: libzmq 4.3.5 aborts the whole process when one is due on a connection that
+broke while its full queue was not read (`!_io_error`), which any peer can bring about.
+"""
+
+PROBE_SECONDS = 2
+"""Interval of probes of an idle connection, after `GONE_SECONDS` / 2 of silence."""
 
 LINGER_MS = 1_000
 """Last messages (`Goodbye`, `Refused`) get this long to leave when a socket is closed."""
@@ -190,12 +195,14 @@ class ZmqTransport:
             (zmq.SNDHWM, bound),
             (zmq.RCVHWM, bound),
             (zmq.LINGER, LINGER_MS),
-            (zmq.HEARTBEAT_IVL, HEARTBEAT_MS),
-            (zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_TIMEOUT_MS),
-            (zmq.HEARTBEAT_TTL, HEARTBEAT_TIMEOUT_MS),
+            (zmq.TCP_KEEPALIVE, 1),
+            (zmq.TCP_KEEPALIVE_IDLE, GONE_SECONDS // 2),
+            (zmq.TCP_KEEPALIVE_INTVL, PROBE_SECONDS),
+            (zmq.TCP_KEEPALIVE_CNT, GONE_SECONDS // 2 // PROBE_SECONDS),
+            (zmq.TCP_MAXRT, GONE_SECONDS * 1000),
             (zmq.RECONNECT_IVL, RECONNECT_MS[0]),
             (zmq.RECONNECT_IVL_MAX, RECONNECT_MS[1]),
-            (zmq.CONNECT_TIMEOUT, HEARTBEAT_TIMEOUT_MS),
+            (zmq.CONNECT_TIMEOUT, GONE_SECONDS * 1000),
             (zmq.MAXMSGSIZE, self._limits.max_frame_bytes),
             (zmq.IPV6, int("[" in endpoint or "[" in self._bind_host)),
         ):

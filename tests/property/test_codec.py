@@ -9,7 +9,7 @@ from msgspec import inspect
 
 from seer.common.errors import WireError
 from seer.common.wire import messages
-from seer.common.wire.codec import Decoder, encode
+from seer.common.wire.codec import Decoder, Limits, encode
 
 UNIONS = {
     name: union
@@ -135,3 +135,39 @@ def test_mutated_messages_raise_nothing_but_wire_errors(message, data):
             case "swap":
                 frames.reverse()
     refused_or_decoded([bytes(frame) for frame in frames])
+
+
+@examples(100)
+@given(ANY_MESSAGE)
+def test_what_is_cut_short_or_too_large_is_refused_by_every_union(message):
+    header, *arrays = [bytes(frame) for frame in encode(message)]
+    small = Limits(max_header_bytes=len(header) - 1, max_frames=len(arrays) + 1)
+    few = Limits(max_frames=len(arrays) + 1)
+    for union in UNIONS.values():
+        for length in range(len(header)):
+            refused(Decoder(union), [header[:length], *arrays])
+        refused(Decoder(union, small), [header, *arrays])
+        refused(Decoder(union, few), [header, *arrays, b""])
+        if arrays:
+            refused(Decoder(union), [header, *arrays[:-1]])
+
+
+def refused(decoder, frames):
+    with pytest.raises(WireError) as info:
+        decoder.decode(frames)
+    assert len(str(info.value)) < 300
+
+
+LONG = "x" * 10**6
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"type": LONG},
+        {"type": "Submit", "sampling": {"logprobs": LONG}},
+        {"type": "Submit", "sampling": {LONG: 1}},
+    ],
+)
+def test_what_is_quoted_of_a_message_is_short(fields):
+    refused(Decoder(messages.TrainerToBuffer), [msgspec.msgpack.encode(fields)])

@@ -1,0 +1,207 @@
+"""Messages that no honest peer sends, made from the types of the honest ones, by seed.
+
+Headers are plain maps, so that anything can stand anywhere. Left out is what an open network cannot
+tell from the truth: a later life of a real peer, an engine that can hold work and lies about it, and
+news about the weights.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import msgspec
+from msgspec import inspect
+
+from seer.common.channel import Identity
+from seer.common.wire import messages as m
+from seer.common.wire.version import MAJOR
+
+Frames = list[bytes]
+
+UNIONS: dict[str, Any] = {
+    "trainers": m.TrainerToBuffer,
+    "engines": m.EngineToBuffer,
+    "event_snapshots": m.SnapshotAsked,
+    "estimate_snapshots": m.SnapshotAsked,
+    "dgds": m.EngineToDgds,
+}
+"""What each ROUTER takes."""
+
+MUTE = {"trainers": m.StatusRequest, "engines": m.EngineStatus, "dgds": m.Fetch}
+"""What makes a server answer; elsewhere a `SnapshotRequest` does."""
+
+INTS = (0, 1, -1, 2, 7, 63, 64, 100, 2**16, 2**31 - 1, 2**31, 2**63 - 1, -(2**63), 2**64 - 1)
+FLOATS = (0.0, 1.0, -1.0, 0.5, 1e308, float("nan"), float("inf"), float("-inf"))
+TRUE = ("UpdateWeights",)
+"""Types that an open network cannot tell from the truth."""
+
+JUNK = (None, True, "x", b"\xff", [], {}, [[]], 1.5, -1)
+NOWHERE = {"kv_blocks": 1, "block_size": 1, "max_num_seqs": 1, "max_model_len": 1}
+"""A capacity that holds no request, whatever one byte of it becomes."""
+
+
+class Maker:
+    """`known` are ids of real groups, requests and names; grows while they come to be."""
+
+    def __init__(self, rng: random.Random, known: Sequence[str]) -> None:
+        self.rng = rng
+        self.known = known
+        every = [cls for union in UNIONS.values() for cls in _members(union)]
+        self.harmless = [cls for cls in every if cls is not m.Register]  # whatever bit flips
+        self.history: list[Frames] = []
+
+    # --- single messages -----------------------------------------------------------------
+
+    def hello(self, who: Identity, **changes: object) -> Frames:
+        """Return a Hello, correct but for `changes`."""
+        fields = msgspec.structs.asdict(who.hello()) | changes
+        return [msgspec.msgpack.encode({"type": "Hello", **fields})]
+
+    def bad_hello(self, who: Identity) -> Frames:
+        """Return a Hello of another version, another configuration, another's name, or nonsense."""
+        changes: tuple[dict[str, object], ...] = (
+            {"major": MAJOR + 1}, {"major": -1}, {"config_hash": "f" * self.rng.choice((16, 5000))},
+            {"schema_hash": "s" * 5000}, {"name": "background"}, {"name": "e0"}, {"name": "n" * 513},
+            {"incarnation": self.rng.choice(INTS)}, {"sent": self.rng.choice(INTS)}, {"role": "engine"},
+        )  # fmt: skip
+        return self.hello(who, **self.rng.choice(changes))
+
+    def message(self, cls: type[m.Message]) -> Frames:
+        """Return a message of this type with hostile values."""
+        frames = [b""]
+        header = self._struct(_info(cls), frames)
+        if cls is m.Register:
+            bad = {self.rng.choice(tuple(NOWHERE)): self.rng.choice((0, -1, 2**31, 2**64 - 1))}
+            header |= {"weight_version": 0, "weights_digest": "", "weights_source": ""}
+            header["capacity"] = NOWHERE | (bad if self.rng.random() < 0.5 else {})
+        frames[0] = msgspec.msgpack.encode({"type": cls.__name__, **header})
+        return frames
+
+    def sound(self, socket: str) -> Frames:
+        """Return a message that the socket's server acts upon."""
+        rng = self.rng
+        ids = [rng.choice(self.known) for _ in range(rng.randrange(1, 4))]
+        count = rng.randrange(1, 5)
+        tokens = b"".join(rng.randrange(100).to_bytes(4, "little") for _ in range(count))
+        ref, logprobs = [1, "i4"], [2, "f4"]
+        attempt = rng.choice((0, 1, 2, rng.choice(INTS)))
+        result = [ids[0], attempt, count, rng.choice(("", "stop", "x")), "", 0, 0]
+        submit = {
+            "rollout_id": f"f{rng.random()}", "rollout_number": 0, "seed": 0, "n": 1,
+            "sampling": {"max_tokens": 2}, "prompt_ids": ["p"], "lengths": [count], "tokens": ref,
+        }  # fmt: skip
+        some: dict[str, list[tuple[str, dict[str, object], Frames]]] = {
+            "trainers": [
+                ("Submit", submit, [tokens]),
+                ("Cancel", {"rollout_id": ids[0].partition("/")[0], "prompt_ids": []}, []),
+                ("Acknowledge", {"rollout_id": ids[0].partition("/")[0], "prompt_ids": ["p0", "p1"]}, []),
+            ],
+            "engines": [
+                ("EngineStatus", {"stats": {}}, []),
+                ("ChunkFailed", {"request_id": ids[0], "attempt": attempt, "code": "", "message": "", "fatal": True}, []),
+                ("ChunksDone", {"weight_version": 0, "results": [result], "tokens": ref, "logprobs": logprobs},
+                 [tokens, tokens]),
+            ],
+            "dgds": [
+                ("AppendBatch", {"appends": [[ids[0], 0, attempt, 0, count]], "tokens": ref}, [tokens]),
+                ("RegisterGroups", {"group_ids": ids, "ttl_seconds": 5.0}, []),
+                ("Fetch", {"groups": [[ids[0], {0: [rng.choice(INTS), rng.choice(INTS)]}]]}, []),
+            ],
+        }  # fmt: skip
+        tag, fields, arrays = rng.choice(some.get(socket, [("SnapshotRequest", {}, [])]))
+        return [msgspec.msgpack.encode({"type": tag, **fields}), *arrays]
+
+    # --- what can be done to them ----------------------------------------------------------
+
+    def made(self, kind: str, socket: str, who: Identity) -> Frames:
+        """Return one message of a kind for a socket."""
+        frames = self._made(kind, socket, who)
+        if len(frames) < 8 and sum(map(len, frames)) < 10_000:
+            keep = self.rng.randrange(2000)
+            self.history[keep : keep + 1] = [frames]
+        return frames
+
+    def _made(self, kind: str, socket: str, who: Identity) -> Frames:
+        rng = self.rng
+        match kind:
+            case "random":
+                return [rng.randbytes(rng.randrange(200)) for _ in range(rng.randrange(1, 5))]
+            case "hostile":
+                return self.message(rng.choice(_members(UNIONS[socket])))
+            case "wrong union":
+                return self.sound(rng.choice(tuple(UNIONS)))
+            case "replayed" if self.history:
+                return rng.choice(self.history)
+            case "bad hello":
+                return self.bad_hello(who)
+            case "oversized":
+                return rng.choice(([bytes(2**24 + 1)], [b"x"] * 65, [b""] * 1000, [b"x", bytes(2**24)]))
+        frames = self.message(rng.choice(self.harmless)) if rng.random() < 0.5 else self.sound(socket)
+        place = rng.randrange(len(frames))
+        frame = bytearray(frames[place])
+        if kind == "truncated":
+            del frame[rng.randrange(len(frame) + 1) :]
+        elif kind == "flipped":
+            for _ in range(rng.randrange(1, 4)):
+                if frame:
+                    frame[rng.randrange(len(frame))] ^= 1 << rng.randrange(8)
+        frames[place] = bytes(frame)
+        if rng.random() < 0.1:
+            rng.shuffle(frames)
+        return frames[: rng.randrange(1, len(frames) + 1)] if rng.random() < 0.1 else frames
+
+    # --- values ----------------------------------------------------------------------------
+
+    def _struct(self, info: Any, frames: Frames) -> dict[str, Any]:
+        fields = {}
+        for field in info.fields:
+            chance = self.rng.random()
+            if chance > 0.02:
+                fields[field.name] = (
+                    self.rng.choice(JUNK) if chance > 0.98 else self._value(field.type, frames)
+                )
+        return fields
+
+    def _value(self, kind: Any, frames: Frames) -> Any:
+        rng = self.rng
+        few = range(rng.choice((0, 1, 1, 2, 3)))
+        match kind:
+            case inspect.BoolType():
+                return rng.random() < 0.5
+            case inspect.IntType():
+                return rng.choice(INTS)
+            case inspect.FloatType():
+                return rng.choice(FLOATS)
+            case inspect.StrType():
+                return rng.choice((rng.choice(self.known), "", "/", "#", "a/b#1", "é" * 300, "x" * 600))
+            case inspect.LiteralType(values=choices):
+                return rng.choice((*choices, "nonsense"))
+            case inspect.ListType(item_type=item) | inspect.VarTupleType(item_type=item):
+                return [self._value(item, frames) for _ in few]
+            case inspect.TupleType(item_types=items):
+                return [self._value(item, frames) for item in items]
+            case inspect.DictType(key_type=key, value_type=value):
+                return {self._value(key, frames): self._value(value, frames) for _ in few}
+            case inspect.StructType(array_like=array_like) as inner:
+                fields = self._struct(_info(inner.cls), frames)
+                return list(fields.values()) if array_like else fields
+            case inspect.CustomType():
+                return self._array(frames)
+        raise AssertionError(f"no values for {kind}")
+
+    def _array(self, frames: Frames) -> Any:
+        frames.append(self.rng.randbytes(self.rng.choice((0, 4, 8, 64, 5))))
+        index = len(frames) - (self.rng.random() > 0.02)
+        return [index, self.rng.choice(("i4", "i4", "i4", "f4", "f4", "f8", "O"))]
+
+
+def _members(union: Any) -> list[type[m.Message]]:
+    return [cls for cls in getattr(union, "__args__", (union,)) if cls.__name__ not in TRUE]
+
+
+@cache
+def _info(cls: type) -> Any:
+    return inspect.type_info(cls)
