@@ -144,7 +144,12 @@ class BufferServer:
             await self._drained.wait()
             for task in serving:
                 task.cancel()
-        self._log.info("served", trainers=self._trainer_hub.counters, engines=self._engine_hub.counters)
+        counters = {
+            "trainers": self._trainer_hub.counters,
+            "engines": self._engine_hub.counters,
+            "events": self._events.counters,
+        }
+        self._log.info("served", **counters)
 
     def drain(self) -> None:
         """Take no more submissions; `run` returns once everything accepted is acknowledged."""
@@ -161,6 +166,10 @@ class BufferServer:
             name = self._trainers.name(address)
             if name is None:
                 self._trainer_hub.dismiss(address)
+                continue
+            if self._trainers.at(name) != address and not isinstance(message, m.Hello | m.Goodbye):
+                later = f"a later life of trainer {name} is connected: give each client a name of its own"
+                await self._trainer_hub.reply(address, m.Refused(code=RequestRefused.code, message=later))
                 continue
             match message:
                 case m.Submit():
@@ -265,7 +274,7 @@ class BufferServer:
             case m.Register():
                 self._register(name, address, message)
             case m.ChunksDone():
-                self._chunks_done(name, message)
+                self._chunks_done(name, address, message)
             case m.ChunkFailed():
                 self._chunk_failed(name, message)
             case m.EngineStatus():
@@ -297,13 +306,17 @@ class BufferServer:
     def _chunk_failed(self, name: str, failed: m.ChunkFailed) -> None:
         request = self.machine.requests.get(failed.request_id)
         if request is not None and (request.instance, request.attempt) == (name, failed.attempt):
-            self._log.warning("chunk failed", engine=name, request=failed.request_id, why=failed.message)
+            # A fatal one is the request's own fault, and its trainer's to hear.
+            log = self._log.info if failed.fatal else self._log.warning
+            log("chunk failed", engine=name, request=failed.request_id, why=failed.message)
         self._handle(e.ChunkRejected(name, failed.request_id, failed.attempt, failed.fatal, failed.message))
 
-    def _chunks_done(self, engine: str, done: m.ChunksDone) -> None:
+    def _chunks_done(self, engine: str, address: bytes, done: m.ChunksDone) -> None:
         counts = [result.count for result in done.results]
         if min(counts, default=0) < 0 or not sum(counts) == len(done.tokens) == len(done.logprobs):
-            self._engine_gone(engine, "sent counts that do not match its arrays")
+            fix = f"must add up to the {len(done.tokens)} tokens and {len(done.logprobs)} logprobs sent"
+            self._engine_hub.refuse(address, InvalidField("results", counts, fix))
+            self._handle(e.EngineLeft(engine))
             return
         start = 0
         for result in done.results:
