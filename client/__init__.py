@@ -15,9 +15,10 @@ from seer.common.errors import (
     RolloutFailed,
     SeerError,
     Unreachable,
+    WeightsRefused,
 )
 from seer.common.types import SamplingParams
-from seer.common.wire.messages import Progress, Status
+from seer.common.wire.messages import Progress, Status, WeightsLive
 
 __all__ = [
     "BufferLost",
@@ -38,4 +39,6 @@ __all__ = [
     "SyncRollout",
     "SyncRolloutClient",
     "Unreachable",
+    "WeightsLive",
+    "WeightsRefused",
 ]

@@ -25,6 +25,7 @@ from typing import Self
 from seer.client.prompts import Prompt, check_request, check_rollout_id, prepare
 from seer.client.rollout import BufferLost, Rollout, submissions
 from seer.client.text import Tokenizer, load_tokenizer
+from seer.client.weights import InFlight, Update
 from seer.common.channel import Channel, Identity, error_of
 from seer.common.clock import LoopClock
 from seer.common.errors import (
@@ -41,7 +42,6 @@ from seer.common.transport.base import Transport
 from seer.common.transport.zmq import ZmqTransport
 from seer.common.types import SamplingParams
 from seer.common.wire.messages import (
-    Accepted,
     Acknowledge,
     BufferToTrainer,
     Cancel,
@@ -53,6 +53,8 @@ from seer.common.wire.messages import (
     StatusRequest,
     Tokens,
     TrainerToBuffer,
+    WeightsFailed,
+    WeightsLive,
     Welcome,
 )
 
@@ -98,6 +100,8 @@ class RolloutClient:
         self._heard = 0.0
         self._wake = asyncio.Event()
         self._status_waiters: list[asyncio.Future[Status]] = []
+        self._update: Update | None = None
+        self.weight_version = -1
 
     async def __aenter__(self) -> Self:
         self._transport = self._given_transport or ZmqTransport()
@@ -167,6 +171,7 @@ class RolloutClient:
         if rollout_id in self._active:
             raise InvalidField("rollout_id", rollout_id, "is under way here; await it, or give another")
         rollout = Rollout(rollout_id, number, seed, n, sampling, prepared, self._cancel)
+        rollout.weight_version = self.weight_version
         self._next_number = number + 1
         now = asyncio.get_running_loop().time()
         self._heard = self._heard if self._active else now
@@ -181,6 +186,38 @@ class RolloutClient:
         finally:
             self._wake.set()
         return rollout
+
+    async def update_weights(
+        self,
+        version: int,
+        source: str | Path,
+        *,
+        digest: str = "",
+        in_flight: InFlight = "finish",
+        timeout_seconds: float = 3600.0,
+    ) -> WeightsLive:
+        """Bring every engine to the weights in folder `source`, which all nodes see.
+
+        They are checked everywhere before any engine loads them: on `WeightsRefused` nothing changed,
+        and it names instance and reason. `in_flight`: what becomes of unfinished requests of any
+        trainer. Later submissions of this client run with this version or not at all. Engines in
+        `quarantined` failed to load and get no work. Raises `Unreachable` after `timeout_seconds`.
+        """
+        self._check_open()
+        if self._update is not None:
+            asked = self._update.asked.version
+            raise InvalidField("version", version, f"await the update to version {asked} first")
+        self._update = update = Update(version, source, digest, in_flight)
+        try:
+            async with asyncio.timeout(timeout_seconds):
+                await self._channel.send(update.asked)
+                live = await update.outcome()
+        except TimeoutError as error:
+            raise Unreachable(f"{self.endpoint}: no weights within {timeout_seconds:g} s") from error
+        finally:
+            self._update = None
+        self.weight_version = version
+        return live
 
     async def status(self, timeout_seconds: float = 10.0) -> Status:
         """Ask the buffer how it is. Raises `Unreachable` when no answer comes in time."""
@@ -213,6 +250,8 @@ class RolloutClient:
         for rollout in self._active.values():
             rollout.fail(rollout.unfinished, cls, why if error else "the client was closed")
         self._active.clear()
+        if self._update is not None:
+            self._update.fail(Unreachable(f"{self.endpoint}: {why if error else 'the client was closed'}"))
 
     async def _receive(self) -> None:
         while True:
@@ -230,14 +269,19 @@ class RolloutClient:
                 case Refused():
                     self._refused(message)
                 case Status():
-                    for waiter in self._status_waiters:
-                        if not waiter.done():
-                            waiter.set_result(message)
+                    self._answer_status(message)
                 case Welcome():
                     self._resubmit = True
                     self._wake.set()
-                case Accepted():
+                case WeightsLive() | WeightsFailed() if self._update is not None:
+                    self._update.answer(message)
+                case _:
                     pass
+
+    def _answer_status(self, status: Status) -> None:
+        for waiter in self._status_waiters:
+            if not waiter.done():
+                waiter.set_result(status)
 
     async def _tend(self) -> None:
         loop = asyncio.get_running_loop()
@@ -258,9 +302,10 @@ class RolloutClient:
             await self._send_again()
             await self._expire(loop.time())
             quiet = loop.time() - self._heard
+            waiting = self._active or self._update
             if self._active and quiet > self._silence_seconds:
                 self._give_up(f"{self.endpoint}: the buffer said nothing for {quiet:.0f} s")
-            elif self._active and min(quiet, loop.time() - pinged) >= ping:
+            elif waiting and min(quiet, loop.time() - pinged) >= ping:
                 pinged = loop.time()
                 await self._channel.send(StatusRequest())
 
@@ -275,6 +320,8 @@ class RolloutClient:
         if not self._resubmit:
             return
         self._resubmit = False
+        if self._update is not None:
+            await self._channel.send(self._update.asked)
         for rollout in list(self._active.values()):
             await self._send_prompts(rollout)
 

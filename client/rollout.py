@@ -61,6 +61,7 @@ class Group:
     prompt_token_ids: Tokens
     metadata: Mapping[str, object]
     weight_version: int
+    weights_digest: str
     responses: tuple[Response, ...]
     chunks: int
     migrations: int
@@ -71,7 +72,8 @@ class Rollout:
     """Iterate over groups as they finish, or `in_order()`; or await `result()`.
 
     `on_progress` is called in the client's loop with every `Progress`; it must not raise.
-    `finish_times` are seconds since submission, one per finished request.
+    `finish_times` are seconds since submission, one per finished request. `weight_version` is what
+    the trainer asked for, -1 for whatever is live.
     """
 
     def __init__(
@@ -90,6 +92,7 @@ class Rollout:
         self.n = n
         self.sampling = sampling
         self.prompts = prompts
+        self.weight_version = -1
         self.progress: Progress | None = None
         self.on_progress: Callable[[Progress], None] | None = None
         self.finish_times: list[float] = []
@@ -186,6 +189,7 @@ class Rollout:
             prompt_token_ids=prompt.token_ids,
             metadata=prompt.metadata,
             weight_version=message.weight_version,
+            weights_digest=message.weights_digest,
             responses=tuple(_responses(message, tokenizer, self.sampling.stop)),
             chunks=message.chunks,
             migrations=message.migrations,
@@ -231,6 +235,7 @@ def submissions(rollout: Rollout) -> Iterator[Submit]:
             prompt_ids=[prompt.id for prompt in batch],
             lengths=[prompt.token_ids.size for prompt in batch],
             tokens=np.concatenate([prompt.token_ids for prompt in batch]),
+            weight_version=rollout.weight_version,
         )
 
 

@@ -18,9 +18,10 @@ from seer.client.client import RolloutClient
 from seer.client.prompts import Prompt
 from seer.client.rollout import Group, Rollout
 from seer.client.text import Tokenizer
+from seer.client.weights import InFlight
 from seer.common.errors import RequestRefused
 from seer.common.types import SamplingParams
-from seer.common.wire.messages import Progress, Status, Tokens
+from seer.common.wire.messages import Progress, Status, Tokens, WeightsLive
 
 T = TypeVar("T")
 
@@ -175,6 +176,22 @@ class SyncRolloutClient:
             )
         )
         return SyncRollout(rollout, thread)
+
+    def update_weights(
+        self,
+        version: int,
+        source: str | Path,
+        *,
+        digest: str = "",
+        in_flight: InFlight = "finish",
+        timeout_seconds: float = 3600.0,
+    ) -> WeightsLive:
+        """See `RolloutClient.update_weights`."""
+        return self._running().call(
+            self._client.update_weights(
+                version, source, digest=digest, in_flight=in_flight, timeout_seconds=timeout_seconds
+            )
+        )
 
     def status(self, timeout_seconds: float = 10.0) -> Status:
         """See `RolloutClient.status`."""

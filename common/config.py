@@ -72,6 +72,8 @@ class BufferConfig(_Section, frozen=True):
     """A request whose chunk was lost this often in a row is failed, not retried for ever."""
     result_ttl_seconds: float = 3600.0
     """How long a finished group waits for its trainer's acknowledgement."""
+    update_seconds: float = 3600.0
+    """Deadline of each phase of a weight update: checking, finishing what runs, loading."""
     result_bytes: int = 8 * 2**30
     """Bound on finished groups that wait; past it the oldest is forgotten, and made again if asked for."""
 

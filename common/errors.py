@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 
 class SeerError(Exception):
     """Base of every error that Seer raises on purpose."""
@@ -87,11 +89,22 @@ class DeadlineExceeded(RequestRefused):
     code = "deadline"
 
 
+class WeightsRefused(SeerError):  # noqa: N818 - reads as what it says at the call site
+    """A weight update that changed nothing. `reasons` by instance; the empty name is the update itself."""
+
+    code = "weights"
+
+    def __init__(self, version: int, reasons: Mapping[str, str]) -> None:
+        told = "; ".join(f"{name}: {why}" if name else why for name, why in reasons.items())
+        super().__init__(f"weight version {version}: {told}")
+        self.reasons = dict(reasons)
+
+
 def error_class(code: str) -> type[SeerError]:
     """Return the error class whose `code` this is (`SeerError` for an unknown one)."""
     pending = [SeerError]
     while pending:
-        cls = pending.pop()
+        cls = pending.pop(0)  # the shallowest first: a subclass may share a code
         if cls.code == code:
             return cls
         pending.extend(cls.__subclasses__())

@@ -15,7 +15,7 @@ Arrays (`Tokens` and `Logprobs` fields) travel as frames of their own after the 
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 import numpy as np
@@ -101,7 +101,8 @@ class Submit(Message, tag=True):
     """A batch of prompts of one rollout. `tokens` is flat over prompts, split by `lengths`.
 
     A rollout may be submitted in several messages; `prompt_ids` must be unique over all of them.
-    Resubmitting a known prompt id with equal content is harmless: it is answered again.
+    Resubmitting a known prompt id with equal content is harmless: it is answered again. It waits
+    for weights of `weight_version`, and is refused when they are past; -1: whatever is live.
     """
 
     rollout_id: ShortStr
@@ -112,6 +113,7 @@ class Submit(Message, tag=True):
     prompt_ids: list[ShortStr]
     lengths: list[int]
     tokens: Tokens
+    weight_version: int = -1
 
 
 class Accepted(Message, tag=True):
@@ -157,6 +159,7 @@ class GroupDone(Message, tag=True):
     chunks: int = 0
     migrations: int = 0
     preemptions: int = 0
+    weights_digest: ShortStr = ""
 
 
 class Progress(Message, tag=True):
@@ -179,6 +182,33 @@ class Progress(Message, tag=True):
     finish_times: list[float] = []
 
 
+class UpdateWeights(Message, tag=True):
+    """Bring all engines to the weights in folder `source`, which every node sees.
+
+    `digest` is checked unless empty. `in_flight` says what becomes of unfinished requests.
+    """
+
+    version: Annotated[int, msgspec.Meta(ge=0)]
+    source: str
+    digest: ShortStr = ""
+    in_flight: Literal["finish", "abort", "error"] = "finish"
+
+
+class WeightsLive(Message, tag=True):
+    """The answer to `UpdateWeights`: they are live. `quarantined` instances have a reason each."""
+
+    version: int
+    digest: ShortStr
+    quarantined: dict[str, str] = {}
+
+
+class WeightsFailed(Message, tag=True):
+    """The other answer: nothing changed. Reasons by instance; the empty name is the update itself."""
+
+    version: int
+    reasons: dict[str, str]
+
+
 class InstanceStatus(Message, tag=True):
     """One registered instance as the buffer sees it; `restarts`: lives it had before this one."""
 
@@ -194,6 +224,8 @@ class InstanceStatus(Message, tag=True):
 class Status(Message, tag=True):
     """A buffer's state; answer to `StatusRequest`. Counters are totals since it started.
 
+    `quarantined` engines, which get no work, have a reason each.
+
     `services` are the other services' endpoints as the buffer's configuration has them.
     """
 
@@ -207,18 +239,56 @@ class Status(Message, tag=True):
     counters: dict[str, int] = {}
     uptime_seconds: float = 0.0
     services: dict[str, str] = {}
+    weight_version: int = 0
+    weights_digest: ShortStr = ""
+    quarantined: dict[str, str] = {}
 
 
 # --- engine <-> buffer -----------------------------------------------------------------------
 
 
 class Register(Message, tag=True):
-    """An engine is loaded and ready for work."""
+    """An engine is loaded and ready for work, with these weights.
+
+    `weights_source` is where an update had them from; empty: the model it was started with.
+    """
 
     capacity: Capacity
     weight_version: int
     vocab_size: int
     versions: dict[str, str] = {}
+    weights_digest: ShortStr = ""
+    weights_source: str = ""
+
+
+class PrepareWeights(Message, tag=True):
+    """Check the weights in a folder beside the live ones; answered by `WeightsPrepared`."""
+
+    version: int
+    source: str
+
+
+class LoadWeights(Message, tag=True):
+    """Load weights; answered by `WeightsLoaded`. Nothing runs meanwhile."""
+
+    version: int
+    digest: ShortStr
+    source: str
+
+
+class WeightsPrepared(Message, tag=True):
+    """What the weights digest to, or the `problem` with them."""
+
+    version: int
+    digest: ShortStr
+    problem: str = ""
+
+
+class WeightsLoaded(Message, tag=True):
+    """The weights are live in this engine; with a `problem`, none are that can be trusted."""
+
+    version: int
+    problem: str = ""
 
 
 class RunChunk(Message, tag=True):
@@ -425,10 +495,12 @@ class Deltas(Message, tag=True):
 
 # --- unions: one per socket direction --------------------------------------------------------
 
-TrainerToBuffer = Hello | Submit | Cancel | Acknowledge | StatusRequest | Goodbye
-BufferToTrainer = Welcome | Refused | Accepted | GroupDone | Progress | Status
-EngineToBuffer = Hello | Register | ChunksDone | ChunkFailed | EngineStatus | Goodbye
-BufferToEngine = Welcome | Refused | RunChunk | DropChunk | Ping | Drain
+TrainerToBuffer = Hello | Submit | Cancel | Acknowledge | StatusRequest | Goodbye | UpdateWeights
+BufferToTrainer = Welcome | Refused | Accepted | GroupDone | Progress | Status | WeightsLive | WeightsFailed
+EngineToBuffer = (
+    Hello | Register | ChunksDone | ChunkFailed | EngineStatus | Goodbye | WeightsPrepared | WeightsLoaded
+)
+BufferToEngine = Welcome | Refused | RunChunk | DropChunk | Ping | Drain | PrepareWeights | LoadWeights
 BufferPublished = GroupOpened | RequestProgress | GroupClosed
 ContextPublished = Estimates
 SnapshotAsked = Hello | SnapshotRequest

@@ -127,13 +127,17 @@ class GroupSpec:
 
 @dataclass(frozen=True, slots=True)
 class GroupsSubmitted:
-    """A trainer submitted prompts, n responses each. Known ones are accepted again."""
+    """A trainer submitted prompts, n responses each. Known ones are accepted again.
+
+    New ones wait until `weight_version` is live; -1: whatever is live will do.
+    """
 
     trainer: str
     rollout_id: str
     n: int
     max_tokens: int
     groups: list[GroupSpec]
+    weight_version: int = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,6 +189,27 @@ class EstimatesChanged:
 
 
 @dataclass(frozen=True, slots=True)
+class WeightsChanged:
+    """These weights are live from now on."""
+
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
+class SubmissionsHeld:
+    """From now on new groups are held back, or no longer."""
+
+    held: bool
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutsAborted:
+    """Every unfinished group ends here."""
+
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
 class Tick:
     """Time passed; deadlines are looked at."""
 
@@ -199,6 +224,9 @@ Event = (
     | ChunkEnded
     | ChunkRejected
     | EstimatesChanged
+    | WeightsChanged
+    | SubmissionsHeld
+    | RolloutsAborted
     | Tick
 )
 

@@ -9,6 +9,8 @@ Invariants (tests/invariants.py asserts them after every event):
   dropped attempts change nothing, so every output token is kept exactly once;
 - an instance's books are the sums over the chunks running there; with an admission policy they
   never pass its capacity;
+- a group is opened, run and finished under one weight version; while submissions are held, none is
+  opened;
 - a group is delivered when all its requests finished, refused with a reason otherwise, and is
   remembered until it is acknowledged, its time to live is over, or finished groups hold more
   tokens than the limit, the oldest first. One that is forgotten and asked for again is made again.
@@ -47,8 +49,11 @@ from seer.services.buffer.events import (
     Refuse,
     RequestState,
     RolloutCancelled,
+    RolloutsAborted,
     RolloutState,
+    SubmissionsHeld,
     Tick,
+    WeightsChanged,
 )
 from seer.services.buffer.queue import WaitingQueue
 
@@ -77,6 +82,8 @@ class Machine:
         self.parked: set[str] = set()
         self._finished: dict[str, GroupState] = {}  # in the order in which they finished
         self._finished_tokens = 0
+        self.weight_version = 0
+        self._held = False
         self._unchecked: list[tuple[float, GroupsSubmitted]] = []
         self._no_engine_since: float | None = 0.0
         self._queued = 0
@@ -95,38 +102,48 @@ class Machine:
                 self._chunk_ended(event, now, out)
             case EngineReported():
                 self._engine_reported(event, now)
-            case GroupsSubmitted():
-                self._submitted(event, now, out)
-            case EstimatesChanged():
-                self._estimates_changed(event)
-            case GroupsAcknowledged():
-                for prompt_id in event.prompt_ids:
-                    self._acknowledged(ids.group_id(event.rollout_id, prompt_id), out)
-            case RolloutCancelled():
-                self._cancelled(event, out)
             case ChunkRejected():
                 self._chunk_rejected(event, now, out)
             case EngineJoined():
                 self._engine_joined(event, now, out)
             case EngineLeft():
                 self._engine_left(event.instance, now, out)
+            case EstimatesChanged():
+                self._estimates_changed(event)
             case Tick():
                 self._tick(now, out)
+            case _:
+                self._handle_groups(event, now, out)
         self._schedule(now, out)
         return out
 
+    def _handle_groups(self, event: Event, now: float, out: list[Instruction]) -> None:
+        match event:
+            case GroupsSubmitted():
+                self._submitted(event, now, out)
+            case GroupsAcknowledged():
+                for prompt_id in event.prompt_ids:
+                    self._acknowledged(ids.group_id(event.rollout_id, prompt_id), out)
+            case RolloutCancelled():
+                self._cancelled(event, out)
+            case RolloutsAborted():
+                for group in [group for group in self.groups.values() if not group.done]:
+                    self._fail(group, "cancelled", event.message, out)
+            case SubmissionsHeld():
+                self._held = event.held
+                self._check_again(now, out)
+            case WeightsChanged():
+                self.weight_version = event.version
+
     # --- submissions ---------------------------------------------------------------------
 
-    def _submitted(self, event: GroupsSubmitted, now: float, out: list[Instruction]) -> None:
+    def _submitted(
+        self, event: GroupsSubmitted, now: float, out: list[Instruction], since: float | None = None
+    ) -> None:
         rollout = self.rollouts.get(event.rollout_id)
         if rollout is not None and rollout.trainer != event.trainer:
-            self._refuse(
-                event,
-                [spec.prompt_id for spec in event.groups],
-                "refused",
-                "another trainer uses this rollout id",
-                out,
-            )
+            whole = [spec.prompt_id for spec in event.groups]
+            self._refuse(event, whole, "refused", "another trainer uses this rollout id", out)
             return
         fresh: list[GroupSpec] = []
         accepted: list[str] = []
@@ -138,10 +155,14 @@ class Machine:
             accepted.append(spec.prompt_id)
             if known.done:
                 out.append(Deliver(event.trainer, known.group_id))
-        if self.instances:
+        if 0 <= event.weight_version < self.weight_version and fresh:
+            late = [spec.prompt_id for spec in fresh]
+            message = f"weight version {event.weight_version} is past: version {self.weight_version} is live"
+            self._refuse(event, late, "refused", message, out)
+        elif self.instances and not self._held and event.weight_version <= self.weight_version:
             accepted += self._open_fitting(event, fresh, now, out)
         else:
-            self._hold(event, fresh, now)
+            self._hold(event, fresh, now if since is None else since)
         if accepted:
             out.append(Accept(event.trainer, event.rollout_id, accepted))
 
@@ -425,9 +446,13 @@ class Machine:
         parked, self.parked = self.parked, set()
         for request_id in sorted(parked, key=lambda item: self.requests[item].view.queued):
             self._push(request_id)
+        self._check_again(now, out)
+
+    def _check_again(self, now: float, out: list[Instruction]) -> None:
+        """Look again at what was held back; what still is keeps its time of arrival."""
         unchecked, self._unchecked = self._unchecked, []
-        for _, submission in unchecked:
-            self._submitted(submission, now, out)
+        for since, submission in unchecked:
+            self._submitted(submission, now, out, since)
 
     def _engine_left(self, name: str, now: float, out: list[Instruction]) -> None:
         if name not in self.instances:
@@ -455,7 +480,7 @@ class Machine:
         overdue = now - self.limits.engine_wait_seconds
         message = f"no engine that fits registered within {self.limits.engine_wait_seconds:g} s: start one"
         for since, submission in list(self._unchecked):
-            if since < overdue:
+            if since < overdue and not self._held:  # an update has deadlines of its own
                 self._unchecked.remove((since, submission))
                 prompt_ids = [spec.prompt_id for spec in submission.groups]
                 self._refuse(submission, prompt_ids, "failed", message, out)

@@ -33,6 +33,7 @@ from seer.common.types import InstanceStats
 from seer.common.wire import messages as m
 from seer.services.buffer import events as e
 from seer.services.buffer import views
+from seer.services.buffer import weights as w
 from seer.services.buffer.machine import Machine
 from seer.services.buffer.peers import Peers, check_register
 from seer.services.buffer.store import Store
@@ -79,7 +80,7 @@ class BufferServer:
         )
         self.machine = Machine(POLICIES[settings.policy], limits, first_attempt=self.me.incarnation)
         self.store = Store()
-        self.weight_version = 0
+        self.weights = w.WeightsMachine(settings.update_seconds)
         self._trainers, self._engines = Peers(), Peers()
         self._registered_at: dict[str, bytes] = {}
         self._registered: dict[str, m.Register] = {}
@@ -171,25 +172,37 @@ class BufferServer:
                 later = f"a later life of trainer {name} is connected: give each client a name of its own"
                 await self._trainer_hub.reply(address, m.Refused(code=RequestRefused.code, message=later))
                 continue
-            match message:
-                case m.Submit():
-                    if refusal := self._submit(name, message):
-                        await self._trainer_hub.reply(address, refusal)
-                case m.Acknowledge():
-                    rollout = self.machine.rollouts.get(message.rollout_id)
-                    if rollout is not None and rollout.trainer == name:
-                        self._handle(e.GroupsAcknowledged(message.rollout_id, message.prompt_ids))
-                case m.Cancel():
-                    self._handle(e.RolloutCancelled(name, message.rollout_id, message.prompt_ids))
-                case m.StatusRequest():
-                    await self._trainer_hub.reply(address, self._status())
-                case m.Goodbye():
-                    self._trainers.leave(address)
+            if (reply := self._from_trainer(name, address, message)) is not None:
+                await self._trainer_hub.reply(address, reply)
+
+    def _from_trainer(
+        self, name: str, address: bytes, message: m.TrainerToBuffer
+    ) -> m.BufferToTrainer | None:
+        """Take a message; return what is to be answered at once."""
+        match message:
+            case m.Submit():
+                return self._submit(name, message)
+            case m.Acknowledge():
+                rollout = self.machine.rollouts.get(message.rollout_id)
+                if rollout is not None and rollout.trainer == name:
+                    self._handle(e.GroupsAcknowledged(message.rollout_id, message.prompt_ids))
+            case m.Cancel():
+                self._handle(e.RolloutCancelled(name, message.rollout_id, message.prompt_ids))
+            case m.StatusRequest():
+                return self._status()
+            case m.UpdateWeights():
+                mode = w.InFlight(message.in_flight)
+                asked = w.UpdateAsked(name, message.version, message.source, message.digest, mode)
+                self._weigh(asked)
+            case m.Goodbye():
+                self._trainers.leave(address)
+        return None
 
     def _status(self) -> m.Status:
         at = self._config.endpoints
         return views.status(
             self.machine,
+            self.weights,
             self.me,
             self._registered,
             self._stats,
@@ -214,8 +227,9 @@ class BufferServer:
         for prompt_id, tokens in prompts.items():
             self.store.open(submit, prompt_id, tokens)
         specs = [e.GroupSpec(prompt_id, len(tokens)) for prompt_id, tokens in prompts.items()]
+        most = submit.sampling.max_tokens
         self._handle(
-            e.GroupsSubmitted(trainer, submit.rollout_id, submit.n, submit.sampling.max_tokens, specs)
+            e.GroupsSubmitted(trainer, submit.rollout_id, submit.n, most, specs, submit.weight_version)
         )
         return None
 
@@ -225,10 +239,8 @@ class BufferServer:
             value = getattr(submit, name)
             if not -(2**63) <= value < 2**63:
                 raise InvalidField(name, value, "must fit in 64 signed bits")
-        if not submit.rollout_id or "/" in submit.rollout_id:  # it ends a group id's first part
+        if not submit.rollout_id or "/" in submit.rollout_id:  # two pairs of ids must not make one group's
             raise InvalidField("rollout_id", submit.rollout_id, "give a non-empty string without '/'")
-        if "/" in submit.rollout_id:  # two pairs of ids must not make one group's
-            raise InvalidField("rollout_id", submit.rollout_id, "must not contain '/'")
         longest = max(submit.prompt_ids, key=len, default="")
         if len(ids.request_id(ids.group_id(submit.rollout_id, longest), submit.n)) > m.MAX_ID:
             raise InvalidField("prompt_ids", longest, f"makes request ids of over {m.MAX_ID} characters")
@@ -259,7 +271,7 @@ class BufferServer:
             if name is None:
                 self._engine_hub.dismiss(address)
                 continue
-            if name not in self.machine.instances:
+            if name not in self.machine.instances and name not in self.weights:
                 self._engines.take(name, address)  # the later life that took the name is gone again
                 if isinstance(message, m.EngineStatus):
                     # It was silent for too long and lost its chunks: have it register again.
@@ -280,10 +292,14 @@ class BufferServer:
             case m.EngineStatus():
                 self._stats[name] = message.stats
                 self._handle(e.EngineReported(name, message.stats.pinned_blocks))
+            case m.WeightsPrepared():
+                self._weigh(w.Prepared(name, message.version, message.digest, message.problem))
+            case m.WeightsLoaded():
+                self._weigh(w.Loaded(name, message.version, message.problem))
             case m.Goodbye():
-                if name in self.machine.instances:
+                if name in self.weights:
                     self._log.info("engine left", engine=name)
-                self._handle(e.EngineLeft(name))
+                self._drop_engine(name)
 
     def _register(self, name: str, address: bytes, register: m.Register) -> None:
         try:
@@ -295,10 +311,12 @@ class BufferServer:
             self._registered_at[name] = address
             self._lives[name] += 1
         self._registered[name] = register
-        if name not in self.machine.instances:
+        if name not in self.weights:
             self._log.info("engine joined", engine=name, kv_blocks=register.capacity.kv_blocks)
-        self._handle(e.EngineJoined(name, register.capacity))
-        gone = [other for other in self._lives if other not in self.machine.instances]
+        theirs = w.Weights(register.weight_version, register.weights_digest, register.weights_source)
+        self._handle(e.EngineLeft(name))  # a new life of a known name holds nothing of the old
+        self._weigh(w.Registered(name, theirs))
+        gone = [other for other in self._lives if other not in self.weights]
         for other in gone[: max(0, len(self._lives) - MAX_PEERS)]:
             for table in (self._lives, self._registered, self._registered_at, self._stats):
                 table.pop(other, None)
@@ -316,7 +334,10 @@ class BufferServer:
         if min(counts, default=0) < 0 or not sum(counts) == len(done.tokens) == len(done.logprobs):
             fix = f"must add up to the {len(done.tokens)} tokens and {len(done.logprobs)} logprobs sent"
             self._engine_hub.refuse(address, InvalidField("results", counts, fix))
-            self._handle(e.EngineLeft(engine))
+            self._drop_engine(engine)
+            return
+        if done.weight_version != self.machine.weight_version and engine in self.machine.instances:
+            self._engine_gone(engine, f"sent tokens of weight version {done.weight_version}")
             return
         start = 0
         for result in done.results:
@@ -339,9 +360,13 @@ class BufferServer:
             self._engine_gone(name, "its connection is gone")
 
     def _engine_gone(self, name: str, why: str) -> None:
-        if name in self.machine.instances:
+        if name in self.weights:
             self._log.warning("engine lost", engine=name, why=why)
-            self._handle(e.EngineLeft(name))
+            self._drop_engine(name)
+
+    def _drop_engine(self, name: str) -> None:
+        self._handle(e.EngineLeft(name))
+        self._weigh(w.Lost(name))
 
     async def _serve_estimates(self) -> None:
         while True:
@@ -355,8 +380,10 @@ class BufferServer:
             self._handle(e.Tick())
             for name in before - set(self.machine.instances):
                 self._log.warning("engine lost", engine=name, why="silent")
+                self._weigh(w.Lost(name))
+            self._weigh(w.Tick())
             if self._to_engines.idle:
-                for name in self.machine.instances:
+                for name in sorted(self.weights.known):
                     self._tell_engine(name, m.Ping())
             if self._to_trainers.idle:
                 for rollout in self.machine.rollouts.values():
@@ -380,7 +407,7 @@ class BufferServer:
                 case e.Deliver():
                     group = self.machine.groups[item.group_id]
                     self._tell_trainer(item.trainer, views.progress(self.machine, group.rollout))
-                    self._tell_trainer(item.trainer, self.store.result(group, self.weight_version))
+                    self._tell_trainer(item.trainer, self.store.result(group, self._live()))
                 case e.Accept():
                     accepted = m.Accepted(rollout_id=item.rollout_id, prompt_ids=item.prompt_ids)
                     self._tell_trainer(item.trainer, accepted)
@@ -390,7 +417,47 @@ class BufferServer:
                     self.store.forget(item.group_id)
                 case e.PublishOpened() | e.PublishProgress() | e.PublishClosed():
                     self._to_publish.put_nowait(views.published(item))
+        if self.weights.updating and not self.machine.requests:
+            self._weigh(w.Tick())
         self._check_drained()
+
+    def _live(self) -> w.Weights:
+        return self.weights.live or w.Weights(0, "")
+
+    def _weigh(self, event: w.Event) -> None:
+        instructions = self.weights.handle(event, self._clock.now(), idle=not self.machine.requests)
+        for item in instructions:
+            match item:
+                case w.Prepare():
+                    self._tell_engine(
+                        item.instance, m.PrepareWeights(version=item.version, source=item.source)
+                    )
+                case w.Load(instance, weights):
+                    load = m.LoadWeights(
+                        version=weights.version, digest=weights.digest, source=weights.source
+                    )
+                    self._tell_engine(instance, load)
+                case w.Admit():
+                    self._handle(e.WeightsChanged(self._live().version))
+                    self._handle(e.EngineJoined(item.instance, self._registered[item.instance].capacity))
+                case w.Expel():
+                    self._handle(e.EngineLeft(item.instance))
+                case w.Hold() | w.Release():
+                    self._handle(e.SubmissionsHeld(isinstance(item, w.Hold)))
+                case w.Abort():
+                    self._handle(e.RolloutsAborted("aborted by a weight update"))
+                case w.Report():
+                    self._log.info("weights are live", version=item.weights.version, bad=item.quarantined)
+                    live = m.WeightsLive(
+                        version=item.weights.version,
+                        digest=item.weights.digest,
+                        quarantined=item.quarantined,
+                    )
+                    self._tell_trainer(item.trainer, live)
+                case w.Fail():
+                    self._log.warning("weight update failed", version=item.version, why=item.reasons)
+                    failed = m.WeightsFailed(version=item.version, reasons=item.reasons)
+                    self._tell_trainer(item.trainer, failed)
 
     def _refuse(self, item: e.Refuse) -> None:
         for prompt_id in item.prompt_ids:

@@ -15,6 +15,7 @@ from seer.common import ids
 from seer.common.types import SamplingParams
 from seer.common.wire import messages as m
 from seer.services.buffer.events import Dispatch, GroupState
+from seer.services.buffer.weights import Weights
 
 
 @dataclass(slots=True)
@@ -31,6 +32,7 @@ class _Group:
     seed: int
     rollout_number: int
     outputs: list[_Output]
+    weights: Weights | None = None
 
 
 class Store:
@@ -89,15 +91,18 @@ class Store:
             tokens=np.concatenate([group.prompt, *group.outputs[index].tokens]),
         )
 
-    def result(self, state: GroupState, weight_version: int) -> m.GroupDone:
-        """Return the message that delivers a finished group."""
-        outputs = self._groups[state.group_id].outputs
+    def result(self, state: GroupState, live: Weights) -> m.GroupDone:
+        """Return the message that delivers a finished group; `live` were its weights if it just finished."""
+        group = self._groups[state.group_id]
+        group.weights = weights = group.weights or live
+        outputs = group.outputs
         tokens = [array for output in outputs for array in output.tokens]
         logprobs = [array for output in outputs for array in output.logprobs]
         return m.GroupDone(
             rollout_id=state.rollout.rollout_id,
             prompt_id=state.prompt_id,
-            weight_version=weight_version,
+            weight_version=weights.version,
+            weights_digest=weights.digest,
             finish_reasons=["stop" if request.finish == "stop" else "length" for request in state.results],
             stop_reasons=[request.stop_reason for request in state.results],
             lengths=[sum(map(len, output.tokens)) for output in outputs],

@@ -9,6 +9,7 @@ from seer.common.types import InstanceStats
 from seer.common.wire import messages as m
 from seer.services.buffer import events as e
 from seer.services.buffer.machine import Machine
+from seer.services.buffer.weights import WeightsMachine
 
 
 def progress(machine: Machine, rollout: e.RolloutState) -> m.Progress:
@@ -67,6 +68,7 @@ def published(item: e.PublishOpened | e.PublishProgress | e.PublishClosed) -> m.
 
 def status(
     machine: Machine,
+    weights: WeightsMachine,
     me: Identity,
     registered: Mapping[str, m.Register],
     stats: Mapping[str, InstanceStats],
@@ -96,5 +98,8 @@ def status(
         requests_running=machine.instances.chunks,
         counters=machine.counters,
         uptime_seconds=uptime_seconds,
+        weight_version=weights.live.version if weights.live else 0,
+        weights_digest=weights.live.digest if weights.live else "",
+        quarantined=weights.quarantined,
         services=services,
     )

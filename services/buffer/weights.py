@@ -104,14 +104,6 @@ class Prepare:
 
 
 @dataclass(frozen=True, slots=True)
-class Cancel:
-    """Have an instance forget what it prepared."""
-
-    instance: str
-    version: int
-
-
-@dataclass(frozen=True, slots=True)
 class Load:
     """Have an instance load weights; it runs nothing meanwhile."""
 
@@ -166,7 +158,7 @@ class Fail:
     reasons: dict[str, str]
 
 
-Instruction = Prepare | Cancel | Load | Admit | Expel | Hold | Release | Abort | Report | Fail
+Instruction = Prepare | Load | Admit | Expel | Hold | Release | Abort | Report | Fail
 
 
 # --- the machine -----------------------------------------------------------------------------
@@ -202,6 +194,15 @@ class WeightsMachine:
     def admitted(self) -> frozenset[str]:
         """The instances that may get work."""
         return frozenset(self._admitted)
+
+    @property
+    def known(self) -> set[str]:
+        """The instances that are there, with or without work."""
+        return self._admitted | self._loading.keys() | self.quarantined.keys()
+
+    def __contains__(self, instance: object) -> bool:
+        """Say whether an instance is there, with or without work."""
+        return instance in self._admitted or instance in self._loading or instance in self.quarantined
 
     def handle(self, event: Event, now: float, *, idle: bool) -> list[Instruction]:
         """Apply one event at `now` (monotonic seconds); `idle`: no unfinished request is left."""
@@ -286,6 +287,8 @@ class WeightsMachine:
         live, problem = self.live, ""
         if self._update is not None:
             busy = self._update.asked
+            if busy == event:
+                return  # said again, as to a buffer that may have lost it
             problem = f"{busy.trainer} updates to version {busy.version}: wait for that"
         elif live is None or not self._admitted:
             problem = "no engine is there to take weights: start one"
@@ -325,7 +328,6 @@ class WeightsMachine:
     def _fail(self, reasons: dict[str, str], out: list[Instruction]) -> None:
         update, self._update = self._update, None
         if update is not None:
-            out += [Cancel(name, update.asked.version) for name in sorted(self._admitted)]
             out += [Release(), Fail(update.asked.trainer, update.asked.version, reasons)]
 
     def _go_on(self, now: float, idle: bool, out: list[Instruction]) -> None:

@@ -8,6 +8,7 @@ Invariants:
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Protocol
 
 import msgspec
@@ -96,6 +97,14 @@ class Backend(Protocol):
 
     def step(self) -> StepOutput:
         """Advance every running chunk by one engine step; may block for the step's duration."""
+        ...
+
+    def load_weights(self, folder: Path, digest: str) -> None:
+        """Replace the live weights by a folder's, whose `digest` was checked; nothing runs meanwhile.
+
+        Nothing cached of the old ones is used afterwards. Raises `EngineError` when it failed: the
+        live weights are undefined then.
+        """
         ...
 
     def stats(self) -> InstanceStats:

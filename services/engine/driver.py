@@ -16,6 +16,7 @@ import queue
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 
 from seer.common.clock import Clock
@@ -72,6 +73,10 @@ class Driver(Protocol):
         """Forget a chunk; output of it that is under way may still arrive."""
         ...
 
+    async def load_weights(self, folder: Path, digest: str) -> None:
+        """Replace the live weights (see `Backend.load_weights`); what still runs is dropped before."""
+        ...
+
     async def run(self) -> None:
         """Step while there is work, until cancelled. Raises `EngineError` when the backend fails."""
         ...
@@ -111,6 +116,10 @@ class InlineDriver:
     def drop(self, request_id: str, attempt: int) -> None:
         """See `Driver.drop`."""
         self._backend.drop(request_id, attempt)
+
+    async def load_weights(self, folder: Path, digest: str) -> None:
+        """See `Driver.load_weights`; blocks the loop."""
+        self._backend.load_weights(folder, digest)
 
     async def run(self) -> None:
         """See `Driver.run`."""
@@ -168,6 +177,12 @@ class ThreadDriver:
         """See `Driver.drop`."""
         self._commands.put(lambda: self._backend.drop(request_id, attempt))
 
+    async def load_weights(self, folder: Path, digest: str) -> None:
+        """See `Driver.load_weights`."""
+        done: asyncio.Future[None] = self._loop.create_future()
+        self._commands.put(lambda: self._load_weights(folder, digest, done))
+        await done
+
     async def run(self) -> None:
         """See `Driver.run`."""
         while True:
@@ -219,11 +234,28 @@ class ThreadDriver:
         except SeerError as error:
             self._tell((chunk, error))
 
+    def _load_weights(self, folder: Path, digest: str, done: asyncio.Future[None]) -> None:
+        problem: EngineError | None = None
+        try:
+            self._backend.load_weights(folder, digest)
+        except Exception as error:  # noqa: BLE001 - whatever it is, whoever asked must hear of it
+            problem = _failure(error)
+        self._loop.call_soon_threadsafe(_settle, done, problem)
+
     def _tell(self, news: _News) -> None:
         try:
             self._loop.call_soon_threadsafe(self._news.put_nowait, news)
         except RuntimeError:  # the loop is closed: the process ends
             self._stopping = True
+
+
+def _settle(done: asyncio.Future[None], problem: EngineError | None) -> None:
+    if done.cancelled():
+        return
+    if problem is not None:
+        done.set_exception(problem)
+    else:
+        done.set_result(None)
 
 
 def _facts(backend: Backend) -> Facts:

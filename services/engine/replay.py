@@ -1,8 +1,8 @@
 """An engine without a model: vLLM's batching and memory behaviour over `responses.py`.
 
 Invariants:
-- what a response holds is `Responses`' to say, a fault planted for `seer verify` apart: chunking,
-  batching and preemption cannot change it;
+- what a response holds is `Responses`' to say, from its key and the weights' digest, a fault planted
+  for `seer verify` apart: chunking, batching and preemption cannot change it;
 - memory and batching are `KvModel`'s, so preemptions are real and counted;
 - a step lasts `replay_step_seconds` + running * `replay_row_seconds`: reported, never slept;
 - max_tokens is kept, min_tokens and ignore_eos by made-up responses; stop strings and penalties have
@@ -11,8 +11,11 @@ Invariants:
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass
 from pathlib import Path
+
+from msgspec import structs
 
 from seer.common.config import EngineConfig, SharedConfig
 from seer.common.errors import EngineError, InvalidField
@@ -52,6 +55,7 @@ class ReplayBackend:
         )
         self._runs: dict[str, _Run] = {}
         self._responses: Responses | None = None
+        self._salt = 0
         self._steps = self._generated = self._prompt = 0
 
     def start(self) -> None:
@@ -96,6 +100,7 @@ class ReplayBackend:
         if self._responses is None:
             raise EngineError("the replay engine was not started")
         self._check(chunk)
+        chunk = structs.replace(chunk, key=chunk.key ^ self._salt)
         generated = len(chunk.tokens) - chunk.prompt_len
         length = self._responses.length(chunk)
         total = min(length, chunk.sampling.max_tokens)
@@ -180,6 +185,12 @@ class ReplayBackend:
             stop_reason=str(run.token_ids[-1]) if run.finish == "stop" else "",
             preemptions=sequence.preemptions,
         )
+
+    def load_weights(self, folder: Path, digest: str) -> None:
+        """See `Backend.load_weights`: made-up responses follow from the digest, too."""
+        if not folder.is_dir():
+            raise EngineError(f"there is no folder {folder}")
+        self._salt = int.from_bytes(hashlib.blake2b(digest.encode(), digest_size=8).digest(), "little")
 
     def stats(self) -> InstanceStats:
         """See `Backend.stats`."""

@@ -7,6 +7,8 @@ Invariants (tests/unit/test_engine_server.py asserts them):
 - a buffer that forgot us (restarted, or lost us for a while) counts on nothing we run: all chunks
   are dropped and the engine registers again, before anything else is sent;
 - generation waits for neither the buffer nor the dgds;
+- new weights are checked beside the live ones, and loaded while nothing runs; after a failed load
+  nothing runs until another one succeeded;
 - told to stop, it hands back what its chunks have so far (a chunk may end anywhere) and leaves; told
   by the buffer to drain, it finishes them first; a failing backend says `Goodbye` and ends loudly.
 """
@@ -16,12 +18,13 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
+from pathlib import Path
 
 from seer.common import ids
 from seer.common.channel import Channel, Identity
 from seer.common.clock import Clock
 from seer.common.config import Config, shared_hash
-from seer.common.errors import ConfigError, InvalidField, SeerError, Unreachable
+from seer.common.errors import ConfigError, EngineError, InvalidField, SeerError, Unreachable
 from seer.common.log import get_logger
 from seer.common.transport.base import Transport
 from seer.common.wire import messages as m
@@ -30,6 +33,10 @@ from seer.services.engine.backend import Backend, Chunk, ChunkEnd, StepOutput
 from seer.services.engine.chunks import Running, begin, chunk_of, done_message
 from seer.services.engine.driver import Driver, Facts, InlineDriver, ThreadDriver
 from seer.services.engine.replay import ReplayBackend
+from seer.services.engine.weights import Manifest, differences, inspect
+
+MAX_ORDERS = 64
+"""Bound on weight orders that wait: a buffer gives one or two per update."""
 
 JOIN_SECONDS = 120.0
 """How long a loaded engine waits for its buffer to appear: services start in any order."""
@@ -39,9 +46,6 @@ RETRY_SECONDS = 1.0
 
 LEAVE_SECONDS = 2.0
 """Longest wait to hand back results and say goodbye, to the buffer and to the dgds each."""
-
-WEIGHT_VERSION = 0
-"""Weights are those the engine was started with."""
 
 
 def make(config: Config, transport: Transport, clock: Clock) -> EngineServer:
@@ -65,6 +69,7 @@ class EngineServer:
         if not settings.status_seconds > 0:
             raise ConfigError(f"engine.status_seconds = {settings.status_seconds}: must be positive")
         self._settings = settings
+        self._model = config.shared.model
         self._clock = clock
         self._log = get_logger()
         me = Identity(
@@ -83,6 +88,10 @@ class EngineServer:
         # Bounded by the chunks placed here: each leaves one entry, sent as soon as the buffer takes it.
         self._ended: list[tuple[ChunkEnd, Running]] = []
         self._failed: list[m.ChunkFailed] = []
+        self._weights = m.LoadWeights(version=0, digest="", source="")
+        self._live_manifest: Manifest | None = None
+        self._weights_orders: asyncio.Queue[m.PrepareWeights | m.LoadWeights] = asyncio.Queue(MAX_ORDERS)
+        self._weights_answers: list[m.WeightsPrepared | m.WeightsLoaded] = []
         self._serial = 0
         self._register_due = self._status_due = False
         self._sendable, self._finished = asyncio.Event(), asyncio.Event()
@@ -92,6 +101,9 @@ class EngineServer:
         """Load the model, join the buffer and register. Raises `EngineError` or `Unreachable`."""
         self._facts: Facts = await self._driver.start(self._settings.load_seconds)
         try:
+            if self._model:
+                self._live_manifest = await asyncio.to_thread(inspect, Path(self._model))
+                self._weights.digest = self._live_manifest.digest
             await self._buffer.open(JOIN_SECONDS)
             await self._buffer.send(self._registration())
         except BaseException:
@@ -109,6 +121,7 @@ class EngineServer:
                         self._receive(),
                         self._send(),
                         self._report(),
+                        self._change_weights(),
                         self._driver.run(),
                         self.dgds.run(),
                     )
@@ -132,6 +145,9 @@ class EngineServer:
                     self._take(order)
                 case m.DropChunk() as drop:
                     self._drop(drop.request_id, drop.attempt)
+                case (m.PrepareWeights() | m.LoadWeights()) as asked:
+                    if not self._weights_orders.full():  # else asked for again when its deadline is over
+                        self._weights_orders.put_nowait(asked)
                 case m.Welcome():
                     self._rejoin()
                 case m.Drain():
@@ -171,8 +187,40 @@ class EngineServer:
             self._drop(request_id, known.attempt)
         self._ended.clear()
         self._failed.clear()
+        self._weights_answers.clear()
         self._register_due = True
         self._wake()
+
+    # --- weights -------------------------------------------------------------------------
+
+    async def _change_weights(self) -> None:
+        while True:
+            order = await self._weights_orders.get()
+            if isinstance(order, m.PrepareWeights):
+                answer: m.WeightsPrepared | m.WeightsLoaded = await self._prepare_weights(order)
+            else:
+                answer = await self._load_weights(order)
+            self._weights_answers.append(answer)
+            self._wake()
+
+    async def _prepare_weights(self, order: m.PrepareWeights) -> m.WeightsPrepared:
+        try:
+            found = await asyncio.to_thread(inspect, Path(order.source))
+        except InvalidField as error:
+            return m.WeightsPrepared(version=order.version, digest="", problem=str(error))
+        problem = differences(self._live_manifest, found) if self._live_manifest else ""
+        return m.WeightsPrepared(version=order.version, digest=found.digest, problem=problem)
+
+    async def _load_weights(self, order: m.LoadWeights) -> m.WeightsLoaded:
+        for request_id, known in list(self.running.items()):  # the buffer waits for none of them
+            self._drop(request_id, known.attempt)
+        try:
+            await self._driver.load_weights(Path(order.source), order.digest)
+        except EngineError as error:
+            self._weights = m.LoadWeights(version=0, digest=f"undefined: {error}"[:200], source="")
+            return m.WeightsLoaded(version=order.version, problem=str(error))
+        self._weights = order
+        return m.WeightsLoaded(version=order.version)
 
     # --- from the backend ----------------------------------------------------------------
 
@@ -231,11 +279,13 @@ class EngineServer:
         if self._register_due:
             self._register_due = False
             return self._registration()
+        if self._weights_answers:
+            return self._weights_answers.pop(0)
         if self._failed:
             return self._failed.pop(0)
         if self._ended:
             ended, self._ended = self._ended, []
-            return done_message(ended, WEIGHT_VERSION)
+            return done_message(ended, self._weights.version)
         if self._status_due:
             self._status_due = False
             return m.EngineStatus(stats=self._driver.stats)
@@ -256,9 +306,11 @@ class EngineServer:
         facts = self._facts
         return m.Register(
             capacity=facts.capacity,
-            weight_version=WEIGHT_VERSION,
+            weight_version=self._weights.version,
             vocab_size=facts.vocab_size,
             versions=facts.versions,
+            weights_digest=self._weights.digest,
+            weights_source=self._weights.source,
         )
 
     async def _report(self) -> None:
@@ -277,7 +329,7 @@ class EngineServer:
         try:
             async with asyncio.timeout(LEAVE_SECONDS):
                 if self._ended:
-                    await self._buffer.send(done_message(self._ended, WEIGHT_VERSION))
+                    await self._buffer.send(done_message(self._ended, self._weights.version))
                 await self._buffer.send(m.Goodbye())
         except (TimeoutError, Unreachable) as error:
             self._log.warning("left without a goodbye", error=str(error))

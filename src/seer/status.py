@@ -63,7 +63,7 @@ async def _look(endpoint: str) -> Seen:
         return Seen(services=[Service(name="buffer", endpoint=endpoint, error=str(error))])
     buffer = Service(name="buffer", endpoint=endpoint, uptime_seconds=status.uptime_seconds)
     seconds = max(status.uptime_seconds - before.uptime_seconds, 1e-3)
-    rates = {
+    rates: dict[str, float] = {
         name: (status.counters[name] - before.counters.get(name, 0)) / seconds
         for name in ("tokens", "chunks")
         if name in status.counters
@@ -93,9 +93,11 @@ def _text(seen: Seen) -> str:
     rates = ", ".join(f"{rate:.0f} {name}/s" for name, rate in seen.rates.items())
     lines += [
         f"policy {status.policy}: {status.rollouts} rollouts, {status.requests_running} requests running, "
-        f"{status.requests_waiting} waiting, {rates}"
+        f"{status.requests_waiting} waiting, {rates}",
+        f"weights version {status.weight_version} ({status.weights_digest or 'no digest'})",
     ]
     lines += [_instance(instance) for instance in status.instances] or ["no engines are registered"]
+    lines += [f"  {name}: QUARANTINED: {why}" for name, why in status.quarantined.items()]
     totals = ", ".join(f"{name} {count}" for name, count in status.counters.items())
     return "\n".join([*lines, f"totals: {totals}"])
 

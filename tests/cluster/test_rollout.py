@@ -11,7 +11,6 @@ from virtual_time import eventually, virtual
 from seer.client import SamplingParams
 from seer.common.config import BufferConfig, EngineConfig
 from seer.common.errors import RequestRefused, RolloutCancelled
-from seer.services.buffer.events import EngineLeft
 
 PROMPTS = [list(range(1, 2 + i)) for i in range(12)]
 
@@ -86,9 +85,10 @@ async def test_an_engine_that_was_given_up_registers_again():
     expected = await reference()
     async with running(engines=2) as cluster:
         work = asyncio.create_task(tokens_of(cluster, max_tokens=100))
-        machine = cluster.services["buffer"].machine
+        server = cluster.services["buffer"]
+        machine = server.machine
         await eventually(lambda: machine.counters["chunks"] > 20)
-        machine.handle(EngineLeft("e1"), 0.0)
+        server._drop_engine("e1")
         assert set(machine.instances) == {"e0"}
         await eventually(lambda: set(machine.instances) == {"e0", "e1"})
         assert await work == expected

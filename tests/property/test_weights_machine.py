@@ -32,7 +32,7 @@ class World:
         ran_old = not self.idle
         for item in self.machine.handle(event, self.now, idle=self.idle):
             match item:
-                case w.Prepare() | w.Load() | w.Cancel():
+                case w.Prepare() | w.Load():
                     self.orders[item.instance].append(item)
                     if isinstance(item, w.Load):
                         self.loaded[item.instance] = None
@@ -72,7 +72,7 @@ class World:
         elif what == "ask":
             self.asked += 1
             mode = list(w.InFlight)[number % 3]
-            self.handle(w.UpdateAsked("t", number, f"/w{number}", in_flight=mode))
+            self.handle(w.UpdateAsked(f"t{self.asked}", number, f"/w{number}", in_flight=mode))
         elif what == "answer" and self.orders.get(name):
             self.answer(name, self.orders[name].pop(0), failing=number == 0)
         elif what == "work":

@@ -149,6 +149,7 @@ def a_group(prompt_id: str) -> Group:
         prompt_token_ids=np.array([1], np.int32),
         metadata={"answer": 42},
         weight_version=3,
+        weights_digest="d",
         responses=(response,),
         chunks=1,
         migrations=0,

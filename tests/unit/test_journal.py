@@ -21,7 +21,7 @@ RUN = {"model": "m", "seed": "0"}
 def group(prompt_id: str, weight_version: int = 0) -> Group:
     tokens, logprobs = token_array([5, 6], "x"), token_array([1, 2], "x").astype("float32")
     response = Response(0, tokens, logprobs, "é\n", "stop", "")
-    return Group(prompt_id, tokens, {"k": [1]}, weight_version, (response,), 1, 0, 0)
+    return Group(prompt_id, tokens, {"k": [1]}, weight_version, "", (response,), 1, 0, 0)
 
 
 def kept(out: Path, *prompt_ids: str) -> Path:

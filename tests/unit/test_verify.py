@@ -45,7 +45,7 @@ def response(
 
 
 def group(*responses: Response, prompt_id: str = "a", prompt_len: int = 3) -> Group:
-    return Group(prompt_id, np.zeros(prompt_len, np.int32), {}, 0, responses, 1, 0, 0)
+    return Group(prompt_id, np.zeros(prompt_len, np.int32), {}, 0, "", responses, 1, 0, 0)
 
 
 def differences(ours: Response, theirs: Response, temperature: float = 1.0, tolerance: float = 0.0):

@@ -14,6 +14,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -153,6 +154,17 @@ class VllmBackend:
         self._steps += 1
         return result
 
+    def load_weights(self, folder: Path, digest: str) -> None:
+        """See `Backend.load_weights`. In place: the KV cache's memory and all settings stay."""
+        for request_id, attempt in list(self._ids):
+            self.drop(request_id, attempt)
+        try:
+            self._rpc("reload_weights", weights_path=str(folder))
+        except Exception as error:
+            raise EngineError(f"vLLM could not load {folder}: {str(error)[: env.MAX_VLLM_TEXT]}") from error
+        if not self._engine.reset_prefix_cache():
+            raise EngineError("vLLM kept KV of the old weights in its prefix cache")
+
     def stats(self) -> InstanceStats:
         """Return current gauges and counters; cheap, called between steps."""
         running, waiting = self._core.scheduler.get_request_counts()
@@ -225,8 +237,9 @@ class VllmBackend:
     def _core(self) -> EngineCore:
         return self._engine.engine_core
 
-    def _rpc(self, method: str) -> list[Any]:
-        answers: list[Any] = self._engine.collective_rpc(method, timeout=self._config.load_seconds)
+    def _rpc(self, method: str, **arguments: str) -> list[Any]:
+        seconds = self._config.load_seconds
+        answers: list[Any] = self._engine.collective_rpc(method, timeout=seconds, kwargs=arguments)
         return answers
 
     def _submit(self, chunk: Chunk, *, capture: bool = False) -> None:

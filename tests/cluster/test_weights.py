@@ -1,0 +1,155 @@
+"""Weight updates of a whole system in virtual time: one version per response, or an error that says why."""
+
+import asyncio
+import json
+import struct
+
+import pytest
+from cluster_harness import running
+from virtual_time import eventually, virtual
+
+from seer.client import RequestRefused, RolloutCancelled, SamplingParams, WeightsRefused
+from seer.common.config import EngineConfig
+
+PROMPTS = [list(range(1, 2 + i)) for i in range(8)]
+SLOW = EngineConfig(backend="replay", kv_blocks=200, max_num_seqs=4, replay_step_seconds=0.05)
+
+
+def folder(path, fill, shape=(2, 3)):
+    """A model of one float32 tensor."""
+    path.mkdir(exist_ok=True)
+    data = struct.pack("<f", fill) * (shape[0] * shape[1])
+    head = {"w": {"dtype": "F32", "shape": list(shape), "data_offsets": [0, len(data)]}}
+    text = json.dumps(head).encode()
+    (path / "model.safetensors").write_bytes(struct.pack("<Q", len(text)) + text + data)
+    return path
+
+
+async def roll(client, number=0, **options):
+    sampling = SamplingParams(max_tokens=60)
+    rollout = await client.submit(PROMPTS, n=2, sampling=sampling, rollout_number=number, **options)
+    groups = await rollout.result()
+    versions = {(group.weight_version, group.weights_digest) for group in groups}
+    assert len(versions) == 1
+    return [r.token_ids.tolist() for group in groups for r in group.responses], versions.pop()
+
+
+@virtual
+async def test_every_rollout_has_the_weights_its_trainer_set(tmp_path):
+    async with running(engines=2) as cluster, cluster.client() as client:
+        before, (version, _) = await roll(client)
+        assert version == 0
+        live = await client.update_weights(1, folder(tmp_path / "one", 1.0))
+        assert not live.quarantined
+        first, seen = await roll(client)
+        assert seen == (1, live.digest)
+        assert first != before
+        second = await client.update_weights(2, folder(tmp_path / "two", 2.0))
+        assert second.digest != live.digest
+        again = await client.update_weights(3, folder(tmp_path / "one", 1.0))
+        assert again.digest == live.digest
+        assert (await roll(client))[0] == first
+
+
+@virtual
+async def test_what_is_in_flight_keeps_its_version(tmp_path):
+    async with running(engines=2, engine=SLOW) as cluster, cluster.client() as one, cluster.client() as two:
+        alone, _ = await roll(one)
+        work = asyncio.create_task(roll(one))
+        machine = cluster.services["buffer"].machine
+        await eventually(lambda: machine.counters["chunks"] > 40)
+        update = asyncio.create_task(two.update_weights(1, folder(tmp_path / "one", 1.0)))
+        await eventually(lambda: cluster.services["buffer"].weights.updating)
+        later = asyncio.create_task(roll(two))
+        tokens, (version, _) = await work
+        assert (tokens, version) == (alone, 0)
+        await update
+        assert (await later)[1][0] in (0, 1)
+        assert (await roll(two))[1][0] == 1
+        assert (await roll(one))[1][0] == 1
+
+
+@virtual
+async def test_it_may_be_aborted_or_forbid_the_update(tmp_path):
+    async with running(engines=2, engine=SLOW) as cluster, cluster.client() as client:
+        work = asyncio.create_task(roll(client))
+        machine = cluster.services["buffer"].machine
+        await eventually(lambda: machine.counters["chunks"] > 5)
+        new = folder(tmp_path / "one", 1.0)
+        with pytest.raises(WeightsRefused, match="requests are under way"):
+            await client.update_weights(1, new, in_flight="error")
+        assert (await client.update_weights(1, new, in_flight="abort")).version == 1
+        with pytest.raises(RolloutCancelled, match="aborted by a weight update"):
+            await work
+        assert (await roll(client))[1][0] == 1
+
+
+@virtual
+async def test_bad_weights_change_nothing(tmp_path):
+    async with running(engines=2) as cluster, cluster.client() as client:
+        await client.update_weights(1, folder(tmp_path / "one", 1.0))
+        expected = await roll(client)
+        with pytest.raises(WeightsRefused, match=r"e[01]: .*missing"):
+            await client.update_weights(2, tmp_path / "missing")
+        with pytest.raises(WeightsRefused, match="digest"):
+            await client.update_weights(2, folder(tmp_path / "two", 2.0), digest="other")
+        broken = folder(tmp_path / "broken", 3.0) / "model.safetensors"
+        broken.write_bytes(broken.read_bytes()[:-1])
+        with pytest.raises(WeightsRefused, match=r"model\.safetensors"):
+            await client.update_weights(2, tmp_path / "broken")
+        with pytest.raises(WeightsRefused, match="above the live one"):
+            await client.update_weights(0, tmp_path / "two")
+        assert await roll(client) == expected
+
+
+@virtual
+async def test_a_late_engine_loads_before_it_works(tmp_path):
+    async with running(engines=1) as cluster, cluster.client() as client:
+        live = await client.update_weights(1, folder(tmp_path / "one", 1.0))
+        expected = await roll(client)
+        await cluster.start("e1")
+        server = cluster.services["buffer"]
+        await eventually(lambda: set(server.machine.instances) == {"e0", "e1"})
+        assert cluster.services["e1"]._weights.digest == live.digest
+        await cluster.kill("e0")
+        assert await roll(client) == expected
+
+
+@virtual
+async def test_a_restarted_buffer_learns_the_weights_from_its_engines(tmp_path):
+    async with running(engines=2) as cluster, cluster.client() as client:
+        await client.update_weights(1, folder(tmp_path / "one", 1.0))
+        expected = await roll(client)
+        await cluster.kill("buffer")
+        await cluster.start("buffer")
+        assert await roll(client) == expected
+
+
+@virtual
+async def test_trainers_take_turns_and_a_past_version_is_refused(tmp_path):
+    async with running(engines=2) as cluster, cluster.client() as one, cluster.client() as two:
+        await one.update_weights(1, folder(tmp_path / "one", 1.0))
+        mine = await roll(one)
+        await two.update_weights(2, folder(tmp_path / "two", 2.0))
+        assert (await roll(two))[1][0] == 2
+        with pytest.raises(RequestRefused, match="weight version 1 is past: version 2 is live"):
+            await roll(one)
+        await one.update_weights(3, tmp_path / "one")
+        assert (await roll(one))[0] == mine[0]
+
+
+@virtual
+async def test_an_engine_killed_meanwhile_is_not_waited_for(tmp_path):
+    async with running(engines=2, engine=SLOW) as cluster, cluster.client() as client:
+        expected, _ = await roll(client)
+        work = asyncio.create_task(roll(client))
+        server = cluster.services["buffer"]
+        await eventually(lambda: server.machine.instances.chunks > 0)
+        update = asyncio.create_task(client.update_weights(1, folder(tmp_path / "one", 1.0)))
+        await eventually(lambda: server.weights.updating)
+        await cluster.kill("e1")
+        assert (await work)[0] == expected
+        assert (await update).version == 1
+        await cluster.start("e1")
+        await eventually(lambda: set(server.machine.instances) == {"e0", "e1"})
+        assert (await roll(client))[1][0] == 1

@@ -1,0 +1,98 @@
+"""Weight updates of the real engine: after one, a system is as one that was started with those weights."""
+
+import importlib.util
+import json
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+if importlib.util.find_spec("vllm") is None:
+    pytest.skip("needs the engine extra", allow_module_level=True)
+
+from seer.client import RolloutClient, SamplingParams, WeightsRefused
+from seer.common.config import load
+from seer.launch import LocalSystem
+
+pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(600)]
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "countdown"
+MODEL = EXAMPLE / "model"
+
+
+@pytest.fixture(scope="module")
+def changed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The shipped model with other weights."""
+    from safetensors.torch import load_file, save_file
+
+    folder = tmp_path_factory.mktemp("changed") / "model"
+    shutil.copytree(MODEL, folder)
+    tensors = load_file(folder / "model.safetensors")
+    save_file({name: tensor * 1.02 for name, tensor in tensors.items()}, folder / "model.safetensors")
+    return folder
+
+
+def system(model: Path, instances: int = 1, ranks: int = 1) -> LocalSystem:
+    settings = {"shared.model": model, "engine.max_model_len": 400, "engine.kv_blocks": 200}
+    settings |= {"engine.tensor_parallel": ranks, "buffer.chunk_size": 32}
+    return LocalSystem(load(None, {}, [f"{key}={value}" for key, value in settings.items()]), instances)
+
+
+async def roll(client: RolloutClient) -> tuple[list[list[int]], list[list[float]], tuple[int, str]]:
+    lines = (EXAMPLE / "prompts.jsonl").read_text().splitlines()[:6]
+    prompts = [json.loads(line)["prompt"] for line in lines]
+    sampling = SamplingParams(max_tokens=100)
+    groups = await (await client.submit(prompts, n=2, sampling=sampling, rollout_number=0)).result()
+    responses = [response for group in groups for response in group.responses]
+    (weights,) = {(group.weight_version, group.weights_digest) for group in groups}
+    return [r.token_ids.tolist() for r in responses], [r.logprobs.tolist() for r in responses], weights
+
+
+def assert_same(got: Sequence[Any], expected: Sequence[Any]) -> None:
+    """Equal tokens; logprobs to rounding, since batches differ."""
+    assert got[0] == expected[0]
+    for ours, theirs in zip(got[1], expected[1], strict=True):
+        assert ours == pytest.approx(theirs, abs=1e-4)
+
+
+async def fresh(model: Path) -> tuple[list[list[int]], list[list[float]]]:
+    async with system(model) as started, RolloutClient(started.endpoint, tokenizer=model) as client:
+        return (await roll(client))[:2]
+
+
+async def test_an_updated_system_is_as_a_fresh_one(changed: Path) -> None:
+    expected = await fresh(changed)
+    async with (
+        system(MODEL, instances=2) as started,
+        RolloutClient(started.endpoint, tokenizer=MODEL) as client,
+    ):
+        *before, (version, digest) = await roll(client)
+        assert version == 0
+        live = await client.update_weights(1, changed)
+        assert not live.quarantined
+        *after, seen = await roll(client)  # the same prompts: their prefixes were cached
+        assert_same(after, expected)
+        assert seen == (1, live.digest)
+        assert after[0] != before[0]
+
+        wrong = changed.parent / "wrong"
+        shutil.copytree(changed, wrong)
+        whole = (wrong / "model.safetensors").read_bytes()
+        (wrong / "model.safetensors").write_bytes(whole[:-4])
+        with pytest.raises(WeightsRefused, match=r"engine-[01]: .*model\.safetensors"):
+            await client.update_weights(2, wrong)
+        assert (await roll(client))[0] == after[0]
+
+        back = await client.update_weights(2, MODEL)
+        assert back.digest == digest
+        assert_same((await roll(client))[:2], before)
+
+
+async def test_two_ranks_take_new_weights_too(changed: Path) -> None:
+    expected = await fresh(changed)
+    async with system(MODEL, ranks=2) as started, RolloutClient(started.endpoint, tokenizer=MODEL) as client:
+        await roll(client)
+        assert not (await client.update_weights(1, changed)).quarantined
+        assert (await roll(client))[0] == expected[0]
