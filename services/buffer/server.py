@@ -41,6 +41,9 @@ from seer.services.buffer.store import Store
 TOKEN_BYTES = 8
 """A kept token: int32 id and float32 logprob."""
 
+COLLECT_SECONDS = 10.0
+"""How long a draining buffer keeps the last results for their trainers."""
+
 TICK_SECONDS = 0.5
 """How often deadlines are looked at, engines pinged and progress sent."""
 
@@ -91,6 +94,7 @@ class BufferServer:
         self._to_publish: asyncio.Queue[m.BufferPublished] = asyncio.Queue()
         self._drained = asyncio.Event()
         self._draining = False
+        self._collect_until = 0.0
 
     async def start(self) -> dict[str, str]:
         """Bind everything; return the endpoints bound."""
@@ -153,8 +157,12 @@ class BufferServer:
         self._log.info("served", **counters)
 
     def drain(self) -> None:
-        """Take no more submissions; `run` returns once everything accepted is acknowledged."""
+        """Take no more submissions; `run` returns once everything accepted is finished and collected.
+
+        Trainers get `COLLECT_SECONDS` to collect: one that died never will.
+        """
         self._draining = True
+        self._collect_until = self._clock.now() + COLLECT_SECONDS
         self._check_drained()
 
     # --- sockets to events ---------------------------------------------------------------
@@ -428,15 +436,8 @@ class BufferServer:
         instructions = self.weights.handle(event, self._clock.now(), idle=not self.machine.requests)
         for item in instructions:
             match item:
-                case w.Prepare():
-                    self._tell_engine(
-                        item.instance, m.PrepareWeights(version=item.version, source=item.source)
-                    )
-                case w.Load(instance, weights):
-                    load = m.LoadWeights(
-                        version=weights.version, digest=weights.digest, source=weights.source
-                    )
-                    self._tell_engine(instance, load)
+                case w.Prepare() | w.Load():
+                    self._tell_engine(item.instance, views.order(item))
                 case w.Admit():
                     self._handle(e.WeightsChanged(self._live().version))
                     self._handle(e.EngineJoined(item.instance, self._registered[item.instance].capacity))
@@ -446,18 +447,9 @@ class BufferServer:
                     self._handle(e.SubmissionsHeld(isinstance(item, w.Hold)))
                 case w.Abort():
                     self._handle(e.RolloutsAborted("aborted by a weight update"))
-                case w.Report():
-                    self._log.info("weights are live", version=item.weights.version, bad=item.quarantined)
-                    live = m.WeightsLive(
-                        version=item.weights.version,
-                        digest=item.weights.digest,
-                        quarantined=item.quarantined,
-                    )
-                    self._tell_trainer(item.trainer, live)
-                case w.Fail():
-                    self._log.warning("weight update failed", version=item.version, why=item.reasons)
-                    failed = m.WeightsFailed(version=item.version, reasons=item.reasons)
-                    self._tell_trainer(item.trainer, failed)
+                case w.Report() | w.Fail():
+                    self._log.info("weight update ended", outcome=item)
+                    self._tell_trainer(item.trainer, views.outcome(item))
 
     def _refuse(self, item: e.Refuse) -> None:
         for prompt_id in item.prompt_ids:
@@ -484,7 +476,11 @@ class BufferServer:
             await self._events.publish(await self._to_publish.get())
 
     def _check_drained(self) -> None:
-        if self._draining and not self.machine.groups:
+        if not self._draining:
+            return
+        if self.machine.requests:
+            self._collect_until = self._clock.now() + COLLECT_SECONDS
+        if not self.machine.groups or self._clock.now() > self._collect_until:
             self._drained.set()
 
 

@@ -8,8 +8,8 @@ from seer.common.channel import Identity
 from seer.common.types import InstanceStats
 from seer.common.wire import messages as m
 from seer.services.buffer import events as e
+from seer.services.buffer import weights as w
 from seer.services.buffer.machine import Machine
-from seer.services.buffer.weights import WeightsMachine
 
 
 def progress(machine: Machine, rollout: e.RolloutState) -> m.Progress:
@@ -66,9 +66,25 @@ def published(item: e.PublishOpened | e.PublishProgress | e.PublishClosed) -> m.
             return m.GroupClosed(group_id=group_id)
 
 
+def order(item: w.Prepare | w.Load) -> m.PrepareWeights | m.LoadWeights:
+    """Return what an engine is to do with weights."""
+    if isinstance(item, w.Prepare):
+        return m.PrepareWeights(version=item.version, source=item.source)
+    weights = item.weights
+    return m.LoadWeights(version=weights.version, digest=weights.digest, source=weights.source)
+
+
+def outcome(item: w.Report | w.Fail) -> m.WeightsLive | m.WeightsFailed:
+    """Return what a trainer hears of its update."""
+    if isinstance(item, w.Fail):
+        return m.WeightsFailed(version=item.version, reasons=item.reasons)
+    weights = item.weights
+    return m.WeightsLive(version=weights.version, digest=weights.digest, quarantined=item.quarantined)
+
+
 def status(
     machine: Machine,
-    weights: WeightsMachine,
+    weights: w.WeightsMachine,
     me: Identity,
     registered: Mapping[str, m.Register],
     stats: Mapping[str, InstanceStats],

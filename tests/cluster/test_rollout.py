@@ -242,3 +242,18 @@ async def test_a_killed_trainer_comes_back_for_the_rest():
         assert got == expected
         await eventually(lambda: not machine.groups)
         check(machine)
+
+
+@virtual
+async def test_a_draining_buffer_finishes_its_work_but_waits_for_no_dead_trainer():
+    async with running() as cluster:
+        sampling = SamplingParams(max_tokens=100)
+        dead = cluster.client()
+        await dead.__aenter__()
+        await dead.submit(PROMPTS, n=4, sampling=sampling)
+        async with cluster.client() as client:
+            rollout = await client.submit(PROMPTS, n=4, sampling=sampling)
+            await dead._transport.close()
+            draining = asyncio.create_task(cluster.drain("buffer"))
+            assert len(await rollout.result()) == len(PROMPTS)
+        await draining
