@@ -27,6 +27,9 @@ from seer.common.wire.messages import Message, Refused, Sequenced, SnapshotAsked
 BEACON_SECONDS = 1.0
 """A lost last message, or a new life of the publisher, is noticed this soon."""
 
+SNAPSHOT_SECONDS = 0.05
+"""Pause after a snapshot: one serves all who asked meanwhile, however often, for it may be large."""
+
 FETCH_SECONDS = 5.0
 """Longest wait for a snapshot before it is asked for again."""
 
@@ -67,6 +70,8 @@ class StreamPublisher(Generic[P, S]):
         self._incarnation = me.incarnation
         self._sequence = 0
         self._snapshot = snapshot
+        self._askers: set[bytes] = set()
+        self._asked = asyncio.Event()
 
     @property
     def counters(self) -> dict[str, int]:
@@ -81,6 +86,7 @@ class StreamPublisher(Generic[P, S]):
     async def serve(self) -> None:
         """Answer snapshot requests and send beacons until cancelled."""
         async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._listen())
             tasks.create_task(self._answer())
             tasks.create_task(self._send_beacons())
 
@@ -92,12 +98,22 @@ class StreamPublisher(Generic[P, S]):
     def _number(self) -> list[Frame]:
         return encode(Sequenced(incarnation=self._incarnation, sequence=self._sequence))
 
-    async def _answer(self) -> None:
+    async def _listen(self) -> None:
         while True:
             identity, message = await self._hub.recv()
             if isinstance(message, SnapshotRequest):
-                snapshot = self._snapshot(self._incarnation, self._sequence)
-                await self._hub.reply(identity, cast("Message", snapshot))
+                self._askers.add(identity)
+                self._asked.set()
+
+    async def _answer(self) -> None:
+        while True:
+            await self._asked.wait()
+            self._asked.clear()
+            askers, self._askers = self._askers, set()
+            snapshot = cast("Message", self._snapshot(self._incarnation, self._sequence))
+            for identity in askers:
+                await self._hub.reply(identity, snapshot)
+            await asyncio.sleep(SNAPSHOT_SECONDS)
 
     async def _send_beacons(self) -> None:
         while True:

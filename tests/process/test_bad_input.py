@@ -328,7 +328,7 @@ def test_peers_of_another_version_are_refused_and_harm_nobody(folder: Path, syst
         assert "buffer speaks protocol" in last
         assert "run one version of seer-rollout everywhere" in last
     logged = [json.loads(line) for line in (folder / "up.log").read_text().splitlines() if line[:1] == "{"]
-    told = [line["role"] for line in logged if line["event"] == "peer refused"]
+    told = [line["peer"].partition("/")[0] for line in logged if line["event"] == "peer refused"]
     assert told == ["trainer", "engine"]
 
     (folder / "prompts.jsonl").write_text(GOOD[0])  # its journal is shorter than the report
