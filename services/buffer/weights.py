@@ -20,7 +20,10 @@ from enum import Enum
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """`source` is a folder that every node sees; empty: where the engine's configuration points."""
+    """`source` is a folder that every node sees; empty: where the engine's configuration points.
+
+    A negative `version` is an instance whose last load failed.
+    """
 
     version: int
     digest: str
@@ -228,6 +231,9 @@ class WeightsMachine:
     def _registered(self, event: Registered, now: float, idle: bool, out: list[Instruction]) -> None:
         name, theirs = event.instance, event.weights
         self._lost(name)
+        if theirs.version < 0 and self.live is None:
+            self.quarantined[name] = "failed to load weights; restart it, or update to a later version"
+            return
         if self.live is None or (theirs.version > self.live.version and not self._updated):
             # A buffer that was restarted learns from the engines what is live. What began before it
             # knew has tokens of other weights.

@@ -35,6 +35,9 @@ from seer.services.engine.driver import Driver, Facts, InlineDriver, ThreadDrive
 from seer.services.engine.replay import ReplayBackend
 from seer.services.engine.weights import Manifest, differences, inspect
 
+UNDEFINED = -1
+"""Weight version of an engine whose last load failed: it must not generate."""
+
 MAX_ORDERS = 64
 """Bound on weight orders that wait: a buffer gives one or two per update."""
 
@@ -92,6 +95,7 @@ class EngineServer:
         self._live_manifest: Manifest | None = None
         self._weights_orders: asyncio.Queue[m.PrepareWeights | m.LoadWeights] = asyncio.Queue(MAX_ORDERS)
         self._weights_answers: list[m.WeightsPrepared | m.WeightsLoaded] = []
+        self._rejoins = 0
         self._serial = 0
         self._register_due = self._status_due = False
         self._sendable, self._finished = asyncio.Event(), asyncio.Event()
@@ -164,6 +168,9 @@ class EngineServer:
             if known.attempt >= order.attempt:
                 return
             self._drop(order.request_id, known.attempt)
+        if self._weights.version == UNDEFINED:
+            self._reject(order.request_id, order.attempt, EngineError("the last load of weights failed"))
+            return
         self._serial += 1
         try:
             run = begin(order, self._serial)
@@ -188,6 +195,9 @@ class EngineServer:
         self._ended.clear()
         self._failed.clear()
         self._weights_answers.clear()
+        self._rejoins += 1
+        while not self._weights_orders.empty():
+            self._weights_orders.get_nowait()
         self._register_due = True
         self._wake()
 
@@ -196,11 +206,15 @@ class EngineServer:
     async def _change_weights(self) -> None:
         while True:
             order = await self._weights_orders.get()
+            life = self._rejoins
             if isinstance(order, m.PrepareWeights):
                 answer: m.WeightsPrepared | m.WeightsLoaded = await self._prepare_weights(order)
             else:
                 answer = await self._load_weights(order)
-            self._weights_answers.append(answer)
+            if life == self._rejoins:
+                self._weights_answers.append(answer)
+            else:  # the buffer that asked is no more; its successor must know what is loaded
+                self._register_due = True
             self._wake()
 
     async def _prepare_weights(self, order: m.PrepareWeights) -> m.WeightsPrepared:
@@ -217,7 +231,7 @@ class EngineServer:
         try:
             await self._driver.load_weights(Path(order.source), order.digest)
         except EngineError as error:
-            self._weights = m.LoadWeights(version=0, digest=f"undefined: {error}"[:200], source="")
+            self._weights = m.LoadWeights(version=UNDEFINED, digest="", source="")
             return m.WeightsLoaded(version=order.version, problem=str(error))
         self._weights = order
         return m.WeightsLoaded(version=order.version)

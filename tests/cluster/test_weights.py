@@ -10,6 +10,7 @@ from virtual_time import eventually, virtual
 
 from seer.client import RequestRefused, RolloutCancelled, SamplingParams, WeightsRefused
 from seer.common.config import EngineConfig
+from seer.common.errors import EngineError
 
 PROMPTS = [list(range(1, 2 + i)) for i in range(8)]
 SLOW = EngineConfig(backend="replay", kv_blocks=200, max_num_seqs=4, replay_step_seconds=0.05)
@@ -153,3 +154,28 @@ async def test_an_engine_killed_meanwhile_is_not_waited_for(tmp_path):
         await cluster.start("e1")
         await eventually(lambda: set(server.machine.instances) == {"e0", "e1"})
         assert (await roll(client))[1][0] == 1
+
+
+@virtual
+async def test_an_engine_that_cannot_load_gets_no_work_until_it_can(tmp_path):
+    async with running(engines=2) as cluster, cluster.client() as client:
+        server, broken = cluster.services["buffer"], cluster.services["e1"]
+        load, broken._driver.load_weights = broken._driver.load_weights, _fail
+        live = await client.update_weights(1, folder(tmp_path / "one", 1.0))
+        assert live.quarantined == {"e1": "no memory"}
+        assert set(server.machine.instances) == {"e0"}
+        expected = await roll(client)
+        await cluster.kill("buffer")
+        await cluster.start("buffer")
+        server = cluster.services["buffer"]
+        await eventually(lambda: "e1" in server.weights and server.weights.live is not None)
+        assert "e1" not in server.machine.instances
+        assert await roll(client) == expected
+        broken._driver.load_weights = load
+        await client.update_weights(2, folder(tmp_path / "two", 2.0))
+        assert set(server.machine.instances) == {"e0", "e1"}
+        assert (await roll(client))[1][0] == 2
+
+
+async def _fail(folder, digest):
+    raise EngineError("no memory")

@@ -179,3 +179,15 @@ def test_deadlines():
     prepare(machine, "a", idle=False)
     out = machine.handle(w.Tick(), 11.0, idle=False)
     assert "went on for 10 s" in out[-1].reasons[""]
+
+
+def test_undefined_weights_never_become_live():
+    machine = w.WeightsMachine()
+    broken = w.Weights(-1, "")
+    assert machine.handle(w.Registered("a", broken), 0.0, idle=True) == []
+    assert machine.live is None
+    assert machine.handle(w.Registered("b", OLD), 0.0, idle=True) == [w.Admit("b")]
+    machine.handle(w.Registered("a", broken), 0.0, idle=True)
+    assert machine.admitted == {"b"}
+    machine = make("b", weights=NEW)
+    assert machine.handle(w.Registered("a", broken), 0.0, idle=True) == [w.Load("a", NEW)]
