@@ -40,6 +40,10 @@ class Outbox(Generic[Out]):
         """Whether nothing waits, slow peers apart."""
         return self._queue.empty()
 
+    def keeps_up(self, address: bytes) -> bool:
+        """Say whether a peer takes what it is sent: to one that does not, news can be spared."""
+        return address not in self._late
+
     def put(self, address: bytes, message: Out) -> None:
         """Send a message soon; never waits."""
         self._queue.put_nowait((address, message))

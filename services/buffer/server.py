@@ -395,7 +395,9 @@ class BufferServer:
                     self._tell_engine(name, m.Ping())
             if self._to_trainers.idle:
                 for rollout in self.machine.rollouts.values():
-                    self._tell_trainer(rollout.trainer, views.progress(self.machine, rollout))
+                    address = self._trainers.at(rollout.trainer)
+                    if address is not None and self._to_trainers.keeps_up(address):
+                        self._to_trainers.put(address, views.progress(self.machine, rollout))
 
     # --- instructions to sockets ---------------------------------------------------------
 

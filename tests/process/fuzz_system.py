@@ -71,12 +71,12 @@ class System:
         }
 
     def stop(self) -> dict[str, int]:
-        """Drain all; return their exit codes."""
-        for name in ("engine", "buffer", "context", "dgds"):
+        """Drain all, the buffer first: its work needs the engine. Return their exit codes."""
+        codes = {}
+        for name in SERVICES:
             self.processes[name].send_signal(signal.SIGTERM)
-            if name == "engine":
-                self.processes[name].wait(DEADLINE)
-        return {name: process.wait(DEADLINE) for name, process in self.processes.items()}
+            codes[name] = self.processes[name].wait(DEADLINE)
+        return codes
 
     def kill(self) -> None:
         for process in self.processes.values():

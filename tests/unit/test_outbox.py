@@ -74,6 +74,7 @@ async def test_a_peer_that_does_not_read_delays_no_other_and_gets_all_in_order()
     assert await numbers(reading, 1) == [7]
     assert asyncio.get_running_loop().time() - now < 0.1
     assert buffer.outbox.idle
+    assert (buffer.outbox.keeps_up(good), buffer.outbox.keeps_up(deaf)) == (True, False)
     assert await numbers(late, 3000) == list(range(3000))
     assert buffer.failed == []
 
