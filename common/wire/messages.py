@@ -35,6 +35,9 @@ MAX_ID = 512
 ShortStr = Annotated[str, msgspec.Meta(max_length=MAX_ID)]
 """Ids and names: bounded, since they are stored per request and logged."""
 
+Folder = Annotated[str, msgspec.Meta(max_length=4096)]
+"""A path, as long as Linux has them."""
+
 MAX_GROUP_SIZE = 4096
 """Bound on n: one prompt's responses are assembled in memory before they are sent."""
 
@@ -189,7 +192,7 @@ class UpdateWeights(Message, tag=True):
     """
 
     version: Annotated[int, msgspec.Meta(ge=0)]
-    source: str
+    source: Folder
     digest: ShortStr = ""
     in_flight: Literal["finish", "abort", "error"] = "finish"
 
@@ -258,14 +261,14 @@ class Register(Message, tag=True):
     vocab_size: int
     versions: dict[str, str] = {}
     weights_digest: ShortStr = ""
-    weights_source: str = ""
+    weights_source: Folder = ""
 
 
 class PrepareWeights(Message, tag=True):
     """Check the weights in a folder beside the live ones; answered by `WeightsPrepared`."""
 
     version: int
-    source: str
+    source: Folder
 
 
 class LoadWeights(Message, tag=True):
@@ -273,7 +276,7 @@ class LoadWeights(Message, tag=True):
 
     version: int
     digest: ShortStr
-    source: str
+    source: Folder
 
 
 class WeightsPrepared(Message, tag=True):

@@ -119,7 +119,10 @@ class InlineDriver:
 
     async def load_weights(self, folder: Path, digest: str) -> None:
         """See `Driver.load_weights`; blocks the loop."""
-        self._backend.load_weights(folder, digest)
+        try:
+            self._backend.load_weights(folder, digest)
+        except Exception as error:
+            raise _failure(error) from error
 
     async def run(self) -> None:
         """See `Driver.run`."""
