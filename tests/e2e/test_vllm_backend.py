@@ -483,6 +483,7 @@ model, scratch = sys.argv[1], Path(sys.argv[2])
 for name, text in {"broken": "{", "plain": "{}", "alien": '{"architectures": ["NoSuchModel"], "model_type": "x"}'}.items():
     (scratch / name).mkdir()
     (scratch / name / "config.json").write_text(text)
+(scratch / "alien" / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")  # well-formed, no tensors
 small = dict(max_num_seqs=8, max_model_len=256, kv_blocks=40)
 for folder, config in [
     (scratch / "missing", small), (scratch / "empty", small), (scratch / "broken", small),
