@@ -94,6 +94,10 @@ class DgdsConfig(_Section, frozen=True):
     """Bound on tokens held (4 bytes each); least recently touched groups go first."""
 
 
+CPU_KV_SHARE = 0.1
+"""Share of free memory that all CPU engines here take for KV unless told; zeroing it costs seconds a GiB."""
+
+
 class EngineConfig(_Section, frozen=True):
     """One model replica."""
 

@@ -16,14 +16,11 @@ from pathlib import Path
 
 import msgspec
 
-from seer.common.config import EngineConfig
+from seer.common.config import CPU_KV_SHARE, EngineConfig
 from seer.common.errors import ConfigError, InvalidField
 
-KV_SHARE = 0.25
-"""Share of free memory that all CPU engines together take for KV unless told: a laptop has other work."""
-
 MAX_KV_GIB = 4.0
-"""Bound on that per engine: prefix reuse rarely gains from more on a CPU."""
+"""Bound on that share per engine: prefix reuse rarely gains from more on a CPU."""
 
 
 class EnginePlan(msgspec.Struct, frozen=True):
@@ -66,7 +63,7 @@ def plan_engines(engine: EngineConfig, instances: int, machine: Machine | None =
     if machine.devices:
         return _on_devices(configs, machine.devices)
     if engine.kv_blocks is None and engine.kv_cache_gib is None and machine.free_bytes:
-        gib = min(MAX_KV_GIB, round(machine.free_bytes * KV_SHARE / 2**30 / instances, 2))
+        gib = min(MAX_KV_GIB, round(machine.free_bytes * CPU_KV_SHARE / 2**30 / instances, 2))
         configs = [msgspec.structs.replace(config, kv_cache_gib=gib) for config in configs]
     if not engine.cpu_cores:
         shares = share_cores(machine.cores, instances, engine.tensor_parallel)

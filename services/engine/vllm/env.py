@@ -17,7 +17,7 @@ import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from seer.common.config import EngineConfig, SharedConfig
+from seer.common.config import CPU_KV_SHARE, EngineConfig, SharedConfig
 from seer.common.errors import EngineError
 from seer.common.weights import problem_of
 
@@ -30,9 +30,6 @@ VLLM_SERIES = "0.32."
 """The hooks are private API: another series may move them, so it is refused."""
 
 EXTENSION = "seer.services.engine.vllm.extension.SeerWorker"
-
-CPU_KV_SHARE = 0.25
-"""Share of free memory that a CPU engine takes for KV unless told: a laptop has other work."""
 
 MAX_VLLM_TEXT = 300
 """Characters kept of what vLLM says: its advice, further on, is about its own flags."""
