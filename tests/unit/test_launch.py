@@ -301,7 +301,7 @@ def test_cpu_engines() -> None:
     first, second = plan_engines(EngineConfig(), 2, EIGHT)
     assert (first.config.name, second.config.name) == ("engine-0", "engine-1")
     assert (first.config.cpu_cores, second.config.cpu_cores) == ("0,4,1,5", "2,6,3,7")
-    assert first.config.kv_cache_gib == second.config.kv_cache_gib == 2.0
+    assert first.config.kv_cache_gib == second.config.kv_cache_gib == 0.8
     assert not first.shares_device
 
 
