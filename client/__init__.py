@@ -5,8 +5,10 @@ Needs neither torch nor vllm. `RolloutClient` is asyncio's, `SyncRolloutClient` 
 
 from seer.client.client import RolloutClient
 from seer.client.prompts import Prompt
+from seer.client.rewards import RewardFailed, Scored, Scores
 from seer.client.rollout import BufferLost, Group, Response, Rollout
-from seer.client.sync import SyncRollout, SyncRolloutClient
+from seer.client.scorer import Reward, RewardMetrics, per_response
+from seer.client.sync import SyncRollout, SyncRolloutClient, SyncScores
 from seer.common.errors import (
     DeadlineExceeded,
     InvalidField,
@@ -29,16 +31,23 @@ __all__ = [
     "Prompt",
     "RequestRefused",
     "Response",
+    "Reward",
+    "RewardFailed",
+    "RewardMetrics",
     "Rollout",
     "RolloutCancelled",
     "RolloutClient",
     "RolloutFailed",
     "SamplingParams",
+    "Scored",
+    "Scores",
     "SeerError",
     "Status",
     "SyncRollout",
     "SyncRolloutClient",
+    "SyncScores",
     "Unreachable",
     "WeightsLive",
     "WeightsRefused",
+    "per_response",
 ]

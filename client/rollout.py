@@ -20,9 +20,8 @@ from seer.common.errors import InvalidField, RequestRefused, RolloutFailed, Unre
 from seer.common.types import FinishReason, SamplingParams
 from seer.common.wire.messages import GroupDone, Logprobs, Progress, Submit, Tokens
 
-_SHOWN_IDS = 8
-"""Prompt ids spelled out in an error's text; `prompt_ids` has them all."""
-
+_SHOWN = 8
+"""Prompt ids of a reason, and reasons, spelled out in an error's text; `prompt_ids` has all ids."""
 
 BATCH_TOKENS = 2**20
 """Prompt tokens per `Submit` (4 MiB): a large rollout must not stall the buffer's loop."""
@@ -120,12 +119,9 @@ class Rollout:
             return None
         classes = {cls for cls, _ in self._failures.values()}
         cls = classes.pop() if len(classes) == 1 else RolloutFailed
-        reasons: dict[str, list[str]] = {}
-        for prompt_id, (_, message) in self._failures.items():
-            reasons.setdefault(message, []).append(prompt_id)
-        told = "; ".join(f"{message} (prompts {_shown(ids)})" for message, ids in reasons.items())
+        why = told({prompt_id: message for prompt_id, (_, message) in self._failures.items()})
         failed = tuple(prompt_id for prompt_id in self.prompts if prompt_id in self._failures)
-        return cls(f"{len(failed)} of {len(self.prompts)} prompts: {told}", failed)
+        return cls(f"{len(failed)} of {len(self.prompts)} prompts: {why}", failed)
 
     def __aiter__(self) -> AsyncIterator[Group]:
         """Yield groups as they finish; then raise `failure`, if any."""
@@ -251,9 +247,17 @@ def _batches(prompts: Sequence[Prepared]) -> Iterator[list[Prepared]]:
     yield batch
 
 
-def _shown(ids: Sequence[str]) -> str:
-    more = f", … {len(ids) - _SHOWN_IDS} more" if len(ids) > _SHOWN_IDS else ""
-    return ", ".join(ids[:_SHOWN_IDS]) + more
+def told(reasons: Mapping[str, str]) -> str:
+    """Say which prompts failed for which reason: the reason of each by prompt id; long lists are cut."""
+    prompts: dict[str, list[str]] = {}
+    for prompt_id, reason in reasons.items():
+        prompts.setdefault(reason, []).append(prompt_id)
+    return _shown([f"{reason} (prompts {_shown(ids)})" for reason, ids in prompts.items()], "; ")
+
+
+def _shown(items: Sequence[str], separator: str = ", ") -> str:
+    more = [f"… {len(items) - _SHOWN} more"] if len(items) > _SHOWN else []
+    return separator.join([*items[:_SHOWN], *more])
 
 
 def _malformed(message: GroupDone, n: int) -> str:

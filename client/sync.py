@@ -10,13 +10,16 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Sequence
+from concurrent.futures import Executor
 from pathlib import Path
 from types import TracebackType
 from typing import Self, TypeVar
 
 from seer.client.client import RolloutClient
 from seer.client.prompts import Prompt
+from seer.client.rewards import Scored, Scores
 from seer.client.rollout import Group, Rollout
+from seer.client.scorer import MAX_CONCURRENT, TIMEOUT_SECONDS, Reward, RewardMetrics
 from seer.client.text import Tokenizer
 from seer.client.weights import InFlight
 from seer.common.errors import RequestRefused
@@ -87,11 +90,11 @@ class SyncRollout:
 
     def __iter__(self) -> Iterator[Group]:
         """Yield groups as they finish; then raise `failure`, if any."""
-        return self._iterate(aiter(self._rollout))
+        return _iterate(self._thread, aiter(self._rollout))
 
     def in_order(self) -> Iterator[Group]:
         """Yield groups in input order; then raise `failure`, if any."""
-        return self._iterate(self._rollout.in_order())
+        return _iterate(self._thread, self._rollout.in_order())
 
     def result(self) -> list[Group]:
         """Wait for every prompt and return all groups in input order, or raise `failure`."""
@@ -101,12 +104,76 @@ class SyncRollout:
         """Give up these unfinished prompts, or all."""
         self._thread.call(self._rollout.cancel(prompt_ids))
 
-    def _iterate(self, groups: AsyncIterator[Group]) -> Iterator[Group]:
-        async def following() -> Group | None:
-            return await anext(groups, None)
 
-        while (group := self._thread.call(following())) is not None:
-            yield group
+def _iterate(thread: _LoopThread, items: AsyncIterator[T]) -> Iterator[T]:
+    async def following() -> T | None:
+        return await anext(items, None)
+
+    while (item := thread.call(following())) is not None:
+        yield item
+
+
+class SyncScores:
+    """See `Scores`; use as `with SyncScores(rollout, reward) as scores`. No reward blocks the caller."""
+
+    def __init__(
+        self,
+        rollout: SyncRollout,
+        reward: Reward,
+        *,
+        executor: Executor | None = None,
+        max_concurrent: int = MAX_CONCURRENT,
+        timeout_seconds: float = TIMEOUT_SECONDS,
+    ) -> None:
+        self._thread = rollout._thread
+        self._scores = Scores(
+            rollout._rollout,
+            reward,
+            executor=executor,
+            max_concurrent=max_concurrent,
+            timeout_seconds=timeout_seconds,
+        )
+
+    def __enter__(self) -> Self:
+        self._thread.call(self._scores.__aenter__())
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._thread.call(self._scores.__aexit__(kind, error, trace))
+
+    @property
+    def scored(self) -> list[Scored]:
+        """See `Scores.scored`."""
+        return self._scores.scored
+
+    @property
+    def unrewarded(self) -> list[Group]:
+        """See `Scores.unrewarded`."""
+        return self._scores.unrewarded
+
+    @property
+    def metrics(self) -> RewardMetrics:
+        """See `Scores.metrics`."""
+        return self._scores.metrics
+
+    @property
+    def failure(self) -> RequestRefused | None:
+        """See `Scores.failure`."""
+        return self._scores.failure
+
+    def __iter__(self) -> Iterator[Scored]:
+        """Yield scored groups as they come; then raise `failure`, if any."""
+        return _iterate(self._thread, aiter(self._scores))
+
+    def in_order(self) -> Iterator[Scored]:
+        """Yield scored groups in input order; then raise `failure`, if any."""
+        return _iterate(self._thread, self._scores.in_order())
+
+    def result(self) -> list[Scored]:
+        """Wait for every reward and return all in input order, or raise `failure`."""
+        return self._thread.call(self._scores.result())
 
 
 class SyncRolloutClient:

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from seer.client import RolloutCancelled, SyncRolloutClient, Unreachable
+from seer.client import Group, RewardFailed, RolloutCancelled, SyncRolloutClient, SyncScores, Unreachable
 from seer.common.channel import Hub, Identity
 from seer.common.transport.zmq import ZmqTransport
 from seer.common.wire.messages import (
@@ -113,6 +113,26 @@ def test_errors_come_through(endpoint: str) -> None:
         assert info.value.prompt_ids == ("1",)
         assert rollout.failure is not None
         assert [group.prompt_id for group in rollout.groups] == ["0"]
+
+
+def test_rewards_come_through(endpoint: str) -> None:
+    def reward(group: Group) -> list[float]:
+        assert threading.current_thread() is not threading.main_thread()
+        return [1.0 / (int(group.prompt_id) - 1)]
+
+    with SyncRolloutClient(endpoint) as client:
+        rollout = client.submit([[1, 2], [3, 4], [5, 6]], n=1)
+        with SyncScores(rollout, reward) as scores:
+            with pytest.raises(RewardFailed, match="ZeroDivisionError") as info:
+                scores.result()
+            assert info.value.prompt_ids == ("1",)
+            assert [group.prompt_id for group in scores.unrewarded] == ["1"]
+            assert sorted(scored.rewards for scored in scores.scored) == [(-1.0,), (1.0,)]
+            assert scores.metrics.calls == 3
+            assert scores.failure is not None
+        with SyncScores(rollout, lambda group: [2.0]) as scores:
+            assert [scored.rewards for scored in scores] == [(2.0,)] * 3
+            assert [scored.group.prompt_id for scored in scores.in_order()] == ["0", "1", "2"]
 
 
 def test_nobody_there(tmp_path: Path) -> None:

@@ -1,0 +1,186 @@
+"""Rewards beside the rollout: each group is scored while others are still generated.
+
+Invariants:
+- every group ends exactly once: in a `Scored`, or in `failure`, which names it and the reason;
+- a reward that fails loses no other group: an iteration yields every scored group first and raises only then;
+- leaving the scope leaves no task behind.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from concurrent.futures import Executor
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Self
+
+from seer.client.rollout import Group, Rollout, told
+from seer.client.scorer import (
+    MAX_CONCURRENT,
+    TIMEOUT_SECONDS,
+    Reward,
+    RewardMetrics,
+    Scorer,
+    Unrewarded,
+    measure,
+)
+from seer.common.errors import RequestRefused, RolloutFailed
+
+
+class RewardFailed(RolloutFailed):
+    """Groups without rewards, and prompts without groups if there are any; `prompt_ids` names both."""
+
+    code = "reward"
+
+
+@dataclass(frozen=True, slots=True)
+class Scored:
+    """A group and its rewards: one finite number per response, in index order."""
+
+    group: Group
+    rewards: tuple[float, ...]
+
+
+class Scores:
+    """Use as `async with Scores(rollout, reward) as scores`: iterate, or `in_order()`, or `result()`.
+
+    A plain `reward` runs in a thread, or in `executor` (a process pool for checkers that need CPU: it
+    and what it returns are pickled then); an async one in the event loop. `timeout_seconds` counts the
+    wait for a worker of the executor: give `max_concurrent` no more than it has. A thread cannot be
+    interrupted: one that hangs is given up, not ended. Leaving the scope gives up the rewards that are
+    missing, never the rollout.
+    """
+
+    def __init__(
+        self,
+        rollout: Rollout,
+        reward: Reward,
+        *,
+        executor: Executor | None = None,
+        max_concurrent: int = MAX_CONCURRENT,
+        timeout_seconds: float = TIMEOUT_SECONDS,
+    ) -> None:
+        self._rollout = rollout
+        self._scorer = Scorer(reward, executor, max_concurrent, timeout_seconds)
+        self._scored: dict[str, Scored] = {}
+        self._unrewarded: dict[str, Unrewarded] = {}
+        self._rollout_end: float | None = None
+        self._changed = asyncio.Event()
+
+    async def __aenter__(self) -> Self:
+        self._task = asyncio.create_task(self._run())
+        self._task.add_done_callback(lambda task: self._wake())
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._task.cancel()
+        await asyncio.wait([self._task])
+        self._scorer.close()
+
+    @property
+    def scored(self) -> list[Scored]:
+        """What has its rewards so far, in the order in which they came."""
+        return list(self._scored.values())
+
+    @property
+    def unrewarded(self) -> list[Group]:
+        """Groups whose reward failed so far: finished all the same, without rewards."""
+        return [group for group in self._rollout.groups if group.prompt_id in self._unrewarded]
+
+    @property
+    def metrics(self) -> RewardMetrics:
+        """What the rewards took so far."""
+        return measure(self._scorer.calls, self._rollout_end)
+
+    @property
+    def failure(self) -> RequestRefused | None:
+        """One error that names every prompt without rewards so far; the rollout's own if no reward failed."""
+        reasons = {prompt_id: str(error) for prompt_id, error in self._unrewarded.items()}
+        if self._task.done():
+            ended = {group.prompt_id for group in self._rollout.groups} - reasons.keys()
+            left = "the reward was cancelled"
+            reasons |= dict.fromkeys(sorted(ended - self._scored.keys()), left)
+        lost = self._rollout.failure
+        if not reasons:
+            return lost
+        of = len(self._rollout.prompts)
+        message = f"{len(reasons)} of {of} prompts have no rewards: {told(reasons)}"
+        named = {*reasons, *(lost.prompt_ids if lost else ())}
+        error = RewardFailed(
+            f"{message}; {lost}" if lost else message,
+            tuple(prompt_id for prompt_id in self._rollout.prompts if prompt_id in named),
+        )
+        error.__cause__ = next((given.__cause__ for given in self._unrewarded.values()), lost)
+        return error
+
+    def __aiter__(self) -> AsyncIterator[Scored]:
+        """Yield scored groups as they come; then raise `failure`, if any."""
+        return self._as_they_come()
+
+    async def _as_they_come(self) -> AsyncIterator[Scored]:
+        yielded = 0
+        while True:
+            for scored in self.scored[yielded:]:
+                yield scored
+                yielded += 1
+            if self._task.done() and yielded == len(self._scored):
+                break
+            if yielded == len(self._scored):
+                await self._changed.wait()
+        self._raise_failure()
+
+    async def in_order(self) -> AsyncIterator[Scored]:
+        """Yield scored groups in input order, each as soon as it can be; then raise `failure`, if any."""
+        groups = self._rollout.in_order()
+        while (group := await _next(groups)) is not None:
+            prompt_id = group.prompt_id
+            while not (prompt_id in self._scored or prompt_id in self._unrewarded or self._task.done()):
+                await self._changed.wait()
+            if prompt_id in self._scored:
+                yield self._scored[prompt_id]
+        await asyncio.wait([self._task])
+        self._raise_failure()
+
+    async def result(self) -> list[Scored]:
+        """Wait for every reward and return all in input order, or raise `failure`.
+
+        What was scored before a failure is still in `scored`.
+        """
+        return [scored async for scored in self.in_order()]
+
+    async def _run(self) -> None:
+        async with asyncio.TaskGroup() as tasks:
+            groups = aiter(self._rollout)
+            while (group := await _next(groups)) is not None:
+                tasks.create_task(self._score(group))
+            self._rollout_end = asyncio.get_running_loop().time()
+
+    async def _score(self, group: Group) -> None:
+        try:
+            rewards = await self._scorer.rewards(group)
+            self._scored[group.prompt_id] = Scored(group, rewards)
+        except Unrewarded as error:
+            self._unrewarded[group.prompt_id] = error
+        self._wake()
+
+    def _raise_failure(self) -> None:
+        if not self._task.cancelled():
+            self._task.result()
+        failure = self.failure
+        if failure is not None:
+            raise failure
+
+    def _wake(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+
+async def _next(groups: AsyncIterator[Group]) -> Group | None:
+    """Return the next group; None at the end, whose error stays in `Rollout.failure`."""
+    try:
+        return await anext(groups, None)
+    except RequestRefused:
+        return None
