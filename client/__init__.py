@@ -4,11 +4,13 @@ Needs neither torch nor vllm. `RolloutClient` is asyncio's, `SyncRolloutClient` 
 """
 
 from seer.client.client import RolloutClient
+from seer.client.dynamic import DynamicSampling, mixed
 from seer.client.prompts import Prompt
 from seer.client.rewards import RewardFailed, Scored, Scores
 from seer.client.rollout import BufferLost, Group, Response, Rollout
 from seer.client.scorer import Reward, RewardMetrics, per_response
-from seer.client.sync import SyncRollout, SyncRolloutClient, SyncScores
+from seer.client.sync import SyncRollout, SyncRolloutClient
+from seer.client.sync_rewards import SyncDynamicSampling, SyncScores
 from seer.common.errors import (
     DeadlineExceeded,
     InvalidField,
@@ -25,6 +27,7 @@ from seer.common.wire.messages import Progress, Status, WeightsLive
 __all__ = [
     "BufferLost",
     "DeadlineExceeded",
+    "DynamicSampling",
     "Group",
     "InvalidField",
     "Progress",
@@ -43,11 +46,13 @@ __all__ = [
     "Scores",
     "SeerError",
     "Status",
+    "SyncDynamicSampling",
     "SyncRollout",
     "SyncRolloutClient",
     "SyncScores",
     "Unreachable",
     "WeightsLive",
     "WeightsRefused",
+    "mixed",
     "per_response",
 ]

@@ -154,8 +154,8 @@ class RolloutClient:
     ) -> Rollout:
         """Send prompts for n responses each; plain prompts get their position as id.
 
-        `rollout_number` is a coordinate of the noise key and defaults to one more than the last. A
-        trainer that was killed and submits the same prompts again, under the same `name` and
+        `rollout_number` is a coordinate of the noise key and defaults to one more than the highest so
+        far. A trainer that was killed and submits the same prompts again, under the same `name` and
         `rollout_id`, gets what is finished at once and waits only for the rest.
         Raises `InvalidField` before anything is sent, `Unreachable` when the buffer takes nothing;
         what becomes of single prompts is for the returned rollout to say.
@@ -172,7 +172,7 @@ class RolloutClient:
             raise InvalidField("rollout_id", rollout_id, "is under way here; await it, or give another")
         rollout = Rollout(rollout_id, number, seed, n, sampling, prepared, self._cancel)
         rollout.weight_version = self.weight_version
-        self._next_number = number + 1
+        self._next_number = max(self._next_number, number + 1)
         now = asyncio.get_running_loop().time()
         self._heard = self._heard if self._active else now
         self._rollouts[rollout.id] = self._active[rollout.id] = rollout

@@ -46,16 +46,17 @@ class Prepared:
 
 
 def prepare(
-    prompts: Iterable[Prompt | str | Sequence[int] | Tokens], tokenizer: Tokenizer | None
+    prompts: Iterable[Prompt | str | Sequence[int] | Tokens], tokenizer: Tokenizer | None, first: int = 0
 ) -> dict[str, Prepared]:
     """Check and tokenize prompts; plain ones get their position as id. Keeps the order.
 
+    Positions are counted from `first`.
     Raises `InvalidField` naming the first prompt and field that cannot be accepted.
     """
     if isinstance(prompts, str):
         raise InvalidField("prompts", prompts, "give a sequence of prompts, not one string")
     prepared: dict[str, Prepared] = {}
-    for position, given in enumerate(prompts):
+    for position, given in enumerate(prompts, first):
         where = f"prompts[{position}]"
         prompt = _as_prompt(given, position)
         _check_id(prompt.id, f"{where}.id")

@@ -154,6 +154,10 @@ class Rollout:
         """
         return [group async for group in self.in_order()]
 
+    async def changed(self) -> None:
+        """Wait until another prompt has finished or failed."""
+        await self._changed.wait()
+
     async def cancel(self, prompt_ids: Sequence[str] = ()) -> None:
         """Give up these unfinished prompts, or all: they end in `RolloutCancelled`.
 

@@ -10,16 +10,13 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Sequence
-from concurrent.futures import Executor
 from pathlib import Path
 from types import TracebackType
 from typing import Self, TypeVar
 
 from seer.client.client import RolloutClient
 from seer.client.prompts import Prompt
-from seer.client.rewards import Scored, Scores
 from seer.client.rollout import Group, Rollout
-from seer.client.scorer import MAX_CONCURRENT, TIMEOUT_SECONDS, Reward, RewardMetrics
 from seer.client.text import Tokenizer
 from seer.client.weights import InFlight
 from seer.common.errors import RequestRefused
@@ -29,7 +26,7 @@ from seer.common.wire.messages import Progress, Status, Tokens, WeightsLive
 T = TypeVar("T")
 
 
-class _LoopThread:
+class LoopThread:
     """An event loop that runs until `stop`."""
 
     def __init__(self) -> None:
@@ -47,6 +44,7 @@ class _LoopThread:
             raise
 
     def stop(self) -> None:
+        """End the loop and its thread."""
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
@@ -55,7 +53,7 @@ class _LoopThread:
 class SyncRollout:
     """See `Rollout`: iterate over groups as they finish, or `in_order()`; or take `result()`."""
 
-    def __init__(self, rollout: Rollout, thread: _LoopThread) -> None:
+    def __init__(self, rollout: Rollout, thread: LoopThread) -> None:
         self._rollout = rollout
         self._thread = thread
 
@@ -90,11 +88,11 @@ class SyncRollout:
 
     def __iter__(self) -> Iterator[Group]:
         """Yield groups as they finish; then raise `failure`, if any."""
-        return _iterate(self._thread, aiter(self._rollout))
+        return iterate(self._thread, aiter(self._rollout))
 
     def in_order(self) -> Iterator[Group]:
         """Yield groups in input order; then raise `failure`, if any."""
-        return _iterate(self._thread, self._rollout.in_order())
+        return iterate(self._thread, self._rollout.in_order())
 
     def result(self) -> list[Group]:
         """Wait for every prompt and return all groups in input order, or raise `failure`."""
@@ -105,75 +103,14 @@ class SyncRollout:
         self._thread.call(self._rollout.cancel(prompt_ids))
 
 
-def _iterate(thread: _LoopThread, items: AsyncIterator[T]) -> Iterator[T]:
+def iterate(thread: LoopThread, items: AsyncIterator[T]) -> Iterator[T]:
+    """Yield what an async iterator yields in the thread's loop."""
+
     async def following() -> T | None:
         return await anext(items, None)
 
     while (item := thread.call(following())) is not None:
         yield item
-
-
-class SyncScores:
-    """See `Scores`; use as `with SyncScores(rollout, reward) as scores`. No reward blocks the caller."""
-
-    def __init__(
-        self,
-        rollout: SyncRollout,
-        reward: Reward,
-        *,
-        executor: Executor | None = None,
-        max_concurrent: int = MAX_CONCURRENT,
-        timeout_seconds: float = TIMEOUT_SECONDS,
-    ) -> None:
-        self._thread = rollout._thread
-        self._scores = Scores(
-            rollout._rollout,
-            reward,
-            executor=executor,
-            max_concurrent=max_concurrent,
-            timeout_seconds=timeout_seconds,
-        )
-
-    def __enter__(self) -> Self:
-        self._thread.call(self._scores.__aenter__())
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._thread.call(self._scores.__aexit__(kind, error, trace))
-
-    @property
-    def scored(self) -> list[Scored]:
-        """See `Scores.scored`."""
-        return self._scores.scored
-
-    @property
-    def unrewarded(self) -> list[Group]:
-        """See `Scores.unrewarded`."""
-        return self._scores.unrewarded
-
-    @property
-    def metrics(self) -> RewardMetrics:
-        """See `Scores.metrics`."""
-        return self._scores.metrics
-
-    @property
-    def failure(self) -> RequestRefused | None:
-        """See `Scores.failure`."""
-        return self._scores.failure
-
-    def __iter__(self) -> Iterator[Scored]:
-        """Yield scored groups as they come; then raise `failure`, if any."""
-        return _iterate(self._thread, aiter(self._scores))
-
-    def in_order(self) -> Iterator[Scored]:
-        """Yield scored groups in input order; then raise `failure`, if any."""
-        return _iterate(self._thread, self._scores.in_order())
-
-    def result(self) -> list[Scored]:
-        """Wait for every reward and return all in input order, or raise `failure`."""
-        return self._thread.call(self._scores.result())
 
 
 class SyncRolloutClient:
@@ -195,10 +132,10 @@ class SyncRolloutClient:
             connect_seconds=connect_seconds,
             silence_seconds=silence_seconds,
         )
-        self._thread: _LoopThread | None = None
+        self._thread: LoopThread | None = None
 
     def __enter__(self) -> Self:
-        self._thread = _LoopThread()
+        self._thread = LoopThread()
         try:
             self._thread.call(self._client.__aenter__())
         except BaseException:
@@ -264,7 +201,7 @@ class SyncRolloutClient:
         """See `RolloutClient.status`."""
         return self._running().call(self._client.status(timeout_seconds))
 
-    def _running(self) -> _LoopThread:
+    def _running(self) -> LoopThread:
         if self._thread is None:
             raise RuntimeError("use the client inside its with block")
         return self._thread

@@ -10,7 +10,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from seer.client import Group, RewardFailed, RolloutCancelled, SyncRolloutClient, SyncScores, Unreachable
+from seer.client import (
+    Group,
+    RewardFailed,
+    RolloutCancelled,
+    SyncDynamicSampling,
+    SyncRolloutClient,
+    SyncScores,
+    Unreachable,
+)
 from seer.common.channel import Hub, Identity
 from seer.common.transport.zmq import ZmqTransport
 from seer.common.wire.messages import (
@@ -72,9 +80,10 @@ class ServedBuffer(threading.Thread):
         )  # fmt: skip
         for prompt_id in reversed(ids):
             yield GroupDone(
-                rollout_id=message.rollout_id, prompt_id=prompt_id, weight_version=0, finish_reasons=["stop"],
-                stop_reasons=["2"], lengths=[1], tokens=np.array([2], np.int32),
-                logprobs=np.array([-0.5], np.float32),
+                rollout_id=message.rollout_id, prompt_id=prompt_id, weight_version=0,
+                finish_reasons=["stop"] * message.n, stop_reasons=["2"] * message.n,
+                lengths=[1] * message.n, tokens=np.full(message.n, 2, np.int32),
+                logprobs=np.full(message.n, -0.5, np.float32),
             )  # fmt: skip
 
 
@@ -133,6 +142,24 @@ def test_rewards_come_through(endpoint: str) -> None:
         with SyncScores(rollout, lambda group: [2.0]) as scores:
             assert [scored.rewards for scored in scores] == [(2.0,)] * 3
             assert [scored.group.prompt_id for scored in scores.in_order()] == ["0", "1", "2"]
+
+
+def test_dynamic_sampling_comes_through(endpoint: str) -> None:
+    def last_differs(group: Group) -> list[float]:
+        return [float(int(group.prompt_id) % 2), 1.0]
+
+    with SyncRolloutClient(endpoint) as client:
+        client.submit([[1, 2]], n=1).result()
+        prompts = ([1, 2 + i] for i in range(99))
+        with SyncDynamicSampling(client, prompts, last_differs, target=3, oversample=1.0, n=2) as sampled:
+            accepted = [scored.group.prompt_id for scored in sampled]
+            assert [scored.group.prompt_id for scored in sampled.result()] == accepted == ["0", "2", "4"]
+        assert sampled.complete
+        assert sampled.failure is None
+        assert sampled.rollout_number == 1
+        assert len(sampled.accepted) == sampled.counts["accepted"] == 3
+        assert sampled.counts["dropped"] == list(sampled.outcomes.values()).count("dropped") == 2
+        assert sampled.unused == [[1, 2 + i] for i in range(5, len(sampled.outcomes))]
 
 
 def test_nobody_there(tmp_path: Path) -> None:
