@@ -25,7 +25,7 @@ from typing import Self
 from seer.client.prompts import Prompt, check_request, check_rollout_id, prepare
 from seer.client.rollout import BufferLost, Rollout, submissions
 from seer.client.text import Tokenizer, load_tokenizer
-from seer.client.weights import InFlight, Update
+from seer.client.weights import InFlight, Source, Update
 from seer.common.channel import Channel, Identity, error_of
 from seer.common.clock import LoopClock
 from seer.common.errors import (
@@ -49,6 +49,7 @@ from seer.common.wire.messages import (
     GroupDone,
     Progress,
     Refused,
+    SpoolState,
     Status,
     StatusRequest,
     Tokens,
@@ -190,18 +191,19 @@ class RolloutClient:
     async def update_weights(
         self,
         version: int,
-        source: str | Path,
+        source: Source,
         *,
         digest: str = "",
         in_flight: InFlight = "finish",
         timeout_seconds: float = 3600.0,
     ) -> WeightsLive:
-        """Bring every engine to the weights in folder `source`, which all nodes see.
+        """Bring every engine to other weights: a folder that all nodes see, or tensors by name.
 
-        They are checked everywhere before any engine loads them: on `WeightsRefused` nothing changed,
-        and it names instance and reason. `in_flight`: what becomes of unfinished requests of any
-        trainer. Later submissions of this client run with this version or not at all. Engines in
-        `quarantined` failed to load and get no work. Raises `Unreachable` after `timeout_seconds`.
+        Tensors (a `state_dict()`, or numpy arrays) are sent to the buffer; leave them as they are until
+        this returns. Weights are checked everywhere before any engine loads them: on `WeightsRefused`
+        nothing changed, and it names instance and reason. `in_flight`: what becomes of unfinished
+        requests of any trainer. Later submissions of this client run with this version or not at all.
+        Engines in `quarantined` failed to load and get no work. Raises `Unreachable` after `timeout_seconds`.
         """
         self._check_open()
         if self._update is not None:
@@ -210,8 +212,7 @@ class RolloutClient:
         self._update = update = Update(version, source, digest, in_flight)
         try:
             async with asyncio.timeout(timeout_seconds):
-                await self._channel.send(update.asked)
-                live = await update.outcome()
+                live = await update.run(self._channel.send)
         except TimeoutError as error:
             raise Unreachable(f"{self.endpoint}: no weights within {timeout_seconds:g} s") from error
         finally:
@@ -273,7 +274,7 @@ class RolloutClient:
                 case Welcome():
                     self._resubmit = True
                     self._wake.set()
-                case WeightsLive() | WeightsFailed() if self._update is not None:
+                case WeightsLive() | WeightsFailed() | SpoolState() if self._update is not None:
                     self._update.answer(message)
                 case _:
                     pass
@@ -321,7 +322,7 @@ class RolloutClient:
             return
         self._resubmit = False
         if self._update is not None:
-            await self._channel.send(self._update.asked)
+            await self._update.ask_again(self._channel.send)
         for rollout in list(self._active.values()):
             await self._send_prompts(rollout)
 

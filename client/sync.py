@@ -18,7 +18,7 @@ from seer.client.client import RolloutClient
 from seer.client.prompts import Prompt
 from seer.client.rollout import Group, Rollout
 from seer.client.text import Tokenizer
-from seer.client.weights import InFlight
+from seer.client.weights import InFlight, Source
 from seer.common.errors import RequestRefused
 from seer.common.types import SamplingParams
 from seer.common.wire.messages import Progress, Status, Tokens, WeightsLive
@@ -184,7 +184,7 @@ class SyncRolloutClient:
     def update_weights(
         self,
         version: int,
-        source: str | Path,
+        source: Source,
         *,
         digest: str = "",
         in_flight: InFlight = "finish",

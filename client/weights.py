@@ -1,42 +1,140 @@
-"""One weight update as its trainer asks for it."""
+"""One weight update as its trainer asks for it, and the upload of tensors that it may take.
+
+Invariants:
+- a stream is sent once, in order, `SPOOL_WINDOW` parts ahead of what the buffer confirmed;
+- what was lost, damaged, or forgotten by a restarted buffer is sent again from there on;
+- an update ends in one answer, or one error; an upload ends with it.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import secrets
+import zlib
+from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
+from seer.client.tensors import TensorStream
 from seer.common.errors import InvalidField, WeightsRefused
-from seer.common.wire.messages import UpdateWeights, WeightsFailed, WeightsLive
+from seer.common.wire.messages import (
+    SPOOL_BYTES,
+    SPOOL_SCHEME,
+    SPOOL_WINDOW,
+    OpenSpool,
+    SpoolData,
+    SpoolState,
+    UpdateWeights,
+    WeightsFailed,
+    WeightsLive,
+)
 
 InFlight = Literal["finish", "abort", "error"]
+
+Source = str | Path | Mapping[str, Any]
+"""A folder that all nodes see, or tensors (numpy or torch) by name, as `model.state_dict()` gives them."""
+
+Send = Callable[[UpdateWeights | OpenSpool | SpoolData], Awaitable[None]]
+
+ASK_SECONDS = 5.0
+"""Silence after which the buffer is asked how far a stream has come."""
 
 
 class Update:
     """What was asked, and the answer once it is there. Raises `InvalidField` for what cannot be asked."""
 
-    def __init__(self, version: int, source: str | Path, digest: str, in_flight: InFlight) -> None:
+    def __init__(self, version: int, source: Source, digest: str, in_flight: InFlight) -> None:
         if not 0 <= version < 2**63:
             raise InvalidField("version", version, "must be in [0, 2^63)")
         if in_flight not in ("finish", "abort", "error"):
             raise InvalidField("in_flight", in_flight, "choose finish, abort or error")
-        where = str(Path(source).absolute())
+        self.stream = TensorStream(source) if isinstance(source, Mapping) else None
+        self._name = f"v{version}-{secrets.token_hex(6)}"
+        where = SPOOL_SCHEME + self._name if self.stream else str(Path(str(source)).absolute())
         self.asked = UpdateWeights(version=version, source=where, digest=digest, in_flight=in_flight)
+        self._asked = False
         self._answer: asyncio.Future[WeightsLive | WeightsFailed] = asyncio.get_running_loop().create_future()
+        # An answer per part under way, and to each opening.
+        self._states: asyncio.Queue[SpoolState] = asyncio.Queue(4 * SPOOL_WINDOW)
 
-    def answer(self, message: WeightsLive | WeightsFailed) -> None:
-        """Take an answer; one to another version, or a second one, changes nothing."""
-        if message.version == self.asked.version and not self._answer.done():
+    async def ask_again(self, send: Send) -> None:
+        """Ask a buffer that may not have heard it."""
+        if self._asked:
+            await self._ask(send)
+
+    async def run(self, send: Send) -> WeightsLive:
+        """Ask, send the tensors if there are any, and wait for the answer.
+
+        Raises `WeightsRefused`, or what the connection failed with.
+        """
+        upload = None
+        if self.stream is not None:
+            found = await asyncio.to_thread(self.stream.digest)
+            self._check_digest(found)
+            self.asked.digest = found
+        self._asked = True
+        await self._ask(send)
+        if self.stream is not None:
+            upload = asyncio.create_task(self._upload(self.stream, send))
+            upload.add_done_callback(self._uploaded)
+        try:
+            message = await self._answer
+        finally:
+            if upload is not None:
+                upload.cancel()
+                await asyncio.wait([upload])
+        if isinstance(message, WeightsFailed):
+            raise WeightsRefused(message.version, message.reasons)
+        return message
+
+    def answer(self, message: WeightsLive | WeightsFailed | SpoolState) -> None:
+        """Take an answer; one to another update, or a second one, changes nothing."""
+        if isinstance(message, SpoolState):
+            if message.name == self._name:
+                with contextlib.suppress(asyncio.QueueFull):
+                    self._states.put_nowait(message)
+        elif message.version == self.asked.version and not self._answer.done():
             self._answer.set_result(message)
 
-    def fail(self, error: Exception) -> None:
+    def fail(self, error: BaseException) -> None:
         """There will be no answer."""
         if not self._answer.done():
             self._answer.set_exception(error)
 
-    async def outcome(self) -> WeightsLive:
-        """Wait for the answer. Raises `WeightsRefused`, or what it failed with."""
-        message = await self._answer
-        if isinstance(message, WeightsFailed):
-            raise WeightsRefused(message.version, message.reasons)
-        return message
+    async def _ask(self, send: Send) -> None:
+        if self.stream is not None:
+            await send(OpenSpool(name=self._name, size=self.stream.size))
+        await send(self.asked)
+
+    def _check_digest(self, found: str) -> None:
+        if self.asked.digest not in ("", found):
+            raise InvalidField("digest", self.asked.digest, f"the tensors have digest {found}")
+
+    def _uploaded(self, upload: asyncio.Task[None]) -> None:
+        if not upload.cancelled() and (error := upload.exception()) is not None:
+            self.fail(error)
+
+    async def _upload(self, stream: TensorStream, send: Send) -> None:
+        confirmed = sent = 0
+        while confirmed < stream.size:
+            while sent < min(stream.size, confirmed + SPOOL_WINDOW * SPOOL_BYTES):
+                data, checksum = await asyncio.to_thread(_part, stream, sent)
+                await send(SpoolData(name=self._name, offset=sent, checksum=checksum, data=data))
+                sent += len(data)
+            try:
+                async with asyncio.timeout(ASK_SECONDS):
+                    state = await self._states.get()
+            except TimeoutError:
+                await send(OpenSpool(name=self._name, size=stream.size))
+                continue
+            if state.problem:
+                raise WeightsRefused(self.asked.version, {"": f"the upload failed: {state.problem}"})
+            confirmed = state.have
+            if state.resend:
+                sent = confirmed
+
+
+def _part(stream: TensorStream, offset: int) -> tuple[Any, int]:
+    data = stream.read(offset, SPOOL_BYTES)
+    return data, zlib.crc32(data)

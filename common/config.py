@@ -74,6 +74,8 @@ class BufferConfig(_Section, frozen=True):
     """How long a finished group waits for its trainer's acknowledgement."""
     update_seconds: float = 3600.0
     """Deadline of each phase of a weight update: checking, finishing what runs, loading."""
+    spool: str = ""
+    """Folder for weights that trainers stream, of their size twice; default: a temporary one."""
     result_bytes: int = 8 * 2**30
     """Bound on finished groups that wait; past it the oldest is forgotten, and made again if asked for."""
 

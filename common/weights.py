@@ -1,18 +1,42 @@
-"""Whether a model folder's weights are all there, told from file names and headers alone.
+"""What trainers, buffer and engines agree on about weights: digests, and whether a folder is whole.
 
-Invariant: what is refused here could not be loaded; the rest is for the loader to judge.
+Invariants:
+- a digest follows from the tensors' names, types, shapes and bytes alone;
+- what `problem_of` refuses, from file names and headers alone, could not be loaded; the rest is for
+  the loader to judge.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import struct
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+
+SPOOL_FILE = "model.safetensors"
+"""A stream of weights in the buffer's spool; whoever sees that folder may read it there."""
+
+SPOOL_NOTES = "stream.json"
+"""Beside it: its size, and the token that tells a reader that it is that very folder."""
 
 _INDEX = "model.safetensors.index.json"
 _PATTERNS = ("*.safetensors", "*.bin", "*.pt")
 _MAX_HEADER_BYTES = 100_000_000
 """Bound that the safetensors format sets itself."""
+
+
+def tensor_hash(name: str, dtype: str, shape: Sequence[int]) -> hashlib.blake2b:
+    """Begin a tensor's hash; its bytes follow. `dtype` as safetensors has it."""
+    return hashlib.blake2b(json.dumps([name, dtype, list(shape)]).encode())
+
+
+def digest_of(hashes: Mapping[str, bytes]) -> str:
+    """Return a model's digest (32 hex characters) from its tensors' hashes by name."""
+    whole = hashlib.blake2b(digest_size=16)
+    for name in sorted(hashes):
+        whole.update(hashes[name])
+    return whole.hexdigest()
 
 
 def problem_of(folder: Path) -> str:

@@ -2,9 +2,11 @@
 
 import asyncio
 import contextlib
+import json
+import struct
 from collections.abc import AsyncIterator
 
-from seer.client import RolloutClient
+from seer.client import RolloutClient, SamplingParams
 from seer.common.clock import LoopClock
 from seer.common.config import BufferConfig, Config, EngineConfig
 from seer.common.service import Service
@@ -14,6 +16,8 @@ from seer.services.buffer import server as buffer
 from seer.services.context import server as context
 from seer.services.dgds import server as dgds
 from seer.services.engine import server as engine
+
+PROMPTS = [list(range(1, 2 + i)) for i in range(8)]
 
 SERVERS = {"buffer": buffer.make, "context": context.make, "dgds": dgds.make}
 
@@ -76,3 +80,23 @@ async def running(engines: int = 2, **settings: object) -> AsyncIterator[Cluster
         yield cluster
     finally:
         await cluster.stop()
+
+
+def folder(path, fill, shape=(2, 3)):
+    """A model of one float32 tensor."""
+    path.mkdir(exist_ok=True)
+    data = struct.pack("<f", fill) * (shape[0] * shape[1])
+    head = {"w": {"dtype": "F32", "shape": list(shape), "data_offsets": [0, len(data)]}}
+    text = json.dumps(head).encode()
+    (path / "model.safetensors").write_bytes(struct.pack("<Q", len(text)) + text + data)
+    return path
+
+
+async def roll(client, number=0, **options):
+    """Run one rollout; return its tokens and the weight version and digest of all its groups."""
+    sampling = SamplingParams(max_tokens=60)
+    rollout = await client.submit(PROMPTS, n=2, sampling=sampling, rollout_number=number, **options)
+    groups = await rollout.result()
+    versions = {(group.weight_version, group.weights_digest) for group in groups}
+    assert len(versions) == 1
+    return [r.token_ids.tolist() for group in groups for r in group.responses], versions.pop()

@@ -28,7 +28,8 @@ _Array = npt.NDArray[Any]
 _MAX_TEXT = 200
 """Characters kept of what msgspec says: it quotes what it was sent."""
 
-_DTYPE_OF_FIELD: dict[object, str] = {messages.Tokens: "i4", messages.Logprobs: "f4"}
+_DTYPE_OF_FIELD: dict[object, str] = {messages.Tokens: "i4", messages.Logprobs: "f4", messages.Bytes: "u1"}
+_DTYPES = ("<i4", "<f4", "|u1")
 _UNIONS = (
     messages.TrainerToBuffer,
     messages.BufferToTrainer,
@@ -59,7 +60,7 @@ _DEFAULT = Limits()
 def encode(message: messages.Message) -> list[Frame]:
     """Return the header and one zero-copy view per array; do not change the arrays afterwards.
 
-    Raises `WireError` for an array that is not one-dimensional int32 or float32.
+    Raises `WireError` for an array that is not one-dimensional int32, float32 or uint8.
     """
     frames: list[Frame] = [b""]
 
@@ -77,8 +78,10 @@ def encode(message: messages.Message) -> list[Frame]:
 
 
 def _bytes_of(array: _Array) -> memoryview:
-    if array.ndim != 1 or array.dtype.str not in ("<i4", "<f4"):
-        raise TypeError(f"array of {array.dtype} {array.shape}: give one dimension of int32 or float32")
+    if array.ndim != 1 or array.dtype.str not in _DTYPES:
+        raise TypeError(
+            f"array of {array.dtype} {array.shape}: give one dimension of int32, float32 or uint8"
+        )
     return np.ascontiguousarray(array).view(np.uint8).data
 
 
@@ -123,8 +126,9 @@ class Decoder(Generic[M]):
                 frame = self._unread.pop(index)
             case _:
                 raise ValueError(f"{str(reference)[:80]} does not refer to an unread frame of {dtype}")
-        if len(frame) % 4:
-            raise ValueError(f"frame {index} of {len(frame)} bytes: must be a multiple of 4")
+        width = int(dtype[1:])
+        if len(frame) % width:
+            raise ValueError(f"frame {index} of {len(frame)} bytes: must be a multiple of {width}")
         array = np.frombuffer(frame, dtype=f"<{dtype}")
         if not array.flags.aligned:
             array = array.copy()

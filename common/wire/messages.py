@@ -9,7 +9,7 @@ Evolution rules (tests/unit/test_wire_evolution.py holds old and new readers to 
 - `Hello` and `Refused` keep their meaning whatever the MAJOR, or peers could not refuse each other;
 - anything an old peer would misread needs a new MAJOR in `version.py`.
 
-Arrays (`Tokens` and `Logprobs` fields) travel as frames of their own after the msgpack header; see
+Arrays (`Tokens`, `Logprobs` and `Bytes` fields) travel as frames of their own after the msgpack header; see
 `codec.py`. Ragged data is one flat array plus a list of lengths.
 """
 
@@ -28,6 +28,9 @@ Tokens = npt.NDArray[np.int32]
 
 Logprobs = npt.NDArray[np.float32]
 """One-dimensional logprobs; the codec refuses every other dtype."""
+
+Bytes = npt.NDArray[np.uint8]
+"""One-dimensional raw bytes; the codec refuses every other dtype."""
 
 MAX_ID = 512
 """Bound on ids and names. Characters."""
@@ -185,8 +188,60 @@ class Progress(Message, tag=True):
     finish_times: list[float] = []
 
 
+SPOOL_BYTES = 2**21
+"""Data of one `SpoolData`, the last one of a stream apart: small enough to let other messages through."""
+
+SPOOL_WINDOW = 8
+"""Most `SpoolData` under way to one peer."""
+
+SPOOL_STALL_SECONDS = 30.0
+"""A stream that does not grow for this long, before it is whole, is given up."""
+
+SPOOL_SCHEME = "spool:"
+"""Begins a `source` of weights that is not a folder but the name of a stream in the buffer's spool."""
+
+
+class OpenSpool(Message, tag=True):
+    """Begin or resume a stream of weights of `size` bytes; 0 only asks. Answered by `SpoolState`."""
+
+    name: ShortStr
+    size: Annotated[int, msgspec.Meta(ge=0)] = 0
+
+
+class SpoolState(Message, tag=True):
+    """The buffer has the first `have` of a stream's `size` bytes; `resend`: give what follows again.
+
+    It keeps them as a safetensors file in `folder`, on its own machine: a reader that finds `token`
+    in there needs no copy. A `problem` ends the stream.
+    """
+
+    name: ShortStr
+    size: int
+    have: int
+    resend: bool = False
+    folder: Folder = ""
+    token: ShortStr = ""
+    problem: str = ""
+
+
+class SpoolData(Message, tag=True):
+    """Bytes of a stream from `offset` on; `checksum` is their CRC-32."""
+
+    name: ShortStr
+    offset: Annotated[int, msgspec.Meta(ge=0)]
+    checksum: int
+    data: Bytes
+
+
+class ReadSpool(Message, tag=True):
+    """Ask for `SPOOL_BYTES` of a stream from `offset` on; answered by `SpoolData` once they are there."""
+
+    name: ShortStr
+    offset: Annotated[int, msgspec.Meta(ge=0)]
+
+
 class UpdateWeights(Message, tag=True):
-    """Bring all engines to the weights in folder `source`, which every node sees.
+    """Bring all engines to the weights in `source`: a folder that every node sees, or a spool's stream.
 
     `digest` is checked unless empty. `in_flight` says what becomes of unfinished requests.
     """
@@ -265,7 +320,7 @@ class Register(Message, tag=True):
 
 
 class PrepareWeights(Message, tag=True):
-    """Check the weights in a folder beside the live ones; answered by `WeightsPrepared`."""
+    """Check new weights beside the live ones; answered by `WeightsPrepared`."""
 
     version: int
     source: Folder
@@ -498,12 +553,36 @@ class Deltas(Message, tag=True):
 
 # --- unions: one per socket direction --------------------------------------------------------
 
-TrainerToBuffer = Hello | Submit | Cancel | Acknowledge | StatusRequest | Goodbye | UpdateWeights
-BufferToTrainer = Welcome | Refused | Accepted | GroupDone | Progress | Status | WeightsLive | WeightsFailed
-EngineToBuffer = (
-    Hello | Register | ChunksDone | ChunkFailed | EngineStatus | Goodbye | WeightsPrepared | WeightsLoaded
+TrainerToBuffer = (
+    Hello | Submit | Cancel | Acknowledge | StatusRequest | Goodbye | UpdateWeights | OpenSpool | SpoolData
 )
-BufferToEngine = Welcome | Refused | RunChunk | DropChunk | Ping | Drain | PrepareWeights | LoadWeights
+BufferToTrainer = (
+    Welcome | Refused | Accepted | GroupDone | Progress | Status | WeightsLive | WeightsFailed | SpoolState
+)
+EngineToBuffer = (
+    Hello
+    | Register
+    | ChunksDone
+    | ChunkFailed
+    | EngineStatus
+    | Goodbye
+    | WeightsPrepared
+    | WeightsLoaded
+    | OpenSpool
+    | ReadSpool
+)
+BufferToEngine = (
+    Welcome
+    | Refused
+    | RunChunk
+    | DropChunk
+    | Ping
+    | Drain
+    | PrepareWeights
+    | LoadWeights
+    | SpoolState
+    | SpoolData
+)
 BufferPublished = GroupOpened | RequestProgress | GroupClosed
 ContextPublished = Estimates
 SnapshotAsked = Hello | SnapshotRequest

@@ -36,6 +36,7 @@ from seer.services.buffer import views
 from seer.services.buffer import weights as w
 from seer.services.buffer.machine import Machine
 from seer.services.buffer.peers import Peers, check_register
+from seer.services.buffer.spool import Spool
 from seer.services.buffer.store import Store
 
 TOKEN_BYTES = 8
@@ -84,6 +85,7 @@ class BufferServer:
         self.machine = Machine(POLICIES[settings.policy], limits, first_attempt=self.me.incarnation)
         self.store = Store()
         self.weights = w.WeightsMachine(settings.update_seconds)
+        self._spool = Spool(settings.spool, clock)
         self._trainers, self._engines = Peers(), Peers()
         self._registered_at: dict[str, bytes] = {}
         self._registered: dict[str, m.Register] = {}
@@ -144,6 +146,7 @@ class BufferServer:
                     self._to_trainers.run(),
                     self._publish(),
                     self._tick(),
+                    self._spool.run(),
                 )
             ]
             await self._drained.wait()
@@ -202,6 +205,8 @@ class BufferServer:
                 mode = w.InFlight(message.in_flight)
                 asked = w.UpdateAsked(name, message.version, message.source, message.digest, mode)
                 self._weigh(asked)
+            case m.OpenSpool() | m.SpoolData():
+                self._spool.put(self._trainer_hub.reply, address, message)
             case m.Goodbye():
                 self._trainers.leave(address)
         return None
@@ -304,6 +309,8 @@ class BufferServer:
                 self._weigh(w.Prepared(name, message.version, message.digest, message.problem))
             case m.WeightsLoaded():
                 self._weigh(w.Loaded(name, message.version, message.problem))
+            case m.OpenSpool() | m.ReadSpool():
+                self._spool.put(self._engine_hub.reply, address, message)
             case m.Goodbye():
                 if name in self.weights:
                     self._log.info("engine left", engine=name)
@@ -390,6 +397,7 @@ class BufferServer:
                 self._log.warning("engine lost", engine=name, why="silent")
                 self._weigh(w.Lost(name))
             self._weigh(w.Tick())
+            await self._spool.tidy(self.weights.sources)
             if self._to_engines.idle:
                 for name in sorted(self.weights.known):
                     self._tell_engine(name, m.Ping())

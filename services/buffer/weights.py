@@ -20,7 +20,7 @@ from enum import Enum
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """`source` is a folder that every node sees; empty: where the engine's configuration points.
+    """`source`: a folder that every node sees, or a stream; empty: where the engine's configuration points.
 
     A negative `version` is an instance whose last load failed.
     """
@@ -194,6 +194,12 @@ class WeightsMachine:
         return self._update is not None
 
     @property
+    def sources(self) -> set[str]:
+        """Where weights that are live, or will be, come from."""
+        live = {self.live.source} if self.live else set()
+        return live | {self._update.asked.source} if self._update else live
+
+    @property
     def admitted(self) -> frozenset[str]:
         """The instances that may get work."""
         return frozenset(self._admitted)
@@ -298,10 +304,11 @@ class WeightsMachine:
             problem = f"{busy.trainer} updates to version {busy.version}: wait for that"
         elif live is None or not self._admitted:
             problem = "no engine is there to take weights: start one"
-        elif event.version == live.version and event.source == live.source:
-            out.append(
-                Report(event.trainer, live, dict(self.quarantined))
-            )  # asked again, as after a lost answer
+        elif event.version == live.version and (
+            event.digest == live.digest if event.digest else event.source == live.source
+        ):
+            # Asked again, as after a lost answer, or by a trainer that was killed and came back.
+            out.append(Report(event.trainer, live, dict(self.quarantined)))
             return
         elif event.version <= live.version:
             problem = f"version {event.version} must be above the live one, {live.version}"

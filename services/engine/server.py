@@ -33,6 +33,7 @@ from seer.services.engine.backend import Backend, Chunk, ChunkEnd, StepOutput
 from seer.services.engine.chunks import Running, begin, chunk_of, done_message
 from seer.services.engine.driver import Driver, Facts, InlineDriver, ThreadDriver
 from seer.services.engine.replay import ReplayBackend
+from seer.services.engine.staging import Staging
 from seer.services.engine.weights import Manifest, differences, inspect
 
 UNDEFINED = -1
@@ -91,6 +92,8 @@ class EngineServer:
         # Bounded by the chunks placed here: each leaves one entry, sent as soon as the buffer takes it.
         self._ended: list[tuple[ChunkEnd, Running]] = []
         self._failed: list[m.ChunkFailed] = []
+        self._staging = Staging(self._buffer.send)
+        self._checked = ("", "")
         self._weights = m.LoadWeights(version=0, digest="", source="")
         self._live_manifest: Manifest | None = None
         self._weights_orders: asyncio.Queue[m.PrepareWeights | m.LoadWeights] = asyncio.Queue(MAX_ORDERS)
@@ -152,6 +155,8 @@ class EngineServer:
                 case (m.PrepareWeights() | m.LoadWeights()) as asked:
                     if not self._weights_orders.full():  # else asked for again when its deadline is over
                         self._weights_orders.put_nowait(asked)
+                case (m.SpoolState() | m.SpoolData()) as part:
+                    self._staging.arrived(part)
                 case m.Welcome():
                     self._rejoin()
                 case m.Drain():
@@ -219,20 +224,34 @@ class EngineServer:
 
     async def _prepare_weights(self, order: m.PrepareWeights) -> m.WeightsPrepared:
         try:
-            found = await asyncio.to_thread(inspect, Path(order.source))
-        except InvalidField as error:
+            found = await self._inspect(order.source)
+        except SeerError as error:
             return m.WeightsPrepared(version=order.version, digest="", problem=str(error))
         problem = differences(self._live_manifest, found) if self._live_manifest else ""
         return m.WeightsPrepared(version=order.version, digest=found.digest, problem=problem)
+
+    async def _inspect(self, source: str) -> Manifest:
+        folder = await self._staging.folder(source)
+        found = await asyncio.to_thread(inspect, folder)
+        self._checked = (source, found.digest)
+        return found
 
     async def _load_weights(self, order: m.LoadWeights) -> m.WeightsLoaded:
         for request_id, known in list(self.running.items()):  # the buffer waits for none of them
             self._drop(request_id, known.attempt)
         try:
-            await self._driver.load_weights(Path(order.source), order.digest)
-        except EngineError as error:
+            if self._checked != (order.source, order.digest):  # this engine was not there to prepare
+                await self._inspect(order.source)
+            if self._checked[1] != order.digest:
+                raise EngineError(f"{order.source} now has digest {self._checked[1]}, not {order.digest}")
+            folder = await self._staging.folder(order.source)
+            await self._driver.load_weights(folder, order.digest)
+        except SeerError as error:
             self._weights = m.LoadWeights(version=UNDEFINED, digest="", source="")
             return m.WeightsLoaded(version=order.version, problem=str(error))
+        finally:
+            self._checked = ("", "")
+            self._staging.discard()
         self._weights = order
         return m.WeightsLoaded(version=order.version)
 

@@ -8,7 +8,6 @@ Invariants:
 
 from __future__ import annotations
 
-import hashlib
 import json
 import struct
 from collections.abc import Iterator
@@ -17,10 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from seer.common.errors import InvalidField
-from seer.common.weights import problem_of
+from seer.common.weights import digest_of, problem_of, tensor_hash
 
 _READ_BYTES = 2**22
-_DIGEST_BYTES = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,10 +63,7 @@ def inspect(folder: Path) -> Manifest:
         raise InvalidField("source", str(folder), f"cannot be read: {error}") from error
     if len(hashes) < len(stored):
         raise InvalidField("source", str(folder), "has a tensor in two files; give a folder with one model")
-    whole = hashlib.blake2b(digest_size=_DIGEST_BYTES)
-    for name in sorted(hashes):
-        whole.update(hashes[name])
-    return Manifest({item.name: item.tensor for item in stored}, whole.hexdigest())
+    return Manifest({item.name: item.tensor for item in stored}, digest_of(hashes))
 
 
 def differences(live: Manifest, new: Manifest) -> str:
@@ -100,7 +95,7 @@ def _in(file: Path) -> Iterator[_Stored]:
 
 def _hash(stored: _Stored) -> bytes:
     tensor = stored.tensor
-    known = hashlib.blake2b(json.dumps([stored.name, tensor.dtype, tensor.shape]).encode())
+    known = tensor_hash(stored.name, tensor.dtype, tensor.shape)
     left = stored.size
     with stored.file.open("rb") as opened:
         opened.seek(stored.start)

@@ -1,38 +1,16 @@
 """Weight updates of a whole system in virtual time: one version per response, or an error that says why."""
 
 import asyncio
-import json
-import struct
 
 import pytest
-from cluster_harness import running
+from cluster_harness import folder, roll, running
 from virtual_time import eventually, virtual
 
-from seer.client import RequestRefused, RolloutCancelled, SamplingParams, WeightsRefused
+from seer.client import RequestRefused, RolloutCancelled, WeightsRefused
 from seer.common.config import EngineConfig
 from seer.common.errors import EngineError
 
-PROMPTS = [list(range(1, 2 + i)) for i in range(8)]
 SLOW = EngineConfig(backend="replay", kv_blocks=200, max_num_seqs=4, replay_step_seconds=0.05)
-
-
-def folder(path, fill, shape=(2, 3)):
-    """A model of one float32 tensor."""
-    path.mkdir(exist_ok=True)
-    data = struct.pack("<f", fill) * (shape[0] * shape[1])
-    head = {"w": {"dtype": "F32", "shape": list(shape), "data_offsets": [0, len(data)]}}
-    text = json.dumps(head).encode()
-    (path / "model.safetensors").write_bytes(struct.pack("<Q", len(text)) + text + data)
-    return path
-
-
-async def roll(client, number=0, **options):
-    sampling = SamplingParams(max_tokens=60)
-    rollout = await client.submit(PROMPTS, n=2, sampling=sampling, rollout_number=number, **options)
-    groups = await rollout.result()
-    versions = {(group.weight_version, group.weights_digest) for group in groups}
-    assert len(versions) == 1
-    return [r.token_ids.tolist() for group in groups for r in group.responses], versions.pop()
 
 
 @virtual

@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import re
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,6 +12,8 @@ import pytest
 
 if importlib.util.find_spec("vllm") is None:
     pytest.skip("needs the engine extra", allow_module_level=True)
+
+from safetensors.torch import load_file, save_file
 
 from seer.client import RolloutClient, SamplingParams, WeightsRefused
 from seer.common.config import load
@@ -25,8 +28,6 @@ MODEL = EXAMPLE / "model"
 @pytest.fixture(scope="module")
 def changed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The shipped model with other weights."""
-    from safetensors.torch import load_file, save_file
-
     folder = tmp_path_factory.mktemp("changed") / "model"
     shutil.copytree(MODEL, folder)
     tensors = load_file(folder / "model.safetensors")
@@ -88,6 +89,20 @@ async def test_an_updated_system_is_as_a_fresh_one(changed: Path) -> None:
         back = await client.update_weights(2, MODEL)
         assert back.digest == digest
         assert_same((await roll(client))[:2], before)
+
+        tensors = load_file(changed / "model.safetensors")
+        name = min(tensors)
+        for bad, why in (
+            ({key: value for key, value in tensors.items() if key != name}, f"lacks tensor {name}"),
+            (tensors | {name: tensors[name][:-1]}, f"tensor {name} has shape"),
+            (tensors | {name: tensors[name].half()}, f"tensor {name} has type F16"),
+            (tensors | {"more": tensors[name]}, "has a tensor more that the model lacks"),
+        ):
+            with pytest.raises(WeightsRefused, match=rf"engine-[01]: .*{re.escape(why)}"):
+                await client.update_weights(3, {key: value.clone() for key, value in bad.items()})
+        streamed = await client.update_weights(3, tensors)
+        assert streamed.digest == live.digest
+        assert_same((await roll(client))[:2], expected)
 
 
 async def test_two_ranks_take_new_weights_too(changed: Path) -> None:

@@ -28,6 +28,9 @@ def examples(count):
     return settings(max_examples=count, suppress_health_check=[HealthCheck.too_slow])
 
 
+DTYPES = {"logprobs": np.float32, "data": np.uint8}
+
+
 def arrays(dtype):
     return st.binary(max_size=64).map(lambda data: np.frombuffer(data[: len(data) // 4 * 4], dtype))
 
@@ -62,7 +65,7 @@ def structs(cls):
     fields = {}
     for field in inspect.type_info(cls).fields:
         if isinstance(field.type, inspect.CustomType):
-            fields[field.name] = arrays(np.float32 if field.name == "logprobs" else np.int32)
+            fields[field.name] = arrays(DTYPES.get(field.name, np.int32))
         else:
             fields[field.name] = values(field.type)
     return st.builds(cls, **fields)

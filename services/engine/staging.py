@@ -1,0 +1,148 @@
+"""Where an engine finds the weights that an update names: a folder, or a stream in the buffer's spool.
+
+Invariants:
+- the spool's own folder is used where this machine sees it, told by its token; else a copy is made,
+  whose every part came with the right checksum, and which is gone once it is loaded;
+- nothing waits for ever: a stream that brings nothing for `WAIT_SECONDS` is an error;
+- whatever is wrong is an `InvalidField` that names the source.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import tempfile
+import zlib
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+
+from seer.common.errors import InvalidField
+from seer.common.weights import SPOOL_FILE, SPOOL_NOTES
+from seer.common.wire import messages as m
+
+WAIT_SECONDS = 2 * m.SPOOL_STALL_SECONDS
+"""Longer than the buffer itself waits for the trainer: it has more to say about the reason."""
+
+ASK_SECONDS = 5.0
+"""Silence after which what is missing is asked for again: an answer may have been lost."""
+
+POLL_SECONDS = 0.05
+"""Pause between two looks at a stream that still grows on this machine."""
+
+Send = Callable[[m.OpenSpool | m.ReadSpool], Awaitable[None]]
+
+
+class Staging:
+    """One engine's way to new weights; `send` reaches the buffer, `arrived` takes its answers."""
+
+    def __init__(self, send: Send) -> None:
+        self._send = send
+        # Bounded by what is asked for: a window of data and a state.
+        self._answers: asyncio.Queue[m.SpoolState | m.SpoolData] = asyncio.Queue(4 * m.SPOOL_WINDOW)
+        self._copy: tempfile.TemporaryDirectory[str] | None = None
+        self._copied = ""
+
+    def arrived(self, message: m.SpoolState | m.SpoolData) -> None:
+        """Take an answer of the buffer; more than was asked for is dropped."""
+        with contextlib.suppress(asyncio.QueueFull):
+            self._answers.put_nowait(message)
+
+    async def folder(self, source: str) -> Path:
+        """Return the folder with these weights, whole. Raises `InvalidField`."""
+        if not source.startswith(m.SPOOL_SCHEME):
+            return Path(source)
+        name = source.removeprefix(m.SPOOL_SCHEME)
+        if name == self._copied and self._copy is not None:
+            return Path(self._copy.name)
+        while not self._answers.empty():
+            self._answers.get_nowait()
+        try:
+            return await self._receive(name)
+        except (OSError, ValueError) as error:
+            self.discard()
+            raise InvalidField("source", source, str(error)) from error
+
+    def discard(self) -> None:
+        """Delete the copy, if there is one."""
+        copy, self._copy, self._copied = self._copy, None, ""
+        if copy is not None:
+            copy.cleanup()
+
+    async def _receive(self, name: str) -> Path:
+        state = await self._state(name)
+        if await asyncio.to_thread(_visible, state):
+            while state.have < state.size:
+                await asyncio.sleep(POLL_SECONDS)
+                state = await self._state(name)
+            return Path(state.folder)
+        self.discard()
+        self._copy = tempfile.TemporaryDirectory(prefix="seer-weights-")
+        await self._fetch(name, state.size, Path(self._copy.name) / SPOOL_FILE)
+        self._copied = name
+        return Path(self._copy.name)
+
+    async def _state(self, name: str) -> m.SpoolState:
+        question = m.OpenSpool(name=name)
+        await self._send(question)
+        while not isinstance(answer := await self._next(name, [question]), m.SpoolState):
+            pass
+        return answer
+
+    async def _fetch(self, name: str, size: int, file: Path) -> None:
+        """Copy a stream, a window of it under way at a time."""
+        asked, missing = 0, dict[int, m.ReadSpool]()
+        opened = await asyncio.to_thread(os.open, file, os.O_WRONLY | os.O_CREAT, 0o600)
+        try:
+            while asked < size or missing:
+                while asked < size and len(missing) < m.SPOOL_WINDOW:
+                    missing[asked] = m.ReadSpool(name=name, offset=asked)
+                    await self._send(missing[asked])
+                    asked += m.SPOOL_BYTES
+                part = await self._next(name, list(missing.values()))
+                if not isinstance(part, m.SpoolData) or part.offset not in missing:
+                    continue
+                whole = len(part.data) == min(m.SPOOL_BYTES, size - part.offset)
+                if whole and await asyncio.to_thread(_write, opened, part):
+                    del missing[part.offset]
+                else:
+                    await self._send(missing[part.offset])
+        finally:
+            os.close(opened)
+
+    async def _next(
+        self, name: str, questions: Sequence[m.OpenSpool | m.ReadSpool]
+    ) -> m.SpoolState | m.SpoolData:
+        """Return the next answer about a stream; ask again while there is none."""
+        waited = 0.0
+        while waited < WAIT_SECONDS:
+            try:
+                async with asyncio.timeout(ASK_SECONDS):
+                    while (answer := await self._answers.get()).name != name:
+                        pass
+            except TimeoutError:
+                waited += ASK_SECONDS
+                for question in questions:
+                    await self._send(question)
+                continue
+            if isinstance(answer, m.SpoolState) and answer.problem:
+                raise ValueError(answer.problem)
+            return answer
+        raise ValueError(f"the buffer sent nothing of it for {WAIT_SECONDS:g} s")
+
+
+def _visible(state: m.SpoolState) -> bool:
+    try:
+        return state.token in (Path(state.folder) / SPOOL_NOTES).read_text()
+    except (OSError, ValueError):
+        return False
+
+
+def _write(opened: int, part: m.SpoolData) -> bool:
+    """Write a part at its place unless its checksum is wrong."""
+    if zlib.crc32(part.data) != part.checksum:
+        return False
+    written = 0
+    while written < len(part.data):
+        written += os.pwrite(opened, part.data[written:], part.offset + written)
+    return True
