@@ -125,9 +125,10 @@ class DynamicSampling:
         Only whether what was not needed is `surplus` or `cancelled`, and how much there is of it, depends
         on the schedule.
         """
+        positions = dict(self._positions)  # another thread may look, while more are drawn
         ended = self._selection.outcomes()
-        outcomes = {prompt_id: ended[position] for prompt_id, position in self._positions.items()}
-        for prompt_id, position in self._positions.items():
+        outcomes = {prompt_id: ended[position] for prompt_id, position in positions.items()}
+        for prompt_id, position in positions.items():
             if position in self._failures and outcomes[prompt_id] == "dropped":
                 outcomes[prompt_id] = "failed"
         return outcomes
@@ -238,7 +239,7 @@ class DynamicSampling:
 
     async def _follow(self, rollout: Rollout) -> None:
         """Judge every prompt of a wave. Raises the rollout's error unless single prompts were refused."""
-        taken, refused = 0, 0
+        taken = 0
         async with asyncio.TaskGroup() as tasks:
             while True:
                 groups, lost = rollout.groups, rollout.failure
@@ -247,19 +248,16 @@ class DynamicSampling:
                 taken = len(groups)
                 if lost is not None and type(lost) is not RequestRefused:
                     raise lost
-                if lost is not None and len(lost.prompt_ids) > refused:
-                    self._refuse(lost)
-                    refused = len(lost.prompt_ids)
+                for prompt_id, why in rollout.failures.items():
+                    self._fail(self._positions[prompt_id], RequestRefused(why, (prompt_id,)))
                 if not rollout.unfinished:
                     break
                 await rollout.changed()
 
-    def _refuse(self, lost: RequestRefused) -> None:
-        for prompt_id in lost.prompt_ids:
-            position = self._positions[prompt_id]
-            if position not in self._failures:
-                self._failures[position] = lost
-                self._judge(position, keep=False)
+    def _fail(self, position: int, error: RequestRefused | Unrewarded) -> None:
+        if position not in self._failures:
+            self._failures[position] = error
+            self._judge(position, keep=False)
 
     async def _score(self, group: Group) -> None:
         weights = group.weight_version, group.weights_digest
@@ -271,10 +269,9 @@ class DynamicSampling:
         try:
             scored = Scored(group, await self._scorer.rewards(group))
         except Unrewarded as error:
-            self._failures[position] = error
-            self._judge(position, keep=False)
+            self._fail(position, error)
             return
-        keep = self._keep(scored)
+        keep = bool(self._keep(scored))
         if keep:
             self._scored[position] = scored
         self._judge(position, keep)

@@ -98,7 +98,7 @@ class Scores:
     @property
     def failure(self) -> RequestRefused | None:
         """One error that names every prompt without rewards so far; the rollout's own if no reward failed."""
-        reasons = {prompt_id: str(error) for prompt_id, error in self._unrewarded.items()}
+        reasons = {prompt_id: str(error) for prompt_id, error in list(self._unrewarded.items())}
         if self._task.done():
             ended = {group.prompt_id for group in self._rollout.groups} - reasons.keys()
             left = "the reward was cancelled"

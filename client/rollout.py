@@ -119,9 +119,13 @@ class Rollout:
             return None
         classes = {cls for cls, _ in self._failures.values()}
         cls = classes.pop() if len(classes) == 1 else RolloutFailed
-        why = told({prompt_id: message for prompt_id, (_, message) in self._failures.items()})
         failed = tuple(prompt_id for prompt_id in self.prompts if prompt_id in self._failures)
-        return cls(f"{len(failed)} of {len(self.prompts)} prompts: {why}", failed)
+        return cls(f"{len(failed)} of {len(self.prompts)} prompts: {told(self.failures)}", failed)
+
+    @property
+    def failures(self) -> dict[str, str]:
+        """Why each prompt failed that did so far, by prompt id."""
+        return {prompt_id: why for prompt_id, (_, why) in list(self._failures.items())}
 
     def __aiter__(self) -> AsyncIterator[Group]:
         """Yield groups as they finish; then raise `failure`, if any."""

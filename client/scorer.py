@@ -106,7 +106,7 @@ class Scorer:
             except Exception as error:
                 if limit.expired():
                     raise Unrewarded(f"no reward within {self._timeout_seconds:g} s") from error
-                raise Unrewarded(f"the reward raised {error!r}") from error
+                raise Unrewarded(f"the reward raised {error!r:.200}") from error
             finally:
                 end = clock()
                 self.calls.append((start if seconds is None else end - seconds, end))

@@ -211,6 +211,8 @@ async def test_what_ends_a_sampling_is_raised():
                 client, lambda group: [0.0, 0.0], one * 2, target=1, oversample=1
             ) as sampled:
                 await sampled.result()
+        with pytest.raises(InvalidField, match="give 2 or more"):
+            sampling_of(client, n=1)
         with pytest.raises(DeadlineExceeded):
             async with sampling_of(client, deadline_seconds=2.0) as sampled:
                 await sampled.result()
