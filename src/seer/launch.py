@@ -49,6 +49,9 @@ LEAVE_SECONDS = 10.0
 STOP_SECONDS = 5.0
 """After a second SIGTERM; then the process group is killed."""
 
+SPOOL = "weights"
+"""Where a system keeps weights that trainers stream, unless told: in its own folder, never longer than it."""
+
 _MAX_IPC_DIR = 60
 """Unix socket paths are at most 107 bytes long."""
 
@@ -146,6 +149,9 @@ class LocalSystem:
         if self._private:
             names = {name: f"ipc://{self._dir}/{name}" for name in asdict(Endpoints()) if name != "bind_host"}
             self.config = replace(self.config, endpoints=Endpoints(**names))
+        if not self.config.buffer.spool:  # a buffer that is started again finds its streams
+            spool = replace(self.config.buffer, spool=str(self._dir / SPOOL))
+            self.config = replace(self.config, buffer=spool)
         try:
             await self._start()
         except BaseException as error:
@@ -282,6 +288,7 @@ class LocalSystem:
     def _clean_up(self) -> None:
         if self._lost and self._private:
             self._say(f"logs are kept in {self._dir}")
+            shutil.rmtree(self._dir / SPOOL, ignore_errors=True)
         else:
             shutil.rmtree(self._dir, ignore_errors=True)
 
