@@ -1,0 +1,69 @@
+"""A Hugging Face model's weights as its checkpoint has them: what `update_weights` takes.
+
+Invariants:
+- names and types are the checkpoint's, whatever the trainer wraps, ties, fuses or upcasts;
+- a tensor that only one side has is an error that names it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from seer.common.errors import InvalidField
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from transformers import PreTrainedModel
+
+WRAPPERS = ("module.", "_orig_mod.")
+"""What data parallelism and `torch.compile` put before names."""
+
+
+def checkpoint_tensors(
+    model: PreTrainedModel, state: Mapping[str, Tensor], folder: Path
+) -> dict[str, Tensor]:
+    """Return the weights in `state`, a state dict of `model`, under `folder`'s names and types.
+
+    Raises `InvalidField` when the model and the checkpoint in `folder` do not have the same tensors.
+    """
+    from transformers.core_model_loading import revert_weight_conversion
+
+    plain = {_unwrapped(name): tensor.detach() for name, tensor in state.items()}
+    known = revert_weight_conversion(model, plain)  # e.g. fused experts back to one tensor each
+    types = _types(folder)
+    fix = "give the folder that the engines were started with"
+    for name in sorted(types.keys() - known.keys()):
+        raise InvalidField("model", str(folder), f"has a tensor {name}, which the trainer's lacks; {fix}")
+    unsaved = {*model.all_tied_weights_keys, *(model._keys_to_ignore_on_save or ())}
+    for name in sorted(known.keys() - types.keys() - unsaved):
+        raise InvalidField("model", str(folder), f"lacks a tensor {name}, which the trainer's has; {fix}")
+    tensors = {name: known[name].to(dtype) for name, dtype in types.items()}
+    # Some checkpoints store both names of a tied tensor: the stream leaves out what shares memory.
+    return tensors | {name: tensors[name].clone() for name in types.keys() & model.all_tied_weights_keys}
+
+
+def _unwrapped(name: str) -> str:
+    while name.startswith(WRAPPERS):
+        name = name.partition(".")[2]
+    return name
+
+
+def _types(folder: Path) -> dict[str, object]:
+    """Return the torch type of each tensor of a checkpoint, by name."""
+    import torch
+    from safetensors import safe_open
+
+    floats = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+    types: dict[str, object] = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        with safe_open(file, "pt") as opened:
+            for name in opened.keys():  # noqa: SIM118 - not a mapping
+                dtype = opened.get_slice(name).get_dtype()
+                if dtype not in floats:
+                    raise InvalidField("model", str(folder), f"tensor {name} is {dtype}: not of plain floats")
+                types[name] = floats[dtype]
+    if not types:
+        raise InvalidField("model", str(folder), "give the folder of safetensors that the engines load")
+    return types

@@ -1,0 +1,96 @@
+"""A model's weights come out as its checkpoint has them, however the trainer holds them."""
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+if importlib.util.find_spec("torch") is None:
+    pytest.skip("needs the engine extra", allow_module_level=True)
+
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import MixtralConfig, MixtralForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+from seer.client.tensors import TensorStream
+from seer.common.errors import InvalidField
+from seer.integrations.hf import checkpoint_tensors
+from seer.services.engine.weights import inspect
+
+pytestmark = pytest.mark.vllm
+
+SMALL = {
+    "vocab_size": 16, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1,
+    "num_attention_heads": 1, "num_key_value_heads": 1,
+}  # fmt: skip
+
+
+def qwen(folder: Path, tied: bool = False) -> Qwen3ForCausalLM:
+    model = Qwen3ForCausalLM(Qwen3Config(**SMALL, head_dim=8, tie_word_embeddings=tied))
+    model.save_pretrained(folder)
+    return model
+
+
+def assert_same(ours: dict, folder: Path) -> None:
+    """What is streamed has the digest of the folder: names, types, shapes and contents."""
+    assert ours.keys() == load_file(folder / "model.safetensors").keys()
+    assert TensorStream(ours).digest() == inspect(folder).digest
+
+
+def test_tied_weights_are_sent_if_the_checkpoint_has_them(tmp_path):
+    model = qwen(tmp_path, tied=True)
+    ours = checkpoint_tensors(model, model.state_dict(), tmp_path)
+    assert "lm_head.weight" not in ours
+    assert_same(ours, tmp_path)
+
+    stored = load_file(tmp_path / "model.safetensors")  # as some published checkpoints have it
+    save_file(
+        {**stored, "lm_head.weight": stored["model.embed_tokens.weight"].clone()},
+        tmp_path / "model.safetensors",
+    )
+    assert_same(checkpoint_tensors(model, model.state_dict(), tmp_path), tmp_path)
+
+
+def test_wrappers_leave_no_trace(tmp_path):
+    model = qwen(tmp_path)
+    compiled = torch.compile(model).state_dict()
+    assert any(name.startswith("_orig_mod.") for name in compiled)
+    assert_same(checkpoint_tensors(model, compiled, tmp_path), tmp_path)
+    both = {f"module._orig_mod.{name}": tensor for name, tensor in model.state_dict().items()}
+    assert_same(checkpoint_tensors(model, both, tmp_path), tmp_path)
+
+
+def test_types_are_the_checkpoints(tmp_path):
+    model = qwen(tmp_path)
+    model.to(torch.bfloat16).save_pretrained(tmp_path)
+    assert_same(checkpoint_tensors(model.float(), model.state_dict(), tmp_path), tmp_path)
+
+
+def test_fused_experts_are_taken_apart(tmp_path):
+    model = MixtralForCausalLM(MixtralConfig(**SMALL, num_local_experts=2))
+    model.save_pretrained(tmp_path)
+    ours = checkpoint_tensors(model, model.state_dict(), tmp_path)
+    assert ours.keys() != model.state_dict().keys()
+    assert_same(ours, tmp_path)
+
+
+def test_a_tensor_of_one_side_alone_is_named(tmp_path):
+    model = qwen(tmp_path)
+    state = model.state_dict()
+    missing = {name: tensor for name, tensor in state.items() if name != "model.norm.weight"}
+    with pytest.raises(InvalidField, match=r"has a tensor model\.norm\.weight, which the trainer's lacks"):
+        checkpoint_tensors(model, missing, tmp_path)
+    with pytest.raises(InvalidField, match=r"lacks a tensor value_head, which the trainer's has"):
+        checkpoint_tensors(model, {**state, "value_head": torch.zeros(1)}, tmp_path)
+
+
+def test_a_folder_that_is_no_plain_checkpoint_is_refused(tmp_path):
+    model = qwen(tmp_path / "model")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(InvalidField, match="give the folder of safetensors"):
+        checkpoint_tensors(model, model.state_dict(), tmp_path / "empty")
+    stored = load_file(tmp_path / "model" / "model.safetensors")
+    stored["lm_head.weight"] = stored["lm_head.weight"].to(torch.float8_e4m3fn)
+    save_file(stored, tmp_path / "model" / "model.safetensors")
+    with pytest.raises(InvalidField, match=r"tensor lm_head\.weight is F8_E4M3"):
+        checkpoint_tensors(model, model.state_dict(), tmp_path / "model")
