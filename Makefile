@@ -7,7 +7,7 @@ STAMP := $(VENV)/.installed
 # Linters that follow imports look at the package as a user gets it, not at the editable redirection.
 WHEEL := build/installed
 
-.PHONY: setup demo test chaos compose-test systemd-test lint format lock clean
+.PHONY: setup demo grpo test chaos compose-test systemd-test lint format lock clean
 
 setup: $(STAMP)
 
@@ -20,6 +20,9 @@ $(STAMP): requirements/core.lock requirements/cpu.lock requirements/dev.lock pyp
 
 demo: setup
 	$(BIN)/python examples/countdown/demo.py
+
+grpo: setup  # an RL run, e.g. make grpo SEED=1; goes on where a killed one was
+	OMP_WAIT_POLICY=passive $(BIN)/python examples/grpo/train.py --seed $(SEED)
 
 test: setup
 	$(BIN)/python -m pytest $(PYTEST_ARGS)

@@ -10,6 +10,7 @@ Invariants:
 from __future__ import annotations
 
 import bisect
+import itertools
 import json
 import struct
 from collections.abc import Mapping
@@ -56,25 +57,25 @@ class TensorStream:
             raise InvalidField("source", dict(tensors), "give at least one tensor, by name")
         # Wide types first: every tensor is aligned, as readers of the format expect.
         entries.sort(key=lambda entry: (-entry.tensor.dtype.itemsize, entry.name))
-        described, end = {}, 0
-        for entry in entries:
-            offsets = [end, end + entry.size]
-            described[entry.name] = {"dtype": entry.dtype, "shape": entry.shape, "data_offsets": offsets}
-            end += entry.size
+        ends = [0, *itertools.accumulate(entry.size for entry in entries)]
+        described = {
+            entry.name: {"dtype": entry.dtype, "shape": entry.shape, "data_offsets": offsets}
+            for entry, offsets in zip(entries, itertools.pairwise(ends), strict=True)
+        }
         text = json.dumps(described).encode()
         text += b" " * (-len(text) % 8)
         self._head = np.frombuffer(struct.pack("<Q", len(text)) + text, dtype=np.uint8)
         self._entries = entries
-        self._starts = [len(self._head) + described[entry.name]["data_offsets"][0] for entry in entries]
+        self._starts = [len(self._head) + start for start in ends[:-1]]
         self._last: tuple[int, Bytes] = (-1, self._head)
-        self.size = len(self._head) + end
+        self.size = len(self._head) + ends[-1]
 
     def digest(self) -> str:
         """Return the digest (32 hex characters) of all tensors; reads every byte."""
 
         def hashed(entry: _Entry) -> bytes:
             known = tensor_hash(entry.name, entry.dtype, entry.shape)
-            known.update(_bytes_of(entry.tensor))
+            known.update(_bytes_of(entry.tensor).data)
             return known.digest()
 
         with ThreadPoolExecutor() as pool:  # hashlib releases the GIL

@@ -11,17 +11,18 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import secrets
-import zlib
 from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
 from seer.client.tensors import TensorStream
 from seer.common.errors import InvalidField, WeightsRefused
+from seer.common.weights import checksum
 from seer.common.wire.messages import (
     SPOOL_BYTES,
     SPOOL_SCHEME,
     SPOOL_WINDOW,
+    Bytes,
     OpenSpool,
     SpoolData,
     SpoolState,
@@ -135,6 +136,6 @@ class Update:
                 sent = confirmed
 
 
-def _part(stream: TensorStream, offset: int) -> tuple[Any, int]:
+def _part(stream: TensorStream, offset: int) -> tuple[Bytes, int]:
     data = stream.read(offset, SPOOL_BYTES)
-    return data, zlib.crc32(data)
+    return data, checksum(data)

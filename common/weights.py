@@ -10,9 +10,13 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import struct
+import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+
+from seer.common.wire.messages import Bytes, SpoolData
 
 SPOOL_FILE = "model.safetensors"
 """A stream of weights in the buffer's spool; whoever sees that folder may read it there."""
@@ -37,6 +41,22 @@ def digest_of(hashes: Mapping[str, bytes]) -> str:
     for name in sorted(hashes):
         whole.update(hashes[name])
     return whole.hexdigest()
+
+
+def checksum(data: Bytes) -> int:
+    """Return what goes with a part of a stream: its CRC-32."""
+    return zlib.crc32(data.data)
+
+
+def write_part(opened: int, part: SpoolData) -> bool:
+    """Write a part of a stream at its place in an open file, unless it is damaged. Raises `OSError`."""
+    if checksum(part.data) != part.checksum:
+        return False
+    left, offset = part.data.data, part.offset
+    while left:
+        written = os.pwrite(opened, left, offset)
+        left, offset = left[written:], offset + written
+    return True
 
 
 def problem_of(folder: Path) -> str:

@@ -20,7 +20,6 @@ import re
 import secrets
 import shutil
 import tempfile
-import zlib
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
@@ -30,7 +29,7 @@ import numpy as np
 
 from seer.common.clock import Clock
 from seer.common.log import get_logger
-from seer.common.weights import SPOOL_FILE, SPOOL_NOTES
+from seer.common.weights import SPOOL_FILE, SPOOL_NOTES, checksum, write_part
 from seer.common.wire import messages as m
 
 Reply = Callable[[bytes, m.SpoolState | m.SpoolData], Awaitable[None]]
@@ -224,17 +223,14 @@ class Spool:
 
 def _append(file: Path, message: m.SpoolData) -> bool:
     """Write data at its place unless its checksum is wrong."""
-    if zlib.crc32(message.data) != message.checksum:
-        _log.warning("damaged weights arrived", stream=message.name, offset=message.offset)
-        return False
     opened = os.open(file, os.O_WRONLY)
     try:
-        written = 0
-        while written < len(message.data):
-            written += os.pwrite(opened, message.data[written:], message.offset + written)
+        sound = write_part(opened, message)
     finally:
         os.close(opened)
-    return True
+    if not sound:
+        _log.warning("damaged weights arrived", stream=message.name, offset=message.offset)
+    return sound
 
 
 def _slice(file: Path, offset: int, length: int) -> tuple[m.Bytes, int]:
@@ -242,4 +238,5 @@ def _slice(file: Path, offset: int, length: int) -> tuple[m.Bytes, int]:
         data = os.pread(opened.fileno(), length, offset)
     if len(data) < length:
         raise ValueError(f"{file} was cut off")
-    return np.frombuffer(data, dtype=np.uint8), zlib.crc32(data)
+    part = np.frombuffer(data, dtype=np.uint8)
+    return part, checksum(part)

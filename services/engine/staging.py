@@ -13,12 +13,11 @@ import asyncio
 import contextlib
 import os
 import tempfile
-import zlib
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 
 from seer.common.errors import InvalidField
-from seer.common.weights import SPOOL_FILE, SPOOL_NOTES
+from seer.common.weights import SPOOL_FILE, SPOOL_NOTES, write_part
 from seer.common.wire import messages as m
 
 WAIT_SECONDS = 2 * m.SPOOL_STALL_SECONDS
@@ -103,7 +102,7 @@ class Staging:
                 if not isinstance(part, m.SpoolData) or part.offset not in missing:
                     continue
                 whole = len(part.data) == min(m.SPOOL_BYTES, size - part.offset)
-                if whole and await asyncio.to_thread(_write, opened, part):
+                if whole and await asyncio.to_thread(write_part, opened, part):
                     del missing[part.offset]
                 else:
                     await self._send(missing[part.offset])
@@ -136,13 +135,3 @@ def _visible(state: m.SpoolState) -> bool:
         return state.token in (Path(state.folder) / SPOOL_NOTES).read_text()
     except (OSError, ValueError):
         return False
-
-
-def _write(opened: int, part: m.SpoolData) -> bool:
-    """Write a part at its place unless its checksum is wrong."""
-    if zlib.crc32(part.data) != part.checksum:
-        return False
-    written = 0
-    while written < len(part.data):
-        written += os.pwrite(opened, part.data[written:], part.offset + written)
-    return True

@@ -72,7 +72,7 @@ async def test_what_is_not_needed_any_more_is_deleted():
 
 @virtual
 async def test_damage_is_sent_again(monkeypatch, machines):
-    monkeypatch.setattr(staging, "_write", _damaging(staging._write))
+    monkeypatch.setattr(staging, "write_part", _damaging(staging.write_part))
     sent = []
     async with running(engines=2) as cluster, cluster.client() as client:
         put = cluster.services["buffer"]._spool.put
