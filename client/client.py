@@ -49,6 +49,8 @@ from seer.common.wire.messages import (
     GroupDone,
     Progress,
     Refused,
+    Sleep,
+    Slept,
     SpoolState,
     Status,
     StatusRequest,
@@ -102,6 +104,7 @@ class RolloutClient:
         self._wake = asyncio.Event()
         self._status_waiters: list[asyncio.Future[Status]] = []
         self._update: Update | None = None
+        self._resting: tuple[Sleep, asyncio.Future[Slept]] | None = None
         self.weight_version = -1
 
     async def __aenter__(self) -> Self:
@@ -220,6 +223,35 @@ class RolloutClient:
         self.weight_version = version
         return live
 
+    async def sleep(self, timeout_seconds: float = 600.0) -> None:
+        """Have all engines free their KV memory (on GPUs weights go to host memory, too) until `wake`.
+
+        What is unfinished is finished first; what is submitted, by any trainer, waits. Raises
+        `SeerError` when another trainer, or a weight update, is in the way, `Unreachable` in time.
+        """
+        await self._rest(asleep=True, seconds=timeout_seconds)
+
+    async def wake(self, timeout_seconds: float = 600.0) -> None:
+        """Have all engines take their memory again, and work; see `sleep`."""
+        await self._rest(asleep=False, seconds=timeout_seconds)
+
+    async def _rest(self, *, asleep: bool, seconds: float) -> None:
+        self._check_open()
+        if self._resting is not None:
+            raise SeerError("engines are being put to sleep or woken: await that first")
+        answer: asyncio.Future[Slept] = asyncio.get_running_loop().create_future()
+        self._resting = (Sleep(asleep=asleep), answer)
+        try:
+            async with asyncio.timeout(seconds):
+                await self._channel.send(self._resting[0])
+                slept = await answer
+        except TimeoutError as error:
+            raise Unreachable(f"{self.endpoint}: not all engines answered within {seconds:g} s") from error
+        finally:
+            self._resting = None
+        if slept.problem:
+            raise SeerError(slept.problem)
+
     async def status(self, timeout_seconds: float = 10.0) -> Status:
         """Ask the buffer how it is. Raises `Unreachable` when no answer comes in time."""
         self._check_open()
@@ -253,6 +285,9 @@ class RolloutClient:
         self._active.clear()
         if self._update is not None:
             self._update.fail(Unreachable(f"{self.endpoint}: {why if error else 'the client was closed'}"))
+        if self._resting is not None and not self._resting[1].done():
+            ended = why if error else "the client was closed"
+            self._resting[1].set_exception(Unreachable(f"{self.endpoint}: {ended}"))
 
     async def _receive(self) -> None:
         while True:
@@ -276,6 +311,9 @@ class RolloutClient:
                     self._wake.set()
                 case WeightsLive() | WeightsFailed() | SpoolState() if self._update is not None:
                     self._update.answer(message)
+                case Slept() if self._resting is not None:
+                    if message.asleep == self._resting[0].asleep and not self._resting[1].done():
+                        self._resting[1].set_result(message)
                 case _:
                     pass
 
@@ -303,7 +341,7 @@ class RolloutClient:
             await self._send_again()
             await self._expire(loop.time())
             quiet = loop.time() - self._heard
-            waiting = self._active or self._update
+            waiting = self._active or self._update or self._resting
             if self._active and quiet > self._silence_seconds:
                 self._give_up(f"{self.endpoint}: the buffer said nothing for {quiet:.0f} s")
             elif waiting and min(quiet, loop.time() - pinged) >= ping:
@@ -323,6 +361,8 @@ class RolloutClient:
         self._resubmit = False
         if self._update is not None:
             await self._update.ask_again(self._channel.send)
+        if self._resting is not None:
+            await self._channel.send(self._resting[0])
         for rollout in list(self._active.values()):
             await self._send_prompts(rollout)
 

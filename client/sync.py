@@ -197,6 +197,14 @@ class SyncRolloutClient:
             )
         )
 
+    def sleep(self, timeout_seconds: float = 600.0) -> None:
+        """See `RolloutClient.sleep`."""
+        self._running().call(self._client.sleep(timeout_seconds))
+
+    def wake(self, timeout_seconds: float = 600.0) -> None:
+        """See `RolloutClient.wake`."""
+        self._running().call(self._client.wake(timeout_seconds))
+
     def status(self, timeout_seconds: float = 10.0) -> Status:
         """See `RolloutClient.status`."""
         return self._running().call(self._client.status(timeout_seconds))

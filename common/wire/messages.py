@@ -240,6 +240,19 @@ class ReadSpool(Message, tag=True):
     offset: Annotated[int, msgspec.Meta(ge=0)]
 
 
+class Sleep(Message, tag=True):
+    """Have all engines free the memory that KV takes, or, with `asleep` false, take it again."""
+
+    asleep: bool
+
+
+class Slept(Message, tag=True):
+    """The answer to `Sleep`; with a `problem` nothing was done."""
+
+    asleep: bool
+    problem: str = ""
+
+
 class UpdateWeights(Message, tag=True):
     """Bring all engines to the weights in `source`: a folder that every node sees, or a spool's stream.
 
@@ -282,7 +295,7 @@ class InstanceStatus(Message, tag=True):
 class Status(Message, tag=True):
     """A buffer's state; answer to `StatusRequest`. Counters are totals since it started.
 
-    `quarantined` engines, which get no work, have a reason each.
+    `quarantined` engines, which get no work, have a reason each. `asleep`: a trainer has them free memory.
 
     `services` are the other services' endpoints as the buffer's configuration has them.
     """
@@ -300,6 +313,7 @@ class Status(Message, tag=True):
     weight_version: int = 0
     weights_digest: ShortStr = ""
     quarantined: dict[str, str] = {}
+    asleep: bool = False
 
 
 # --- engine <-> buffer -----------------------------------------------------------------------
@@ -317,6 +331,7 @@ class Register(Message, tag=True):
     versions: dict[str, str] = {}
     weights_digest: ShortStr = ""
     weights_source: Folder = ""
+    asleep: bool = False
 
 
 class PrepareWeights(Message, tag=True):
@@ -554,10 +569,28 @@ class Deltas(Message, tag=True):
 # --- unions: one per socket direction --------------------------------------------------------
 
 TrainerToBuffer = (
-    Hello | Submit | Cancel | Acknowledge | StatusRequest | Goodbye | UpdateWeights | OpenSpool | SpoolData
+    Hello
+    | Submit
+    | Cancel
+    | Acknowledge
+    | StatusRequest
+    | Goodbye
+    | UpdateWeights
+    | OpenSpool
+    | SpoolData
+    | Sleep
 )
 BufferToTrainer = (
-    Welcome | Refused | Accepted | GroupDone | Progress | Status | WeightsLive | WeightsFailed | SpoolState
+    Welcome
+    | Refused
+    | Accepted
+    | GroupDone
+    | Progress
+    | Status
+    | WeightsLive
+    | WeightsFailed
+    | SpoolState
+    | Slept
 )
 EngineToBuffer = (
     Hello
@@ -570,6 +603,7 @@ EngineToBuffer = (
     | WeightsLoaded
     | OpenSpool
     | ReadSpool
+    | Slept
 )
 BufferToEngine = (
     Welcome
@@ -582,6 +616,7 @@ BufferToEngine = (
     | LoadWeights
     | SpoolState
     | SpoolData
+    | Sleep
 )
 BufferPublished = GroupOpened | RequestProgress | GroupClosed
 ContextPublished = Estimates

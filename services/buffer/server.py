@@ -32,6 +32,7 @@ from seer.common.transport.base import Transport
 from seer.common.types import InstanceStats
 from seer.common.wire import messages as m
 from seer.services.buffer import events as e
+from seer.services.buffer import sleep as s
 from seer.services.buffer import views
 from seer.services.buffer import weights as w
 from seer.services.buffer.machine import Machine
@@ -85,6 +86,8 @@ class BufferServer:
         self.machine = Machine(POLICIES[settings.policy], limits, first_attempt=self.me.incarnation)
         self.store = Store()
         self.weights = w.WeightsMachine(settings.update_seconds)
+        self._sleep = s.SleepMachine(settings.update_seconds)
+        self._weights_held = False
         self._spool = Spool(settings.spool, clock)
         self._trainers, self._engines = Peers(), Peers()
         self._registered_at: dict[str, bytes] = {}
@@ -201,6 +204,14 @@ class BufferServer:
                 self._handle(e.RolloutCancelled(name, message.rollout_id, message.prompt_ids))
             case m.StatusRequest():
                 return self._status()
+            case m.UpdateWeights() if self._sleep.held:
+                return m.WeightsFailed(
+                    version=message.version, reasons={"": "engines sleep: wake them first"}
+                )
+            case m.Sleep() if self.weights.updating:
+                return m.Slept(asleep=message.asleep, problem="a weight update is under way: wait for that")
+            case m.Sleep():
+                self._rest(s.Asked(name, message.asleep))
             case m.UpdateWeights():
                 mode = w.InFlight(message.in_flight)
                 asked = w.UpdateAsked(name, message.version, message.source, message.digest, mode)
@@ -222,6 +233,7 @@ class BufferServer:
             self._lives,
             self._trainer_hub.uptime_seconds,
             {"context": at.estimate_snapshots, "dgds": at.dgds},
+            self._sleep.held,
         )
 
     def _submit(self, trainer: str, submit: m.Submit) -> m.Refused | None:
@@ -309,6 +321,8 @@ class BufferServer:
                 self._weigh(w.Prepared(name, message.version, message.digest, message.problem))
             case m.WeightsLoaded():
                 self._weigh(w.Loaded(name, message.version, message.problem))
+            case m.Slept():
+                self._rest(s.Answered(name, message.asleep))
             case m.OpenSpool() | m.ReadSpool():
                 self._spool.put(self._engine_hub.reply, address, message)
             case m.Goodbye():
@@ -330,6 +344,7 @@ class BufferServer:
             self._log.info("engine joined", engine=name, kv_blocks=register.capacity.kv_blocks)
         theirs = w.Weights(register.weight_version, register.weights_digest, register.weights_source)
         self._handle(e.EngineLeft(name))  # a new life of a known name holds nothing of the old
+        self._rest(s.Joined(name, register.asleep))
         self._weigh(w.Registered(name, theirs))
         gone = [other for other in self._lives if other not in self.weights]
         for other in gone[: max(0, len(self._lives) - MAX_PEERS)]:
@@ -381,6 +396,7 @@ class BufferServer:
 
     def _drop_engine(self, name: str) -> None:
         self._handle(e.EngineLeft(name))
+        self._rest(s.Lost(name))
         self._weigh(w.Lost(name))
 
     async def _serve_estimates(self) -> None:
@@ -395,7 +411,9 @@ class BufferServer:
             self._handle(e.Tick())
             for name in before - set(self.machine.instances):
                 self._log.warning("engine lost", engine=name, why="silent")
+                self._rest(s.Lost(name))
                 self._weigh(w.Lost(name))
+            self._rest(s.Tick())
             self._weigh(w.Tick())
             await self._spool.tidy(self.weights.sources)
             if self._to_engines.idle:
@@ -437,6 +455,8 @@ class BufferServer:
                     self._to_publish.put_nowait(views.published(item))
         if self.weights.updating and not self.machine.requests:
             self._weigh(w.Tick())
+        if self._sleep.held and not self.machine.requests:
+            self._rest(s.Tick())
         self._check_drained()
 
     def _live(self) -> w.Weights:
@@ -454,12 +474,29 @@ class BufferServer:
                 case w.Expel():
                     self._handle(e.EngineLeft(item.instance))
                 case w.Hold() | w.Release():
-                    self._handle(e.SubmissionsHeld(isinstance(item, w.Hold)))
+                    self._weights_held = isinstance(item, w.Hold)
+                    self._hold()
                 case w.Abort():
                     self._handle(e.RolloutsAborted("aborted by a weight update"))
                 case w.Report() | w.Fail():
                     self._log.info("weight update ended", outcome=item)
                     self._tell_trainer(item.trainer, views.outcome(item))
+
+    def _rest(self, event: s.Event) -> None:
+        held = self._sleep.held
+        for item in self._sleep.handle(event, self._clock.now(), idle=not self.machine.requests):
+            match item:
+                case s.Order():
+                    self._tell_engine(item.instance, m.Sleep(asleep=item.asleep))
+                case s.GiveUp():
+                    self._engine_gone(item.instance, "it was told to sleep or wake, and does not answer")
+                case s.Tell():
+                    self._tell_trainer(item.trainer, m.Slept(asleep=item.asleep, problem=item.problem))
+        if held != self._sleep.held:
+            self._hold()
+
+    def _hold(self) -> None:
+        self._handle(e.SubmissionsHeld(self._weights_held or self._sleep.held))
 
     def _refuse(self, item: e.Refuse) -> None:
         for prompt_id in item.prompt_ids:

@@ -91,6 +91,7 @@ def status(
     lives: Mapping[str, int],
     uptime_seconds: float,
     services: dict[str, str],
+    asleep: bool,
 ) -> m.Status:
     """Return the answer to `StatusRequest`. `lives` counts incarnations by engine name."""
     return m.Status(
@@ -118,4 +119,5 @@ def status(
         weights_digest=weights.live.digest if weights.live else "",
         quarantined=weights.quarantined,
         services=services,
+        asleep=asleep,
     )

@@ -107,6 +107,13 @@ class Backend(Protocol):
         """
         ...
 
+    def sleep(self, asleep: bool) -> None:
+        """Free the memory of KV (and what else this engine can spare), or take it again.
+
+        Nothing runs meanwhile, and nothing cached is used afterwards. Raises `EngineError`.
+        """
+        ...
+
     def stats(self) -> InstanceStats:
         """Return current gauges and counters; cheap, called between steps."""
         ...

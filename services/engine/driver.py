@@ -77,6 +77,10 @@ class Driver(Protocol):
         """Replace the live weights (see `Backend.load_weights`); what still runs is dropped before."""
         ...
 
+    async def sleep(self, asleep: bool) -> None:
+        """See `Backend.sleep`."""
+        ...
+
     async def run(self) -> None:
         """Step while there is work, until cancelled. Raises `EngineError` when the backend fails."""
         ...
@@ -121,6 +125,13 @@ class InlineDriver:
         """See `Driver.load_weights`; blocks the loop."""
         try:
             self._backend.load_weights(folder, digest)
+        except Exception as error:
+            raise _failure(error) from error
+
+    async def sleep(self, asleep: bool) -> None:
+        """See `Driver.sleep`; blocks the loop."""
+        try:
+            self._backend.sleep(asleep)
         except Exception as error:
             raise _failure(error) from error
 
@@ -182,8 +193,16 @@ class ThreadDriver:
 
     async def load_weights(self, folder: Path, digest: str) -> None:
         """See `Driver.load_weights`."""
+        await self._call(lambda: self._backend.load_weights(folder, digest))
+
+    async def sleep(self, asleep: bool) -> None:
+        """See `Driver.sleep`."""
+        await self._call(lambda: self._backend.sleep(asleep))
+
+    async def _call(self, work: Callable[[], None]) -> None:
+        """Have the thread do something between two steps. Raises what it failed with."""
         done: asyncio.Future[None] = self._loop.create_future()
-        self._commands.put(lambda: self._load_weights(folder, digest, done))
+        self._commands.put(lambda: self._do(work, done))
         await done
 
     async def run(self) -> None:
@@ -237,10 +256,10 @@ class ThreadDriver:
         except SeerError as error:
             self._tell((chunk, error))
 
-    def _load_weights(self, folder: Path, digest: str, done: asyncio.Future[None]) -> None:
+    def _do(self, work: Callable[[], None], done: asyncio.Future[None]) -> None:
         problem: EngineError | None = None
         try:
-            self._backend.load_weights(folder, digest)
+            work()
         except Exception as error:  # noqa: BLE001 - whatever it is, whoever asked must hear of it
             problem = _failure(error)
         self._loop.call_soon_threadsafe(_settle, done, problem)

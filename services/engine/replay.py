@@ -53,6 +53,7 @@ class ReplayBackend:
             max_num_seqs=config.max_num_seqs,
             max_model_len=slots if config.max_model_len is None else config.max_model_len,
         )
+        self._asleep = False
         self._runs: dict[str, _Run] = {}
         self._responses: Responses | None = None
         self._salt = 0
@@ -99,6 +100,8 @@ class ReplayBackend:
         """See `Backend.add`; a chunk of a known request replaces the older one."""
         if self._responses is None:
             raise EngineError("the replay engine was not started")
+        if self._asleep:
+            raise EngineError("the replay engine sleeps")
         self._check(chunk)
         chunk = structs.replace(chunk, key=chunk.key ^ self._salt)
         generated = len(chunk.tokens) - chunk.prompt_len
@@ -191,6 +194,10 @@ class ReplayBackend:
         if not folder.is_dir():
             raise EngineError(f"there is no folder {folder}")
         self._salt = int.from_bytes(hashlib.blake2b(digest.encode(), digest_size=8).digest(), "little")
+
+    def sleep(self, asleep: bool) -> None:
+        """See `Backend.sleep`: there is no memory to free, but what would need it is an error."""
+        self._asleep = asleep
 
     def stats(self) -> InstanceStats:
         """See `Backend.stats`."""

@@ -96,8 +96,9 @@ class EngineServer:
         self._checked = ("", "")
         self._weights = m.LoadWeights(version=0, digest="", source="")
         self._live_manifest: Manifest | None = None
-        self._weights_orders: asyncio.Queue[m.PrepareWeights | m.LoadWeights] = asyncio.Queue(MAX_ORDERS)
-        self._weights_answers: list[m.WeightsPrepared | m.WeightsLoaded] = []
+        self._orders: asyncio.Queue[m.PrepareWeights | m.LoadWeights | m.Sleep] = asyncio.Queue(MAX_ORDERS)
+        self._answers: list[m.WeightsPrepared | m.WeightsLoaded | m.Slept] = []
+        self._asleep = False
         self._rejoins = 0
         self._serial = 0
         self._register_due = self._status_due = False
@@ -152,9 +153,9 @@ class EngineServer:
                     self._take(order)
                 case m.DropChunk() as drop:
                     self._drop(drop.request_id, drop.attempt)
-                case (m.PrepareWeights() | m.LoadWeights()) as asked:
-                    if not self._weights_orders.full():  # else asked for again when its deadline is over
-                        self._weights_orders.put_nowait(asked)
+                case (m.PrepareWeights() | m.LoadWeights() | m.Sleep()) as asked:
+                    if not self._orders.full():  # else asked for again when its deadline is over
+                        self._orders.put_nowait(asked)
                 case (m.SpoolState() | m.SpoolData()) as part:
                     self._staging.arrived(part)
                 case m.Welcome():
@@ -199,10 +200,10 @@ class EngineServer:
             self._drop(request_id, known.attempt)
         self._ended.clear()
         self._failed.clear()
-        self._weights_answers.clear()
+        self._answers.clear()
         self._rejoins += 1
-        while not self._weights_orders.empty():
-            self._weights_orders.get_nowait()
+        while not self._orders.empty():
+            self._orders.get_nowait()
         self._register_due = True
         self._wake()
 
@@ -210,14 +211,17 @@ class EngineServer:
 
     async def _change_weights(self) -> None:
         while True:
-            order = await self._weights_orders.get()
+            order = await self._orders.get()
             life = self._rejoins
-            if isinstance(order, m.PrepareWeights):
-                answer: m.WeightsPrepared | m.WeightsLoaded = await self._prepare_weights(order)
-            else:
-                answer = await self._load_weights(order)
+            match order:
+                case m.PrepareWeights():
+                    answer: m.WeightsPrepared | m.WeightsLoaded | m.Slept = await self._prepare_weights(order)
+                case m.LoadWeights():
+                    answer = await self._load_weights(order)
+                case m.Sleep():
+                    answer = await self._sleep(order)
             if life == self._rejoins:
-                self._weights_answers.append(answer)
+                self._answers.append(answer)
             else:  # the buffer that asked is no more; its successor must know what is loaded
                 self._register_due = True
             self._wake()
@@ -229,6 +233,13 @@ class EngineServer:
             return m.WeightsPrepared(version=order.version, digest="", problem=str(error))
         problem = differences(self._live_manifest, found) if self._live_manifest else ""
         return m.WeightsPrepared(version=order.version, digest=found.digest, problem=problem)
+
+    async def _sleep(self, order: m.Sleep) -> m.Slept:
+        """Free or take the memory of KV. Raises `EngineError`: this engine is of no use any more."""
+        if order.asleep != self._asleep:
+            await self._driver.sleep(order.asleep)
+            self._asleep = order.asleep
+        return m.Slept(asleep=order.asleep)
 
     async def _inspect(self, source: str) -> Manifest:
         folder = await self._staging.folder(source)
@@ -312,8 +323,8 @@ class EngineServer:
         if self._register_due:
             self._register_due = False
             return self._registration()
-        if self._weights_answers:
-            return self._weights_answers.pop(0)
+        if self._answers:
+            return self._answers.pop(0)
         if self._failed:
             return self._failed.pop(0)
         if self._ended:
@@ -344,6 +355,7 @@ class EngineServer:
             versions=facts.versions,
             weights_digest=self._weights.digest,
             weights_source=self._weights.source,
+            asleep=self._asleep,
         )
 
     async def _report(self) -> None:

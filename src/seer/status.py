@@ -97,6 +97,7 @@ def _text(seen: Seen) -> str:
         f"weights version {status.weight_version} ({status.weights_digest or 'no digest'})",
     ]
     lines += [_instance(instance) for instance in status.instances] or ["no engines are registered"]
+    lines += ["engines sleep: a trainer uses their memory"] if status.asleep else []
     lines += [f"  {name}: QUARANTINED: {why}" for name, why in status.quarantined.items()]
     totals = ", ".join(f"{name} {count}" for name, count in status.counters.items())
     return "\n".join([*lines, f"totals: {totals}"])

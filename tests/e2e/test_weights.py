@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import os
 import re
 import shutil
 from collections.abc import Sequence
@@ -111,3 +112,24 @@ async def test_two_ranks_take_new_weights_too(changed: Path) -> None:
         await roll(client)
         assert not (await client.update_weights(1, changed)).quarantined
         assert (await roll(client))[0] == expected[0]
+
+
+def resident(pid: int) -> int:
+    """Return the resident bytes of a process."""
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+async def test_a_sleeping_engine_gives_its_memory_back(changed: Path) -> None:
+    settings = ["engine.kv_blocks=8000", "engine.max_model_len=400", f"shared.model={MODEL}"]
+    config = load(None, {}, settings)
+    async with LocalSystem(config, 1) as started, RolloutClient(started.endpoint, tokenizer=MODEL) as client:
+        pid = started.pids["engine-0"]
+        *before, _ = await roll(client)
+        awake = resident(pid)
+        await client.sleep()
+        assert resident(pid) < awake - 500 * 2**20
+        await client.wake()
+        assert resident(pid) > awake - 100 * 2**20
+        assert_same((await roll(client))[:2], before)  # the same prompts: their prefixes were cached
+        await client.update_weights(1, load_file(changed / "model.safetensors"))
+        assert (await roll(client))[0] != before[0]

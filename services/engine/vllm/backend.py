@@ -165,6 +165,23 @@ class VllmBackend:
         if not self._engine.reset_prefix_cache():
             raise EngineError("vLLM kept KV of the old weights in its prefix cache")
 
+    def sleep(self, asleep: bool) -> None:
+        """See `Backend.sleep`: KV on CPU; on a GPU vLLM's sleep mode also moves weights to host memory."""
+        for request_id, attempt in list(self._ids):
+            self.drop(request_id, attempt)
+        try:
+            if asleep and not self._engine.reset_prefix_cache():
+                raise EngineError("vLLM kept KV in its prefix cache")
+            if self.versions["device"] == "cpu":
+                self._rpc("seer_hold_kv", held=not asleep)
+            elif asleep:
+                self._engine.sleep(level=1)
+            else:
+                self._engine.wake_up()
+        except Exception as error:
+            doing = "free" if asleep else "take"
+            raise EngineError(f"vLLM could not {doing} memory: {str(error)[: env.MAX_VLLM_TEXT]}") from error
+
     def stats(self) -> InstanceStats:
         """Return current gauges and counters; cheap, called between steps."""
         running, waiting = self._core.scheduler.get_request_counts()
@@ -237,7 +254,7 @@ class VllmBackend:
     def _core(self) -> EngineCore:
         return self._engine.engine_core
 
-    def _rpc(self, method: str, **arguments: str) -> list[Any]:
+    def _rpc(self, method: str, **arguments: object) -> list[Any]:
         seconds = self._config.load_seconds
         answers: list[Any] = self._engine.collective_rpc(method, timeout=seconds, kwargs=arguments)
         return answers

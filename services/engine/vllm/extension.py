@@ -28,6 +28,7 @@ class SeerWorker:
 
     model_runner: GPUModelRunner
     seer_sampler: RowSampler
+    seer_freed: list[tuple[torch.UntypedStorage, int]]
 
     def seer_install(self) -> None:
         """Put our sampler into the model runner."""
@@ -41,6 +42,23 @@ class SeerWorker:
         except EngineError as error:
             return str(error)
         return ""
+
+    def seer_hold_kv(self, held: bool) -> None:
+        """Free the memory of the KV cache, or take it again: its tensors are views of a few storages.
+
+        For CPUs, where vLLM has no sleep mode and no captured graph knows the addresses.
+        """
+        tensors = self.model_runner.kv_caches
+        storages = {storage.data_ptr(): storage for storage in (each.untyped_storage() for each in tensors)}
+        if not held:
+            self.seer_freed = [(storage, storage.nbytes()) for storage in storages.values()]
+            for storage, _ in self.seer_freed:
+                storage.resize_(0)
+            return
+        for storage, size in self.seer_freed:
+            storage.resize_(size)
+        for tensor in tensors:
+            tensor.zero_()  # as vLLM begins: attention reads beyond what is valid, and masks it
 
     def seer_take_captured(self) -> npt.NDArray[np.float32]:
         """Return and forget the raw logits kept for rows that asked: [rows, vocab_size]."""

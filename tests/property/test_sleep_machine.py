@@ -1,0 +1,110 @@
+"""The sleep machine's invariants under any order of events, with engines that keep their own books."""
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from seer.services.buffer import sleep as s
+
+NAMES = ("a", "b", "c")
+STEPS = st.lists(
+    st.tuples(
+        st.sampled_from(("join", "lose", "sleep", "wake", "answer", "work", "tick", "restart")),
+        st.sampled_from(NAMES),
+        st.integers(0, 9),
+    ),
+    max_size=60,
+)
+
+
+class World:
+    def __init__(self):
+        self.machine = s.SleepMachine(seconds=5.0)
+        self.now = 0.0
+        self.idle = True
+        self.asleep: dict[str, bool] = {}
+        self.orders: dict[str, list[bool]] = {}
+        self.open = 0
+
+    def handle(self, event):
+        for item in self.machine.handle(event, self.now, idle=self.idle):
+            match item:
+                case s.Order():
+                    assert self.idle or not item.asleep
+                    self.orders[item.instance].append(item.asleep)
+                case s.GiveUp():
+                    self.lose(item.instance)
+                case s.Tell(problem=""):
+                    self.open -= 1
+                    assert set(self.asleep.values()) <= {item.asleep}
+                case s.Tell():
+                    self.open -= 1
+        if any(self.asleep.values()):
+            assert self.machine.held
+
+    def lose(self, name):
+        self.asleep.pop(name, None)
+        self.orders.pop(name, None)
+
+    def step(self, kind, name, number):
+        match kind:
+            case "join" if name not in self.asleep:
+                self.asleep[name], self.orders[name] = False, []
+                self.handle(s.Joined(name, False))
+            case "lose" if name in self.asleep:
+                self.lose(name)
+                self.handle(s.Lost(name))
+            case "sleep" | "wake" if not self.open:
+                self.open += 1
+                self.handle(s.Asked("trainer", kind == "sleep"))
+            case "answer" if self.orders.get(name):
+                self.asleep[name] = self.orders[name].pop(0)
+                self.handle(s.Answered(name, self.asleep[name]))
+            case "work":
+                self.idle = self.idle is False or self.machine.held
+                self.handle(s.Tick())
+            case "tick":
+                self.now += number
+                self.handle(s.Tick())
+            case "restart":  # a new buffer; its trainers ask it again, its engines register
+                was = any(self.asleep.values())
+                self.machine, self.open, self.idle = s.SleepMachine(seconds=5.0), 0, True
+                for engine, asleep in self.asleep.items():
+                    self.orders[engine] = []
+                    self.handle(s.Joined(engine, asleep))
+                assert self.machine.held == was
+
+
+@settings(max_examples=300)
+@given(STEPS)
+def test_engines_hold_memory_as_was_last_asked(steps):
+    world = World()
+    for step in steps:
+        world.step(*step)
+    world.idle = True
+    wanted = world.machine._wanted
+    for _ in range(3):
+        world.handle(s.Tick())
+        for name in list(world.orders):
+            while world.orders.get(name):
+                world.step("answer", name, 0)
+    assert world.open == 0
+    assert set(world.asleep.values()) <= {wanted}
+    assert world.machine.held == wanted
+
+
+def test_an_engine_that_does_not_answer_is_given_up():
+    machine = s.SleepMachine(seconds=5.0)
+    machine.handle(s.Joined("a", False), 0.0, idle=True)
+    machine.handle(s.Joined("b", False), 0.0, idle=True)
+    asked = machine.handle(s.Asked("t", True), 0.0, idle=True)
+    assert asked == [s.Order("a", True), s.Order("b", True)]
+    assert machine.handle(s.Answered("b", True), 1.0, idle=True) == []
+    assert machine.handle(s.Tick(), 5.5, idle=True) == [s.GiveUp("a"), s.Tell("t", True)]
+
+
+def test_another_trainer_is_told_to_wait():
+    machine = s.SleepMachine()
+    machine.handle(s.Joined("a", False), 0.0, idle=True)
+    machine.handle(s.Asked("one", True), 0.0, idle=True)
+    (told,) = machine.handle(s.Asked("two", False), 0.0, idle=True)
+    assert told == s.Tell("two", False, "one puts engines to sleep: wait for that")
