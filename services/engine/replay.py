@@ -193,7 +193,7 @@ class ReplayBackend:
         """See `Backend.load_weights`: made-up responses follow from the digest, too."""
         if not folder.is_dir():
             raise EngineError(f"there is no folder {folder}")
-        self._salt = int.from_bytes(hashlib.blake2b(digest.encode(), digest_size=8).digest(), "little")
+        self._salt = salt_of(digest)
 
     def sleep(self, asleep: bool) -> None:
         """See `Backend.sleep`: there is no memory to free, but what would need it is an error."""
@@ -213,3 +213,8 @@ class ReplayBackend:
 
     def close(self) -> None:
         """Nothing to free."""
+
+
+def salt_of(digest: str) -> int:
+    """Return what weights with this digest add to the keys of responses."""
+    return int.from_bytes(hashlib.blake2b(digest.encode(), digest_size=8).digest(), "little")

@@ -10,6 +10,7 @@ from seer.common import ids
 from seer.common.config import EngineConfig
 from seer.common.types import SamplingParams
 from seer.services.engine.backend import Chunk
+from seer.services.engine.replay import salt_of
 from seer.services.engine.responses import MadeUp
 
 Answer = tuple[list[int], list[float], str]
@@ -38,13 +39,15 @@ class Expected:
         sampling: SamplingParams,
         config: EngineConfig,
         number: int = 0,
+        digest: str = "",
     ) -> Expected:
-        """Compute them for rollout `number` with seed 0."""
+        """Compute them for rollout `number` with seed 0 and the weights of `digest` (none: the first ones)."""
+        salt = salt_of(digest) if digest else 0
         responses = MadeUp(config.replay_vocab_size, config.replay_mean_tokens)
 
         def answer(prompt: Prompt, index: int) -> Answer:
             chunk = Chunk(
-                request_id="", group_id="", attempt=0, key=ids.request_key(0, number, prompt.id, index),
+                request_id="", group_id="", attempt=0, key=ids.request_key(0, number, prompt.id, index) ^ salt,
                 prompt_len=len(prompt.token_ids), max_new_tokens=sampling.max_tokens, sampling=sampling,
                 tokens=list(prompt.token_ids),
             )  # fmt: skip

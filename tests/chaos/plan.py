@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 PROCESSES = ("buffer", "context", "dgds", "engine", "client")
 LINK_FAULTS = ("reset", "part", "noise")
@@ -18,6 +18,9 @@ doubles, delays and reorders messages."""
 
 BURST_SECONDS = 3.0
 """Faults begin within this time: a rollout takes about as long."""
+
+UPDATE_SHARE = 0.3
+"""Of the seeds, those whose trainer updates weights first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,13 +51,15 @@ class Plan:
     ttl_seconds: float
     engine_delay: float
     faults: tuple[Fault, ...]
+    update: bool
+    """The trainer streams weights before it asks for anything; then engines and buffer do not both die."""
 
 
 def draw(seed: int) -> Plan:
     """Return the plan of a seed. `prompts` are lengths."""
     rand = random.Random(f"plan {seed}")
     engines = rand.randint(1, 3)
-    return Plan(
+    plan = Plan(
         seed=seed,
         engines=engines,
         prompts=tuple(rand.randint(1, 20) for _ in range(rand.randint(1, 5))),
@@ -69,7 +74,12 @@ def draw(seed: int) -> Plan:
         ttl_seconds=rand.choice((1.0, 4.0)),
         engine_delay=rand.choice((0.0, 0.0, 0.0, 2.0)),
         faults=tuple(sorted((_fault(rand, engines) for _ in range(rand.randint(1, 5))), key=_begin)),
+        update=random.Random(f"update {seed}").random() < UPDATE_SHARE,
     )
+    if plan.update and any(fault.kind == "kill buffer" for fault in plan.faults):
+        lost = ("kill engine", "leave engine")  # with its buffer, weights that nobody has any more
+        return replace(plan, faults=tuple(fault for fault in plan.faults if fault.kind not in lost))
+    return plan
 
 
 def _fault(rand: random.Random, engines: int) -> Fault:

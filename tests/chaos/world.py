@@ -12,14 +12,16 @@ from collections.abc import Coroutine
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 from msgspec.structs import asdict
 from virtual_time import PROCESS, VirtualTimeLoop, eventually
 
 from chaos.expected import Expected
 from chaos.plan import Plan
-from seer.client import RolloutClient, SamplingParams
+from seer.client import RolloutClient, SamplingParams, WeightsRefused
 from seer.client.prompts import Prompt
 from seer.client.rollout import Group
+from seer.client.tensors import TensorStream
 from seer.common.clock import LoopClock
 from seer.common.config import BufferConfig, Config, EngineConfig, SharedConfig
 from seer.common.service import Service
@@ -33,11 +35,17 @@ from seer.services.engine import server as engine
 SERVERS = {"buffer": buffer.make, "context": context.make, "dgds": dgds.make}
 ENDPOINTS = Config().endpoints
 VOCAB = 1_000
+VERSIONS = 4
 
 HEARTBEAT_SECONDS = 10.0
 """ZeroMQ breaks the connections of a process that stands still for this long."""
 
 CALM = Faults()
+
+
+def tensors(version: int) -> dict[str, np.ndarray]:
+    """Return the weights of a version."""
+    return {"w": np.full(1000, version, dtype=np.float32)}
 
 
 @dataclass(slots=True, eq=False)
@@ -66,12 +74,16 @@ class World:
         self.arrivals: list[float] = []
         self.doubled = 0
         self.crashes: list[str] = []
+        self.refusals: list[str] = []
         self.finished = asyncio.Event()
         self._dead: list[Process] = []
         self._lives = 0
         self.prompts = [Prompt(f"p{i}", token_ids=[i + 1] * length) for i, length in enumerate(plan.prompts)]
         self.sampling = SamplingParams(max_tokens=plan.max_tokens)
-        self.expected = Expected.of_replay(self.prompts, plan.n, self.sampling, self.config("").engine)
+        digest = TensorStream(tensors(VERSIONS)).digest() if plan.update else ""
+        self.expected = Expected.of_replay(
+            self.prompts, plan.n, self.sampling, self.config("").engine, digest=digest
+        )
 
     def config(self, name: str) -> Config:
         plan = self.plan
@@ -186,10 +198,25 @@ class World:
         async with RolloutClient(at, name="client", transport=process.links, connect_seconds=60) as client:
             left = [prompt for prompt in self.prompts if prompt.id not in self.journal]
             if left:
+                if self.plan.update:
+                    await self._update(client)
                 rollout = await client.submit(left, n=self.plan.n, sampling=self.sampling, rollout_number=0)
                 async for group in rollout:
                     self._arrived(group)
         self.finished.set()
+
+    async def _update(self, client: RolloutClient) -> None:
+        """Go on from the live version to the last one, as a trainer does that was killed."""
+        version = 0
+        while version < VERSIONS:
+            live = (await client.status(60)).weight_version
+            version = max(1, live, version + 1)
+            try:
+                await client.update_weights(version, tensors(version))
+            except WeightsRefused as refused:  # no engine yet, or an earlier life's update goes on
+                self.refusals.append(str(refused))
+                version = 0
+            await asyncio.sleep(0.5)
 
     def _arrived(self, group: Group) -> None:
         self.doubled += len(group.responses) if group.prompt_id in self.journal else 0
