@@ -363,6 +363,8 @@ class RolloutClient:
             await self._update.ask_again(self._channel.send)
         if self._resting is not None:
             await self._channel.send(self._resting[0])
+        if self._status_waiters:
+            await self._channel.send(StatusRequest())
         for rollout in list(self._active.values()):
             await self._send_prompts(rollout)
 
