@@ -251,20 +251,24 @@ class EngineServer:
         for request_id, known in list(self.running.items()):  # the buffer waits for none of them
             self._drop(request_id, known.attempt)
         try:
-            if self._checked != (order.source, order.digest):  # this engine was not there to prepare
-                await self._inspect(order.source)
-            if self._checked[1] != order.digest:
-                raise EngineError(f"{order.source} now has digest {self._checked[1]}, not {order.digest}")
-            folder = await self._staging.folder(order.source)
-            await self._driver.load_weights(folder, order.digest)
-        except SeerError as error:
+            folder = await self._checked_folder(order)
             self._weights = m.LoadWeights(version=UNDEFINED, digest="", source="")
+            await self._driver.load_weights(folder, order.digest)
+            self._weights = order
+        except SeerError as error:
             return m.WeightsLoaded(version=order.version, problem=str(error))
         finally:
             self._checked = ("", "")
             self._staging.discard()
-        self._weights = order
         return m.WeightsLoaded(version=order.version)
+
+    async def _checked_folder(self, order: m.LoadWeights) -> Path:
+        """Return the folder with these very weights. Raises `SeerError`; the live ones are untouched then."""
+        if self._checked != (order.source, order.digest):  # this engine was not there to prepare
+            await self._inspect(order.source)
+        if self._checked[1] != order.digest:
+            raise EngineError(f"{order.source} now has digest {self._checked[1]}, not {order.digest}")
+        return await self._staging.folder(order.source)
 
     # --- from the backend ----------------------------------------------------------------
 
