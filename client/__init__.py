@@ -5,6 +5,7 @@ Needs neither torch nor vllm. `RolloutClient` is asyncio's, `SyncRolloutClient` 
 
 from seer.client.client import RolloutClient
 from seer.client.dynamic import DynamicSampling, mixed
+from seer.client.mooncake import MooncakeSource
 from seer.client.prompts import Prompt
 from seer.client.rewards import RewardFailed, Scored, Scores
 from seer.client.rollout import BufferLost, Group, Response, Rollout
@@ -30,6 +31,7 @@ __all__ = [
     "DynamicSampling",
     "Group",
     "InvalidField",
+    "MooncakeSource",
     "Progress",
     "Prompt",
     "RequestRefused",

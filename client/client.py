@@ -202,11 +202,12 @@ class RolloutClient:
     ) -> WeightsLive:
         """Bring every engine to other weights: a folder that all nodes see, or tensors by name.
 
-        Tensors (a `state_dict()`, or numpy arrays) are sent to the buffer; leave them as they are until
-        this returns. Weights are checked everywhere before any engine loads them: on `WeightsRefused`
-        nothing changed, and it names instance and reason. `in_flight`: what becomes of unfinished
-        requests of any trainer. Later submissions of this client run with this version or not at all.
-        Engines in `quarantined` failed to load and get no work. Raises `Unreachable` after `timeout_seconds`.
+        Tensors (a `state_dict()`, or numpy arrays) are sent to the buffer, or read from here by the
+        engines (`MooncakeSource`); leave them as they are until this returns. Weights are checked
+        everywhere before any engine loads them: on `WeightsRefused` nothing changed, and it names
+        instance and reason. `in_flight`: what becomes of unfinished requests of any trainer. Later
+        submissions of this client run with this version or not at all. Engines in `quarantined`
+        failed to load and get no work. Raises `Unreachable` after `timeout_seconds`.
         """
         self._check_open()
         if self._update is not None:

@@ -15,6 +15,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
+from seer.client.mooncake import MooncakeSource
 from seer.client.tensors import TensorStream
 from seer.common.errors import InvalidField, WeightsRefused
 from seer.common.weights import checksum
@@ -33,8 +34,9 @@ from seer.common.wire.messages import (
 
 InFlight = Literal["finish", "abort", "error"]
 
-Source = str | Path | Mapping[str, Any]
-"""A folder that all nodes see, or tensors (numpy or torch) by name, as `model.state_dict()` gives them."""
+Source = str | Path | Mapping[str, Any] | MooncakeSource
+"""A folder that all nodes see; tensors (numpy or torch) by name, as `model.state_dict()` gives them, to
+be streamed; or tensors that engines read from this process."""
 
 Send = Callable[[UpdateWeights | OpenSpool | SpoolData], Awaitable[None]]
 
@@ -51,8 +53,13 @@ class Update:
         if in_flight not in ("finish", "abort", "error"):
             raise InvalidField("in_flight", in_flight, "choose finish, abort or error")
         self.stream = TensorStream(source) if isinstance(source, Mapping) else None
+        self._held = source if isinstance(source, MooncakeSource) else None
         self._name = f"v{version}-{secrets.token_hex(6)}"
-        where = SPOOL_SCHEME + self._name if self.stream else str(Path(str(source)).absolute())
+        where = SPOOL_SCHEME + self._name
+        if self._held is not None:
+            where = ""  # known once the tensors are laid out
+        elif self.stream is None:
+            where = str(Path(str(source)).absolute())
         self.asked = UpdateWeights(version=version, source=where, digest=digest, in_flight=in_flight)
         self._asked = False
         self._answer: asyncio.Future[WeightsLive | WeightsFailed] = asyncio.get_running_loop().create_future()
@@ -71,9 +78,10 @@ class Update:
         """
         upload = None
         if self.stream is not None:
-            found = await asyncio.to_thread(self.stream.digest)
-            self._check_digest(found)
-            self.asked.digest = found
+            self._bind(await asyncio.to_thread(self.stream.digest))
+        if self._held is not None:
+            self.asked.source, found = await asyncio.to_thread(self._held.offer, self._name)
+            self._bind(found)
         self._asked = True
         await self._ask(send)
         if self.stream is not None:
@@ -108,9 +116,11 @@ class Update:
             await send(OpenSpool(name=self._name, size=self.stream.size))
         await send(self.asked)
 
-    def _check_digest(self, found: str) -> None:
+    def _bind(self, found: str) -> None:
+        """Have engines take weights of this digest alone."""
         if self.asked.digest not in ("", found):
             raise InvalidField("digest", self.asked.digest, f"the tensors have digest {found}")
+        self.asked.digest = found
 
     def _uploaded(self, upload: asyncio.Task[None]) -> None:
         if not upload.cancelled() and (error := upload.exception()) is not None:

@@ -254,7 +254,9 @@ class Slept(Message, tag=True):
 
 
 class UpdateWeights(Message, tag=True):
-    """Bring all engines to the weights in `source`: a folder that every node sees, or a spool's stream.
+    """Bring all engines to the weights in `source`: a folder that every node sees, or a stream.
+
+    A stream's source begins with a scheme: `SPOOL_SCHEME`, or another that engines know.
 
     `digest` is checked unless empty. `in_flight` says what becomes of unfinished requests.
     """

@@ -1,8 +1,11 @@
-"""Where an engine finds the weights that an update names: a folder, or a stream in the buffer's spool.
+"""Where an engine finds the weights that an update names: a folder, or a stream that it copies.
+
+A source's scheme, as in `spool:v7`, says how a stream is fetched; without one it is a folder.
 
 Invariants:
 - the spool's own folder is used where this machine sees it, told by its token; else a copy is made,
-  whose every part came with the right checksum, and which is gone once it is loaded;
+  whose every part came with the right checksum;
+- a copy is gone once it is loaded, and never stands for another source;
 - nothing waits for ever: a stream that brings nothing for `WAIT_SECONDS` is an error;
 - whatever is wrong is an `InvalidField` that names the source.
 """
@@ -11,14 +14,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import os
 import tempfile
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 
 from seer.common.errors import InvalidField
+from seer.common.mooncake import SCHEME as MOONCAKE_SCHEME
 from seer.common.weights import SPOOL_FILE, SPOOL_NOTES, write_part
 from seer.common.wire import messages as m
+from seer.services.engine import mooncake_reader
 
 WAIT_SECONDS = 2 * m.SPOOL_STALL_SECONDS
 """Longer than the buffer itself waits for the trainer: it has more to say about the reason."""
@@ -30,6 +36,12 @@ POLL_SECONDS = 0.05
 """Pause between two looks at a stream that still grows on this machine."""
 
 Send = Callable[[m.OpenSpool | m.ReadSpool], Awaitable[None]]
+
+FETCH: dict[str, Callable[[str, Path], Awaitable[None]]] = {MOONCAKE_SCHEME: mooncake_reader.fetch}
+"""By scheme: writes the stream that the rest of a source names into a file, within its own deadlines.
+
+Raises `OSError` or `ValueError` saying what failed. The spool's scheme is `Staging`'s own.
+"""
 
 
 class Staging:
@@ -49,15 +61,16 @@ class Staging:
 
     async def folder(self, source: str) -> Path:
         """Return the folder with these weights, whole. Raises `InvalidField`."""
-        if not source.startswith(m.SPOOL_SCHEME):
+        scheme = source.partition(":")[0] + ":"
+        if scheme != m.SPOOL_SCHEME and scheme not in FETCH:
             return Path(source)
-        name = source.removeprefix(m.SPOOL_SCHEME)
-        if name == self._copied and self._copy is not None:
+        if source == self._copied and self._copy is not None:
             return Path(self._copy.name)
-        while not self._answers.empty():
-            self._answers.get_nowait()
+        name = source.removeprefix(scheme)
         try:
-            return await self._receive(name)
+            if scheme == m.SPOOL_SCHEME:
+                return await self._receive(name)
+            return await self._copy_by(functools.partial(FETCH[scheme], name), source)
         except (OSError, ValueError) as error:
             self.discard()
             raise InvalidField("source", source, str(error)) from error
@@ -68,18 +81,24 @@ class Staging:
         if copy is not None:
             copy.cleanup()
 
+    async def _copy_by(self, fetch: Callable[[Path], Awaitable[None]], source: str) -> Path:
+        self.discard()
+        self._copy = tempfile.TemporaryDirectory(prefix="seer-weights-")
+        await fetch(Path(self._copy.name) / SPOOL_FILE)
+        self._copied = source
+        return Path(self._copy.name)
+
     async def _receive(self, name: str) -> Path:
+        while not self._answers.empty():
+            self._answers.get_nowait()
         state = await self._state(name)
         if await asyncio.to_thread(_visible, state):
             while state.have < state.size:
                 await asyncio.sleep(POLL_SECONDS)
                 state = await self._state(name)
             return Path(state.folder)
-        self.discard()
-        self._copy = tempfile.TemporaryDirectory(prefix="seer-weights-")
-        await self._fetch(name, state.size, Path(self._copy.name) / SPOOL_FILE)
-        self._copied = name
-        return Path(self._copy.name)
+        fetch = functools.partial(self._fetch, name, state.size)
+        return await self._copy_by(fetch, m.SPOOL_SCHEME + name)
 
     async def _state(self, name: str) -> m.SpoolState:
         question = m.OpenSpool(name=name)

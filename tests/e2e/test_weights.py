@@ -16,7 +16,7 @@ if importlib.util.find_spec("vllm") is None:
 
 from safetensors.torch import load_file, save_file
 
-from seer.client import RolloutClient, SamplingParams, WeightsRefused
+from seer.client import MooncakeSource, RolloutClient, SamplingParams, WeightsRefused
 from seer.common.config import load
 from seer.launch import LocalSystem
 
@@ -103,6 +103,24 @@ async def test_an_updated_system_is_as_a_fresh_one(changed: Path) -> None:
                 await client.update_weights(3, {key: value.clone() for key, value in bad.items()})
         streamed = await client.update_weights(3, tensors)
         assert streamed.digest == live.digest
+        assert_same((await roll(client))[:2], expected)
+
+
+async def test_weights_that_engines_read_are_as_good_as_a_folder(changed: Path) -> None:
+    pytest.importorskip("mooncake.engine", reason="needs Mooncake and libibverbs1", exc_type=ImportError)
+    async with (
+        system(MODEL, instances=2) as started,
+        RolloutClient(started.endpoint, tokenizer=MODEL) as client,
+    ):
+        live = await client.update_weights(1, changed)
+        expected = (await roll(client))[:2]
+        source = MooncakeSource(load_file(MODEL / "model.safetensors"))
+        await client.update_weights(2, source)
+        assert (await roll(client))[0] != expected[0]
+        source.tensors = load_file(changed / "model.safetensors")
+        held = await client.update_weights(3, source)
+        assert not held.quarantined
+        assert held.digest == live.digest
         assert_same((await roll(client))[:2], expected)
 
 
