@@ -1,0 +1,110 @@
+"""What a run's metrics show: a line per iteration, a closing table, a picture.
+
+Compare runs: `python examples/grpo/curves.py runs/grpo/seed-*/metrics.jsonl --out curves.png`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+from rich.console import Console
+from rich.table import Table
+
+matplotlib.use("Agg")  # no display is needed
+from matplotlib import pyplot
+
+Row = dict[str, Any]
+
+PHASES = ("rollout", "train", "eval", "update")
+EDGE = 5
+"""Iterations at each end that the gain is measured between."""
+
+
+def line(row: Row, iterations: int) -> str:
+    """Return one iteration as a line of a log."""
+    seconds = "  ".join(f"{phase} {row['seconds'][phase]:.1f}" for phase in PHASES)
+    return (
+        f"{row['iteration'] + 1:3d}/{iterations}  reward {row['reward']:.3f}  held-out {row['held_out']:.3f}"
+        f"  length {row['length_mean']:.0f}/{row['length_max']}  {row['tokens_per_second']:,.0f} tokens/s  "
+        f"tail {row['tail_seconds']:.1f} s  {seconds} s  gap {row['gap']:.1e}"
+    )
+
+
+def summary(rows: Sequence[Row]) -> dict[str, str]:
+    """Return the closing table's entries: means over the run, and first against last iterations."""
+    edge = max(1, min(EDGE, len(rows) // 2))
+
+    def mean(name: str, some: Sequence[Row] = rows) -> float:
+        return statistics.mean(row[name] for row in some)
+
+    entries = {
+        name.replace("_", " "): f"{mean(name, rows[:edge]):.3f} → {mean(name, rows[-edge:]):.3f}"
+        for name in ("held_out", "reward", "mixed_groups")
+    }
+    before, after = mean("length_mean", rows[:edge]), mean("length_mean", rows[-edge:])
+    entries["mean length"] = f"{before:.0f} → {after:.0f}"
+    entries["tokens/s, tail"] = f"{mean('tokens_per_second'):,.0f}, {mean('tail_seconds'):.1f} s"
+    phases = {phase: statistics.mean(row["seconds"][phase] for row in rows) for phase in PHASES}
+    entries["seconds an iteration"] = ", ".join(f"{phase} {value:.2f}" for phase, value in phases.items())
+    hidden, rewarding = mean("reward_overlap"), mean("reward_seconds")
+    entries["rewards hidden by the rollout"] = f"{hidden:.0%} of {rewarding:.2f} s"
+    entries["trainer's logprobs off the engines'"] = f"{mean('gap'):.1e} on average"
+    return entries
+
+
+def report(rows: Sequence[Row], picture: Path) -> None:
+    """Print the summary and draw the picture."""
+    edge = max(1, min(EDGE, len(rows) // 2))
+    table = Table(title=f"{len(rows)} iterations, first {edge} → last {edge}", show_header=False)
+    for name, value in summary(rows).items():
+        table.add_row(name, value)
+    Console().print(table)
+    draw({"": rows}, picture)
+    print(f"metrics: {picture.parent / 'metrics.jsonl'}   picture: {picture}")
+
+
+def draw(runs: Mapping[str, Sequence[Row]], picture: Path) -> None:
+    """Draw the curves of one or several runs, named by their keys, into a PNG."""
+    figure, axes = pyplot.subplots(2, 3, figsize=(12, 6), layout="constrained")
+    panels = ("reward", "held_out", "length_mean", "tokens_per_second", "tail_seconds")
+    titles = ("reward", "held-out pass rate", "mean length", "tokens/s", "tail, seconds")
+    for axis, name, title in zip(axes.flat, panels, titles, strict=False):
+        for label, rows in runs.items():
+            axis.plot([row["iteration"] for row in rows], [row[name] for row in rows], label=label, lw=1.3)
+        axis.set(title=title, ylim=(0, 1) if name in ("reward", "held_out") else (0, None))
+        axis.grid(alpha=0.3)
+    if len(runs) > 1:
+        axes.flat[0].legend()
+    label, rows = next(iter(runs.items()))
+    shares = [[row["seconds"][phase] / sum(row["seconds"].values()) for row in rows] for phase in PHASES]
+    last = axes.flat[-1]
+    last.stackplot([row["iteration"] for row in rows], shares, labels=PHASES, alpha=0.8)
+    last.set(title=f"shares of time {label}".strip(), ylim=(0, 1), xlabel="iteration")
+    last.legend(loc="lower right", fontsize="small")
+    figure.savefig(picture, dpi=80)
+    pyplot.close(figure)
+
+
+def main() -> None:
+    """Draw several runs in one picture; each is named by its folder."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("metrics", nargs="+", type=Path)
+    parser.add_argument("--out", type=Path, required=True)
+    args = parser.parse_args()
+    runs = {
+        path.parent.name: [json.loads(text) for text in path.read_text().splitlines()]
+        for path in args.metrics
+    }
+    draw(runs, args.out)
+    for name, rows in runs.items():
+        print(name, json.dumps(summary(rows), ensure_ascii=False))
+
+
+if __name__ == "__main__":
+    main()

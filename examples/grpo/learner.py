@@ -1,0 +1,134 @@
+"""GRPO's training step: group advantages, the clipped token loss, one AdamW step. Plain torch.
+
+Invariants:
+- a step is a function of the weights, the tokens, the rewards and the number of threads: neither the order in
+  which groups finished nor the last bits of the engines' logprobs reach the weights;
+- one optimizer step per rollout, so the weights that made the tokens are those that are trained;
+- prompt tokens and padding carry no loss.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from transformers import AutoModelForCausalLM
+
+ROUNDING = 1e-3
+"""Difference of a logprob, in nats, that is put down to rounding: kernels sum in another order for another
+batch. In float32 it is about 1e-6; beyond this bound the token is corrected by its importance ratio."""
+
+CLIP = 0.2
+"""How far an importance ratio may leave 1 before the token's gradient is cut (PPO)."""
+
+GRADIENT_NORM = 1.0
+"""Longest gradient; longer ones are scaled down to it."""
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One response. `token_ids`: of prompt and response; `logprobs`: the engine's, of the response alone."""
+
+    token_ids: NDArray[np.int32]
+    logprobs: NDArray[np.float32]
+    advantage: float
+
+
+@dataclass(frozen=True)
+class StepStats:
+    """What a step saw. `gap`: mean |trainer's - engine's logprob|; `corrected`: share beyond `ROUNDING`."""
+
+    loss: float
+    gradient_norm: float
+    gap: float
+    corrected: float
+    samples: int
+
+
+def advantages(rewards: Sequence[float]) -> list[float]:
+    """Rewards of one group less their mean, over their standard deviation; zeros when all are equal."""
+    spread = np.std(rewards)
+    if spread == 0:
+        return [0.0] * len(rewards)
+    return [float(each) for each in (np.asarray(rewards) - np.mean(rewards)) / spread]
+
+
+def batches(samples: Sequence[Sample], max_tokens: int) -> Iterator[list[Sample]]:
+    """Yield samples of like length together: one, or as many as fit `max_tokens` with padding."""
+    batch: list[Sample] = []
+    for sample in sorted(samples, key=lambda each: each.token_ids.size, reverse=True):
+        if batch and (len(batch) + 1) * batch[0].token_ids.size > max_tokens:
+            yield batch
+            batch = []
+        batch.append(sample)
+    if batch:
+        yield batch
+
+
+def pad(batch: Sequence[Sample]) -> dict[str, torch.Tensor]:
+    """Return `ids` [rows, length] and, of tokens from the second on, `mask`, `logprobs`, `advantages`."""
+    length = batch[0].token_ids.size
+    ids = torch.zeros(len(batch), length, dtype=torch.long)
+    mask, logprobs = torch.zeros(len(batch), length - 1), torch.zeros(len(batch), length - 1)
+    for row, sample in enumerate(batch):
+        end = sample.token_ids.size
+        start = end - sample.logprobs.size
+        ids[row, :end] = torch.tensor(sample.token_ids)
+        mask[row, start - 1 : end - 1] = 1.0
+        logprobs[row, start - 1 : end - 1] = torch.tensor(sample.logprobs)
+    advantage = torch.tensor([[sample.advantage] for sample in batch])
+    return {"ids": ids, "mask": mask, "logprobs": logprobs, "advantages": advantage.expand_as(mask)}
+
+
+def token_loss(logprobs: torch.Tensor, engine: torch.Tensor, advantage: torch.Tensor) -> torch.Tensor:
+    """Return PPO's clipped loss of each token; all shapes alike.
+
+    Engine and trainer hold the same weights, so the ratio is 1 up to rounding, and is taken as 1 there:
+    rounding differs with the schedule, and would make another curve of the same seed.
+    """
+    same = (logprobs.detach() - engine).abs() < ROUNDING
+    ratio = torch.exp(logprobs - torch.where(same, logprobs.detach(), engine))
+    return -torch.minimum(ratio * advantage, ratio.clamp(1 - CLIP, 1 + CLIP) * advantage)
+
+
+class Learner:
+    """A model in float32 and its optimizer. `threads` is part of what makes a step repeatable."""
+
+    def __init__(self, model: Path, *, threads: int = 2, batch_tokens: int = 8192) -> None:
+        torch.set_num_threads(threads)
+        torch.use_deterministic_algorithms(True)
+        self.model = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), betas=(0.9, 0.95), weight_decay=0.0)
+        self._batch_tokens = batch_tokens
+
+    def step(self, samples: Sequence[Sample], learning_rate: float) -> StepStats:
+        """Take one optimizer step on the mean loss over tokens; samples without advantage are skipped."""
+        used = [sample for sample in samples if sample.advantage]
+        tokens = sum(sample.logprobs.size for sample in used)
+        loss = gap = corrected = 0.0
+        self.optimizer.zero_grad()
+        for batch in batches(used, self._batch_tokens):
+            padded = pad(batch)
+            mask, engine = padded["mask"], padded["logprobs"]
+            logprobs = self._logprobs(padded["ids"])
+            part = (token_loss(logprobs, engine, padded["advantages"]) * mask).sum() / tokens
+            part.backward()
+            off = (logprobs.detach() - engine).abs() * mask
+            loss += part.item()
+            gap += off.sum().item() / tokens
+            corrected += (off >= ROUNDING).sum().item() / tokens
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), GRADIENT_NORM)
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate
+        if used:  # AdamW would move the weights without a gradient, too
+            self.optimizer.step()
+        return StepStats(loss, float(norm), gap, corrected, len(used))
+
+    def _logprobs(self, ids: torch.Tensor) -> torch.Tensor:
+        # Padding sits on the right, so a causal mask is all the masking needed.
+        logits = self.model(input_ids=ids, use_cache=False).logits[:, :-1]
+        return torch.log_softmax(logits, dim=-1).gather(-1, ids[:, 1:, None]).squeeze(-1)

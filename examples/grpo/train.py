@@ -1,0 +1,241 @@
+"""GRPO on the countdown task: Seer's rollouts, the task's checker as reward, training steps in torch on CPU.
+
+    python examples/grpo/train.py --seed 0
+
+Each iteration brings the weights to the engines, measures the held-out pass rate, rolls out, scores groups
+while others are still generated, takes one optimizer step and writes a checkpoint (docs/grpo.md).
+
+Invariants:
+- prompts, tokens, weights and so the whole curve follow from `Settings`: schedule, number of engines and
+  kills do not change them;
+- a run goes on after its last whole iteration; whatever was under way when it was killed is done again;
+- the checkpoint is the truth: metrics.jsonl is written from it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import statistics
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import checkpoint
+import curves
+import numpy as np
+import transformers
+from learner import Learner, Sample, advantages
+from problems import COUNTDOWN, held_out_prompts, reward, training_prompts
+
+from seer.client import Prompt, RolloutClient, SamplingParams
+from seer.client.rewards import Scored, Scores
+from seer.client.scorer import RewardMetrics, per_response
+from seer.common.config import Config
+from seer.common.config import load as load_config
+from seer.common.errors import SeerError
+from seer.journal import model_digest
+from seer.launch import LocalSystem, run
+from seer.rollout_job import tail_seconds
+
+SLACK_TOKENS = 64
+"""Room beyond a response's longest length, for its prompt."""
+
+WARMUP = 5
+"""Iterations until the learning rate is whole: AdamW's first steps, as long as any, follow noise alone."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the curve follows from. A checkpoint of other settings is refused."""
+
+    model: str
+    seed: int = 0
+    prompts: int = 20
+    responses: int = 16
+    max_tokens: int = 256
+    held_out: int = 96
+    held_out_responses: int = 1
+    learning_rate: float = 4e-4
+
+
+def samples(scored: Sequence[Scored]) -> list[Sample]:
+    """Return what the learner needs of each response, in the order of the prompts."""
+    return [
+        Sample(
+            np.concatenate([each.group.prompt_token_ids, response.token_ids]), response.logprobs, advantage
+        )
+        for each in scored
+        for response, advantage in zip(each.group.responses, advantages(each.rewards), strict=True)
+    ]
+
+
+class Stopwatch:
+    """Seconds by phase."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+
+    @contextmanager
+    def __call__(self, phase: str) -> Iterator[None]:
+        """Time what runs inside."""
+        started = time.monotonic()
+        yield
+        self.seconds[phase] = time.monotonic() - started
+
+
+class Trainer:
+    """A run in folder `out`: goes on from its checkpoint if there is one. Raises ValueError if it cannot."""
+
+    def __init__(self, settings: Settings, model: Path, out: Path) -> None:
+        self.out = out
+        self.rows: list[dict[str, Any]] = []
+        self.learner = Learner(model)
+        self._settings = settings
+        self._sampling = SamplingParams(max_tokens=settings.max_tokens)
+        self._held_out = held_out_prompts(settings.held_out)
+        self._file = out / "checkpoint.pt"
+        self._resume()
+
+    async def train(self, client: RolloutClient, iterations: int) -> None:
+        """Iterate until `iterations` are done."""
+        while len(self.rows) < iterations:
+            self.rows.append(await self._iterate(client, len(self.rows)))
+            self._save()
+            print(curves.line(self.rows[-1], iterations), flush=True)
+
+    async def _iterate(self, client: RolloutClient, iteration: int) -> dict[str, Any]:
+        asked, watch = self._settings, Stopwatch()
+        with watch("update"):
+            version = max(iteration, (await client.status()).weight_version) + 1  # others may have moved on
+            live = await client.update_weights(version, self.learner.model.state_dict())
+        for instance, reason in live.quarantined.items():
+            print(f"{instance} gets no work until the next update: {reason}", file=sys.stderr)
+        with watch("eval"):
+            held_out, _, _ = await self._roll(client, iteration, self._held_out, asked.held_out_responses)
+        with watch("rollout"):
+            prompts = training_prompts(asked.seed, iteration, asked.prompts, self._held_out)
+            scored, rewarding, tail = await self._roll(client, iteration, prompts, asked.responses)
+        with watch("train"):
+            rate = asked.learning_rate * min(1, (iteration + 1) / WARMUP)
+            step = await asyncio.to_thread(self.learner.step, samples(scored), rate)
+        lengths = [response.token_ids.size for each in scored for response in each.group.responses]
+        generating = watch.seconds["rollout"] - rewarding.after_seconds
+        return {
+            "iteration": iteration,
+            "weight_version": live.version,
+            "weights_digest": live.digest,
+            "reward": statistics.mean(value for each in scored for value in each.rewards),
+            "held_out": statistics.mean(value for each in held_out for value in each.rewards),
+            "mixed_groups": statistics.mean(len(set(each.rewards)) > 1 for each in scored),
+            "length_mean": statistics.mean(lengths),
+            "length_max": max(lengths),
+            "tokens": sum(lengths),
+            **asdict(step),
+            "tokens_per_second": sum(lengths) / generating,
+            "tail_seconds": tail,
+            "reward_seconds": rewarding.seconds,
+            "reward_overlap": rewarding.overlap,
+            "seconds": watch.seconds,
+        }
+
+    async def _roll(
+        self, client: RolloutClient, iteration: int, prompts: list[Prompt], n: int
+    ) -> tuple[list[Scored], RewardMetrics, float]:
+        """Return groups and rewards in the order of the prompts, what rewards took, the tail's seconds."""
+        rollout = await client.submit(
+            prompts, n=n, sampling=self._sampling, seed=self._settings.seed, rollout_number=iteration
+        )
+        async with Scores(rollout, per_response(reward)) as scores:
+            scored = await scores.result()
+        return scored, scores.metrics, tail_seconds(rollout.finish_times)
+
+    def _save(self) -> None:
+        state = {
+            "settings": asdict(self._settings),
+            "rows": self.rows,
+            "model": self.learner.model.state_dict(),
+            "optimizer": self.learner.optimizer.state_dict(),
+        }
+        checkpoint.save(self._file, state)
+        self._write_metrics()
+
+    def _resume(self) -> None:
+        state = checkpoint.load(self._file)
+        if state is None:
+            return
+        for name, ours in asdict(self._settings).items():
+            if state["settings"].get(name) != ours:
+                theirs = state["settings"].get(name)
+                raise ValueError(f"{self._file} has {name} {theirs}, not {ours}: give that, or another --out")
+        self.rows = state["rows"]
+        self.learner.model.load_state_dict(state["model"])
+        self.learner.optimizer.load_state_dict(state["optimizer"])
+        self._write_metrics()  # a kill may have come between the two files
+
+    def _write_metrics(self) -> None:
+        text = "".join(json.dumps(row) + "\n" for row in self.rows)
+        checkpoint.write_whole(self.out / "metrics.jsonl", lambda file: file.write(text.encode()))
+
+
+def parse() -> argparse.Namespace:
+    """Return the arguments; every field of `Settings` but the model's digest is one."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", type=Path, default=COUNTDOWN / "model")
+    parser.add_argument("--out", type=Path, help="folder of the run; default runs/grpo/seed-SEED")
+    parser.add_argument("--iterations", type=int, default=32)
+    parser.add_argument("--instances", type=int, default=2, help="engines to start")
+    parser.add_argument("--connect", default="", metavar="ENDPOINT", help="use a running system")
+    parser.add_argument("--set", dest="sets", action="append", default=[], metavar="A.B=C", help="a setting")
+    for field in fields(Settings):
+        if field.name != "model":
+            name = "--" + field.name.replace("_", "-")
+            parser.add_argument(name, type=type(field.default), default=field.default)
+    return parser.parse_args()
+
+
+async def work(trainer: Trainer, args: argparse.Namespace, config: Config) -> None:
+    """Train on a running system, or on one started for this run."""
+    if args.connect:
+        async with RolloutClient(args.connect, tokenizer=args.model) as client:
+            await trainer.train(client, args.iterations)
+        return
+    async with (
+        LocalSystem(config, args.instances, say=lambda line: print(line, file=sys.stderr)) as system,
+        RolloutClient(system.endpoint, tokenizer=args.model) as client,
+    ):
+        await system.run(trainer.train(client, args.iterations))
+
+
+def main() -> int:
+    """Train, draw the curves and print the summary; returns the exit code."""
+    transformers.utils.logging.disable_progress_bar()
+    args = parse()
+    out = args.out or Path("runs/grpo") / f"seed-{args.seed}"
+    sets = [
+        f"shared.model={args.model.resolve()}",
+        f"engine.max_model_len={args.max_tokens + SLACK_TOKENS}",
+        "engine.max_num_seqs=128",
+    ]
+    given = {field.name: getattr(args, field.name) for field in fields(Settings)}
+    try:
+        config = load_config(None, {}, [*sets, *args.sets])
+        trainer = Trainer(Settings(**{**given, "model": model_digest(args.model)}), args.model, out)
+        if trainer.rows:
+            print(f"going on after iteration {len(trainer.rows) - 1} of {out}")
+        if len(trainer.rows) < args.iterations:
+            run(work(trainer, args, config))
+    except (SeerError, ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    curves.report(trainer.rows, out / "curves.png")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

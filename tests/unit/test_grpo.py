@@ -1,0 +1,198 @@
+"""The parts of the GRPO example: advantages, batches, loss, step, checkpoint, prompts, picture."""
+
+import dataclasses
+import importlib.util
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+if any(importlib.util.find_spec(name) is None for name in ("torch", "transformers", "matplotlib")):
+    pytest.skip("needs the engine extra and matplotlib", allow_module_level=True)
+
+sys.path.append(str(Path(__file__).parents[2] / "examples" / "grpo"))
+
+import checkpoint
+import curves
+import problems
+import torch
+import train
+from learner import CLIP, ROUNDING, Learner, Sample, advantages, batches, pad, token_loss
+
+MODEL = problems.COUNTDOWN / "model"
+
+
+def sample(ids: list[int], prompt: int, advantage: float = 1.0, logprob: float = -0.5) -> Sample:
+    logprobs = np.full(len(ids) - prompt, logprob, dtype=np.float32)
+    return Sample(np.array(ids, dtype=np.int32), logprobs, advantage)
+
+
+def weights(learner: Learner) -> list[torch.Tensor]:
+    return [each.detach().clone() for each in learner.model.parameters()]
+
+
+def equal(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
+def test_advantages_are_standard_scores_within_the_group() -> None:
+    assert advantages([1.0, 0.0, 0.0, 0.0]) == pytest.approx([3**0.5, *[-(3**-0.5)] * 3])
+    assert advantages([1.0, 1.0]) == [0.0, 0.0]
+
+
+def test_batches_hold_every_sample_once_and_respect_the_bound() -> None:
+    sizes = [int(size) for size in np.random.default_rng(1).integers(2, 60, 50)]
+    samples = [sample([1] * size, 1) for size in [*sizes, 200]]
+    made = list(batches(samples, 128))
+    assert sorted(id(each) for batch in made for each in batch) == sorted(map(id, samples))
+    padded = [len(batch) * max(each.token_ids.size for each in batch) for batch in made]
+    assert padded[0] == 200  # one that is longer than the bound runs alone
+    assert max(padded[1:]) <= 128
+    assert len(made) < len(samples) / 2
+
+
+def test_padding_and_prompts_carry_no_loss() -> None:
+    padded = pad([sample([5, 6, 7, 8, 9], 2, 2.0, -0.1), sample([5, 6, 7], 1, -1.0, -0.2)])
+    assert padded["ids"].tolist() == [[5, 6, 7, 8, 9], [5, 6, 7, 0, 0]]
+    assert padded["mask"].tolist() == [[0, 1, 1, 1], [1, 1, 0, 0]]  # of tokens 1 to 4
+    assert torch.equal(padded["logprobs"] != 0, padded["mask"] == 1)
+    assert padded["advantages"].tolist() == [[2.0] * 4, [-1.0] * 4]
+
+
+def gradient(logprobs: list[float], engine: list[float], advantage: list[float]) -> torch.Tensor:
+    given = torch.tensor(logprobs, requires_grad=True)
+    token_loss(given, torch.tensor(engine), torch.tensor(advantage)).sum().backward()
+    assert given.grad is not None
+    return given.grad
+
+
+def test_on_policy_the_gradient_is_the_advantage_and_rounding_does_not_reach_it() -> None:
+    exact = gradient([-1.0, -2.0], [-1.0, -2.0], [0.7, -1.3])
+    assert exact.tolist() == pytest.approx([-0.7, 1.3])
+    rounded = gradient([-1.0, -2.0], [-1.0 + ROUNDING / 2, -2.0 - ROUNDING / 2], [0.7, -1.3])
+    assert torch.equal(exact, rounded)
+
+
+def test_a_token_of_other_weights_is_corrected_and_clipped() -> None:
+    apart = 0.1
+    inside = gradient([-1.0], [-1.0 - apart], [1.0])
+    assert inside.item() == pytest.approx(-np.exp(apart))
+    far = 2 * CLIP
+    assert gradient([-1.0], [-1.0 - far], [1.0]).item() == 0  # already likelier than clipping allows
+    assert gradient([-1.0], [-1.0 - far], [-1.0]).item() == pytest.approx(np.exp(far))
+
+
+@pytest.fixture(scope="module")
+def rollout() -> list[Sample]:
+    """Two texts of the shipped model's vocabulary, one good and one bad, with exact logprobs."""
+    rng = np.random.default_rng(0)
+    learner = Learner(MODEL)
+    made = []
+    for length, advantage in ((40, 1.0), (25, -1.0), (30, 0.0)):
+        ids = rng.integers(4, 60, length).astype(np.int32)
+        with torch.no_grad():
+            logprobs = learner._logprobs(torch.tensor(ids[None], dtype=torch.long))[0, 4:]
+        made.append(Sample(ids, logprobs.numpy(), advantage))
+    return made
+
+
+def test_a_step_makes_good_responses_likelier_and_reports_what_it_saw(rollout: list[Sample]) -> None:
+    learner = Learner(MODEL)
+    stats = learner.step(rollout, 1e-3)
+    assert stats.samples == 2
+    assert stats.gap < 1e-5
+    assert stats.corrected == 0
+    assert stats.gradient_norm > 0
+    after = []
+    for each in rollout[:2]:
+        with torch.no_grad():
+            logprobs = learner._logprobs(torch.tensor(each.token_ids[None], dtype=torch.long))[0, 4:]
+        after.append(logprobs.mean().item() - each.logprobs.mean())
+    assert after[0] > 0 > after[1]
+
+
+def test_a_step_repeats_to_the_bit_whatever_the_engines_rounding(rollout: list[Sample]) -> None:
+    made = []
+    for noise in (0.0, 0.0, 1e-5):
+        learner = Learner(MODEL)
+        learner.step(
+            [dataclasses.replace(each, logprobs=each.logprobs + np.float32(noise)) for each in rollout], 1e-3
+        )
+        made.append(weights(learner))
+    assert equal(made[0], made[1])
+    assert equal(made[0], made[2])
+    assert not equal(made[0], weights(Learner(MODEL)))
+
+
+def test_a_rollout_without_advantages_leaves_the_weights_alone(rollout: list[Sample]) -> None:
+    learner = Learner(MODEL)
+    learner.step(rollout, 1e-3)  # its momentum would move them
+    before = weights(learner)
+    stats = learner.step([dataclasses.replace(each, advantage=0.0) for each in rollout], 1e-3)
+    assert stats.samples == 0
+    assert equal(before, weights(learner))
+
+
+def test_a_checkpoint_is_the_old_or_the_new_one(tmp_path: Path) -> None:
+    file = tmp_path / "run" / "checkpoint.pt"
+    assert checkpoint.load(file) is None
+    checkpoint.save(file, {"rows": [{"reward": 0.5}], "model": {"w": torch.ones(3)}})
+
+    def stopped(opened: Any) -> None:
+        opened.write(b"half")
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        checkpoint.write_whole(file, stopped)
+    state = checkpoint.load(file)
+    assert state is not None
+    assert state["rows"] == [{"reward": 0.5}]
+    assert torch.equal(state["model"]["w"], torch.ones(3))
+    checkpoint.save(file, {"rows": []})
+    assert checkpoint.load(file) == {"rows": []}
+    file.write_bytes(file.read_bytes()[:-9])
+    with pytest.raises(ValueError, match=r"checkpoint\.pt is not a checkpoint"):
+        checkpoint.load(file)
+
+
+def test_a_run_of_other_settings_is_not_continued(tmp_path: Path) -> None:
+    settings = train.Settings(model="digest", held_out=2)
+    trainer = train.Trainer(settings, MODEL, tmp_path)
+    trainer.rows.append({"iteration": 0})
+    trainer._save()
+    assert train.Trainer(settings, MODEL, tmp_path).rows == [{"iteration": 0}]
+    assert json.loads((tmp_path / "metrics.jsonl").read_text()) == {"iteration": 0}
+    with pytest.raises(ValueError, match=r"has seed 0, not 1: give that, or another --out"):
+        train.Trainer(dataclasses.replace(settings, seed=1), MODEL, tmp_path)
+
+
+def test_prompts_follow_from_seed_and_iteration_and_hold_nothing_out_twice() -> None:
+    held_out = problems.held_out_prompts(512)
+    drawn = [problems.training_prompts(0, iteration, 16, held_out) for iteration in range(20)]
+    assert drawn[3] == problems.training_prompts(0, 3, 16, held_out)
+    assert drawn[3] != problems.training_prompts(1, 3, 16, held_out)
+    kept = {prompt.text for prompt in held_out}
+    assert not any(prompt.text in kept for prompts in drawn for prompt in prompts)
+    assert all(len({prompt.text for prompt in prompts}) == 16 for prompts in drawn)
+    with pytest.raises(ValueError, match="--held-out 0: give 1 to 512"):
+        problems.held_out_prompts(0)
+
+
+def row(iteration: int) -> dict[str, Any]:
+    numbers = ("reward", "held_out", "mixed_groups", "length_mean", "length_max", "tokens_per_second")
+    numbers += ("tail_seconds", "reward_overlap", "reward_seconds", "gap")
+    seconds = dict.fromkeys(curves.PHASES, 1.0)
+    return {"iteration": iteration, **dict.fromkeys(numbers, iteration / 10), "seconds": seconds}
+
+
+def test_the_summary_compares_the_first_with_the_last_iterations(tmp_path: Path) -> None:
+    rows = [row(iteration) for iteration in range(10)]
+    assert curves.summary(rows)["held out"] == "0.200 → 0.700"
+    assert "held-out 0.300" in curves.line(rows[3], 10)
+    for runs in ({"": rows}, {"seed-0": rows, "seed-1": rows[:4]}):
+        curves.draw(runs, tmp_path / "curves.png")
+        assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
+        (tmp_path / "curves.png").unlink()
