@@ -1,0 +1,257 @@
+"""TRL's GRPOTrainer with Seer for its rollouts, against real engines: tokens, logprobs, versions, ranks."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+if importlib.util.find_spec("vllm") is None or importlib.util.find_spec("trl") is None:
+    pytest.skip("needs the engine extra and TRL", allow_module_level=True)
+
+from seer.client import Prompt, SamplingParams, SyncRolloutClient
+from seer.integrations.trl import SeerRollout
+
+pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(400)]
+
+ROOT = Path(__file__).parents[2]
+HERE = Path(__file__).parent
+MODEL = ROOT / "examples" / "countdown" / "model"
+ENDPOINTS = ("trainers", "engines", "events", "event_snapshots", "estimates", "estimate_snapshots", "dgds")
+G = 4
+TOKENS = 24
+SEED = 11
+PROMPTS = ["ab", "ab", "q", "xy"]
+"""The data has one twice."""
+
+
+class System:
+    """`seer up` on sockets of its own."""
+
+    def __init__(self, model: Path, instances: int) -> None:
+        self.folder = Path(tempfile.mkdtemp(prefix="s", dir="/tmp"))
+        self.endpoint = f"ipc://{self.folder}/trainers"
+        settings = [f"endpoints.{name}=ipc://{self.folder}/{name}" for name in ENDPOINTS]
+        settings += ["engine.max_model_len=400", "engine.kv_blocks=400", "buffer.chunk_size=16"]
+        settings += [f"engine.cpu_cores={min(os.sched_getaffinity(0))}"]
+        command = [
+            sys.executable,
+            "-m",
+            "seer.cli",
+            "up",
+            "--model",
+            str(model),
+            "--instances",
+            str(instances),
+        ]
+        command += [part for setting in settings for part in ("--set", setting)]
+        self.log = self.folder / "log"
+        with self.log.open("wb") as log:
+            self.process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=log)
+
+    def wait(self) -> None:
+        deadline = time.monotonic() + 200
+        while "ready: trainers" not in self.log.read_text():
+            assert self.process.poll() is None, self.log.read_text()
+            assert time.monotonic() < deadline, self.log.read_text()
+            time.sleep(0.1)
+
+    def stop(self) -> None:
+        self.process.terminate()
+        self.process.wait(60)
+        shutil.rmtree(self.folder)
+
+
+@pytest.fixture(scope="module")
+def system(tiny_model: Path) -> Iterator[System]:
+    started = System(tiny_model, 2)
+    try:
+        import torch
+        import trl  # noqa: F401 - takes as long as the engines
+
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)  # threads that wait for each other are slow beside engines
+        started.wait()
+        yield started
+        torch.set_num_threads(threads)
+    finally:
+        started.stop()
+
+
+class Seen:
+    """A run's generations: what was returned to TRL, what TRL made of it, and the model that was asked."""
+
+    def __init__(self, folder: Path, model: Path, client: SyncRolloutClient, **config: object) -> None:
+        from datasets import Dataset
+        from trl import GRPOConfig, GRPOTrainer
+
+        self.folder = folder
+        self.rollout = SeerRollout(client)
+        self.calls: list[dict] = []
+        # Three micro-steps a step and two a generation: steps with two generations, and with one.
+        settings = {
+            "output_dir": str(folder / "out"), "num_generations": G, "num_generations_eval": 2,
+            "per_device_train_batch_size": 2 * G, "gradient_accumulation_steps": 3, "steps_per_generation": 2,
+            "per_device_eval_batch_size": 4, "max_steps": 3, "max_completion_length": TOKENS, "seed": SEED,
+            "temperature": 0.9, "learning_rate": 1e-2, "shuffle_dataset": False, "save_strategy": "steps",
+            "save_steps": 2, "logging_steps": 1, "report_to": "none", "use_cpu": True, "bf16": False,
+            "disable_tqdm": True,
+        }  # fmt: skip
+        rows = [{"prompt": [{"role": "user", "content": prompt}]} for prompt in 5 * PROMPTS]
+        self.trainer = GRPOTrainer(
+            model=str(model),
+            reward_funcs=lambda completions, **_: [float(len(c[0]["content"]) % 7) for c in completions],
+            args=GRPOConfig(**settings | config),
+            train_dataset=Dataset.from_list(rows),
+            eval_dataset=Dataset.from_list(rows[2:4]),
+            processing_class=self._tokenizer(model),
+            rollout_func=self._roll,
+        )
+        generate = self.trainer._generate_and_score_completions
+        self.trainer._generate_and_score_completions = lambda inputs: self._scored(generate(inputs))
+
+    def _tokenizer(self, model: Path):
+        from transformers import AutoTokenizer
+
+        tokenizer = AutoTokenizer.from_pretrained(model)
+        tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+        return tokenizer
+
+    def _roll(self, prompts, trainer):
+        folder = self.folder / f"weights-{len(self.calls)}"
+        trainer.model.save_pretrained(folder)
+        out = self.rollout(prompts, trainer)
+        assert out["prompt_ids"] == [list(ids) for ids in trainer._tokenize_prompts(prompts)[0]]
+        call = {"step": trainer.state.global_step, "training": trainer.model.training, "folder": folder}
+        self.calls.append({**call, "live": self.rollout.live, **out})
+        return out
+
+    def _scored(self, scored):
+        self.calls[-1]["scored"] = scored
+        return scored
+
+
+def keys(calls: list[dict]) -> list[tuple[int, str]]:
+    """The rollout number and the start of the prompt ids that each call must have had."""
+    found: list[tuple[int, str]] = []
+    for call in calls:
+        mode = "train" if call["training"] else "eval"
+        before = sum(key[0] == call["step"] and key[1].startswith(mode) for key in found)
+        found.append((call["step"], f"{mode}-{before}"))
+    return found
+
+
+def asked_again(
+    client: SyncRolloutClient, call: dict, key: tuple[int, str], n: int = G
+) -> tuple[str, list[list[int]]]:
+    """What a client that knows nothing of TRL gets for the same weights, keys and prompts; and their digest."""
+    live = client.update_weights(client.status().weight_version + 1, call["folder"])
+    sampling = SamplingParams(max_tokens=TOKENS, temperature=0.9)
+    prompts = [Prompt(f"{key[1]}-{g}", token_ids=ids) for g, ids in enumerate(call["prompt_ids"][::n])]
+    rollout = client.submit(prompts, n=n, sampling=sampling, seed=SEED, rollout_number=key[0])
+    return live.digest, [r.token_ids.tolist() for group in rollout.result() for r in group.responses]
+
+
+def test_a_run_is_on_policy_exact_and_resumable(system, tiny_model, tmp_path):
+    with SyncRolloutClient(system.endpoint) as client:
+        run = Seen(tmp_path / "one", tiny_model, client)
+        run.trainer.train()
+        run.trainer.evaluate()
+        train = [call for call in run.calls if call["training"]]
+        assert [call["step"] for call in run.calls] == [0, 0, 1, 2, 2, 3]
+        assert [call["live"].version for call in run.calls] == [1, 1, 2, 3, 3, 4]
+        assert len({call["live"].digest for call in run.calls}) == 4
+        losses = [entry["loss"] for entry in run.trainer.state.log_history if "loss" in entry]
+        assert len(losses) == 3
+        assert all(map(math.isfinite, losses))
+
+        for call in train:
+            assert len(call["prompt_ids"]) == 4 * G
+            groups = [call["prompt_ids"][i : i + G] for i in range(0, 4 * G, G)]
+            assert all(len({tuple(ids) for ids in group}) == 1 for group in groups)
+            assert len({tuple(ids) for ids in call["prompt_ids"]}) == 3
+            assert len({tuple(tokens) for tokens in call["completion_ids"]}) == 4 * G
+            assert_logprobs_agree(call)
+        assert [len(call["prompt_ids"]) for call in run.calls if not call["training"]] == [4]
+
+        resumed = Seen(tmp_path / "two", tiny_model, client)
+        resumed.trainer.train(resume_from_checkpoint=str(tmp_path / "one" / "out" / "checkpoint-2"))
+        assert [call["step"] for call in resumed.calls] == [2, 2]
+        assert resumed.calls[0]["live"].version == 5
+        for again, before in zip(resumed.calls, train[3:], strict=True):
+            assert again["live"].digest == before["live"].digest
+            assert again["completion_ids"] == before["completion_ids"]
+
+        for call, key in zip(run.calls, keys(run.calls), strict=True):
+            again = asked_again(client, call, key, n=G if call["training"] else 2)
+            assert again == (call["live"].digest, call["completion_ids"])
+
+
+def assert_logprobs_agree(call: dict) -> None:
+    """Those of the engine against those that TRL recomputed with the trainer's model."""
+    scored = call["scored"]
+    for row, logprobs in enumerate(call["logprobs"]):
+        ours = scored["sampling_per_token_logps"][row][: len(logprobs)].tolist()
+        theirs = scored["old_per_token_logps"][row][: len(logprobs)].tolist()
+        assert ours == pytest.approx(logprobs, abs=1e-6)
+        assert theirs == pytest.approx(logprobs, abs=1e-4)
+
+
+def test_two_processes_share_whole_groups_and_every_error(system, tiny_model, tmp_path):
+    """Three groups of four over two processes of six: one group is cut."""
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    run([*launch, str(HERE / "trl_ranks.py"), system.endpoint, str(tiny_model), str(tmp_path)])
+    ranks = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
+    assert "seed" in ranks[0]["refused"]
+    assert re.match(r"RolloutFailed.*the main process failed: InvalidField.*seed = ", ranks[1]["refused"])
+    calls = [
+        {
+            name: [entry for rank in ranks for entry in rank["calls"][i][name]]
+            for name in ("prompt_ids", "completion_ids")
+        }
+        for i in range(2)
+    ]
+    assert [len(rank["calls"][i]["completion_ids"]) for rank in ranks for i in range(2)] == [6] * 4
+    assert ranks[0]["calls"][0]["digest"] != ranks[0]["calls"][1]["digest"]
+    with SyncRolloutClient(system.endpoint) as client:
+        for call in calls:
+            assert len({tuple(tokens) for tokens in call["completion_ids"]}) == 3 * G
+        _, again = asked_again(client, {**calls[0], "folder": tiny_model}, (0, "train-0"))
+        assert again == calls[0]["completion_ids"]
+
+
+def test_the_example_of_the_docs_runs(tmp_path):
+    other = System(MODEL, 1)
+    try:
+        (text,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "trl.md").read_text(), re.DOTALL)
+        assert text.count("tcp://127.0.0.1:7101") == text.count("runs/trl") == 1
+        text = text.replace("tcp://127.0.0.1:7101", other.endpoint).replace("runs/trl", str(tmp_path))
+        (tmp_path / "example.py").write_text(text)
+        other.wait()
+        out = run([str(tmp_path / "example.py")], HF_DATASETS_CACHE=str(tmp_path / "cache"))
+        assert len(re.findall(r"'loss': ", out)) == 3
+        with SyncRolloutClient(other.endpoint) as client:
+            assert client.status().weight_version == 3
+    finally:
+        other.stop()
+
+
+def run(command: list[str], **environ: str) -> str:
+    environ = {**os.environ, "OMP_NUM_THREADS": "1", "TRL_EXPERIMENTAL_SILENCE": "1", **environ}
+    whole = [sys.executable, *command]
+    done = subprocess.run(
+        whole, capture_output=True, text=True, timeout=250, check=False, cwd=ROOT, env=environ
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout

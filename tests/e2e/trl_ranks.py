@@ -1,0 +1,45 @@
+"""One process of a GRPOTrainer under torchrun; writes what it got to <folder>/<rank>.json. See test_trl.py."""
+
+import json
+import sys
+from pathlib import Path
+
+from datasets import Dataset
+from trl import GRPOConfig, GRPOTrainer
+
+from seer.client import SeerError
+from seer.integrations.trl import SeerRollout
+
+endpoint, model, folder = sys.argv[1:]
+rollout = SeerRollout(endpoint)
+calls = []
+
+
+def remember(prompts, trainer):
+    out = rollout(prompts, trainer)
+    calls.append({**out, "digest": rollout.live.digest})
+    return out
+
+
+trainer = GRPOTrainer(
+    model=model,
+    reward_funcs=lambda completions, **_: [float(len(text) % 7) for text in completions],
+    args=GRPOConfig(
+        output_dir=folder, num_generations=4, per_device_train_batch_size=6, max_steps=2, seed=11,
+        max_completion_length=24, temperature=0.9, learning_rate=1e-2, save_strategy="no",
+        report_to="none", use_cpu=True, bf16=False,
+    ),
+    train_dataset=Dataset.from_list([{"prompt": text} for text in ("ab", "q", "xy")]),
+    rollout_func=remember,
+)  # fmt: skip
+trainer.train()
+if trainer.accelerator.is_main_process:
+    rollout._seed = 2**64  # refused, in the main process alone
+refused = ""
+try:
+    rollout(["ab"] * 4, trainer)
+except SeerError as error:
+    refused = repr(error)
+rank = trainer.accelerator.process_index
+(Path(folder) / f"{rank}.json").write_text(json.dumps({"calls": calls, "refused": refused}))
+rollout.close()
