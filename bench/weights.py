@@ -1,7 +1,9 @@
 """Weight updates of two instances, streamed and from a folder, against a raw TCP copy of the same bytes.
 
 A whole local system with the vLLM backend. Each turn copies the file over a TCP connection on
-loopback into a file (the peer), streams the tensors in an update, and updates from the folder.
+loopback into a file (the peer), streams the tensors in an update, updates from the folder, and, where
+Mooncake is installed, has the engines read the tensors from here over TCP. `mooncake_mb_per_s` is one
+reader's copy into a file, the start of its process included.
 `stream_mb_per_s` is what reached the spool while the update ran, digests apart. `pause_seconds` is what
 a rollout in flight sees of an update: from its last token until the new weights are live. Prints JSON.
 
@@ -18,6 +20,7 @@ import os
 import platform
 import socket
 import statistics
+import sys
 import tempfile
 import threading
 import time
@@ -28,9 +31,11 @@ import torch
 import vllm
 from safetensors.torch import load_file, save_file
 
-from seer.client import RolloutClient, SamplingParams
+from seer.client import InvalidField, MooncakeSource, RolloutClient, SamplingParams
 from seer.common.config import load
+from seer.common.mooncake import SCHEME
 from seer.launch import LocalSystem
+from seer.services.engine import mooncake_reader
 
 PART = 2**21
 
@@ -92,7 +97,28 @@ def watch_spool(folder: Path, size: int) -> tuple[float, float]:
         time.sleep(0.002)
 
 
-async def turn(client: RolloutClient, model: Path, spool: Path, version: int) -> dict[str, float]:
+async def with_mooncake(
+    client: RolloutClient, source: MooncakeSource, file: Path, size: int, version: int
+) -> dict[str, float]:
+    """Measure one reader's copy into a file, and an update; nothing without Mooncake."""
+    try:
+        place, _ = await asyncio.to_thread(source.offer, "bench")
+    except InvalidField as error:
+        print(error, file=sys.stderr)
+        return {}
+    started = time.perf_counter()
+    await mooncake_reader.fetch(place.removeprefix(SCHEME), file)
+    copied = time.perf_counter()
+    await client.update_weights(version, source)
+    return {
+        "mooncake_mb_per_s": size / (copied - started) / 1e6,
+        "mooncake_update_seconds": time.perf_counter() - copied,
+    }
+
+
+async def turn(
+    client: RolloutClient, model: Path, spool: Path, version: int, held: MooncakeSource
+) -> dict[str, float]:
     """Measure one of each kind."""
     file = model / "model.safetensors"
     tensors = {name: tensor + version * 1e-3 for name, tensor in load_file(file).items()}
@@ -112,8 +138,11 @@ async def turn(client: RolloutClient, model: Path, spool: Path, version: int) ->
     await client.update_weights(version + 1, folder)
     from_folder = time.perf_counter() - started
 
+    held.tensors = {name: tensor * 1.002 for name, tensor in tensors.items()}
+    by_mooncake = await with_mooncake(client, held, spool.parent / "read", size, version + 2)
+
     rollout = await client.submit([[1, 5, 9]], n=8, sampling=SamplingParams(max_tokens=32, ignore_eos=True))
-    update = asyncio.create_task(client.update_weights(version + 2, tensors | {}))
+    update = asyncio.create_task(client.update_weights(version + 3, tensors | {}))
     await rollout.result()
     ended = time.perf_counter()
     await update
@@ -123,6 +152,7 @@ async def turn(client: RolloutClient, model: Path, spool: Path, version: int) ->
         "stream_mb_per_s": max(0, size - PART) / max(1e-9, last - first) / 1e6,
         "streamed_update_seconds": streamed,
         "folder_update_seconds": from_folder,
+        **by_mooncake,
         "pause_seconds": time.perf_counter() - ended,
     }
 
@@ -134,8 +164,9 @@ async def measure(model: Path, turns: int) -> list[dict[str, float]]:
         settings = [f"shared.model={model}", "engine.max_model_len=256", "engine.kv_blocks=100"]
         config = load(None, {}, [*settings, f"buffer.spool={spool}"])
         async with LocalSystem(config, 2) as system, RolloutClient(system.endpoint) as client:
-            await turn(client, model, spool, 1)
-            return [await turn(client, model, spool, 10 + 3 * number) for number in range(turns)]
+            held = MooncakeSource({})
+            await turn(client, model, spool, 1, held)
+            return [await turn(client, model, spool, 10 + 4 * number, held) for number in range(turns)]
 
 
 def main() -> None:
