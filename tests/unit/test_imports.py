@@ -5,13 +5,14 @@ import sys
 
 import pytest
 
-HEAVY = ("torch", "vllm", "transformers", "mooncake")
+HEAVY = ("torch", "vllm", "transformers", "mooncake", "trl", "accelerate")
 
 
 @pytest.mark.parametrize(
     "module",
     [
         "seer.client",
+        "seer.integrations.trl",
         "seer.cli",
         "seer.launch",
         "seer.services.buffer.server",
