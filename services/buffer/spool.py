@@ -5,15 +5,18 @@ engine that joins after the trainer went on finds it here. Engines on this machi
 
 Invariants:
 - a stream holds exactly the bytes whose checksums were sent with them, without gaps;
-- it can be resumed after a broken connection and, in a configured folder, after a lost buffer;
+- it can be resumed after a broken connection; a whole one in a configured folder survives the buffer;
 - a stream that does not grow for `SPOOL_STALL_SECONDS` before it is whole ends, and its readers hear
   so; a whole one stays while an update or the live weights need it;
+- the file of one that is over is written over by the next: new pages cost more than all else here.
+  Who still reads it, on an order that is over, too, is not believed, and loads again;
 - what waits to be handled is bounded, and nothing here delays the buffer's loop by more than a call.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import re
@@ -37,7 +40,7 @@ Reply = Callable[[bytes, m.SpoolState | m.SpoolData], Awaitable[None]]
 
 Asked = m.OpenSpool | m.SpoolData | m.ReadSpool
 
-_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,99}")
+_NAME = re.compile(r"v[A-Za-z0-9._-]{0,99}")
 _MAX_STREAMS = 8
 _MAX_QUEUED = 1024
 """Requests waiting to be handled; more are dropped, and asked for again."""
@@ -57,7 +60,13 @@ class _Stream:
     have: int
     grew: float
     asked_again: bool = False
+    inherited: bool = False
     readers: dict[tuple[bytes, int], Reply] = field(default_factory=dict)
+
+    def note(self) -> None:
+        """Write down what a reader, or a later life of the buffer, has to know. Raises `OSError`."""
+        notes = {"size": self.size, "token": self.token, "whole": self.have == self.size}
+        (self.folder / SPOOL_NOTES).write_text(json.dumps(notes))
 
     def state(self, *, resend: bool = False, problem: str = "") -> m.SpoolState:
         return m.SpoolState(
@@ -89,6 +98,7 @@ class Spool:
 
     async def run(self) -> None:
         """Handle messages until cancelled."""
+        self._inherit()
         try:
             while True:
                 reply, address, message = await self._queue.get()
@@ -110,17 +120,23 @@ class Spool:
             quiet = now - stream.grew > m.SPOOL_STALL_SECONDS
             if stream.have < stream.size and quiet:
                 await self._end(stream, f"the trainer sent nothing for {m.SPOOL_STALL_SECONDS:g} s")
-            elif quiet and m.SPOOL_SCHEME + stream.name not in needed:
+            elif (quiet or not stream.inherited) and m.SPOOL_SCHEME + stream.name not in needed:
                 await self._end(stream, "is no longer needed")
 
     async def _end(self, stream: _Stream, problem: str) -> None:
         del self._streams[stream.name]
-        shutil.rmtree(stream.folder, ignore_errors=True)
+        shutil.rmtree(self._spare, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            stream.folder.rename(self._spare)
         self._ended[stream.name] = problem
         while len(self._ended) > _MAX_STREAMS:
             self._ended.popitem(last=False)
         for (address, _), reply in stream.readers.items():
             await reply(address, stream.state(problem=problem))
+
+    @property
+    def _spare(self) -> Path:
+        return self._root() / "spare"
 
     def _root(self) -> Path:
         if self._configured:
@@ -134,9 +150,7 @@ class Spool:
     def _open(self, message: m.OpenSpool) -> m.SpoolState:
         name, size = message.name, message.size
         try:
-            stream = self._streams.get(name) or self._found(name)
-            if stream is None:
-                stream = self._begin(name, size)
+            stream = self._streams.get(name) or self._begin(name, size)
         except (OSError, ValueError) as error:
             return m.SpoolState(name=name, size=size, have=0, problem=str(error))
         if size not in (0, stream.size):
@@ -144,36 +158,48 @@ class Spool:
         self._streams[name] = stream
         return stream.state(resend=True)
 
-    def _found(self, name: str) -> _Stream | None:
-        """Return a stream that an earlier life of this buffer began."""
-        if not _NAME.fullmatch(name):
-            raise ValueError("is no name of a stream: give letters, digits, dots and dashes")
-        folder = self._root() / name
-        if not self._configured or not (folder / SPOOL_NOTES).is_file():
-            return None
-        notes = json.loads((folder / SPOOL_NOTES).read_bytes())
-        have = (folder / SPOOL_FILE).stat().st_size
-        return _Stream(name, int(notes["size"]), folder, str(notes["token"]), have, self._clock.now())
+    def _inherit(self) -> None:
+        """Take over what an earlier life of this buffer left in the configured folder: whole streams."""
+        for folder in Path(self._configured).glob("v*") if self._configured else ():
+            try:
+                notes = json.loads((folder / SPOOL_NOTES).read_bytes())
+                size, token = int(notes["size"]), str(notes["token"])
+                if notes["whole"]:
+                    now = self._clock.now()
+                    stream = _Stream(folder.name, size, folder, token, size, now, inherited=True)
+                    self._streams[folder.name] = stream
+                    continue
+            except (OSError, ValueError, LookupError, TypeError) as error:
+                _log.warning("a stream of weights cannot be read", folder=str(folder), error=str(error))
+            shutil.rmtree(folder, ignore_errors=True)
 
     def _begin(self, name: str, size: int) -> _Stream:
         if not size:
             raise ValueError(
                 self._ended.get(name, "is not in this buffer's spool: update to another version")
             )
+        if not _NAME.fullmatch(name):
+            raise ValueError("is no name of a stream: give v, letters, digits, dots and dashes")
         if len(self._streams) >= _MAX_STREAMS:
             raise ValueError(f"the buffer holds {_MAX_STREAMS} streams already: wait for an update to end")
         folder = self._root() / name
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with contextlib.suppress(OSError):
+            self._spare.rename(folder)
+        folder.mkdir(exist_ok=True)
+        file = folder / SPOOL_FILE
+        if file.exists() and file.stat().st_size != size:
+            file.unlink()
         free = shutil.disk_usage(folder).free
-        if size > free:
-            folder.rmdir()
+        if not file.exists() and size > free:
+            shutil.rmtree(folder)
             raise ValueError(
                 f"{size} bytes do not fit into {self._root()} ({free} free): set buffer.spool to a larger one"
             )
-        token = secrets.token_hex(16)
-        (folder / SPOOL_FILE).touch()
-        (folder / SPOOL_NOTES).write_text(json.dumps({"size": size, "token": token}))
-        return _Stream(name, size, folder, token, 0, self._clock.now())
+        file.touch()
+        stream = _Stream(name, size, folder, secrets.token_hex(16), 0, self._clock.now())
+        stream.note()
+        return stream
 
     async def _take(self, message: m.SpoolData, address: bytes, reply: Reply) -> None:
         stream = self._streams.get(message.name)
@@ -198,6 +224,8 @@ class Spool:
         if sound:
             stream.have += len(message.data)
             stream.grew = self._clock.now()
+            if stream.have == stream.size:
+                stream.note()
         await reply(address, stream.state(resend=not sound))
         waiting, stream.readers = stream.readers, {}
         for (reader, offset), answer in waiting.items():
