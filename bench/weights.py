@@ -66,7 +66,8 @@ def raw_copy(source: Path, target: Path) -> float:
 
     def receive() -> None:
         connection, _ = listener.accept()
-        with connection, target.open("wb") as file:
+        # Written over, as the spool's file is: the pages of a new file cost more than the copy.
+        with connection, target.open("r+b" if target.exists() else "wb") as file:
             buffer = bytearray(PART)
             while count := connection.recv_into(buffer):
                 file.write(memoryview(buffer)[:count])
