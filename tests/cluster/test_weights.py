@@ -157,3 +157,43 @@ async def test_an_engine_that_cannot_load_gets_no_work_until_it_can(tmp_path):
 
 async def _fail(folder, digest):
     raise EngineError("no memory")
+
+
+@virtual
+async def test_an_engine_killed_while_it_loads_is_not_waited_for(tmp_path):
+    async with running(engines=2) as cluster, cluster.client() as client:
+        loading = asyncio.Event()
+
+        async def hang(folder, digest):
+            loading.set()
+            await asyncio.Event().wait()
+
+        cluster.services["e1"]._driver.load_weights = hang
+        update = asyncio.create_task(client.update_weights(1, folder(tmp_path / "one", 1.0)))
+        await loading.wait()
+        await asyncio.sleep(60)
+        assert not update.done()
+        await cluster.kill("e1")
+        live = await update
+        assert (live.version, live.quarantined) == (1, {})
+        expected = await roll(client)
+        await cluster.start("e1")
+        server = cluster.services["buffer"]
+        await eventually(lambda: server.weights.admitted == {"e0", "e1"})
+        await cluster.kill("e0")
+        assert await roll(client) == expected
+        assert expected[1] == (1, live.digest)
+
+
+@virtual
+async def test_an_engine_refuses_a_folder_that_changed_after_it_was_checked_elsewhere(tmp_path):
+    async with running(engines=1) as cluster, cluster.client() as client:
+        one = folder(tmp_path / "one", 1.0)
+        await client.update_weights(1, one)
+        expected = await roll(client)
+        folder(tmp_path / "one", 2.0)
+        await cluster.start("e1")
+        server = cluster.services["buffer"]
+        await eventually(lambda: "e1" in server.weights.quarantined)
+        assert "now has digest" in server.weights.quarantined["e1"]
+        assert await roll(client) == expected
