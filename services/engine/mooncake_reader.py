@@ -14,24 +14,19 @@ import contextlib
 import ctypes
 import mmap
 import os
-import queue
 import signal
 import socket
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import cast
 
 import msgspec
 
 from seer.common.errors import SeerError
-from seer.common.mooncake import Memory, open_engine
+from seer.common.mooncake import Memory, TransferEngine, open_engine
 
-PART_BYTES = 2**25
-"""Read at once: on loopback 4 MiB are a third slower, and 64 MiB no faster."""
-
-PARTS = 2
-"""Under way at once: one is read while another is written to the file."""
+PART_BYTES = 2**24
+"""Read at once. On loopback smaller ones are slower; larger ones, or two at a time, are not faster."""
 
 SILENCE_SECONDS = 60.0
 """Longest wait for a part: twice as long as Mooncake's own over TCP, so that its error comes first."""
@@ -75,36 +70,25 @@ async def fetch(address: str, file: Path) -> None:
 # --- the process that reads ------------------------------------------------------------------
 
 
-def read(memory: Memory, file: Path) -> None:
-    """Copy a stream, and say so after each part. Raises `OSError`, or `SeerError` without Mooncake."""
-    engine = open_engine(_own_address(memory.session), memory.protocol)
-    room = mmap.mmap(-1, PARTS * PART_BYTES)
-    view = memoryview(room)
-    start = ctypes.addressof(ctypes.c_char.from_buffer(room))
-    if code := engine.register_memory(start, len(room)):
-        raise OSError(f"Mooncake cannot register {len(room)} bytes (code {code})")
-    free: queue.SimpleQueue[int] = queue.SimpleQueue()
-    for place in range(PARTS):
-        free.put(place * PART_BYTES)
+def read(engine: TransferEngine, memory: Memory, file: Path) -> None:
+    """Copy a stream, and say so after each part. Raises `OSError`."""
+    room = mmap.mmap(-1, PART_BYTES)
+    view, start = memoryview(room), ctypes.addressof(ctypes.c_char.from_buffer(room))
+    if code := engine.register_memory(start, PART_BYTES):
+        raise OSError(f"Mooncake cannot register {PART_BYTES} bytes (code {code}): see its log")
     opened = os.open(file, os.O_WRONLY | os.O_CREAT, 0o600)
-
-    def copy(offset: int) -> None:
-        length, place = min(PART_BYTES, memory.size - offset), free.get()
-        try:
-            if engine.transfer_sync_read(memory.session, start + place, memory.pointer + offset, length):
-                raise OSError(
-                    f"the trainer at {memory.session} gave no bytes {offset} to {offset + length}:"
-                    " it must be there, hold these weights still, and be reached from this machine"
-                )
-            if (written := os.pwrite(opened, view[place : place + length], offset)) < length:
-                raise OSError(f"only {written} of {length} bytes fit into {file.parent}")
-        finally:
-            free.put(place)
-
-    with ThreadPoolExecutor(PARTS) as pool:
-        for _ in pool.map(copy, range(0, memory.size, PART_BYTES)):
-            signal.alarm(int(2 * SILENCE_SECONDS))
-            os.write(1, _PART)
+    for offset in range(0, memory.size, PART_BYTES):
+        length = min(PART_BYTES, memory.size - offset)
+        if engine.transfer_sync_read(memory.session, start, memory.pointer + offset, length):
+            raise OSError(
+                f"the trainer at {memory.session} gave no bytes {offset} to {offset + length}:"
+                " it must be there, hold these weights still, and be reached from this machine"
+            )
+        if (written := os.write(opened, view[:length])) < length:
+            raise OSError(f"only {written} of {length} bytes fit into {file.parent}")
+        signal.alarm(int(2 * SILENCE_SECONDS))
+        os.write(1, _PART)
+    os.close(opened)
 
 
 def _own_address(session: str) -> str:
@@ -121,12 +105,14 @@ def main() -> None:
     signal.alarm(int(2 * SILENCE_SECONDS))
     text, file = sys.argv[1:]
     try:
-        read(msgspec.json.decode(text, type=Memory), Path(file))
+        memory = msgspec.json.decode(text, type=Memory)
+        engine = open_engine(_own_address(memory.session), memory.protocol)
+        read(engine, memory, Path(file))
         last = _DONE
     except (OSError, ValueError, SeerError) as error:
         last = " ".join(str(error).split()).encode() + b"\n"
     os.write(1, last)
-    os._exit(0)  # taking down a transfer engine takes a second, or hangs with its calls
+    os._exit(0)  # while `engine` is held: taking it down takes a second, or hangs with its calls
 
 
 if __name__ == "__main__":

@@ -3,9 +3,9 @@
 A source's scheme, as in `spool:v7`, says how a stream is fetched; without one it is a folder.
 
 Invariants:
-- the spool's own folder is used where this machine sees it, told by its token; else a copy is made,
-  whose every part came with the right checksum;
-- a copy is gone once it is loaded, and never stands for another source;
+- the spool's own folder is used where this machine sees it, told by its token; else a copy is made, of
+  parts that each came with the right checksum;
+- a copy, of whatever stream, is gone once it is loaded, and never stands for another source;
 - nothing waits for ever: a stream that brings nothing for `WAIT_SECONDS` is an error;
 - whatever is wrong is an `InvalidField` that names the source.
 """

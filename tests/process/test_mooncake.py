@@ -20,7 +20,7 @@ from cluster_harness import folder, roll, running
 
 from seer.client import InvalidField, MooncakeSource, WeightsRefused
 from seer.client.tensors import TensorStream
-from seer.common.mooncake import Memory
+from seer.common.mooncake import Memory, open_engine
 from seer.services.engine import mooncake_reader, staging
 from seer.services.engine.staging import Staging
 from seer.services.engine.weights import inspect
@@ -103,21 +103,21 @@ async def test_a_trainer_that_died_is_named(stage):
 def test_a_trainer_that_dies_while_it_is_read_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(mooncake_reader, "PART_BYTES", 4096)
     monkeypatch.setattr(mooncake_reader.signal, "alarm", lambda seconds: None)
-    written, pwrite = [], os.pwrite
+    written, write = [], os.write
     with trainer(elements=100_000) as other:
 
-        def killing(opened, data, offset):
-            written.append(offset)
-            if len(written) == 3:
+        def killing(opened, data):
+            written.append(len(data))
+            if len(written) == 6:
                 other.process.kill()
                 other.process.wait(10)
-            return pwrite(opened, data, offset)
+            return write(opened, data)
 
-        monkeypatch.setattr(mooncake_reader.os, "pwrite", killing)
+        monkeypatch.setattr(mooncake_reader.os, "write", killing)
         memory = msgspec.json.decode(other.source.removeprefix("mooncake:"), type=Memory)
         with pytest.raises(OSError, match=f"the trainer at {memory.session} gave no bytes"):
-            mooncake_reader.read(memory, tmp_path / "copy")
-    assert 3 <= len(written) < memory.size // 4096
+            mooncake_reader.read(open_engine("127.0.0.1", "tcp"), memory, tmp_path / "copy")
+    assert written == [4096, len(mooncake_reader._PART)] * 3
 
 
 async def test_memory_that_was_not_offered_is_out_of_reach(stage):
@@ -202,6 +202,26 @@ async def test_bytes_damaged_on_the_way_change_nothing(monkeypatch):
         with pytest.raises(WeightsRefused, match=r"e0: reads weights with digest \w+, not"):
             await client.update_weights(1, MooncakeSource({"w": np.ones(5, np.float32)}))
         assert await roll(client) == expected
+
+
+async def test_a_source_that_is_gone_changes_nothing(monkeypatch):
+    source = MooncakeSource({"w": np.ones(5, np.float32)})
+    offer = source.offer
+
+    def closing(name):
+        try:
+            return offer(name)
+        finally:
+            source.close()
+
+    async with running(engines=2) as cluster, cluster.client() as client:
+        expected = await roll(client)
+        monkeypatch.setattr(source, "offer", closing)
+        with pytest.raises(WeightsRefused, match=r"e[01]: source = .*gave no bytes"):
+            await client.update_weights(1, source)
+        assert await roll(client) == expected
+        monkeypatch.undo()
+        assert (await client.update_weights(1, source)).version == 1
 
 
 async def _until(true):
