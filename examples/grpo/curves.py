@@ -1,6 +1,6 @@
 """What a run's metrics show: a line per iteration, a closing table, a picture.
 
-Compare runs: `python examples/grpo/curves.py runs/grpo/seed-*/metrics.jsonl --out curves.png`.
+Compare runs: `python examples/grpo/curves.py runs/grpo/seed-*/metrics.jsonl --out curves.png`; prints JSON.
 """
 
 from __future__ import annotations
@@ -36,34 +36,39 @@ def line(row: Row, iterations: int) -> str:
     )
 
 
-def summary(rows: Sequence[Row]) -> dict[str, str]:
-    """Return the closing table's entries: means over the run, and first against last iterations."""
+def figures(rows: Sequence[Row]) -> dict[str, Any]:
+    """Return what a run comes to: means of all iterations, or [of the first, of the last] `edge` ones."""
     edge = max(1, min(EDGE, len(rows) // 2))
 
     def mean(name: str, some: Sequence[Row] = rows) -> float:
         return statistics.mean(row[name] for row in some)
 
-    entries = {
-        name.replace("_", " "): f"{mean(name, rows[:edge]):.3f} → {mean(name, rows[-edge:]):.3f}"
-        for name in ("held_out", "reward", "mixed_groups")
+    ends = ("held_out", "reward", "mixed_groups", "length_mean")
+    means = ("tokens_per_second", "tail_seconds", "reward_seconds", "reward_overlap", "gap")
+    return {
+        "iterations": len(rows),
+        "edge": edge,
+        **{name: [mean(name, rows[:edge]), mean(name, rows[-edge:])] for name in ends},
+        **{name: mean(name) for name in means},
+        "seconds": {phase: statistics.mean(row["seconds"][phase] for row in rows) for phase in PHASES},
+        "total_seconds": sum(sum(row["seconds"].values()) for row in rows),
     }
-    before, after = mean("length_mean", rows[:edge]), mean("length_mean", rows[-edge:])
-    entries["mean length"] = f"{before:.0f} → {after:.0f}"
-    entries["tokens/s, tail"] = f"{mean('tokens_per_second'):,.0f}, {mean('tail_seconds'):.1f} s"
-    phases = {phase: statistics.mean(row["seconds"][phase] for row in rows) for phase in PHASES}
-    entries["seconds an iteration"] = ", ".join(f"{phase} {value:.2f}" for phase, value in phases.items())
-    hidden, rewarding = mean("reward_overlap"), mean("reward_seconds")
-    entries["rewards hidden by the rollout"] = f"{hidden:.0%} of {rewarding:.2f} s"
-    entries["trainer's logprobs off the engines'"] = f"{mean('gap'):.1e} on average"
-    return entries
 
 
 def report(rows: Sequence[Row], picture: Path) -> None:
-    """Print the summary and draw the picture."""
-    edge = max(1, min(EDGE, len(rows) // 2))
-    table = Table(title=f"{len(rows)} iterations, first {edge} → last {edge}", show_header=False)
-    for name, value in summary(rows).items():
-        table.add_row(name, value)
+    """Print the figures as a table and draw the picture."""
+    run = figures(rows)
+    table = Table(title=f"{run['iterations']} iterations: first {run['edge']} → last {run['edge']}")
+    table.show_header = False
+    for name in ("held_out", "reward", "mixed_groups"):
+        table.add_row(name.replace("_", " "), "{:.3f} → {:.3f}".format(*run[name]))
+    table.add_row("mean length", "{:.0f} → {:.0f}".format(*run["length_mean"]))
+    table.add_row("tokens/s, tail", f"{run['tokens_per_second']:,.0f}, {run['tail_seconds']:.1f} s")
+    seconds = ", ".join(f"{phase} {value:.2f}" for phase, value in run["seconds"].items())
+    table.add_row("seconds an iteration", seconds)
+    hidden = f"{run['reward_overlap']:.0%} of {run['reward_seconds']:.2f} s"
+    table.add_row("rewards hidden by the rollout", hidden)
+    table.add_row("trainer's logprobs off the engines'", f"{run['gap']:.1e} on average")
     Console().print(table)
     draw({"": rows}, picture)
     print(f"metrics: {picture.parent / 'metrics.jsonl'}   picture: {picture}")
@@ -98,12 +103,11 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
     runs = {
-        path.parent.name: [json.loads(text) for text in path.read_text().splitlines()]
+        path.resolve().parent.name: [json.loads(text) for text in path.read_text().splitlines()]
         for path in args.metrics
     }
     draw(runs, args.out)
-    for name, rows in runs.items():
-        print(name, json.dumps(summary(rows), ensure_ascii=False))
+    print(json.dumps({name: figures(rows) for name, rows in runs.items()}, indent=1))
 
 
 if __name__ == "__main__":

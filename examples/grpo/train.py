@@ -33,14 +33,21 @@ import transformers
 from learner import Learner, Sample, advantages
 from problems import COUNTDOWN, held_out_prompts, reward, training_prompts
 
-from seer.client import Prompt, RolloutClient, SamplingParams
-from seer.client.rewards import Scored, Scores
-from seer.client.scorer import RewardMetrics, per_response
+from seer.client import (
+    Prompt,
+    RewardMetrics,
+    RolloutClient,
+    SamplingParams,
+    Scored,
+    Scores,
+    per_response,
+)
 from seer.common.config import Config
 from seer.common.config import load as load_config
 from seer.common.errors import SeerError
 from seer.journal import model_digest
 from seer.launch import LocalSystem, run
+from seer.prompts_io import check_weights
 from seer.rollout_job import tail_seconds
 
 SLACK_TOKENS = 64
@@ -62,6 +69,12 @@ class Settings:
     held_out: int = 96
     held_out_responses: int = 1
     learning_rate: float = 4e-4
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if field.name not in ("model", "seed") and not value > 0:
+                raise ValueError(f"--{field.name.replace('_', '-')} {value}: give more than 0")
 
 
 def samples(scored: Sequence[Scored]) -> list[Sample]:
@@ -93,6 +106,7 @@ class Trainer:
     """A run in folder `out`: goes on from its checkpoint if there is one. Raises ValueError if it cannot."""
 
     def __init__(self, settings: Settings, model: Path, out: Path) -> None:
+        out.mkdir(parents=True, exist_ok=True)
         self.out = out
         self.rows: list[dict[str, Any]] = []
         self.learner = Learner(model)
@@ -224,6 +238,9 @@ def main() -> int:
     ]
     given = {field.name: getattr(args, field.name) for field in fields(Settings)}
     try:
+        if args.iterations < 1:
+            raise ValueError(f"--iterations {args.iterations}: give 1 or more")
+        check_weights(args.model)
         config = load_config(None, {}, [*sets, *args.sets])
         trainer = Trainer(Settings(**{**given, "model": model_digest(args.model)}), args.model, out)
         if trainer.rows:

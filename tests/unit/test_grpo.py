@@ -188,11 +188,17 @@ def row(iteration: int) -> dict[str, Any]:
     return {"iteration": iteration, **dict.fromkeys(numbers, iteration / 10), "seconds": seconds}
 
 
-def test_the_summary_compares_the_first_with_the_last_iterations(tmp_path: Path) -> None:
+def test_the_summary_compares_the_first_with_the_last_iterations(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     rows = [row(iteration) for iteration in range(10)]
-    assert curves.summary(rows)["held out"] == "0.200 → 0.700"
+    figures = curves.figures(rows)
+    assert figures["held_out"] == pytest.approx([0.2, 0.7])
+    assert figures["total_seconds"] == 40
     assert "held-out 0.300" in curves.line(rows[3], 10)
     for runs in ({"": rows}, {"seed-0": rows, "seed-1": rows[:4]}):
         curves.draw(runs, tmp_path / "curves.png")
         assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
         (tmp_path / "curves.png").unlink()
+    curves.report(rows, tmp_path / "curves.png")
+    assert "0.200 → 0.700" in capsys.readouterr().out

@@ -1,0 +1,107 @@
+"""The GRPO example, killed in every phase: the curve is that of a run that nobody disturbed."""
+
+import asyncio
+import importlib.util
+import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+if any(importlib.util.find_spec(name) is None for name in ("vllm", "matplotlib")):
+    pytest.skip("needs the engine extra and matplotlib", allow_module_level=True)
+
+from seer.common.config import load
+from seer.launch import LocalSystem
+
+pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(900)]
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+MODEL = EXAMPLES / "countdown" / "model"
+SIZES = {"iterations": 3, "prompts": 6, "responses": 6, "held-out": 4, "max-tokens": 128}
+SMALL = [f"--{name}={value}" for name, value in SIZES.items()]
+
+TIMED = {"seconds", "tokens_per_second", "tail_seconds", "reward_seconds", "reward_overlap"}
+ROUNDED = {"gap"}
+"""What schedule and batch may change; `weight_version` counts a shared system's updates."""
+
+KILLED = """
+import asyncio, os, signal, sys
+sys.path.insert(0, sys.argv.pop(1))
+import checkpoint, learner, train
+
+phase = sys.argv.pop(1)
+step, update, reward = learner.torch.optim.AdamW.step, train.RolloutClient.update_weights, train.reward
+
+def die(*_):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+def in_rollout(group, response):
+    if group.prompt_id.startswith("train"):
+        die()
+    return reward(group, response)
+
+async def in_update(*given):
+    task = asyncio.create_task(update(*given))
+    await asyncio.sleep(0.03)
+    die(task)
+
+def after_step(optimizer):
+    step(optimizer)
+    die()
+
+if phase == "update":
+    train.RolloutClient.update_weights = in_update
+elif phase == "rollout":
+    train.reward = in_rollout
+elif phase == "train":
+    learner.torch.optim.AdamW.step = after_step
+elif phase == "checkpoint":  # written, not yet in its place
+    checkpoint.Path.replace = die
+elif phase == "metrics":  # the checkpoint is there, metrics.jsonl is not
+    train.Trainer._write_metrics = die
+sys.exit(train.main())
+"""
+
+
+async def run(out: Path, phase: str, *more: str) -> int:
+    command = [sys.executable, "-c", KILLED, str(EXAMPLES / "grpo"), phase, *SMALL, "--out", str(out), *more]
+    process = await asyncio.create_subprocess_exec(*command, stderr=subprocess.PIPE)
+    _, said = await process.communicate()
+    code = process.returncode
+    assert code == (-signal.SIGKILL if phase else 0), said.decode()
+    return code
+
+
+def curve(out: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+
+
+def learnt(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    left_out = TIMED | ROUNDED | {"weight_version"}
+    return [{name: value for name, value in row.items() if name not in left_out} for row in rows]
+
+
+async def test_a_run_killed_in_every_phase_has_the_curve_of_an_undisturbed_one(tmp_path: Path) -> None:
+    """The disturbed run shares a `divided` system of two engines, the other has a `static` one to itself."""
+    settings = [
+        f"shared.model={MODEL}",
+        "engine.max_model_len=192",
+        "engine.kv_blocks=200",
+        "buffer.chunk_size=32",
+    ]
+    killed, undisturbed = tmp_path / "killed", tmp_path / "undisturbed"
+    async with LocalSystem(load(None, {}, settings), 2) as system:
+        for phase in ("metrics", "rollout", "train", "update", "checkpoint", ""):
+            await run(killed, phase, "--connect", system.endpoint)
+    await run(undisturbed, "", "--instances", "1", "--set", "buffer.policy=static")
+
+    expected = curve(undisturbed)
+    assert learnt(curve(killed)) == learnt(expected)
+    assert [row["iteration"] for row in expected] == [0, 1, 2]
+    assert len({row["weights_digest"] for row in expected}) == 3  # it trained
+    assert max(row["gap"] for row in expected) < 1e-5
+    assert (killed / "curves.png").stat().st_size > 10_000
