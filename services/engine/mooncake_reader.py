@@ -1,8 +1,8 @@
 """Reads weights from a trainer's memory, with Mooncake's transfer engine, in a process of its own.
 
 Invariants:
-- a call into Mooncake that does not return, as when the trainer was stopped, or that crashes, costs
-  this process and no engine: Mooncake has no way to end such a call;
+- a call into Mooncake that hangs, or crashes, costs this process and no engine: it cannot be ended,
+  nor the memory be freed that it writes to;
 - nothing waits longer than `SILENCE_SECONDS` for a part; a reader whose engine died ends as well;
 - a file is whole, or `fetch` raises.
 """
@@ -28,8 +28,8 @@ from seer.common.mooncake import Memory, TransferEngine, open_engine
 PART_BYTES = 2**24
 """Read at once. On loopback smaller ones are slower; larger ones, or two at a time, are not faster."""
 
-SILENCE_SECONDS = 60.0
-"""Longest wait for a part: twice as long as Mooncake's own over TCP, so that its error comes first."""
+SILENCE_SECONDS = 90.0
+"""Longest wait for a part. Mooncake's own over TCP, 61 s for a peer's first answer, then 30, come first."""
 
 _PART, _DONE = b"part\n", b"done\n"
 """What the reader says; anything else is why it failed."""
