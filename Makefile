@@ -13,6 +13,7 @@ setup: $(STAMP)
 
 $(STAMP): requirements/core.lock requirements/cpu.lock requirements/dev.lock pyproject.toml CMakeLists.txt $(wildcard native/*)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	requirements/system.sh $(BIN)/python
 	$(BIN)/python -m pip install --quiet --no-deps --no-compile -r requirements/core.lock -r requirements/cpu.lock -r requirements/dev.lock
 	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation --editable .
 	$(BIN)/python -m compileall -q -j 0 $(VENV)/lib > /dev/null || true  # else every engine's first start compiles vLLM
