@@ -2,7 +2,7 @@
 
 Headers are plain maps, so that anything can stand anywhere. Left out is what an open network cannot
 tell from the truth: a later life of a real peer, an engine that can hold work and lies about it, and
-news about the weights.
+news about the weights, and a wish that engines sleep.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ MUTE = {"trainers": m.StatusRequest, "engines": m.EngineStatus, "dgds": m.Fetch}
 
 INTS = (0, 1, -1, 2, 7, 63, 64, 100, 2**16, 2**31 - 1, 2**31, 2**63 - 1, -(2**63), 2**64 - 1)
 FLOATS = (0.0, 1.0, -1.0, 0.5, 1e308, float("nan"), float("inf"), float("-inf"))
-TRUE = ("UpdateWeights",)
+TRUE = ("UpdateWeights", "Sleep")
 """Types that an open network cannot tell from the truth."""
 
 JUNK = (None, True, "x", b"\xff", [], {}, [[]], 1.5, -1)
