@@ -6,8 +6,8 @@ Invariants (tests/property/test_sleep_machine.py):
 - an engine is told to sleep only while no request is unfinished;
 - submissions are held exactly from the question for sleep until every engine that is there is awake;
 - every question ends in one `Tell`; an engine that does not answer by its deadline is given up;
-- an engine that joins is brought to what was last asked for; to a buffer that nobody has asked yet,
-  engines that sleep say what that was.
+- an engine that joins is brought to what was last asked for; a buffer that nobody has asked yet
+  learns it from the engines, as long as all of them sleep.
 """
 
 from __future__ import annotations
@@ -102,9 +102,10 @@ class SleepMachine:
         out: list[Instruction] = []
         match event:
             case Joined():
-                self._ordered.pop(event.instance, None)
+                self._forget(event.instance)
+                learnt = not self._decided and all(self._asleep.values())
                 self._asleep[event.instance] = event.asleep
-                self._wanted = self._wanted or (event.asleep and not self._decided)
+                self._wanted = self._wanted or (event.asleep and learnt)
             case Lost():
                 self._forget(event.instance)
             case Asked():

@@ -108,3 +108,9 @@ def test_another_trainer_is_told_to_wait():
     machine.handle(s.Asked("one", True), 0.0, idle=True)
     (told,) = machine.handle(s.Asked("two", False), 0.0, idle=True)
     assert told == s.Tell("two", False, "one puts engines to sleep: wait for that")
+
+
+def test_one_sleeper_among_engines_that_are_awake_is_woken():
+    machine = s.SleepMachine()
+    machine.handle(s.Joined("a", False), 0.0, idle=True)
+    assert machine.handle(s.Joined("b", True), 0.0, idle=False) == [s.Order("b", False)]
