@@ -40,6 +40,8 @@ from seer.client import (
     SamplingParams,
     Scored,
     Scores,
+    WeightsLive,
+    WeightsRefused,
     per_response,
 )
 from seer.common.config import Config
@@ -56,6 +58,9 @@ SLACK_TOKENS = 64
 WARMUP = 5
 """Iterations until the learning rate is whole: AdamW's first steps, as long as any, follow noise alone."""
 
+PATIENCE_SECONDS = 90.0
+"""Longest wait for an update under way. One whose trainer died in the middle is given up after 30 s."""
+
 
 @dataclass(frozen=True)
 class Settings:
@@ -63,7 +68,7 @@ class Settings:
 
     model: str
     seed: int = 0
-    prompts: int = 20
+    prompts: int = 24
     responses: int = 16
     max_tokens: int = 256
     held_out: int = 96
@@ -126,8 +131,7 @@ class Trainer:
     async def _iterate(self, client: RolloutClient, iteration: int) -> dict[str, Any]:
         asked, watch = self._settings, Stopwatch()
         with watch("update"):
-            version = max(iteration, (await client.status()).weight_version) + 1  # others may have moved on
-            live = await client.update_weights(version, self.learner.model.state_dict())
+            live = await self._update(client, iteration)
         for instance, reason in live.quarantined.items():
             print(f"{instance} gets no work until the next update: {reason}", file=sys.stderr)
         with watch("eval"):
@@ -157,6 +161,18 @@ class Trainer:
             "reward_overlap": rewarding.overlap,
             "seconds": watch.seconds,
         }
+
+    async def _update(self, client: RolloutClient, iteration: int) -> WeightsLive:
+        """Bring the weights to the engines; another trainer's update, or a killed one's, comes first."""
+        until = time.monotonic() + PATIENCE_SECONDS
+        while True:
+            version = max(iteration, (await client.status()).weight_version) + 1
+            try:
+                return await client.update_weights(version, self.learner.model.state_dict())
+            except WeightsRefused as error:
+                if error.reasons.keys() != {""} or time.monotonic() > until:  # an engine's reason stays
+                    raise
+            await asyncio.sleep(1)
 
     async def _roll(
         self, client: RolloutClient, iteration: int, prompts: list[Prompt], n: int
@@ -202,7 +218,7 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", type=Path, default=COUNTDOWN / "model")
     parser.add_argument("--out", type=Path, help="folder of the run; default runs/grpo/seed-SEED")
-    parser.add_argument("--iterations", type=int, default=32)
+    parser.add_argument("--iterations", type=int, default=24)
     parser.add_argument("--instances", type=int, default=2, help="engines to start")
     parser.add_argument("--connect", default="", metavar="ENDPOINT", help="use a running system")
     parser.add_argument("--set", dest="sets", action="append", default=[], metavar="A.B=C", help="a setting")

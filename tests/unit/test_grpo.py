@@ -170,14 +170,14 @@ def test_a_run_of_other_settings_is_not_continued(tmp_path: Path) -> None:
 
 
 def test_prompts_follow_from_seed_and_iteration_and_hold_nothing_out_twice() -> None:
-    held_out = problems.held_out_prompts(512)
+    held_out = problems.held_out_prompts(256)
     drawn = [problems.training_prompts(0, iteration, 16, held_out) for iteration in range(20)]
     assert drawn[3] == problems.training_prompts(0, 3, 16, held_out)
     assert drawn[3] != problems.training_prompts(1, 3, 16, held_out)
     kept = {prompt.text for prompt in held_out}
     assert not any(prompt.text in kept for prompts in drawn for prompt in prompts)
     assert all(len({prompt.text for prompt in prompts}) == 16 for prompts in drawn)
-    with pytest.raises(ValueError, match="--held-out 0: give 1 to 512"):
+    with pytest.raises(ValueError, match="--held-out 0: give 1 to 256"):
         problems.held_out_prompts(0)
 
 
