@@ -7,7 +7,7 @@ STAMP := $(VENV)/.installed
 # Linters that follow imports look at the package as a user gets it, not at the editable redirection.
 WHEEL := build/installed
 
-.PHONY: setup demo grpo test chaos compose-test systemd-test lint format lock clean
+.PHONY: setup demo grpo test chaos kernel-test compose-test systemd-test lint format lock clean
 
 setup: $(STAMP)
 
@@ -33,6 +33,10 @@ SEED ?= 0
 ONLY ?= virtual processes vllm
 chaos: setup  # e.g. make chaos SECONDS=600 SEED=1000 ONLY=virtual; SECONDS are of each kind
 	$(BIN)/python bench/chaos.py --seconds $(SECONDS) --seed $(SEED) --only $(ONLY)
+
+kernel-test: setup  # the GPU's sampler without a GPU: Triton's interpreter and compiler, 1 GB kept out of the lock
+	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target build/triton -r requirements/triton.lock
+	PYTHONPATH=build/triton TRITON_INTERPRET=1 $(BIN)/python -m pytest tests/unit/test_sampling_triton.py
 
 compose-test: setup  # needs docker; docs/deployment.md says what else
 	$(BIN)/python tests/deploy/run_compose.py

@@ -1,11 +1,13 @@
-"""Time the native sampler against its peers on one core; print JSON.
+"""Time the sampler against its peers on one core, or on a GPU; print JSON.
 
-    python bench/sampler.py [--repeats 31]
+    python bench/sampler.py [--repeats 31] [--device cuda]
 
-Microseconds per row, medians of CPU time over the repeats, on synthetic rows: `diffuse` is normal
-with sigma 3, `peaked` has one token at 95 % or more. Peers, in the same run on the same rows: torch's
-log_softmax alone; vLLM's own sampler at temperature 1 with the sampled token's logprob, and a copy of
-the logits since it overwrites them; a draw by numpy's Philox and Gumbel, without logprob.
+Microseconds per row, medians over the repeats: of CPU time, or on a GPU of the time from one wait for
+the device to the next, launches included (`seer` is the Triton kernel there, `seer_torch` what it
+replaces). Rows are synthetic: `diffuse` is normal with sigma 3, `peaked` has one token at 95 % or more.
+Peers, in the same run on the same rows: torch's log_softmax alone; vLLM's own sampler at temperature 1
+with the sampled token's logprob, and a copy of the logits since it overwrites them; on CPUs a draw by
+numpy's Philox and Gumbel, without logprob.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ import platform
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")  # vLLM compiles a helper for 20 s otherwise
@@ -30,10 +33,11 @@ from vllm.v1.sample.sampler import Sampler
 
 from seer import _native
 from seer.common.types import SamplingParams
-from seer.services.engine.vllm import sampling
+from seer.services.engine.vllm import sampling, sampling_torch
 
 INNER_TOKENS = 200_000  # draws this small are repeated inside one measurement
 ROWS = {66: 32, 32_768: 8, 151_936: 8}
+GPU_ROWS = 128  # a program draws one row: about one for each of a large GPU's processors
 OPTIONS = {
     "plain": {},
     "temperature_0.8": {"temperature": 0.8},
@@ -43,17 +47,19 @@ OPTIONS = {
 }
 
 
-def logits_of(kind: str, rows: int, vocab: int) -> torch.Tensor:
+def logits_of(kind: str, rows: int, vocab: int, device: str) -> torch.Tensor:
     x = torch.randn(rows, vocab, generator=torch.Generator().manual_seed(vocab)) * (
         3.0 if kind == "diffuse" else 2.0
     )
     if kind == "peaked":
         top = x.logsumexp(-1) + 3.0
         x[torch.arange(rows), torch.arange(rows) * 7 % vocab] = top
-    return x
+    return x.to(device)
 
 
-def seer_draw(logits: torch.Tensor, fields: dict[str, float]) -> Callable[[], object]:
+def seer_draw(
+    logits: torch.Tensor, fields: dict[str, float], sample: sampling.Sampler
+) -> Callable[[], object]:
     rows, vocab = logits.shape
     params = SamplingParams(max_tokens=1024, **fields)
     table = sampling.SamplingTable(
@@ -66,18 +72,18 @@ def seer_draw(logits: torch.Tensor, fields: dict[str, float]) -> Callable[[], ob
 
     def draw() -> object:
         positions[:] += 1
-        return sampling.sample_rows(logits, table.step(positions))
+        return sample(logits, table.step(positions))
 
     return draw
 
 
 def vllm_draw(logits: torch.Tensor, top_p: float | None, top_k: int | None) -> Callable[[], object]:
     rows = len(logits)
-    ones, none = torch.ones(rows), torch.zeros(rows)
+    ones, none = torch.ones(rows, device=logits.device), torch.zeros(rows, device=logits.device)
     metadata = SamplingMetadata(
         temperature=ones, all_greedy=False, all_random=True,
         top_p=None if top_p is None else ones * top_p,
-        top_k=None if top_k is None else torch.full((rows,), top_k),
+        top_k=None if top_k is None else (ones * top_k).int(),
         generators={}, max_num_logprobs=0, no_penalties=True, prompt_token_ids=None,
         frequency_penalties=none, presence_penalties=none, repetition_penalties=ones,
         output_token_ids=[[] for _ in range(rows)], allowed_token_ids_mask=None, bad_words_token_ids={},
@@ -103,13 +109,19 @@ def microseconds(draw: Callable[[], object], logits: torch.Tensor, repeats: int)
     rows, vocab = logits.shape
     inner = max(1, INNER_TOKENS // (rows * vocab))
     draw()
+    now = gpu_time_ns if logits.is_cuda else time.process_time_ns
     times = []
     for _ in range(repeats):
-        start = time.process_time_ns()
+        start = now()
         for _ in range(inner):
             draw()
-        times.append((time.process_time_ns() - start) / 1000 / inner / rows)
+        times.append((now() - start) / 1000 / inner / rows)
     return round(statistics.median(times), 2)
+
+
+def gpu_time_ns() -> int:
+    torch.cuda.synchronize()
+    return time.perf_counter_ns()
 
 
 def processor_name() -> str:
@@ -119,33 +131,51 @@ def processor_name() -> str:
     return names[0] if names else platform.machine()
 
 
+def measure(vocab: int, rows: int, kind: str, device: str, repeats: int) -> dict[str, object]:
+    x = logits_of(kind, rows, vocab, device)
+    samplers = {"seer": partial(sampling.sample_rows, check=False)}  # as the engine calls it
+    if device != "cpu":
+        samplers["seer_torch"] = sampling_torch.sample
+    line: dict[str, object] = {"vocab": vocab, "rows": rows, "kind": kind}
+    for name, sample in samplers.items():
+        line[name] = {
+            option: microseconds(seer_draw(x, fields, sample), x, repeats)
+            for option, fields in OPTIONS.items()
+        }
+    line["torch_log_softmax"] = microseconds(lambda: x.log_softmax(-1), x, repeats)
+    line["vllm_sampler"] = {
+        "plain": microseconds(vllm_draw(x, None, None), x, repeats),
+        "top_p_0.95": microseconds(vllm_draw(x, 0.95, None), x, repeats),
+        "top_k_50": microseconds(vllm_draw(x, None, 50), x, repeats),
+    }
+    if device == "cpu":
+        line["numpy_philox_gumbel"] = microseconds(numpy_draw(x), x, repeats)
+    return line
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--repeats", type=int, default=31)
-    repeats = parser.parse_args().repeats
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
+    arguments = parser.parse_args()
+    device = arguments.device
     torch.set_num_threads(1)
-    results = []
-    for vocab, rows in ROWS.items():
-        for kind in ("peaked", "diffuse"):
-            x = logits_of(kind, rows, vocab)
-            line: dict[str, object] = {"vocab": vocab, "rows": rows, "kind": kind}
-            line["seer"] = {name: microseconds(seer_draw(x, f), x, repeats) for name, f in OPTIONS.items()}
-            line["torch_log_softmax"] = microseconds(lambda x=x: x.log_softmax(-1), x, repeats)
-            line["vllm_sampler"] = {
-                "plain": microseconds(vllm_draw(x, None, None), x, repeats),
-                "top_p_0.95": microseconds(vllm_draw(x, 0.95, None), x, repeats),
-                "top_k_50": microseconds(vllm_draw(x, None, 50), x, repeats),
-            }
-            line["numpy_philox_gumbel"] = microseconds(numpy_draw(x), x, repeats)
-            results.append(line)
+    results = [
+        measure(vocab, rows if device == "cpu" else GPU_ROWS, kind, device, arguments.repeats)
+        for vocab, rows in ROWS.items()
+        for kind in ("peaked", "diffuse")
+    ]
     versions = {module.__name__: module.__version__ for module in (torch, vllm, np)}
+    on = {"instruction_set": _native.INSTRUCTION_SET, "cores": 1}
+    if device == "cuda":
+        on = {"gpu": torch.cuda.get_device_name()}
     report = {
-        "machine": {"processor": processor_name(), "instruction_set": _native.INSTRUCTION_SET, "cores": 1},
+        "machine": {"processor": processor_name(), **on},
         "versions": {"python": platform.python_version(), **versions},
         "load_average": os.getloadavg(),
-        "unit": "microseconds of CPU time per row, median",
+        "unit": f"microseconds of {'CPU' if device == 'cpu' else 'wall'} time per row, median",
         "results": results,
     }
     print(json.dumps(report, indent=1))

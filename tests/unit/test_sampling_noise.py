@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -15,13 +16,13 @@ torch = pytest.importorskip("torch")
 
 from seer.common.errors import EngineError  # noqa: E402 - after torch, which may be missing
 from seer.common.types import SamplingParams  # noqa: E402
-from seer.services.engine.vllm import sampling, sampling_torch  # noqa: E402
+from seer.services.engine.vllm import sampler_check, sampling, sampling_torch  # noqa: E402
 from seer.services.engine.vllm.sampling import RequestSampling, SamplingTable, sample_rows  # noqa: E402
 
 pytestmark = pytest.mark.vllm
 
 VECTORS = Path(sampling.__file__).with_name("noise_vectors.json")
-LOG_POLY = [np.float32(c) for c in sampling_torch._LOG_POLY]
+LOG_POLY = [np.float32(c) for c in sampling_torch.LOG_POLY]
 
 
 def philox(counter, key):
@@ -127,9 +128,36 @@ def test_noise_has_the_gumbel_distribution():
 # --- self test
 
 
-@pytest.mark.parametrize("sample", [sample_rows, sampling_torch.sample])
+@pytest.mark.parametrize("sample", [partial(sample_rows, check=False), sampling_torch.sample])
 def test_self_test_accepts_both_paths(sample):
-    sampling.self_test(sample, "cpu")
+    sampler_check.self_test(sample, "cpu")
+
+
+def test_the_row_vectors_are_the_reference():
+    logits, params = sampler_check.row_cases()
+    tokens, logprobs = sampling_torch.sample(torch.from_numpy(logits), params)
+    vectors = json.loads(VECTORS.with_name("row_vectors.json").read_text())
+    assert tokens.tolist() == [vector["token"] for vector in vectors]
+    known = [math.nan if vector["logprob"] is None else vector["logprob"] for vector in vectors]
+    assert logprobs.tolist() == pytest.approx(known, rel=1e-5, abs=5e-5, nan_ok=True)
+    assert (tokens[-3:] == -1).all()
+    assert (tokens[:-3] >= 0).all()
+
+
+NEUTRAL = {
+    "temperature": 1, "top_p": 1, "top_k": 0, "log_min_p": -math.inf, "repetition": 1, "frequency": 0,
+    "presence": 0, "min_tokens": 0, "bias_len": 0, "logprobs": 0, "prompt_len": 0,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NEUTRAL)
+def test_self_test_sees_a_parameter_that_is_ignored(name):
+    def ignores(logits, params):
+        params.records[name] = NEUTRAL[name]
+        return sample_rows(logits, params, check=False)
+
+    with pytest.raises(EngineError, match=r"differs from the reference in \d+ of 96 rows"):
+        sampler_check._check_rows(ignores, "cpu")
 
 
 def test_self_test_refuses_greedy_sampling():
@@ -137,7 +165,7 @@ def test_self_test_refuses_greedy_sampling():
         return logits.argmax(-1).int(), logits.amax(-1)
 
     with pytest.raises(EngineError, match="reference noise"):
-        sampling.self_test(greedy, "cpu")
+        sampler_check.self_test(greedy, "cpu")
 
 
 @pytest.mark.parametrize("change", [1, -1])
@@ -152,7 +180,7 @@ def test_self_test_sees_one_bit_of_one_token(change):
         return noisy.argmax(-1).int(), noisy.amax(-1)
 
     with pytest.raises(EngineError, match=r"1 of 30|[2-9] of 30"):
-        sampling.self_test(off, "cpu")
+        sampler_check.self_test(off, "cpu")
 
 
 @given(st.integers(0, 2**64 - 1), st.integers(0, 2**31), st.integers(2, 3000), st.integers(0, 2**32 - 1))

@@ -17,7 +17,8 @@ from vllm.v1.outputs import LogprobsTensors, SamplerOutput
 
 from seer.common.errors import EngineError
 from seer.services.engine.vllm.requests import EXTRA, Extra
-from seer.services.engine.vllm.sampling import RowParams, SamplingTable, sample_rows, self_test
+from seer.services.engine.vllm.sampler_check import self_test
+from seer.services.engine.vllm.sampling import RowParams, SamplingTable, sample_rows
 
 if TYPE_CHECKING:
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
@@ -36,7 +37,7 @@ class SeerWorker:
         self.model_runner._sample = self.seer_sampler
 
     def seer_check_noise(self) -> str:
-        """Compare the noise drawn on this worker's device with the reference; empty when equal."""
+        """Compare what is drawn on this worker's device with the reference; empty when equal."""
         try:
             self_test(_draw, self.model_runner.device)
         except EngineError as error:

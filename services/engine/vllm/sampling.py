@@ -3,18 +3,18 @@
 Invariants:
 - a token is a function of the row's logits, its record and its token history: nothing is kept
   between calls, and other rows of the batch do not matter;
-- the native kernel (CPU) and the torch implementation (elsewhere) choose the same tokens, bit for
-  bit, as specified in `sampling_torch`;
+- the native kernel (CPU), the Triton kernel (GPU) and the torch implementation (elsewhere) choose
+  the same tokens, bit for bit, as specified in `sampling_torch`;
 - logits are never modified.
 """
 
 from __future__ import annotations
 
-import json
+import functools
+import importlib.util
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
@@ -220,10 +220,20 @@ def sample_rows(
         logits = logits.float()
     if logits.device.type == "cpu":
         return _sample_native(logits, params, check)
-    tokens, logprobs = sampling_torch.sample(logits, params)
+    sample = _triton_sampler() if logits.device.type == "cuda" else sampling_torch.sample
+    tokens, logprobs = sample(logits, params)
     if check:
         check_tokens(tokens.cpu().numpy(), params)
     return tokens, logprobs
+
+
+@functools.cache
+def _triton_sampler() -> Sampler:
+    if importlib.util.find_spec("triton") is None:  # builds of torch for GPUs bring it
+        return sampling_torch.sample
+    from seer.services.engine.vllm import sampling_triton
+
+    return sampling_triton.sample
 
 
 def _sample_native(logits: torch.Tensor, params: RowParams, check: bool) -> tuple[torch.Tensor, torch.Tensor]:
@@ -256,35 +266,3 @@ def check_tokens(tokens: npt.NDArray[np.int32], params: RowParams) -> None:
         "an infinite maximum, or every token is masked; check the weights, their dtype, and the request's "
         "logit_bias and temperature"
     )
-
-
-def self_test(sample: Sampler, device: torch.device | str) -> None:
-    """Raise `EngineError` unless `sample` draws with exactly the noise of noise_vectors.json.
-
-    `sample` takes logits [rows, vocab] on `device` and `RowParams`, and should be the very path
-    that the engine samples by. Two tokens live in each row, their logits the negated noise, so
-    both sum to zero and the lower id wins; with the other's logit one bit higher that one wins.
-    Any other noise, one bit off at either token, gives another result.
-    """
-    for case in json.loads(Path(__file__).with_name("noise_vectors.json").read_text()):
-        ids = np.array(case["tokens"])
-        negated = -np.array([int(bits, 16) for bits in case["noise"]], np.uint32).view(np.float32)
-        pairs = len(ids) - 1
-        logits = np.full((2 * pairs, case["vocab"]), -np.inf, np.float32)
-        logits[:, ids[0]] = negated[0]
-        rows = np.arange(pairs)
-        logits[rows, ids[1:]] = negated[1:]
-        logits[rows + pairs, ids[1:]] = np.nextafter(negated[1:], np.float32(np.inf))
-        request = RequestSampling.pack(
-            SamplingParams(), key=int(case["key"], 16), prompt_len=1, stop_ids=(), vocab=case["vocab"]
-        )
-        params = SamplingTable([request] * (2 * pairs)).step(case["position"])
-        tokens, _ = sample(torch.from_numpy(logits).to(device), params)
-        expected = np.concatenate([np.full(pairs, ids[0]), ids[1:]])
-        wrong = np.flatnonzero(tokens.cpu().numpy() != expected)
-        if len(wrong):
-            raise EngineError(
-                f"the sampler on {device} does not reproduce the reference noise: {len(wrong)} of "
-                f"{2 * pairs} draws differ at position {case['position']}; is vLLM using its own sampler "
-                "(set VLLM_USE_V2_MODEL_RUNNER=0)?"
-            )

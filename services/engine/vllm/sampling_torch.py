@@ -14,10 +14,10 @@ Noise of token t, for a 64-bit key and the token's absolute position p in the se
   (1 - v would round away what a small v says).
 - noise G = -LOG(E), from -2.81 to 22.87.
 - LOG(x): bits = u32 of x - 0x3F3504F3 (wrapping), e = f32(bits >> 23 arithmetic),
-  f = f32 from ((bits & 0x7FFFFF) + 0x3F3504F3) - 1; z = f * f; y = Horner of `_LOG_POLY` in f
+  f = f32 from ((bits & 0x7FFFFF) + 0x3F3504F3) - 1; z = f * f; y = Horner of `LOG_POLY` in f
   (highest first), y * f, y * z, y + e * -2.12194440e-4, y - 0.5 * z, (f + y) + e * 0.693359375.
 - EXP(y), y <= 0: y = max(y, -87); s = y * 1.44269504088896341 + 12582912; n = s - 12582912;
-  r = y - n * 0.693359375, r - n * -2.12194440e-4; q = Horner of `_EXP_POLY` in r, q * (r * r),
+  r = y - n * 0.693359375, r - n * -2.12194440e-4; q = Horner of `EXP_POLY` in r, q * (r * r),
   q + r, q + 1; the result is q * 2^n.
 
 Pipeline per row (order of vLLM's `v1/sample/sampler.py`), x starting as the raw logits:
@@ -56,15 +56,15 @@ _ROUNDS = 10
 _SLAB_ELEMENTS = 1 << 24
 """Most logits worked on at once: a dozen temporaries of 8 bytes each stay below 2 GiB."""
 
-_LOG_POLY = (
+LOG_POLY = (
     7.0376836292e-2, -1.1514610310e-1, 1.1676998740e-1, -1.2420140846e-1, 1.4249322787e-1,
     -1.6668057665e-1, 2.0000714765e-1, -2.4999993993e-1, 3.3333331174e-1,
 )  # fmt: skip
-_EXP_POLY = (
+EXP_POLY = (
     1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1,
 )  # fmt: skip
-_SQRT_HALF_BITS = 0x3F3504F3
-_LN2_HIGH, _LN2_LOW = 0.693359375, -2.12194440e-4
+SQRT_HALF_BITS = 0x3F3504F3
+LN2_HIGH, LN2_LOW = 0.693359375, -2.12194440e-4
 
 
 def philox_words(key: torch.Tensor, position: torch.Tensor, vocab: int) -> torch.Tensor:
@@ -85,20 +85,20 @@ def philox_words(key: torch.Tensor, position: torch.Tensor, vocab: int) -> torch
 
 
 def _split(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    offset = x.view(torch.int32) - _SQRT_HALF_BITS
-    mantissa = ((offset & 0x7FFFFF) + _SQRT_HALF_BITS).view(torch.float32)
+    offset = x.view(torch.int32) - SQRT_HALF_BITS
+    mantissa = ((offset & 0x7FFFFF) + SQRT_HALF_BITS).view(torch.float32)
     return (offset >> 23).float(), mantissa - 1.0
 
 
 def _log_split(e: torch.Tensor, f: torch.Tensor) -> torch.Tensor:
     z = f * f
-    y = torch.full_like(f, _LOG_POLY[0])
-    for c in _LOG_POLY[1:]:
+    y = torch.full_like(f, LOG_POLY[0])
+    for c in LOG_POLY[1:]:
         y = y * f + c
     y = y * f * z
-    y = y + e * _LN2_LOW
+    y = y + e * LN2_LOW
     y = y - z * 0.5
-    return (f + y) + e * _LN2_HIGH
+    return (f + y) + e * LN2_HIGH
 
 
 def gumbel_noise(key: torch.Tensor, position: torch.Tensor, vocab: int) -> torch.Tensor:
@@ -114,10 +114,10 @@ def _exp(y: torch.Tensor) -> torch.Tensor:
     y = y.clamp(min=-87.0)
     shifted = y * 1.44269504088896341 + 12582912.0
     n = shifted - 12582912.0
-    r = y - n * _LN2_HIGH
-    r = r - n * _LN2_LOW
-    q = torch.full_like(r, _EXP_POLY[0])
-    for c in _EXP_POLY[1:]:
+    r = y - n * LN2_HIGH
+    r = r - n * LN2_LOW
+    q = torch.full_like(r, EXP_POLY[0])
+    for c in EXP_POLY[1:]:
         q = q * r + c
     q = q * (r * r) + r
     q = q + 1.0
@@ -146,7 +146,7 @@ _TORCH_TYPES = {
 }  # fmt: skip
 
 
-def _scatter_points(
+def ragged_points(
     starts: np.ndarray, lengths: np.ndarray, flat: np.ndarray, vocab: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return (row, token, index into flat) of every ragged entry inside the vocabulary."""
@@ -160,12 +160,12 @@ def _scatter_points(
 def _mask_and_bias(x: torch.Tensor, params: RowParams) -> None:
     records, vocab = params.records, x.shape[1]
     due = records["position"] - records["prompt_len"] < records["min_tokens"]
-    rows, tokens, _ = _scatter_points(
+    rows, tokens, _ = ragged_points(
         records["stop_start"], np.where(due, records["stop_len"], 0), params.stop_ids, vocab
     )
     if len(rows):
         x[torch.from_numpy(rows), torch.from_numpy(tokens).long()] = -math.inf
-    rows, tokens, index = _scatter_points(records["bias_start"], records["bias_len"], params.bias_ids, vocab)
+    rows, tokens, index = ragged_points(records["bias_start"], records["bias_len"], params.bias_ids, vocab)
     if len(rows):
         where = torch.from_numpy(rows), torch.from_numpy(tokens).long()
         x[where] = x[where] + torch.from_numpy(params.bias_values[index]).to(x.device)

@@ -1,0 +1,150 @@
+"""The GPU's kernel: the same tokens as torch and the native kernel, and what it compiles to.
+
+On a machine with a GPU the compiled kernel runs; elsewhere `make kernel-test` runs it in Triton's
+interpreter. That is numpy, which never fuses a product and a sum: what the compiler does is read
+from the PTX, which needs no GPU.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("triton", reason="no triton: builds of torch for GPUs bring it, `make kernel-test` too")
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+if DEVICE == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
+    pytest.skip("no GPU: `make kernel-test` runs this in Triton's interpreter", allow_module_level=True)
+
+from sampling_rows import pack, random_batch, random_logits  # noqa: E402 - after torch and triton
+
+from seer.services.engine.vllm import sampler_check, sampling, sampling_torch, sampling_triton  # noqa: E402
+from seer.services.engine.vllm.sampling import SamplingTable, sample_rows  # noqa: E402
+
+pytestmark = pytest.mark.vllm
+EXAMPLES = 300 if DEVICE == "cuda" else 20  # the interpreter takes 0.1 s a row
+
+COMPILE = """
+import sys
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from seer.services.engine.vllm.sampling_triton import LAUNCH, sample_kernel
+
+types = dict(zip(sample_kernel.arg_names, ("*fp32", "i32", "i32", "*i64", "*i64", "*i32", "*fp32"), strict=True))
+options = LAUNCH | ({"enable_fp_fusion": True} if sys.argv[2] == "fused" else {})
+target = GPUTarget("cuda", int(sys.argv[1]), 32)
+print(triton.compile(ASTSource(sample_kernel, types), target=target, options=options).asm["ptx"])
+"""
+
+
+def same(logits, params):
+    """Sample with the kernel, assert that torch and the native kernel agree, and return the tokens."""
+    tokens, logprobs = sampling_triton.sample(logits.to(DEVICE), params)
+    expected, expected_logprobs = sampling_torch.sample(logits, params)
+    assert tokens.tolist() == expected.tolist()
+    assert tokens.tolist() == sample_rows(logits, params, check=False)[0].tolist()
+    torch.testing.assert_close(logprobs.cpu(), expected_logprobs, atol=5e-5, rtol=2e-4, equal_nan=True)
+    return tokens.cpu()
+
+
+def test_it_draws_the_vectors():
+    sampler_check.self_test(sampling_triton.sample, DEVICE)
+
+
+def test_it_is_what_gpus_sample_by():
+    assert sampling._triton_sampler() is sampling_triton.sample
+
+
+@given(st.integers(0, 2**32 - 1), st.sampled_from([1, 2, 66, 1000, 2048, 2049, 5003]), st.integers(1, 5))
+@settings(max_examples=EXAMPLES)
+def test_random_rows(seed, vocab, rows):
+    rng = np.random.default_rng(seed)
+    logits = random_logits(rng, vocab, rows)
+    before = logits.clone()
+    table = SamplingTable(random_batch(rng, vocab, rows))
+    history = rng.integers(-1, vocab + 1, (rows, 80)).astype(np.int32)
+    same(logits, table.step(rng.integers(20, 80, rows), history))
+    assert torch.equal(logits, before)
+
+
+@pytest.mark.parametrize("vocab", [32_768 + 7, 262_144] if DEVICE == "cuda" else [32_768 + 7])
+def test_large_vocabularies(vocab):
+    rng = np.random.default_rng(vocab)
+    x = torch.from_numpy(rng.normal(size=(4, vocab)).astype(np.float32) * 3)
+    x[3, vocab - 1] = 30.0
+    kinds = [{}, {"top_p": 0.95, "repetition_penalty": 1.2}, {"top_k": 5000, "top_p": 0.9}, {"min_p": 0.01}]
+    requests = [pack(vocab, key=i, logprobs="processed", **kind) for i, kind in enumerate(kinds)]
+    history = rng.integers(0, vocab, (4, 300)).astype(np.int32)
+    same(x, SamplingTable(requests).step([300] * 4, history))
+
+
+@given(st.integers(0, 2**32 - 1))
+@settings(max_examples=EXAMPLES // 4)
+def test_cuts_among_zeros_denormals_and_extremes(seed):
+    rng = np.random.default_rng(seed)
+    rows, vocab = 6, 66
+    values = np.array(
+        [-0.0, 0.0, 1e-45, -1e-45, 1e-38, -1e-38, 1.0, -1.0, 3e38, -3e38, -math.inf], np.float32
+    )
+    logits = torch.from_numpy(rng.choice(values[: rng.integers(2, 12)], (rows, vocab)))
+    requests = [
+        pack(vocab, key=seed + row, top_k=int(rng.integers(0, vocab)), top_p=float(rng.uniform(1e-9, 1.0)))
+        for row in range(rows)
+    ]
+    same(logits, SamplingTable(requests).step(3))
+
+
+def test_rows_that_cannot_be_sampled():
+    logits = torch.zeros(6, 70)
+    logits[0, 3], logits[1, 69], logits[2] = math.nan, math.inf, -math.inf
+    logits[3, 5] = math.inf  # masked, but no number
+    logits[4] = 3e38  # infinite after the division
+    requests = [pack(70, top_p=0.9, top_k=3)] * 3
+    requests += [pack(70, min_tokens=9, stop_ids=(5,)), pack(70, temperature=0.1), pack(70)]
+    assert (same(logits, SamplingTable(requests).step([1] * 6)) >= 0).tolist() == [False] * 5 + [True]
+
+
+def test_several_launches_drafts_and_strides(monkeypatch):
+    rng = np.random.default_rng(8)
+    vocab, drafts = 50, [3, 0, 2]
+    table = SamplingTable(random_batch(rng, vocab, 3))
+    history = rng.integers(0, vocab, (3, 40)).astype(np.int32)
+    params = table.step([25, 30, 20], history, drafts, rng.integers(0, vocab, 5).astype(np.int32))
+    wide = torch.from_numpy(rng.normal(size=(8, 64)).astype(np.float32))
+    expected = same(wide[:, :vocab], params)
+    monkeypatch.setattr(sampling_triton, "_SLAB_ELEMENTS", 3 * vocab)
+    assert torch.equal(same(wide[:, :vocab].t().contiguous().t(), params), expected)
+
+
+def test_an_empty_batch_gives_nothing():
+    tokens, logprobs = sampling_triton.sample(torch.empty(0, 10, device=DEVICE), SamplingTable([]).step([]))
+    assert (tokens.shape, logprobs.shape) == ((0,), (0,))
+
+
+def ptx(capability, fusion="unfused"):
+    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    run = [sys.executable, "-c", COMPILE, str(capability), fusion]
+    return subprocess.run(run, env=env, capture_output=True, check=True, timeout=300, text=True).stdout
+
+
+@pytest.mark.parametrize("capability", [80, 90, 100])
+def test_the_compiled_kernel_rounds_every_operation_on_its_own(capability):
+    found = ptx(capability)
+    assert "fma" not in found
+    arithmetic = set(re.findall(r"\s((?:add|sub|mul|div|mad|sqrt|rcp)[\w.]*\.f(?:32|64)\w*)", found))
+    assert {"div.rn.f32", "mul.rn.f64"} <= arithmetic
+    assert {op for op in arithmetic if not re.fullmatch(r"\w+\.rn\.f(32|32x2|64)", op)} == set()
+    assert not re.findall(r"cvt\.[\w.]*(?:approx|ftz)[\w.]*", found)
+
+
+def test_the_check_sees_fusion():
+    assert "fma.rn" in ptx(90, "fused")
