@@ -139,6 +139,36 @@ class EngineConfig(_Section, frozen=True):
     """Replay backend without a trace: mean response length (heavy-tailed)."""
 
 
+class PoolConfig(_Section, frozen=True):
+    """A pool of KV that all engines share: Mooncake Store. Its ports are open to whoever reaches them."""
+
+    kind: Literal["auto", "mooncake", "none"] = "auto"
+    """`auto`: where a whole system starts on one machine, Mooncake if it can be imported; else none."""
+    master: str = "127.0.0.1:7108"
+    """Host and port of Mooncake's master."""
+    metrics: str = "127.0.0.1:7109"
+    """Host and port at which the master tells its figures over HTTP."""
+    host: str = ""
+    """This machine's address towards the pool's other members; default: the one that reaches the master."""
+    protocol: Literal["tcp", "rdma"] = "tcp"
+    device: str = ""
+    """RDMA devices, comma-separated; default: all."""
+    dram_gib: float | None = None
+    """Memory that the pool's owner gives; default: a share of what is free."""
+    ssd_gib: float = 0.0
+    """Disk below that memory; 0: none."""
+    ssd_path: str = ""
+    """Folder for it; default: a temporary one of the owner's."""
+    lease_seconds: float = 5.0
+    """For so long after a look-up or read, nothing is removed."""
+    call_seconds: float = 2.0
+    """Deadline of each call of an engine into the pool; a miss after it."""
+    staging_mib: int = 128
+    """Memory of each engine rank for KV on its way to and from the pool."""
+    pull_tokens: int = 512
+    """Fewer missing tokens than this are computed again, not pulled (paper, OSDI version)."""
+
+
 class LogConfig(_Section, frozen=True):
     """Structured logs on stderr."""
 
@@ -155,6 +185,7 @@ class Config(_Section, frozen=True):
     context: ContextConfig = ContextConfig()
     dgds: DgdsConfig = DgdsConfig()
     engine: EngineConfig = EngineConfig()
+    pool: PoolConfig = PoolConfig()
     log: LogConfig = LogConfig()
 
 

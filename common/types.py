@@ -118,7 +118,11 @@ class InstanceStats(msgspec.Struct, frozen=True, kw_only=True):
     """An instance's own report. Counters are totals since it started.
 
     `free_blocks` are really free (cached but unreferenced ones included); `pinned_blocks` are
-    held by pool saves after their request ended and cannot be given out.
+    held by pool saves after their request ended and cannot be given out. `cached_tokens` of
+    `prompt_tokens` were not computed: `pool_tokens` of them came from the KV pool.
+    `pool_failures` are calls into it that failed or took too long, `pool_corrupt` blocks whose
+    checksum was wrong; all of these cost a computation and nothing else. `pool_away`: it is left
+    alone for a while, after such failures.
     """
 
     steps: int = 0
@@ -130,3 +134,9 @@ class InstanceStats(msgspec.Struct, frozen=True, kw_only=True):
     generated_tokens: int = 0
     prompt_tokens: int = 0
     cached_tokens: int = 0
+    pool_tokens: int = 0
+    pool_saved_blocks: int = 0
+    pool_dropped_blocks: int = 0
+    pool_failures: int = 0
+    pool_corrupt: int = 0
+    pool_away: bool = False

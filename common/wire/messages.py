@@ -370,7 +370,8 @@ class RunChunk(Message, tag=True):
     """Run one chunk of one request: generate up to `max_new_tokens` after `tokens`.
 
     `tokens` is the prompt (`prompt_len` ids) and all output so far; `key` is the request's noise
-    key; `attempt` fences late answers.
+    key; `attempt` fences late answers. `wait_for_room`: start it only once its worst case fits free
+    blocks, so that it preempts nobody.
     """
 
     request_id: ShortStr
@@ -381,6 +382,7 @@ class RunChunk(Message, tag=True):
     max_new_tokens: int
     sampling: SamplingParams
     tokens: Tokens
+    wait_for_room: bool = False
 
 
 class DropChunk(Message, tag=True):

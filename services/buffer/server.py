@@ -435,7 +435,8 @@ class BufferServer:
                 case e.Keep() if tokens is not None and logprobs is not None:
                     self.store.keep(*_locate(item.request_id), tokens, logprobs)
                 case e.Dispatch():
-                    chunk = self.store.chunk(item, *_locate(item.request_id))
+                    wait = self.machine.policy.admission
+                    chunk = self.store.chunk(item, *_locate(item.request_id), wait_for_room=wait)
                     self._tell_engine(item.instance, chunk)
                 case e.Drop():
                     drop = m.DropChunk(request_id=item.request_id, attempt=item.attempt)

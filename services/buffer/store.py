@@ -77,7 +77,7 @@ class Store:
         output.tokens.append(tokens.copy())
         output.logprobs.append(logprobs.copy())
 
-    def chunk(self, dispatch: Dispatch, group_id: str, index: int) -> m.RunChunk:
+    def chunk(self, dispatch: Dispatch, group_id: str, index: int, *, wait_for_room: bool) -> m.RunChunk:
         """Return the message that runs a request's next chunk."""
         group = self._groups[group_id]
         return m.RunChunk(
@@ -89,6 +89,7 @@ class Store:
             max_new_tokens=dispatch.max_new_tokens,
             sampling=group.sampling,
             tokens=np.concatenate([group.prompt, *group.outputs[index].tokens]),
+            wait_for_room=wait_for_room,
         )
 
     def result(self, state: GroupState, live: Weights) -> m.GroupDone:

@@ -27,6 +27,7 @@ class Chunk(msgspec.Struct, frozen=True, kw_only=True):
     max_new_tokens: int
     sampling: SamplingParams
     tokens: list[int]
+    wait_for_room: bool = False
 
 
 class Generated(msgspec.Struct, kw_only=True):

@@ -52,6 +52,7 @@ def chunk_of(order: m.RunChunk, serial: int) -> Chunk:
         max_new_tokens=order.max_new_tokens,
         sampling=order.sampling,
         tokens=order.tokens.tolist(),
+        wait_for_room=order.wait_for_room,
     )
 
 
