@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 from typing import Annotated, Literal, Protocol, cast
 
 import msgspec
@@ -53,6 +54,14 @@ class TransferEngine(Protocol):
     ) -> int:
         """Copy bytes of a peer's registered memory to registered memory here; frees the GIL."""
         ...
+
+
+def own_address(peer: str) -> str:
+    """Return this machine's address on the way to a peer, `host:port`. Raises `OSError`, `ValueError`."""
+    host, _, port = peer.rpartition(":")
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((host, int(port)))
+        return str(probe.getsockname()[0])
 
 
 def open_engine(host: str, protocol: Transport, device: str = "") -> TransferEngine:

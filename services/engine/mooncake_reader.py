@@ -15,7 +15,6 @@ import ctypes
 import mmap
 import os
 import signal
-import socket
 import sys
 from pathlib import Path
 from typing import cast
@@ -23,7 +22,7 @@ from typing import cast
 import msgspec
 
 from seer.common.errors import SeerError
-from seer.common.mooncake import Memory, TransferEngine, open_engine
+from seer.common.mooncake import Memory, TransferEngine, open_engine, own_address
 
 PART_BYTES = 2**24
 """Read at once. On loopback smaller ones are slower; larger ones, or two at a time, are not faster."""
@@ -91,14 +90,6 @@ def read(engine: TransferEngine, memory: Memory, file: Path) -> None:
     os.close(opened)
 
 
-def _own_address(session: str) -> str:
-    """Return this machine's address on the way to a session's host. Raises `OSError`."""
-    host, _, port = session.rpartition(":")
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((host, int(port)))
-        return str(probe.getsockname()[0])
-
-
 def main() -> None:
     """Read as the command line says: a `Memory` as JSON, and a file."""
     # Ends this process even within a call, and when its engine is no more.
@@ -106,7 +97,7 @@ def main() -> None:
     text, file = sys.argv[1:]
     try:
         memory = msgspec.json.decode(text, type=Memory)
-        engine = open_engine(_own_address(memory.session), memory.protocol)
+        engine = open_engine(own_address(memory.session), memory.protocol)
         read(engine, memory, Path(file))
         last = _DONE
     except (OSError, ValueError, SeerError) as error:
