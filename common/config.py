@@ -139,6 +139,10 @@ class EngineConfig(_Section, frozen=True):
     """Replay backend without a trace: mean response length (heavy-tailed)."""
 
 
+POOL_SHARE = 0.1
+"""Share of free memory that a pool's owner takes at most unless told; it is taken as it is used."""
+
+
 class PoolConfig(_Section, frozen=True):
     """A pool of KV that all engines share: Mooncake Store. Its ports are open to whoever reaches them."""
 
@@ -225,6 +229,8 @@ def load(
     for name, endpoint in msgspec.structs.asdict(config.endpoints).items():
         if name != "bind_host":
             check_endpoint(f"endpoints.{name}", endpoint)
+    check_address("pool.master", config.pool.master)
+    check_address("pool.metrics", config.pool.metrics)
     return config
 
 
@@ -239,6 +245,13 @@ def check_endpoint(field: str, endpoint: str) -> None:
         raise ConfigError(
             f"{field} = {endpoint!r}: write tcp://host:port or ipc://path, with a port below 65536"
         )
+
+
+def check_address(field: str, address: str) -> None:
+    """Raise `ConfigError` unless this is `host:port`."""
+    host, _, port = address.rpartition(":")
+    if not host or not port.isascii() or not port.isdecimal() or not 0 < int(port) < 2**16:
+        raise ConfigError(f"{field} = {address!r}: write host:port, with a port from 1 to 65535")
 
 
 def dump(config: Config) -> str:

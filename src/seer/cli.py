@@ -243,7 +243,7 @@ def status(connect: str, as_json: bool) -> None:
     sys.exit(show(connect, as_json))
 
 
-def _service(name: str, help_text: str) -> None:
+def _service(name: str, help_text: str, module: str = "") -> None:
     @main.command(name, help=help_text)
     @_config_options
     @click.option("--ready-fd", type=int, help="Write one line there when ready.")
@@ -258,7 +258,7 @@ def _service(name: str, help_text: str) -> None:
         from seer.common.service import run_process
 
         config = _load(config_file, [], sets)
-        make = importlib.import_module(f"seer.services.{name}.server").make
+        make = importlib.import_module(f"seer.services.{module or f'{name}.server'}").make
         label = config.engine.name if name == "engine" and config.engine.name else name
         sys.exit(run_process(label, make, config, ready_fd))
 
@@ -267,6 +267,8 @@ _service("buffer", "Run the buffer: requests, their chunks and where they run.")
 _service("context", "Run the context service: length estimates of groups.")
 _service("dgds", "Run the dgds: grouped token streams, shared between engines.")
 _service("engine", "Run an engine: one model replica.")
+_service("pool-master", "Run the KV pool's master: Mooncake's own, watched.", "pool.master")
+_service("pool-owner", "Run the owner of the KV pool's memory and disk.", "pool.owner")
 
 
 if __name__ == "__main__":

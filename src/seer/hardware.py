@@ -18,6 +18,7 @@ import msgspec
 
 from seer.common.config import CPU_KV_SHARE, EngineConfig
 from seer.common.errors import ConfigError, InvalidField
+from seer.common.memory import free_bytes
 
 MAX_KV_GIB = 4.0
 """Bound on that share per engine: prefix reuse rarely gains from more on a CPU."""
@@ -44,7 +45,7 @@ class Machine(msgspec.Struct, frozen=True):
     @classmethod
     def here(cls) -> Machine:
         """Look at this machine."""
-        return cls(_cores(), _devices(), _free_bytes())
+        return cls(_cores(), _devices(), free_bytes())
 
 
 def plan_engines(engine: EngineConfig, instances: int, machine: Machine | None = None) -> list[EnginePlan]:
@@ -132,20 +133,3 @@ def _listed_devices() -> list[str]:
     except (OSError, subprocess.SubprocessError):
         return []
     return answer.stdout.split()
-
-
-def _free_bytes() -> int:
-    """Return memory that can be used without swapping, 0 if unknown; a container's limit counts."""
-    available = (line for line in _lines("/proc/meminfo") if line.startswith("MemAvailable:"))
-    free = [int(line.split()[1]) * 1024 for line in available]
-    limit, used = _lines("/sys/fs/cgroup/memory.max"), _lines("/sys/fs/cgroup/memory.current")
-    if limit and used and limit[0].isdecimal():
-        free.append(int(limit[0]) - int(used[0]))
-    return max(0, min(free, default=0))
-
-
-def _lines(path: str) -> list[str]:
-    try:
-        return Path(path).read_text().splitlines()
-    except OSError:
-        return []

@@ -19,6 +19,8 @@ HEAVY = ("torch", "vllm", "transformers", "mooncake", "trl", "accelerate")
         "seer.services.context.server",
         "seer.services.dgds.server",
         "seer.services.engine.server",
+        "seer.services.pool.master",
+        "seer.services.pool.owner",
     ],
 )
 def test_light_modules_import_nothing_heavy(module):

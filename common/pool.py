@@ -1,0 +1,82 @@
+"""What is known of the KV pool without being a part of it: its master's address, and what that tells.
+
+Invariants:
+- mooncake is never imported here;
+- every question has a deadline; an answer that makes no sense is no answer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+
+import msgspec
+
+from seer.common.errors import Unreachable
+
+ANSWER_SECONDS = 3.0
+"""Deadline of the master's answer over HTTP; it takes about a millisecond."""
+
+_SAMPLE = re.compile(r'^(?P<name>\w+)(?:\{segment="(?P<segment>[^"]*)"\})? (?P<value>[0-9.e+]+)$', re.M)
+"""A line of Prometheus' text format; other labels than `segment` are of no interest."""
+
+
+class PoolFigures(msgspec.Struct, frozen=True, kw_only=True):
+    """What a pool's master tells. Bytes of values; `owners`: memory in bytes by the owner's name."""
+
+    keys: int = 0
+    dram_used: int = 0
+    dram_total: int = 0
+    ssd_used: int = 0
+    ssd_total: int = 0
+    evicted_keys: int = 0
+    owners: dict[str, int] = {}
+
+
+async def ask_master(metrics: str, path: str = "/metrics", seconds: float = ANSWER_SECONDS) -> str:
+    """Return what the master answers at `metrics` (`host:port`). Raises `Unreachable`."""
+    host, _, port = metrics.rpartition(":")
+    try:
+        async with asyncio.timeout(seconds):
+            reader, writer = await asyncio.open_connection(host, int(port))
+            try:
+                writer.write(f"GET {path} HTTP/1.1\r\nHost: {metrics}\r\nConnection: close\r\n\r\n".encode())
+                status = await reader.readline()
+                length = 0
+                while (line := await reader.readline()).strip():
+                    name, _, value = line.decode("latin-1").partition(":")
+                    length = int(value) if name.lower() == "content-length" else length
+                body = await reader.readexactly(length)
+            finally:
+                writer.close()
+    except TimeoutError:
+        raise Unreachable(f"pool.metrics = {metrics!r}: no answer in {seconds:g} s") from None
+    except (OSError, ValueError, asyncio.IncompleteReadError) as error:
+        raise Unreachable(f"pool.metrics = {metrics!r}: {error}") from error
+    if b" 200 " not in status:
+        raise Unreachable(f"pool.metrics = {metrics!r}: answers {status.decode('latin-1').strip()!r}")
+    return body.decode(errors="replace")
+
+
+def read_figures(text: str) -> PoolFigures:
+    """Read what the master answers at `/metrics`; what it does not say is 0."""
+    values: dict[str, float] = {}
+    owners: dict[str, int] = {}
+    for sample in _SAMPLE.finditer(text):
+        if sample["segment"] is None:
+            values[sample["name"]] = float(sample["value"])
+        elif sample["name"] == "segment_total_capacity_bytes":
+            owners[sample["segment"]] = int(float(sample["value"]))
+
+    def value(name: str) -> int:
+        return int(values.get(name, 0))
+
+    return PoolFigures(
+        keys=value("master_key_count"),
+        dram_used=value("master_allocated_bytes"),
+        dram_total=value("master_total_capacity_bytes"),
+        ssd_used=value("master_allocated_file_size_bytes"),
+        ssd_total=value("master_total_file_capacity_bytes"),
+        evicted_keys=value("master_evicted_key_count"),
+        owners=owners,
+    )

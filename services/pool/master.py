@@ -1,0 +1,121 @@
+"""Runs Mooncake's master: which blocks the pool holds, and where.
+
+Invariants:
+- it is ready once the master answers its RPC port and its HTTP port;
+- the master's end, or its silence for `SILENCE_SECONDS`, ends this service with an error: whoever
+  supervises it starts it again, with an empty pool;
+- the master never outlives the service.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+from seer.common.clock import Clock
+from seer.common.config import Config
+from seer.common.errors import ConfigError, Unreachable
+from seer.common.log import get_logger
+from seer.common.pool import ask_master
+from seer.common.transport.base import Transport
+from seer.services.pool.program import Program
+from seer.services.pool.settings import CLIENT_SECONDS, PoolError, check, listen_address, master_program
+
+START_SECONDS = 20.0
+"""It takes a tenth of a second on an idle machine."""
+
+SILENCE_SECONDS = 10.0
+"""A master that does not answer for this long hangs."""
+
+_PROBE_SECONDS = 2.0
+
+
+def make(config: Config, transport: Transport, clock: Clock) -> PoolMaster:
+    """Build the service for `service.run_process`."""
+    return PoolMaster(config, clock)
+
+
+class PoolMaster:
+    """One pool's master. Raises `InvalidField` for values that cannot be used."""
+
+    def __init__(self, config: Config, clock: Clock) -> None:
+        check(config.pool)
+        self._config = config
+        self._pool = config.pool
+        self._clock = clock
+        self._drained = asyncio.Event()
+        self._log = get_logger()
+
+    async def start(self) -> dict[str, str]:
+        """Start the master and wait until it answers. Raises `ConfigError` when a port is taken."""
+        rpc = listen_address(self._config, "pool.master", self._pool.master)
+        http = listen_address(self._config, "pool.metrics", self._pool.metrics)
+        self._probed = f"{'127.0.0.1' if http[0] == '0.0.0.0' else http[0]}:{http[1]}"  # noqa: S104 - compared
+        try:
+            self._program = await Program.start([master_program(), *self._flags(rpc, http)], {})
+        except OSError as error:
+            raise ConfigError(f"{master_program()} cannot be started: {error.strerror}") from error
+        try:
+            async with asyncio.timeout(START_SECONDS):
+                while not await self._answers(rpc):
+                    await self._clock.sleep(0.02)
+        except TimeoutError:
+            raise PoolError(f"Mooncake's master did not answer in {START_SECONDS:g} s") from None
+        return {"pool_master": f"{rpc[0]}:{rpc[1]}", "pool_metrics": f"{http[0]}:{http[1]}"}
+
+    async def run(self) -> None:
+        """Watch the master until drained. Raises `PoolError` when it ends or hangs."""
+        ending = [asyncio.create_task(task) for task in (self._drained.wait(), self._end(), self._silence())]
+        try:
+            done, _ = await asyncio.wait(ending, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()
+        finally:
+            for task in ending:
+                task.cancel()
+            await self._program.kill()
+
+    def drain(self) -> None:
+        """End the master, and with it what the pool knows."""
+        self._drained.set()
+
+    def _flags(self, rpc: tuple[str, int], http: tuple[str, int]) -> list[str]:
+        flags = {
+            "rpc_address": rpc[0],
+            "rpc_port": rpc[1],
+            "metrics_host": http[0],
+            "metrics_port": http[1],
+            "client_ttl": CLIENT_SECONDS,
+            "default_kv_lease_ttl": round(self._pool.lease_seconds * 1000),
+            "logtostderr": "true",
+            "minloglevel": 2,  # errors
+            "enable_metric_reporting": "false",  # into its log
+        }
+        if self._pool.ssd_gib:
+            # What is evicted goes to disk; without the second flag it is lost when its memory is needed.
+            flags |= {"enable_offload": "true", "offload_on_evict": "true", "promotion_on_hit": "true"}
+        return [f"--{name}={value}" for name, value in flags.items()]
+
+    async def _answers(self, rpc: tuple[str, int]) -> bool:
+        if self._program.ended:
+            raise PoolError(f"Mooncake's master {await self._program.wait()}: its log says why")
+        try:
+            await ask_master(self._probed, "/health")
+            _, writer = await asyncio.open_connection(*rpc)
+        except (Unreachable, OSError):
+            return False
+        writer.close()
+        return True
+
+    async def _end(self) -> None:
+        raise PoolError(f"Mooncake's master {await self._program.wait()}")
+
+    async def _silence(self) -> None:
+        heard = self._clock.now()
+        while self._clock.now() - heard < SILENCE_SECONDS:
+            await self._clock.sleep(_PROBE_SECONDS)
+            try:
+                await ask_master(self._probed, "/health")
+                heard = self._clock.now()
+            except Unreachable as error:
+                self._log.warning("the pool's master does not answer", error=str(error))
+        raise PoolError(f"Mooncake's master did not answer for {SILENCE_SECONDS:g} s")

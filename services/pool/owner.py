@@ -1,0 +1,220 @@
+"""Owns the pool's memory and disk, so that KV outlives the engines that computed it.
+
+Invariants:
+- it is ready once the master counts on its memory; a master that is not there yet is waited for;
+- a master that is started again gets the memory back within seconds: Mooncake's own doing, and what
+  was in memory is forgotten. Memory that the master does not list for `MISSING_SECONDS` ends this
+  service with an error: whoever supervises it starts it again;
+- nothing is held twice: a disk folder has one owner, and what an earlier one left there is removed;
+- nothing is left behind: the folder is emptied on the way out.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import fcntl
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+from typing import IO
+
+import msgspec
+
+from seer.common.clock import Clock
+from seer.common.config import POOL_SHARE, Config, PoolConfig
+from seer.common.errors import ConfigError, InvalidField, Unreachable
+from seer.common.log import get_logger
+from seer.common.memory import free_bytes
+from seer.common.mooncake import own_address
+from seer.common.pool import ask_master, read_figures
+from seer.common.transport.base import Transport
+from seer.services.pool.holder import READY, Holding
+from seer.services.pool.program import Program
+from seer.services.pool.settings import PoolError, check
+
+START_SECONDS = 50.0
+"""Deadline for the master to be there and the memory to be held; under the launcher's own."""
+
+RETRY_SECONDS = 0.5
+
+MISSING_SECONDS = 20.0
+"""Mooncake gives a new master the memory within 5 s."""
+
+_PROBE_SECONDS = 2.0
+
+_BUFFER_BYTES = 2**28
+"""Mooncake's buffer for what is read of the disk. Its own 1.25 GiB takes seconds to be zeroed."""
+
+_BUCKET_BYTES = 2**24
+"""What is written at once; nothing is written before so much is there. Mooncake's own 256 MiB is a
+quarter of a small pool."""
+
+LOCK = "owner.lock"
+"""Held by a folder's owner for as long as it lives."""
+
+_ENVIRONMENT = {"MC_LOG_LEVEL": "ERROR", "MC_RPC_TIMEOUT_MS": "2000", "MC_STORE_CLIENT_SETUP_RETRIES": "1"}
+"""A master that hangs holds a call for 30 s otherwise."""
+
+
+def make(config: Config, transport: Transport, clock: Clock) -> PoolOwner:
+    """Build the service for `service.run_process`."""
+    return PoolOwner(config.pool, clock)
+
+
+class PoolOwner:
+    """One owner. Raises `InvalidField` for values that cannot be used."""
+
+    def __init__(self, pool: PoolConfig, clock: Clock) -> None:
+        check(pool)
+        self._pool = pool
+        self._clock = clock
+        self._dram_bytes = _dram_bytes(pool)
+        self._drained = asyncio.Event()
+        self._log = get_logger()
+
+    async def start(self) -> dict[str, str]:
+        """Hold the memory and the disk. Raises `SeerError` when either cannot be had."""
+        self._folder = Folder(self._pool.ssd_path) if self._pool.ssd_gib else None
+        try:
+            async with asyncio.timeout(START_SECONDS):
+                host = await self._meet_master()
+                self._name = await self._hold(host)
+        except TimeoutError:
+            raise Unreachable(
+                f"pool.master = {self._pool.master!r}: no pool could be joined in {START_SECONDS:g} s"
+            ) from None
+        return {"pool_owner": self._name}
+
+    async def run(self) -> None:
+        """Watch what is held until drained. Raises `PoolError` when it is lost."""
+        ending = [asyncio.create_task(task) for task in (self._drained.wait(), self._end(), self._missing())]
+        try:
+            done, _ = await asyncio.wait(ending, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()
+        finally:
+            for task in ending:
+                task.cancel()
+            await self._program.kill()
+            if self._folder:
+                self._folder.close()
+
+    def drain(self) -> None:
+        """Let go of all that is held. The pool notices within seconds."""
+        self._drained.set()
+
+    async def _meet_master(self) -> str:
+        """Wait until the master's port answers; return this machine's address on the way there."""
+        host, _, port = self._pool.master.rpartition(":")
+        while True:
+            try:
+                _, writer = await asyncio.open_connection(host, int(port))
+                writer.close()
+                return self._pool.host or await asyncio.to_thread(own_address, self._pool.master)
+            except OSError as error:
+                self._log.debug("the pool's master is not there yet", error=str(error))
+                await asyncio.sleep(RETRY_SECONDS)
+
+    async def _hold(self, host: str) -> str:
+        holding = Holding(
+            host=host,
+            master=self._pool.master,
+            protocol=self._pool.protocol,
+            device=self._pool.device,
+            dram_bytes=self._dram_bytes,
+            ssd_path=str(self._folder.path) if self._folder else "",
+        )
+        command = [sys.executable, "-m", "seer.services.pool.holder", msgspec.json.encode(holding).decode()]
+        self._program = await Program.start(command, _ENVIRONMENT | _disk_environment(self._pool))
+        try:
+            said = await self._program.line()
+            if not said.startswith(READY):
+                raise PoolError(said or f"what was to hold the memory {await self._program.wait()}")
+        except BaseException:
+            await self._program.kill()
+            raise
+        return said.removeprefix(READY)
+
+    async def _end(self) -> None:
+        raise PoolError(f"what held the pool's memory {await self._program.wait()}")
+
+    async def _missing(self) -> None:
+        listed, answers = self._clock.now(), True
+        while self._clock.now() - listed < MISSING_SECONDS:
+            await self._clock.sleep(_PROBE_SECONDS)
+            try:
+                owners = read_figures(await ask_master(self._pool.metrics)).owners
+            except Unreachable as error:
+                if answers:
+                    self._log.warning("the pool's master does not tell what it counts on", error=str(error))
+                answers, listed = False, self._clock.now()  # nothing is known: that is not our end
+                continue
+            if self._name in owners:
+                if not answers:
+                    self._log.info("the pool's master counts on this memory again")
+                answers, listed = True, self._clock.now()
+        raise PoolError(
+            f"the pool's master answers, but did not count on this memory for {MISSING_SECONDS:g} s"
+        )
+
+
+class Folder:
+    """A disk folder's part that only one owner uses, empty at first and removed in the end.
+
+    Raises `ConfigError` when the folder cannot be used. An empty `path`: a temporary folder.
+    """
+
+    def __init__(self, path: str) -> None:
+        self._temporary = not path
+        try:
+            self._root = Path(path or tempfile.mkdtemp(prefix="seer-pool-"))
+            self._root.mkdir(parents=True, exist_ok=True)
+            self._lock: IO[bytes] = (self._root / LOCK).open("wb")
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self.path = self._root / "kv"
+            shutil.rmtree(self.path, ignore_errors=True)
+            self.path.mkdir()
+        except BlockingIOError:
+            raise InvalidField(
+                "pool.ssd_path", path, "another owner uses this folder: give another"
+            ) from None
+        except OSError as error:
+            fix = f"{error.strerror}; give a folder that can be written to"
+            raise InvalidField("pool.ssd_path", path, fix) from error
+
+    def close(self) -> None:
+        """Remove what was written."""
+        shutil.rmtree(self.path, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            (self._root / LOCK).unlink()
+            self._lock.close()
+            if self._temporary:
+                self._root.rmdir()
+
+
+def _dram_bytes(pool: PoolConfig) -> int:
+    free = free_bytes()
+    if pool.dram_gib is None:
+        if not free:
+            raise ConfigError("pool.dram_gib: this machine does not tell its free memory: give a number")
+        return int(free * POOL_SHARE)
+    wanted = int(pool.dram_gib * 2**30)
+    if free and wanted > free:  # it is only taken as it is used: Mooncake would notice when it is too late
+        raise InvalidField("pool.dram_gib", pool.dram_gib, f"only {free / 2**30:.1f} GiB are free here")
+    return wanted
+
+
+def _disk_environment(pool: PoolConfig) -> dict[str, str]:
+    if not pool.ssd_gib:
+        return {}
+    size = str(int(pool.ssd_gib * 2**30))
+    return {
+        "MOONCAKE_OFFLOAD_TOTAL_SIZE_LIMIT_BYTES": size,  # what the master is told
+        "MOONCAKE_OFFLOAD_BUCKET_MAX_TOTAL_SIZE": size,  # what is kept to
+        "MOONCAKE_OFFLOAD_BUCKET_EVICTION_POLICY": "lru",
+        "MOONCAKE_OFFLOAD_BUCKET_SIZE_LIMIT_BYTES": str(_BUCKET_BYTES),
+        "MOONCAKE_OFFLOAD_LOCAL_BUFFER_SIZE_BYTES": str(_BUFFER_BYTES),
+        "MOONCAKE_OFFLOAD_HEARTBEAT_INTERVAL_SECONDS": "1",
+    }

@@ -1,0 +1,59 @@
+"""What both of the pool's services check and derive from `[pool]`.
+
+Invariants:
+- a value that cannot be used is refused by its dotted name before anything starts.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import socket
+from pathlib import Path
+
+from seer.common.config import Config, PoolConfig
+from seer.common.errors import ConfigError, InvalidField, SeerError
+
+MASTER_PROGRAM = "mooncake_master"
+
+CLIENT_SECONDS = 5
+"""A member of the pool that is silent for this long is out of it. Within that time, reads of what it
+held fail; a machine that stalls for longer loses what it held."""
+
+
+class PoolError(SeerError):
+    """The pool cannot be had, or cannot go on."""
+
+    code = "pool"
+
+
+def check(pool: PoolConfig) -> None:
+    """Raise `InvalidField` for the first value that cannot be used."""
+    for name, low in (("lease_seconds", 0.0), ("dram_gib", 0.0), ("ssd_gib", -1.0)):
+        value = getattr(pool, name)
+        if value is not None and not low < value < float("inf"):
+            raise InvalidField(f"pool.{name}", value, "give a number above 0")
+
+
+def master_program() -> str:
+    """Return the path of Mooncake's master. Raises `ConfigError` where Mooncake is not installed."""
+    found = importlib.util.find_spec("mooncake")
+    for folder in (found and found.submodule_search_locations) or ():
+        program = Path(folder) / MASTER_PROGRAM
+        if program.is_file():
+            return str(program)
+    raise ConfigError("Mooncake is not installed here: install the extra cpu, cuda12 or cuda13")
+
+
+def listen_address(config: Config, field: str, address: str) -> tuple[str, int]:
+    """Return host and port to listen on for `address`. Raises `ConfigError` when that cannot be."""
+    host, _, port = address.rpartition(":")
+    host = config.endpoints.bind_host or host
+    host = "0.0.0.0" if host == "*" else host  # noqa: S104 - said in the configuration
+    try:
+        with socket.create_server((host, int(port))):
+            pass
+    except OSError as error:
+        said = os.strerror(error.errno) if error.errno else error
+        raise ConfigError(f"{field} = {address!r}: {said}; give a free port of this machine") from error
+    return host, int(port)
