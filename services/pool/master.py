@@ -35,7 +35,7 @@ def make(config: Config, transport: Transport, clock: Clock) -> PoolMaster:
 
 
 class PoolMaster:
-    """One pool's master. Raises `InvalidField` for values that cannot be used."""
+    """One pool's master. Raises `ConfigError` for values that cannot be used."""
 
     def __init__(self, config: Config, clock: Clock) -> None:
         check(config.pool)
@@ -58,8 +58,11 @@ class PoolMaster:
             async with asyncio.timeout(START_SECONDS):
                 while not await self._answers(rpc):
                     await self._clock.sleep(0.02)
-        except TimeoutError:
-            raise PoolError(f"Mooncake's master did not answer in {START_SECONDS:g} s") from None
+        except BaseException as error:
+            await self._program.kill()
+            if isinstance(error, TimeoutError):
+                raise PoolError(f"Mooncake's master did not answer in {START_SECONDS:g} s") from None
+            raise
         return {"pool_master": f"{rpc[0]}:{rpc[1]}", "pool_metrics": f"{http[0]}:{http[1]}"}
 
     async def run(self) -> None:

@@ -12,19 +12,18 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import fcntl
+import os
 import shutil
 import sys
 import tempfile
 from pathlib import Path
-from typing import IO
 
 import msgspec
 
 from seer.common.clock import Clock
 from seer.common.config import POOL_SHARE, Config, PoolConfig
-from seer.common.errors import ConfigError, InvalidField, Unreachable
+from seer.common.errors import ConfigError, Unreachable
 from seer.common.log import get_logger
 from seer.common.memory import free_bytes
 from seer.common.mooncake import own_address
@@ -51,9 +50,6 @@ _BUCKET_BYTES = 2**24
 """What is written at once; nothing is written before so much is there. Mooncake's own 256 MiB is a
 quarter of a small pool."""
 
-LOCK = "owner.lock"
-"""Held by a folder's owner for as long as it lives."""
-
 _ENVIRONMENT = {"MC_LOG_LEVEL": "ERROR", "MC_RPC_TIMEOUT_MS": "2000", "MC_STORE_CLIENT_SETUP_RETRIES": "1"}
 """A master that hangs holds a call for 30 s otherwise."""
 
@@ -64,27 +60,32 @@ def make(config: Config, transport: Transport, clock: Clock) -> PoolOwner:
 
 
 class PoolOwner:
-    """One owner. Raises `InvalidField` for values that cannot be used."""
+    """One owner. Raises `ConfigError` for values that cannot be used."""
 
     def __init__(self, pool: PoolConfig, clock: Clock) -> None:
         check(pool)
         self._pool = pool
         self._clock = clock
         self._dram_bytes = _dram_bytes(pool)
+        self._folder: Folder | None = None
+        self._program: Program | None = None
         self._drained = asyncio.Event()
         self._log = get_logger()
 
     async def start(self) -> dict[str, str]:
         """Hold the memory and the disk. Raises `SeerError` when either cannot be had."""
-        self._folder = Folder(self._pool.ssd_path) if self._pool.ssd_gib else None
+        if self._pool.ssd_gib:
+            self._folder = Folder(self._pool.ssd_path, int(self._pool.ssd_gib * 2**30))
         try:
             async with asyncio.timeout(START_SECONDS):
                 host = await self._meet_master()
                 self._name = await self._hold(host)
-        except TimeoutError:
-            raise Unreachable(
-                f"pool.master = {self._pool.master!r}: no pool could be joined in {START_SECONDS:g} s"
-            ) from None
+        except BaseException as error:
+            await self._release()
+            if isinstance(error, TimeoutError):
+                why = f"could not be joined in {START_SECONDS:g} s; is the master there?"
+                raise Unreachable(f"pool.master = {self._pool.master!r}: {why}") from None
+            raise
         return {"pool_owner": self._name}
 
     async def run(self) -> None:
@@ -97,9 +98,7 @@ class PoolOwner:
         finally:
             for task in ending:
                 task.cancel()
-            await self._program.kill()
-            if self._folder:
-                self._folder.close()
+            await self._release()
 
     def drain(self) -> None:
         """Let go of all that is held. The pool notices within seconds."""
@@ -127,18 +126,21 @@ class PoolOwner:
             ssd_path=str(self._folder.path) if self._folder else "",
         )
         command = [sys.executable, "-m", "seer.services.pool.holder", msgspec.json.encode(holding).decode()]
-        self._program = await Program.start(command, _ENVIRONMENT | _disk_environment(self._pool))
-        try:
-            said = await self._program.line()
-            if not said.startswith(READY):
-                raise PoolError(said or f"what was to hold the memory {await self._program.wait()}")
-        except BaseException:
-            await self._program.kill()
-            raise
+        program = self._program = await Program.start(command, _ENVIRONMENT | _disk_environment(self._pool))
+        said = await program.line()
+        if not said.startswith(READY):
+            raise PoolError(said or f"what was to hold the pool's memory {await program.wait()}")
         return said.removeprefix(READY)
 
+    async def _release(self) -> None:
+        if self._program:
+            await self._program.kill()
+        if self._folder:
+            self._folder.close()
+
     async def _end(self) -> None:
-        raise PoolError(f"what held the pool's memory {await self._program.wait()}")
+        if self._program:
+            raise PoolError(f"what held the pool's memory {await self._program.wait()}")
 
     async def _missing(self) -> None:
         listed, answers = self._clock.now(), True
@@ -161,37 +163,38 @@ class PoolOwner:
 
 
 class Folder:
-    """A disk folder's part that only one owner uses, empty at first and removed in the end.
+    """A part of `pool.ssd_path` that one owner has to itself, empty at first and removed in the end.
 
     Raises `ConfigError` when the folder cannot be used. An empty `path`: a temporary folder.
     """
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, size: int) -> None:
         self._temporary = not path
         try:
             self._root = Path(path or tempfile.mkdtemp(prefix="seer-pool-"))
             self._root.mkdir(parents=True, exist_ok=True)
-            self._lock: IO[bytes] = (self._root / LOCK).open("wb")
+            self._lock = os.open(self._root, os.O_RDONLY)
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             self.path = self._root / "kv"
             shutil.rmtree(self.path, ignore_errors=True)
             self.path.mkdir()
+            free = shutil.disk_usage(self.path).free
         except BlockingIOError:
-            raise InvalidField(
-                "pool.ssd_path", path, "another owner uses this folder: give another"
+            raise ConfigError(
+                f"pool.ssd_path = {path!r}: another owner uses it; give another folder"
             ) from None
         except OSError as error:
-            fix = f"{error.strerror}; give a folder that can be written to"
-            raise InvalidField("pool.ssd_path", path, fix) from error
+            why = f"{error.strerror}; give a folder that can be written to"
+            raise ConfigError(f"pool.ssd_path = {path!r}: {why}") from error
+        if size > free:
+            self.close()
+            fits = f"only {free / 2**30:.1f} GiB are free in {self._root}; give less"
+            raise ConfigError(f"pool.ssd_gib = {size / 2**30:g}: {fits}")
 
     def close(self) -> None:
         """Remove what was written."""
-        shutil.rmtree(self.path, ignore_errors=True)
-        with contextlib.suppress(OSError):
-            (self._root / LOCK).unlink()
-            self._lock.close()
-            if self._temporary:
-                self._root.rmdir()
+        shutil.rmtree(self._root if self._temporary else self.path, ignore_errors=True)
+        os.close(self._lock)
 
 
 def _dram_bytes(pool: PoolConfig) -> int:
@@ -202,7 +205,8 @@ def _dram_bytes(pool: PoolConfig) -> int:
         return int(free * POOL_SHARE)
     wanted = int(pool.dram_gib * 2**30)
     if free and wanted > free:  # it is only taken as it is used: Mooncake would notice when it is too late
-        raise InvalidField("pool.dram_gib", pool.dram_gib, f"only {free / 2**30:.1f} GiB are free here")
+        fits = f"only {free / 2**30:.1f} GiB are free here; give less"
+        raise ConfigError(f"pool.dram_gib = {pool.dram_gib:g}: {fits}")
     return wanted
 
 

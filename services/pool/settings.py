@@ -12,7 +12,7 @@ import socket
 from pathlib import Path
 
 from seer.common.config import Config, PoolConfig
-from seer.common.errors import ConfigError, InvalidField, SeerError
+from seer.common.errors import ConfigError, SeerError
 
 MASTER_PROGRAM = "mooncake_master"
 
@@ -28,11 +28,13 @@ class PoolError(SeerError):
 
 
 def check(pool: PoolConfig) -> None:
-    """Raise `InvalidField` for the first value that cannot be used."""
-    for name, low in (("lease_seconds", 0.0), ("dram_gib", 0.0), ("ssd_gib", -1.0)):
+    """Raise `ConfigError` for the first value that cannot be used."""
+    if not 0 <= pool.ssd_gib < float("inf"):
+        raise ConfigError(f"pool.ssd_gib = {pool.ssd_gib}: give a size of disk, or 0 for none")
+    for name, low in (("lease_seconds", 0.0), ("dram_gib", 0.0)):
         value = getattr(pool, name)
         if value is not None and not low < value < float("inf"):
-            raise InvalidField(f"pool.{name}", value, "give a number above 0")
+            raise ConfigError(f"pool.{name} = {value}: give a number above {low:g}")
 
 
 def master_program() -> str:

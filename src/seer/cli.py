@@ -77,6 +77,12 @@ def _overrides(**values: object) -> list[str]:
     return [f"{key}={value}" for key, value in given.items()]
 
 
+_KV_POOL = click.option(
+    "--kv-pool", type=click.Choice(["auto", "mooncake", "none"]),
+    help="Where engines share KV.  [default: auto, Mooncake where it is installed]",
+)  # fmt: skip
+
+
 @main.command()
 @click.argument("prompts", type=_FILE)
 @click.option("--model", type=_FOLDER, help="Hugging Face model folder.")
@@ -101,6 +107,7 @@ def _overrides(**values: object) -> list[str]:
 @click.option("--policy", help="Scheduling policy.  [default: divided]")
 @click.option("--max-num-seqs", type=_POSITIVE, help="Requests an engine runs at once.  [default: 64]")
 @click.option("--kv-blocks", type=_POSITIVE, help="KV blocks per engine; default: what the memory gives.")
+@_KV_POOL
 @click.option("--backend", type=click.Choice(["vllm", "replay"]), help="Engine backend.  [default: vllm]")
 @click.option("--report", type=_FILE, help="Write counts and timings as JSON.")
 @click.option("--resume", is_flag=True, help="Continue an interrupted run from OUT.journal, if there is one.")
@@ -119,6 +126,7 @@ def rollout(
     policy: str | None,
     max_num_seqs: int | None,
     kv_blocks: int | None,
+    kv_pool: str | None,
     backend: str | None,
     report: Path | None,
     resume: bool,
@@ -141,6 +149,7 @@ def rollout(
         engine__kv_blocks=kv_blocks,
         buffer__policy=policy,
         buffer__chunk_size=chunk_size,
+        pool__kind=kv_pool,
     )
     if connect and len(overrides) > (model is not None):
         click.echo("warning: with --connect, engine and scheduling options have no effect", err=True)
@@ -224,12 +233,15 @@ def verify(
 @main.command()
 @click.option("--model", type=_FOLDER, help="Hugging Face model folder.")
 @click.option("--instances", type=_POSITIVE, default=2, show_default=True, help="Engines to start.")
+@_KV_POOL
 @_config_options
-def up(model: Path | None, instances: int, config_file: Path | None, sets: tuple[str, ...]) -> None:
+def up(
+    model: Path | None, instances: int, kv_pool: str | None, config_file: Path | None, sets: tuple[str, ...]
+) -> None:
     """Run a whole system on this machine until Ctrl-C, which drains it; a second one stops it at once."""
     from seer.up import serve
 
-    overrides = _overrides(shared__model=model and model.resolve())
+    overrides = _overrides(shared__model=model and model.resolve(), pool__kind=kv_pool)
     serve(_load(config_file, overrides, sets), instances)
 
 

@@ -1,4 +1,4 @@
-"""A whole system on this machine: buffer, context, dgds and engines as child processes.
+"""A whole system on this machine: buffer, context, dgds, engines and a KV pool as child processes.
 
 Invariants:
 - no child outlives this process: each dies with it (on Linux), and on the way out the whole process
@@ -6,6 +6,7 @@ Invariants:
 - a child that ends before it is told to is noticed at once, with the last lines it logged, and
   started again as `restarts` allows; one that cannot start at first ends the whole;
 - one that is given up is survived, but for the buffer and the last engine;
+- a KV pool that nobody asked for by name (`pool.kind = auto`) is not waited for, and may fail to start;
 - starting and stopping have deadlines.
 """
 
@@ -28,6 +29,7 @@ from seer.child import Child, LaunchError, StartError
 from seer.common.config import Config, Endpoints
 from seer.common.errors import ConfigError
 from seer.hardware import plan_engines
+from seer.pool_plan import POOL_SERVICES, plan_pool
 from seer.restarts import Restarts
 
 T = TypeVar("T")
@@ -51,6 +53,9 @@ STOP_SECONDS = 5.0
 
 SPOOL = "weights"
 """Where a system keeps weights that trainers stream, unless told: in its own folder, never longer than it."""
+
+POOL_DISK = "pool"
+"""Likewise for the KV pool's disk tier."""
 
 _MAX_IPC_DIR = 60
 """Unix socket paths are at most 107 bytes long."""
@@ -82,18 +87,27 @@ class _Slot:
     """One service's place: the child that fills it now, and its record."""
 
     def __init__(
-        self, service: str, name: str, config: Config, environ: Mapping[str, str], seconds: float
+        self,
+        service: str,
+        name: str,
+        config: Config,
+        environ: Mapping[str, str],
+        seconds: float,
+        *,
+        optional: bool = False,
     ) -> None:
         self.service = service
         self.name = name
         self.config = config
         self.environ = environ
         self.start_seconds = seconds
+        self.optional = optional
         self.gate: contextlib.AbstractAsyncContextManager[object] = contextlib.nullcontext()
         self.child: Child | None = None
         self.ready_at: float | None = None
         self.restarts = Restarts()
         self.given_up = False
+        self.keeper: asyncio.Task[None] | None = None
 
 
 class LocalSystem:
@@ -114,13 +128,13 @@ class LocalSystem:
         drain: bool = False,
         say: Callable[[str], None] = lambda line: None,
     ) -> None:
-        self.config = config
+        self._pool = plan_pool(config.pool, config.engine, private=private)
+        self.config = replace(config, pool=self._pool.config)
         self._plans = plan_engines(config.engine, instances)
         self._private = private
         self._drain = drain
         self._say = say
         self._slots: list[_Slot] = []
-        self._keepers: list[asyncio.Task[None]] = []
         self._lost = False
         if not private:
             _refuse_free_ports(config.endpoints)
@@ -152,6 +166,11 @@ class LocalSystem:
         if not self.config.buffer.spool:  # a buffer that is started again finds its streams
             spool = replace(self.config.buffer, spool=str(self._dir / SPOOL))
             self.config = replace(self.config, buffer=spool)
+        if self._pool.starts and self.config.pool.ssd_gib and not self.config.pool.ssd_path:
+            disk = replace(self.config.pool, ssd_path=str(self._dir / POOL_DISK))
+            self.config = replace(self.config, pool=disk)
+        if self._pool.said:
+            self._say(self._pool.said)
         try:
             await self._start()
         except BaseException as error:
@@ -190,13 +209,21 @@ class LocalSystem:
             if plan.shares_device:  # they measure its free memory as they start: one after the other
                 slot.gate = shared
             self._slots.append(slot)
+        for name in POOL_SERVICES if self._pool.starts else ():
+            optional = self._pool.optional
+            self._slots.append(_Slot(name, name, self.config, {}, SERVICE_START_SECONDS, optional=optional))
+        waited = [slot for slot in self._slots if not slot.optional]
+        for slot in self._slots:
+            if slot.optional:
+                slot.keeper = asyncio.create_task(self._begin(slot))
         try:
             async with asyncio.TaskGroup() as tasks:
-                for slot in self._slots:
+                for slot in waited:
                     tasks.create_task(self._bring_up(slot))
         except ExceptionGroup as group:
             raise group.exceptions[0] from None
-        self._keepers = [asyncio.create_task(self._keep(slot)) for slot in self._slots]
+        for slot in waited:
+            slot.keeper = asyncio.create_task(self._keep(slot))
 
     async def _bring_up(self, slot: _Slot) -> None:
         slot.ready_at = None
@@ -208,6 +235,20 @@ class LocalSystem:
         slot.ready_at = asyncio.get_running_loop().time()
 
     # --- keeping up ----------------------------------------------------------------------
+
+    async def _begin(self, slot: _Slot) -> None:
+        await self._try(slot)
+        await self._keep(slot)
+
+    async def _try(self, slot: _Slot) -> bool:
+        try:
+            await self._bring_up(slot)
+        except LaunchError as error:
+            self._say(str(error))
+            if slot.child is not None:
+                slot.child.kill_group()  # when it was only late
+            return False
+        return True
 
     async def _keep(self, slot: _Slot) -> None:
         while slot.child is not None:
@@ -221,19 +262,15 @@ class LocalSystem:
                 return
             self._say(f"{slot.child.obituary()}\n{slot.name} starts again in {pause:g} s")
             await asyncio.sleep(pause)
-            try:
-                await self._bring_up(slot)
+            if await self._try(slot):
                 self._say(f"{slot.name} is back")
-            except LaunchError as error:
-                self._say(str(error))
-                slot.child.kill_group()  # when it was only late
 
     def _give_up(self, slot: _Slot, child: Child) -> None:
         slot.given_up = True
         end = f"{child.obituary()}\n{slot.name} is given up after {slot.restarts.in_a_row} failures in a row"
         engines = [each for each in self._slots if each.service == "engine"]
         left = sum(not each.given_up for each in engines)
-        if slot.service in ("context", "dgds"):
+        if slot.service in ("context", "dgds", *POOL_SERVICES):
             self._say(f"{end}; rollouts go on without it")
         elif slot.service == "engine" and left:
             self._say(f"{end}; rollouts go on with {left} of {len(engines)} engines")
@@ -250,23 +287,20 @@ class LocalSystem:
             if self._drain and orderly:  # engines that are lost meanwhile still come back
                 await self._end_keepers("buffer")
                 await self._end(self._children("buffer"), DRAIN_SECONDS)
-            await self._end_keepers(*SERVICES, "engine")
+            await self._end_keepers(*SERVICES, *POOL_SERVICES, "engine")
             # Engines next: they say goodbye to services that are still there.
-            for services in (("engine",), SERVICES):
+            for services in (("engine",), (*SERVICES, *POOL_SERVICES)):
                 await self._end(self._children(*services), LEAVE_SECONDS if orderly else 0.0)
         finally:
-            for keeper in self._keepers:
-                keeper.cancel()
-            for child in self._children(*SERVICES, "engine"):
-                child.kill_group()
+            for slot in self._slots:
+                if slot.keeper is not None:
+                    slot.keeper.cancel()
+                if slot.child is not None:
+                    slot.child.kill_group()
             self._clean_up()
 
     async def _end_keepers(self, *services: str) -> None:
-        ending = [
-            keeper
-            for keeper, slot in zip(self._keepers, self._slots, strict=False)
-            if slot.service in services
-        ]
+        ending = [slot.keeper for slot in self._slots if slot.keeper and slot.service in services]
         for keeper in ending:
             keeper.cancel()
         await asyncio.gather(*ending, return_exceptions=True)
@@ -288,7 +322,8 @@ class LocalSystem:
     def _clean_up(self) -> None:
         if self._lost and self._private:
             self._say(f"logs are kept in {self._dir}")
-            shutil.rmtree(self._dir / SPOOL, ignore_errors=True)
+            for part in (SPOOL, POOL_DISK):
+                shutil.rmtree(self._dir / part, ignore_errors=True)
         else:
             shutil.rmtree(self._dir, ignore_errors=True)
 
