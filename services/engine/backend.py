@@ -108,6 +108,10 @@ class Backend(Protocol):
         """
         ...
 
+    def bind_weights(self, digest: str) -> None:
+        """Say which weights were loaded at the start; empty: unknown. KV is shared by it."""
+        ...
+
     def sleep(self, asleep: bool) -> None:
         """Free the memory of KV (and what else this engine can spare), or take it again.
 

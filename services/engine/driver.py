@@ -77,6 +77,10 @@ class Driver(Protocol):
         """Replace the live weights (see `Backend.load_weights`); what still runs is dropped before."""
         ...
 
+    async def bind_weights(self, digest: str) -> None:
+        """See `Backend.bind_weights`."""
+        ...
+
     async def sleep(self, asleep: bool) -> None:
         """See `Backend.sleep`."""
         ...
@@ -127,6 +131,10 @@ class InlineDriver:
             self._backend.load_weights(folder, digest)
         except Exception as error:
             raise _failure(error) from error
+
+    async def bind_weights(self, digest: str) -> None:
+        """See `Driver.bind_weights`."""
+        self._backend.bind_weights(digest)
 
     async def sleep(self, asleep: bool) -> None:
         """See `Driver.sleep`; blocks the loop."""
@@ -194,6 +202,10 @@ class ThreadDriver:
     async def load_weights(self, folder: Path, digest: str) -> None:
         """See `Driver.load_weights`."""
         await self._call(lambda: self._backend.load_weights(folder, digest))
+
+    async def bind_weights(self, digest: str) -> None:
+        """See `Driver.bind_weights`."""
+        await self._call(lambda: self._backend.bind_weights(digest))
 
     async def sleep(self, asleep: bool) -> None:
         """See `Driver.sleep`."""

@@ -189,6 +189,9 @@ class ReplayBackend:
             preemptions=sequence.preemptions,
         )
 
+    def bind_weights(self, digest: str) -> None:
+        """Do nothing: no KV is shared."""
+
     def load_weights(self, folder: Path, digest: str) -> None:
         """See `Backend.load_weights`: made-up responses follow from the digest, too."""
         if not folder.is_dir():

@@ -62,7 +62,7 @@ def _backend(config: Config) -> Backend:
         return ReplayBackend(config.engine, config.shared)
     from seer.services.engine.vllm.backend import VllmBackend  # torch and vllm load only where needed
 
-    return VllmBackend(config.engine, config.shared)
+    return VllmBackend(config.engine, config.shared, config.pool)
 
 
 class EngineServer:
@@ -112,6 +112,7 @@ class EngineServer:
             if self._model:
                 self._live_manifest = await asyncio.to_thread(inspect, Path(self._model))
                 self._weights.digest = self._live_manifest.digest
+                await self._driver.bind_weights(self._weights.digest)
             await self._buffer.open(JOIN_SECONDS)
             await self._buffer.send(self._registration())
         except BaseException:

@@ -6,12 +6,15 @@ Invariants:
   boundaries, batches and preemptions change nothing;
 - vLLM request ids are never reused, so a dropped chunk cannot be mistaken for its next attempt;
 - workers learn of a request from its `extra_args` alone, and of the rest by `collective_rpc`: any
-  number of tensor-parallel ranks does the same.
+  number of tensor-parallel ranks does the same;
+- KV is shared with engines of the same weights and layout alone; a chunk that must wait for room
+  starts once its worst case fits beside those of all others, whatever saves to the pool still hold.
 """
 
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,12 +23,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from seer.common.config import EngineConfig, SharedConfig
+from seer.common.config import EngineConfig, PoolConfig, SharedConfig
 from seer.common.errors import EngineError, InvalidField, SeerError
 from seer.common.types import Capacity, InstanceStats, SamplingParams
 from seer.services.engine.backend import Chunk, ChunkEnd, Generated, StepOutput
+from seer.services.engine.room import Room
 from seer.services.engine.vllm import env
-from seer.services.engine.vllm.checks import check
+from seer.services.engine.vllm.checks import budget, check
+from seer.services.engine.vllm.kv_pool.sharing import Sharing
 from seer.services.engine.vllm.requests import engine_request
 from seer.services.engine.vllm.stops import StopStrings
 
@@ -35,6 +40,12 @@ if TYPE_CHECKING:
     from vllm.v1.engine.core import EngineCore
     from vllm.v1.engine.core_client import InprocClient
     from vllm.v1.request import Request
+
+IDLE_STEP_SECONDS = 0.0005
+"""Pause after a step in which all waited for the KV pool: its threads need the interpreter."""
+
+SETTLE_SECONDS = 60.0
+"""Longest wait for blocks that the KV pool holds; its calls have deadlines of seconds."""
 
 
 @dataclass(slots=True)
@@ -51,15 +62,20 @@ class _Run:
 class VllmBackend:
     """`Backend` on vLLM (V1 engine core, model runner V1): CPU or GPU, any tensor parallelism."""
 
-    def __init__(self, config: EngineConfig, shared: SharedConfig) -> None:
+    def __init__(self, config: EngineConfig, shared: SharedConfig, pool: PoolConfig | None = None) -> None:
+        """Take the configuration; without a `pool` of kind `mooncake`, KV stays in this engine."""
         self._config = config
         self._shared = shared
+        self._pool = pool if pool is not None and pool.kind == "mooncake" else None
+        self._sharing: Sharing | None = None
+        self._room = Room()
         self._client: InprocClient | None = None
         self._runs: dict[str, _Run] = {}
         self._ids: dict[tuple[str, int], str] = {}
         self._next_id = itertools.count()
         self._fault_position: int | None = None
         self._steps = self._generated = self._prompt = self._cached = self._preemptions = 0
+        self._pulled = 0
 
     def start(self) -> None:
         """Load the model, install our sampler, and prove that it is the one that samples.
@@ -70,11 +86,14 @@ class VllmBackend:
         # Only now: it imports torch and, through the workers, vllm.
         from seer.services.engine.vllm import self_test
 
-        self._client = env.load(self._config, self._shared)
+        self._client = env.load(self._config, self._shared, self._pool)
         try:
             self._describe()
             self._rpc("seer_install")
             self_test.check(self)
+            if self._pool is not None:
+                model = Path(self._shared.model)
+                self._sharing = Sharing(self._rpc, model, self._core.vllm_config)
         except SeerError:
             self.close()
             raise
@@ -143,32 +162,63 @@ class VllmBackend:
             self._forget(engine_id)
 
     def has_work(self) -> bool:
-        """Say whether `step` would do anything."""
-        return bool(self._runs)
+        """Say whether `step` would do anything: run chunks, or let go of blocks that saves hold."""
+        return bool(self._runs) or self._saving()
 
     def step(self) -> StepOutput:
         """Advance every running chunk by one engine step."""
         result = StepOutput()
-        for output in self._engine.get_output().outputs:
+        for engine_id in self._room.start(self._blocks.get_num_free_blocks(), self._held):
+            self._core.add_request(self._runs[engine_id].request)
+        outputs = self._engine.get_output().outputs
+        for output in outputs:
             self._report(output, result)
+        if not outputs and self._sharing is not None:
+            time.sleep(IDLE_STEP_SECONDS)
         self._steps += 1
         return result
 
-    def load_weights(self, folder: Path, digest: str) -> None:
-        """See `Backend.load_weights`. In place: the KV cache's memory and all settings stay."""
+    def _saving(self) -> bool:
+        return self._sharing is not None and self._core.scheduler.connector.has_pending_push_work()
+
+    def _held(self, engine_id: str) -> int:
+        """Return the blocks that a request has now."""
+        managers = self._core.scheduler.kv_cache_manager.coordinator.single_type_managers
+        return sum(len(manager.req_to_blocks.get(engine_id, ())) for manager in managers)
+
+    def bind_weights(self, digest: str) -> None:
+        """See `Backend.bind_weights`: engines share KV of equal weights."""
+        if self._sharing is not None:
+            self._sharing.bind(digest)
+
+    def _settle(self) -> None:
+        """Drop all chunks, and step until nothing holds a block. Raises `EngineError`."""
         for request_id, attempt in list(self._ids):
             self.drop(request_id, attempt)
+        deadline = time.monotonic() + SETTLE_SECONDS
+        while self._sharing is not None and self._blocks.get_num_free_blocks() < self._capacity.kv_blocks:
+            self._engine.get_output()
+            if time.monotonic() > deadline:
+                raise EngineError(
+                    f"the KV pool held blocks for {SETTLE_SECONDS:g} s after all work had ended"
+                )
+            time.sleep(IDLE_STEP_SECONDS)
+
+    def load_weights(self, folder: Path, digest: str) -> None:
+        """See `Backend.load_weights`. In place: the KV cache's memory and all settings stay."""
+        self._settle()
+        self.bind_weights("")
         try:
             self._rpc("reload_weights", weights_path=str(folder))
         except Exception as error:
             raise EngineError(f"vLLM could not load {folder}: {str(error)[: env.MAX_VLLM_TEXT]}") from error
         if not self._engine.reset_prefix_cache():
             raise EngineError("vLLM kept KV of the old weights in its prefix cache")
+        self.bind_weights(digest)
 
     def sleep(self, asleep: bool) -> None:
         """See `Backend.sleep`: KV on CPU; on a GPU vLLM's sleep mode also moves weights to host memory."""
-        for request_id, attempt in list(self._ids):
-            self.drop(request_id, attempt)
+        self._settle()
         try:
             if asleep and not self._engine.reset_prefix_cache():
                 raise EngineError("vLLM kept KV in its prefix cache")
@@ -185,16 +235,39 @@ class VllmBackend:
     def stats(self) -> InstanceStats:
         """Return current gauges and counters; cheap, called between steps."""
         running, waiting = self._core.scheduler.get_request_counts()
+        free = self._blocks.get_num_free_blocks()
+        pool = self._sharing.counts() if self._sharing is not None else {}
         return InstanceStats(
             steps=self._steps,
             running=running,
-            waiting=waiting,
-            free_blocks=self._blocks.get_num_free_blocks(),
+            waiting=waiting + self._room.waiting,
+            free_blocks=free,
+            pinned_blocks=self._pinned(free),
             preemptions=self._preemptions + sum(run.request.num_preemptions for run in self._runs.values()),
             generated_tokens=self._generated,
             prompt_tokens=self._prompt,
             cached_tokens=self._cached,
+            pool_tokens=self._pulled,
+            pool_saved_blocks=pool.get("saved_blocks", 0),
+            pool_dropped_blocks=pool.get("dropped_blocks", 0),
+            pool_failures=pool.get("failures", 0),
+            pool_corrupt=pool.get("corrupt", 0),
+            pool_away=bool(pool.get("away", 0)),
         )
+
+    def _pinned(self, free: int) -> int:
+        """Return the blocks in use that no running request has; a shared one counts once."""
+        if not self._saving():
+            return 0
+        managers = self._core.scheduler.kv_cache_manager.coordinator.single_type_managers
+        used = {
+            block.block_id
+            for manager in managers
+            for blocks in manager.req_to_blocks.values()
+            for block in blocks
+            if not block.is_null
+        }
+        return max(0, self._capacity.kv_blocks - free - len(used))
 
     def close(self) -> None:
         """Stop the workers and free the device; idempotent."""
@@ -284,7 +357,11 @@ class VllmBackend:
             fault_position=self._fault_position,
         )
         request, _ = self._core.preprocess_add_request(described)
-        self._core.add_request(request)
+        if chunk.wait_for_room:
+            most = self._capacity.blocks_for(len(chunk.tokens), budget(chunk))
+            self._room.enter(engine_id, most)
+        else:
+            self._core.add_request(request)
         self._runs[engine_id] = _Run(chunk, request, sampling.max_tokens - len(output), stops)
         self._ids[chunk.request_id, chunk.attempt] = engine_id
 
@@ -295,6 +372,7 @@ class VllmBackend:
             run.cached_tokens = output.prefill_stats.num_cached_tokens
             self._prompt += len(chunk.tokens)
             self._cached += run.cached_tokens
+            self._pulled += output.prefill_stats.num_external_cached_tokens
         by_id = ended is not None and str(ended) == "stop"
         tokens, stop_string = output.new_token_ids, None
         if run.stops is not None:
@@ -327,6 +405,8 @@ class VllmBackend:
 
     def _end(self, engine_id: str, result: StepOutput, finish: str, stop_reason: str) -> None:
         run = self._forget(engine_id)
+        if finish and self._sharing is not None:
+            self._sharing.finished(run.request, run.chunk.prompt_len // self._capacity.block_size)
         end = ChunkEnd(
             request_id=run.chunk.request_id,
             attempt=run.chunk.attempt,
@@ -339,6 +419,7 @@ class VllmBackend:
 
     def _forget(self, engine_id: str) -> _Run:
         run = self._runs.pop(engine_id)
+        self._room.leave(engine_id)
         del self._ids[run.chunk.request_id, run.chunk.attempt]
         self._preemptions += run.request.num_preemptions
         return run

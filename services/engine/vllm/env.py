@@ -17,7 +17,7 @@ import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from seer.common.config import CPU_KV_SHARE, EngineConfig, SharedConfig
+from seer.common.config import CPU_KV_SHARE, EngineConfig, PoolConfig, SharedConfig
 from seer.common.errors import EngineError
 from seer.common.weights import problem_of
 
@@ -80,8 +80,11 @@ def prepare(config: EngineConfig) -> None:
         )
 
 
-def load(config: EngineConfig, shared: SharedConfig) -> InprocClient:
-    """Load the model and return the engine core; `prepare` must have run. Takes seconds to minutes."""
+def load(config: EngineConfig, shared: SharedConfig, pool: PoolConfig | None = None) -> InprocClient:
+    """Load the model and return the engine core; `prepare` must have run. Takes seconds to minutes.
+
+    With a `pool`, KV goes to and comes from there.
+    """
     described = _described(shared)
     from vllm.engine.arg_utils import EngineArgs
     from vllm.v1.engine.core_client import InprocClient
@@ -90,7 +93,10 @@ def load(config: EngineConfig, shared: SharedConfig) -> InprocClient:
     # vLLM collects garbage several times while it loads: half a second each over all it has imported.
     gc.freeze()
     try:
-        vllm_config: VllmConfig = EngineArgs(**_arguments(config, shared, described)).create_engine_config()
+        arguments = _arguments(config, shared, described)
+        if pool is not None:
+            arguments["kv_transfer_config"] = _transfer(pool)
+        vllm_config: VllmConfig = EngineArgs(**arguments).create_engine_config()
         if vllm_config.device_config.device_type == "cpu":
             vllm_config.cache_config.kv_cache_memory_bytes = _cpu_kv_bytes(config, vllm_config)
         return InprocClient(vllm_config, Executor.get_class(vllm_config), log_stats=False)
@@ -186,6 +192,25 @@ def _arguments(config: EngineConfig, shared: SharedConfig, described: dict[str, 
         "use_tqdm_on_load": False,
         "worker_extension_cls": EXTENSION,
     }
+
+
+def _transfer(pool: PoolConfig) -> object:
+    """Return vLLM's configuration of our connector. Raises `EngineError` where Mooncake is not."""
+    from seer.services.engine.vllm.kv_pool import shims
+
+    shims.prepare()
+    try:
+        import mooncake.store  # noqa: F401 - is it there?
+    except ImportError as error:
+        raise EngineError(
+            f"pool.kind = 'mooncake': Mooncake cannot be imported ({error}): install the extra cpu, cuda12 "
+            "or cuda13, and libibverbs1, or set pool.kind = 'none'"
+        ) from error
+    from vllm.config import KVTransferConfig
+
+    from seer.services.engine.vllm.kv_pool.connector import transfer_config
+
+    return KVTransferConfig(**transfer_config(pool))
 
 
 def _dtype(dtype: str, described: dict[str, Any]) -> str:

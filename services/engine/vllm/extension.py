@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 import torch
+from vllm.distributed.kv_transfer import get_kv_transfer_group
 from vllm.v1.outputs import LogprobsTensors, SamplerOutput
 
 from seer.common.errors import EngineError
@@ -60,6 +61,28 @@ class SeerWorker:
             storage.resize_(size)
         for tensor in tensors:
             tensor.zero_()  # as vLLM begins: attention reads beyond what is valid, and masks it
+
+    def seer_kv_layout(self) -> list[str]:
+        """Describe how KV lies in this worker's memory: equal texts, equal bytes."""
+        runner = self.model_runner
+        backends = [group.backend.full_cls_name() for groups in runner.attn_groups for group in groups]
+        device = runner.device.type
+        unit = torch.backends.cpu.get_cpu_capability() if device == "cpu" else device
+        layout = runner.cache_config.get_resolved_kv_cache_layout()
+        return [f"{backend} {layout} {unit}" for backend in backends]
+
+    def seer_pool_use(self, namespace: str) -> None:
+        """See `GuardedStore.use`."""
+        get_kv_transfer_group().store.use(namespace)
+
+    def seer_pool_forget(self, hashes: list[str]) -> None:
+        """See `GuardedStore.forget`."""
+        get_kv_transfer_group().store.forget(hashes)
+
+    def seer_pool_counts(self) -> dict[str, int]:
+        """See `GuardedStore.counts`."""
+        counts: dict[str, int] = get_kv_transfer_group().store.counts()
+        return counts
 
     def seer_take_captured(self) -> npt.NDArray[np.float32]:
         """Return and forget the raw logits kept for rows that asked: [rows, vocab_size]."""

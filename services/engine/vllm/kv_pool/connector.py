@@ -1,0 +1,118 @@
+"""vLLM's MooncakeStoreConnector over our guarded store.
+
+Invariants:
+- what is stored and found, and when blocks are pinned and freed, is vLLM's; how it reaches Mooncake
+  is `GuardedStore`'s;
+- a request misses nothing it has room for: a load that fails is computed instead
+  (`kv_load_failure_policy`), a look-up that is not ready lets others go first;
+- missing KV is pulled only when there is enough of it to be worth the way.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import torch
+from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.store.connector import MooncakeStoreConnector
+
+from seer.common.config import PoolConfig
+from seer.common.mooncake import own_address
+from seer.services.engine.vllm.kv_pool import shims
+from seer.services.engine.vllm.kv_pool.mooncake import open_store
+from seer.services.engine.vllm.kv_pool.staging import Regions
+from seer.services.engine.vllm.kv_pool.store import GuardedStore, Settings
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.request import Request
+
+SETTINGS, LOOKUP, PULL_TOKENS = "seer_settings", "seer_lookup", "seer_pull_tokens"
+"""Keys of ours in vLLM's `kv_connector_extra_config`."""
+
+
+class SeerStoreConnector(MooncakeStoreConnector):
+    """See the module's docstring. Named in vLLM's configuration by `transfer_config`."""
+
+    def __init__(
+        self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig | None = None
+    ) -> None:
+        extra = vllm_config.kv_transfer_config.kv_connector_extra_config
+        self._pull_tokens: int = extra[PULL_TOKENS]
+        settings = msgspec.convert(extra[SETTINGS], Settings)
+        with shims.replaced(lambda: GuardedStore(settings, open_store), extra[LOOKUP]):
+            super().__init__(vllm_config, role, kv_cache_config)
+
+    @property
+    def store(self) -> GuardedStore:
+        """The store of a worker's rank."""
+        store: GuardedStore = self.connector_worker.store
+        return store
+
+    def get_num_new_matched_tokens(
+        self, request: Request, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        """Return how many tokens the pool has beyond those computed, None while it is asked."""
+        if request.num_tokens - num_computed_tokens <= self._pull_tokens:
+            return 0, False
+        found, later = super().get_num_new_matched_tokens(request, num_computed_tokens)
+        if found is not None and 0 < found <= self._pull_tokens:
+            self.connector_scheduler.load_specs.pop(request.request_id)
+            return 0, False
+        return found, later
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        """Let the store know KV memory as vLLM's connector addresses it."""
+        super().register_kv_caches(kv_caches)
+        worker = self.connector_worker
+        layout = worker.token_dbs[0].store_layout
+        flat = {}
+        for cache in kv_caches.values():
+            storage = cache.untyped_storage()
+            flat[storage.data_ptr()] = torch.empty(0, dtype=torch.uint8, device=cache.device).set_(storage)
+        regions = [
+            (start, _blocks(flat, start, size, worker.num_blocks))
+            for start, size in zip(layout.kv_caches_base_addr, layout.block_len, strict=True)
+        ]
+        self.store.key_prefix = layout._key_prefix
+        self.store.attach(Regions(regions), sum(layout.block_len))
+
+    def reset_cache(self) -> bool:
+        """Do nothing: another namespace does it, and others use this pool too."""
+        return True
+
+
+def _blocks(flat: dict[int, torch.Tensor], start: int, size: int, blocks: int) -> torch.Tensor:
+    """Return the bytes [blocks, size] at an address of KV memory."""
+    base = max(address for address in flat if address <= start)
+    return flat[base].as_strided((blocks, size), (size, 1), start - base)
+
+
+def transfer_config(pool: PoolConfig) -> dict[str, Any]:
+    """Return the fields of vLLM's `KVTransferConfig` for an engine that uses the pool."""
+    settings = Settings(
+        master=pool.master,
+        host=pool.host or own_address(pool.master),
+        protocol=pool.protocol,
+        device=pool.device,
+        lease_seconds=pool.lease_seconds,
+        call_seconds=pool.call_seconds,
+        staging_mib=pool.staging_mib,
+    )
+    return {
+        "kv_connector": SeerStoreConnector.__name__,
+        "kv_connector_module_path": __name__,
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {
+            "save_decode_cache": True,
+            "lookup_async": True,
+            SETTINGS: msgspec.to_builtins(settings),
+            PULL_TOKENS: pool.pull_tokens,
+            # Linux's abstract sockets leave no file behind.
+            LOOKUP: f"ipc://@seer-kv-lookup-{os.getpid()}",
+        },
+    }

@@ -1,0 +1,30 @@
+"""Connects an engine to Mooncake Store, with no memory of its own in the pool."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from seer.common.errors import EngineError
+from seer.services.engine.vllm.kv_pool.store import Settings
+
+BUFFER_BYTES = 2**24
+"""For copies that Mooncake's client makes; we give it addresses instead."""
+
+
+def open_store(settings: Settings) -> Any:  # noqa: ANN401 - Mooncake has no types
+    """Return a connected store. Raises `EngineError`; may block for as long as Mooncake likes."""
+    os.environ.setdefault("MC_RPC_TIMEOUT_MS", str(int(settings.call_seconds * 1000)))
+    if settings.protocol == "tcp":  # Mooncake would take RDMA wherever it finds a device
+        os.environ["MC_FORCE_TCP"] = "1"
+    from mooncake.store import MooncakeDistributedStore
+
+    store = MooncakeDistributedStore()
+    code = store.setup(
+        settings.host, "P2PHANDSHAKE", 0, BUFFER_BYTES, settings.protocol, settings.device, settings.master
+    )
+    if code:
+        raise EngineError(
+            f"pool.master = {settings.master!r}: no Mooncake master answers there (code {code})"
+        )
+    return store

@@ -1,0 +1,314 @@
+"""A Mooncake store that may be full, slow, away or wrong: to vLLM's connector it only ever misses.
+
+`GuardedStore` stands where the connector expects a `MooncakeDistributedStore`.
+
+Invariants:
+- a call that somebody waits for returns within `call_seconds`, whatever Mooncake does: what failed or
+  took longer is a miss, and counted;
+- while the pool is away (`Breaker`) nothing is asked of it;
+- keys begin with a namespace: KV of other weights, types or layouts cannot be found; without one
+  nothing is asked or kept;
+- a put returns once its blocks are copied: a slow pool holds no KV blocks, and a put that finds no
+  room in `Staging` is dropped;
+- nothing is removed but keys and namespaces of our own.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from queue import Full
+from typing import Any, TypeVar
+
+import msgspec
+
+from seer.common.errors import EngineError
+from seer.common.log import get_logger
+from seer.services.engine.vllm.kv_pool.breaker import Breaker
+from seer.services.engine.vllm.kv_pool.lane import Lane
+from seer.services.engine.vllm.kv_pool.staging import Regions, Staging
+
+T = TypeVar("T")
+
+MISSING, NO_ROOM = -704, -200
+"""Mooncake's codes for a key that is not there, and for a full store."""
+
+FULL_SECONDS = 0.2
+"""A full store is spared further puts for so long: it evicts meanwhile."""
+
+_log = get_logger()
+
+
+class Settings(msgspec.Struct, frozen=True, kw_only=True):
+    """Of `config.PoolConfig`, with `host` filled in."""
+
+    master: str
+    host: str
+    protocol: str
+    device: str
+    lease_seconds: float
+    call_seconds: float
+    staging_mib: int
+
+
+class Away(Exception):  # noqa: N818 - what it says of the pool
+    """The pool did not answer, or is being left alone."""
+
+
+class GuardedStore:
+    """One rank's store. `connect` returns a ready `MooncakeDistributedStore`, or raises.
+
+    `key_prefix` is what this rank's keys have before a block's hash.
+    """
+
+    def __init__(self, settings: Settings, connect: Callable[[Settings], Any]) -> None:
+        self.key_prefix = ""
+        self._settings = settings
+        self._connect = connect
+        self._namespace = ""
+        self._store: Any = None
+        self._staging: Staging | None = None
+        self._reads, self._writes = Lane("kv-pool-reads"), Lane("kv-pool-writes")
+        self._breaker = Breaker()
+        self._stuck: Future[Any] | None = None
+        self._full_until = 0.0
+        self._counts: Counter[str] = Counter()
+
+    # --- for the engine ------------------------------------------------------------------
+
+    def attach(self, regions: Regions, block_bytes: int) -> None:
+        """Say where KV lies, and how many bytes of it a block has on this rank; begin to connect.
+
+        Raises `EngineError` when the staging memory holds too few blocks.
+        """
+        room = self._settings.staging_mib * 2**20
+        if room < 4 * block_bytes:
+            raise EngineError(
+                f"pool.staging_mib = {self._settings.staging_mib}: one KV block has "
+                f"{block_bytes / 2**20:.1f} MiB; give room for at least four"
+            )
+        self._regions = regions
+        self._staging = Staging(room // block_bytes, block_bytes)
+        self._write(lambda store: None)
+
+    def use(self, namespace: str) -> None:
+        """Go by this namespace from now on; the one before is removed once nobody reads it."""
+        before, self._namespace = self._namespace, namespace
+        if before and before != namespace:
+            pattern = f"^{re.escape(before)}/"
+            removal = threading.Timer(
+                self._settings.lease_seconds,
+                lambda: self._write(lambda store: store.remove_by_regex(pattern)),
+            )
+            removal.daemon = True
+            removal.start()
+
+    def forget(self, hashes: Sequence[str]) -> None:
+        """Remove blocks that nobody will ask for, by their hashes in hexadecimal."""
+        if hashes and self._usable():
+            keys = [self._key(f"{self.key_prefix}@{digest}") for digest in hashes]
+            # Forced: whoever still reads one sees a wrong checksum at worst.
+            self._write(lambda store: store.batch_remove(keys, True))
+
+    def counts(self) -> dict[str, int]:
+        """Return totals since the start: `saved_blocks`, `dropped_blocks`, `failures`, `corrupt`; `away`."""
+        return {**self._counts, "away": int(bool(self._namespace) and not self._usable())}
+
+    # --- what vLLM's connector calls -----------------------------------------------------
+
+    def setup(self, *_: object, **__: object) -> int:
+        """Do nothing: our own settings count, and `attach` begins."""
+        return 0
+
+    def register_buffer(self, address: int, size: int) -> int:
+        """Do nothing: the pool reads and writes our staging memory alone."""
+        return 0
+
+    def batch_is_exist(self, keys: Sequence[str]) -> list[int]:
+        """Return 1 for each key that is there, else 0."""
+        named = [self._key(key) for key in keys]
+        try:
+            codes: list[int] = self._await(self._read(lambda store: store.batch_is_exist(named)))
+        except Away:
+            return [0] * len(keys)
+        self._note([code for code in codes if code < 0])
+        return [int(code == 1) for code in codes]
+
+    def batch_put_from_multi_buffers(
+        self, keys: Sequence[str], blocks: Sequence[Sequence[int]], sizes: object, config: object
+    ) -> list[int]:
+        """Copy blocks, each a list of its parts' addresses, and have them put; 0 or `NO_ROOM` for each."""
+        done = 0
+        for part in _parts(len(keys), self._attached().slots):
+            if not self._put([self._key(key) for key in keys[part]], blocks[part], config):
+                break
+            done = part.stop
+        self._counts["dropped_blocks"] += len(keys) - done
+        return [0] * done + [NO_ROOM] * (len(keys) - done)
+
+    def batch_get_into_multi_buffers(
+        self, keys: Sequence[str], blocks: Sequence[Sequence[int]], sizes: object
+    ) -> list[int]:
+        """Bring blocks to the addresses of their parts; return their bytes, or a negative code, for each."""
+        result: list[int] = []
+        for part in _parts(len(keys), self._attached().slots):
+            result += self._get([self._key(key) for key in keys[part]], blocks[part])
+        return result
+
+    def remove_all(self, force: bool = False) -> int:
+        """Refuse: others use this pool too."""
+        raise EngineError("a shared pool is never emptied")
+
+    def close(self) -> None:
+        """Let go of the pool, after puts under way, within a call's deadline."""
+        self._namespace = ""
+        done = threading.Event()
+        self._write(lambda store: store.close(), after=done.set)
+        done.wait(self._settings.call_seconds)
+
+    # --- behind --------------------------------------------------------------------------
+
+    def _key(self, key: str) -> str:
+        return f"{self._namespace}/{key}"
+
+    def _attached(self) -> Staging:
+        if self._staging is None:
+            raise EngineError("the KV pool is used before KV memory is known")
+        return self._staging
+
+    def _usable(self) -> bool:
+        stuck = self._stuck is not None and not self._stuck.done()
+        return bool(self._namespace) and not stuck and self._breaker.allows(time.monotonic())
+
+    def _note(self, codes: Sequence[int]) -> None:
+        """Count what Mooncake says went wrong, and leave it alone for a while."""
+        if codes:
+            self._failed(f"Mooncake says {Counter(codes).most_common(1)[0][0]}")
+
+    def _failed(self, why: object) -> None:
+        now = time.monotonic()
+        self._counts["failures"] += 1
+        if self._breaker.allows(now):
+            _log.warning("the KV pool failed: left alone for a while", why=str(why))
+        self._breaker.failed(now)
+
+    def _write(self, call: Callable[[Any], object], after: Callable[[], object] = lambda: None) -> None:
+        """Have a call of the store made, some time, that nobody waits for; then `after`, in any case."""
+
+        def write() -> None:
+            try:
+                if self._store is None:
+                    self._store = self._connected()
+                call(self._store)
+            except Exception as error:  # noqa: BLE001 - native code: whatever it is, the pool is at fault
+                self._failed(error)
+            finally:
+                after()
+
+        try:
+            self._writes.submit(write)
+        except Full:
+            after()
+            self._failed("too many calls wait for it")
+
+    def _connected(self) -> Any:  # noqa: ANN401 - Mooncake has no types
+        staging = self._attached()
+        store = self._connect(self._settings)
+        if code := store.register_buffer(staging.address, staging.size):
+            raise Away(f"Mooncake cannot register {staging.size} bytes (code {code})")
+        _log.info("connected to the KV pool", master=self._settings.master)
+        return store
+
+    def _read(self, call: Callable[[Any], T]) -> Future[T]:
+        """Begin a call of the store. Raises `Away`."""
+        store = self._store
+        if store is None or not self._usable():
+            raise Away
+        try:
+            return self._reads.submit(lambda: call(store))
+        except Full as error:
+            raise Away from error
+
+    def _await(self, future: Future[T]) -> T:
+        """Return what a call gave, within the deadline. Raises `Away`."""
+        seconds = self._settings.call_seconds
+        try:
+            answer = future.result(seconds)
+        except TimeoutError as error:
+            self._stuck = future
+            self._failed(f"no answer in {seconds:g} s")
+            raise Away from error
+        except Exception as error:
+            self._failed(error)
+            raise Away from error
+        self._breaker.worked()
+        return answer
+
+    def _put(self, keys: list[str], blocks: Sequence[Sequence[int]], config: object) -> bool:
+        """Copy blocks and have them put; False when the pool is away, full, or too slow for it."""
+        staging = self._attached()
+        if not self._usable() or time.monotonic() < self._full_until:
+            return False
+        leave = staging.slots // 2  # for gets
+        slots = staging.take(len(keys), leave=leave, seconds=self._settings.call_seconds)
+        if not slots:
+            return False
+        staging.fill(slots, keys, self._regions, blocks)
+
+        def put(store: Any) -> None:  # noqa: ANN401 - Mooncake has no types
+            lengths = [staging.row_bytes] * len(slots)
+            codes = store.batch_put_from(keys, staging.addresses(slots), lengths, config)
+            self._counts["saved_blocks"] += sum(code >= 0 for code in codes)
+            self._counts["dropped_blocks"] += sum(code < 0 for code in codes)
+            if NO_ROOM in codes:
+                self._full_until = time.monotonic() + FULL_SECONDS
+            self._note([code for code in codes if code < 0 and code != NO_ROOM])
+
+        self._write(put, after=lambda: staging.give_back(slots))
+        return True
+
+    def _get(self, keys: list[str], blocks: Sequence[Sequence[int]]) -> list[int]:
+        staging = self._attached()
+        slots = staging.take(len(keys), leave=0, seconds=self._settings.call_seconds)
+        if not slots:
+            return [MISSING] * len(keys)
+        lengths, addresses = [staging.row_bytes] * len(slots), staging.addresses(slots)
+        try:
+            future = self._read(lambda store: store.batch_get_into(keys, addresses, lengths))
+        except Away:
+            staging.give_back(slots)
+            return [MISSING] * len(keys)
+        try:
+            codes: list[int] = self._await(future)
+        except Away:  # the call may still write to them
+            future.add_done_callback(lambda _: staging.give_back(slots))
+            return [MISSING] * len(keys)
+        try:
+            return self._take_in(keys, slots, blocks, codes)
+        finally:
+            staging.give_back(slots)
+
+    def _take_in(
+        self, keys: list[str], slots: list[int], blocks: Sequence[Sequence[int]], codes: list[int]
+    ) -> list[int]:
+        self._note([code for code in codes if code < 0 and code != MISSING])
+        came = [i for i, code in enumerate(codes) if code >= 0]
+        sound = self._attached().empty(
+            [slots[i] for i in came], [keys[i] for i in came], self._regions, [blocks[i] for i in came]
+        )
+        wrong = [i for i, good in zip(came, sound, strict=True) if not good]
+        if wrong:  # whoever asks next must not find them either
+            self._counts["corrupt"] += len(wrong)
+            self._write(lambda store: store.batch_remove([keys[i] for i in wrong], True))
+        return [MISSING if i in wrong else code for i, code in enumerate(codes)]
+
+
+def _parts(count: int, slots: int) -> Iterator[slice]:
+    """Yield parts that use a quarter of the slots, so that copying and transfer overlap."""
+    step = max(1, slots // 4)
+    for start in range(0, count, step):
+        yield slice(start, min(start + step, count))
