@@ -38,7 +38,7 @@ START_SECONDS = 50.0
 
 RETRY_SECONDS = 0.5
 
-MISSING_SECONDS = 20.0
+MISSING_SECONDS = 15.0
 """Mooncake gives a new master the memory within 5 s."""
 
 _PROBE_SECONDS = 2.0

@@ -61,9 +61,10 @@ def plan_pool(pool: PoolConfig, engine: EngineConfig, *, private: bool) -> PoolP
         pool = replace(pool, master=master, metrics=metrics)
     if pool.dram_gib is None:
         pool = replace(pool, dram_gib=round(free_bytes() * POOL_SHARE / 2**30, 2) or None)
-    disk = f" and {pool.ssd_gib:g} GiB on disk" if pool.ssd_gib else ""
     why = " (Mooncake is installed)" if auto else ""
-    said = f"KV pool: mooncake{why}, at most {pool.dram_gib} GiB of memory{disk}"
+    memory = f", at most {pool.dram_gib:g} GiB of memory" if pool.dram_gib else ""
+    disk = f" and {pool.ssd_gib:g} GiB of disk" if pool.ssd_gib else ""
+    said = f"KV pool: mooncake{why}{memory}{disk}"
     return PoolPlan(config=pool, starts=True, optional=auto, said=said)
 
 

@@ -14,8 +14,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
-from seer import child, launch, restarts
+from seer import child, launch, pool_plan, restarts
 from seer.child import LaunchError
 from seer.common.config import Config, Endpoints, EngineConfig, load
 from seer.common.errors import ConfigError, InvalidField
@@ -210,6 +211,68 @@ async def test_but_not_all_nor_the_buffer(monkeypatch: pytest.MonkeyPatch, names
             await system.run(work())
         assert cancelled.is_set()
     assert await gone(pids)
+
+
+POOLED = Config(engine=EngineConfig(kv_blocks=8, cpu_cores="0"))
+
+
+@pytest.fixture
+def installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pool_plan, "_import_problem", lambda: "")
+
+
+@pytest.mark.usefixtures("installed")
+async def test_a_pool_is_started_with_the_rest() -> None:
+    said: list[str] = []
+    async with LocalSystem(POOLED, 1, say=said.append) as system:
+        assert said[0].startswith("KV pool: mooncake (Mooncake is installed), at most ")
+        while len(system.pids) < 6:  # it is not waited for
+            await asyncio.sleep(0.01)
+        folder = Path(system.endpoint.removeprefix("ipc://")).parent
+        pools = [load(folder / f"{name}.toml").pool for name in ("engine-0", "pool-owner", "pool-master")]
+        pids = list(system.pids.values())
+    assert pools == [system.config.pool] * 3
+    assert (pools[0].kind, pools[0].ssd_path) == ("mooncake", "")
+    assert await gone(pids)
+
+
+@pytest.mark.usefixtures("installed")
+async def test_its_disk_lies_in_the_systems_folder() -> None:
+    pool = replace(POOLED.pool, kind="mooncake", ssd_gib=1)
+    async with LocalSystem(replace(REPLAY, pool=pool), 1) as system:
+        folder = Path(system.endpoint.removeprefix("ipc://")).parent
+        assert load(folder / "pool-owner.toml").pool.ssd_path == str(folder / "pool")
+
+
+@pytest.mark.usefixtures("installed")
+@pytest.mark.parametrize("name", ["pool-master", "pool-owner"])
+@pytest.mark.parametrize("how", ["refuse", "die", '{"error": "no", "code": "config"}'])
+async def test_a_pool_that_nobody_asked_for_may_fail(
+    monkeypatch: pytest.MonkeyPatch, name: str, how: str
+) -> None:
+    monkeypatch.setenv("CHILD_" + name.replace("-", "_"), how)
+    said: list[str] = []
+    async with LocalSystem(POOLED, 1, say=said.append) as system:
+
+        async def told() -> str:
+            while "given up" not in said[-1]:
+                await asyncio.sleep(0.01)
+            return said[-1]
+
+        line = await system.run(told())
+        assert system.restarts[name] == restarts.LIMIT
+    assert line.startswith(f"{name} ")
+    assert line.endswith("rollouts go on without it")
+
+
+@pytest.mark.usefixtures("installed")
+async def test_a_pool_that_was_asked_for_may_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CHILD_pool_owner", '{"error": "no room", "code": "config"}')
+    pool = replace(POOLED.pool, kind="mooncake")
+    system = LocalSystem(replace(POOLED, pool=pool), 1)
+    with pytest.raises(ConfigError, match="pool-owner cannot start: no room"):
+        await system.__aenter__()
+    assert await gone(list(system.pids.values()))
 
 
 async def test_stubborn_children_and_their_children_are_killed(

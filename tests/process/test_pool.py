@@ -1,0 +1,323 @@
+"""The KV pool's processes with the real Mooncake, started by their commands; no vLLM.
+
+Blocks are put and got by a plain client in a process of its own, as a call of Mooncake's may hang.
+"""
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from seer.common.config import Config, EngineConfig, PoolConfig, dump
+from seer.launch import LocalSystem
+from seer.pool_plan import _free_ports
+
+pytest.importorskip("mooncake.store", reason="needs Mooncake and libibverbs1", exc_type=ImportError)
+
+CLIENT = """
+import json, sys
+from mooncake.store import MooncakeDistributedStore
+
+def block(key):
+    return (key * 64).encode()[:64] * (int(sys.argv[2]) // 64)
+
+store = MooncakeDistributedStore()
+assert store.setup("127.0.0.1", "P2PHANDSHAKE", 0, 2**24, "tcp", "", sys.argv[1]) == 0
+print("ready", flush=True)
+for line in sys.stdin:
+    verb, key = line.split()
+    if verb == "put":
+        print(json.dumps(store.put(key, block(key)) == 0), flush=True)
+    else:
+        got = store.get(key)
+        print(json.dumps({block(key): "hit", b"": "miss"}.get(got, "wrong")), flush=True)
+"""
+
+SECONDS = 60.0
+
+
+class Client:
+    def __init__(self, master, block_bytes=65536):
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", CLIENT, master, str(block_bytes)],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, bufsize=1,
+            env={**os.environ, "MC_RPC_TIMEOUT_MS": "2000"},
+        )  # fmt: skip
+        assert self.process.stdout.readline() == "ready\n"
+
+    def _ask(self, verb, key):
+        self.process.stdin.write(f"{verb} {key}\n")
+        return json.loads(self.process.stdout.readline())
+
+    def put(self, key):
+        return self._ask("put", key)
+
+    def get(self, key):
+        return self._ask("get", key)
+
+    def works_with(self, key):
+        return self.put(key) and self.get(key) == "hit"
+
+
+class Pool:
+    """A pool by its commands; `processes` by service."""
+
+    def __init__(self, folder, **settings):
+        self.folder = folder
+        self.config = Config(pool=pool_config(**settings))
+        self.file = folder / "seer.toml"
+        self.file.write_text(dump(self.config))
+        self.processes = {}
+        self.clients = []
+
+    def start(self, service, wait=True):
+        ready, write = os.pipe()
+        with (self.folder / f"{service}.log").open("ab") as log:
+            self.processes[service] = subprocess.Popen(
+                [sys.executable, "-m", "seer.cli", service, "--config", str(self.file), "--ready-fd", str(write)],
+                stderr=log, pass_fds=(write,), start_new_session=True,
+            )  # fmt: skip
+        os.close(write)
+        with os.fdopen(ready, "rb") as pipe:
+            return json.loads(pipe.readline()) if wait else None
+
+    def client(self, **options):
+        self.clients.append(Client(self.config.pool.master, **options))
+        return self.clients[-1]
+
+    def log(self, service):
+        return (self.folder / f"{service}.log").read_text()
+
+    def child_of(self, service):
+        pid = self.processes[service].pid
+        (child,) = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+        return int(child)
+
+    def close(self):
+        for process in [client.process for client in self.clients]:
+            process.kill()
+            process.wait(10)
+        for process in self.processes.values():
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait(10)
+
+
+def pool_config(**settings):
+    master, metrics = (f"127.0.0.1:{port}" for port in _free_ports(2))
+    given = {
+        "kind": "mooncake",
+        "master": master,
+        "metrics": metrics,
+        "dram_gib": 0.125,
+        "lease_seconds": 0.5,
+    }
+    return PoolConfig(**(given | settings))
+
+
+@contextlib.contextmanager
+def running(folder, **settings):
+    pool = Pool(folder, **settings)
+    try:
+        pool.start("pool-owner", wait=False)  # it waits for the master
+        assert "error" not in pool.start("pool-master")
+        until(lambda: "ready" in pool.log("pool-owner"))
+        yield pool
+    finally:
+        pool.close()
+
+
+def until(true, seconds=SECONDS):
+    deadline = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+def alive(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def test_what_is_put_is_there_and_nothing_stays_behind(tmp_path):
+    disk = tmp_path / "disk"
+    with running(tmp_path, ssd_gib=0.25, ssd_path=str(disk)) as pool:
+        client, other = pool.client(), pool.client()
+        assert client.get("never") == "miss"
+        assert client.works_with("one")
+        assert other.get("one") == "hit"
+        assert (disk / "kv").is_dir()
+        children = [pool.child_of(service) for service in pool.processes]
+        for process in pool.processes.values():
+            process.terminate()
+        assert [process.wait(SECONDS) for process in pool.processes.values()] == [0, 0]
+        until(lambda: not any(map(alive, children)))
+        assert list(disk.iterdir()) == []
+        for address in (pool.config.pool.master, pool.config.pool.metrics):
+            with socket.create_server(("127.0.0.1", int(address.rpartition(":")[2]))):
+                pass
+
+
+def test_a_killed_owner_costs_what_it_held(tmp_path):
+    with running(tmp_path) as pool:
+        client = pool.client()
+        assert client.works_with("before")
+        holder = pool.child_of("pool-owner")
+        pool.processes["pool-owner"].kill()
+        until(lambda: not alive(holder))
+        until(lambda: client.get("before") == "miss")
+        assert "error" not in pool.start("pool-owner")
+        until(lambda: client.works_with(f"after{time.monotonic()}"))
+        assert client.get("before") == "miss"
+
+
+def test_an_owner_whose_memory_is_gone_ends(tmp_path):
+    with running(tmp_path) as pool:
+        os.kill(pool.child_of("pool-owner"), signal.SIGKILL)
+        assert pool.processes["pool-owner"].wait(SECONDS) == 2
+        assert "what held the pool's memory was killed by SIGKILL" in pool.log("pool-owner")
+
+
+def test_a_killed_master_costs_what_it_knew(tmp_path):
+    with running(tmp_path) as pool:
+        client = pool.client()
+        assert client.works_with("before")
+        program = pool.child_of("pool-master")
+        pool.processes["pool-master"].kill()
+        until(lambda: not alive(program))
+        assert client.get("before") == "miss"
+        assert not client.put("meanwhile")
+        assert "error" not in pool.start("pool-master")
+        until(lambda: client.works_with(f"after{time.monotonic()}"))
+        assert client.get("before") == "miss"
+        assert pool.processes["pool-owner"].poll() is None
+
+
+def test_a_master_that_hangs_is_ended(tmp_path):
+    with running(tmp_path) as pool:
+        client = pool.client()
+        program = pool.child_of("pool-master")
+        os.kill(program, signal.SIGSTOP)
+        assert client.get("anything") == "miss"
+        assert pool.processes["pool-master"].wait(SECONDS) == 2
+        assert "Mooncake's master did not answer for" in pool.log("pool-master")
+        until(lambda: not alive(program))
+        assert "error" not in pool.start("pool-master")
+        until(lambda: client.works_with(f"after{time.monotonic()}"))
+
+
+def test_memory_that_does_not_answer_is_given_up(tmp_path):
+    with running(tmp_path) as pool:
+        client = pool.client()
+        assert client.works_with("before")
+        holder = pool.child_of("pool-owner")
+        os.kill(holder, signal.SIGSTOP)
+        assert pool.processes["pool-owner"].wait(SECONDS) == 2
+        assert "did not count on this memory for" in pool.log("pool-owner")
+        until(lambda: not alive(holder))
+        assert client.get("before") == "miss"
+        assert "error" not in pool.start("pool-owner")
+        until(lambda: client.works_with(f"after{time.monotonic()}"))
+
+
+def test_what_memory_cannot_hold_lies_on_disk(tmp_path):
+    blocks, size = 400, 2**20
+    with running(tmp_path, ssd_gib=1.0, ssd_path=str(tmp_path / "disk")) as pool:
+        client = pool.client(block_bytes=size)
+        for i in range(blocks):  # three times the memory; a full pool refuses until it has made room
+            until(lambda i=i: client.put(f"block{i}"))
+        got = [client.get(f"block{i}") for i in range(blocks)]
+        assert got.count("wrong") == 0
+        assert got.count("hit") >= 0.9 * blocks
+        written = sum(file.stat().st_size for file in (tmp_path / "disk").rglob("*.bucket"))
+        assert 2**27 < written <= 2**30
+
+
+@pytest.mark.parametrize(
+    ("service", "settings", "said"),
+    [
+        ("pool-owner", {"dram_gib": 1e6}, "pool.dram_gib = 1e+06: only"),
+        ("pool-owner", {"dram_gib": 0.0}, "pool.dram_gib = 0.0: give a number above 0"),
+        ("pool-owner", {"ssd_gib": 1e9}, "pool.ssd_gib = 1e+09: only"),
+        ("pool-owner", {"ssd_gib": 1.0, "ssd_path": "/proc/disk"}, "pool.ssd_path = '/proc/disk': No such file"),
+        ("pool-master", {"lease_seconds": -1.0}, "pool.lease_seconds = -1.0: give a number above 0"),
+        ("pool-master", {"ssd_gib": -1.0}, "pool.ssd_gib = -1.0: give a size of disk"),
+        ("pool-master", {"master": "203.0.113.1:7108"}, "pool.master = '203.0.113.1:7108': Cannot assign"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_is_refused_by_name(tmp_path, service, settings, said):
+    pool = Pool(tmp_path, **settings)
+    try:
+        answer = pool.start(service)
+        assert said in answer["error"]
+        assert answer["code"] == "config"
+        assert pool.processes[service].wait(SECONDS) == 2
+    finally:
+        pool.close()
+
+
+def test_what_is_in_use_is_not_shared(tmp_path):
+    with running(tmp_path, ssd_gib=0.25, ssd_path=str(tmp_path / "disk")) as pool:
+        first = dict(pool.processes)
+        for service, said in (
+            ("pool-master", f"pool.master = '{pool.config.pool.master}': Address already in use"),
+            ("pool-owner", "another owner uses it; give another folder"),
+        ):
+            assert said in pool.start(service)["error"]
+            assert pool.processes[service].wait(SECONDS) == 2
+        assert all(process.poll() is None for process in first.values())
+        assert pool.client().works_with("still")
+        pool.processes |= first
+
+
+def test_two_owners_share_the_work(tmp_path):
+    with running(tmp_path) as pool:
+        first = pool.processes["pool-owner"]
+        try:
+            assert "error" not in pool.start("pool-owner")
+            client = pool.client(block_bytes=2**20)
+            assert all(client.put(f"block{i}") for i in range(200))  # more than one of them holds
+            assert {client.get(f"block{i}") for i in range(200)} == {"hit"}
+        finally:
+            os.killpg(first.pid, signal.SIGKILL)
+            first.wait(10)
+
+
+async def test_a_local_system_has_a_pool_of_its_own():
+    config = Config(engine=EngineConfig(backend="replay"), pool=PoolConfig(kind="mooncake", dram_gib=0.125))
+    said = []
+    async with LocalSystem(config, 1, say=said.append) as system:
+        pids = [system.pids[name] for name in ("pool-master", "pool-owner")]
+        assert system.config.pool.master != config.pool.master
+        client = Client(system.config.pool.master)
+        try:
+            assert client.works_with("one")
+        finally:
+            client.process.kill()
+            client.process.wait(10)
+    assert said == ["KV pool: mooncake, at most 0.125 GiB of memory"]
+    until(lambda: not any(map(alive, pids)))
+
+
+def test_the_holder_says_what_it_cannot_hold():
+    from seer.services.pool.holder import Holding
+
+    holding = Holding(host="127.0.0.1", master="127.0.0.1:1", protocol="tcp", device="", dram_bytes=2**24)
+    holder = subprocess.run(
+        [sys.executable, "-m", "seer.services.pool.holder", msgspec.json.encode(holding).decode()],
+        capture_output=True, text=True, timeout=SECONDS, check=False,
+        env={**os.environ, "MC_STORE_CLIENT_SETUP_RETRIES": "1"},
+    )  # fmt: skip
+    assert (holder.returncode, holder.stdout) == (
+        1, "Mooncake cannot hold 16777216 bytes at 127.0.0.1 (code -1): see its log\n",
+    )  # fmt: skip
