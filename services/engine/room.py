@@ -33,7 +33,7 @@ class Room:
         return len(self._line)
 
     def enter(self, name: str, blocks: int) -> None:
-        """Put a chunk at the end of the line."""
+        """Put a chunk at the end of the line: one that fits the empty engine, or it bars it for ever."""
         self._line[name] = blocks
 
     def leave(self, name: str) -> None:

@@ -1,0 +1,35 @@
+from seer.services.engine.room import Room
+
+
+def test_a_chunk_starts_when_free_blocks_cover_what_the_started_ones_can_still_take():
+    room = Room()
+    room.enter("a", 6)
+    assert room.start(10, {}.get) == ["a"]
+    room.enter("b", 4)
+    held = {"a": 0}
+    assert room.start(9, held.__getitem__) == []
+    held["a"] = 1
+    assert room.start(9, held.__getitem__) == ["b"]
+    assert room.waiting == 0
+
+
+def test_nobody_overtakes():
+    room = Room()
+    for name, blocks in (("large", 8), ("small", 1), ("smaller", 1)):
+        room.enter(name, blocks)
+    assert room.start(7, {}.get) == []
+    assert room.waiting == 3
+    room.leave("large")
+    assert room.start(7, {}.get) == ["small", "smaller"]
+
+
+def test_what_ended_or_was_dropped_counts_no_more():
+    room = Room()
+    room.enter("a", 5)
+    assert room.start(5, {}.get) == ["a"]
+    room.enter("b", 5)
+    room.leave("a")
+    room.leave("unknown")
+    assert room.start(5, {}.get) == ["b"]
+    room.leave("b")
+    assert room.start(5, {}.get) == []
