@@ -299,7 +299,8 @@ class Status(Message, tag=True):
 
     `quarantined` engines, which get no work, have a reason each. `asleep`: a trainer has them free memory.
 
-    `services` are the other services' endpoints as the buffer's configuration has them.
+    `services` are the other services' endpoints as the buffer's configuration has them; `pool` is the
+    address where the KV pool's master tells its figures.
     """
 
     name: ShortStr

@@ -11,7 +11,9 @@ import shutil
 import statistics
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -40,7 +42,17 @@ def main() -> int:
     return code
 
 
-def summary(prompts: list[str], groups: list[list[dict[str, object]]], report: dict[str, float]) -> Table:
+def _cached(instances: list[dict[str, dict[str, int]]]) -> str:
+    """Return which shares of all chunks' prompts, with what they had generated, were not computed."""
+    totals = Counter[str]()
+    for instance in instances:
+        totals.update(instance["stats"])
+    whole = max(totals["prompt_tokens"], 1)
+    own = totals["cached_tokens"] - totals["pool_tokens"]
+    return f"{totals['pool_tokens'] / whole:.1%} / {own / whole:.1%}"
+
+
+def summary(prompts: list[str], groups: list[list[dict[str, object]]], report: dict[str, Any]) -> Table:
     """Return the closing table: speed, tail, lengths, pass rate by the task's checker."""
     pairs = [(prompt, response) for prompt, group in zip(prompts, groups, strict=True) for response in group]
     lengths = sorted(len(list(response["token_ids"])) for _, response in pairs)  # type: ignore[call-overload]
@@ -55,6 +67,7 @@ def summary(prompts: list[str], groups: list[list[dict[str, object]]], report: d
         ("tail (last 10 % of requests)", f"{report['tail_seconds']:.1f} s"),
         ("length p50 / p99 / max", f"{statistics.median(lengths):.0f} / {p99} / {lengths[-1]}"),
         ("chunks / migrations", f"{report['chunks']} / {report['migrations']}"),
+        ("prompt tokens from pool / own cache", _cached(report["instances"])),
         ("preemptions", f"{report['preemptions']}"),
         ("pass rate", f"{statistics.mean(passed):.2f}"),
         ("groups with mixed rewards", f"{mixed} of {len(groups)}"),

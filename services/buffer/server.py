@@ -223,7 +223,10 @@ class BufferServer:
         return None
 
     def _status(self) -> m.Status:
-        at = self._config.endpoints
+        at, pool = self._config.endpoints, self._config.pool
+        services = {"context": at.estimate_snapshots, "dgds": at.dgds}
+        if pool.kind == "mooncake":
+            services["pool"] = pool.metrics
         return views.status(
             self.machine,
             self.weights,
@@ -232,7 +235,7 @@ class BufferServer:
             self._stats,
             self._lives,
             self._trainer_hub.uptime_seconds,
-            {"context": at.estimate_snapshots, "dgds": at.dgds},
+            services,
             self._sleep.held,
         )
 

@@ -33,6 +33,7 @@ from seer.common.types import SamplingParams
 from seer.common.wire.messages import InstanceStatus
 from seer.journal import Journal, model_digest, prompts_digest
 from seer.launch import LocalSystem, run
+from seer.pool_report import pool_use, use_text
 from seer.progress import showing
 from seer.prompts_io import (
     ModelFacts,
@@ -230,6 +231,9 @@ def _finish(job: Job, journal: Journal, prompt_ids: Sequence[str], outcome: Outc
         "{prompts} prompts, {requests} responses, {tokens} tokens in {seconds:.1f} s: "
         "{tokens_per_second:.0f} tokens/s, tail {tail_seconds:.1f} s".format_map(report)
     )
+    use = pool_use([instance.stats for instance in outcome.instances])
+    if use.used and not job.connect:  # a running system's counts are of more than this run
+        _say(f"KV pool: {use_text(use)}")
     missing = [prompt_id for prompt_id in prompt_ids if prompt_id not in journal.done]
     if missing:
         _say(f"error: {outcome.error}")

@@ -11,6 +11,7 @@ from seer.common.channel import Channel, Identity
 from seer.common.clock import LoopClock
 from seer.common.errors import SeerError, Unreachable
 from seer.common.ids import new_incarnation
+from seer.common.pool import PoolFigures, ask_master, read_figures
 from seer.common.transport.zmq import ZmqTransport
 from seer.common.wire.messages import (
     ContextSnapshotReply,
@@ -20,6 +21,7 @@ from seer.common.wire.messages import (
     SnapshotAsked,
     Status,
 )
+from seer.pool_report import figures_text, pool_use, use_text
 
 CONNECT_SECONDS = 5.0
 RATE_SECONDS = 1.0
@@ -38,11 +40,15 @@ class Service(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Seen(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything `seer status` knows. `rates` are per second; `buffer` is None when it does not answer."""
+    """Everything `seer status` knows. `rates` are per second; `buffer` is None when it does not answer.
+
+    `pool` is what the KV pool's master counts; None where there is none, or it does not answer.
+    """
 
     services: list[Service]
     buffer: Status | None = None
     rates: dict[str, float] = {}
+    pool: PoolFigures | None = None
 
 
 def show(endpoint: str, as_json: bool) -> int:
@@ -56,8 +62,11 @@ async def _look(endpoint: str) -> Seen:
     try:
         async with RolloutClient(endpoint, connect_seconds=CONNECT_SECONDS) as client:
             before = await client.status(CONNECT_SECONDS)
-            others = [_probe(name, at) for name, at in sorted(before.services.items())]
-            services = await asyncio.gather(*others, asyncio.sleep(RATE_SECONDS))
+            known = [(name, at) for name, at in sorted(before.services.items()) if name in _UNIONS]
+            others = asyncio.gather(*(_probe(name, at) for name, at in known))
+            (pool, figures), services, _ = await asyncio.gather(
+                _ask_pool(before.services.get("pool", "")), others, asyncio.sleep(RATE_SECONDS)
+            )
             status = await client.status(CONNECT_SECONDS)
     except Unreachable as error:
         return Seen(services=[Service(name="buffer", endpoint=endpoint, error=str(error))])
@@ -68,7 +77,17 @@ async def _look(endpoint: str) -> Seen:
         for name in ("tokens", "chunks")
         if name in status.counters
     }
-    return Seen(services=[buffer, *filter(None, services)], buffer=status, rates=rates)
+    return Seen(services=[buffer, *services, *pool], buffer=status, rates=rates, pool=figures)
+
+
+async def _ask_pool(metrics: str) -> tuple[list[Service], PoolFigures | None]:
+    if not metrics:
+        return [], None
+    try:
+        figures = read_figures(await ask_master(metrics))
+    except Unreachable as error:
+        return [Service(name="pool", endpoint=metrics, error=str(error))], None
+    return [Service(name="pool", endpoint=metrics)], figures
 
 
 async def _probe(name: str, endpoint: str) -> Service:
@@ -86,7 +105,7 @@ async def _probe(name: str, endpoint: str) -> Service:
 
 
 def _text(seen: Seen) -> str:
-    lines = [_service(service) for service in seen.services]
+    lines = [_service(service, seen.pool) for service in seen.services]
     status = seen.buffer
     if status is None:
         return "\n".join(lines)
@@ -96,16 +115,21 @@ def _text(seen: Seen) -> str:
         f"{status.requests_waiting} waiting, {rates}",
         f"weights version {status.weight_version} ({status.weights_digest or 'no digest'})",
     ]
-    lines += [_instance(instance) for instance in status.instances] or ["no engines are registered"]
+    for instance in status.instances:
+        use = pool_use([instance.stats])
+        lines += [_instance(instance), *([f"    {use_text(use)}"] if use.used else [])]
+    lines += [] if status.instances else ["no engines are registered"]
     lines += ["engines sleep: a trainer uses their memory"] if status.asleep else []
     lines += [f"  {name}: QUARANTINED: {why}" for name, why in status.quarantined.items()]
     totals = ", ".join(f"{name} {count}" for name, count in status.counters.items())
     return "\n".join([*lines, f"totals: {totals}"])
 
 
-def _service(service: Service) -> str:
+def _service(service: Service, pool: PoolFigures | None) -> str:
     if service.error:
         return f"{service.name}: UNREACHABLE: {service.error}"
+    if service.name == "pool" and pool is not None:
+        return f"pool: {figures_text(pool)}"
     return f"{service.name}: up {service.uptime_seconds:.0f} s at {service.endpoint}"
 
 

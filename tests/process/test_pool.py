@@ -293,6 +293,12 @@ def test_two_owners_share_the_work(tmp_path):
             first.wait(10)
 
 
+def status(endpoint, *options):
+    command = [sys.executable, "-m", "seer.cli", "status", "--connect", endpoint, *options]
+    shown = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, check=False)
+    return shown.returncode, shown.stdout
+
+
 async def test_a_local_system_has_a_pool_of_its_own():
     config = Config(engine=EngineConfig(backend="replay"), pool=PoolConfig(kind="mooncake", dram_gib=0.125))
     said = []
@@ -305,6 +311,19 @@ async def test_a_local_system_has_a_pool_of_its_own():
         finally:
             client.process.kill()
             client.process.wait(10)
+        code, text = status(system.endpoint)
+        assert (code, "pool: 1 keys, 0.00 of 0.12 GiB of memory, 0 evicted; owned by 127.0.0.1:" in text) == (
+            0,
+            True,
+        )
+        code, text = status(system.endpoint, "--json")
+        assert (code, json.loads(text)["pool"]["dram_total"]) == (0, 2**27)
+        os.killpg(system.pids["pool-master"], signal.SIGSTOP)
+        code, text = status(system.endpoint)
+        said_of_it = f"pool: UNREACHABLE: pool.metrics = '{system.config.pool.metrics}': no answer in 3 s"
+        assert (code, said_of_it in text) == (1, True)
+        assert "engine-0: 0 chunks" in text
+        os.killpg(system.pids["pool-master"], signal.SIGCONT)
     assert said == ["KV pool: mooncake, at most 0.125 GiB of memory"]
     until(lambda: not any(map(alive, pids)))
 

@@ -1,4 +1,4 @@
-"""Whether a local system has a KV pool, and what a pool's master tells."""
+"""Whether a local system has a KV pool, what its master tells, and what is said of it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ from seer import pool_plan
 from seer.common.config import EngineConfig, PoolConfig, load
 from seer.common.errors import ConfigError, InvalidField, Unreachable
 from seer.common.pool import PoolFigures, ask_master, read_figures
+from seer.common.types import InstanceStats
 from seer.pool_plan import PoolPlan, plan_pool
+from seer.pool_report import PoolUse, figures_text, pool_use, use_text
 
 VLLM, REPLAY = EngineConfig(), EngineConfig(backend="replay")
 ELSEWHERE = "203.0.113.1:7108"  # kept free for documentation
@@ -101,6 +103,27 @@ def test_an_address_is_host_and_port(address: str) -> None:
 
 
 # --- what a master tells ---------------------------------------------------------------------
+
+
+def test_what_a_pool_was_good_for() -> None:
+    assert not pool_use([]).used
+    assert not pool_use([InstanceStats(prompt_tokens=10, cached_tokens=5)]).used
+    each = InstanceStats(prompt_tokens=500, cached_tokens=300, pool_tokens=200, pool_saved_blocks=7)
+    bad = InstanceStats(pool_dropped_blocks=1, pool_failures=2, pool_corrupt=3, pool_away=True)
+    assert pool_use([each, each]).used
+    assert use_text(pool_use([each, each, bad])) == (
+        "40.0% of 1000 prompt tokens from the pool, 20.0% from engines' own caches; "
+        "14 blocks saved, 1 dropped, 2 failures, 3 corrupt, LEFT ALONE for now"
+    )
+    assert use_text(PoolUse()).startswith("0.0% of 0 prompt tokens")
+
+
+def test_what_a_pool_holds() -> None:
+    assert figures_text(FIGURES) == (
+        "700 keys, 0.23 of 0.25 GiB of memory, 0.50 of 1.00 GiB of disk, 464 evicted; owned by 127.0.0.1:13775"
+    )
+    assert figures_text(PoolFigures()) == "0 keys, 0.00 of 0.00 GiB of memory, 0 evicted; owned by NOBODY"
+
 
 METRICS = """\
 # HELP master_allocated_bytes Total memory bytes currently allocated across all segments

@@ -1,0 +1,69 @@
+"""What the KV pool was good for, in words: the same for `seer status` and after a rollout."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from seer.common.pool import PoolFigures
+from seer.common.types import InstanceStats
+
+GIB = 2**30
+
+
+class PoolUse(msgspec.Struct, frozen=True, kw_only=True):
+    """Totals over instances, as `InstanceStats` counts them; `away`: instances that leave it alone now."""
+
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    pool_tokens: int = 0
+    saved_blocks: int = 0
+    dropped_blocks: int = 0
+    failures: int = 0
+    corrupt: int = 0
+    away: int = 0
+
+    @property
+    def used(self) -> bool:
+        """Whether there is, or was, a pool."""
+        return bool(self.pool_tokens or self.saved_blocks or self.dropped_blocks or self.failures)
+
+
+def pool_use(stats: Sequence[InstanceStats]) -> PoolUse:
+    """Add up what instances report."""
+    return PoolUse(
+        prompt_tokens=sum(each.prompt_tokens for each in stats),
+        cached_tokens=sum(each.cached_tokens for each in stats),
+        pool_tokens=sum(each.pool_tokens for each in stats),
+        saved_blocks=sum(each.pool_saved_blocks for each in stats),
+        dropped_blocks=sum(each.pool_dropped_blocks for each in stats),
+        failures=sum(each.pool_failures for each in stats),
+        corrupt=sum(each.pool_corrupt for each in stats),
+        away=sum(each.pool_away for each in stats),
+    )
+
+
+def use_text(use: PoolUse) -> str:
+    """Say where prompt tokens came from, and what went wrong. A chunk's prompt is all before it."""
+    whole = max(use.prompt_tokens, 1)
+    return (
+        f"{use.pool_tokens / whole:.1%} of {use.prompt_tokens} prompt tokens from the pool, "
+        f"{(use.cached_tokens - use.pool_tokens) / whole:.1%} from engines' own caches; "
+        f"{use.saved_blocks} blocks saved, {use.dropped_blocks} dropped, "
+        f"{use.failures} failures, {use.corrupt} corrupt{', LEFT ALONE for now' if use.away else ''}"
+    )
+
+
+def figures_text(figures: PoolFigures) -> str:
+    """Say what the pool's master counts."""
+    disk = (
+        f", {figures.ssd_used / GIB:.2f} of {figures.ssd_total / GIB:.2f} GiB of disk"
+        if figures.ssd_total
+        else ""
+    )
+    owners = ", ".join(sorted(figures.owners)) or "NOBODY"
+    return (
+        f"{figures.keys} keys, {figures.dram_used / GIB:.2f} of {figures.dram_total / GIB:.2f} GiB of memory"
+        f"{disk}, {figures.evicted_keys} evicted; owned by {owners}"
+    )
