@@ -406,7 +406,9 @@ class VllmBackend:
     def _end(self, engine_id: str, result: StepOutput, finish: str, stop_reason: str) -> None:
         run = self._forget(engine_id)
         if finish and self._sharing is not None:
-            self._sharing.finished(run.request, run.chunk.prompt_len // self._capacity.block_size)
+            prompt, before = run.chunk.prompt_len, len(run.chunk.tokens)
+            size = self._capacity.block_size
+            self._sharing.finished(run.request, prompt // size, before // size)
         end = ChunkEnd(
             request_id=run.chunk.request_id,
             attempt=run.chunk.attempt,

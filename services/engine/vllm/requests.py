@@ -22,12 +22,14 @@ class Extra(msgspec.Struct, frozen=True, kw_only=True):
     """How one request is sampled.
 
     `capture` keeps the raw logits of its rows for `seer_take_captured`; `fault_position` is an
-    absolute position that is sampled with a wrong key.
+    absolute position that is sampled with a wrong key; `goes_on` says that the response will, when
+    this chunk reaches its limit.
     """
 
     sampling: RequestSampling
     capture: bool = False
     fault_position: int | None = None
+    goes_on: bool = False
 
 
 def engine_request(
@@ -48,7 +50,10 @@ def engine_request(
     sampling = RequestSampling.pack(
         chunk.sampling, key=chunk.key, prompt_len=chunk.prompt_len, stop_ids=stop_ids, vocab=vocab
     )
-    extra = Extra(sampling=sampling, capture=capture, fault_position=fault_position)
+    left = chunk.sampling.max_tokens - (len(chunk.tokens) - chunk.prompt_len)
+    extra = Extra(
+        sampling=sampling, capture=capture, fault_position=fault_position, goes_on=budget(chunk) < left
+    )
     params = SamplingParams(
         temperature=0.0, max_tokens=budget(chunk), stop_token_ids=list(stop_ids), ignore_eos=True,
         detokenize=False, logprobs=0, extra_args={EXTRA: extra},

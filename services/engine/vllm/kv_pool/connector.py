@@ -1,11 +1,12 @@
 """vLLM's MooncakeStoreConnector over our guarded store.
 
 Invariants:
-- what is stored and found, and when blocks are pinned and freed, is vLLM's; how it reaches Mooncake
-  is `GuardedStore`'s;
-- a request misses nothing it has room for: a load that fails is computed instead
-  (`kv_load_failure_policy`), a look-up that is not ready lets others go first;
-- missing KV is pulled only when there is enough of it to be worth the way.
+- how KV is keyed, copied, looked up and loaded is vLLM's; how that reaches Mooncake is `GuardedStore`'s;
+- a request waits for nobody: a load that fails is computed instead (`kv_load_failure_policy`), a
+  look-up that is not ready lets others go first;
+- KV, generated tokens' included, is saved when a chunk ends that is to go on, in one go: block by block
+  as vLLM's connector would do, each costs a round trip, and what ends for good is never asked for;
+- KV is pulled, and so saved, only when there is enough of it to be worth the way.
 """
 
 from __future__ import annotations
@@ -16,6 +17,9 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.store.connector import MooncakeStoreConnector
+from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.store.data import ReqMeta
+from vllm.v1.attention.backends.utils import NULL_BLOCK_ID
+from vllm.v1.request import RequestStatus
 
 from seer.common.config import PoolConfig
 from seer.common.mooncake import own_address
@@ -23,6 +27,7 @@ from seer.services.engine.vllm.kv_pool import shims
 from seer.services.engine.vllm.kv_pool.mooncake import open_store
 from seer.services.engine.vllm.kv_pool.staging import Regions
 from seer.services.engine.vllm.kv_pool.store import GuardedStore, Settings
+from seer.services.engine.vllm.requests import EXTRA
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -45,6 +50,9 @@ class SeerStoreConnector(MooncakeStoreConnector):
         settings = msgspec.convert(extra[SETTINGS], Settings)
         with shims.replaced(lambda: GuardedStore(settings, open_store), extra[LOOKUP]):
             super().__init__(vllm_config, role, kv_cache_config)
+        if self.connector_scheduler is not None:  # it loads; what to save is said below
+            self.connector_scheduler.kv_role = "kv_consumer"
+            self.connector_scheduler.save_decode_cache = False
 
     @property
     def store(self) -> GuardedStore:
@@ -63,6 +71,38 @@ class SeerStoreConnector(MooncakeStoreConnector):
             self.connector_scheduler.load_specs.pop(request.request_id)
             return 0, False
         return found, later
+
+    def request_finished_all_groups(
+        self, request: Request, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, None]:
+        """Save what was computed of a chunk that goes on; its blocks are pinned until they are copied."""
+        tokens = request.num_computed_tokens // self.connector_scheduler._block_size
+        tokens *= self.connector_scheduler._block_size
+        ended = request.status == RequestStatus.FINISHED_LENGTH_CAPPED
+        if ended and request.sampling_params.extra_args[EXTRA].goes_on and tokens > self._pull_tokens:
+            self._save(request, block_ids, tokens)
+        return False, None
+
+    def _save(self, request: Request, block_ids: tuple[list[int], ...], tokens: int) -> None:
+        """Queue a save for the next step, as `register_finished_partial_tail` does for Mamba's states."""
+        scheduler = self.connector_scheduler
+        job, scheduler._next_store_job_id = scheduler._next_store_job_id, scheduler._next_store_job_id + 1
+        groups = tuple(block_ids[group].copy() for group in scheduler._store_group_ids)
+        pinned = list(dict.fromkeys(block for group in groups for block in group if block != NULL_BLOCK_ID))
+        blocks = scheduler._gpu_block_pool
+        blocks.touch([blocks.blocks[block] for block in pinned])
+        scheduler._pinned_saves[job] = (pinned, scheduler._num_workers)
+        scheduler._finished_partial_tail_metas[request.request_id] = ReqMeta(
+            req_id=request.request_id,
+            token_len_chunk=tokens,
+            block_ids=groups,
+            block_hashes=list(request.block_hashes),
+            can_save=True,
+            store_job_id=job,
+            num_prompt_tokens=request.num_prompt_tokens,
+            prefill_end_tokens=tokens,
+            completed_token_len=tokens,
+        )
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Let the store know KV memory as vLLM's connector addresses it."""

@@ -61,9 +61,12 @@ class Sharing:
         namespace = "seer-" + hashlib.blake2b(facts, digest_size=16).hexdigest() if digest else ""
         self._rpc("seer_pool_use", namespace=namespace)
 
-    def finished(self, request: Request, prompt_blocks: int) -> None:
-        """Note that nobody needs a response's blocks any more; those of its prompt, others may."""
-        self._forgotten += [digest.hex() for digest in request.block_hashes[prompt_blocks:]]
+    def finished(self, request: Request, prompt_blocks: int, saved_blocks: int) -> None:
+        """Note that nobody needs a response's blocks any more; those of its prompt, others may.
+
+        `saved_blocks` of it are what chunks before this one may have saved.
+        """
+        self._forgotten += [digest.hex() for digest in request.block_hashes[prompt_blocks:saved_blocks]]
         if len(self._forgotten) >= FORGET_BLOCKS:
             self.flush()
 
