@@ -1,11 +1,12 @@
 #!/bin/sh
-# Installs Seer's units: `install.sh head`, `install.sh node 0 1 ...` (one number per model replica), or both
-# with `install.sh head node 0`. Run it as root, from anywhere; running it again changes nothing but the units.
+# Installs Seer's units: `install.sh head`, `install.sh node 0 1 ...` (one number per model replica), `pool-master`
+# and `pool-owner`, or several: `install.sh head pool-master pool-owner node 0`. Run it as root, from anywhere;
+# running it again changes nothing but the units.
 #   PREFIX   where `bin/seer` is installed (default /opt/seer)
 #   DESTDIR  another root to install into, for images; nothing is started there
 set -eu
 
-usage() { sed -n '2,5s/^# //p' "$0" >&2; exit 2; }
+usage() { sed -n '2,6s/^# //p' "$0" >&2; exit 2; }
 die() { echo "error: $*" >&2; exit 1; }
 
 prefix=${PREFIX:-/opt/seer} root=${DESTDIR:-} here=$(cd "$(dirname "$0")" && pwd)
@@ -13,6 +14,7 @@ units=
 while [ $# -gt 0 ]; do
   case $1 in
     head) units="$units seer-buffer.service seer-context.service seer-dgds.service"; shift ;;
+    pool-master | pool-owner) units="$units seer-$1.service"; shift ;;
     node)
       shift
       case ${1:-} in [0-9]*) ;; *) die "node: give a number per model replica, e.g. node 0 1" ;; esac
@@ -30,6 +32,7 @@ done
 into=$root/usr/local/lib/systemd/system  # leaves /etc/systemd/system to `systemctl edit`
 install -d -m 755 "$into/seer-.service.d" "$root/etc/seer" "$root/usr/lib/sysusers.d"
 for file in seer.target seer-buffer.service seer-context.service seer-dgds.service seer-engine@.service \
+  seer-pool-master.service seer-pool-owner.service \
   seer-.service.d/10-common.conf; do
   sed "s#/opt/seer/#$prefix/#g" "$here/$file" > "$into/$file"
 done

@@ -1,6 +1,7 @@
 """`python -m seer.ping ENDPOINT`: whether the service behind a socket answers a Hello; for health checks.
 
-Any `tcp://` endpoint of `[endpoints]` that a service answers on will do, so not `events` and `estimates`.
+Any `tcp://` endpoint of `[endpoints]` that a service answers on will do, so not `events` and `estimates`;
+and `http://` with `pool.metrics` for the KV pool's master.
 Exit codes: 0 it answers; 1 it does not.
 """
 
@@ -13,6 +14,7 @@ import sys
 from seer.common.channel import Channel, Identity
 from seer.common.clock import LoopClock
 from seer.common.errors import SeerError
+from seer.common.pool import ask_master
 from seer.common.transport.zmq import ZmqTransport
 from seer.common.wire.messages import BufferSnapshotReply, SnapshotAsked
 
@@ -21,6 +23,9 @@ ANSWER_SECONDS = 5.0
 
 async def ping(endpoint: str, seconds: float = ANSWER_SECONDS) -> None:
     """Return when the service's event loop answered. Raises `SeerError` when it does not."""
+    if endpoint.startswith("http://"):
+        await ask_master(endpoint.removeprefix("http://"), "/health", seconds)
+        return
     transport = ZmqTransport()
     # One address per host: a check every few seconds must not look like ever new peers.
     me = Identity(role="ping", name=socket.gethostname(), incarnation=0)

@@ -38,6 +38,22 @@ async def test_a_service_whose_loop_hangs_does_not_answer():
         await transport.close()
 
 
+@pytest.mark.parametrize(("answer", "code"), [(b"200 OK", 0), (b"503 Service Unavailable", 1)])
+async def test_the_pools_master_is_asked_over_http(capsys, answer, code):
+    async def serve(reader, writer):
+        asked.append(await reader.readline())
+        writer.write(b"HTTP/1.1 " + answer + b"\r\nContent-Length: 0\r\n\r\n")
+        await writer.drain()
+        writer.close()
+
+    asked = []
+    async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
+        endpoint = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        assert await asyncio.to_thread(main, [endpoint]) == code
+    assert asked == [b"GET /health HTTP/1.1\r\n"]
+    assert ("503" in capsys.readouterr().err) == bool(code)
+
+
 def test_a_mistake_is_one_line(capsys):
     assert main([]) == 1
     assert main(["tcp://"]) == 1
