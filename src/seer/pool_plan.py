@@ -64,7 +64,8 @@ def plan_pool(pool: PoolConfig, engine: EngineConfig, *, private: bool) -> PoolP
     why = " (Mooncake is installed)" if auto else ""
     memory = f", at most {pool.dram_gib:g} GiB of memory" if pool.dram_gib else ""
     disk = f" and {pool.ssd_gib:g} GiB of disk" if pool.ssd_gib else ""
-    said = f"KV pool: mooncake{why}{memory}{disk}"
+    at = "" if private else f" at {pool.master}"
+    said = f"KV pool: mooncake{at}{why}{memory}{disk}"
     return PoolPlan(config=pool, starts=True, optional=auto, said=said)
 
 

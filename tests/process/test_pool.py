@@ -243,6 +243,23 @@ def test_what_memory_cannot_hold_lies_on_disk(tmp_path):
         assert 2**27 < written <= 2**30
 
 
+def test_a_full_disk_gives_up_the_oldest(tmp_path):
+    blocks, memory, disk = 300, 64, 128  # MiB, as a block is
+    with running(
+        tmp_path, dram_gib=memory / 1024, ssd_gib=disk / 1024, ssd_path=str(tmp_path / "disk")
+    ) as pool:
+        client = pool.client(block_bytes=2**20)
+        for i in range(blocks):
+            until(lambda i=i: client.put(f"block{i}"))
+        got = [client.get(f"block{i}") for i in range(blocks)]
+        assert set(got) == {"hit", "miss"}
+        assert 0.6 * disk < got.count("hit") <= memory + disk
+        assert got[0] == "miss"
+        assert set(got[-memory // 2 :]) == {"hit"}
+        written = sum(file.stat().st_size for file in (tmp_path / "disk").rglob("*.bucket"))
+        assert written <= disk * 2**20
+
+
 @pytest.mark.parametrize(
     ("service", "settings", "said"),
     [

@@ -61,7 +61,8 @@ def test_a_pool_of_this_machine_is_started(kind: str, optional: bool) -> None:
     plan = plan_pool(PoolConfig(kind=kind, dram_gib=2), VLLM, private=False)
     assert plan.config == PoolConfig(kind="mooncake", dram_gib=2)
     assert (plan.starts, plan.optional) == (True, optional)
-    assert plan.said.endswith("at most 2 GiB of memory")
+    assert plan.said.startswith(f"KV pool: mooncake at {PoolConfig().master}")
+    assert plan.said.endswith(", at most 2 GiB of memory")
 
 
 def test_a_private_one_has_free_ports_of_its_own() -> None:
