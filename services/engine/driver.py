@@ -134,7 +134,10 @@ class InlineDriver:
 
     async def bind_weights(self, digest: str) -> None:
         """See `Driver.bind_weights`."""
-        self._backend.bind_weights(digest)
+        try:
+            self._backend.bind_weights(digest)
+        except Exception as error:
+            raise _failure(error) from error
 
     async def sleep(self, asleep: bool) -> None:
         """See `Driver.sleep`; blocks the loop."""

@@ -7,10 +7,11 @@ from contextlib import asynccontextmanager
 import pytest
 from virtual_time import eventually
 
+from seer.common.clock import LoopClock
 from seer.common.errors import EngineError, InvalidField
 from seer.common.types import Capacity, InstanceStats, SamplingParams
 from seer.services.engine.backend import Chunk, ChunkEnd, Generated, StepOutput
-from seer.services.engine.driver import ThreadDriver
+from seer.services.engine.driver import InlineDriver, ThreadDriver
 
 
 class Counting:
@@ -23,6 +24,7 @@ class Counting:
     def __init__(self, fail=None, gate=None):
         self.fail, self.gate = fail, gate
         self.threads, self.chunks, self.steps, self.idle_asked, self.closed = set(), {}, 0, 0, 0
+        self.digests = []
 
     def start(self):
         self.threads.add(threading.get_ident())
@@ -40,6 +42,12 @@ class Counting:
     def drop(self, request_id, attempt):
         self.threads.add(threading.get_ident())
         self.chunks.pop(request_id, None)
+
+    def bind_weights(self, digest):
+        self.threads.add(threading.get_ident())
+        if self.fail == "bind":
+            raise RuntimeError("no rank answers")
+        self.digests.append(digest)
 
     def has_work(self):
         self.idle_asked += not self.chunks
@@ -147,6 +155,24 @@ async def test_thread_driver_raises_what_the_backend_raised():
         driver.add(chunk("a", 9))
         with pytest.raises(EngineError, match="RuntimeError: device lost"):
             await running
+
+
+async def test_thread_driver_binds_weights_on_the_backend_s_thread():
+    backend = Counting()
+    async with thread_driver(backend) as (driver, _, _):
+        await driver.bind_weights("abc")
+        assert backend.digests == ["abc"]
+    assert len(backend.threads) == 1
+    assert threading.get_ident() not in backend.threads
+
+
+@pytest.mark.parametrize("make", [ThreadDriver, lambda backend, sink: InlineDriver(backend, sink, LoopClock())])
+async def test_a_backend_that_cannot_bind_weights_is_an_engine_error(make):
+    driver = make(Counting(fail="bind"), Sink())
+    await driver.start(5.0)
+    with pytest.raises(EngineError, match="RuntimeError: no rank answers"):
+        await driver.bind_weights("abc")
+    await driver.close()
 
 
 async def test_thread_driver_reports_a_failed_start():

@@ -1,6 +1,7 @@
 """The engine's server against a buffer played by the test, in virtual time mostly."""
 
 import asyncio
+import json
 from contextlib import asynccontextmanager
 
 import numpy as np
@@ -9,7 +10,7 @@ from virtual_time import eventually, virtual
 
 from seer.common.channel import Hub, Identity
 from seer.common.clock import LoopClock
-from seer.common.config import Config, EngineConfig, shared_hash
+from seer.common.config import Config, EngineConfig, SharedConfig, shared_hash
 from seer.common.errors import ConfigError, EngineError, Unreachable
 from seer.common.transport.memory import MemoryNetwork, MemoryTransport
 from seer.common.types import InstanceStats, SamplingParams
@@ -19,6 +20,7 @@ from seer.services.engine.backend import ChunkEnd, Generated, StepOutput
 from seer.services.engine.driver import InlineDriver
 from seer.services.engine.replay import ReplayBackend
 from seer.services.engine.server import EngineServer, make
+from seer.services.engine.weights import inspect
 
 REPLAY = EngineConfig(
     backend="replay",
@@ -33,8 +35,8 @@ REPLAY = EngineConfig(
 class Buffer:
     """A hub that keeps what engines say, in order."""
 
-    def __init__(self, network, incarnation=1):
-        self.network, self.config = network, Config()
+    def __init__(self, network, incarnation=1, shared=None):
+        self.network, self.config = network, Config(shared=shared or SharedConfig())
         self.me = Identity(
             role="buffer", name="buffer", incarnation=incarnation, config_hash=shared_hash(self.config.shared)
         )
@@ -363,6 +365,44 @@ async def test_without_a_buffer_it_gives_up_with_the_endpoint_named():
     with pytest.raises(Unreachable, match="7102"):
         await server.start()
     assert closed
+
+
+class Binding(ReplayBackend):
+    """Notes what is bound, and whether the buffer knew of this engine by then; fails if told to."""
+
+    def __init__(self, buffer, fail=False):
+        super().__init__(REPLAY, Config().shared)
+        self.buffer, self.fail = buffer, fail
+        self.bound, self.closed = [], False
+
+    def bind_weights(self, digest):
+        if self.fail:
+            raise RuntimeError("no rank answers")
+        self.bound.append((digest, list(self.buffer.said)))
+
+    def close(self):
+        self.closed = True
+        super().close()
+
+
+@pytest.mark.parametrize("fail", [False, True])
+async def test_it_binds_the_weights_it_loaded_before_it_registers_or_fails(tmp_path, fail):
+    header = json.dumps({"w": {"dtype": "U8", "shape": [1], "data_offsets": [0, 1]}}).encode()
+    (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + b"7")
+    network, config = MemoryNetwork(), Config(engine=REPLAY, shared=SharedConfig(model=str(tmp_path)))
+    buffer = Buffer(network, shared=config.shared)
+    await buffer.start()
+    backend = Binding(buffer, fail)
+    server = EngineServer(config, MemoryTransport(network), LoopClock(), backend)
+    if fail:
+        with pytest.raises(EngineError, match="no rank answers"):
+            await server.start()
+        assert backend.closed
+    else:
+        await server.start()
+        await eventually(lambda: bool(buffer.said))
+        assert backend.bound == [(inspect(tmp_path).digest, [])]
+    await buffer.kill()
 
 
 @virtual

@@ -6,8 +6,10 @@ that hangs.
 
 from __future__ import annotations
 
+import math
 import queue
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import TypeVar
@@ -19,9 +21,13 @@ MAX_WAITING = 1024
 
 
 class Lane:
-    """One daemon thread that makes one call after the other."""
+    """One daemon thread that makes one call after the other.
+
+    `busy_since` is when the call under way began, in monotonic seconds; infinite when there is none.
+    """
 
     def __init__(self, name: str) -> None:
+        self.busy_since = math.inf
         self._calls: queue.Queue[Callable[[], None]] = queue.Queue(MAX_WAITING)
         threading.Thread(target=self._run, name=name, daemon=True).start()
 
@@ -40,4 +46,8 @@ class Lane:
 
     def _run(self) -> None:
         while True:
-            self._calls.get()()
+            call = self._calls.get()
+            self.busy_since = time.monotonic()
+            call()
+            self.busy_since = math.inf
+            del call  # with what it holds, while there is nothing to do

@@ -75,6 +75,7 @@ class Staging:
             if not self._changed.wait_for(lambda: len(self._free) >= count + leave, seconds):
                 return []
             taken, self._free = self._free[:count], self._free[count:]
+        self._bytes[taken, :CHECKSUM_BYTES] = 0  # what lay there before is never taken for what comes
         return taken
 
     def give_back(self, slots: Sequence[int]) -> None:

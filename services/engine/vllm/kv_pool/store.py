@@ -3,9 +3,9 @@
 `GuardedStore` stands where the connector expects a `MooncakeDistributedStore`.
 
 Invariants:
-- a call that somebody waits for returns within `call_seconds`, whatever Mooncake does: what failed or
-  took longer is a miss, and counted;
-- while the pool is away (`Breaker`) nothing is asked of it;
+- a call that somebody waits for returns, whatever Mooncake does: what failed, or took longer than
+  `call_seconds` (each quarter of the staging memory, where more is moved), is a miss, and counted;
+- while the pool is away (see `calls`) nothing is asked of it;
 - keys begin with a namespace: KV of other weights, types or layouts cannot be found; without one
   nothing is asked or kept;
 - a put returns once its blocks are copied: a slow pool holds no KV blocks, and a put that finds no
@@ -18,21 +18,15 @@ from __future__ import annotations
 import re
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
-from queue import Full
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 
 from seer.common.errors import EngineError
 from seer.common.log import get_logger
-from seer.services.engine.vllm.kv_pool.breaker import Breaker
-from seer.services.engine.vllm.kv_pool.lane import Lane
+from seer.services.engine.vllm.kv_pool.calls import Away, Calls
 from seer.services.engine.vllm.kv_pool.staging import Regions, Staging
-
-T = TypeVar("T")
 
 MISSING, NO_ROOM = -704, -200
 """Mooncake's codes for a key that is not there, and for a full store."""
@@ -55,10 +49,6 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     staging_mib: int
 
 
-class Away(Exception):  # noqa: N818 - what it says of the pool
-    """The pool did not answer, or is being left alone."""
-
-
 class GuardedStore:
     """One rank's store. `connect` returns a ready `MooncakeDistributedStore`, or raises.
 
@@ -70,13 +60,9 @@ class GuardedStore:
         self._settings = settings
         self._connect = connect
         self._namespace = ""
-        self._store: Any = None
         self._staging: Staging | None = None
-        self._reads, self._writes = Lane("kv-pool-reads"), Lane("kv-pool-writes")
-        self._breaker = Breaker()
-        self._stuck: Future[Any] | None = None
+        self._calls = Calls(settings.call_seconds, self._connected)
         self._full_until = 0.0
-        self._counts: Counter[str] = Counter()
 
     # --- for the engine ------------------------------------------------------------------
 
@@ -93,30 +79,27 @@ class GuardedStore:
             )
         self._regions = regions
         self._staging = Staging(room // block_bytes, block_bytes)
-        self._write(lambda store: None)
+        self._calls.tell(lambda store: None)
 
     def use(self, namespace: str) -> None:
         """Go by this namespace from now on; the one before is removed once nobody reads it."""
         before, self._namespace = self._namespace, namespace
         if before and before != namespace:
-            pattern = f"^{re.escape(before)}/"
-            removal = threading.Timer(
-                self._settings.lease_seconds,
-                lambda: self._write(lambda store: store.remove_by_regex(pattern)),
-            )
+            removal = threading.Timer(self._settings.lease_seconds, self._abandon, [before])
             removal.daemon = True
             removal.start()
 
     def forget(self, hashes: Sequence[str]) -> None:
         """Remove blocks that nobody will ask for, by their hashes in hexadecimal."""
-        if hashes and self._usable():
+        if hashes and self._usable:
             keys = [self._key(f"{self.key_prefix}@{digest}") for digest in hashes]
             # Forced: whoever still reads one sees a wrong checksum at worst.
-            self._write(lambda store: store.batch_remove(keys, True))
+            self._calls.tell(lambda store: store.batch_remove(keys, True))
 
     def counts(self) -> dict[str, int]:
         """Return totals since the start: `saved_blocks`, `dropped_blocks`, `failures`, `corrupt`; `away`."""
-        return {**self._counts, "away": int(bool(self._namespace) and not self._usable())}
+        away = bool(self._namespace) and not (self._calls.connected and self._calls.allowed)
+        return {**self._calls.counts(), "away": int(away)}
 
     # --- what vLLM's connector calls -----------------------------------------------------
 
@@ -131,11 +114,13 @@ class GuardedStore:
     def batch_is_exist(self, keys: Sequence[str]) -> list[int]:
         """Return 1 for each key that is there, else 0."""
         named = [self._key(key) for key in keys]
+        if not self._usable:
+            return [0] * len(keys)
         try:
-            codes: list[int] = self._await(self._read(lambda store: store.batch_is_exist(named)))
+            codes = self._calls.answer(self._calls.ask(lambda store: store.batch_is_exist(named), len(keys)))
         except Away:
             return [0] * len(keys)
-        self._note([code for code in codes if code < 0])
+        self._calls.note(codes)
         return [int(code == 1) for code in codes]
 
     def batch_put_from_multi_buffers(
@@ -147,7 +132,7 @@ class GuardedStore:
             if not self._put([self._key(key) for key in keys[part]], blocks[part], config):
                 break
             done = part.stop
-        self._counts["dropped_blocks"] += len(keys) - done
+        self._calls.count("dropped_blocks", len(keys) - done)
         return [0] * done + [NO_ROOM] * (len(keys) - done)
 
     def batch_get_into_multi_buffers(
@@ -166,9 +151,7 @@ class GuardedStore:
     def close(self) -> None:
         """Let go of the pool, after puts under way, within a call's deadline."""
         self._namespace = ""
-        done = threading.Event()
-        self._write(lambda store: store.close(), after=done.set)
-        done.wait(self._settings.call_seconds)
+        self._calls.close()
 
     # --- behind --------------------------------------------------------------------------
 
@@ -180,40 +163,14 @@ class GuardedStore:
             raise EngineError("the KV pool is used before KV memory is known")
         return self._staging
 
+    @property
     def _usable(self) -> bool:
-        stuck = self._stuck is not None and not self._stuck.done()
-        return bool(self._namespace) and not stuck and self._breaker.allows(time.monotonic())
+        return bool(self._namespace) and self._calls.allowed
 
-    def _note(self, codes: Sequence[int]) -> None:
-        """Count what Mooncake says went wrong, and leave it alone for a while."""
-        if codes:
-            self._failed(f"Mooncake says {Counter(codes).most_common(1)[0][0]}")
-
-    def _failed(self, why: object) -> None:
-        now = time.monotonic()
-        self._counts["failures"] += 1
-        if self._breaker.allows(now):
-            _log.warning("the KV pool failed: left alone for a while", why=str(why))
-        self._breaker.failed(now)
-
-    def _write(self, call: Callable[[Any], object], after: Callable[[], object] = lambda: None) -> None:
-        """Have a call of the store made, some time, that nobody waits for; then `after`, in any case."""
-
-        def write() -> None:
-            try:
-                if self._store is None:
-                    self._store = self._connected()
-                call(self._store)
-            except Exception as error:  # noqa: BLE001 - native code: whatever it is, the pool is at fault
-                self._failed(error)
-            finally:
-                after()
-
-        try:
-            self._writes.submit(write)
-        except Full:
-            after()
-            self._failed("too many calls wait for it")
+    def _abandon(self, namespace: str) -> None:
+        """Remove a namespace, unless it is in use again."""
+        if namespace != self._namespace:
+            self._calls.tell(lambda store: store.remove_by_regex(f"^{re.escape(namespace)}/"))
 
     def _connected(self) -> Any:  # noqa: ANN401 - Mooncake has no types
         staging = self._attached()
@@ -223,67 +180,64 @@ class GuardedStore:
         _log.info("connected to the KV pool", master=self._settings.master)
         return store
 
-    def _read(self, call: Callable[[Any], T]) -> Future[T]:
-        """Begin a call of the store. Raises `Away`."""
-        store = self._store
-        if store is None or not self._usable():
+    def _room(self, count: int, leave: int) -> list[int]:
+        """Return that many slots. Raises `Away`."""
+        if not self._usable:
             raise Away
-        try:
-            return self._reads.submit(lambda: call(store))
-        except Full as error:
-            raise Away from error
-
-    def _await(self, future: Future[T]) -> T:
-        """Return what a call gave, within the deadline. Raises `Away`."""
-        seconds = self._settings.call_seconds
-        try:
-            answer = future.result(seconds)
-        except TimeoutError as error:
-            self._stuck = future
-            self._failed(f"no answer in {seconds:g} s")
-            raise Away from error
-        except Exception as error:
-            self._failed(error)
-            raise Away from error
-        self._breaker.worked()
-        return answer
+        seconds = self._calls.seconds
+        slots = self._attached().take(count, leave=leave, seconds=seconds)
+        if not slots:
+            self._calls.failed(f"no room in staging memory for {seconds:g} s")
+            raise Away
+        return slots
 
     def _put(self, keys: list[str], blocks: Sequence[Sequence[int]], config: object) -> bool:
         """Copy blocks and have them put; False when the pool is away, full, or too slow for it."""
         staging = self._attached()
-        if not self._usable() or time.monotonic() < self._full_until:
+        if time.monotonic() < self._full_until:
             return False
-        leave = staging.slots // 2  # for gets
-        slots = staging.take(len(keys), leave=leave, seconds=self._settings.call_seconds)
-        if not slots:
+        try:
+            slots = self._room(len(keys), leave=staging.slots // 2)  # for gets
+        except Away:
             return False
-        staging.fill(slots, keys, self._regions, blocks)
+        saved = 0
 
         def put(store: Any) -> None:  # noqa: ANN401 - Mooncake has no types
+            nonlocal saved
             lengths = [staging.row_bytes] * len(slots)
             codes = store.batch_put_from(keys, staging.addresses(slots), lengths, config)
-            self._counts["saved_blocks"] += sum(code >= 0 for code in codes)
-            self._counts["dropped_blocks"] += sum(code < 0 for code in codes)
+            saved = sum(code >= 0 for code in codes)
             if NO_ROOM in codes:
                 self._full_until = time.monotonic() + FULL_SECONDS
-            self._note([code for code in codes if code < 0 and code != NO_ROOM])
+            self._calls.note(codes, NO_ROOM)
 
-        self._write(put, after=lambda: staging.give_back(slots))
+        def done() -> None:
+            self._calls.count("saved_blocks", saved)
+            self._calls.count("dropped_blocks", len(slots) - saved)
+            staging.give_back(slots)
+
+        try:
+            staging.fill(slots, keys, self._regions, blocks)
+        except BaseException:
+            staging.give_back(slots)
+            raise
+        self._calls.tell(put, after=done)
         return True
 
     def _get(self, keys: list[str], blocks: Sequence[Sequence[int]]) -> list[int]:
         staging = self._attached()
-        slots = staging.take(len(keys), leave=0, seconds=self._settings.call_seconds)
-        if not slots:
+        try:
+            slots = self._room(len(keys), leave=0)
+        except Away:
             return [MISSING] * len(keys)
         lengths, addresses = [staging.row_bytes] * len(slots), staging.addresses(slots)
         try:
-            future = self._read(lambda store: store.batch_get_into(keys, addresses, lengths))
+            future = self._calls.ask(lambda store: store.batch_get_into(keys, addresses, lengths), len(keys))
         except Away:
             staging.give_back(slots)
             return [MISSING] * len(keys)
         try:
-            codes: list[int] = self._await(future)
+            codes = self._calls.answer(future)
         except Away:  # the call may still write to them
             future.add_done_callback(lambda _: staging.give_back(slots))
             return [MISSING] * len(keys)
@@ -295,15 +249,15 @@ class GuardedStore:
     def _take_in(
         self, keys: list[str], slots: list[int], blocks: Sequence[Sequence[int]], codes: list[int]
     ) -> list[int]:
-        self._note([code for code in codes if code < 0 and code != MISSING])
+        self._calls.note(codes, MISSING)
         came = [i for i, code in enumerate(codes) if code >= 0]
         sound = self._attached().empty(
             [slots[i] for i in came], [keys[i] for i in came], self._regions, [blocks[i] for i in came]
         )
         wrong = [i for i, good in zip(came, sound, strict=True) if not good]
         if wrong:  # whoever asks next must not find them either
-            self._counts["corrupt"] += len(wrong)
-            self._write(lambda store: store.batch_remove([keys[i] for i in wrong], True))
+            self._calls.count("corrupt", len(wrong))
+            self._calls.tell(lambda store: store.batch_remove([keys[i] for i in wrong], True))
         return [MISSING if i in wrong else code for i, code in enumerate(codes)]
 
 
