@@ -166,7 +166,9 @@ async def test_thread_driver_binds_weights_on_the_backend_s_thread():
     assert threading.get_ident() not in backend.threads
 
 
-@pytest.mark.parametrize("make", [ThreadDriver, lambda backend, sink: InlineDriver(backend, sink, LoopClock())])
+@pytest.mark.parametrize(
+    "make", [ThreadDriver, lambda backend, sink: InlineDriver(backend, sink, LoopClock())]
+)
 async def test_a_backend_that_cannot_bind_weights_is_an_engine_error(make):
     driver = make(Counting(fail="bind"), Sink())
     await driver.start(5.0)
