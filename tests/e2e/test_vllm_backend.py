@@ -215,6 +215,33 @@ def test_batches_and_preemptions_change_nothing(backend):
         assert together[name].logprobs == pytest.approx(response.logprobs, abs=1e-4)
 
 
+def test_chunks_that_wait_for_room_are_never_preempted(backend):
+    sampling = SamplingParams(max_tokens=150, ignore_eos=True)
+    names = [f"r{i}" for i in range(12)]
+    at_once = run(backend, [chunk(name, sampling, key=i) for i, name in enumerate(names)])
+    before = backend.stats()
+    assert before.preemptions > 0
+    waiting = [chunk(name, sampling, key=i, wait_for_room=True) for i, name in enumerate(names)]
+    in_turn = run(backend, waiting)
+    assert backend.stats().preemptions == before.preemptions
+    assert all(in_turn[name].tokens == at_once[name].tokens for name in names)
+    assert backend.stats().free_blocks == backend.capacity.kv_blocks
+
+
+def test_a_chunk_that_waits_for_room_can_be_dropped(backend):
+    sampling = SamplingParams(max_tokens=150, ignore_eos=True)
+    for i in range(12):
+        backend.add(chunk(f"r{i}", sampling, key=i, wait_for_room=True))
+    backend.step()
+    assert backend.stats().waiting > 0
+    for i in range(1, 12):
+        backend.drop(f"r{i}", 0)
+    assert backend.stats().waiting == 0
+    while backend.has_work():
+        backend.step()
+    assert backend.stats().free_blocks == backend.capacity.kv_blocks
+
+
 def test_a_response_is_a_function_of_its_key(backend):
     keys = [0, 1, 2**63, 2**64 - 1]
     responses = run(backend, [chunk(str(key), BASE, key=key) for key in keys])

@@ -1,0 +1,161 @@
+"""The KV pool under the real engine: chunks move with their KV, and whatever befalls it changes no token."""
+
+import asyncio
+import importlib.util
+import json
+import os
+import shutil
+import signal
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+if importlib.util.find_spec("vllm") is None:
+    pytest.skip("needs the engine extra", allow_module_level=True)
+pytest.importorskip("mooncake.store", reason="needs Mooncake and libibverbs1", exc_type=ImportError)
+
+from safetensors.torch import load_file, save_file
+
+from seer.client import RolloutClient, SamplingParams
+from seer.common.config import load
+from seer.common.pool import ask_master
+from seer.common.types import InstanceStats
+from seer.launch import LocalSystem
+
+pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(900)]
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "countdown"
+MODEL = EXAMPLE / "model"
+PROMPTS, GROUP, TOKENS = 6, 4, 160
+ROLLOUTS = 12
+
+Tokens = list[list[int]]
+
+
+class System:
+    """A running system and a client of it."""
+
+    def __init__(self, local: LocalSystem, client: RolloutClient) -> None:
+        self.local = local
+        self.client = client
+
+    async def roll(self, number: int, meanwhile: Callable[[], None] = lambda: None) -> Tokens:
+        """Return all tokens of a rollout; do something in its midst.
+
+        Each number has tokens of its own: no KV of an earlier rollout is in the engines' own caches.
+        """
+        lines = (EXAMPLE / "prompts.jsonl").read_text().splitlines()[:PROMPTS]
+        prompts = [json.loads(line)["prompt"] for line in lines]
+        sampling = SamplingParams(max_tokens=TOKENS, ignore_eos=True)
+        rollout = await self.client.submit(prompts, n=GROUP, sampling=sampling, rollout_number=number)
+        done = asyncio.create_task(rollout.result())
+        while rollout.progress is None or rollout.progress.tokens < PROMPTS * GROUP * TOKENS // 2:
+            await asyncio.sleep(0.02)
+            assert not done.done()
+        meanwhile()
+        return [response.token_ids.tolist() for group in await done for response in group.responses]
+
+    async def stats(self) -> InstanceStats:
+        """Return the engines' counters, added up, once they have reported."""
+        await asyncio.sleep(1.5)
+        every = [instance.stats for instance in (await self.client.status()).instances]
+        names = [name for name in InstanceStats.__struct_fields__ if name.startswith(("pool_", "preempt"))]
+        return InstanceStats(**{name: sum(getattr(stats, name) for stats in every) for name in names})
+
+    def signal(self, child: str, number: signal.Signals) -> None:
+        """Signal a child and all that it started."""
+        os.killpg(self.local.pids[child], number)
+
+
+@asynccontextmanager
+async def system(model: Path = MODEL, instances: int = 2, **settings: object) -> AsyncIterator[System]:
+    given = {
+        "shared.model": model, "engine.max_model_len": 400, "engine.kv_blocks": 300,
+        "engine.max_num_seqs": 16, "buffer.chunk_size": 32, "buffer.policy": "migrate",
+        "pool.kind": "mooncake", "pool.pull_tokens": 0, "pool.dram_gib": 0.25, "pool.call_seconds": 1,
+    } | {key.replace("__", "."): value for key, value in settings.items()}  # fmt: skip
+    config = load(None, {}, [f"{key}={value}" for key, value in given.items()])
+    async with (
+        LocalSystem(config, instances) as local,
+        RolloutClient(local.endpoint, tokenizer=model) as client,
+    ):
+        yield System(local, client)
+
+
+@pytest.fixture(scope="module")
+def undisturbed() -> list[Tokens]:
+    """The tokens of each rollout, by number, without a pool or a move."""
+
+    async def plain() -> list[Tokens]:
+        async with system(instances=1, pool__kind="none", buffer__policy="static") as quiet:
+            return [await quiet.roll(number) for number in range(ROLLOUTS)]
+
+    return asyncio.run(plain())
+
+
+async def test_a_moving_chunk_brings_its_kv(undisturbed: list[Tokens]) -> None:
+    async with system() as moving:
+        assert await moving.roll(0) == undisturbed[0]
+        stats = await moving.stats()
+    assert (stats.pool_failures, stats.pool_corrupt, stats.pool_dropped_blocks, stats.preemptions) == (0,) * 4
+    assert stats.pool_tokens > 0
+    assert stats.pool_saved_blocks > 0
+
+
+async def test_whatever_befalls_the_pool_changes_no_token(undisturbed: list[Tokens]) -> None:
+    numbers = iter(range(ROLLOUTS))
+
+    async def pulls(meanwhile: Callable[[], None] = lambda: None) -> bool:
+        """Roll on, and say whether KV came from the pool."""
+        before, number = await moving.stats(), next(numbers)
+        assert await moving.roll(number, meanwhile) == undisturbed[number]
+        return (await moving.stats()).pool_tokens > before.pool_tokens
+
+    async def recovers() -> None:
+        while not await pulls():  # StopIteration is a failure
+            pass
+
+    async with system() as moving:
+        await recovers()
+        for child in ("pool-owner", "pool-master"):
+            before = moving.local.restarts[child]
+            await pulls(lambda child=child: moving.signal(child, signal.SIGKILL))
+            async with asyncio.timeout(60):
+                while moving.local.restarts[child] == before:
+                    await asyncio.sleep(0.1)
+            await recovers()
+        for child in ("pool-owner", "pool-master"):
+            failures = (await moving.stats()).pool_failures
+            await pulls(lambda child=child: moving.signal(child, signal.SIGSTOP))
+            assert (await moving.stats()).pool_failures > failures
+            moving.signal(child, signal.SIGCONT)
+            await recovers()
+        assert (await moving.stats()).pool_corrupt == 0
+
+
+async def test_after_an_update_old_kv_is_neither_found_nor_kept(tmp_path: Path) -> None:
+    changed = tmp_path / "changed"
+    shutil.copytree(MODEL, changed)
+    tensors = load_file(changed / "model.safetensors")
+    save_file({name: tensor * 1.02 for name, tensor in tensors.items()}, changed / "model.safetensors")
+    async with system(changed, instances=1, pool__kind="none", buffer__policy="static") as fresh:
+        expected = await fresh.roll(0)
+    async with system(pool__lease_seconds=1) as updated:
+        assert await updated.roll(0) != expected
+        old = await namespaces(updated)
+        await updated.client.update_weights(version=1, source=changed)
+        before = (await updated.stats()).pool_tokens
+        assert await updated.roll(0) == expected
+        assert (await updated.stats()).pool_tokens > before
+        async with asyncio.timeout(30):
+            while old & await namespaces(updated):
+                await asyncio.sleep(0.5)
+        assert await namespaces(updated)
+
+
+async def namespaces(running: System) -> set[str]:
+    """Return what the keys in the pool begin with."""
+    keys = await ask_master(running.local.config.pool.metrics, "/get_all_keys")
+    return {key.partition("/")[0] for key in keys.split()}
