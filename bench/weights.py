@@ -29,6 +29,7 @@ from typing import Any
 
 import torch
 import vllm
+from random_model import random_llama
 from safetensors.torch import load_file, save_file
 
 from seer.client import InvalidField, MooncakeSource, RolloutClient, SamplingParams
@@ -38,26 +39,6 @@ from seer.launch import LocalSystem
 from seer.services.engine import mooncake_reader
 
 PART = 2**21
-
-
-def synthetic(folder: Path, megabytes: int) -> Path:
-    """Write a random Llama of about this size in float32, with a vocabulary of 32,000."""
-    hidden, vocabulary = 1024, 32_000
-    per_layer = 4 * hidden**2 + 3 * hidden * 4 * hidden + 2 * hidden
-    layers = max(1, round((megabytes * 1e6 / 4 - vocabulary * hidden) / per_layer))
-    config = {
-        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": hidden,
-        "intermediate_size": 4 * hidden, "num_hidden_layers": layers, "num_attention_heads": 16,
-        "num_key_value_heads": 4, "vocab_size": vocabulary, "max_position_embeddings": 2048,
-        "rms_norm_eps": 1e-5, "tie_word_embeddings": True, "torch_dtype": "float32", "hidden_act": "silu",
-        "bos_token_id": 1, "eos_token_id": 2,
-    }  # fmt: skip
-    (folder / "config.json").write_text(json.dumps(config))
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder)).save_pretrained(folder)
-    return folder
 
 
 def raw_copy(source: Path, target: Path) -> float:
@@ -181,7 +162,7 @@ def main() -> None:
     if (given.model is None) == (given.synthetic is None):
         parser.error("give either --model or --synthetic")
     with tempfile.TemporaryDirectory(prefix="seer-bench-") as scratch:
-        model = given.model or synthetic(Path(scratch), given.synthetic)
+        model = given.model or random_llama(Path(scratch), given.synthetic)
         size = (model / "model.safetensors").stat().st_size
         turns = asyncio.run(measure(model.absolute(), given.turns))
     medians = {key: statistics.median(each[key] for each in turns) for key in turns[0]}

@@ -228,6 +228,13 @@ def test_chunks_that_wait_for_room_are_never_preempted(backend):
     assert backend.stats().free_blocks == backend.capacity.kv_blocks
 
 
+def test_a_chunk_that_would_wait_for_room_for_ever_is_refused(backend, monkeypatch):
+    monkeypatch.setattr(backend, "_capacity", msgspec.structs.replace(backend.capacity, kv_blocks=2))
+    with pytest.raises(InvalidField, match="KV blocks"):
+        backend.add(chunk("r", SamplingParams(max_tokens=150), wait_for_room=True))
+    assert not backend.has_work()
+
+
 def test_a_chunk_that_waits_for_room_can_be_dropped(backend):
     sampling = SamplingParams(max_tokens=150, ignore_eos=True)
     for i in range(12):

@@ -343,6 +343,12 @@ class VllmBackend:
             stop_ids=stop_ids,
             has_tokenizer=self._tokenizer is not None,
         )
+        most = self._capacity.blocks_for(len(chunk.tokens), budget(chunk))
+        if chunk.wait_for_room and most > self._capacity.kv_blocks:
+            why = (
+                f"needs {most} KV blocks, this engine has {self._capacity.kv_blocks}: it would wait for ever"
+            )
+            raise InvalidField("max_new_tokens", chunk.max_new_tokens, why)
         stops = None
         prompt, output = chunk.tokens[: chunk.prompt_len], chunk.tokens[chunk.prompt_len :]
         if sampling.stop and self._tokenizer is not None:
@@ -358,7 +364,6 @@ class VllmBackend:
         )
         request, _ = self._core.preprocess_add_request(described)
         if chunk.wait_for_room:
-            most = self._capacity.blocks_for(len(chunk.tokens), budget(chunk))
             self._room.enter(engine_id, most)
         else:
             self._core.add_request(request)

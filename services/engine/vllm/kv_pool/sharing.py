@@ -36,6 +36,8 @@ class Sharing:
     """Use `rpc(method, **arguments)` to reach every rank's `SeerWorker`."""
 
     def __init__(self, rpc: Rpc, model: Path, config: VllmConfig) -> None:
+        import vllm  # only now: its environment is prepared before it is imported
+
         self._rpc = rpc
         self._facts = {
             "config": (model / "config.json").read_text(),
@@ -47,7 +49,8 @@ class Sharing:
                 config.parallel_config.pipeline_parallel_size,
             ],
             "layout": sorted({text for texts in rpc("seer_kv_layout") for text in texts}),
-            "python": platform.python_version_tuple()[:2],  # pickles, and so hashes, differ
+            # These hash blocks: they must come to the same keys.
+            "versions": [vllm.__version__, *platform.python_version_tuple()[:2]],
             "hash": config.cache_config.prefix_caching_hash_algo,
         }
         self._forgotten: list[str] = []
