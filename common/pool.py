@@ -22,13 +22,17 @@ _SAMPLE = re.compile(r'^(?P<name>\w+)(?:\{segment="(?P<segment>[^"]*)"\})? (?P<v
 
 
 class PoolFigures(msgspec.Struct, frozen=True, kw_only=True):
-    """What a pool's master tells. Bytes of values; `owners`: memory in bytes by the owner's name."""
+    """What a pool's master tells. Bytes of values; `owners`: memory in bytes by the owner's name.
+
+    `ssd_reads`: look-ups since the master started of blocks that only disk had.
+    """
 
     keys: int = 0
     dram_used: int = 0
     dram_total: int = 0
     ssd_used: int = 0
     ssd_total: int = 0
+    ssd_reads: int = 0
     evicted_keys: int = 0
     owners: dict[str, int] = {}
 
@@ -77,6 +81,7 @@ def read_figures(text: str) -> PoolFigures:
         dram_total=value("master_total_capacity_bytes"),
         ssd_used=value("master_allocated_file_size_bytes"),
         ssd_total=value("master_total_file_capacity_bytes"),
+        ssd_reads=value("file_cache_hit_nums_"),
         evicted_keys=value("master_evicted_key_count"),
         owners=owners,
     )

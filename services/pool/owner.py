@@ -47,8 +47,11 @@ _BUFFER_BYTES = 2**28
 """Mooncake's buffer for what is read of the disk. Its own 1.25 GiB takes seconds to be zeroed."""
 
 _BUCKET_BYTES = 2**24
-"""What is written at once; nothing is written before so much is there. Mooncake's own 256 MiB is a
-quarter of a small pool."""
+"""What is written at once, at most; nothing is written before so much is there, and nothing leaves
+memory before it is written. Mooncake's own 256 MiB is a quarter of a small pool."""
+
+_BUCKETS = 16
+"""Memory holds at least so many: with 4, a pool of 64 MiB stayed full for 8 s."""
 
 _ENVIRONMENT = {"MC_LOG_LEVEL": "ERROR", "MC_RPC_TIMEOUT_MS": "2000", "MC_STORE_CLIENT_SETUP_RETRIES": "1"}
 """A master that hangs holds a call for 30 s otherwise."""
@@ -126,7 +129,8 @@ class PoolOwner:
             ssd_path=str(self._folder.path) if self._folder else "",
         )
         command = [sys.executable, "-m", "seer.services.pool.holder", msgspec.json.encode(holding).decode()]
-        program = self._program = await Program.start(command, _ENVIRONMENT | _disk_environment(self._pool))
+        environment = _ENVIRONMENT | _disk_environment(self._pool, self._dram_bytes)
+        program = self._program = await Program.start(command, environment)
         said = await program.line()
         if not said.startswith(READY):
             raise PoolError(said or f"what was to hold the pool's memory {await program.wait()}")
@@ -210,7 +214,7 @@ def _dram_bytes(pool: PoolConfig) -> int:
     return wanted
 
 
-def _disk_environment(pool: PoolConfig) -> dict[str, str]:
+def _disk_environment(pool: PoolConfig, dram_bytes: int) -> dict[str, str]:
     if not pool.ssd_gib:
         return {}
     size = str(int(pool.ssd_gib * 2**30))
@@ -218,7 +222,7 @@ def _disk_environment(pool: PoolConfig) -> dict[str, str]:
         "MOONCAKE_OFFLOAD_TOTAL_SIZE_LIMIT_BYTES": size,  # what the master is told
         "MOONCAKE_OFFLOAD_BUCKET_MAX_TOTAL_SIZE": size,  # what is kept to
         "MOONCAKE_OFFLOAD_BUCKET_EVICTION_POLICY": "lru",
-        "MOONCAKE_OFFLOAD_BUCKET_SIZE_LIMIT_BYTES": str(_BUCKET_BYTES),
+        "MOONCAKE_OFFLOAD_BUCKET_SIZE_LIMIT_BYTES": str(min(_BUCKET_BYTES, dram_bytes // _BUCKETS)),
         "MOONCAKE_OFFLOAD_LOCAL_BUFFER_SIZE_BYTES": str(_BUFFER_BYTES),
         "MOONCAKE_OFFLOAD_HEARTBEAT_INTERVAL_SECONDS": "1",
     }

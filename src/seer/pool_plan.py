@@ -48,7 +48,7 @@ def plan_pool(pool: PoolConfig, engine: EngineConfig, *, private: bool) -> PoolP
     auto = pool.kind == "auto"
     if pool.kind == "none" or (auto and engine.backend != "vllm"):
         return PoolPlan(config=replace(pool, kind="none"))
-    if problem := _import_problem():
+    if problem := import_problem():
         if auto:
             said = f"KV pool: none, as Mooncake cannot be imported ({problem})"
             return PoolPlan(config=replace(pool, kind="none"), said=said)
@@ -69,7 +69,7 @@ def plan_pool(pool: PoolConfig, engine: EngineConfig, *, private: bool) -> PoolP
     return PoolPlan(config=pool, starts=True, optional=auto, said=said)
 
 
-def _import_problem() -> str:
+def import_problem() -> str:
     """Return why Mooncake cannot be imported; empty if it can."""
     command = [sys.executable, "-c", "import mooncake.store"]
     try:

@@ -218,7 +218,7 @@ POOLED = Config(engine=EngineConfig(kv_blocks=8, cpu_cores="0"))
 
 @pytest.fixture
 def installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pool_plan, "_import_problem", lambda: "")
+    monkeypatch.setattr(pool_plan, "import_problem", lambda: "")
 
 
 @pytest.mark.usefixtures("installed")

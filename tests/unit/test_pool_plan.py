@@ -24,12 +24,12 @@ BROKEN = "ImportError: libibverbs.so.1: cannot open shared object file"
 
 @pytest.fixture(autouse=True)
 def importable(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pool_plan, "_import_problem", lambda: "")
+    monkeypatch.setattr(pool_plan, "import_problem", lambda: "")
 
 
 @pytest.fixture
 def broken(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pool_plan, "_import_problem", lambda: BROKEN)
+    monkeypatch.setattr(pool_plan, "import_problem", lambda: BROKEN)
 
 
 def none(said: str = "") -> PoolPlan:
@@ -40,7 +40,7 @@ def none(said: str = "") -> PoolPlan:
 def test_no_pool_where_none_is_wanted_or_of_use(
     monkeypatch: pytest.MonkeyPatch, kind: str, engine: EngineConfig
 ) -> None:
-    monkeypatch.delattr(pool_plan, "_import_problem")  # nothing is tried
+    monkeypatch.delattr(pool_plan, "import_problem")  # nothing is tried
     assert plan_pool(PoolConfig(kind=kind), engine, private=True) == none()
 
 
@@ -92,7 +92,7 @@ def test_one_elsewhere_is_joined(private: bool) -> None:
 def test_what_python_says_of_the_import(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     monkeypatch.setattr(pool_plan.sys, "executable", "/bin/false")
-    assert pool_plan._import_problem() == "exit code 1"
+    assert pool_plan.import_problem() == "exit code 1"
 
 
 @pytest.mark.parametrize(
@@ -137,6 +137,7 @@ master_allocated_file_size_bytes 5.36870912e+08
 master_total_file_capacity_bytes 1073741824
 master_key_count 700
 master_evicted_key_count 464
+file_cache_hit_nums_ 12
 master_value_size_bytes_bucket{le="4096"} 1
 master_key_count{tenant="other"} 5
 """
@@ -147,6 +148,7 @@ FIGURES = PoolFigures(
     dram_total=268435456,
     ssd_used=536870912,
     ssd_total=1073741824,
+    ssd_reads=12,
     evicted_keys=464,
     owners={"127.0.0.1:13775": 268435456},
 )
