@@ -20,7 +20,8 @@ from msgspec.structs import replace
 
 from seer.common.config import Config, load
 from seer.common.types import SamplingParams
-from seer.verify.run import Job, verify
+from seer.verify.cell_run import Job
+from seer.verify.run import verify
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "countdown"
 MIN_TOKENS = 200_000

@@ -212,7 +212,8 @@ def verify(
 
     Exits 0 only with no bug, every cell of the matrix exercised and enough tokens compared.
     """
-    from seer.verify.run import Job, perform
+    from seer.verify.cell_run import Job
+    from seer.verify.run import perform
 
     overrides = _overrides(shared__model=model and model.resolve(), engine__backend=backend)
     job = Job(

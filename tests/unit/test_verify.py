@@ -16,12 +16,12 @@ from hypothesis import strategies as st
 from seer.cli import main
 from seer.client.rollout import Group, Response
 from seer.common.config import Config, EngineConfig, SharedConfig
-from seer.common.errors import InvalidField, SeerError
+from seer.common.errors import SeerError
 from seer.common.types import SamplingParams
-from seer.hardware import Machine
 from seer.launch import LaunchError
 from seer.verify import run
-from seer.verify.cells import CELLS, REFERENCE, choose
+from seer.verify.cell_run import CellRun, Job
+from seer.verify.cells import CELLS
 from seer.verify.compare import (
     Evidence,
     Mismatch,
@@ -32,7 +32,7 @@ from seer.verify.compare import (
     measured_error,
 )
 from seer.verify.report import CellReport, Fault, Report
-from seer.verify.run import CellRun, most_random_position
+from seer.verify.run import most_random_position
 
 PLAIN = SamplingParams()
 
@@ -234,7 +234,7 @@ def test_an_unrelated_draw_is_not_explained(seed):
 def report(*mismatches: Mismatch, tokens: int = 100, unmet=(), error="", fault=None) -> Report:
     comparison = compare([group(response([1] * tokens))], [group(response([1] * tokens))], 1.0, 0.0)
     comparison.mismatches.extend(mismatches)
-    counters = {"tokens": tokens, "chunks": 1, "migrations": 0, "preemptions": 0}
+    counters = {"tokens": tokens, "chunks": 1, "migrations": 0, "preemptions": 0, "pool_tokens": 0}
     cell = CellReport(
         name="chunk-1", about="", counters=counters, unmet=list(unmet), error=error, comparison=comparison
     )
@@ -279,78 +279,22 @@ def test_a_fault_is_planted_where_most_is_open():
     assert most_random_position([group(certain, open_at_2, prompt_len=4)]) == 6
 
 
-# --- cells -----------------------------------------------------------------------------------
-
-HERE = Machine(cores=[0, 1], devices=[], free_bytes=0)
-
-
-def config(tmp_path: Path, heads: int = 4, **engine: object) -> Config:
-    (tmp_path / "config.json").write_text(json.dumps({"num_attention_heads": heads}))
-    return Config(shared=SharedConfig(model=str(tmp_path)), engine=EngineConfig(max_model_len=100, **engine))
-
-
-def test_every_cell_can_be_had_on_two_cores(tmp_path: Path):
-    cells, skipped = choose("", config(tmp_path), HERE)
-    assert [cell.name for cell in cells] == list(CELLS)
-    assert cells[0] is REFERENCE
-    assert not skipped
-
-
-@pytest.mark.parametrize(
-    ("heads", "engine", "machine", "why"),
-    [
-        (3, {}, HERE, "3 attention heads"),
-        (4, {"backend": "replay"}, HERE, "replay backend"),
-        (4, {"tensor_parallel": 2}, HERE, "2 ranks itself"),
-        (4, {}, Machine(cores=[0], devices=[], free_bytes=0), "needs 2 cores"),
-        (4, {}, Machine(cores=[0, 1], devices=["0"], free_bytes=0), "needs 2 devices"),
-    ],
-)
-def test_a_cell_that_cannot_run_is_left_out_with_a_reason(tmp_path, heads, engine, machine, why):
-    base = config(tmp_path, heads, **engine)
-    cells, skipped = choose("", base, machine)
-    assert [cell.name for cell in cells] == [name for name in CELLS if name != "tp-2"]
-    assert why in skipped["tp-2"]
-    with pytest.raises(InvalidField, match="tp-2"):
-        choose("chunk-1,tp-2", base, machine)
-
-
-@pytest.mark.parametrize("names", ["chunk-7", "one-go", "chunk-1,,chunk-16"])
-def test_a_matrix_that_compares_nothing_is_refused(tmp_path: Path, names: str):
-    with pytest.raises(InvalidField, match="--matrix"):
-        choose(names, config(tmp_path), HERE)
-
-
-def test_scarce_memory_holds_a_longest_sequence_and_a_quarter_of_those_at_once(tmp_path: Path):
-    base = config(tmp_path, max_num_seqs=8)
-    assert CELLS["preempt"].config(base, [60] * 4).engine.kv_blocks == 4  # 101 slots of 32
-    assert CELLS["preempt"].config(base, [60] * 20).engine.kv_blocks == 4
-    assert CELLS["preempt"].config(base, [80] * 20).engine.kv_blocks == 6  # 8 sequences of 3 blocks
-    assert REFERENCE.config(base).engine.kv_blocks is None
-
-
-def test_needs_compare_counters_with_numbers_and_counters():
-    counters = {"responses": 4, "chunks": 4, "preemptions": 0}
-    assert REFERENCE.unmet(counters) == []
-    assert CELLS["chunk-64"].unmet(counters) == ["chunks > responses (was 4)"]
-    assert REFERENCE.unmet(counters | {"preemptions": 2}) == ["preemptions == 0 (was 2)"]
-
-
 # --- the run, with made-up cells ---------------------------------------------------------------
 
 
 def run_matrix(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, perform: Callable[[str], CellRun]) -> Report:
     (tmp_path / "prompts.jsonl").write_text('{"id": "a", "prompt_token_ids": [1, 2, 3]}')
+    (tmp_path / "config.json").write_text("{}")
     monkeypatch.setattr(run, "_perform", lambda cell, *rest: perform(cell.name))
-    job = run.Job(
+    job = Job(
         prompts=tmp_path / "prompts.jsonl", n=1, sampling=PLAIN, seed=0, matrix="chunk-1,preempt", min_tokens=1,
-        config=config(tmp_path, backend="replay"),
+        config=Config(shared=SharedConfig(model=str(tmp_path)), engine=EngineConfig(backend="replay")),
     )  # fmt: skip
     return run.verify(job, lambda line: None)
 
 
 def cell_run(cell: str) -> CellRun:
-    counters = dict.fromkeys(("responses", "tokens", "migrations"), 1)
+    counters = dict.fromkeys(("responses", "tokens", "migrations", "pool_tokens"), 1)
     counters |= {"chunks": 1 + (cell == "chunk-1"), "preemptions": int(cell == "preempt")}
     return CellRun(groups=[group(response([1, 2, 3]))], counters=counters, versions={}, seconds=1.0)
 
@@ -400,9 +344,9 @@ def test_the_replay_engine_passes_its_whole_matrix(prompts: Path):
     assert "PASSED" in result.output
     assert found["passed"]
     assert found["tokens_compared"] >= 1000
-    assert list(found["skipped"]) == ["tp-2"]
+    assert list(found["skipped"]) == [name for name in CELLS if name == "tp-2" or CELLS[name].pool]
     cells = {cell["name"]: cell for cell in found["cells"]}
-    assert list(cells) == [name for name in CELLS if name not in ("one-go", "tp-2")]
+    assert list(cells) == ["chunk-1", "chunk-16", "chunk-64", "two-instances", "migrate", "preempt"]
     assert cells["migrate"]["counters"]["migrations"] > 0
     assert cells["preempt"]["counters"]["preemptions"] > 0
     assert cells["chunk-1"]["counters"]["chunks"] == cells["chunk-1"]["comparison"]["tokens"]
@@ -434,6 +378,7 @@ def test_too_few_tokens_fail(prompts: Path):
     [
         (("--matrix", "nonsense"), "--matrix = 'nonsense'"),
         (("--matrix", "tp-2"), "replay backend has no tensor parallelism"),
+        (("--matrix", "pool-warm"), "replay backend has no KV"),
         (("-n", 0), "n = 0"),
         (("--plant-fault", "--temperature", 0), "--temperature = 0"),
         (("--json", "/nowhere/report.json"), "--json"),

@@ -2,6 +2,7 @@
 
 Invariants:
 - the first cell is the reference, and every other one differs from it in what its name says;
+- only cells with `pool` have a KV pool, each one of its own that is empty at first;
 - a cell that did not do what it is there for (`needs`) proves nothing, and counts as failed.
 """
 
@@ -11,10 +12,12 @@ import json
 import operator
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 
-from seer.common.config import Config
+from seer import pool_plan
+from seer.common.config import Config, PoolConfig
 from seer.common.errors import InvalidField
 from seer.common.types import Capacity
 from seer.hardware import Machine
@@ -25,14 +28,24 @@ Need = tuple[str, str, str | int]
 SCARCITY = 0.25
 """Sequences of uneven lengths that end at different times need about half of the sum at once."""
 
+POOL_BLOCKS = 128
+"""Enough for a pool to be lent room by its disk; a verification's sequences together have many more."""
+
+LEAST_POOL_BYTES = 2**24
+"""Mooncake refuses half of it."""
+
+DISK_FACTOR = 16
+"""Disk below a pool's memory, in sizes of that memory."""
+
 _COMPARE = {">": operator.gt, "==": operator.eq}
 
 
 class Cell(msgspec.Struct, frozen=True, kw_only=True):
     """A way to run. `buffer` and `engine` override those sections of the configuration.
 
-    `scarce` leaves an engine too few KV blocks for what it runs at once. Counters for `needs` are
-    those of `run.CellRun`.
+    `scarce` leaves an engine too few KV blocks for what it runs at once, `disk` the pool too little
+    memory for what it holds, and a disk below it. `killed`: the engine is killed halfway, and comes
+    back. Counters for `needs` are those of `cell_run.CellRun`.
     """
 
     name: str
@@ -42,6 +55,9 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True):
     buffer: dict[str, str | int] = {}
     engine: dict[str, str | int] = {}
     scarce: bool = False
+    pool: bool = False
+    disk: bool = False
+    killed: bool = False
 
     def config(self, base: Config, lengths: Sequence[int] = ()) -> Config:
         """Return the configuration that this cell runs.
@@ -52,7 +68,18 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True):
         if self.scarce:
             engine = msgspec.structs.replace(engine, kv_blocks=scarce_blocks(base, lengths))
         buffer = msgspec.structs.replace(base.buffer, **self.buffer)
-        return msgspec.structs.replace(base, engine=engine, buffer=buffer)
+        return msgspec.structs.replace(base, engine=engine, buffer=buffer, pool=self._pool(base))
+
+    def _pool(self, base: Config) -> PoolConfig:
+        here = PoolConfig()
+        kind: Literal["mooncake", "none"] = "mooncake" if self.pool else "none"
+        pool = msgspec.structs.replace(
+            base.pool, kind=kind, master=here.master, metrics=here.metrics, pull_tokens=0, ssd_gib=0.0
+        )
+        if not self.disk:
+            return pool
+        gib = scarce_pool_bytes(base) / 2**30
+        return msgspec.structs.replace(pool, dram_gib=gib, ssd_gib=DISK_FACTOR * gib, lease_seconds=1.0)
 
     def unmet(self, counters: Mapping[str, int]) -> list[str]:
         """Return what this cell was to exercise and did not, as text."""
@@ -113,6 +140,40 @@ CELLS: dict[str, Cell] = {
             engine={"tensor_parallel": 2},
             needs=(("tensor_parallel", "==", 2),),
         ),
+        Cell(
+            name="pool-migrate",
+            about="every chunk on another engine, its KV from the pool",
+            instances=2,
+            pool=True,
+            buffer={"policy": "migrate", "chunk_size": 64},
+            needs=(("migrations", ">", 0), ("pool_tokens", ">", 0)),
+        ),
+        Cell(
+            name="pool-warm",
+            about="an engine killed halfway, what it had computed from the pool",
+            pool=True,
+            killed=True,
+            buffer={"policy": "divided", "chunk_size": 32},
+            needs=(("restarts", ">", 0), ("pool_tokens", ">", 0)),
+        ),
+        Cell(
+            name="pool-ssd",
+            about="a quarter of the KV memory, and a pool that keeps most on disk",
+            scarce=True,
+            pool=True,
+            disk=True,
+            buffer={"policy": "divided", "chunk_size": 32},
+            needs=(("pool_tokens", ">", 0), ("pool_ssd_reads", ">", 0), ("preemptions", "==", 0)),
+        ),
+        Cell(
+            name="pool-tp-2",
+            about="two tensor-parallel ranks, a quarter of the KV memory, and a pool",
+            scarce=True,
+            pool=True,
+            engine={"tensor_parallel": 2},
+            buffer={"policy": "divided", "chunk_size": 32},
+            needs=(("tensor_parallel", "==", 2), ("pool_tokens", ">", 0), ("preemptions", "==", 0)),
+        ),
     )
 }
 
@@ -135,13 +196,29 @@ def scarce_blocks(base: Config, lengths: Sequence[int]) -> int:
     return max(capacity.blocks_for(capacity.max_model_len, 0), int(at_once * SCARCITY))
 
 
+def scarce_pool_bytes(base: Config) -> int:
+    """Return memory for `POOL_BLOCKS` blocks, or `LEAST_POOL_BYTES` if that is more.
+
+    A number is counted with 2 bytes, and any layer as one of full attention.
+    """
+    model = _described(base)
+    heads = model.get("num_attention_heads") or 1
+    size = model.get("head_dim") or model.get("hidden_size", 0) // heads
+    numbers = 2 * model.get("num_hidden_layers", 0) * (model.get("num_key_value_heads") or heads) * size
+    return max(LEAST_POOL_BYTES, POOL_BLOCKS * base.shared.block_size * numbers * 2)
+
+
 def choose(names: str, config: Config, machine: Machine) -> tuple[list[Cell], dict[str, str]]:
     """Return the cells to run, the reference first, and why others cannot run here.
 
     `names` is comma-separated; empty means every cell that can run. Raises `InvalidField` for a
     cell that is unknown or cannot run.
     """
-    cannot = {name: why for name, cell in CELLS.items() if (why := _obstacle(cell, config, machine))}
+    poolless = _poolless(config)
+    cannot = {}
+    for name, cell in CELLS.items():
+        if why := (poolless if cell.pool else "") or _rankless(cell, config, machine):
+            cannot[name] = why
     wanted = [name.strip() for name in names.split(",")] if names else [n for n in CELLS if n not in cannot]
     for name in wanted:
         if name not in CELLS:
@@ -154,7 +231,18 @@ def choose(names: str, config: Config, machine: Machine) -> tuple[list[Cell], di
     return [REFERENCE, *cells], {} if names else cannot
 
 
-def _obstacle(cell: Cell, config: Config, machine: Machine) -> str:
+def _poolless(config: Config) -> str:
+    """Return why no cell can have a KV pool."""
+    if config.engine.backend != "vllm":
+        return f"the {config.engine.backend} backend has no KV"
+    if config.pool.kind == "none":  # its ports are open to whoever reaches them: it is not forced on anybody
+        return "pool.kind = none"
+    problem = pool_plan.import_problem()
+    return f"Mooncake cannot be imported ({problem})" if problem else ""
+
+
+def _rankless(cell: Cell, config: Config, machine: Machine) -> str:
+    """Return why a cell cannot have its tensor-parallel ranks."""
     ranks = cell.engine.get("tensor_parallel")
     if not isinstance(ranks, int):
         return ""
@@ -165,12 +253,12 @@ def _obstacle(cell: Cell, config: Config, machine: Machine) -> str:
     units = machine.devices or machine.cores
     if len(units) < ranks:
         return f"needs {ranks} {'devices' if machine.devices else 'cores'}; this machine has {len(units)}"
-    heads = _attention_heads(Path(config.shared.model))
+    heads = _described(config).get("num_attention_heads", 0)
     return f"the model's {heads} attention heads cannot be divided by {ranks}" if heads % ranks else ""
 
 
-def _attention_heads(folder: Path) -> int:
-    """Return the model's attention heads, 0 if its folder does not say: the engine will."""
-    described = json.loads((folder / "config.json").read_text())
-    heads = (described.get("text_config") or described).get("num_attention_heads")
-    return heads if isinstance(heads, int) else 0
+def _described(config: Config) -> dict[str, int]:
+    """Return the whole numbers of the model's description; what it does not say, the engine will."""
+    model = json.loads((Path(config.shared.model) / "config.json").read_text())
+    described = model.get("text_config") or model
+    return {name: value for name, value in described.items() if isinstance(value, int)}

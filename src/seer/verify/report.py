@@ -165,8 +165,9 @@ def _conclude(report: Report, console: Console) -> None:
 
 
 _HEADINGS = (
-    "tokens", "numeric", "bugs", "flips/10⁶", "Δlogprob", "chunks", "migrated", "preempted", "seconds"
+    "tokens", "numeric", "bugs", "flips/10⁶", "Δlogprob", "chunks", "migrated", "preempted", "pulled", "seconds"
 )  # fmt: skip
+_EXERCISED = ("chunks", "migrations", "preemptions", "pool_tokens")
 
 
 def _figures(cell: CellReport) -> list[str]:
@@ -181,7 +182,7 @@ def _figures(cell: CellReport) -> list[str]:
             f"{cell.flips_per_million:.1f}",
             f"{cell.comparison.max_logprob_difference:.0e}",
         ]
-    exercised = [str(cell.counters[name]) for name in ("chunks", "migrations", "preemptions")]
+    exercised = [str(cell.counters[name]) for name in _EXERCISED]
     return [*compared, *exercised, f"{cell.seconds:.1f}"]
 
 

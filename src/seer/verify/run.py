@@ -2,30 +2,24 @@
 
 Invariants:
 - nothing is started before the whole input was checked;
-- every cell draws from the same keys: same seed, same rollout number, same prompt ids;
 - cells run one after the other, the teacher after all of them: each has the machine to itself.
 """
 
 from __future__ import annotations
 
-import asyncio
 import sys
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
 import numpy as np
 
-from seer.client import Group, Prompt, RolloutClient
+from seer import launch
+from seer.client import Group, Prompt
 from seer.client.prompts import check_request
 from seer.common.config import Config
 from seer.common.errors import ConfigError, InvalidField, SeerError
-from seer.common.types import SamplingParams
-from seer.common.wire.messages import InstanceStatus
 from seer.hardware import Machine
-from seer.launch import LocalSystem, run
-from seer.progress import showing
 from seer.prompts_io import (
     ModelFacts,
     check_fit,
@@ -35,51 +29,17 @@ from seer.prompts_io import (
     tokenizer_of,
     write_report,
 )
+from seer.verify.cell_run import ROLLOUT_NUMBER, CellRun, Job, Say, run_cell
 from seer.verify.cells import Cell, choose
 from seer.verify.compare import LOGPROB_TOLERANCE, compare
 from seer.verify.judge import judge
 from seer.verify.report import CellReport, Fault, Report, show
 
-ROLLOUT_NUMBER = 0
-
 SLACK_TOKENS = 32
 """Room beyond prompt and output, as rollouts have it, for tokens that an engine drafts."""
 
-STATUS_WAIT_SECONDS = 10.0
-"""How long the engines' last counters may take to reach the buffer."""
-
 PLAIN_WIDTH = 120
 """Columns of the table when nobody's terminal limits it."""
-
-Say = Callable[[str], None]
-
-
-class Job(msgspec.Struct, frozen=True, kw_only=True):
-    """What to verify.
-
-    `matrix` names cells, comma-separated; empty: all that can run here. `logprob_tolerance` is in
-    raw logits; None: by the model's dtype. `cell_seconds` is the deadline of one cell's rollout.
-    """
-
-    prompts: Path
-    n: int
-    sampling: SamplingParams
-    seed: int
-    config: Config
-    matrix: str = ""
-    min_tokens: int = 10_000
-    logprob_tolerance: float | None = None
-    plant_fault: bool = False
-    cell_seconds: float = 3600.0
-
-
-class CellRun(msgspec.Struct, frozen=True, kw_only=True):
-    """What a cell produced. `seconds` from submission to the last response."""
-
-    groups: list[Group]
-    counters: dict[str, int]
-    versions: dict[str, str]
-    seconds: float
 
 
 def perform(job: Job, json_file: Path | None) -> int:
@@ -115,7 +75,7 @@ def verify(job: Job, say: Say) -> Report:
     for cell in others:
         try:
             its = _planted(cell, cell.config(config, lengths), report.fault)
-            found = _perform(cell, its, job, prompts, say)
+            found = _perform(cell, its, job, prompts, say, first.counters["tokens"])
         except (InvalidField, ConfigError):
             raise
         except SeerError as error:
@@ -203,56 +163,13 @@ def _planted(cell: Cell, config: Config, fault: Fault | None) -> Config:
     return msgspec.structs.replace(config, engine=engine)
 
 
-def _perform(cell: Cell, config: Config, job: Job, prompts: list[Prompt], say: Say) -> CellRun:
+def _perform(
+    cell: Cell, config: Config, job: Job, prompts: list[Prompt], say: Say, tokens: int = 0
+) -> CellRun:
     say(f"{cell.name}: {cell.about}")
-    found = run(_run_cell(cell, config, job, prompts, say))
+    found = launch.run(run_cell(cell, config, job, prompts, say, tokens // 2))
     say(f"{cell.name}: {found.counters['tokens']} tokens in {found.seconds:.1f} s")
     return found
-
-
-async def _run_cell(cell: Cell, config: Config, job: Job, prompts: list[Prompt], say: Say) -> CellRun:
-    async with LocalSystem(config, cell.instances, say=say) as system:
-        return await system.run(_roll(system.endpoint, job, prompts))
-
-
-async def _roll(endpoint: str, job: Job, prompts: list[Prompt]) -> CellRun:
-    async with RolloutClient(endpoint) as client:
-        started = time.monotonic()
-        rollout = await client.submit(
-            prompts,
-            n=job.n,
-            sampling=job.sampling,
-            seed=job.seed,
-            rollout_number=ROLLOUT_NUMBER,
-            deadline_seconds=job.cell_seconds,
-        )
-        with showing(len(prompts) * job.n) as rollout.on_progress:
-            groups = await rollout.result()
-        seconds = time.monotonic() - started
-        tokens = sum(response.token_ids.size for group in groups for response in group.responses)
-        instances = await _final_status(client, tokens)
-    versions = instances[0].versions
-    counters = {
-        "responses": sum(len(group.responses) for group in groups),
-        "tokens": tokens,
-        "chunks": sum(group.chunks for group in groups),
-        "migrations": sum(group.migrations for group in groups),
-        "preemptions": sum(group.preemptions for group in groups),
-        "engines_used": sum(instance.stats.generated_tokens > 0 for instance in instances),
-        "tensor_parallel": int(versions.get("tensor_parallel", 1)),
-    }
-    return CellRun(groups=groups, counters=counters, versions=versions, seconds=seconds)
-
-
-async def _final_status(client: RolloutClient, tokens: int) -> list[InstanceStatus]:
-    """Return the instances once they have reported all tokens, or as they are after a while."""
-    deadline = time.monotonic() + STATUS_WAIT_SECONDS
-    while True:
-        instances = (await client.status()).instances
-        done = sum(instance.stats.generated_tokens for instance in instances) >= tokens
-        if done or time.monotonic() > deadline:
-            return instances
-        await asyncio.sleep(0.2)
 
 
 def _cell_report(cell: Cell, found: CellRun) -> CellReport:

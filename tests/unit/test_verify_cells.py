@@ -1,0 +1,157 @@
+"""Which cells a verification has, what each runs, and what each must have done."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from seer import pool_plan
+from seer.common.config import Config, EngineConfig, PoolConfig, SharedConfig
+from seer.common.errors import InvalidField
+from seer.common.wire.messages import Progress
+from seer.hardware import Machine
+from seer.verify.cell_run import _and_once
+from seer.verify.cells import CELLS, REFERENCE, choose, scarce_pool_bytes
+
+HERE = Machine(cores=[0, 1], devices=[], free_bytes=0)
+RANKS = ["tp-2", "pool-tp-2"]
+POOLS = ["pool-migrate", "pool-warm", "pool-ssd", "pool-tp-2"]
+
+
+@pytest.fixture(autouse=True)
+def importable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pool_plan, "import_problem", lambda: "")
+
+
+def config(tmp_path: Path, heads: int = 4, **engine: object) -> Config:
+    (tmp_path / "config.json").write_text(json.dumps({"num_attention_heads": heads}))
+    return Config(shared=SharedConfig(model=str(tmp_path)), engine=EngineConfig(max_model_len=100, **engine))
+
+
+def test_every_cell_can_be_had_on_two_cores(tmp_path: Path):
+    cells, skipped = choose("", config(tmp_path), HERE)
+    assert [cell.name for cell in cells] == list(CELLS)
+    assert cells[0] is REFERENCE
+    assert not skipped
+
+
+@pytest.mark.parametrize(
+    ("heads", "engine", "machine", "why"),
+    [
+        (3, {}, HERE, "3 attention heads"),
+        (4, {"tensor_parallel": 2}, HERE, "2 ranks itself"),
+        (4, {}, Machine(cores=[0], devices=[], free_bytes=0), "needs 2 cores"),
+        (4, {}, Machine(cores=[0, 1], devices=["0"], free_bytes=0), "needs 2 devices"),
+    ],
+)
+def test_a_cell_that_cannot_run_is_left_out_with_a_reason(tmp_path, heads, engine, machine, why):
+    base = config(tmp_path, heads, **engine)
+    cells, skipped = choose("", base, machine)
+    assert [cell.name for cell in cells] == [name for name in CELLS if name not in RANKS]
+    assert list(skipped) == RANKS
+    assert all(why in reason for reason in skipped.values())
+    with pytest.raises(InvalidField, match="tp-2"):
+        choose("chunk-1,tp-2", base, machine)
+
+
+@pytest.mark.parametrize(
+    ("backend", "kind", "problem", "why"),
+    [
+        ("vllm", "auto", "no libibverbs", r"Mooncake cannot be imported \(no libibverbs\)"),
+        ("vllm", "none", "", r"pool\.kind = none"),
+        ("replay", "auto", "", "replay backend has no KV"),
+    ],
+)
+def test_cells_with_a_pool_need_mooncake_an_engine_with_kv_and_leave(
+    tmp_path, monkeypatch, backend, kind, problem, why
+):
+    monkeypatch.setattr(pool_plan, "import_problem", lambda: problem)
+    base = msgspec.structs.replace(config(tmp_path, backend=backend), pool=PoolConfig(kind=kind))
+    cells, skipped = choose("", base, HERE)
+    assert [name for name in skipped if name != "tp-2"] == POOLS
+    assert not {cell.name for cell in cells} & set(POOLS)
+    with pytest.raises(InvalidField, match=why):
+        choose("chunk-1,pool-warm", base, HERE)
+
+
+def test_only_cells_that_are_about_a_pool_have_one_and_it_is_their_own(tmp_path: Path):
+    theirs = PoolConfig(kind="mooncake", master="192.0.2.1:7108", ssd_gib=9.0, protocol="rdma")
+    base = msgspec.structs.replace(config(tmp_path), pool=theirs)
+    pools = {name: cell.config(base, [60]).pool for name, cell in CELLS.items()}
+    assert [name for name, pool in pools.items() if pool.kind == "mooncake"] == POOLS
+    assert {pool.kind for pool in pools.values()} == {"mooncake", "none"}
+    assert [name for name, pool in pools.items() if pool.ssd_gib] == ["pool-ssd"]
+    for pool in pools.values():
+        assert (pool.master, pool.metrics) == (PoolConfig().master, PoolConfig().metrics)
+        assert (pool.pull_tokens, pool.protocol) == (0, "rdma")
+
+
+def test_a_pool_with_a_disk_has_memory_for_few_blocks(tmp_path: Path):
+    base = config(tmp_path)
+    described = {
+        "num_attention_heads": 32,
+        "num_hidden_layers": 36,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+    }
+    assert scarce_pool_bytes(base) == 2**24  # nothing is known
+    (tmp_path / "config.json").write_text(json.dumps({"text_config": described}))
+    assert scarce_pool_bytes(base) == 128 * 32 * 144 * 2**10  # 144 KiB a token
+    pool = CELLS["pool-ssd"].config(base, [60]).pool
+    assert (pool.dram_gib, pool.ssd_gib) == (0.5625, 9.0)
+    described = {"num_attention_heads": 4, "num_hidden_layers": 100, "hidden_size": 128}
+    (tmp_path / "config.json").write_text(json.dumps(described))
+    assert scarce_pool_bytes(base) == 128 * 32 * 2 * 100 * 128 * 2
+
+
+@pytest.mark.parametrize("names", ["chunk-7", "one-go", "chunk-1,,chunk-16"])
+def test_a_matrix_that_compares_nothing_is_refused(tmp_path: Path, names: str):
+    with pytest.raises(InvalidField, match="--matrix"):
+        choose(names, config(tmp_path), HERE)
+
+
+def test_scarce_memory_holds_a_longest_sequence_and_a_quarter_of_those_at_once(tmp_path: Path):
+    base = config(tmp_path, max_num_seqs=8)
+    assert CELLS["preempt"].config(base, [60] * 4).engine.kv_blocks == 4  # 101 slots of 32
+    assert CELLS["preempt"].config(base, [60] * 20).engine.kv_blocks == 4
+    assert CELLS["preempt"].config(base, [80] * 20).engine.kv_blocks == 6  # 8 sequences of 3 blocks
+    assert REFERENCE.config(base).engine.kv_blocks is None
+
+
+def test_needs_compare_counters_with_numbers_and_counters():
+    counters = {"responses": 4, "chunks": 4, "preemptions": 0}
+    assert REFERENCE.unmet(counters) == []
+    assert CELLS["chunk-64"].unmet(counters) == ["chunks > responses (was 4)"]
+    assert REFERENCE.unmet(counters | {"preemptions": 2}) == ["preemptions == 0 (was 2)"]
+
+
+@pytest.mark.parametrize(
+    ("cell", "idle"),
+    [
+        ("pool-migrate", "migrations"),
+        ("pool-migrate", "pool_tokens"),
+        ("pool-warm", "restarts"),
+        ("pool-warm", "pool_tokens"),
+        ("pool-ssd", "pool_ssd_reads"),
+        ("pool-tp-2", "pool_tokens"),
+    ],
+)
+def test_a_pool_that_did_nothing_proves_nothing(cell: str, idle: str):
+    names = ("migrations", "restarts", "pool_tokens", "pool_ssd_reads")
+    counters = dict.fromkeys(names, 1) | {"preemptions": 0, "tensor_parallel": 2}
+    assert CELLS[cell].unmet(counters) == []
+    assert CELLS[cell].unmet(counters | {idle: 0}) == [f"{idle} > 0 (was 0)"]
+
+
+def test_an_engine_is_killed_once_when_half_of_the_tokens_are_there():
+    shown, kills = [], []
+    show = _and_once(shown.append, lambda: kills.append(len(shown)), 50)
+    zeros = dict.fromkeys(Progress.__struct_fields__, 0) | {"rollout_id": "r", "finish_times": []}
+    steps = [Progress(**zeros | {"tokens": tokens}) for tokens in (10, 49, 50, 80)]
+    for step in steps:
+        show(step)
+    assert shown == steps
+    assert kills == [3]
