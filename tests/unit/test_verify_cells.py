@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -11,9 +12,10 @@ import pytest
 from seer import pool_plan
 from seer.common.config import Config, EngineConfig, PoolConfig, SharedConfig
 from seer.common.errors import InvalidField
-from seer.common.wire.messages import Progress
+from seer.common.types import Capacity, InstanceStats
+from seer.common.wire.messages import InstanceStatus, Progress
 from seer.hardware import Machine
-from seer.verify.cell_run import _and_once
+from seer.verify.cell_run import _and_once, _final_status
 from seer.verify.cells import CELLS, REFERENCE, choose, scarce_pool_bytes
 
 HERE = Machine(cores=[0, 1], devices=[], free_bytes=0)
@@ -155,3 +157,30 @@ def test_an_engine_is_killed_once_when_half_of_the_tokens_are_there():
         show(step)
     assert shown == steps
     assert kills == [3]
+
+
+def told(generated: int, running: int = 0, restarts: int = 0) -> list[InstanceStatus]:
+    room = Capacity(kv_blocks=1, block_size=32, max_num_seqs=1, max_model_len=32)
+    stats = InstanceStats(generated_tokens=generated, running=running, pool_tokens=generated)
+    return [
+        InstanceStatus(name="e", capacity=room, stats=stats, chunks=0, reserved_blocks=0, restarts=restarts)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("reports", "last"),
+    [
+        ([told(60), told(100)], 100),
+        ([told(0, restarts=1), told(30, running=1, restarts=1), told(40, restarts=1)], 40),
+    ],
+)
+async def test_counters_are_the_last_ones_though_a_killed_engine_took_its_own_along(reports, last):
+    """The engine that came back first reports that it did nothing: that is not the end."""
+
+    class Client:
+        async def status(self) -> SimpleNamespace:
+            return SimpleNamespace(instances=reports.pop(0))
+
+    (instance,) = await _final_status(Client(), 100)
+    assert instance.stats.pool_tokens == last
+    assert not reports

@@ -142,14 +142,15 @@ def _counters(groups: list[Group], instances: list[InstanceStatus]) -> dict[str,
 async def _final_status(client: RolloutClient, tokens: int) -> list[InstanceStatus]:
     """Return the instances once they have reported all tokens, or as they are after a while.
 
-    What a killed engine had generated nobody reports: there, all must be idle.
+    What a killed engine had generated nobody reports: there, all must have done something, and be idle.
     """
     deadline = time.monotonic() + STATUS_WAIT_SECONDS
     while True:
         instances = (await client.status()).instances
         stats = [instance.stats for instance in instances]
-        idle = any(each.restarts for each in instances) and not any(s.running + s.waiting for s in stats)
-        done = idle or sum(each.generated_tokens for each in stats) >= tokens
-        if done or time.monotonic() > deadline:
+        rested = all(each.generated_tokens and not (each.running or each.waiting) for each in stats)
+        killed = any(instance.restarts for instance in instances)
+        whole = sum(each.generated_tokens for each in stats) >= tokens
+        if whole or (killed and rested) or time.monotonic() > deadline:
             return instances
         await asyncio.sleep(0.2)

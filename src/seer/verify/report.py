@@ -165,7 +165,8 @@ def _conclude(report: Report, console: Console) -> None:
 
 
 _HEADINGS = (
-    "tokens", "numeric", "bugs", "flips/10⁶", "Δlogprob", "chunks", "migrated", "preempted", "pulled", "seconds"
+    "tokens", "numeric", "bugs", "flips/10⁶", "Δlogprob",
+    "chunks", "migrated", "preempted", "pulled", "seconds",
 )  # fmt: skip
 _EXERCISED = ("chunks", "migrations", "preemptions", "pool_tokens")
 
