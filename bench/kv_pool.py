@@ -4,8 +4,9 @@
   of them saved; in turns, on the same core.
 - `migration`: an engine generates, another one goes on: seconds to its first token and the share of the
   context that it did not compute, with the pool and without; for the shipped model and a random one.
-- `pressure`: a rollout on two engines with little KV, every chunk on another engine than the one before:
-  with the pool, without (context computed again), and `static`, which preempts instead of moving.
+- `pressure`: a rollout on two engines with little KV: `static`, which preempts; every chunk on another
+  engine than the one before, with the pool and without (context computed again); and `divided`, which
+  moves what it must, with and without.
 - `ssd`: the same with pool memory for a fraction of the KV and a disk below it.
 
     python bench/kv_pool.py --only overhead migration pressure ssd
@@ -298,6 +299,8 @@ def pressure(turns: int) -> dict[str, Any]:
             "static": settings(pool__kind="none", buffer__policy="static"),
             "migrate_recompute": settings(pool__kind="none"),
             "migrate_pool": settings(),
+            "divided": settings(pool__kind="none", buffer__policy="divided"),
+            "divided_pool": settings(buffer__policy="divided"),
         },
         turns, prompts=16, n=4,
     )  # fmt: skip
@@ -306,7 +309,7 @@ def pressure(turns: int) -> dict[str, Any]:
 def ssd(turns: int) -> dict[str, Any]:
     return compared(
         {"dram": settings(), "ssd": settings(pool__dram_gib=0.0625, pool__ssd_gib=2.0)},
-        turns, prompts=32, n=8,
+        turns, prompts=24, n=4,
     )  # fmt: skip
 
 
