@@ -142,10 +142,11 @@ CELLS: dict[str, Cell] = {
         ),
         Cell(
             name="pool-migrate",
-            about="every chunk on another engine, its KV from the pool",
+            about="every chunk on another engine with a quarter of the KV memory, and a pool",
             instances=2,
+            scarce=True,  # what moves at once may be asked for before it is saved; what was evicted is not
             pool=True,
-            buffer={"policy": "migrate", "chunk_size": 64},
+            buffer={"policy": "migrate", "chunk_size": 32},
             needs=(("migrations", ">", 0), ("pool_tokens", ">", 0)),
         ),
         Cell(
