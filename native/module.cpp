@@ -9,6 +9,7 @@
 
 #include "kernels.hpp"
 #include "sampler.hpp"
+#include "tree_module.hpp"
 
 namespace nb = nanobind;
 
@@ -90,4 +91,5 @@ NB_MODULE(_native, m) {
           nb::arg("bias_ids").none() = nb::none(), nb::arg("bias_values").none() = nb::none(),
           nb::arg("history").none() = nb::none(), nb::arg("extra").none() = nb::none(),
           "Sample one token per row; see seer/_native.pyi.");
+    bind_group_tree(m);
 }

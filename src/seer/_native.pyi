@@ -1,10 +1,13 @@
 """The compiled module built from `native/`."""
 
+from collections.abc import Sequence
+
 import numpy as np
 import numpy.typing as npt
 
 RECORD_SIZE: int
 INSTRUCTION_SET: str
+MAX_DRAFT_TOKENS: int
 
 def sample(
     logits: npt.NDArray[np.float32],
@@ -22,4 +25,96 @@ def sample(
     fields index, `history` is [slots, length]. Releases the GIL. A row that cannot be sampled
     (see `sampling_torch`) gets token -1 and logprob NaN. Raises `ValueError` for shapes that do
     not fit together and `TypeError` for other dtypes.
+    """
+
+class Draft:
+    """Drafted tokens, parents before their children.
+
+    `parents[i]` is the index of the token that `token_ids[i]` follows, -1 at the context's end;
+    `scores[i]` is the estimated probability of the whole path up to that token.
+    """
+
+    @property
+    def token_ids(self) -> list[int]: ...
+    @property
+    def parents(self) -> list[int]: ...
+    @property
+    def scores(self) -> list[float]: ...
+    def __len__(self) -> int: ...
+
+class GroupTree:
+    """What the responses of one group said, and what may come next. See docs/drafts.md.
+
+    All methods may be called from any thread: drafts run at the same time, an `append` runs alone.
+    """
+
+    def __init__(self, prompt: npt.NDArray[np.int32] | Sequence[int] = (), max_bytes: int = 2**30) -> None:
+        """`prompt` comes before the first token of every request; past `max_bytes` appends are refused."""
+
+    def append(
+        self, request_id: int, prev_token_count: int, tokens: npt.NDArray[np.int32] | Sequence[int]
+    ) -> None:
+        """Add the tokens that follow a request's first `prev_token_count` output tokens.
+
+        Known tokens are skipped. From the first that differs from what is known, the request goes
+        on with the new ones; the old ones stay as a sibling. Releases the GIL. Raises `ValueError`,
+        with nothing appended, for negative tokens, for a gap (the message names the length to send
+        from), and when the tree has reached `max_bytes`.
+        """
+
+    def draft(
+        self,
+        source: int | npt.NDArray[np.int32] | Sequence[int],
+        max_tokens: int,
+        top_k: int = 1,
+        min_score: float = 0.0,
+        max_depth: int | None = None,
+    ) -> Draft:
+        """Draft what follows a request's tokens (`source` is its id), or a context (its tokens).
+
+        At most `max_tokens` (up to MAX_DRAFT_TOKENS) in all, on at most `top_k` paths (leaves) of
+        at most `max_depth` tokens, the most probable first, none with a score under `min_score`.
+        Raises `ValueError` for an unknown request.
+        """
+
+    def matches(self, context: Sequence[int]) -> list[tuple[int, int]]:
+        """Return (matched length, next token) of every place a draft after `context` begins from."""
+
+    def length(self, request_id: int) -> int | None:
+        """Return how many output tokens of a request are known, None if it is unknown."""
+
+    @property
+    def bytes(self) -> int:
+        """Memory held."""
+
+    @property
+    def tokens(self) -> int:
+        """Tokens held: the prompt and every branch of every request."""
+
+def draft_batch(
+    trees: Sequence[GroupTree],
+    request_ids: npt.NDArray[np.int64],
+    rows: npt.NDArray[np.int32],
+    token_ids: npt.NDArray[np.int32],
+    prompt_lengths: npt.NDArray[np.int32],
+    lengths: npt.NDArray[np.int32],
+    appended: npt.NDArray[np.int32],
+    max_tokens: npt.NDArray[np.int32],
+    out_token_ids: npt.NDArray[np.int32],
+    out_counts: npt.NDArray[np.int32],
+    out_parents: npt.NDArray[np.int32] | None = None,
+    out_scores: npt.NDArray[np.float32] | None = None,
+    top_k: int = 1,
+    min_score: float = 0.0,
+    max_depth: int | None = None,
+) -> None:
+    """Append what n requests have new, and draft for each. Copies nothing; releases the GIL.
+
+    `token_ids` [all rows, max length] is the engine's buffer, of which row r holds a prompt of
+    `prompt_lengths[r]` tokens and the output, `lengths[r]` in all. Request i is `rows[i]`, in
+    `trees[i]`; `appended[i]` is how many of its output tokens the tree was given before. A request
+    id of -1 appends nothing. Drafts go to `out_token_ids[i, :out_counts[i]]` and, where given, to
+    the other arrays [n, width] likewise; `max_tokens[i]` is at most the width. Buffers must not
+    change meanwhile. Raises `ValueError` for shapes and values that do not fit before anything is
+    appended, and as `GroupTree.append` does, with what came before row i done.
     """

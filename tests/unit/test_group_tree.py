@@ -1,0 +1,163 @@
+"""The group tree's small promises: what is refused, what it costs, who may call it at once."""
+
+import threading
+
+import numpy as np
+import pytest
+
+from seer._native import MAX_DRAFT_TOKENS, GroupTree, draft_batch
+
+
+def test_siblings_draft_for_each_other_after_their_prompt():
+    tree = GroupTree([1, 2])
+    tree.append(0, 0, [7, 8, 9])
+    assert tree.draft([1, 2], 8).token_ids == [7, 8, 9]
+    tree.append(1, 0, [7])
+    draft = tree.draft(1, 8)
+    assert (draft.token_ids, draft.parents) == ([8, 9], [-1, 0])
+    assert 1 > draft.scores[0] > draft.scores[1] > 0
+    assert (tree.length(0), tree.length(1), tree.length(2), tree.tokens) == (3, 1, None, 6)
+
+
+def test_appends_are_idempotent_and_a_conflict_starts_a_branch():
+    tree = GroupTree()
+    tree.append(0, 0, [1, 2, 3, 4])
+    for previous, tokens in [(0, [1, 2, 3, 4]), (1, [2, 3]), (4, []), (0, [])]:
+        tree.append(0, previous, tokens)
+    assert (tree.length(0), tree.tokens) == (4, 4)
+    tree.append(0, 1, [2, 5])
+    assert (tree.length(0), tree.tokens) == (3, 5)
+    assert sorted(tree.draft([1, 2], 2, top_k=2).token_ids) == [3, 5]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((0, 4, [1]), "prev_token_count is 4, but request 0 has 3 tokens: append from there"),
+        ((9, 1, [1]), "prev_token_count is 1, but request 9 has 0 tokens"),
+        ((0, -1, [1]), "prev_token_count is -1"),
+        ((-1, 0, [1]), "request_id is -1"),
+        ((0, 3, [4, -1]), r"tokens\[1\] is -1; token ids are not negative"),
+    ],
+)
+def test_a_bad_append_is_refused_and_changes_nothing(arguments, message):
+    tree = GroupTree()
+    tree.append(0, 0, [1, 2, 3])
+    with pytest.raises(ValueError, match=message):
+        tree.append(*arguments)
+    assert (tree.length(0), tree.length(9), tree.tokens) == (3, None, 3)
+
+
+@pytest.mark.parametrize("tokens", [[2**31], [1.5], ["a"], np.array([[1]], np.int32), np.array([1.0])])
+def test_tokens_are_int32(tokens):
+    with pytest.raises(TypeError):
+        GroupTree().append(0, 0, tokens)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_tokens": MAX_DRAFT_TOKENS + 1}, "max_tokens is 129; must be 0 to 128"),
+        ({"max_tokens": -1}, "max_tokens is -1"),
+        ({"top_k": 0}, "top_k is 0; must be at least 1"),
+        ({"max_depth": 0}, "max_depth is 0; must be at least 1"),
+        ({"min_score": float("nan")}, "min_score is nan; must be 0 to 1"),
+        ({"source": 3}, "request 3 is unknown: append to it, or pass a context"),
+    ],
+)
+def test_a_bad_draft_is_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        GroupTree().draft(**({"source": [1], "max_tokens": 8} | options))
+
+
+def test_an_empty_tree_or_context_drafts_nothing():
+    tree = GroupTree()
+    assert len(tree.draft([1], 8)) == 0
+    tree.append(0, 0, [1, 2, 1])
+    assert len(tree.draft([], 8)) == 0
+    assert len(tree.draft(0, 0)) == 0
+
+
+def test_memory_is_reported_and_bounded():
+    assert GroupTree().bytes < 512
+    tree = GroupTree(max_bytes=100_000)
+    tokens = np.random.default_rng(0).integers(0, 1000, 64, dtype=np.int32)
+    with pytest.raises(ValueError, match="of at most 100000: drop it, or raise max_bytes"):
+        for at in range(0, 10**6, 64):
+            tree.append(0, at, (tokens + at) % 2**20)
+    assert 100_000 <= tree.bytes < 150_000
+    assert tree.length(0) == tree.tokens
+    tree.append(0, 0, tokens)  # known: nothing to refuse
+    assert len(tree.draft(tokens[:2], 8)) == 8
+
+
+def batch(**changed):
+    tree = GroupTree()
+    arguments = {
+        "trees": [tree],
+        "request_ids": np.array([0], np.int64),
+        "rows": np.array([1], np.int32),
+        "token_ids": np.array([[0] * 6, [9, 1, 2, 1, 2, 0]], np.int32),
+        "prompt_lengths": np.array([0, 1], np.int32),
+        "lengths": np.array([0, 5], np.int32),
+        "appended": np.array([0], np.int32),
+        "max_tokens": np.array([4], np.int32),
+        "out_token_ids": np.zeros((1, 4), np.int32),
+        "out_counts": np.zeros(1, np.int32),
+    } | changed
+    draft_batch(**arguments)
+    return tree, arguments["out_token_ids"][0, : arguments["out_counts"][0]].tolist()
+
+
+def test_a_batch_appends_the_output_and_drafts_after_prompt_and_output():
+    tree, drafted = batch()
+    assert (tree.length(0), drafted) == (4, [1, 2, 1, 2])
+    tree, drafted = batch(request_ids=np.array([-1], np.int64))
+    assert (tree.length(0), drafted) == (None, [])
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"rows": np.array([2], np.int32)}, r"rows\[0\] is 2: out of range"),
+        ({"rows": np.array([1, 1], np.int32)}, "rows has 2 rows for 1 trees"),
+        ({"lengths": np.array([0, 7], np.int32)}, r"lengths of rows\[0\] is 7"),
+        ({"lengths": np.array([5], np.int32)}, "must have a place for each row of token_ids"),
+        ({"prompt_lengths": np.array([0, 6], np.int32)}, r"prompt_lengths of rows\[0\] is 6"),
+        ({"appended": np.array([5], np.int32)}, r"appended\[0\] is 5"),
+        ({"appended": np.array([1], np.int32)}, "prev_token_count is 1, but request 0 has 0 tokens"),
+        ({"max_tokens": np.array([5], np.int32)}, r"max_tokens\[0\] is 5"),
+        ({"token_ids": np.zeros((6, 2), np.int32).T}, "column stride of 1"),
+        ({"out_scores": np.zeros((1, 3), np.float32)}, "must have the same shape"),
+        ({"top_k": 0}, "top_k is 0"),
+    ],
+)
+def test_a_bad_batch_is_refused(changed, message):
+    with pytest.raises(ValueError, match=message):
+        batch(**changed)
+
+
+def test_threads_may_append_and_draft_at_once():
+    """Each stream is a count of its own: a draft that mixes two up, or tears, shows."""
+    tree, errors = GroupTree(), []
+    streams = [np.arange(base, base + 3000, dtype=np.int32) for base in (0, 10_000, 20_000)]
+
+    def write(request):
+        for at in range(0, 3000, 10):
+            tree.append(request, at, streams[request][at : at + 10])
+
+    def read(request):
+        while (tree.length(request) or 0) < 3000:
+            at = tree.length(request) or 0
+            drafted = tree.draft(streams[request][max(0, at - 100) : max(0, at - 50)], 8, 2).token_ids
+            if at > 100 and drafted != list(range(drafted[0], drafted[0] + 8)):
+                errors.append((request, at, drafted))
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(3) for work in (write, read)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert not any(thread.is_alive() for thread in threads)
+    assert errors == []
+    assert tree.tokens == 9000
