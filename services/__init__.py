@@ -1,1 +1,4 @@
-"""The four processes: buffer, context, dgds, engine; and the KV pool's. None imports another (engine -> dgds.client apart)."""
+"""The four processes, buffer, context, dgds and engine, and the KV pool's.
+
+None imports another (engine -> dgds.client apart).
+"""
