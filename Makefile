@@ -7,7 +7,7 @@ STAMP := $(VENV)/.installed
 # Linters that follow imports look at the package as a user gets it, not at the editable redirection.
 WHEEL := build/installed
 
-.PHONY: setup demo grpo test chaos kernel-test compose-test systemd-test lint format lock clean
+.PHONY: setup demo grpo test sanitize chaos kernel-test compose-test systemd-test lint format lock clean
 
 setup: $(STAMP)
 
@@ -27,6 +27,15 @@ grpo: setup  # an RL run, e.g. make grpo SEED=1; goes on where a killed one was
 
 test: setup
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+TREE := native/group_tree.cpp native/drafter.cpp native/context_map.cpp
+SANITIZE := $(CXX) -std=c++20 -O1 -g -Wall -Wextra -Werror -Inative -fno-sanitize-recover=all
+sanitize:  # the native tree under ASan, UBSan and TSan; needs g++ or clang++, no Python
+	mkdir -p build/sanitize
+	$(SANITIZE) -fsanitize=address,undefined tests/native/group_tree_stress.cpp $(TREE) -o build/sanitize/memory
+	$(SANITIZE) -fsanitize=thread -pthread tests/native/group_tree_stress.cpp $(TREE) -o build/sanitize/threads
+	build/sanitize/memory
+	$$(setarch -R true 2>/dev/null && echo setarch -R) build/sanitize/threads  # older TSans cannot bear much address randomization
 
 SECONDS ?= 60
 SEED ?= 0
