@@ -7,13 +7,12 @@
 namespace seer {
 namespace {
 
-// Chosen by acceptance at equal drafted tokens (docs/drafts.md). Longer matches are surer, up to a point.
-constexpr uint32_t kEscape = 4;
+// Chosen by acceptance at equal drafted tokens (docs/drafts.md). Longer matches are surer.
+constexpr uint32_t kEscape = 2;
 constexpr uint32_t kOwn = 2;  // a request repeats its own choices more than its siblings'
 
 uint32_t weight(uint32_t length) {
-    const uint32_t capped = std::min(length, 12u);
-    return capped * capped;
+    return length * length * length;
 }
 
 }  // namespace
@@ -102,7 +101,7 @@ void Drafter::accept(const Proposal& proposal) {
     for (const Match& match : std::span(matches_).subspan(parent.first_match, parent.matches)) {
         if (store_.token(match.next) != proposal.token) continue;
         const Position next = store_.after(match.next);
-        if (next != kNone) matches_[match_count_++] = {next, match.length + 1};
+        if (next != kNone) matches_[match_count_++] = {next, match.length};
     }
     node.matches = match_count_ - node.first_match;
 }

@@ -21,7 +21,7 @@
 
 namespace seer {
 
-inline constexpr std::array<uint32_t, 5> kLevels{1, 2, 4, 8, 16};
+inline constexpr std::array<uint32_t, 6> kLevels{1, 2, 4, 8, 16, 32};
 inline constexpr uint32_t kMaxContext = kLevels.back();
 
 // A place where the context occurred before: the token that followed, and how much of the context matched.

@@ -10,12 +10,12 @@ import heapq
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-LEVELS = (1, 2, 4, 8, 16)
+LEVELS = (1, 2, 4, 8, 16, 32)
 MOST_PLACES = 15
 """Places kept per context: the newest."""
 MOST_MATCHES = 16
 MOST_FORKS = 4
-ESCAPE = 4
+ESCAPE = 2
 
 
 @dataclass
@@ -113,7 +113,7 @@ class ReferenceTree:
             score = 1.0 if parent < 0 else drafted[parent][2]
             weights: dict[int, int] = {}
             for length, token in matches[parent]:
-                weight = min(length, 12) ** 2 * (2 if own is not None and token.owner == own else 1)
+                weight = length**3 * (2 if own is not None and token.owner == own else 1)
                 weights[token.value] = weights.get(token.value, 0) + weight
             total = sum(weights.values()) + ESCAPE
             best = sorted(weights.items(), key=lambda item: -item[1])  # stable: first seen of equals
@@ -133,7 +133,7 @@ class ReferenceTree:
             drafted.append((value, parent, -negative))
             paths[index] = [*paths[parent], value]
             matches[index] = [
-                (length + 1, token.after)
+                (length, token.after)
                 for length, token in matches[parent]
                 if token.value == value and token.after is not None
             ]

@@ -164,6 +164,6 @@ def test_a_loop_reaches_every_level_and_keeps_the_newest_places():
             tree.append(request, 0, [request, *[5, 6] * 200])
     context = [5, 6] * 20
     found = reference.matches(context)
-    assert native.matches(context) == [(length, token.value) for length, token in found] == [(16, 5)] * 15
+    assert native.matches(context) == [(length, token.value) for length, token in found] == [(32, 5)] * 15
     assert {token.owner for _, token in found} == {3}
     assert native.draft(context, 8).token_ids == [5, 6] * 4
