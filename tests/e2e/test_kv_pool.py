@@ -129,7 +129,8 @@ async def test_whatever_befalls_the_pool_changes_no_token(undisturbed: list[Toke
         for child in ("pool-owner", "pool-master"):
             failures = (await moving.stats()).pool_failures
             await pulls(lambda child=child: moving.signal(child, signal.SIGSTOP))
-            assert (await moving.stats()).pool_failures > failures
+            stats = await moving.stats()  # a put that hangs is a failure once it ends
+            assert stats.pool_failures > failures or stats.pool_away
             moving.signal(child, signal.SIGCONT)
             await recovers()
         assert (await moving.stats()).pool_corrupt == 0

@@ -508,7 +508,7 @@ def test_two_ranks_draw_what_one_draws(backend, tiny_model, tmp_path):
 REFUSALS = """
 import json, sys
 from pathlib import Path
-from seer.common.config import EngineConfig, SharedConfig
+from seer.common.config import EngineConfig, PoolConfig, SharedConfig
 from seer.common.errors import EngineError
 from seer.services.engine.vllm.backend import VllmBackend
 
@@ -522,9 +522,10 @@ small = dict(max_num_seqs=8, max_model_len=256, kv_blocks=40)
 for folder, config in [
     (scratch / "missing", small), (scratch / "empty", small), (scratch / "broken", small),
     (scratch / "plain", small), (scratch / "alien", small), (model, small | {"cpu_cores": "0-x"}),
-    (model, small | {"max_model_len": 100_000}), (model, small | {"kv_blocks": 3}), (model, small | {"kv_blocks": None, "kv_cache_gib": 1e6}), (model, small),
+    (model, small | {"max_model_len": 100_000}), (model, small | {"kv_blocks": 3}), (model, small | {"kv_blocks": None, "kv_cache_gib": 1e6}), (model, small | {"name": "far"}), (model, small),
 ]:
-    backend = VllmBackend(EngineConfig(**config), SharedConfig(model=str(folder)))
+    pool = PoolConfig(kind="mooncake", master="no-such-host.invalid:7108") if "name" in config else None
+    backend = VllmBackend(EngineConfig(**config), SharedConfig(model=str(folder)), pool)
     try:
         backend.start()
         print("started")
@@ -538,7 +539,7 @@ for folder, config in [
 @pytest.mark.timeout(600)
 def test_what_cannot_be_loaded_is_refused_with_the_field_and_the_fix(tiny_model, tmp_path):
     lines = python(REFUSALS, str(tiny_model), str(tmp_path))
-    missing, empty, broken, plain, alien, cores, length, blocks, memory, good = lines
+    missing, empty, broken, plain, alien, cores, length, blocks, memory, far, good = lines
     assert "missing' is not a folder" in missing
     assert "no readable config.json" in empty
     assert "no readable config.json" in broken
@@ -549,4 +550,5 @@ def test_what_cannot_be_loaded_is_refused_with_the_field_and_the_fix(tiny_model,
     assert "engine.max_model_len (now 100000)" in length
     assert "or raise engine.kv_blocks (now 3)" in blocks
     assert "lower engine.kv_blocks (now None), engine.kv_cache_gib (now 1000000.0)" in memory
+    assert "pool.master = 'no-such-host.invalid:7108'" in far or "Mooncake cannot be imported" in far
     assert good == "started"  # a failed start leaves nothing behind

@@ -90,12 +90,11 @@ def load(config: EngineConfig, shared: SharedConfig, pool: PoolConfig | None = N
     from vllm.v1.engine.core_client import InprocClient
     from vllm.v1.executor import Executor
 
+    transfer = {} if pool is None else {"kv_transfer_config": _transfer(pool)}
     # vLLM collects garbage several times while it loads: half a second each over all it has imported.
     gc.freeze()
     try:
-        arguments = _arguments(config, shared, described)
-        if pool is not None:
-            arguments["kv_transfer_config"] = _transfer(pool)
+        arguments = _arguments(config, shared, described) | transfer
         vllm_config: VllmConfig = EngineArgs(**arguments).create_engine_config()
         if vllm_config.device_config.device_type == "cpu":
             vllm_config.cache_config.kv_cache_memory_bytes = _cpu_kv_bytes(config, vllm_config)
@@ -195,7 +194,7 @@ def _arguments(config: EngineConfig, shared: SharedConfig, described: dict[str, 
 
 
 def _transfer(pool: PoolConfig) -> object:
-    """Return vLLM's configuration of our connector. Raises `EngineError` where Mooncake is not."""
+    """Return vLLM's configuration of our connector. Raises `EngineError` where the pool cannot be used."""
     from seer.services.engine.vllm.kv_pool import shims
 
     shims.prepare()
@@ -210,7 +209,13 @@ def _transfer(pool: PoolConfig) -> object:
 
     from seer.services.engine.vllm.kv_pool.connector import transfer_config
 
-    return KVTransferConfig(**transfer_config(pool))
+    try:
+        return KVTransferConfig(**transfer_config(pool))
+    except OSError as error:
+        raise EngineError(
+            f"pool.master = {pool.master!r}: no way there from this machine ({error}); give a host and port "
+            "that it knows, or its own address as pool.host"
+        ) from error
 
 
 def _dtype(dtype: str, described: dict[str, Any]) -> str:
