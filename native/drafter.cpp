@@ -18,19 +18,20 @@ uint32_t weight(uint32_t length) {
 }  // namespace
 
 std::span<const Match> Drafter::find(std::span<const int32_t> newest_first) {
-    // Prefixes run backwards here: prefixes[i] is the hash of the newest i tokens in their order.
-    std::array<Occurrences::Reference, kLevels.size()> lists;
-    size_t levels = 0;
+    std::array<uint32_t, kLevels.size()> hashes;
+    size_t reach = 0;
     uint64_t hash = 0, power = 1;
-    for (uint32_t i = 0; levels < kLevels.size() && i < newest_first.size(); ++i) {
+    for (uint32_t i = 0; reach < kLevels.size() && i < newest_first.size(); ++i) {
         hash += (static_cast<uint32_t>(newest_first[i]) + uint64_t{1}) * power;
         power *= kBase;
-        if (i + 1 != kLevels[levels]) continue;
-        const uint32_t list = contexts_.find(context_hash(0, hash, 0, i + 1));
-        if (list == ContextMap::kEmpty) break;
-        lists[levels++] = list;
-        if (!occurrences_.overflowed(list)) break;
+        if (i + 1 != kLevels[reach]) continue;
+        hashes[reach] = context_hash(0, hash, 0, i + 1);
+        contexts_.prefetch(hashes[reach++]);  // all levels' misses at once
     }
+    std::array<Occurrences::Reference, kLevels.size()> lists;
+    size_t levels = 0;
+    while (levels < reach && (lists[levels] = contexts_.find(hashes[levels])) != ContextMap::kEmpty)
+        if (!occurrences_.overflowed(lists[levels++])) break;
     uint32_t count = 0;
     std::array<Position, Occurrences::kMost> newest;
     std::array<Position, kMaxMatches> known;

@@ -41,7 +41,7 @@ void check_draft(const Drafted& drafted, uint32_t count, const seer::DraftOption
         const int32_t parent = drafted.parents[i];
         require(parent >= -1 && parent < static_cast<int32_t>(i), "parents come first");
         const float before = parent < 0 ? 1.0f : drafted.scores[static_cast<size_t>(parent)];
-        require(drafted.scores[i] > 0.0f && drafted.scores[i] <= before, "scores fall along a path");
+        require(drafted.scores[i] >= 0.0f && drafted.scores[i] <= before, "scores fall along a path, to 0 if it is long");
     }
 }
 
