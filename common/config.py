@@ -96,6 +96,17 @@ class DgdsConfig(_Section, frozen=True):
     """Bound on tokens held (4 bytes each); least recently touched groups go first."""
 
 
+class DraftsConfig(_Section, frozen=True):
+    """Speculative decoding: responses of one group draft for each other. Never changes a token."""
+
+    source: Literal["off", "own", "grouped"] = "grouped"
+    """Whose tokens drafts come from: a request's own, or those of its whole group from all engines."""
+    max_draft: int = 8
+    """Most tokens drafted per request and step (K_max); how many pay is decided step by step."""
+    cache: str = ""
+    """Folder of step-time profiles; default: `seer` in the user's cache folder."""
+
+
 CPU_KV_SHARE = 0.1
 """Share of free memory that all CPU engines here take for KV unless told; zeroing it costs seconds a GiB."""
 
@@ -189,6 +200,7 @@ class Config(_Section, frozen=True):
     context: ContextConfig = ContextConfig()
     dgds: DgdsConfig = DgdsConfig()
     engine: EngineConfig = EngineConfig()
+    drafts: DraftsConfig = DraftsConfig()
     pool: PoolConfig = PoolConfig()
     log: LogConfig = LogConfig()
 

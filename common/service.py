@@ -92,6 +92,7 @@ class _Process:
         self._service: Service | None = None
         self._systemd = Notifier(os.environ)
         self._signals: list[signal.Signals] = []
+        self._closing = False
 
     async def run(self, make: Make, config: Config, ready_fd: int | None) -> int:
         self._catch_signals()
@@ -115,6 +116,7 @@ class _Process:
                 raise
             return EXIT_SIGNAL + self._signals[-1]
         finally:
+            self._closing = True  # bounded: a signal now would only replace what ended this by a traceback
             self._systemd.stopping()
             await transport.close()
             beating.cancel()
@@ -132,7 +134,7 @@ class _Process:
                 _log.info("draining", signal=number.name)
                 self._systemd.stopping()
                 self._service.drain()
-            elif task is not None:
+            elif task is not None and not self._closing:
                 _log.warning("stopping at once", signal=number.name)
                 task.cancel()
 

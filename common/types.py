@@ -122,7 +122,9 @@ class InstanceStats(msgspec.Struct, frozen=True, kw_only=True):
     `prompt_tokens` were not computed: `pool_tokens` of them came from the KV pool.
     `pool_failures` are calls into it that failed or took too long, `pool_corrupt` blocks whose
     checksum was wrong; all of these cost a computation and nothing else. `pool_away`: it is left
-    alone for a while, after such failures.
+    alone for a while, after such failures. `verifications` counts tokens sampled from the model's own
+    word, one per request and step: each may confirm drafts, of which `accepted_tokens` of
+    `drafted_tokens` were right. `draft_seconds` of `step_seconds` went into drafting.
     """
 
     steps: int = 0
@@ -140,3 +142,8 @@ class InstanceStats(msgspec.Struct, frozen=True, kw_only=True):
     pool_failures: int = 0
     pool_corrupt: int = 0
     pool_away: bool = False
+    verifications: int = 0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
+    draft_seconds: float = 0.0
+    step_seconds: float = 0.0

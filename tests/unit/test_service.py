@@ -29,7 +29,16 @@ class Echo:
 
     async def start(self):
         assert type(asyncio.get_running_loop()).__module__.startswith("uvloop")
-        if MODE == "fails":
+        if MODE == "slow close":
+            close = self.transport.close
+
+            async def slowly():
+                print("closing", flush=True)
+                await asyncio.sleep(0.5)
+                await close()
+
+            self.transport.close = slowly
+        if MODE in ("fails", "slow close"):
             raise EngineError("engine.model = x: not a model folder")
         if MODE == "slow start":
             print("starting", flush=True)
@@ -149,6 +158,16 @@ def test_a_signal_while_starting_stops_at_once(child):
     process.process.terminate()
     assert process.finish()[0] == 128 + signal.SIGTERM
     assert process.read_ready() == ""
+
+
+def test_a_signal_while_closing_hides_no_failure(child):
+    process = child("slow close")
+    process.wait_for_line("closing")
+    process.process.terminate()
+    code, err = process.finish()
+    assert code == 2
+    assert "Traceback" not in err
+    assert logged(err)[-1]["error"] == "engine.model = x: not a model folder"
 
 
 @pytest.mark.parametrize(
