@@ -52,7 +52,7 @@ class Endpoints(_Section, frozen=True):
     estimate_snapshots: str = "tcp://127.0.0.1:7106"
     """Context, ROUTER: all estimates."""
     dgds: str = "tcp://127.0.0.1:7107"
-    """Dgds, ROUTER: token streams."""
+    """Dgds, ROUTER: token streams. Several, separated by commas: groups are spread over as many dgds."""
     bind_host: str = ""
     """Replaces the host when binding TCP, e.g. `*`; empty binds the host as written."""
 
@@ -93,7 +93,13 @@ class DgdsConfig(_Section, frozen=True):
     ttl_seconds: float = 600.0
     """Default life of a group after its last touch."""
     max_tokens: int = 50_000_000
-    """Bound on tokens held (4 bytes each); least recently touched groups go first."""
+    """Bound on tokens held (3 bytes each); least recently touched groups go first."""
+    shard: int = 0
+    """Which of `endpoints.dgds` this process serves, counted from 0."""
+    remember_tokens: int = 0
+    """Bound on tokens kept of past groups, to draft for their prompts' next ones; 0: none are kept."""
+    remember_path: str = ""
+    """File that keeps them over restarts; default: none."""
 
 
 class DraftsConfig(_Section, frozen=True):
@@ -238,12 +244,22 @@ def load(
         config = msgspec.convert(table, Config)
     except msgspec.ValidationError as error:
         raise ConfigError(f"configuration: {error}") from error
+    _check_addresses(config)
+    return config
+
+
+def _check_addresses(config: Config) -> None:
     for name, endpoint in msgspec.structs.asdict(config.endpoints).items():
         if name != "bind_host":
-            check_endpoint(f"endpoints.{name}", endpoint)
+            for each in shards(endpoint) if name == "dgds" else [endpoint]:
+                check_endpoint(f"endpoints.{name}", each)
     check_address("pool.master", config.pool.master)
     check_address("pool.metrics", config.pool.metrics)
-    return config
+
+
+def shards(endpoint: str) -> list[str]:
+    """Return the endpoints of `endpoints.dgds`, one per dgds process."""
+    return [each.strip() for each in endpoint.split(",")]
 
 
 def check_endpoint(field: str, endpoint: str) -> None:

@@ -94,8 +94,11 @@ class Subscriber(Protocol):
 class Transport(Protocol):
     """Makes sockets."""
 
-    async def router(self, endpoint: str) -> Router:
-        """Bind a ROUTER. Raises `ConfigError` naming the endpoint when it cannot."""
+    async def router(self, endpoint: str, queue: int | None = None) -> Router:
+        """Bind a ROUTER; `queue` replaces the bound on messages that wait for each peer.
+
+        Raises `ConfigError` naming the endpoint when it cannot.
+        """
         ...
 
     async def dealer(self, endpoint: str, identity: bytes) -> Socket:

@@ -54,9 +54,9 @@ class FaultyTransport:
         """Say whether messages to and from `endpoint` are lost now."""
         return endpoint in self._cut
 
-    async def router(self, endpoint: str) -> Router:
+    async def router(self, endpoint: str, queue: int | None = None) -> Router:
         """Bind a ROUTER."""
-        return _FaultyRouter(await self._inner.router(endpoint), self)
+        return _FaultyRouter(await self._inner.router(endpoint, queue), self)
 
     async def dealer(self, endpoint: str, identity: bytes) -> Socket:
         """Connect a DEALER."""

@@ -37,7 +37,7 @@ class _Queue(Generic[T]):
         self._items: deque[T] = deque()
         self.closed = False
         self._name = name
-        self._bound = bound
+        self.bound = bound
         self._waiters: list[asyncio.Future[None]] = []
         self._taken = 0
 
@@ -45,7 +45,7 @@ class _Queue(Generic[T]):
         return len(self._items)
 
     def full(self) -> bool:
-        return self._bound is not None and len(self._items) >= self._bound
+        return self.bound is not None and len(self._items) >= self.bound
 
     def push(self, item: T) -> None:
         self._items.append(item)
@@ -175,8 +175,9 @@ class _MemoryDealer:
 
 
 class _MemoryRouter:
-    def __init__(self, network: MemoryNetwork, endpoint: str) -> None:
+    def __init__(self, network: MemoryNetwork, endpoint: str, queue: int | None) -> None:
         self.endpoint = endpoint
+        self._bound = queue
         # One entry per message queued by a dealer: bounded by their queues.
         self.arrived: _Queue[_MemoryDealer] = _Queue(endpoint, None)
         self._network = network
@@ -191,6 +192,8 @@ class _MemoryRouter:
 
     def join(self, dealer: _MemoryDealer) -> None:
         self._peers[dealer.identity] = dealer
+        if self._bound is not None:
+            dealer.down.bound = self._bound
         for _ in range(len(dealer.up)):
             self.arrived.push(dealer)
 
@@ -269,9 +272,9 @@ class MemoryTransport:
         self._network = network
         self._made: list[_MemoryRouter | _MemoryDealer | _MemoryPublisher | _MemorySubscriber] = []
 
-    async def router(self, endpoint: str) -> _MemoryRouter:
+    async def router(self, endpoint: str, queue: int | None = None) -> _MemoryRouter:
         """Bind a ROUTER; `ConfigError` when the endpoint is taken."""
-        router = _MemoryRouter(self._network, self._network.claim(endpoint))
+        router = _MemoryRouter(self._network, self._network.claim(endpoint), queue)
         self._made.append(router)
         return router
 

@@ -153,9 +153,11 @@ class ZmqTransport:
         self._sockets: list[zmq.asyncio.Socket] = []
         self._files: dict[zmq.asyncio.Socket, Path] = {}
 
-    async def router(self, endpoint: str) -> _RouterSocket:
+    async def router(self, endpoint: str, queue: int | None = None) -> _RouterSocket:
         """Bind a ROUTER; `ConfigError` when it cannot."""
         socket = self._socket(zmq.ROUTER, endpoint)
+        if queue is not None:
+            socket.setsockopt(zmq.SNDHWM, queue)
         socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
         return _RouterSocket(socket, self._bind(socket, endpoint))

@@ -1,13 +1,16 @@
 """What an engine embeds to feed and read the dgds. Generation never waits for it.
 
 Invariants (tests/unit/test_dgds_client.py asserts them):
-- `begin`, `append`, `register` and `forget` never block, never fail and hold bounded memory: past
+- `register`, `begin`, `append` and `forget` never block, never fail and hold bounded memory: past
   `max_retained_tokens`, the request that was not appended to for longest is dropped whole, counted;
-- one `AppendBatch` per flush carries the new tokens of all requests; a flush happens when a request
-  has `flush_tokens` new ones, and at most `flush_seconds` after the first;
-- what was lost on the way is sent again: the dgds says what it lacks (`AppendGap`) at a request's
+- one `AppendBatch` per flush and dgds carries the new tokens of all requests; a flush happens when a
+  request has `flush_tokens` new ones, and at most `flush_seconds` after the first;
+- what was lost on the way is sent again: the dgds says what it lacks (`AppendGaps`) at a request's
   next append, and a new life of it is sent everything retained;
-- an absent dgds costs a counter and a log line.
+- an absent dgds costs a counter and a log line, and only the groups that it serves;
+- all clients agree which dgds serves a group: the digest of its prompt decides, so that the next group
+  of the same prompt finds its past there; of a group that was not registered, that of its id;
+- a token id that cannot be packed is told of once, and its response is given up: nothing else is.
 
 Everything but `run` must be called on `run`'s event loop.
 """
@@ -15,52 +18,29 @@ Everything but `run` must be called on `run`'s event loop.
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections import Counter, OrderedDict
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
-import numpy as np
-
-from seer.common.channel import Channel, Identity
+from seer.common.channel import Identity
 from seer.common.clock import Clock
-from seer.common.config import EngineConfig
-from seer.common.errors import SeerError, Unreachable
+from seer.common.config import EngineConfig, shards
 from seer.common.log import get_logger
 from seer.common.transport.base import Transport
 from seer.common.wire import messages as m
-from seer.services.dgds.outputs import Outputs
+from seer.services.dgds.link import MAX_GROUPS, Link, StreamDelta
+from seer.services.dgds.packing import TOKEN_IDS, group_digest, prompt_digest, unpackable
+
+__all__ = ["DgdsClient", "StreamDelta"]
 
 MAX_RETAINED_TOKENS = 16_000_000
 """64 MiB of outputs kept for re-sending: more than an engine's KV cache commonly holds."""
-
-MAX_BATCH_TOKENS = 2**18
-"""Tokens in one message: 1 MiB; only re-sends come near."""
-
-MAX_REGISTERING = 10_000
-"""Groups that wait to be registered; older ones keep the dgds's default time to live."""
-
-OPEN_SECONDS = 10.0
-"""Longest handshake before the dgds counts as absent for now."""
-
-RETRY_SECONDS = 1.0
-"""Pause before an absent dgds is tried again."""
 
 FETCH_SECONDS = 1.0
 """Default deadline of a fetch: stale drafts cost less than waiting longer."""
 
 
-@dataclass(frozen=True, slots=True)
-class StreamDelta:
-    """Cut response `index`'s stream to `previous` tokens, then append `tokens`."""
-
-    group_id: str
-    index: int
-    previous: int
-    tokens: m.Tokens
-
-
 class DgdsClient:
-    """See the module's docstring. `counters` are totals."""
+    """See the module's docstring. `endpoint` is `endpoints.dgds`; `counters` are totals."""
 
     def __init__(
         self,
@@ -71,176 +51,107 @@ class DgdsClient:
         config: EngineConfig,
         max_retained_tokens: int = MAX_RETAINED_TOKENS,
     ) -> None:
-        self._outputs = Outputs(max_retained_tokens)
-        self.counters: Counter[str] = self._outputs.counters
-        self._channel: Channel[m.EngineToDgds, m.DgdsToEngine] = Channel(
-            transport, endpoint, identity, m.DgdsToEngine, clock
-        )
-        self._clock = clock
-        self._config = config
+        self.counters: Counter[str] = Counter()
+        each = shards(endpoint)
+        self._links = [
+            Link(transport, one, identity, clock, config, max_retained_tokens // len(each), self.counters)
+            for one in each
+        ]
+        self._prompts: OrderedDict[str, int] = OrderedDict()
         self._log = get_logger()
-        self._registering: dict[str, float] = {}
-        self._some, self._urgent = asyncio.Event(), asyncio.Event()
-        self._present = False
-        self._life: int | None = None
-        self._have: dict[str, dict[int, tuple[int, int]]] = {}
-        self._fresh: list[StreamDelta] = []
-        self._fetching, self._answered = asyncio.Lock(), asyncio.Event()
-        self._truncated = False
 
     # --- writing -------------------------------------------------------------------------
 
-    def register(self, group_ids: Iterable[str], ttl_seconds: float) -> None:
-        """Have these groups kept for `ttl_seconds` after they were last touched."""
-        self._registering.update(dict.fromkeys(group_ids, ttl_seconds))
-        while len(self._registering) > MAX_REGISTERING:
-            self._registering.pop(next(iter(self._registering)))
-            self.counters["dropped_registrations"] += 1
-        self._some.set()
+    def register(self, group_id: str, prompt: m.Tokens, ttl_seconds: float = 0.0) -> None:
+        """Have a group with this prompt (int32) kept for `ttl_seconds` after it was last touched.
+
+        Call it before the group's first `begin` or `fetch`; repeating it is harmless and cheap. 0
+        seconds: as the dgds is configured.
+        """
+        digest = self._prompts.get(group_id)
+        if digest is None:
+            digest = self._prompts[group_id] = prompt_digest(prompt)
+            if len(self._prompts) > MAX_GROUPS:
+                self._prompts.popitem(last=False)
+        self._prompts.move_to_end(group_id)
+        group, link = self._place(group_id)
+        link.register(group, digest, ttl_seconds)
 
     def begin(self, group_id: str, index: int, attempt: int, output: m.Tokens) -> None:
         """Start following one attempt of a response that has `output` (int32) so far.
 
         `output` is kept to fill gaps, and not copied.
         """
-        self._outputs.begin((group_id, index), attempt, output)
-        if self._outputs.unsent:
-            self._some.set()
+        group, link = self._place(group_id)
+        if self._packable(link, group, index, output):
+            link.outputs.begin((group, index), attempt, output)
+            if link.outputs.unsent:
+                link.changed(0)
 
     def append(self, group_id: str, index: int, attempt: int, previous: int, tokens: Sequence[int]) -> None:
         """Add the tokens that follow the first `previous` output tokens of an attempt."""
-        unsent = self._outputs.append((group_id, index), attempt, previous, tokens)
-        self._some.set()
-        if unsent >= self._config.flush_tokens:
-            self._urgent.set()
+        group, link = self._place(group_id)
+        if self._packable(link, group, index, tokens):
+            link.changed(link.outputs.append((group, index), attempt, previous, tokens))
 
     # --- connection ----------------------------------------------------------------------
 
     async def run(self) -> None:
         """Keep connected, flush and listen until cancelled."""
-        while True:
-            try:
-                self._join(await self._channel.open(OPEN_SECONDS))
-                async with asyncio.TaskGroup() as tasks:
-                    tasks.create_task(self._listen())
-                    tasks.create_task(self._flush_for_ever())
-            except* SeerError as group:
-                if not self.counters["absences"]:
-                    self._log.warning("dgds absent, running on without it", error=str(group.exceptions[0]))
-                self.counters["absences"] += 1
-            self._present = False
-            task = asyncio.current_task()
-            if task is not None and task.cancelling():
-                # A task group that fails while it is cancelled reports the failure alone (before 3.13).
-                raise asyncio.CancelledError
-            await self._clock.sleep(RETRY_SECONDS)
+        async with asyncio.TaskGroup() as tasks:
+            for link in self._links:
+                tasks.create_task(link.run())
 
     async def close(self, seconds: float) -> None:
-        """Send what is unsent if the dgds is there, say goodbye and disconnect. Never raises."""
-        try:
-            async with asyncio.timeout(seconds):
-                if self._present:
-                    await self._flush()
-                    await self._channel.send(m.Goodbye())
-        except (TimeoutError, Unreachable):
-            self.counters["absences"] += 1
-        self._present = False
-        self._channel.close()
-
-    def _join(self, welcome: m.Welcome) -> None:
-        self._present = True
-        if welcome.incarnation == self._life:
-            return
-        self._have.clear()
-        if self._life is not None:
-            self._outputs.rewind_all()
-            self._some.set()
-        self._life = welcome.incarnation
-
-    async def _listen(self) -> None:
-        while True:
-            match await self._channel.recv():
-                case m.AppendGap() as gap:
-                    self._outputs.rewind((gap.group_id, gap.index), gap.attempt, gap.have, self._clock.now())
-                    self._some.set()
-                    self._urgent.set()
-                case m.Deltas() as deltas:
-                    self._take(deltas)
-                case m.Welcome() as welcome:
-                    self._join(welcome)
-                case m.Refused():
-                    self.counters["refused"] += 1
-
-    async def _flush_for_ever(self) -> None:
-        while True:
-            await self._some.wait()
-            try:
-                async with asyncio.timeout(self._config.flush_seconds):
-                    await self._urgent.wait()
-            except TimeoutError:
-                pass
-            await self._flush()
-
-    async def _flush(self) -> None:
-        self._some.clear()
-        self._urgent.clear()
-        registering, self._registering = self._registering, {}
-        for ttl_seconds in set(registering.values()):
-            group_ids = [name for name, ttl in registering.items() if ttl == ttl_seconds]
-            await self._channel.send(m.RegisterGroups(group_ids=group_ids, ttl_seconds=ttl_seconds))
-        while parts := self._outputs.batch(MAX_BATCH_TOKENS):
-            tokens = np.concatenate([part.tokens for part in parts])
-            appends = [m.Append(*part.key, part.attempt, part.previous, len(part.tokens)) for part in parts]
-            self.counters["batches"] += 1
-            self.counters["tokens"] += len(tokens)
-            await self._channel.send(m.AppendBatch(appends=appends, tokens=tokens))
+        """Send what is unsent to each dgds that is there, say goodbye and disconnect. Never raises."""
+        await asyncio.gather(*(link.close(seconds) for link in self._links))
 
     # --- reading -------------------------------------------------------------------------
 
-    async def fetch(self, group_ids: Iterable[str], seconds: float = FETCH_SECONDS) -> list[StreamDelta]:
+    async def fetch(
+        self,
+        group_ids: Iterable[str],
+        own: Mapping[str, Collection[int]] | None = None,
+        seconds: float = FETCH_SECONDS,
+    ) -> list[StreamDelta]:
         """Return what is new in these groups since the last fetch, in order of application.
 
-        Never raises: without an answer in `seconds`, what is known by then. The client remembers
-        what it returned; `forget` groups that are no longer of interest.
+        Responses of `own`, by group, are left out: those that run here. Indexes from
+        `MAX_GROUP_SIZE` on are responses of an earlier group of the same prompt. Never raises:
+        without an answer in `seconds`, what is known by then. The client remembers what it
+        returned; `forget` groups that are no longer of interest.
         """
-        async with self._fetching:
-            names = list(group_ids)
-            try:
-                async with asyncio.timeout(seconds):
-                    self._truncated = self._present
-                    while self._truncated:
-                        self._answered.clear()
-                        await self._channel.send(self._question(names))
-                        await self._answered.wait()
-            except (TimeoutError, Unreachable):
-                self.counters["unanswered_fetches"] += 1
-            fresh, self._fresh = self._fresh, []
-            return fresh
+        asked: dict[Link, dict[int, str]] = {}
+        without: dict[int, Collection[int]] = {}
+        for group_id in group_ids:
+            group, link = self._place(group_id)
+            asked.setdefault(link, {})[group] = group_id
+            if own is not None and group_id in own:
+                without[group] = own[group_id]
+        found = await asyncio.gather(*(link.fetch(names, without, seconds) for link, names in asked.items()))
+        return [delta for deltas in found for delta in deltas]
 
     def forget(self, group_ids: Iterable[str]) -> None:
         """Stop remembering what was fetched of these groups."""
         for group_id in group_ids:
-            self._have.pop(group_id, None)
+            group, link = self._place(group_id)
+            link.forget(group)
 
-    def _question(self, group_ids: list[str]) -> m.Fetch:
-        return m.Fetch(groups=[m.FetchGroup(name, self._have.get(name, {})) for name in group_ids])
+    # --- groups and shards ---------------------------------------------------------------
 
-    def _take(self, deltas: m.Deltas) -> None:
-        start = 0
-        for item in deltas.appends:
-            tokens = deltas.tokens[start : start + item.count]
-            start += item.count
-            have = self._have.setdefault(item.group_id, {})
-            revision, length = have.get(item.index, (0, 0))
-            # A late answer may repeat what an earlier one brought; a revision only ever grows.
-            known = length - item.previous if item.attempt == revision else 0
-            repeated = item.attempt == revision and item.count <= known
-            if repeated or item.attempt < revision or item.previous > length:
-                continue
-            have[item.index] = (item.attempt, item.previous + item.count)
-            delta = StreamDelta(item.group_id, item.index, item.previous + known, tokens[known:])
-            self._fresh.append(delta)
-        for group_id in deltas.missing:
-            self._have.pop(group_id, None)
-        self._truncated = deltas.truncated
-        self._answered.set()
+    def _place(self, group_id: str) -> tuple[int, Link]:
+        group = group_digest(group_id)
+        return group, self._links[self._prompts.get(group_id, group) % len(self._links)]
+
+    def _packable(self, link: Link, group: int, index: int, tokens: Sequence[int] | m.Tokens) -> bool:
+        wrong = unpackable(tokens)
+        if wrong is None:
+            return True
+        if not self.counters["unpackable"]:
+            self._log.warning(
+                "a response is not shared: token id out of range",
+                token=wrong, range=f"[0, {TOKEN_IDS.stop})", response=index,
+            )  # fmt: skip
+        self.counters["unpackable"] += 1
+        link.outputs.give_up((group, index))
+        return False

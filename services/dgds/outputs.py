@@ -25,8 +25,8 @@ RESEND_SECONDS = 1.0
 OVERHEAD_TOKENS = 128
 """Charge for a response's objects: about 500 bytes, in tokens of 4 bytes."""
 
-Key = tuple[str, int]
-"""Group id and response index."""
+Key = tuple[int, int]
+"""Group digest and response index."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,8 +72,8 @@ class _Output:
 class Outputs:
     """See the module's docstring. `counters` are totals."""
 
-    def __init__(self, max_tokens: int) -> None:
-        self.counters: Counter[str] = Counter()
+    def __init__(self, max_tokens: int, counters: Counter[str] | None = None) -> None:
+        self.counters: Counter[str] = Counter() if counters is None else counters
         self.held = 0
         self._max_tokens = max_tokens
         self._outputs: OrderedDict[Key, _Output] = OrderedDict()
@@ -107,6 +107,10 @@ class Outputs:
             self._unsent[key] = None
         self._make_room()
         return output.end - output.sent
+
+    def give_up(self, key: Key) -> None:
+        """Follow a response no longer."""
+        self._release(key)
 
     def batch(self, most_tokens: int) -> list[Part]:
         """Hand out what is unsent, at most `most_tokens`."""

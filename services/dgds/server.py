@@ -2,39 +2,50 @@
 
 Invariants:
 - a message is checked whole before any of it is stored: a malformed one is counted, logged once per
-  peer and changes nothing;
-- an answer waits for nobody: one that finds no room is lost, and asked for again;
-- one `Deltas` holds at most `MAX_DELTA_TOKENS`; `truncated` tells the asker to ask again.
+  peer and changes nothing; one that decodes but makes no sense is answered with the reason, too;
+- an answer waits for nobody: one that finds no room is lost, and asked for again. At most
+  `QUEUE_ANSWERS` wait for a peer that does not read;
+- one `Deltas` holds at most `MAX_DELTA_TOKENS`, and no more work than `MAX_LOOKS`; `done` tells the
+  asker what to ask for again.
 """
 
 from __future__ import annotations
 
 import asyncio
 import math
+from pathlib import Path
 
 import numpy as np
 
 from seer.common import ids
 from seer.common.channel import Hub, Identity
 from seer.common.clock import Clock
-from seer.common.config import Config, shared_hash
-from seer.common.errors import InvalidField
+from seer.common.config import Config, DgdsConfig, shards, shared_hash
+from seer.common.errors import ConfigError, InvalidField
 from seer.common.log import get_logger
 from seer.common.transport.base import Transport
 from seer.common.wire import messages as m
-from seer.services.dgds.store import Store
+from seer.services.dgds import memory_file
+from seer.services.dgds.memory import Memory
+from seer.services.dgds.store import Delta, Store
 
-MAX_DELTA_TOKENS = 2**18
-"""Tokens in one answer: 1 MiB, so that no asker holds up the others for long."""
+MAX_DELTA_TOKENS = 2**16
+"""Tokens in one answer: 192 KiB, so that no asker holds up the others for long."""
+
+MAX_LOOKS = 4096
+"""Groups and streams looked at for one answer, but for the last group: about a millisecond."""
+
+QUEUE_ANSWERS = 32
+"""Messages queued for one peer: 6 MiB of answers."""
 
 MAX_POSITION = 2**24
 """Bound on a stream's length, that of `SamplingParams.max_tokens`."""
 
-MAX_ID = m.MAX_ID
-"""Bound on group ids, as in `messages.ShortStr` (hot Structs are not checked by the decoder)."""
-
 SWEEP_SECONDS = 1.0
 """How often groups past their time to live are dropped."""
+
+SAVE_SECONDS = 60.0
+"""How often a changed memory is written: what a dgds that is killed loses of it."""
 
 
 def make(config: Config, transport: Transport, clock: Clock) -> DgdsServer:
@@ -43,37 +54,47 @@ def make(config: Config, transport: Transport, clock: Clock) -> DgdsServer:
 
 
 class DgdsServer:
-    """One grouped draft server."""
+    """One grouped draft server: one shard of them, if `endpoints.dgds` names several."""
 
     def __init__(self, config: Config, transport: Transport, clock: Clock) -> None:
-        self.store = Store(config.dgds.max_tokens, config.dgds.ttl_seconds)
-        self._endpoint = config.endpoints.dgds
+        settings, endpoints = config.dgds, shards(config.endpoints.dgds)
+        if not 0 <= settings.shard < len(endpoints):
+            raise ConfigError(
+                f"dgds.shard = {settings.shard}: endpoints.dgds names {len(endpoints)}; count from 0"
+            )
+        self._endpoint = endpoints[settings.shard]
+        name = f"dgds-{settings.shard}" if len(endpoints) > 1 else "dgds"
+        self._memory = Memory(settings.remember_tokens) if settings.remember_tokens > 0 else None
+        self._file = _file_of(settings, len(endpoints)) if self._memory is not None else None
+        self._saved = 0
+        self.store = Store(settings.max_tokens, settings.ttl_seconds, self._memory)
         self._transport = transport
         self._clock = clock
-        self._me = Identity(
-            role="dgds",
-            name="dgds",
-            incarnation=ids.new_incarnation(),
-            config_hash=shared_hash(config.shared),
-        )
+        self._shared = shared_hash(config.shared)
+        incarnation = ids.new_incarnation()
+        self._me = Identity(role="dgds", name=name, incarnation=incarnation, config_hash=self._shared)
         self._log = get_logger()
         self._drained = asyncio.Event()
 
     async def start(self) -> dict[str, str]:
         """Bind; return the endpoint bound."""
-        router = await self._transport.router(self._endpoint)
+        router = await self._transport.router(self._endpoint, QUEUE_ANSWERS)
         self._hub: Hub[m.DgdsToEngine, m.EngineToDgds] = Hub(
             router, self._me, m.EngineToDgds, require_config_hash=True
         )
+        if self._file is not None:
+            await self._load(self._file)
         return {"dgds": router.endpoint}
 
     async def run(self) -> None:
         """Serve until drained."""
         async with asyncio.TaskGroup() as tasks:
-            serving = [tasks.create_task(self._serve()), tasks.create_task(self._sweep())]
+            serving = [tasks.create_task(task) for task in (self._serve(), self._sweep(), self._keep_saved())]
             await self._drained.wait()
             for task in serving:
                 task.cancel()
+        self.store.remember_all()
+        await self._save()
         self._log.info("served", **self._hub.counters)
 
     def drain(self) -> None:
@@ -91,8 +112,8 @@ class DgdsServer:
             try:
                 match message:
                     case m.AppendBatch():
-                        for gap in self._append(message):
-                            await self._hub.reply(identity, gap)
+                        if gaps := self._append(message):
+                            await self._hub.reply(identity, m.AppendGaps(gaps=gaps))
                     case m.Fetch():
                         await self._hub.reply(identity, self._fetch(message))
                     case m.RegisterGroups():
@@ -101,60 +122,96 @@ class DgdsServer:
                         pass
             except InvalidField as error:
                 self._hub.refuse(identity, error)
+                await self._hub.reply(identity, m.NotTaken(problem=str(error)))
 
-    def _append(self, batch: m.AppendBatch) -> list[m.AppendGap]:
+    def _append(self, batch: m.AppendBatch) -> list[m.Gap]:
         _check(batch)
-        now, gaps, start = self._clock.now(), [], 0
+        append, now, tokens = self.store.append, self._clock.now(), batch.tokens.data
+        gaps, start = [], 0
         for item in batch.appends:
-            tokens = batch.tokens[start : start + item.count]
-            start += item.count
-            have = self.store.append(item.group_id, item.index, item.attempt, item.previous, tokens, now)
+            end = start + item.count * m.TOKEN_BYTES
+            have = append(item.group, item.index, item.attempt, item.previous, tokens[start:end], now)
+            start = end
             if have is not None:
-                gap = m.AppendGap(group_id=item.group_id, index=item.index, attempt=item.attempt, have=have)
-                gaps.append(gap)
+                gaps.append(m.Gap(item.group, item.index, item.attempt, have))
         return gaps
 
     def _fetch(self, fetch: m.Fetch) -> m.Deltas:
-        for number, group in enumerate(fetch.groups):
-            if any(min(held) < 0 for held in group.have.values()):
-                raise InvalidField(f"groups[{number}].have", group.have, "give revisions and lengths >= 0")
-        now, room, truncated = self._clock.now(), MAX_DELTA_TOKENS, False
-        appends: list[m.Append] = []
-        parts: list[m.Tokens] = []
+        now, room, looks, done = self._clock.now(), MAX_DELTA_TOKENS, MAX_LOOKS, 0
+        found: list[tuple[int, Delta]] = []
         missing = []
         for group in fetch.groups:
-            found = self.store.deltas(group.group_id, group.have, room, now)
-            if found is None:
-                missing.append(group.group_id)
-                continue
-            for delta in found[0]:
-                count = len(delta.tokens)
-                # To a reader, a stream's revision takes the place of an attempt.
-                appends.append(m.Append(group.group_id, delta.index, delta.revision, delta.previous, count))
-                parts.append(delta.tokens)
-                room -= count
-            truncated = truncated or found[1]
-        tokens = np.concatenate(parts) if parts else np.empty(0, dtype=np.int32)
-        return m.Deltas(appends=appends, tokens=tokens, missing=missing, truncated=truncated)
+            if room <= 0 or looks <= 0:
+                break
+            news = self.store.deltas(group.group, group.have, room, now, group.leave_out)
+            if news is None:
+                missing.append(group.group)
+                looks -= 1
+            else:
+                found += ((group.group, delta) for delta in news.deltas)
+                room -= sum(delta.count for delta in news.deltas)
+                looks -= news.looked
+                if not news.whole:
+                    break
+            done += 1
+        return m.Deltas(
+            deltas=[m.Delta(group, it.index, it.revision, it.previous, it.count) for group, it in found],
+            tokens=np.frombuffer(b"".join(delta.tokens for _, delta in found), dtype=np.uint8),
+            missing=missing,
+            question=fetch.question,
+            done=done,
+        )
 
     def _register(self, message: m.RegisterGroups) -> None:
-        if not (math.isfinite(message.ttl_seconds) and message.ttl_seconds > 0):
-            raise InvalidField("ttl_seconds", message.ttl_seconds, "must be a positive number of seconds")
-        for group_id in message.group_ids:
-            self.store.register(group_id, message.ttl_seconds, self._clock.now())
+        seconds = message.ttl_seconds
+        if not (math.isfinite(seconds) and seconds >= 0):
+            raise InvalidField("ttl_seconds", seconds, "give a number of seconds, or 0 for the default")
+        for entry in message.groups:
+            self.store.register(entry.group, seconds, self._clock.now(), entry.prompt)
+
+    # --- memory --------------------------------------------------------------------------
+
+    async def _load(self, path: Path) -> None:
+        try:
+            entries = await asyncio.to_thread(memory_file.load, path, self._shared)
+        except ConfigError as error:
+            self._log.warning("starting without a memory", error=str(error))
+            return
+        for prompt, streams in entries:
+            self.store.recall(prompt, streams)
+
+    async def _keep_saved(self) -> None:
+        while self._file is not None:
+            await self._clock.sleep(SAVE_SECONDS)
+            await self._save()
+
+    async def _save(self) -> None:
+        memory, path = self._memory, self._file
+        if memory is None or path is None or memory.changes == self._saved:
+            return
+        self._saved = memory.changes
+        try:
+            await asyncio.to_thread(memory_file.save, path, self._shared, list(memory.items()))
+        except ConfigError as error:
+            self._log.warning("the memory is not saved", error=str(error))
+            self._file = None
+
+
+def _file_of(settings: DgdsConfig, count: int) -> Path | None:
+    """Return this shard's file: which prompts it serves depends on how many shards there are."""
+    if not settings.remember_path:
+        return None
+    return Path(settings.remember_path + (f".{settings.shard}-of-{count}" if count > 1 else ""))
 
 
 def _check(batch: m.AppendBatch) -> None:
-    """Raise `InvalidField` unless every append can be applied."""
-    where, total = "appends[{}]".format, 0  # formatted for a complaint only: this is the hot path
+    """Raise `InvalidField` unless every append can be applied; the decoder has checked the ranges."""
+    total = 0
     for number, item in enumerate(batch.appends):
-        if not 0 < len(item.group_id) <= MAX_ID:
-            raise InvalidField(f"{where(number)}.group_id", item.group_id, f"give 1 to {MAX_ID} characters")
-        if not 0 <= item.index < m.MAX_GROUP_SIZE:
-            raise InvalidField(f"{where(number)}.index", item.index, f"must be in [0, {m.MAX_GROUP_SIZE})")
-        count, previous = item.count, item.previous
-        if item.attempt < 0 or previous < 0 or not 0 <= count <= MAX_POSITION - previous:
-            raise InvalidField(where(number), item, f"must be >= 0 and end within {MAX_POSITION} tokens")
-        total += count
-    if total != len(batch.tokens):
-        raise InvalidField("tokens", len(batch.tokens), f"must have the {total} entries its appends count")
+        if item.previous + item.count > MAX_POSITION:
+            raise InvalidField(f"appends[{number}]", item, f"must end within {MAX_POSITION} tokens")
+        total += item.count
+    if total * m.TOKEN_BYTES != len(batch.tokens):
+        raise InvalidField(
+            "tokens", len(batch.tokens), f"its appends count {total} tokens of {m.TOKEN_BYTES} bytes"
+        )

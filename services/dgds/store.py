@@ -8,26 +8,30 @@ Invariants (tests/property/test_dgds_store.py asserts them):
 - a reader that applies every delta (cut to `previous` tokens, then append) holds exactly the
   stream, however it interleaves with writers; deltas never pass the bound they were asked with;
 - the tokens held, with a charge per stream and group, never pass `max_tokens`: groups go whole,
-  least recently touched first; a group also goes when nobody touched it for its time to live.
+  least recently touched first; a group also goes when nobody touched it for its time to live;
+- with a `Memory`, a group that goes, or whose prompt another one is registered for, leaves its streams
+  there, and readers of a group get those of its prompt as further ones, from `MAX_GROUP_SIZE` on.
 
 Cuts are told by revisions: each new stream and each cut takes the next number of the store, a
 reader shows the revision it holds, and gets everything from the first position that was cut since.
+
+Streams are packed (see `packing`): what arrives is appended, and what is sent copied, as it is.
 """
 
 from __future__ import annotations
 
-from array import array
 from collections import Counter, OrderedDict
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
-Tokens = NDArray[np.int32]
+from seer.common.wire.messages import MAX_GROUP_SIZE, TOKEN_BYTES
+from seer.services.dgds.memory import OVERHEAD_TOKENS, Memory
+from seer.services.dgds.packing import unpack
 
-OVERHEAD_TOKENS = 128
-"""Charge for a stream's and for a group's objects: about 500 bytes, in tokens of 4 bytes."""
+Packed = bytes | bytearray | memoryview
 
 MAX_CUTS = 8
 """Cuts remembered per stream; merging older ones only makes readers fetch more than they need."""
@@ -35,12 +39,25 @@ MAX_CUTS = 8
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """Cut response `index` to `previous` tokens, then append `tokens`; you then hold `revision`."""
+    """Cut stream `index` to `previous` tokens, then append `tokens`; you then hold `revision`."""
 
     index: int
     revision: int
     previous: int
-    tokens: Tokens
+    tokens: bytes
+
+    @property
+    def count(self) -> int:
+        """How many tokens are appended."""
+        return len(self.tokens) // TOKEN_BYTES
+
+
+class Found(NamedTuple):
+    """What a reader of a group lacks; `whole` unless it was cut short. `looked` streams were looked at."""
+
+    deltas: list[Delta]
+    whole: bool
+    looked: int
 
 
 @dataclass(slots=True)
@@ -53,11 +70,17 @@ class _Stream:
     attempt: int
     cuts: list[tuple[int, int]]
     written: int = 0
-    # array("i"), not numpy: amortised growth within 7 % of the size, in one C call.
-    tokens: array[int] = field(default_factory=lambda: array("i"))
+    tokens: bytearray = field(default_factory=bytearray)
+
+    def __len__(self) -> int:
+        return len(self.tokens) // TOKEN_BYTES
+
+    @property
+    def revision(self) -> int:
+        return self.cuts[-1][0]
 
     def cut(self, position: int, revision: int) -> None:
-        del self.tokens[position:]
+        del self.tokens[position * TOKEN_BYTES :]
         while self.cuts and self.cuts[-1][1] >= position:
             self.cuts.pop()
         self.cuts.append((revision, position))
@@ -69,124 +92,184 @@ class _Stream:
         for cut, position in self.cuts:
             if cut > revision:
                 return min(length, position)
-        return min(length, len(self.tokens))
+        return min(length, len(self))
 
 
 @dataclass(slots=True)
 class _Group:
     ttl_seconds: float
     touched: float
+    prompt: int = 0
     streams: dict[int, _Stream] = field(default_factory=dict)
 
     @property
     def size(self) -> int:
-        held = sum(len(stream.tokens) + OVERHEAD_TOKENS for stream in self.streams.values())
+        held = sum(len(stream) + OVERHEAD_TOKENS for stream in self.streams.values())
         return held + OVERHEAD_TOKENS
 
 
 class Store:
-    """See the module's docstring. `now` is monotonic seconds; `counters` are totals."""
+    """See the module's docstring. Groups and prompts are digests (see `packing`).
 
-    def __init__(self, max_tokens: int, ttl_seconds: float) -> None:
+    `now` is monotonic seconds; `counters` are totals.
+    """
+
+    def __init__(self, max_tokens: int, ttl_seconds: float, memory: Memory | None = None) -> None:
         self.counters: Counter[str] = Counter()
         self.held = 0
         self._max_tokens = max_tokens
         self._ttl_seconds = ttl_seconds
-        self._groups: OrderedDict[str, _Group] = OrderedDict()
+        self._memory = memory
+        self._groups: OrderedDict[int, _Group] = OrderedDict()
+        self._newest: dict[int, int] = {}  # the live group that was last registered for a prompt
         self._revision = 0
 
     def __len__(self) -> int:
         return len(self._groups)
 
-    def register(self, group_id: str, ttl_seconds: float, now: float) -> None:
-        """Keep a group's streams for `ttl_seconds` after they were last touched."""
-        self._touch(group_id, now).ttl_seconds = ttl_seconds
+    def register(self, group: int, ttl_seconds: float, now: float, prompt: int = 0) -> None:
+        """Keep a group for `ttl_seconds` (0: the default) after it was last touched; `prompt` 0: unknown."""
+        held = self._touch(group, now)
+        held.ttl_seconds = ttl_seconds or self._ttl_seconds
+        if self._memory is not None and prompt and not held.prompt:
+            if (earlier := self._newest.get(prompt)) is not None:
+                self._remember(self._groups[earlier])
+            held.prompt, self._newest[prompt] = prompt, group
         self._make_room()
 
     def append(
-        self, group_id: str, index: int, attempt: int, previous: int, tokens: Tokens, now: float
+        self, group: int, index: int, attempt: int, previous: int, tokens: Packed, now: float
     ) -> int | None:
-        """Add int32 tokens from output position `previous`; an unknown group is registered.
+        """Add packed tokens from output position `previous`; an unknown group is registered.
 
         Returns None when they are held, or were ignored as an older attempt's; otherwise the
         number of tokens that can be built upon: send again from there.
         """
-        group = self._touch(group_id, now)
-        stream = group.streams.get(index)
+        streams = self._touch(group, now).streams
+        stream = streams.get(index)
         if stream is None:
             if previous > 0:
                 self._make_room()
                 return self._gap(0)
-            stream = group.streams[index] = _Stream(attempt, [(self._next_revision(), 0)])
+            stream = streams[index] = _Stream(attempt, [(self._next_revision(), 0)])
             self.held += OVERHEAD_TOKENS
-        if attempt < stream.attempt:
+        elif attempt < stream.attempt:
             self.counters["stale"] += 1
             return None
-        usable = stream.written if attempt == stream.attempt else len(stream.tokens)
+        before = len(stream)
+        usable = stream.written if attempt == stream.attempt else before
         if previous > usable:
             return self._gap(usable)
-        before = len(stream.tokens)
         self._write(stream, attempt, previous, tokens)
-        self.held += len(stream.tokens) - before
+        self.held += len(stream) - before
         if self.held > self._max_tokens:
             self._make_room()
         return None
 
     def deltas(
-        self, group_id: str, have: Mapping[int, tuple[int, int]], most_tokens: int, now: float
-    ) -> tuple[list[Delta], bool] | None:
-        """Return what a reader lacks, and whether `most_tokens` cut it short; None: unknown group.
+        self,
+        group: int,
+        have: Mapping[int, tuple[int, int]],
+        most_tokens: int,
+        now: float,
+        leave_out: Collection[int] = (),
+    ) -> Found | None:
+        """Return what a reader lacks, at most `most_tokens` of it; None: unknown group.
 
-        `have` is response index -> (revision, tokens) as of the deltas applied so far.
+        `have` is stream index -> (revision, tokens) as of the deltas applied so far. Responses in
+        `leave_out` are not wanted.
         """
-        if group_id not in self._groups:
+        if group not in self._groups:
             return None
-        found: list[Delta] = []
-        for index, stream in self._touch(group_id, now).streams.items():
-            revision = stream.cuts[-1][0]
+        held = self._touch(group, now)
+        found = Found([], True, len(held.streams) + 1)
+        for index, stream in held.streams.items():
+            if index in leave_out:
+                continue
             known, length = have.get(index, (0, 0))
-            start = stream.valid(known, length)
-            if start == len(stream.tokens) and (start == length or known == revision):
+            start, end = stream.valid(known, length), len(stream)
+            if start == end and (start == length or known == stream.revision):
                 continue
             if most_tokens <= 0:
-                return found, True
-            part = stream.tokens[start : start + most_tokens]
-            most_tokens -= len(part)
-            found.append(Delta(index, revision, start, np.frombuffer(part, dtype=np.int32)))
-            if start + len(part) < len(stream.tokens):
-                return found, True
-        return found, False
+                return found._replace(whole=False)
+            end = min(end, start + most_tokens)
+            most_tokens -= end - start
+            part = bytes(stream.tokens[start * TOKEN_BYTES : end * TOKEN_BYTES])
+            found.deltas.append(Delta(index, stream.revision, start, part))
+            if end < len(stream):
+                return found._replace(whole=False)
+        return self._remembered(held.prompt, have, most_tokens, found)
 
-    def tokens(self, group_id: str, index: int) -> list[int] | None:
+    def tokens(self, group: int, index: int) -> list[int] | None:
         """Return a copy of one stream, None if there is none."""
-        group = self._groups.get(group_id)
-        stream = group.streams.get(index) if group else None
-        return stream.tokens.tolist() if stream else None
+        held = self._groups.get(group)
+        stream = held.streams.get(index) if held else None
+        return unpack(stream.tokens).tolist() if stream is not None else None
 
     def expire(self, now: float) -> None:
         """Drop the groups whose time to live is over."""
         over = [name for name, group in self._groups.items() if now - group.touched > group.ttl_seconds]
-        for group_id in over:
-            self._drop(group_id)
+        for group in over:
+            self._drop(group)
         self.counters["expired"] += len(over)
 
-    def _write(self, stream: _Stream, attempt: int, previous: int, tokens: Tokens) -> None:
+    def remember_all(self) -> None:
+        """Leave all groups' streams in the memory."""
+        for group in self._groups.values():
+            self._remember(group)
+
+    def recall(self, prompt: int, streams: tuple[bytes, ...]) -> None:
+        """Put into the memory what an earlier life of it held."""
+        if self._memory is not None:
+            self._memory.put(prompt, streams, self._next_revision())
+
+    def _write(self, stream: _Stream, attempt: int, previous: int, tokens: Packed) -> None:
         if attempt > stream.attempt:
             stream.attempt, stream.written = attempt, previous
-        count = len(tokens)
-        overlap = min(len(stream.tokens) - previous, count)
+        count = len(tokens) // TOKEN_BYTES
+        overlap = min(len(stream) - previous, count)
         if overlap:
-            held = np.frombuffer(stream.tokens[previous : previous + overlap], dtype=np.int32)
-            differs = held != tokens[:overlap]
-            if differs.any():
-                overlap = int(differs.argmax())
-                stream.cut(previous + overlap, self._next_revision())
-                stream.written = min(stream.written, previous + overlap)
-                self.counters["cuts"] += 1
-            self.counters["repeated_tokens"] += overlap
-        stream.tokens.frombytes((tokens[overlap:] if overlap else tokens).tobytes())
+            overlap = self._agreed(stream, previous, tokens[: overlap * TOKEN_BYTES])
+            tokens = tokens[overlap * TOKEN_BYTES :]
+        stream.tokens += tokens
         stream.written = max(stream.written, previous + count)
         self.counters["tokens"] += count - overlap
+
+    def _agreed(self, stream: _Stream, previous: int, tokens: Packed) -> int:
+        """Return how many of `tokens` the stream holds already; cut it where it differs."""
+        start = previous * TOKEN_BYTES
+        held, count = stream.tokens[start : start + len(tokens)], len(tokens) // TOKEN_BYTES
+        if held != tokens:
+            differs = np.frombuffer(held, dtype=np.uint8) != np.frombuffer(tokens, dtype=np.uint8)
+            count = int(differs.argmax()) // TOKEN_BYTES
+            stream.cut(previous + count, self._next_revision())
+            stream.written = min(stream.written, previous + count)
+            self.counters["cuts"] += 1
+        self.counters["repeated_tokens"] += count
+        return count
+
+    def _remember(self, group: _Group) -> None:
+        if self._memory is not None and group.prompt:
+            streams = [bytes(stream.tokens) for stream in group.streams.values() if stream.tokens]
+            self._memory.put(group.prompt, streams, self._next_revision())
+
+    def _remembered(
+        self, prompt: int, have: Mapping[int, tuple[int, int]], most_tokens: int, found: Found
+    ) -> Found:
+        """Add what a reader lacks of the streams that its prompt's last group left."""
+        past = self._memory.get(prompt) if self._memory is not None and prompt else None
+        if past is None:
+            return found
+        for index, stream in enumerate(past.streams, MAX_GROUP_SIZE):
+            known, length = have.get(index, (0, 0))
+            start = length if known == past.revision else 0
+            part = stream[start * TOKEN_BYTES : (start + max(0, most_tokens)) * TOKEN_BYTES]
+            if part:
+                most_tokens -= len(part) // TOKEN_BYTES
+                found.deltas.append(Delta(index, past.revision, start, part))
+            if start * TOKEN_BYTES + len(part) < len(stream):
+                return found._replace(whole=False)
+        return found._replace(looked=found.looked + len(past.streams))
 
     def _gap(self, have: int) -> int:
         self.counters["gaps"] += 1
@@ -196,19 +279,23 @@ class Store:
         self._revision += 1
         return self._revision
 
-    def _touch(self, group_id: str, now: float) -> _Group:
-        group = self._groups.get(group_id)
-        if group is None:
-            group = self._groups[group_id] = _Group(self._ttl_seconds, now)
+    def _touch(self, group: int, now: float) -> _Group:
+        held = self._groups.get(group)
+        if held is None:
+            held = self._groups[group] = _Group(self._ttl_seconds, now)
             self.held += OVERHEAD_TOKENS
-        group.touched = now
-        self._groups.move_to_end(group_id)
-        return group
+        held.touched = now
+        self._groups.move_to_end(group)
+        return held
 
     def _make_room(self) -> None:
         while self.held > self._max_tokens:
             self._drop(next(iter(self._groups)))
             self.counters["evicted"] += 1
 
-    def _drop(self, group_id: str) -> None:
-        self.held -= self._groups.pop(group_id).size
+    def _drop(self, group: int) -> None:
+        dropped = self._groups.pop(group)
+        self.held -= dropped.size
+        self._remember(dropped)
+        if self._newest.get(dropped.prompt) == group:
+            del self._newest[dropped.prompt]

@@ -26,7 +26,7 @@ from typing import Any, Self, TypeVar
 from msgspec.structs import asdict, replace
 
 from seer.child import Child, LaunchError, StartError
-from seer.common.config import Config, Endpoints
+from seer.common.config import Config, Endpoints, shards
 from seer.common.errors import ConfigError
 from seer.hardware import plan_engines
 from seer.pool_plan import POOL_SERVICES, plan_pool
@@ -162,6 +162,7 @@ class LocalSystem:
             raise ConfigError(f"TMPDIR: {error}; set it to a folder that can be written to") from error
         if self._private:
             names = {name: f"ipc://{self._dir}/{name}" for name in asdict(Endpoints()) if name != "bind_host"}
+            names["dgds"] = ",".join(f"ipc://{self._dir}/{name}" for name, _ in _dgds(self.config))
             self.config = replace(self.config, endpoints=Endpoints(**names))
         if not self.config.buffer.spool:  # a buffer that is started again finds its streams
             spool = replace(self.config.buffer, spool=str(self._dir / SPOOL))
@@ -200,7 +201,9 @@ class LocalSystem:
     # --- starting ------------------------------------------------------------------------
 
     async def _start(self) -> None:
-        self._slots = [_Slot(name, name, self.config, {}, SERVICE_START_SECONDS) for name in SERVICES]
+        light = [("buffer", "buffer", self.config), ("context", "context", self.config)]
+        light += [("dgds", *shard) for shard in _dgds(self.config)]
+        self._slots = [_Slot(*each, {}, SERVICE_START_SECONDS) for each in light]
         shared = asyncio.Lock()
         for plan in self._plans:
             config = replace(self.config, engine=plan.config)
@@ -333,9 +336,20 @@ def _short_temporary_folder() -> str:
     return folder if len(folder.encode()) <= _MAX_IPC_DIR else "/tmp"  # noqa: S108 - mkdtemp makes it private
 
 
+def _dgds(config: Config) -> list[tuple[str, Config]]:
+    """Return a name and a configuration for each dgds: one per endpoint."""
+    count = len(shards(config.endpoints.dgds))
+    if count == 1:
+        return [("dgds", config)]
+    each = (replace(config, dgds=replace(config.dgds, shard=shard)) for shard in range(count))
+    return [(f"dgds-{shard}", own) for shard, own in enumerate(each)]
+
+
 def _refuse_free_ports(endpoints: Endpoints) -> None:
     for name, endpoint in asdict(endpoints).items():
-        if endpoint.startswith("tcp://") and endpoint.endswith(":0"):
-            raise ConfigError(
-                f"endpoints.{name} = {endpoint!r}: the other processes must know the port; name one, or use ipc://"
-            )
+        for each in shards(endpoint):
+            if each.startswith("tcp://") and each.endswith(":0"):
+                raise ConfigError(
+                    f"endpoints.{name} = {each!r}: the other processes must know the port;"
+                    " name one, or use ipc://"
+                )

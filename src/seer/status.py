@@ -9,6 +9,7 @@ import msgspec
 from seer.client import RolloutClient
 from seer.common.channel import Channel, Identity
 from seer.common.clock import LoopClock
+from seer.common.config import shards
 from seer.common.errors import SeerError, Unreachable
 from seer.common.ids import new_incarnation
 from seer.common.pool import PoolFigures, ask_master, read_figures
@@ -62,7 +63,12 @@ async def _look(endpoint: str) -> Seen:
     try:
         async with RolloutClient(endpoint, connect_seconds=CONNECT_SECONDS) as client:
             before = await client.status(CONNECT_SECONDS)
-            known = [(name, at) for name, at in sorted(before.services.items()) if name in _UNIONS]
+            known = [
+                (name, each)
+                for name, at in sorted(before.services.items())
+                if name in _UNIONS
+                for each in shards(at)
+            ]
             others = asyncio.gather(*(_probe(name, at) for name, at in known))
             (pool, figures), services, _ = await asyncio.gather(
                 _ask_pool(before.services.get("pool", "")), others, asyncio.sleep(RATE_SECONDS)

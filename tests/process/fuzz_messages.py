@@ -18,6 +18,7 @@ from msgspec import inspect
 from seer.common.channel import Identity
 from seer.common.wire import messages as m
 from seer.common.wire.version import MAJOR
+from seer.services.dgds.packing import group_digest
 
 Frames = list[bytes]
 
@@ -87,6 +88,7 @@ class Maker:
         count = rng.randrange(1, 5)
         tokens = b"".join(rng.randrange(100).to_bytes(4, "little") for _ in range(count))
         ref, logprobs = [1, "i4"], [2, "f4"]
+        groups, packed = [group_digest(each) for each in ids], tokens[: 3 * count]
         attempt = rng.choice((0, 1, 2, rng.choice(INTS)))
         result = [ids[0], attempt, count, rng.choice(("", "stop", "x")), "", 0, 0]
         submit = {
@@ -106,9 +108,9 @@ class Maker:
                  [tokens, tokens]),
             ],
             "dgds": [
-                ("AppendBatch", {"appends": [[ids[0], 0, attempt, 0, count]], "tokens": ref}, [tokens]),
-                ("RegisterGroups", {"group_ids": ids, "ttl_seconds": 5.0}, []),
-                ("Fetch", {"groups": [[ids[0], {0: [rng.choice(INTS), rng.choice(INTS)]}]]}, []),
+                ("AppendBatch", {"appends": [[groups[0], 0, attempt, 0, count]], "tokens": [1, "u1"]}, [packed]),
+                ("RegisterGroups", {"groups": [[group, group] for group in groups], "ttl_seconds": 5.0}, []),
+                ("Fetch", {"groups": [[groups[0], {0: [rng.choice(INTS), rng.choice(INTS)]}]]}, []),
             ],
         }  # fmt: skip
         tag, fields, arrays = rng.choice(some.get(socket, [("SnapshotRequest", {}, [])]))
@@ -195,7 +197,7 @@ class Maker:
     def _array(self, frames: Frames) -> Any:
         frames.append(self.rng.randbytes(self.rng.choice((0, 4, 8, 64, 5))))
         index = len(frames) - (self.rng.random() > 0.02)
-        return [index, self.rng.choice(("i4", "i4", "i4", "f4", "f4", "f8", "O"))]
+        return [index, self.rng.choice(("i4", "i4", "i4", "f4", "f4", "u1", "u1", "f8", "O"))]
 
 
 def _members(union: Any) -> list[type[m.Message]]:

@@ -5,9 +5,11 @@ import numpy as np
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from seer.services.dgds.store import OVERHEAD_TOKENS, Store
+from seer.services.dgds.memory import OVERHEAD_TOKENS
+from seer.services.dgds.packing import pack, unpack
+from seer.services.dgds.store import Store
 
-GROUPS = ["a", "b"]
+GROUPS = [1, 2]
 INDICES = [0, 1]
 LONGEST = 12
 MAX_TOKENS = 5 * OVERHEAD_TOKENS + 20  # both groups only fit with one response each
@@ -76,9 +78,9 @@ class DgdsStore(RuleBasedStateMachine):
         assert held == attempts[-1]
 
     def _append(self, group, index, attempt, start, tokens):
-        array = np.array(tokens, dtype=np.int32)
+        packed = pack(np.array(tokens, dtype=np.int32)).data
         had = self._survivors()
-        got = self.store.append(group, index, attempt, start, array, self.now)
+        got = self.store.append(group, index, attempt, start, packed, self.now)
         stream = had.get((group, index))
         if stream is None and start == 0:
             stream = had[group, index] = NaiveStream(attempt)
@@ -98,21 +100,21 @@ class DgdsStore(RuleBasedStateMachine):
     def fetch(self, number, group, most, until_whole):
         streams, have = self.readers[number]
         known = have.setdefault(group, {})
-        truncated = True
-        while truncated:
+        whole = False
+        while not whole:
             found = self.store.deltas(group, known, most, self.now)
             if found is None:
                 return
-            deltas, truncated = found
-            assert sum(len(delta.tokens) for delta in deltas) <= most
+            deltas, whole, _ = found
+            assert sum(delta.count for delta in deltas) <= most
             for delta in deltas:
                 stream = streams.setdefault((group, delta.index), [])
                 assert delta.previous <= len(stream)
-                stream[delta.previous :] = delta.tokens.tolist()
+                stream[delta.previous :] = unpack(delta.tokens).tolist()
                 known[delta.index] = (delta.revision, len(stream))
             if not until_whole:
                 break
-        if not truncated:
+        if whole:
             for index in INDICES:
                 held = self.store.tokens(group, index)
                 assert held is None or streams.get((group, index), []) == held

@@ -13,8 +13,10 @@ from seer.common.transport.faulty import Faults, FaultyTransport
 from seer.common.transport.memory import MemoryNetwork, MemoryTransport
 from seer.common.wire import messages as m
 from seer.services.dgds import server as dgds_server
-from seer.services.dgds.client import MAX_BATCH_TOKENS, OPEN_SECONDS, DgdsClient
+from seer.services.dgds.client import DgdsClient
+from seer.services.dgds.link import MAX_BATCH_TOKENS, OPEN_SECONDS
 from seer.services.dgds.outputs import OVERHEAD_TOKENS, RESEND_SECONDS, Outputs
+from seer.services.dgds.packing import group_digest, pack
 from seer.services.dgds.server import DgdsServer, make
 
 CONFIG = Config()
@@ -56,7 +58,7 @@ class System:
         return made
 
     def held(self, index=0, group_id=GROUP):
-        return self.server.store.tokens(group_id, index)
+        return self.server.store.tokens(group_digest(group_id), index)
 
 
 @asynccontextmanager
@@ -72,7 +74,7 @@ async def system(started=True, config=CONFIG):
 
 
 def test_several_reports_of_one_gap_rewind_once():
-    outputs, key = Outputs(10**6), (GROUP, 0)
+    outputs, key = Outputs(10**6), (1, 0)
     outputs.begin(key, 2, array(1, 2, 3))
     outputs.append(key, 2, 3, [4, 5])
 
@@ -217,8 +219,9 @@ async def test_a_big_resend_is_split_and_fetched_in_parts():
         writer.append(GROUP, 0, 1, len(long), [7])
         await eventually(lambda: it.held() is not None and len(it.held()) == len(long) + 1)
         deltas = await reader.fetch([GROUP])
-        assert [len(delta.tokens) for delta in deltas] == [dgds_server.MAX_DELTA_TOKENS, 6]
-        assert [delta.previous for delta in deltas] == [0, dgds_server.MAX_DELTA_TOKENS]
+        most = dgds_server.MAX_DELTA_TOKENS
+        assert [len(delta.tokens) for delta in deltas] == [*[most] * (MAX_BATCH_TOKENS // most), 6]
+        assert np.array_equal(np.concatenate([delta.tokens for delta in deltas]), [*long, 7])
 
 
 @virtual
@@ -269,7 +272,7 @@ async def test_an_unanswered_fetch_ends_at_its_deadline():
 async def test_registered_groups_live_as_long_as_they_were_registered_for():
     async with system(config=Config(dgds=DgdsConfig(ttl_seconds=5.0))) as it:
         client = it.client()
-        client.register([GROUP], 100.0)
+        client.register(GROUP, array(1), 100.0)
         client.append(GROUP, 0, 1, 0, [1])
         client.append("r/b", 0, 1, 0, [1])
         await eventually(lambda: len(it.server.store) == 2)
@@ -330,18 +333,30 @@ async def test_malformed_batches_change_nothing_and_are_counted():
         me = Identity(role="engine", name="bad", incarnation=9, config_hash=shared_hash(SharedConfig()))
         channel = Channel(MemoryTransport(it.network), CONFIG.endpoints.dgds, me, m.DgdsToEngine, LoopClock())
         await channel.open(5.0)
-        good = m.Append(GROUP, 0, 1, 0, 1)
-        for bad, count in (
-            (m.Append(GROUP, 0, 1, 0, 2), 2),
-            (m.Append(GROUP, 4096, 1, 0, 1), 2),
-            (m.Append(GROUP, 0, -1, 0, 1), 2),
-            (m.Append(GROUP, 0, 1, 2**24, 1), 2),
-            (m.Append("", 0, 1, 0, 1), 2),
-            (m.Append("g" * 513, 0, 1, 0, 1), 2),
-        ):
-            await channel.send(m.AppendBatch(appends=[good, bad], tokens=array(*range(count))))
-        await channel.send(m.RegisterGroups(group_ids=[GROUP], ttl_seconds=float("nan")))
-        await eventually(lambda: it.server._hub.counters["malformed"] == 7)
+        group = group_digest(GROUP)
+        good = m.Append(group, 0, 1, 0, 1)
+        undecodable = (
+            m.Append(group, 4096, 1, 0, 1),
+            m.Append(group, 0, -1, 0, 1),
+            m.Append(group, 0, 1, -1, 1),
+            m.Append(-1, 0, 1, 0, 1),
+            m.Append(group, 0, 1, 2**24 + 1, 1),
+        )
+        for bad in undecodable:
+            await channel.send(m.AppendBatch(appends=[good, bad], tokens=pack(array(1, 2))))
+        answered = {
+            "appends[1]": m.AppendBatch(
+                appends=[good, m.Append(group, 0, 1, 2**24, 1)], tokens=pack(array(1, 2))
+            ),
+            "tokens": m.AppendBatch(appends=[good], tokens=pack(array(1, 2))),
+            "ttl_seconds": m.RegisterGroups(groups=[m.GroupEntry(group)], ttl_seconds=float("nan")),
+        }
+        for named, message in answered.items():
+            await channel.send(message)
+            refusal = await asyncio.wait_for(channel.recv(), 5)
+            assert isinstance(refusal, m.NotTaken)
+            assert refusal.problem.startswith(named)
+        assert it.server._hub.counters["malformed"] == len(undecodable) + len(answered)
         assert len(it.server.store) == 0
-        await channel.send(m.AppendBatch(appends=[good], tokens=array(1)))
+        await channel.send(m.AppendBatch(appends=[good], tokens=pack(array(1))))
         await eventually(lambda: it.held() == [1])

@@ -3,10 +3,12 @@
 import numpy as np
 import pytest
 
-from seer.services.dgds.store import MAX_CUTS, OVERHEAD_TOKENS, Store
+from seer.services.dgds.memory import OVERHEAD_TOKENS
+from seer.services.dgds.packing import pack, unpack
+from seer.services.dgds.store import MAX_CUTS, Store
 
 NOW = 100.0
-GROUP = "r/a"
+GROUP = 7
 
 
 @pytest.fixture
@@ -14,24 +16,25 @@ def store():
     return Store(max_tokens=1_000_000, ttl_seconds=60.0)
 
 
-def append(store, tokens, previous=0, attempt=1, index=0, group_id=GROUP, now=NOW):
-    return store.append(group_id, index, attempt, previous, np.array(tokens, dtype=np.int32), now)
+def append(store, tokens, previous=0, attempt=1, index=0, group=GROUP, now=NOW):
+    packed = pack(np.array(tokens, dtype=np.int32)).data
+    return store.append(group, index, attempt, previous, packed, now)
 
 
 class Reader:
     def __init__(self):
         self.have, self.streams = {}, {}
 
-    def fetch(self, store, most=10**6, group_id=GROUP):
-        found = store.deltas(group_id, self.have, most, NOW)
+    def fetch(self, store, most=10**6, group=GROUP):
+        found = store.deltas(group, self.have, most, NOW)
         assert found is not None
-        assert sum(len(delta.tokens) for delta in found[0]) <= most
-        for delta in found[0]:
+        assert sum(delta.count for delta in found.deltas) <= most
+        for delta in found.deltas:
             stream = self.streams.setdefault(delta.index, [])
             assert delta.previous <= len(stream)
-            stream[delta.previous :] = delta.tokens.tolist()
+            stream[delta.previous :] = unpack(delta.tokens).tolist()
             self.have[delta.index] = (delta.revision, len(stream))
-        return found[1]
+        return found.whole
 
 
 def test_appends_are_kept_by_response_and_repeats_change_nothing(store):
@@ -82,10 +85,10 @@ def test_readers_get_deltas_and_nothing_twice(store):
     append(store, [5], index=3)
     reader.fetch(store)
     assert reader.streams == {0: [1, 2], 3: [5]}
-    assert store.deltas(GROUP, reader.have, 10, NOW) == ([], False)
+    assert store.deltas(GROUP, reader.have, 10, NOW) == ([], True, 3)
     append(store, [3], previous=2)
-    (delta,), _ = store.deltas(GROUP, reader.have, 10, NOW)
-    assert (delta.index, delta.previous, delta.tokens.tolist()) == (0, 2, [3])
+    (delta,), _, _ = store.deltas(GROUP, reader.have, 10, NOW)
+    assert (delta.index, delta.previous, unpack(delta.tokens).tolist()) == (0, 2, [3])
 
 
 def test_a_reader_is_told_of_cuts_even_while_the_stream_is_shorter(store):
@@ -133,7 +136,7 @@ def test_answers_are_bounded_and_go_on_where_they_stopped(store):
     for index in range(3):
         append(store, range(10), index=index)
     reader, rounds = Reader(), 1
-    while reader.fetch(store, most=4):
+    while not reader.fetch(store, most=4):
         rounds += 1
     assert rounds == 8
     assert all(reader.streams[index] == list(range(10)) for index in range(3))
@@ -142,32 +145,32 @@ def test_answers_are_bounded_and_go_on_where_they_stopped(store):
 def test_unknown_groups_are_said_to_be_unknown(store):
     assert store.deltas(GROUP, {}, 10, NOW) is None
     store.register(GROUP, 5.0, NOW)
-    assert store.deltas(GROUP, {}, 10, NOW) == ([], False)
+    assert store.deltas(GROUP, {}, 10, NOW) == ([], True, 1)
 
 
 def test_groups_expire_after_their_own_time_to_live_untouched(store):
-    append(store, [1], group_id="r/short")
-    store.register("r/short", 10.0, NOW)
-    append(store, [1], group_id="r/default")
+    append(store, [1], group=1)
+    store.register(1, 10.0, NOW)
+    append(store, [1], group=2)
     store.expire(NOW + 10.0)
     assert len(store) == 2
-    store.deltas("r/short", {}, 1, NOW + 9.0)
+    store.deltas(1, {}, 1, NOW + 9.0)
     store.expire(NOW + 18.0)
     assert len(store) == 2
     store.expire(NOW + 20.0)
-    assert (len(store), store.tokens("r/short", 0)) == (1, None)
+    assert (len(store), store.tokens(1, 0)) == (1, None)
     store.expire(NOW + 61.0)
     assert (len(store), store.held, store.counters["expired"]) == (0, 0, 2)
 
 
 def test_memory_is_bounded_and_the_least_recently_touched_goes_first():
     store = Store(max_tokens=3 * (2 * OVERHEAD_TOKENS + 100), ttl_seconds=60.0)
-    for name in "abc":
-        append(store, range(100), group_id=name)
-    append(store, [0], group_id="a")
-    append(store, range(50), group_id="d")
-    assert [name for name in "abcd" if store.tokens(name, 0)] == ["a", "c", "d"]
-    append(store, range(10_000), group_id="e")
+    for name in range(3):
+        append(store, range(100), group=name)
+    append(store, [0], group=0)
+    append(store, range(50), group=3)
+    assert [name for name in range(4) if store.tokens(name, 0)] == [0, 2, 3]
+    append(store, range(10_000), group=4)
     assert (len(store), store.held) == (0, 0)
 
 

@@ -16,6 +16,7 @@ from seer.common.transport.memory import MemoryNetwork, MemoryTransport
 from seer.common.types import InstanceStats, SamplingParams
 from seer.common.wire import messages as m
 from seer.services.dgds import server as dgds
+from seer.services.dgds.packing import group_digest
 from seer.services.engine.backend import ChunkEnd, Generated, StepOutput
 from seer.services.engine.driver import InlineDriver
 from seer.services.engine.replay import ReplayBackend
@@ -242,14 +243,14 @@ async def test_tokens_reach_the_dgds_as_they_come():
         await asyncio.sleep(1)
         await buffer.run(new=100)
         await asyncio.sleep(0.5)
-        early = server.store.tokens("r/p", 0)
+        early = server.store.tokens(group_digest("r/p"), 0)
         assert 0 < len(early) < 100
         await eventually(lambda: len(buffer.results()) == 1)
         tokens = buffer.heard(m.ChunksDone)[0].tokens
-        await eventually(lambda: server.store.tokens("r/p", 0) == tokens.tolist())
+        await eventually(lambda: server.store.tokens(group_digest("r/p"), 0) == tokens.tolist())
         assert early == tokens[: len(early)].tolist()
         await buffer.run(new=10, attempt=2, output=tokens)
-        await eventually(lambda: len(server.store.tokens("r/p", 0)) == 110)
+        await eventually(lambda: len(server.store.tokens(group_digest("r/p"), 0)) == 110)
     serving.cancel()
 
 

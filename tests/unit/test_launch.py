@@ -18,7 +18,7 @@ from msgspec.structs import replace
 
 from seer import child, launch, pool_plan, restarts
 from seer.child import LaunchError
-from seer.common.config import Config, Endpoints, EngineConfig, load
+from seer.common.config import Config, Endpoints, EngineConfig, load, shards
 from seer.common.errors import ConfigError, InvalidField
 from seer.hardware import Machine, plan_engines, share_cores
 from seer.launch import LocalSystem
@@ -84,6 +84,17 @@ async def gone(pids: list[int]) -> bool:
         while any(alive(pid) for pid in pids):
             await asyncio.sleep(0.01)
     return True
+
+
+async def test_several_dgds_each_serve_their_own_endpoint() -> None:
+    config = replace(REPLAY, endpoints=Endpoints(dgds="tcp://127.0.0.1:1,tcp://127.0.0.1:2"))
+    async with LocalSystem(config, 1) as system:
+        assert set(system.pids) == {"buffer", "context", "dgds-0", "dgds-1", "engine-0"}
+        folder = Path(system.endpoint.removeprefix("ipc://")).parent
+        served = [load(folder / f"dgds-{shard}.toml") for shard in range(2)]
+        assert [config.dgds.shard for config in served] == [0, 1]
+        for config in (*served, load(folder / "engine-0.toml")):
+            assert shards(config.endpoints.dgds) == [f"ipc://{folder}/dgds-0", f"ipc://{folder}/dgds-1"]
 
 
 async def test_all_children_run_and_none_is_left() -> None:

@@ -16,7 +16,7 @@ from seer.common.transport.faulty import Faults, FaultyTransport
 from seer.common.transport.memory import MemoryNetwork, MemoryTransport
 from seer.common.transport.zmq import ZmqTransport
 from seer.common.wire.codec import Decoder, encode
-from seer.common.wire.messages import AppendBatch
+from seer.common.wire.messages import ChunksDone
 
 DEADLINE = 20.0
 
@@ -86,9 +86,10 @@ async def test_arrays_survive(make, endpoint):
     router = await make().router(endpoint)
     dealer = await make().dealer(router.endpoint, b"one")
     tokens = np.arange(100_003, dtype=np.int32)
-    await dealer.send(encode(AppendBatch(appends=[], tokens=tokens)))
+    logprobs = np.zeros(0, np.float32)
+    await dealer.send(encode(ChunksDone(weight_version=0, results=[], tokens=tokens, logprobs=logprobs)))
     _, frames = await router.recv()
-    received = Decoder(AppendBatch).decode(frames).tokens
+    received = Decoder(ChunksDone).decode(frames).tokens
     np.testing.assert_array_equal(received, tokens)
     assert not received.flags.writeable
     assert np.shares_memory(received, np.frombuffer(frames[1], np.uint8))
@@ -178,6 +179,22 @@ async def test_a_full_queue_makes_the_sender_wait_then_fail(make, endpoint, monk
     await router.send(b"fine", [b"not blocked by the other"])
     await fine.recv()
     assert bytes((await fine.recv())[0]) == b"not blocked by the other"
+    stuck.close()
+
+
+async def test_a_router_may_bound_its_queues_itself(make, endpoint, monkeypatch):
+    router = await make().router(endpoint, 3)
+    for module in (zmq, memory):
+        monkeypatch.setattr(module, "SEND_SECONDS", 0.2)
+        monkeypatch.setattr(module, "QUEUE_MESSAGES", 1)  # the reader's
+    stuck = await make().dealer(router.endpoint, b"stuck")
+    await when_known(router, b"stuck", [b"x"])
+    sent = 0
+    with pytest.raises(Unreachable, match="reads nothing"):
+        while sent < 100:
+            await router.send(b"stuck", [bytes(2**22)])
+            sent += 1
+    assert sent < 20  # and not 1,000: those that the kernel and the reader took, and 3
     stuck.close()
 
 

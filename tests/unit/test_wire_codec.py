@@ -11,6 +11,7 @@ from seer.common.wire.messages import (
     ChunksDone,
     EngineToBuffer,
     GroupDone,
+    GroupEntry,
     Hello,
     RegisterGroups,
     RunChunk,
@@ -63,7 +64,7 @@ def test_a_strided_array_is_sent_as_its_values():
 
 def test_empty_arrays_and_messages_without_arrays():
     assert Decoder(ChunksDone).decode(encode(chunks())).tokens.shape == (0,)
-    message = RegisterGroups(group_ids=["g"], ttl_seconds=1.0)
+    message = RegisterGroups(groups=[GroupEntry(7, 8)], ttl_seconds=1.0)
     assert len(encode(message)) == 1
     assert Decoder(RegisterGroups).decode(encode(message)) == message
 
@@ -82,7 +83,7 @@ def test_what_cannot_be_encoded_is_named(bad):
 
 def test_an_object_without_wire_form_is_named():
     with pytest.raises(WireError, match="cannot encode RegisterGroups: object has no wire form"):
-        encode(RegisterGroups(group_ids=[object()], ttl_seconds=1.0))
+        encode(RegisterGroups(groups=[object()]))
 
 
 def test_frames_must_be_accounted_for():

@@ -1,0 +1,258 @@
+"""One engine's connection to one dgds: what `DgdsClient` is made of, with its invariants.
+
+Groups are digests here (see `packing`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter, OrderedDict
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from seer.common.channel import Channel, Identity
+from seer.common.clock import Clock
+from seer.common.config import EngineConfig
+from seer.common.errors import SeerError, Unreachable
+from seer.common.log import get_logger
+from seer.common.transport.base import Transport
+from seer.common.wire import messages as m
+from seer.services.dgds.outputs import Outputs
+from seer.services.dgds.packing import pack, unpack
+
+MAX_BATCH_TOKENS = 2**18
+"""Tokens in one message: 768 KiB; only re-sends come near."""
+
+MAX_FETCH_GROUPS = 1000
+"""Groups asked for in one message; a larger fetch asks several times."""
+
+MAX_GROUPS = 10_000
+"""Groups whose registration is remembered, to repeat it to a dgds that was restarted."""
+
+OPEN_SECONDS = 10.0
+"""Longest handshake before the dgds counts as absent for now."""
+
+RETRY_SECONDS = 1.0
+"""Pause before an absent dgds is tried again."""
+
+
+@dataclass(frozen=True, slots=True)
+class StreamDelta:
+    """Cut stream `index` of a group to `previous` tokens, then append `tokens` (int32)."""
+
+    group_id: str
+    index: int
+    previous: int
+    tokens: m.Tokens
+
+
+class Link:
+    """See the module's docstring. `counters` may be shared with other links."""
+
+    def __init__(
+        self,
+        transport: Transport,
+        endpoint: str,
+        identity: Identity,
+        clock: Clock,
+        config: EngineConfig,
+        max_retained_tokens: int,
+        counters: Counter[str],
+    ) -> None:
+        self.outputs = Outputs(max_retained_tokens, counters)
+        self._counters = counters
+        self._channel: Channel[m.EngineToDgds, m.DgdsToEngine] = Channel(
+            transport, endpoint, identity, m.DgdsToEngine, clock
+        )
+        self._clock = clock
+        self._config = config
+        self._log = get_logger()
+        self._groups: OrderedDict[int, tuple[int, float]] = OrderedDict()
+        self._registering: dict[int, None] = {}
+        self._some, self._urgent = asyncio.Event(), asyncio.Event()
+        self._present = False
+        self._life: int | None = None
+        self._names: dict[int, str] = {}
+        self._have: dict[int, dict[int, tuple[int, int]]] = {}
+        self._fresh: list[StreamDelta] = []
+        self._fetching, self._answered = asyncio.Lock(), asyncio.Event()
+        self._question = self._done = 0
+
+    # --- writing -------------------------------------------------------------------------
+
+    def register(self, group: int, prompt: int, ttl_seconds: float) -> None:
+        """Have a group kept; repeated to every new life of the dgds."""
+        if self._groups.get(group) == (prompt, ttl_seconds):
+            self._groups.move_to_end(group)
+            return
+        self._groups[group] = (prompt, ttl_seconds)
+        self._registering[group] = None
+        if len(self._groups) > MAX_GROUPS:
+            dropped, _ = self._groups.popitem(last=False)
+            self._registering.pop(dropped, None)
+            self._counters["dropped_registrations"] += 1
+        self._some.set()
+
+    def changed(self, unsent: int) -> None:
+        """Have `outputs` flushed soon, at once if one response has `unsent` tokens enough."""
+        self._some.set()
+        if unsent >= self._config.flush_tokens:
+            self._urgent.set()
+
+    # --- connection ----------------------------------------------------------------------
+
+    async def run(self) -> None:
+        """Keep connected, flush and listen until cancelled."""
+        absent = False
+        while True:
+            try:
+                self._join(await self._channel.open(OPEN_SECONDS))
+                async with asyncio.TaskGroup() as tasks:
+                    tasks.create_task(self._listen())
+                    tasks.create_task(self._flush_for_ever())
+            except* SeerError as group:
+                if not absent:
+                    self._log.warning("dgds absent, running on without it", error=str(group.exceptions[0]))
+                absent = True
+                self._counters["absences"] += 1
+            self._present = False
+            task = asyncio.current_task()
+            if task is not None and task.cancelling():
+                # A task group that fails while it is cancelled reports the failure alone (before 3.13).
+                raise asyncio.CancelledError
+            await self._clock.sleep(RETRY_SECONDS)
+
+    async def close(self, seconds: float) -> None:
+        """Send what is unsent if the dgds is there, say goodbye and disconnect. Never raises."""
+        try:
+            async with asyncio.timeout(seconds):
+                if self._present:
+                    await self._flush()
+                    await self._channel.send(m.Goodbye())
+        except (TimeoutError, Unreachable):
+            self._counters["absences"] += 1
+        self._present = False
+        self._channel.close()
+
+    def _join(self, welcome: m.Welcome) -> None:
+        self._present = True
+        if welcome.incarnation == self._life:
+            return
+        self._have.clear()
+        if self._life is not None:
+            self._registering.update(dict.fromkeys(self._groups))
+            self.outputs.rewind_all()
+            self._some.set()
+        self._life = welcome.incarnation
+
+    async def _listen(self) -> None:
+        while True:
+            match await self._channel.recv():
+                case m.AppendGaps() as found:
+                    self._fill(found.gaps)
+                case m.Deltas() as deltas:
+                    self._take(deltas)
+                case m.Welcome() as welcome:
+                    self._join(welcome)
+                case m.NotTaken() as refusal:
+                    if not self._counters["refused"]:
+                        self._log.warning("the dgds refused a message", problem=refusal.problem)
+                    self._counters["refused"] += 1
+
+    def _fill(self, gaps: Iterable[m.Gap]) -> None:
+        for gap in gaps:
+            self.outputs.rewind((gap.group, gap.index), gap.attempt, gap.have, self._clock.now())
+            if gap.have == 0 and gap.group in self._groups:  # it may have dropped the group
+                self._registering[gap.group] = None
+        self._some.set()
+        self._urgent.set()
+
+    async def _flush_for_ever(self) -> None:
+        while True:
+            await self._some.wait()
+            try:
+                async with asyncio.timeout(self._config.flush_seconds):
+                    await self._urgent.wait()
+            except TimeoutError:
+                pass
+            await self._flush()
+
+    async def _flush(self) -> None:
+        self._some.clear()
+        self._urgent.clear()
+        registering = [(group, *self._groups[group]) for group in self._registering]
+        self._registering = {}
+        for seconds in {ttl for _, _, ttl in registering}:
+            groups = [m.GroupEntry(group, prompt) for group, prompt, ttl in registering if ttl == seconds]
+            await self._channel.send(m.RegisterGroups(groups=groups, ttl_seconds=seconds))
+        while parts := self.outputs.batch(MAX_BATCH_TOKENS):
+            tokens = np.concatenate([part.tokens for part in parts])
+            appends = [m.Append(*part.key, part.attempt, part.previous, len(part.tokens)) for part in parts]
+            self._counters["batches"] += 1
+            self._counters["tokens"] += len(tokens)
+            await self._channel.send(m.AppendBatch(appends=appends, tokens=pack(tokens)))
+
+    # --- reading -------------------------------------------------------------------------
+
+    async def fetch(
+        self, names: Mapping[int, str], own: Mapping[int, Collection[int]], seconds: float
+    ) -> list[StreamDelta]:
+        """As `DgdsClient.fetch`; `names` are the groups by digest."""
+        async with self._fetching:
+            self._names.update(names)
+            try:
+                async with asyncio.timeout(seconds):
+                    await self._ask(list(names), own)
+            except (TimeoutError, Unreachable):
+                self._counters["unanswered_fetches"] += 1
+            fresh, self._fresh = self._fresh, []
+            return fresh
+
+    def forget(self, group: int) -> None:
+        """Stop remembering what was fetched of this group."""
+        self._have.pop(group, None)
+        name = self._names.pop(group, None)
+        self._fresh = [delta for delta in self._fresh if delta.group_id != name]
+
+    async def _ask(self, groups: list[int], own: Mapping[int, Collection[int]]) -> None:
+        while groups and self._present:
+            self._answered.clear()
+            self._question += 1
+            await self._channel.send(
+                m.Fetch(
+                    groups=[
+                        m.FetchGroup(group, self._have.get(group, {}), sorted(own.get(group, ())))
+                        for group in groups[:MAX_FETCH_GROUPS]
+                    ],
+                    question=self._question,
+                )
+            )
+            await self._answered.wait()
+            groups = groups[self._done :]
+
+    def _take(self, answer: m.Deltas) -> None:
+        tokens, start = unpack(answer.tokens), 0
+        for item in answer.deltas:
+            part = tokens[start : start + item.count]
+            start += item.count
+            if item.group in self._names and len(part) == item.count:
+                self._apply(item, part)
+        for group in answer.missing:
+            self._have.pop(group, None)
+        if answer.question == self._question:
+            self._done = answer.done
+            self._answered.set()
+
+    def _apply(self, item: m.Delta, tokens: m.Tokens) -> None:
+        have = self._have.setdefault(item.group, {})
+        revision, length = have.get(item.index, (0, 0))
+        # A late answer may repeat what an earlier one brought; a revision only ever grows.
+        known = length - item.previous if item.revision == revision else 0
+        repeated = item.revision == revision and item.count <= known
+        if repeated or item.revision < revision or item.previous > length:
+            return
+        have[item.index] = (item.revision, item.previous + item.count)
+        name = self._names[item.group]
+        self._fresh.append(StreamDelta(name, item.index, item.previous + known, tokens[known:]))

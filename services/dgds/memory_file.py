@@ -1,0 +1,76 @@
+"""The file that keeps a dgds's `Memory` over restarts.
+
+Invariants (tests/unit/test_dgds_memory.py asserts them):
+- the file is whole or was not written: it is replaced in one step;
+- what was not written by `save`, under the same `[shared]` settings, or has changed since, is not read;
+- a file that `save` never wrote is never overwritten.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from seer.common.errors import ConfigError
+
+_MAGIC = b"seer dgds memory 1\n"
+_DIGEST_BYTES = 16
+
+Entries = list[tuple[int, tuple[bytes, ...]]]
+"""Prompts with their packed streams, least recently used first."""
+
+
+def save(path: Path, shared: str, entries: Sequence[tuple[int, tuple[bytes, ...]]]) -> None:
+    """Write `entries`; `shared` is the `shared_hash` of the configuration. Raises `ConfigError`."""
+    body = msgspec.msgpack.encode((shared, entries))
+    new = path.with_name(f"{path.name}.new")
+    try:
+        if path.exists() and not _ours(path):
+            raise _problem(path, "another program's file; name one of its own")
+        with new.open("wb") as file:
+            file.writelines((_MAGIC, _digest(body), body))
+            file.flush()
+            os.fsync(file.fileno())
+        new.replace(path)
+    except OSError as error:
+        raise ConfigError(
+            f"dgds.remember_path = {path}: {error.strerror}; name a file on a disk with room"
+        ) from error
+
+
+def load(path: Path, shared: str) -> Entries:
+    """Return what `save` wrote; nothing if there is no file. Raises `ConfigError` for any other."""
+    try:
+        data = path.read_bytes()
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise _problem(path, f"{error.strerror}; name a file") from error
+    head, body = data[: len(_MAGIC)], data[len(_MAGIC) + _DIGEST_BYTES :]
+    if head != _MAGIC:
+        raise _problem(path, "another program's file; name one of its own")
+    if data[len(_MAGIC) : len(_MAGIC) + _DIGEST_BYTES] != _digest(body):
+        raise _problem(path, "damaged; nothing of it is used")
+    written_for, entries = msgspec.msgpack.decode(body, type=tuple[str, Entries])
+    if written_for != shared:
+        raise ConfigError(
+            f"dgds.remember_path = {path}: of another model or [shared] section; nothing is used"
+        )
+    return entries
+
+
+def _problem(path: Path, what: str) -> ConfigError:
+    return ConfigError(f"dgds.remember_path = {path}: {what}")
+
+
+def _ours(path: Path) -> bool:
+    with path.open("rb") as file:
+        return file.read(len(_MAGIC)) == _MAGIC
+
+
+def _digest(body: bytes) -> bytes:
+    return hashlib.blake2b(body, digest_size=_DIGEST_BYTES).digest()
