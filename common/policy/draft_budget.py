@@ -1,0 +1,236 @@
+"""How many drafted tokens of each request a step verifies: Algorithm 1, token by token.
+
+Invariants (tests/property/test_drafting.py asserts them):
+- what is kept of a draft is a beginning of it; equal chances are kept the same, whatever their rows;
+- the choice is the best there is: no other tokens bring more for the same or fewer rows;
+- a likelier token is never dropped for a less likely one of the same priority, and high priority is
+  never served after low at equal chances;
+- where nothing pays nothing is drafted, and every `REST_STEPS` one draft is tried all the same.
+
+The paper plans one draft length for all requests of a priority from average acceptance by position.
+Here every token has its own chance, from its tree's score and what became of such tokens before, so
+the same rule (take the token of the greatest marginal benefit, as long as tokens per second rise) is
+applied to tokens. bench/draft_budget.py compares both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from seer.common.policy.drafting import (
+    CELLS,
+    GROUP_WEIGHT,
+    HALF_LIFE,
+    PLACES,
+    PRIOR,
+    PRIOR_WEIGHT,
+    SCORE_EDGES,
+    StepCosts,
+)
+
+HIGH_WEIGHT = 2.0
+"""What a token of a high-priority request counts (the paper's lambda)."""
+
+PRICE = 1.15
+"""A row must bring this much more than it costs: chances are estimates, and 1.1 to 1.4 measure best."""
+
+BARREN_STEPS = 16
+"""After so many steps in a row in which no draft was worth a row, drafting rests."""
+
+REST_STEPS = 32
+"""Steps of rest; then one draft is verified unasked, or nothing would ever be learned again."""
+
+PROBE_TOKENS = 4
+"""Tokens of that draft: 4 rows in 33 steps."""
+
+REFRESH_STEPS = 8
+"""Learned counts become rates this often: a group's own tens of tokens change little."""
+
+_EDGES = np.array(SCORE_EDGES, dtype=np.float32)
+_CLASSES = len(SCORE_EDGES) + 1
+_PRIOR = np.array(PRIOR)
+
+Counts = NDArray[np.int32]
+Scores = NDArray[np.float32]
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """What a step verifies: `keep[i]` first tokens of draft i; `cells` [n, width], `slots` [n]."""
+
+    keep: Counts
+    cells: NDArray[np.intp]
+    slots: NDArray[np.intp]
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """Tokens that were verified: the draft each is of, its cell, and whether it was right."""
+
+    rows: NDArray[np.intp]
+    cells: NDArray[np.intp]
+    right: NDArray[np.bool_]
+
+    def add_to(self, tally: NDArray[np.int64], at: NDArray[np.intp]) -> None:
+        """Add to `tally[at[row]]`, [any, 2, CELLS] and contiguous: tokens verified, tokens right."""
+        flat, places = tally.reshape(-1), at[self.rows] * (2 * CELLS) + self.cells
+        np.add.at(flat, places, 1)
+        np.add.at(flat, places[self.right] + CELLS, 1)
+
+
+def best(
+    chances: NDArray[np.float64], seconds: NDArray[np.float64], weights: NDArray[np.float64], others: float
+) -> Counts:
+    """Return how many tokens of each draft to verify.
+
+    `chances` [n, width] fall along a draft and are 0 past its end; `seconds[k]` is the step's time
+    with k drafted tokens, k = 0 to n x width; `weights` [n] is what a token of each request counts,
+    `others` the tokens that the step brings to requests without drafts. Tokens are taken by falling
+    weighted chance as long as that raises tokens per second; one more row must then bring `PRICE`
+    times the tokens that its seconds are worth at that best rate.
+    """
+    gains = (chances * weights[:, None]).ravel()
+    order = (-gains).argsort(kind="stable")  # equal ones in order: beginnings stay beginnings
+    tokens = np.empty(len(gains) + 1)
+    tokens[0] = others + weights.sum()
+    tokens[1:] = gains[order]
+    tokens.cumsum(out=tokens)
+    rate = (tokens / seconds).max()
+    taken = order[: (tokens - PRICE * rate * seconds).argmax()]
+    return np.bincount(taken // chances.shape[1], minlength=len(chances)).astype(np.int32)
+
+
+class _Tables:
+    """What is known of each group, by its slot."""
+
+    def __init__(self, slots: int) -> None:
+        self.counts = np.zeros((slots, 2, CELLS))  # verified, right
+        self.fresh = np.zeros((slots, 2, CELLS), dtype=np.int64)  # of them, since the last refresh
+        self.prior = np.zeros((slots, CELLS))
+        self.rates = np.zeros((slots, CELLS))
+        self.told = np.zeros(slots, dtype=bool)  # the prior is this group's own, not that of all
+
+    def clear(self, slot: int) -> None:
+        self.counts[slot], self.fresh[slot] = 0, 0
+
+    def doubled(self) -> _Tables:
+        more = _Tables(2 * len(self.told))
+        for name, table in vars(self).items():
+            getattr(more, name)[: len(table)] = table
+        return more
+
+
+class DraftBudget:
+    """One engine's choices and what it learns from them. `width` is the most tokens of a draft.
+
+    A step: `wanted()`; if so draft, `choose`, verify, and tell `learn` what was right.
+    """
+
+    def __init__(self, costs: StepCosts, width: int) -> None:
+        self._costs, self._width = costs, width
+        self._batch, self._seconds = 0, np.zeros(0)
+        self._at = np.arange(width)
+        self._places = (np.searchsorted(PLACES, self._at, side="right") - 1) * _CLASSES
+        self._barren, self._rested, self._age = 0, 0, 0
+        self._slots: dict[str, int] = {}
+        self._free: list[int] = []
+        self._touched: list[NDArray[np.intp]] = []
+        self._all = np.zeros((2, CELLS))  # tokens verified and right, of all groups
+        self._tables = _Tables(16)
+
+    def slot(self, group_id: str, told: Sequence[float] = ()) -> int:
+        """Return a group's place in the tables; `told` are rates that others learned of it."""
+        slot = self._slots.get(group_id)
+        if slot is None:
+            slot = self._slots[group_id] = self._free.pop() if self._free else len(self._slots)
+            if slot == len(self._tables.told):
+                self._tables = self._tables.doubled()
+            self._tables.clear(slot)
+        elif not told:
+            return slot
+        group = self._tables
+        group.told[slot] = bool(told)
+        group.prior[slot] = told or _rates(self._all, _PRIOR, PRIOR_WEIGHT)
+        group.rates[slot] = _rates(group.counts[slot], group.prior[slot], GROUP_WEIGHT)
+        return slot
+
+    def forget(self, group_id: str) -> None:
+        """Drop what was learned of a group."""
+        slot = self._slots.pop(group_id, None)
+        if slot is not None:
+            self._free.append(slot)
+
+    def wanted(self) -> bool:
+        """Say whether to draft in this step; asked once a step."""
+        if self._barren < BARREN_STEPS:
+            return True
+        self._rested += 1
+        return self._rested > REST_STEPS
+
+    def choose(
+        self,
+        slots: NDArray[np.intp],
+        scores: Scores,
+        lengths: Counts,
+        batch: int,
+        high: NDArray[np.bool_] | None = None,
+    ) -> Choice:
+        """Choose among n drafts with `scores` [n, width], `lengths` [n], in a step of `batch` requests."""
+        n, width = scores.shape
+        cells = _EDGES.searchsorted(scores.ravel(), side="right").reshape(n, width)
+        cells += self._places[:width]
+        chances = self._tables.rates.ravel().take(cells + CELLS * slots[:, None])
+        chances *= self._at[:width] < lengths[:, None]
+        np.minimum.accumulate(chances, axis=1, out=chances)
+        weights = np.ones(n) if high is None else np.where(high, HIGH_WEIGHT, 1.0)
+        batch = max(batch, n)
+        keep = best(chances, self._rows(batch, n * width), weights, float(batch - n))
+        if keep.any():
+            self._barren = self._rested = 0
+        elif self._barren >= BARREN_STEPS:
+            self._rested = 0
+            likeliest = int(chances[:, 0].argmax())
+            keep[likeliest] = min(PROBE_TOKENS, int(lengths[likeliest]))
+        elif lengths.any():  # an empty tree is no verdict on drafts
+            self._barren += 1
+        return Choice(keep, cells, slots)
+
+    def learn(self, choice: Choice, accepted: Counts) -> Outcome:
+        """Count what became of a choice: `accepted` [n] tokens were right, -1 where none was verified."""
+        verified = np.where(accepted < 0, 0, choice.keep)
+        rows, at = np.nonzero(self._at[: choice.cells.shape[1]] < verified[:, None])
+        outcome = Outcome(rows, choice.cells[rows, at], at < accepted[rows])
+        outcome.add_to(self._tables.fresh, choice.slots)
+        self._touched.append(choice.slots[rows])
+        self._age += 1
+        if self._age % REFRESH_STEPS == 0:
+            self._refresh()
+        return outcome
+
+    def _refresh(self) -> None:
+        slots, group = np.unique(np.concatenate(self._touched)), self._tables
+        fresh = group.fresh[slots]
+        totals = fresh[:, 0].sum(axis=1)
+        counts = group.counts[slots] * 0.5 ** (totals / HALF_LIFE)[:, None, None] + fresh
+        self._all = self._all * 0.5 ** (totals.sum() / HALF_LIFE) + fresh.sum(axis=0)
+        common = _rates(self._all, _PRIOR, PRIOR_WEIGHT)
+        prior = np.where(group.told[slots, None], group.prior[slots], common)
+        group.counts[slots], group.prior[slots], group.fresh[slots] = counts, prior, 0
+        group.rates[slots] = _rates(counts, prior, GROUP_WEIGHT)
+        self._touched.clear()
+
+    def _rows(self, batch: int, most: int) -> NDArray[np.float64]:
+        """Return the seconds of a step of `batch` requests with 0 to `most` drafted tokens."""
+        if batch != self._batch or most >= len(self._seconds):
+            self._batch = batch
+            self._seconds = np.array(self._costs.by_rows(batch, max(most, batch * self._width)))
+        return self._seconds[: most + 1]
+
+
+def _rates(counts: NDArray[np.float64], prior: NDArray[np.float64], weight: float) -> NDArray[np.float64]:
+    # As `Acceptance.rates`, for [..., 2, CELLS].
+    return (counts[..., 1, :] + weight * prior) / (counts[..., 0, :] + weight)

@@ -1,0 +1,163 @@
+"""What drafting costs and how often drafts are right: measured step times, learned acceptance.
+
+Invariants (tests/property/test_drafting.py asserts them):
+- a step never gets faster with more requests or longer drafts, whatever noise was measured;
+- acceptance rates are in (0, 1), and with no data they are the prior's;
+- counts that do not fit (other lengths, more right than drafted) change nothing.
+
+Whether a drafted token is right depends on the score its tree gave it, and on where in the draft it
+stands: the deeper one has the longer match behind it. So acceptance is kept by cell, one per place
+class and score class. On our workloads the scores alone are right 0.6 to 0.85 times where they say 0.97.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from functools import lru_cache
+from itertools import accumulate, pairwise
+
+import msgspec
+
+from seer.common.errors import InvalidField
+
+SCORE_EDGES = (0.02, 0.05, 0.1, 0.2, 0.4, 0.6, 0.8, 0.9)
+"""Score classes begin here; the first one at 0."""
+
+MIN_SCORE = SCORE_EDGES[0]
+"""Ask trees for nothing below: such tokens are right once in a hundred times."""
+
+PLACES = (0, 1, 3)
+"""Place classes begin at these draft positions: the first token, the next two, the rest."""
+
+CELLS = len(PLACES) * (len(SCORE_EDGES) + 1)
+"""Cell of a token = place class x score classes + score class."""
+
+_CENTRES = (0.01, 0.035, 0.075, 0.15, 0.3, 0.5, 0.7, 0.85, 0.97)
+
+PRIOR: tuple[float, ...] = tuple(0.75 * score for _ in PLACES for score in _CENTRES)
+"""Rates before anything was tried: scores are believed to three quarters, so the good ones are tried."""
+
+PRIOR_WEIGHT = 8.0
+"""Drafted tokens per cell that the prior counts as."""
+
+GROUP_WEIGHT = 32.0
+"""The same for what all groups together say of one group."""
+
+HALF_LIFE = 12_000.0
+"""Drafted tokens after which what was learned counts half: siblings come, matches grow."""
+
+
+_FAR = 2**20  # requests, or tokens of a draft
+
+Axis = tuple[int, ...]
+
+
+class StepCosts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Seconds of one decode step as measured on a grid: `grid[i][j]` is T(batches[i], drafts[j]).
+
+    T(B, gamma) is a step of B requests that verifies B x gamma drafted tokens in all. Noise is
+    smoothed to the mean of the least rising surface above the measurements and the greatest below.
+    Raises `InvalidField` for axes that do not rise, another shape, and times that are not positive.
+    """
+
+    batches: Axis
+    drafts: Axis
+    grid: tuple[tuple[float, ...], ...]
+
+    def __post_init__(self) -> None:
+        for name, axis, least in (("batches", self.batches, 1), ("drafts", self.drafts, 0)):
+            if not axis or axis[0] < least or any(b <= a for a, b in pairwise(axis)):
+                raise InvalidField(f"costs.{name}", axis, f"give rising numbers from {least} on")
+        shape = [len(line) for line in self.grid]
+        if shape != [len(self.drafts)] * len(self.batches):
+            raise InvalidField("costs.grid", shape, "give one line per batch, one time per draft length")
+        if not all(0 < seconds < float("inf") for line in self.grid for seconds in line):
+            raise InvalidField("costs.grid", self.grid, "times must be positive seconds")
+        msgspec.structs.force_setattr(self, "grid", _rising(self.grid))
+
+    def seconds(self, batch: int, gamma: float) -> float:
+        """Return T(batch, gamma), linear between and beyond what was measured."""
+        drafts, curve = self._curve(batch)
+        return _line(drafts, curve, gamma)
+
+    def by_rows(self, batch: int, most: int) -> list[float]:
+        """Return the seconds of a step of `batch` requests with 0 to `most` drafted tokens in all."""
+        drafts, curve = self._curve(batch)
+        return [_line(drafts, curve, drafted / batch) for drafted in range(most + 1)]
+
+    def _curve(self, batch: int) -> tuple[Axis, list[float]]:
+        batches, drafts, surface = _surface(self)
+        return drafts, [_line(batches, column, batch) for column in zip(*surface, strict=True)]
+
+
+@lru_cache(maxsize=8)
+def _surface(costs: StepCosts) -> tuple[Axis, Axis, Sequence[Sequence[float]]]:
+    """Return a profile that reaches further than anyone asks, and rises there, too."""
+    longer = list(accumulate((_line(costs.drafts, line, _FAR) for line in costs.grid), max))
+    surface = [(*line, far) for line, far in zip(costs.grid, longer, strict=True)]
+    larger = (_line(costs.batches, column, _FAR) for column in zip(*surface, strict=True))
+    surface.append(tuple(accumulate(larger, max)))
+    return (*costs.batches, _FAR), (*costs.drafts, _FAR), surface
+
+
+def _rising(grid: Sequence[Sequence[float]]) -> tuple[tuple[float, ...], ...]:
+    rows, columns = range(len(grid)), range(len(grid[0]))
+
+    def mean(i: int, j: int) -> float:
+        above = max(grid[a][b] for a in rows[: i + 1] for b in columns[: j + 1])
+        below = min(grid[a][b] for a in rows[i:] for b in columns[j:])
+        return (above + below) / 2
+
+    return tuple(tuple(mean(i, j) for j in columns) for i in rows)
+
+
+def _line(axis: Sequence[int], values: Sequence[float], at: float) -> float:
+    if len(axis) == 1:
+        return values[0]
+    right = min(max(bisect_left(axis, at), 1), len(axis) - 1)
+    share = (at - axis[right - 1]) / (axis[right] - axis[right - 1])
+    # Below the first point nothing was measured: a line down from it could turn negative.
+    return values[right - 1] + max(0.0, share) * (values[right] - values[right - 1])
+
+
+class Acceptance:
+    """Learns by cell how many drafted tokens were right, forgetting what is `HALF_LIFE` tokens old."""
+
+    __slots__ = ("drafted", "right")
+
+    def __init__(self) -> None:
+        self.drafted = [0.0] * CELLS
+        self.right = [0.0] * CELLS
+
+    def add(self, drafted: Sequence[int], accepted: Sequence[int]) -> bool:
+        """Count drafted tokens and those accepted, both by cell; say whether they fitted."""
+        total = sum(drafted)
+        fits = len(drafted) == len(accepted) == CELLS and all(
+            0 <= right <= tried for right, tried in zip(accepted, drafted, strict=True)
+        )
+        if not fits or not total:
+            return fits
+        keep = 0.5 ** (total / HALF_LIFE)
+        for cell in range(CELLS):
+            self.drafted[cell] = self.drafted[cell] * keep + drafted[cell]
+            self.right[cell] = self.right[cell] * keep + accepted[cell]
+        return True
+
+    def rates(self, prior: Sequence[float] = PRIOR, weight: float = PRIOR_WEIGHT) -> tuple[float, ...]:
+        """Return P(a token of the cell, and all before it, is right); `prior` counts `weight` tokens."""
+        return tuple(
+            (right + weight * before) / (drafted + weight)
+            for drafted, right, before in zip(self.drafted, self.right, prior, strict=True)
+        )
+
+
+def to_percent(rates: Sequence[float]) -> list[int]:
+    """Return rates as they travel: whole percent, a byte each; never 0, for nothing is hopeless for ever."""
+    return [min(99, max(1, round(100 * rate))) for rate in rates]
+
+
+def from_percent(percent: Sequence[int]) -> tuple[float, ...]:
+    """Read what `to_percent` wrote; what no policy of this version wrote is taken as nothing."""
+    sound = len(percent) == CELLS and all(0 < value < 100 for value in percent)
+    return tuple(value / 100 for value in percent) if sound else ()

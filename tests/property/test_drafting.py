@@ -1,0 +1,283 @@
+"""What `common/policy/drafting.py` and `draft_budget.py` say of themselves, for any costs and chances."""
+
+import itertools
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from seer.common.errors import InvalidField
+from seer.common.policy.draft_budget import (
+    BARREN_STEPS,
+    PRICE,
+    PROBE_TOKENS,
+    REST_STEPS,
+    DraftBudget,
+    best,
+)
+from seer.common.policy.drafting import (
+    CELLS,
+    PRIOR,
+    Acceptance,
+    StepCosts,
+    from_percent,
+    to_percent,
+)
+
+times = st.floats(1e-4, 1.0)
+chance = st.floats(0.0, 1.0)
+
+
+@st.composite
+def costs_of(draw):
+    batches = sorted(draw(st.sets(st.integers(1, 64), min_size=1, max_size=4)))
+    drafts = sorted(draw(st.sets(st.integers(0, 16), min_size=1, max_size=4)))
+    grid = [[draw(times) for _ in drafts] for _ in batches]
+    return StepCosts(batches=tuple(batches), drafts=tuple(drafts), grid=tuple(map(tuple, grid)))
+
+
+@st.composite
+def steps(draw):
+    """A step's chances [n, width], seconds by rows, and the requests without drafts."""
+    n, width = draw(st.integers(1, 3)), draw(st.integers(1, 3))
+    chances = np.array([draw(st.lists(chance, min_size=width, max_size=width)) for _ in range(n)])
+    chances = np.minimum.accumulate(chances, axis=1)
+    rising = sorted(draw(st.lists(times, min_size=n * width + 1, max_size=n * width + 1)))
+    return chances, np.array(rising), float(draw(st.integers(0, 3)))
+
+
+def linear(base, row, batches=(1, 64), drafts=(0, 16)):
+    grid = tuple(tuple(base + row * batch * (1 + gamma) for gamma in drafts) for batch in batches)
+    return StepCosts(batches=batches, drafts=drafts, grid=grid)
+
+
+# --- costs -----------------------------------------------------------------------------------
+
+
+@given(costs_of(), st.integers(1, 100), st.integers(1, 100), st.floats(0, 30), st.floats(0, 30))
+def test_a_step_never_gets_faster_with_more_requests_or_longer_drafts(costs, b1, b2, g1, g2):
+    (b1, b2), (g1, g2) = sorted((b1, b2)), sorted((g1, g2))
+    slack = 1 + 1e-9
+    assert 0 < costs.seconds(b1, g1) <= costs.seconds(b2, g1) * slack
+    assert costs.seconds(b1, g1) <= costs.seconds(b1, g2) * slack
+
+
+@given(costs_of())
+def test_costs_survive_their_file_and_smoothing_is_done_once(costs):
+    assert msgspec.json.decode(msgspec.json.encode(costs), type=StepCosts) == costs
+
+
+@given(costs_of(), st.integers(1, 100), st.integers(0, 40))
+def test_seconds_by_rows_are_those_of_the_mean_draft(costs, batch, drafted):
+    assert costs.by_rows(batch, drafted)[-1] == pytest.approx(costs.seconds(batch, drafted / batch))
+
+
+def test_measured_points_are_kept_lines_go_on_and_a_lone_outlier_is_shared_out():
+    costs = linear(0.002, 0.0001)
+    assert costs.seconds(1, 16) == pytest.approx(0.0037)
+    assert costs.seconds(128, 32) == pytest.approx(0.002 + 0.0001 * 128 * 33)
+    noisy = StepCosts(batches=(1,), drafts=(0, 1, 2), grid=((1.0, 3.0, 2.0),))
+    assert noisy.grid == ((1.0, 2.5, 2.5),)
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        ({"batches": (2, 1)}, "costs.batches"),
+        ({"batches": (0, 1)}, "costs.batches"),
+        ({"drafts": ()}, "costs.drafts"),
+        ({"grid": ((1.0, 1.0),)}, "costs.grid"),
+        ({"grid": ((1.0, 1.0), (1.0, 0.0))}, "costs.grid"),
+        ({"grid": ((1.0, 1.0), (1.0, float("nan")))}, "costs.grid"),
+    ],
+)
+def test_a_profile_that_cannot_be_is_refused_by_name(change, field):
+    sound = {"batches": (1, 2), "drafts": (0, 4), "grid": ((1.0, 1.0), (1.0, 1.0))}
+    with pytest.raises(InvalidField, match=field):
+        StepCosts(**{**sound, **change})
+
+
+# --- acceptance ------------------------------------------------------------------------------
+
+tallies = st.lists(
+    st.lists(st.tuples(st.integers(0, 50), st.integers(0, 50)).map(sorted), min_size=CELLS, max_size=CELLS),
+    max_size=5,
+)
+
+
+@given(tallies)
+def test_rates_are_proper_and_lie_between_prior_and_data(many):
+    learned = Acceptance()
+    assert learned.rates() == pytest.approx(PRIOR)
+    for tally in many:
+        assert learned.add([drafted for _, drafted in tally], [right for right, _ in tally])
+    for cell, rate in enumerate(learned.rates()):
+        assert 0 < rate < 1
+        if learned.drafted[cell]:
+            seen = learned.right[cell] / learned.drafted[cell]
+            assert min(seen, PRIOR[cell]) - 1e-9 <= rate <= max(seen, PRIOR[cell]) + 1e-9
+
+
+@pytest.mark.parametrize(
+    "tally", [([1], [1]), ([1] * CELLS, [2] * CELLS), ([1] * CELLS, [-1] * CELLS), ([], [])]
+)
+def test_counts_that_do_not_fit_change_nothing(tally):
+    learned = Acceptance()
+    assert not learned.add(*tally)
+    assert learned.rates() == pytest.approx(PRIOR)
+
+
+def test_what_is_old_is_forgotten():
+    learned = Acceptance()
+    learned.add([100_000] * CELLS, [100_000] * CELLS)
+    assert min(learned.rates()) > 0.99
+    learned.add([100_000] * CELLS, [0] * CELLS)
+    assert max(learned.rates()) < 0.01
+
+
+@given(st.lists(st.floats(0, 1), min_size=CELLS, max_size=CELLS))
+def test_rates_travel_as_percent_and_none_becomes_hopeless(rates):
+    back = from_percent(to_percent(rates))
+    assert all(0 < got < 1 and abs(got - rate) <= 0.0101 for got, rate in zip(back, rates, strict=True))
+
+
+@pytest.mark.parametrize("percent", [[], [50], [0] * CELLS, [100] * CELLS])
+def test_rates_of_another_kind_are_taken_as_none(percent):
+    assert from_percent(percent) == ()
+
+
+# --- the choice ------------------------------------------------------------------------------
+
+
+def worth(chances, seconds, weights, others, keep, rate):
+    tokens = (
+        others
+        + weights.sum()
+        + sum(w * row[:k].sum() for w, row, k in zip(weights, chances, keep, strict=True))
+    )
+    return tokens, tokens - PRICE * rate * seconds[sum(keep)]
+
+
+@settings(max_examples=300)
+@given(steps(), st.lists(st.sampled_from((1.0, 2.0)), min_size=3, max_size=3))
+def test_no_other_choice_of_beginnings_is_worth_more(step, weights):
+    chances, seconds, others = step
+    weights = np.array(weights[: len(chances)])
+    every = list(itertools.product(range(chances.shape[1] + 1), repeat=len(chances)))
+    rate = max(worth(chances, seconds, weights, others, keep, 0.0)[0] / seconds[sum(keep)] for keep in every)
+    most = max(worth(chances, seconds, weights, others, keep, rate)[1] for keep in every)
+    got = worth(chances, seconds, weights, others, best(chances, seconds, weights, others), rate)[1]
+    assert got == pytest.approx(most, rel=1e-9, abs=1e-9 * rate)
+
+
+@given(steps(), st.floats(0.1, 1.0))
+def test_more_is_verified_where_drafts_are_better(step, factor):
+    chances, seconds, others = step
+    ones = np.ones(len(chances))
+    worse = best(chances * factor, seconds, ones, others).sum()
+    better = best(chances, seconds, ones, others).sum()
+    # Ties may fall either way by rounding, where a row costs exactly what it brings.
+    assert worse <= better or np.diff(seconds).min() < 1e-12 or factor > 0.999
+
+
+@given(st.lists(chance, min_size=1, max_size=4), st.floats(1e-4, 0.1), st.floats(0, 0.1))
+def test_high_priority_is_never_served_after_low(draft, base, row):
+    draft = np.minimum.accumulate(np.array(draft))
+    chances, seconds = np.stack([draft, draft]), base + row * np.arange(2 * len(draft) + 1)
+    low, high = best(chances, seconds, np.array([1.0, 2.0]), 0.0)
+    assert high >= low
+
+
+def test_all_is_verified_where_rows_are_free_and_nothing_where_they_cost_as_much_as_steps():
+    chances, ones = np.full((4, 8), 0.1), np.ones(4)
+    assert best(chances, np.full(33, 0.01), ones, 0.0).tolist() == [8] * 4
+    assert best(chances, 0.001 * np.arange(4, 37), ones, 0.0).tolist() == [0] * 4
+
+
+def test_nothing_is_verified_past_a_drafts_end():
+    chances = np.array([[0.9, 0.8, 0.0], [0.0, 0.0, 0.0]])
+    assert best(chances, np.full(7, 0.01), np.ones(2), 0.0).tolist() == [2, 0]
+
+
+# --- an engine's budget ----------------------------------------------------------------------
+
+
+def step_of(budget, score, right, n=4, width=4, group="g"):
+    """One step of n requests whose drafts all have this score; return what was chosen."""
+    slots = np.full(n, budget.slot(group))
+    scores = np.full((n, width), score, dtype=np.float32)
+    choice = budget.choose(slots, scores, np.full(n, width, dtype=np.int32), n)
+    budget.learn(choice, np.minimum(choice.keep, right).astype(np.int32))
+    return choice
+
+
+def test_drafts_that_are_never_right_end_and_are_tried_again_now_and_then():
+    budget = DraftBudget(linear(0.0001, 0.001), 4)
+    verified = [
+        int(step_of(budget, 0.95, right=0).keep.sum()) if budget.wanted() else -1 for _ in range(3000)
+    ]
+    tail = verified[-330:]
+    assert tail.count(PROBE_TOKENS) == 330 // (REST_STEPS + 1)
+    assert tail.count(-1) == 330 - tail.count(PROBE_TOKENS)
+    assert verified.index(-1) >= BARREN_STEPS
+
+
+def test_what_became_good_is_used_again():
+    budget = DraftBudget(linear(0.004, 0.0002), 4)
+    for _ in range(3000):
+        if budget.wanted():
+            step_of(budget, 0.95, right=0)
+    for _ in range(3000):
+        if budget.wanted():
+            choice = step_of(budget, 0.95, right=4)
+    assert choice.keep.tolist() == [4] * 4
+
+
+def test_an_empty_tree_is_no_reason_to_rest():
+    budget = DraftBudget(linear(0.001, 0.0001), 4)
+    for _ in range(3 * BARREN_STEPS):
+        assert budget.wanted()
+        none = np.zeros(2, dtype=np.int32)
+        budget.choose(np.full(2, budget.slot("g")), np.zeros((2, 4), dtype=np.float32), none, 2)
+
+
+def test_a_group_is_judged_by_itself_then_by_what_it_was_told_then_by_all():
+    budget = DraftBudget(linear(0.004, 0.0005), 4)
+    for _ in range(400):
+        step_of(budget, 0.7, right=4, group="good")
+        step_of(budget, 0.7, right=0, group="bad") if budget.wanted() else None
+    assert step_of(budget, 0.7, right=4, group="good").keep.sum() == 16
+    assert step_of(budget, 0.7, right=0, group="bad").keep.sum() <= PROBE_TOKENS
+    budget.slot("told", from_percent([99] * CELLS))
+    assert step_of(budget, 0.7, right=4, group="told").keep.sum() == 16
+
+
+def test_outcomes_add_up_to_what_an_acceptance_takes():
+    budget = DraftBudget(linear(0.01, 0.0), 4)
+    choice = budget.choose(
+        np.full(3, budget.slot("g")),
+        np.full((3, 4), 0.7, dtype=np.float32),
+        np.array([4, 2, 4], dtype=np.int32),
+        3,
+    )
+    assert choice.keep.tolist() == [4, 2, 4]
+    tally = np.zeros((3, 2, CELLS), dtype=np.int64)
+    outcome = budget.learn(choice, np.array([1, 2, -1], dtype=np.int32))
+    outcome.add_to(tally, np.arange(3))
+    assert tally.sum(axis=2).tolist() == [[4, 1], [2, 2], [0, 0]]
+    assert Acceptance().add(tally[0, 0].tolist(), tally[0, 1].tolist())
+
+
+def test_slots_are_given_out_again_clean():
+    budget = DraftBudget(linear(0.004, 0.0005), 4)
+    slots = {budget.slot(f"g{i}") for i in range(40)}
+    assert len(slots) == 40
+    for _ in range(300):
+        step_of(budget, 0.7, right=0, group="g3") if budget.wanted() else None
+    used = budget.slot("g3")
+    budget.forget("g3")
+    budget.forget("never known")
+    assert budget.slot("new", from_percent([99] * CELLS)) == used
+    assert step_of(budget, 0.7, right=4, group="new").keep.sum() == 16
