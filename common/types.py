@@ -109,7 +109,7 @@ class Capacity(msgspec.Struct, frozen=True, kw_only=True):
     def holds(self, context: int, chunk: int) -> bool:
         """Say whether a chunk fits an empty instance."""
         return (
-            context + chunk + self.draft_tokens <= self.max_model_len
+            context + chunk <= self.max_model_len  # drafts end where the chunk does
             and self.blocks_for(context, chunk) <= self.kv_blocks
         )
 

@@ -8,19 +8,25 @@ Invariants:
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Protocol
 
 import msgspec
 
 from seer.common.types import Capacity, InstanceStats, SamplingParams
+from seer.services.dgds.client import StreamDelta
 
 
 class Chunk(msgspec.Struct, frozen=True, kw_only=True):
-    """One chunk to run; see `messages.RunChunk`. `tokens` is prompt plus output so far."""
+    """One chunk to run; see `messages.RunChunk`. `tokens` is prompt plus output so far.
+
+    It belongs to response `index` of its group; without a group it neither gives nor gets drafts.
+    """
 
     request_id: str
     group_id: str
+    index: int = 0
     attempt: int
     key: int
     prompt_len: int
@@ -28,6 +34,8 @@ class Chunk(msgspec.Struct, frozen=True, kw_only=True):
     sampling: SamplingParams
     tokens: list[int]
     wait_for_room: bool = False
+    acceptance: tuple[float, ...] = ()
+    probe: bool = False
 
 
 class Generated(msgspec.Struct, kw_only=True):
@@ -43,7 +51,8 @@ class ChunkEnd(msgspec.Struct, kw_only=True):
     """A chunk ended: `finish` is "stop", "length" (the request's own limit) or "" (boundary).
 
     `stop_reason` is the stop string or the stop token id as text; `preemptions` counts how often
-    the chunk was preempted; `cached_tokens` how many context tokens needed no prefill.
+    the chunk was preempted; `cached_tokens` how many context tokens needed no prefill. `drafted`
+    tokens were verified, `accepted` of them right, both by cell (`common/policy/drafting.py`).
     """
 
     request_id: str
@@ -52,6 +61,8 @@ class ChunkEnd(msgspec.Struct, kw_only=True):
     stop_reason: str = ""
     preemptions: int = 0
     cached_tokens: int = 0
+    drafted: list[int] = []
+    accepted: list[int] = []
 
 
 class StepOutput(msgspec.Struct, kw_only=True):
@@ -106,6 +117,14 @@ class Backend(Protocol):
         Nothing cached of the old ones is used afterwards. Raises `EngineError` when it failed: the
         live weights are undefined then.
         """
+        ...
+
+    def feed(self, deltas: Iterable[StreamDelta]) -> None:
+        """Let drafts learn what other responses of the groups that run here said."""
+        ...
+
+    def forget(self, group_ids: Iterable[str]) -> None:
+        """Drop what drafts know of these groups; none of their chunks runs here now."""
         ...
 
     def bind_weights(self, digest: str) -> None:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from seer.common.errors import InvalidField
+from seer.common.policy.drafting import from_percent
 from seer.common.wire import messages as m
 from seer.services.engine.backend import Chunk, ChunkEnd
 
@@ -41,18 +42,21 @@ def begin(order: m.RunChunk, serial: int) -> Running:
     return Running(group_id, int(index), order.attempt, serial, len(order.tokens) - order.prompt_len)
 
 
-def chunk_of(order: m.RunChunk, serial: int) -> Chunk:
+def chunk_of(order: m.RunChunk, run: Running) -> Chunk:
     """Return what the backend is to run."""
     return Chunk(
         request_id=order.request_id,
         group_id=order.group_id,
-        attempt=serial,
+        index=run.index,
+        attempt=run.serial,
         key=order.key,
         prompt_len=order.prompt_len,
         max_new_tokens=order.max_new_tokens,
         sampling=order.sampling,
         tokens=order.tokens.tolist(),
         wait_for_room=order.wait_for_room,
+        acceptance=from_percent(order.acceptance),
+        probe=order.probe,
     )
 
 
@@ -69,6 +73,8 @@ def done_message(ended: Sequence[tuple[ChunkEnd, Running]], weight_version: int)
                 end.stop_reason,
                 end.preemptions,
                 end.cached_tokens,
+                end.drafted,
+                end.accepted,
             )
             for end, run in ended
         ],

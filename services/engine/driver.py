@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -23,6 +23,7 @@ from seer.common.clock import Clock
 from seer.common.errors import EngineError, SeerError
 from seer.common.log import get_logger
 from seer.common.types import Capacity, InstanceStats
+from seer.services.dgds.client import StreamDelta
 from seer.services.engine.backend import Backend, Chunk, StepOutput
 
 JOIN_SECONDS = 10.0
@@ -71,6 +72,14 @@ class Driver(Protocol):
 
     def drop(self, request_id: str, attempt: int) -> None:
         """Forget a chunk; output of it that is under way may still arrive."""
+        ...
+
+    def feed(self, deltas: Iterable[StreamDelta]) -> None:
+        """See `Backend.feed`."""
+        ...
+
+    def forget(self, group_ids: Iterable[str]) -> None:
+        """See `Backend.forget`."""
         ...
 
     async def load_weights(self, folder: Path, digest: str) -> None:
@@ -124,6 +133,14 @@ class InlineDriver:
     def drop(self, request_id: str, attempt: int) -> None:
         """See `Driver.drop`."""
         self._backend.drop(request_id, attempt)
+
+    def feed(self, deltas: Iterable[StreamDelta]) -> None:
+        """See `Driver.feed`."""
+        self._backend.feed(deltas)
+
+    def forget(self, group_ids: Iterable[str]) -> None:
+        """See `Driver.forget`."""
+        self._backend.forget(group_ids)
 
     async def load_weights(self, folder: Path, digest: str) -> None:
         """See `Driver.load_weights`; blocks the loop."""
@@ -201,6 +218,14 @@ class ThreadDriver:
     def drop(self, request_id: str, attempt: int) -> None:
         """See `Driver.drop`."""
         self._commands.put(lambda: self._backend.drop(request_id, attempt))
+
+    def feed(self, deltas: Iterable[StreamDelta]) -> None:
+        """See `Driver.feed`."""
+        self._commands.put(lambda: self._backend.feed(deltas))
+
+    def forget(self, group_ids: Iterable[str]) -> None:
+        """See `Driver.forget`."""
+        self._commands.put(lambda: self._backend.forget(group_ids))
 
     async def load_weights(self, folder: Path, digest: str) -> None:
         """See `Driver.load_weights`."""

@@ -12,6 +12,7 @@ Invariants:
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from msgspec import structs
 from seer.common.config import EngineConfig, SharedConfig
 from seer.common.errors import EngineError, InvalidField
 from seer.common.types import Capacity, InstanceStats
+from seer.services.dgds.client import StreamDelta
 from seer.services.engine.backend import Chunk, ChunkEnd, Generated, StepOutput
 from seer.services.engine.kv_model import LOOKAHEAD_SLOTS, KvModel, Sequence
 from seer.services.engine.responses import MadeUp, Recorded, Responses
@@ -188,6 +190,12 @@ class ReplayBackend:
             stop_reason=str(run.token_ids[-1]) if run.finish == "stop" else "",
             preemptions=sequence.preemptions,
         )
+
+    def feed(self, deltas: Iterable[StreamDelta]) -> None:
+        """See `Backend.feed`; replay does not draft."""
+
+    def forget(self, group_ids: Iterable[str]) -> None:
+        """See `Backend.forget`."""
 
     def bind_weights(self, digest: str) -> None:
         """Do nothing: no KV is shared."""

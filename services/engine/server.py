@@ -33,6 +33,7 @@ from seer.services.engine.backend import Backend, Chunk, ChunkEnd, StepOutput
 from seer.services.engine.chunks import Running, begin, chunk_of, done_message
 from seer.services.engine.driver import Driver, Facts, InlineDriver, ThreadDriver
 from seer.services.engine.replay import ReplayBackend
+from seer.services.engine.siblings import Siblings
 from seer.services.engine.staging import Staging
 from seer.services.engine.weights import Manifest, differences, inspect
 
@@ -57,12 +58,16 @@ def make(config: Config, transport: Transport, clock: Clock) -> EngineServer:
     return EngineServer(config, transport, clock, _backend(config))
 
 
+def _drafts_for_groups(config: Config) -> bool:
+    return config.engine.backend != "replay" and config.drafts.source == "grouped"
+
+
 def _backend(config: Config) -> Backend:
     if config.engine.backend == "replay":
         return ReplayBackend(config.engine, config.shared)
     from seer.services.engine.vllm.backend import VllmBackend  # torch and vllm load only where needed
 
-    return VllmBackend(config.engine, config.shared, config.pool)
+    return VllmBackend(config.engine, config.shared, config.pool, config.drafts)
 
 
 class EngineServer:
@@ -87,6 +92,7 @@ class EngineServer:
         self._buffer: Channel[m.EngineToBuffer, m.BufferToEngine] = Channel(
             transport, config.endpoints.engines, me, m.BufferToEngine, clock
         )
+        self._siblings = Siblings() if _drafts_for_groups(config) else None
         self.dgds = DgdsClient(transport, config.endpoints.dgds, me, clock, settings)
         self.running: dict[str, Running] = {}
         # Bounded by the chunks placed here: each leaves one entry, sent as soon as the buffer takes it.
@@ -133,6 +139,7 @@ class EngineServer:
                         self._change_weights(),
                         self._driver.run(),
                         self.dgds.run(),
+                        self._follow_siblings(),
                     )
                 ]
                 await self._finished.wait()
@@ -185,12 +192,16 @@ class EngineServer:
             self._reject(order.request_id, order.attempt, error)
             return
         self.running[order.request_id] = run
+        if self._siblings is not None:
+            self._siblings.began(run.group_id, run.index)
+        self.dgds.register(run.group_id, order.tokens[: order.prompt_len])
         self.dgds.begin(run.group_id, run.index, run.attempt, order.tokens[order.prompt_len :])
-        self._driver.add(chunk_of(order, self._serial))
+        self._driver.add(chunk_of(order, run))
 
     def _drop(self, request_id: str, attempt: int) -> None:
         known = self.running.get(request_id)
         if known is not None and known.attempt == attempt:
+            self._gone(known, finished=False)
             del self.running[request_id]
             self._driver.drop(request_id, known.serial)
             self._wake()
@@ -207,6 +218,25 @@ class EngineServer:
             self._orders.get_nowait()
         self._register_due = True
         self._wake()
+
+    def _gone(self, run: Running, *, finished: bool) -> None:
+        if self._siblings is not None:
+            self._siblings.ended(run.group_id, run.index, finished, self._clock.now())
+
+    async def _follow_siblings(self) -> None:
+        """Bring what siblings said elsewhere to the drafts of all that run here."""
+        siblings = self._siblings
+        while siblings is not None:
+            await self._clock.sleep(self._settings.flush_seconds)
+            if gone := siblings.forget():
+                self.dgds.forget(gone)
+                self._driver.forget(gone)
+            own = siblings.wanted(self._clock.now())
+            deltas = await self.dgds.fetch(own, own) if own else []
+            for delta in deltas:
+                siblings.learnt(delta.group_id, len(delta.tokens))
+            if deltas:
+                self._driver.feed(deltas)
 
     # --- weights -------------------------------------------------------------------------
 
@@ -255,6 +285,8 @@ class EngineServer:
             folder = await self._checked_folder(order)
             self._weights = m.LoadWeights(version=UNDEFINED, digest="", source="")
             await self._driver.load_weights(folder, order.digest)
+            if self._siblings is not None:
+                self.dgds.forget(self._siblings.clear())
             self._weights = order
         except SeerError as error:
             return m.WeightsLoaded(version=order.version, problem=str(error))
@@ -283,10 +315,13 @@ class EngineServer:
             known.logprobs += news.logprobs
             self.dgds.append(known.group_id, known.index, known.attempt, known.length, news.token_ids)
             known.length += len(news.token_ids)
+            if self._siblings is not None:
+                self._siblings.learnt(known.group_id, len(news.token_ids))
         for end in out.ended:
             known = self.running.get(end.request_id)
             if known is not None and known.serial == end.attempt:
                 del self.running[end.request_id]
+                self._gone(known, finished=bool(end.finish))
                 self._ended.append((end, known))
         if out.ended:
             self._wake()
@@ -296,6 +331,7 @@ class EngineServer:
         known = self.running.get(chunk.request_id)
         if known is not None and known.serial == chunk.attempt:
             del self.running[chunk.request_id]
+            self._gone(known, finished=False)
             self._reject(chunk.request_id, known.attempt, error)
 
     def _reject(self, request_id: str, attempt: int, error: SeerError) -> None:

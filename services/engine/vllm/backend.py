@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,13 +23,17 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from seer.common.config import EngineConfig, PoolConfig, SharedConfig
+from seer.common.config import DraftsConfig, EngineConfig, PoolConfig, SharedConfig
 from seer.common.errors import EngineError, InvalidField, SeerError
 from seer.common.types import Capacity, InstanceStats, SamplingParams
+from seer.services.dgds.client import StreamDelta
 from seer.services.engine.backend import Chunk, ChunkEnd, Generated, StepOutput
 from seer.services.engine.room import Room
 from seer.services.engine.vllm import env
 from seer.services.engine.vllm.checks import budget, check
+from seer.services.engine.vllm.drafts.control import Drafting
+from seer.services.engine.vllm.drafts.costs import step_costs
+from seer.services.engine.vllm.drafts.script import Script
 from seer.services.engine.vllm.kv_pool.sharing import Sharing
 from seer.services.engine.vllm.requests import engine_request
 from seer.services.engine.vllm.stops import StopStrings
@@ -57,17 +61,31 @@ class _Run:
     left: int
     stops: StopStrings | None
     cached_tokens: int = 0
+    tree: str = ""
+    drafted: int = 0
 
 
 class VllmBackend:
     """`Backend` on vLLM (V1 engine core, model runner V1): CPU or GPU, any tensor parallelism."""
 
-    def __init__(self, config: EngineConfig, shared: SharedConfig, pool: PoolConfig | None = None) -> None:
-        """Take the configuration; without a `pool` of kind `mooncake`, KV stays in this engine."""
+    def __init__(
+        self,
+        config: EngineConfig,
+        shared: SharedConfig,
+        pool: PoolConfig | None = None,
+        drafts: DraftsConfig | None = None,
+    ) -> None:
+        """Take the configuration.
+
+        Without a `pool` of kind `mooncake`, KV stays in this engine; without `drafts`, or with source
+        `off`, every step gives each request one token.
+        """
         self._config = config
         self._shared = shared
         self._pool = pool if pool is not None and pool.kind == "mooncake" else None
         self._sharing: Sharing | None = None
+        self._drafts = drafts if drafts is not None and drafts.source != "off" else None
+        self._drafting: Drafting | None = None
         self._room = Room()
         self._client: InprocClient | None = None
         self._runs: dict[str, _Run] = {}
@@ -76,6 +94,7 @@ class VllmBackend:
         self._fault_position: int | None = None
         self._steps = self._generated = self._prompt = self._cached = self._preemptions = 0
         self._pulled = 0
+        self._step_seconds = 0.0
 
     def start(self) -> None:
         """Load the model, install our sampler, and prove that it is the one that samples.
@@ -86,11 +105,15 @@ class VllmBackend:
         # Only now: it imports torch and, through the workers, vllm.
         from seer.services.engine.vllm import self_test
 
-        self._client = env.load(self._config, self._shared, self._pool)
+        self._client = env.load(self._config, self._shared, self._pool, self._drafts)
         try:
             self._describe()
-            self._rpc("seer_install")
+            self._rpc("seer_install", max_draft=self._drafts.max_draft if self._drafts else 0)
             self_test.check(self)
+            if self._drafts is not None:
+                self._drafting = Drafting(self._rpc, self._drafts)
+                costs = step_costs(self, self._core.vllm_config, self._drafts.max_draft, self._drafts.cache)
+                self._rpc("seer_set_costs", costs=costs)
             if self._pool is not None:
                 model = Path(self._shared.model)
                 self._sharing = Sharing(self._rpc, model, self._core.vllm_config)
@@ -117,6 +140,7 @@ class VllmBackend:
             block_size=config.cache_config.block_size,
             max_num_seqs=config.scheduler_config.max_num_seqs,
             max_model_len=config.model_config.max_model_len,
+            draft_tokens=self._drafts.max_draft if self._drafts else 0,
         )
         if self._capacity.block_size != (wanted := self._shared.block_size):
             raise EngineError(
@@ -167,7 +191,7 @@ class VllmBackend:
 
     def step(self) -> StepOutput:
         """Advance every running chunk by one engine step."""
-        result = StepOutput()
+        result, begun = StepOutput(), time.perf_counter()
         for engine_id in self._room.start(self._blocks.get_num_free_blocks(), self._held):
             self._core.add_request(self._runs[engine_id].request)
         outputs = self._engine.get_output().outputs
@@ -176,6 +200,7 @@ class VllmBackend:
         if not outputs and self._sharing is not None:
             time.sleep(IDLE_STEP_SECONDS)
         self._steps += 1
+        self._step_seconds += time.perf_counter() - begun
         return result
 
     def _saving(self) -> bool:
@@ -185,6 +210,16 @@ class VllmBackend:
         """Return the blocks that a request has now."""
         managers = self._core.scheduler.kv_cache_manager.coordinator.single_type_managers
         return sum(len(manager.req_to_blocks.get(engine_id, ())) for manager in managers)
+
+    def feed(self, deltas: Iterable[StreamDelta]) -> None:
+        """See `Backend.feed`."""
+        if self._drafting is not None:
+            self._drafting.feed(deltas)
+
+    def forget(self, group_ids: Iterable[str]) -> None:
+        """See `Backend.forget`."""
+        if self._drafting is not None:
+            self._drafting.forget(group_ids)
 
     def bind_weights(self, digest: str) -> None:
         """See `Backend.bind_weights`: engines share KV of equal weights."""
@@ -208,6 +243,8 @@ class VllmBackend:
         """See `Backend.load_weights`. In place: the KV cache's memory and all settings stay."""
         self._settle()
         self.bind_weights("")
+        if self._drafting is not None:
+            self._drafting.clear()
         try:
             self._rpc("reload_weights", weights_path=str(folder))
         except Exception as error:
@@ -253,6 +290,8 @@ class VllmBackend:
             pool_failures=pool.get("failures", 0),
             pool_corrupt=pool.get("corrupt", 0),
             pool_away=bool(pool.get("away", 0)),
+            step_seconds=self._step_seconds,
+            **(self._drafting.counts() if self._drafting is not None else {}),
         )
 
     def _pinned(self, free: int) -> int:
@@ -317,6 +356,10 @@ class VllmBackend:
         """Sample this absolute position of later chunks with a wrong key: checkers must notice."""
         self._fault_position = position
 
+    def script_drafts(self, script: Script | None) -> None:
+        """Draft what a script says, for measuring and checkers; None: go on with the trees."""
+        self._rpc("seer_script_drafts", script=script)
+
     @property
     def _engine(self) -> InprocClient:
         if self._client is None:
@@ -354,6 +397,7 @@ class VllmBackend:
         if sampling.stop and self._tokenizer is not None:
             stops = StopStrings(self._tokenizer, sampling.stop, sampling.min_tokens, prompt, output)
         engine_id = str(next(self._next_id))
+        tree = self._drafting.begin(chunk) if self._drafting is not None else ""
         described = engine_request(
             engine_id,
             chunk,
@@ -361,13 +405,14 @@ class VllmBackend:
             vocab=self._vocab_size,
             capture=capture,
             fault_position=self._fault_position,
+            group=tree,
         )
         request, _ = self._core.preprocess_add_request(described)
         if chunk.wait_for_room:
             self._room.enter(engine_id, most)
         else:
             self._core.add_request(request)
-        self._runs[engine_id] = _Run(chunk, request, sampling.max_tokens - len(output), stops)
+        self._runs[engine_id] = _Run(chunk, request, sampling.max_tokens - len(output), stops, tree=tree)
         self._ids[chunk.request_id, chunk.attempt] = engine_id
 
     def _report(self, output: EngineCoreOutput, result: StepOutput) -> None:
@@ -378,6 +423,9 @@ class VllmBackend:
             self._prompt += len(chunk.tokens)
             self._cached += run.cached_tokens
             self._pulled += output.prefill_stats.num_external_cached_tokens
+        if self._drafting is not None:
+            self._drafting.count(len(output.new_token_ids), run.drafted)
+            run.drafted = len(run.request.spec_token_ids)  # of the next step
         by_id = ended is not None and str(ended) == "stop"
         tokens, stop_string = output.new_token_ids, None
         if run.stops is not None:
@@ -409,7 +457,9 @@ class VllmBackend:
         )
 
     def _end(self, engine_id: str, result: StepOutput, finish: str, stop_reason: str) -> None:
-        run = self._forget(engine_id)
+        run = self._runs[engine_id]
+        drafted, accepted = self._drafting.learned(run.tree) if self._drafting is not None else ([], [])
+        self._forget(engine_id)
         if finish and self._sharing is not None:
             prompt, before = run.chunk.prompt_len, len(run.chunk.tokens)
             size = self._capacity.block_size
@@ -421,12 +471,16 @@ class VllmBackend:
             stop_reason=stop_reason,
             preemptions=run.request.num_preemptions,
             cached_tokens=run.cached_tokens,
+            drafted=drafted,
+            accepted=accepted,
         )
         result.ended.append(end)
 
     def _forget(self, engine_id: str) -> _Run:
         run = self._runs.pop(engine_id)
         self._room.leave(engine_id)
+        if self._drafting is not None:
+            self._drafting.end(run.tree)
         del self._ids[run.chunk.request_id, run.chunk.attempt]
         self._preemptions += run.request.num_preemptions
         return run

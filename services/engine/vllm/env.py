@@ -17,7 +17,7 @@ import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from seer.common.config import CPU_KV_SHARE, EngineConfig, PoolConfig, SharedConfig
+from seer.common.config import CPU_KV_SHARE, DraftsConfig, EngineConfig, PoolConfig, SharedConfig
 from seer.common.errors import EngineError
 from seer.common.weights import problem_of
 
@@ -30,6 +30,8 @@ VLLM_SERIES = "0.32."
 """The hooks are private API: another series may move them, so it is refused."""
 
 EXTENSION = "seer.services.engine.vllm.extension.SeerWorker"
+
+PROPOSER = "seer.services.engine.vllm.drafts.proposer.GroupProposer"
 
 MAX_VLLM_TEXT = 300
 """Characters kept of what vLLM says: its advice, further on, is about its own flags."""
@@ -80,21 +82,27 @@ def prepare(config: EngineConfig) -> None:
         )
 
 
-def load(config: EngineConfig, shared: SharedConfig, pool: PoolConfig | None = None) -> InprocClient:
+def load(
+    config: EngineConfig, shared: SharedConfig, pool: PoolConfig | None, drafts: DraftsConfig | None
+) -> InprocClient:
     """Load the model and return the engine core; `prepare` must have run. Takes seconds to minutes.
 
-    With a `pool`, KV goes to and comes from there.
+    With a `pool`, KV goes to and comes from there; with `drafts`, our proposer makes them.
     """
     described = _described(shared)
     from vllm.engine.arg_utils import EngineArgs
     from vllm.v1.engine.core_client import InprocClient
     from vllm.v1.executor import Executor
 
-    transfer = {} if pool is None else {"kv_transfer_config": _transfer(pool)}
+    extras = {} if pool is None else {"kv_transfer_config": _transfer(pool)}
+    if drafts is not None:
+        extras["speculative_config"] = {
+            "method": "custom_class", "model": PROPOSER, "num_speculative_tokens": drafts.max_draft,
+        }  # fmt: skip
     # vLLM collects garbage several times while it loads: half a second each over all it has imported.
     gc.freeze()
     try:
-        arguments = _arguments(config, shared, described) | transfer
+        arguments = _arguments(config, shared, described) | extras
         vllm_config: VllmConfig = EngineArgs(**arguments).create_engine_config()
         if vllm_config.device_config.device_type == "cpu":
             vllm_config.cache_config.kv_cache_memory_bytes = _cpu_kv_bytes(config, vllm_config)

@@ -13,16 +13,33 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 import torch
+from vllm.distributed import get_tp_group
 from vllm.distributed.kv_transfer import get_kv_transfer_group
 from vllm.v1.outputs import LogprobsTensors, SamplerOutput
 
 from seer.common.errors import EngineError
+from seer.common.policy.draft_budget import DraftBudget
+from seer.common.policy.drafting import StepCosts
+from seer.services.engine.vllm.drafts.script import Script
 from seer.services.engine.vllm.requests import EXTRA, Extra
 from seer.services.engine.vllm.sampler_check import self_test
 from seer.services.engine.vllm.sampling import RowParams, SamplingTable, sample_rows
 
 if TYPE_CHECKING:
+    from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+    from seer.services.dgds.client import StreamDelta
+
+REJECTED = -1
+"""vLLM's sign for no token at all."""
+
+UNDRAWN = -2
+"""A token that cannot be drawn; no draft is equal to it."""
+
+_NO_DRAFT = -3
+
+_NO_DRAFTS = np.empty(0, np.int32)
 
 
 class SeerWorker:
@@ -32,10 +49,44 @@ class SeerWorker:
     seer_sampler: RowSampler
     seer_freed: list[tuple[torch.UntypedStorage, int]]
 
-    def seer_install(self) -> None:
-        """Put our sampler into the model runner."""
+    def seer_install(self, max_draft: int) -> None:
+        """Put our sampler into the model runner, and ourselves into the proposer if there is one."""
         self.seer_sampler = RowSampler(self.model_runner)
         self.model_runner._sample = self.seer_sampler
+        if max_draft and get_tp_group().is_first_rank:
+            self.model_runner.drafter.bind(self.model_runner, max_draft)
+        # Else the whole batch gets dummy drafts once a request nears the longest: ours end at the limit.
+        self.model_runner._input_fits_in_drafter = lambda metadata: True
+
+    def seer_open_tree(self, group: str, prompt: list[int]) -> None:
+        """See `GroupProposer.open`."""
+        self.model_runner.drafter.open(group, prompt)
+
+    def seer_feed_trees(self, deltas: list[StreamDelta]) -> None:
+        """See `GroupProposer.feed`."""
+        self.model_runner.drafter.feed(deltas)
+
+    def seer_forget_trees(self, groups: list[str]) -> None:
+        """See `GroupProposer.forget`."""
+        self.model_runner.drafter.forget(groups)
+
+    def seer_script_drafts(self, script: Script | None) -> None:
+        """Draft what the script says; None: what the trees say."""
+        self.model_runner.drafter.script = script
+
+    def seer_set_costs(self, costs: StepCosts) -> None:
+        """Begin to draft from trees, as much as pays with these step times."""
+        self.model_runner.drafter.budget = DraftBudget(costs, self.model_runner.num_spec_tokens)
+
+    def seer_take_learned(self, group: str) -> tuple[list[int], list[int]]:
+        """See `GroupProposer.take_learned`."""
+        learned: tuple[list[int], list[int]] = self.model_runner.drafter.take_learned(group)
+        return learned
+
+    def seer_draft_seconds(self) -> float:
+        """Return how long this rank has drafted in all."""
+        seconds: float = self.model_runner.drafter.seconds
+        return seconds
 
     def seer_check_noise(self) -> str:
         """Compare what is drawn on this worker's device with the reference; empty when equal."""
@@ -91,33 +142,49 @@ class SeerWorker:
 
 
 class RowSampler:
-    """Draws one token per row of vLLM's input batch: stands in for `GPUModelRunner._sample`."""
+    """Draws a token per row of vLLM's input batch: stands in for `GPUModelRunner._sample`.
+
+    A request with d drafts has d + 1 rows, row j with the logits after its first j drafts. Each draws
+    its token; a draft is right if it is the token drawn in its place, and a row counts if all drafts
+    before it are right. So vLLM's rejection sampler never runs, and drafts cannot change a token.
+    """
 
     def __init__(self, runner: GPUModelRunner) -> None:
         self._runner = runner
         self._compose([])
         self.captured: list[npt.NDArray[np.float32]] = []
 
-    def __call__(self, logits: torch.Tensor, spec_decode_metadata: None) -> SamplerOutput:
-        """Return tokens int32 [rows, 1] and logprobs for logits [rows, vocab_size].
+    def __call__(self, logits: torch.Tensor, drafted: SpecDecodeMetadata | None) -> SamplerOutput:
+        """Return tokens int32 [requests, most drafts + 1] and their logprobs, for logits [rows, vocab_size].
 
-        Rows of unfinished prefills are drawn too and thrown away, as with vLLM's own sampler. A
-        row that cannot be sampled holds token -1: the backend refuses it.
+        What was not sampled is -1. Rows of unfinished prefills are drawn too and thrown away, as with
+        vLLM's own sampler. A row that cannot be sampled holds token -2: the backend refuses it.
         """
         batch = self._runner.input_batch
         if batch.req_ids != self._ids:
             self._compose(batch.req_ids)
-        params = self._table.step(batch.num_tokens_no_spec[: len(self._ids)], batch.token_ids_cpu)
-        if self._captures:
-            self._capture(logits)
+        positions = batch.num_tokens_no_spec[: len(self._ids)]
+        if drafted is None:
+            counts, drafts = np.zeros(len(self._ids), np.int32), _NO_DRAFTS
+            params = self._table.step(positions, batch.token_ids_cpu)
+        else:
+            counts = np.array(drafted.num_draft_tokens, np.int32)
+            drafts = drafted.draft_token_ids.cpu().numpy()
+            params = self._table.step(positions, batch.token_ids_cpu, counts, drafts)
         if self._faults:
-            self._plant(params)
+            self._plant(params, counts)
         tokens, logprobs = _draw(logits, params)
-        sampled = tokens[:, None]
+        tokens[tokens < 0] = UNDRAWN
+        if drafted is not None:
+            tokens, logprobs = right_rows(tokens.cpu().numpy(), logprobs.cpu().numpy(), counts, drafts)
+        if self._captures:
+            self._capture(logits, counts, tokens)
+        sampled = tokens[:, None] if drafted is None else tokens
+        flat = sampled.reshape(-1, 1)
         return SamplerOutput(
             sampled_token_ids=sampled,
             # No ranks: nobody reads them.
-            logprobs_tensors=LogprobsTensors(sampled, logprobs[:, None], torch.zeros_like(tokens)),
+            logprobs_tensors=LogprobsTensors(flat, logprobs.reshape(-1, 1), torch.zeros_like(flat[:, 0])),
         )
 
     def _compose(self, ids: list[str]) -> None:
@@ -130,16 +197,44 @@ class RowSampler:
             (row, e.fault_position) for row, e in enumerate(extras) if e.fault_position is not None
         ]
 
-    def _capture(self, logits: torch.Tensor) -> None:
+    def _capture(self, logits: torch.Tensor, counts: npt.NDArray[np.int32], tokens: torch.Tensor) -> None:
         unfinished = self._runner.discard_request_mask.np
-        self.captured += [
-            logits[row].float().cpu().numpy().copy() for row in self._captures if not unfinished[row]
-        ]
+        starts = np.cumsum(counts + 1) - counts - 1
+        for request in self._captures:
+            if not unfinished[request]:
+                rows = int((tokens[request] != REJECTED).sum())
+                self.captured.extend(logits[starts[request] :][:rows].float().cpu().numpy().copy())
 
-    def _plant(self, params: RowParams) -> None:
-        for row, position in self._faults:
-            if params.records[row]["position"] == position:
-                params.records["key"][row] ^= np.uint64(1)
+    def _plant(self, params: RowParams, counts: npt.NDArray[np.int32]) -> None:
+        requests = np.repeat(np.arange(len(counts)), counts + 1)
+        for request, position in self._faults:
+            hit = (requests == request) & (params.records["position"] == position)
+            params.records["key"][hit] ^= np.uint64(1)
+
+
+def right_rows(
+    tokens: npt.NDArray[np.int32],
+    logprobs: npt.NDArray[np.float32],
+    counts: npt.NDArray[np.int32],
+    drafts: npt.NDArray[np.int32],
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Spread what was drawn [rows] over [requests, most drafts + 1]: -1 from the first wrong draft on.
+
+    `counts` [requests] are drafts per request, `drafts` [sum(counts)] the drafts.
+    """
+    requests = np.repeat(np.arange(len(counts)), counts + 1)
+    starts = np.cumsum(counts + 1) - counts - 1
+    column = np.arange(len(tokens)) - starts[requests]
+    width = int(counts.max(initial=0)) + 1
+    drawn = np.full((len(counts), width), REJECTED, np.int32)
+    drawn[requests, column] = tokens
+    said = np.zeros((len(counts), width), np.float32)
+    said[requests, column] = logprobs
+    guessed = np.full((len(counts), width), _NO_DRAFT, np.int32)
+    guessed[requests[column > 0], column[column > 0] - 1] = drafts
+    reached = np.logical_and.accumulate(drawn == guessed, axis=1)
+    drawn[:, 1:][~reached[:, :-1]] = REJECTED
+    return torch.from_numpy(drawn), torch.from_numpy(said)
 
 
 def _draw(logits: torch.Tensor, params: RowParams) -> tuple[torch.Tensor, torch.Tensor]:

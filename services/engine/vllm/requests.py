@@ -23,13 +23,20 @@ class Extra(msgspec.Struct, frozen=True, kw_only=True):
 
     `capture` keeps the raw logits of its rows for `seer_take_captured`; `fault_position` is an
     absolute position that is sampled with a wrong key; `goes_on` says that the response will, when
-    this chunk reaches its limit.
+    this chunk reaches its limit. For drafts: the tree that `group` names (empty: none) holds this
+    response as `index`; the chunk ends at the latest with `limit` tokens, prompt included.
     """
 
     sampling: RequestSampling
+    group: str
+    index: int
+    prompt_len: int
+    limit: int
     capture: bool = False
     fault_position: int | None = None
     goes_on: bool = False
+    acceptance: tuple[float, ...] = ()
+    probe: bool = False
 
 
 def engine_request(
@@ -40,6 +47,7 @@ def engine_request(
     vocab: int,
     capture: bool = False,
     fault_position: int | None = None,
+    group: str = "",
 ) -> EngineCoreRequest:
     """Return the vLLM request of a chunk: greedy, ended by the token limit and stop ids alone."""
     from vllm import SamplingParams
@@ -52,8 +60,10 @@ def engine_request(
     )
     left = chunk.sampling.max_tokens - (len(chunk.tokens) - chunk.prompt_len)
     extra = Extra(
-        sampling=sampling, capture=capture, fault_position=fault_position, goes_on=budget(chunk) < left
-    )
+        sampling=sampling, group=group, index=chunk.index, prompt_len=chunk.prompt_len,
+        limit=len(chunk.tokens) + budget(chunk), capture=capture, fault_position=fault_position,
+        goes_on=budget(chunk) < left, acceptance=chunk.acceptance, probe=chunk.probe,
+    )  # fmt: skip
     params = SamplingParams(
         temperature=0.0, max_tokens=budget(chunk), stop_token_ids=list(stop_ids), ignore_eos=True,
         detokenize=False, logprobs=0, extra_args={EXTRA: extra},

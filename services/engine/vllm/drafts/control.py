@@ -1,0 +1,80 @@
+"""The engine's side of drafting: opens and feeds the workers' trees, and counts what drafts were worth.
+
+Invariant: workers hold a tree for every group that a running chunk belongs to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from seer.common.config import DraftsConfig
+from seer.services.dgds.client import StreamDelta
+from seer.services.engine.backend import Chunk
+
+Rpc = Callable[..., list[Any]]
+
+
+class Drafting:
+    """Use `rpc(method, **arguments)` to reach every rank's `SeerWorker`. Counters are totals."""
+
+    def __init__(self, rpc: Rpc, config: DraftsConfig) -> None:
+        self._rpc = rpc
+        self._config = config
+        self._open: set[str] = set()
+        self.verifications = self.drafted = self.accepted = 0
+
+    def begin(self, chunk: Chunk) -> str:
+        """Return the name of the tree that a chunk drafts from; it is there from now on."""
+        if not chunk.group_id:
+            return ""
+        grouped = self._config.source == "grouped"
+        name = chunk.group_id if grouped else f"{chunk.group_id}#{chunk.index}"
+        if name not in self._open:
+            self._open.add(name)
+            self._rpc("seer_open_tree", group=name, prompt=chunk.tokens[: chunk.prompt_len])
+        return name
+
+    def learned(self, name: str) -> tuple[list[int], list[int]]:
+        """Return tokens of a tree's drafts that were verified, and right, by cell, since last asked."""
+        for drafted, right in self._rpc("seer_take_learned", group=name):
+            if drafted:  # the rank that drafts
+                return drafted, right
+        return [], []
+
+    def end(self, name: str) -> None:
+        """Note that a chunk ended. A response's own tree goes with it: it is soon made again."""
+        if name and self._config.source == "own":
+            self.forget([name])
+
+    def feed(self, deltas: Iterable[StreamDelta]) -> None:
+        """Let the trees learn what siblings said elsewhere."""
+        known = [delta for delta in deltas if delta.group_id in self._open]
+        if known:
+            self._rpc("seer_feed_trees", deltas=known)
+
+    def forget(self, names: Iterable[str]) -> None:
+        """Drop these trees."""
+        gone = self._open.intersection(names)
+        self._open -= gone
+        if gone:
+            self._rpc("seer_forget_trees", groups=sorted(gone))
+
+    def clear(self) -> None:
+        """Drop all trees."""
+        self.forget(list(self._open))
+
+    def counts(self) -> dict[str, Any]:
+        """Return the counters by their name in `InstanceStats`."""
+        return {
+            "verifications": self.verifications,
+            "drafted_tokens": self.drafted,
+            "accepted_tokens": self.accepted,
+            "draft_seconds": max(self._rpc("seer_draft_seconds")),
+        }
+
+    def count(self, sampled: int, drafted: int) -> None:
+        """Count a step's tokens of one chunk, for which `drafted` were verified."""
+        self.verifications += 1
+        self.drafted += drafted
+        self.accepted += min(sampled - 1, drafted)

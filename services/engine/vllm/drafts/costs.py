@@ -1,0 +1,130 @@
+"""How long a decode step takes with how many drafts: measured on this engine, kept on disk.
+
+Invariants:
+- a profile is used by engines of the same model shape, device, versions and limits alone;
+- a cache that cannot be read or written costs a measurement, never a start.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from seer.common.errors import SeerError
+from seer.common.log import get_logger
+from seer.common.policy.drafting import StepCosts
+from seer.common.types import SamplingParams
+from seer.services.engine.backend import Chunk
+from seer.services.engine.vllm.drafts.script import Script
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+    from seer.services.engine.vllm.backend import VllmBackend
+
+PROMPT, LENGTH = 16, 200
+"""Tokens of the measured requests: short contexts, as most are when a rollout begins."""
+
+WARM, TIMED = 2, 7
+"""Steps per point of the grid."""
+
+_log = get_logger()
+
+
+def step_costs(backend: VllmBackend, config: VllmConfig, max_draft: int, folder: str) -> StepCosts:
+    """Return the profile of this engine: the cached one, or one measured now (a few seconds)."""
+    path = _folder(folder) / f"steps-{_key(config, backend, max_draft)}.json"
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=StepCosts)
+    except (OSError, msgspec.DecodeError, SeerError):
+        pass
+    begun = time.monotonic()
+    costs = _measure(backend, max_draft)
+    _log.info("measured step times", seconds=round(time.monotonic() - begun, 1), kept=str(path))
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
+            file.write(msgspec.json.encode(costs))
+        Path(file.name).replace(path)
+    except OSError as error:
+        _log.warning("the profile is not kept", path=str(path), error=str(error))
+    return costs
+
+
+def _folder(folder: str) -> Path:
+    if folder:
+        return Path(folder)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "seer"
+
+
+def _key(config: VllmConfig, backend: VllmBackend, max_draft: int) -> str:
+    facts: list[Any] = [
+        (Path(config.model_config.model) / "config.json").read_text(),
+        backend.versions,
+        _device(),
+        sorted(os.sched_getaffinity(0)),
+        msgspec.structs.astuple(backend.capacity),
+        max_draft,
+    ]
+    return hashlib.blake2b(json.dumps(facts).encode(), digest_size=8).hexdigest()
+
+
+def _device() -> str:
+    import torch
+
+    if torch.cuda.is_available():
+        return torch.cuda.get_device_name()
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    return next((line for line in lines if line.startswith("model name")), platform.processor())
+
+
+def _measure(backend: VllmBackend, max_draft: int) -> StepCosts:
+    capacity = backend.capacity
+    length = min(LENGTH, capacity.max_model_len - PROMPT)
+    room = capacity.kv_blocks // capacity.blocks_for(PROMPT, length)
+    most = max(1, min(capacity.max_num_seqs, room))
+    batches = [2**power for power in range(most.bit_length()) if 2**power <= most]
+    drafts = [0, *(2**power for power in range(max_draft.bit_length()) if 2**power <= max_draft)]
+    try:
+        grid = [_line(backend, batch, drafts, length) for batch in batches]
+    finally:
+        backend.script_drafts(None)
+    return StepCosts(batches=tuple(batches), drafts=tuple(drafts), grid=tuple(grid))
+
+
+def _line(backend: VllmBackend, batch: int, drafts: list[int], length: int) -> tuple[float, ...]:
+    """Return the seconds of a step of `batch` requests for each number of drafts."""
+    sampling = SamplingParams(max_tokens=length, ignore_eos=True)
+    vocab = backend.vocab_size
+    chunks = [
+        Chunk(
+            request_id=f"profile#{row}", group_id="profile", index=row, attempt=0, key=row, prompt_len=PROMPT,
+            max_new_tokens=length, sampling=sampling, tokens=[(row * 7 + i) % vocab for i in range(PROMPT)],
+        ) for row in range(batch)
+    ]  # fmt: skip
+    times = []
+    for count in drafts:
+        backend.script_drafts(Script(kind="random", vocab=vocab, count=count))
+        for chunk in chunks:
+            backend.add(chunk)
+        seconds = []
+        for _ in range(WARM + TIMED):
+            begun = time.perf_counter()
+            backend.step()
+            seconds.append(time.perf_counter() - begun)
+        for chunk in chunks:
+            backend.drop(chunk.request_id, chunk.attempt)
+        times.append(statistics.median(seconds[WARM:]))
+    return tuple(times)

@@ -1,0 +1,209 @@
+"""What drafts in a vLLM worker: one group tree per group, fed by the rows that run here and by siblings.
+
+Invariants (tests/unit/test_draft_proposer.py asserts them):
+- a draft never goes beyond its chunk's limit, so it needs no KV block that the chunk has not reserved;
+- nothing here can fail a step: what a tree refuses costs drafts, and is counted;
+- only the rank whose drafts vLLM's scheduler reads drafts at all.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from time import perf_counter
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from seer import _native
+from seer.common.policy.draft_budget import Choice, DraftBudget
+from seer.common.policy.drafting import CELLS
+from seer.services.engine.vllm.drafts.script import Script
+from seer.services.engine.vllm.requests import EXTRA, Extra
+
+if TYPE_CHECKING:
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+    from seer.services.dgds.client import StreamDelta
+
+TREE_BYTES = 2**30
+"""Memory of one tree; past it, it learns nothing more."""
+
+
+class GroupProposer:
+    """vLLM's `custom_class` proposer; `bind` gives it what vLLM's constructor does not."""
+
+    def __init__(self, vllm_config: object) -> None:
+        self.counters: Counter[str] = Counter()
+        self.seconds = 0.0
+        self._trees: dict[str, _native.GroupTree] = {}
+        self._ids: list[str] = []
+        self._runner: GPUModelRunner | None = None
+        self._choice: Choice | None = None
+        self._slot_of: dict[str, int] = {}
+        self._tally = np.zeros((64, 2, CELLS), np.int64)  # verified, right; by the groups' slots
+        self.script: Script | None = None
+        self.budget: DraftBudget | None = None
+
+    def load_model(self, model: object) -> None:
+        """Do nothing: there is no model."""
+
+    def bind(self, runner: GPUModelRunner, max_draft: int) -> None:
+        """Begin to draft, at most `max_draft` tokens a request, for the rows of this runner."""
+        self._runner = runner
+        rows = runner.max_num_reqs
+        self._rows = np.arange(rows, dtype=np.int32)
+        self._prompts = np.zeros(rows, np.int32)
+        self._limits = np.zeros(rows, np.int32)
+        self._appended = np.zeros(rows, np.int32)
+        self._indexes = np.zeros(rows, np.int64)
+        self._slots = np.zeros(rows, np.intp)
+        self._drafts = np.zeros((rows, max_draft), np.int32)
+        self._scores = np.zeros((rows, max_draft), np.float32)
+        self._counts = np.zeros(rows, np.int32)
+
+    # --- trees ---------------------------------------------------------------------------
+
+    def open(self, group: str, prompt: Sequence[int]) -> None:
+        """Begin a group's tree; its requests come after."""
+        if group not in self._trees:
+            self._trees[group] = _native.GroupTree(prompt, TREE_BYTES)
+
+    def feed(self, deltas: Iterable[StreamDelta]) -> None:
+        """Let trees learn what siblings said; those of unknown groups are ignored."""
+        for delta in deltas:
+            tree = self._trees.get(delta.group_id)
+            if tree is None:
+                continue
+            try:
+                tree.append(delta.index, delta.previous, delta.tokens)
+                self.counters["fed"] += len(delta.tokens)
+            except ValueError:  # full, or a gap after something refused before
+                self.counters["refused"] += 1
+
+    def forget(self, groups: Iterable[str]) -> None:
+        """Drop trees: of groups that run here no more."""
+        for group in groups:
+            self._trees.pop(group, None)
+            slot = self._slot_of.pop(group, None)
+            if slot is not None and self.budget is not None:
+                self._tally[slot] = 0
+                self.budget.forget(group)
+        self._ids, self._choice = [], None  # rows hold trees and places in the budget's tables
+
+    # --- drafts --------------------------------------------------------------------------
+
+    def propose(
+        self,
+        sampled_token_ids: list[list[int]],
+        num_tokens_no_spec: npt.NDArray[np.int32],
+        token_ids_cpu: npt.NDArray[np.int32],
+        slot_mappings: object = None,
+    ) -> list[list[int]]:
+        """Return a draft per row; rows of unfinished prefills, which sampled nothing, get none."""
+        begun = perf_counter()
+        try:
+            return self._propose(sampled_token_ids, num_tokens_no_spec, token_ids_cpu)
+        except ValueError:  # of an append: the next step shows every tree its rows' whole output again
+            self._ids, self._choice = [], None
+            self.counters["refused"] += 1
+            return [[] for _ in sampled_token_ids]
+        finally:
+            self.seconds += perf_counter() - begun
+
+    def _propose(
+        self,
+        sampled: list[list[int]],
+        lengths: npt.NDArray[np.int32],
+        tokens: npt.NDArray[np.int32],
+    ) -> list[list[int]]:
+        if self._runner is None:  # not the rank that drafts
+            return [[] for _ in sampled]
+        ids, n = self._runner.input_batch.req_ids, len(sampled)
+        if self._choice is not None:
+            self._learn(self._choice, sampled, ids)
+        if ids != self._ids:
+            self._compose(ids)
+        if self.script is not None:
+            return self._scripted(self.script, sampled, lengths)
+        indexes, unfinished = self._indexes[:n], not all(sampled)
+        most = np.clip(self._limits[:n] - lengths[:n] - 1, 0, self._drafts.shape[1])
+        if self.budget is None or not self.budget.wanted():
+            most[:] = 0
+        if unfinished:
+            empty = np.array([not row for row in sampled])
+            most[empty] = 0
+            indexes = np.where(empty, -1, indexes)
+        _native.draft_batch(
+            self._of_row, indexes, self._rows[:n], tokens, self._prompts, lengths, self._appended[:n],
+            most, self._drafts[:n], self._counts[:n], None, self._scores[:n],
+        )  # fmt: skip
+        learnt = lengths[:n] - self._prompts[:n]
+        self._appended[:n] = np.where(indexes >= 0, learnt, self._appended[:n]) if unfinished else learnt
+        if self.budget is None or not self._counts[:n].any():
+            return [[] for _ in sampled]
+        choice = self.budget.choose(self._slots[:n], self._scores[:n], self._counts[:n], n, self._high)
+        self._choice = choice
+        return [
+            row[:count] for row, count in zip(self._drafts[:n].tolist(), choice.keep.tolist(), strict=True)
+        ]
+
+    def _learn(self, choice: Choice, sampled: list[list[int]], ids: list[str]) -> None:
+        """Tell the budget what became of its last choice, made for the rows `_ids`."""
+        self._choice = None
+        if ids == self._ids:
+            right = [len(row) - 1 for row in sampled]
+        else:
+            row_of = {request_id: row for row, request_id in enumerate(ids)}
+            right = [len(sampled[row_of[i]]) - 1 if i in row_of else -1 for i in self._ids]
+        if self.budget is None:
+            return
+        accepted = np.minimum(np.array(right, np.int32), choice.keep)
+        accepted[choice.keep == 0] = -1
+        self.budget.learn(choice, accepted).add_to(self._tally, choice.slots)
+
+    def take_learned(self, group: str) -> tuple[list[int], list[int]]:
+        """Return how many drafted tokens of a group were verified, and right, by cell, since last asked."""
+        slot = self._slot_of.get(group)
+        if slot is None:
+            return [], []
+        drafted, right = self._tally[slot].tolist()
+        self._tally[slot] = 0
+        return drafted, right
+
+    def _scripted(
+        self, script: Script, sampled: list[list[int]], lengths: npt.NDArray[np.int32]
+    ) -> list[list[int]]:
+        most = np.minimum(self._limits - lengths - 1, self._drafts.shape[1])[: len(sampled)]
+        rows = zip(self._extras, sampled, lengths[: len(sampled)].tolist(), most.tolist(), strict=True)
+        return [script.draft(extra, length, room) if new else [] for extra, new, length, room in rows]
+
+    def _compose(self, ids: list[str]) -> None:
+        """Look up the rows' requests: their order changed."""
+        requests, before = self._runner.requests, dict(zip(self._ids, self._appended.tolist(), strict=False))
+        self._extras: list[Extra] = [requests[i].sampling_params.extra_args[EXTRA] for i in ids]
+        self._of_row = [self._tree(extra.group) for extra in self._extras]
+        for row, (request_id, extra) in enumerate(zip(ids, self._extras, strict=True)):
+            self._prompts[row] = extra.prompt_len
+            self._limits[row] = extra.limit
+            tree = self._of_row[row]
+            learns = tree is not _NO_TREE and tree.bytes < TREE_BYTES
+            self._indexes[row] = extra.index if learns else -1
+            # From the start for a new row: an earlier attempt may have said other things.
+            self._appended[row] = before.get(request_id, 0)
+            if self.budget is not None:
+                told = () if request_id in before else extra.acceptance
+                slot = self._slots[row] = self._slot_of[extra.group] = self.budget.slot(extra.group, told)
+                if slot >= len(self._tally):
+                    self._tally = np.concatenate([self._tally, np.zeros_like(self._tally)])
+        high = np.array([extra.probe for extra in self._extras])
+        self._high = high if high.any() else None
+        self._ids = list(ids)
+
+    def _tree(self, group: str) -> _native.GroupTree:
+        return self._trees.get(group, _NO_TREE)
+
+
+_NO_TREE = _native.GroupTree()
+"""Of requests that belong to no group: it stays empty, so they get no drafts."""

@@ -1,0 +1,117 @@
+"""Chunks and the ways to run them: what tests of the real engine share."""
+
+import itertools
+from collections import defaultdict
+
+import msgspec
+
+from seer.common.types import SamplingParams
+from seer.services.engine.backend import Chunk, ChunkEnd
+from seer.services.engine.vllm.backend import VllmBackend
+
+LENGTH = 24
+KEY = 0xFEED_FACE_CAFE_F00D
+PROMPT = [1, *(3 + (7 * i) % 190 for i in range(20))]
+EOS = 2
+BASE = SamplingParams(max_tokens=LENGTH)
+"""EOS counts, and 21 + 24 tokens cross a block of 32."""
+
+
+class Response(msgspec.Struct):
+    tokens: list[int] = []
+    logprobs: list[float] = []
+    ends: list[ChunkEnd] = []
+
+    @property
+    def finish(self) -> tuple[str, str]:
+        return self.ends[-1].finish, self.ends[-1].stop_reason
+
+
+def chunk(
+    name: str, sampling: SamplingParams, *, key: int = KEY, prompt: list[int] = PROMPT, **kwargs
+) -> Chunk:
+    fields = {"tokens": prompt, "prompt_len": len(prompt), "max_new_tokens": 10_000, "attempt": 0}
+    return Chunk(request_id=name, key=key, sampling=sampling, **{"group_id": "g"} | fields | kwargs)
+
+
+def run(backend: VllmBackend, chunks: list[Chunk]) -> dict[str, Response]:
+    """Run chunks at once to their ends."""
+    responses: dict[str, Response] = defaultdict(Response)
+    for one in chunks:
+        backend.add(one)
+    while backend.has_work():
+        output = backend.step()
+        for generated in output.generated:
+            assert len(generated.token_ids) == len(generated.logprobs) > 0
+            responses[generated.request_id].tokens += generated.token_ids
+            responses[generated.request_id].logprobs += generated.logprobs
+        for end in output.ended:
+            responses[end.request_id].ends.append(end)
+    assert all(len(responses[one.request_id].ends) == 1 for one in chunks)
+    return responses
+
+
+def one_go(backend: VllmBackend, sampling: SamplingParams, **kwargs) -> Response:
+    return run(backend, [chunk("one", sampling, **kwargs)])["one"]
+
+
+def in_chunks(backend: VllmBackend, plans: list[list[int]], sampling: SamplingParams) -> list[Response]:
+    """Run the same response once per plan, all side by side; a plan lists its chunks' sizes."""
+    done = [Response() for _ in plans]
+    for turn in itertools.count():
+        open_plans = [i for i, response in enumerate(done) if not response.ends or not response.finish[0]]
+        if not open_plans:
+            return done
+        pieces = run(backend, [
+            chunk(
+                str(i), sampling, tokens=PROMPT + done[i].tokens, prompt_len=len(PROMPT),
+                max_new_tokens=plans[i][min(turn, len(plans[i]) - 1)],
+            ) for i in open_plans
+        ])  # fmt: skip
+        for i in open_plans:
+            done[i].tokens += pieces[str(i)].tokens
+            done[i].logprobs += pieces[str(i)].logprobs
+            done[i].ends += pieces[str(i)].ends
+    raise AssertionError
+
+
+def with_stop_id(backend: VllmBackend) -> SamplingParams:
+    tokens = one_go(backend, BASE).tokens
+    return msgspec.structs.replace(BASE, stop_token_ids=(tokens[12],))
+
+
+def with_stop_string(backend: VllmBackend) -> SamplingParams:
+    text = piece_texts(one_go(backend, BASE).tokens)
+    return msgspec.structs.replace(BASE, stop=("ZZ", text[11][-1] + text[12] + text[13][:1]))
+
+
+def with_min_tokens(backend: VllmBackend) -> SamplingParams:
+    tokens = one_go(backend, BASE).tokens
+    early = tuple(tokens[:9])
+    return msgspec.structs.replace(BASE, stop_token_ids=early, stop=(piece_texts(tokens)[3],), min_tokens=11)
+
+
+def piece_texts(tokens: list[int]) -> list[str]:
+    letters = "abcdefghijklmnopqrstuvwxyz"
+    pieces = ["", "", "", *letters, *(a + b for a in letters for b in letters)]
+    return [pieces[token] for token in tokens]
+
+
+CASES = {
+    "temperature": SamplingParams(max_tokens=LENGTH, temperature=1.3),
+    "greedy": SamplingParams(max_tokens=LENGTH, temperature=0.0),
+    "top_p": SamplingParams(max_tokens=LENGTH, top_p=0.7),
+    "top_k": SamplingParams(max_tokens=LENGTH, top_k=7, logprobs="processed"),
+    "min_p": SamplingParams(max_tokens=LENGTH, min_p=0.2, logprobs="raw"),
+    "repetition": SamplingParams(max_tokens=LENGTH, repetition_penalty=1.8),
+    "frequency": SamplingParams(max_tokens=LENGTH, frequency_penalty=1.5, temperature=0.7),
+    "presence": SamplingParams(max_tokens=LENGTH, presence_penalty=2.0, logprobs="processed"),
+    "logit_bias": SamplingParams(max_tokens=LENGTH, logit_bias={7: 3.0, 9: -50.0}),
+    "stop_id": with_stop_id,
+    "stop_string": with_stop_string,
+    "min_tokens": with_min_tokens,
+    "everything": SamplingParams(
+        max_tokens=LENGTH, temperature=0.9, top_p=0.95, top_k=50, min_p=0.01, repetition_penalty=1.2,
+        frequency_penalty=0.3, presence_penalty=0.2, logit_bias={30: 1.0}, min_tokens=5, ignore_eos=True,
+    ),
+}  # fmt: skip
