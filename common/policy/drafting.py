@@ -41,6 +41,9 @@ PRIOR: tuple[float, ...] = tuple(0.75 * score for _ in PLACES for score in _CENT
 PRIOR_WEIGHT = 8.0
 """Drafted tokens per cell that the prior counts as."""
 
+ALL_GROUPS = ""
+"""Stands for all groups where rates are listed by group id."""
+
 GROUP_WEIGHT = 32.0
 """The same for what all groups together say of one group."""
 

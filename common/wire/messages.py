@@ -41,6 +41,15 @@ ShortStr = Annotated[str, msgspec.Meta(max_length=MAX_ID)]
 Folder = Annotated[str, msgspec.Meta(max_length=4096)]
 """A path, as long as Linux has them."""
 
+MAX_CELLS = 256
+"""Bound on the cells by which drafts' acceptance is kept; `common/policy/drafting.py` says which."""
+
+Counts = Annotated[list[Annotated[int, msgspec.Meta(ge=0)]], msgspec.Meta(max_length=MAX_CELLS)]
+"""Drafted tokens by cell; empty: none."""
+
+Percent = Annotated[list[Annotated[int, msgspec.Meta(ge=0, le=100)]], msgspec.Meta(max_length=MAX_CELLS)]
+"""Rates by cell; empty: unknown."""
+
 MAX_GROUP_SIZE = 4096
 """Bound on n: one prompt's responses are assembled in memory before they are sent."""
 
@@ -372,7 +381,8 @@ class RunChunk(Message, tag=True):
 
     `tokens` is the prompt (`prompt_len` ids) and all output so far; `key` is the request's noise
     key; `attempt` fences late answers. `wait_for_room`: start it only once its worst case fits free
-    blocks, so that it preempts nobody.
+    blocks, so that it preempts nobody. `acceptance` is how often drafts were right in this group, or
+    in all if nothing is known of it; drafts of a `probe` come first.
     """
 
     request_id: ShortStr
@@ -384,6 +394,8 @@ class RunChunk(Message, tag=True):
     sampling: SamplingParams
     tokens: Tokens
     wait_for_room: bool = False
+    acceptance: Percent = []
+    probe: bool = False
 
 
 class DropChunk(Message, tag=True):
@@ -396,7 +408,7 @@ class DropChunk(Message, tag=True):
 class ChunkResult(msgspec.Struct, array_like=True):
     """One ended chunk in a `ChunksDone` (positional: hot). `count` new tokens in the flat arrays.
 
-    `finish` is empty at a chunk boundary.
+    `finish` is empty at a chunk boundary. `drafted` tokens were verified, `accepted` of them right.
     """
 
     request_id: str
@@ -406,6 +418,8 @@ class ChunkResult(msgspec.Struct, array_like=True):
     stop_reason: str
     preemptions: int
     cached_tokens: int
+    drafted: Counts = []
+    accepted: Counts = []
 
 
 class ChunksDone(Message, tag=True):
@@ -458,12 +472,17 @@ class GroupOpened(Message, tag=True):
 
 
 class RequestProgress(Message, tag=True):
-    """A request reached `generated` tokens at a chunk boundary, or finished there."""
+    """A request reached `generated` tokens at a chunk boundary, or finished there.
+
+    `drafted` and `accepted` count what was verified since it was last heard of; not in snapshots.
+    """
 
     group_id: ShortStr
     index: int
     generated: int
     finished: bool
+    drafted: Counts = []
+    accepted: Counts = []
 
 
 class GroupClosed(Message, tag=True):
@@ -473,9 +492,13 @@ class GroupClosed(Message, tag=True):
 
 
 class Estimates(Message, tag=True):
-    """Length estimates that changed: group id -> expected output tokens of its longest response."""
+    """What changed: group id -> expected output tokens of its longest response.
+
+    `acceptance` likewise says how often its drafts are right; the empty id stands for all groups.
+    """
 
     estimates: dict[str, float]
+    acceptance: dict[str, Percent] = {}
 
 
 class Sequenced(Message, tag=True):
@@ -499,11 +522,12 @@ class BufferSnapshot(Message, tag=True):
 
 
 class ContextSnapshot(Message, tag=True):
-    """All estimates that differ from their cap, as of `sequence`."""
+    """All estimates that differ from their cap, as of `sequence`, and all acceptance worth saying."""
 
     incarnation: int
     sequence: int
     estimates: dict[str, float]
+    acceptance: dict[str, Percent] = {}
 
 
 # --- engine <-> dgds -------------------------------------------------------------------------

@@ -6,6 +6,7 @@ Token counts only: the tokens themselves lie in the server's `store`.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from seer.common.policy.schedule import RequestView
@@ -46,7 +47,10 @@ class RolloutState:
 
 @dataclass(slots=True)
 class GroupState:
-    """All requests of one prompt. `results` holds them, in index order, once all finished."""
+    """All requests of one prompt. `results` holds them, in index order, once all finished.
+
+    `acceptance` says how often drafts were right in it, by cell; empty: unknown.
+    """
 
     group_id: str
     prompt_id: str
@@ -58,6 +62,7 @@ class GroupState:
     finished_at: float | None = None
     counters: Counter[str] = field(default_factory=Counter)
     results: list[RequestState] = field(default_factory=list)
+    acceptance: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.unfinished = self.size
@@ -168,6 +173,8 @@ class ChunkEnded:
     finish: str = ""
     stop_reason: str = ""
     preemptions: int = 0
+    drafted: Sequence[int] = ()
+    accepted: Sequence[int] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,9 +190,10 @@ class ChunkRejected:
 
 @dataclass(frozen=True, slots=True)
 class EstimatesChanged:
-    """The context service's news: group id -> expected output tokens."""
+    """The context service's news: group id -> expected output tokens, and acceptance of drafts."""
 
     estimates: dict[str, float]
+    acceptance: Mapping[str, list[int]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,12 +244,13 @@ Event = (
 
 @dataclass(frozen=True, slots=True)
 class Dispatch:
-    """Send the next chunk of a request to an instance."""
+    """Send the next chunk of a request to an instance, with the acceptance of its drafts if known."""
 
     instance: str
     request_id: str
     attempt: int
     max_new_tokens: int
+    acceptance: list[int] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -307,12 +316,14 @@ class PublishOpened:
 
 @dataclass(frozen=True, slots=True)
 class PublishProgress:
-    """Publish how far a request is."""
+    """Publish how far a request is, and what became of its drafts."""
 
     group_id: str
     index: int
     generated: int
     finished: bool
+    drafted: Sequence[int] = ()
+    accepted: Sequence[int] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,6 +21,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from seer.common import ids
+from seer.common.policy.drafting import ALL_GROUPS
 from seer.common.policy.fleet import Fleet, InstanceView
 from seer.common.policy.schedule import Policy, RequestView
 from seer.services.buffer.events import (
@@ -74,6 +75,7 @@ class Machine:
         self.rollouts: dict[str, RolloutState] = {}
         self.instances = Fleet()
         self.estimates: dict[str, float] = {}
+        self.acceptance: list[int] = []  # of all groups' drafts, as far as known
         self.counters: dict[str, int] = dict.fromkeys(
             ("chunks", "migrations", "preemptions", "lost", "late", "refused", "expired", "tokens"), 0
         )
@@ -272,10 +274,10 @@ class Machine:
         request.instance = instance.name
         request.blocks = instance.capacity.blocks_for(request.view.context, chunk)
         self.instances.reserve(instance.name, request.blocks)
-        moved = request.view.last_instance not in ("", instance.name)
-        self._count(request, chunks=1, migrations=int(moved))
+        self._count(request, chunks=1, migrations=request.view.last_instance not in ("", instance.name))
         request.view.last_instance = instance.name
-        out.append(Dispatch(instance.name, request_id, request.attempt, chunk))
+        acceptance = request.group.acceptance or self.acceptance
+        out.append(Dispatch(instance.name, request_id, request.attempt, chunk, acceptance))
 
     def _release(self, request: RequestState) -> None:
         if request.instance in self.instances:
@@ -312,7 +314,8 @@ class Machine:
         out.append(Keep(event.request_id))
         finish = event.finish or ("" if request.view.remaining else "length")
         group = request.group
-        out.append(PublishProgress(group.group_id, request.view.index, request.view.generated, bool(finish)))
+        reached = (group.group_id, request.view.index, request.view.generated, bool(finish))
+        out.append(PublishProgress(*reached, event.drafted, event.accepted))
         if not finish:
             self._wait(event.request_id)
             return
@@ -403,10 +406,8 @@ class Machine:
         self._cancel_held(event, out)
         if rollout is None or rollout.trainer != event.trainer:
             return
-        chosen = event.prompt_ids or [
-            group.prompt_id for group in self.groups.values() if group.rollout is rollout
-        ]
-        for prompt_id in chosen:
+        every = [group.prompt_id for group in self.groups.values() if group.rollout is rollout]
+        for prompt_id in event.prompt_ids or every:
             group = self.groups.get(ids.group_id(event.rollout_id, prompt_id))
             if group is not None and not group.done:
                 self._fail(group, "cancelled", "cancelled by its trainer", out)
@@ -426,6 +427,9 @@ class Machine:
                 self._unchecked.append((since, replace(held, groups=left)))
 
     def _estimates_changed(self, event: EstimatesChanged) -> None:
+        self.acceptance = event.acceptance.get(ALL_GROUPS, self.acceptance)
+        for group_id in event.acceptance.keys() & self.groups.keys():
+            self.groups[group_id].acceptance = event.acceptance[group_id]
         for group_id, estimate in event.estimates.items():
             group = self.groups.get(group_id)
             if group is None or group.done:

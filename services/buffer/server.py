@@ -383,6 +383,8 @@ class BufferServer:
                 result.finish,
                 result.stop_reason,
                 result.preemptions,
+                result.drafted,
+                result.accepted,
             )
             self._handle(event, done.tokens[start:end], done.logprobs[start:end])
             start = end
@@ -405,7 +407,7 @@ class BufferServer:
     async def _serve_estimates(self) -> None:
         while True:
             news = await self._estimates.recv()
-            self._handle(e.EstimatesChanged(news.estimates))
+            self._handle(e.EstimatesChanged(news.estimates, news.acceptance))
 
     async def _tick(self) -> None:
         while True:

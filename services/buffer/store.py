@@ -90,6 +90,7 @@ class Store:
             sampling=group.sampling,
             tokens=np.concatenate([group.prompt, *group.outputs[index].tokens]),
             wait_for_room=wait_for_room,
+            acceptance=dispatch.acceptance,
         )
 
     def result(self, state: GroupState, live: Weights) -> m.GroupDone:

@@ -60,8 +60,15 @@ def published(item: e.PublishOpened | e.PublishProgress | e.PublishClosed) -> m.
     match item:
         case e.PublishOpened(group_id, size, prompt_len, cap):
             return m.GroupOpened(group_id=group_id, size=size, prompt_len=prompt_len, cap=cap)
-        case e.PublishProgress(group_id, index, generated, finished):
-            return m.RequestProgress(group_id=group_id, index=index, generated=generated, finished=finished)
+        case e.PublishProgress():
+            return m.RequestProgress(
+                group_id=item.group_id,
+                index=item.index,
+                generated=item.generated,
+                finished=item.finished,
+                drafted=list(item.drafted),
+                accepted=list(item.accepted),
+            )
         case e.PublishClosed(group_id):
             return m.GroupClosed(group_id=group_id)
 

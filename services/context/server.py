@@ -1,4 +1,4 @@
-"""The context service's sockets: the buffer's event stream in, estimates out.
+"""The context service's sockets: the buffer's event stream in, estimates and acceptance out.
 
 Invariants:
 - every estimate is the machine's; this file translates and publishes;
@@ -100,13 +100,19 @@ class ContextServer:
             await self._clock.sleep(self._interval)
             self._changed.clear()
             changes = list(self.machine.changes().items())
-            for start in range(0, len(changes), BATCH):
-                await self._estimates.publish(m.Estimates(estimates=dict(changes[start : start + BATCH])))
+            rates = list(self.machine.acceptance_changes().items())
+            for start in range(0, max(len(changes), len(rates)), BATCH):
+                end = start + BATCH
+                news = m.Estimates(estimates=dict(changes[start:end]), acceptance=dict(rates[start:end]))
+                await self._estimates.publish(news)
 
     def _snapshot(self, incarnation: int, sequence: int) -> m.ContextSnapshot:
         # May hold changes that are published later, too: saying an estimate twice does no harm.
         return m.ContextSnapshot(
-            incarnation=incarnation, sequence=sequence, estimates=self.machine.estimates()
+            incarnation=incarnation,
+            sequence=sequence,
+            estimates=self.machine.estimates(),
+            acceptance=self.machine.acceptance(),
         )
 
 
@@ -120,6 +126,13 @@ def _event_of(message: m.BufferPublished) -> Event:
         case m.GroupOpened():
             return Opened(message.group_id, message.size, message.cap)
         case m.RequestProgress():
-            return Progressed(message.group_id, message.index, message.generated, message.finished)
+            return Progressed(
+                message.group_id,
+                message.index,
+                message.generated,
+                message.finished,
+                message.drafted,
+                message.accepted,
+            )
         case m.GroupClosed():
             return Closed(message.group_id)

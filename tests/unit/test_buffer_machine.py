@@ -1,6 +1,7 @@
 import pytest
 from invariants import check
 
+from seer.common.policy.drafting import ALL_GROUPS
 from seer.common.policy.schedule import POLICIES
 from seer.common.types import Capacity
 from seer.services.buffer import events as e
@@ -317,3 +318,26 @@ def test_attempts_of_two_lives_never_meet():
     assert end(second, old) == []
     assert second.counters["late"] == 1
     assert pick(end(second, new), e.Keep)
+
+
+def test_acceptance_travels_from_ended_chunks_and_back_with_the_next():
+    machine = make(engines=("a",))
+    out = submit(machine, "p", "q", n=1, max_tokens=48)
+    first, other = pick(out, e.Dispatch)
+    assert first.acceptance == []
+    known = {ALL_GROUPS: [50], "r/p": [70], "r/unknown": [1]}
+    machine.handle(e.EstimatesChanged({}, known), 0.5)
+    out = end(machine, first, drafted=[8, 2], accepted=[4, 0])
+    (progress,) = pick(out, e.PublishProgress)
+    assert (progress.drafted, progress.accepted) == ([8, 2], [4, 0])
+    assert [dispatch.acceptance for dispatch in pick(out, e.Dispatch)] == [[70]]
+    machine.handle(e.EstimatesChanged({}, {"r/p": [80]}), 0.6)
+    out = end(machine, other)
+    assert [dispatch.acceptance for dispatch in pick(out, e.Dispatch)] == [[50]]
+
+
+def test_a_late_answer_tells_nothing_of_drafts():
+    machine = make(engines=("a",))
+    (dispatch,) = pick(submit(machine, "p", n=1), e.Dispatch)
+    late = e.ChunkEnded("a", dispatch.request_id, dispatch.attempt - 1, 16, drafted=[8], accepted=[8])
+    assert machine.handle(late, 1.0) == []

@@ -7,6 +7,7 @@ from virtual_time import eventually, virtual
 from seer.common.channel import Identity
 from seer.common.clock import LoopClock
 from seer.common.config import Config, ContextConfig, shared_hash
+from seer.common.policy.drafting import ALL_GROUPS, CELLS, PRIOR, to_percent
 from seer.common.policy.length import longest_finished
 from seer.common.stream import StreamPublisher, StreamSubscriber
 from seer.common.transport.memory import MemoryNetwork, MemoryTransport
@@ -110,6 +111,78 @@ def test_another_estimator_sees_finished_and_unfinished_lengths():
     assert seen == [(CAP, [10, 20], [40])]
 
 
+# --- acceptance ------------------------------------------------------------------------------
+
+
+def tally(drafted, right):
+    """A chunk's counts, the same in every cell."""
+    return [drafted] * CELLS, [right] * CELLS
+
+
+def with_drafts(index, generated, drafted, right, group_id="r/a"):
+    return Progressed(group_id, index, generated, False, *tally(drafted, right))
+
+
+def test_acceptance_is_said_when_it_moved_notably_first_of_all_groups():
+    machine = machine_with(opened(), with_drafts(0, 10, 1000, 950))
+    changed = machine.acceptance_changes()
+    assert set(changed) == {ALL_GROUPS}  # the group is what all groups are
+    assert all(abs(rate - 95) <= 1 for rate in changed[ALL_GROUPS])
+    machine.handle(opened("r/b"))
+    machine.handle(with_drafts(0, 10, 100, 5, "r/b"))
+    assert machine.dirty
+    changed = machine.acceptance_changes()
+    assert max(changed["r/b"]) < 40
+    assert machine.acceptance()["r/b"] == changed["r/b"]
+    machine.handle(with_drafts(0, 20, 1, 0, "r/b"))
+    assert machine.acceptance_changes() == {}
+    machine.changes()
+    assert not machine.dirty
+
+
+def test_nothing_is_said_of_acceptance_before_drafts_came():
+    machine = machine_with(opened(), at(0, 10), done(1, 20))
+    assert machine.acceptance_changes() == {}
+    assert machine.acceptance() == {ALL_GROUPS: to_percent(PRIOR)}
+
+
+def test_drafts_count_once_and_only_of_known_requests_that_came_further():
+    machine = machine_with(opened(), with_drafts(0, 10, 100, 90))
+    once = machine.acceptance_changes()
+    strange = Progressed("r/a", 1, 5, False, [1], [1])
+    wrong = with_drafts(2, 5, 10, 20)
+    again = (
+        with_drafts(0, 10, 10_000, 0),
+        with_drafts(0, 10, 10_000, 0, "r/unknown"),
+        with_drafts(9, 10, 10_000, 0),
+    )
+    for event in (*again, strange, wrong):
+        machine.handle(event)
+    assert once
+    assert machine.acceptance_changes() == {}
+
+
+def test_acceptance_survives_a_snapshot_and_is_said_once_more():
+    machine = machine_with(opened(), opened("r/gone"), with_drafts(0, 10, 1000, 950))
+    machine.handle(with_drafts(0, 10, 100, 5, "r/gone"))
+    machine.acceptance_changes()
+    before = machine.acceptance()
+    assert set(before) == {ALL_GROUPS, "r/a", "r/gone"}
+    machine.replace([opened(), opened("r/b"), at(0, 10)])
+    changed = machine.acceptance_changes()
+    assert set(changed) <= {ALL_GROUPS, "r/a"}
+    assert (changed[ALL_GROUPS], machine.acceptance()) == (before[ALL_GROUPS], changed)
+    assert machine.acceptance_changes() == {}
+
+
+def test_a_closed_groups_acceptance_is_forgotten():
+    machine = machine_with(opened(), opened("r/b"), with_drafts(0, 10, 1000, 950))
+    machine.handle(with_drafts(0, 10, 1000, 0, "r/b"))
+    machine.handle(Closed("r/b"))
+    assert set(machine.acceptance_changes()) <= {ALL_GROUPS, "r/a"}
+    assert set(machine.acceptance()) <= {ALL_GROUPS, "r/a"}
+
+
 def identity(config, incarnation):
     shared = shared_hash(config.shared)
     return Identity(role="buffer", name="buffer", incarnation=incarnation, config_hash=shared)
@@ -177,17 +250,27 @@ async def test_server_gathers_changes_and_follows_a_restarted_buffer():
     await eventually(lambda: len(heard) == 2)
     assert heard[1].estimates == {"r/a": 30.0}
 
+    drafts = m.RequestProgress(
+        group_id="r/a", index=3, generated=9, finished=False, drafted=[1000] * CELLS, accepted=[900] * CELLS
+    )
+    await buffer.stream.publish(drafts)
+    await eventually(lambda: len(heard) == 3)
+    assert heard[2].estimates == {}
+    assert set(heard[2].acceptance) == {ALL_GROUPS}
+    assert all(89 <= rate <= 91 for rate in heard[2].acceptance[ALL_GROUPS])
+
     await buffer.stop()
     buffer = Buffer(network, config, 2)
     buffer.opened, buffer.progress = [wire_opened("r/b")], [wire_done("r/b", 0, 5)]
     await buffer.start()
-    await eventually(lambda: len(heard) == 3)
-    assert heard[2].estimates == server.machine.estimates() == {"r/b": 5.0}
+    await eventually(lambda: len(heard) == 4)
+    assert heard[3].estimates == server.machine.estimates() == {"r/b": 5.0}
 
     late = []
     tasks.append(asyncio.create_task(follow(network, config, late)))
     await eventually(lambda: bool(late))
     assert late[0].estimates == {"r/b": 5.0}
+    assert late[0].acceptance == heard[3].acceptance == heard[2].acceptance
 
     server.drain()
     await tasks[0]

@@ -1,0 +1,32 @@
+"""A chunk's way through the engine: what orders say and what results tell."""
+
+import numpy as np
+import pytest
+
+from seer.common.policy.drafting import CELLS
+from seer.common.types import SamplingParams
+from seer.common.wire import messages as m
+from seer.services.engine.backend import ChunkEnd
+from seer.services.engine.chunks import begin, chunk_of, done_message
+
+
+def order(**fields):
+    return m.RunChunk(
+        request_id="r/p#1", group_id="r/p", attempt=7, key=5, prompt_len=2, max_new_tokens=4,
+        sampling=SamplingParams(), tokens=np.arange(3, dtype=np.int32), **fields,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(("percent", "rates"), [([], ()), ([50] * CELLS, (0.5,) * CELLS), ([50], ())])
+def test_acceptance_reaches_the_backend_as_rates_or_not_at_all(percent, rates):
+    sent = order(acceptance=percent, probe=True)
+    chunk = chunk_of(sent, begin(sent, 3))
+    assert (chunk.acceptance, chunk.probe, chunk.index, chunk.attempt) == (rates, True, 1, 3)
+
+
+def test_counts_of_drafts_leave_with_the_result():
+    run = begin(order(), 3)
+    run.tokens, run.logprobs = [8, 9], [-0.5, -1.0]
+    end = ChunkEnd(request_id="r/p#1", attempt=3, finish="stop", drafted=[5, 2], accepted=[4, 0])
+    (result,) = done_message([(end, run)], 0).results
+    assert (result.attempt, result.count, result.drafted, result.accepted) == (7, 2, [5, 2], [4, 0])
