@@ -1,11 +1,10 @@
-"""What the light services bear, without a model: hundreds of replay engines, and raw dgds ingest.
+"""What the light services bear, without a model: hundreds of replay engines.
 
 Everything runs as real processes over real sockets; only the engines' steps take no time, so that
 the services are what is measured. Engines have connections and identities of their own and share
 processes. Prints JSON.
 
     python bench/services.py scale --engines 64 512 --requests 20000
-    python bench/services.py ingest --runs 5
 
 `probe_ms` is the round trip of a `Hello` to a service's event loop, from a process beside it: an
 upper bound of the loop's lag. `dispatch_ms` runs from an engine's result to its next order.
@@ -18,7 +17,6 @@ import asyncio
 import json
 import os
 import platform
-import statistics
 import sys
 import tempfile
 import time
@@ -26,7 +24,6 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import numpy as np
 import uvloop
 from msgspec.structs import asdict, replace
 
@@ -239,49 +236,6 @@ async def measure(
     }
 
 
-# --- ingest ----------------------------------------------------------------------------------
-
-
-async def ingest(batches: int, requests: int, tokens: int) -> tuple[float, float]:
-    """Return tokens that one dgds process takes per second and per second of its CPU.
-
-    Measured from the first send to the answer that follows the last.
-    """
-    with tempfile.TemporaryDirectory(prefix="b") as name:
-        folder = Path(name)
-        config = config_in(folder, 16)
-        child = await Child.spawn("dgds", "dgds", config, {}, folder, logged=False)
-        transport = ZmqTransport()
-        me = Identity(role="engine", name="bench", incarnation=new_incarnation())
-        channel: Channel[m.EngineToDgds, m.DgdsToEngine] = Channel(
-            transport, config.endpoints.dgds, me, m.DgdsToEngine, LoopClock()
-        )
-        try:
-            await child.ready(60)
-            await channel.open(10)
-            ids = [f"r/g{i // N}" for i in range(requests)]
-            await channel.send(m.RegisterGroups(group_ids=sorted(set(ids)), ttl_seconds=600.0))
-            new = np.arange(requests * tokens, dtype=np.int32)
-            used = cpu_seconds(child.process.pid)
-            started = time.perf_counter()
-            for batch in range(batches):
-                appends = [m.Append(ids[i], i % N, 1, batch * tokens, tokens) for i in range(requests)]
-                await channel.send(m.AppendBatch(appends=appends, tokens=new))
-            last = m.FetchGroup(ids[-1], {})
-            await channel.send(m.Fetch(groups=[last]))
-            answer = await asyncio.wait_for(channel.recv(), 120)
-            seconds = time.perf_counter() - started
-            assert isinstance(answer, m.Deltas), answer
-            assert answer.appends, "nothing was taken"
-            total = batches * requests * tokens
-            return total / seconds, total / (cpu_seconds(child.process.pid) - used)
-        finally:
-            channel.close()
-            await transport.close()
-            child.kill_group()
-            await child.gone(10)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -292,9 +246,6 @@ def main() -> None:
     scaling.add_argument("--requests", type=int, default=20_000)
     scaling.add_argument("--chunk-size", type=int, default=16)
     scaling.add_argument("--hosts", type=int, default=1, help="processes that the engines share")
-    taking = commands.add_parser("ingest")
-    taking.add_argument("--runs", type=int, default=5)
-    taking.add_argument("--batches", type=int, default=5_000)
     hosting = commands.add_parser("host")
     hosting.add_argument("file", type=Path)
     hosting.add_argument("first", type=int)
@@ -304,21 +255,11 @@ def main() -> None:
         config = msgspec.json.decode(options.file.read_bytes(), type=Config)
         uvloop.run(host(config, options.first, options.count))
         return
-    if options.command == "scale":
-        runs = [
-            uvloop.run(scale(engines, options.requests, options.chunk_size, options.hosts))
-            for engines in options.engines
-        ]
-        print(json.dumps({"machine": machine(), "chunk_size": options.chunk_size, "runs": runs}, indent=1))
-        return
-    rates = [uvloop.run(ingest(options.batches, 64, 16)) for _ in range(options.runs)]
-    result = {
-        "message": "64 requests x 16 tokens",
-        "tokens_per_s": [round(rate) for rate, _ in rates],
-        "median_tokens_per_s": round(statistics.median(rate for rate, _ in rates)),
-        "median_tokens_per_cpu_s": round(statistics.median(rate for _, rate in rates)),
-    }
-    print(json.dumps({"machine": machine(), **result}, indent=1))
+    runs = [
+        uvloop.run(scale(engines, options.requests, options.chunk_size, options.hosts))
+        for engines in options.engines
+    ]
+    print(json.dumps({"machine": machine(), "chunk_size": options.chunk_size, "runs": runs}, indent=1))
 
 
 if __name__ == "__main__":

@@ -567,7 +567,7 @@ class RegisterGroups(Message, tag=True):
     ttl_seconds: float = 0.0
 
 
-class Append(msgspec.Struct, array_like=True):
+class Append(msgspec.Struct, array_like=True, gc=False):
     """One request's new tokens in an `AppendBatch` (positional: hot).
 
     `previous` is the number of output tokens that precede them: a re-sent append is recognised

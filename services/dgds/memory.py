@@ -14,8 +14,8 @@ from dataclasses import dataclass
 
 from seer.common.wire.messages import TOKEN_BYTES
 
-OVERHEAD_TOKENS = 128
-"""Charge for an object of the dgds, a group, a stream or a prompt: about 400 bytes, in tokens."""
+OVERHEAD_TOKENS = 160
+"""Charge for an object of the dgds, a group, a stream or a prompt: about 500 bytes, in tokens of 3."""
 
 
 @dataclass(frozen=True, slots=True)

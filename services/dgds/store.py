@@ -122,6 +122,7 @@ class Store:
         self._memory = memory
         self._groups: OrderedDict[int, _Group] = OrderedDict()
         self._newest: dict[int, int] = {}  # the live group that was last registered for a prompt
+        self._touched = -1  # the group that is the last of `_groups`
         self._revision = 0
 
     def __len__(self) -> int:
@@ -145,26 +146,26 @@ class Store:
         Returns None when they are held, or were ignored as an older attempt's; otherwise the
         number of tokens that can be built upon: send again from there.
         """
-        streams = self._touch(group, now).streams
-        stream = streams.get(index)
-        if stream is None:
-            if previous > 0:
-                self._make_room()
-                return self._gap(0)
-            stream = streams[index] = _Stream(attempt, [(self._next_revision(), 0)])
-            self.held += OVERHEAD_TOKENS
-        elif attempt < stream.attempt:
-            self.counters["stale"] += 1
-            return None
-        before = len(stream)
-        usable = stream.written if attempt == stream.attempt else before
-        if previous > usable:
-            return self._gap(usable)
-        self._write(stream, attempt, previous, tokens)
-        self.held += len(stream) - before
+        held = self._groups.get(group)
+        if held is None or group != self._touched or held.touched != now:
+            held = self._touch(group, now)
+        stream = held.streams.get(index)
+        have = None
+        if (
+            stream is not None
+            and stream.attempt == attempt
+            and stream.written == previous
+            and len(stream.tokens) == previous * TOKEN_BYTES
+        ):  # the hot path: what comes next, and nothing else
+            stream.tokens += tokens
+            count = len(tokens) // TOKEN_BYTES
+            stream.written += count
+            self.held += count
+        else:
+            have = self._merge(held, index, attempt, previous, tokens)
         if self.held > self._max_tokens:
             self._make_room()
-        return None
+        return have
 
     def deltas(
         self,
@@ -223,6 +224,24 @@ class Store:
         if self._memory is not None:
             self._memory.put(prompt, streams, self._next_revision())
 
+    def _merge(self, group: _Group, index: int, attempt: int, previous: int, tokens: Packed) -> int | None:
+        stream = group.streams.get(index)
+        if stream is None:
+            if previous > 0:
+                return self._gap(0)
+            stream = group.streams[index] = _Stream(attempt, [(self._next_revision(), 0)])
+            self.held += OVERHEAD_TOKENS
+        elif attempt < stream.attempt:
+            self.counters["stale"] += 1
+            return None
+        before = len(stream)
+        usable = stream.written if attempt == stream.attempt else before
+        if previous > usable:
+            return self._gap(usable)
+        self._write(stream, attempt, previous, tokens)
+        self.held += len(stream) - before
+        return None
+
     def _write(self, stream: _Stream, attempt: int, previous: int, tokens: Packed) -> None:
         if attempt > stream.attempt:
             stream.attempt, stream.written = attempt, previous
@@ -233,7 +252,6 @@ class Store:
             tokens = tokens[overlap * TOKEN_BYTES :]
         stream.tokens += tokens
         stream.written = max(stream.written, previous + count)
-        self.counters["tokens"] += count - overlap
 
     def _agreed(self, stream: _Stream, previous: int, tokens: Packed) -> int:
         """Return how many of `tokens` the stream holds already; cut it where it differs."""
@@ -286,6 +304,7 @@ class Store:
             self.held += OVERHEAD_TOKENS
         held.touched = now
         self._groups.move_to_end(group)
+        self._touched = group
         return held
 
     def _make_room(self) -> None:
