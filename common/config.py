@@ -102,6 +102,10 @@ class DgdsConfig(_Section, frozen=True):
     """File that keeps them over restarts; default: none."""
 
 
+MAX_DRAFT = 128
+"""Bound on `drafts.max_draft`: every request is given KV for as many tokens more than it keeps."""
+
+
 class DraftsConfig(_Section, frozen=True):
     """Speculative decoding: responses of one group draft for each other. Never changes a token."""
 
@@ -253,6 +257,9 @@ def _check_addresses(config: Config) -> None:
         if name != "bind_host":
             for each in shards(endpoint) if name == "dgds" else [endpoint]:
                 check_endpoint(f"endpoints.{name}", each)
+    if not 1 <= config.drafts.max_draft <= MAX_DRAFT:
+        fix = f"must be from 1 to {MAX_DRAFT}; to draft nothing, set drafts.source to off"
+        raise ConfigError(f"drafts.max_draft = {config.drafts.max_draft}: {fix}")
     check_address("pool.master", config.pool.master)
     check_address("pool.metrics", config.pool.metrics)
 

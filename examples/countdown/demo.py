@@ -42,11 +42,25 @@ def main() -> int:
     return code
 
 
-def _cached(instances: list[dict[str, dict[str, int]]]) -> str:
-    """Return which shares of all chunks' prompts, with what they had generated, were not computed."""
+def _totals(instances: list[dict[str, dict[str, int]]]) -> Counter[str]:
     totals = Counter[str]()
     for instance in instances:
         totals.update(instance["stats"])
+    return totals
+
+
+def _drafts(instances: list[dict[str, dict[str, int]]]) -> str:
+    """Return how many tokens a step brings to one request, and to all that run together."""
+    totals = _totals(instances)
+    if not totals["verifications"]:
+        return "no drafts"
+    tokens = totals["generated_tokens"]
+    return f"{tokens / totals['verifications']:.2f} / {tokens / max(totals['steps'], 1):.1f}"
+
+
+def _cached(instances: list[dict[str, dict[str, int]]]) -> str:
+    """Return which shares of all chunks' prompts, with what they had generated, were not computed."""
+    totals = _totals(instances)
     whole = max(totals["prompt_tokens"], 1)
     own = totals["cached_tokens"] - totals["pool_tokens"]
     return f"{totals['pool_tokens'] / whole:.1%} / {own / whole:.1%}"
@@ -67,6 +81,7 @@ def summary(prompts: list[str], groups: list[list[dict[str, object]]], report: d
         ("tail (last 10 % of requests)", f"{report['tail_seconds']:.1f} s"),
         ("length p50 / p99 / max", f"{statistics.median(lengths):.0f} / {p99} / {lengths[-1]}"),
         ("chunks / migrations", f"{report['chunks']} / {report['migrations']}"),
+        ("acceptance length / tokens per step", _drafts(report["instances"])),
         ("prompt tokens from pool / own cache", _cached(report["instances"])),
         ("preemptions", f"{report['preemptions']}"),
         ("pass rate", f"{statistics.mean(passed):.2f}"),

@@ -83,6 +83,18 @@ _KV_POOL = click.option(
 )  # fmt: skip
 
 
+def _draft_options(command: F) -> F:
+    source = click.option(
+        "--drafts", type=click.Choice(["off", "own", "grouped"]),
+        help="Whose tokens drafts come from.  [default: grouped, all of the same prompt]",
+    )  # fmt: skip
+    most = click.option(
+        "--max-draft", type=click.IntRange(1, 128),
+        help="Most tokens drafted per request and step.  [default: 8]",
+    )  # fmt: skip
+    return source(most(command))
+
+
 @main.command()
 @click.argument("prompts", type=_FILE)
 @click.option("--model", type=_FOLDER, help="Hugging Face model folder.")
@@ -108,6 +120,7 @@ _KV_POOL = click.option(
 @click.option("--max-num-seqs", type=_POSITIVE, help="Requests an engine runs at once.  [default: 64]")
 @click.option("--kv-blocks", type=_POSITIVE, help="KV blocks per engine; default: what the memory gives.")
 @_KV_POOL
+@_draft_options
 @click.option("--backend", type=click.Choice(["vllm", "replay"]), help="Engine backend.  [default: vllm]")
 @click.option("--report", type=_FILE, help="Write counts and timings as JSON.")
 @click.option("--resume", is_flag=True, help="Continue an interrupted run from OUT.journal, if there is one.")
@@ -127,6 +140,8 @@ def rollout(
     max_num_seqs: int | None,
     kv_blocks: int | None,
     kv_pool: str | None,
+    drafts: str | None,
+    max_draft: int | None,
     backend: str | None,
     report: Path | None,
     resume: bool,
@@ -150,6 +165,8 @@ def rollout(
         buffer__policy=policy,
         buffer__chunk_size=chunk_size,
         pool__kind=kv_pool,
+        drafts__source=drafts,
+        drafts__max_draft=max_draft,
     )
     if connect and len(overrides) > (model is not None):
         click.echo("warning: with --connect, engine and scheduling options have no effect", err=True)
@@ -235,14 +252,26 @@ def verify(
 @click.option("--model", type=_FOLDER, help="Hugging Face model folder.")
 @click.option("--instances", type=_POSITIVE, default=2, show_default=True, help="Engines to start.")
 @_KV_POOL
+@_draft_options
 @_config_options
 def up(
-    model: Path | None, instances: int, kv_pool: str | None, config_file: Path | None, sets: tuple[str, ...]
+    model: Path | None,
+    instances: int,
+    kv_pool: str | None,
+    drafts: str | None,
+    max_draft: int | None,
+    config_file: Path | None,
+    sets: tuple[str, ...],
 ) -> None:
     """Run a whole system on this machine until Ctrl-C, which drains it; a second one stops it at once."""
     from seer.up import serve
 
-    overrides = _overrides(shared__model=model and model.resolve(), pool__kind=kv_pool)
+    overrides = _overrides(
+        shared__model=model and model.resolve(),
+        pool__kind=kv_pool,
+        drafts__source=drafts,
+        drafts__max_draft=max_draft,
+    )
     serve(_load(config_file, overrides, sets), instances)
 
 
@@ -277,7 +306,7 @@ def _service(name: str, help_text: str, module: str = "") -> None:
 
 
 _service("buffer", "Run the buffer: requests, their chunks and where they run.")
-_service("context", "Run the context service: length estimates of groups.")
+_service("context", "Run the context service: what groups teach of their lengths and drafts.")
 _service("dgds", "Run the dgds: grouped token streams, shared between engines.")
 _service("engine", "Run an engine: one model replica.")
 _service("pool-master", "Run the KV pool's master: Mooncake's own, watched.", "pool.master")

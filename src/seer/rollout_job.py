@@ -31,6 +31,7 @@ from seer.common.errors import InvalidField, RequestRefused, SeerError, Unreacha
 from seer.common.policy.schedule import POLICIES
 from seer.common.types import SamplingParams
 from seer.common.wire.messages import InstanceStatus
+from seer.draft_report import draft_text, draft_use
 from seer.journal import Journal, model_digest, prompts_digest
 from seer.launch import LocalSystem, run
 from seer.pool_report import pool_use, use_text
@@ -234,6 +235,9 @@ def _finish(job: Job, journal: Journal, prompt_ids: Sequence[str], outcome: Outc
     use = pool_use([instance.stats for instance in outcome.instances])
     if use.used and not job.connect:  # a running system's counts are of more than this run
         _say(f"KV pool: {use_text(use)}")
+    drafts = draft_use([instance.stats for instance in outcome.instances])
+    if drafts.verifications and not job.connect:
+        _say(f"drafts: {draft_text(drafts)}")
     missing = [prompt_id for prompt_id in prompt_ids if prompt_id not in journal.done]
     if missing:
         _say(f"error: {outcome.error}")
@@ -250,6 +254,7 @@ def _report(outcome: Outcome) -> dict[str, object]:
     rollout = outcome.rollout
     groups = rollout.groups if rollout else []
     tokens = sum(response.token_ids.size for group in groups for response in group.responses)
+    drafts = draft_use([instance.stats for instance in outcome.instances])
     versions = {"seer": __version__, "python": platform.python_version()}
     for instance in outcome.instances:
         versions |= instance.versions
@@ -265,6 +270,9 @@ def _report(outcome: Outcome) -> dict[str, object]:
         "preemptions": sum(group.preemptions for group in groups),
         "chunks": sum(group.chunks for group in groups),
         "migrations": sum(group.migrations for group in groups),
+        "acceptance_length": drafts.acceptance_length,
+        "drafted_tokens": drafts.drafted,
+        "accepted_tokens": drafts.accepted,
         "restarts": outcome.restarts,
         "startup_seconds": outcome.startup_seconds,
         "versions": versions,

@@ -22,6 +22,7 @@ from seer.common.wire.messages import (
     SnapshotAsked,
     Status,
 )
+from seer.draft_report import draft_text, draft_use
 from seer.pool_report import figures_text, pool_use, use_text
 
 CONNECT_SECONDS = 5.0
@@ -124,6 +125,8 @@ def _text(seen: Seen) -> str:
     for instance in status.instances:
         use = pool_use([instance.stats])
         lines += [_instance(instance), *([f"    {use_text(use)}"] if use.used else [])]
+        drafts = draft_use([instance.stats])
+        lines += [f"    {draft_text(drafts)}"] if drafts.verifications else []
     lines += [] if status.instances else ["no engines are registered"]
     lines += ["engines sleep: a trainer uses their memory"] if status.asleep else []
     lines += [f"  {name}: QUARANTINED: {why}" for name, why in status.quarantined.items()]

@@ -48,6 +48,8 @@ def test_text_takes_the_type_of_its_field():
         ('[engine]\nkv_blocks = "many"\n', r"engine.kv_blocks"),
         ('[log]\nlevel = "loud"\n', r"log.level"),
         ("engine = 3\n", "engine"),
+        ("[drafts]\nmax_draft = 129\n", r"drafts.max_draft = 129: must be from 1 to 128; to draft nothing"),
+        ('[drafts]\nsource = "all"\n', r"drafts.source"),
         ("[engine\n", "not valid TOML"),
     ],
 )

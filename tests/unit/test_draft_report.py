@@ -1,0 +1,43 @@
+"""What is said of drafts, and where."""
+
+from seer.common.types import Capacity, InstanceStats
+from seer.common.wire.messages import InstanceStatus, Status
+from seer.draft_report import draft_text, draft_use
+from seer.status import Seen, _text
+
+DRAFTED = InstanceStats(
+    steps=40,
+    generated_tokens=300,
+    verifications=100,
+    drafted_tokens=400,
+    accepted_tokens=200,
+    draft_seconds=0.01,
+    step_seconds=2.0,
+)
+
+
+def test_totals_are_over_all_instances():
+    use = draft_use([DRAFTED, DRAFTED, InstanceStats(generated_tokens=1, verifications=50)])
+    assert (use.drafted, use.accepted, use.acceptance_length) == (800, 400, 601 / 250)
+    assert draft_use([]).acceptance_length == 0.0
+
+
+def test_the_text_says_length_tokens_and_time():
+    said = draft_text(draft_use([DRAFTED]))
+    assert said == (
+        "acceptance length 3.00, 200 of 400 drafted tokens accepted, drafting took 0.5% of the time"
+    )
+
+
+def instance(stats):
+    capacity = Capacity(kv_blocks=10, block_size=16, max_num_seqs=2, max_model_len=64)
+    return InstanceStatus(name="e", capacity=capacity, stats=stats, chunks=0, reserved_blocks=0)
+
+
+def test_status_shows_drafts_of_engines_that_count_them_only():
+    for stats, shown in ((DRAFTED, True), (InstanceStats(generated_tokens=5), False)):
+        status = Status(
+            name="b", incarnation=1, policy="divided", instances=[instance(stats)], rollouts=0,
+            requests_waiting=0, requests_running=0,
+        )  # fmt: skip
+        assert ("acceptance length 3.00" in _text(Seen(services=[], buffer=status))) == shown
