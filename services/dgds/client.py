@@ -83,7 +83,7 @@ class DgdsClient:
         `output` is kept to fill gaps, and not copied.
         """
         group, link = self._place(group_id)
-        if self._packable(link, group, index, output):
+        if self._packable(index, output):
             link.outputs.begin((group, index), attempt, output)
             if link.outputs.unsent:
                 link.changed(0)
@@ -91,7 +91,7 @@ class DgdsClient:
     def append(self, group_id: str, index: int, attempt: int, previous: int, tokens: Sequence[int]) -> None:
         """Add the tokens that follow the first `previous` output tokens of an attempt."""
         group, link = self._place(group_id)
-        if self._packable(link, group, index, tokens):
+        if self._packable(index, tokens):
             link.changed(link.outputs.append((group, index), attempt, previous, tokens))
 
     # --- connection ----------------------------------------------------------------------
@@ -143,7 +143,8 @@ class DgdsClient:
         group = group_digest(group_id)
         return group, self._links[self._prompts.get(group_id, group) % len(self._links)]
 
-    def _packable(self, link: Link, group: int, index: int, tokens: Sequence[int] | m.Tokens) -> bool:
+    def _packable(self, index: int, tokens: Sequence[int] | m.Tokens) -> bool:
+        """Without these tokens, what follows leaves a gap that is never filled."""
         wrong = unpackable(tokens)
         if wrong is None:
             return True
@@ -153,5 +154,4 @@ class DgdsClient:
                 token=wrong, range=f"[0, {TOKEN_IDS.stop})", response=index,
             )  # fmt: skip
         self.counters["unpackable"] += 1
-        link.outputs.give_up((group, index))
         return False

@@ -108,10 +108,6 @@ class Outputs:
         self._make_room()
         return output.end - output.sent
 
-    def give_up(self, key: Key) -> None:
-        """Follow a response no longer."""
-        self._release(key)
-
     def batch(self, most_tokens: int) -> list[Part]:
         """Hand out what is unsent, at most `most_tokens`."""
         parts: list[Part] = []

@@ -141,7 +141,7 @@ class DgdsServer:
         found: list[tuple[int, Delta]] = []
         missing = []
         for group in fetch.groups:
-            if room <= 0 or looks <= 0:
+            if looks <= 0:
                 break
             news = self.store.deltas(group.group, group.have, room, now, group.leave_out)
             if news is None:

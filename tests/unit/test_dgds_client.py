@@ -1,76 +1,20 @@
 """The client engines embed, against the real server over the memory transport, in virtual time."""
 
 import asyncio
-from contextlib import asynccontextmanager
 
 import numpy as np
+from dgds_system import GROUP, array, client_of, system
 from virtual_time import eventually, virtual
 
-from seer.common.channel import Channel, Identity
 from seer.common.clock import LoopClock
-from seer.common.config import Config, DgdsConfig, EngineConfig, SharedConfig, shared_hash
+from seer.common.config import Config, DgdsConfig
 from seer.common.transport.faulty import Faults, FaultyTransport
 from seer.common.transport.memory import MemoryNetwork, MemoryTransport
 from seer.common.wire import messages as m
 from seer.services.dgds import server as dgds_server
-from seer.services.dgds.client import DgdsClient
 from seer.services.dgds.link import MAX_BATCH_TOKENS, OPEN_SECONDS
 from seer.services.dgds.outputs import OVERHEAD_TOKENS, RESEND_SECONDS, Outputs
 from seer.services.dgds.packing import group_digest, pack
-from seer.services.dgds.server import DgdsServer, make
-
-CONFIG = Config()
-GROUP = "r/a"
-
-
-def array(*tokens):
-    return np.array(tokens, dtype=np.int32)
-
-
-def client_of(transport, name="one", max_retained_tokens=10**6, **settings):
-    me = Identity(role="engine", name=name, incarnation=1, config_hash=shared_hash(CONFIG.shared))
-    return DgdsClient(
-        transport, CONFIG.endpoints.dgds, me, LoopClock(), EngineConfig(**settings), max_retained_tokens
-    )
-
-
-class System:
-    """One dgds that can be killed and started again, and any number of clients."""
-
-    def __init__(self, config=CONFIG):
-        self.network = MemoryNetwork()
-        self.config = config
-        self.tasks = []
-
-    async def start(self):
-        self.transport = MemoryTransport(self.network)
-        self.server: DgdsServer = make(self.config, self.transport, LoopClock())
-        assert await self.server.start() == {"dgds": CONFIG.endpoints.dgds}
-        self.serving = asyncio.create_task(self.server.run())
-
-    async def kill(self):
-        self.serving.cancel()
-        await self.transport.close()
-
-    def client(self, **settings):
-        made = client_of(settings.pop("transport", None) or MemoryTransport(self.network), **settings)
-        self.tasks.append(asyncio.create_task(made.run()))
-        return made
-
-    def held(self, index=0, group_id=GROUP):
-        return self.server.store.tokens(group_digest(group_id), index)
-
-
-@asynccontextmanager
-async def system(started=True, config=CONFIG):
-    made = System(config)
-    if started:
-        await made.start()
-    yield made
-    for task in made.tasks:
-        task.cancel()
-    if hasattr(made, "serving"):
-        await made.kill()
 
 
 def test_several_reports_of_one_gap_rewind_once():
@@ -330,9 +274,7 @@ async def test_lossy_lines_only_delay():
 @virtual
 async def test_malformed_batches_change_nothing_and_are_counted():
     async with system() as it:
-        me = Identity(role="engine", name="bad", incarnation=9, config_hash=shared_hash(SharedConfig()))
-        channel = Channel(MemoryTransport(it.network), CONFIG.endpoints.dgds, me, m.DgdsToEngine, LoopClock())
-        await channel.open(5.0)
+        channel = await it.channel()
         group = group_digest(GROUP)
         good = m.Append(group, 0, 1, 0, 1)
         undecodable = (
