@@ -1,10 +1,10 @@
 """How many drafted tokens of each request a step verifies: Algorithm 1, token by token.
 
 Invariants (tests/property/test_drafting.py asserts them):
-- what is kept of a draft is a beginning of it; equal chances are kept the same, whatever their rows;
-- the choice is the best there is: no other tokens bring more for the same or fewer rows;
-- a likelier token is never dropped for a less likely one of the same priority, and high priority is
-  never served after low at equal chances;
+- what is kept of a draft is a beginning of it, and never past its end;
+- the choice is the best there is: no other beginnings are worth more, by what `best` calls worth;
+- a likelier token is never dropped for a less likely one, high priority never served after low at equal
+  chances, and better drafts never make the choice smaller;
 - where nothing pays nothing is drafted, and every `REST_STEPS` one draft is tried all the same.
 
 The paper plans one draft length for all requests of a priority from average acceptance by position.
@@ -47,8 +47,8 @@ REST_STEPS = 32
 PROBE_TOKENS = 4
 """Tokens of that draft: 4 rows in 33 steps."""
 
-REFRESH_STEPS = 8
-"""Learned counts become rates this often: a group's own tens of tokens change little."""
+REFRESH_STEPS = 32
+"""Learned counts become rates this often: one step's tokens change little, and it takes 100 us."""
 
 _EDGES = np.array(SCORE_EDGES, dtype=np.float32)
 _CLASSES = len(SCORE_EDGES) + 1
@@ -58,7 +58,7 @@ Counts = NDArray[np.int32]
 Scores = NDArray[np.float32]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Choice:
     """What a step verifies: `keep[i]` first tokens of draft i; `cells` [n, width], `slots` [n]."""
 
@@ -67,7 +67,7 @@ class Choice:
     slots: NDArray[np.intp]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Outcome:
     """Tokens that were verified: the draft each is of, its cell, and whether it was right."""
 
@@ -83,25 +83,30 @@ class Outcome:
 
 
 def best(
-    chances: NDArray[np.float64], seconds: NDArray[np.float64], weights: NDArray[np.float64], others: float
+    chances: NDArray[np.float64],
+    seconds: NDArray[np.float64],
+    others: float,
+    weights: NDArray[np.float64] | None = None,
 ) -> Counts:
     """Return how many tokens of each draft to verify.
 
     `chances` [n, width] fall along a draft and are 0 past its end; `seconds[k]` is the step's time
-    with k drafted tokens, k = 0 to n x width; `weights` [n] is what a token of each request counts,
-    `others` the tokens that the step brings to requests without drafts. Tokens are taken by falling
-    weighted chance as long as that raises tokens per second; one more row must then bring `PRICE`
-    times the tokens that its seconds are worth at that best rate.
+    with k drafted tokens, k = 0 to n x width; `others` are the tokens that the step brings to requests
+    without drafts, `weights` [n] is what a token of each other request counts (None: 1).
+
+    Tokens are taken by falling weighted chance. With the best tokens per second that this can reach
+    as the worth of a second, the choice is the one with the most tokens less `PRICE` x seconds x worth.
     """
-    gains = (chances * weights[:, None]).ravel()
+    n, width = chances.shape
+    gains = chances.ravel() if weights is None else (chances * weights[:, None]).ravel()
     order = (-gains).argsort(kind="stable")  # equal ones in order: beginnings stay beginnings
     tokens = np.empty(len(gains) + 1)
-    tokens[0] = others + weights.sum()
+    tokens[0] = others + (n if weights is None else weights.sum())
     tokens[1:] = gains[order]
     tokens.cumsum(out=tokens)
-    rate = (tokens / seconds).max()
-    taken = order[: (tokens - PRICE * rate * seconds).argmax()]
-    return np.bincount(taken // chances.shape[1], minlength=len(chances)).astype(np.int32)
+    price = PRICE * float((tokens / seconds).max())
+    taken = order[: (tokens - price * seconds).argmax()]
+    return np.bincount(taken // width, minlength=n).astype(np.int32)
 
 
 class _Tables:
@@ -186,9 +191,9 @@ class DraftBudget:
         chances = self._tables.rates.ravel().take(cells + CELLS * slots[:, None])
         chances *= self._at[:width] < lengths[:, None]
         np.minimum.accumulate(chances, axis=1, out=chances)
-        weights = np.ones(n) if high is None else np.where(high, HIGH_WEIGHT, 1.0)
+        weights = None if high is None else np.where(high, HIGH_WEIGHT, 1.0)
         batch = max(batch, n)
-        keep = best(chances, self._rows(batch, n * width), weights, float(batch - n))
+        keep = best(chances, self._rows(batch, n * width), batch - n, weights)
         if keep.any():
             self._barren = self._rested = 0
         elif self._barren >= BARREN_STEPS:
