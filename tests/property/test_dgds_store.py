@@ -1,11 +1,12 @@
-"""Any interleaving of writers, repeats, losses, attempts, readers and evictions ends right."""
+"""Any interleaving of writers, repeats, losses, attempts, readers, evictions and prompts ends right."""
 
 import hypothesis.strategies as st
 import numpy as np
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from seer.services.dgds.memory import OVERHEAD_TOKENS
+from seer.common.wire.messages import MAX_GROUP_SIZE
+from seer.services.dgds.memory import OVERHEAD_TOKENS, Memory
 from seer.services.dgds.packing import pack, unpack
 from seer.services.dgds.store import Store
 
@@ -136,5 +137,129 @@ class DgdsStore(RuleBasedStateMachine):
         assert self.store.held == held + len(self.store) * OVERHEAD_TOKENS <= MAX_TOKENS
 
 
+PROMPTS = [7, 8]
+MEMORY_TOKENS = 4 * OVERHEAD_TOKENS + 8
+"""Two prompts with one short stream each; a group of two streams alone."""
+
+
+class NaiveMemory:
+    """Prompts in the order of their last use, with the streams of the group that was remembered last."""
+
+    def __init__(self):
+        self.prompts = {}
+
+    def get(self, prompt):
+        if prompt not in self.prompts:
+            return []
+        self.prompts[prompt] = self.prompts.pop(prompt)
+        return self.prompts[prompt]
+
+    def put(self, prompt, streams):
+        if not streams or self.prompts.get(prompt) == streams or charge(streams) > MEMORY_TOKENS:
+            return
+        self.prompts.pop(prompt, None)
+        self.prompts[prompt] = streams
+        while sum(map(charge, self.prompts.values())) > MEMORY_TOKENS:
+            del self.prompts[next(iter(self.prompts))]
+
+
+def charge(streams):
+    return sum(len(stream) + OVERHEAD_TOKENS for stream in streams) + OVERHEAD_TOKENS
+
+
+class DgdsMemory(RuleBasedStateMachine):
+    """Groups come and go, one writer each; readers see their prompts' past."""
+
+    def __init__(self):
+        super().__init__()
+        self.memory = Memory(MEMORY_TOKENS)
+        self.store = Store(max_tokens=10**6, ttl_seconds=50.0, memory=self.memory)
+        self.naive = NaiveMemory()
+        self.now = 0.0
+        self.live = {}  # group -> [prompt, streams, last touch], in the order of the last touch
+        self.newest = {}  # prompt -> group
+        self.readers = {}  # group -> ({index: (revision, length)}, {index: stream})
+        self.next = 0
+
+    def touch(self, group):
+        entry = self.live.pop(group)
+        entry[2] = self.now
+        self.live[group] = entry
+
+    def remember(self, group):
+        prompt, streams, _ = self.live[group]
+        self.naive.put(prompt, [list(stream) for stream in streams.values()])
+
+    @rule(prompt=st.sampled_from(PROMPTS))
+    def register(self, prompt):
+        group, self.next = self.next, self.next + 1
+        self.store.register(group, 0.0, self.now, prompt)
+        if prompt in self.newest:
+            self.remember(self.newest[prompt])
+        self.live[group], self.newest[prompt] = [prompt, {}, self.now], group
+        self.readers[group] = ({}, {})
+
+    @rule(
+        data=st.data(),
+        index=st.sampled_from(INDICES),
+        tokens=st.lists(st.integers(0, 3), min_size=1, max_size=4),
+    )
+    def append(self, data, index, tokens):
+        if self.live:
+            group = data.draw(st.sampled_from(sorted(self.live)))
+            stream = self.live[group][1].setdefault(index, [])
+            packed = pack(np.array(tokens, dtype=np.int32)).data
+            assert self.store.append(group, index, 1, len(stream), packed, self.now) is None
+            stream += tokens
+            self.touch(group)
+
+    @rule(data=st.data(), most=st.integers(1, 8), until_whole=st.booleans())
+    def fetch(self, data, most, until_whole):
+        if not self.live:
+            return
+        group = data.draw(st.sampled_from(sorted(self.live)))
+        have, streams = self.readers[group]
+        self.touch(group)
+        whole = False
+        while not whole:
+            deltas, whole, _ = self.store.deltas(group, have, most, self.now)
+            assert sum(delta.count for delta in deltas) <= most
+            for delta in deltas:
+                stream = streams.setdefault(delta.index, [])
+                assert delta.previous <= len(stream)
+                stream[delta.previous :] = unpack(delta.tokens).tolist()
+                have[delta.index] = (delta.revision, len(stream))
+            if not until_whole:
+                break
+        prompt, own, _ = self.live[group]
+        if whole:
+            past = self.naive.get(prompt)
+            for index, stream in [*own.items(), *enumerate(past, MAX_GROUP_SIZE)]:
+                assert streams[index] == stream
+        elif self.memory.get(prompt) is not None:  # used now, however far the parts came
+            self.naive.get(prompt)
+
+    @rule(seconds=st.floats(0, 40))
+    def time_passes(self, seconds):
+        self.now += seconds
+        self.store.expire(self.now)
+        for group in [g for g, (_, _, touched) in self.live.items() if self.now - touched > 50.0]:
+            self.remember(group)
+            prompt = self.live.pop(group)[0]
+            if self.newest.get(prompt) == group:
+                del self.newest[prompt]
+
+    @invariant()
+    def the_memory_is_the_models_and_bounded(self):
+        unpacked = [
+            (prompt, [unpack(s).tolist() for s in streams]) for prompt, streams in self.memory.items()
+        ]
+        assert unpacked == list(self.naive.prompts.items())
+        assert self.memory.held == sum(map(charge, self.naive.prompts.values())) <= MEMORY_TOKENS
+        assert len(self.store) == len(self.live)
+
+
 DgdsStore.TestCase.settings = settings(max_examples=100, stateful_step_count=40)
 TestDgdsStore = DgdsStore.TestCase
+DgdsMemory.TestCase.settings = settings(max_examples=100, stateful_step_count=40)
+TestDgdsMemory = DgdsMemory.TestCase

@@ -1,0 +1,174 @@
+"""Real dgds processes over real sockets: readers that do not read, and shards that die."""
+
+import asyncio
+import os
+import signal
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+
+import numpy as np
+import zmq
+import zmq.asyncio
+from msgspec.structs import replace
+
+from seer.child import Child
+from seer.common.channel import Channel, Identity
+from seer.common.clock import LoopClock
+from seer.common.config import Config, DgdsConfig, Endpoints, EngineConfig, SharedConfig, shared_hash
+from seer.common.ids import new_incarnation
+from seer.common.transport.zmq import ZmqTransport
+from seer.common.wire import messages as m
+from seer.common.wire.codec import encode
+from seer.services.dgds import server as dgds_server
+from seer.services.dgds.client import DgdsClient
+from seer.services.dgds.packing import group_digest, pack
+
+GROUP = group_digest("r/a")
+MUTE_FETCHES = 1500
+ANSWER_BYTES = dgds_server.MAX_DELTA_TOKENS * m.TOKEN_BYTES
+
+
+def identity(name):
+    shared = shared_hash(SharedConfig())
+    return Identity(role="engine", name=name, incarnation=new_incarnation(), config_hash=shared)
+
+
+async def spawned(config, folder, name="dgds"):
+    child = await Child.spawn("dgds", name, config, {}, folder, logged=True)
+    await child.ready(120)
+    return child
+
+
+@asynccontextmanager
+async def running(folder, count):
+    """Yield the configuration and the processes of several dgds."""
+    at = ",".join(f"ipc://{folder}/dgds-{shard}" for shard in range(count))
+    config = Config(endpoints=Endpoints(dgds=at))
+    children = []
+    try:
+        for shard in range(count):
+            mine = replace(config, dgds=DgdsConfig(shard=shard))
+            children.append(await spawned(mine, folder, f"dgds-{shard}"))
+        yield config, children
+    finally:
+        for child in children:
+            child.kill_group()
+            await child.gone(10)
+
+
+async def eventually(condition, seconds=60):
+    async with asyncio.timeout(seconds):
+        while not await condition():
+            await asyncio.sleep(0.05)
+
+
+def rss_bytes(pid):
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+async def idle(pid, seconds=60):
+    """Wait until a process has used no CPU for half a second."""
+
+    def used():
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:13]
+
+    async with asyncio.timeout(seconds):
+        before = None
+        while (now := used()) != before:
+            before = now
+            await asyncio.sleep(0.5)
+
+
+async def test_a_client_that_never_reads_costs_a_bounded_queue(tmp_path):
+    context = zmq.asyncio.Context()
+    transport = ZmqTransport()
+    try:
+        async with running(tmp_path, 1) as (config, (child,)):
+            at = config.endpoints.dgds
+            channel = Channel(transport, at, identity("reads"), m.DgdsToEngine, LoopClock())
+            await channel.open(60)
+            tokens = pack(np.zeros(dgds_server.MAX_DELTA_TOKENS, dtype=np.int32))
+            appends = [m.Append(GROUP, 0, 1, 0, dgds_server.MAX_DELTA_TOKENS)]
+            await channel.send(m.AppendBatch(appends=appends, tokens=tokens))
+            question = m.Fetch(groups=[m.FetchGroup(GROUP, {})])
+            await channel.send(question)
+            assert len((await channel.recv()).tokens) == ANSWER_BYTES
+
+            me = identity("mute")
+            mute = context.socket(zmq.DEALER)
+            mute.setsockopt(zmq.IDENTITY, me.address())
+            mute.setsockopt(zmq.RCVHWM, 1)
+            mute.setsockopt(zmq.LINGER, 0)
+            mute.connect(at)
+            await mute.send_multipart(encode(me.hello()))
+            await mute.recv_multipart()
+            before = rss_bytes(child.process.pid)
+            for _ in range(MUTE_FETCHES):
+                await asyncio.wait_for(mute.send_multipart(encode(question)), 60)
+
+            for _ in range(5):
+                await channel.send(question)
+                assert len((await asyncio.wait_for(channel.recv(), 60)).tokens) == ANSWER_BYTES
+            await idle(child.process.pid)
+            grown = rss_bytes(child.process.pid) - before
+            assert grown < MUTE_FETCHES * ANSWER_BYTES / 8
+
+            reading = 0
+            while True:
+                try:
+                    await asyncio.wait_for(mute.recv_multipart(), 1)
+                except TimeoutError:
+                    break
+                reading += 1
+            assert 0 < reading < 4 * dgds_server.QUEUE_ANSWERS  # the kernel and the reader hold some, too
+            await mute.send_multipart(encode(question))  # it is served as soon as it reads
+            assert len((await asyncio.wait_for(mute.recv_multipart(), 60))[1]) == ANSWER_BYTES
+    finally:
+        context.destroy(linger=0)
+        await transport.close()
+
+
+async def test_a_killed_shard_costs_only_its_groups_and_is_sent_them_again(tmp_path):
+    transports = [ZmqTransport(), ZmqTransport()]
+    try:
+        async with running(tmp_path, 2) as (config, children), AsyncExitStack() as stack:
+            writer, reader = (
+                DgdsClient(transport, config.endpoints.dgds, identity(name), LoopClock(), EngineConfig())
+                for name, transport in zip("wr", transports, strict=True)
+            )
+            for client in (writer, reader):
+                task = asyncio.create_task(client.run())
+                stack.callback(task.cancel)
+            names = [f"r/{number}" for number in range(20)]
+            seen = {}
+
+            def say(step):
+                for number, name in enumerate(names):
+                    writer.append(name, 0, 1, step, [100 * step + number])
+
+            def knows(groups, length):
+                async def known():
+                    for delta in await reader.fetch(groups, seconds=0.3):
+                        stream = seen.setdefault(delta.group_id, [])
+                        stream[delta.previous :] = delta.tokens.tolist()
+                    return all(len(seen.get(name, [])) == length for name in groups)
+
+                return known
+
+            say(0)
+            await eventually(knows(names, 1))
+            first = [name for name in names if group_digest(name) % 2 == 0]
+            second = [name for name in names if name not in first]
+            os.kill(children[0].process.pid, signal.SIGKILL)
+            await children[0].gone(10)
+            say(1)
+            await eventually(knows(second, 2))
+            seen = {name: seen[name] for name in second}
+            children[0] = await spawned(replace(config, dgds=DgdsConfig(shard=0)), tmp_path, "dgds-0")
+            await eventually(knows(first, 2))
+            assert seen == {name: [number, 100 + number] for number, name in enumerate(names)}
+            assert first
+            assert second
+    finally:
+        for transport in transports:
+            await transport.close()
