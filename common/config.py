@@ -113,6 +113,8 @@ class DraftsConfig(_Section, frozen=True):
     """Whose tokens drafts come from: a request's own, or those of its whole group from all engines."""
     max_draft: int = 8
     """Most tokens drafted per request and step (K_max); how many pay is decided step by step."""
+    max_paths: int | None = None
+    """Most draft paths verified per request and step; default: as many as pay. 1: never more."""
     cache: str = ""
     """Folder of step-time profiles; default: `seer` in the user's cache folder."""
 
@@ -260,6 +262,9 @@ def _check_addresses(config: Config) -> None:
     if not 1 <= config.drafts.max_draft <= MAX_DRAFT:
         fix = f"must be from 1 to {MAX_DRAFT}; to draft nothing, set drafts.source to off"
         raise ConfigError(f"drafts.max_draft = {config.drafts.max_draft}: {fix}")
+    if config.drafts.max_paths is not None and config.drafts.max_paths < 1:
+        fix = "must be at least 1, or left out: then as many as pay are verified"
+        raise ConfigError(f"drafts.max_paths = {config.drafts.max_paths}: {fix}")
     check_address("pool.master", config.pool.master)
     check_address("pool.metrics", config.pool.metrics)
 

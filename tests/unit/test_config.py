@@ -49,6 +49,7 @@ def test_text_takes_the_type_of_its_field():
         ('[log]\nlevel = "loud"\n', r"log.level"),
         ("engine = 3\n", "engine"),
         ("[drafts]\nmax_draft = 129\n", r"drafts.max_draft = 129: must be from 1 to 128; to draft nothing"),
+        ("[drafts]\nmax_paths = 0\n", r"drafts.max_paths = 0: must be at least 1, or left out"),
         ('[drafts]\nsource = "all"\n', r"drafts.source"),
         ("[engine\n", "not valid TOML"),
     ],

@@ -25,6 +25,7 @@ import numpy.typing as npt
 
 from seer.common.config import DraftsConfig, EngineConfig, PoolConfig, SharedConfig
 from seer.common.errors import EngineError, InvalidField, SeerError
+from seer.common.policy.draft_paths import SEPARATOR
 from seer.common.types import Capacity, InstanceStats, SamplingParams
 from seer.services.dgds.client import StreamDelta
 from seer.services.engine.backend import Chunk, ChunkEnd, Generated, StepOutput
@@ -33,6 +34,7 @@ from seer.services.engine.vllm import env
 from seer.services.engine.vllm.checks import budget, check
 from seer.services.engine.vllm.drafts.control import Drafting
 from seer.services.engine.vllm.drafts.costs import step_costs
+from seer.services.engine.vllm.drafts.scratch import take_scratch
 from seer.services.engine.vllm.drafts.script import Script
 from seer.services.engine.vllm.kv_pool.sharing import Sharing
 from seer.services.engine.vllm.requests import engine_request
@@ -107,8 +109,11 @@ class VllmBackend:
 
         self._client = env.load(self._config, self._shared, self._pool, self._drafts)
         try:
+            scratch = take_scratch(self._core, self._drafts, self._shared.block_size)
             self._describe()
-            self._rpc("seer_install", max_draft=self._drafts.max_draft if self._drafts else 0)
+            self._rpc(
+                "seer_install", max_draft=self._drafts.max_draft if self._drafts else 0, scratch=scratch
+            )
             self_test.check(self)
             if self._drafts is not None:
                 self._drafting = Drafting(self._rpc, self._drafts)
@@ -425,7 +430,8 @@ class VllmBackend:
             self._pulled += output.prefill_stats.num_external_cached_tokens
         if self._drafting is not None:
             self._drafting.count(len(output.new_token_ids), run.drafted)
-            run.drafted = len(run.request.spec_token_ids)  # of the next step
+            upcoming = run.request.spec_token_ids
+            run.drafted = len(upcoming) - upcoming.count(SEPARATOR)
         by_id = ended is not None and str(ended) == "stop"
         tokens, stop_string = output.new_token_ids, None
         if run.stops is not None:

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 from seer.common.config import CPU_KV_SHARE, DraftsConfig, EngineConfig, PoolConfig, SharedConfig
 from seer.common.errors import EngineError
 from seer.common.weights import problem_of
+from seer.services.engine.vllm.drafts.scratch import scratch_blocks
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -102,10 +103,11 @@ def load(
     # vLLM collects garbage several times while it loads: half a second each over all it has imported.
     gc.freeze()
     try:
-        arguments = _arguments(config, shared, described) | extras
+        scratch = scratch_blocks(drafts, shared.block_size)
+        arguments = _arguments(config, shared, described, scratch) | extras
         vllm_config: VllmConfig = EngineArgs(**arguments).create_engine_config()
         if vllm_config.device_config.device_type == "cpu":
-            vllm_config.cache_config.kv_cache_memory_bytes = _cpu_kv_bytes(config, vllm_config)
+            vllm_config.cache_config.kv_cache_memory_bytes = _cpu_kv_bytes(config, vllm_config, scratch)
         return InprocClient(vllm_config, Executor.get_class(vllm_config), log_stats=False)
     except Exception as error:  # whatever a folder or a size provokes inside vLLM
         raise EngineError(explain(error, config, shared)) from error
@@ -176,7 +178,9 @@ def _described(shared: SharedConfig) -> dict[str, Any]:
     raise EngineError(f"shared.model = {shared.model!r} {problem}: give a Hugging Face model folder")
 
 
-def _arguments(config: EngineConfig, shared: SharedConfig, described: dict[str, Any]) -> dict[str, Any]:
+def _arguments(
+    config: EngineConfig, shared: SharedConfig, described: dict[str, Any], scratch: int
+) -> dict[str, Any]:
     from vllm.platforms import current_platform
 
     return {
@@ -189,7 +193,7 @@ def _arguments(config: EngineConfig, shared: SharedConfig, described: dict[str, 
         "tensor_parallel_size": config.tensor_parallel,
         "distributed_executor_backend": "mp" if config.tensor_parallel > 1 else "uni",
         # vLLM keeps one block, its null block, for itself.
-        "num_gpu_blocks_override": None if config.kv_blocks is None else config.kv_blocks + 1,
+        "num_gpu_blocks_override": None if config.kv_blocks is None else config.kv_blocks + 1 + scratch,
         "gpu_memory_utilization": config.gpu_memory_utilization,
         "enable_prefix_caching": True,
         "enable_sleep_mode": current_platform.is_sleep_mode_available(),
@@ -231,7 +235,7 @@ def _dtype(dtype: str, described: dict[str, Any]) -> str:
     return "float32" if dtype == "auto" and own == "float32" else dtype
 
 
-def _cpu_kv_bytes(config: EngineConfig, vllm_config: VllmConfig) -> int:
+def _cpu_kv_bytes(config: EngineConfig, vllm_config: VllmConfig, scratch: int) -> int:
     """Return the KV memory of one rank: as told, or all that can be used, within a share of free memory."""
     import torch
     from vllm.utils.cpu_resource_utils import get_allowed_cpu_list, get_memory_node_info
@@ -241,7 +245,8 @@ def _cpu_kv_bytes(config: EngineConfig, vllm_config: VllmConfig) -> int:
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
     per_token = 2 * model.get_num_layers(parallel) * model.get_num_kv_heads(parallel) * model.get_head_size()
     longest = model.max_model_len + 2 * vllm_config.cache_config.block_size  # rounding, the null block
-    usable: int = per_token * torch.finfo(model.dtype).bits // 8 * longest * config.max_num_seqs
+    tokens = longest * config.max_num_seqs + scratch * vllm_config.cache_config.block_size
+    usable: int = per_token * torch.finfo(model.dtype).bits // 8 * tokens
     node = get_memory_node_info(get_allowed_cpu_list()[0].numa_node)
     return min(usable, int(node.available_memory * CPU_KV_SHARE / config.tensor_parallel))
 

@@ -20,6 +20,7 @@ from vllm.v1.outputs import LogprobsTensors, SamplerOutput
 from seer.common.errors import EngineError
 from seer.common.policy.draft_budget import DraftBudget
 from seer.common.policy.drafting import StepCosts
+from seer.services.engine.vllm.drafts.paths import PathRows
 from seer.services.engine.vllm.drafts.script import Script
 from seer.services.engine.vllm.requests import EXTRA, Extra
 from seer.services.engine.vllm.sampler_check import self_test
@@ -47,11 +48,16 @@ class SeerWorker:
 
     model_runner: GPUModelRunner
     seer_sampler: RowSampler
+    seer_paths: PathRows | None
     seer_freed: list[tuple[torch.UntypedStorage, int]]
 
-    def seer_install(self, max_draft: int) -> None:
-        """Put our sampler into the model runner, and ourselves into the proposer if there is one."""
-        self.seer_sampler = RowSampler(self.model_runner)
+    def seer_install(self, max_draft: int, scratch: list[int]) -> None:
+        """Put our sampler into the model runner, and ourselves into the proposer if there is one.
+
+        `scratch` KV blocks are ours, for verifying several paths of a draft; without, there is one path.
+        """
+        self.seer_paths = PathRows(self.model_runner, scratch) if scratch else None
+        self.seer_sampler = RowSampler(self.model_runner, self.seer_paths)
         self.model_runner._sample = self.seer_sampler
         if max_draft and get_tp_group().is_first_rank:
             self.model_runner.drafter.bind(self.model_runner, max_draft)
@@ -87,6 +93,10 @@ class SeerWorker:
         """Return how long this rank has drafted in all."""
         seconds: float = self.model_runner.drafter.seconds
         return seconds
+
+    def seer_path_counts(self) -> dict[str, int]:
+        """Return what became of paths after the first: `siblings`, and those `dropped`, `won`, `torn`."""
+        return dict(self.seer_paths.counters) if self.seer_paths is not None else {}
 
     def seer_check_noise(self) -> str:
         """Compare what is drawn on this worker's device with the reference; empty when equal."""
@@ -149,8 +159,9 @@ class RowSampler:
     before it are right. So vLLM's rejection sampler never runs, and drafts cannot change a token.
     """
 
-    def __init__(self, runner: GPUModelRunner) -> None:
+    def __init__(self, runner: GPUModelRunner, paths: PathRows | None = None) -> None:
         self._runner = runner
+        self._paths = paths
         self._compose([])
         self.captured: list[npt.NDArray[np.float32]] = []
 
@@ -179,6 +190,8 @@ class RowSampler:
             tokens, logprobs = right_rows(tokens.cpu().numpy(), logprobs.cpu().numpy(), counts, drafts)
         if self._captures:
             self._capture(logits, counts, tokens)
+        if drafted is not None and self._paths is not None:
+            tokens, logprobs = map(torch.from_numpy, self._paths.settle(tokens.numpy(), logprobs.numpy()))
         sampled = tokens[:, None] if drafted is None else tokens
         flat = sampled.reshape(-1, 1)
         return SamplerOutput(

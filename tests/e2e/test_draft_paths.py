@@ -1,0 +1,312 @@
+"""Several draft paths per step under the real engine: they change no token, no logprob and no block."""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from engine_cases import BASE, CASES, KEY, LENGTH, PROMPT, chunk, in_chunks, one_go, run
+
+if importlib.util.find_spec("vllm") is None:
+    pytest.skip("needs the engine extra", allow_module_level=True)
+
+from seer.common.config import DraftsConfig, EngineConfig, SharedConfig
+from seer.common.types import SamplingParams
+from seer.services.engine.vllm.backend import VllmBackend
+from seer.services.engine.vllm.drafts.script import Script
+
+pytestmark = pytest.mark.vllm
+
+VOCAB = 200
+PLANS = {
+    "right_first": ("right", "wrong", "wrong"),
+    "right_second": ("wrong", "right", "random"),
+    "right_third": ("wrong", "random", "right"),
+    "all_wrong": ("wrong", "random", "wrong"),
+    "forks": ("truncated", "truncated", "right"),
+}
+
+
+def start(model: Path, cache: Path, **engine: object) -> VllmBackend:
+    fields = {"kv_blocks": 36, "max_num_seqs": 32, "max_model_len": 256} | engine
+    config = EngineConfig(cpu_cores=str(min(os.sched_getaffinity(0))), **fields)
+    backend = VllmBackend(
+        config, SharedConfig(model=str(model)), None, DraftsConfig(max_draft=11, cache=str(cache))
+    )
+    backend.start()
+    return backend
+
+
+@pytest.fixture(scope="module")
+def engine(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmBackend]:
+    cores = os.sched_getaffinity(0)
+    engine = start(tiny_model, tmp_path_factory.mktemp("profiles"))
+    yield engine
+    engine.close()
+    os.sched_setaffinity(0, cores)
+
+
+@pytest.fixture
+def backend(engine: VllmBackend) -> Iterator[VllmBackend]:
+    yield engine
+    engine.script_drafts(None)
+    engine.forget(["g"])
+    for request_id, attempt in list(engine._ids):
+        engine.drop(request_id, attempt)
+    assert engine.stats().free_blocks == engine.capacity.kv_blocks == 36
+    runner = engine._core.model_executor.driver_worker.worker.model_runner
+    assert not any("/" in name for name in (*runner.requests, *runner.input_batch.req_id_to_index))
+
+
+def script(backend: VllmBackend, plan: str, known: dict[int, list[int]] | None = None) -> None:
+    first, *others = PLANS.get(plan, (plan,))
+    backend.script_drafts(Script(kind=first, vocab=VOCAB, known=known or {}, siblings=tuple(others)))
+
+
+def counts(backend: VllmBackend) -> dict[str, int]:
+    (found,) = backend._rpc("seer_path_counts")
+    return {name: found.get(name, 0) for name in ("siblings", "dropped", "won", "torn")}
+
+
+def gained(backend: VllmBackend, before: dict[str, int]) -> dict[str, int]:
+    return {name: count - before[name] for name, count in counts(backend).items()}
+
+
+@pytest.mark.parametrize("plan", ["right_third", "all_wrong", "forks"])
+@pytest.mark.parametrize("case", CASES)
+def test_paths_at_every_offset_change_nothing(backend, case, plan):
+    script(backend, "none")
+    sampling = CASES[case](backend) if callable(CASES[case]) else CASES[case]
+    whole = one_go(backend, sampling)
+    before = counts(backend)
+    # More is known than the response may have: a draft goes on where a stop must cut it.
+    script(backend, plan, {0: whole.tokens + [7] * LENGTH})
+    plans = [[size, LENGTH] for size in range(1, LENGTH)] + [[1], [5]]
+    for sizes, response in zip(plans, in_chunks(backend, plans, sampling), strict=True):
+        assert response.tokens == whole.tokens, sizes
+        assert response.finish == whole.finish, sizes
+        assert response.logprobs == pytest.approx(whole.logprobs, abs=1e-4), sizes
+    after = gained(backend, before)
+    assert after["siblings"] > 0
+    assert after["torn"] == 0
+    assert (after["won"] == 0) == (plan == "all_wrong")
+
+
+LONG = SamplingParams(max_tokens=150, temperature=0.8, ignore_eos=True)
+
+
+def check_kv(backend: VllmBackend, plan: str, sizes: tuple[int, ...] = (70, 97)) -> None:
+    """Compare responses that siblings won, and what follows on their cached KV, with plain decoding."""
+    script(backend, "none")
+    whole = one_go(backend, LONG, group_id="")
+    before, steps = counts(backend), backend.stats().steps
+    known = {0: whole.tokens}
+    for size in sizes:
+        backend._engine.reset_prefix_cache()
+        script(backend, plan, known)
+        begun = one_go(backend, LONG, max_new_tokens=size)
+        assert begun.tokens == whole.tokens[:size]
+        assert begun.logprobs == pytest.approx(whole.logprobs[:size], abs=1e-4)
+        script(backend, "none")
+        rest = one_go(backend, LONG, tokens=PROMPT + begun.tokens, prompt_len=len(PROMPT))
+        assert rest.ends[0].cached_tokens == (len(PROMPT) + size - 1) // 32 * 32
+        assert rest.tokens == whole.tokens[size:]
+        assert rest.logprobs == pytest.approx(whole.logprobs[size:], abs=1e-4)
+    after = gained(backend, before)
+    assert after["won"] > 10
+    assert after["torn"] == after["dropped"] == 0
+    assert backend.stats().steps - steps < len(sizes) * len(whole.tokens)
+
+
+@pytest.mark.parametrize("plan", ["right_second", "right_third", "forks"])
+def test_a_winners_kv_is_the_requests_own(backend, plan):
+    check_kv(backend, plan)
+
+
+@pytest.mark.parametrize("place", ["gpu_model_runner", "seer"])
+def test_without_either_copy_of_kv_something_differs(backend, monkeypatch, place):
+    """The partial block is copied by vLLM's runner, a winner's blocks by `PathRows`."""
+    from vllm.v1.worker import gpu_model_runner  # only once an engine prepared vLLM's environment
+
+    from seer.services.engine.vllm.drafts import paths
+
+    module = gpu_model_runner if place == "gpu_model_runner" else paths
+    monkeypatch.setattr(module, "copy_kv_cache_blocks_inplace", lambda *_: None)
+    with pytest.raises(AssertionError):
+        check_kv(backend, "right_second")
+
+
+def test_a_right_sibling_saves_steps(backend):
+    script(backend, "none")
+    whole = one_go(backend, LONG)
+    steps = []
+    for plan in ("wrong", "right_second"):
+        before = backend.stats().steps
+        script(backend, plan, {0: whole.tokens})
+        assert one_go(backend, LONG).tokens == whole.tokens
+        steps.append(backend.stats().steps - before)
+    assert steps[1] < 0.7 * steps[0]
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_preempted_requests_with_paths_go_on_the_same(backend, plan):
+    sampling = SamplingParams(max_tokens=40, temperature=1.1, presence_penalty=0.5, ignore_eos=True)
+    chunks = [
+        chunk(str(i), sampling, index=i, key=KEY + i, prompt=[1 + i, *range(3, 50 + i)]) for i in range(16)
+    ]
+    script(backend, "none")
+    alone = {one.request_id: run(backend, [one])[one.request_id] for one in chunks}
+    before, preempted = counts(backend), backend.stats().preemptions
+    script(backend, plan, {i: alone[str(i)].tokens for i in range(16)})
+    together = run(backend, chunks)
+    assert backend.stats().preemptions > preempted
+    after = gained(backend, before)
+    assert after["siblings"] > 0
+    assert after["dropped"] > 0, "16 requests have more paths than there is scratch"
+    assert all(together[name].tokens == response.tokens for name, response in alone.items())
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_paths_take_no_block_that_was_not_reserved(backend, plan):
+    sampling = SamplingParams(max_tokens=100, ignore_eos=True)
+    names = [f"r{i}" for i in range(12)]
+    chunks = [chunk(name, sampling, index=i, key=i, wait_for_room=True) for i, name in enumerate(names)]
+    script(backend, "none")
+    plain = run(backend, chunks)
+    before = backend.stats().preemptions
+    script(backend, plan, {i: plain[name].tokens for i, name in enumerate(names)})
+    drafted = run(backend, chunks)
+    assert backend.stats().preemptions == before
+    assert all(drafted[name].tokens == plain[name].tokens for name in names)
+
+
+def test_rows_of_prefills_and_paths_share_a_step(backend):
+    script(backend, "none")
+    sampling = SamplingParams(max_tokens=40, ignore_eos=True)
+    chunks = [chunk(str(i), sampling, index=i, key=i, prompt=[1, *range(3 + i, 60)]) for i in range(6)]
+    alone = {one.request_id: run(backend, [one])[one.request_id] for one in chunks}
+    backend._engine.reset_prefix_cache()
+    before = counts(backend)
+    script(backend, "right_second", {i: alone[str(i)].tokens for i in range(6)})
+    got: dict[str, list[int]] = {one.request_id: [] for one in chunks}
+    waiting = list(chunks)
+    while waiting or backend.has_work():
+        if waiting:  # each joins while the others decode
+            backend.add(waiting.pop())
+        for generated in backend.step().generated:
+            got[generated.request_id] += generated.token_ids
+    assert got == {name: response.tokens for name, response in alone.items()}
+    assert gained(backend, before)["won"] > 0
+
+
+def test_captured_requests_have_one_row(backend):
+    script(backend, "none")
+    whole = one_go(backend, BASE)
+    script(backend, "right_second", {0: whole.tokens})
+    before = counts(backend)
+    tokens, (rows,) = backend.captured(chunk("one", BASE))
+    assert tokens == whole.tokens
+    assert len(rows) == len(tokens)
+    assert gained(backend, before)["siblings"] == 0 < gained(backend, before)["dropped"]
+
+
+def test_a_torn_request_keeps_its_own_row(backend, monkeypatch):
+    """Rows that should say the same differ by last bits on some hardware; here, by force."""
+    from seer.services.engine.vllm import extension
+
+    script(backend, "none")
+    whole = one_go(backend, BASE)
+    backend.script_drafts(Script(kind="wrong", vocab=VOCAB, known={0: whole.tokens}, siblings=("right",)))
+    before, right_rows = counts(backend), extension.right_rows
+
+    def torn(tokens, logprobs, counts, drafts):
+        if len(counts) > 1:
+            tokens[counts[0] + 1] ^= 1  # what the sibling's first row drew
+        return right_rows(tokens, logprobs, counts, drafts)
+
+    monkeypatch.setattr(extension, "right_rows", torn)
+    assert one_go(backend, BASE).tokens == whole.tokens
+    after = gained(backend, before)
+    assert after["torn"] == after["siblings"] > 0
+    assert after["won"] == 0
+
+
+def test_one_path_takes_no_scratch(backend):
+    from seer.services.engine.vllm.drafts.scratch import scratch_blocks, take_scratch
+
+    one = DraftsConfig(max_paths=1)
+    assert scratch_blocks(one, 32) == scratch_blocks(None, 32) == 0
+    assert take_scratch(backend._core, one, 32) == []
+
+
+def test_what_cannot_have_paths_is_said_once(backend, monkeypatch):
+    from seer.services.engine.vllm.drafts import scratch
+
+    said = []
+    monkeypatch.setattr(scratch._log, "info", lambda *text, **fields: said.append((text, fields)))
+    config = backend._core.vllm_config
+    monkeypatch.setattr(config.cache_config, "num_gpu_blocks_override", None)
+    monkeypatch.setattr(config.scheduler_config, "async_scheduling", True)
+    assert scratch.take_scratch(backend._core, DraftsConfig(), 32) == []
+    assert said == [(("one draft path per request",), {"why": "asynchronous scheduling"})]
+
+
+TWO_RANKS = """
+import json, sys, threading
+from seer.common.config import DraftsConfig, EngineConfig, SharedConfig
+from seer.common.types import SamplingParams
+from seer.services.engine.backend import Chunk
+from seer.services.engine.vllm.backend import VllmBackend
+from seer.services.engine.vllm.drafts.script import Script
+
+def roll(backend, prompt):
+    sampling = SamplingParams(max_tokens=60, temperature=0.9, repetition_penalty=1.3, ignore_eos=True)
+    for key in range(3):
+        backend.add(Chunk(
+            request_id=str(key), group_id="g", index=key, attempt=0, key=key, prompt_len=len(prompt),
+            max_new_tokens=99, sampling=sampling, tokens=prompt,
+        ))
+    tokens = {str(key): [] for key in range(3)}
+    while backend.has_work():
+        for generated in backend.step().generated:
+            tokens[generated.request_id] += generated.token_ids
+    return tokens
+
+def main():
+    config = EngineConfig(kv_blocks=40, max_num_seqs=12, max_model_len=256, tensor_parallel=2)
+    drafts = DraftsConfig(max_draft=11, cache=sys.argv[3])
+    backend = VllmBackend(config, SharedConfig(model=sys.argv[1]), None, drafts)
+    backend.start()
+    prompt, rolls = json.loads(sys.argv[2]), []
+    backend.script_drafts(Script(kind="none", vocab=200))
+    rolls.append(roll(backend, prompt))
+    known = {int(key): tokens for key, tokens in rolls[0].items()}
+    backend.script_drafts(Script(kind="wrong", vocab=200, known=known, siblings=("truncated", "right")))
+    rolls.append(roll(backend, prompt))
+    print(json.dumps([rolls, backend._rpc("seer_path_counts")]))
+    backend.close()
+
+if __name__ == "__main__":
+    # Off the main thread, as the engine service runs it.
+    thread = threading.Thread(target=main)
+    thread.start()
+    thread.join()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_two_ranks_choose_the_same_paths(tiny_model, tmp_path):
+    (tmp_path / "two.py").write_text(TWO_RANKS)
+    command = [sys.executable, str(tmp_path / "two.py"), str(tiny_model), json.dumps(PROMPT), str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=500, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    (plain, drafted), ranks = json.loads(done.stdout.splitlines()[-1])
+    assert drafted == plain
+    assert ranks[0] == ranks[1]
+    assert ranks[0]["won"] > 10
+    assert ranks[0].get("torn", 0) == 0
