@@ -109,8 +109,11 @@ MAX_DRAFT = 128
 class DraftsConfig(_Section, frozen=True):
     """Speculative decoding: responses of one group draft for each other. Never changes a token."""
 
-    source: Literal["off", "own", "grouped"] = "grouped"
-    """Whose tokens drafts come from: a request's own, or those of its whole group from all engines."""
+    source: Literal["off", "own", "grouped", "random"] = "grouped"
+    """Whose tokens drafts come from: a request's own, or those of its whole group from all engines.
+
+    `random`: nobody's. For `seer verify`: not even such drafts change a token.
+    """
     max_draft: int = 8
     """Most tokens drafted per request and step (K_max); how many pay is decided step by step."""
     max_paths: int | None = None

@@ -19,8 +19,9 @@ from seer.verify.cell_run import _and_once, _final_status
 from seer.verify.cells import CELLS, REFERENCE, choose, scarce_pool_bytes
 
 HERE = Machine(cores=[0, 1], devices=[], free_bytes=0)
-RANKS = ["tp-2", "pool-tp-2"]
-POOLS = ["pool-migrate", "pool-warm", "pool-ssd", "pool-tp-2"]
+RANKS = ["tp-2", "pool-tp-2", "drafts-tp-2"]
+POOLS = ["pool-migrate", "pool-warm", "pool-ssd", "pool-tp-2", "drafts"]
+DRAFTS = ["drafts", "drafts-right", "drafts-random", "drafts-tp-2"]
 
 
 @pytest.fixture(autouse=True)
@@ -73,7 +74,9 @@ def test_cells_with_a_pool_need_mooncake_an_engine_with_kv_and_leave(
     monkeypatch.setattr(pool_plan, "import_problem", lambda: problem)
     base = msgspec.structs.replace(config(tmp_path, backend=backend), pool=PoolConfig(kind=kind))
     cells, skipped = choose("", base, HERE)
-    assert [name for name in skipped if name != "tp-2"] == POOLS
+    others = {"tp-2", *DRAFTS} - set(POOLS) if backend == "replay" else set()
+    assert [name for name in skipped if name not in others] == POOLS
+    assert others <= set(skipped)
     assert not {cell.name for cell in cells} & set(POOLS)
     with pytest.raises(InvalidField, match=why):
         choose("chunk-1,pool-warm", base, HERE)
@@ -89,6 +92,12 @@ def test_only_cells_that_are_about_a_pool_have_one_and_it_is_their_own(tmp_path:
     for pool in pools.values():
         assert (pool.master, pool.metrics) == (PoolConfig().master, PoolConfig().metrics)
         assert (pool.pull_tokens, pool.protocol) == (0, "rdma")
+
+
+def test_only_cells_that_are_about_drafts_draft(tmp_path: Path):
+    configs = {name: cell.config(config(tmp_path), [60]) for name, cell in CELLS.items()}
+    assert [name for name, its in configs.items() if its.drafts.source != "off"] == DRAFTS
+    assert [name for name, its in configs.items() if its.dgds.remember_tokens] == ["drafts-right"]
 
 
 def test_a_pool_with_a_disk_has_memory_for_few_blocks(tmp_path: Path):
@@ -139,11 +148,14 @@ def test_needs_compare_counters_with_numbers_and_counters():
         ("pool-warm", "pool_tokens"),
         ("pool-ssd", "pool_ssd_reads"),
         ("pool-tp-2", "pool_tokens"),
+        ("drafts", "accepted_tokens"),
+        ("drafts-right", "accepted_tokens"),
+        ("drafts-tp-2", "accepted_tokens"),
     ],
 )
-def test_a_pool_that_did_nothing_proves_nothing(cell: str, idle: str):
-    names = ("migrations", "restarts", "pool_tokens", "pool_ssd_reads")
-    counters = dict.fromkeys(names, 1) | {"preemptions": 0, "tensor_parallel": 2}
+def test_a_pool_or_drafts_that_did_nothing_prove_nothing(cell: str, idle: str):
+    names = ("migrations", "restarts", "pool_tokens", "pool_ssd_reads", "accepted_tokens")
+    counters = dict.fromkeys(names, 1) | {"preemptions": 0, "tensor_parallel": 2, "drafted_tokens": 2}
     assert CELLS[cell].unmet(counters) == []
     assert CELLS[cell].unmet(counters | {idle: 0}) == [f"{idle} > 0 (was 0)"]
 

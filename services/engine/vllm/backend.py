@@ -117,8 +117,12 @@ class VllmBackend:
             self_test.check(self)
             if self._drafts is not None:
                 self._drafting = Drafting(self._rpc, self._drafts)
-                costs = step_costs(self, self._core.vllm_config, self._drafts.max_draft, self._drafts.cache)
-                self._rpc("seer_set_costs", costs=costs)
+                if self._drafts.source == "random":
+                    self.script_drafts(Script(kind="random", vocab=self._vocab_size))
+                else:
+                    config = self._core.vllm_config
+                    costs = step_costs(self, config, self._drafts.max_draft, self._drafts.cache)
+                    self._rpc("seer_set_costs", costs=costs)
             if self._pool is not None:
                 model = Path(self._shared.model)
                 self._sharing = Sharing(self._rpc, model, self._core.vllm_config)

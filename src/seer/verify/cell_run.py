@@ -2,6 +2,7 @@
 
 Invariants:
 - every cell draws from the same keys: same seed, same rollout number, same prompt ids;
+- the counters of a cell that runs twice are of both runs;
 - what an engine counted before it was killed is not in the counters: what they say of the pool, the
   engine that came back did.
 """
@@ -78,6 +79,8 @@ async def run_cell(
             with contextlib.suppress(ProcessLookupError):  # it was lost just now
                 os.kill(system.pids["engine-0"], signal.SIGKILL)
 
+        if cell.again:
+            await system.run(_roll(system.endpoint, job, prompts, None, halfway))
         found = await system.run(_roll(system.endpoint, job, prompts, kill if cell.killed else None, halfway))
         if cell.disk:
             figures = read_figures(await ask_master(system.config.pool.metrics))
@@ -130,6 +133,9 @@ def _counters(groups: list[Group], instances: list[InstanceStatus]) -> dict[str,
         "engines_used": sum(instance.stats.generated_tokens > 0 for instance in instances),
         "restarts": sum(instance.restarts for instance in instances),
         "tensor_parallel": int(instances[0].versions.get("tensor_parallel", 1)),
+        "verifications": sum(instance.stats.verifications for instance in instances),
+        "drafted_tokens": sum(instance.stats.drafted_tokens for instance in instances),
+        "accepted_tokens": sum(instance.stats.accepted_tokens for instance in instances),
         "pool_tokens": pool.pool_tokens,
         "pool_saved_blocks": pool.saved_blocks,
         "pool_dropped_blocks": pool.dropped_blocks,

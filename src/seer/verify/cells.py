@@ -2,7 +2,8 @@
 
 Invariants:
 - the first cell is the reference, and every other one differs from it in what its name says;
-- only cells with `pool` have a KV pool, each one of its own that is empty at first;
+- only cells with `pool` have a KV pool, each one of its own that is empty at first, and only those
+  with `drafts` draft;
 - a cell that did not do what it is there for (`needs`) proves nothing, and counts as failed.
 """
 
@@ -37,6 +38,9 @@ LEAST_POOL_BYTES = 2**24
 DISK_FACTOR = 16
 """Disk below a pool's memory, in sizes of that memory."""
 
+MEMORY_TOKENS = 50_000_000
+"""What a dgds may remember of a first run: more than a verification generates."""
+
 _COMPARE = {">": operator.gt, "==": operator.eq}
 
 
@@ -45,7 +49,8 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True):
 
     `scarce` leaves an engine too few KV blocks for what it runs at once, `disk` the pool too little
     memory for what it holds, and a disk below it. `killed`: the engine is killed halfway, and comes
-    back. Counters for `needs` are those of `cell_run.CellRun`.
+    back. `again`: what counts is a second run, which drafts what the first one said. Counters for
+    `needs` are those of `cell_run.CellRun`.
     """
 
     name: str
@@ -58,6 +63,8 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True):
     pool: bool = False
     disk: bool = False
     killed: bool = False
+    drafts: Literal["off", "grouped", "random"] = "off"
+    again: bool = False
 
     def config(self, base: Config, lengths: Sequence[int] = ()) -> Config:
         """Return the configuration that this cell runs.
@@ -68,7 +75,13 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True):
         if self.scarce:
             engine = msgspec.structs.replace(engine, kv_blocks=scarce_blocks(base, lengths))
         buffer = msgspec.structs.replace(base.buffer, **self.buffer)
-        return msgspec.structs.replace(base, engine=engine, buffer=buffer, pool=self._pool(base))
+        drafts = msgspec.structs.replace(base.drafts, source=self.drafts)
+        dgds = base.dgds
+        if self.again:
+            dgds = msgspec.structs.replace(dgds, remember_tokens=MEMORY_TOKENS, remember_path="")
+        return msgspec.structs.replace(
+            base, engine=engine, buffer=buffer, pool=self._pool(base), drafts=drafts, dgds=dgds
+        )
 
     def _pool(self, base: Config) -> PoolConfig:
         here = PoolConfig()
@@ -99,6 +112,8 @@ def _chunked(size: int) -> Cell:
         needs=(("chunks", ">", "responses"),),
     )
 
+
+_DRAFTED: tuple[Need, ...] = (("accepted_tokens", ">", 0), ("drafted_tokens", ">", "accepted_tokens"))
 
 CELLS: dict[str, Cell] = {
     cell.name: cell
@@ -175,6 +190,39 @@ CELLS: dict[str, Cell] = {
             buffer={"policy": "divided", "chunk_size": 32},
             needs=(("tensor_parallel", "==", 2), ("pool_tokens", ">", 0), ("preemptions", "==", 0)),
         ),
+        Cell(
+            name="drafts",
+            about="drafts from siblings, every chunk on another engine, a quarter of the KV memory, a pool",
+            instances=2,
+            scarce=True,
+            pool=True,
+            drafts="grouped",
+            buffer={"policy": "migrate", "chunk_size": 32},
+            needs=(*_DRAFTED, ("migrations", ">", 0), ("pool_tokens", ">", 0), ("preemptions", "==", 0)),
+        ),
+        Cell(
+            name="drafts-right",
+            about="chunks of 16, drafted from a first run of the same",
+            drafts="grouped",
+            again=True,
+            buffer={"policy": "divided", "chunk_size": 16},
+            needs=_DRAFTED,
+        ),
+        Cell(
+            name="drafts-random",
+            about="random drafts",
+            drafts="random",
+            buffer={"policy": "static"},
+            needs=(("drafted_tokens", ">", "verifications"),),
+        ),
+        Cell(
+            name="drafts-tp-2",
+            about="drafts from siblings, two tensor-parallel ranks",
+            drafts="grouped",
+            engine={"tensor_parallel": 2},
+            buffer={"policy": "divided", "chunk_size": 64},
+            needs=(*_DRAFTED, ("tensor_parallel", "==", 2)),
+        ),
     )
 }
 
@@ -218,7 +266,11 @@ def choose(names: str, config: Config, machine: Machine) -> tuple[list[Cell], di
     poolless = _poolless(config)
     cannot = {}
     for name, cell in CELLS.items():
-        if why := (poolless if cell.pool else "") or _rankless(cell, config, machine):
+        if (
+            why := (poolless if cell.pool else "")
+            or _draftless(cell, config)
+            or _rankless(cell, config, machine)
+        ):
             cannot[name] = why
     wanted = [name.strip() for name in names.split(",")] if names else [n for n in CELLS if n not in cannot]
     for name in wanted:
@@ -240,6 +292,13 @@ def _poolless(config: Config) -> str:
         return "pool.kind = none"
     problem = pool_plan.import_problem()
     return f"Mooncake cannot be imported ({problem})" if problem else ""
+
+
+def _draftless(cell: Cell, config: Config) -> str:
+    """Return why a cell cannot draft."""
+    if cell.drafts == "off" or config.engine.backend == "vllm":
+        return ""
+    return f"the {config.engine.backend} backend does not draft"
 
 
 def _rankless(cell: Cell, config: Config, machine: Machine) -> str:
