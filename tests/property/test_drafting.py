@@ -5,7 +5,7 @@ import itertools
 import msgspec
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from seer.common.errors import InvalidField
@@ -13,12 +13,14 @@ from seer.common.policy.draft_budget import (
     BARREN_STEPS,
     PRICE,
     PROBE_TOKENS,
+    REFRESH_STEPS,
     REST_STEPS,
     DraftBudget,
     best,
 )
 from seer.common.policy.drafting import (
     CELLS,
+    PLACES,
     PRIOR,
     Acceptance,
     StepCosts,
@@ -57,6 +59,7 @@ def linear(base, row, batches=(1, 64), drafts=(0, 16)):
 
 
 @given(costs_of(), st.integers(1, 100), st.integers(1, 100), st.floats(0, 30), st.floats(0, 30))
+@example(StepCosts(batches=(1, 2), drafts=(0, 1), grid=((1.0, 2.0), (2.0, 2.0))), 1, 2, 10.0, 10.0)
 def test_a_step_never_gets_faster_with_more_requests_or_longer_drafts(costs, b1, b2, g1, g2):
     (b1, b2), (g1, g2) = sorted((b1, b2)), sorted((g1, g2))
     slack = 1 + 1e-9
@@ -201,6 +204,11 @@ def test_all_is_verified_where_rows_are_free_and_nothing_where_they_cost_as_much
     assert best(chances, 0.001 * np.arange(4, 37), 0.0).tolist() == [0] * 4
 
 
+def test_a_row_may_pay_for_high_priority_alone():
+    chances, seconds = np.full((2, 1), 0.5), np.array([1.0, 1.1, 1.3])
+    assert best(chances, seconds, 0.0, np.array([1.0, 2.0])).tolist() == [0, 1]
+
+
 def test_nothing_is_verified_past_a_drafts_end():
     chances = np.array([[0.9, 0.8, 0.0], [0.0, 0.0, 0.0]])
     assert best(chances, np.full(7, 0.01), 0.0).tolist() == [2, 0]
@@ -257,6 +265,31 @@ def test_a_group_is_judged_by_itself_then_by_what_it_was_told_then_by_all():
     assert step_of(budget, 0.7, right=0, group="bad").keep.sum() <= PROBE_TOKENS
     budget.slot("told", from_percent([99] * CELLS))
     assert step_of(budget, 0.7, right=4, group="told").keep.sum() == 16
+
+
+def test_others_do_not_change_what_a_group_was_told():
+    budget = DraftBudget(linear(0.004, 0.0005), 4)
+    budget.slot("told", from_percent([99] * CELLS))
+    for _ in range(100):
+        step_of(budget, 0.7, right=0, group="bad")
+    for _ in range(REFRESH_STEPS):
+        assert step_of(budget, 0.7, right=4, n=1, group="told").keep.sum() == 4
+
+
+def test_a_path_is_no_likelier_than_its_beginning():
+    budget = DraftBudget(linear(0.004, 0.0005), 4)
+    first = CELLS // len(PLACES)
+    budget.slot("g", from_percent([1] * first + [99] * (CELLS - first)))
+    assert step_of(budget, 0.7, right=0).keep.tolist() == [0] * 4
+
+
+def test_each_batch_has_its_own_costs():
+    grid = ((0.01, 0.01), (0.01, 0.1))
+    budget = DraftBudget(StepCosts(batches=(1, 4), drafts=(0, 4), grid=grid), 4)
+    slots, scores, lengths = np.zeros(1, dtype=np.intp), np.full((1, 4), 0.3, dtype=np.float32), np.array([4])
+    budget.slot("g")
+    kept = [int(budget.choose(slots, scores, lengths, batch).keep.sum()) for batch in (4, 1, 4)]
+    assert kept == [0, 4, 0]
 
 
 def test_outcomes_add_up_to_what_an_acceptance_takes():
