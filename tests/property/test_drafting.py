@@ -270,9 +270,9 @@ def test_a_group_is_judged_by_itself_then_by_what_it_was_told_then_by_all():
 def test_others_do_not_change_what_a_group_was_told():
     budget = DraftBudget(linear(0.004, 0.0005), 4)
     budget.slot("told", from_percent([99] * CELLS))
-    for _ in range(100):
+    for _ in range(4 * REFRESH_STEPS - 1):
         step_of(budget, 0.7, right=0, group="bad")
-    for _ in range(REFRESH_STEPS):
+    for _ in range(2):  # before and after the refresh
         assert step_of(budget, 0.7, right=4, n=1, group="told").keep.sum() == 4
 
 
