@@ -64,6 +64,11 @@ class DgdsServer:
             )
         self._endpoint = endpoints[settings.shard]
         name = f"dgds-{settings.shard}" if len(endpoints) > 1 else "dgds"
+        if settings.remember_path and settings.remember_tokens <= 0:
+            raise ConfigError(
+                f"dgds.remember_path = {settings.remember_path!r}: nothing is remembered;"
+                " set dgds.remember_tokens, too"
+            )
         self._memory = Memory(settings.remember_tokens) if settings.remember_tokens > 0 else None
         self._file = _file_of(settings, len(endpoints)) if self._memory is not None else None
         self._saved = 0

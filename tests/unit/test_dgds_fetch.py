@@ -222,6 +222,12 @@ def test_a_shard_that_no_endpoint_names_is_refused():
             make(config, MemoryTransport(MemoryNetwork()), LoopClock())
 
 
+def test_a_file_for_nothing_is_refused():
+    config = Config(dgds=DgdsConfig(remember_path="x"))
+    with pytest.raises(ConfigError, match=r"dgds\.remember_path = 'x': nothing is remembered; set dgds"):
+        make(config, MemoryTransport(MemoryNetwork()), LoopClock())
+
+
 # --- earlier groups of the same prompt -----------------------------------------------------
 
 
