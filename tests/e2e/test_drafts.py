@@ -137,7 +137,8 @@ def test_bad_feeds_cost_drafts_alone(backend):
     tokens = np.array(whole.tokens, np.int32)
     backend.feed([
         StreamDelta("unknown", 0, 0, tokens), StreamDelta("g", 1, 50, tokens),
-        StreamDelta("g", 2, 0, -tokens), StreamDelta("g", 0, 0, tokens[::-1].copy()),
+        StreamDelta("g", 2, 0, -tokens), StreamDelta("g", 3, 0, tokens + VOCAB),
+        StreamDelta("g", 0, 0, tokens[::-1].copy()),
     ])  # fmt: skip
     got = []
     while backend.has_work():

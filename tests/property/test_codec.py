@@ -1,5 +1,7 @@
 """The codec under hypothesis: every message survives, no bytes do harm."""
 
+from typing import get_type_hints
+
 import msgspec
 import numpy as np
 import pytest
@@ -28,7 +30,7 @@ def examples(count):
     return settings(max_examples=count, suppress_health_check=[HealthCheck.too_slow])
 
 
-DTYPES = {"logprobs": np.float32, "data": np.uint8}
+DTYPES = {messages.Tokens: np.int32, messages.Logprobs: np.float32, messages.Bytes: np.uint8}
 
 
 def arrays(dtype):
@@ -40,7 +42,9 @@ def values(kind):
     match kind:
         case inspect.BoolType():
             return st.booleans()
-        case inspect.IntType(ge=low, le=high):
+        case inspect.IntType(ge=low, le=high, lt=above):
+            if above is not None:
+                high = above - 1
             return st.integers(-(2**63) if low is None else low, 2**64 - 1 if high is None else high)
         case inspect.FloatType():
             return st.floats(allow_nan=False)
@@ -62,10 +66,10 @@ def values(kind):
 
 
 def structs(cls):
-    fields = {}
+    fields, hints = {}, get_type_hints(cls)
     for field in inspect.type_info(cls).fields:
         if isinstance(field.type, inspect.CustomType):
-            fields[field.name] = arrays(DTYPES.get(field.name, np.int32))
+            fields[field.name] = arrays(DTYPES[hints[field.name]])
         else:
             fields[field.name] = values(field.type)
     return st.builds(cls, **fields)

@@ -97,9 +97,7 @@ def load(
 
     extras = {} if pool is None else {"kv_transfer_config": _transfer(pool)}
     if drafts is not None:
-        extras["speculative_config"] = {
-            "method": "custom_class", "model": PROPOSER, "num_speculative_tokens": drafts.max_draft,
-        }  # fmt: skip
+        extras["speculative_config"] = speculation(drafts)
     # vLLM collects garbage several times while it loads: half a second each over all it has imported.
     gc.freeze()
     try:
@@ -111,6 +109,11 @@ def load(
         return InprocClient(vllm_config, Executor.get_class(vllm_config), log_stats=False)
     except Exception as error:  # whatever a folder or a size provokes inside vLLM
         raise EngineError(explain(error, config, shared)) from error
+
+
+def speculation(drafts: DraftsConfig) -> dict[str, Any]:
+    """Return vLLM's configuration of our proposer."""
+    return {"method": "custom_class", "model": PROPOSER, "num_speculative_tokens": drafts.max_draft}
 
 
 def eos_ids(vllm_config: VllmConfig, tokenizer: TokenizerLike | None) -> tuple[int, ...]:

@@ -18,9 +18,10 @@ Rpc = Callable[..., list[Any]]
 class Drafting:
     """Use `rpc(method, **arguments)` to reach every rank's `SeerWorker`. Counters are totals."""
 
-    def __init__(self, rpc: Rpc, config: DraftsConfig) -> None:
+    def __init__(self, rpc: Rpc, config: DraftsConfig, vocab_size: int) -> None:
         self._rpc = rpc
         self._config = config
+        self._vocab_size = vocab_size
         self._open: set[str] = set()
         self.verifications = self.drafted = self.accepted = 0
 
@@ -49,9 +50,14 @@ class Drafting:
 
     def feed(self, deltas: Iterable[StreamDelta]) -> None:
         """Let the trees learn what siblings said elsewhere."""
-        known = [delta for delta in deltas if delta.group_id in self._open]
+        known = [delta for delta in deltas if delta.group_id in self._open and self._sound(delta)]
         if known:
             self._rpc("seer_feed_trees", deltas=known)
+
+    def _sound(self, delta: StreamDelta) -> bool:
+        """Say whether these are tokens of this model: a drafted one becomes an index of its embeddings."""
+        tokens = delta.tokens
+        return not tokens.size or bool(tokens.min() >= 0 and tokens.max() < self._vocab_size)
 
     def forget(self, names: Iterable[str]) -> None:
         """Drop these trees."""
