@@ -116,7 +116,7 @@ class VllmBackend:
             )
             self_test.check(self)
             if self._drafts is not None:
-                self._drafting = Drafting(self._rpc, self._drafts)
+                self._drafting = Drafting(self._rpc, self._drafts, self._vocab_size)
                 if self._drafts.source == "random":
                     self.script_drafts(Script(kind="random", vocab=self._vocab_size))
                 else:
