@@ -1,7 +1,10 @@
 """Drafts under the real engine: right, wrong, random or cut short, they change no token."""
 
+import asyncio
 import importlib.util
+import json
 import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,14 +15,17 @@ from engine_cases import BASE, CASES, KEY, LENGTH, PROMPT, Response, chunk, in_c
 if importlib.util.find_spec("vllm") is None:
     pytest.skip("needs the engine extra", allow_module_level=True)
 
-from seer.common.config import DraftsConfig, EngineConfig, SharedConfig
+from seer.client import RolloutClient
+from seer.common.config import DraftsConfig, EngineConfig, SharedConfig, load
 from seer.common.types import SamplingParams
+from seer.launch import LocalSystem
 from seer.services.dgds.client import StreamDelta
 from seer.services.engine.vllm.backend import VllmBackend
 from seer.services.engine.vllm.drafts.script import Script
 
 pytestmark = pytest.mark.vllm
 
+EXAMPLE = Path(__file__).parents[2] / "examples" / "countdown"
 VOCAB = 200
 KINDS = ("right", "wrong", "random", "truncated")
 
@@ -204,3 +210,39 @@ def test_sampling_with_drafts_keeps_the_distribution(backend, monkeypatch):
     monkeypatch.setattr(extension, "right_rows", all_accepted)
     with pytest.raises((ValueError, AssertionError)):
         assert chi_square(backend) < limit
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+async def test_siblings_draft_across_engines_and_a_killed_dgds_costs_drafts_alone():
+    async def roll(drafts: str, *, kill: bool = False) -> tuple[list[list[int]], int, int]:
+        settings = [
+            f"shared.model={EXAMPLE / 'model'}", "engine.max_model_len=400", "engine.max_num_seqs=8",
+            "buffer.chunk_size=32", "buffer.policy=migrate", "pool.kind=none", f"drafts.source={drafts}",
+        ]  # fmt: skip
+        lines = (EXAMPLE / "prompts.jsonl").read_text().splitlines()[:3]
+        async with (
+            LocalSystem(load(None, {}, settings), 2) as system,
+            RolloutClient(system.endpoint, tokenizer=EXAMPLE / "model") as client,
+        ):
+            rollout = await client.submit(
+                [json.loads(line)["prompt"] for line in lines], n=8,
+                sampling=SamplingParams(max_tokens=160, ignore_eos=True),
+            )  # fmt: skip
+            done = asyncio.create_task(rollout.result())
+            while kill and (rollout.progress is None or rollout.progress.tokens < 3 * 8 * 60):
+                await asyncio.sleep(0.02)
+            if kill:
+                os.kill(system.pids["dgds"], signal.SIGKILL)
+            groups = await done
+            await asyncio.sleep(2.0)  # for the last reports
+            stats = [instance.stats for instance in (await client.status()).instances]
+            tokens = [response.token_ids.tolist() for group in groups for response in group.responses]
+            return tokens, sum(each.accepted_tokens for each in stats), system.restarts["dgds"]
+
+    plain, none, _ = await roll("off")
+    assert none == 0
+    disturbed, accepted, restarts = await roll("grouped", kill=True)
+    assert disturbed == plain
+    assert accepted > 0
+    assert restarts == 1
