@@ -137,6 +137,7 @@ class DraftBudget:
 
     def __init__(self, costs: StepCosts, width: int) -> None:
         self._costs, self._width = costs, width
+        self.sibling_seconds = costs.sibling
         self._batch, self._seconds = 0, np.zeros(0)
         self._at = np.arange(width)
         self._places = (np.searchsorted(PLACES, self._at, side="right") - 1) * _CLASSES
@@ -193,7 +194,7 @@ class DraftBudget:
         np.minimum.accumulate(chances, axis=1, out=chances)
         weights = None if high is None else np.where(high, HIGH_WEIGHT, 1.0)
         batch = max(batch, n)
-        keep = best(chances, self._rows(batch, n * width), batch - n, weights)
+        keep = best(chances, self.seconds(batch, n * width), batch - n, weights)
         if keep.any():
             self._barren = self._rested = 0
         elif self._barren >= BARREN_STEPS:
@@ -228,7 +229,15 @@ class DraftBudget:
         group.rates[slots] = _rates(counts, prior, GROUP_WEIGHT)
         self._touched.clear()
 
-    def _rows(self, batch: int, most: int) -> NDArray[np.float64]:
+    def chances(
+        self, slots: NDArray[np.intp], scores: Scores, places: NDArray[np.intp]
+    ) -> NDArray[np.float64]:
+        """Return P(a token, and all before it, is right) of tokens at these places of drafts: one each."""
+        cells = _EDGES.searchsorted(scores, side="right")
+        cells += (np.searchsorted(PLACES, places, side="right") - 1) * _CLASSES
+        return self._tables.rates[slots, cells]
+
+    def seconds(self, batch: int, most: int) -> NDArray[np.float64]:
         """Return the seconds of a step of `batch` requests with 0 to `most` drafted tokens."""
         if batch != self._batch or most >= len(self._seconds):
             self._batch = batch

@@ -1,4 +1,8 @@
-"""Several draft paths of one request as one flat draft, which is all that vLLM's scheduler knows of.
+"""Several draft paths of one request: which pay, and how they travel as one flat draft.
+
+A flat draft is all that vLLM's scheduler knows of. A path beside the first costs its tokens, the
+token before them once more, and the bookkeeping of a row; it gains where the first path fails and it
+holds. So it pays in small batches, at uncertain forks, on hardware where rows are cheap.
 
 Invariants (tests/property/test_draft_paths.py asserts them):
 - `split(join(paths))` is `paths` without empty ones, and a flat draft cut off anywhere keeps whole
@@ -10,9 +14,25 @@ Invariants (tests/property/test_draft_paths.py asserts them):
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from seer.common.policy.draft_budget import PRICE
+from seer.common.policy.drafting import StepCosts
 
 SEPARATOR = -2
 """Between two paths; no token, and not vLLM's -1, which pads drafts."""
+
+DEFAULT_PATHS = 3
+"""Paths of a request where nobody says how many: more bring little."""
+
+CHEAP = 0.05
+"""Share of a step that a sibling may add for paths to be looked for by default: looking costs 1 or 2 %."""
+
+
+def most_paths(costs: StepCosts, told: int | None) -> int:
+    """Return how many paths a request may have: as told, by default one where siblings are not cheap."""
+    cheap = costs.sibling <= CHEAP * costs.seconds(1, 0)
+    return told or (DEFAULT_PATHS if cheap else 1)
 
 
 def join(paths: Iterable[Sequence[int]]) -> list[int]:
@@ -33,3 +53,93 @@ def split(flat: Sequence[int]) -> list[list[int]]:
         else:
             paths[-1].append(token)
     return [path for path in paths if path]
+
+
+@dataclass(frozen=True, slots=True)
+class Fork:
+    """One request's drafted tree: `paths` of token indices, the first one kept for `keep` tokens.
+
+    `chances` by index, that the token and all before it are right; `room` flat entries are left for
+    further paths, a token counts `weight`.
+    """
+
+    paths: Sequence[Sequence[int]]
+    chances: Sequence[float]
+    keep: int
+    room: int
+    weight: float = 1.0
+
+
+def paths_of(parents: Sequence[int]) -> list[list[int]]:
+    """Return a drafted tree's paths as token indices, the first one along every token's best child.
+
+    `parents` are indices of earlier tokens, -1 at the root; a token's better children come first.
+    """
+    inner = set(parents)
+    best: dict[int, int] = {}
+    for index, parent in enumerate(parents):
+        best.setdefault(parent, index)
+    first, at = [], best.get(-1)
+    while at is not None:
+        first.append(at)
+        at = best.get(at)
+    paths = [first] if first else []
+    for leaf in range(len(parents)):
+        if leaf not in inner and leaf != first[-1]:
+            path, at = [], leaf
+            while at >= 0:
+                path.append(at)
+                at = parents[at]
+            paths.append(path[::-1])
+    return paths
+
+
+def siblings(
+    forks: Sequence[Fork], seconds: Sequence[float], extra: float, others: float, most: int
+) -> list[list[list[int]]]:
+    """Return the paths to verify beside each fork's first, cut where their tokens stop paying.
+
+    `seconds[k]` is the step's time with k drafted rows, to which every sibling adds `extra`; `others`
+    are the tokens that the step brings to all requests without drafts, `most` how many siblings there
+    may be. A sibling's gain are the chances of those of its tokens that no chosen path has; it must
+    bring `PRICE` times the tokens that its rows' seconds, and `extra`, are worth at the step's rate.
+    """
+    chosen: list[list[list[int]]] = [[] for _ in forks]
+    held = [set(fork.paths[0][: fork.keep]) if fork.paths else set() for fork in forks]
+    drafted = sum(map(len, held))
+    gains = (fork.weight * sum(fork.chances[i] for i in kept) for fork, kept in zip(forks, held, strict=True))
+    price = PRICE * (others + sum(gains)) / seconds[drafted]
+    rooms = [fork.room for fork in forks]
+
+    def cut(at: int, path: Sequence[int]) -> tuple[float, int]:
+        """Return the best worth of a path's beginnings, and that beginning's length."""
+        gain, best = 0.0, (0.0, 0)
+        for length in range(1, min(len(path), rooms[at] - 1) + 1):
+            token = path[length - 1]
+            gain += 0.0 if token in held[at] else forks[at].weight * forks[at].chances[token]
+            if drafted + 1 + length >= len(seconds):
+                break
+            worth = gain - price * (seconds[drafted + 1 + length] - seconds[drafted] + extra)
+            best = max(best, (worth, length))
+        return best
+
+    ranked = sorted(
+        (
+            (cut(at, path)[0], at, place)
+            for at, fork in enumerate(forks)
+            for place, path in enumerate(fork.paths)
+        ),
+        key=lambda item: (-item[0], item[1:]),
+    )
+    for worth, at, place in ranked:
+        if worth <= 0.0 or not most:
+            break
+        path = forks[at].paths[place]
+        worth, length = cut(at, path)
+        if worth > 0.0:
+            chosen[at].append(list(path[:length]))
+            held[at].update(path[:length])
+            rooms[at] -= 1 + length
+            drafted += 1 + length
+            most -= 1
+    return chosen

@@ -61,12 +61,14 @@ class StepCosts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     T(B, gamma) is a step of B requests that verifies B x gamma drafted tokens in all. Noise is
     smoothed to the mean of the least rising surface above the measurements and the greatest below.
+    `sibling` is what a path beside a request's first adds to the time of its rows.
     Raises `InvalidField` for axes that do not rise, another shape, and times that are not positive.
     """
 
     batches: Axis
     drafts: Axis
     grid: tuple[tuple[float, ...], ...]
+    sibling: float = 0.0
 
     def __post_init__(self) -> None:
         for name, axis, least in (("batches", self.batches, 1), ("drafts", self.drafts, 0)):

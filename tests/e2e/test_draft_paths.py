@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 from engine_cases import BASE, CASES, KEY, LENGTH, PROMPT, chunk, in_chunks, one_go, run
 
@@ -15,7 +16,10 @@ if importlib.util.find_spec("vllm") is None:
     pytest.skip("needs the engine extra", allow_module_level=True)
 
 from seer.common.config import DraftsConfig, EngineConfig, SharedConfig
+from seer.common.policy.draft_budget import DraftBudget
+from seer.common.policy.drafting import StepCosts
 from seer.common.types import SamplingParams
+from seer.services.dgds.client import StreamDelta
 from seer.services.engine.vllm.backend import VllmBackend
 from seer.services.engine.vllm.drafts.script import Script
 
@@ -310,3 +314,35 @@ def test_two_ranks_choose_the_same_paths(tiny_model, tmp_path):
     assert ranks[0] == ranks[1]
     assert ranks[0]["won"] > 10
     assert ranks[0].get("torn", 0) == 0
+
+
+def test_trees_give_several_paths_where_they_pay(backend):
+    """The responses in the tree differ in their second tokens, and the oldest is right."""
+    script(backend, "none")
+    sampling = SamplingParams(max_tokens=60, temperature=0.8, ignore_eos=True)
+    whole = one_go(backend, sampling, group_id="").tokens
+    said = [
+        [(token + add * (place == 1)) % VOCAB for place, token in enumerate(whole)] for add in range(3)
+    ]
+    runner = backend._core.model_executor.driver_worker.worker.model_runner
+    proposer, (budget, paths) = runner.drafter, (runner.drafter.budget, runner.drafter.forks.most_paths)
+    backend.script_drafts(None)
+    try:
+        proposer.budget = DraftBudget(StepCosts(batches=(1,), drafts=(0,), grid=((1.0,),)), 11)
+        proposer.forks.most_paths = 3
+        before, drafted = counts(backend), backend.stats()
+        backend.add(chunk("again", sampling, index=9))
+        backend.feed(
+            StreamDelta("g", index, 0, np.array(tokens, np.int32)) for index, tokens in enumerate(said)
+        )
+        got: list[int] = []
+        while backend.has_work():
+            for generated in backend.step().generated:
+                got += generated.token_ids
+    finally:
+        proposer.budget, proposer.forks.most_paths = budget, paths
+    after, stats = gained(backend, before), backend.stats()
+    assert got == whole
+    assert after["siblings"] >= after["won"] > 0
+    assert after["torn"] == 0
+    assert 0 < stats.accepted_tokens - drafted.accepted_tokens < stats.drafted_tokens - drafted.drafted_tokens

@@ -25,7 +25,7 @@ import numpy.typing as npt
 
 from seer.common.config import DraftsConfig, EngineConfig, PoolConfig, SharedConfig
 from seer.common.errors import EngineError, InvalidField, SeerError
-from seer.common.policy.draft_paths import SEPARATOR
+from seer.common.policy.draft_paths import SEPARATOR, most_paths
 from seer.common.types import Capacity, InstanceStats, SamplingParams
 from seer.services.dgds.client import StreamDelta
 from seer.services.engine.backend import Chunk, ChunkEnd, Generated, StepOutput
@@ -34,7 +34,7 @@ from seer.services.engine.vllm import env
 from seer.services.engine.vllm.checks import budget, check
 from seer.services.engine.vllm.drafts.control import Drafting
 from seer.services.engine.vllm.drafts.costs import step_costs
-from seer.services.engine.vllm.drafts.scratch import take_scratch
+from seer.services.engine.vllm.drafts.scratch import say_single, take_scratch
 from seer.services.engine.vllm.drafts.script import Script
 from seer.services.engine.vllm.kv_pool.sharing import Sharing
 from seer.services.engine.vllm.requests import engine_request
@@ -121,8 +121,15 @@ class VllmBackend:
                     self.script_drafts(Script(kind="random", vocab=self._vocab_size))
                 else:
                     config = self._core.vllm_config
-                    costs = step_costs(self, config, self._drafts.max_draft, self._drafts.cache)
-                    self._rpc("seer_set_costs", costs=costs)
+                    costs = step_costs(
+                        self, config, self._drafts.max_draft, self._drafts.cache, bool(scratch)
+                    )
+                    paths = most_paths(costs, self._drafts.max_paths) if scratch else 1
+                    if scratch and paths == 1:
+                        say_single(
+                            f"another adds {costs.sibling:.2g} s to a step of {costs.seconds(1, 0):.2g} s"
+                        )
+                    self._rpc("seer_set_costs", costs=costs, max_paths=paths)
             if self._pool is not None:
                 model = Path(self._shared.model)
                 self._sharing = Sharing(self._rpc, model, self._core.vllm_config)

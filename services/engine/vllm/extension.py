@@ -20,7 +20,9 @@ from vllm.v1.outputs import LogprobsTensors, SamplerOutput
 from seer.common.errors import EngineError
 from seer.common.policy.draft_budget import DraftBudget
 from seer.common.policy.drafting import StepCosts
+from seer.services.engine.vllm.drafts.forks import Forks
 from seer.services.engine.vllm.drafts.paths import PathRows
+from seer.services.engine.vllm.drafts.scratch import path_blocks
 from seer.services.engine.vllm.drafts.script import Script
 from seer.services.engine.vllm.requests import EXTRA, Extra
 from seer.services.engine.vllm.sampler_check import self_test
@@ -60,7 +62,8 @@ class SeerWorker:
         self.seer_sampler = RowSampler(self.model_runner, self.seer_paths)
         self.model_runner._sample = self.seer_sampler
         if max_draft and get_tp_group().is_first_rank:
-            self.model_runner.drafter.bind(self.model_runner, max_draft)
+            most = len(scratch) // path_blocks(max_draft, self.model_runner.cache_config.block_size)
+            self.model_runner.drafter.bind(self.model_runner, max_draft, Forks(most))
         # Else the whole batch gets dummy drafts once a request nears the longest: ours end at the limit.
         self.model_runner._input_fits_in_drafter = lambda metadata: True
 
@@ -80,8 +83,9 @@ class SeerWorker:
         """Draft what the script says; None: what the trees say."""
         self.model_runner.drafter.script = script
 
-    def seer_set_costs(self, costs: StepCosts) -> None:
-        """Begin to draft from trees, as much as pays with these step times."""
+    def seer_set_costs(self, costs: StepCosts, max_paths: int) -> None:
+        """Begin to draft from trees, as much as pays with these step times, on at most so many paths."""
+        self.model_runner.drafter.forks.most_paths = max_paths
         self.model_runner.drafter.budget = DraftBudget(costs, self.model_runner.num_spec_tokens)
 
     def seer_take_learned(self, group: str) -> tuple[list[int], list[int]]:

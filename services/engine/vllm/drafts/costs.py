@@ -37,18 +37,29 @@ PROMPT, LENGTH = 16, 200
 WARM, TIMED = 2, 7
 """Steps per point of the grid."""
 
+PAIR = 3
+"""Entries of the shortest flat draft with two paths: one token each, and the separator."""
+
+PAIRS = 21
+"""Comparisons of such a draft with a single path: they differ by less than a step varies."""
+
 _log = get_logger()
 
 
-def step_costs(backend: VllmBackend, config: VllmConfig, max_draft: int, folder: str) -> StepCosts:
-    """Return the profile of this engine: the cached one, or one measured now (a few seconds)."""
-    path = _folder(folder) / f"steps-{_key(config, backend, max_draft)}.json"
+def step_costs(
+    backend: VllmBackend, config: VllmConfig, max_draft: int, folder: str, paths: bool
+) -> StepCosts:
+    """Return the profile of this engine: the cached one, or one measured now (a few seconds).
+
+    `paths` says whether it can verify several draft paths of a request.
+    """
+    path = _folder(folder) / f"steps-{_key(config, backend, max_draft, paths)}.json"
     try:
         return msgspec.json.decode(path.read_bytes(), type=StepCosts)
     except (OSError, msgspec.DecodeError, SeerError):
         pass
     begun = time.monotonic()
-    costs = _measure(backend, max_draft)
+    costs = _measure(backend, max_draft, paths)
     _log.info("measured step times", seconds=round(time.monotonic() - begun, 1), kept=str(path))
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -66,7 +77,7 @@ def _folder(folder: str) -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "seer"
 
 
-def _key(config: VllmConfig, backend: VllmBackend, max_draft: int) -> str:
+def _key(config: VllmConfig, backend: VllmBackend, max_draft: int, paths: bool) -> str:
     facts: list[Any] = [
         (Path(config.model_config.model) / "config.json").read_text(),
         backend.versions,
@@ -74,6 +85,7 @@ def _key(config: VllmConfig, backend: VllmBackend, max_draft: int) -> str:
         sorted(os.sched_getaffinity(0)),
         msgspec.structs.astuple(backend.capacity),
         max_draft,
+        paths,
     ]
     return hashlib.blake2b(json.dumps(facts).encode(), digest_size=8).hexdigest()
 
@@ -82,7 +94,8 @@ def _device() -> str:
     import torch
 
     if torch.cuda.is_available():
-        return torch.cuda.get_device_name()
+        name: str = torch.cuda.get_device_name()
+        return name
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -90,7 +103,7 @@ def _device() -> str:
     return next((line for line in lines if line.startswith("model name")), platform.processor())
 
 
-def _measure(backend: VllmBackend, max_draft: int) -> StepCosts:
+def _measure(backend: VllmBackend, max_draft: int, paths: bool) -> StepCosts:
     capacity = backend.capacity
     length = min(LENGTH, capacity.max_model_len - PROMPT)
     room = capacity.kv_blocks // capacity.blocks_for(PROMPT, length)
@@ -99,22 +112,16 @@ def _measure(backend: VllmBackend, max_draft: int) -> StepCosts:
     drafts = [0, *(2**power for power in range(max_draft.bit_length()) if 2**power <= max_draft)]
     try:
         grid = [_line(backend, batch, drafts, length) for batch in batches]
+        sibling = _sibling(backend, length) if paths and max_draft >= PAIR else 0.0
     finally:
         backend.script_drafts(None)
-    return StepCosts(batches=tuple(batches), drafts=tuple(drafts), grid=tuple(grid))
+    return StepCosts(batches=tuple(batches), drafts=tuple(drafts), grid=tuple(grid), sibling=sibling)
 
 
 def _line(backend: VllmBackend, batch: int, drafts: list[int], length: int) -> tuple[float, ...]:
     """Return the seconds of a step of `batch` requests for each number of drafts."""
-    sampling = SamplingParams(max_tokens=length, ignore_eos=True)
-    vocab = backend.vocab_size
-    chunks = [
-        Chunk(
-            request_id=f"profile#{row}", group_id="profile", index=row, attempt=0, key=row, prompt_len=PROMPT,
-            max_new_tokens=length, sampling=sampling, tokens=[(row * 7 + i) % vocab for i in range(PROMPT)],
-        ) for row in range(batch)
-    ]  # fmt: skip
-    times = []
+    vocab, times = backend.vocab_size, []
+    chunks = [_chunk(row, vocab, length) for row in range(batch)]
     for count in drafts:
         backend.script_drafts(Script(kind="random", vocab=vocab, count=count))
         for chunk in chunks:
@@ -128,3 +135,34 @@ def _line(backend: VllmBackend, batch: int, drafts: list[int], length: int) -> t
             backend.drop(chunk.request_id, chunk.attempt)
         times.append(statistics.median(seconds[WARM:]))
     return tuple(times)
+
+
+def _sibling(backend: VllmBackend, length: int) -> float:
+    """Return the seconds that two paths of a request take longer than one path of as many rows."""
+    vocab, chunk = backend.vocab_size, _chunk(0, backend.vocab_size, length)
+    scripts = (
+        Script(kind="random", vocab=vocab, count=PAIR),
+        Script(kind="random", vocab=vocab, count=PAIR // 2, siblings=("random",)),
+    )
+    longer = []
+    for _ in range(WARM + PAIRS):
+        backend.add(chunk)
+        backend.step()  # the prefill: too short a chunk would end while it is timed
+        seconds = []
+        for script in scripts:
+            backend.script_drafts(script)
+            backend.step()
+            begun = time.perf_counter()
+            backend.step()
+            seconds.append(time.perf_counter() - begun)
+        longer.append(seconds[1] - seconds[0])
+        backend.drop(chunk.request_id, chunk.attempt)
+    return max(0.0, statistics.median(longer[WARM:]))
+
+
+def _chunk(row: int, vocab: int, length: int) -> Chunk:
+    return Chunk(
+        request_id=f"profile#{row}", group_id="profile", index=row, attempt=0, key=row, prompt_len=PROMPT,
+        max_new_tokens=length, sampling=SamplingParams(max_tokens=length, ignore_eos=True),
+        tokens=[(row * 7 + i) % vocab for i in range(PROMPT)],
+    )  # fmt: skip

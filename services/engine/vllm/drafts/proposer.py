@@ -19,6 +19,7 @@ import numpy.typing as npt
 from seer import _native
 from seer.common.policy.draft_budget import Choice, DraftBudget
 from seer.common.policy.drafting import CELLS
+from seer.services.engine.vllm.drafts.forks import Forks
 from seer.services.engine.vllm.drafts.script import Script
 from seer.services.engine.vllm.requests import EXTRA, Extra
 
@@ -43,15 +44,17 @@ class GroupProposer:
         self._choice: Choice | None = None
         self._slot_of: dict[str, int] = {}
         self._tally = np.zeros((64, 2, CELLS), np.int64)  # verified, right; by the groups' slots
+        self.forks = Forks(0)
         self.script: Script | None = None
         self.budget: DraftBudget | None = None
 
     def load_model(self, model: object) -> None:
         """Do nothing: there is no model."""
 
-    def bind(self, runner: GPUModelRunner, max_draft: int) -> None:
+    def bind(self, runner: GPUModelRunner, max_draft: int, forks: Forks) -> None:
         """Begin to draft, at most `max_draft` tokens a request, for the rows of this runner."""
         self._runner = runner
+        self.forks = forks
         rows = runner.max_num_reqs
         self._rows = np.arange(rows, dtype=np.int32)
         self._prompts = np.zeros(rows, np.int32)
@@ -61,6 +64,7 @@ class GroupProposer:
         self._slots = np.zeros(rows, np.intp)
         self._drafts = np.zeros((rows, max_draft), np.int32)
         self._scores = np.zeros((rows, max_draft), np.float32)
+        self._parents = np.zeros((rows, max_draft), np.int32)
         self._counts = np.zeros(rows, np.int32)
 
     # --- trees ---------------------------------------------------------------------------
@@ -135,16 +139,22 @@ class GroupProposer:
             empty = np.array([not row for row in sampled])
             most[empty] = 0
             indexes = np.where(empty, -1, indexes)
+        forked = self.budget is not None and self.forks.wanted(n)
         _native.draft_batch(
             self._of_row, indexes, self._rows[:n], tokens, self._prompts, lengths, self._appended[:n],
-            most, self._drafts[:n], self._counts[:n], None, self._scores[:n],
+            most, self._drafts[:n], self._counts[:n], self._parents[:n], self._scores[:n],
+            top_k=self.forks.most_paths if forked else 1,
         )  # fmt: skip
         learnt = lengths[:n] - self._prompts[:n]
         self._appended[:n] = np.where(indexes >= 0, learnt, self._appended[:n]) if unfinished else learnt
         if self.budget is None or not self._counts[:n].any():
             return [[] for _ in sampled]
+        if forked:
+            self.forks.take(self._drafts[:n], self._scores[:n], self._parents[:n], self._counts[:n])
         choice = self.budget.choose(self._slots[:n], self._scores[:n], self._counts[:n], n, self._high)
         self._choice = choice
+        if forked:
+            return self.forks.flat(ids, self.budget, choice, most, self._high)
         return [
             row[:count] for row, count in zip(self._drafts[:n].tolist(), choice.keep.tolist(), strict=True)
         ]
@@ -153,10 +163,10 @@ class GroupProposer:
         """Tell the budget what became of its last choice, made for the rows `_ids`."""
         self._choice = None
         if ids == self._ids:
-            right = [len(row) - 1 for row in sampled]
+            right = [self.forks.right(i, row) for i, row in zip(ids, sampled, strict=True)]
         else:
             row_of = {request_id: row for row, request_id in enumerate(ids)}
-            right = [len(sampled[row_of[i]]) - 1 if i in row_of else -1 for i in self._ids]
+            right = [self.forks.right(i, sampled[row_of[i]]) if i in row_of else -1 for i in self._ids]
         if self.budget is None:
             return
         accepted = np.minimum(np.array(right, np.int32), choice.keep)

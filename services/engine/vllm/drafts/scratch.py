@@ -24,11 +24,16 @@ MOST_SHARE = 8
 _log = get_logger()
 
 
+def path_blocks(max_draft: int, block_size: int) -> int:
+    """Return the most blocks that a path and the token before it reach into."""
+    return (block_size - 1 + max_draft) // block_size + 1
+
+
 def scratch_blocks(drafts: DraftsConfig | None, block_size: int) -> int:
     """Return how many KV blocks an engine needs beside those that it was told to have."""
     if drafts is None or drafts.max_paths == 1:
         return 0
-    return SIBLINGS * ((block_size - 1 + drafts.max_draft) // block_size + 1)
+    return SIBLINGS * path_blocks(drafts.max_draft, block_size)
 
 
 def take_scratch(core: EngineCore, drafts: DraftsConfig | None, block_size: int) -> list[int]:
@@ -38,13 +43,18 @@ def take_scratch(core: EngineCore, drafts: DraftsConfig | None, block_size: int)
         return []
     why = _obstacle(core)
     if why:
-        _log.info("one draft path per request", why=why)
+        say_single(why)
     pool = core.scheduler.kv_cache_manager.block_pool
     if core.vllm_config.cache_config.num_gpu_blocks_override is None:  # else they come beside what was told
         wanted = 0 if why else min(wanted, pool.num_gpu_blocks // MOST_SHARE)
     blocks = pool.get_new_blocks(wanted)
     pool.num_gpu_blocks -= wanted  # or they would count as used for ever
     return [] if why else [block.block_id for block in blocks]
+
+
+def say_single(why: str) -> None:
+    """Log once, at start-up, that this engine verifies one draft path per request."""
+    _log.info("one draft path per request", why=why)
 
 
 def _obstacle(core: EngineCore) -> str:

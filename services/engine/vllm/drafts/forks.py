@@ -1,0 +1,130 @@
+"""Turns the proposer's drafted trees into flat drafts of several paths, where that pays.
+
+Invariants (tests/unit/test_draft_forks.py asserts them):
+- a first path is kept as if there were no others, and what it teaches is what became of it alone;
+- a flat draft is no longer than its request's room, and all siblings have scratch blocks;
+- where no path beside a first paid for a while, none are looked for for a while.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from seer.common.policy.draft_budget import BARREN_STEPS, HIGH_WEIGHT, REST_STEPS, Choice, DraftBudget
+from seer.common.policy.draft_paths import Fork, join, paths_of, siblings
+
+MOST_BATCH = 8
+"""Requests of a step that may have several paths: with more, rows cost more than paths bring."""
+
+Ints = npt.NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True)
+class _Tree:
+    tokens: list[int]
+    scores: npt.NDArray[np.float32]
+    parents: list[int]
+    paths: list[list[int]]
+
+
+class Forks:
+    """One worker's choice of siblings: at most `most_paths` a request, `most_siblings` a step."""
+
+    most_paths = 1
+
+    def __init__(self, most_siblings: int) -> None:
+        self._most_siblings = most_siblings
+        self._barren = self._rested = 0
+        self._trees: list[_Tree] = []
+        self._firsts: dict[str, list[int]] = {}
+
+    def wanted(self, batch: int) -> bool:
+        """Say whether to draft trees for a step of `batch` requests; asked once a step, after `right`."""
+        self._firsts = {}
+        if self.most_paths == 1 or batch > MOST_BATCH:
+            return False
+        if self._barren >= BARREN_STEPS:
+            self._rested += 1
+            if self._rested <= REST_STEPS:
+                return False
+            self._barren = self._rested = 0
+        return True
+
+    def take(self, tokens: Ints, scores: npt.NDArray[np.float32], parents: Ints, counts: Ints) -> None:
+        """Take drafted trees [n, width]; leave their first paths in `tokens`, `scores` and `counts`."""
+        self._trees = []
+        for row, count in enumerate(counts.tolist()):
+            above = parents[row, :count].tolist()
+            paths = paths_of(above)
+            self._trees.append(_Tree(tokens[row, :count].tolist(), scores[row, :count].copy(), above, paths))
+            first = paths[0] if paths else []
+            counts[row] = len(first)
+            tokens[row, : len(first)] = tokens[row, first]
+            scores[row, : len(first)] = scores[row, first]
+
+    def flat(
+        self,
+        ids: Sequence[str],
+        budget: DraftBudget,
+        choice: Choice,
+        most: Ints,
+        high: npt.NDArray[np.bool_] | None,
+    ) -> list[list[int]]:
+        """Return flat drafts of the trees taken, whose first paths `choice` keeps: `most` entries each."""
+        forks = self._forks(budget, choice, most, high)
+        batch = len(ids)
+        seconds = budget.seconds(batch, int(most.sum())).tolist()
+        chosen = siblings(forks, seconds, budget.sibling_seconds, batch, self._most_siblings)
+        self._barren = 0 if any(chosen) else self._barren + 1
+        drafts, self._firsts = [], {}
+        for request, tree, fork, others in zip(ids, self._trees, forks, chosen, strict=True):
+            first = [tree.tokens[i] for i in fork.paths[0][: fork.keep]] if fork.paths else []
+            if others:
+                self._firsts[request] = first
+            drafts.append(join([first, *([tree.tokens[i] for i in path] for path in others)]))
+        return drafts
+
+    def right(self, request: str, sampled: Sequence[int]) -> int:
+        """Return how many tokens of a request's first path were right, given what its last step said."""
+        first = self._firsts.get(request)
+        if first is None:
+            return len(sampled) - 1
+        wrong = (i for i, (guess, said) in enumerate(zip(first, sampled, strict=False)) if guess != said)
+        return next(wrong, min(len(first), len(sampled)))
+
+    def _forks(
+        self, budget: DraftBudget, choice: Choice, most: Ints, high: npt.NDArray[np.bool_] | None
+    ) -> list[Fork]:
+        sizes = [len(tree.tokens) for tree in self._trees]
+        places = np.array([place for tree in self._trees for place in _places(tree.parents)], np.intp)
+        scores = np.concatenate([tree.scores for tree in self._trees])
+        chances = budget.chances(np.repeat(choice.slots, sizes), scores, places).tolist()
+        forks, start = [], 0
+        for row, (tree, keep) in enumerate(zip(self._trees, choice.keep.tolist(), strict=True)):
+            mine = chances[start : start + len(tree.tokens)]
+            start += len(tree.tokens)
+            for index, parent in enumerate(tree.parents):
+                if parent >= 0:
+                    mine[index] = min(mine[index], mine[parent])
+            forks.append(
+                Fork(
+                    paths=tree.paths,  # as many as were asked of the tree
+                    chances=mine,
+                    keep=keep,
+                    room=int(most[row]) - keep if keep else 0,
+                    weight=HIGH_WEIGHT if high is not None and high[row] else 1.0,
+                )
+            )
+        return forks
+
+
+def _places(parents: Sequence[int]) -> list[int]:
+    """Return each token's place in its path."""
+    places: list[int] = []
+    for parent in parents:
+        places.append(places[parent] + 1 if parent >= 0 else 0)
+    return places

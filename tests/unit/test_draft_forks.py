@@ -1,0 +1,96 @@
+"""Trees become flat drafts: first paths as ever, siblings where they pay, and each taught by its own."""
+
+import numpy as np
+import pytest
+
+from seer.common.policy.draft_budget import BARREN_STEPS, REST_STEPS, Choice, DraftBudget
+from seer.common.policy.draft_paths import SEPARATOR as S
+from seer.common.policy.drafting import StepCosts
+from seer.services.engine.vllm.drafts.forks import MOST_BATCH, Forks
+
+WIDTH = 8
+# Two paths 10 11 12 and 10 20 21, and a third one, 30.
+TOKENS, PARENTS, SCORES = [10, 11, 20, 30, 12, 21], [-1, 0, 0, -1, 1, 2], [0.9, 0.5, 0.4, 0.3, 0.3, 0.2]
+
+
+def costs(row: float, sibling: float = 0.0) -> StepCosts:
+    return StepCosts(batches=(1, 8), drafts=(0, 8), grid=((1.0, 1.0 + 8 * row),) * 2, sibling=sibling)
+
+
+class Trees:
+    """What the proposer holds after `draft_batch` of n requests alike."""
+
+    def __init__(self, n: int = 1) -> None:
+        self.tokens, self.scores = np.zeros((n, WIDTH), np.int32), np.zeros((n, WIDTH), np.float32)
+        self.parents, self.counts = np.zeros((n, WIDTH), np.int32), np.full(n, len(TOKENS), np.int32)
+        size = len(TOKENS)
+        self.tokens[:, :size], self.scores[:, :size], self.parents[:, :size] = TOKENS, SCORES, PARENTS
+
+    def flat(self, forks: Forks, budget: DraftBudget, room: int = WIDTH) -> tuple[Choice, list[list[int]]]:
+        n = len(self.counts)
+        forks.take(self.tokens, self.scores, self.parents, self.counts)
+        slots = np.array([budget.slot(str(i)) for i in range(n)])
+        choice = budget.choose(slots, self.scores, self.counts, n)
+        ids = [str(i) for i in range(n)]
+        return choice, forks.flat(ids, budget, choice, np.full(n, room, np.int32), None)
+
+
+def made(most_paths: int = 3, most_siblings: int = 16) -> Forks:
+    forks = Forks(most_siblings)
+    forks.most_paths = most_paths
+    return forks
+
+
+def test_where_rows_cost_nothing_all_paths_are_drafted():
+    trees = Trees()
+    choice, (draft,) = trees.flat(made(), DraftBudget(costs(0.0), WIDTH), room=12)
+    assert draft == [10, 11, 12, S, 10, 20, 21, S, 30]
+    assert trees.tokens[0, :3].tolist() == [10, 11, 12]
+    assert trees.counts.tolist() == choice.keep.tolist() == [3]
+
+
+@pytest.mark.parametrize(
+    ("row", "sibling", "room", "most", "expected"),
+    [
+        (0.0, 9.0, 12, 16, [10, 11, 12]),  # a row's bookkeeping costs more than it brings
+        (0.0, 0.0, 7, 16, [10, 11, 12, S, 10, 20, 21]),
+        (0.0, 0.0, 6, 16, [10, 11, 12, S, 10, 20]),
+        (0.0, 0.0, 3, 16, [10, 11, 12]),
+        (0.0, 0.0, 12, 1, [10, 11, 12, S, 10, 20, 21]),
+        (9.0, 0.0, 12, 16, []),  # nothing pays, not even a first path
+    ],
+)
+def test_a_flat_draft_is_as_long_as_pays_and_fits(row, sibling, room, most, expected):
+    _, (draft,) = Trees().flat(made(most_siblings=most), DraftBudget(costs(row, sibling), WIDTH), room=room)
+    assert draft == expected
+
+
+def test_a_first_path_learns_what_became_of_it_alone():
+    forks = made()
+    assert forks.right("0", [7, 7, 7]) == 2, "it was the only path"
+    Trees().flat(forks, DraftBudget(costs(0.0), WIDTH), room=12)
+    assert forks.right("0", [10, 20, 21, 5]) == 1, "another path won"
+    assert forks.right("0", [10, 11, 12, 5]) == 3
+    assert forks.right("0", [30, 5]) == 0
+    assert forks.wanted(1)
+    assert forks.right("0", [10, 20, 21]) == 2, "in the step after, there were no siblings"
+
+
+def test_siblings_of_a_step_have_scratch():
+    _, drafts = Trees(4).flat(made(most_siblings=5), DraftBudget(costs(0.0), WIDTH), room=12)
+    assert sum(draft.count(S) for draft in drafts) == 5
+    assert all(draft[:3] == [10, 11, 12] for draft in drafts)
+
+
+def test_large_batches_and_single_paths_are_left_alone():
+    assert made().wanted(MOST_BATCH)
+    assert not made().wanted(MOST_BATCH + 1)
+    assert not made(1).wanted(1)
+
+
+def test_where_no_sibling_pays_none_is_looked_for_for_a_while():
+    forks, budget = made(), DraftBudget(costs(0.0, 9.0), WIDTH)
+    for _ in range(BARREN_STEPS):
+        assert forks.wanted(1)
+        Trees().flat(forks, budget)
+    assert [forks.wanted(1) for _ in range(REST_STEPS + 1)] == [False] * REST_STEPS + [True]
