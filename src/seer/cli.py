@@ -92,7 +92,11 @@ def _draft_options(command: F) -> F:
         "--max-draft", type=click.IntRange(1, 128),
         help="Most tokens drafted per request and step.  [default: 8]",
     )  # fmt: skip
-    return source(most(command))
+    paths = click.option(
+        "--max-paths", type=_POSITIVE,
+        help="Most draft paths verified per request and step.  [default: as many as pay]",
+    )  # fmt: skip
+    return source(most(paths(command)))
 
 
 @main.command()
@@ -142,6 +146,7 @@ def rollout(
     kv_pool: str | None,
     drafts: str | None,
     max_draft: int | None,
+    max_paths: int | None,
     backend: str | None,
     report: Path | None,
     resume: bool,
@@ -167,6 +172,7 @@ def rollout(
         pool__kind=kv_pool,
         drafts__source=drafts,
         drafts__max_draft=max_draft,
+        drafts__max_paths=max_paths,
     )
     if connect and len(overrides) > (model is not None):
         click.echo("warning: with --connect, engine and scheduling options have no effect", err=True)
@@ -260,6 +266,7 @@ def up(
     kv_pool: str | None,
     drafts: str | None,
     max_draft: int | None,
+    max_paths: int | None,
     config_file: Path | None,
     sets: tuple[str, ...],
 ) -> None:
@@ -271,6 +278,7 @@ def up(
         pool__kind=kv_pool,
         drafts__source=drafts,
         drafts__max_draft=max_draft,
+        drafts__max_paths=max_paths,
     )
     serve(_load(config_file, overrides, sets), instances)
 

@@ -118,7 +118,7 @@ def test_options_become_a_job(prompts: Path, tmp_path: Path, monkeypatch: pytest
         prompts, "--model", tmp_path, "-n", 3, "--max-tokens", 9, "--temperature", 0.5, "--top-p", 0.9,
         "--top-k", 40, "--seed", 5, "--rollout-number", 6, "--instances", 4, "--tensor-parallel", 2,
         "--max-num-seqs", 7, "--stop", "x", "--stop", "y", "--config", tmp_path / "seer.toml",
-        "--set", "engine.kv_blocks=48", "--drafts", "own", "--max-draft", 5,
+        "--set", "engine.kv_blocks=48", "--drafts", "own", "--max-draft", 5, "--max-paths", 2,
     )  # fmt: skip
     assert result.exit_code == 0, result.output
     (job,) = jobs
@@ -129,7 +129,7 @@ def test_options_become_a_job(prompts: Path, tmp_path: Path, monkeypatch: pytest
     config = job.config
     assert (config.buffer.chunk_size, config.engine.max_num_seqs) == (64, 7)
     assert (config.engine.kv_blocks, config.engine.tensor_parallel) == (48, 2)
-    assert (config.drafts.source, config.drafts.max_draft) == ("own", 5)
+    assert (config.drafts.source, config.drafts.max_draft, config.drafts.max_paths) == ("own", 5, 2)
     assert Path(config.shared.model) == job.model == tmp_path
 
 
@@ -141,7 +141,8 @@ def test_defaults_are_those_of_the_contract(prompts: Path, monkeypatch: pytest.M
     assert job.sampling == SamplingParams(max_tokens=512, temperature=1.0, top_p=1.0, top_k=0)
     assert (job.n, job.seed, job.rollout_number, job.instances, job.connect) == (8, 0, 0, 2, "")
     assert (job.config.engine.tensor_parallel, job.config.buffer.chunk_size) == (1, 256)
-    assert (job.config.drafts.source, job.config.drafts.max_draft) == ("grouped", 8)
+    drafts = job.config.drafts
+    assert (drafts.source, drafts.max_draft, drafts.max_paths) == ("grouped", 8, None)
 
 
 @pytest.mark.parametrize(
