@@ -30,10 +30,12 @@ test: setup
 
 TREE := native/group_tree.cpp native/drafter.cpp native/context_map.cpp
 SANITIZE := $(CXX) -std=c++20 -O1 -g -Wall -Wextra -Werror -Inative -fno-sanitize-recover=all
-sanitize:  # the native tree under ASan, UBSan and TSan; needs g++ or clang++, no Python
+sanitize:  # what drafts are made and chosen with, under ASan, UBSan and TSan; needs g++ or clang++, no Python
 	mkdir -p build/sanitize
 	$(SANITIZE) -fsanitize=address,undefined tests/native/group_tree_stress.cpp $(TREE) -o build/sanitize/memory
 	$(SANITIZE) -fsanitize=thread -pthread tests/native/group_tree_stress.cpp $(TREE) -o build/sanitize/threads
+	$(SANITIZE) -fsanitize=address,undefined tests/native/draft_choice_stress.cpp native/draft_choice.cpp -o build/sanitize/choice
+	build/sanitize/choice
 	build/sanitize/memory
 	$$(setarch -R true 2>/dev/null && echo setarch -R) build/sanitize/threads  # older TSans cannot bear much address randomization
 

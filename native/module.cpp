@@ -7,6 +7,7 @@
 #include <optional>
 #include <utility>
 
+#include "draft_choice_module.hpp"
 #include "kernels.hpp"
 #include "sampler.hpp"
 #include "tree_module.hpp"
@@ -92,4 +93,5 @@ NB_MODULE(_native, m) {
           nb::arg("history").none() = nb::none(), nb::arg("extra").none() = nb::none(),
           "Sample one token per row; see seer/_native.pyi.");
     bind_group_tree(m);
+    bind_draft_choice(m);
 }

@@ -5,7 +5,8 @@ Invariants (tests/property/test_drafting.py asserts them):
 - the choice is the best there is: no other beginnings are worth more, by what `best` calls worth;
 - a likelier token is never dropped for a less likely one, high priority never served after low at equal
   chances, and better drafts never make the choice smaller;
-- where nothing pays nothing is drafted, and every `REST_STEPS` one draft is tried all the same.
+- where nothing pays nothing is drafted, and every `REST_STEPS` one draft is tried all the same;
+- the compiled loops over tokens choose and count what the same lines in numpy do (test_draft_loops.py).
 
 The paper plans one draft length for all requests of a priority from average acceptance by position.
 Here every token has its own chance, from its tree's score and what became of such tokens before, so
@@ -21,6 +22,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from seer import _native
 from seer.common.policy.drafting import (
     CELLS,
     GROUP_WEIGHT,
@@ -63,23 +65,8 @@ class Choice:
     """What a step verifies: `keep[i]` first tokens of draft i; `cells` [n, width], `slots` [n]."""
 
     keep: Counts
-    cells: NDArray[np.intp]
+    cells: Counts
     slots: NDArray[np.intp]
-
-
-@dataclass(slots=True)
-class Outcome:
-    """Tokens that were verified: the draft each is of, its cell, and whether it was right."""
-
-    rows: NDArray[np.intp]
-    cells: NDArray[np.intp]
-    right: NDArray[np.bool_]
-
-    def add_to(self, tally: NDArray[np.int64], at: NDArray[np.intp]) -> None:
-        """Add to `tally[at[row]]`, [any, 2, CELLS] and contiguous: tokens verified, tokens right."""
-        flat, places = tally.reshape(-1), at[self.rows] * (2 * CELLS) + self.cells
-        np.add.at(flat, places, 1)
-        np.add.at(flat, places[self.right] + CELLS, 1)
 
 
 def best(
@@ -97,16 +84,9 @@ def best(
     Tokens are taken by falling weighted chance. With the best tokens per second that this can reach
     as the worth of a second, the choice is the one with the most tokens less `PRICE` x seconds x worth.
     """
-    n, width = chances.shape
-    gains = chances.ravel() if weights is None else (chances * weights[:, None]).ravel()
-    order = (-gains).argsort(kind="stable")  # equal ones in order: beginnings stay beginnings
-    tokens = np.empty(len(gains) + 1)
-    tokens[0] = others + (n if weights is None else weights.sum())
-    tokens[1:] = gains[order]
-    tokens.cumsum(out=tokens)
-    price = PRICE * float((tokens / seconds).max())
-    taken = order[: (tokens - price * seconds).argmax()]
-    return np.bincount(taken // width, minlength=n).astype(np.int32)
+    keep = np.empty(len(chances), dtype=np.int32)
+    _native.choose_drafts(chances, seconds, others, PRICE, weights, keep)
+    return keep
 
 
 class _Tables:
@@ -114,13 +94,14 @@ class _Tables:
 
     def __init__(self, slots: int) -> None:
         self.counts = np.zeros((slots, 2, CELLS))  # verified, right
-        self.fresh = np.zeros((slots, 2, CELLS), dtype=np.int64)  # of them, since the last refresh
+        self.fresh = np.zeros((slots, 2, CELLS), dtype=np.int64)  # the same, since the last refresh
+        self.untold = np.zeros((slots, 2, CELLS), dtype=np.int64)  # the same, since last taken
         self.prior = np.zeros((slots, CELLS))
         self.rates = np.zeros((slots, CELLS))
         self.told = np.zeros(slots, dtype=bool)  # the prior is this group's own, not that of all
 
     def clear(self, slot: int) -> None:
-        self.counts[slot], self.fresh[slot] = 0, 0
+        self.counts[slot] = self.fresh[slot] = self.untold[slot] = 0
 
     def doubled(self) -> _Tables:
         more = _Tables(2 * len(self.told))
@@ -139,12 +120,10 @@ class DraftBudget:
         self._costs, self._width = costs, width
         self.sibling_seconds = costs.sibling
         self._batch, self._seconds = 0, np.zeros(0)
-        self._at = np.arange(width)
-        self._places = (np.searchsorted(PLACES, self._at, side="right") - 1) * _CLASSES
+        self._bases = _bases(np.arange(width))
         self._barren, self._rested, self._age = 0, 0, 0
         self._slots: dict[str, int] = {}
         self._free: list[int] = []
-        self._touched: list[NDArray[np.intp]] = []
         self._all = np.zeros((2, CELLS))  # tokens verified and right, of all groups
         self._tables = _Tables(16)
 
@@ -187,38 +166,41 @@ class DraftBudget:
     ) -> Choice:
         """Choose among n drafts with `scores` [n, width], `lengths` [n], in a step of `batch` requests."""
         n, width = scores.shape
-        cells = _EDGES.searchsorted(scores.ravel(), side="right").reshape(n, width)
-        cells += self._places[:width]
-        chances = self._tables.rates.ravel().take(cells + CELLS * slots[:, None])
-        chances *= self._at[:width] < lengths[:, None]
-        np.minimum.accumulate(chances, axis=1, out=chances)
+        cells, chances = np.empty((n, width), dtype=np.int32), np.empty((n, width))
+        _native.rate_drafts(scores, lengths, slots, _EDGES, self._bases, self._tables.rates, cells, chances)
         weights = None if high is None else np.where(high, HIGH_WEIGHT, 1.0)
         batch = max(batch, n)
         keep = best(chances, self.seconds(batch, n * width), batch - n, weights)
-        if keep.any():
+        if np.count_nonzero(keep):  # any() takes a microsecond more
             self._barren = self._rested = 0
         elif self._barren >= BARREN_STEPS:
             self._rested = 0
             likeliest = int(chances[:, 0].argmax())
             keep[likeliest] = min(PROBE_TOKENS, int(lengths[likeliest]))
-        elif lengths.any():  # an empty tree is no verdict on drafts
+        elif np.count_nonzero(lengths):  # an empty tree is no verdict on drafts
             self._barren += 1
         return Choice(keep, cells, slots)
 
-    def learn(self, choice: Choice, accepted: Counts) -> Outcome:
+    def learn(self, choice: Choice, accepted: Counts) -> None:
         """Count what became of a choice: `accepted` [n] tokens were right, -1 where none was verified."""
-        verified = np.where(accepted < 0, 0, choice.keep)
-        rows, at = np.nonzero(self._at[: choice.cells.shape[1]] < verified[:, None])
-        outcome = Outcome(rows, choice.cells[rows, at], at < accepted[rows])
-        outcome.add_to(self._tables.fresh, choice.slots)
-        self._touched.append(choice.slots[rows])
+        group = self._tables
+        _native.count_drafts(choice.cells, choice.keep, accepted, choice.slots, group.fresh, group.untold)
         self._age += 1
         if self._age % REFRESH_STEPS == 0:
             self._refresh()
-        return outcome
+
+    def take_learned(self, group_id: str) -> tuple[list[int], list[int]]:
+        """Return how many tokens of a group were verified, and right, by cell, since last asked."""
+        slot = self._slots.get(group_id)
+        if slot is None:
+            return [], []
+        drafted, right = self._tables.untold[slot].tolist()
+        self._tables.untold[slot] = 0
+        return drafted, right
 
     def _refresh(self) -> None:
-        slots, group = np.unique(np.concatenate(self._touched)), self._tables
+        group = self._tables
+        slots = np.flatnonzero(group.fresh[:, 0].any(axis=1))
         fresh = group.fresh[slots]
         totals = fresh[:, 0].sum(axis=1)
         counts = group.counts[slots] * 0.5 ** (totals / HALF_LIFE)[:, None, None] + fresh
@@ -227,14 +209,13 @@ class DraftBudget:
         prior = np.where(group.told[slots, None], group.prior[slots], common)
         group.counts[slots], group.prior[slots], group.fresh[slots] = counts, prior, 0
         group.rates[slots] = _rates(counts, prior, GROUP_WEIGHT)
-        self._touched.clear()
 
     def chances(
         self, slots: NDArray[np.intp], scores: Scores, places: NDArray[np.intp]
     ) -> NDArray[np.float64]:
         """Return P(a token, and all before it, is right) of tokens at these places of drafts: one each."""
         cells = _EDGES.searchsorted(scores, side="right")
-        cells += (np.searchsorted(PLACES, places, side="right") - 1) * _CLASSES
+        cells += _bases(places)
         return self._tables.rates[slots, cells]
 
     def seconds(self, batch: int, most: int) -> NDArray[np.float64]:
@@ -243,6 +224,11 @@ class DraftBudget:
             self._batch = batch
             self._seconds = np.array(self._costs.by_rows(batch, max(most, batch * self._width)))
         return self._seconds[: most + 1]
+
+
+def _bases(places: NDArray[np.intp]) -> NDArray[np.intp]:
+    # The first cell of each place of a draft.
+    return (np.searchsorted(PLACES, places, side="right") - 1) * _CLASSES
 
 
 def _rates(counts: NDArray[np.float64], prior: NDArray[np.float64], weight: float) -> NDArray[np.float64]:

@@ -118,3 +118,48 @@ def draft_batch(
     change meanwhile. Raises `ValueError` for shapes and values that do not fit before anything is
     appended, and as `GroupTree.append` does, with what came before row i done.
     """
+
+def rate_drafts(
+    scores: npt.NDArray[np.float32],
+    lengths: npt.NDArray[np.int32],
+    slots: npt.NDArray[np.int64],
+    edges: npt.NDArray[np.float32],
+    bases: npt.NDArray[np.int64],
+    rates: npt.NDArray[np.float64],
+    out_cells: npt.NDArray[np.int32],
+    out_chances: npt.NDArray[np.float64],
+) -> None:
+    """Fill the cells of drafts' tokens and their chances, both [n, width] as `scores`.
+
+    The cell of a token at place k is `bases[k]` plus how many of `edges` its score reaches. Its
+    chance, that it and all before it are right, is the least of `rates[slots[i], cell]` up to it, 0
+    from `lengths[i]` on. Raises `ValueError` for shapes that do not fit, and slots and bases out of
+    `rates`.
+    """
+
+def choose_drafts(
+    chances: npt.NDArray[np.float64],
+    seconds: npt.NDArray[np.float64],
+    others: float,
+    price: float,
+    weights: npt.NDArray[np.float64] | None,
+    out_keep: npt.NDArray[np.int32],
+) -> None:
+    """Fill how many tokens of each draft to verify; `draft_budget.best` explains.
+
+    Raises `ValueError` for shapes that do not fit.
+    """
+
+def count_drafts(
+    cells: npt.NDArray[np.int32],
+    keep: npt.NDArray[np.int32],
+    accepted: npt.NDArray[np.int32],
+    slots: npt.NDArray[np.int64],
+    fresh: npt.NDArray[np.int64],
+    untold: npt.NDArray[np.int64],
+) -> None:
+    """Add to both tallies [slots, 2, cells] the `keep[i]` first tokens of each draft: verified, right.
+
+    The first `accepted[i]` were right; -1 where none was verified. Raises `ValueError` for shapes
+    that do not fit, and for slots, cells and `keep` out of range.
+    """

@@ -292,20 +292,18 @@ def test_each_batch_has_its_own_costs():
     assert kept == [0, 4, 0]
 
 
-def test_outcomes_add_up_to_what_an_acceptance_takes():
+def test_what_was_learned_of_a_group_adds_up_to_what_an_acceptance_takes():
     budget = DraftBudget(linear(0.01, 0.0), 4)
-    choice = budget.choose(
-        np.full(3, budget.slot("g")),
-        np.full((3, 4), 0.7, dtype=np.float32),
-        np.array([4, 2, 4], dtype=np.int32),
-        3,
-    )
+    slots = np.array([budget.slot(f"g{i}") for i in range(3)])
+    scores, lengths = np.full((3, 4), 0.7, dtype=np.float32), np.array([4, 2, 4], dtype=np.int32)
+    choice = budget.choose(slots, scores, lengths, 3)
     assert choice.keep.tolist() == [4, 2, 4]
-    tally = np.zeros((3, 2, CELLS), dtype=np.int64)
-    outcome = budget.learn(choice, np.array([1, 2, -1], dtype=np.int32))
-    outcome.add_to(tally, np.arange(3))
-    assert tally.sum(axis=2).tolist() == [[4, 1], [2, 2], [0, 0]]
-    assert Acceptance().add(tally[0, 0].tolist(), tally[0, 1].tolist())
+    budget.learn(choice, np.array([1, 2, -1], dtype=np.int32))
+    learned = [budget.take_learned(f"g{i}") for i in range(3)]
+    assert [(sum(drafted), sum(right)) for drafted, right in learned] == [(4, 1), (2, 2), (0, 0)]
+    assert Acceptance().add(*learned[0])
+    assert budget.take_learned("g0") == ([0] * CELLS, [0] * CELLS)
+    assert budget.take_learned("never known") == ([], [])
 
 
 def test_slots_are_given_out_again_clean():

@@ -18,7 +18,6 @@ import numpy.typing as npt
 
 from seer import _native
 from seer.common.policy.draft_budget import Choice, DraftBudget
-from seer.common.policy.drafting import CELLS
 from seer.services.engine.vllm.drafts.forks import Forks
 from seer.services.engine.vllm.drafts.script import Script
 from seer.services.engine.vllm.requests import EXTRA, Extra
@@ -42,8 +41,6 @@ class GroupProposer:
         self._ids: list[str] = []
         self._runner: GPUModelRunner | None = None
         self._choice: Choice | None = None
-        self._slot_of: dict[str, int] = {}
-        self._tally = np.zeros((64, 2, CELLS), np.int64)  # verified, right; by the groups' slots
         self.forks = Forks(0)
         self.script: Script | None = None
         self.budget: DraftBudget | None = None
@@ -58,7 +55,7 @@ class GroupProposer:
         rows = runner.max_num_reqs
         self._rows = np.arange(rows, dtype=np.int32)
         self._prompts = np.zeros(rows, np.int32)
-        self._limits = np.zeros(rows, np.int32)
+        self._ends = np.zeros(rows, np.int32)  # no draft reaches there: the last token is sampled
         self._appended = np.zeros(rows, np.int32)
         self._indexes = np.zeros(rows, np.int64)
         self._slots = np.zeros(rows, np.intp)
@@ -90,9 +87,7 @@ class GroupProposer:
         """Drop trees: of groups that run here no more."""
         for group in groups:
             self._trees.pop(group, None)
-            slot = self._slot_of.pop(group, None)
-            if slot is not None and self.budget is not None:
-                self._tally[slot] = 0
+            if self.budget is not None:
                 self.budget.forget(group)
         self._ids, self._choice = [], None  # rows hold trees and places in the budget's tables
 
@@ -132,7 +127,9 @@ class GroupProposer:
         if self.script is not None:
             return self._scripted(self.script, sampled, lengths)
         indexes, unfinished = self._indexes[:n], not all(sampled)
-        most = np.clip(self._limits[:n] - lengths[:n] - 1, 0, self._drafts.shape[1])
+        most = self._ends[:n] - lengths[:n]
+        np.maximum(most, 0, out=most)  # np.clip takes longer than both
+        np.minimum(most, self._drafts.shape[1], out=most)
         if self.budget is None or not self.budget.wanted():
             most[:] = 0
         if unfinished:
@@ -147,7 +144,7 @@ class GroupProposer:
         )  # fmt: skip
         learnt = lengths[:n] - self._prompts[:n]
         self._appended[:n] = np.where(indexes >= 0, learnt, self._appended[:n]) if unfinished else learnt
-        if self.budget is None or not self._counts[:n].any():
+        if self.budget is None or not np.count_nonzero(self._counts[:n]):
             return [[] for _ in sampled]
         if forked:
             self.forks.take(self._drafts[:n], self._scores[:n], self._parents[:n], self._counts[:n])
@@ -167,25 +164,17 @@ class GroupProposer:
         else:
             row_of = {request_id: row for row, request_id in enumerate(ids)}
             right = [self.forks.right(i, sampled[row_of[i]]) if i in row_of else -1 for i in self._ids]
-        if self.budget is None:
-            return
-        accepted = np.minimum(np.array(right, np.int32), choice.keep)
-        accepted[choice.keep == 0] = -1
-        self.budget.learn(choice, accepted).add_to(self._tally, choice.slots)
+        if self.budget is not None:
+            self.budget.learn(choice, np.array(right, np.int32))
 
     def take_learned(self, group: str) -> tuple[list[int], list[int]]:
         """Return how many drafted tokens of a group were verified, and right, by cell, since last asked."""
-        slot = self._slot_of.get(group)
-        if slot is None:
-            return [], []
-        drafted, right = self._tally[slot].tolist()
-        self._tally[slot] = 0
-        return drafted, right
+        return ([], []) if self.budget is None else self.budget.take_learned(group)
 
     def _scripted(
         self, script: Script, sampled: list[list[int]], lengths: npt.NDArray[np.int32]
     ) -> list[list[int]]:
-        most = np.minimum(self._limits - lengths - 1, self._drafts.shape[1])[: len(sampled)]
+        most = np.minimum(self._ends - lengths, self._drafts.shape[1])[: len(sampled)]
         rows = zip(self._extras, sampled, lengths[: len(sampled)].tolist(), most.tolist(), strict=True)
         return [script.draft(extra, length, room) if new else [] for extra, new, length, room in rows]
 
@@ -196,7 +185,7 @@ class GroupProposer:
         self._of_row = [self._tree(extra.group) for extra in self._extras]
         for row, (request_id, extra) in enumerate(zip(ids, self._extras, strict=True)):
             self._prompts[row] = extra.prompt_len
-            self._limits[row] = extra.limit
+            self._ends[row] = extra.limit - 1
             tree = self._of_row[row]
             learns = tree is not _NO_TREE and tree.bytes < TREE_BYTES
             self._indexes[row] = extra.index if learns else -1
@@ -204,9 +193,7 @@ class GroupProposer:
             self._appended[row] = before.get(request_id, 0)
             if self.budget is not None:
                 told = () if request_id in before else extra.acceptance
-                slot = self._slots[row] = self._slot_of[extra.group] = self.budget.slot(extra.group, told)
-                if slot >= len(self._tally):
-                    self._tally = np.concatenate([self._tally, np.zeros_like(self._tally)])
+                self._slots[row] = self.budget.slot(extra.group, told)
         high = np.array([extra.probe for extra in self._extras])
         self._high = high if high.any() else None
         self._ids = list(ids)
