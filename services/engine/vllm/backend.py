@@ -35,7 +35,7 @@ from seer.services.engine.vllm.checks import budget, check
 from seer.services.engine.vllm.drafts.control import Drafting
 from seer.services.engine.vllm.drafts.costs import step_costs
 from seer.services.engine.vllm.drafts.scratch import say_single, take_scratch
-from seer.services.engine.vllm.drafts.script import Script
+from seer.services.engine.vllm.drafts.script import Kind, Script
 from seer.services.engine.vllm.kv_pool.sharing import Sharing
 from seer.services.engine.vllm.requests import engine_request
 from seer.services.engine.vllm.stops import StopStrings
@@ -118,7 +118,8 @@ class VllmBackend:
             if self._drafts is not None:
                 self._drafting = Drafting(self._rpc, self._drafts, self._vocab_size)
                 if self._drafts.source == "random":
-                    self.script_drafts(Script(kind="random", vocab=self._vocab_size))
+                    others: tuple[Kind, ...] = ("random",) if scratch else ()
+                    self.script_drafts(Script(kind="random", vocab=self._vocab_size, siblings=others))
                 else:
                     config = self._core.vllm_config
                     costs = step_costs(
