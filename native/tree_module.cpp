@@ -6,6 +6,9 @@
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/vector.h>
 
+#include <algorithm>
+#include <array>
+#include <numeric>
 #include <optional>
 #include <stdexcept>
 #include <string>
@@ -75,6 +78,8 @@ struct Batch {
     Counts out_counts;
     std::optional<Out<int32_t>> out_parents;
     std::optional<Out<float>> out_scores;
+    GroupTree* common;
+    std::optional<Ids> common_ids;
 
     void check() const {
         const size_t n = trees.size();
@@ -89,6 +94,8 @@ struct Batch {
         same(out_counts.shape(0), "out_counts");
         if (out_parents) same(out_parents->shape(0), "out_parents");
         if (out_scores) same(out_scores->shape(0), "out_scores");
+        if (common != nullptr && !common_ids) refuse("common needs common_ids");
+        if (common_ids) same(common_ids->shape(0), "common_ids");
         const size_t width = out_token_ids.shape(1);
         if ((out_parents && out_parents->shape(1) != width) || (out_scores && out_scores->shape(1) != width))
             refuse("out_token_ids, out_parents and out_scores must have the same shape");
@@ -118,10 +125,9 @@ struct Batch {
             const int32_t* tokens = token_ids.data() + static_cast<int64_t>(row) * token_ids.stride(0);
             const auto length = static_cast<size_t>(lengths(row));
             const int64_t request = request_ids(i);
-            if (request >= 0) {
-                const auto known = static_cast<size_t>(prompt_lengths(row)) + static_cast<size_t>(appended(i));
-                trees[i]->append(request, appended(i), {tokens + known, length - known});
-            }
+            const auto known = static_cast<size_t>(prompt_lengths(row)) + static_cast<size_t>(appended(i));
+            const std::span<const int32_t> fresh{tokens + known, length - known};
+            if (request >= 0) trees[i]->append(request, appended(i), fresh);
             options.max_tokens = static_cast<uint32_t>(max_tokens(i));
             const auto part = [&](auto& array) {
                 return std::span(array.data() + i * out_token_ids.shape(1), options.max_tokens);
@@ -129,17 +135,39 @@ struct Batch {
             seer::DraftView view{part(out_token_ids), {}, {}};
             if (out_parents) view.parents = part(*out_parents);
             if (out_scores) view.scores = part(*out_scores);
-            out_counts(i) = static_cast<int32_t>(trees[i]->draft({tokens, length}, request, options, view));
+            uint32_t count = trees[i]->draft({tokens, length}, request, options, view);
+            if (common != nullptr) count = better_of_common(i, {tokens, length}, fresh, options, view, count);
+            out_counts(i) = static_cast<int32_t>(count);
         }
+    }
+
+    // Puts the common tree's draft in the view if more of it is expected to be right; returns the count there.
+    uint32_t better_of_common(size_t i, std::span<const int32_t> context, std::span<const int32_t> fresh,
+                              const DraftOptions& options, const seer::DraftView& view, uint32_t count) const {
+        const int64_t request = (*common_ids)(i);
+        if (request < 0) return count;
+        common->append(request, appended(i), fresh);
+        if (options.max_tokens == 0) return count;
+        std::array<int32_t, seer::Drafter::kMaxTokens> token_ids, parents;
+        std::array<float, seer::Drafter::kMaxTokens> scores;
+        const uint32_t others = common->draft(context, request, options, {token_ids, parents, scores});
+        const auto expected = [](std::span<const float> each) { return std::accumulate(each.begin(), each.end(), 0.0F); };
+        if (expected({scores.data(), others}) <= expected(view.scores.first(count))) return count;
+        std::copy_n(token_ids.begin(), others, view.token_ids.begin());
+        std::copy_n(scores.begin(), others, view.scores.begin());
+        if (!view.parents.empty()) std::copy_n(parents.begin(), others, view.parents.begin());
+        return others;
     }
 };
 
 void draft_batch(const std::vector<nb::object>& trees, Ids request_ids, Tokens rows, Buffer token_ids,
                  Tokens prompt_lengths, Tokens lengths, Tokens appended, Tokens max_tokens, Out<int32_t> out_token_ids,
                  Counts out_counts, std::optional<Out<int32_t>> out_parents, std::optional<Out<float>> out_scores,
-                 int64_t top_k, double min_score, std::optional<int64_t> max_depth) {
+                 int64_t top_k, double min_score, std::optional<int64_t> max_depth, GroupTree* common,
+                 std::optional<Ids> common_ids) {
+    if (common != nullptr && !out_scores) refuse("common needs out_scores, to tell which draft is better");
     Batch batch{{}, request_ids, rows, token_ids, prompt_lengths, lengths, appended, max_tokens, out_token_ids,
-                out_counts, out_parents, out_scores};
+                out_counts, out_parents, out_scores, common, common_ids};
     for (const nb::object& tree : trees) batch.trees.push_back(nb::cast<GroupTree*>(tree));
     const DraftOptions options = options_of(0, top_k, min_score, max_depth);
     batch.check();
@@ -203,5 +231,5 @@ void bind_group_tree(nb::module_& m) {
           nb::arg("out_token_ids").noconvert(), nb::arg("out_counts").noconvert(),
           nb::arg("out_parents").noconvert().none() = nb::none(),
           nb::arg("out_scores").noconvert().none() = nb::none(), nb::arg("top_k") = 1, nb::arg("min_score") = 0.0,
-          max_depth);
+          max_depth, nb::arg("common").none() = nb::none(), nb::arg("common_ids").noconvert().none() = nb::none());
 }

@@ -107,6 +107,8 @@ def draft_batch(
     top_k: int = 1,
     min_score: float = 0.0,
     max_depth: int | None = None,
+    common: GroupTree | None = None,
+    common_ids: npt.NDArray[np.int64] | None = None,
 ) -> None:
     """Append what n requests have new, and draft for each. Copies nothing; releases the GIL.
 
@@ -114,7 +116,9 @@ def draft_batch(
     `prompt_lengths[r]` tokens and the output, `lengths[r]` in all. Request i is `rows[i]`, in
     `trees[i]`; `appended[i]` is how many of its output tokens the tree was given before. A request
     id of -1 appends nothing. Drafts go to `out_token_ids[i, :out_counts[i]]` and, where given, to
-    the other arrays [n, width] likewise; `max_tokens[i]` is at most the width. Buffers must not
+    the other arrays [n, width] likewise; `max_tokens[i]` is at most the width. Request i is also
+    appended to `common`, as `common_ids[i]` (-1: no), and its draft is that tree's where more of it is
+    expected to be right, by the sum of its scores: `out_scores` is needed then. Buffers must not
     change meanwhile. Raises `ValueError` for shapes and values that do not fit before anything is
     appended, and as `GroupTree.append` does, with what came before row i done.
     """

@@ -131,6 +131,7 @@ class VllmBackend:
                             f"another adds {costs.sibling:.2g} s to a step of {costs.seconds(1, 0):.2g} s"
                         )
                     self._rpc("seer_set_costs", costs=costs, max_paths=paths)
+                    self._drafting.clear()
             if self._pool is not None:
                 model = Path(self._shared.model)
                 self._sharing = Sharing(self._rpc, model, self._core.vllm_config)

@@ -83,6 +83,10 @@ class SeerWorker:
         """Draft what the script says; None: what the trees say."""
         self.model_runner.drafter.script = script
 
+    def seer_share_trees(self, whole: bool) -> None:
+        """See `GroupProposer.share`."""
+        self.model_runner.drafter.share(whole)
+
     def seer_set_costs(self, costs: StepCosts, max_paths: int) -> None:
         """Begin to draft from trees, as much as pays with these step times, on at most so many paths."""
         self.model_runner.drafter.forks.most_paths = max_paths

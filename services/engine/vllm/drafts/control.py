@@ -69,6 +69,7 @@ class Drafting:
     def clear(self) -> None:
         """Drop all trees."""
         self.forget(list(self._open))
+        self._rpc("seer_share_trees", whole=self._config.source == "grouped")
 
     def counts(self) -> dict[str, Any]:
         """Return the counters by their name in `InstanceStats`."""

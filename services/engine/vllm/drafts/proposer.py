@@ -30,6 +30,9 @@ if TYPE_CHECKING:
 TREE_BYTES = 2**30
 """Memory of one tree; past it, it learns nothing more."""
 
+COMMON_TOKENS = 4_000_000
+"""Tokens that the tree of all groups may hold, 70 MB; then it begins anew with what runs."""
+
 
 class GroupProposer:
     """vLLM's `custom_class` proposer; `bind` gives it what vLLM's constructor does not."""
@@ -38,6 +41,7 @@ class GroupProposer:
         self.counters: Counter[str] = Counter()
         self.seconds = 0.0
         self._trees: dict[str, _native.GroupTree] = {}
+        self._common: _native.GroupTree | None = None
         self._ids: list[str] = []
         self._runner: GPUModelRunner | None = None
         self._choice: Choice | None = None
@@ -58,6 +62,7 @@ class GroupProposer:
         self._ends = np.zeros(rows, np.int32)  # no draft reaches there: the last token is sampled
         self._appended = np.zeros(rows, np.int32)
         self._indexes = np.zeros(rows, np.int64)
+        self._names = np.zeros(rows, np.int64)
         self._slots = np.zeros(rows, np.intp)
         self._drafts = np.zeros((rows, max_draft), np.int32)
         self._scores = np.zeros((rows, max_draft), np.float32)
@@ -70,6 +75,11 @@ class GroupProposer:
         """Begin a group's tree; its requests come after."""
         if group not in self._trees:
             self._trees[group] = _native.GroupTree(prompt, TREE_BYTES)
+
+    def share(self, whole: bool) -> None:
+        """Begin, or end, to draft from what all groups said here where a group's own tree knows less."""
+        self._common = _native.GroupTree((), TREE_BYTES) if whole else None
+        self._ids, self._choice = [], None
 
     def feed(self, deltas: Iterable[StreamDelta]) -> None:
         """Let trees learn what siblings said; those of unknown groups are ignored."""
@@ -126,7 +136,7 @@ class GroupProposer:
             self._compose(ids)
         if self.script is not None:
             return self._scripted(self.script, sampled, lengths)
-        indexes, unfinished = self._indexes[:n], not all(sampled)
+        indexes, names, unfinished = self._indexes[:n], self._names[:n], not all(sampled)
         most = self._ends[:n] - lengths[:n]
         np.maximum(most, 0, out=most)  # np.clip takes longer than both
         np.minimum(most, self._drafts.shape[1], out=most)
@@ -136,11 +146,12 @@ class GroupProposer:
             empty = np.array([not row for row in sampled])
             most[empty] = 0
             indexes = np.where(empty, -1, indexes)
+            names = np.where(empty, -1, names)
         forked = self.budget is not None and self.forks.wanted(n)
         _native.draft_batch(
             self._of_row, indexes, self._rows[:n], tokens, self._prompts, lengths, self._appended[:n],
             most, self._drafts[:n], self._counts[:n], self._parents[:n], self._scores[:n],
-            top_k=self.forks.most_paths if forked else 1,
+            top_k=self.forks.most_paths if forked else 1, common=self._common, common_ids=names,
         )  # fmt: skip
         learnt = lengths[:n] - self._prompts[:n]
         self._appended[:n] = np.where(indexes >= 0, learnt, self._appended[:n]) if unfinished else learnt
@@ -180,6 +191,8 @@ class GroupProposer:
 
     def _compose(self, ids: list[str]) -> None:
         """Look up the rows' requests: their order changed."""
+        if self._common is not None and self._common.tokens > COMMON_TOKENS:
+            self.share(whole=True)
         requests, before = self._runner.requests, dict(zip(self._ids, self._appended.tolist(), strict=False))
         self._extras: list[Extra] = [requests[i].sampling_params.extra_args[EXTRA] for i in ids]
         self._of_row = [self._tree(extra.group) for extra in self._extras]
@@ -189,6 +202,8 @@ class GroupProposer:
             tree = self._of_row[row]
             learns = tree is not _NO_TREE and tree.bytes < TREE_BYTES
             self._indexes[row] = extra.index if learns else -1
+            # The same for all chunks of a response: what it said before is known then.
+            self._names[row] = hash((extra.group, extra.index)) & _POSITIVE if extra.group else -1
             # From the start for a new row: an earlier attempt may have said other things.
             self._appended[row] = before.get(request_id, 0)
             if self.budget is not None:
@@ -201,6 +216,8 @@ class GroupProposer:
     def _tree(self, group: str) -> _native.GroupTree:
         return self._trees.get(group, _NO_TREE)
 
+
+_POSITIVE = 2**63 - 1
 
 _NO_TREE = _native.GroupTree()
 """Of requests that belong to no group: it stays empty, so they get no drafts."""
