@@ -110,7 +110,7 @@ def check_kv(backend: VllmBackend, plan: str, sizes: tuple[int, ...] = (70, 97))
     before, steps = counts(backend), backend.stats().steps
     known = {0: whole.tokens}
     for size in sizes:
-        backend._engine.reset_prefix_cache()
+        assert backend._engine.reset_prefix_cache(), "no scratch block counts as used"
         script(backend, plan, known)
         begun = one_go(backend, LONG, max_new_tokens=size)
         assert begun.tokens == whole.tokens[:size]
@@ -321,9 +321,7 @@ def test_trees_give_several_paths_where_they_pay(backend):
     script(backend, "none")
     sampling = SamplingParams(max_tokens=60, temperature=0.8, ignore_eos=True)
     whole = one_go(backend, sampling, group_id="").tokens
-    said = [
-        [(token + add * (place == 1)) % VOCAB for place, token in enumerate(whole)] for add in range(3)
-    ]
+    said = [[(token + add * (place == 1)) % VOCAB for place, token in enumerate(whole)] for add in range(3)]
     runner = backend._core.model_executor.driver_worker.worker.model_runner
     proposer, (budget, paths) = runner.drafter, (runner.drafter.budget, runner.drafter.forks.most_paths)
     backend.script_drafts(None)

@@ -9,7 +9,7 @@ Invariants (tests/unit/test_draft_proposer.py asserts them):
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from time import perf_counter
 from typing import TYPE_CHECKING
 
@@ -23,6 +23,7 @@ from seer.services.engine.vllm.drafts.script import Script
 from seer.services.engine.vllm.requests import EXTRA, Extra
 
 if TYPE_CHECKING:
+    from vllm.v1.worker.gpu_input_batch import CachedRequestState
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
     from seer.services.dgds.client import StreamDelta
@@ -129,11 +130,12 @@ class GroupProposer:
     ) -> list[list[int]]:
         if self._runner is None:  # not the rank that drafts
             return [[] for _ in sampled]
-        ids, n = self._runner.input_batch.req_ids, len(sampled)
+        runner, n = self._runner, len(sampled)
+        ids = runner.input_batch.req_ids
         if self._choice is not None:
             self._learn(self._choice, sampled, ids)
         if ids != self._ids:
-            self._compose(ids)
+            self._compose(ids, runner.requests)
         if self.script is not None:
             return self._scripted(self.script, sampled, lengths)
         indexes, names, unfinished = self._indexes[:n], self._names[:n], not all(sampled)
@@ -189,11 +191,11 @@ class GroupProposer:
         rows = zip(self._extras, sampled, lengths[: len(sampled)].tolist(), most.tolist(), strict=True)
         return [script.draft(extra, length, room) if new else [] for extra, new, length, room in rows]
 
-    def _compose(self, ids: list[str]) -> None:
+    def _compose(self, ids: list[str], requests: Mapping[str, CachedRequestState]) -> None:
         """Look up the rows' requests: their order changed."""
         if self._common is not None and self._common.tokens > COMMON_TOKENS:
             self.share(whole=True)
-        requests, before = self._runner.requests, dict(zip(self._ids, self._appended.tolist(), strict=False))
+        before = dict(zip(self._ids, self._appended.tolist(), strict=False))
         self._extras: list[Extra] = [requests[i].sampling_params.extra_args[EXTRA] for i in ids]
         self._of_row = [self._tree(extra.group) for extra in self._extras]
         for row, (request_id, extra) in enumerate(zip(ids, self._extras, strict=True)):
