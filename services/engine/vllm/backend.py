@@ -25,7 +25,7 @@ import numpy.typing as npt
 
 from seer.common.config import DraftsConfig, EngineConfig, PoolConfig, SharedConfig
 from seer.common.errors import EngineError, InvalidField, SeerError
-from seer.common.policy.draft_paths import SEPARATOR, most_paths
+from seer.common.policy.draft_paths import SEPARATOR
 from seer.common.types import Capacity, InstanceStats, SamplingParams
 from seer.services.dgds.client import StreamDelta
 from seer.services.engine.backend import Chunk, ChunkEnd, Generated, StepOutput
@@ -33,9 +33,8 @@ from seer.services.engine.room import Room
 from seer.services.engine.vllm import env
 from seer.services.engine.vllm.checks import budget, check
 from seer.services.engine.vllm.drafts.control import Drafting
-from seer.services.engine.vllm.drafts.costs import step_costs
-from seer.services.engine.vllm.drafts.scratch import say_single, take_scratch
-from seer.services.engine.vllm.drafts.script import Kind, Script
+from seer.services.engine.vllm.drafts.scratch import take_scratch
+from seer.services.engine.vllm.drafts.script import Script
 from seer.services.engine.vllm.kv_pool.sharing import Sharing
 from seer.services.engine.vllm.requests import engine_request
 from seer.services.engine.vllm.stops import StopStrings
@@ -94,6 +93,9 @@ class VllmBackend:
         self._ids: dict[tuple[str, int], str] = {}
         self._next_id = itertools.count()
         self._fault_position: int | None = None
+        self._reset_counters()
+
+    def _reset_counters(self) -> None:
         self._steps = self._generated = self._prompt = self._cached = self._preemptions = 0
         self._pulled = 0
         self._step_seconds = 0.0
@@ -117,21 +119,7 @@ class VllmBackend:
             self_test.check(self)
             if self._drafts is not None:
                 self._drafting = Drafting(self._rpc, self._drafts, self._vocab_size)
-                if self._drafts.source == "random":
-                    others: tuple[Kind, ...] = ("random",) if scratch else ()
-                    self.script_drafts(Script(kind="random", vocab=self._vocab_size, siblings=others))
-                else:
-                    config = self._core.vllm_config
-                    costs = step_costs(
-                        self, config, self._drafts.max_draft, self._drafts.cache, bool(scratch)
-                    )
-                    paths = most_paths(costs, self._drafts.max_paths) if scratch else 1
-                    if scratch and paths == 1:
-                        say_single(
-                            f"another adds {costs.sibling:.2g} s to a step of {costs.seconds(1, 0):.2g} s"
-                        )
-                    self._rpc("seer_set_costs", costs=costs, max_paths=paths)
-                    self._drafting.clear()
+                self._drafting.prepare(self, self._core.vllm_config, bool(scratch))
             if self._pool is not None:
                 model = Path(self._shared.model)
                 self._sharing = Sharing(self._rpc, model, self._core.vllm_config)
@@ -142,6 +130,7 @@ class VllmBackend:
             self.close()
             raise EngineError(env.explain(error, self._config, self._shared)) from error
         self.plant_fault(self._config.fault_position)
+        self._reset_counters()  # of what was run to check and to measure
 
     def _describe(self) -> None:
         """Read from the loaded engine what it turned out to hold."""

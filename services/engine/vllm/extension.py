@@ -91,6 +91,7 @@ class SeerWorker:
         """Begin to draft from trees, as much as pays with these step times, on at most so many paths."""
         self.model_runner.drafter.forks.most_paths = max_paths
         self.model_runner.drafter.budget = DraftBudget(costs, self.model_runner.num_spec_tokens)
+        self.model_runner.drafter.seconds = 0.0  # of what was drafted to measure
 
     def seer_take_learned(self, group: str) -> tuple[list[int], list[int]]:
         """See `GroupProposer.take_learned`."""

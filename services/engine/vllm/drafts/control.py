@@ -6,11 +6,20 @@ Invariant: workers hold a tree for every group that a running chunk belongs to.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from seer.common.config import DraftsConfig
+from seer.common.policy.draft_paths import most_paths
 from seer.services.dgds.client import StreamDelta
 from seer.services.engine.backend import Chunk
+from seer.services.engine.vllm.drafts.costs import step_costs
+from seer.services.engine.vllm.drafts.scratch import say_single
+from seer.services.engine.vllm.drafts.script import Kind, Script
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+    from seer.services.engine.vllm.backend import VllmBackend
 
 Rpc = Callable[..., list[Any]]
 
@@ -23,6 +32,24 @@ class Drafting:
         self._config = config
         self._vocab_size = vocab_size
         self._open: set[str] = set()
+        self.verifications = self.drafted = self.accepted = 0
+
+    def prepare(self, backend: VllmBackend, vllm_config: VllmConfig, scratch: bool) -> None:
+        """Find out what drafting costs on this engine, and begin to draft.
+
+        With `scratch` rows and blocks it can verify several paths of a request.
+        """
+        config = self._config
+        if config.source == "random":
+            others: tuple[Kind, ...] = ("random",) if scratch else ()
+            backend.script_drafts(Script(kind="random", vocab=self._vocab_size, siblings=others))
+            return
+        costs = step_costs(backend, vllm_config, config.max_draft, config.cache, scratch)
+        paths = most_paths(costs, config.max_paths) if scratch else 1
+        if scratch and paths == 1:
+            say_single(f"another adds {costs.sibling:.2g} s to a step of {costs.seconds(1, 0):.2g} s")
+        self._rpc("seer_set_costs", costs=costs, max_paths=paths)
+        self.clear()
         self.verifications = self.drafted = self.accepted = 0
 
     def begin(self, chunk: Chunk) -> str:

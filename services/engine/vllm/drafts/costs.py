@@ -34,8 +34,11 @@ if TYPE_CHECKING:
 PROMPT, LENGTH = 16, 200
 """Tokens of the measured requests: short contexts, as most are when a rollout begins."""
 
-WARM, TIMED = 2, 7
-"""Steps per point of the grid."""
+PASSES, WARM, TIMED = 2, 2, 5
+"""Times that the grid is gone through, and steps per point of it.
+
+The least time counts: other work on the machine makes steps longer, for some points more than for others.
+"""
 
 PAIR = 3
 """Entries of the shortest flat draft with two paths: one token each, and the separator."""
@@ -111,11 +114,12 @@ def _measure(backend: VllmBackend, max_draft: int, paths: bool) -> StepCosts:
     batches = [2**power for power in range(most.bit_length()) if 2**power <= most]
     drafts = [0, *(2**power for power in range(max_draft.bit_length()) if 2**power <= max_draft)]
     try:
-        grid = [_line(backend, batch, drafts, length) for batch in batches]
+        passes = [[_line(backend, batch, drafts, length) for batch in batches] for _ in range(PASSES)]
         sibling = _sibling(backend, length) if paths and max_draft >= PAIR else 0.0
     finally:
         backend.script_drafts(None)
-    return StepCosts(batches=tuple(batches), drafts=tuple(drafts), grid=tuple(grid), sibling=sibling)
+    grid = tuple(tuple(map(min, *lines)) for lines in zip(*passes, strict=True))
+    return StepCosts(batches=tuple(batches), drafts=tuple(drafts), grid=grid, sibling=sibling)
 
 
 def _line(backend: VllmBackend, batch: int, drafts: list[int], length: int) -> tuple[float, ...]:
@@ -133,7 +137,7 @@ def _line(backend: VllmBackend, batch: int, drafts: list[int], length: int) -> t
             seconds.append(time.perf_counter() - begun)
         for chunk in chunks:
             backend.drop(chunk.request_id, chunk.attempt)
-        times.append(statistics.median(seconds[WARM:]))
+        times.append(min(seconds[WARM:]))
     return tuple(times)
 
 
