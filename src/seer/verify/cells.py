@@ -210,10 +210,11 @@ CELLS: dict[str, Cell] = {
         ),
         Cell(
             name="drafts-random",
-            about="random drafts",
+            about="random drafts on several paths, every chunk on another engine",
+            instances=2,
             drafts="random",
-            buffer={"policy": "static"},
-            needs=(("drafted_tokens", ">", "verifications"),),
+            buffer={"policy": "migrate", "chunk_size": 32},
+            needs=(("drafted_tokens", ">", "verifications"), ("migrations", ">", 0)),
         ),
         Cell(
             name="drafts-tp-2",

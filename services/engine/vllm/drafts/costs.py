@@ -1,7 +1,8 @@
 """How long a decode step takes with how many drafts: measured on this engine, kept on disk.
 
 Invariants:
-- a profile is used by engines of the same model shape, device, versions and limits alone;
+- a profile is used by engines of the same model shape, device, versions and batch sizes alone; how
+  much KV they have, which the machine's free memory may decide, does not matter;
 - a cache that cannot be read or written costs a measurement, never a start.
 """
 
@@ -22,7 +23,7 @@ import msgspec
 from seer.common.errors import SeerError
 from seer.common.log import get_logger
 from seer.common.policy.drafting import StepCosts
-from seer.common.types import SamplingParams
+from seer.common.types import Capacity, SamplingParams
 from seer.services.engine.backend import Chunk
 from seer.services.engine.vllm.drafts.script import Script
 
@@ -56,13 +57,15 @@ def step_costs(
 
     `paths` says whether it can verify several draft paths of a request.
     """
-    path = _folder(folder) / f"steps-{_key(config, backend, max_draft, paths)}.json"
+    length = min(LENGTH, backend.capacity.max_model_len - PROMPT)
+    batches = _batches(backend.capacity, length)
+    path = _folder(folder) / f"steps-{_key(config, backend, batches, max_draft, paths)}.json"
     try:
         return msgspec.json.decode(path.read_bytes(), type=StepCosts)
     except (OSError, msgspec.DecodeError, SeerError):
         pass
     begun = time.monotonic()
-    costs = _measure(backend, max_draft, paths)
+    costs = _measure(backend, batches, length, max_draft, paths)
     _log.info("measured step times", seconds=round(time.monotonic() - begun, 1), kept=str(path))
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -80,13 +83,20 @@ def _folder(folder: str) -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "seer"
 
 
-def _key(config: VllmConfig, backend: VllmBackend, max_draft: int, paths: bool) -> str:
+def _batches(capacity: Capacity, length: int) -> list[int]:
+    room = capacity.kv_blocks // capacity.blocks_for(PROMPT, length)
+    most = max(1, min(capacity.max_num_seqs, room))
+    return [2**power for power in range(most.bit_length()) if 2**power <= most]
+
+
+def _key(config: VllmConfig, backend: VllmBackend, batches: list[int], max_draft: int, paths: bool) -> str:
     facts: list[Any] = [
         (Path(config.model_config.model) / "config.json").read_text(),
         backend.versions,
         _device(),
-        sorted(os.sched_getaffinity(0)),
-        msgspec.structs.astuple(backend.capacity),
+        len(os.sched_getaffinity(0)),
+        backend.capacity.block_size,
+        batches,
         max_draft,
         paths,
     ]
@@ -106,12 +116,7 @@ def _device() -> str:
     return next((line for line in lines if line.startswith("model name")), platform.processor())
 
 
-def _measure(backend: VllmBackend, max_draft: int, paths: bool) -> StepCosts:
-    capacity = backend.capacity
-    length = min(LENGTH, capacity.max_model_len - PROMPT)
-    room = capacity.kv_blocks // capacity.blocks_for(PROMPT, length)
-    most = max(1, min(capacity.max_num_seqs, room))
-    batches = [2**power for power in range(most.bit_length()) if 2**power <= most]
+def _measure(backend: VllmBackend, batches: list[int], length: int, max_draft: int, paths: bool) -> StepCosts:
     drafts = [0, *(2**power for power in range(max_draft.bit_length()) if 2**power <= max_draft)]
     try:
         passes = [[_line(backend, batch, drafts, length) for batch in batches] for _ in range(PASSES)]
