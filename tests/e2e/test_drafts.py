@@ -245,4 +245,4 @@ async def test_siblings_draft_across_engines_and_a_killed_dgds_costs_drafts_alon
     disturbed, accepted, restarts = await roll("grouped", kill=True)
     assert disturbed == plain
     assert accepted > 0
-    assert restarts == 1
+    assert restarts >= 1
