@@ -67,7 +67,7 @@ def rss_bytes(pid):
 
 
 async def idle(pid, seconds=60):
-    """Wait until a process has used no CPU for half a second."""
+    """Wait until a process has used no CPU for two seconds: a busy machine may starve it for less."""
 
     def used():
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:13]
@@ -76,7 +76,7 @@ async def idle(pid, seconds=60):
         before = None
         while (now := used()) != before:
             before = now
-            await asyncio.sleep(0.5)
+            await asyncio.sleep(2)
 
 
 async def test_a_client_that_never_reads_costs_a_bounded_queue(tmp_path):
