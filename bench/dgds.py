@@ -166,7 +166,7 @@ class Counting(ZmqTransport):
         self.bytes: Counter[str] = Counter()
 
     async def dealer(self, endpoint: str, identity: bytes) -> CountingSocket:  # type: ignore[override]
-        """Connect a DEALER."""
+        """Connect a DEALER."""  # it is used as one, and is none by type
         return CountingSocket(await super().dealer(endpoint, identity), self.bytes)
 
 

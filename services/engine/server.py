@@ -58,10 +58,6 @@ def make(config: Config, transport: Transport, clock: Clock) -> EngineServer:
     return EngineServer(config, transport, clock, _backend(config))
 
 
-def _drafts_for_groups(config: Config) -> bool:
-    return config.engine.backend != "replay" and config.drafts.source == "grouped"
-
-
 def _backend(config: Config) -> Backend:
     if config.engine.backend == "replay":
         return ReplayBackend(config.engine, config.shared)
@@ -92,7 +88,9 @@ class EngineServer:
         self._buffer: Channel[m.EngineToBuffer, m.BufferToEngine] = Channel(
             transport, config.endpoints.engines, me, m.BufferToEngine, clock
         )
-        self._siblings = Siblings() if _drafts_for_groups(config) else None
+        self._shares = config.drafts.source == "grouped"
+        drafts = settings.backend != "replay"
+        self._siblings = Siblings() if self._shares and drafts else None
         self.dgds = DgdsClient(transport, config.endpoints.dgds, me, clock, settings)
         self.running: dict[str, Running] = {}
         # Bounded by the chunks placed here: each leaves one entry, sent as soon as the buffer takes it.
@@ -194,8 +192,9 @@ class EngineServer:
         self.running[order.request_id] = run
         if self._siblings is not None:
             self._siblings.began(run.group_id, run.index)
-        self.dgds.register(run.group_id, order.tokens[: order.prompt_len])
-        self.dgds.begin(run.group_id, run.index, run.attempt, order.tokens[order.prompt_len :])
+        if self._shares:
+            self.dgds.register(run.group_id, order.tokens[: order.prompt_len])
+            self.dgds.begin(run.group_id, run.index, run.attempt, order.tokens[order.prompt_len :])
         self._driver.add(chunk_of(order, run))
 
     def _drop(self, request_id: str, attempt: int) -> None:
@@ -313,7 +312,8 @@ class EngineServer:
                 continue
             known.tokens += news.token_ids
             known.logprobs += news.logprobs
-            self.dgds.append(known.group_id, known.index, known.attempt, known.length, news.token_ids)
+            if self._shares:
+                self.dgds.append(known.group_id, known.index, known.attempt, known.length, news.token_ids)
             known.length += len(news.token_ids)
             if self._siblings is not None:
                 self._siblings.learnt(known.group_id, len(news.token_ids))

@@ -93,15 +93,10 @@ class SeerWorker:
         self.model_runner.drafter.budget = DraftBudget(costs, self.model_runner.num_spec_tokens)
         self.model_runner.drafter.seconds = 0.0  # of what was drafted to measure
 
-    def seer_take_learned(self, group: str) -> tuple[list[int], list[int]]:
-        """See `GroupProposer.take_learned`."""
-        learned: tuple[list[int], list[int]] = self.model_runner.drafter.take_learned(group)
-        return learned
-
-    def seer_draft_seconds(self) -> float:
-        """Return how long this rank has drafted in all."""
-        seconds: float = self.model_runner.drafter.seconds
-        return seconds
+    def seer_take_learned(self, group: str) -> tuple[float, list[int], list[int]]:
+        """Return the seconds that this rank has drafted in all, and `GroupProposer.take_learned`."""
+        drafter = self.model_runner.drafter
+        return drafter.seconds, *drafter.take_learned(group)
 
     def seer_path_counts(self) -> dict[str, int]:
         """Return what became of paths after the first: `siblings`, and those `dropped`, `won`, `torn`."""

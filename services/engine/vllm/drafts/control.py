@@ -33,6 +33,7 @@ class Drafting:
         self._vocab_size = vocab_size
         self._open: set[str] = set()
         self.verifications = self.drafted = self.accepted = 0
+        self.seconds = 0.0
 
     def prepare(self, backend: VllmBackend, vllm_config: VllmConfig, scratch: bool) -> None:
         """Find out what drafting costs on this engine, and begin to draft.
@@ -51,6 +52,7 @@ class Drafting:
         self._rpc("seer_set_costs", costs=costs, max_paths=paths)
         self.clear()
         self.verifications = self.drafted = self.accepted = 0
+        self.seconds = 0.0
 
     def begin(self, chunk: Chunk) -> str:
         """Return the name of the tree that a chunk drafts from; it is there from now on."""
@@ -64,11 +66,13 @@ class Drafting:
         return name
 
     def learned(self, name: str) -> tuple[list[int], list[int]]:
-        """Return tokens of a tree's drafts that were verified, and right, by cell, since last asked."""
-        for drafted, right in self._rpc("seer_take_learned", group=name):
-            if drafted:  # the rank that drafts
-                return drafted, right
-        return [], []
+        """Return tokens of a tree's drafts that were verified, and right, by cell, since last asked.
+
+        Asked when a chunk ends, as every question goes to all ranks: what drafting took comes with it.
+        """
+        answers = self._rpc("seer_take_learned", group=name)
+        self.seconds, drafted, right = max(answers, key=lambda answer: len(answer[1]))  # others learn nothing
+        return drafted, right
 
     def end(self, name: str) -> None:
         """Note that a chunk ended. A response's own tree goes with it: it is soon made again."""
@@ -104,7 +108,7 @@ class Drafting:
             "verifications": self.verifications,
             "drafted_tokens": self.drafted,
             "accepted_tokens": self.accepted,
-            "draft_seconds": max(self._rpc("seer_draft_seconds")),
+            "draft_seconds": self.seconds,
         }
 
     def count(self, sampled: int, drafted: int) -> None:

@@ -13,7 +13,6 @@ import json
 import os
 import platform
 import statistics
-import tempfile
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -69,9 +68,9 @@ def step_costs(
     _log.info("measured step times", seconds=round(time.monotonic() - begun, 1), kept=str(path))
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
-            file.write(msgspec.json.encode(costs))
-        Path(file.name).replace(path)
+        new = path.with_name(f"{path.name}.{os.getpid()}")  # engines that start together each write one
+        new.write_bytes(msgspec.json.encode(costs))
+        new.replace(path)
     except OSError as error:
         _log.warning("the profile is not kept", path=str(path), error=str(error))
     return costs
