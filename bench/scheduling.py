@@ -28,6 +28,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from seer.common.policy.fleet import Fleet
+from seer.common.policy.length import Estimate
 from seer.common.policy.schedule import BALANCE_SPREAD, POLICIES, Place, Policy, RequestView
 from seer.common.types import Capacity
 from seer.services.buffer import events as e
@@ -215,8 +216,8 @@ class System:
                 self.ends.append(self.now)
                 group = sequence.name.partition("#")[0]
                 known = self.machine.estimates[group]
-                longest = max(generated, known if known < self.load.cap else 0)
-                self._send(e.EstimatesChanged({group: float(longest)}))
+                longest = max(generated, known.tokens if known.tokens < self.load.cap else 0)
+                self._send(e.EstimatesChanged({group: Estimate(float(longest))}))
             else:
                 engine.keep(sequence.name, sequence.length)
             count = generated - view.generated
@@ -249,7 +250,7 @@ def remaining(share: float, low: int, high: int) -> Size:
     """Return a share of what the group's estimate says is left."""
 
     def size(machine: Machine, view: RequestView) -> int:
-        left = machine.estimates[view.request_id.partition("#")[0]] - view.generated
+        left = machine.estimates[view.request_id.partition("#")[0]].tokens - view.generated
         return round(min(high, max(low, share * left)))
 
     return size

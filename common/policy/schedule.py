@@ -21,6 +21,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from seer.common.policy.fleet import Fleet
+from seer.common.policy.length import Estimate
 
 OrderKey = tuple[float, ...]
 
@@ -59,7 +60,7 @@ class RequestView:
         return self.max_tokens - self.generated
 
 
-Order = Callable[[RequestView, float], OrderKey]
+Order = Callable[[RequestView, Estimate], OrderKey]
 Place = Callable[[RequestView, int, Fleet], str | None]
 
 
@@ -67,9 +68,10 @@ Place = Callable[[RequestView, int, Fleet], str | None]
 class Policy:
     """A named bundle of decisions.
 
-    `order(request, estimate)` gets the group's length estimate in tokens; `place(request, chunk,
+    `order(request, estimate)` gets the group's length estimate; `place(request, chunk,
     fleet)` gets the living instances and returns one's name, or None to wait.
     `chunked` policies run at most `chunk_size` tokens at a time; `admission` promises room.
+    `estimator` names the entry of `length.ESTIMATORS` that its estimates come from.
     """
 
     name: str
@@ -77,13 +79,14 @@ class Policy:
     place: Place
     chunked: bool
     admission: bool
+    estimator: str = "longest"
 
     def chunk(self, request: RequestView, chunk_size: int) -> int:
         """Return the number of tokens of the next run (paper, 3.2)."""
         return min(chunk_size, request.remaining) if self.chunked else request.remaining
 
 
-def _arrival(request: RequestView, estimate: float) -> OrderKey:
+def _arrival(request: RequestView, estimate: Estimate) -> OrderKey:
     return (request.queued,)
 
 

@@ -492,13 +492,15 @@ class GroupClosed(Message, tag=True):
 
 
 class Estimates(Message, tag=True):
-    """What changed: group id -> expected output tokens of its longest response.
+    """What changed: group id -> median output tokens of its responses; `common/policy/length.py` says more.
 
     `acceptance` likewise says how often its drafts are right; the empty id stands for all groups.
+    `spreads` are those of estimates, in natural log; 0 where none is given.
     """
 
     estimates: dict[str, float]
     acceptance: dict[str, Percent] = {}
+    spreads: dict[str, float] = {}
 
 
 class Sequenced(Message, tag=True):
@@ -528,6 +530,7 @@ class ContextSnapshot(Message, tag=True):
     sequence: int
     estimates: dict[str, float]
     acceptance: dict[str, Percent] = {}
+    spreads: dict[str, float] = {}
 
 
 # --- engine <-> dgds -------------------------------------------------------------------------

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from seer.common.policy.length import Estimate
 from seer.common.policy.schedule import RequestView
 from seer.common.types import Capacity
 
@@ -190,9 +191,9 @@ class ChunkRejected:
 
 @dataclass(frozen=True, slots=True)
 class EstimatesChanged:
-    """The context service's news: group id -> expected output tokens, and acceptance of drafts."""
+    """The context service's news: group id -> length estimate, and acceptance of drafts."""
 
-    estimates: dict[str, float]
+    estimates: Mapping[str, Estimate]
     acceptance: Mapping[str, list[int]] = field(default_factory=dict)
 
 

@@ -23,6 +23,7 @@ from dataclasses import replace
 from seer.common import ids
 from seer.common.policy.drafting import ALL_GROUPS
 from seer.common.policy.fleet import Fleet, InstanceView
+from seer.common.policy.length import Estimate
 from seer.common.policy.schedule import Policy, RequestView
 from seer.services.buffer.events import (
     Accept,
@@ -74,7 +75,7 @@ class Machine:
         self.groups: dict[str, GroupState] = {}
         self.rollouts: dict[str, RolloutState] = {}
         self.instances = Fleet()
-        self.estimates: dict[str, float] = {}
+        self.estimates: dict[str, Estimate] = {}  # of unfinished groups
         self.acceptance: list[int] = []  # of all groups' drafts, as far as known
         self.counters: dict[str, int] = dict.fromkeys(
             ("chunks", "migrations", "preemptions", "lost", "late", "refused", "expired", "tokens"), 0
@@ -204,7 +205,7 @@ class Machine:
     ) -> None:
         group = GroupState(group_id, prompt_id, rollout, event.n, prompt_len, event.max_tokens)
         self.groups[group_id] = group
-        self.estimates[group_id] = float(event.max_tokens)
+        self.estimates[group_id] = Estimate(float(event.max_tokens))
         rollout.groups += 1
         rollout.requests += event.n
         out.append(PublishOpened(group_id, event.n, prompt_len, event.max_tokens))
@@ -431,11 +432,10 @@ class Machine:
         for group_id in event.acceptance.keys() & self.groups.keys():
             self.groups[group_id].acceptance = event.acceptance[group_id]
         for group_id, estimate in event.estimates.items():
-            group = self.groups.get(group_id)
-            if group is None or group.done:
+            if group_id not in self.estimates:
                 continue
             self.estimates[group_id] = estimate
-            for index in range(group.size):
+            for index in range(self.groups[group_id].size):
                 request_id = ids.request_id(group_id, index)
                 if request_id in self.queue:
                     self._push(request_id)

@@ -26,6 +26,7 @@ from seer.common.config import Config, shared_hash
 from seer.common.errors import ConfigError, InvalidField, RequestRefused
 from seer.common.log import get_logger
 from seer.common.outbox import Outbox
+from seer.common.policy.length import Estimate
 from seer.common.policy.schedule import POLICIES
 from seer.common.stream import StreamPublisher, StreamSubscriber
 from seer.common.transport.base import Transport
@@ -407,7 +408,11 @@ class BufferServer:
     async def _serve_estimates(self) -> None:
         while True:
             news = await self._estimates.recv()
-            self._handle(e.EstimatesChanged(news.estimates, news.acceptance))
+            estimates = {
+                group_id: Estimate(tokens, news.spreads.get(group_id, 0.0))
+                for group_id, tokens in news.estimates.items()
+            }
+            self._handle(e.EstimatesChanged(estimates, news.acceptance))
 
     async def _tick(self) -> None:
         while True:

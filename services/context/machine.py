@@ -1,28 +1,38 @@
 """What all open groups teach: events in, changed length estimates and acceptance of drafts out.
 
 Invariants (tests/unit/test_context_machine.py asserts them):
-- a group's estimate is its cap until one of its responses finished, then the estimator's word;
-- `changes` returns exactly what differs from what it (or `cap`) said last, once;
+- estimates are the estimator's; `changes` returns exactly those that differ notably from what it (or
+  the cap, when the group opened) said last, once, and `estimates` what was said;
 - after `replace` nothing of the earlier estimates is left, and every group's is said once; acceptance
   of groups still open is kept and said once more, as snapshots do not tell it;
+- `error` compares each response that finishes with what was said of its group before;
 - acceptance is said when a rate moved by `NOTABLE` from what was said, of a group or, before that, of
   all groups; it counts drafts of known requests that came further, once;
 - events of unknown groups change nothing; repeated or reordered events of a request change
   nothing twice: a finished request stays finished, progress never shrinks.
 
-Its size follows the buffer's: one entry per open group, one number per request.
+Its size follows the buffer's, one entry per open group and one number per request, apart from what an
+estimator keeps of past groups, which is bounded.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from seer.common.policy.drafting import ALL_GROUPS, GROUP_WEIGHT, Acceptance, to_percent
-from seer.common.policy.length import Estimator, longest_finished
+from seer.common.policy.length import Error, Estimate, Estimator, Evidence, Longest
 
 NOTABLE = 5
 """Percent points by which a rate of acceptance must move to be said again."""
+
+NOTABLE_LOG = 0.05
+"""By which the log of an estimate's tokens, or its spread, must move to be said again.
+
+Lengths spread by 0.3 or more within any group: 5 % changes no decision for the better, and every
+estimate that is said has the buffer sort that group's waiting requests anew.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,19 +72,23 @@ Event = Opened | Progressed | Closed
 @dataclass(slots=True)
 class _Group:
     size: int
-    cap: int
-    told: float | None
-    finished: dict[int, int] = field(default_factory=dict)
-    unfinished: dict[int, int] = field(default_factory=dict)
+    known: Evidence
+    told: Estimate | None
     acceptance: Acceptance = field(default_factory=Acceptance)
     rates: list[int] = field(default_factory=list)  # as said
+
+    @property
+    def foretold(self) -> bool:
+        """Whether more was said of it than its cap."""
+        return self.told is not None and self.told != _assumed(self.known.cap)
 
 
 class Machine:
     """See the module's docstring. `ignored` counts events of unknown groups or responses."""
 
-    def __init__(self, estimator: Estimator = longest_finished) -> None:
-        self._estimator = estimator
+    def __init__(self, estimator: Estimator | None = None) -> None:
+        self.estimator = Longest() if estimator is None else estimator
+        self.error = Error()
         self._groups: dict[str, _Group] = {}
         self._dirty: dict[str, None] = {}  # in order: a run replays exactly
         self._drafted: dict[str, None] = {}  # likewise
@@ -101,8 +115,12 @@ class Machine:
     def replace(self, events: Iterable[Event]) -> None:
         """Start over from a snapshot: the open groups and their requests' progress."""
         before, self._groups, self._dirty, self._drafted = self._groups, {}, {}, {}
+        for group in before.values():
+            group.known.forget()  # it comes again, and must not count twice
+        error, self.error = self.error, Error()
         for event in events:
             self.handle(event)
+        self.error = error  # what was finished before was not foretold
         # Subscribers may hold anything: a restarted buffer forgot, others remember another life.
         for group_id, group in self._groups.items():
             group.told = None
@@ -111,15 +129,16 @@ class Machine:
                 group.acceptance = before[group_id].acceptance
         self._rates = to_percent(Acceptance().rates())
 
-    def changes(self) -> dict[str, float]:
-        """Return the estimates that changed since the last call: group id -> tokens."""
-        changed = {}
-        for group_id in self._dirty:
-            group = self._groups[group_id]
-            estimate = self._estimate(group)
-            if estimate != group.told:
-                group.told = changed[group_id] = estimate
+    def changes(self) -> dict[str, Estimate]:
+        """Return the estimates that changed notably since the last call, by group id."""
+        dirty = list(self._groups if self.estimator.refit() else self._dirty)
         self._dirty.clear()
+        now = self.estimator.estimates([self._groups[group_id].known for group_id in dirty])
+        changed = {}
+        for group_id, estimate in zip(dirty, now, strict=True):
+            group = self._groups[group_id]
+            if group.told is None or _moved(estimate, group.told):
+                group.told = changed[group_id] = estimate
         return changed
 
     @property
@@ -127,10 +146,10 @@ class Machine:
         """Whether `changes` may have something to return."""
         return bool(self._dirty or self._drafted)
 
-    def estimates(self) -> dict[str, float]:
-        """Return all estimates that differ from their cap: what a new subscriber must know."""
-        now = {group_id: self._estimate(group) for group_id, group in self._groups.items()}
-        return {group_id: tokens for group_id, tokens in now.items() if tokens != self._groups[group_id].cap}
+    def estimates(self) -> dict[str, Estimate]:
+        """Return all estimates said that differ from the cap: what a new subscriber must know."""
+        said = {group_id: group.told for group_id, group in self._groups.items() if group.foretold}
+        return {group_id: told for group_id, told in said.items() if told is not None}
 
     def acceptance_changes(self) -> dict[str, list[int]]:
         """Return the acceptance that changed notably since the last call: group id -> percent by cell."""
@@ -155,32 +174,44 @@ class Machine:
 
     def _open(self, event: Opened) -> None:
         if event.group_id not in self._groups:
-            self._groups[event.group_id] = _Group(event.size, event.cap, float(event.cap))
+            known = Evidence(event.cap)
+            self._groups[event.group_id] = _Group(event.size, known, _assumed(event.cap))
+            self.estimator.opened(known)
+            self._dirty[event.group_id] = None
 
     def _progress(self, event: Progressed) -> None:
         group = self._groups.get(event.group_id)
-        if group is None or not 0 <= event.index < group.size or event.index in group.finished:
+        if group is None or not 0 <= event.index < group.size or event.index in group.known.finished:
             self.ignored += 1
             return
         self._count(group, event)
+        known = group.known
         if event.finished:
-            group.unfinished.pop(event.index, None)
-            group.finished[event.index] = event.generated
+            known.unfinished.pop(event.index, None)
+            known.finished[event.index] = event.generated
+            self.estimator.ended()
+            self.error.count(group.told if group.foretold else None, event.generated)
         else:
-            known = group.unfinished.get(event.index, 0)
-            group.unfinished[event.index] = max(known, event.generated)
+            before = known.unfinished.get(event.index, 0)
+            known.unfinished[event.index] = max(before, event.generated)
         self._dirty[event.group_id] = None
 
     def _count(self, group: _Group, event: Progressed) -> None:
-        ahead = event.generated > group.unfinished.get(event.index, 0)
+        ahead = event.generated > group.known.unfinished.get(event.index, 0)
         if event.drafted and ahead and group.acceptance.add(event.drafted, event.accepted):
             self._acceptance.add(event.drafted, event.accepted)
             self._drafted[event.group_id] = None
 
-    def _estimate(self, group: _Group) -> float:
-        return min(
-            self._estimator(group.cap, group.finished.values(), group.unfinished.values()), float(group.cap)
-        )
+
+def _assumed(cap: int) -> Estimate:
+    """Return what anyone takes for granted of a group of which nothing was said."""
+    return Estimate(float(cap))
+
+
+def _moved(now: Estimate, said: Estimate) -> bool:
+    return (
+        abs(math.log(now.tokens / said.tokens)) > NOTABLE_LOG or abs(now.spread - said.spread) > NOTABLE_LOG
+    )
 
 
 def _notable(now: Sequence[int], said: Sequence[int]) -> bool:

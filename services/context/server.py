@@ -9,7 +9,7 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from seer.common import ids
 from seer.common.channel import Identity
@@ -17,6 +17,8 @@ from seer.common.clock import Clock
 from seer.common.config import Config, shared_hash
 from seer.common.errors import ConfigError
 from seer.common.log import get_logger
+from seer.common.policy.length import ESTIMATORS, Estimate
+from seer.common.policy.schedule import POLICIES
 from seer.common.stream import StreamPublisher, StreamSubscriber
 from seer.common.transport.base import Transport
 from seer.common.wire import messages as m
@@ -32,13 +34,16 @@ def make(config: Config, transport: Transport, clock: Clock) -> ContextServer:
 
 
 class ContextServer:
-    """One context service. Raises `ConfigError` for a negative interval."""
+    """One context service. Raises `ConfigError` for a negative interval or an unknown policy."""
 
     def __init__(self, config: Config, transport: Transport, clock: Clock) -> None:
         self._interval = config.context.publish_interval_seconds
         if not self._interval >= 0:
             raise ConfigError(f"context.publish_interval_seconds = {self._interval}: must be 0 or more")
-        self.machine = Machine()
+        name = config.buffer.policy
+        if name not in POLICIES:
+            raise ConfigError(f"buffer.policy = {name!r}: choose one of {', '.join(POLICIES)}")
+        self.machine = Machine(ESTIMATORS[POLICIES[name].estimator]())
         self._at = config.endpoints
         self._transport = transport
         self._clock = clock
@@ -78,7 +83,7 @@ class ContextServer:
             await self._drained.wait()
             for task in serving:
                 task.cancel()
-        self._log.info("served", **self._estimates.counters)
+        self._log.info("served", **self._estimates.counters, **self.machine.error.summary())
 
     def drain(self) -> None:
         """Stop at once: the buffer schedules on with the estimates it has."""
@@ -103,17 +108,26 @@ class ContextServer:
             rates = list(self.machine.acceptance_changes().items())
             for start in range(0, max(len(changes), len(rates)), BATCH):
                 end = start + BATCH
-                news = m.Estimates(estimates=dict(changes[start:end]), acceptance=dict(rates[start:end]))
+                news = m.Estimates(
+                    estimates={group_id: estimate.tokens for group_id, estimate in changes[start:end]},
+                    acceptance=dict(rates[start:end]),
+                    spreads=_spreads(changes[start:end]),
+                )
                 await self._estimates.publish(news)
 
     def _snapshot(self, incarnation: int, sequence: int) -> m.ContextSnapshot:
-        # May hold changes that are published later, too: saying an estimate twice does no harm.
+        said = self.machine.estimates()
         return m.ContextSnapshot(
             incarnation=incarnation,
             sequence=sequence,
-            estimates=self.machine.estimates(),
+            estimates={group_id: estimate.tokens for group_id, estimate in said.items()},
             acceptance=self.machine.acceptance(),
+            spreads=_spreads(said.items()),
         )
+
+
+def _spreads(said: Iterable[tuple[str, Estimate]]) -> dict[str, float]:
+    return {group_id: estimate.spread for group_id, estimate in said if estimate.spread}
 
 
 def _events_of(snapshot: m.BufferSnapshot) -> Iterator[Event]:

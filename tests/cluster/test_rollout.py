@@ -174,7 +174,7 @@ async def test_estimates_come_back_from_the_context_service():
     async with running() as cluster:
         machine = cluster.services["buffer"].machine
         work = asyncio.create_task(tokens_of(cluster, n=8, max_tokens=2000))
-        await eventually(lambda: any(value != 2000 for value in machine.estimates.values()))
+        await eventually(lambda: any(value.tokens != 2000 for value in machine.estimates.values()))
         await work
 
 

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from invariants import check
 
+from seer.common.policy.length import Estimate
 from seer.common.policy.schedule import POLICIES
 from seer.common.types import Capacity
 from seer.services.buffer import events as e
@@ -123,7 +124,8 @@ class BufferModel(RuleBasedStateMachine):
     @rule(estimate=st.floats(1, 90), data=st.data())
     def estimate(self, estimate, data):
         if self.machine.groups:
-            self.send(e.EstimatesChanged({data.draw(st.sampled_from(sorted(self.machine.groups))): estimate}))
+            group = data.draw(st.sampled_from(sorted(self.machine.groups)))
+            self.send(e.EstimatesChanged({group: Estimate(estimate, 0.5)}))
 
     @invariant()
     def invariants(self):

@@ -2,6 +2,7 @@ import pytest
 from invariants import check
 
 from seer.common.policy.drafting import ALL_GROUPS
+from seer.common.policy.length import Estimate
 from seer.common.policy.schedule import POLICIES
 from seer.common.types import Capacity
 from seer.services.buffer import events as e
@@ -245,11 +246,11 @@ def test_a_chunk_without_progress_or_beyond_its_limit_is_not_believed():
 def test_estimates_reach_the_policys_order():
     machine = make(engines=())
     machine.policy = e_policy = POLICIES["divided"]
-    assert e_policy.order(machine_request(), 3.0) == e_policy.order(machine_request(), 9.0)
+    assert e_policy.order(machine_request(), Estimate(3.0)) == e_policy.order(machine_request(), Estimate(9.0))
     machine.handle(e.EngineJoined("a", CAPACITY), 0.0)
     submit(machine, "p", n=30)
-    machine.handle(e.EstimatesChanged({"r/p": 12.0, "gone": 1.0}), 1.0)
-    assert machine.estimates == {"r/p": 12.0}
+    machine.handle(e.EstimatesChanged({"r/p": Estimate(12.0, 0.5), "gone": Estimate(1.0)}), 1.0)
+    assert machine.estimates == {"r/p": Estimate(12.0, 0.5)}
     check(machine)
 
 

@@ -8,7 +8,7 @@ from seer.common.channel import Identity
 from seer.common.clock import LoopClock
 from seer.common.config import Config, ContextConfig, shared_hash
 from seer.common.policy.drafting import ALL_GROUPS, CELLS, PRIOR, to_percent
-from seer.common.policy.length import longest_finished
+from seer.common.policy.length import Estimate, Longest
 from seer.common.stream import StreamPublisher, StreamSubscriber
 from seer.common.transport.memory import MemoryNetwork, MemoryTransport
 from seer.common.wire import messages as m
@@ -43,17 +43,17 @@ def test_estimate_is_the_cap_until_a_response_finishes_then_the_longest_finished
     machine.handle(at(0, 600))
     assert machine.changes() == {}
     machine.handle(done(1, 100))
-    assert machine.changes() == {"r/a": 100.0}
+    assert machine.changes() == {"r/a": Estimate(100.0)}
     machine.handle(done(2, 70))
     assert machine.changes() == {}
     machine.handle(done(0, 900))
-    assert machine.changes() == machine.estimates() == {"r/a": 900.0}
+    assert machine.changes() == machine.estimates() == {"r/a": Estimate(900.0)}
 
 
 def test_changes_are_said_once_and_only_the_latest():
     machine = machine_with(opened(), opened("r/b"), done(0, 10), done(1, 20), done(0, 30, "r/b"))
     assert machine.dirty
-    assert machine.changes() == {"r/a": 20.0, "r/b": 30.0}
+    assert machine.changes() == {"r/a": Estimate(20.0), "r/b": Estimate(30.0)}
     assert not machine.dirty
     assert machine.changes() == {}
 
@@ -92,23 +92,25 @@ def test_replace_says_every_group_once_whatever_was_said_before():
     machine = machine_with(opened(), opened("r/gone"), done(0, 10), done(0, 10, "r/gone"))
     machine.changes()
     machine.replace([opened(), opened("r/b"), done(0, 10)])
-    assert machine.estimates() == {"r/a": 10.0}
-    assert machine.changes() == {"r/a": 10.0, "r/b": float(CAP)}
+    assert machine.estimates() == {}
+    assert machine.changes() == {"r/a": Estimate(10.0), "r/b": Estimate(CAP)}
     assert machine.changes() == {}
+    assert machine.estimates() == {"r/a": Estimate(10.0)}
 
 
 def test_another_estimator_sees_finished_and_unfinished_lengths():
     seen = []
 
-    def estimator(cap, finished, unfinished):
-        seen.append((cap, sorted(finished), sorted(unfinished)))
-        return longest_finished(cap, finished, unfinished)
+    class Curious(Longest):
+        def estimates(self, groups):
+            seen.extend((group.cap, dict(group.finished), dict(group.unfinished)) for group in groups)
+            return super().estimates(groups)
 
-    machine = Machine(estimator)
-    for event in (opened(), at(3, 40), done(0, 10), done(1, 20)):
+    machine = Machine(Curious())
+    for event in (opened(), at(3, 40), done(0, 10), at(1, 5), done(1, 20)):
         machine.handle(event)
     machine.changes()
-    assert seen == [(CAP, [10, 20], [40])]
+    assert seen == [(CAP, {0: 10, 1: 20}, {3: 40})]
 
 
 # --- acceptance ------------------------------------------------------------------------------
@@ -263,7 +265,8 @@ async def test_server_gathers_changes_and_follows_a_restarted_buffer():
     buffer.opened, buffer.progress = [wire_opened("r/b")], [wire_done("r/b", 0, 5)]
     await buffer.start()
     await eventually(lambda: len(heard) == 4)
-    assert heard[3].estimates == server.machine.estimates() == {"r/b": 5.0}
+    assert heard[3].estimates == {"r/b": 5.0}
+    assert server.machine.estimates() == {"r/b": Estimate(5.0)}
 
     late = []
     tasks.append(asyncio.create_task(follow(network, config, late)))

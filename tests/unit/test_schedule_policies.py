@@ -1,4 +1,5 @@
 from seer.common.policy.fleet import Fleet, InstanceView
+from seer.common.policy.length import Estimate
 from seer.common.policy.schedule import BALANCE_SPREAD, POLICIES, RequestView
 from seer.common.types import Capacity
 
@@ -40,7 +41,7 @@ def test_divided_stays_with_its_prefix_until_balance_matters():
 
 def test_divided_is_first_come_first_served_and_chunked():
     divided = POLICIES["divided"]
-    assert divided.order(request(queued=1), 5.0) < divided.order(request(queued=2), 1.0)
+    assert divided.order(request(queued=1), Estimate(5.0)) < divided.order(request(queued=2), Estimate(1.0))
     assert divided.chunk(request(), 48) == 48
     assert divided.chunk(request(generated=40), 48) == 24
 
