@@ -3,18 +3,29 @@
 An estimator sees what is known of groups and says what to expect of a response that has not begun.
 It never changes a token: a bad estimate costs time, not correctness.
 
+`Posterior` says what the responses of a group, finished or not, make likely (`length_model.py` has the
+density), given what all groups had in common so far: how far lengths vary between groups, and within.
+
 Invariants (tests/property/test_length.py asserts them):
 - an estimate is from 1 token to the cap, and a function of what the estimator was shown, in order;
 - `Longest` says the cap until a response finishes, then the longest finished one: it falls once,
-  and only rises from there.
+  and only rises from there;
+- `Posterior` forgets: it learns from the `RETAINED` groups opened last, from at most `FIT_RESPONSES`
+  responses at a time.
 """
 
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Protocol
+
+import numpy as np
+
+from seer.common.policy.length_model import Floats, Model, Parameters, Responses, fitted, responses
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,13 +80,25 @@ class Error:
         }
 
 
+@dataclass(frozen=True, slots=True)
+class Remembered:
+    """What an earlier group of the same prompt was like: the mean log length of `responses` ones."""
+
+    mean: float
+    responses: float
+
+
 @dataclass(slots=True)
 class Evidence:
-    """What is known of one group: tokens by response index. No response is longer than `cap`."""
+    """What is known of one group: tokens by response index. No response is longer than `cap`.
+
+    `before` is what was known of its prompt when it opened.
+    """
 
     cap: int
     finished: dict[int, int] = field(default_factory=dict)
     unfinished: dict[int, int] = field(default_factory=dict)
+    before: Remembered | None = None
 
     def forget(self) -> None:
         """Take everything back."""
@@ -126,5 +149,114 @@ class Longest:
         ]
 
 
-ESTIMATORS: dict[str, Callable[[], Estimator]] = {"longest": Longest}
+RETAINED = 2048
+"""Groups whose evidence is kept to learn from: the last ones opened, as lengths drift over rollouts."""
+
+FIT_GROUPS = 256
+"""Groups that a fit looks at, spread evenly over those retained: deviations are then known within 5 %."""
+
+FIT_RESPONSES = 8192
+"""Responses that are looked at at once: 4 MiB a table."""
+
+FIT_GROWTH = 0.15
+"""A fit follows when so many more responses have finished: what is learnt moves with their logarithm."""
+
+FIT_LEAST = 8
+"""Finished responses before the first fit: as many as the parameters assumed before any data weigh."""
+
+DRIFT = 0.2
+"""Deviation by which a prompt's typical length, in natural log, moves from one of its groups to the next."""
+
+
+class Posterior:
+    """Ours: what is likely, from finished responses and from how far the others have come."""
+
+    def __init__(self) -> None:
+        self._groups: deque[Evidence] = deque(maxlen=RETAINED)
+        self._before: Parameters | None = None
+        self._model: Model | None = None
+        self._fresh = 0
+        self._due = FIT_LEAST
+
+    @property
+    def parameters(self) -> Parameters | None:
+        """What groups have in common, as far as known; None before the first one."""
+        return None if self._model is None else self._model.parameters
+
+    @property
+    def share(self) -> float:
+        """See `Estimator`."""
+        return 0.0 if self._model is None else self._model.parameters.share
+
+    def opened(self, group: Evidence) -> None:
+        """Keep the group. The first one's cap says what to assume before any data."""
+        self._groups.append(group)
+        if self._model is None:
+            self._before = Parameters(math.log(max(group.cap / 6, 1.0)), between=0.7, sigma=0.55)
+            self._model = Model(self._before)
+
+    def ended(self) -> None:
+        """Count towards the next fit."""
+        self._fresh += 1
+
+    def refit(self) -> bool:
+        """Fit the parameters again if enough finished since."""
+        if self._fresh < self._due or self._model is None or self._before is None:
+            return False
+        known = [group for group in self._groups if group.finished or group.unfinished]
+        size = sum(len(group.finished) + len(group.unfinished) for group in known)
+        stride = math.ceil(max(len(known) / FIT_GROUPS, size / FIT_RESPONSES, 1))
+        self._model = fitted(self._model, _responses(list(islice(known, 0, None, stride))), self._before)
+        finished = sum(len(group.finished) for group in known)
+        self._due = max(FIT_LEAST, math.ceil(FIT_GROWTH * finished))
+        self._fresh = 0
+        return True
+
+    def estimates(self, groups: Sequence[Evidence]) -> list[Estimate]:
+        """See `Estimator`."""
+        told: list[Estimate] = []
+        start = size = 0
+        for end, group in enumerate(groups, 1):
+            size += len(group.finished) + len(group.unfinished)
+            if size >= FIT_RESPONSES or end == len(groups):
+                told += self._estimates(groups[start:end])
+                start, size = end, 0
+        return told
+
+    def _remembered(self, model: Model, groups: Sequence[Evidence]) -> Floats | float:
+        before = [(i, group.before) for i, group in enumerate(groups) if group.before is not None]
+        if not before:
+            return 0.0
+        means = np.array([known.mean for _, known in before])
+        counts = np.array([known.responses for _, known in before])
+        variances = model.parameters.within**2 / counts + DRIFT**2
+        logs = np.zeros((len(groups), len(model.grid)))
+        logs[[i for i, _ in before]] = -((model.grid - means[:, None]) ** 2) / (2 * variances[:, None])
+        return logs
+
+    def _estimates(self, groups: Sequence[Evidence]) -> list[Estimate]:
+        model = self._model
+        if model is None:
+            raise ValueError("an estimate of a group that was never opened")
+        means, variances = model.moments(model.weights(_responses(groups), self._remembered(model, groups)))
+        spreads = np.sqrt(variances + model.parameters.within**2)
+        return [
+            Estimate(min(max(math.exp(mean), 1.0), float(group.cap)), spread)
+            for group, mean, spread in zip(groups, means.tolist(), spreads.tolist(), strict=True)
+        ]
+
+
+def _responses(groups: Sequence[Evidence]) -> Responses:
+    tokens: list[int] = []
+    bounds: list[int] = []
+    for group in groups:
+        tokens += group.finished.values()
+        bounds += [length >= group.cap for length in group.finished.values()]
+        tokens += group.unfinished.values()
+        bounds += [1] * len(group.unfinished)
+    sizes = [len(group.finished) + len(group.unfinished) for group in groups]
+    return responses(np.array(tokens, np.intp), np.array(bounds, np.intp), np.array(sizes, np.intp))
+
+
+ESTIMATORS: dict[str, Callable[[], Estimator]] = {"longest": Longest, "posterior": Posterior}
 """By the names that policies give."""
