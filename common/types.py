@@ -124,7 +124,9 @@ class InstanceStats(msgspec.Struct, frozen=True, kw_only=True):
     checksum was wrong; all of these cost a computation and nothing else. `pool_away`: it is left
     alone for a while, after such failures. `verifications` counts tokens sampled from the model's own
     word, one per request and step: each may confirm drafts, of which `accepted_tokens` of
-    `drafted_tokens` were right. `draft_seconds` of `step_seconds` went into drafting.
+    `drafted_tokens` were right. `draft_seconds` of `step_seconds` went into drafting. `best_rate` is the
+    most tokens/s, over a second of steps, and `token_seconds_alone` the least seconds per token of a
+    request alone, that were seen of it; 0: not yet.
     """
 
     steps: int = 0
@@ -147,3 +149,5 @@ class InstanceStats(msgspec.Struct, frozen=True, kw_only=True):
     accepted_tokens: int = 0
     draft_seconds: float = 0.0
     step_seconds: float = 0.0
+    best_rate: float = 0.0
+    token_seconds_alone: float = 0.0

@@ -66,7 +66,7 @@ class ChunkEnd(msgspec.Struct, kw_only=True):
 
 
 class StepOutput(msgspec.Struct, kw_only=True):
-    """What one step produced. `seconds` is modelled time still to pass (0 for a real engine)."""
+    """What one step produced. `seconds` is what it took, or, of a modelled engine, what is still to pass."""
 
     generated: list[Generated] = []
     ended: list[ChunkEnd] = []

@@ -20,6 +20,8 @@ import os
 import socket
 from pathlib import Path
 
+from msgspec import structs
+
 from seer.common import ids
 from seer.common.channel import Channel, Identity
 from seer.common.clock import Clock
@@ -32,6 +34,7 @@ from seer.services.dgds.client import DgdsClient
 from seer.services.engine.backend import Backend, Chunk, ChunkEnd, StepOutput
 from seer.services.engine.chunks import Running, begin, chunk_of, done_message
 from seer.services.engine.driver import Driver, Facts, InlineDriver, ThreadDriver
+from seer.services.engine.pace import Pace
 from seer.services.engine.replay import ReplayBackend
 from seer.services.engine.siblings import Siblings
 from seer.services.engine.staging import Staging
@@ -92,6 +95,7 @@ class EngineServer:
         drafts = settings.backend != "replay"
         self._siblings = Siblings() if self._shares and drafts else None
         self.dgds = DgdsClient(transport, config.endpoints.dgds, me, clock, settings)
+        self._pace = Pace()
         self.running: dict[str, Running] = {}
         # Bounded by the chunks placed here: each leaves one entry, sent as soon as the buffer takes it.
         self._ended: list[tuple[ChunkEnd, Running]] = []
@@ -306,6 +310,8 @@ class EngineServer:
 
     def output(self, out: StepOutput) -> None:
         """Take one step's output (see `driver.Sink`)."""
+        tokens = sum(len(news.token_ids) for news in out.generated)
+        self._pace.add(len(out.generated), tokens, out.seconds)
         for news in out.generated:
             known = self.running.get(news.request_id)
             if known is None or known.serial != news.attempt:
@@ -373,7 +379,8 @@ class EngineServer:
             return done_message(ended, self._weights.version)
         if self._status_due:
             self._status_due = False
-            return m.EngineStatus(stats=self._driver.stats)
+            best = {"best_rate": self._pace.rate, "token_seconds_alone": self._pace.alone}
+            return m.EngineStatus(stats=structs.replace(self._driver.stats, **best))
         return None
 
     async def _deliver(self, message: m.EngineToBuffer) -> None:

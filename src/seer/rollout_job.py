@@ -29,7 +29,7 @@ from seer.client.text import Tokenizer
 from seer.common.config import Config
 from seer.common.errors import InvalidField, RequestRefused, SeerError, Unreachable
 from seer.common.policy.schedule import POLICIES
-from seer.common.types import SamplingParams
+from seer.common.types import InstanceStats, SamplingParams
 from seer.common.wire.messages import InstanceStatus
 from seer.draft_report import draft_text, draft_use
 from seer.journal import Journal, model_digest, prompts_digest
@@ -47,6 +47,7 @@ from seer.prompts_io import (
     tokenizer_of,
     write_report,
 )
+from seer.sim.bound import lower_bound
 
 SLACK_TOKENS = 32
 """Room beyond prompt and output, for tokens that an engine drafts and then rejects."""
@@ -231,6 +232,7 @@ def _finish(job: Job, journal: Journal, prompt_ids: Sequence[str], outcome: Outc
     _say(
         "{prompts} prompts, {requests} responses, {tokens} tokens in {seconds:.1f} s: "
         "{tokens_per_second:.0f} tokens/s, tail {tail_seconds:.1f} s".format_map(report)
+        + (", {efficiency:.0%} of what these engines can".format_map(report) if report["efficiency"] else "")
     )
     use = pool_use([instance.stats for instance in outcome.instances])
     if use.used and not job.connect:  # a running system's counts are of more than this run
@@ -253,7 +255,9 @@ def _report(outcome: Outcome) -> dict[str, object]:
     """Return counts and timings of what this run did; `resumed` prompts are not among them."""
     rollout = outcome.rollout
     groups = rollout.groups if rollout else []
-    tokens = sum(response.token_ids.size for group in groups for response in group.responses)
+    lengths = [response.token_ids.size for group in groups for response in group.responses]
+    tokens = sum(lengths)
+    bound = bound_seconds(lengths, [instance.stats for instance in outcome.instances])
     drafts = draft_use([instance.stats for instance in outcome.instances])
     versions = {"seer": __version__, "python": platform.python_version()}
     for instance in outcome.instances:
@@ -267,6 +271,8 @@ def _report(outcome: Outcome) -> dict[str, object]:
         "seconds": outcome.seconds,
         "tokens_per_second": tokens / outcome.seconds if outcome.seconds else 0.0,
         "tail_seconds": tail_seconds(rollout.finish_times) if rollout else 0.0,
+        "bound_seconds": bound,
+        "efficiency": bound / outcome.seconds if bound is not None and outcome.seconds else None,
         "preemptions": sum(group.preemptions for group in groups),
         "chunks": sum(group.chunks for group in groups),
         "migrations": sum(group.migrations for group in groups),
@@ -278,6 +284,19 @@ def _report(outcome: Outcome) -> dict[str, object]:
         "versions": versions,
         "instances": msgspec.to_builtins(outcome.instances),
     }
+
+
+def bound_seconds(lengths: Sequence[int], stats: Sequence[InstanceStats]) -> float | None:
+    """Return the least time for responses of these lengths on instances as fast as they were at best.
+
+    An instance that never ran for a second counts as the fastest one. None: none of them did.
+    """
+    fastest = max((each.best_rate for each in stats), default=0.0)
+    if not lengths or not fastest:
+        return None
+    capacity = sum(each.best_rate or fastest for each in stats)
+    alone = min((each.token_seconds_alone for each in stats if each.token_seconds_alone), default=0.0)
+    return lower_bound(sum(lengths), max(lengths), capacity, alone)
 
 
 def tail_seconds(finish_times: Sequence[float]) -> float:

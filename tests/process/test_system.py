@@ -75,7 +75,7 @@ def test_the_contract_of_the_rollout_command(folder: Path) -> None:
     assert report["tokens_per_second"] == pytest.approx(report["tokens"] / report["seconds"])
     assert 0 <= report["tail_seconds"] <= report["seconds"]
     assert report["chunks"] >= report["requests"]
-    assert {"preemptions", "migrations"} <= set(report)
+    assert {"preemptions", "migrations", "bound_seconds", "efficiency"} <= set(report)
     assert {"seer", "python"} <= set(report["versions"])
     assert list((folder / "t").iterdir()) == []
 

@@ -207,7 +207,8 @@ class VllmBackend:
         if not outputs and self._sharing is not None:
             time.sleep(IDLE_STEP_SECONDS)
         self._steps += 1
-        self._step_seconds += time.perf_counter() - begun
+        result.seconds = time.perf_counter() - begun
+        self._step_seconds += result.seconds
         return result
 
     def _saving(self) -> bool:

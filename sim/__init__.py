@@ -1,0 +1,1 @@
+"""The simulator: production policies and machines on modelled engines, in virtual time."""

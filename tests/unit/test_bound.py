@@ -1,0 +1,44 @@
+"""What `sim/bound.py` and `rollout_job.bound_seconds` make of lengths and speeds."""
+
+from __future__ import annotations
+
+import pytest
+
+from seer.common.errors import InvalidField
+from seer.common.types import InstanceStats
+from seer.rollout_job import bound_seconds
+from seer.sim.bound import lower_bound
+
+
+def test_the_bound_is_all_work_or_the_longest_response_whichever_takes_longer() -> None:
+    assert lower_bound(1000, 10, capacity=100.0, seconds_per_token=0.5) == 10.0
+    assert lower_bound(1000, 30, capacity=100.0, seconds_per_token=0.5) == 15.0
+    assert lower_bound(0, 0, capacity=1.0, seconds_per_token=0.0) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("field", "arguments"),
+    [
+        ("tokens", (-1, 0, 1.0, 0.0)),
+        ("longest", (5, 6, 1.0, 0.0)),
+        ("capacity", (5, 5, 0.0, 0.0)),
+        ("seconds_per_token", (5, 5, 1.0, -0.1)),
+    ],
+)
+def test_what_makes_no_sense_is_refused_by_name(field: str, arguments: tuple[int, int, float, float]) -> None:
+    with pytest.raises(InvalidField, match=field):
+        lower_bound(*arguments)
+
+
+def test_a_rollouts_bound_is_of_its_engines_at_their_best() -> None:
+    seen = InstanceStats(best_rate=100.0, token_seconds_alone=0.02)
+    other = InstanceStats(best_rate=50.0, token_seconds_alone=0.04)
+    assert bound_seconds([300, 300], [seen, other]) == 6.0  # 300 tokens alone, at 0.02 s, beat 600 / 150
+    assert bound_seconds([30] * 30, [seen, other]) == 6.0
+    assert bound_seconds([30] * 30, [seen, InstanceStats()]) == 4.5  # as fast as the other, for all one knows
+
+
+def test_without_a_second_of_work_there_is_no_bound() -> None:
+    assert bound_seconds([30], [InstanceStats(token_seconds_alone=0.1)]) is None
+    assert bound_seconds([], [InstanceStats(best_rate=1.0)]) is None
+    assert bound_seconds([30], []) is None
