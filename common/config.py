@@ -85,6 +85,11 @@ class ContextConfig(_Section, frozen=True):
 
     publish_interval_seconds: float = 0.05
     """Changed estimates are gathered this long before they are broadcast."""
+    remember_prompts: int = 0
+    """Bound on prompts whose responses' lengths are remembered for their next groups; 0: none are.
+
+    For policies that estimate from a posterior; one prompt id must mean one prompt over all rollouts.
+    """
 
 
 class DgdsConfig(_Section, frozen=True):

@@ -3,8 +3,10 @@
 ln length = theta of its group + sigma x e; theta is normal with mean `middle` and deviation `between`;
 e has Huber's density, a normal one whose tails beyond `BEND` fall exponentially. That is the worst
 density next to the normal one where a twentieth is contaminated (Huber 1964), so a few responses of
-another kind pull little; and its log is concave, so a longer response never lowers what is expected.
-A response that has not ended, or ended at its cap, counts as longer than that: the probability above.
+another kind pull little: where one in twenty is cut to a hundredth, estimates err 20 % less than under
+a normal density; where one in twenty is 2.5 times as long, 2 % more. And its log is concave, so a longer
+response never lowers what is expected. A response that has not ended, or ended at its cap, counts as
+longer than that: the probability above.
 
 Theta is kept on a grid of `POINTS` whole multiples of `STEP`, lengths are rounded to such multiples:
 what depends on their difference is a line of numbers, and a response's likelihood a slice of it.
@@ -44,11 +46,17 @@ LOWEST, HIGHEST = 0.05, 2.5
 ROWS = math.ceil(math.log(2**24) / STEP) + 1
 """Lengths that are told apart: a response has at most 2^24 tokens (`messages.Count`)."""
 
-GROUPS_BEFORE = 4
-"""What the parameters assumed before any data weigh, in groups and in responses."""
+GROUPS_BEFORE = 2
+"""What the parameters assumed before any data weigh, in groups and in responses.
 
-ROUNDS = 6
+They keep deviations from 0 while little is known; 4 would say that groups tell 7 % where they tell nothing.
+"""
+
+ROUNDS = 3
 """Most rounds of a fit. It starts where the last one ended, and there is a next one soon."""
+
+FARTHEST = 8.0
+"""Most steps that a round looks ahead."""
 
 ENOUGH = 0.002
 """A round that moves no parameter by more than this ends a fit: a tenth of `STEP`."""
@@ -89,6 +97,17 @@ class Parameters:
     between: float
     sigma: float
 
+    @staticmethod
+    def of(vector: Floats) -> Parameters:
+        """Return parameters from `vector`'s numbers, kept within bounds."""
+        middle, between, sigma = vector.tolist()
+        middle = min(max(middle, 0.0), ROWS * STEP)
+        return Parameters(middle, _bounded(math.exp(between)), _bounded(math.exp(sigma)))
+
+    def vector(self) -> Floats:
+        """Return numbers of any sign: the middle, and logs of the deviations."""
+        return np.array([self.middle, math.log(self.between), math.log(self.sigma)])
+
     @property
     def within(self) -> float:
         """Standard deviation within a group."""
@@ -108,10 +127,10 @@ class Model:
         stride = max(1, math.ceil(2 * SPAN * parameters.between / (POINTS - 1) / STEP))
         first = round(parameters.middle / STEP) - stride * (POINTS - 1) // 2
         steps = first + stride * np.arange(POINTS)
-        self.grid: Floats = steps * STEP
+        self.grid: Floats = np.multiply(steps, STEP, dtype=np.float64)
         self.prior: Floats = -(((self.grid - parameters.middle) / parameters.between) ** 2) / 2
         z = (np.arange(ROWS + stride * (POINTS - 1)) - steps[-1]) * (STEP / parameters.sigma)
-        log_density, log_above, hazard = _density(z)
+        log_density, log_above, hazard = density(z)
         size = np.abs(z)
         self._likelihood = _slices(np.stack((log_density, log_above)), stride)
         # The mean of z x psi(z), psi the density's score: 1 on average where sigma is right.
@@ -137,25 +156,38 @@ class Model:
         square = (variances + (means - middle) ** 2).sum() + GROUPS_BEFORE * before.between**2
         scale = (weights * _sums(self._scale, known)).sum() * self.parameters.sigma**2
         sigma = (scale + GROUPS_BEFORE * before.sigma**2) / (len(known.rows) + GROUPS_BEFORE)
-        return Parameters(float(middle), _bounded(square / groups), _bounded(sigma))
+        return Parameters(float(middle), _bounded(math.sqrt(square / groups)), _bounded(math.sqrt(sigma)))
 
 
 def fitted(model: Model, known: Responses, before: Parameters) -> Model:
-    """Return a model fitted to these groups, from the given one on; `before` was assumed before data."""
+    """Return a model fitted to these groups, from the given one on; `before` was assumed before data.
+
+    Expectation and maximisation crawls where most responses are bounds, so every third round begins
+    where the two before it were heading (SQUAREM: Varadhan and Roland 2008, its third step length).
+    """
     for _ in range(ROUNDS):
-        old, new = model.parameters, model.improved(known, before)
-        model = Model(new)
-        moved = (new.middle - old.middle, new.between - old.between, new.sigma - old.sigma)
-        if max(map(abs, moved)) < ENOUGH:
+        first = model.parameters.vector()
+        second = Model(model.improved(known, before))
+        third = second.improved(known, before)
+        step = second.parameters.vector() - first
+        bend = third.vector() - second.parameters.vector() - step
+        ahead = min(max(_norm(step) / max(_norm(bend), 1e-6), 1.0), FARTHEST)
+        model = Model(Parameters.of(first + 2 * ahead * step + ahead**2 * bend))
+        model = Model(model.improved(known, before))
+        if np.abs(model.parameters.vector() - first).max() < ENOUGH:
             break
     return model
 
 
-def _bounded(square: float) -> float:
-    return min(max(math.sqrt(square), LOWEST), HIGHEST)
+def _norm(vector: Floats) -> float:
+    return math.sqrt(float(vector @ vector))
 
 
-def _density(z: Floats) -> tuple[Floats, Floats, Floats]:
+def _bounded(deviation: float) -> float:
+    return min(max(deviation, LOWEST), HIGHEST)
+
+
+def density(z: Floats) -> tuple[Floats, Floats, Floats]:
     """Return the log density of e, the log of the probability above z, and their hazard."""
     size = np.abs(z)
     log_density = math.log(_HEIGHT) + np.where(size > BEND, BEND**2 / 2 - BEND * size, -(z**2) / 2)

@@ -5,6 +5,7 @@ Invariants (tests/unit/test_context_machine.py asserts them):
   the cap, when the group opened) said last, once, and `estimates` what was said;
 - after `replace` nothing of the earlier estimates is left, and every group's is said once; acceptance
   of groups still open is kept and said once more, as snapshots do not tell it;
+- what a group of a remembered prompt is like is known when it opens; nothing is remembered unless asked;
 - `error` compares each response that finishes with what was said of its group before;
 - acceptance is said when a rate moved by `NOTABLE` from what was said, of a group or, before that, of
   all groups; it counts drafts of known requests that came further, once;
@@ -12,7 +13,7 @@ Invariants (tests/unit/test_context_machine.py asserts them):
   nothing twice: a finished request stays finished, progress never shrinks.
 
 Its size follows the buffer's, one entry per open group and one number per request, apart from what an
-estimator keeps of past groups, which is bounded.
+estimator keeps of past groups and what is remembered of prompts, which are bounded.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from dataclasses import dataclass, field
 
 from seer.common.policy.drafting import ALL_GROUPS, GROUP_WEIGHT, Acceptance, to_percent
 from seer.common.policy.length import Error, Estimate, Estimator, Evidence, Longest
+from seer.services.context.memory import Memory
 
 NOTABLE = 5
 """Percent points by which a rate of acceptance must move to be said again."""
@@ -84,10 +86,14 @@ class _Group:
 
 
 class Machine:
-    """See the module's docstring. `ignored` counts events of unknown groups or responses."""
+    """See the module's docstring. `ignored` counts events of unknown groups or responses.
 
-    def __init__(self, estimator: Estimator | None = None) -> None:
+    At most `remember_prompts` prompts are remembered beyond their groups.
+    """
+
+    def __init__(self, estimator: Estimator | None = None, remember_prompts: int = 0) -> None:
         self.estimator = Longest() if estimator is None else estimator
+        self.memory = Memory(remember_prompts)
         self.error = Error()
         self._groups: dict[str, _Group] = {}
         self._dirty: dict[str, None] = {}  # in order: a run replays exactly
@@ -109,13 +115,17 @@ class Machine:
             case Closed():
                 self._dirty.pop(event.group_id, None)
                 self._drafted.pop(event.group_id, None)
-                if self._groups.pop(event.group_id, None) is None:
+                group = self._groups.pop(event.group_id, None)
+                if group is None:
                     self.ignored += 1
+                else:
+                    self._remember(event.group_id, group)
 
     def replace(self, events: Iterable[Event]) -> None:
         """Start over from a snapshot: the open groups and their requests' progress."""
         before, self._groups, self._dirty, self._drafted = self._groups, {}, {}, {}
-        for group in before.values():
+        for group_id, group in before.items():
+            self._remember(group_id, group)
             group.known.forget()  # it comes again, and must not count twice
         error, self.error = self.error, Error()
         for event in events:
@@ -174,7 +184,7 @@ class Machine:
 
     def _open(self, event: Opened) -> None:
         if event.group_id not in self._groups:
-            known = Evidence(event.cap)
+            known = Evidence(event.cap, before=self.memory.recall(_prompt(event.group_id)))
             self._groups[event.group_id] = _Group(event.size, known, _assumed(event.cap))
             self.estimator.opened(known)
             self._dirty[event.group_id] = None
@@ -196,11 +206,19 @@ class Machine:
             known.unfinished[event.index] = max(before, event.generated)
         self._dirty[event.group_id] = None
 
+    def _remember(self, group_id: str, group: _Group) -> None:
+        if len(group.known.finished) == group.size:
+            self.memory.keep(_prompt(group_id), group.known.finished.values())
+
     def _count(self, group: _Group, event: Progressed) -> None:
         ahead = event.generated > group.known.unfinished.get(event.index, 0)
         if event.drafted and ahead and group.acceptance.add(event.drafted, event.accepted):
             self._acceptance.add(event.drafted, event.accepted)
             self._drafted[event.group_id] = None
+
+
+def _prompt(group_id: str) -> str:
+    return group_id.partition("/")[2]  # rollout ids have none (ids.group_id)
 
 
 def _assumed(cap: int) -> Estimate:

@@ -34,7 +34,7 @@ def make(config: Config, transport: Transport, clock: Clock) -> ContextServer:
 
 
 class ContextServer:
-    """One context service. Raises `ConfigError` for a negative interval or an unknown policy."""
+    """One context service. Raises `ConfigError` for a negative interval or bound, or an unknown policy."""
 
     def __init__(self, config: Config, transport: Transport, clock: Clock) -> None:
         self._interval = config.context.publish_interval_seconds
@@ -43,7 +43,10 @@ class ContextServer:
         name = config.buffer.policy
         if name not in POLICIES:
             raise ConfigError(f"buffer.policy = {name!r}: choose one of {', '.join(POLICIES)}")
-        self.machine = Machine(ESTIMATORS[POLICIES[name].estimator]())
+        remember = config.context.remember_prompts
+        if remember < 0:
+            raise ConfigError(f"context.remember_prompts = {remember}: must be 0 (none) or more")
+        self.machine = Machine(ESTIMATORS[POLICIES[name].estimator](), remember)
         self._at = config.endpoints
         self._transport = transport
         self._clock = clock

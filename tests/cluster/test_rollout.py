@@ -1,6 +1,7 @@
 """The whole system in one process and in virtual time: what a trainer gets, whatever the schedule."""
 
 import asyncio
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,6 +12,8 @@ from virtual_time import eventually, virtual
 from seer.client import SamplingParams
 from seer.common.config import BufferConfig, EngineConfig
 from seer.common.errors import RequestRefused, RolloutCancelled
+from seer.common.policy.length import Estimate
+from seer.common.policy.schedule import POLICIES
 
 PROMPTS = [list(range(1, 2 + i)) for i in range(12)]
 
@@ -28,14 +31,14 @@ async def tokens_of(cluster, n=4, max_tokens=100, seed=0, number=0, prompts=PROM
     }
 
 
-async def reference():
-    async with running(engines=1, buffer=BufferConfig(policy="static")) as cluster:
-        return await tokens_of(cluster)
+async def tokens_under(policy, **settings):
+    async with running(engines=1, buffer=BufferConfig(policy=policy)) as cluster:
+        return await tokens_of(cluster, **settings)
 
 
 @virtual
 async def test_the_same_tokens_whatever_the_schedule():
-    expected = await reference()
+    expected = await tokens_under("static")
     lengths = {len(tokens) for tokens in expected.values()}
     assert len(expected) == 48
     assert len(lengths) > 10
@@ -69,7 +72,7 @@ async def test_another_seed_or_rollout_number_gives_other_tokens():
 
 @virtual
 async def test_an_engine_killed_mid_run_loses_nothing():
-    expected = await reference()
+    expected = await tokens_under("static")
     async with running(engines=2) as cluster:
         work = asyncio.create_task(tokens_of(cluster))
         machine = cluster.services["buffer"].machine
@@ -82,7 +85,7 @@ async def test_an_engine_killed_mid_run_loses_nothing():
 
 @virtual
 async def test_an_engine_that_was_given_up_registers_again():
-    expected = await reference()
+    expected = await tokens_under("static")
     async with running(engines=2) as cluster:
         work = asyncio.create_task(tokens_of(cluster, max_tokens=100))
         server = cluster.services["buffer"]
@@ -96,7 +99,7 @@ async def test_an_engine_that_was_given_up_registers_again():
 
 @virtual
 async def test_an_engine_that_drains_hands_its_work_back():
-    expected = await reference()
+    expected = await tokens_under("static")
     async with running(engines=2) as cluster:
         work = asyncio.create_task(tokens_of(cluster))
         machine = cluster.services["buffer"].machine
@@ -108,7 +111,7 @@ async def test_an_engine_that_drains_hands_its_work_back():
 
 @virtual
 async def test_all_engines_killed_and_one_returns():
-    expected = await reference()
+    expected = await tokens_under("static")
     async with running(engines=1) as cluster:
         work = asyncio.create_task(tokens_of(cluster))
         machine = cluster.services["buffer"].machine
@@ -120,7 +123,7 @@ async def test_all_engines_killed_and_one_returns():
 
 @virtual
 async def test_a_buffer_that_restarts_gets_the_unfinished_prompts_again():
-    expected = await reference()
+    expected = await tokens_under("static")
     async with running(engines=2) as cluster:
         work = asyncio.create_task(tokens_of(cluster))
         machine = cluster.services["buffer"].machine
@@ -133,7 +136,7 @@ async def test_a_buffer_that_restarts_gets_the_unfinished_prompts_again():
 @virtual
 @pytest.mark.parametrize("name", ["context", "dgds"])
 async def test_context_and_dgds_may_die_without_a_trace(name):
-    expected = await reference()
+    expected = await tokens_under("static")
     async with running() as cluster:
         work = asyncio.create_task(tokens_of(cluster))
         await eventually(lambda: cluster.services["buffer"].machine.counters["chunks"] > 20)
@@ -179,6 +182,28 @@ async def test_estimates_come_back_from_the_context_service():
 
 
 @virtual
+async def test_a_policy_gets_spreads_where_it_asks_for_the_posterior(monkeypatch):
+    ordered = []
+
+    def order(request, estimate):
+        ordered.append(estimate)
+        return (-estimate.tokens, request.queued)
+
+    policy = replace(POLICIES["divided"], name="sure", order=order, estimator="posterior")
+    monkeypatch.setitem(POLICIES, "sure", policy)
+    async with running(buffer=BufferConfig(policy="sure", chunk_size=16)) as cluster:
+        tokens = await tokens_of(cluster, n=8, max_tokens=2000)
+        error = cluster.services["context"].machine.error
+    assert ordered[0] == Estimate(2000.0)
+    spreads = {estimate.spread for estimate in ordered}
+    assert len(spreads) > 10
+    assert 0.2 < max(spreads) < 1.5
+    assert error.responses > error.unpredicted
+    assert error.absolute / error.responses < 1
+    assert tokens == await tokens_under("static", n=8, max_tokens=2000)
+
+
+@virtual
 async def test_responses_carry_what_was_asked():
     async with running() as cluster, cluster.client() as client:
         rollout = await client.submit([[5, 6]], n=3, sampling=SamplingParams(max_tokens=20))
@@ -206,7 +231,7 @@ async def test_a_drained_buffer_finishes_its_work_and_takes_no_more():
 
 @virtual
 async def test_of_two_engines_of_one_name_the_later_has_it_until_it_is_gone():
-    expected = await reference()
+    expected = await tokens_under("static")
     async with running(engines=1) as cluster:
         earlier = cluster._tasks.pop("e0"), cluster._transports.pop("e0")
         await cluster.start("e0")
@@ -223,7 +248,7 @@ async def test_of_two_engines_of_one_name_the_later_has_it_until_it_is_gone():
 
 @virtual
 async def test_a_killed_trainer_comes_back_for_the_rest():
-    expected = await reference()
+    expected = await tokens_under("static")
     async with running() as cluster:
         sampling = SamplingParams(max_tokens=100)
         how = {"n": 4, "sampling": sampling, "rollout_number": 0, "rollout_id": "step-0"}

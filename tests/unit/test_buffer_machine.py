@@ -246,7 +246,9 @@ def test_a_chunk_without_progress_or_beyond_its_limit_is_not_believed():
 def test_estimates_reach_the_policys_order():
     machine = make(engines=())
     machine.policy = e_policy = POLICIES["divided"]
-    assert e_policy.order(machine_request(), Estimate(3.0)) == e_policy.order(machine_request(), Estimate(9.0))
+    assert e_policy.order(machine_request(), Estimate(3.0)) == e_policy.order(
+        machine_request(), Estimate(9.0)
+    )
     machine.handle(e.EngineJoined("a", CAPACITY), 0.0)
     submit(machine, "p", n=30)
     machine.handle(e.EstimatesChanged({"r/p": Estimate(12.0, 0.5), "gone": Estimate(1.0)}), 1.0)

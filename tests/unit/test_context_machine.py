@@ -1,14 +1,19 @@
 """The context machine's invariants, as its docstring lists them; then the server around it."""
 
 import asyncio
+import math
+from dataclasses import replace
 
+import pytest
 from virtual_time import eventually, virtual
 
 from seer.common.channel import Identity
 from seer.common.clock import LoopClock
-from seer.common.config import Config, ContextConfig, shared_hash
+from seer.common.config import BufferConfig, Config, ContextConfig, shared_hash
+from seer.common.errors import ConfigError
 from seer.common.policy.drafting import ALL_GROUPS, CELLS, PRIOR, to_percent
-from seer.common.policy.length import Estimate, Longest
+from seer.common.policy.length import Estimate, Longest, Posterior
+from seer.common.policy.schedule import POLICIES
 from seer.common.stream import StreamPublisher, StreamSubscriber
 from seer.common.transport.memory import MemoryNetwork, MemoryTransport
 from seer.common.wire import messages as m
@@ -111,6 +116,68 @@ def test_another_estimator_sees_finished_and_unfinished_lengths():
         machine.handle(event)
     machine.changes()
     assert seen == [(CAP, {0: 10, 1: 20}, {3: 40})]
+
+
+def test_only_notable_changes_are_said():
+    machine = machine_with(opened(), done(0, 100))
+    machine.changes()
+    machine.handle(done(1, 104))
+    assert machine.changes() == {}
+    machine.handle(done(2, 106))
+    assert machine.changes() == {"r/a": Estimate(106.0)}
+
+
+def test_posterior_estimates_are_said_of_all_groups_after_a_fit():
+    machine = Machine(Posterior())
+    for event in (opened("r/a", 8), opened("r/b", 8)):
+        machine.handle(event)
+    first = machine.changes()
+    assert first["r/a"] == first["r/b"] == machine.estimates()["r/b"]
+    assert first["r/a"].tokens == pytest.approx(CAP / 6, rel=0.03)
+    machine.handle(at(0, 990))
+    assert machine.changes()["r/a"].tokens > first["r/a"].tokens  # unfinished ones count
+    for index in range(8):
+        machine.handle(done(index, 40))
+    changed = machine.changes()
+    assert changed["r/a"].tokens < 100
+    assert changed["r/b"].tokens < first["r/b"].tokens  # of which nothing was heard
+    assert machine.changes() == {}
+
+
+def test_progress_that_is_heard_twice_or_late_changes_no_estimate():
+    events = [opened("r/a", 8), at(0, 200), at(1, 300), at(1, 500), done(0, 400), done(2, 30), at(3, 90)]
+    once = Machine(Posterior())
+    twice = Machine(Posterior())
+    for event in events:
+        once.handle(event)
+    for event in (*events, *events, at(1, 10), at(0, 800), at(3, 90)):
+        twice.handle(event)
+    assert twice.changes() == once.changes() != {}
+
+
+def test_what_finishes_is_compared_with_what_was_said_before():
+    machine = machine_with(opened(), done(0, 100), done(1, 100))
+    assert (machine.error.unpredicted, machine.error.responses) == (2, 0)  # nothing was said yet
+    machine.changes()
+    machine.handle(done(2, 200))
+    machine.handle(done(2, 900))  # known
+    error = machine.error
+    assert (error.unpredicted, error.responses, error.beyond) == (2, 1, 1)
+    assert error.signed == error.absolute == pytest.approx(math.log(2))
+    machine.replace([opened(), done(0, 100), done(1, 100), done(2, 200)])
+    assert machine.error is error
+    assert (error.unpredicted, error.responses) == (2, 1)
+
+
+def test_a_snapshot_counts_no_evidence_twice():
+    events = [opened("r/a", 8), *(done(index, 20 * index + 5) for index in range(8))]
+    fresh, again = Machine(Posterior()), Machine(Posterior())
+    for event in events:
+        again.handle(event)
+    fresh.replace(events)
+    again.replace(events)
+    assert again.changes() == fresh.changes()
+    assert again.estimator.parameters == fresh.estimator.parameters
 
 
 # --- acceptance ------------------------------------------------------------------------------
@@ -279,3 +346,45 @@ async def test_server_gathers_changes_and_follows_a_restarted_buffer():
     for task in tasks:
         task.cancel()
     await buffer.stop()
+
+
+@virtual
+async def test_server_takes_the_policys_estimator_and_tells_spreads(monkeypatch):
+    monkeypatch.setitem(POLICIES, "sure", replace(POLICIES["divided"], name="sure", estimator="posterior"))
+    config = Config(buffer=BufferConfig(policy="sure"), context=ContextConfig(remember_prompts=5))
+    network, heard = MemoryNetwork(), []
+    buffer = Buffer(network, config, 1)
+    await buffer.start()
+    server = make(config, MemoryTransport(network), LoopClock())
+    await server.start()
+    tasks = [asyncio.create_task(server.run()), asyncio.create_task(follow(network, config, heard))]
+    await eventually(lambda: len(heard) == 1)
+    await buffer.stream.publish(wire_opened("r/a"))
+    await eventually(lambda: len(heard) == 2)
+    assert heard[1].estimates["r/a"] < CAP
+    assert heard[1].spreads["r/a"] > 0.5
+    late = []
+    tasks.append(asyncio.create_task(follow(network, config, late)))
+    await eventually(lambda: bool(late))
+    assert (late[0].estimates, late[0].spreads) == (heard[1].estimates, heard[1].spreads)
+    for index in range(4):
+        await buffer.stream.publish(wire_done("r/a", index, 30))
+    await buffer.stream.publish(m.GroupClosed(group_id="r/a"))
+    await eventually(lambda: len(server.machine.memory) == 1)
+    server.drain()
+    await tasks[0]
+    for task in tasks:
+        task.cancel()
+    await buffer.stop()
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (Config(context=ContextConfig(remember_prompts=-1)), r"context.remember_prompts = -1: must be 0"),
+        (Config(buffer=BufferConfig(policy="divide")), "buffer.policy = 'divide': choose one of static, div"),
+    ],
+)
+def test_server_refuses_what_it_cannot_use(config, message):
+    with pytest.raises(ConfigError, match=message):
+        make(config, MemoryTransport(MemoryNetwork()), LoopClock())

@@ -6,7 +6,7 @@ import pytest
 
 from seer.common.errors import WireError
 from seer.common.wire.codec import Decoder, encode
-from seer.common.wire.messages import Message, Tokens
+from seer.common.wire.messages import ContextSnapshot, Estimates, Message, Tokens
 
 
 class Old(Message, tag="Report"):
@@ -38,6 +38,18 @@ class OldRows(Message, tag="Rows"):
 
 class NewRows(Message, tag="Rows"):
     rows: list[NewRow]
+
+
+class PlainEstimates(Message, tag="Estimates"):
+    estimates: dict[str, float]
+    acceptance: dict[str, list[int]] = {}
+
+
+class PlainSnapshot(Message, tag="ContextSnapshot"):
+    incarnation: int
+    sequence: int
+    estimates: dict[str, float]
+    acceptance: dict[str, list[int]] = {}
 
 
 class Added(Message, tag=True):
@@ -80,3 +92,14 @@ def test_an_unknown_message_is_a_wire_error_that_names_it():
 def test_an_array_added_to_a_known_message_is_refused():
     with pytest.raises(WireError, match="no array refers to frames"):
         Decoder(Old).decode(encode(WithArray(name="x", tokens=TOKENS, more=TOKENS)))
+
+
+def test_estimates_have_no_spread_where_a_peer_tells_none():
+    said, none = {"r/a": 70.0}, {}
+    assert Decoder(Estimates).decode(encode(PlainEstimates(estimates=said))).spreads == none
+    new = Estimates(estimates=said, spreads={"r/a": 0.5})
+    assert Decoder(PlainEstimates).decode(encode(new)).estimates == said
+    old = PlainSnapshot(incarnation=1, sequence=2, estimates=said)
+    assert Decoder(ContextSnapshot).decode(encode(old)).spreads == none
+    snapshot = ContextSnapshot(incarnation=1, sequence=2, estimates=said, spreads={"r/a": 0.5})
+    assert Decoder(PlainSnapshot).decode(encode(snapshot)).estimates == said
