@@ -49,6 +49,9 @@ class Error:
 
     `absolute` and `signed` are sums of ln(actual / foretold) over `responses`; `beyond` of them were
     longer than the 90 % quantile. Of `unpredicted` ones nothing had been said but the cap.
+
+    It tells how an estimator does under a schedule, not which one is better: where the short finish
+    before the long, the longest finished response is always near the next one to finish.
     """
 
     responses: int = 0
