@@ -1,0 +1,239 @@
+"""Scheduling policies against each other on the real clock, in turns on the same engines.
+
+    python bench/live.py vllm --policies static,divided
+    python bench/live.py replay --policies static,divided
+
+`vllm`: two real engines with the shipped model and prompts, one core each. `replay`: 32 engines that
+compute nothing and take the time of a modelled step; sockets, processes and services are the real ones.
+Every run begins with a buffer and a context service of its own and, on vLLM, with weights loaded anew,
+which empties caches and draft trees: nothing of an earlier run helps a later one. On vLLM `bare`
+joins in (bench/bare_vllm.py). The better of it and `static` is the baseline.
+
+Efficiency is against `sim/bound.py`. On vLLM capacity and the time of a token alone are the best that the
+same engines showed in this invocation, warm-up included, drafts and all; on replay they follow from the
+settings. Policies must not change a token: exit code 1 if any response differs between runs of Seer.
+Bare vLLM samples other tokens, so others are as many: there, compare tokens/s. Prints JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from bare_vllm import BareEngines
+from live_system import Mode, Run, System, cpu_seconds, cpu_share
+from tokenizers import Tokenizer
+from verify import machine
+
+from seer.common.config import Config, EngineConfig, load
+from seer.hardware import plan_engines
+
+EXAMPLE = Path(__file__).parents[1] / "examples" / "countdown"
+BARE = "bare"
+
+
+VLLM_KV_BLOCKS = 160
+"""Blocks of 32 tokens an engine: with them whole responses are preempted 1.56 times a request under
+`static` and 1.26 times in bare vLLM, on average the 1.4 of the paper's baseline on Qwen2-VL-72B
+(13,686 preemptions of 9,600 requests). Fewer requests fit at once than `max_num_seqs`: 160 blocks
+hold 14 of a mean response's length."""
+
+REPLAY_KV_BLOCKS = 80
+"""The same for replay engines, where `services/engine/kv_model.py` gives the number before a run."""
+
+REPLAY_STEP_SECONDS = 0.015
+"""So long that 32 engines keep two cores busy less than 60 % of the time: what is compared is schedules,
+not how fast Python steps. `cpu_share` of each run says whether that held."""
+
+VLLM = Mode(
+    instances=2,
+    groups=16,
+    n=8,
+    max_tokens=1024,
+    settings=(
+        f"shared.model={EXAMPLE / 'model'}",
+        "engine.max_num_seqs=32",
+        "engine.max_model_len=1088",
+        f"engine.kv_blocks={VLLM_KV_BLOCKS}",
+        "buffer.chunk_size=64",
+    ),
+)
+
+REPLAY = Mode(
+    instances=32,
+    groups=192,
+    n=8,
+    max_tokens=1024,
+    settings=(
+        "engine.backend=replay",
+        "engine.max_num_seqs=64",
+        "engine.max_model_len=1088",
+        f"engine.kv_blocks={REPLAY_KV_BLOCKS}",
+        "engine.replay_mean_tokens=256",
+        f"engine.replay_step_seconds={REPLAY_STEP_SECONDS}",
+        "engine.replay_row_seconds=0.0005",
+        "buffer.chunk_size=64",
+        "drafts.source=off",  # replay engines draft nothing; their tokens need not travel
+    ),
+)
+MODES = {"vllm": VLLM, "replay": REPLAY}
+
+
+def bare_run(engines: BareEngines, mode: Mode, prompts: Sequence[list[int]]) -> Run:
+    used, begun = cpu_seconds(engines.pids), time.monotonic()
+    found = engines.run(prompts, mode.n, mode.max_tokens)
+    share = cpu_share(cpu_seconds(engines.pids) - used, time.monotonic() - begun)
+    return Run(BARE, found["lengths"], found["finish_times"], found["preemptions"], share)
+
+
+def modelled_rate(engine: EngineConfig, block_size: int, prompts: Sequence[list[int]], run: Run) -> float:
+    """Return tokens/s of a replay engine at the batch that its KV holds, averaged over all steps.
+
+    A token at context c occupies blocks for c + 1 tokens during its step: the mean of that over all
+    tokens says how many requests fit, at most, at a time.
+    """
+    contexts = [len(prompt) for prompt in prompts for _ in range(len(run.lengths) // len(prompts))]
+    held = sum(
+        int(np.ceil((context + 1 + np.arange(length)) / block_size).sum())
+        for context, length in zip(contexts, run.lengths, strict=True)
+    )
+    assert engine.kv_blocks is not None
+    batch = min(engine.max_num_seqs, engine.kv_blocks * sum(run.lengths) / held)
+    return batch / (engine.replay_step_seconds + batch * engine.replay_row_seconds)
+
+
+def speeds(system: System, prompts: Sequence[list[int]], runs: Sequence[Run]) -> tuple[float, float]:
+    """Return the capacity in tokens/s of all instances, and the seconds of a token alone."""
+    engine = system.config.engine
+    if engine.backend == "replay":
+        rate = modelled_rate(engine, system.config.shared.block_size, prompts, runs[0])
+        return system.mode.instances * rate, engine.replay_step_seconds + engine.replay_row_seconds
+    rates = [stats.best_rate for stats in system.stats]
+    return sum(rates), min(stats.token_seconds_alone for stats in system.stats)
+
+
+def summary(runs: Sequence[Run], capacity: float, alone: float) -> dict[str, Any]:
+    """Return medians by contestant, and ratios to the baseline's run of the same turn."""
+    names = list(dict.fromkeys(run.name for run in runs))
+    figures = {name: [run.figures(capacity, alone) for run in runs if run.name == name] for name in names}
+    medians = {
+        name: {key: statistics.median(each[key] for each in found) for key in found[0]}
+        for name, found in figures.items()
+    }
+    candidates = [name for name in ("static", BARE) if name in medians] or names[:1]
+    baseline = max(candidates, key=lambda name: medians[name]["tokens_per_s"])
+    against = {}
+    for name in names:
+        pairs = list(zip(figures[name], figures[baseline], strict=True))
+        ratios = [ours["tokens_per_s"] / theirs["tokens_per_s"] for ours, theirs in pairs]
+        tail = medians[name]["tail_seconds"] / max(medians[baseline]["tail_seconds"], 1e-3)
+        against[name] = {
+            "tokens_per_s": round(statistics.median(ratios), 3),
+            "tokens_per_s_range": [round(min(ratios), 3), round(max(ratios), 3)],
+            "tail_seconds": round(tail, 3),
+        }
+    return {"baseline": baseline, "medians": medians, "over_baseline": against, "runs": figures}
+
+
+def equality(runs: Sequence[Run]) -> dict[str, int]:
+    """Count responses of Seer's runs that are not what the first run's are."""
+    ours = [run for run in runs if run.hashes]
+    first = ours[0].hashes
+    differing = sum(run.hashes[name] != first[name] for run in ours for name in first)
+    return {"runs": len(ours), "responses": len(first) * len(ours), "differing": differing}
+
+
+async def compare(options: argparse.Namespace, mode: Mode, config: Config, folder: Path) -> dict[str, Any]:
+    policies = options.policies.split(",")
+    prompts = workload(options.mode, mode)
+    runs: list[Run] = []
+    async with contextlib.AsyncExitStack() as stack:
+        system = System(mode, config, folder)
+        stack.push_async_callback(system.close)
+        await system.start()
+        bare = bare_engines(config, mode) if options.mode == "vllm" else None
+        if bare is not None:
+            stack.callback(bare.close)
+            bare_run(bare, mode, prompts[:2])
+            await system.warm_up(prompts, options.seed + 1)
+        for turn in range(options.repeats):
+            names = [*policies, BARE] if bare is not None else policies
+            for name in names if turn % 2 == 0 else names[::-1]:
+                seer = name != BARE
+                run = (
+                    await system.run(name, prompts, options.seed)
+                    if seer
+                    else await asyncio.to_thread(bare_run, bare, mode, prompts)
+                )
+                runs.append(run)
+                say(f"{turn} {name}: {max(run.finish_times):.1f} s, preemptions {run.preemptions}")
+        capacity, alone = speeds(system, prompts, [run for run in runs if run.hashes])
+    return {
+        "ran_on": {"backend": options.mode, "instances": mode.instances, **machine(), **system.versions},
+        "workload": {"groups": mode.groups, "n": mode.n, "max_tokens": mode.max_tokens, "seed": options.seed},
+        "settings": [*mode.settings, *options.overrides],
+        "capacity_tokens_per_s": round(capacity, 1),
+        "token_ms_alone": round(1e3 * alone, 3),
+        "equality": equality(runs),
+        **summary(runs, capacity, alone),
+    }
+
+
+def workload(name: str, mode: Mode) -> list[list[int]]:
+    """Return the prompts' tokens."""
+    if name == "replay":
+        return [[1 + number] * 32 for number in range(mode.groups)]
+    tokenizer = Tokenizer.from_file(str(EXAMPLE / "model" / "tokenizer.json"))
+    lines = (EXAMPLE / "prompts_512.jsonl").read_text().splitlines()[: mode.groups]
+    return [tokenizer.encode(json.loads(line)["prompt"], add_special_tokens=False).ids for line in lines]
+
+
+def bare_engines(config: Config, mode: Mode) -> BareEngines:
+    engine = config.engine
+    assert engine.kv_blocks is not None
+    settings = {
+        "model": config.shared.model,
+        "dtype": "float32",
+        "max_num_seqs": engine.max_num_seqs,
+        "max_model_len": engine.max_model_len,
+        "block_size": config.shared.block_size,
+        "num_gpu_blocks_override": engine.kv_blocks + 1,  # vLLM's null block
+        "use_tqdm_on_load": False,
+    }
+    return BareEngines(settings, [plan.config.cpu_cores for plan in plan_engines(engine, mode.instances)])
+
+
+def say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("mode", choices=MODES)
+    parser.add_argument("--policies", default="static,divided", help="of common/policy/schedule.py")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--set", dest="overrides", action="append", default=[], metavar="A.B=C")
+    options = parser.parse_args()
+    mode = MODES[options.mode]
+    config = load(None, {}, [*mode.settings, "pool.kind=none", "log.level=warning", *options.overrides])
+    with tempfile.TemporaryDirectory(prefix="b") as name:
+        report = asyncio.run(compare(options, mode, config, Path(name)))
+    print(json.dumps(report, indent=1))
+    return 1 if report["equality"]["differing"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
