@@ -29,7 +29,9 @@ from typing import Any
 
 from seer.common.policy.fleet import Fleet
 from seer.common.policy.length import Estimate
-from seer.common.policy.schedule import BALANCE_SPREAD, POLICIES, Place, Policy, RequestView
+from seer.common.policy.placement import BALANCE_SPREAD, Place
+from seer.common.policy.request import RequestView
+from seer.common.policy.schedule import POLICIES, Policy
 from seer.common.types import Capacity
 from seer.services.buffer import events as e
 from seer.services.buffer.machine import Machine

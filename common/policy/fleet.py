@@ -15,6 +15,9 @@ from dataclasses import dataclass
 
 from seer.common.types import Capacity
 
+FEW = 16
+"""Instances with room that are looked at one by one; where more have room, the least loaded are tried."""
+
 
 @dataclass(slots=True)
 class InstanceView:
@@ -146,10 +149,21 @@ class Fleet(Mapping[str, InstanceView]):
         if not self._names:
             return None
         least = min(capacity.blocks_for(context, chunk) for capacity in self._capacities)
-        if self._by_room[-1][0] < least:
-            return None
+        first = bisect_left(self._by_room, (least, ""))
+        if len(self._by_room) - first <= FEW:  # most are full: look at those that are not
+            views = [self._views[name] for _, name in self._by_room[first:]]
+            able = [view for view in views if view.has_room(context, chunk)]
+            return min(able, key=lambda view: _keys(view)[0], default=None)
         for _, _, name in self._by_load:
             if self._views[name].has_room(context, chunk):
+                return self._views[name]
+        return None
+
+    def least_loaded(self, context: int, chunk: int) -> InstanceView | None:
+        """Return the one with the fewest chunks that has a seat left and could hold this one if empty."""
+        for chunks, _, name in self._by_load:
+            capacity = self._views[name].capacity
+            if chunks < capacity.max_num_seqs and capacity.holds(context, chunk):
                 return self._views[name]
         return None
 

@@ -38,6 +38,11 @@ class Estimate:
     tokens: float
     spread: float = 0.0
 
+    @property
+    def sound(self) -> bool:
+        """Whether a policy can reckon with it; what comes over the wire may be anything."""
+        return 0 < self.tokens < math.inf and 0 <= self.spread < math.inf
+
 
 QUANTILE_90 = 1.2816
 """Nine of ten draws of a normal distribution lie below so many deviations above its middle."""

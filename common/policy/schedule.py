@@ -1,67 +1,48 @@
 """Scheduling policies: which waiting request goes next, where, and for how many tokens.
 
 A policy is a set of pure functions of what it is shown. The buffer's machine owns the queue and
-the books; it asks `order` when a request starts waiting (smaller goes first), `place` for the
-request at the head of the queue, and `chunk` for the length of its next run.
+the books; it asks `order` when a request starts waiting or its group's estimate changes (smaller goes
+first), `place` for the request at the head of the queue, and `chunk` for the length of its next run.
+docs/scheduling.md says why each is as it is, and what it measured.
 
-Invariants:
+Invariants (tests/property/test_schedule.py and test_buffer_machine.py assert them):
 - with `admission`, a chunk is placed only where its worst case fits in free blocks and a
   sequence slot is left, so nothing placed under such a policy is ever preempted;
-- `divided` leaves no request waiting that fits anywhere, and moves one only if its instance has no
-  room or runs more than `BALANCE_SPREAD` chunks beyond the least loaded of those that have;
 - `order` ends in the request's own queue number, so it is total and first come, first served
   among equals;
+- under `fair` policies a request that waits is dispatched at the latest with the
+  `FAIR_DISPATCHES` x (1 + requests that have waited longer)-th dispatch from now;
 - no policy can change a token: they decide when and where, never what.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from statistics import NormalDist
 
-from seer.common.policy.fleet import Fleet
 from seer.common.policy.length import Estimate
+from seer.common.policy.placement import Place, elsewhere, least_loaded, stay_or_least_loaded, whole_group
+from seer.common.policy.request import RequestView
 
 OrderKey = tuple[float, ...]
+Order = Callable[[RequestView, Estimate], OrderKey]
 
-BALANCE_SPREAD = 2
-"""Chunks that an instance may run beyond the least loaded one before balance beats a cached prefix.
+FAIR_DISPATCHES = 64
+"""One dispatch in so many goes to whoever has waited longest: a bound on waiting for 1.6 % of them."""
 
-The paper's OSDI version says 32; 2 ended simulated rollouts up to 9 % sooner, with a pool and without
-(docs/architecture.md).
+LONGER = 1e-4
+"""Chance with which a response may be longer than `plausible` says: about one over those of a rollout.
+
+The end of a rollout is that of its longest response, so what counts is who could be that one. At 1e-4
+groups that tell much are sorted as by Algorithm 2, those that tell little as by least generated first;
+0.5, 0.1 and 0.01 lost up to 9 % to that where the prompt's share of the variance is 0.65.
 """
 
-
-@dataclass(slots=True)
-class RequestView:
-    """A waiting request. `group_number` counts groups in order of arrival.
-
-    `queued` grows with every time any request starts waiting; `last_instance` ran its last chunk.
-    """
-
-    request_id: str
-    group_number: int
-    index: int
-    prompt_len: int
-    max_tokens: int
-    generated: int = 0
-    queued: int = 0
-    last_instance: str = ""
-
-    @property
-    def context(self) -> int:
-        """Tokens whose KV the next chunk starts from."""
-        return self.prompt_len + self.generated
-
-    @property
-    def remaining(self) -> int:
-        """Output tokens still allowed."""
-        return self.max_tokens - self.generated
-
-
-Order = Callable[[RequestView, Estimate], OrderKey]
-Place = Callable[[RequestView, int, Fleet], str | None]
+_NORMAL = NormalDist()
+_SURE = 1e-12
+"""Chances below are not told apart from 0: a response of which nothing else is known may reach its cap."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,8 +51,9 @@ class Policy:
 
     `order(request, estimate)` gets the group's length estimate; `place(request, chunk,
     fleet)` gets the living instances and returns one's name, or None to wait.
-    `chunked` policies run at most `chunk_size` tokens at a time; `admission` promises room.
-    `estimator` names the entry of `length.ESTIMATORS` that its estimates come from.
+    `chunked` policies run at most `chunk_size` tokens at a time; `admission` promises room;
+    `fair` ones bound waiting. `estimator` names the entry of `length.ESTIMATORS` that its estimates
+    come from; of each group the first `probes` responses are probes, whose drafts come first.
     """
 
     name: str
@@ -80,51 +62,76 @@ class Policy:
     chunked: bool
     admission: bool
     estimator: str = "longest"
+    fair: bool = False
+    probes: int = 0
 
     def chunk(self, request: RequestView, chunk_size: int) -> int:
         """Return the number of tokens of the next run (paper, 3.2)."""
         return min(chunk_size, request.remaining) if self.chunked else request.remaining
 
 
+def plausible(estimate: Estimate, generated: int, cap: int) -> float:
+    """Return the length that a response passes with chance `LONGER`, given that it passed `generated`.
+
+    Without a spread the estimate is believed until it is passed; then the response may reach its cap.
+    """
+    if not estimate.spread:
+        return estimate.tokens if generated < estimate.tokens else cap
+    typical = math.log(estimate.tokens)
+    left = 1.0
+    if generated > 0:
+        left = _NORMAL.cdf((typical - math.log(generated)) / estimate.spread)
+    if left * LONGER < _SURE:
+        return cap
+    return min(float(cap), math.exp(typical - estimate.spread * _NORMAL.inv_cdf(left * LONGER)))
+
+
 def _arrival(request: RequestView, estimate: Estimate) -> OrderKey:
     return (request.queued,)
 
 
-def _whole_group(request: RequestView, chunk: int, fleet: Fleet) -> str | None:
-    names = fleet.holding(request.context, chunk)
-    return names[request.group_number % len(names)] if names else None
+def _least_generated(request: RequestView, estimate: Estimate) -> OrderKey:
+    return (request.generated, request.queued)
 
 
-def _stay_or_least_loaded(request: RequestView, chunk: int, fleet: Fleet) -> str | None:
-    # Siblings are not drawn together for their first chunk: it would save prefills of their prompt,
-    # but their lengths are alike, and an instance with the long ones ends late.
-    emptiest = fleet.emptiest(request.context, chunk)
-    if emptiest is None:
-        return None
-    home = request.last_instance
-    if (
-        fleet.has_room(home, request.context, chunk)
-        and fleet[home].chunks - emptiest.chunks <= BALANCE_SPREAD
-    ):
-        return home
-    return emptiest.name
+def _probes_then_longest(request: RequestView, estimate: Estimate) -> OrderKey:
+    # Algorithm 2: probes shortest first, the rest by the longest finished sibling.
+    if request.index == 0:
+        return (0, request.generated, request.queued)
+    return (1, -estimate.tokens, request.queued)
 
 
-def _elsewhere(request: RequestView, chunk: int, fleet: Fleet) -> str | None:
-    if request.last_instance not in fleet:
-        return _stay_or_least_loaded(request, chunk, fleet)
-    following = fleet.names[(bisect_left(fleet.names, request.last_instance) + 1) % len(fleet)]
-    return following if fleet.has_room(following, request.context, chunk) else None
+def _longest_plausible(request: RequestView, estimate: Estimate) -> OrderKey:
+    # Whole tokens, and the least generated first among equals: before anything is known all are equal.
+    still = plausible(estimate, request.generated, request.max_tokens) - request.generated
+    return (-round(still), request.generated, request.queued)
+
+
+def oracle(lengths: Mapping[str, int]) -> Policy:
+    """Return the policy that knows all output lengths: longest remaining first. For simulations."""
+
+    def longest_remaining(request: RequestView, estimate: Estimate) -> OrderKey:
+        return (request.generated - lengths[request.request_id], request.queued)
+
+    return Policy("oracle", longest_remaining, stay_or_least_loaded, chunked=True, admission=True)
 
 
 POLICIES: dict[str, Policy] = {
     policy.name: policy
     for policy in (
-        # veRL's baseline: whole groups round-robin, the engine preempts as it likes.
-        Policy("static", order=_arrival, place=_whole_group, chunked=False, admission=False),
+        # Ours: whoever could still take longest goes first.
+        Policy("seer", _longest_plausible, stay_or_least_loaded, True, True, "posterior", fair=True),
+        # The paper's Algorithm 2, to the letter.
+        Policy("seer-paper", _probes_then_longest, stay_or_least_loaded, True, True, fair=True, probes=1),
+        # Keeps everyone progressing and asks nobody's context.
+        Policy("least-generated", _least_generated, stay_or_least_loaded, True, True),
         # The paper's "No-Context": chunks, re-queued at the back, placed by KV room.
-        Policy("divided", order=_arrival, place=_stay_or_least_loaded, chunked=True, admission=True),
+        Policy("divided", _arrival, stay_or_least_loaded, True, True),
+        # A router in front of engines: each request where the fewest are, the engine preempts as it likes.
+        Policy("least-loaded", _arrival, least_loaded, chunked=False, admission=False),
+        # veRL's baseline: whole groups in turn, the engine preempts as it likes.
+        Policy("static", _arrival, whole_group, chunked=False, admission=False),
         # Every chunk on another instance than the one before: for `seer verify`.
-        Policy("migrate", order=_arrival, place=_elsewhere, chunked=True, admission=True),
+        Policy("migrate", _arrival, elsewhere, chunked=True, admission=True),
     )
 }

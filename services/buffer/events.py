@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from seer.common.policy.length import Estimate
-from seer.common.policy.schedule import RequestView
+from seer.common.policy.request import RequestView
 from seer.common.types import Capacity
 
 
@@ -245,13 +245,17 @@ Event = (
 
 @dataclass(frozen=True, slots=True)
 class Dispatch:
-    """Send the next chunk of a request to an instance, with the acceptance of its drafts if known."""
+    """Send the next chunk of a request to an instance, with the acceptance of its drafts if known.
+
+    Drafts of a `probe` come first.
+    """
 
     instance: str
     request_id: str
     attempt: int
     max_new_tokens: int
     acceptance: list[int] = field(default_factory=list)
+    probe: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,7 +24,9 @@ from seer.common import ids
 from seer.common.policy.drafting import ALL_GROUPS
 from seer.common.policy.fleet import Fleet, InstanceView
 from seer.common.policy.length import Estimate
-from seer.common.policy.schedule import Policy, RequestView
+from seer.common.policy.request import RequestView
+from seer.common.policy.schedule import FAIR_DISPATCHES, Policy
+from seer.services.buffer.admission import misfit
 from seer.services.buffer.events import (
     Accept,
     ChunkEnded,
@@ -184,7 +186,9 @@ class Machine:
             rollout = self.rollouts[event.rollout_id] = RolloutState(event.rollout_id, event.trainer, now)
         opened: list[str] = []
         for spec in fresh:
-            problem = self._misfit(spec.prompt_len, event.max_tokens, event.n)
+            problem = misfit(
+                len(self.requests), self.limits, self.instances, spec.prompt_len, event.max_tokens, event.n
+            )
             if problem:
                 self._refuse(event, [spec.prompt_id], "refused", problem, out)
             else:
@@ -216,21 +220,6 @@ class Machine:
             self._wait(request_id)
         self._group_number += 1
 
-    def _misfit(self, prompt_len: int, max_tokens: int, n: int) -> str:
-        if len(self.requests) + n > self.limits.max_requests:
-            return (
-                f"the buffer holds {len(self.requests)} unfinished requests and takes at most "
-                f"{self.limits.max_requests}: submit fewer at a time, or raise buffer.max_requests"
-            )
-        if self.instances.holding(prompt_len, max_tokens):
-            return ""
-        largest = max(self.instances.capacities, key=lambda capacity: capacity.kv_blocks)
-        return (
-            f"prompt of {prompt_len} tokens + max_tokens {max_tokens} fits no instance: the largest has "
-            f"max_model_len {largest.max_model_len} and {largest.kv_blocks} KV blocks of "
-            f"{largest.block_size}: lower max_tokens, shorten the prompt, or give engines more KV memory"
-        )
-
     def _refuse(
         self, event: GroupsSubmitted, prompt_ids: list[str], code: str, message: str, out: list[Instruction]
     ) -> None:
@@ -250,7 +239,7 @@ class Machine:
         self.queue.push(request_id, self.policy.order(request.view, self.estimates[request.group.group_id]))
 
     def _schedule(self, now: float, out: list[Instruction]) -> None:
-        while self.instances and (request_id := self.queue.head()) is not None:
+        while self.instances and (request_id := self._next()) is not None:
             view = self.requests[request_id].view
             chunk = self.policy.chunk(view, self.limits.chunk_size)
             name = self.policy.place(view, chunk, self.instances)
@@ -261,6 +250,10 @@ class Machine:
             else:
                 self._park(request_id, now)
             self.queue.discard(request_id)
+
+    def _next(self) -> str | None:
+        turn_of_oldest = self.policy.fair and self.counters["chunks"] % FAIR_DISPATCHES == FAIR_DISPATCHES - 1
+        return self.queue.oldest() if turn_of_oldest else self.queue.head()
 
     def _park(self, request_id: str, now: float) -> None:
         """Set a request aside until an engine joins that can hold it."""
@@ -278,7 +271,8 @@ class Machine:
         self._count(request, chunks=1, migrations=request.view.last_instance not in ("", instance.name))
         request.view.last_instance = instance.name
         acceptance = request.group.acceptance or self.acceptance
-        out.append(Dispatch(instance.name, request_id, request.attempt, chunk, acceptance))
+        probe = request.view.index < self.policy.probes
+        out.append(Dispatch(instance.name, request_id, request.attempt, chunk, acceptance, probe))
 
     def _release(self, request: RequestState) -> None:
         if request.instance in self.instances:

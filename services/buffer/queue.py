@@ -2,12 +2,14 @@
 
 Invariants:
 - an id waits at most once; pushing it again with another key moves it;
-- `head` is the id with the smallest key among those that wait.
+- `head` is the id with the smallest key among those that wait, `oldest` the one that waits longest:
+  moving it does not make it younger.
 """
 
 from __future__ import annotations
 
 import heapq
+from collections import OrderedDict
 
 from seer.common.policy.schedule import OrderKey
 
@@ -17,7 +19,7 @@ class WaitingQueue:
 
     def __init__(self) -> None:
         self._heap: list[tuple[OrderKey, str]] = []
-        self._keys: dict[str, OrderKey] = {}
+        self._keys: OrderedDict[str, OrderKey] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._keys)
@@ -43,3 +45,7 @@ class WaitingQueue:
                 return request_id
             heapq.heappop(self._heap)
         return None
+
+    def oldest(self) -> str | None:
+        """Return the id that has waited longest, without removing it."""
+        return next(iter(self._keys), None)

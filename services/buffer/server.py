@@ -412,7 +412,8 @@ class BufferServer:
                 group_id: Estimate(tokens, news.spreads.get(group_id, 0.0))
                 for group_id, tokens in news.estimates.items()
             }
-            self._handle(e.EstimatesChanged(estimates, news.acceptance))
+            sound = {group_id: told for group_id, told in estimates.items() if told.sound}
+            self._handle(e.EstimatesChanged(sound, news.acceptance))
 
     async def _tick(self) -> None:
         while True:

@@ -91,6 +91,7 @@ class Store:
             tokens=np.concatenate([group.prompt, *group.outputs[index].tokens]),
             wait_for_room=wait_for_room,
             acceptance=dispatch.acceptance,
+            probe=dispatch.probe,
         )
 
     def result(self, state: GroupState, live: Weights) -> m.GroupDone:

@@ -4,7 +4,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from seer.common.policy.fleet import Fleet, InstanceView
-from seer.common.policy.schedule import BALANCE_SPREAD, POLICIES, RequestView
+from seer.common.policy.placement import BALANCE_SPREAD
+from seer.common.policy.request import RequestView
+from seer.common.policy.schedule import POLICIES
 from seer.common.types import Capacity
 
 place = POLICIES["divided"].place

@@ -257,7 +257,7 @@ def test_estimates_reach_the_policys_order():
 
 
 def machine_request():
-    from seer.common.policy.schedule import RequestView
+    from seer.common.policy.request import RequestView
 
     return RequestView("r", 0, 0, 1, 2, queued=7)
 

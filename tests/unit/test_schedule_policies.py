@@ -1,6 +1,13 @@
+import math
+import random
+
+import pytest
+
 from seer.common.policy.fleet import Fleet, InstanceView
 from seer.common.policy.length import Estimate
-from seer.common.policy.schedule import BALANCE_SPREAD, POLICIES, RequestView
+from seer.common.policy.placement import BALANCE_SPREAD
+from seer.common.policy.request import RequestView
+from seer.common.policy.schedule import LONGER, POLICIES, oracle, plausible
 from seer.common.types import Capacity
 
 CAPACITY = Capacity(kv_blocks=10, block_size=16, max_num_seqs=4, max_model_len=4096)
@@ -55,3 +62,56 @@ def test_migrate_never_stays():
     for _ in range(CAPACITY.max_num_seqs):
         views.reserve("b", 1)
     assert migrate.place(request(last_instance="a"), 8, views) is None
+
+
+def test_least_loaded_asks_for_a_seat_not_for_room():
+    place = POLICIES["least-loaded"].place
+    fleet = Fleet([InstanceView("a", CAPACITY, chunks=2), InstanceView("b", CAPACITY, 1, reserved_blocks=99)])
+    assert place(request(), 64, fleet) == "b"
+    full = Fleet(InstanceView(name, CAPACITY, chunks=4) for name in "ab")
+    assert place(request(), 64, full) is None
+
+
+def test_algorithm_2_runs_probes_shortest_first_then_the_longest_groups():
+    order = POLICIES["seer-paper"].order
+    probe, other = RequestView("p", 0, 0, 16, 64, queued=9), RequestView("o", 0, 1, 16, 64, queued=1)
+    further = RequestView("f", 1, 0, 16, 64, generated=8, queued=2)
+    keys = [
+        order(probe, Estimate(5.0)),
+        order(further, Estimate(64.0)),
+        order(other, Estimate(60.0)),
+        order(other, Estimate(9.0)),
+    ]
+    assert keys == sorted(keys)
+
+
+def test_ours_sorts_by_what_could_still_come():
+    order = POLICIES["seer"].order
+    nothing_known = Estimate(64.0)
+    assert order(request(generated=8), nothing_known) > order(request(generated=4), nothing_known)
+    short, long = Estimate(8.0, 0.2), Estimate(20.0, 0.2)
+    assert order(request(), long) < order(request(), short)
+    vague = Estimate(8.0, 0.9)
+    assert order(request(), vague) < order(request(), short), "who knows less must look earlier"
+
+
+@pytest.mark.parametrize("spread", [0.2, 0.6, 1.0])
+def test_plausible_is_rarely_passed(spread):
+    estimate, cap, rng = Estimate(300.0, spread), 1_000_000, random.Random(0)
+    drawn = [math.exp(math.log(300.0) + spread * rng.gauss(0, 1)) for _ in range(200_000)]
+    for generated in (0, 200, 500):
+        beyond = [length for length in drawn if length > generated]
+        passed = sum(length > plausible(estimate, generated, cap) for length in beyond)
+        assert passed <= 2 * LONGER * len(beyond) + 5
+
+
+def test_plausible_is_beyond_what_is_there_and_within_the_cap():
+    for spread in (0.0, 0.01, 0.3, 2.0):
+        for generated in (0, 1, 299, 300, 301, 5_000, 63_999):
+            length = plausible(Estimate(300.0, spread), generated, 64_000)
+            assert generated < length <= 64_000
+
+
+def test_the_oracle_goes_by_what_is_left():
+    order = oracle({"r": 50}).order
+    assert order(request(generated=10), Estimate(1.0)) < order(request(generated=20), Estimate(64.0))

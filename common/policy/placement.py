@@ -1,0 +1,60 @@
+"""Where a request's next chunk runs: pure functions (request, chunk, fleet) -> an instance's name, or None.
+
+Invariants (tests/property/test_placement.py asserts them):
+- `stay_or_least_loaded` leaves no request waiting that fits anywhere, and moves one only if its instance
+  has no room or runs more than `BALANCE_SPREAD` chunks beyond the least loaded of those that have;
+- a placement is a function of what the fleet holds, not of the order in which instances joined.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable
+
+from seer.common.policy.fleet import Fleet
+from seer.common.policy.request import RequestView
+
+Place = Callable[[RequestView, int, Fleet], str | None]
+
+BALANCE_SPREAD = 2
+"""Chunks that an instance may run beyond the least loaded one before balance beats a cached prefix.
+
+The paper's OSDI version says 32; 2 ended simulated rollouts up to 9 % sooner, with a pool and without
+(docs/architecture.md).
+"""
+
+
+def whole_group(request: RequestView, chunk: int, fleet: Fleet) -> str | None:
+    """Keep a group together and spread groups in turn; room is the engine's business."""
+    names = fleet.holding(request.context, chunk)
+    return names[request.group_number % len(names)] if names else None
+
+
+def least_loaded(request: RequestView, chunk: int, fleet: Fleet) -> str | None:
+    """Take the instance with the fewest chunks that has a seat left; KV is the engine's business."""
+    view = fleet.least_loaded(request.context, chunk)
+    return view.name if view else None
+
+
+def stay_or_least_loaded(request: RequestView, chunk: int, fleet: Fleet) -> str | None:
+    """Stay where the prefix is cached, unless the least loaded with room has much less to do."""
+    # Siblings are not drawn together for their first chunk: it would save prefills of their prompt,
+    # but their lengths are alike, and an instance with the long ones ends late.
+    emptiest = fleet.emptiest(request.context, chunk)
+    if emptiest is None:
+        return None
+    home = request.last_instance
+    if (
+        fleet.has_room(home, request.context, chunk)
+        and fleet[home].chunks - emptiest.chunks <= BALANCE_SPREAD
+    ):
+        return home
+    return emptiest.name
+
+
+def elsewhere(request: RequestView, chunk: int, fleet: Fleet) -> str | None:
+    """Take the instance after the last one, by name, to force migrations."""
+    if request.last_instance not in fleet:
+        return stay_or_least_loaded(request, chunk, fleet)
+    following = fleet.names[(bisect_left(fleet.names, request.last_instance) + 1) % len(fleet)]
+    return following if fleet.has_room(following, request.context, chunk) else None
