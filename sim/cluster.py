@@ -1,0 +1,224 @@
+"""One rollout in virtual time: the production's buffer and context machines over simulated engines.
+
+Nothing is copied: `services/buffer/machine.py` and `services/context/machine.py` get the events that
+their servers would hand them, and their instructions are performed on `Instance`s. What the network
+and the pool take is charged: a dispatch, a broadcast of estimates, and KV that a chunk finds elsewhere.
+
+Invariants (tests/unit/test_sim_cluster.py asserts them):
+- every response ends, once, as long as the workload says, under every policy;
+- the same workload, policy and seed have the same result, to the last bit;
+- no run ends before its lower bound, and none under a policy with admission preempts.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from itertools import count
+
+from seer.common.policy.length import ESTIMATORS
+from seer.common.policy.schedule import Policy
+from seer.services.buffer import events as e
+from seer.services.buffer.machine import Machine
+from seer.services.context import machine as c
+from seer.sim.drafting import Drafting, kind_of
+from seer.sim.instance import Chunk, Instance
+from seer.sim.workload import Workload
+
+DISPATCH_SECONDS = 0.01
+"""From a chunk's end to the first step of the next: two messages and a scheduler pass."""
+
+PUBLISH_SECONDS = 0.05
+"""The context service gathers news this long: the default of `context.publish_interval_seconds`."""
+
+SAMPLES = 400
+"""Points of each curve over time."""
+
+
+@dataclass(slots=True)
+class Sample:
+    """The state of all instances at one time, in the order of their names."""
+
+    time: float
+    running: list[int]
+    kv_share: list[float]
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What a rollout took. Times in seconds since submission; `finished` is sorted."""
+
+    total: float
+    tail: float
+    tokens: int
+    counts: dict[str, float]
+    finished: list[float]
+    samples: list[Sample] = field(default_factory=list)
+    spans: list[tuple[str, str, float, float]] = field(default_factory=list)  # request, instance, from, to
+    prediction: dict[str, float] = field(default_factory=dict)
+
+
+class Cluster:
+    """See the module's docstring; `run` once. `every`: seconds between samples, 0: none, nor spans."""
+
+    def __init__(
+        self,
+        load: Workload,
+        policy: Policy,
+        lengths: list[list[int]],
+        chunk_size: int,
+        drafts: bool = False,
+        every: float = 0.0,
+    ) -> None:
+        self.load, self.every = load, every
+        self.lengths = {f"r/{g}#{i}": n for g, group in enumerate(lengths) for i, n in enumerate(group)}
+        self._sizes = [len(group) for group in lengths]
+        self.buffer = Machine(policy, e.Limits(chunk_size=chunk_size, max_requests=len(self.lengths)))
+        self.context = c.Machine(ESTIMATORS[policy.estimator]())
+        self.drafts = drafts
+        drafting = Drafting() if drafts else None
+        self.instances = {
+            name: Instance(name, load.model, drafting)
+            for name in (f"e{index:04}" for index in range(load.instances))
+        }
+        self.now = 0.0
+        self._agenda: list[tuple[float, int, Callable[..., None], tuple[object, ...]]] = []
+        self._order = count()
+        self._wakes = dict.fromkeys(self.instances, math.inf)
+        self._publishing = False
+        self._began: dict[str, int] = {}  # responses of a group that have begun
+        self._since: dict[str, float] = {}
+        self.counts = dict.fromkeys(("pulled_tokens", "prefilled_tokens"), 0.0)
+        self._outcome = Outcome(0.0, 0.0, sum(self.lengths.values()), self.counts, [])
+
+    def run(self) -> Outcome:
+        """Return what the rollout took, from submission to the last response."""
+        for instance in self.instances.values():
+            self._tell(e.EngineJoined(instance.name, self.load.capacity))
+        by_size: dict[int, list[e.GroupSpec]] = {}
+        for number, size in enumerate(self._sizes):
+            by_size.setdefault(size, []).append(e.GroupSpec(str(number), self.load.prompt))
+        for size, specs in by_size.items():
+            self._tell(e.GroupsSubmitted("trainer", "r", size, self.load.cap, specs))
+        if self.every:
+            self._sample()
+        while len(self._outcome.finished) < len(self.lengths):
+            self.now, _, action, values = heapq.heappop(self._agenda)
+            action(*values)
+        return self._close()
+
+    def _close(self) -> Outcome:
+        outcome = self._outcome
+        outcome.total = self.now
+        outcome.tail = self.now - outcome.finished[math.ceil(0.9 * len(outcome.finished)) - 1]
+        engines = self.instances.values()
+        outcome.counts |= {
+            "chunks": self.buffer.counters["chunks"],
+            "migrations": self.buffer.counters["migrations"],
+            "preemptions": sum(engine.preempted for engine in engines),
+            "recomputed_tokens": sum(engine.recomputed for engine in engines),
+            "busy": sum(engine.busy_seconds for engine in engines) / (len(engines) * self.now),
+        }
+        return outcome
+
+    def _at(self, time: float, action: Callable[..., None], *values: object) -> None:
+        heapq.heappush(self._agenda, (time, next(self._order), action, values))
+
+    # --- what the machines ask for -----------------------------------------------------------
+
+    def _tell(self, event: e.Event) -> None:
+        for item in self.buffer.handle(event, self.now):
+            match item:
+                case e.Dispatch():
+                    self._dispatch(item)
+                case e.PublishProgress():
+                    self._learn(c.Progressed(item.group_id, item.index, item.generated, item.finished))
+                case e.PublishOpened():
+                    self._learn(c.Opened(item.group_id, item.size, item.cap))
+                case e.PublishClosed():
+                    self._learn(c.Closed(item.group_id))
+                case e.Refuse():
+                    raise ValueError(f"the buffer refused prompts: {item.message}")
+
+    def _learn(self, event: c.Event) -> None:
+        self.context.handle(event)
+        if not self._publishing and self.context.dirty:
+            self._publishing = True
+            self._at(self.now + PUBLISH_SECONDS, self._publish)
+
+    def _publish(self) -> None:
+        self._publishing = False
+        if changes := self.context.changes():
+            self._tell(e.EstimatesChanged(changes))
+
+    def _dispatch(self, order: e.Dispatch) -> None:
+        request = self.buffer.requests[order.request_id]
+        view, instance = request.view, self.instances[order.instance]
+        start = self.now + DISPATCH_SECONDS
+        chunk = Chunk(
+            order.request_id,
+            order.attempt,
+            float(view.context),
+            view.prompt_len + min(view.generated + order.max_new_tokens, self.lengths[order.request_id]),
+        )
+        group = request.group.group_id
+        if not view.generated:
+            chunk.prefill = float(view.context)
+            self.counts["prefilled_tokens"] += view.context
+            self._began[group] = self._began.get(group, 0) + 1
+        elif instance.take(order.request_id) == 0.0:
+            begins = max(self.now, instance.link_free_at)
+            instance.link_free_at = begins + view.context * self.load.model.pull
+            start += instance.link_free_at - self.now
+            self.counts["pulled_tokens"] += view.context
+        if self.drafts:
+            chunk.kind = kind_of(self._began[group] - 1, order.probe)
+        if self.every:
+            self._since[order.request_id] = start
+        self._at(start, self._add, instance, chunk)
+
+    # --- engines -----------------------------------------------------------------------------
+
+    def _add(self, instance: Instance, chunk: Chunk) -> None:
+        self._settle(instance)
+        instance.add(chunk, self.now)
+        self._wake_at(instance)
+
+    def _wake_at(self, instance: Instance) -> None:
+        time = instance.next_event()
+        self._wakes[instance.name] = time
+        if time < math.inf:
+            self._at(time, self._wake, instance, time)
+
+    def _wake(self, instance: Instance, time: float) -> None:
+        if self._wakes[instance.name] == time:
+            self._settle(instance)
+            self._wake_at(instance)
+
+    def _settle(self, instance: Instance) -> None:
+        for chunk in instance.settle(self.now):
+            view = self.buffer.requests[chunk.request_id].view
+            generated = chunk.end - view.prompt_len
+            done = generated == self.lengths[chunk.request_id]
+            if self.every:
+                span = (chunk.request_id, instance.name, self._since[chunk.request_id], self.now)
+                self._outcome.spans.append(span)
+            if done:
+                self._outcome.finished.append(self.now)
+            else:
+                instance.leave(chunk.request_id, chunk.length)
+            ended = e.ChunkEnded(
+                instance.name, chunk.request_id, chunk.attempt, generated - view.generated,
+                "stop" if done else "", preemptions=chunk.preemptions,
+            )  # fmt: skip
+            self._tell(ended)
+
+    def _sample(self) -> None:
+        engines = self.instances.values()
+        for engine in engines:
+            engine.advance(self.now)
+        share = [engine.kv_tokens / self.load.model.kv_tokens for engine in engines]
+        self._outcome.samples.append(Sample(self.now, [engine.running for engine in engines], share))
+        self._at(self.now + self.every, self._sample)

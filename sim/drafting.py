@@ -1,0 +1,84 @@
+"""What drafts bring in simulated engines: acceptance tables and the production's choice of drafts.
+
+A drafted token at place k is right with chance alpha^k; alpha follows from the paper's mean acceptance
+length with n siblings in the tree (its linear drafts on Qwen2-VL). Which tokens are worth a row is for
+`common/policy/draft_budget.best` to say, with this instance's step times.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+
+import numpy as np
+
+from seer.common.policy.draft_budget import HIGH_WEIGHT, best
+from seer.sim.workload import Model
+
+SIBLINGS = (0, 1, 5, 15)
+"""Numbers of siblings of which acceptance was published."""
+
+ACCEPTANCE_LENGTH = (1.70, 2.04, 2.32, 2.53)
+"""Mean tokens a step, the bonus token included, with that many siblings."""
+
+MAX_DRAFT = 8
+"""Most tokens drafted per request and step, in the tables as here."""
+
+CLASSES = 2 * len(SIBLINGS)
+"""Kinds of chunks: by siblings, and twice that for probes, whose drafts come first."""
+
+DRAFT_SHARE = 0.02
+"""Part of a step that drafting takes: 1.9 to 2.6 % were measured (docs/drafts.md)."""
+
+
+def kind_of(siblings: int, probe: bool) -> int:
+    """Return the class of a chunk with so many siblings begun."""
+    return bisect_right(SIBLINGS, siblings) - 1 + len(SIBLINGS) * probe
+
+
+def _alpha(mean: float) -> float:
+    """Return the alpha whose drafts of `MAX_DRAFT` tokens bring `mean` tokens a step."""
+    low, high = 0.0, 1.0
+    for _ in range(50):
+        alpha = (low + high) / 2
+        low, high = (alpha, high) if sum(alpha**k for k in range(MAX_DRAFT + 1)) < mean else (low, alpha)
+    return low
+
+
+_CHANCES = np.array([[_alpha(mean) ** k for k in range(1, MAX_DRAFT + 1)] for mean in ACCEPTANCE_LENGTH] * 2)
+_WEIGHTS = np.array([1.0] * len(SIBLINGS) + [HIGH_WEIGHT] * len(SIBLINGS))
+_GAINS = np.concatenate([np.ones((CLASSES, 1)), 1 + _CHANCES.cumsum(axis=1)], axis=1)
+
+
+class Drafting:
+    """Rates by class, remembered: batches that differ by a few percent draft alike."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[int, ...], tuple[list[float], float]] = {}
+
+    def rates(self, model: Model, counts: list[int], kv_tokens: float) -> tuple[list[float], float]:
+        """Return the tokens a step of each class, and the rows beyond one each that a step verifies."""
+        key = (_coarse(int(kv_tokens)), *map(_coarse, counts))
+        known = self._known.get(key)
+        if known is None:
+            known = self._known[key] = _choose(model, key[1:], key[0])
+        return known
+
+
+def _coarse(number: int) -> int:
+    """Round to 4 significant bits."""
+    shift = max(0, number.bit_length() - 4)
+    return (number >> shift) << shift
+
+
+def _choose(model: Model, counts: tuple[int, ...], kv_tokens: float) -> tuple[list[float], float]:
+    batch = sum(counts)
+    kinds = np.repeat(np.arange(CLASSES), counts)
+    rows = np.arange(batch * MAX_DRAFT + 1)
+    compute = np.maximum(0.0, model.row * (batch + rows) - model.weights)
+    seconds = (model.step + model.request * (batch + rows) + compute + model.kv * kv_tokens) * (
+        1 + DRAFT_SHARE
+    )
+    keep = best(np.ascontiguousarray(_CHANCES[kinds]), seconds, 0.0, _WEIGHTS[kinds])
+    kept = np.bincount(kinds, weights=_GAINS[kinds, keep], minlength=CLASSES)
+    rates = [float(total / n) if n else 1.0 for total, n in zip(kept, counts, strict=True)]
+    return rates, float(keep.sum())

@@ -1,0 +1,189 @@
+"""Workloads: how long responses are, and the clusters that generate them.
+
+Lengths are two-level truncated log-normal: log L = prompt effect + sample effect, the prompt's share
+of the variance is `between`; `outliers` of the samples are `OUTLIER` times as long; what passes
+`cap` is cut. The median is solved for such that the mean is `mean`.
+
+Invariants (tests/unit/test_sim_workload.py asserts them):
+- lengths are a function of (workload, seed), the same for every policy;
+- their mean over many seeds is `mean`, and none is below 1 or above `cap`;
+- the times of `Model` never fall with more requests, more rows or more KV.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable
+
+import msgspec
+import numpy as np
+
+from seer.common.errors import InvalidField
+from seer.common.types import Capacity
+
+OUTLIER = 2.5
+"""How much longer an outlier is than it would be (spec of the lengths model)."""
+
+TUNING_SEED = 1000
+"""Seeds from here on are for fitting and for choosing between policies; results use those below."""
+
+_NORMAL = statistics.NormalDist()
+
+
+class Model(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What one instance takes for its steps: T = a + b x rows + max(0, f x rows - w) + c x KV tokens.
+
+    Seconds. `step` (a) and `request` (b) are fitted, the rest follows from the hardware: `kv` (c) reads
+    one token's KV, `row` (f) computes one row, of which those that fit in `weights` (w), the time to
+    read all weights, are free; `prefill` computes one context token, `pull` brings one token's KV
+    from the pool. `kv_tokens` is what fits beside the weights.
+    """
+
+    step: float
+    request: float
+    kv: float
+    row: float
+    weights: float
+    prefill: float
+    pull: float
+    kv_tokens: int
+    block_size: int = 16
+    max_num_seqs: int = 1024
+
+    def __post_init__(self) -> None:
+        for name in ("step", "request", "kv", "row", "weights", "prefill", "pull"):
+            value = getattr(self, name)
+            if not 0 <= value < math.inf or (name == "step" and value == 0):
+                raise InvalidField(f"model.{name}", value, "give seconds, not negative; step above 0")
+        if min(self.kv_tokens, self.block_size, self.max_num_seqs) < 1:
+            raise InvalidField("model.kv_tokens", self.kv_tokens, "sizes must be 1 or more")
+
+    def seconds(self, rows: float, kv_tokens: float) -> float:
+        """Return the time of one decode step; each request has a row, and each of its drafted tokens."""
+        compute = max(0.0, self.row * rows - self.weights)
+        return self.step + self.request * rows + compute + self.kv * kv_tokens
+
+
+class Workload(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A rollout of `groups` prompts x `group_size` responses on `instances` engines.
+
+    `lengths` are recorded ones, by group; without them they are made from `mean`, `cap`, `sigma`
+    (of log length), `between` and `outliers`. Raises `InvalidField`.
+    """
+
+    name: str
+    instances: int
+    groups: int
+    group_size: int
+    cap: int
+    model: Model
+    mean: float = 0.0
+    sigma: float = 0.9
+    between: float = 0.65
+    outliers: float = 0.05
+    prompt: int = 512
+    lengths: tuple[tuple[int, ...], ...] = ()
+
+    def __post_init__(self) -> None:
+        for name in ("instances", "groups", "group_size", "cap", "prompt"):
+            if getattr(self, name) < 1:
+                raise InvalidField(f"workload.{name}", getattr(self, name), "must be 1 or more")
+        for name in ("between", "outliers"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise InvalidField(f"workload.{name}", getattr(self, name), "must be in [0, 1]")
+        if not self.lengths and not 1 <= self.mean < self.cap:
+            raise InvalidField("workload.mean", self.mean, f"must be in [1, cap = {self.cap})")
+        if not 0 < self.sigma < 10:
+            raise InvalidField("workload.sigma", self.sigma, "must be in (0, 10)")
+        if any(not 1 <= length <= self.cap for group in self.lengths for length in group):
+            raise InvalidField("workload.lengths", "...", f"must be in [1, cap = {self.cap}]")
+        if self.prompt + self.cap + 1 > self.model.kv_tokens:
+            raise InvalidField(
+                "model.kv_tokens", self.model.kv_tokens,
+                f"cannot hold one response: raise it above prompt + cap = {self.prompt + self.cap}",
+            )  # fmt: skip
+
+    @property
+    def capacity(self) -> Capacity:
+        """What one instance holds, as the buffer is told."""
+        return Capacity(
+            kv_blocks=self.model.kv_tokens // self.model.block_size,
+            block_size=self.model.block_size,
+            max_num_seqs=self.model.max_num_seqs,
+            max_model_len=self.prompt + self.cap,
+        )
+
+    def draw(self, seed: int) -> list[list[int]]:
+        """Return the output lengths by group."""
+        if self.lengths:
+            return [list(group) for group in self.lengths]
+        rng = np.random.default_rng(seed)
+        shape = (self.groups, self.group_size)
+        scores = self.sigma * math.sqrt(self.between) * rng.standard_normal((self.groups, 1))
+        scores = scores + self.sigma * math.sqrt(1 - self.between) * rng.standard_normal(shape)
+        scores += math.log(OUTLIER) * (rng.random(shape) < self.outliers)
+        raw = np.exp(self._middle() + scores)
+        drawn: list[list[int]] = np.clip(np.rint(raw), 1, self.cap).astype(int).tolist()
+        return drawn
+
+    def _middle(self) -> float:
+        low, high = -5.0, math.log(self.cap) + 3 * self.sigma
+        for _ in range(60):
+            middle = (low + high) / 2
+            usual = (1 - self.outliers) * _mean_cut(middle, self.sigma, self.cap)
+            if (
+                usual + self.outliers * _mean_cut(middle + math.log(OUTLIER), self.sigma, self.cap)
+                < self.mean
+            ):
+                low = middle
+            else:
+                high = middle
+        return low
+
+
+def _mean_cut(mu: float, sigma: float, cap: int) -> float:
+    """Return E[min(X, cap)] of a log-normal X."""
+    score = (math.log(cap) - mu) / sigma
+    return math.exp(mu + sigma**2 / 2) * _NORMAL.cdf(score - sigma) + cap * (1 - _NORMAL.cdf(score))
+
+
+_GPU_READ = 0.6 * 3.35e12
+"""Bytes a second that an H800 really reads: 60 % of its memory's peak."""
+_GPU_COMPUTE = 0.45 * 990e12
+"""Operations a second that an H800 really does in bfloat16: 45 % of its peak."""
+_GPU_LINK = 24e9
+"""Bytes a second and GPU of KV from the pool: a node of 8 moves 190 GB/s over 8 x 400 Gbit/s."""
+
+
+def _h800s(
+    gpus: int, step: float, request: float, weights: float, active: float, kv_bytes: int, share: float
+) -> Model:
+    """Return the model of an instance of `gpus`: `weights` bytes, `active` parameters a token."""
+    return Model(
+        step=step,
+        request=request,
+        kv=kv_bytes / (gpus * _GPU_READ),
+        row=2 * active / (gpus * _GPU_COMPUTE),
+        weights=weights / (gpus * _GPU_READ),
+        prefill=2 * active / (gpus * _GPU_COMPUTE),
+        pull=kv_bytes / (gpus * _GPU_LINK),
+        kv_tokens=int(share * (gpus * 80e9 - weights) / kv_bytes),
+    )
+
+
+WORKLOADS: dict[str, Callable[[], Workload]] = {
+    "moonlight": lambda: Workload(
+        name="moonlight", instances=32, groups=400, group_size=8, cap=65_536, mean=22_386, sigma=0.9,
+        model=_h800s(1, 22.7e-3, 87e-6, 32e9, 3e9, 30 * 1024, 0.5),
+    ),
+    "qwen2-vl-72b": lambda: Workload(
+        name="qwen2-vl-72b", instances=16, groups=600, group_size=16, cap=40_960, mean=7_615, sigma=0.9,
+        model=_h800s(8, 44.8e-3, 1e-6, 146e9, 72e9, 320 * 1024, 0.85),
+    ),
+    "kimi-k2": lambda: Workload(
+        name="kimi-k2", instances=8, groups=800, group_size=8, cap=98_304, mean=38_959, sigma=0.8,
+        model=_h800s(32, 42.8e-3, 145e-6, 1e12, 32e9, 69 * 1024, 0.5),
+    ),
+}  # fmt: skip
+"""The paper's iterations (its table 1); `step` and `request` fitted on the baseline's two times alone."""
