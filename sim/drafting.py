@@ -74,10 +74,9 @@ def _choose(model: Model, counts: tuple[int, ...], kv_tokens: float) -> tuple[li
     batch = sum(counts)
     kinds = np.repeat(np.arange(CLASSES), counts)
     rows = np.arange(batch * MAX_DRAFT + 1)
+    read = np.maximum(model.kv, model.attend * (1 + rows / batch)) * kv_tokens
     compute = np.maximum(0.0, model.row * (batch + rows) - model.weights)
-    seconds = (model.step + model.request * (batch + rows) + compute + model.kv * kv_tokens) * (
-        1 + DRAFT_SHARE
-    )
+    seconds = (1 + DRAFT_SHARE) * (model.step + model.request * (batch + rows) + compute + read)
     keep = best(np.ascontiguousarray(_CHANCES[kinds]), seconds, 0.0, _WEIGHTS[kinds])
     kept = np.bincount(kinds, weights=_GAINS[kinds, keep], minlength=CLASSES)
     rates = [float(total / n) if n else 1.0 for total, n in zip(kept, counts, strict=True)]

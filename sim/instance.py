@@ -135,8 +135,9 @@ class Instance:
             self._rates, drafted = self._drafting.rates(self.model, self._counts, self.kv_tokens)
         self._gain = sum(rate * n for rate, n in zip(self._rates, self._counts, strict=True) if n)
         share = 1 + DRAFT_SHARE if drafted else 1.0
-        self._step = share * self.model.seconds(len(self._running) + drafted, self.kv_tokens)
-        self._rise = self.model.kv * self._gain
+        batch = len(self._running)
+        self._step = share * self.model.seconds(batch, drafted, self.kv_tokens)
+        self._rise = share * self.model.read(batch, drafted) * self._gain
 
     # --- time ------------------------------------------------------------------------------
 

@@ -32,17 +32,20 @@ _NORMAL = statistics.NormalDist()
 
 
 class Model(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What one instance takes for its steps: T = a + b x rows + max(0, f x rows - w) + c x KV tokens.
+    """What a step takes: T = a + b x rows + max(0, f x rows - w) + KV tokens x max(c, d x rows a request).
 
-    Seconds. `step` (a) and `request` (b) are fitted, the rest follows from the hardware: `kv` (c) reads
-    one token's KV, `row` (f) computes one row, of which those that fit in `weights` (w), the time to
-    read all weights, are free; `prefill` computes one context token, `pull` brings one token's KV
-    from the pool. `kv_tokens` is what fits beside the weights.
+    Seconds. `step` (a) and `request` (b) are fitted, the rest follows from the hardware. A row is a
+    request's, or one of its drafted tokens'. `row` (f) computes one, and those that fit in `weights`
+    (w), the time to read all weights, are free; `kv` (c) reads one token's KV, once for all rows of its
+    request, `attend` (d) computes one row's attention to it, which is more where KV is compressed.
+    `prefill` computes one context token, `pull` brings one token's KV from the pool. `kv_tokens` fit
+    beside the weights.
     """
 
     step: float
     request: float
     kv: float
+    attend: float
     row: float
     weights: float
     prefill: float
@@ -52,17 +55,22 @@ class Model(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     max_num_seqs: int = 1024
 
     def __post_init__(self) -> None:
-        for name in ("step", "request", "kv", "row", "weights", "prefill", "pull"):
+        for name in ("step", "request", "kv", "attend", "row", "weights", "prefill", "pull"):
             value = getattr(self, name)
             if not 0 <= value < math.inf or (name == "step" and value == 0):
                 raise InvalidField(f"model.{name}", value, "give seconds, not negative; step above 0")
         if min(self.kv_tokens, self.block_size, self.max_num_seqs) < 1:
             raise InvalidField("model.kv_tokens", self.kv_tokens, "sizes must be 1 or more")
 
-    def seconds(self, rows: float, kv_tokens: float) -> float:
-        """Return the time of one decode step; each request has a row, and each of its drafted tokens."""
+    def seconds(self, requests: int, drafted: float, kv_tokens: float) -> float:
+        """Return the time of one decode step."""
+        rows = requests + drafted
         compute = max(0.0, self.row * rows - self.weights)
-        return self.step + self.request * rows + compute + self.kv * kv_tokens
+        return self.step + self.request * rows + compute + self.read(requests, drafted) * kv_tokens
+
+    def read(self, requests: int, drafted: float) -> float:
+        """Return what a token of KV adds to the time of such a step."""
+        return max(self.kv, self.attend * (requests + drafted) / max(requests, 1))
 
 
 class Workload(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -157,13 +165,25 @@ _GPU_LINK = 24e9
 
 
 def _h800s(
-    gpus: int, step: float, request: float, weights: float, active: float, kv_bytes: int, share: float
+    gpus: int,
+    step: float,
+    request: float,
+    weights: float,
+    active: float,
+    kv_bytes: int,
+    attention: float,
+    share: float,
 ) -> Model:
-    """Return the model of an instance of `gpus`: `weights` bytes, `active` parameters a token."""
+    """Return the model of an instance of `gpus`.
+
+    `weights` in bytes, `active` parameters a token, `attention` operations for a row and a token of KV;
+    `share` of the memory beside the weights is for KV.
+    """
     return Model(
         step=step,
         request=request,
         kv=kv_bytes / (gpus * _GPU_READ),
+        attend=attention / (gpus * _GPU_COMPUTE),
         row=2 * active / (gpus * _GPU_COMPUTE),
         weights=weights / (gpus * _GPU_READ),
         prefill=2 * active / (gpus * _GPU_COMPUTE),
@@ -175,15 +195,19 @@ def _h800s(
 WORKLOADS: dict[str, Callable[[], Workload]] = {
     "moonlight": lambda: Workload(
         name="moonlight", instances=32, groups=400, group_size=8, cap=65_536, mean=22_386, sigma=0.9,
-        model=_h800s(1, 22.7e-3, 87e-6, 32e9, 3e9, 30 * 1024, 0.5),
+        model=_h800s(1, 22.7e-3, 87e-6, 32e9, 3e9, 30 * 1024, 27 * 16 * 2 * 1088, 0.5),
     ),
     "qwen2-vl-72b": lambda: Workload(
         name="qwen2-vl-72b", instances=16, groups=600, group_size=16, cap=40_960, mean=7_615, sigma=0.9,
-        model=_h800s(8, 44.8e-3, 1e-6, 146e9, 72e9, 320 * 1024, 0.85),
+        model=_h800s(8, 44.8e-3, 1e-6, 146e9, 72e9, 320 * 1024, 80 * 64 * 2 * 256, 0.85),
     ),
     "kimi-k2": lambda: Workload(
         name="kimi-k2", instances=8, groups=800, group_size=8, cap=98_304, mean=38_959, sigma=0.8,
-        model=_h800s(32, 42.8e-3, 145e-6, 1e12, 32e9, 69 * 1024, 0.5),
+        model=_h800s(32, 42.8e-3, 145e-6, 1e12, 32e9, 69 * 1024, 61 * 64 * 2 * 1088, 0.5),
     ),
 }  # fmt: skip
-"""The paper's iterations (its table 1); `step` and `request` fitted on the baseline's two times alone."""
+"""The paper's iterations (its table 1); `step` and `request` fitted on the baseline's two times alone.
+
+`attention` is layers x heads x 2 x the numbers that a head multiplies with a token's key and value:
+576 + 512 where they are compressed, 128 + 128 otherwise.
+"""
