@@ -1,7 +1,26 @@
 """The buffer machine's invariants, as its docstring lists them; O(everything)."""
 
 from seer.common import ids
+from seer.common.policy.placement import stay_or_least_loaded
 from seer.services.buffer.machine import Machine
+
+
+def check_work_conserved(machine: Machine) -> None:
+    """Who goes next fits nowhere now, and who is set aside fits no instance that lives."""
+    instances, policy = machine.instances, machine.policy
+    for request_id in machine.parked:
+        view = machine.requests[request_id].view
+        assert not instances.holding(view.context, policy.chunk(view, machine.limits.chunk_size)), request_id
+    head = machine._next()
+    if head is None or not instances or policy.place is not stay_or_least_loaded:
+        return
+    view = machine.requests[head].view
+    chunk = policy.chunk(view, machine.limits.chunk_size)
+    assert instances.holding(view.context, chunk), f"{head} should be set aside"
+    assert not [name for name in instances if instances.has_room(name, view.context, chunk)], head
+    if len(set(instances.capacities)) == 1:
+        idle = [name for name, view in instances.items() if not view.chunks and not view.pinned_blocks]
+        assert not idle, "nothing waits while an instance that could hold it runs nothing"
 
 
 def check(machine: Machine) -> None:
@@ -41,3 +60,4 @@ def check(machine: Machine) -> None:
     kept = sum(machine.groups[name].tokens for name in finished)
     assert kept == machine._finished_tokens
     assert kept <= machine.limits.result_tokens or len(finished) == 1
+    check_work_conserved(machine)

@@ -76,14 +76,16 @@ def plausible(estimate: Estimate, generated: int, cap: int) -> float:
     Without a spread the estimate is believed until it is passed; then the response may reach its cap.
     """
     if not estimate.spread:
-        return estimate.tokens if generated < estimate.tokens else cap
+        return min(estimate.tokens, cap) if generated < estimate.tokens else cap
     typical = math.log(estimate.tokens)
     left = 1.0
     if generated > 0:
         left = _NORMAL.cdf((typical - math.log(generated)) / estimate.spread)
     if left * LONGER < _SURE:
         return cap
-    return min(float(cap), math.exp(typical - estimate.spread * _NORMAL.inv_cdf(left * LONGER)))
+    # Compared as logarithms: what came over the wire may be beyond any float.
+    log = typical - estimate.spread * _NORMAL.inv_cdf(left * LONGER)
+    return math.exp(log) if log < math.log(cap) else cap
 
 
 def _arrival(request: RequestView, estimate: Estimate) -> OrderKey:

@@ -485,7 +485,7 @@ class Machine:
         if self._no_engine_since is not None and self._no_engine_since < overdue:
             for group in [group for group in self.groups.values() if not group.done]:
                 self._fail(group, "failed", message, out)
-        for request in [self.requests[request_id] for request_id in self.parked]:
+        for request in [self.requests[request_id] for request_id in sorted(self.parked)]:
             if request.view.request_id in self.parked and (request.parked_since or 0.0) < overdue:
                 self._fail(request.group, "failed", message, out)
         for group in list(self._finished.values()):

@@ -3,7 +3,9 @@
 Invariants:
 - an id waits at most once; pushing it again with another key moves it;
 - `head` is the id with the smallest key among those that wait, `oldest` the one that waits longest:
-  moving it does not make it younger.
+  moving it does not make it younger;
+- memory follows those who wait, not how often they move: after a push
+  there are at most `STALE` heap items for each id that waits.
 """
 
 from __future__ import annotations
@@ -12,6 +14,9 @@ import heapq
 from collections import OrderedDict
 
 from seer.common.policy.schedule import OrderKey
+
+STALE = 3
+"""Heap items for each id that waits, beyond which the heap is built anew: O(1) a push, seen over many."""
 
 
 class WaitingQueue:
@@ -32,6 +37,9 @@ class WaitingQueue:
         if self._keys.get(request_id) != key:
             self._keys[request_id] = key
             heapq.heappush(self._heap, (key, request_id))
+            if len(self._heap) > STALE * len(self._keys):
+                self._heap = [(key, request_id) for request_id, key in self._keys.items()]
+                heapq.heapify(self._heap)
 
     def discard(self, request_id: str) -> None:
         """Remove an id if it waits."""

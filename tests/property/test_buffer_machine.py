@@ -1,10 +1,20 @@
-"""Any interleaving of events: invariants hold, every token is kept once, every group ends once."""
+"""Any interleaving of events, under each policy: invariants hold, every token is kept once, every group ends
+once, and a second machine that is told the same decides the same."""
 
 from collections import Counter
+from dataclasses import replace
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 from invariants import check
 
 from seer.common.policy.length import Estimate
@@ -16,10 +26,22 @@ from seer.services.buffer.machine import Machine
 NAMES = ("a", "b", "c")
 
 
+def mirrored(event: e.Event) -> e.Event:
+    """Return the same news, told in the opposite order."""
+    if isinstance(event, e.EstimatesChanged):
+        return replace(event, estimates=dict(reversed(event.estimates.items())))
+    return event
+
+
 class BufferModel(RuleBasedStateMachine):
-    @initialize(policy=st.sampled_from(sorted(POLICIES)), chunk=st.integers(1, 40))
-    def start(self, policy, chunk):
-        self.machine = Machine(POLICIES[policy], e.Limits(chunk_size=chunk, max_attempts=3))
+    def __init__(self, policy):
+        super().__init__()
+        self.policy = policy
+
+    @initialize(chunk=st.integers(1, 40))
+    def start(self, chunk):
+        limits = e.Limits(chunk_size=chunk, max_attempts=3)
+        self.machine, self.twin = (Machine(self.policy, limits) for _ in range(2))
         self.now = 0.0
         self.prompts = 0
         self.running: dict[tuple[str, int], e.Dispatch] = {}
@@ -31,7 +53,9 @@ class BufferModel(RuleBasedStateMachine):
 
     def send(self, event):
         self.now += 0.01
-        for item in self.machine.handle(event, self.now):
+        instructions = self.machine.handle(event, self.now)
+        assert instructions == self.twin.handle(mirrored(event), self.now)
+        for item in instructions:
             match item:
                 case e.Dispatch():
                     assert (item.request_id, item.attempt) not in self.running
@@ -121,11 +145,10 @@ class BufferModel(RuleBasedStateMachine):
     def report(self, pinned, name):
         self.send(e.EngineReported(name, pinned))
 
-    @rule(estimate=st.floats(1, 90), data=st.data())
-    def estimate(self, estimate, data):
-        if self.machine.groups:
-            group = data.draw(st.sampled_from(sorted(self.machine.groups)))
-            self.send(e.EstimatesChanged({group: Estimate(estimate, 0.5)}))
+    @rule(tokens=st.lists(st.floats(1, 90), min_size=1, max_size=5), spread=st.sampled_from((0.0, 0.5)))
+    def estimate(self, tokens, spread):
+        groups = zip(self.machine.groups, tokens, strict=False)
+        self.send(e.EstimatesChanged({group: Estimate(number, spread) for group, number in groups}))
 
     @invariant()
     def invariants(self):
@@ -155,5 +178,8 @@ class BufferModel(RuleBasedStateMachine):
         assert not self.machine.requests
 
 
-BufferModel.TestCase.settings = settings(max_examples=60, stateful_step_count=60)
-TestBuffer = BufferModel.TestCase
+@pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
+def test_whatever_happens(policy):
+    run_state_machine_as_test(
+        lambda: BufferModel(policy), settings=settings(max_examples=15, stateful_step_count=60)
+    )

@@ -3,10 +3,10 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from seer.common.policy.fleet import Fleet, InstanceView
+from seer.common.policy.fleet import FEW, Fleet, InstanceView
 from seer.common.types import Capacity
 
-NAMES = ("a", "b", "c", "d")
+NAMES = tuple(f"e{number:02}" for number in range(3 * FEW))
 CAPACITIES = [
     Capacity(kv_blocks=blocks, block_size=16, max_num_seqs=seqs, max_model_len=length, draft_tokens=drafts)
     for blocks, seqs, length, drafts in ((8, 3, 100, 0), (20, 2, 400, 4), (20, 4, 60, 0))
@@ -39,19 +39,44 @@ def apply(fleet: Fleet, held: dict[str, list[int]], what: str, name: str, number
         fleet.pin(name, number)
 
 
-@settings(max_examples=300)
-@given(CHANGES, st.integers(1, 300), st.integers(1, 100))
-def test_the_fleet_answers_as_a_scan_would(changes, context, chunk):
+def first_by_load(views: list[InstanceView]) -> InstanceView | None:
+    return min(views, key=lambda view: (view.chunks, -view.free_blocks, view.name), default=None)
+
+
+def check(fleet: Fleet, context: int, chunk: int) -> None:
+    able = [view for view in fleet.values() if view.capacity.holds(context, chunk)]
+    assert list(fleet.holding(context, chunk)) == [view.name for view in able]
+    room = [view for view in fleet.values() if view.has_room(context, chunk)]
+    assert [name for name in NAMES if fleet.has_room(name, context, chunk)] == [view.name for view in room]
+    assert fleet.emptiest(context, chunk) is first_by_load(room)
+    seats = [view for view in able if view.chunks < view.capacity.max_num_seqs]
+    assert fleet.least_loaded(context, chunk) is first_by_load(seats)
+
+
+@settings(max_examples=150)
+@given(st.sampled_from((0, 3, FEW, 3 * FEW)), st.sampled_from((1, 3)), CHANGES, st.data())
+def test_the_fleet_answers_as_a_scan_would(joined, kinds, changes, data):
     fleet, held = Fleet(), {}
+    for number in range(joined):
+        apply(fleet, held, "join", NAMES[number], number % kinds)
     for change in changes:
         apply(fleet, held, *change)
     assert list(fleet) == list(fleet.names) == sorted(held)
     assert fleet.chunks == sum(map(len, held.values()))
     for name, blocks in held.items():
         assert (fleet[name].chunks, fleet[name].reserved_blocks) == (len(blocks), sum(blocks))
-    holding = [name for name in fleet if fleet[name].capacity.holds(context, chunk)]
-    assert list(fleet.holding(context, chunk)) == holding
-    room = [view for view in fleet.values() if view.has_room(context, chunk)]
-    assert [name for name in NAMES if fleet.has_room(name, context, chunk)] == [view.name for view in room]
-    best = min(room, key=lambda view: (view.chunks, -view.free_blocks, view.name), default=None)
-    assert fleet.emptiest(context, chunk) is best
+    for _ in range(3):
+        check(fleet, data.draw(st.integers(1, 300)), data.draw(st.integers(1, 100)))
+
+
+@settings(max_examples=50)
+@given(st.integers(0, 2 * FEW), st.randoms(use_true_random=False))
+def test_few_with_room_and_many_are_found_alike(free, random):
+    """Most instances are full, `free` of 3 x FEW are not: on both sides of where the search changes."""
+    fleet = Fleet(InstanceView(name, CAPACITIES[number % 2]) for number, name in enumerate(NAMES))
+    lucky = random.sample(NAMES, free)
+    for name in NAMES:
+        blocks = fleet[name].capacity.kv_blocks
+        fleet.reserve(name, blocks - random.randint(2, 5) if name in lucky else blocks)
+    for chunk in (1, 16, 40):
+        check(fleet, 16, chunk)

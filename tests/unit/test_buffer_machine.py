@@ -175,6 +175,20 @@ def test_work_fails_when_no_engine_comes_back():
     assert not machine.groups
 
 
+def test_what_expires_together_expires_in_the_order_of_ids():
+    """Not in that of a set, which differs from process to process: the same events, the same instructions."""
+    machine = make(engines=("a",), engine_wait_seconds=10.0, engine_silence_seconds=100.0)
+    prompts = [f"p{number:02}" for number in range(30)]
+    large = Capacity(kv_blocks=200, block_size=16, max_num_seqs=8, max_model_len=2560)
+    machine.handle(e.EngineJoined("b", large), 0.0)
+    submit(machine, *prompts, n=1, prompt_len=250)
+    machine.handle(e.EngineLeft("b"), 0.0)
+    check(machine)
+    refused = pick(machine.handle(e.Tick(), 20.0), e.Refuse)
+    assert [refusal.prompt_ids for refusal in refused] == [[prompt] for prompt in prompts]
+    check(machine)
+
+
 def test_a_request_that_no_living_engine_can_hold_is_parked_until_one_joins():
     big = Capacity(kv_blocks=100, block_size=16, max_num_seqs=8, max_model_len=2048)
     machine = make(engines=("a",))
