@@ -1,16 +1,15 @@
-"""Scheduling policies against each other on the real clock, in turns on the same engines.
+"""Scheduling policies against each other on the real clock, in turns.
 
     python bench/live.py vllm --policies static,divided
     python bench/live.py replay --policies static,divided
 
 `vllm`: two real engines with the shipped model and prompts, one core each. `replay`: 32 engines that
 compute nothing and take the time of a modelled step; sockets, processes and services are the real ones.
-Every run begins with a buffer and a context service of its own and, on vLLM, with weights loaded anew,
-which empties caches and draft trees: nothing of an earlier run helps a later one. On vLLM `bare`
-joins in (bench/bare_vllm.py). The better of it and `static` is the baseline.
+Every run has a system of its own: nothing of an earlier run, whose tokens are the same, helps a later one.
+On vLLM `bare` joins in (bench/bare_vllm.py). The better of it and `static` is the baseline.
 
-Efficiency is against `sim/bound.py`. On vLLM capacity and the time of a token alone are the best that the
-same engines showed in this invocation, warm-up included, drafts and all; on replay they follow from the
+Efficiency is against `sim/bound.py`. On vLLM capacity and the time of a token alone are the best that
+engines showed in this invocation, warm-up included, drafts and all; on replay they follow from the
 settings. Policies must not change a token: exit code 1 if any response differs between runs of Seer.
 Bare vLLM samples other tokens, so others are as many: there, compare tokens/s. Prints JSON.
 """
@@ -23,15 +22,13 @@ import contextlib
 import json
 import statistics
 import sys
-import tempfile
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from bare_vllm import BareEngines
-from live_system import Mode, Run, System, cpu_seconds, cpu_share
+from live_system import CpuUse, Mode, Run, run_seer
 from tokenizers import Tokenizer
 from verify import machine
 
@@ -48,6 +45,9 @@ VLLM_KV_BLOCKS = 160
 (13,686 preemptions of 9,600 requests). Fewer requests fit at once than `max_num_seqs`: 160 blocks
 hold 14 of a mean response's length."""
 
+PULL_TOKENS = 32
+"""A block: by default the pool is asked for 512 tokens or more, and most of these responses are shorter."""
+
 REPLAY_KV_BLOCKS = 80
 """The same for replay engines, where `services/engine/kv_model.py` gives the number before a run."""
 
@@ -57,6 +57,7 @@ not how fast Python steps. `cpu_share` of each run says whether that held."""
 
 VLLM = Mode(
     instances=2,
+    warm_up=8,
     groups=16,
     n=8,
     max_tokens=1024,
@@ -65,12 +66,15 @@ VLLM = Mode(
         "engine.max_num_seqs=32",
         "engine.max_model_len=1088",
         f"engine.kv_blocks={VLLM_KV_BLOCKS}",
-        "buffer.chunk_size=64",
+        "buffer.chunk_size=128",  # a quarter of the mean length
+        "pool.kind=mooncake",
+        f"pool.pull_tokens={PULL_TOKENS}",
     ),
 )
 
 REPLAY = Mode(
     instances=32,
+    warm_up=0,
     groups=192,
     n=8,
     max_tokens=1024,
@@ -90,10 +94,9 @@ MODES = {"vllm": VLLM, "replay": REPLAY}
 
 
 def bare_run(engines: BareEngines, mode: Mode, prompts: Sequence[list[int]]) -> Run:
-    used, begun = cpu_seconds(engines.pids), time.monotonic()
+    use = CpuUse(engines.pids)
     found = engines.run(prompts, mode.n, mode.max_tokens)
-    share = cpu_share(cpu_seconds(engines.pids) - used, time.monotonic() - begun)
-    return Run(BARE, found["lengths"], found["finish_times"], found["preemptions"], share)
+    return Run(BARE, found["lengths"], found["finish_times"], found["preemptions"], use.shares())
 
 
 def modelled_rate(engine: EngineConfig, block_size: int, prompts: Sequence[list[int]], run: Run) -> float:
@@ -112,14 +115,17 @@ def modelled_rate(engine: EngineConfig, block_size: int, prompts: Sequence[list[
     return batch / (engine.replay_step_seconds + batch * engine.replay_row_seconds)
 
 
-def speeds(system: System, prompts: Sequence[list[int]], runs: Sequence[Run]) -> tuple[float, float]:
-    """Return the capacity in tokens/s of all instances, and the seconds of a token alone."""
-    engine = system.config.engine
+def speeds(
+    config: Config, mode: Mode, prompts: Sequence[list[int]], runs: Sequence[Run]
+) -> tuple[float, float]:
+    """Return the capacity in tokens/s of all instances, and the seconds of a token alone, by Seer's runs."""
+    engine = config.engine
     if engine.backend == "replay":
-        rate = modelled_rate(engine, system.config.shared.block_size, prompts, runs[0])
-        return system.mode.instances * rate, engine.replay_step_seconds + engine.replay_row_seconds
-    rates = [stats.best_rate for stats in system.stats]
-    return sum(rates), min(stats.token_seconds_alone for stats in system.stats)
+        rate = modelled_rate(engine, config.shared.block_size, prompts, runs[0])
+        return mode.instances * rate, engine.replay_step_seconds + engine.replay_row_seconds
+    capacity = max(sum(instance.stats.best_rate for instance in run.instances) for run in runs)
+    seen = [instance.stats.token_seconds_alone for run in runs for instance in run.instances]
+    return capacity, min(filter(None, seen))
 
 
 def summary(runs: Sequence[Run], capacity: float, alone: float) -> dict[str, Any]:
@@ -146,56 +152,52 @@ def summary(runs: Sequence[Run], capacity: float, alone: float) -> dict[str, Any
 
 
 def equality(runs: Sequence[Run]) -> dict[str, int]:
-    """Count responses of Seer's runs that are not what the first run's are."""
-    ours = [run for run in runs if run.hashes]
-    first = ours[0].hashes
-    differing = sum(run.hashes[name] != first[name] for run in ours for name in first)
-    return {"runs": len(ours), "responses": len(first) * len(ours), "differing": differing}
+    """Count responses that are not what the first run's are."""
+    first = runs[0].hashes
+    differing = sum(run.hashes[name] != first[name] for run in runs for name in first)
+    return {"runs": len(runs), "responses": len(first) * len(runs), "differing": differing}
 
 
-async def compare(options: argparse.Namespace, mode: Mode, config: Config, folder: Path) -> dict[str, Any]:
+async def compare(options: argparse.Namespace, mode: Mode, config: Config) -> dict[str, Any]:
     policies = options.policies.split(",")
-    prompts = workload(options.mode, mode)
+    prompts, others = workload(options.mode, mode)
     runs: list[Run] = []
-    async with contextlib.AsyncExitStack() as stack:
-        system = System(mode, config, folder)
-        stack.push_async_callback(system.close)
-        await system.start()
+    with contextlib.ExitStack() as stack:
         bare = bare_engines(config, mode) if options.mode == "vllm" else None
         if bare is not None:
             stack.callback(bare.close)
-            bare_run(bare, mode, prompts[:2])
-            await system.warm_up(prompts, options.seed + 1)
+            bare_run(bare, mode, others)
+        names = [*policies, BARE] if bare is not None else policies
         for turn in range(options.repeats):
-            names = [*policies, BARE] if bare is not None else policies
             for name in names if turn % 2 == 0 else names[::-1]:
-                seer = name != BARE
-                run = (
-                    await system.run(name, prompts, options.seed)
-                    if seer
-                    else await asyncio.to_thread(bare_run, bare, mode, prompts)
-                )
+                if name == BARE and bare is not None:
+                    run = bare_run(bare, mode, prompts)
+                else:
+                    run = await run_seer(name, mode, config, prompts, others, options.seed)
                 runs.append(run)
-                say(f"{turn} {name}: {max(run.finish_times):.1f} s, preemptions {run.preemptions}")
-        capacity, alone = speeds(system, prompts, [run for run in runs if run.hashes])
+                say(f"{turn} {name}: {max(run.finish_times):.1f} s, {run.preemptions} preemptions")
+    ours = [run for run in runs if run.hashes]
+    capacity, alone = speeds(config, mode, prompts, ours)
+    versions = ours[0].instances[0].versions
     return {
-        "ran_on": {"backend": options.mode, "instances": mode.instances, **machine(), **system.versions},
+        "ran_on": {"backend": options.mode, "instances": mode.instances, **machine(), **versions},
         "workload": {"groups": mode.groups, "n": mode.n, "max_tokens": mode.max_tokens, "seed": options.seed},
         "settings": [*mode.settings, *options.overrides],
         "capacity_tokens_per_s": round(capacity, 1),
         "token_ms_alone": round(1e3 * alone, 3),
-        "equality": equality(runs),
+        "equality": equality(ours),
         **summary(runs, capacity, alone),
     }
 
 
-def workload(name: str, mode: Mode) -> list[list[int]]:
-    """Return the prompts' tokens."""
+def workload(name: str, mode: Mode) -> tuple[list[list[int]], list[list[int]]]:
+    """Return the tokens of the prompts, and of those for warming up."""
     if name == "replay":
-        return [[1 + number] * 32 for number in range(mode.groups)]
+        return [[1 + number] * 32 for number in range(mode.groups)], []
     tokenizer = Tokenizer.from_file(str(EXAMPLE / "model" / "tokenizer.json"))
-    lines = (EXAMPLE / "prompts_512.jsonl").read_text().splitlines()[: mode.groups]
-    return [tokenizer.encode(json.loads(line)["prompt"], add_special_tokens=False).ids for line in lines]
+    lines = (EXAMPLE / "prompts_512.jsonl").read_text().splitlines()[: mode.groups + mode.warm_up]
+    ids = [tokenizer.encode(json.loads(line)["prompt"], add_special_tokens=False).ids for line in lines]
+    return ids[: mode.groups], ids[mode.groups :]
 
 
 def bare_engines(config: Config, mode: Mode) -> BareEngines:
@@ -228,9 +230,8 @@ def main() -> int:
     parser.add_argument("--set", dest="overrides", action="append", default=[], metavar="A.B=C")
     options = parser.parse_args()
     mode = MODES[options.mode]
-    config = load(None, {}, [*mode.settings, "pool.kind=none", "log.level=warning", *options.overrides])
-    with tempfile.TemporaryDirectory(prefix="b") as name:
-        report = asyncio.run(compare(options, mode, config, Path(name)))
+    config = load(None, {}, [*mode.settings, "log.level=warning", *options.overrides])
+    report = asyncio.run(compare(options, mode, config))
     print(json.dumps(report, indent=1))
     return 1 if report["equality"]["differing"] else 0
 
