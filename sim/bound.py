@@ -1,8 +1,21 @@
-"""The least time that a rollout can take."""
+"""The least time that a rollout can take.
+
+Invariants (tests/unit/test_bound.py asserts them):
+- no schedule of `Model`'s engines ends before `of_rollout(...).seconds(instances)`;
+- more instances, and drafts, never make it longer; the longest response alone never makes it shorter.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
 from seer.common.errors import InvalidField
+from seer.sim.drafting import DRAFT_SHARE, GAINS, kind_of
+from seer.sim.workload import Model, Workload
 
 
 def lower_bound(tokens: int, longest: int, capacity: float, seconds_per_token: float) -> float:
@@ -20,3 +33,66 @@ def lower_bound(tokens: int, longest: int, capacity: float, seconds_per_token: f
     if longest > tokens:
         raise InvalidField("longest", longest, f"cannot exceed tokens = {tokens}")
     return max(tokens / capacity, longest * seconds_per_token)
+
+
+@dataclass(frozen=True, slots=True)
+class Least:
+    """What a rollout needs at least: `work` seconds of instances, `alone` those of its longest response."""
+
+    tokens: int
+    longest: int
+    work: float
+    alone: float
+
+    def seconds(self, instances: int) -> float:
+        """Return the lower bound on so many instances."""
+        return lower_bound(
+            self.tokens, self.longest, self.tokens * instances / self.work, self.alone / self.longest
+        )
+
+
+def of_rollout(load: Workload, lengths: Sequence[Sequence[int]], drafts: bool) -> Least:
+    """Return the least that responses of these lengths take on engines such as the workload's.
+
+    Every row takes its time and every token of KV that of reading it; steps are as few as memory
+    (`kv_tokens`, `max_num_seqs`) allows, all of them full. With drafts every token comes at the draft
+    length that makes it cheapest there, each draft as good as with all siblings in the tree.
+    """
+    model = load.model
+    flat = np.array([length for group in lengths for length in group])
+    longest = int(flat.max())
+    # Responses that have a token 0, 1, 2, ... and the context in the middle of that step.
+    alive = flat.size - np.bincount(flat).cumsum()[:-1]
+    context = load.prompt + np.arange(longest) + 0.5
+    gains = GAINS[kind_of(max(map(len, lengths)) - 1, probe=False)] if drafts else np.ones(1)
+    # max(0, rows' compute - weights) is at least any part of the difference, the number of steps at least
+    # what either limit asks for: each pair gives a bound, and one of them is the best of all mixtures.
+    least_hidden = min(1.0, model.step / model.weights) if model.weights else 1.0
+    work = max(
+        float((alive * _cheapest(model, context, gains, share, part)).sum())
+        for share in (context / model.kv_tokens, np.full(longest, 1 / model.max_num_seqs))
+        for part in (0.0, least_hidden)
+    )
+    alone = max(float(_cheapest(model, context, gains, np.ones(longest), part).sum()) for part in (0.0, 1.0))
+    prefill = load.prompt * model.prefill
+    return Least(int(flat.sum()), longest, work + flat.size * prefill, alone + prefill)
+
+
+def _cheapest(
+    model: Model,
+    context: NDArray[np.float64],
+    gains: NDArray[np.float64],
+    share: NDArray[np.float64],
+    part: float,
+) -> NDArray[np.float64]:
+    """Return the seconds of a token at each context, with the draft length that is best there.
+
+    `share` of a step is the request's; `part` of what computing takes beyond reading weights is counted.
+    """
+    least = np.full(len(context), np.inf)
+    for drafted, gain in enumerate(gains):
+        fixed = (model.step - part * model.weights) * share
+        row = (1 + drafted) * (model.request + part * model.row)
+        seconds = fixed + row + model.read(1, drafted) * context
+        least = np.minimum(least, seconds * (1 + DRAFT_SHARE * (drafted > 0)) / gain)
+    return least

@@ -293,6 +293,44 @@ def status(connect: str, as_json: bool) -> None:
     sys.exit(show(connect, as_json))
 
 
+def _names(context: click.Context, option: click.Parameter, text: str) -> tuple[str, ...]:
+    return tuple(name.strip() for name in text.split(",") if name.strip())
+
+
+@main.command()
+@click.option(
+    "--workload", "workloads", default="", callback=_names, metavar="NAME|FILE[,...]",
+    help="moonlight, qwen2-vl-72b, kimi-k2, a TOML file, or a JSONL trace.  [default: the paper's three]",
+)  # fmt: skip
+@click.option("--cluster", metavar="NAME|FILE", help="The workload on whose instances a trace runs.")
+@click.option(
+    "--policy", "policies", default="", callback=_names, metavar="NAME[,...]",
+    help="What to compare, always with static.  "
+    "[default: static,least-loaded,divided,least-generated,seer-paper,seer,oracle]",
+)  # fmt: skip
+@click.option("--group-size", type=_POSITIVE, help="Responses per prompt, of as many in all.")
+@click.option("--between", type=click.FloatRange(0, 1), help="Share of the variance between prompts.")
+@click.option("--chunk-size", type=_POSITIVE, default=2048, show_default=True, help="Tokens per chunk.")
+@click.option("--drafts", is_flag=True, help="Run every policy with drafts as well.")
+@click.option("--seeds", type=_POSITIVE, default=3, show_default=True, help="Draws of lengths to compare on.")
+@click.option("--plan", type=click.FloatRange(min=0, min_open=True), metavar="SECONDS",
+    help="Find the least number of instances that end a rollout in this time.",
+)  # fmt: skip
+@click.option("--workers", type=_POSITIVE, help="Processes to simulate with.  [default: one per CPU]")
+@click.option("--json", "json_file", type=_FILE, help="Write everything found.")
+@click.option("--plot", type=_FOLDER, help="Draw into this folder; needs the extra `plot`.")
+def sim(**options: object) -> None:
+    """Compare scheduling policies on simulated clusters, beside what the paper measured on real ones.
+
+    docs/simulator.md describes the model, workload files and traces.
+    """
+    import msgspec
+
+    from seer.sim_job import Job, perform
+
+    sys.exit(perform(msgspec.convert(options, Job)))
+
+
 def _service(name: str, help_text: str, module: str = "") -> None:
     @main.command(name, help=help_text)
     @_config_options

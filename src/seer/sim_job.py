@@ -1,0 +1,227 @@
+"""`seer sim`: policies on simulated clusters, in tables beside the paper's figures.
+
+Invariants:
+- nothing is simulated before the whole input was checked;
+- tables go to stdout, progress to stderr.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import msgspec
+from msgspec.structs import replace
+from rich import progress
+from rich.console import Console
+from rich.table import Table
+
+from seer.common.errors import InvalidField
+from seer.prompts_io import check_writable, write_report
+from seer.sim.files import load_workload
+from seer.sim.paper import figures
+from seer.sim.plan import instances_for
+from seer.sim.study import Run, Summary, Variant, cpus, run_all, summarize, tasks, variants
+from seer.sim.workload import WORKLOADS, Workload
+
+POLICIES = ("static", "least-loaded", "divided", "least-generated", "seer-paper", "seer", "oracle")
+"""What is compared by default."""
+
+DEFAULT = "seer"
+"""The policy that is planned with, and traced beside the baseline, by default."""
+
+TABLE_WIDTH = 150
+"""A table is not cut to a narrower terminal, or to a pipe's 80 columns."""
+
+
+class Job(msgspec.Struct, frozen=True, kw_only=True):
+    """What to simulate; empty `workloads` are the paper's, empty `policies` are `POLICIES`."""
+
+    workloads: tuple[str, ...]
+    cluster: str | None
+    policies: tuple[str, ...]
+    group_size: int | None
+    between: float | None
+    chunk_size: int
+    drafts: bool
+    seeds: int
+    workers: int | None
+    json_file: Path | None
+    plot: Path | None
+    plan: float | None
+
+
+def perform(job: Job) -> int:
+    """Simulate and print; return the exit code. Raises `InvalidField` and `ConfigError`."""
+    loads = [_adjusted(load_workload(name, job.cluster), job) for name in job.workloads or WORKLOADS]
+    policies = job.policies or POLICIES
+    compared = variants(policies, job.drafts)
+    if job.json_file is not None:
+        check_writable("--json", job.json_file)
+    if job.plot is not None:
+        _check_plot(job.plot)
+    console = Console(width=max(Console().width, TABLE_WIDTH))
+    if job.plan is not None:
+        report: list[object] = [_plan(load, job, console) for load in loads]
+    else:
+        report = [_study(load, compared, Variant(policies[0]), job, console) for load in loads]
+    if job.json_file is not None:
+        whole = {"chunk_size": job.chunk_size, "seeds": job.seeds, "workloads": report}
+        write_report(job.json_file, msgspec.to_builtins(whole, str_keys=True))
+    return 0
+
+
+def _adjusted(load: Workload, job: Job) -> Workload:
+    for option, value in (("--group-size", job.group_size), ("--between", job.between)):
+        if value is not None and load.lengths:
+            raise InvalidField(option, value, f"{load.name} has recorded lengths: leave it out")
+    if job.between is not None:
+        load = replace(load, between=job.between)
+    if job.group_size is not None:  # as many responses, of fewer or more prompts
+        groups = max(1, round(load.groups * load.group_size / job.group_size))
+        load = replace(load, groups=groups, group_size=job.group_size)
+    return load
+
+
+def _check_plot(folder: Path) -> None:
+    if importlib.util.find_spec("matplotlib") is None:
+        fix = "plots need matplotlib: pip install 'seer-rollout[plot]'"
+        raise InvalidField("--plot", str(folder), fix)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InvalidField("--plot", str(folder), f"{error.strerror}; give a folder") from error
+
+
+def _study(
+    load: Workload, compared: Sequence[Variant], first: Variant, job: Job, console: Console
+) -> dict[str, object]:
+    planned = list(tasks(load, compared, job.seeds, job.chunk_size))
+    if job.plot is not None:
+        traced = _traced(compared)
+        planned = [replace(task, traced=task.seed == 0 and task.variant in traced) for task in planned]
+    with _progress(load.name, len(planned)) as told:
+        runs = run_all(planned, job.workers or cpus(), told)
+    summaries = summarize(runs, first)
+    console.print(table_of(load, summaries, job))
+    if job.plot is not None:
+        from seer.sim.plots import draw
+
+        for path in draw(load, [run for run in runs if run.seed == 0], job.plot):
+            console.print(f"[dim]{path}[/dim]", soft_wrap=True)
+    return {
+        "workload": replace(load, lengths=()),
+        "responses": sum(map(len, load.draw(0))),
+        "policies": [
+            {"label": each.variant.label, "summary": each, "paper": figures(load, each.variant)}
+            for each in summaries
+        ],
+        "runs": [replace(run, trace=None) for run in runs],
+    }
+
+
+def _traced(compared: Sequence[Variant]) -> list[Variant]:
+    """Return the baseline and ours, or else what was named last: what is drawn instance by instance."""
+    plain = [each for each in compared if not each.drafts]
+    ours = Variant(DEFAULT) if Variant(DEFAULT) in plain else plain[-1]
+    return list(dict.fromkeys([Variant("static"), ours]))
+
+
+@contextlib.contextmanager
+def _progress(name: str, runs: int) -> Iterator[Callable[[Run], None]]:
+    columns = (
+        progress.TextColumn("{task.description}"),
+        progress.BarColumn(),
+        progress.MofNCompleteColumn(),
+        progress.TextColumn("{task.fields[last]}"),
+        progress.TimeElapsedColumn(),
+    )
+    with progress.Progress(*columns, console=Console(stderr=True), transient=True) as display:
+        task = display.add_task(name, total=runs, last="")
+
+        def told(run: Run) -> None:
+            last = f"{run.variant.label}, seed {run.seed}: {run.total:.0f} s"
+            display.update(task, advance=1, last=last)
+
+        yield told
+
+
+def table_of(load: Workload, summaries: Sequence[Summary], job: Job) -> Table:
+    """Return what a study found, beside what the paper did."""
+    responses = f"{load.groups} prompts, {load.groups * load.group_size} responses"
+    if load.lengths:
+        responses = f"{len(load.lengths)} prompts, {sum(map(len, load.lengths))} recorded responses"
+    title = (
+        f"{load.name}: {responses} on {load.instances} instances; chunks of {job.chunk_size}, "
+        f"{summaries[0].seeds} seed{'s' * (summaries[0].seeds > 1)}"
+    )
+    table = Table(title=title, title_justify="left", title_style="bold")
+    told = [figures(load, each.variant) for each in summaries]
+    published = any(msgspec.structs.astuple(each) != (None,) * 4 for each in told)
+    table.add_column("policy", no_wrap=True)
+    for heading in ("total s", "tail s", "x static", "tail/static", "of bound", "preempt.", "migr.", "TB"):
+        table.add_column(heading, justify="right", no_wrap=True)
+        if published and heading in ("total s", "tail s", "x static", "tail/static"):
+            table.add_column("paper", justify="right", no_wrap=True, style="cyan")
+    for each, paper in zip(summaries, told, strict=True):
+        cells = _cells(each)
+        if published:
+            cells[4:4] = [_beside(paper.tail_ratio, each.tail_ratio, ".2f")]
+            cells[3:3] = [_beside(paper.speedup, each.speedup.mean, ".2f")]
+            cells[2:2] = [_beside(paper.tail, each.tail, ".0f")]
+            cells[1:1] = [_beside(paper.total, each.total, ".0f")]
+        table.add_row(each.variant.label, *cells)
+    return table
+
+
+def _cells(found: Summary) -> list[str]:
+    ratio = "none" if found.tail_ratio is None else f"{found.tail_ratio:.2f}"
+    speedup = f"{found.speedup.mean:.2f}"
+    if found.speedup.low is not None:
+        speedup += f" ({found.speedup.low:.2f}-{found.speedup.high:.2f})"
+    return [
+        _spread(found.total, found.total_deviation),
+        _spread(found.tail, found.tail_deviation),
+        speedup,
+        ratio,
+        f"{found.efficiency:.1%}",
+        f"{found.preemptions:.2f}",
+        f"{found.migrations:.0f}",
+        f"{found.pulled_terabytes:.1f}",
+    ]
+
+
+def _spread(mean: float, deviation: float) -> str:
+    digits = 0 if mean >= 100 else 1
+    return f"{mean:.{digits}f} ± {deviation:.{digits}f}"
+
+
+def _beside(published: float | None, found: float | None, form: str) -> str:
+    """Return a published figure and the error of ours."""
+    if published is None:
+        return ""
+    if not published or found is None:
+        return f"{published:{form}}"
+    return f"{published:{form}} ({found / published - 1:+.0%})"
+
+
+def _plan(load: Workload, job: Job, console: Console) -> dict[str, object]:
+    seconds = job.plan or 0.0
+    variant = Variant(job.policies[0] if job.policies else DEFAULT, job.drafts)
+    tried: dict[int, float] = {}
+
+    def told(instances: int, took: float) -> None:
+        tried[instances] = took
+        print(f"{load.name}: {instances} instances: {took:.0f} s", file=sys.stderr, flush=True)
+
+    workers = job.workers or cpus()
+    needed = instances_for(load, variant, seconds, job.seeds, job.chunk_size, workers, told)
+    console.print(
+        f"{load.name}: {needed} instances end a rollout in {tried[needed]:.0f} s with {variant.label}, "
+        f"within {seconds:.0f} s ({load.instances} in the workload)",
+        soft_wrap=True,
+    )
+    return {"workload": load.name, "instances": needed, "policy": variant.label, "tried": tried}
