@@ -107,7 +107,8 @@ class Instance:
     def _admit(self) -> None:
         while self._waiting and len(self._running) < self.model.max_num_seqs:
             chunk = self._waiting[0]
-            if chunk.length + 1 > self.model.kv_tokens - self.kv_tokens:
+            ahead = 1 + len(self._running)  # a slot each for the tokens that the next step samples
+            if chunk.length + ahead > self.model.kv_tokens - self.kv_tokens + _LITTLE:
                 break
             self._waiting.popleft()
             self.kv_tokens += chunk.length
@@ -195,7 +196,7 @@ class Instance:
     def _preempt(self) -> None:
         chunk = self._running[next(reversed(self._running))]
         self._remove(chunk)
-        chunk.length = float(math.floor(chunk.length))
+        chunk.length = float(math.floor(chunk.length + _LITTLE))
         chunk.prefill = chunk.length
         chunk.preemptions += 1
         self.preempted += 1
