@@ -60,7 +60,7 @@ class Endpoints(_Section, frozen=True):
 class BufferConfig(_Section, frozen=True):
     """Request lifecycle and scheduling."""
 
-    policy: str = "divided"
+    policy: str = "seer"
     chunk_size: int = 256
     max_requests: int = 200_000
     """Bound on unfinished requests held at once."""

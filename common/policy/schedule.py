@@ -29,8 +29,8 @@ from seer.common.policy.request import RequestView
 OrderKey = tuple[float, ...]
 Order = Callable[[RequestView, Estimate], OrderKey]
 
-FAIR_DISPATCHES = 64
-"""One dispatch in so many goes to whoever has waited longest: a bound on waiting for 1.6 % of them."""
+FAIR_DISPATCHES = 512
+"""One dispatch in so many goes to whoever has waited longest. At 64 simulated rollouts took 2 % longer."""
 
 LONGER = 1e-4
 """Chance with which a response may be longer than `plausible` says: about one over those of a rollout.

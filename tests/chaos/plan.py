@@ -67,7 +67,7 @@ def draw(seed: int) -> Plan:
         max_tokens=rand.choice((8, 40, 64)),
         mean_tokens=rand.choice((4, 12, 24)),
         chunk_size=rand.choice((1, 4, 8, 16, 100)),
-        policy=rand.choice(("divided", "divided", "divided", "migrate", "static")),
+        policy=rand.choice(("seer", "seer", "seer-paper", "divided", "least-loaded", "migrate", "static")),
         kv_blocks=rand.choice((3, 4, 6, 100)),
         step_seconds=rand.choice((0.05, 0.1)),
         silence_seconds=rand.choice((4.0, 20.0)),

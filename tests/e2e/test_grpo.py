@@ -86,7 +86,7 @@ def learnt(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 async def test_a_run_killed_in_every_phase_has_the_curve_of_an_undisturbed_one(tmp_path: Path) -> None:
-    """The disturbed run shares a `divided` system of two engines, the other has a `static` one to itself."""
+    """The disturbed run shares a `seer` system of two engines, the other has a `static` one to itself."""
     settings = [
         f"shared.model={MODEL}",
         "engine.max_model_len=192",

@@ -20,7 +20,7 @@ SCHEDULES = {
     "whole responses": ("--chunk-size", "100000"),
     "static": ("--policy", "static"),
     "static, short of KV": ("--policy", "static", "--kv-blocks", "48", "--instances", "1"),
-    "divided, short of KV": ("--chunk-size", "64", "--kv-blocks", "48", "--instances", "1"),
+    "the default, short of KV": ("--chunk-size", "64", "--kv-blocks", "48", "--instances", "1"),
 }
 
 

@@ -303,7 +303,10 @@ def wire_done(group_id, index, generated):
 
 @virtual
 async def test_server_gathers_changes_and_follows_a_restarted_buffer():
-    config, network, heard = Config(context=ContextConfig(publish_interval_seconds=0.5)), MemoryNetwork(), []
+    config = Config(
+        buffer=BufferConfig(policy="divided"), context=ContextConfig(publish_interval_seconds=0.5)
+    )
+    network, heard = MemoryNetwork(), []
     buffer = Buffer(network, config, 1)
     await buffer.start()
     server = make(config, MemoryTransport(network), LoopClock())
@@ -382,7 +385,10 @@ async def test_server_takes_the_policys_estimator_and_tells_spreads(monkeypatch)
     ("config", "message"),
     [
         (Config(context=ContextConfig(remember_prompts=-1)), r"context.remember_prompts = -1: must be 0"),
-        (Config(buffer=BufferConfig(policy="divide")), "buffer.policy = 'divide': choose one of static, div"),
+        (
+            Config(buffer=BufferConfig(policy="divide")),
+            "buffer.policy = 'divide': choose one of seer, seer-paper",
+        ),
     ],
 )
 def test_server_refuses_what_it_cannot_use(config, message):

@@ -169,7 +169,7 @@ CELLS: dict[str, Cell] = {
             about="an engine killed halfway, what it had computed from the pool",
             pool=True,
             killed=True,
-            buffer={"policy": "divided", "chunk_size": 32},
+            buffer={"policy": "seer", "chunk_size": 32},
             needs=(("restarts", ">", 0), ("pool_tokens", ">", 0)),
         ),
         Cell(
@@ -178,7 +178,7 @@ CELLS: dict[str, Cell] = {
             scarce=True,
             pool=True,
             disk=True,
-            buffer={"policy": "divided", "chunk_size": 32},
+            buffer={"policy": "seer", "chunk_size": 32},
             needs=(("pool_tokens", ">", 0), ("pool_ssd_reads", ">", 0), ("preemptions", "==", 0)),
         ),
         Cell(
@@ -187,7 +187,7 @@ CELLS: dict[str, Cell] = {
             scarce=True,
             pool=True,
             engine={"tensor_parallel": 2},
-            buffer={"policy": "divided", "chunk_size": 32},
+            buffer={"policy": "seer", "chunk_size": 32},
             needs=(("tensor_parallel", "==", 2), ("pool_tokens", ">", 0), ("preemptions", "==", 0)),
         ),
         Cell(
@@ -205,7 +205,7 @@ CELLS: dict[str, Cell] = {
             about="chunks of 16, drafted from a first run of the same",
             drafts="grouped",
             again=True,
-            buffer={"policy": "divided", "chunk_size": 16},
+            buffer={"policy": "seer", "chunk_size": 16},
             needs=_DRAFTED,
         ),
         Cell(
