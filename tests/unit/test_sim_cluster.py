@@ -1,0 +1,99 @@
+"""What `sim/cluster.py` promises, on a rollout small enough to look at whole."""
+
+from itertools import pairwise
+
+import pytest
+from invariants import check
+from msgspec.structs import replace
+
+from seer.common.policy.schedule import POLICIES, Policy, oracle
+from seer.sim.bound import of_rollout
+from seer.sim.cluster import DISPATCH_SECONDS, Cluster, Outcome
+from seer.sim.workload import Model, Workload
+
+MODEL = Model(
+    step=0.02, request=1e-4, kv=1e-8, attend=1e-9, row=1e-5, weights=2e-3, prefill=1e-5, pull=1e-6,
+    kv_tokens=2000, max_num_seqs=64,
+)  # fmt: skip
+LOAD = Workload(
+    name="small", instances=3, groups=12, group_size=6, cap=1500, mean=300, prompt=64, model=MODEL
+)
+LENGTHS = LOAD.draw(7)
+NAMES = [*POLICIES, "oracle"]
+
+
+def policy_of(name: str) -> Policy:
+    if name != "oracle":
+        return POLICIES[name]
+    return oracle({f"r/{g}#{i}": n for g, group in enumerate(LENGTHS) for i, n in enumerate(group)})
+
+
+def cluster_of(name: str, drafts: bool = False, load: Workload = LOAD, every: float = 0.0) -> Cluster:
+    return Cluster(load, policy_of(name), LENGTHS, chunk_size=200, drafts=drafts, every=every)
+
+
+@pytest.mark.parametrize("drafts", [False, True], ids=["plain", "drafts"])
+@pytest.mark.parametrize("name", NAMES)
+def test_every_response_ends_once_as_long_as_the_workload_says(name, drafts):
+    cluster = cluster_of(name, drafts)
+    outcome = cluster.run()
+    results = [request for group in cluster.buffer.groups.values() for request in group.results]
+    assert {request.view.request_id: request.view.generated for request in results} == cluster.lengths
+    assert len(outcome.finished) == len(results) == LOAD.groups * LOAD.group_size
+    assert outcome.finished == sorted(outcome.finished)
+    assert outcome.finished[-1] == outcome.total
+    assert outcome.tokens == cluster.buffer.counters["tokens"] == sum(map(sum, LENGTHS))
+    check(cluster.buffer)
+    for engine in cluster.instances.values():
+        assert (engine.running, engine.waiting, engine.kv_tokens) == (0, 0, 0.0)
+        assert engine.busy_seconds <= outcome.total
+
+
+@pytest.mark.parametrize("drafts", [False, True], ids=["plain", "drafts"])
+@pytest.mark.parametrize("name", NAMES)
+def test_the_same_run_has_the_same_result_not_before_its_bound(name, drafts):
+    outcome = cluster_of(name, drafts).run()
+    assert cluster_of(name, drafts).run() == outcome
+    assert outcome.total >= of_rollout(LOAD, LENGTHS, drafts).seconds(LOAD.instances)
+    preempted = outcome.counts["preemptions"]
+    assert preempted == 0 if policy_of(name).admission else preempted > 0
+    assert (outcome.counts["recomputed_tokens"] > 0) == (preempted > 0)
+
+
+def test_the_context_service_has_its_say_as_in_production():
+    """Its estimates come over the machines' own events; `seer` without any goes least generated first."""
+
+    class Deaf(Cluster):
+        def _publish(self) -> None:
+            self._publishing = False
+
+    deaf = Deaf(LOAD, POLICIES["seer"], LENGTHS, chunk_size=200).run()
+    assert deaf.total != cluster_of("seer").run().total
+
+
+def test_moves_are_charged():
+    def run(pull: float, name: str) -> Outcome:
+        load = replace(LOAD, model=replace(MODEL, pull=pull))
+        return cluster_of(name, load=load).run()
+
+    free, dear = run(0.0, "migrate"), run(3e-3, "migrate")
+    assert free.counts["migrations"] > 0
+    assert free.counts["pulled_tokens"] > 0
+    assert dear.total > 1.1 * free.total
+    assert run(3e-3, "static").counts["pulled_tokens"] == 0, "no chunks, no moves"
+
+
+def test_curves_and_spans_tell_the_same_run():
+    plain, traced = cluster_of("seer").run(), cluster_of("seer", every=1.0).run()
+    assert traced.total == pytest.approx(plain.total)
+    assert [sample.time for sample in traced.samples] == pytest.approx(range(len(traced.samples)))
+    assert all(0 <= share <= 1 for sample in traced.samples for share in sample.kv_share)
+    assert max(sum(sample.running) for sample in traced.samples) > LOAD.instances
+    assert len(traced.spans) == traced.counts["chunks"]
+    by_request: dict[str, list[tuple[float, float]]] = {}
+    for request_id, _, start, stop in traced.spans:
+        by_request.setdefault(request_id, []).append((start, stop))
+    for spans in by_request.values():
+        for (_, stop), (start, _) in pairwise(spans):
+            assert start >= stop + DISPATCH_SECONDS * 0.999
+        assert all(stop > start for start, stop in spans)
