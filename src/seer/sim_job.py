@@ -24,7 +24,17 @@ from seer.prompts_io import check_writable, write_report
 from seer.sim.files import load_workload
 from seer.sim.paper import figures
 from seer.sim.plan import instances_for
-from seer.sim.study import Run, Summary, Variant, cpus, run_all, summarize, tasks, variants
+from seer.sim.study import (
+    BASELINE,
+    Run,
+    Summary,
+    Variant,
+    cpus,
+    run_all,
+    summarize,
+    tasks,
+    variants,
+)
 from seer.sim.workload import WORKLOADS, Workload
 
 POLICIES = ("static", "least-loaded", "divided", "least-generated", "seer-paper", "seer", "oracle")
@@ -99,7 +109,8 @@ def _check_plot(folder: Path) -> None:
 def _study(
     load: Workload, compared: Sequence[Variant], first: Variant, job: Job, console: Console
 ) -> dict[str, object]:
-    planned = list(tasks(load, compared, job.seeds, job.chunk_size))
+    seeds = 1 if load.lengths else job.seeds  # recorded lengths are what they are
+    planned = list(tasks(load, compared, seeds, job.chunk_size))
     if job.plot is not None:
         traced = _traced(compared)
         planned = [replace(task, traced=task.seed == 0 and task.variant in traced) for task in planned]
@@ -127,7 +138,7 @@ def _traced(compared: Sequence[Variant]) -> list[Variant]:
     """Return the baseline and ours, or else what was named last: what is drawn instance by instance."""
     plain = [each for each in compared if not each.drafts]
     ours = Variant(DEFAULT) if Variant(DEFAULT) in plain else plain[-1]
-    return list(dict.fromkeys([Variant("static"), ours]))
+    return list(dict.fromkeys([BASELINE, ours]))
 
 
 @contextlib.contextmanager
@@ -180,7 +191,7 @@ def table_of(load: Workload, summaries: Sequence[Summary], job: Job) -> Table:
 def _cells(found: Summary) -> list[str]:
     ratio = "none" if found.tail_ratio is None else f"{found.tail_ratio:.2f}"
     speedup = f"{found.speedup.mean:.2f}"
-    if found.speedup.low is not None:
+    if found.speedup.low is not None and found.variant != BASELINE:
         speedup += f" ({found.speedup.low:.2f}-{found.speedup.high:.2f})"
     return [
         _spread(found.total, found.total_deviation),

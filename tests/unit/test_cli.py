@@ -36,11 +36,11 @@ def test_help_imports_nothing_heavy() -> None:
     script = (
         "import sys; from seer.cli import main\n"
         "try: main(['--help'])\n"
-        "except SystemExit: print(sorted({'numpy', 'zmq', 'msgspec', 'rich', 'torch', 'asyncio'} & set(sys.modules)))"
+        "except SystemExit: print(sorted({'numpy', 'zmq', 'msgspec', 'rich', 'torch', 'asyncio', 'matplotlib'} & set(sys.modules)))"
     )
     result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert result.stdout.endswith("[]\n")
-    for command in ("rollout", "up", "status", "buffer", "context", "dgds", "engine"):
+    for command in ("rollout", "up", "status", "sim", "buffer", "context", "dgds", "engine"):
         assert f"\n  {command} " in result.stdout
 
 
