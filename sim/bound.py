@@ -1,6 +1,6 @@
 """The least time that a rollout can take.
 
-Invariants (tests/unit/test_bound.py asserts them):
+Invariants (tests/unit/test_sim_study.py asserts them):
 - no schedule of `Model`'s engines ends before `of_rollout(...).seconds(instances)`;
 - more instances, and drafts, never make it longer; the longest response alone never makes it shorter.
 """
@@ -16,6 +16,8 @@ from numpy.typing import NDArray
 from seer.common.errors import InvalidField
 from seer.sim.drafting import DRAFT_SHARE, GAINS, kind_of
 from seer.sim.workload import Model, Workload
+
+Floats = NDArray[np.float64]
 
 
 def lower_bound(tokens: int, longest: int, capacity: float, seconds_per_token: float) -> float:
@@ -63,7 +65,7 @@ def of_rollout(load: Workload, lengths: Sequence[Sequence[int]], drafts: bool) -
     longest = int(flat.max())
     # Responses that have a token 0, 1, 2, ... and the context in the middle of that step.
     alive = flat.size - np.bincount(flat).cumsum()[:-1]
-    context = load.prompt + np.arange(longest) + 0.5
+    context: Floats = load.prompt + np.arange(longest, dtype=np.float64) + 0.5
     gains = GAINS[kind_of(max(map(len, lengths)) - 1, probe=False)] if drafts else np.ones(1)
     # max(0, rows' compute - weights) is at least any part of the difference, the number of steps at least
     # what either limit asks for: each pair gives a bound, and one of them is the best of all mixtures.
@@ -80,11 +82,11 @@ def of_rollout(load: Workload, lengths: Sequence[Sequence[int]], drafts: bool) -
 
 def _cheapest(
     model: Model,
-    context: NDArray[np.float64],
-    gains: NDArray[np.float64],
-    share: NDArray[np.float64],
+    context: Floats,
+    gains: Floats,
+    share: Floats,
     part: float,
-) -> NDArray[np.float64]:
+) -> Floats:
     """Return the seconds of a token at each context, with the draft length that is best there.
 
     `share` of a step is the request's; `part` of what computing takes beyond reading weights is counted.

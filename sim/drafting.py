@@ -46,7 +46,8 @@ def _alpha(mean: float) -> float:
 
 _CHANCES = np.array([[_alpha(mean) ** k for k in range(1, MAX_DRAFT + 1)] for mean in ACCEPTANCE_LENGTH] * 2)
 _WEIGHTS = np.array([1.0] * len(SIBLINGS) + [HIGH_WEIGHT] * len(SIBLINGS))
-_GAINS = np.concatenate([np.ones((CLASSES, 1)), 1 + _CHANCES.cumsum(axis=1)], axis=1)
+GAINS = np.concatenate([np.ones((CLASSES, 1)), 1 + _CHANCES.cumsum(axis=1)], axis=1)
+"""Tokens a step [class, drafted tokens], the model's own included."""
 
 
 class Drafting:
@@ -78,6 +79,6 @@ def _choose(model: Model, counts: tuple[int, ...], kv_tokens: float) -> tuple[li
     compute = np.maximum(0.0, model.row * (batch + rows) - model.weights)
     seconds = (1 + DRAFT_SHARE) * (model.step + model.request * (batch + rows) + compute + read)
     keep = best(np.ascontiguousarray(_CHANCES[kinds]), seconds, 0.0, _WEIGHTS[kinds])
-    kept = np.bincount(kinds, weights=_GAINS[kinds, keep], minlength=CLASSES)
+    kept = np.bincount(kinds, weights=GAINS[kinds, keep], minlength=CLASSES)
     rates = [float(total / n) if n else 1.0 for total, n in zip(kept, counts, strict=True)]
     return rates, float(keep.sum())

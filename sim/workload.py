@@ -39,7 +39,7 @@ class Model(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     (w), the time to read all weights, are free; `kv` (c) reads one token's KV, once for all rows of its
     request, `attend` (d) computes one row's attention to it, which is more where KV is compressed.
     `prefill` computes one context token, `pull` brings one token's KV from the pool. `kv_tokens` fit
-    beside the weights.
+    beside the weights, of `kv_bytes` each, which only reports need (0: unknown).
     """
 
     step: float
@@ -51,6 +51,7 @@ class Model(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     prefill: float
     pull: float
     kv_tokens: int
+    kv_bytes: int = 0
     block_size: int = 16
     max_num_seqs: int = 1024
 
@@ -189,6 +190,7 @@ def _h800s(
         prefill=2 * active / (gpus * _GPU_COMPUTE),
         pull=kv_bytes / (gpus * _GPU_LINK),
         kv_tokens=int(share * (gpus * 80e9 - weights) / kv_bytes),
+        kv_bytes=kv_bytes,
     )
 
 

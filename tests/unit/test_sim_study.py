@@ -81,11 +81,14 @@ def test_no_policy_ends_before_the_bound(policy: str, drafts: bool) -> None:
         assert run.curve == sorted(run.curve)
 
 
-def test_more_instances_never_raise_the_bound() -> None:
+def test_more_instances_and_drafts_never_raise_the_bound() -> None:
     least = of_rollout(LOAD, LOAD.draw(0), drafts=False)
     bounds = [least.seconds(instances) for instances in (1, 2, 4, 1000)]
     assert bounds == sorted(bounds, reverse=True)
     assert bounds[-1] == pytest.approx(least.alone)
+    drafted = of_rollout(LOAD, LOAD.draw(0), drafts=True)
+    assert drafted.work <= least.work
+    assert drafted.alone <= least.alone
 
 
 def test_the_baseline_is_always_there_and_drafts_come_beside() -> None:
