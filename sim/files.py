@@ -1,7 +1,7 @@
 """Workloads from files: TOML descriptions, and recorded rollouts.
 
-A description has the fields of `Workload`, its `model` a table of `Model`'s; with `like = "moonlight"`
-what it leaves out is as there. `trace = "FILE"`, relative to it, gives recorded lengths.
+A description has the fields of `Workload` but for its name and lengths, `model` is a table of `Model`'s.
+With `like = "moonlight"` what it leaves out is as there; `trace = "FILE"`, relative to it, gives lengths.
 
 A trace is JSON lines, of responses `{"id": "<prompt>", "length": n}` or `{"id", "token_ids": [...]}`
 (what the replay engine reads), or of groups `{"id", "responses": [{"token_ids": [...]}, ...]}` (what
@@ -121,8 +121,7 @@ def _described(path: Path) -> Workload:
             raise ConfigError(f"{path}: like = {like!r}: choose from {', '.join(WORKLOADS)}")
         base = msgspec.to_builtins(WORKLOADS[like]())
         table = base | table | {"model": base["model"] | table.get("model", {})}
-        table["name"] = path.name
-    table.setdefault("name", path.name)
+    table["name"] = path.name
     lengths = read_trace(path.parent / trace) if trace else ()
     if lengths:
         table |= {"groups": len(lengths), "group_size": max(map(len, lengths)), "lengths": lengths}
@@ -138,7 +137,8 @@ def _unknown(table: dict[str, object]) -> Iterator[str]:
     if not isinstance(model, dict):
         yield f"model = {model!r}: give a table, [model]"
         return
-    known = [*Workload.__struct_fields__, "like", "trace"]
+    given_otherwise = ("name", "lengths")
+    known = [*(each for each in Workload.__struct_fields__ if each not in given_otherwise), "like", "trace"]
     for prefix, keys, fields in (("", table, known), ("model.", model, list(Model.__struct_fields__))):
         for key in keys:
             if key not in fields:

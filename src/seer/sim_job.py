@@ -22,7 +22,7 @@ from rich.table import Table
 from seer.common.errors import InvalidField
 from seer.prompts_io import check_writable, write_report
 from seer.sim.files import load_workload
-from seer.sim.paper import figures
+from seer.sim.paper import Figures, figures
 from seer.sim.plan import instances_for
 from seer.sim.study import (
     BASELINE,
@@ -43,7 +43,7 @@ POLICIES = ("static", "least-loaded", "divided", "least-generated", "seer-paper"
 DEFAULT = "seer"
 """The policy that is planned with, and traced beside the baseline, by default."""
 
-TABLE_WIDTH = 150
+TABLE_WIDTH = 240
 """A table is not cut to a narrower terminal, or to a pipe's 80 columns."""
 
 
@@ -124,7 +124,7 @@ def _study(
         for path in draw(load, [run for run in runs if run.seed == 0], job.plot):
             console.print(f"[dim]{path}[/dim]", soft_wrap=True)
     return {
-        "workload": replace(load, lengths=()),
+        "workload": {key: value for key, value in msgspec.structs.asdict(load).items() if key != "lengths"},
         "responses": sum(map(len, load.draw(0))),
         "policies": [
             {"label": each.variant.label, "summary": each, "paper": figures(load, each.variant)}
@@ -170,44 +170,45 @@ def table_of(load: Workload, summaries: Sequence[Summary], job: Job) -> Table:
         f"{summaries[0].seeds} seed{'s' * (summaries[0].seeds > 1)}"
     )
     table = Table(title=title, title_justify="left", title_style="bold")
-    told = [figures(load, each.variant) for each in summaries]
-    published = any(msgspec.structs.astuple(each) != (None,) * 4 for each in told)
-    table.add_column("policy", no_wrap=True)
-    for heading in ("total s", "tail s", "x static", "tail/static", "of bound", "preempt.", "migr.", "TB"):
-        table.add_column(heading, justify="right", no_wrap=True)
-        if published and heading in ("total s", "tail s", "x static", "tail/static"):
-            table.add_column("paper", justify="right", no_wrap=True, style="cyan")
-    for each, paper in zip(summaries, told, strict=True):
-        cells = _cells(each)
-        if published:
-            cells[4:4] = [_beside(paper.tail_ratio, each.tail_ratio, ".2f")]
-            cells[3:3] = [_beside(paper.speedup, each.speedup.mean, ".2f")]
-            cells[2:2] = [_beside(paper.tail, each.tail, ".0f")]
-            cells[1:1] = [_beside(paper.total, each.total, ".0f")]
-        table.add_row(each.variant.label, *cells)
+    rows = [_cells(each, figures(load, each.variant)) for each in summaries]
+    shown = [heading for heading in rows[0] if any(row[heading] for row in rows)]
+    for heading in shown:
+        style = "cyan" if heading.startswith("paper") else ""
+        table.add_column(
+            heading, justify="left" if heading == "policy" else "right", no_wrap=True, style=style
+        )
+    for row in rows:
+        table.add_row(*(row[heading] for heading in shown))
     return table
 
 
-def _cells(found: Summary) -> list[str]:
-    ratio = "none" if found.tail_ratio is None else f"{found.tail_ratio:.2f}"
+def _cells(found: Summary, paper: Figures) -> dict[str, str]:
+    """Return a row by its headings; cells without a figure are empty."""
     speedup = f"{found.speedup.mean:.2f}"
     if found.speedup.low is not None and found.variant != BASELINE:
         speedup += f" ({found.speedup.low:.2f}-{found.speedup.high:.2f})"
-    return [
-        _spread(found.total, found.total_deviation),
-        _spread(found.tail, found.tail_deviation),
-        speedup,
-        ratio,
-        f"{found.efficiency:.1%}",
-        f"{found.preemptions:.2f}",
-        f"{found.migrations:.0f}",
-        f"{found.pulled_terabytes:.1f}",
-    ]
+    return {
+        "policy": found.variant.label,
+        "total s": _spread(found.total, found.total_deviation, found.seeds),
+        "paper s": _beside(paper.total, found.total, ".0f"),
+        "tail s": _spread(found.tail, found.tail_deviation, found.seeds),
+        "paper tail": _beside(paper.tail, found.tail, ".0f"),
+        "x static": speedup,
+        "paper x": _beside(paper.speedup, found.speedup.mean, ".2f"),
+        "tail/static": "" if found.tail_ratio is None else f"{found.tail_ratio:.2f}",
+        "paper t/s": _beside(paper.tail_ratio, found.tail_ratio, ".2f"),
+        "of bound": f"{found.efficiency:.1%}",
+        "preempt.": f"{found.preemptions:.2f}",
+        "migr.": f"{found.migrations:.0f}",
+        "TB": f"{found.pulled_terabytes:.1f}",
+        "error": f"{found.error:.2f}",
+    }
 
 
-def _spread(mean: float, deviation: float) -> str:
+def _spread(mean: float, deviation: float, seeds: int) -> str:
     digits = 0 if mean >= 100 else 1
-    return f"{mean:.{digits}f} ± {deviation:.{digits}f}"
+    spread = f" ± {deviation:.{digits}f}" if seeds > 1 else ""
+    return f"{mean:.{digits}f}{spread}"
 
 
 def _beside(published: float | None, found: float | None, form: str) -> str:

@@ -75,6 +75,14 @@ def test_a_trace_runs_once_on_the_cluster_named(tmp_path: Path) -> None:
         "trace.jsonl: 2 prompts, 3 recorded responses on 8 instances; chunks of 2048, 1 seed "
         in result.output
     )
+    described = tmp_path / "described.toml"
+    described.write_text(TINY.replace("mean = 80", 'mean = 0\ntrace = "trace.jsonl"'))
+    report = tmp_path / "report.json"
+    result = sim("--workload", described, "--policy", "seer", "--json", report)
+    assert result.exit_code == 0, result.output
+    [found] = json.loads(report.read_text())["workloads"]
+    assert (found["responses"], [run["tokens"] for run in found["runs"]]) == (3, [61, 61])
+    assert "lengths" not in found["workload"]
     refused = sim("--workload", trace, "--cluster", "kimi-k2", "--between", 0.5)
     assert refused.exit_code == 2
     assert "--between = 0.5: trace.jsonl has recorded lengths: leave it out" in refused.output
@@ -87,7 +95,7 @@ def test_beside_the_papers_workloads_stand_its_figures() -> None:
     table = sim_job.table_of(load, found, job)
     columns = {str(column.header): list(column.cells) for column in table.columns[:3]}
     error = found[0].total / 3957 - 1
-    assert columns["paper"] == [f"3957 ({error:+.0%})", ""]
+    assert columns["paper s"] == [f"3957 ({error:+.0%})", ""]
 
 
 def _summaries(load: Workload) -> list[Summary]:

@@ -51,6 +51,12 @@ def test_what_a_file_leaves_out_is_as_in_the_workload_it_is_like(tmp_path: Path)
     assert (load.mean, load.model.step) == (known.mean, known.model.step)
 
 
+def test_a_file_with_a_trace_needs_no_distribution(tmp_path: Path) -> None:
+    write(tmp_path, '{"id": "a", "length": 9}\n', "trace.jsonl")
+    text = WHOLE.replace("mean = 20", 'trace = "trace.jsonl"').replace("groups = 3", "")
+    assert load_workload(write(tmp_path, text.replace("group_size = 4", ""))).draw(0) == [[9]]
+
+
 def test_all_kinds_of_lines_are_lengths_by_prompt(tmp_path: Path) -> None:
     trace = write(
         tmp_path,
@@ -86,6 +92,8 @@ def test_all_kinds_of_lines_are_lengths_by_prompt(tmp_path: Path) -> None:
         (WHOLE.replace("kv_tokens = 2000", "kv_tokens = 200"), "model.kv_tokens = 200: cannot hold one"),
         ('like = "sunlight"', "like = 'sunlight': choose from moonlight, "),
         ("like = 3", "like = 3: give a string"),
+        ("xyz = 1", "unknown key xyz; valid: instances, groups, "),
+        ('name = "moonlight"', "unknown key name; "),
         ('like = "moonlight"\ntrace = "none.jsonl"', "none.jsonl: No such file"),
     ],
 )
