@@ -8,10 +8,11 @@ compute nothing and take the time of a modelled step; sockets, processes and ser
 Every run has a system of its own: nothing of an earlier run, whose tokens are the same, helps a later one.
 On vLLM `bare` joins in (bench/bare_vllm.py). The better of it and `static` is the baseline.
 
-Efficiency is against `sim/bound.py`. On vLLM capacity and the time of a token alone are the best that
-engines showed in this invocation, warm-up included, drafts and all; on replay they follow from the
-settings. Policies must not change a token: exit code 1 if any response differs between runs of Seer.
-Bare vLLM samples other tokens, so others are as many: there, compare tokens/s. Prints JSON.
+Efficiency is against `sim/bound.py`, at the batch that KV holds of these responses, averaged over their
+tokens. On vLLM capacity is the best second that any warm-up showed at about that batch, drafts and all,
+and a token alone the least time of one there; on replay both follow from the settings.
+Policies must not change a token: exit code 1 if any response differs between runs of Seer. Bare vLLM
+samples other tokens, so others are as many: there, compare tokens/s. Prints JSON.
 """
 
 from __future__ import annotations
@@ -39,17 +40,16 @@ EXAMPLE = Path(__file__).parents[1] / "examples" / "countdown"
 BARE = "bare"
 
 
-VLLM_KV_BLOCKS = 160
-"""Blocks of 32 tokens an engine: with them whole responses are preempted 1.56 times a request under
-`static` and 1.26 times in bare vLLM, on average the 1.4 of the paper's baseline on Qwen2-VL-72B
-(13,686 preemptions of 9,600 requests). Fewer requests fit at once than `max_num_seqs`: 160 blocks
-hold 14 of a mean response's length."""
+VLLM_KV_BLOCKS = 176
+"""Blocks of 32 tokens an engine, between 160 and 192, at which `static` was preempted 2.0 and 1.6 times a
+request (drafts and saves to the pool take blocks, too) and bare vLLM 1.2 and 0.95 times: on average
+about the 1.4 of the paper's baseline on Qwen2-VL-72B (13,686 of 9,600 requests)."""
 
 PULL_TOKENS = 32
 """A block: by default the pool is asked for 512 tokens or more, and most of these responses are shorter."""
 
 REPLAY_KV_BLOCKS = 80
-"""The same for replay engines, where `services/engine/kv_model.py` gives the number before a run."""
+"""The same for replay engines: 1.38 preemptions a request under `static`."""
 
 REPLAY_STEP_SECONDS = 0.015
 """So long that 32 engines keep two cores busy less than 60 % of the time: what is compared is schedules,
@@ -57,7 +57,7 @@ not how fast Python steps. `cpu_share` of each run says whether that held."""
 
 VLLM = Mode(
     instances=2,
-    warm_up=8,
+    warm_up=4,
     groups=16,
     n=8,
     max_tokens=1024,
@@ -99,11 +99,10 @@ def bare_run(engines: BareEngines, mode: Mode, prompts: Sequence[list[int]]) -> 
     return Run(BARE, found["lengths"], found["finish_times"], found["preemptions"], use.shares())
 
 
-def modelled_rate(engine: EngineConfig, block_size: int, prompts: Sequence[list[int]], run: Run) -> float:
-    """Return tokens/s of a replay engine at the batch that its KV holds, averaged over all steps.
+def batch_held(engine: EngineConfig, block_size: int, prompts: Sequence[list[int]], run: Run) -> float:
+    """Return how many requests an engine's KV holds at a time, averaged over all steps.
 
-    A token at context c occupies blocks for c + 1 tokens during its step: the mean of that over all
-    tokens says how many requests fit, at most, at a time.
+    A token at context c occupies blocks for c + 1 tokens during its step.
     """
     contexts = [len(prompt) for prompt in prompts for _ in range(len(run.lengths) // len(prompts))]
     held = sum(
@@ -111,18 +110,14 @@ def modelled_rate(engine: EngineConfig, block_size: int, prompts: Sequence[list[
         for context, length in zip(contexts, run.lengths, strict=True)
     )
     assert engine.kv_blocks is not None
-    batch = min(engine.max_num_seqs, engine.kv_blocks * sum(run.lengths) / held)
-    return batch / (engine.replay_step_seconds + batch * engine.replay_row_seconds)
+    return min(engine.max_num_seqs, engine.kv_blocks * sum(run.lengths) / held)
 
 
-def speeds(
-    config: Config, mode: Mode, prompts: Sequence[list[int]], runs: Sequence[Run]
-) -> tuple[float, float]:
+def speeds(engine: EngineConfig, mode: Mode, batch: float, runs: Sequence[Run]) -> tuple[float, float]:
     """Return the capacity in tokens/s of all instances, and the seconds of a token alone, by Seer's runs."""
-    engine = config.engine
     if engine.backend == "replay":
-        rate = modelled_rate(engine, config.shared.block_size, prompts, runs[0])
-        return mode.instances * rate, engine.replay_step_seconds + engine.replay_row_seconds
+        step, row = engine.replay_step_seconds, engine.replay_row_seconds
+        return mode.instances * batch / (step + batch * row), step + row
     capacity = max(sum(instance.stats.best_rate for instance in run.instances) for run in runs)
     seen = [instance.stats.token_seconds_alone for run in runs for instance in run.instances]
     return capacity, min(filter(None, seen))
@@ -177,12 +172,14 @@ async def compare(options: argparse.Namespace, mode: Mode, config: Config) -> di
                 runs.append(run)
                 say(f"{turn} {name}: {max(run.finish_times):.1f} s, {run.preemptions} preemptions")
     ours = [run for run in runs if run.hashes]
-    capacity, alone = speeds(config, mode, prompts, ours)
+    batch = batch_held(config.engine, config.shared.block_size, prompts, ours[0])
+    capacity, alone = speeds(config.engine, mode, batch, ours)
     versions = ours[0].instances[0].versions
     return {
         "ran_on": {"backend": options.mode, "instances": mode.instances, **machine(), **versions},
         "workload": {"groups": mode.groups, "n": mode.n, "max_tokens": mode.max_tokens, "seed": options.seed},
         "settings": [*mode.settings, *options.overrides],
+        "batch_that_kv_holds": round(batch, 1),
         "capacity_tokens_per_s": round(capacity, 1),
         "token_ms_alone": round(1e3 * alone, 3),
         "equality": equality(ours),

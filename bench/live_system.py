@@ -24,7 +24,7 @@ from seer.launch import LocalSystem
 from seer.rollout_job import tail_seconds
 from seer.sim.bound import lower_bound
 
-ALONE_TOKENS = 256
+WARM_UP_TOKENS = 512
 TICKS = os.sysconf("SC_CLK_TCK")
 
 
@@ -60,7 +60,10 @@ def _busy_seconds() -> float:
 
 @dataclass(frozen=True)
 class Mode:
-    """A fixed workload and the engines for it; `warm_up` groups of other prompts are run before."""
+    """A fixed workload and the engines for it; `warm_up` groups of other prompts are run before.
+
+    These make a batch of about what KV holds of the workload's responses, halfway through.
+    """
 
     instances: int
     warm_up: int
@@ -72,7 +75,7 @@ class Mode:
 
 @dataclass
 class Run:
-    """What one run of a contestant took; `hashes` by response, and what engines report, of Seer alone."""
+    """What one run of a contestant took; of Seer alone: `hashes`, and what engines said after warm-up."""
 
     name: str
     lengths: list[int]
@@ -117,7 +120,7 @@ async def run_seer(
         LocalSystem(config, mode.instances) as system,
         RolloutClient(system.endpoint) as client,
     ):
-        await warm_up(client, mode, others, seed)
+        instances = await warm_up(client, mode, others, seed, 2 * config.engine.status_seconds)
         use = CpuUse([os.getpid(), *system.pids.values()])  # this process is the trainer
         named = [Prompt(f"p{number}", token_ids=tokens) for number, tokens in enumerate(prompts)]
         sampling = SamplingParams(max_tokens=mode.max_tokens)
@@ -126,8 +129,6 @@ async def run_seer(
         groups = await rollout.result()
         seconds = time.monotonic() - begun
         shares = use.shares()
-        await asyncio.sleep(2 * config.engine.status_seconds)  # engines report what they did
-        instances = (await client.status()).instances
     responses = [(f"{g.prompt_id}#{r.index}", r.token_ids) for g in groups for r in g.responses]
     return Run(
         name=policy,
@@ -142,11 +143,14 @@ async def run_seer(
     )
 
 
-async def warm_up(client: RolloutClient, mode: Mode, others: Sequence[list[int]], seed: int) -> None:
-    """Have engines run large batches, then one request at a time: how fast they are then is reported."""
-    if not others:
-        return
-    sampling = SamplingParams(max_tokens=ALONE_TOKENS)
-    await (await client.submit(others, n=mode.n, sampling=sampling, seed=seed)).result()
-    for tokens in others[: 2 * mode.instances]:
-        await (await client.submit([tokens], n=1, sampling=sampling, seed=seed)).result()
+async def warm_up(
+    client: RolloutClient, mode: Mode, others: Sequence[list[int]], seed: int, report_seconds: float
+) -> list[InstanceStatus]:
+    """Have engines run that batch, then one request at a time; return how fast they say they were."""
+    if others:
+        sampling = SamplingParams(max_tokens=WARM_UP_TOKENS)
+        await (await client.submit(others, n=mode.n, sampling=sampling, seed=seed)).result()
+        for tokens in others[: 2 * mode.instances]:
+            await (await client.submit([tokens], n=1, sampling=sampling, seed=seed)).result()
+        await asyncio.sleep(report_seconds)
+    return (await client.status()).instances
