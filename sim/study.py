@@ -147,6 +147,10 @@ def run_all(tasks: Sequence[Task], workers: int, told: Callable[[Run], None]) ->
         done = {futures[future]: _tell(future.result(), told) for future in as_completed(futures)}
     except BrokenProcessPool as error:
         raise SeerError("a worker process of the simulation died; is there memory for --workers?") from error
+    except BaseException:  # nobody waits for the runs that go on
+        for process in multiprocessing.active_children():
+            process.terminate()
+        raise
     finally:
         pool.shutdown(wait=False, cancel_futures=True)
     return [done[index] for index in range(len(tasks))]

@@ -143,6 +143,20 @@ def _traced(compared: Sequence[Variant]) -> list[Variant]:
 
 @contextlib.contextmanager
 def _progress(name: str, runs: int) -> Iterator[Callable[[Run], None]]:
+    """Yield a function that shows on stderr that a run ended: a bar on a terminal, lines elsewhere."""
+    ended = 0
+
+    def last(run: Run) -> str:
+        return f"{run.variant.label}, seed {run.seed}: {run.total:.0f} s"
+
+    def line(run: Run) -> None:
+        nonlocal ended
+        ended += 1
+        print(f"{name}: {ended}/{runs} runs, {last(run)}", file=sys.stderr, flush=True)
+
+    if not sys.stderr.isatty():
+        yield line
+        return
     columns = (
         progress.TextColumn("{task.description}"),
         progress.BarColumn(),
@@ -152,12 +166,7 @@ def _progress(name: str, runs: int) -> Iterator[Callable[[Run], None]]:
     )
     with progress.Progress(*columns, console=Console(stderr=True), transient=True) as display:
         task = display.add_task(name, total=runs, last="")
-
-        def told(run: Run) -> None:
-            last = f"{run.variant.label}, seed {run.seed}: {run.total:.0f} s"
-            display.update(task, advance=1, last=last)
-
-        yield told
+        yield lambda run: display.update(task, advance=1, last=last(run))
 
 
 def table_of(load: Workload, summaries: Sequence[Summary], job: Job) -> Table:

@@ -47,6 +47,8 @@ def test_a_table_has_a_row_for_each_policy_and_the_report_the_same_figures(
         assert float(row[3].split()[0]) == pytest.approx(summary["speedup"]["mean"], abs=0.0051)
         assert float(row[5].strip(" %")) == pytest.approx(100 * summary["efficiency"], abs=0.051)
     assert len(found["runs"]) == 12
+    assert result.stderr.count("tiny.toml: ") == 12
+    assert "tiny.toml: 12/12 runs, oracle + drafts, seed 1: " in result.stderr
     assert found["responses"] == 24
     assert "paper" not in result.output
 
