@@ -54,14 +54,16 @@ class Instance:
         self._drafting = drafting
         self._now = 0.0
         self._debt = 0.0  # seconds of prefill before the next step
-        self._clocks = [0.0] * CLASSES
-        self._rates = [1.0] * CLASSES
-        self._counts = [0] * CLASSES
-        self._ends: list[list[tuple[float, int, Chunk]]] = [[] for _ in range(CLASSES)]
+        classes = CLASSES if drafting else 1
+        self._clocks = [0.0] * classes
+        self._rates = [1.0] * classes
+        self._counts = [0] * classes
+        self._ends: list[list[tuple[float, int, Chunk]]] = [[] for _ in range(classes)]
         self._order = count()
         self._running: OrderedDict[str, Chunk] = OrderedDict()
         self._waiting: deque[Chunk] = deque()
         self._step, self._gain, self._rise = model.step, 0.0, 0.0
+        self._tuned = True
         self._cached: OrderedDict[str, float] = OrderedDict()  # left by requests that may come back
         self._cached_tokens = 0.0
         self.kv_tokens = 0.0
@@ -119,7 +121,7 @@ class Instance:
             self._counts[chunk.kind] += 1
             heapq.heappush(self._ends[chunk.kind], (chunk.end - chunk.base, next(self._order), chunk))
         self._evict()
-        self._retune()
+        self._tuned = False
 
     def _remove(self, chunk: Chunk) -> None:
         chunk.length = self._clocks[chunk.kind] + chunk.base
@@ -129,12 +131,13 @@ class Instance:
         if not self._running:
             self.kv_tokens = 0.0
 
-    def _retune(self) -> None:
+    def _tune(self) -> None:
         """Compute the step's time, and what it brings, for the batch that runs now."""
-        drafted = 0.0
-        if self._drafting is not None and self._running:
+        self._tuned = True
+        drafted, self._gain = 0.0, float(len(self._running))
+        if self._drafting is not None:
             self._rates, drafted = self._drafting.rates(self.model, self._counts, self.kv_tokens)
-        self._gain = sum(rate * n for rate, n in zip(self._rates, self._counts, strict=True) if n)
+            self._gain = sum(rate * n for rate, n in zip(self._rates, self._counts, strict=True) if n)
         share = 1 + DRAFT_SHARE if drafted else 1.0
         batch = len(self._running)
         self._step = share * self.model.seconds(batch, drafted, self.kv_tokens)
@@ -146,6 +149,8 @@ class Instance:
         """Return when the next chunk ends or is preempted; infinity if none runs."""
         if not self._running:
             return math.inf
+        if not self._tuned:
+            self._tune()
         steps = (self.model.kv_tokens - self.kv_tokens) / self._gain
         for kind, ends in enumerate(self._ends):
             while ends and self._stale(*ends[0]):
@@ -161,6 +166,8 @@ class Instance:
         self._now = now
         if not self._running or seconds <= 0:
             return
+        if not self._tuned:
+            self._tune()
         self.busy_seconds += seconds
         paid = min(self._debt, seconds)
         self._debt -= paid

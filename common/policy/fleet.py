@@ -15,8 +15,8 @@ from dataclasses import dataclass
 
 from seer.common.types import Capacity
 
-FEW = 16
-"""Instances with room that are looked at one by one; where more have room, the least loaded are tried."""
+_Load = tuple[int, int, str]  # chunks, free blocks below 0, name
+_Room = tuple[int, str]  # free blocks if a seat is, name
 
 
 @dataclass(slots=True)
@@ -39,11 +39,11 @@ class InstanceView:
 
     def has_room(self, context: int, chunk: int) -> bool:
         """Say whether a chunk's worst case fits now."""
-        capacity = self.capacity
+        capacity = self.capacity  # `capacity.holds`, but for blocks that are free
         return (
             self.chunks < capacity.max_num_seqs
+            and context + chunk <= capacity.max_model_len
             and capacity.blocks_for(context, chunk) <= self.free_blocks
-            and capacity.holds(context, chunk)
         )
 
 
@@ -55,8 +55,9 @@ class Fleet(Mapping[str, InstanceView]):
         self._views: dict[str, InstanceView] = {}
         self._names: list[str] = []
         self._capacities: Counter[Capacity] = Counter()
-        self._by_load: list[tuple[int, int, str]] = []
-        self._by_room: list[tuple[int, str]] = []
+        self._by_load: list[_Load] = []
+        self._by_room: list[_Room] = []
+        self._keys: dict[str, tuple[_Load, _Room]] = {}  # as they stand in both
         for instance in instances:
             self.add(instance)
 
@@ -121,12 +122,15 @@ class Fleet(Mapping[str, InstanceView]):
         self._index(instance)
 
     def _index(self, instance: InstanceView) -> None:
-        load, room = _keys(instance)
+        free, name = instance.free_blocks, instance.name
+        load = (instance.chunks, -free, name)
+        room = (free if instance.chunks < instance.capacity.max_num_seqs else -1, name)
+        self._keys[name] = (load, room)
         insort(self._by_load, load)
         insort(self._by_room, room)
 
     def _unindex(self, instance: InstanceView) -> None:
-        load, room = _keys(instance)
+        load, room = self._keys.pop(instance.name)
         del self._by_load[bisect_left(self._by_load, load)]
         del self._by_room[bisect_left(self._by_room, room)]
 
@@ -148,12 +152,13 @@ class Fleet(Mapping[str, InstanceView]):
         """Return the one with the fewest chunks, then most free blocks, of those that have room."""
         if not self._names:
             return None
-        least = min(capacity.blocks_for(context, chunk) for capacity in self._capacities)
+        least = min([capacity.blocks_for(context, chunk) for capacity in self._capacities])
         first = bisect_left(self._by_room, (least, ""))
-        if len(self._by_room) - first <= FEW:  # most are full: look at those that are not
-            views = [self._views[name] for _, name in self._by_room[first:]]
-            able = [view for view in views if view.has_room(context, chunk)]
-            return min(able, key=lambda view: _keys(view)[0], default=None)
+        # Of n instances f have blocks: either those f are looked at or, from the least loaded on, n / f.
+        if (len(self._by_room) - first) ** 2 <= len(self._by_room):
+            names = [name for _, name in self._by_room[first:]]
+            loads = [self._keys[name][0] for name in names if self._views[name].has_room(context, chunk)]
+            return self._views[min(loads)[2]] if loads else None
         for _, _, name in self._by_load:
             if self._views[name].has_room(context, chunk):
                 return self._views[name]
@@ -166,9 +171,3 @@ class Fleet(Mapping[str, InstanceView]):
             if chunks < capacity.max_num_seqs and capacity.holds(context, chunk):
                 return self._views[name]
         return None
-
-
-def _keys(instance: InstanceView) -> tuple[tuple[int, int, str], tuple[int, str]]:
-    free = instance.free_blocks
-    room = free if instance.chunks < instance.capacity.max_num_seqs else -1
-    return (instance.chunks, -free, instance.name), (room, instance.name)

@@ -268,7 +268,9 @@ class Machine:
         request.instance = instance.name
         request.blocks = instance.capacity.blocks_for(request.view.context, chunk)
         self.instances.reserve(instance.name, request.blocks)
-        self._count(request, chunks=1, migrations=request.view.last_instance not in ("", instance.name))
+        self._count(request, "chunks", 1)
+        if request.view.last_instance not in ("", instance.name):
+            self._count(request, "migrations", 1)
         request.view.last_instance = instance.name
         acceptance = request.group.acceptance or self.acceptance
         probe = request.view.index < self.policy.probes
@@ -279,11 +281,9 @@ class Machine:
             self.instances.release(request.instance, request.blocks)
         request.instance = ""
 
-    def _count(self, request: RequestState, **amounts: int) -> None:
-        for name, amount in amounts.items():
-            self.counters[name] += amount
-            request.group.rollout.counters[name] += amount
-            request.group.counters[name] += amount
+    def _count(self, request: RequestState, name: str, amount: int) -> None:
+        for counters in (self.counters, request.group.rollout.counters, request.group.counters):
+            counters[name] += amount
 
     # --- chunks --------------------------------------------------------------------------
 
@@ -305,7 +305,9 @@ class Machine:
             return
         request.losses = 0
         request.view.generated += event.count
-        self._count(request, tokens=event.count, preemptions=event.preemptions)
+        self._count(request, "tokens", event.count)
+        if event.preemptions:
+            self._count(request, "preemptions", event.preemptions)
         out.append(Keep(event.request_id))
         finish = event.finish or ("" if request.view.remaining else "length")
         group = request.group

@@ -60,7 +60,12 @@ def fluid(shape: Model, jobs: list[Job], drafting: Drafting | None = None) -> Ru
         if arrival == now:
             job = todo.pop(0)
             chunk = Chunk(
-                job.name, 1, float(job.length), job.end, float(job.length), kind=len(todo) % CLASSES
+                job.name,
+                1,
+                float(job.length),
+                job.end,
+                float(job.length),
+                kind=len(todo) % CLASSES if drafting else 0,
             )
             instance.add(chunk, now)
         check(instance)
