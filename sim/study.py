@@ -62,7 +62,7 @@ class Task(msgspec.Struct, frozen=True):
     traced: bool = False
 
 
-class Run(msgspec.Struct):
+class Run(msgspec.Struct, omit_defaults=True):
     """What one run took, in seconds; `bound` is the least it could, `curve` when 0, 1, ... % had ended."""
 
     variant: Variant

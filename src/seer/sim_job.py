@@ -18,6 +18,7 @@ from msgspec.structs import replace
 from rich import progress
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from seer.common.errors import InvalidField
 from seer.prompts_io import check_writable, write_report
@@ -122,7 +123,7 @@ def _study(
         from seer.sim.plots import draw
 
         for path in draw(load, [run for run in runs if run.seed == 0], job.plot):
-            console.print(f"[dim]{path}[/dim]", soft_wrap=True)
+            console.print(str(path), style="dim", markup=False, soft_wrap=True)
     return {
         "workload": {key: value for key, value in msgspec.structs.asdict(load).items() if key != "lengths"},
         "responses": sum(map(len, load.draw(0))),
@@ -178,7 +179,7 @@ def table_of(load: Workload, summaries: Sequence[Summary], job: Job) -> Table:
         f"{load.name}: {responses} on {load.instances} instances; chunks of {job.chunk_size}, "
         f"{summaries[0].seeds} seed{'s' * (summaries[0].seeds > 1)}"
     )
-    table = Table(title=title, title_justify="left", title_style="bold")
+    table = Table(title=Text(title), title_justify="left", title_style="bold")
     rows = [_cells(each, figures(load, each.variant)) for each in summaries]
     shown = [heading for heading in rows[0] if any(row[heading] for row in rows)]
     for heading in shown:
@@ -236,13 +237,14 @@ def _plan(load: Workload, job: Job, console: Console) -> dict[str, object]:
 
     def told(instances: int, took: float) -> None:
         tried[instances] = took
-        print(f"{load.name}: {instances} instances: {took:.0f} s", file=sys.stderr, flush=True)
+        print(f"{load.name}: {took:.0f} s on {instances}", file=sys.stderr, flush=True)
 
     workers = job.workers or cpus()
     needed = instances_for(load, variant, seconds, job.seeds, job.chunk_size, workers, told)
     console.print(
-        f"{load.name}: {needed} instances end a rollout in {tried[needed]:.0f} s with {variant.label}, "
-        f"within {seconds:.0f} s ({load.instances} in the workload)",
+        f"{load.name}: within {seconds:.0f} s with {variant.label}: {needed} of its instances "
+        f"({tried[needed]:.0f} s); the workload has {load.instances}",
         soft_wrap=True,
+        markup=False,
     )
     return {"workload": load.name, "instances": needed, "policy": variant.label, "tried": tried}

@@ -77,11 +77,12 @@ def test_a_trace_runs_once_on_the_cluster_named(tmp_path: Path) -> None:
         "trace.jsonl: 2 prompts, 3 recorded responses on 8 instances; chunks of 2048, 1 seed "
         in result.output
     )
-    described = tmp_path / "described.toml"
+    described = tmp_path / "my [bold]own.toml"  # no markup
     described.write_text(TINY.replace("mean = 80", 'mean = 0\ntrace = "trace.jsonl"'))
     report = tmp_path / "report.json"
     result = sim("--workload", described, "--policy", "seer", "--json", report)
     assert result.exit_code == 0, result.output
+    assert "my [bold]own.toml: 2 prompts" in result.output
     [found] = json.loads(report.read_text())["workloads"]
     assert (found["responses"], [run["tokens"] for run in found["runs"]]) == (3, [61, 61])
     assert "lengths" not in found["workload"]
@@ -110,7 +111,8 @@ def test_a_plan_says_how_many_instances(tiny: Path, tmp_path: Path) -> None:
     report = tmp_path / "report.json"
     result = sim("--workload", tiny, "--plan", 100, "--seeds", 1, "--json", report)
     assert result.exit_code == 0, result.output
-    assert "tiny.toml: 1 instances: " in result.stderr
+    assert result.stderr.endswith(" s on 1\n")
+    assert "tiny.toml: within 100 s with seer: 1 of its instances (" in result.stdout
     [found] = json.loads(report.read_text())["workloads"]
     assert (found["instances"], found["policy"], list(found["tried"])) == (1, "seer", ["1"])
     assert sim("--workload", tiny, "--plan", 0.1, "--seeds", 1).exit_code == 2
