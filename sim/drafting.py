@@ -62,7 +62,8 @@ class Drafting:
         known = self._known.get(key)
         if known is None:
             known = self._known[key] = _choose(model, key[1:], key[0])
-        return known
+        rates, drafted = known
+        return rates, drafted * sum(counts) / sum(key[1:])
 
 
 def _coarse(number: int) -> int:

@@ -120,7 +120,7 @@ def _draft_options(command: F) -> F:
 @click.option("--instances", type=_POSITIVE, default=2, show_default=True, help="Engines to start.")
 @click.option("--tensor-parallel", type=_POSITIVE, help="Ranks per engine.  [default: 1]")
 @click.option("--chunk-size", type=_POSITIVE, help="Tokens per chunk.  [default: 256]")
-@click.option("--policy", help="Scheduling policy.  [default: divided]")
+@click.option("--policy", help="Scheduling policy.  [default: seer]")
 @click.option("--max-num-seqs", type=_POSITIVE, help="Requests an engine runs at once.  [default: 64]")
 @click.option("--kv-blocks", type=_POSITIVE, help="KV blocks per engine; default: what the memory gives.")
 @_KV_POOL

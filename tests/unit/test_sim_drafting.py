@@ -55,6 +55,8 @@ def test_who_is_alone_drafts_deepest(model):
 
 def test_batches_that_differ_little_draft_alike():
     drafting, model = Drafting(), MODELS[0]
-    first = drafting.rates(model, only(0, 100), 400_000.0)
-    assert drafting.rates(model, only(0, 101), 401_000.0) is first
-    assert drafting.rates(model, only(0, 10), 400_000.0) is not first
+    rates, drafted = drafting.rates(model, only(0, 100), 400_000.0)
+    again, more = drafting.rates(model, only(0, 101), 401_000.0)
+    assert again is rates
+    assert more / 101 == pytest.approx(drafted / 100), "every request's drafts are charged"
+    assert drafting.rates(model, only(0, 10), 400_000.0)[0] is not rates
