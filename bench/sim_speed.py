@@ -1,0 +1,70 @@
+"""How long it takes to simulate one iteration of the paper's Qwen workload, and of ten times the cluster.
+
+On one core, without drafts, 16 instances and 9,600 responses against 160 and 96,000. Processor time:
+what else runs on the machine is left out. Prints JSON.
+
+    python bench/sim_speed.py
+    python bench/sim_speed.py --policies static seer --times 1 2
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from msgspec.structs import replace
+
+from seer.common.policy.schedule import POLICIES
+from seer.sim.cluster import Cluster
+from seer.sim.workload import TUNING_SEED, WORKLOADS
+
+CHUNK = 2048
+
+
+def simulated(policy: str, times: int) -> dict[str, Any]:
+    """Simulate a cluster so many times as large."""
+    load = WORKLOADS["qwen2-vl-72b"]()
+    load = replace(load, instances=times * load.instances, groups=times * load.groups)
+    lengths = load.draw(TUNING_SEED)
+    start = time.process_time()
+    outcome = Cluster(load, POLICIES[policy], lengths, CHUNK).run()
+    seconds = time.process_time() - start
+    return {
+        "policy": policy, "instances": load.instances, "requests": load.groups * load.group_size,
+        "seconds": round(seconds, 2), "chunks": outcome.counts["chunks"],
+        "simulated_seconds": round(outcome.total),
+    }  # fmt: skip
+
+
+def machine() -> dict[str, Any]:
+    """Say where this ran."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    cpu = next((line.split(":")[1].strip() for line in lines if "model name" in line), "")
+    versions = {"python": platform.python_version()}
+    return {"cpu": cpu, "cores": os.cpu_count(), "load_1m": os.getloadavg()[0], **versions}
+
+
+def main() -> None:
+    """Simulate and print."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--policies", nargs="+", choices=sorted(POLICIES), default=["seer"])
+    parser.add_argument("--times", nargs="+", type=int, default=[1, 10])
+    arguments = parser.parse_args()
+    runs = []
+    for policy in arguments.policies:
+        rows = [simulated(policy, times) for times in arguments.times]
+        for row in rows[1:]:
+            row["growth"] = round(row["seconds"] / rows[0]["seconds"], 2)
+        runs += rows
+    json.dump({"machine": machine(), "chunk_size": CHUNK, "runs": runs}, sys.stdout, indent=1)
+    print()
+
+
+if __name__ == "__main__":
+    main()
