@@ -1,10 +1,11 @@
 """How long the buffer's machine takes to decide, with up to 100,000 requests on 1,024 full instances.
 
 Timed is `Machine.handle(event)`, all of it: a chunk's end frees its room, queues its request again or
-finishes it, and dispatches whoever goes next; changed estimates of one group sort its 16 requests anew.
-One chunk in `CHUNKS` is its request's last; instances are full at all times. With Python's garbage
-collector as it is by default, and with what lives frozen out of it. Prints JSON, in microseconds of
-processor time: what else runs on the machine is left out.
+finishes it, and dispatches whoever goes next. That may be many, where one waited for much room: a
+`decision` is the event's time over the chunks that it dispatched (at least 1). Changed estimates of
+one group sort its 16 requests anew. One chunk in `CHUNKS` is its request's last; instances are full at
+all times. With Python's garbage collector as it is by default, and with what lives frozen out of it.
+Prints JSON, in microseconds of processor time: what else runs on the machine is left out.
 
     python bench/decisions.py
     python bench/decisions.py --policies seer --events 5000
@@ -67,8 +68,9 @@ class Fleet:
         for prompt in prompts:
             self.told(self.news(prompt))
 
-    def told(self, event: e.Event) -> float:
-        """Return the seconds of processor time that the machine took."""
+    def told(self, event: e.Event) -> tuple[float, int]:
+        """Return the seconds of processor time that the machine took, and the chunks that it dispatched."""
+        running = len(self.running)
         start = time.thread_time()
         instructions = self.machine.handle(event, 0.0)
         seconds = time.thread_time() - start
@@ -78,10 +80,11 @@ class Fleet:
                 self.running.append(item)
             elif isinstance(item, e.Deliver):
                 over.append(item.group_id.partition("/")[2])
+        dispatched = len(self.running) - running
         if over:
             self.told(e.GroupsAcknowledged("rollout", over))
             self.submit(over)
-        return seconds
+        return seconds, dispatched
 
     def end(self) -> e.ChunkEnded:
         """End some running chunk; few are the last of theirs."""
@@ -107,13 +110,17 @@ def quantiles(seconds: list[float]) -> dict[str, float]:
 
 
 def measured(fleet: Fleet, events: int) -> dict[str, Any]:
-    """Return the times of a chunk's end and of a group's news, half of the events each."""
+    """Return the times of so many chunks' ends, and of as many groups' news."""
     ends, news = [], []
     for _ in range(events):
         ends.append(fleet.told(fleet.end()))
-        if fleet.machine.policy.name != "divided":
-            news.append(fleet.told(fleet.news(fleet.rng.choice(fleet.prompts))))
-    return {"chunk_ended": quantiles(ends)} | ({"estimates_changed": quantiles(news)} if news else {})
+        if fleet.machine.policy.name != "divided":  # it asks for no estimates
+            news.append(fleet.told(fleet.news(fleet.rng.choice(fleet.prompts)))[0])
+    figures = {
+        "decision": quantiles([seconds / max(1, dispatched) for seconds, dispatched in ends]),
+        "chunk_ended": quantiles([seconds for seconds, _ in ends]),
+    }
+    return figures | ({"estimates_changed": quantiles(news)} if news else {})
 
 
 def one(policy: str, requests: int, instances: int, events: int) -> dict[str, Any]:
@@ -152,7 +159,7 @@ def main() -> None:
     rows = []
     for policy in arguments.policies:
         small, large = (one(policy, *size, arguments.events) for size in SIZES)
-        p50 = [row["frozen"]["chunk_ended"]["p50"] for row in (small, large)]
+        p50 = [row["frozen"]["decision"]["p50"] for row in (small, large)]
         rows += [small, large | {"growth_p50": round(p50[1] / p50[0], 2)}]
     json.dump({"machine": machine(), "events": arguments.events, "runs": rows}, sys.stdout, indent=1)
     print()
