@@ -1,7 +1,7 @@
 """Scheduling policies against each other on the real clock, in turns.
 
-    python bench/live.py vllm --policies static,divided
-    python bench/live.py replay --policies static,divided
+    python bench/live.py vllm --policies static,static/off,seer
+    python bench/live.py replay --policies static,seer
 
 `vllm`: two real engines with the shipped model and prompts, one core each. `replay`: 32 engines that
 compute nothing and take the time of a modelled step; sockets, processes and services are the real ones.
@@ -66,7 +66,7 @@ VLLM = Mode(
         "engine.max_num_seqs=32",
         "engine.max_model_len=1088",
         f"engine.kv_blocks={VLLM_KV_BLOCKS}",
-        "buffer.chunk_size=128",  # a quarter of the mean length
+        "buffer.chunk_size=256",  # the default; 128 computes contexts twice as often
         "pool.kind=mooncake",
         f"pool.pull_tokens={PULL_TOKENS}",
     ),
@@ -221,7 +221,7 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("mode", choices=MODES)
-    parser.add_argument("--policies", default="static,divided", help="of common/policy/schedule.py")
+    parser.add_argument("--policies", default="static,seer", help="names; with /off after one: no drafts")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--set", dest="overrides", action="append", default=[], metavar="A.B=C")

@@ -114,8 +114,14 @@ async def run_seer(
     others: Sequence[list[int]],
     seed: int,
 ) -> Run:
-    """Run the workload once, after a warm-up on other prompts. Tokens follow from the seed."""
-    config = replace(config, buffer=replace(config.buffer, policy=policy))
+    """Run the workload once, after a warm-up on other prompts. Tokens follow from the seed.
+
+    `policy` may name a source of drafts after a slash: "static/off".
+    """
+    name, _, source = policy.partition("/")
+    config = replace(config, buffer=replace(config.buffer, policy=name))
+    if source:
+        config = replace(config, drafts=replace(config.drafts, source=source))
     async with (
         LocalSystem(config, mode.instances) as system,
         RolloutClient(system.endpoint) as client,
