@@ -168,11 +168,11 @@ class Cluster:
             chunk.prefill = float(view.context)
             self.counts["prefilled_tokens"] += view.context
             self._began[group] = self._began.get(group, 0) + 1
-        elif instance.take(order.request_id) == 0.0:
+        elif (missing := view.context - instance.take(order.request_id)) > 0:
             begins = max(self.now, instance.link_free_at)
-            instance.link_free_at = begins + view.context * self.load.model.pull
+            instance.link_free_at = begins + missing * self.load.model.pull
             start += instance.link_free_at - self.now
-            self.counts["pulled_tokens"] += view.context
+            self.counts["pulled_tokens"] += missing
         if self.drafts:
             chunk.kind = kind_of(self._began[group] - 1, order.probe)
         if self.every:

@@ -205,8 +205,8 @@ def _summary(runs: Sequence[Run], baseline: Sequence[Run], first: Sequence[Run])
         tail=statistics.fmean(run.tail for run in runs),
         tail_deviation=_deviation([run.tail for run in runs]),
         tail_ratio=sum(run.tail for run in runs) / tails if tails else None,
-        speedup=_ratio(baseline, runs),
-        speedup_over_first=_ratio(first, runs),
+        speedup=ratio(baseline, runs),
+        speedup_over_first=ratio(first, runs),
         efficiency=statistics.fmean(run.bound / run.total for run in runs),
         preemptions=sum(run.counts["preemptions"] for run in runs) / requests,
         migrations=statistics.fmean(run.counts["migrations"] for run in runs),
@@ -220,7 +220,7 @@ def _deviation(values: Sequence[float]) -> float:
     return statistics.stdev(values) if len(values) > 1 else 0.0
 
 
-def _ratio(slow: Sequence[Run], fast: Sequence[Run]) -> Ratio:
+def ratio(slow: Sequence[Run], fast: Sequence[Run]) -> Ratio:
     """Return by how much the second runs are faster than the first, seed by seed."""
     logs = [math.log(a.total / b.total) for a, b in zip(slow, fast, strict=True)]
     mean = statistics.fmean(logs)
