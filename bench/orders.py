@@ -1,0 +1,137 @@
+"""Orders and placements that were tried for the default policy, against least generated first.
+
+Qwen's workload at a quarter of its size, tuning seeds, paired: geometric mean over seeds of how many times
+as long each takes, and the KV that it moves for every token. `quantile 1e-6` is the default's own order
+without its bound on waiting. Prints JSON.
+
+    python bench/orders.py --seeds 4
+    python bench/orders.py --seeds 4 --between 0.9 --workload moonlight
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+from dataclasses import replace
+from statistics import NormalDist, fmean
+
+from policy_sweep import CHUNK, quarter
+
+from seer.common.policy.fleet import Fleet
+from seer.common.policy.length import Estimate
+from seer.common.policy.request import RequestView
+from seer.common.policy.schedule import POLICIES, Order, OrderKey, Policy
+from seer.sim.cluster import Cluster
+from seer.sim.workload import TUNING_SEED, WORKLOADS
+
+NORMAL = NormalDist()
+BASE = POLICIES["least-generated"]
+BY_ESTIMATE = replace(BASE, estimator="posterior")
+
+
+def passed(request: RequestView, estimate: Estimate, chance: float) -> float:
+    """Return the length that the response passes with this chance, given what it has."""
+    if not estimate.spread:
+        return request.max_tokens
+    log = math.log(estimate.tokens)
+    left = NORMAL.cdf((log - math.log(max(request.generated, 1))) / estimate.spread) * chance
+    if left < 1e-12:
+        return request.max_tokens
+    return min(request.max_tokens, math.exp(log - estimate.spread * NORMAL.inv_cdf(left)))
+
+
+def quantile(chance: float) -> Order:
+    def order(request: RequestView, estimate: Estimate) -> OrderKey:
+        still = passed(request, estimate, chance) - request.generated
+        return (-round(still), request.generated, request.queued)
+
+    return order
+
+
+def expected(request: RequestView, estimate: Estimate) -> OrderKey:
+    # The mean of equally likely quantiles: cheaper than the integral, and close enough to sort by.
+    still = fmean(passed(request, estimate, (i + 0.5) / 8) for i in range(8)) - request.generated
+    return (-round(still), request.generated, request.queued)
+
+
+def share_done(power: float) -> Order:
+    def order(request: RequestView, estimate: Estimate) -> OrderKey:
+        return ((request.generated + 1) / passed(request, estimate, 0.5) ** power, request.queued)
+
+    return order
+
+
+def probes_first(request: RequestView, estimate: Estimate) -> OrderKey:
+    first = (0.0, float(request.generated)) if request.index == 0 else (1.0,)
+    return (*first, *quantile(1e-6)(request, estimate))
+
+
+def in_turns(tokens: int) -> Order:
+    """Least generated first, but who runs goes on until it is so many tokens further."""
+
+    def order(request: RequestView, estimate: Estimate) -> OrderKey:
+        return (request.generated // tokens, -request.generated, request.queued)
+
+    return order
+
+
+def by_blocks(request: RequestView, chunk: int, fleet: Fleet) -> str | None:
+    able = [view for view in fleet.values() if view.has_room(request.context, chunk)]
+    if not able:
+        return None
+    best = max(able, key=lambda view: (view.free_blocks, view.name))
+    home = fleet.get(request.last_instance)
+    stays = home is not None and home.has_room(request.context, chunk)
+    near = home is not None and best.free_blocks - home.free_blocks <= 0.1 * best.capacity.kv_blocks
+    return request.last_instance if stays and near else best.name
+
+
+TRIED: dict[str, Policy] = {
+    "least-generated": BASE,
+    "seer": POLICIES["seer"],
+    **{
+        f"quantile {chance:g}": replace(BY_ESTIMATE, order=quantile(chance))
+        for chance in (1e-6, 1e-4, 0.01, 0.1, 0.5)
+    },
+    "expected length": replace(BY_ESTIMATE, order=expected),
+    "share done": replace(BY_ESTIMATE, order=share_done(1.0)),
+    "share done, square root": replace(BY_ESTIMATE, order=share_done(0.5)),
+    "a probe of each group first": replace(BY_ESTIMATE, order=probes_first),
+    **{f"turns of {tokens}": replace(BASE, order=in_turns(tokens)) for tokens in (4096, 8192)},
+    "placed by blocks": replace(BASE, place=by_blocks),
+}  # fmt: skip
+
+Run = tuple[float, float]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--workload", choices=WORKLOADS, default="qwen2-vl-72b")
+    parser.add_argument("--between", type=float, default=0.65)
+    parser.add_argument("--seeds", type=int, default=4)
+    options = parser.parse_args()
+    load = quarter(options.workload, WORKLOADS[options.workload]().group_size, options.between)
+
+    def runs(policy: Policy) -> list[Run]:
+        every = []
+        for seed in range(TUNING_SEED, TUNING_SEED + options.seeds):
+            outcome = Cluster(load, policy, load.draw(seed), CHUNK).run()
+            every.append((outcome.total, outcome.counts["pulled_tokens"] / outcome.tokens))
+        return every
+
+    base = runs(BASE)
+    found: dict[str, dict[str, float]] = {}
+    for name, policy in TRIED.items():
+        each = runs(policy)
+        ratio = math.exp(fmean(math.log(run[0] / least[0]) for run, least in zip(each, base, strict=True)))
+        found[name] = {"times_as_long": round(ratio, 4), "pulled": round(fmean(run[1] for run in each), 2)}
+        print(name, found[name], file=sys.stderr, flush=True)
+    print(json.dumps({**vars(options), "orders": found}, indent=1))
+
+
+if __name__ == "__main__":
+    main()
