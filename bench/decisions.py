@@ -16,13 +16,12 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import os
-import platform
 import random
 import sys
 import time
-from pathlib import Path
 from typing import Any
+
+from verify import machine
 
 from seer.common.policy.length import Estimate
 from seer.common.policy.schedule import POLICIES
@@ -134,18 +133,6 @@ def one(policy: str, requests: int, instances: int, events: int) -> dict[str, An
     figures["frozen"] = measured(fleet, events)
     gc.unfreeze()
     return figures
-
-
-def machine() -> dict[str, Any]:
-    """Say where this ran."""
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    cpu = next((line.split(":")[1].strip() for line in lines if "model name" in line), "")
-    return {
-        "cpu": cpu,
-        "cores": os.cpu_count(),
-        "load_1m": os.getloadavg()[0],
-        "python": platform.python_version(),
-    }
 
 
 def main() -> None:

@@ -15,36 +15,24 @@ import json
 import math
 import sys
 from dataclasses import replace
-from statistics import NormalDist, fmean
+from statistics import fmean
 
 from policy_sweep import CHUNK, quarter
 
 from seer.common.policy.fleet import Fleet
 from seer.common.policy.length import Estimate
 from seer.common.policy.request import RequestView
-from seer.common.policy.schedule import POLICIES, Order, OrderKey, Policy
+from seer.common.policy.schedule import POLICIES, Order, OrderKey, Policy, plausible
 from seer.sim.cluster import Cluster
 from seer.sim.workload import TUNING_SEED, WORKLOADS
 
-NORMAL = NormalDist()
 BASE = POLICIES["least-generated"]
 BY_ESTIMATE = replace(BASE, estimator="posterior")
 
 
-def passed(request: RequestView, estimate: Estimate, chance: float) -> float:
-    """Return the length that the response passes with this chance, given what it has."""
-    if not estimate.spread:
-        return request.max_tokens
-    log = math.log(estimate.tokens)
-    left = NORMAL.cdf((log - math.log(max(request.generated, 1))) / estimate.spread) * chance
-    if left < 1e-12:
-        return request.max_tokens
-    return min(request.max_tokens, math.exp(log - estimate.spread * NORMAL.inv_cdf(left)))
-
-
 def quantile(chance: float) -> Order:
     def order(request: RequestView, estimate: Estimate) -> OrderKey:
-        still = passed(request, estimate, chance) - request.generated
+        still = plausible(estimate, request.generated, request.max_tokens, chance) - request.generated
         return (-round(still), request.generated, request.queued)
 
     return order
@@ -52,13 +40,20 @@ def quantile(chance: float) -> Order:
 
 def expected(request: RequestView, estimate: Estimate) -> OrderKey:
     # The mean of equally likely quantiles: cheaper than the integral, and close enough to sort by.
-    still = fmean(passed(request, estimate, (i + 0.5) / 8) for i in range(8)) - request.generated
+    still = (
+        fmean(plausible(estimate, request.generated, request.max_tokens, (i + 0.5) / 8) for i in range(8))
+        - request.generated
+    )
     return (-round(still), request.generated, request.queued)
 
 
 def share_done(power: float) -> Order:
     def order(request: RequestView, estimate: Estimate) -> OrderKey:
-        return ((request.generated + 1) / passed(request, estimate, 0.5) ** power, request.queued)
+        return (
+            (request.generated + 1)
+            / plausible(estimate, request.generated, request.max_tokens, 0.5) ** power,
+            request.queued,
+        )
 
     return order
 

@@ -11,14 +11,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
 from msgspec.structs import replace
+from verify import machine
 
 from seer.common.policy.schedule import POLICIES
 from seer.sim.cluster import Cluster
@@ -40,14 +38,6 @@ def simulated(policy: str, times: int) -> dict[str, Any]:
         "seconds": round(seconds, 2), "chunks": outcome.counts["chunks"],
         "simulated_seconds": round(outcome.total),
     }  # fmt: skip
-
-
-def machine() -> dict[str, Any]:
-    """Say where this ran."""
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    cpu = next((line.split(":")[1].strip() for line in lines if "model name" in line), "")
-    versions = {"python": platform.python_version()}
-    return {"cpu": cpu, "cores": os.cpu_count(), "load_1m": os.getloadavg()[0], **versions}
 
 
 def main() -> None:

@@ -30,15 +30,15 @@ OrderKey = tuple[float, ...]
 Order = Callable[[RequestView, Estimate], OrderKey]
 
 FAIR_DISPATCHES = 512
-"""One dispatch in so many goes to whoever has waited longest. At 64 simulated rollouts took 2 % longer."""
+"""One dispatch in so many goes to whoever has waited longest: a bound on waiting for 0.2 % of them."""
 
 LONGER = 1e-6
 """Chance with which a response may be longer than `plausible` says: one in a hundred rollouts of the paper's.
 
 The end of a rollout is that of its longest response, so what counts is who could be that one: a single
 response held back by mistake may cost a tenth of the time. At 1e-6 groups that tell much are sorted as by
-Algorithm 2, those that tell little as by least generated first. 1e-4 lost up to 13 % to the latter on
-single seeds, 0.1 lost 6 % on all (prompt's share of the variance 0.65, outliers; docs/scheduling.md).
+Algorithm 2, those that tell little as by least generated first. 1e-4 lost 13 % to the latter on one seed,
+0.1 and 0.01 lost 3 to 4 % on average (prompt's share of the variance 0.65, outliers; bench/orders.py).
 """
 
 _NORMAL = NormalDist()
@@ -71,8 +71,8 @@ class Policy:
         return min(chunk_size, request.remaining) if self.chunked else request.remaining
 
 
-def plausible(estimate: Estimate, generated: int, cap: int) -> float:
-    """Return the length that a response passes with chance `LONGER`, given that it passed `generated`.
+def plausible(estimate: Estimate, generated: int, cap: int, chance: float = LONGER) -> float:
+    """Return the length that a response passes with this chance, given that it passed `generated`.
 
     Without a spread the estimate is believed until it is passed; then the response may reach its cap.
     """
@@ -82,10 +82,10 @@ def plausible(estimate: Estimate, generated: int, cap: int) -> float:
     left = 1.0
     if generated > 0:
         left = _NORMAL.cdf((typical - math.log(generated)) / estimate.spread)
-    if left * LONGER < _SURE:
+    if left * chance < _SURE:
         return cap
     # Compared as logarithms: what came over the wire may be beyond any float.
-    log = typical - estimate.spread * _NORMAL.inv_cdf(left * LONGER)
+    log = typical - estimate.spread * _NORMAL.inv_cdf(left * chance)
     return math.exp(log) if log < math.log(cap) else cap
 
 
