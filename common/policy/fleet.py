@@ -111,9 +111,9 @@ class Fleet(Mapping[str, InstanceView]):
         self._book(self._views[name], -1, -blocks)
 
     def pin(self, name: str, blocks: int) -> None:
-        """Note how many blocks saves to the pool hold."""
+        """Note how many blocks saves to the pool hold: what an engine says, as far as it can be true."""
         instance = self._views[name]
-        instance.pinned_blocks = blocks
+        instance.pinned_blocks = min(max(blocks, 0), instance.capacity.kv_blocks)
         self._write(self._rows[name], instance)
 
     def _book(self, instance: InstanceView, chunks: int, blocks: int) -> None:
