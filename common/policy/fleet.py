@@ -175,8 +175,7 @@ class Fleet(Mapping[str, InstanceView]):
         return self._least_loaded((self._seats > 0) & holds[self._kind])
 
     def _least_loaded(self, able: NDArray[np.bool_]) -> InstanceView | None:
-        if not able.size:
+        rows = able.nonzero()[0]  # few in a full fleet, which is where time counts
+        if not rows.size:
             return None
-        loads = np.where(able, self._load, _NEVER)
-        row = int(loads.argmin())  # the first by name among equals
-        return self._views[self._names[row]] if able[row] else None
+        return self._views[self._names[rows[self._load[rows].argmin()]]]  # the first by name among equals
