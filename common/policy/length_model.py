@@ -44,7 +44,7 @@ LOWEST, HIGHEST = 0.05, 2.5
 """Bounds of both deviations: none is ever nothing, and 2.5 is a factor of 12."""
 
 ROWS = math.ceil(math.log(2**24) / STEP) + 1
-"""Lengths that are told apart: a response has at most 2^24 tokens (`messages.Count`)."""
+"""Lengths that are told apart: a response has at most 2^24 tokens (`wire.drafts.Count`)."""
 
 GROUPS_BEFORE = 2
 """What the parameters assumed before any data weigh, in groups and in responses.

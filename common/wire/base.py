@@ -1,0 +1,98 @@
+"""What all messages share: their base, the types of their fields, and the handshake.
+
+A peer says `Hello` first, in every direction, and may leave with `Goodbye`.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+Tokens = npt.NDArray[np.int32]
+"""One-dimensional token ids; the codec refuses every other dtype."""
+
+Logprobs = npt.NDArray[np.float32]
+"""One-dimensional logprobs; the codec refuses every other dtype."""
+
+Bytes = npt.NDArray[np.uint8]
+"""One-dimensional raw bytes; the codec refuses every other dtype."""
+
+MAX_ID = 512
+"""Bound on ids and names. Characters."""
+
+ShortStr = Annotated[str, msgspec.Meta(max_length=MAX_ID)]
+"""Ids and names: bounded, since they are stored per request and logged."""
+
+Folder = Annotated[str, msgspec.Meta(max_length=4096)]
+"""A path, as long as Linux has them."""
+
+MAX_CELLS = 256
+"""Bound on the cells by which drafts' acceptance is kept; `common/policy/drafting.py` says which."""
+
+Counts = Annotated[list[Annotated[int, msgspec.Meta(ge=0)]], msgspec.Meta(max_length=MAX_CELLS)]
+"""Drafted tokens by cell; empty: none."""
+
+Percent = Annotated[list[Annotated[int, msgspec.Meta(ge=0, le=100)]], msgspec.Meta(max_length=MAX_CELLS)]
+"""Rates by cell; empty: unknown."""
+
+MAX_GROUP_SIZE = 4096
+"""Bound on n: one prompt's responses are assembled in memory before they are sent."""
+
+
+class Message(msgspec.Struct, kw_only=True):
+    """Base of all messages; subclasses are tagged by class name."""
+
+
+class Hello(Message, tag=True):
+    """First message of a connecting peer, repeated every few seconds.
+
+    `config_hash` covers only what must agree everywhere (see `config.SharedConfig`); empty from
+    a trainer, which need not know it. `schema_hash` digests the sender's message schema. `sent`
+    counts the sender's messages so far, Hellos apart: one that got lost is noticed by it (-1: not
+    counted).
+    """
+
+    major: int
+    minor: int
+    schema_hash: str
+    config_hash: str
+    role: ShortStr
+    name: ShortStr
+    incarnation: int
+    sent: int = -1
+
+
+class Welcome(Message, tag=True):
+    """The answer to `Hello`: the peer may go on.
+
+    `lost`: something that the peer sent may not have arrived. `sent` counts the sender's messages to
+    this peer, Welcomes apart, as in `Hello`.
+    """
+
+    major: int
+    minor: int
+    schema_hash: str
+    name: ShortStr
+    incarnation: int
+    uptime_seconds: float = 0.0
+    lost: bool = False
+    sent: int = -1
+
+
+class Refused(Message, tag=True):
+    """A request that cannot be served, with the error's class code.
+
+    `rollout_id` and `prompt_ids` say what it concerns; both empty: the connection itself.
+    """
+
+    code: ShortStr
+    message: str
+    rollout_id: ShortStr = ""
+    prompt_ids: list[str] = []
+
+
+class Goodbye(Message, tag=True):
+    """The sender leaves on purpose; what it still holds may run elsewhere."""

@@ -1,0 +1,181 @@
+"""Between trainers and the buffer: prompts in, finished groups out.
+
+What they say about weights and sleep is in `weights.py`.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+
+from seer.common.types import Capacity, FinishReason, InstanceStats, SamplingParams
+from seer.common.wire.base import (
+    MAX_GROUP_SIZE,
+    Goodbye,
+    Hello,
+    Logprobs,
+    Message,
+    Refused,
+    ShortStr,
+    Tokens,
+    Welcome,
+)
+from seer.common.wire.weights import (
+    OpenSpool,
+    Sleep,
+    Slept,
+    SpoolData,
+    SpoolState,
+    UpdateWeights,
+    WeightsFailed,
+    WeightsLive,
+)
+
+
+class Submit(Message, tag=True):
+    """A batch of prompts of one rollout. `tokens` is flat over prompts, split by `lengths`.
+
+    A rollout may be submitted in several messages; `prompt_ids` must be unique over all of them.
+    Resubmitting a known prompt id with equal content is harmless: it is answered again. It waits
+    for weights of `weight_version`, and is refused when they are past; -1: whatever is live.
+    """
+
+    rollout_id: ShortStr
+    rollout_number: int
+    seed: int
+    n: Annotated[int, msgspec.Meta(ge=1, le=MAX_GROUP_SIZE)]
+    sampling: SamplingParams
+    prompt_ids: list[ShortStr]
+    lengths: list[int]
+    tokens: Tokens
+    weight_version: int = -1
+
+
+class Accepted(Message, tag=True):
+    """These prompts were checked and queued."""
+
+    rollout_id: ShortStr
+    prompt_ids: list[ShortStr]
+
+
+class Cancel(Message, tag=True):
+    """Drop a rollout's unfinished prompts: the named ones, or all when the list is empty."""
+
+    rollout_id: ShortStr
+    prompt_ids: list[ShortStr] = []
+
+
+class Acknowledge(Message, tag=True):
+    """The trainer holds these groups; the buffer may forget them."""
+
+    rollout_id: ShortStr
+    prompt_ids: list[ShortStr]
+
+
+class StatusRequest(Message, tag=True):
+    """Ask for a `Status`."""
+
+
+class GroupDone(Message, tag=True):
+    """All responses of one prompt, in index order; `tokens`/`logprobs` are flat over responses.
+
+    `stop_reasons[i]` is the stop string or the stop token id (as text) that ended response i,
+    empty when it ran to max_tokens. One weight version for the whole group, by construction.
+    """
+
+    rollout_id: ShortStr
+    prompt_id: ShortStr
+    weight_version: int
+    finish_reasons: list[FinishReason]
+    stop_reasons: list[str]
+    lengths: list[int]
+    tokens: Tokens
+    logprobs: Logprobs
+    chunks: int = 0
+    migrations: int = 0
+    preemptions: int = 0
+    weights_digest: ShortStr = ""
+
+
+class Progress(Message, tag=True):
+    """A rollout's counters, sent to its trainer at a bounded rate.
+
+    `finish_times` are seconds since submission at which requests finished since the last
+    `Progress`, for tail statistics.
+    """
+
+    rollout_id: ShortStr
+    requests: int
+    finished: int
+    groups: int
+    groups_finished: int
+    tokens: int
+    chunks: int
+    migrations: int
+    preemptions: int
+    running: int
+    finish_times: list[float] = []
+
+
+class InstanceStatus(Message, tag=True):
+    """One registered instance as the buffer sees it; `restarts`: lives it had before this one."""
+
+    name: ShortStr
+    capacity: Capacity
+    stats: InstanceStats
+    chunks: int
+    reserved_blocks: int
+    versions: dict[str, str] = {}
+    restarts: int = 0
+
+
+class Status(Message, tag=True):
+    """A buffer's state; answer to `StatusRequest`. Counters are totals since it started.
+
+    `quarantined` engines, which get no work, have a reason each. `asleep`: a trainer has them free memory.
+
+    `services` are the other services' endpoints as the buffer's configuration has them; `pool` is the
+    address where the KV pool's master tells its figures.
+    """
+
+    name: ShortStr
+    incarnation: int
+    policy: ShortStr
+    instances: list[InstanceStatus]
+    rollouts: int
+    requests_waiting: int
+    requests_running: int
+    counters: dict[str, int] = {}
+    uptime_seconds: float = 0.0
+    services: dict[str, str] = {}
+    weight_version: int = 0
+    weights_digest: ShortStr = ""
+    quarantined: dict[str, str] = {}
+    asleep: bool = False
+
+
+TrainerToBuffer = (
+    Hello
+    | Submit
+    | Cancel
+    | Acknowledge
+    | StatusRequest
+    | Goodbye
+    | UpdateWeights
+    | OpenSpool
+    | SpoolData
+    | Sleep
+)
+BufferToTrainer = (
+    Welcome
+    | Refused
+    | Accepted
+    | GroupDone
+    | Progress
+    | Status
+    | WeightsLive
+    | WeightsFailed
+    | SpoolState
+    | Slept
+)
