@@ -1,9 +1,8 @@
-"""The buffer's sockets: messages become the machine's events, its instructions become messages.
+"""The buffer's sockets: messages become its machines' events; what these answer is sent.
 
 Invariants:
-- every decision is the machine's; this file checks, translates, stores and sends;
-- an event is handled and its instructions are turned into messages without a pause in between, so
-  no message can speak of a state that is gone; sending happens after, in order, per kind of peer;
+- every decision is a machine's, and the `conductor` turns it into messages; this file checks what
+  comes in, and sends what goes out in order, per kind of peer;
 - a malformed submission is refused by prompt, a malformed engine answer is a lost chunk: neither
   touches anything else;
 - a trainer that does not read delays nobody: what it gets waits apart (`Outbox`), or is lost and
@@ -15,9 +14,6 @@ from __future__ import annotations
 import asyncio
 import functools
 from collections import Counter
-from collections.abc import Iterator
-
-import numpy as np
 
 from seer.common import ids
 from seer.common.channel import HELLO_FIRST, MAX_PEERS, Hub, Identity
@@ -34,8 +30,9 @@ from seer.common.types import InstanceStats
 from seer.common.wire import messages as m
 from seer.services.buffer import events as e
 from seer.services.buffer import sleep as s
-from seer.services.buffer import views
+from seer.services.buffer import submissions, views
 from seer.services.buffer import weights as w
+from seer.services.buffer.conductor import Conductor
 from seer.services.buffer.machine import Machine
 from seer.services.buffer.peers import Peers, check_register
 from seer.services.buffer.spool import Spool
@@ -43,9 +40,6 @@ from seer.services.buffer.store import Store
 
 TOKEN_BYTES = 8
 """A kept token: int32 id and float32 logprob."""
-
-COLLECT_SECONDS = 10.0
-"""How long a draining buffer keeps the last results for their trainers."""
 
 TICK_SECONDS = 0.5
 """How often deadlines are looked at, engines pinged and progress sent."""
@@ -88,19 +82,24 @@ class BufferServer:
         self.store = Store()
         self.weights = w.WeightsMachine(settings.update_seconds)
         self._sleep = s.SleepMachine(settings.update_seconds)
-        self._weights_held = False
-        self._spool = Spool(settings.spool, clock)
-        self._trainers, self._engines = Peers(), Peers()
-        self._registered_at: dict[str, bytes] = {}
-        self._registered: dict[str, m.Register] = {}
-        self._stats: dict[str, InstanceStats] = {}
-        self._lives: Counter[str] = Counter()
         # Bounded by open work, as the outboxes are: a request has one chunk out, a group one result, and
         # ticks add only to idle ones.
         self._to_publish: asyncio.Queue[m.BufferPublished] = asyncio.Queue()
-        self._drained = asyncio.Event()
-        self._draining = False
-        self._collect_until = 0.0
+        self.conductor = Conductor(
+            clock,
+            self.machine,
+            self.weights,
+            self._sleep,
+            self.store,
+            to_engine=self._tell_engine,
+            to_trainer=self._tell_trainer,
+            publish=self._to_publish.put_nowait,
+        )
+        self._spool = Spool(settings.spool, clock)
+        self._trainers, self._engines = Peers(), Peers()
+        self._registered_at: dict[str, bytes] = {}
+        self._stats: dict[str, InstanceStats] = {}
+        self._lives: Counter[str] = Counter()
 
     async def start(self) -> dict[str, str]:
         """Bind everything; return the endpoints bound."""
@@ -153,7 +152,7 @@ class BufferServer:
                     self._spool.run(),
                 )
             ]
-            await self._drained.wait()
+            await self.conductor.drained.wait()
             for task in serving:
                 task.cancel()
         counters = {
@@ -164,13 +163,8 @@ class BufferServer:
         self._log.info("served", **counters)
 
     def drain(self) -> None:
-        """Take no more submissions; `run` returns once everything accepted is finished and collected.
-
-        Trainers get `COLLECT_SECONDS` to collect: one that died never will.
-        """
-        self._draining = True
-        self._collect_until = self._clock.now() + COLLECT_SECONDS
-        self._check_drained()
+        """Take no more submissions; `run` returns once everything accepted is finished and collected."""
+        self.conductor.drain()
 
     # --- sockets to events ---------------------------------------------------------------
 
@@ -200,9 +194,9 @@ class BufferServer:
             case m.Acknowledge():
                 rollout = self.machine.rollouts.get(message.rollout_id)
                 if rollout is not None and rollout.trainer == name:
-                    self._handle(e.GroupsAcknowledged(message.rollout_id, message.prompt_ids))
+                    self.conductor.handle(e.GroupsAcknowledged(message.rollout_id, message.prompt_ids))
             case m.Cancel():
-                self._handle(e.RolloutCancelled(name, message.rollout_id, message.prompt_ids))
+                self.conductor.handle(e.RolloutCancelled(name, message.rollout_id, message.prompt_ids))
             case m.StatusRequest():
                 return self._status()
             case m.UpdateWeights() if self._sleep.held:
@@ -212,11 +206,11 @@ class BufferServer:
             case m.Sleep() if self.weights.updating:
                 return m.Slept(asleep=message.asleep, problem="a weight update is under way: wait for that")
             case m.Sleep():
-                self._rest(s.Asked(name, message.asleep))
+                self.conductor.rest(s.Asked(name, message.asleep))
             case m.UpdateWeights():
                 mode = w.InFlight(message.in_flight)
                 asked = w.UpdateAsked(name, message.version, message.source, message.digest, mode)
-                self._weigh(asked)
+                self.conductor.weigh(asked)
             case m.OpenSpool() | m.SpoolData():
                 self._spool.put(self._trainer_hub.reply, address, message)
             case m.Goodbye():
@@ -232,7 +226,7 @@ class BufferServer:
             self.machine,
             self.weights,
             self.me,
-            self._registered,
+            self.conductor.registered,
             self._stats,
             self._lives,
             self._trainer_hub.uptime_seconds,
@@ -243,9 +237,9 @@ class BufferServer:
     def _submit(self, trainer: str, submit: m.Submit) -> m.Refused | None:
         """Return the refusal of a submission that makes no sense."""
         try:
-            if self._draining:
+            if self.conductor.draining:
                 raise InvalidField("rollout_id", submit.rollout_id, "this buffer is shutting down")
-            prompts = dict(self._prompts(submit))
+            prompts = dict(submissions.prompts(submit, self.store))
         except InvalidField as error:
             return m.Refused(
                 code=RequestRefused.code,
@@ -257,38 +251,10 @@ class BufferServer:
             self.store.open(submit, prompt_id, tokens)
         specs = [e.GroupSpec(prompt_id, len(tokens)) for prompt_id, tokens in prompts.items()]
         most = submit.sampling.max_tokens
-        self._handle(
+        self.conductor.handle(
             e.GroupsSubmitted(trainer, submit.rollout_id, submit.n, most, specs, submit.weight_version)
         )
         return None
-
-    def _prompts(self, submit: m.Submit) -> Iterator[tuple[str, m.Tokens]]:
-        submit.sampling.check()
-        for name in ("seed", "rollout_number"):
-            value = getattr(submit, name)
-            if not -(2**63) <= value < 2**63:
-                raise InvalidField(name, value, "must fit in 64 signed bits")
-        if not submit.rollout_id or "/" in submit.rollout_id:  # two pairs of ids must not make one group's
-            raise InvalidField("rollout_id", submit.rollout_id, "give a non-empty string without '/'")
-        longest = max(submit.prompt_ids, key=len, default="")
-        if len(ids.request_id(ids.group_id(submit.rollout_id, longest), submit.n)) > m.MAX_ID:
-            raise InvalidField("prompt_ids", longest, f"makes request ids of over {m.MAX_ID} characters")
-        if len(set(submit.prompt_ids)) != len(submit.prompt_ids):
-            raise InvalidField("prompt_ids", submit.prompt_ids, "must be unique")
-        total = len(submit.tokens)
-        sound = len(submit.lengths) == len(submit.prompt_ids) and min(submit.lengths, default=1) >= 1
-        if not sound or sum(submit.lengths) != total:
-            raise InvalidField("lengths", submit.lengths, f"give one >= 1 per prompt, {total} in all")
-        if total and submit.tokens.min() < 0:
-            raise InvalidField("tokens", int(submit.tokens.min()), "token ids must be >= 0")
-        pieces = np.split(submit.tokens, np.cumsum(submit.lengths)[:-1])
-        for prompt_id, tokens in zip(submit.prompt_ids, pieces, strict=True):
-            known = ids.group_id(submit.rollout_id, prompt_id) in self.store
-            if known and not self.store.same(submit, prompt_id, tokens):
-                raise InvalidField(
-                    "prompt_ids", prompt_id, "already submitted with another prompt or sampling"
-                )
-            yield prompt_id, tokens.copy()
 
     async def _serve_engines(self) -> None:
         while True:
@@ -320,19 +286,19 @@ class BufferServer:
                 self._chunk_failed(name, message)
             case m.EngineStatus():
                 self._stats[name] = message.stats
-                self._handle(e.EngineReported(name, message.stats.pinned_blocks))
+                self.conductor.handle(e.EngineReported(name, message.stats.pinned_blocks))
             case m.WeightsPrepared():
-                self._weigh(w.Prepared(name, message.version, message.digest, message.problem))
+                self.conductor.weigh(w.Prepared(name, message.version, message.digest, message.problem))
             case m.WeightsLoaded():
-                self._weigh(w.Loaded(name, message.version, message.problem))
+                self.conductor.weigh(w.Loaded(name, message.version, message.problem))
             case m.Slept():
-                self._rest(s.Answered(name, message.asleep))
+                self.conductor.rest(s.Answered(name, message.asleep))
             case m.OpenSpool() | m.ReadSpool():
                 self._spool.put(self._engine_hub.reply, address, message)
             case m.Goodbye():
                 if name in self.weights:
                     self._log.info("engine left", engine=name)
-                self._drop_engine(name)
+                self.conductor.drop(name)
 
     def _register(self, name: str, address: bytes, register: m.Register) -> None:
         try:
@@ -343,16 +309,12 @@ class BufferServer:
         if self._registered_at.get(name) != address:  # an address names one life
             self._registered_at[name] = address
             self._lives[name] += 1
-        self._registered[name] = register
         if name not in self.weights:
             self._log.info("engine joined", engine=name, kv_blocks=register.capacity.kv_blocks)
-        theirs = w.Weights(register.weight_version, register.weights_digest, register.weights_source)
-        self._handle(e.EngineLeft(name))  # a new life of a known name holds nothing of the old
-        self._rest(s.Joined(name, register.asleep))
-        self._weigh(w.Registered(name, theirs))
+        self.conductor.join(name, register)
         gone = [other for other in self._lives if other not in self.weights]
         for other in gone[: max(0, len(self._lives) - MAX_PEERS)]:
-            for table in (self._lives, self._registered, self._registered_at, self._stats):
+            for table in (self._lives, self.conductor.registered, self._registered_at, self._stats):
                 table.pop(other, None)
 
     def _chunk_failed(self, name: str, failed: m.ChunkFailed) -> None:
@@ -361,17 +323,18 @@ class BufferServer:
             # A fatal one is the request's own fault, and its trainer's to hear.
             log = self._log.info if failed.fatal else self._log.warning
             log("chunk failed", engine=name, request=failed.request_id, why=failed.message)
-        self._handle(e.ChunkRejected(name, failed.request_id, failed.attempt, failed.fatal, failed.message))
+        rejected = e.ChunkRejected(name, failed.request_id, failed.attempt, failed.fatal, failed.message)
+        self.conductor.handle(rejected)
 
     def _chunks_done(self, engine: str, address: bytes, done: m.ChunksDone) -> None:
         counts = [result.count for result in done.results]
         if min(counts, default=0) < 0 or not sum(counts) == len(done.tokens) == len(done.logprobs):
             fix = f"must add up to the {len(done.tokens)} tokens and {len(done.logprobs)} logprobs sent"
             self._engine_hub.refuse(address, InvalidField("results", counts, fix))
-            self._drop_engine(engine)
+            self.conductor.drop(engine)
             return
         if done.weight_version != self.machine.weight_version and engine in self.machine.instances:
-            self._engine_gone(engine, f"sent tokens of weight version {done.weight_version}")
+            self.conductor.give_up(engine, f"sent tokens of weight version {done.weight_version}")
             return
         start = 0
         for result in done.results:
@@ -387,23 +350,13 @@ class BufferServer:
                 result.drafted,
                 result.accepted,
             )
-            self._handle(event, done.tokens[start:end], done.logprobs[start:end])
+            self.conductor.handle(event, done.tokens[start:end], done.logprobs[start:end])
             start = end
 
     def _engine_unreachable(self, address: bytes) -> None:
         name = self._engines.name(address)
         if name is not None and self._engines.at(name) == address:
-            self._engine_gone(name, "its connection is gone")
-
-    def _engine_gone(self, name: str, why: str) -> None:
-        if name in self.weights:
-            self._log.warning("engine lost", engine=name, why=why)
-            self._drop_engine(name)
-
-    def _drop_engine(self, name: str) -> None:
-        self._handle(e.EngineLeft(name))
-        self._rest(s.Lost(name))
-        self._weigh(w.Lost(name))
+            self.conductor.give_up(name, "its connection is gone")
 
     async def _serve_estimates(self) -> None:
         while True:
@@ -413,19 +366,12 @@ class BufferServer:
                 for group_id, tokens in news.estimates.items()
             }
             sound = {group_id: told for group_id, told in estimates.items() if told.sound}
-            self._handle(e.EstimatesChanged(sound, news.acceptance))
+            self.conductor.handle(e.EstimatesChanged(sound, news.acceptance))
 
     async def _tick(self) -> None:
         while True:
             await self._clock.sleep(TICK_SECONDS)
-            before = set(self.machine.instances)
-            self._handle(e.Tick())
-            for name in before - set(self.machine.instances):
-                self._log.warning("engine lost", engine=name, why="silent")
-                self._rest(s.Lost(name))
-                self._weigh(w.Lost(name))
-            self._rest(s.Tick())
-            self._weigh(w.Tick())
+            self.conductor.tick()
             await self._spool.tidy(self.weights.sources)
             if self._to_engines.idle:
                 for name in sorted(self.weights.known):
@@ -436,88 +382,7 @@ class BufferServer:
                     if address is not None and self._to_trainers.keeps_up(address):
                         self._to_trainers.put(address, views.progress(self.machine, rollout))
 
-    # --- instructions to sockets ---------------------------------------------------------
-
-    def _handle(
-        self, event: e.Event, tokens: m.Tokens | None = None, logprobs: m.Logprobs | None = None
-    ) -> None:
-        for item in self.machine.handle(event, self._clock.now()):
-            match item:
-                case e.Keep() if tokens is not None and logprobs is not None:
-                    self.store.keep(*_locate(item.request_id), tokens, logprobs)
-                case e.Dispatch():
-                    wait = self.machine.policy.admission
-                    chunk = self.store.chunk(item, *_locate(item.request_id), wait_for_room=wait)
-                    self._tell_engine(item.instance, chunk)
-                case e.Drop():
-                    drop = m.DropChunk(request_id=item.request_id, attempt=item.attempt)
-                    self._tell_engine(item.instance, drop)
-                case e.Deliver():
-                    group = self.machine.groups[item.group_id]
-                    self._tell_trainer(item.trainer, views.progress(self.machine, group.rollout))
-                    self._tell_trainer(item.trainer, self.store.result(group, self._live()))
-                case e.Accept():
-                    accepted = m.Accepted(rollout_id=item.rollout_id, prompt_ids=item.prompt_ids)
-                    self._tell_trainer(item.trainer, accepted)
-                case e.Refuse():
-                    self._refuse(item)
-                case e.Forget():
-                    self.store.forget(item.group_id)
-                case e.PublishOpened() | e.PublishProgress() | e.PublishClosed():
-                    self._to_publish.put_nowait(views.published(item))
-        if self.weights.updating and not self.machine.requests:
-            self._weigh(w.Tick())
-        if self._sleep.held and not self.machine.requests:
-            self._rest(s.Tick())
-        self._check_drained()
-
-    def _live(self) -> w.Weights:
-        return self.weights.live or w.Weights(0, "")
-
-    def _weigh(self, event: w.Event) -> None:
-        instructions = self.weights.handle(event, self._clock.now(), idle=not self.machine.requests)
-        for item in instructions:
-            match item:
-                case w.Prepare() | w.Load():
-                    self._tell_engine(item.instance, views.order(item))
-                case w.Admit():
-                    self._handle(e.WeightsChanged(self._live().version))
-                    self._handle(e.EngineJoined(item.instance, self._registered[item.instance].capacity))
-                case w.Expel():
-                    self._handle(e.EngineLeft(item.instance))
-                case w.Hold() | w.Release():
-                    self._weights_held = isinstance(item, w.Hold)
-                    self._hold()
-                case w.Abort():
-                    self._handle(e.RolloutsAborted("aborted by a weight update"))
-                case w.Report() | w.Fail():
-                    self._log.info("weight update ended", outcome=item)
-                    self._tell_trainer(item.trainer, views.outcome(item))
-
-    def _rest(self, event: s.Event) -> None:
-        held = self._sleep.held
-        for item in self._sleep.handle(event, self._clock.now(), idle=not self.machine.requests):
-            match item:
-                case s.Order():
-                    self._tell_engine(item.instance, m.Sleep(asleep=item.asleep))
-                case s.GiveUp():
-                    self._engine_gone(item.instance, "it was told to sleep or wake, and does not answer")
-                case s.Tell():
-                    self._tell_trainer(item.trainer, m.Slept(asleep=item.asleep, problem=item.problem))
-        if held != self._sleep.held:
-            self._hold()
-
-    def _hold(self) -> None:
-        self._handle(e.SubmissionsHeld(self._weights_held or self._sleep.held))
-
-    def _refuse(self, item: e.Refuse) -> None:
-        for prompt_id in item.prompt_ids:
-            if ids.group_id(item.rollout_id, prompt_id) not in self.machine.groups:
-                self.store.forget(ids.group_id(item.rollout_id, prompt_id))
-        refused = m.Refused(
-            code=item.code, message=item.message, rollout_id=item.rollout_id, prompt_ids=item.prompt_ids
-        )
-        self._tell_trainer(item.trainer, refused)
+    # --- messages to sockets -------------------------------------------------------------
 
     def _tell_engine(self, name: str, message: m.BufferToEngine) -> None:
         address = self._engines.at(name)
@@ -533,16 +398,3 @@ class BufferServer:
     async def _publish(self) -> None:
         while True:
             await self._events.publish(await self._to_publish.get())
-
-    def _check_drained(self) -> None:
-        if not self._draining:
-            return
-        if self.machine.requests:
-            self._collect_until = self._clock.now() + COLLECT_SECONDS
-        if not self.machine.groups or self._clock.now() > self._collect_until:
-            self._drained.set()
-
-
-def _locate(request_id: str) -> tuple[str, int]:
-    group_id, _, index = request_id.rpartition("#")
-    return group_id, int(index)

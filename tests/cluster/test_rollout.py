@@ -91,7 +91,7 @@ async def test_an_engine_that_was_given_up_registers_again():
         server = cluster.services["buffer"]
         machine = server.machine
         await eventually(lambda: machine.counters["chunks"] > 20)
-        server._drop_engine("e1")
+        server.conductor.drop("e1")
         assert set(machine.instances) == {"e0"}
         await eventually(lambda: set(machine.instances) == {"e0", "e1"})
         assert await work == expected

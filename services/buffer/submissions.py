@@ -1,0 +1,47 @@
+"""A submission taken apart: what makes no sense in it is refused before any machine hears of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from seer.common import ids
+from seer.common.errors import InvalidField
+from seer.common.wire import messages as m
+from seer.services.buffer.store import Store
+
+
+def prompts(submit: m.Submit, store: Store) -> Iterator[tuple[str, m.Tokens]]:
+    """Yield each prompt's id and a copy of its tokens.
+
+    Raises `InvalidField` for what makes no sense, or differs from what `store` has under the same id.
+    """
+    _check(submit)
+    pieces = np.split(submit.tokens, np.cumsum(submit.lengths)[:-1])
+    for prompt_id, tokens in zip(submit.prompt_ids, pieces, strict=True):
+        known = ids.group_id(submit.rollout_id, prompt_id) in store
+        if known and not store.same(submit, prompt_id, tokens):
+            raise InvalidField("prompt_ids", prompt_id, "already submitted with another prompt or sampling")
+        yield prompt_id, tokens.copy()
+
+
+def _check(submit: m.Submit) -> None:
+    submit.sampling.check()
+    for name in ("seed", "rollout_number"):
+        value = getattr(submit, name)
+        if not -(2**63) <= value < 2**63:
+            raise InvalidField(name, value, "must fit in 64 signed bits")
+    if not submit.rollout_id or "/" in submit.rollout_id:  # two pairs of ids must not make one group's
+        raise InvalidField("rollout_id", submit.rollout_id, "give a non-empty string without '/'")
+    longest = max(submit.prompt_ids, key=len, default="")
+    if len(ids.request_id(ids.group_id(submit.rollout_id, longest), submit.n)) > m.MAX_ID:
+        raise InvalidField("prompt_ids", longest, f"makes request ids of over {m.MAX_ID} characters")
+    if len(set(submit.prompt_ids)) != len(submit.prompt_ids):
+        raise InvalidField("prompt_ids", submit.prompt_ids, "must be unique")
+    total = len(submit.tokens)
+    sound = len(submit.lengths) == len(submit.prompt_ids) and min(submit.lengths, default=1) >= 1
+    if not sound or sum(submit.lengths) != total:
+        raise InvalidField("lengths", submit.lengths, f"give one >= 1 per prompt, {total} in all")
+    if total and submit.tokens.min() < 0:
+        raise InvalidField("tokens", int(submit.tokens.min()), "token ids must be >= 0")
