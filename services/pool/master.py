@@ -17,7 +17,7 @@ from seer.common.errors import ConfigError, Unreachable
 from seer.common.log import get_logger
 from seer.common.pool import ask_master
 from seer.common.transport.base import Transport
-from seer.services.pool.program import Program
+from seer.services.pool.program import Program, first_ended
 from seer.services.pool.settings import CLIENT_SECONDS, PoolError, check, listen_address, master_program
 
 START_SECONDS = 20.0
@@ -67,14 +67,9 @@ class PoolMaster:
 
     async def run(self) -> None:
         """Watch the master until drained. Raises `PoolError` when it ends or hangs."""
-        ending = [asyncio.create_task(task) for task in (self._drained.wait(), self._end(), self._silence())]
         try:
-            done, _ = await asyncio.wait(ending, return_when=asyncio.FIRST_COMPLETED)
-            for task in done:
-                task.result()
+            await first_ended(self._drained.wait(), self._end(), self._silence())
         finally:
-            for task in ending:
-                task.cancel()
             await self._program.kill()
 
     def drain(self) -> None:

@@ -30,7 +30,7 @@ from seer.common.mooncake import own_address
 from seer.common.pool import ask_master, read_figures
 from seer.common.transport.base import Transport
 from seer.services.pool.holder import READY, Holding
-from seer.services.pool.program import Program
+from seer.services.pool.program import Program, first_ended
 from seer.services.pool.settings import PoolError, check
 
 START_SECONDS = 50.0
@@ -93,14 +93,9 @@ class PoolOwner:
 
     async def run(self) -> None:
         """Watch what is held until drained. Raises `PoolError` when it is lost."""
-        ending = [asyncio.create_task(task) for task in (self._drained.wait(), self._end(), self._missing())]
         try:
-            done, _ = await asyncio.wait(ending, return_when=asyncio.FIRST_COMPLETED)
-            for task in done:
-                task.result()
+            await first_ended(self._drained.wait(), self._end(), self._missing())
         finally:
-            for task in ending:
-                task.cancel()
             await self._release()
 
     def drain(self) -> None:

@@ -14,8 +14,8 @@ import ctypes
 import os
 import signal
 import sys
-from collections.abc import Mapping, Sequence
-from typing import Self
+from collections.abc import Coroutine, Mapping, Sequence
+from typing import Any, Self
 
 _PR_SET_PDEATHSIG = 1
 
@@ -76,3 +76,15 @@ class Program:
             self._process.kill()
             async with asyncio.timeout(END_SECONDS):
                 await self._process.wait()
+
+
+async def first_ended(*works: Coroutine[Any, Any, object]) -> None:
+    """Return when the first of them does, or raise what it raised; the others are cancelled."""
+    tasks = [asyncio.create_task(work) for work in works]
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            task.result()
+    finally:
+        for task in tasks:
+            task.cancel()
