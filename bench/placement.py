@@ -82,7 +82,7 @@ VARIANTS = {
     "as it is": Variant(),
     **{f"spread {spread}": Variant(spread=spread) for spread in (0, 8, 32)},
     **{f"siblings together, spread {n}": Variant(spread=n, policy=together) for n in (2, 32)},
-    **{f"chunks of {size}": Variant(size=size) for size in (512, 8192)},
+    **{f"chunks of {size}": Variant(size=size) for size in (256, 512, 8192)},
 }
 
 

@@ -61,7 +61,8 @@ class BufferConfig(_Section, frozen=True):
     """Request lifecycle and scheduling."""
 
     policy: str = "seer"
-    chunk_size: int = 256
+    chunk_size: int | None = None
+    """Tokens of one placement; default: a 32nd of a response's `max_tokens`, 256 at least."""
     max_requests: int = 200_000
     """Bound on unfinished requests held at once."""
     engine_wait_seconds: float = 600.0

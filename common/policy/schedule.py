@@ -29,6 +29,15 @@ from seer.common.policy.request import RequestView
 OrderKey = tuple[float, ...]
 Order = Callable[[RequestView, Estimate], OrderKey]
 
+CHUNKS_TO_CAP = 32
+LEAST_CHUNK = 256
+"""A response that reaches its cap takes so many chunks, of so many tokens or more, unless a size is given.
+
+Shorter ones promise less room that stays unused, and come back more often: 256 of 40,960 tokens ended a
+rollout of Qwen's 5 % sooner than 2,048 with a KV pool, but moved 7 times as much KV, and 60 % later
+without one. 8,192 took 3 to 19 % longer (bench/placement.py).
+"""
+
 FAIR_DISPATCHES = 512
 """One dispatch in so many goes to whoever has waited longest: a bound on waiting for 0.2 % of them."""
 
@@ -52,7 +61,7 @@ class Policy:
 
     `order(request, estimate)` gets the group's length estimate; `place(request, chunk,
     fleet)` gets the living instances and returns one's name, or None to wait.
-    `chunked` policies run at most `chunk_size` tokens at a time; `admission` promises room;
+    `chunked` policies run at most a chunk's tokens at a time; `admission` promises room;
     `fair` ones bound waiting. `estimator` names the entry of `length.ESTIMATORS` that its estimates
     come from; of each group the first `probes` responses are probes, whose drafts come first.
     """
@@ -66,9 +75,16 @@ class Policy:
     fair: bool = False
     probes: int = 0
 
-    def chunk(self, request: RequestView, chunk_size: int) -> int:
+    def chunk(self, request: RequestView, chunk_size: int | None) -> int:
         """Return the number of tokens of the next run (paper, 3.2)."""
-        return min(chunk_size, request.remaining) if self.chunked else request.remaining
+        if not self.chunked:
+            return request.remaining
+        return min(chunk_size or default_chunk(request.max_tokens), request.remaining)
+
+
+def default_chunk(cap: int) -> int:
+    """Return a chunk's tokens where no size is given."""
+    return max(LEAST_CHUNK, cap // CHUNKS_TO_CAP)
 
 
 def plausible(estimate: Estimate, generated: int, cap: int, chance: float = LONGER) -> float:

@@ -18,7 +18,7 @@ from seer.common.types import Capacity
 class Limits:
     """Bounds and deadlines; see `config.BufferConfig`."""
 
-    chunk_size: int
+    chunk_size: int | None
     max_requests: int = 200_000
     engine_wait_seconds: float = 600.0
     engine_silence_seconds: float = 20.0

@@ -119,7 +119,9 @@ def _draft_options(command: F) -> F:
 @click.option("--rollout-number", default=0, show_default=True, help="Use another for every iteration.")
 @click.option("--instances", type=_POSITIVE, default=2, show_default=True, help="Engines to start.")
 @click.option("--tensor-parallel", type=_POSITIVE, help="Ranks per engine.  [default: 1]")
-@click.option("--chunk-size", type=_POSITIVE, help="Tokens per chunk.  [default: 256]")
+@click.option(
+    "--chunk-size", type=_POSITIVE, help="Tokens per chunk.  [default: a 32nd of --max-tokens, at least 256]"
+)
 @click.option("--policy", help="Scheduling policy.  [default: seer]")
 @click.option("--max-num-seqs", type=_POSITIVE, help="Requests an engine runs at once.  [default: 64]")
 @click.option("--kv-blocks", type=_POSITIVE, help="KV blocks per engine; default: what the memory gives.")
@@ -310,7 +312,9 @@ def _names(context: click.Context, option: click.Parameter, text: str) -> tuple[
 )  # fmt: skip
 @click.option("--group-size", type=_POSITIVE, help="Responses per prompt, of as many in all.")
 @click.option("--between", type=click.FloatRange(0, 1), help="Share of the variance between prompts.")
-@click.option("--chunk-size", type=_POSITIVE, default=2048, show_default=True, help="Tokens per chunk.")
+@click.option(
+    "--chunk-size", type=_POSITIVE, help="Tokens per chunk.  [default: a 32nd of the cap, at least 256]"
+)
 @click.option("--drafts", is_flag=True, help="Run every policy with drafts as well.")
 @click.option("--seeds", type=_POSITIVE, default=3, show_default=True, help="Draws of lengths to compare on.")
 @click.option("--plan", type=click.FloatRange(min=0, min_open=True), metavar="SECONDS",

@@ -21,6 +21,7 @@ from rich.table import Table
 from rich.text import Text
 
 from seer.common.errors import InvalidField
+from seer.common.policy.schedule import default_chunk
 from seer.prompts_io import check_writable, write_report
 from seer.sim.files import load_workload
 from seer.sim.paper import Figures, figures
@@ -56,13 +57,17 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     policies: tuple[str, ...]
     group_size: int | None
     between: float | None
-    chunk_size: int
+    chunk_size: int | None
     drafts: bool
     seeds: int
     workers: int | None
     json_file: Path | None
     plot: Path | None
     plan: float | None
+
+    def chunk(self, load: Workload) -> int:
+        """Return the tokens of a chunk."""
+        return self.chunk_size or default_chunk(load.cap)
 
 
 def perform(job: Job) -> int:
@@ -80,7 +85,7 @@ def perform(job: Job) -> int:
     else:
         report = [_study(load, compared, Variant(policies[0]), job, console) for load in loads]
     if job.json_file is not None:
-        whole = {"chunk_size": job.chunk_size, "seeds": job.seeds, "workloads": report}
+        whole = {"seeds": job.seeds, "workloads": report}
         write_report(job.json_file, msgspec.to_builtins(whole, str_keys=True))
     return 0
 
@@ -111,7 +116,7 @@ def _study(
     load: Workload, compared: Sequence[Variant], first: Variant, job: Job, console: Console
 ) -> dict[str, object]:
     seeds = 1 if load.lengths else job.seeds  # recorded lengths are what they are
-    planned = list(tasks(load, compared, seeds, job.chunk_size))
+    planned = list(tasks(load, compared, seeds, job.chunk(load)))
     if job.plot is not None:
         traced = _traced(compared)
         planned = [replace(task, traced=task.seed == 0 and task.variant in traced) for task in planned]
@@ -126,6 +131,7 @@ def _study(
             console.print(str(path), style="dim", markup=False, soft_wrap=True)
     return {
         "workload": {key: value for key, value in msgspec.structs.asdict(load).items() if key != "lengths"},
+        "chunk_size": job.chunk(load),
         "responses": sum(map(len, load.draw(0))),
         "policies": [
             {"label": each.variant.label, "summary": each, "paper": figures(load, each.variant)}
@@ -176,7 +182,7 @@ def table_of(load: Workload, summaries: Sequence[Summary], job: Job) -> Table:
     if load.lengths:
         responses = f"{len(load.lengths)} prompts, {sum(map(len, load.lengths))} recorded responses"
     title = (
-        f"{load.name}: {responses} on {load.instances} instances; chunks of {job.chunk_size}, "
+        f"{load.name}: {responses} on {load.instances} instances; chunks of {job.chunk(load)}, "
         f"{summaries[0].seeds} seed{'s' * (summaries[0].seeds > 1)}"
     )
     table = Table(title=Text(title), title_justify="left", title_style="bold")
@@ -240,11 +246,17 @@ def _plan(load: Workload, job: Job, console: Console) -> dict[str, object]:
         print(f"{load.name}: {took:.0f} s on {instances}", file=sys.stderr, flush=True)
 
     workers = job.workers or cpus()
-    needed = instances_for(load, variant, seconds, job.seeds, job.chunk_size, workers, told)
+    needed = instances_for(load, variant, seconds, job.seeds, job.chunk(load), workers, told)
     console.print(
         f"{load.name}: within {seconds:.0f} s with {variant.label}: {needed} of its instances "
         f"({tried[needed]:.0f} s); the workload has {load.instances}",
         soft_wrap=True,
         markup=False,
     )
-    return {"workload": load.name, "instances": needed, "policy": variant.label, "tried": tried}
+    return {
+        "workload": load.name,
+        "chunk_size": job.chunk(load),
+        "instances": needed,
+        "policy": variant.label,
+        "tried": tried,
+    }

@@ -53,6 +53,15 @@ def test_divided_is_first_come_first_served_and_chunked():
     assert divided.chunk(request(generated=40), 48) == 24
 
 
+def test_chunks_follow_the_cap_where_no_size_is_given():
+    def chunk(policy: str, cap: int, generated: int = 0) -> int:
+        return POLICIES[policy].chunk(RequestView("r", 0, 0, 16, cap, generated=generated), None)
+
+    assert [chunk("seer", cap) for cap in (64, 1024, 8192, 65_536)] == [64, 256, 256, 2048]
+    assert chunk("seer", 65_536, generated=65_000) == 536
+    assert chunk("static", 65_536) == 65_536
+
+
 def test_migrate_never_stays():
     migrate = POLICIES["migrate"]
     views = Fleet([InstanceView("a", CAPACITY), InstanceView("b", CAPACITY)])

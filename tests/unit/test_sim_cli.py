@@ -35,7 +35,7 @@ def test_a_table_has_a_row_for_each_policy_and_the_report_the_same_figures(
     report = tmp_path / "report.json"
     result = sim("--workload", tiny, "--policy", "divided,oracle", "--drafts", "--seeds", 2, "--json", report)
     assert result.exit_code == 0, result.output
-    assert "tiny.toml: 6 prompts, 24 responses on 2 instances; chunks of 2048, 2 seeds" in result.output
+    assert "tiny.toml: 6 prompts, 24 responses on 2 instances; chunks of 256, 2 seeds" in result.output
     [found] = json.loads(report.read_text())["workloads"]
     labels = [each["label"] for each in found["policies"]]
     assert labels == ["static", "divided", "oracle", "static + drafts", "divided + drafts", "oracle + drafts"]
@@ -74,7 +74,7 @@ def test_a_trace_runs_once_on_the_cluster_named(tmp_path: Path) -> None:
     result = sim("--workload", trace, "--cluster", "kimi-k2", "--policy", "seer")
     assert result.exit_code == 0, result.output
     assert (
-        "trace.jsonl: 2 prompts, 3 recorded responses on 8 instances; chunks of 2048, 1 seed "
+        "trace.jsonl: 2 prompts, 3 recorded responses on 8 instances; chunks of 3072, 1 seed "
         in result.output
     )
     described = tmp_path / "my [bold]own.toml"  # no markup
