@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import sys
 from dataclasses import replace
 from statistics import fmean
@@ -26,7 +25,8 @@ from seer.common.policy.length import Estimate
 from seer.common.policy.placement import BALANCE_SPREAD, Place
 from seer.common.policy.request import RequestView
 from seer.common.policy.schedule import POLICIES, Order, OrderKey, Policy, plausible
-from seer.sim.cluster import Cluster
+from seer.sim import study
+from seer.sim.cluster import Cluster, Outcome
 from seer.sim.workload import TUNING_SEED, WORKLOADS
 
 BASE = POLICIES["least-generated"]
@@ -106,7 +106,6 @@ def by_blocks(request: RequestView, chunk: int, fleet: Fleet) -> str | None:
 
 
 TRIED: dict[str, Policy] = {
-    "least-generated": BASE,
     "seer": POLICIES["seer"],
     **{
         f"quantile {chance:g}": replace(BY_ESTIMATE, order=quantile(chance))
@@ -124,8 +123,6 @@ TRIED: dict[str, Policy] = {
     },
 }  # fmt: skip
 
-Run = tuple[float, float]
-
 
 def main() -> None:
     parser = argparse.ArgumentParser(
@@ -140,19 +137,19 @@ def main() -> None:
     whole = structs.replace(WORKLOADS[options.workload](), between=options.between)
     load = whole if options.whole else quarter(whole.name, whole.group_size, options.between)
 
-    def runs(policy: Policy) -> list[Run]:
-        every = []
-        for seed in range(TUNING_SEED, TUNING_SEED + options.seeds):
-            outcome = Cluster(load, policy, load.draw(seed), CHUNK).run()
-            every.append((outcome.total, outcome.counts["pulled_tokens"] / outcome.tokens))
-        return every
+    drawn = [load.draw(seed) for seed in range(TUNING_SEED, TUNING_SEED + options.seeds)]
+
+    def runs(policy: Policy) -> list[Outcome]:
+        return [Cluster(load, policy, lengths, CHUNK).run() for lengths in drawn]
 
     base = runs(BASE)
     found: dict[str, dict[str, float]] = {}
     for name in options.only:
         each = runs(TRIED[name])
-        ratio = math.exp(fmean(math.log(run[0] / least[0]) for run, least in zip(each, base, strict=True)))
-        found[name] = {"times_as_long": round(ratio, 4), "pulled": round(fmean(run[1] for run in each), 2)}
+        found[name] = {
+            "times_as_long": round(study.ratio(each, base).mean, 4),
+            "pulled": round(fmean(run.counts["pulled_tokens"] / run.tokens for run in each), 2),
+        }
         print(name, found[name], file=sys.stderr, flush=True)
     print(json.dumps({**vars(options), "orders": found}, indent=1))
 

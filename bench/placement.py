@@ -94,7 +94,7 @@ def cell(load: Workload, cluster: type[Cluster], seeds: int) -> dict[str, Any]:
         every[name] = [cluster(load, policy(), lengths, size).run() for lengths in drawn]
     rows = {}
     for name, runs in every.items():
-        over = study.ratio(every["as it is"], runs)  # type: ignore[arg-type]  # it needs no more than totals
+        over = study.ratio(every["as it is"], runs)
         rows[name] = {
             "over": [round(value, 4) for value in (over.mean, over.low or 0.0, over.high or 0.0)],
             "moved": round(fmean(run.counts["migrations"] / run.counts["chunks"] for run in runs), 3),

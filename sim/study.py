@@ -12,9 +12,10 @@ import math
 import multiprocessing
 import os
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
+from typing import Protocol
 
 import msgspec
 
@@ -75,6 +76,12 @@ class Run(msgspec.Struct, omit_defaults=True):
     prediction: dict[str, float]
     curve: list[float]
     trace: Outcome | None = None
+
+
+class Timed(Protocol):
+    """Whatever took `total` seconds."""
+
+    total: float
 
 
 class Ratio(msgspec.Struct):
@@ -220,7 +227,7 @@ def _deviation(values: Sequence[float]) -> float:
     return statistics.stdev(values) if len(values) > 1 else 0.0
 
 
-def ratio(slow: Sequence[Run], fast: Sequence[Run]) -> Ratio:
+def ratio(slow: Iterable[Timed], fast: Iterable[Timed]) -> Ratio:
     """Return by how much the second runs are faster than the first, seed by seed."""
     logs = [math.log(a.total / b.total) for a, b in zip(slow, fast, strict=True)]
     mean = statistics.fmean(logs)

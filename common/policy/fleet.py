@@ -3,7 +3,7 @@
 Invariants:
 - an instance's books are the sums of what was reserved and not yet released;
 - arrays, rows in the order of names, say what the books say; questions are answered from them in one
-  pass, in the same time however full the fleet is: a buffer asks several thousand times a second.
+  pass, quickest in a full fleet: a buffer asks several thousand times a second.
 """
 
 from __future__ import annotations
