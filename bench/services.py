@@ -155,7 +155,7 @@ async def start_hosts(file: Path, engines: int, hosts: int) -> list[asyncio.subp
 
 
 async def probe(name: str, endpoint: str, seen: list[float]) -> None:
-    me = Identity(role="probe", name=f"probe-{name}", incarnation=new_incarnation())
+    me = Identity(role="status", name=f"probe-{name}", incarnation=new_incarnation())
     transport = ZmqTransport()
     channel: Channel[m.Message, m.Message] = Channel(transport, endpoint, me, UNIONS[name], LoopClock())
     try:

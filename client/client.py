@@ -5,8 +5,9 @@ Invariants:
   the other, nor the buffer;
 - a buffer that was restarted, or forgot us, is sent every unfinished prompt again under the same
   rollout id: keys depend on neither, so the tokens are the same;
-- every group that arrives is acknowledged, wanted or not; it is taken once; work that nobody here
-  waits for is cancelled;
+- every group that arrives is acknowledged, wanted or not; it is taken once, and only as an answer to
+  the very submission that waits for it;
+- work that this client gave up is cancelled, again if need be; never that of another life or use;
 - nothing waits for ever: a rollout ends by its results, its deadline or the buffer's silence.
 """
 
@@ -17,6 +18,7 @@ import os
 import secrets
 import socket
 import weakref
+from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -25,7 +27,7 @@ from typing import Self
 from seer.client.prompts import Prompt, check_request, check_rollout_id, prepare
 from seer.client.rollout import BufferLost, Rollout, submissions
 from seer.client.text import Tokenizer, load_tokenizer
-from seer.client.weights import InFlight, Source, Update
+from seer.client.weights import InFlight, Source, Update, answers, new_ask
 from seer.common.channel import Channel, Identity, error_of
 from seer.common.clock import LoopClock
 from seer.common.errors import (
@@ -42,6 +44,7 @@ from seer.common.transport.base import Transport
 from seer.common.transport.zmq import ZmqTransport
 from seer.common.types import SamplingParams
 from seer.common.wire.messages import (
+    Accepted,
     Acknowledge,
     BufferToTrainer,
     Cancel,
@@ -63,6 +66,9 @@ from seer.common.wire.messages import (
 
 PING_SECONDS = 5.0
 """A buffer that says nothing for this long is asked for its status: work may wait for an engine."""
+
+GIVEN_UP = 1_000
+"""Uses of rollout ids that are remembered as given up: what of them still runs is cancelled again."""
 
 GOODBYE_SECONDS = 2.0
 """Longest time that leaving may take when the buffer is gone."""
@@ -94,11 +100,13 @@ class RolloutClient:
         self._given_transport = transport
         self._task: asyncio.Task[None] | None = None
         self._next_number = 0
+        self._next_use = 0
         self._rollouts: weakref.WeakValueDictionary[str, Rollout] = weakref.WeakValueDictionary()
         self._active: dict[str, Rollout] = {}
         self._deadlines: dict[str, float] = {}
-        self._acknowledge: dict[str, list[str]] = {}
-        self._unwanted: set[str] = set()
+        self._acknowledge: dict[tuple[str, int], list[str]] = {}
+        self._given_up: OrderedDict[int, str] = OrderedDict()
+        self._cancel_again: set[int] = set()
         self._resubmit = False
         self._heard = 0.0
         self._wake = asyncio.Event()
@@ -109,7 +117,9 @@ class RolloutClient:
 
     async def __aenter__(self) -> Self:
         self._transport = self._given_transport or ZmqTransport()
-        me = Identity(role="trainer", name=self.name, incarnation=new_incarnation())
+        incarnation = new_incarnation()
+        self._next_use = incarnation >> 1  # leaves room to count up
+        me = Identity(role="trainer", name=self.name, incarnation=incarnation)
         self._channel: Channel[TrainerToBuffer, BufferToTrainer] = Channel(
             self._transport, self.endpoint, me, BufferToTrainer, LoopClock()
         )
@@ -155,27 +165,32 @@ class RolloutClient:
         rollout_number: int | None = None,
         deadline_seconds: float | None = None,
         rollout_id: str | None = None,
+        weight_version: int | None = None,
     ) -> Rollout:
         """Send prompts for n responses each; plain prompts get their position as id.
 
         `rollout_number` is a coordinate of the noise key and defaults to one more than the highest so
-        far. A trainer that was killed and submits the same prompts again, under the same `name` and
-        `rollout_id`, gets what is finished at once and waits only for the rest.
+        far. `weight_version` defaults to that of this client's last update, before one to whatever is live.
+        A trainer that was killed and submits the same prompts again, under the same `name` and
+        `rollout_id`, gets what is finished at once and waits only for the rest, which has the same weights
+        or does not run. An id that is used again for anything else ends its earlier use.
         Raises `InvalidField` before anything is sent, `Unreachable` when the buffer takes nothing;
         what becomes of single prompts is for the returned rollout to say.
         """
         self._check_open()
         number = self._next_number if rollout_number is None else rollout_number
         sampling = sampling or SamplingParams()
-        check_request(n, sampling, seed, number)
+        version = self.weight_version if weight_version is None else weight_version
+        check_request(n, sampling, seed, number, version)
         if deadline_seconds is not None and not deadline_seconds > 0:
             raise InvalidField("deadline_seconds", deadline_seconds, "must be positive")
         prepared = prepare(prompts, self.tokenizer)
         rollout_id = secrets.token_hex(8) if rollout_id is None else check_rollout_id(rollout_id)
         if rollout_id in self._active:
             raise InvalidField("rollout_id", rollout_id, "is under way here; await it, or give another")
-        rollout = Rollout(rollout_id, number, seed, n, sampling, prepared, self._cancel)
-        rollout.weight_version = self.weight_version
+        self._next_use += 1
+        use = self._next_use
+        rollout = Rollout(rollout_id, number, seed, n, sampling, prepared, use, version, self._cancel)
         self._next_number = max(self._next_number, number + 1)
         now = asyncio.get_running_loop().time()
         self._heard = self._heard if self._active else now
@@ -241,7 +256,7 @@ class RolloutClient:
         if self._resting is not None:
             raise SeerError("engines are being put to sleep or woken: await that first")
         answer: asyncio.Future[Slept] = asyncio.get_running_loop().create_future()
-        self._resting = (Sleep(asleep=asleep), answer)
+        self._resting = (Sleep(asleep=asleep, ask=new_ask()), answer)
         try:
             async with asyncio.timeout(seconds):
                 await self._channel.send(self._resting[0])
@@ -295,12 +310,8 @@ class RolloutClient:
             message = await self._channel.recv()
             self._heard = asyncio.get_running_loop().time()
             match message:
-                case GroupDone():
-                    self._acknowledge.setdefault(message.rollout_id, []).append(message.prompt_id)
-                    self._wake.set()
-                    if message.rollout_id in self._active:
-                        self._active[message.rollout_id].deliver(message, self.tokenizer)
-                        self._settle(message.rollout_id)
+                case GroupDone() | Accepted():
+                    self._answered(message)
                 case Progress():
                     self._progressed(message)
                 case Refused():
@@ -313,8 +324,9 @@ class RolloutClient:
                 case WeightsLive() | WeightsFailed() | SpoolState() if self._update is not None:
                     self._update.answer(message)
                 case Slept() if self._resting is not None:
-                    if message.asleep == self._resting[0].asleep and not self._resting[1].done():
-                        self._resting[1].set_result(message)
+                    asked, answer = self._resting
+                    if message.asleep == asked.asleep and answers(asked, message) and not answer.done():
+                        answer.set_result(message)
                 case _:
                     pass
 
@@ -351,10 +363,12 @@ class RolloutClient:
 
     async def _send_acknowledgements(self) -> None:
         while self._acknowledge:
-            rollout_id, prompt_ids = self._acknowledge.popitem()
-            await self._channel.send(Acknowledge(rollout_id=rollout_id, prompt_ids=prompt_ids))
-        while self._unwanted:
-            await self._channel.send(Cancel(rollout_id=self._unwanted.pop()))
+            (rollout_id, use), prompt_ids = self._acknowledge.popitem()
+            await self._channel.send(Acknowledge(rollout_id=rollout_id, prompt_ids=prompt_ids, use=use))
+        while self._cancel_again:
+            use = self._cancel_again.pop()
+            if rollout_id := self._given_up.get(use, ""):
+                await self._channel.send(Cancel(rollout_id=rollout_id, use=use))
 
     async def _send_again(self) -> None:
         if not self._resubmit:
@@ -376,20 +390,42 @@ class RolloutClient:
             if rollout is not None:
                 rollout.fail(rollout.unfinished, DeadlineExceeded, "unfinished when the deadline passed")
                 self._settle(rollout_id)
-                await self._channel.send(Cancel(rollout_id=rollout_id))
+                await self._channel.send(Cancel(rollout_id=rollout_id, use=rollout.use))
 
     # --- what they share -----------------------------------------------------------------
 
+    def _waiting(self, rollout_id: str, use: int) -> Rollout | None:
+        """Return the rollout that an answer is meant for, if anybody waits for it."""
+        rollout = self._active.get(rollout_id)
+        return rollout if rollout is not None and rollout.concerns(use) else None
+
+    def _answered(self, message: GroupDone | Accepted) -> None:
+        rollout = self._waiting(message.rollout_id, message.use)
+        if isinstance(message, Accepted):
+            if rollout is not None:
+                rollout.began(message.weight_version)
+            return
+        self._acknowledge.setdefault((message.rollout_id, message.use), []).append(message.prompt_id)
+        self._wake.set()
+        if rollout is not None:
+            rollout.deliver(message, self.tokenizer)
+            self._settle(rollout.id)
+
     def _progressed(self, progress: Progress) -> None:
         rollout = self._rollouts.get(progress.rollout_id)
-        if rollout is not None:
+        if rollout is not None and rollout.concerns(progress.use):
             rollout.report(progress)
-        if progress.rollout_id not in self._active and progress.finished < progress.requests:
-            self._unwanted.add(progress.rollout_id)
+        if progress.use in self._given_up and progress.finished < progress.requests:
+            self._cancel_again.add(progress.use)  # the first time did not arrive
             self._wake.set()
 
+    def _give_up_use(self, rollout: Rollout) -> None:
+        self._given_up[rollout.use] = rollout.id
+        while len(self._given_up) > GIVEN_UP:
+            self._given_up.popitem(last=False)
+
     def _refused(self, message: Refused) -> None:
-        rollout = self._active.get(message.rollout_id)
+        rollout = self._waiting(message.rollout_id, message.use)
         if rollout is None:
             return
         error = error_of(message)
@@ -401,8 +437,10 @@ class RolloutClient:
 
     def _settle(self, rollout_id: str) -> None:
         if not self._active[rollout_id].unfinished:
-            del self._active[rollout_id]
+            rollout = self._active.pop(rollout_id)
             self._deadlines.pop(rollout_id, None)
+            if rollout.failures:  # a buffer that stood still, or heard of no cancelling, goes on with it
+                self._give_up_use(rollout)
 
     def _give_up(self, why: str) -> None:
         for rollout in list(self._active.values()):
@@ -414,7 +452,7 @@ class RolloutClient:
             return
         rollout.fail(prompt_ids or rollout.unfinished, RolloutCancelled, "cancelled by the trainer")
         self._settle(rollout.id)
-        await self._channel.send(Cancel(rollout_id=rollout.id, prompt_ids=list(prompt_ids)))
+        await self._channel.send(Cancel(rollout_id=rollout.id, prompt_ids=list(prompt_ids), use=rollout.use))
 
     async def _send_prompts(self, rollout: Rollout) -> None:
         for message in submissions(rollout):

@@ -71,13 +71,17 @@ def prepare(
     return prepared
 
 
-def check_request(n: int, sampling: SamplingParams, seed: int, rollout_number: int) -> None:
+def check_request(
+    n: int, sampling: SamplingParams, seed: int, rollout_number: int, weight_version: int = -1
+) -> None:
     """Raise `InvalidField` naming what the buffer would refuse."""
     if not 1 <= n <= MAX_GROUP_SIZE:
         raise InvalidField("n", n, f"must be in [1, {MAX_GROUP_SIZE}]")
     for name, value in (("seed", seed), ("rollout_number", rollout_number)):
         if value not in _INT64:
             raise InvalidField(name, value, "must fit in 64 signed bits")
+    if not -1 <= weight_version < 2**63:
+        raise InvalidField("weight_version", weight_version, "give a version, or -1 for whatever is live")
     sampling.check()
 
 

@@ -2,7 +2,9 @@
 
 Invariants:
 - every prompt ends exactly once: as one whole group, or in one error that names it;
-- a group has n responses, each of at least one token; anything else is an error, not a result;
+- a group has n responses, each of at least one token, and was made for what this rollout asked for, with
+  the weights of its first one; anything else is an error, not a result;
+- what the buffer says to another use of the rollout's id changes nothing;
 - an iteration yields every finished group first and raises only then.
 """
 
@@ -17,6 +19,7 @@ import numpy as np
 from seer.client.prompts import Prepared
 from seer.client.text import Tokenizer, response_text
 from seer.common.errors import InvalidField, RequestRefused, RolloutFailed, Unreachable
+from seer.common.ids import asked
 from seer.common.types import FinishReason, SamplingParams
 from seer.common.wire.messages import GroupDone, Logprobs, Progress, Submit, Tokens
 
@@ -27,7 +30,7 @@ BATCH_TOKENS = 2**20
 """Prompt tokens per `Submit` (4 MiB): a large rollout must not stall the buffer's loop."""
 
 BATCH_PROMPTS = 1024
-"""Prompts per `Submit`, for the same reason."""
+"""Prompts per `Submit`, for the same reason; the buffer takes `MAX_PROMPTS`."""
 
 
 class BufferLost(RolloutFailed, Unreachable):
@@ -72,7 +75,8 @@ class Rollout:
 
     `on_progress` is called in the client's loop with every `Progress`; it must not raise.
     `finish_times` are seconds since submission, one per finished request. `weight_version` is what
-    the trainer asked for, -1 for whatever is live.
+    the trainer asked for, or those that the buffer began with; -1: not known yet. `use` tells this use of
+    the rollout's id from others.
     """
 
     def __init__(
@@ -83,6 +87,8 @@ class Rollout:
         n: int,
         sampling: SamplingParams,
         prompts: dict[str, Prepared],
+        use: int,
+        weight_version: int,
         cancel: Callable[[Rollout, Sequence[str]], Awaitable[None]],
     ) -> None:
         self.id = rollout_id
@@ -91,7 +97,9 @@ class Rollout:
         self.n = n
         self.sampling = sampling
         self.prompts = prompts
-        self.weight_version = -1
+        self.use = use
+        self.weight_version = weight_version
+        self._asked = asked(seed, rollout_number, n, sampling)
         self.progress: Progress | None = None
         self.on_progress: Callable[[Progress], None] | None = None
         self.finish_times: list[float] = []
@@ -179,11 +187,21 @@ class Rollout:
 
     # --- for the client ------------------------------------------------------------------
 
+    def concerns(self, use: int) -> bool:
+        """Say whether an answer is to this use of the id; one of an older buffer names none."""
+        return use in (0, self.use)
+
+    def began(self, weight_version: int) -> None:
+        """Note the weights that the buffer began with: what is asked for again has them, too."""
+        if self.weight_version < 0:
+            self.weight_version = weight_version
+
     def deliver(self, message: GroupDone, tokenizer: Tokenizer | None) -> None:
         """Take a finished group; one that was taken before changes nothing."""
         if message.prompt_id not in self._unfinished:
             return
-        problem = _malformed(message, self.n)
+        self.began(message.weight_version)
+        problem = self._foreign(message) or _malformed(message, self.n)
         if problem:
             self.fail([message.prompt_id], RolloutFailed, f"the buffer sent a malformed group: {problem}")
             return
@@ -203,6 +221,14 @@ class Rollout:
         self._finished.append(group)
         del self._unfinished[prompt.id]
         self._wake()
+
+    def _foreign(self, message: GroupDone) -> str:
+        """Say why a group was not made for this rollout; empty when it was."""
+        if message.asked not in (0, self._asked):
+            return "made for another seed, rollout number, n or sampling"
+        if message.weight_version != self.weight_version:
+            return f"made by weight version {message.weight_version}, not {self.weight_version}"
+        return ""
 
     def fail(self, prompt_ids: Iterable[str], cls: type[RequestRefused], message: str) -> None:
         """End unfinished prompts in an error; others of `prompt_ids` are left as they are."""
@@ -240,6 +266,7 @@ def submissions(rollout: Rollout) -> Iterator[Submit]:
             lengths=[prompt.token_ids.size for prompt in batch],
             tokens=np.concatenate([prompt.token_ids for prompt in batch]),
             weight_version=rollout.weight_version,
+            use=rollout.use,
         )
 
 

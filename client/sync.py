@@ -165,6 +165,7 @@ class SyncRolloutClient:
         rollout_number: int | None = None,
         deadline_seconds: float | None = None,
         rollout_id: str | None = None,
+        weight_version: int | None = None,
     ) -> SyncRollout:
         """See `RolloutClient.submit`."""
         thread = self._running()
@@ -177,6 +178,7 @@ class SyncRolloutClient:
                 rollout_number=rollout_number,
                 deadline_seconds=deadline_seconds,
                 rollout_id=rollout_id,
+                weight_version=weight_version,
             )
         )
         return SyncRollout(rollout, thread)

@@ -3,7 +3,9 @@
 Invariants:
 - a stream is sent once, in order, `SPOOL_WINDOW` parts ahead of what the buffer confirmed;
 - what was lost, damaged, or forgotten by a restarted buffer is sent again from there on;
-- an update ends in one answer, or one error; an upload ends with it.
+- an update ends in one answer, or one error; an upload ends with it, and not before: a buffer that is
+  restarted may need all of it again;
+- an answer counts only if it says the number of the question: an earlier one may have had this version.
 """
 
 from __future__ import annotations
@@ -15,6 +17,8 @@ from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
+from msgspec import structs
+
 from seer.client.mooncake import MooncakeSource
 from seer.client.tensors import TensorStream
 from seer.common.errors import InvalidField, WeightsRefused
@@ -25,6 +29,8 @@ from seer.common.wire.messages import (
     SPOOL_WINDOW,
     Bytes,
     OpenSpool,
+    Sleep,
+    Slept,
     SpoolData,
     SpoolState,
     UpdateWeights,
@@ -60,7 +66,9 @@ class Update:
             where = ""  # known once the tensors are laid out
         elif self.stream is None:
             where = str(Path(str(source)).absolute())
-        self.asked = UpdateWeights(version=version, source=where, digest=digest, in_flight=in_flight)
+        self.asked = UpdateWeights(
+            version=version, source=where, digest=digest, in_flight=in_flight, ask=new_ask()
+        )
         self._asked = False
         self._answer: asyncio.Future[WeightsLive | WeightsFailed] = asyncio.get_running_loop().create_future()
         # An answer per part under way, and to each opening.
@@ -95,7 +103,7 @@ class Update:
                 await asyncio.wait([upload])
         if isinstance(message, WeightsFailed):
             raise WeightsRefused(message.version, message.reasons)
-        return message
+        return structs.replace(message, ask=0)
 
     def answer(self, message: WeightsLive | WeightsFailed | SpoolState) -> None:
         """Take an answer; one to another update, or a second one, changes nothing."""
@@ -103,7 +111,9 @@ class Update:
             if message.name == self._name:
                 with contextlib.suppress(asyncio.QueueFull):
                     self._states.put_nowait(message)
-        elif message.version == self.asked.version and not self._answer.done():
+        elif (
+            message.version == self.asked.version and answers(self.asked, message) and not self._answer.done()
+        ):
             self._answer.set_result(message)
 
     def fail(self, error: BaseException) -> None:
@@ -128,13 +138,13 @@ class Update:
 
     async def _upload(self, stream: TensorStream, send: Send) -> None:
         confirmed = sent = 0
-        while confirmed < stream.size:
+        while True:
             while sent < min(stream.size, confirmed + SPOOL_WINDOW * SPOOL_BYTES):
                 data, checksum = await asyncio.to_thread(_part, stream, sent)
                 await send(SpoolData(name=self._name, offset=sent, checksum=checksum, data=data))
                 sent += len(data)
             try:
-                async with asyncio.timeout(ASK_SECONDS):
+                async with asyncio.timeout(ASK_SECONDS if confirmed < stream.size else None):
                     state = await self._states.get()
             except TimeoutError:
                 await send(OpenSpool(name=self._name, size=stream.size))
@@ -144,6 +154,16 @@ class Update:
             confirmed = state.have
             if state.resend:
                 sent = confirmed
+
+
+def new_ask() -> int:
+    """Return what a question goes by: no earlier one does, also of another life of this trainer."""
+    return secrets.randbits(62) + 1
+
+
+def answers(asked: UpdateWeights | Sleep, message: WeightsLive | WeightsFailed | Slept) -> bool:
+    """Say whether a message is the answer to a question; a buffer of an earlier release does not tell."""
+    return message.ask in (0, asked.ask)
 
 
 def _part(stream: TensorStream, offset: int) -> tuple[Bytes, int]:

@@ -10,7 +10,10 @@ Invariants:
   loop, and what a Hub answers waits for nobody: a peer that does not read holds up no other;
 - a message that was lost, either way, is revealed: a `Welcome` follows on `Channel.recv`, within
   `CHECK_SECONDS` and a round trip of a working connection. TCP loses nothing, but a connection that
-  breaks takes with it what was under way, and ZeroMQ makes the next one without a word.
+  breaks takes with it what was under way, and ZeroMQ makes the next one without a word;
+- one event, one such `Welcome`: each admission of a peer is a session with a number of its own, every
+  `Welcome` names it, and only one that names another is handed out. So neither what is queued at the
+  time, nor latency, nor a lost `Refused` or `Welcome` adds to it or hides it.
 """
 
 from __future__ import annotations
@@ -55,6 +58,8 @@ _SHOWN = 80
 
 HELLO_FIRST = "hello"
 """`Refused.code` for a peer that has to say Hello (again)."""
+
+_STRANGER = Refused(code=HELLO_FIRST, message="say Hello first")
 
 _log = get_logger()
 
@@ -115,6 +120,7 @@ class Channel(Generic[Out, In]):
         self._socket: Socket | None = None
         self._last_hello = float("-inf")
         self._sent = self._arrived = 0  # as in `Hello.sent` and `Welcome.sent`
+        self._session = (0, 0)  # the server's incarnation, and its number of our admission
         self._complained: set[str] = set()
 
     async def open(self, deadline_seconds: float) -> Welcome:
@@ -201,12 +207,7 @@ class Channel(Generic[Out, In]):
 
     async def _concerns_caller(self, message: In) -> bool:
         if isinstance(message, Welcome):
-            known, self.peer = self.peer, message
-            if message.schema_hash != SCHEMA_HASH:
-                self._complain("peer has another schema of the same protocol", message.schema_hash)
-            missed = message.sent not in (-1, self._arrived)
-            self._arrived = message.sent
-            return known is None or known.incarnation != message.incarnation or message.lost or missed
+            return self._welcomed(message)
         if not isinstance(message, Refused) or message.rollout_id or message.prompt_ids:
             return True
         if message.code != HELLO_FIRST:
@@ -216,6 +217,17 @@ class Channel(Generic[Out, In]):
             await self._say_hello()
         return False
 
+    def _welcomed(self, welcome: Welcome) -> bool:
+        """Say whether something happened since the last one: the caller must hear of it."""
+        self.peer = welcome
+        if welcome.schema_hash != SCHEMA_HASH:
+            self._complain("peer has another schema of the same protocol", welcome.schema_hash)
+        missed = welcome.sent not in (-1, self._arrived)
+        self._arrived = welcome.sent
+        known, self._session = self._session, (welcome.incarnation, welcome.session)
+        lost = welcome.lost and not welcome.session  # of a server that does not number sessions
+        return known != self._session or missed or lost
+
     def _complain(self, problem: str, detail: str) -> None:
         if problem not in self._complained:
             self._complained.add(problem)
@@ -223,7 +235,10 @@ class Channel(Generic[Out, In]):
 
 
 class _Peer(msgspec.Struct):
-    admitted: bool = False
+    """`session` is 0 while it is not admitted; `told` is when it last heard that it is not."""
+
+    session: int = 0
+    told: float = float("-inf")
     complained: bool = False
     sent: int = 0
     arrived: int = 0
@@ -232,10 +247,17 @@ class _Peer(msgspec.Struct):
 class Hub(Generic[Out, In]):
     """The server's side of many channels. One task may receive while others send.
 
-    `incoming` is the union that clients send; it includes `Hello`.
+    `incoming` is the union that clients send; it includes `Hello`. Peers of other `roles` are refused.
     """
 
-    def __init__(self, router: Router, me: Identity, incoming: object, require_config_hash: bool) -> None:
+    def __init__(
+        self,
+        router: Router,
+        me: Identity,
+        incoming: object,
+        require_config_hash: bool,
+        roles: frozenset[str] | None = None,
+    ) -> None:
         self.counters = {
             "sent": 0, "received": 0, "malformed": 0, "strangers": 0, "refused": 0, "undeliverable": 0,
         }  # fmt: skip
@@ -243,7 +265,9 @@ class Hub(Generic[Out, In]):
         self._me = me
         self._decoder: Decoder[In] = Decoder(incoming)
         self._require_config_hash = require_config_hash
+        self._roles = roles
         self._peers: OrderedDict[bytes, _Peer] = OrderedDict()
+        self._sessions = 0
         self._started = asyncio.get_running_loop().time()
 
     @property
@@ -272,38 +296,66 @@ class Hub(Generic[Out, In]):
                 continue
             if isinstance(message, Hello):
                 await self._answer(identity, peer, message)
-            elif not peer.admitted:
+            elif not peer.session:
                 self.counters["strangers"] += 1
-                await self.reply(identity, Refused(code=HELLO_FIRST, message="say Hello first"))
-            if peer.admitted:
-                peer.admitted = not isinstance(message, Goodbye)
+                await self._tell_stranger(identity, peer)
+            if peer.session:
+                if isinstance(message, Goodbye):
+                    self.dismiss(identity)
                 self.counters["received"] += 1
                 return identity, message
 
     async def send(self, identity: bytes, message: Out) -> bool:
         """Queue a message, waiting for room; False when the peer is gone or takes nothing for too long."""
+        return await self.send_frames(identity, encode(message))
+
+    async def send_frames(self, identity: bytes, frames: list[Frame]) -> bool:
+        """Queue an encoded message, as `send`."""
         try:
-            await self._router.send(identity, encode(message))
+            await self._router.send(identity, frames)
         except Unreachable:
-            self._count(identity, message, sent=False)
+            self._count(identity, sent=False)
             return False
-        self._count(identity, message, sent=True)
+        self._count(identity, sent=True)
         return True
 
-    async def offer(self, identity: bytes, message: Out | Message) -> bool:
-        """Queue a message if there is room for it now; else nothing happened, and False says so."""
-        try:
-            async with asyncio.timeout(0):  # a send that finds room does not suspend
-                await self._router.send(identity, encode(message))
-        except (Unreachable, TimeoutError):
+    async def offer_frames(self, identity: bytes, frames: list[Frame]) -> bool:
+        """Queue an encoded message if there is room now; else nothing happened, and False says so."""
+        if not await self._fits(identity, frames):
             return False
-        self._count(identity, message, sent=True)
+        self._count(identity, sent=True)
+        return True
+
+    async def reaches(self, identity: bytes) -> bool:
+        """Say whether a peer is connected, or was a moment ago. It is told what it knows already."""
+        peer = self._peers.get(identity)
+        if peer is None:
+            return False
+        news = self._welcome(peer, lost=False) if peer.session else _STRANGER
+        try:
+            async with asyncio.timeout(0):
+                await self._router.send(identity, encode(news))
+        except Unreachable:
+            return False
+        except TimeoutError:
+            return True  # it has no room
+        peer.sent += news is _STRANGER
         return True
 
     async def reply(self, identity: bytes, message: Out | Message) -> None:
         """Queue a message, or lose it if there is no room now: the next `Hello` reveals that."""
-        if not await self.offer(identity, message):
-            self._count(identity, message, sent=False)
+        sent = await self._fits(identity, encode(message))
+        if isinstance(message, Welcome):
+            return
+        self._count(identity, sent=sent, counted=not isinstance(message, Refused))
+
+    async def _fits(self, identity: bytes, frames: list[Frame]) -> bool:
+        try:
+            async with asyncio.timeout(0):  # a send that finds room does not suspend
+                await self._router.send(identity, frames)
+        except (Unreachable, TimeoutError):
+            return False
+        return True
 
     def refuse(self, identity: bytes, error: SeerError) -> None:
         """Count a message that makes no sense; the first one of a peer is logged."""
@@ -311,9 +363,18 @@ class Hub(Generic[Out, In]):
         self._complain(self._peer(identity), "message dropped", identity, str(error))
 
     def dismiss(self, identity: bytes) -> None:
-        """Have a peer shake hands again before anything more of it counts."""
-        if identity in self._peers:
-            self._peers[identity].admitted = False
+        """Have a peer shake hands again before anything more of it counts.
+
+        It is told so at its next message, whatever it is, and once a second while it sends others.
+        """
+        peer = self._peers.get(identity)
+        if peer is not None and peer.session:
+            peer.session, peer.told = 0, float("-inf")
+
+    def session(self, identity: bytes) -> int:
+        """Return the number of a peer's admission, 0 while it is not admitted."""
+        peer = self._peers.get(identity)
+        return peer.session if peer else 0
 
     def close(self) -> None:
         """Close the socket; idempotent."""
@@ -322,19 +383,25 @@ class Hub(Generic[Out, In]):
     async def _answer(self, identity: bytes, peer: _Peer, hello: Hello) -> None:
         reason = self._objection(identity, hello)
         if reason:
-            peer.admitted = False
+            peer.session = 0
             self.counters["refused"] += 1
             self._complain(peer, "peer refused", identity, reason)
             await self.reply(identity, Refused(code=ProtocolMismatch.code, message=reason))
             return
-        if not peer.admitted:
+        if not peer.session:
             _log.info("peer connected", role=hello.role, name=hello.name)
         if hello.schema_hash != SCHEMA_HASH:
             schema = hello.schema_hash[:_SHOWN]
             self._complain(peer, "peer has another schema of the same protocol", identity, schema)
-        missed = hello.sent not in (-1, peer.arrived - 1)  # this Hello arrived, too
-        lost, peer.admitted, peer.arrived = missed or not peer.admitted, True, hello.sent
-        welcome = Welcome(
+        lost = not peer.session or hello.sent not in (-1, peer.arrived - 1)  # this Hello arrived, too
+        peer.arrived = hello.sent
+        if lost:
+            self._sessions += 1
+            peer.session = self._sessions
+        await self.reply(identity, self._welcome(peer, lost=lost))
+
+    def _welcome(self, peer: _Peer, *, lost: bool) -> Welcome:
+        return Welcome(
             major=MAJOR,
             minor=MINOR,
             schema_hash=SCHEMA_HASH,
@@ -343,14 +410,26 @@ class Hub(Generic[Out, In]):
             uptime_seconds=self.uptime_seconds,
             lost=lost,
             sent=peer.sent,
+            session=peer.session,
         )
-        await self.reply(identity, welcome)
+
+    async def _tell_stranger(self, identity: bytes, peer: _Peer) -> None:
+        now = asyncio.get_running_loop().time()
+        if now - peer.told >= HELLO_SECONDS:
+            peer.told = now
+            await self.reply(identity, _STRANGER)
 
     def _objection(self, identity: bytes, hello: Hello) -> str:
         if hello.major != MAJOR:
             return (
                 f"{self._me.name} speaks protocol {MAJOR}.{MINOR}, {hello.name} speaks"
                 f" {hello.major}.{hello.minor}: run one version of seer-rollout everywhere"
+            )
+        if self._roles is not None and hello.role not in self._roles:
+            admitted = ", ".join(sorted(self._roles))
+            return (
+                f"{hello.name} comes as {hello.role[:_SHOWN]!r}: this socket of {self._me.name} is for"
+                f" {admitted}; check the endpoint it was given"
             )
         theirs, ours = hello.config_hash[:_SHOWN], self._me.config_hash
         if self._require_config_hash and theirs and theirs != ours:
@@ -363,10 +442,9 @@ class Hub(Generic[Out, In]):
             return f"{hello.name} has another address than its Hello says: somebody repeats it"
         return ""
 
-    def _count(self, identity: bytes, message: Message, *, sent: bool) -> None:
-        if not isinstance(message, Welcome | Refused):
-            self.counters["sent" if sent else "undeliverable"] += 1
-        if (peer := self._peers.get(identity)) and not isinstance(message, Welcome):
+    def _count(self, identity: bytes, *, sent: bool, counted: bool = True) -> None:
+        self.counters["sent" if sent else "undeliverable"] += counted
+        if peer := self._peers.get(identity):
             peer.sent += 1
 
     def _peer(self, identity: bytes) -> _Peer:

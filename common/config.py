@@ -70,15 +70,20 @@ class BufferConfig(_Section, frozen=True):
     engine_silence_seconds: float = 20.0
     """An engine silent for this long is lost; its chunks run elsewhere."""
     max_attempts: int = 8
-    """A request whose chunk was lost this often in a row is failed, not retried for ever."""
+    """A request whose chunk failed this often in a row is failed, not retried for ever."""
     result_ttl_seconds: float = 3600.0
     """How long a finished group waits for its trainer's acknowledgement."""
     update_seconds: float = 3600.0
     """Deadline of each phase of a weight update: checking, finishing what runs, loading."""
     spool: str = ""
-    """Folder for weights that trainers stream, of their size twice; default: a temporary one."""
+    """Weights that trainers stream lie in a folder `seer-spool` in here, of their size twice; default: a
+    temporary one."""
     result_bytes: int = 8 * 2**30
     """Bound on finished groups that wait; past it the oldest is forgotten, and made again if asked for."""
+    unfinished_bytes: int = 16 * 2**30
+    """Bound on tokens and logprobs of unfinished groups, 8 bytes each; past it the youngest fail."""
+    trainer_lease_seconds: float = 3600.0
+    """A trainer that gives no sign of life for this long is given up: its unfinished work ends."""
 
 
 class ContextConfig(_Section, frozen=True):
@@ -148,6 +153,8 @@ class EngineConfig(_Section, frozen=True):
     max_model_len: int | None = None
     """Longest sequence, prompt + output + slack; default: the model's own limit."""
     dtype: str = "auto"
+    weights_root: str = ""
+    """Folders of new weights must lie beneath this one, links resolved; default: they may lie anywhere."""
     load_seconds: float = 900.0
     """Deadline for loading the model."""
     flush_tokens: int = 64

@@ -58,6 +58,12 @@ class EngineError(SeerError):
     code = "engine"
 
 
+class NotLoaded(EngineError):  # noqa: N818 - reads as what it says at the call site
+    """An engine has no weights to run a chunk with: that says nothing of the chunk."""
+
+    code = "not_loaded"
+
+
 class RequestRefused(SeerError):  # noqa: N818 - reads as what it says at the call site
     """The system will not run these prompts; nothing else of the rollout is affected.
 

@@ -4,6 +4,7 @@ Invariants:
 - a request's id is a function of (rollout id, prompt id, response index) and is unique in a rollout;
 - a request's key is a function of (seed, rollout number, prompt id, response index) and of
   nothing else: not of the schedule, the instance, or the order of submission;
+- what a submission asks for, its prompts apart, has one digest;
 - no two lives of a process share an incarnation, and while clocks are not set back, later is greater.
 """
 
@@ -13,6 +14,10 @@ import hashlib
 import secrets
 import struct
 import time
+
+import msgspec
+
+from seer.common.types import SamplingParams
 
 _KEY_PERSON = b"seer-key-v1"
 _INT64 = range(-(2**63), 2**63)
@@ -30,6 +35,12 @@ def request_key(seed: int, rollout_number: int, prompt_id: str, response_index: 
     packed = struct.pack("<qqi", seed, rollout_number, response_index) + prompt_id.encode()
     digest = hashlib.blake2b(packed, digest_size=8, person=_KEY_PERSON).digest()
     return int.from_bytes(digest, "little")
+
+
+def asked(seed: int, rollout_number: int, n: int, sampling: SamplingParams) -> int:
+    """Return a 63-bit digest of what a submission asks for each of its prompts."""
+    packed = msgspec.msgpack.encode((seed, rollout_number, n, sampling), order="sorted")
+    return int.from_bytes(hashlib.blake2b(packed, digest_size=8).digest(), "little") >> 1
 
 
 def group_id(rollout_id: str, prompt_id: str) -> str:

@@ -35,6 +35,30 @@ class _Forward(logging.Handler):
         get_logger().log(level, record.getMessage(), logger=record.name, exc_info=record.exc_info)
 
 
+def printable(value: object) -> object:
+    """Return a value with all control characters of its texts escaped: peers' texts reach terminals."""
+    match value:
+        case str():
+            return "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in value)
+        case dict():
+            return {printable(key): printable(each) for key, each in value.items()}
+        case list() | tuple() | set() | frozenset():
+            return [printable(each) for each in value]
+        case bytes() | bool() | int() | float() | None:
+            return value
+        case BaseException():
+            return printable(str(value))
+    return value
+
+
+def _escape(_: object, __: str, event: structlog.typing.EventDict) -> structlog.typing.EventDict:
+    return {key: value if key == "exc_info" else _one_line(printable(value)) for key, value in event.items()}
+
+
+def _one_line(value: object) -> object:
+    return value.replace("\n", "\\n") if isinstance(value, str) else value
+
+
 def configure(config: LogConfig, service: str) -> None:
     """Send every log line of this process to stderr, with `service` on it."""
     json = config.format == "json"
@@ -53,6 +77,7 @@ def configure(config: LogConfig, service: str) -> None:
             structlog.processors.add_log_level,
             structlog.processors.TimeStamper(fmt="iso", utc=True),
             name_service,
+            _escape,
             *renderer,
         ],
         wrapper_class=structlog.make_filtering_bound_logger(

@@ -6,6 +6,7 @@ Invariants:
 - an expected failure (`SeerError`) is one log line and exit code 2, never a traceback;
 - a supervisor that asks (`--ready-fd`, systemd) learns when it is ready, or why it cannot start, and
   systemd that it lives;
+- whatever it and its libraries take for temporary is gone with it, at the latest when another one starts;
 - uvloop is chosen here and nowhere else, so everything also runs on a plain or virtual-time loop.
 """
 
@@ -25,6 +26,7 @@ from seer.common.config import Config
 from seer.common.errors import SeerError
 from seer.common.log import configure, get_logger
 from seer.common.notify import Notifier
+from seer.common.scratch import private_temporary_folder
 from seer.common.transport.base import Transport
 from seer.common.transport.zmq import ZmqTransport
 
@@ -63,7 +65,10 @@ def run_process(name: str, make: Make, config: Config, ready_fd: int | None = No
     """
     configure(config.log, name)
     try:
-        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        with (
+            private_temporary_folder(),
+            asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
+        ):
             return runner.run(_Process(name).run(make, config, ready_fd))
     except SeerError as error:
         return _refused(error)

@@ -5,7 +5,9 @@ Invariants:
 - a subscriber is handed a snapshot first, then exactly the messages after it, in order; on a gap or
   another life of the publisher it is handed a new snapshot, which replaces all it knew;
 - a lost last message is noticed too: beacons repeat the latest number every `BEACON_SECONDS`;
-- a publisher that is absent is waited for; one of another protocol major is an error.
+- a publisher that is absent is waited for; one of another protocol major is an error;
+- a snapshot travels in pages of `PAGE_ROWS`, all of one state: no state is too large to be told. Of a
+  reader that takes none for `PAGE_SECONDS` at most `QUEUE_PAGES` are held, and it asks again.
 
 While a snapshot is fetched, the SUB socket's own queue holds the deltas.
 """
@@ -13,8 +15,10 @@ While a snapshot is fetched, the SUB socket's own queue holds the deltas.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from typing import Generic, Protocol, TypeVar, cast
+
+from msgspec import structs
 
 from seer.common.channel import Channel, Hub, Identity
 from seer.common.clock import Clock
@@ -30,8 +34,20 @@ BEACON_SECONDS = 1.0
 SNAPSHOT_SECONDS = 0.05
 """Pause after a snapshot: one serves all who asked meanwhile, however often, for it may be large."""
 
+READERS = frozenset({"buffer", "context", "status", "ping"})
+"""Roles that may ask for snapshots."""
+
+PAGE_ROWS = 4000
+"""Entries of each kind in a page: half a megabyte, and less than a header's bound with the longest ids."""
+
+PAGE_SECONDS = 1.0
+"""Longest wait for room for a page: whoever does not read must ask again."""
+
+QUEUE_PAGES = 16
+"""Bound on what is queued for one reader of snapshots."""
+
 FETCH_SECONDS = 5.0
-"""Longest wait for a snapshot before it is asked for again."""
+"""Longest wait for a snapshot, or its next page, before all of it is asked for again."""
 
 RETRY_SECONDS = (0.1, 5.0)
 """First and longest pause after a snapshot could not be fetched."""
@@ -44,29 +60,33 @@ _log = get_logger()
 
 
 class Numbered(Protocol):
-    """A snapshot: the state after message `sequence` of life `incarnation`."""
+    """A page of a snapshot: the state after message `sequence` of life `incarnation`."""
 
     incarnation: int
     sequence: int
+    page: int
+    pages: int
 
 
 P = TypeVar("P", bound=Message)
 S = TypeVar("S", bound=Numbered)
+T = TypeVar("T")
 
 
 class StreamPublisher(Generic[P, S]):
     """Publishes deltas and serves snapshots.
 
-    `snapshot(incarnation, sequence)` returns the state after message `sequence`. `publish` never
+    `snapshot(incarnation, sequence)` copies the state after message `sequence` at once, and returns
+    its pages, which may be made one by one. `publish` never
     suspends, so a server that changes its state and publishes the change without awaiting anything
     else in between never serves a snapshot that is ahead of its number.
     """
 
     def __init__(
-        self, publisher: Publisher, router: Router, me: Identity, snapshot: Callable[[int, int], S]
+        self, publisher: Publisher, router: Router, me: Identity, snapshot: Callable[[int, int], Iterable[S]]
     ) -> None:
         self._publisher = publisher
-        self._hub: Hub[Message, SnapshotAsked] = Hub(router, me, SnapshotAsked, require_config_hash=True)
+        self._hub: Hub[Message, SnapshotAsked] = Hub(router, me, SnapshotAsked, True, READERS)
         self._incarnation = me.incarnation
         self._sequence = 0
         self._snapshot = snapshot
@@ -110,10 +130,24 @@ class StreamPublisher(Generic[P, S]):
             await self._asked.wait()
             self._asked.clear()
             askers, self._askers = self._askers, set()
-            snapshot = cast("Message", self._snapshot(self._incarnation, self._sequence))
-            for identity in askers:
-                await self._hub.reply(identity, snapshot)
-            await asyncio.sleep(SNAPSHOT_SECONDS)
+            began = asyncio.get_running_loop().time()
+            for page in self._snapshot(self._incarnation, self._sequence):
+                frames = encode(cast("Message", page))
+                took = await asyncio.gather(*(self._send_page(asker, frames) for asker in askers))
+                askers = {asker for asker, taken in zip(askers, took, strict=True) if taken}
+                if not askers:
+                    break
+                await asyncio.sleep(0)
+            # Making one takes time from all else: no more than half of it.
+            took_seconds = asyncio.get_running_loop().time() - began
+            await asyncio.sleep(max(SNAPSHOT_SECONDS, took_seconds))
+
+    async def _send_page(self, asker: bytes, frames: list[Frame]) -> bool:
+        try:
+            async with asyncio.timeout(PAGE_SECONDS):
+                return await self._hub.send_frames(asker, frames)
+        except TimeoutError:
+            return False
 
     async def _send_beacons(self) -> None:
         while True:
@@ -216,8 +250,7 @@ class StreamSubscriber(Generic[P, S]):
         pause, longest = RETRY_SECONDS
         while True:
             try:
-                async with asyncio.timeout(FETCH_SECONDS):
-                    return await self._ask()
+                return await self._ask()
             except (Unreachable, TimeoutError) as error:
                 self.counters["retries"] += 1
                 detail = str(error) or f"no snapshot within {FETCH_SECONDS:g} s"
@@ -233,16 +266,57 @@ class StreamSubscriber(Generic[P, S]):
         try:
             await channel.open(FETCH_SECONDS)
             await channel.send(SnapshotRequest())
-            while True:
-                reply = await channel.recv()
-                if isinstance(reply, Welcome):
-                    await channel.send(SnapshotRequest())
-                elif not isinstance(reply, Refused):
-                    return cast("S", reply)
+            return await self._pages(channel)
         finally:
             channel.close()
+
+    async def _pages(self, channel: Channel[SnapshotRequest, Message]) -> S:
+        """Return the first snapshot of which all pages arrived. Raises `TimeoutError`, `Unreachable`."""
+        pages: dict[int, S] = {}
+        while True:
+            async with asyncio.timeout(FETCH_SECONDS):
+                reply = await channel.recv()
+            if isinstance(reply, Welcome):
+                await channel.send(SnapshotRequest())
+            if isinstance(reply, Welcome | Refused):
+                continue
+            page = cast("S", reply)
+            if _version(page) != _version(next(iter(pages.values()), page)):
+                pages = {}
+            pages[page.page] = page
+            if len(pages) == page.pages:
+                return _joined([pages[number] for number in sorted(pages)])
+            if page.page + 1 >= page.pages or len(pages) > page.pages:
+                raise Unreachable(f"of {page.pages} pages {len(pages)} arrived")
 
     def _complain(self, problem: str, detail: str) -> None:
         if problem not in self._complained:
             self._complained.add(problem)
             _log.warning(problem, endpoint=self._endpoints[0], detail=detail)
+
+
+def page_count(*rows: int) -> int:
+    """Return how many pages hold so many entries of each kind: at least one."""
+    return max(1, -(-max(rows) // PAGE_ROWS))
+
+
+def page_of(rows: Sequence[T], page: int) -> Sequence[T]:
+    """Return the entries of one page."""
+    return rows[page * PAGE_ROWS : (page + 1) * PAGE_ROWS]
+
+
+def _version(page: Numbered) -> tuple[int, int, int]:
+    return page.incarnation, page.sequence, page.pages
+
+
+def _joined(pages: list[S]) -> S:
+    """Return one snapshot with the lists and tables of all pages."""
+    whole = pages[0]
+    for page in pages[1:]:
+        for name, value in structs.asdict(cast("Message", page)).items():
+            match getattr(whole, name):
+                case list() as rows:
+                    rows.extend(value)
+                case dict() as table:
+                    table.update(value)
+    return whole

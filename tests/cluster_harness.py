@@ -2,9 +2,12 @@
 
 import asyncio
 import contextlib
+import contextvars
 import json
 import struct
 from collections.abc import AsyncIterator
+
+from virtual_time import PROCESS
 
 from seer.client import RolloutClient, SamplingParams
 from seer.common.clock import LoopClock
@@ -43,7 +46,16 @@ class Cluster:
         transport = self._transports[name] = MemoryTransport(self.network)
         service = self.services[name] = make(self.config(name), transport, LoopClock())
         await service.start()
-        self._tasks[name] = asyncio.create_task(service.run(), name=name)
+        scope = contextvars.copy_context()
+        scope.run(PROCESS.set, name)
+        self._tasks[name] = asyncio.create_task(service.run(), name=name, context=scope)
+
+    async def stand_still(self, name: str, seconds: float) -> None:
+        """Stop a service as SIGSTOP would, and let it go on: what it was sent meanwhile waits for it."""
+        loop = asyncio.get_running_loop()
+        loop.freeze(name)
+        await asyncio.sleep(seconds)
+        loop.thaw(name)
 
     async def kill(self, name: str) -> None:
         """End a service as SIGKILL would: its sockets vanish, nothing more is sent."""
@@ -59,8 +71,9 @@ class Cluster:
         await asyncio.wait_for(self._tasks.pop(name), seconds)
         await self._transports.pop(name).close()
 
-    def client(self, **options: object) -> RolloutClient:
-        return RolloutClient(Config().endpoints.trainers, transport=MemoryTransport(self.network), **options)
+    def client(self, transport: Transport | None = None, **options: object) -> RolloutClient:
+        transport = transport or MemoryTransport(self.network)
+        return RolloutClient(Config().endpoints.trainers, transport=transport, **options)
 
     async def stop(self) -> None:
         for name in list(self._tasks):

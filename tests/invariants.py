@@ -19,7 +19,11 @@ def check_work_conserved(machine: Machine) -> None:
     assert instances.holding(view.context, chunk), f"{head} should be set aside"
     assert not [name for name in instances if instances.has_room(name, view.context, chunk)], head
     if len(set(instances.capacities)) == 1:
-        idle = [name for name, view in instances.items() if not view.chunks and not view.pinned_blocks]
+        idle = [
+            name
+            for name, view in instances.items()
+            if not view.chunks and not view.pinned_blocks and name != machine.emptied
+        ]
         assert not idle, "nothing waits while an instance that could hold it runs nothing"
 
 
@@ -36,28 +40,53 @@ def check(machine: Machine) -> None:
         places = (
             request_id in machine.queue,
             request_id in machine.parked,
+            request_id in machine.suspects,
+            request_id in machine.accused,
             bool(request.instance),
             bool(request.finish),
         )
         assert sum(places) == 1, (request_id, places)
         assert not request.instance or request.instance in machine.instances, request_id
         assert request.view.remaining > 0 or request.finish, request_id
+        for life in request.deaths:
+            assert request_id in machine._mourned[life], request_id
+        if request.alone:
+            assert machine.instances[request.instance].chunks == 1, request_id
+            assert request.instance == machine.emptied, request_id
     assert machine.waiting == sum(not r.instance and not r.finish for r in machine.requests.values())
-    for group in machine.groups.values():
-        held = group.results or [
+    check_desk(machine)
+    check_mourned(machine)
+    check_work_conserved(machine)
+
+
+def check_mourned(machine: Machine) -> None:
+    for life, mourners in machine._mourned.items():
+        assert mourners, life
+        assert all(life in machine.requests[request_id].deaths for request_id in mourners), life
+
+
+def check_desk(machine: Machine) -> None:
+    desk, limits = machine.desk, machine.limits
+    for group in desk.groups.values():
+        states = (group.group_id in desk.held, group.group_id in machine.estimates, group.done)
+        assert sum(states) == 1, (group.group_id, states)
+        assert (group.held_since is not None) == states[0]
+        assert group.rollout.members[group.group_id] is group
+        assert desk.rollouts[group.rollout.rollout_id] is group.rollout
+        if states[0]:
+            continue
+        assert 0 <= group.rollout.weight_version <= desk.weight_version
+        requests = group.results or [
             machine.requests[ids.request_id(group.group_id, index)] for index in range(group.size)
         ]
-        assert sum(not request.finish for request in held) == group.unfinished, group.group_id
+        assert sum(not request.finish for request in requests) == group.unfinished, group.group_id
         assert group.done == (group.unfinished == 0)
-        assert group.done or group.group_id in machine.estimates
-    assert set(machine.estimates) <= set(machine.groups)
-    for rollout in machine.rollouts.values():
-        assert rollout.groups - rollout.groups_gone == sum(
-            g.rollout is rollout for g in machine.groups.values()
-        )
-    finished = [group.group_id for group in machine.groups.values() if group.done]
-    assert sorted(finished) == sorted(machine._finished)
-    kept = sum(machine.groups[name].tokens for name in finished)
-    assert kept == machine._finished_tokens
-    assert kept <= machine.limits.result_tokens or len(finished) == 1
-    check_work_conserved(machine)
+        assert group.kept == sum(request.view.generated for request in requests)
+    assert sum(len(rollout.members) for rollout in desk.rollouts.values()) == len(desk.groups)
+    assert set(machine.estimates) <= set(desk.groups)
+    unfinished = [group for group in desk.groups.values() if not group.done]
+    assert desk.unfinished_requests == sum(group.size for group in unfinished) <= limits.max_requests
+    assert desk.unfinished_tokens == sum(group.kept for group in unfinished) <= limits.unfinished_tokens
+    assert {group.group_id for group in desk.groups.values() if group.done} == set(desk.finished)
+    assert desk.finished_tokens == sum(group.tokens for group in desk.finished.values())
+    assert desk.finished_tokens <= limits.result_tokens or len(desk.finished) == 1

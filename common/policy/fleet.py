@@ -34,6 +34,7 @@ class InstanceView:
     chunks: int = 0
     reserved_blocks: int = 0
     pinned_blocks: int = 0
+    closed: bool = False  # to new chunks
 
     @property
     def free_blocks(self) -> int:
@@ -44,7 +45,8 @@ class InstanceView:
         """Say whether a chunk's worst case fits now."""
         capacity = self.capacity  # `capacity.holds`, but for blocks that are free
         return (
-            self.chunks < capacity.max_num_seqs
+            not self.closed
+            and self.chunks < capacity.max_num_seqs
             and context + chunk <= capacity.max_model_len
             and capacity.blocks_for(context, chunk) <= self.free_blocks
         )
@@ -94,12 +96,13 @@ class Fleet(Mapping[str, InstanceView]):
         self._enter(instance)
         self._lay_out()
 
-    def remove(self, name: str) -> None:
-        """Let go of an instance and all that was promised there."""
-        instance = self._views.pop(name)
-        del self._names[bisect_left(self._names, name)]
-        self._capacities -= Counter([instance.capacity])
-        self.chunks -= instance.chunks
+    def remove(self, *names: str) -> None:
+        """Let go of instances and all that was promised there."""
+        for name in names:
+            instance = self._views.pop(name)
+            del self._names[bisect_left(self._names, name)]
+            self._capacities -= Counter([instance.capacity])
+            self.chunks -= instance.chunks
         self._lay_out()
 
     def reserve(self, name: str, blocks: int) -> None:
@@ -114,6 +117,12 @@ class Fleet(Mapping[str, InstanceView]):
         """Note how many blocks saves to the pool hold: what an engine says, as far as it can be true."""
         instance = self._views[name]
         instance.pinned_blocks = min(max(blocks, 0), instance.capacity.kv_blocks)
+        self._write(self._rows[name], instance)
+
+    def close(self, name: str, closed: bool = True) -> None:
+        """Have an instance take no more chunks, or take them again."""
+        instance = self._views[name]
+        instance.closed = closed
         self._write(self._rows[name], instance)
 
     def _book(self, instance: InstanceView, chunks: int, blocks: int) -> None:
@@ -140,7 +149,7 @@ class Fleet(Mapping[str, InstanceView]):
 
     def _write(self, row: int, instance: InstanceView) -> None:
         free = instance.free_blocks
-        seats = instance.capacity.max_num_seqs - instance.chunks
+        seats = 0 if instance.closed else instance.capacity.max_num_seqs - instance.chunks
         self._load[row] = instance.chunks * _CHUNK - free
         self._room[row] = free if seats > 0 else -1
         self._seats[row] = seats

@@ -27,7 +27,10 @@ The paper's OSDI version says 32; 2 ended simulated rollouts 0.2 to 3 % sooner, 
 def whole_group(request: RequestView, chunk: int, fleet: Fleet) -> str | None:
     """Keep a group together and spread groups in turn; room is the engine's business."""
     names = fleet.holding(request.context, chunk)
-    return names[request.group_number % len(names)] if names else None
+    if not names:
+        return None
+    name = names[request.group_number % len(names)]
+    return None if fleet[name].closed else name
 
 
 def least_loaded(request: RequestView, chunk: int, fleet: Fleet) -> str | None:

@@ -13,8 +13,10 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import itertools
 import socket as sockets
 import stat
+from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 from typing import cast
@@ -52,6 +54,10 @@ STREAM_MESSAGES = 100_000
 SMALL_BYTES = 64 * 1024
 """Frames up to this size are copied: cheaper than sharing their memory with the IO thread."""
 
+QUEUE_BYTES = 64 * 2**20
+"""Bound per peer of a ROUTER on the bytes of large frames that libzmq has not yet given to the kernel,
+a single larger message apart: it bounds messages alone, and `QUEUE_MESSAGES` may be of any size."""
+
 _ROOM_SECONDS = (0.001, 0.05)
 _BIND_FIX = {
     zmq.EADDRINUSE: "another process listens there; stop it or configure another port",
@@ -69,7 +75,7 @@ class _ZmqSocket:
         self._received = 0
         self._rescued: list[list[Frame]] = []
 
-    async def send_frames(self, frames: Sequence[Frame]) -> None:
+    async def send_frames(self, frames: Sequence[Frame | zmq.Frame]) -> None:
         """Send without blocking and try again while there is no room.
 
         A ROUTER is writable as soon as any peer is, so waiting for POLLOUT would not do.
@@ -135,12 +141,49 @@ class _StreamSocket(_ZmqSocket):
 
 
 class _RouterSocket(_ZmqSocket):
+    def __init__(self, socket: zmq.asyncio.Socket, endpoint: str) -> None:
+        super().__init__(socket, endpoint)
+        self._large: dict[bytes, deque[tuple[int, zmq.MessageTracker]]] = {}
+
     async def send(self, identity: bytes, frames: Sequence[Frame]) -> None:
-        await self.send_frames([identity, *frames])
+        large = [index for index, frame in enumerate(frames) if len(frame) >= SMALL_BYTES]
+        if not large:
+            await self.send_frames([identity, *frames])
+            return
+        size = sum(len(frames[index]) for index in large)
+        await self._wait_for_bytes(identity, size)
+        tracked = [
+            zmq.Frame(frame, track=True, copy=False) if len(frame) >= SMALL_BYTES else frame
+            for frame in frames
+        ]
+        await self.send_frames([identity, *tracked])
+        trackers = (cast("zmq.Frame", tracked[index]).tracker for index in large)
+        self._large.setdefault(identity, deque()).append((size, zmq.MessageTracker(*trackers)))
 
     async def recv(self) -> tuple[bytes, list[Frame]]:
         identity, *frames = await self.recv_frames()
         return bytes(identity), frames
+
+    async def _wait_for_bytes(self, identity: bytes, size: int) -> None:
+        """Wait until `size` bytes fit into what is queued for a peer."""
+        deadline = asyncio.get_running_loop().time() + SEND_SECONDS
+        pause, longest = _ROOM_SECONDS
+        while self._queued(identity) > 0 and self._queued(identity) + size > QUEUE_BYTES:
+            if asyncio.get_running_loop().time() >= deadline:
+                raise Unreachable(f"{self.endpoint}: peer reads nothing for {SEND_SECONDS:g} s")
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, longest)
+
+    def _queued(self, identity: bytes) -> int:
+        for peer in [identity, *itertools.islice(self._large, 2)]:  # of those that left, little by little
+            queue = self._large.get(peer)
+            while queue and queue[0][1].done:
+                queue.popleft()
+            if queue is not None:
+                del self._large[peer]
+                if queue:  # last: all get their turn
+                    self._large[peer] = queue
+        return sum(size for size, _ in self._large.get(identity, ()))
 
 
 class ZmqTransport:

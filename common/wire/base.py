@@ -42,6 +42,10 @@ MAX_GROUP_SIZE = 4096
 """Bound on n: one prompt's responses are assembled in memory before they are sent."""
 
 
+Use = Annotated[int, msgspec.Meta(ge=0)]
+"""A number of its own for each of a trainer's submissions, as answers name it; 0: none, or any."""
+
+
 class Message(msgspec.Struct, kw_only=True):
     """Base of all messages; subclasses are tagged by class name."""
 
@@ -69,7 +73,8 @@ class Welcome(Message, tag=True):
     """The answer to `Hello`: the peer may go on.
 
     `lost`: something that the peer sent may not have arrived. `sent` counts the sender's messages to
-    this peer, Welcomes apart, as in `Hello`.
+    this peer, Welcomes apart, as in `Hello`. `session` numbers this admission of the peer, from 1: a
+    new one means that something was lost, however often it is said (0: not numbered).
     """
 
     major: int
@@ -80,19 +85,23 @@ class Welcome(Message, tag=True):
     uptime_seconds: float = 0.0
     lost: bool = False
     sent: int = -1
+    session: int = 0
 
 
 class Refused(Message, tag=True):
     """A request that cannot be served, with the error's class code.
 
-    `rollout_id` and `prompt_ids` say what it concerns; both empty: the connection itself.
+    `rollout_id`, `prompt_ids` and `use` say what it concerns; the first two empty: the connection itself.
     """
 
     code: ShortStr
     message: str
     rollout_id: ShortStr = ""
     prompt_ids: list[str] = []
+    use: Use = 0
 
 
 class Goodbye(Message, tag=True):
-    """The sender leaves on purpose; what it still holds may run elsewhere."""
+    """The sender leaves; what it still holds may run elsewhere. With a `problem` it did not mean to."""
+
+    problem: str = ""

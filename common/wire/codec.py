@@ -2,7 +2,7 @@
 
 Invariants:
 - arrays are never copied: `encode` hands out views of them, `decode` returns read-only views of the
-  received frames (an unaligned frame is the one exception);
+  received frames (but for unaligned frames, and arrays above `SPLIT_BYTES`, which are joined);
 - whatever bytes arrive, `decode` returns a message of its union or raises `WireError`;
 - every frame is accounted for: exactly one array refers to it, with the dtype its field names.
 """
@@ -51,10 +51,13 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
 
     max_header_bytes: int = 16 * 2**20
     max_frames: int = 64
-    max_frame_bytes: int = 2**30
+    max_frame_bytes: int = 64 * 2**20
 
 
 _DEFAULT = Limits()
+
+SPLIT_BYTES = 32 * 2**20
+"""Larger arrays travel in several frames: a stranger makes libzmq hold no more than one frame at once."""
 
 
 def encode(message: messages.Message) -> list[Frame]:
@@ -64,11 +67,12 @@ def encode(message: messages.Message) -> list[Frame]:
     """
     frames: list[Frame] = [b""]
 
-    def refer(value: object) -> tuple[int, str]:
+    def refer(value: object) -> tuple[int, str] | tuple[int, str, int]:
         if not isinstance(value, np.ndarray):
             raise TypeError(f"{type(value).__name__} has no wire form")
-        frames.append(_bytes_of(value))
-        return len(frames) - 1, value.dtype.str[1:]
+        data, first, dtype = _bytes_of(value), len(frames), value.dtype.str[1:]
+        frames.extend(data[at : at + SPLIT_BYTES] for at in range(0, max(1, len(data)), SPLIT_BYTES))
+        return (first, dtype) if len(frames) == first + 1 else (first, dtype, len(frames) - first)
 
     try:
         frames[0] = msgspec.msgpack.encode(message, enc_hook=refer)
@@ -124,6 +128,12 @@ class Decoder(Generic[M]):
         match reference:
             case [int() as index, str() as sent] if sent == dtype and index in self._unread:
                 frame = self._unread.pop(index)
+            case [int() as index, str() as sent, int() as count] if (
+                sent == dtype
+                and 1 < count <= len(self._unread)
+                and all(part in self._unread for part in range(index, index + count))
+            ):
+                frame = b"".join(self._unread.pop(part) for part in range(index, index + count))
             case _:
                 raise ValueError(f"{str(reference)[:80]} does not refer to an unread frame of {dtype}")
         width = int(dtype[1:])

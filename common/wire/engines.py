@@ -22,6 +22,7 @@ from seer.common.wire.base import (
     Welcome,
 )
 from seer.common.wire.weights import (
+    DiscardWeights,
     LoadWeights,
     OpenSpool,
     PrepareWeights,
@@ -154,4 +155,5 @@ BufferToEngine = (
     | SpoolState
     | SpoolData
     | Sleep
+    | DiscardWeights
 )

@@ -61,22 +61,29 @@ class SnapshotRequest(Message, tag=True):
 
 
 class BufferSnapshot(Message, tag=True):
-    """Every open group with its requests' progress, as of `sequence`."""
+    """Every open group with its requests' progress, as of `sequence`; `page` of `pages`, each a part."""
 
     incarnation: int
     sequence: int
     opened: list[GroupOpened]
     progress: list[RequestProgress]
+    page: int = 0
+    pages: int = 1
 
 
 class ContextSnapshot(Message, tag=True):
-    """All estimates that differ from their cap, as of `sequence`, and all acceptance worth saying."""
+    """All estimates that differ from their cap, as of `sequence`, and all acceptance worth saying.
+
+    `page` of `pages`, each a part.
+    """
 
     incarnation: int
     sequence: int
     estimates: dict[str, float]
     acceptance: dict[str, Percent] = {}
     spreads: dict[str, float] = {}
+    page: int = 0
+    pages: int = 1
 
 
 BufferPublished = GroupOpened | RequestProgress | GroupClosed

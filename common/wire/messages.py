@@ -65,6 +65,7 @@ from seer.common.wire.events import RequestProgress as RequestProgress
 from seer.common.wire.events import Sequenced as Sequenced
 from seer.common.wire.events import SnapshotAsked as SnapshotAsked
 from seer.common.wire.events import SnapshotRequest as SnapshotRequest
+from seer.common.wire.trainers import MAX_PROMPTS as MAX_PROMPTS
 from seer.common.wire.trainers import Accepted as Accepted
 from seer.common.wire.trainers import Acknowledge as Acknowledge
 from seer.common.wire.trainers import BufferToTrainer as BufferToTrainer
@@ -80,6 +81,7 @@ from seer.common.wire.weights import SPOOL_BYTES as SPOOL_BYTES
 from seer.common.wire.weights import SPOOL_SCHEME as SPOOL_SCHEME
 from seer.common.wire.weights import SPOOL_STALL_SECONDS as SPOOL_STALL_SECONDS
 from seer.common.wire.weights import SPOOL_WINDOW as SPOOL_WINDOW
+from seer.common.wire.weights import DiscardWeights as DiscardWeights
 from seer.common.wire.weights import LoadWeights as LoadWeights
 from seer.common.wire.weights import OpenSpool as OpenSpool
 from seer.common.wire.weights import PrepareWeights as PrepareWeights

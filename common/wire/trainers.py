@@ -19,6 +19,7 @@ from seer.common.wire.base import (
     Refused,
     ShortStr,
     Tokens,
+    Use,
     Welcome,
 )
 from seer.common.wire.weights import (
@@ -32,13 +33,18 @@ from seer.common.wire.weights import (
     WeightsLive,
 )
 
+MAX_PROMPTS = 4096
+"""Prompts of one `Submit`: what one message asks for must not hold up the others."""
+
 
 class Submit(Message, tag=True):
-    """A batch of prompts of one rollout. `tokens` is flat over prompts, split by `lengths`.
+    """A batch of prompts of one rollout, at most `MAX_PROMPTS`. `tokens` is flat, split by `lengths`.
 
     A rollout may be submitted in several messages; `prompt_ids` must be unique over all of them.
     Resubmitting a known prompt id with equal content is harmless: it is answered again. It waits
-    for weights of `weight_version`, and is refused when they are past; -1: whatever is live.
+    for weights of `weight_version`, and is refused when they are past; -1: those that the rollout began
+    with, or whatever is live. `use` numbers the trainer's calls, and every answer names it: a rollout id
+    that is used again for something else ends its earlier use. 0: an older client, which has one.
     """
 
     rollout_id: ShortStr
@@ -50,27 +56,35 @@ class Submit(Message, tag=True):
     lengths: list[int]
     tokens: Tokens
     weight_version: int = -1
+    use: Use = 0
 
 
 class Accepted(Message, tag=True):
-    """These prompts were checked and queued."""
+    """These prompts were checked and queued, under weights of this version."""
 
     rollout_id: ShortStr
     prompt_ids: list[ShortStr]
+    use: Use = 0
+    weight_version: int = -1
 
 
 class Cancel(Message, tag=True):
-    """Drop a rollout's unfinished prompts: the named ones, or all when the list is empty."""
+    """Drop a rollout's unfinished prompts: the named ones, or all when the list is empty.
+
+    Of this `use` alone; 0: of whichever it is.
+    """
 
     rollout_id: ShortStr
     prompt_ids: list[ShortStr] = []
+    use: Use = 0
 
 
 class Acknowledge(Message, tag=True):
-    """The trainer holds these groups; the buffer may forget them."""
+    """The trainer holds these groups, as `use` asked for them (0: any); the buffer may forget them."""
 
     rollout_id: ShortStr
     prompt_ids: list[ShortStr]
+    use: Use = 0
 
 
 class StatusRequest(Message, tag=True):
@@ -81,7 +95,8 @@ class GroupDone(Message, tag=True):
     """All responses of one prompt, in index order; `tokens`/`logprobs` are flat over responses.
 
     `stop_reasons[i]` is the stop string or the stop token id (as text) that ended response i,
-    empty when it ran to max_tokens. One weight version for the whole group, by construction.
+    empty when it ran to max_tokens. One weight version for the whole group, by construction. `use` is
+    that of the `Submit` it answers, `asked` the digest of what was asked for (`ids.asked`).
     """
 
     rollout_id: ShortStr
@@ -96,6 +111,8 @@ class GroupDone(Message, tag=True):
     migrations: int = 0
     preemptions: int = 0
     weights_digest: ShortStr = ""
+    use: Use = 0
+    asked: int = 0
 
 
 class Progress(Message, tag=True):
@@ -116,6 +133,7 @@ class Progress(Message, tag=True):
     preemptions: int
     running: int
     finish_times: list[float] = []
+    use: Use = 0
 
 
 class InstanceStatus(Message, tag=True):
@@ -135,6 +153,7 @@ class Status(Message, tag=True):
 
     `quarantined` engines, which get no work, have a reason each. `asleep`: a trainer has them free memory.
 
+    `requests_held` wait to be opened, for weights, an engine, or the end of sleep.
     `services` are the other services' endpoints as the buffer's configuration has them; `pool` is the
     address where the KV pool's master tells its figures.
     """
@@ -153,6 +172,7 @@ class Status(Message, tag=True):
     weights_digest: ShortStr = ""
     quarantined: dict[str, str] = {}
     asleep: bool = False
+    requests_held: int = 0
 
 
 TrainerToBuffer = (

@@ -1,18 +1,12 @@
-"""What a prompt must meet to be taken: a bound on unfinished requests, and an instance that can hold it."""
+"""What a prompt must meet to be opened: an instance that can hold it."""
 
 from __future__ import annotations
 
 from seer.common.policy.fleet import Fleet
-from seer.services.buffer.events import Limits
 
 
-def misfit(held: int, limits: Limits, fleet: Fleet, prompt_len: int, max_tokens: int, n: int) -> str:
-    """Return why n responses to a prompt cannot be taken beside `held` unfinished requests; "": they can."""
-    if held + n > limits.max_requests:
-        return (
-            f"the buffer holds {held} unfinished requests and takes at most "
-            f"{limits.max_requests}: submit fewer at a time, or raise buffer.max_requests"
-        )
+def misfit(fleet: Fleet, prompt_len: int, max_tokens: int) -> str:
+    """Return why no instance can ever hold a response to a prompt; "": one can."""
     if fleet.holding(prompt_len, max_tokens):
         return ""
     largest = max(fleet.capacities, key=lambda capacity: capacity.kv_blocks)

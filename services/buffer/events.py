@@ -21,10 +21,10 @@ class Limits:
     chunk_size: int | None
     max_requests: int = 200_000
     engine_wait_seconds: float = 600.0
-    engine_silence_seconds: float = 20.0
     max_attempts: int = 8
     result_ttl_seconds: float = 3600.0
     result_tokens: int = 2**30
+    unfinished_tokens: int = 2**31
 
 
 # --- state -----------------------------------------------------------------------------------
@@ -32,16 +32,29 @@ class Limits:
 
 @dataclass(slots=True)
 class RolloutState:
-    """One trainer's rollout. `finish_times` are seconds since `submitted`, drained by the server."""
+    """One use of a rollout id. `finish_times` are seconds since `submitted`, drained by the server.
+
+    Answers go to `life`, the address of the trainer's process that asked last, and name its `use`.
+    `asked` digests seed, rollout number, n and sampling: a use has one. `weight_version` is that of the
+    groups opened so far; -1: none was. `members` are its groups that are not forgotten yet, held ones,
+    too; `groups` and `requests` count those opened. Some of them were `collected` by the trainer, or
+    `failed`.
+    """
 
     rollout_id: str
     trainer: str
+    life: bytes
+    use: int
+    asked: int
     submitted: float
+    weight_version: int = -1
+    members: dict[str, GroupState] = field(default_factory=dict)
     groups: int = 0
     groups_finished: int = 0
-    groups_gone: int = 0
     requests: int = 0
     finished: int = 0
+    collected: bool = False
+    failed: bool = False
     counters: Counter[str] = field(default_factory=Counter)
     finish_times: list[float] = field(default_factory=list)
 
@@ -50,7 +63,10 @@ class RolloutState:
 class GroupState:
     """All requests of one prompt. `results` holds them, in index order, once all finished.
 
-    `acceptance` says how often drafts were right in it, by cell; empty: unknown.
+    `held_since` is set while it waits to be opened, for weights of `awaits` (-1: any) or an engine.
+    `use` asked for it last.
+    `kept` counts output tokens of all its requests. `acceptance` says how often drafts were right in
+    it, by cell; empty: unknown.
     """
 
     group_id: str
@@ -59,7 +75,11 @@ class GroupState:
     size: int
     prompt_len: int
     max_tokens: int
+    awaits: int = -1
+    use: int = 0
+    held_since: float | None = None
     unfinished: int = 0
+    kept: int = 0
     finished_at: float | None = None
     counters: Counter[str] = field(default_factory=Counter)
     results: list[RequestState] = field(default_factory=list)
@@ -70,8 +90,8 @@ class GroupState:
 
     @property
     def tokens(self) -> int:
-        """Prompt tokens and, once finished, those of all results."""
-        return self.prompt_len + sum(request.view.generated for request in self.results)
+        """Prompt tokens and output kept so far."""
+        return self.prompt_len + self.kept
 
     @property
     def done(self) -> bool:
@@ -83,6 +103,8 @@ class GroupState:
 class RequestState:
     """One response. `instance` is set while a chunk runs; `attempt` fences late answers.
 
+    `losses` counts chunks in a row that failed by their own doing. `deaths` are the lives of engines
+    that died while they ran it, since its last chunk that ended; `alone`: it runs with no other.
     `parked_since` is when the last engine that can hold it was missed first.
     """
 
@@ -92,6 +114,8 @@ class RequestState:
     instance: str = ""
     blocks: int = 0
     losses: int = 0
+    deaths: set[int] = field(default_factory=set)
+    alone: bool = False
     finish: str = ""
     stop_reason: str = ""
     parked_since: float | None = None
@@ -102,22 +126,24 @@ class RequestState:
 
 @dataclass(frozen=True, slots=True)
 class EngineJoined:
-    """An engine registered, for the first time or in a new life."""
+    """An engine registered, for the first time, again, or in a new `life`: a number of its own each."""
 
     instance: str
     capacity: Capacity
+    life: int = 0
 
 
 @dataclass(frozen=True, slots=True)
-class EngineLeft:
-    """An engine said goodbye or its connection broke."""
+class EnginesLeft:
+    """Engines are gone: they said goodbye, fell silent, or `died` (their connections are gone)."""
 
-    instance: str
+    instances: Sequence[str]
+    died: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class EngineReported:
-    """An engine's sign of life, with the blocks that pool saves pin."""
+    """How many blocks pool saves pin in an engine."""
 
     instance: str
     pinned_blocks: int = 0
@@ -125,17 +151,19 @@ class EngineReported:
 
 @dataclass(frozen=True, slots=True)
 class GroupSpec:
-    """One prompt of a submission."""
+    """One prompt of a submission. `same`: its tokens are those of the prompt known under its id, if any."""
 
     prompt_id: str
     prompt_len: int
+    same: bool = True
 
 
 @dataclass(frozen=True, slots=True)
 class GroupsSubmitted:
     """A trainer submitted prompts, n responses each. Known ones are accepted again.
 
-    New ones wait until `weight_version` is live; -1: whatever is live will do.
+    New ones wait until `weight_version` is live; -1: the rollout's own, or whatever is live. `use`
+    numbers the trainer's calls, the rest is as in `RolloutState`.
     """
 
     trainer: str
@@ -144,23 +172,36 @@ class GroupsSubmitted:
     max_tokens: int
     groups: list[GroupSpec]
     weight_version: int = -1
+    use: int = 0
+    asked: int = 0
+    life: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)
 class GroupsAcknowledged:
-    """The trainer holds these groups."""
-
-    rollout_id: str
-    prompt_ids: list[str]
-
-
-@dataclass(frozen=True, slots=True)
-class RolloutCancelled:
-    """The trainer gives up unfinished prompts: the named ones, or all if none is named."""
+    """The trainer holds these groups of this use; 0: of whichever it is."""
 
     trainer: str
     rollout_id: str
     prompt_ids: list[str]
+    use: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutCancelled:
+    """The trainer gives up a use's unfinished prompts: the named ones, or all if none is named."""
+
+    trainer: str
+    rollout_id: str
+    prompt_ids: list[str]
+    use: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class TrainerLost:
+    """A life of a trainer has given no sign for so long that its unfinished work ends."""
+
+    life: bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,6 +253,11 @@ class SubmissionsHeld:
 
 
 @dataclass(frozen=True, slots=True)
+class Drained:
+    """From now on nothing new is taken; what was accepted is finished."""
+
+
+@dataclass(frozen=True, slots=True)
 class RolloutsAborted:
     """Every unfinished group ends here."""
 
@@ -225,11 +271,13 @@ class Tick:
 
 Event = (
     EngineJoined
-    | EngineLeft
+    | EnginesLeft
     | EngineReported
     | GroupsSubmitted
     | GroupsAcknowledged
     | RolloutCancelled
+    | TrainerLost
+    | Drained
     | ChunkEnded
     | ChunkRejected
     | EstimatesChanged
@@ -275,30 +323,41 @@ class Keep:
 
 
 @dataclass(frozen=True, slots=True)
-class Accept:
-    """Tell the trainer that these prompts are queued."""
+class Take:
+    """Store a prompt of the submission at hand: its group is held, or opened."""
 
-    trainer: str
+    group_id: str
+    prompt_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Accept:
+    """Tell the trainer that these prompts are queued, under which weights."""
+
+    life: bytes
     rollout_id: str
     prompt_ids: list[str]
+    use: int = 0
+    weight_version: int = -1
 
 
 @dataclass(frozen=True, slots=True)
 class Refuse:
     """Tell the trainer that these prompts will not complete, and why."""
 
-    trainer: str
+    life: bytes
     rollout_id: str
     prompt_ids: list[str]
     code: str
     message: str
+    use: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Deliver:
     """Send a finished group to its trainer (again, if it resubmitted)."""
 
-    trainer: str
+    life: bytes
     group_id: str
 
 
@@ -342,6 +401,7 @@ Instruction = (
     Dispatch
     | Drop
     | Keep
+    | Take
     | Accept
     | Refuse
     | Deliver

@@ -1,24 +1,23 @@
 """The life of every request: waiting, running one chunk, waiting again, finished.
 
 `Machine.handle(event, now)` returns instructions; the server performs them in order. The machine
-counts tokens and never sees one, so the simulator runs it as it is.
+counts tokens and never sees one, so the simulator runs it as it is. Rollouts and groups are the
+`desk`'s.
 
 Invariants (tests/invariants.py asserts them after every event):
-- a request is waiting, parked, running or finished; each running one has one current attempt;
+- a request is waiting, parked, suspect, accused, running or finished, and a running one has one attempt;
 - an ended chunk counts only if its instance and attempt are the current ones: late answers of
   dropped attempts change nothing, so every output token is kept exactly once;
 - an instance's books are the sums over the chunks running there; with an admission policy they
   never pass its capacity;
-- a group is opened, run and finished under one weight version; while submissions are held, none is
-  opened;
-- a group is delivered when all its requests finished, refused with a reason otherwise, and is
-  remembered until it is acknowledged, its time to live is over, or finished groups hold more
-  tokens than the limit, the oldest first. One that is forgotten and asked for again is made again.
+- the loss of an engine says nothing against a request, and costs time in what ran there. Only who
+  ran on `SUSPECT_DEATHS` engines that died, without a chunk that ended in between, runs alone next.
+  If that engine is lost, too, it is accused, and fails once that one has not come back, alive, in time.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections import OrderedDict
 
 from seer.common import ids
 from seer.common.policy.drafting import ALL_GROUPS
@@ -26,78 +25,102 @@ from seer.common.policy.fleet import Fleet, InstanceView
 from seer.common.policy.length import Estimate
 from seer.common.policy.request import RequestView
 from seer.common.policy.schedule import FAIR_DISPATCHES, Policy
-from seer.services.buffer.admission import misfit
+from seer.services.buffer.desk import Desk, no_engine
 from seer.services.buffer.events import (
-    Accept,
     ChunkEnded,
     ChunkRejected,
-    Deliver,
     Dispatch,
+    Drained,
     Drop,
     EngineJoined,
-    EngineLeft,
     EngineReported,
+    EnginesLeft,
     EstimatesChanged,
     Event,
-    Forget,
     GroupsAcknowledged,
-    GroupSpec,
     GroupsSubmitted,
     GroupState,
     Instruction,
     Keep,
     Limits,
-    PublishClosed,
     PublishOpened,
     PublishProgress,
-    Refuse,
     RequestState,
     RolloutCancelled,
     RolloutsAborted,
     RolloutState,
     SubmissionsHeld,
     Tick,
+    TrainerLost,
     WeightsChanged,
 )
 from seer.services.buffer.queue import WaitingQueue
+
+SUSPECT_DEATHS = 3
+"""Engines that died with a request before it is taken for the cause."""
+
+ACCUSED_SECONDS = 30.0
+"""An engine of which only the connection broke is back by then: hosts that vanish are noticed after 10 s."""
+
+STALL_SECONDS = 10.0
+"""A longer pause between two ticks is a stall of our own: nobody could be heard in it."""
+
+MOURNED = 1000
+"""Bound on dead engines that are remembered: one of which only the connection broke comes back."""
 
 
 class Machine:
     """See the module's docstring. `counters` holds totals since the start.
 
-    Attempts count from `first_attempt`: one that no earlier life of the buffer came near keeps its
-    late answers, and its streams in the dgds, from passing for those of this life.
+    Attempts count up from `first_attempt`, over all requests: an answer to an earlier use of a request's id,
+    or to an earlier life of the buffer that came nowhere near, never passes for one of now; nor do the
+    streams of such in the dgds.
     """
 
     def __init__(self, policy: Policy, limits: Limits, first_attempt: int = 0) -> None:
         self.policy = policy
         self.limits = limits
-        self.first_attempt = first_attempt
+        self._attempt = first_attempt
         self.requests: dict[str, RequestState] = {}
-        self.groups: dict[str, GroupState] = {}
-        self.rollouts: dict[str, RolloutState] = {}
         self.instances = Fleet()
-        self.estimates: dict[str, Estimate] = {}  # of unfinished groups
+        self.estimates: dict[str, Estimate] = {}  # of open groups
         self.acceptance: list[int] = []  # of all groups' drafts, as far as known
         self.counters: dict[str, int] = dict.fromkeys(
             ("chunks", "migrations", "preemptions", "lost", "late", "refused", "expired", "tokens"), 0
         )
-        self._last_seen: dict[str, float] = {}
+        self.desk = Desk(limits, self.instances, self.counters, self._drop)
         self.queue = WaitingQueue()
         self.parked: set[str] = set()
-        self._finished: dict[str, GroupState] = {}  # in the order in which they finished
-        self._finished_tokens = 0
-        self.weight_version = 0
-        self._held = False
-        self._unchecked: list[tuple[float, GroupsSubmitted]] = []
+        self.suspects: dict[str, None] = {}  # in the order in which they are tried alone
+        self.emptied = ""  # the instance where they are
+        self.accused: dict[str, tuple[str, int, float]] = {}  # by whom it was lost: name, life, since when
+        self._running: dict[str, dict[str, None]] = {}  # by instance
+        self._lives: dict[str, int] = {}
+        self._mourned: OrderedDict[int, set[str]] = OrderedDict()  # who has this life among its deaths
         self._no_engine_since: float | None = 0.0
+        self._last_tick: float | None = None
         self._queued = 0
         self._group_number = 0
 
     @property
+    def rollouts(self) -> dict[str, RolloutState]:
+        """Rollouts with groups that are not forgotten, by id."""
+        return self.desk.rollouts
+
+    @property
+    def groups(self) -> dict[str, GroupState]:
+        """Groups that are not forgotten, by id."""
+        return self.desk.groups
+
+    @property
+    def weight_version(self) -> int:
+        """Under which groups are opened now."""
+        return self.desk.weight_version
+
+    @property
     def waiting(self) -> int:
         """Requests that wait for a placement."""
-        return len(self.queue) + len(self.parked)
+        return len(self.queue) + len(self.parked) + len(self.suspects) + len(self.accused)
 
     def handle(self, event: Event, now: float) -> list[Instruction]:
         """Apply one event at `now` (monotonic seconds) and return what to do, in order."""
@@ -106,13 +129,14 @@ class Machine:
             case ChunkEnded():
                 self._chunk_ended(event, now, out)
             case EngineReported():
-                self._engine_reported(event, now)
+                if event.instance in self.instances:
+                    self.instances.pin(event.instance, event.pinned_blocks)
             case ChunkRejected():
-                self._chunk_rejected(event, now, out)
+                self._chunk_rejected(event, out)
             case EngineJoined():
                 self._engine_joined(event, now, out)
-            case EngineLeft():
-                self._engine_left(event.instance, now, out)
+            case EnginesLeft():
+                self._engines_left(event, now, out)
             case EstimatesChanged():
                 self._estimates_changed(event)
             case Tick():
@@ -123,108 +147,55 @@ class Machine:
         return out
 
     def _handle_groups(self, event: Event, now: float, out: list[Instruction]) -> None:
+        desk = self.desk
         match event:
             case GroupsSubmitted():
-                self._submitted(event, now, out)
+                self._open(desk.submitted(event, now, out), out)
             case GroupsAcknowledged():
-                for prompt_id in event.prompt_ids:
-                    self._acknowledged(ids.group_id(event.rollout_id, prompt_id), out)
+                desk.acknowledged(event, out)
             case RolloutCancelled():
-                self._cancelled(event, out)
+                desk.cancelled(event, out)
+            case TrainerLost():
+                desk.trainer_lost(event.life, out)
             case RolloutsAborted():
-                for group in [group for group in self.groups.values() if not group.done]:
-                    self._fail(group, "cancelled", event.message, out)
+                desk.aborted(event.message, out)
+            case Drained():
+                desk.drain(out)
             case SubmissionsHeld():
-                self._held = event.held
-                self._check_again(now, out)
-            case WeightsChanged():
-                self.weight_version = event.version
+                desk.holding = event.held
+                self._open(desk.check_again(out), out)
+            case WeightsChanged() if event.version != desk.weight_version:
+                desk.weight_version = event.version
+                self._open(desk.check_again(out), out)
 
-    # --- submissions ---------------------------------------------------------------------
+    # --- groups --------------------------------------------------------------------------
 
-    def _submitted(
-        self, event: GroupsSubmitted, now: float, out: list[Instruction], since: float | None = None
-    ) -> None:
-        rollout = self.rollouts.get(event.rollout_id)
-        if rollout is not None and rollout.trainer != event.trainer:
-            whole = [spec.prompt_id for spec in event.groups]
-            self._refuse(event, whole, "refused", "another trainer uses this rollout id", out)
-            return
-        fresh: list[GroupSpec] = []
-        accepted: list[str] = []
-        for spec in event.groups:
-            known = self.groups.get(ids.group_id(event.rollout_id, spec.prompt_id))
-            if known is None:
-                fresh.append(spec)
-                continue
-            accepted.append(spec.prompt_id)
-            if known.done:
-                out.append(Deliver(event.trainer, known.group_id))
-        if 0 <= event.weight_version < self.weight_version and fresh:
-            late = [spec.prompt_id for spec in fresh]
-            message = f"weight version {event.weight_version} is past: version {self.weight_version} is live"
-            self._refuse(event, late, "refused", message, out)
-        elif self.instances and not self._held and event.weight_version <= self.weight_version:
-            accepted += self._open_fitting(event, fresh, now, out)
-        else:
-            self._hold(event, fresh, now if since is None else since)
-        if accepted:
-            out.append(Accept(event.trainer, event.rollout_id, accepted))
+    def _open(self, groups: list[GroupState], out: list[Instruction]) -> None:
+        """Have the requests of new groups wait."""
+        for group in groups:
+            self.estimates[group.group_id] = Estimate(float(group.max_tokens))
+            out.append(PublishOpened(group.group_id, group.size, group.prompt_len, group.max_tokens))
+            for index in range(group.size):
+                request_id = ids.request_id(group.group_id, index)
+                view = RequestView(request_id, self._group_number, index, group.prompt_len, group.max_tokens)
+                self.requests[request_id] = RequestState(view, group)
+                self._wait(request_id)
+            self._group_number += 1
 
-    def _hold(self, event: GroupsSubmitted, fresh: list[GroupSpec], now: float) -> None:
-        """Keep what cannot be checked yet, once: the first time counts."""
-        held = {(held.rollout_id, spec.prompt_id) for _, held in self._unchecked for spec in held.groups}
-        groups = [spec for spec in fresh if (event.rollout_id, spec.prompt_id) not in held]
-        if groups:
-            self._unchecked.append((now, replace(event, groups=groups)))
-
-    def _open_fitting(
-        self, event: GroupsSubmitted, fresh: list[GroupSpec], now: float, out: list[Instruction]
-    ) -> list[str]:
-        rollout = self.rollouts.get(event.rollout_id)
-        if rollout is None:
-            rollout = self.rollouts[event.rollout_id] = RolloutState(event.rollout_id, event.trainer, now)
-        opened: list[str] = []
-        for spec in fresh:
-            problem = misfit(
-                len(self.requests), self.limits, self.instances, spec.prompt_len, event.max_tokens, event.n
-            )
-            if problem:
-                self._refuse(event, [spec.prompt_id], "refused", problem, out)
-            else:
-                group_id = ids.group_id(event.rollout_id, spec.prompt_id)
-                self._open(rollout, group_id, spec.prompt_id, spec.prompt_len, event, out)
-                opened.append(spec.prompt_id)
-        self._close_rollout_if_empty(rollout)
-        return opened
-
-    def _open(
-        self,
-        rollout: RolloutState,
-        group_id: str,
-        prompt_id: str,
-        prompt_len: int,
-        event: GroupsSubmitted,
-        out: list[Instruction],
-    ) -> None:
-        group = GroupState(group_id, prompt_id, rollout, event.n, prompt_len, event.max_tokens)
-        self.groups[group_id] = group
-        self.estimates[group_id] = Estimate(float(event.max_tokens))
-        rollout.groups += 1
-        rollout.requests += event.n
-        out.append(PublishOpened(group_id, event.n, prompt_len, event.max_tokens))
-        for index in range(event.n):
-            request_id = ids.request_id(group_id, index)
-            view = RequestView(request_id, self._group_number, index, prompt_len, event.max_tokens)
-            self.requests[request_id] = RequestState(view, group, attempt=self.first_attempt)
-            self._wait(request_id)
-        self._group_number += 1
-
-    def _refuse(
-        self, event: GroupsSubmitted, prompt_ids: list[str], code: str, message: str, out: list[Instruction]
-    ) -> None:
-        self.counters["refused"] += len(prompt_ids)
-        out.append(Refuse(event.trainer, event.rollout_id, prompt_ids, code, message))
+    def _drop(self, group: GroupState, out: list[Instruction]) -> None:
+        """End what runs and waits of a group that ends early."""
+        for index in range(group.size):
+            request_id = ids.request_id(group.group_id, index)
+            request = self.requests.pop(request_id)
+            if request.instance:
+                out.append(Drop(request.instance, request_id, request.attempt))
+                self._release(request)
+            self.queue.discard(request_id)
+            self.parked.discard(request_id)
+            self.suspects.pop(request_id, None)
+            self.accused.pop(request_id, None)
+            self._absolve(request)
+        del self.estimates[group.group_id]
 
     # --- queue and placement -------------------------------------------------------------
 
@@ -232,13 +203,18 @@ class Machine:
         request = self.requests[request_id]
         self._queued += 1
         request.view.queued = self._queued
-        self._push(request_id)
+        if len(request.deaths) >= SUSPECT_DEATHS:
+            self.suspects[request_id] = None
+        else:
+            self._push(request_id)
 
     def _push(self, request_id: str) -> None:
         request = self.requests[request_id]
         self.queue.push(request_id, self.policy.order(request.view, self.estimates[request.group.group_id]))
 
     def _schedule(self, now: float, out: list[Instruction]) -> None:
+        if self.suspects or self.emptied:
+            self._try_suspects(now, out)
         while self.instances and (request_id := self._next()) is not None:
             view = self.requests[request_id].view
             chunk = self.policy.chunk(view, self.limits.chunk_size)
@@ -255,6 +231,35 @@ class Machine:
         turn_of_oldest = self.policy.fair and self.counters["chunks"] % FAIR_DISPATCHES == FAIR_DISPATCHES - 1
         return self.queue.oldest() if turn_of_oldest else self.queue.head()
 
+    def _try_suspects(self, now: float, out: list[Instruction]) -> None:
+        """Run suspects one after the other, each alone on an instance that was emptied for them."""
+        while self.instances:
+            if self.emptied and self.instances[self.emptied].chunks:
+                return
+            if not self.suspects:
+                break
+            request_id = next(iter(self.suspects))
+            view = self.requests[request_id].view
+            chunk = self.policy.chunk(view, self.limits.chunk_size)
+            able = self.instances.holding(view.context, chunk)
+            if able and self.emptied not in able:
+                self._stop_emptying()
+                self.emptied = min(able, key=lambda name: (self.instances[name].chunks, name))
+                self.instances.close(self.emptied)
+                continue
+            del self.suspects[request_id]
+            if able:
+                self.requests[request_id].alone = True
+                self._dispatch(request_id, self.instances[self.emptied], chunk, out)
+            else:
+                self._park(request_id, now)
+        self._stop_emptying()
+
+    def _stop_emptying(self) -> None:
+        if self.emptied in self.instances:
+            self.instances.close(self.emptied, closed=False)
+        self.emptied = ""
+
     def _park(self, request_id: str, now: float) -> None:
         """Set a request aside until an engine joins that can hold it."""
         self.parked.add(request_id)
@@ -263,10 +268,12 @@ class Machine:
 
     def _dispatch(self, request_id: str, instance: InstanceView, chunk: int, out: list[Instruction]) -> None:
         request = self.requests[request_id]
-        request.attempt += 1
+        self._attempt += 1
+        request.attempt = self._attempt
         request.parked_since = None
         request.instance = instance.name
         request.blocks = instance.capacity.blocks_for(request.view.context, chunk)
+        self._running[instance.name][request_id] = None
         self.instances.reserve(instance.name, request.blocks)
         self._count(request, "chunks", 1)
         if request.view.last_instance not in ("", instance.name):
@@ -279,7 +286,9 @@ class Machine:
     def _release(self, request: RequestState) -> None:
         if request.instance in self.instances:
             self.instances.release(request.instance, request.blocks)
+            del self._running[request.instance][request.view.request_id]
         request.instance = ""
+        request.alone = False
 
     def _count(self, request: RequestState, name: str, amount: int) -> None:
         for counters in (self.counters, request.group.rollout.counters, request.group.counters):
@@ -304,6 +313,7 @@ class Machine:
             self._lost(request, out, f"ended a chunk with {event.count} tokens")
             return
         request.losses = 0
+        self._absolve(request)
         request.view.generated += event.count
         self._count(request, "tokens", event.count)
         if event.preemptions:
@@ -313,115 +323,43 @@ class Machine:
         group = request.group
         reached = (group.group_id, request.view.index, request.view.generated, bool(finish))
         out.append(PublishProgress(*reached, event.drafted, event.accepted))
-        if not finish:
+        if finish:
+            request.finish, request.stop_reason = finish, event.stop_reason
+            group.unfinished -= 1
+            group.rollout.finish_times.append(now - group.rollout.submitted)
+            group.rollout.finished += 1
+        else:
             self._wait(event.request_id)
-            return
-        request.finish, request.stop_reason = finish, event.stop_reason
-        group.unfinished -= 1
-        group.rollout.finish_times.append(now - group.rollout.submitted)
-        group.rollout.finished += 1
-        if group.unfinished == 0:
-            self._deliver(group, now, out)
+        self.desk.keep(group, event.count, out)
+        if not group.unfinished and group.group_id in self.groups:
+            self._finish(group, now, out)
 
-    def _deliver(self, group: GroupState, now: float, out: list[Instruction]) -> None:
-        group.finished_at = now
+    def _finish(self, group: GroupState, now: float, out: list[Instruction]) -> None:
         group.results = [
             self.requests.pop(ids.request_id(group.group_id, index)) for index in range(group.size)
         ]
-        group.rollout.groups_finished += 1
-        self._finished[group.group_id] = group
-        self._finished_tokens += group.tokens
-        self.estimates.pop(group.group_id, None)
-        out.append(PublishClosed(group.group_id))
-        out.append(Deliver(group.rollout.trainer, group.group_id))
-        while self._finished_tokens > self.limits.result_tokens and len(self._finished) > 1:
-            self._expire(next(iter(self._finished.values())), out)
+        del self.estimates[group.group_id]
+        self.desk.finish(group, now, out)
 
-    def _chunk_rejected(self, event: ChunkRejected, now: float, out: list[Instruction]) -> None:
+    def _chunk_rejected(self, event: ChunkRejected, out: list[Instruction]) -> None:
         request = self._current(event.instance, event.request_id, event.attempt)
         if request is None:
             return
         self._release(request)
         if event.fatal:
-            self._fail(request.group, "failed", event.message, out)
+            self.desk.fail([request.group], "failed", event.message, out)
         else:
             self._lost(request, out, event.message)
 
     def _lost(self, request: RequestState, out: list[Instruction], why: str) -> None:
+        """Give a chunk that failed by its own doing another attempt, up to `max_attempts` in a row."""
         self.counters["lost"] += 1
         request.losses += 1
         if request.losses >= self.limits.max_attempts:
             message = f"response {request.view.index} was lost {request.losses} times in a row; last: {why}"
-            self._fail(request.group, "failed", message, out)
+            self.desk.fail([request.group], "failed", message, out)
         else:
             self._wait(request.view.request_id)
-
-    # --- groups that end early -----------------------------------------------------------
-
-    def _fail(self, group: GroupState, code: str, message: str, out: list[Instruction]) -> None:
-        self.counters["refused"] += 1
-        out.append(Refuse(group.rollout.trainer, group.rollout.rollout_id, [group.prompt_id], code, message))
-        self._remove(group, out)
-
-    def _remove(self, group: GroupState, out: list[Instruction]) -> None:
-        for index in range(group.size):
-            request_id = ids.request_id(group.group_id, index)
-            request = self.requests.pop(request_id, None)
-            if request is not None and request.instance:
-                out.append(Drop(request.instance, request_id, request.attempt))
-                self._release(request)
-            self.queue.discard(request_id)
-            self.parked.discard(request_id)
-        if not group.done:
-            out.append(PublishClosed(group.group_id))
-        self._forget(group, out)
-
-    def _acknowledged(self, group_id: str, out: list[Instruction]) -> None:
-        group = self.groups.get(group_id)
-        if group is not None and group.done:
-            self._forget(group, out)
-
-    def _expire(self, group: GroupState, out: list[Instruction]) -> None:
-        self.counters["expired"] += 1
-        self._forget(group, out)
-
-    def _forget(self, group: GroupState, out: list[Instruction]) -> None:
-        del self.groups[group.group_id]
-        if self._finished.pop(group.group_id, None) is not None:
-            self._finished_tokens -= group.tokens
-        self.estimates.pop(group.group_id, None)
-        out.append(Forget(group.group_id))
-        group.rollout.groups_gone += 1
-        self._close_rollout_if_empty(group.rollout)
-
-    def _close_rollout_if_empty(self, rollout: RolloutState) -> None:
-        if rollout.groups_gone == rollout.groups:
-            self.rollouts.pop(rollout.rollout_id, None)
-
-    def _cancelled(self, event: RolloutCancelled, out: list[Instruction]) -> None:
-        rollout = self.rollouts.get(event.rollout_id)
-        self._cancel_held(event, out)
-        if rollout is None or rollout.trainer != event.trainer:
-            return
-        every = [group.prompt_id for group in self.groups.values() if group.rollout is rollout]
-        for prompt_id in event.prompt_ids or every:
-            group = self.groups.get(ids.group_id(event.rollout_id, prompt_id))
-            if group is not None and not group.done:
-                self._fail(group, "cancelled", "cancelled by its trainer", out)
-
-    def _cancel_held(self, event: RolloutCancelled, out: list[Instruction]) -> None:
-        unchecked, self._unchecked = self._unchecked, []
-        for since, held in unchecked:
-            mine = (held.rollout_id, held.trainer) == (event.rollout_id, event.trainer)
-            gone = [
-                spec.prompt_id
-                for spec in held.groups
-                if mine and (not event.prompt_ids or spec.prompt_id in event.prompt_ids)
-            ]
-            if gone:
-                self._refuse(held, gone, "cancelled", "cancelled by its trainer", out)
-            if left := [spec for spec in held.groups if spec.prompt_id not in gone]:
-                self._unchecked.append((since, replace(held, groups=left)))
 
     def _estimates_changed(self, event: EstimatesChanged) -> None:
         self.acceptance = event.acceptance.get(ALL_GROUPS, self.acceptance)
@@ -439,58 +377,93 @@ class Machine:
     # --- engines and time ----------------------------------------------------------------
 
     def _engine_joined(self, event: EngineJoined, now: float, out: list[Instruction]) -> None:
-        self._engine_left(event.instance, now, out)  # a new life of a known name holds nothing of the old
+        self._engines_left(EnginesLeft([event.instance]), now, out)
+        for request_id in self._mourned.pop(event.life, ()):  # its connection was gone, no more
+            self.requests[request_id].deaths.discard(event.life)
+        self._judge(event.instance, event.life, now, out)
         self.instances.add(InstanceView(event.instance, event.capacity))
-        self._last_seen[event.instance] = now
-        self._no_engine_since = None
+        self._running[event.instance] = {}
+        self._lives[event.instance] = event.life
+        first, self._no_engine_since = self._no_engine_since is not None, None
         parked, self.parked = self.parked, set()
         for request_id in sorted(parked, key=lambda item: self.requests[item].view.queued):
-            self._push(request_id)
-        self._check_again(now, out)
+            if len(self.requests[request_id].deaths) >= SUSPECT_DEATHS:
+                self.suspects[request_id] = None
+            else:
+                self._push(request_id)
+        if first:
+            self._open(self.desk.check_again(out), out)
 
-    def _check_again(self, now: float, out: list[Instruction]) -> None:
-        """Look again at what was held back; what still is keeps its time of arrival."""
-        unchecked, self._unchecked = self._unchecked, []
-        for since, submission in unchecked:
-            self._submitted(submission, now, out, since)
-
-    def _engine_left(self, name: str, now: float, out: list[Instruction]) -> None:
-        if name not in self.instances:
-            return
-        self.instances.remove(name)
-        del self._last_seen[name]
-        if not self.instances:
+    def _engines_left(self, event: EnginesLeft, now: float, out: list[Instruction]) -> None:
+        """Have what ran on engines that are gone wait again: before anything is placed anew."""
+        gone = [name for name in event.instances if name in self.instances]
+        lost = [self.requests[request_id] for name in gone for request_id in self._running[name]]
+        for name in gone:
+            life = self._lives.pop(name)
+            if event.died and self._running[name]:
+                self._mourned[life] = set(self._running[name])
+                for request_id in self._running[name]:
+                    self.requests[request_id].deaths.add(life)
+                    if self.requests[request_id].alone:
+                        self.accused[request_id] = (name, life, now)
+            del self._running[name]
+        if gone:
+            self.instances.remove(*gone)
+        while len(self._mourned) > MOURNED:
+            life, mourners = self._mourned.popitem(last=False)
+            for request_id in mourners:
+                self.requests[request_id].deaths.discard(life)
+        if gone and not self.instances:
             self._no_engine_since = now
-        lost = [request for request in self.requests.values() if request.instance == name]
+        if self.emptied in gone:
+            self.emptied = ""
         for request in lost:
+            self.counters["lost"] += 1
             self._release(request)
-        for request in lost:
-            if request.view.request_id in self.requests:  # else its group just failed
-                self._lost(request, out, f"engine {name} was lost")
+            if request.view.request_id not in self.accused:
+                self._wait(request.view.request_id)
 
-    def _engine_reported(self, event: EngineReported, now: float) -> None:
-        if event.instance in self.instances:
-            self._last_seen[event.instance] = now
-            self.instances.pin(event.instance, event.pinned_blocks)
+    def _absolve(self, request: RequestState) -> None:
+        """Forget which engines died with a request."""
+        for life in request.deaths:
+            self._mourned[life].discard(request.view.request_id)
+            if not self._mourned[life]:
+                del self._mourned[life]
+        request.deaths.clear()
+
+    def _judge(self, instance: str, life: int, now: float, out: list[Instruction]) -> None:
+        """Clear whom the return of an engine clears; fail who was lost alone with one that stays away."""
+        for request_id, (name, lost, since) in list(self.accused.items()):
+            if request_id not in self.accused:
+                continue  # its group has just failed
+            if (name, lost) == (instance, life):
+                del self.accused[request_id]
+                self._wait(request_id)
+            elif name == instance or now - since > ACCUSED_SECONDS:
+                request = self.requests[request_id]
+                message = (
+                    f"response {request.view.index} ran on {len(request.deaths)} engines that died, on the "
+                    "last one alone: it seems to be what kills them"
+                )
+                self.desk.fail([request.group], "failed", message, out)
 
     def _tick(self, now: float, out: list[Instruction]) -> None:
-        for name, seen in list(self._last_seen.items()):
-            if now - seen > self.limits.engine_silence_seconds:
-                self._engine_left(name, now, out)
+        self.desk.tick(now, out)
+        stood = 0.0 if self._last_tick is None else max(0.0, now - self._last_tick - STALL_SECONDS)
+        self._last_tick = now
+        for request_id, (
+            name,
+            life,
+            since,
+        ) in self.accused.items():  # who came back meanwhile is not read yet
+            self.accused[request_id] = (name, life, min(now, since + stood))
+        self._judge("", 0, now, out)
         overdue = now - self.limits.engine_wait_seconds
-        message = f"no engine that fits registered within {self.limits.engine_wait_seconds:g} s: start one"
-        for since, submission in list(self._unchecked):
-            if since < overdue and not self._held:  # an update has deadlines of its own
-                self._unchecked.remove((since, submission))
-                prompt_ids = [spec.prompt_id for spec in submission.groups]
-                self._refuse(submission, prompt_ids, "failed", message, out)
+        late: list[GroupState] = []
         if self._no_engine_since is not None and self._no_engine_since < overdue:
-            for group in [group for group in self.groups.values() if not group.done]:
-                self._fail(group, "failed", message, out)
-        for request in [self.requests[request_id] for request_id in sorted(self.parked)]:
-            if request.view.request_id in self.parked and (request.parked_since or 0.0) < overdue:
-                self._fail(request.group, "failed", message, out)
-        for group in list(self._finished.values()):
-            if now - (group.finished_at or 0.0) <= self.limits.result_ttl_seconds:
-                break
-            self._expire(group, out)
+            late = [group for group in self.groups.values() if not group.done and group.held_since is None]
+        elif self.parked:
+            waiting = [self.requests[request_id] for request_id in sorted(self.parked)]
+            groups = [each.group for each in waiting if (each.parked_since or 0.0) < overdue]
+            late = list({group.group_id: group for group in groups}.values())
+        self.desk.fail(late, "failed", no_engine(self.limits.engine_wait_seconds), out)

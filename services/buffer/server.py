@@ -14,17 +14,18 @@ from __future__ import annotations
 import asyncio
 import functools
 from collections import Counter
+from typing import Any
 
 from seer.common import ids
-from seer.common.channel import HELLO_FIRST, MAX_PEERS, Hub, Identity
+from seer.common.channel import MAX_PEERS, Hub, Identity
 from seer.common.clock import Clock
 from seer.common.config import Config, shared_hash
-from seer.common.errors import ConfigError, InvalidField, RequestRefused
+from seer.common.errors import ConfigError, InvalidField, NotLoaded, RequestRefused
 from seer.common.log import get_logger
 from seer.common.outbox import Outbox
 from seer.common.policy.length import Estimate
 from seer.common.policy.schedule import POLICIES
-from seer.common.stream import StreamPublisher, StreamSubscriber
+from seer.common.stream import QUEUE_PAGES, StreamPublisher, StreamSubscriber
 from seer.common.transport.base import Transport
 from seer.common.types import InstanceStats
 from seer.common.wire import messages as m
@@ -32,17 +33,11 @@ from seer.services.buffer import events as e
 from seer.services.buffer import sleep as s
 from seer.services.buffer import submissions, views
 from seer.services.buffer import weights as w
-from seer.services.buffer.conductor import Conductor
+from seer.services.buffer.conductor import TICK_SECONDS, Conductor, Ended, Submitted
 from seer.services.buffer.machine import Machine
-from seer.services.buffer.peers import Peers, check_register
+from seer.services.buffer.peers import Peers, check_register, life_of
 from seer.services.buffer.spool import Spool
-from seer.services.buffer.store import Store
-
-TOKEN_BYTES = 8
-"""A kept token: int32 id and float32 logprob."""
-
-TICK_SECONDS = 0.5
-"""How often deadlines are looked at, engines pinged and progress sent."""
+from seer.services.buffer.store import TOKEN_BYTES, Store
 
 
 def make(config: Config, transport: Transport, clock: Clock) -> BufferServer:
@@ -67,10 +62,10 @@ class BufferServer:
             chunk_size=settings.chunk_size,
             max_requests=settings.max_requests,
             engine_wait_seconds=settings.engine_wait_seconds,
-            engine_silence_seconds=settings.engine_silence_seconds,
             max_attempts=settings.max_attempts,
             result_ttl_seconds=settings.result_ttl_seconds,
             result_tokens=settings.result_bytes // TOKEN_BYTES,
+            unfinished_tokens=settings.unfinished_bytes // TOKEN_BYTES,
         )
         self.me = Identity(
             role="buffer",
@@ -91,9 +86,13 @@ class BufferServer:
             self.weights,
             self._sleep,
             self.store,
+            settings.engine_silence_seconds,
+            settings.trainer_lease_seconds,
             to_engine=self._tell_engine,
             to_trainer=self._tell_trainer,
+            to_life=self._tell_life,
             publish=self._to_publish.put_nowait,
+            parted=self._part,
         )
         self._spool = Spool(settings.spool, clock)
         self._trainers, self._engines = Peers(), Peers()
@@ -103,16 +102,17 @@ class BufferServer:
 
     async def start(self) -> dict[str, str]:
         """Bind everything; return the endpoints bound."""
+        self._spool.start()
         at = self._config.endpoints
         trainers = await self._transport.router(at.trainers)
         engines = await self._transport.router(at.engines)
         events = await self._transport.publisher(at.events)
-        snapshots = await self._transport.router(at.event_snapshots)
+        snapshots = await self._transport.router(at.event_snapshots, QUEUE_PAGES)
         self._trainer_hub: Hub[m.BufferToTrainer, m.TrainerToBuffer] = Hub(
-            trainers, self.me, m.TrainerToBuffer, require_config_hash=False
+            trainers, self.me, m.TrainerToBuffer, require_config_hash=False, roles=frozenset({"trainer"})
         )
         self._engine_hub: Hub[m.BufferToEngine, m.EngineToBuffer] = Hub(
-            engines, self.me, m.EngineToBuffer, require_config_hash=True
+            engines, self.me, m.EngineToBuffer, require_config_hash=True, roles=frozenset({"engine"})
         )
         self._to_trainers = Outbox(self._trainer_hub, self._trainers.leave)
         self._to_engines = Outbox(self._engine_hub, self._engine_unreachable)
@@ -172,17 +172,28 @@ class BufferServer:
         while True:
             address, message = await self._trainer_hub.recv()
             if isinstance(message, m.Hello):
-                self._trainers.greet(address, message)
+                await self._greet(self._trainer_hub, self._trainers, address, message)
             name = self._trainers.name(address)
             if name is None:
                 self._trainer_hub.dismiss(address)
                 continue
             if self._trainers.at(name) != address and not isinstance(message, m.Hello | m.Goodbye):
-                later = f"a later life of trainer {name} is connected: give each client a name of its own"
-                await self._trainer_hub.reply(address, m.Refused(code=RequestRefused.code, message=later))
+                if not self._trainers.doubtful(address):  # else it hears of this when it is known
+                    other = f"another life of trainer {name} is connected: give each client a name of its own"
+                    await self._trainer_hub.reply(address, m.Refused(code=RequestRefused.code, message=other))
                 continue
+            self.conductor.heard_trainer(address, self._trainer_hub.session(address))
             if (reply := self._from_trainer(name, address, message)) is not None:
                 await self._trainer_hub.reply(address, reply)
+
+    async def _greet(self, hub: Hub[Any, Any], peers: Peers, address: bytes, hello: m.Hello) -> None:
+        waited = peers.name(address) is not None and peers.at(hello.name) != address
+        holder = peers.greet(address, hello, self._clock.now())
+        if holder is not None and not await hub.reaches(holder):
+            peers.leave(holder)
+            holder = peers.greet(address, hello, self._clock.now())
+        if waited and holder is None:
+            hub.dismiss(address)  # what it said so far was not heard: have it begin anew
 
     def _from_trainer(
         self, name: str, address: bytes, message: m.TrainerToBuffer
@@ -190,31 +201,35 @@ class BufferServer:
         """Take a message; return what is to be answered at once."""
         match message:
             case m.Submit():
-                return self._submit(name, message)
-            case m.Acknowledge():
-                rollout = self.machine.rollouts.get(message.rollout_id)
-                if rollout is not None and rollout.trainer == name:
-                    self.conductor.handle(e.GroupsAcknowledged(message.rollout_id, message.prompt_ids))
-            case m.Cancel():
-                self.conductor.handle(e.RolloutCancelled(name, message.rollout_id, message.prompt_ids))
+                return self._submit(name, address, message)
+            case m.Acknowledge(rollout_id=rollout_id, prompt_ids=prompt_ids, use=use):
+                self.conductor.handle(e.GroupsAcknowledged(name, rollout_id, prompt_ids, use))
+            case m.Cancel(rollout_id=rollout_id, prompt_ids=prompt_ids, use=use):
+                self.conductor.handle(e.RolloutCancelled(name, rollout_id, prompt_ids, use))
             case m.StatusRequest():
                 return self._status()
-            case m.UpdateWeights() if self._sleep.held:
-                return m.WeightsFailed(
-                    version=message.version, reasons={"": "engines sleep: wake them first"}
-                )
             case m.Sleep() if self.weights.updating:
-                return m.Slept(asleep=message.asleep, problem="a weight update is under way: wait for that")
+                busy = "a weight update is under way: wait for that"
+                return m.Slept(asleep=message.asleep, problem=busy, ask=message.ask)
             case m.Sleep():
-                self.conductor.rest(s.Asked(name, message.asleep))
+                self.conductor.rest(s.Asked(name, message.asleep, message.ask))
             case m.UpdateWeights():
-                mode = w.InFlight(message.in_flight)
-                asked = w.UpdateAsked(name, message.version, message.source, message.digest, mode)
-                self.conductor.weigh(asked)
+                return self._update(name, address, message)
             case m.OpenSpool() | m.SpoolData():
                 self._spool.put(self._trainer_hub.reply, address, message)
             case m.Goodbye():
                 self._trainers.leave(address)
+        return None
+
+    def _update(self, name: str, address: bytes, message: m.UpdateWeights) -> m.WeightsFailed | None:
+        """Begin an update; return why engines that sleep cannot."""
+        self._spool.name(message.source)
+        if self._sleep.wanted:
+            reasons = {"": "engines sleep: wake them first"}
+            return m.WeightsFailed(version=message.version, reasons=reasons, ask=message.ask)
+        mode = w.InFlight(message.in_flight)
+        asked = w.UpdateAsked(name, message.version, message.source, message.digest, mode, message.ask)
+        self.conductor.weigh(asked)
         return None
 
     def _status(self) -> m.Status:
@@ -234,46 +249,44 @@ class BufferServer:
             self._sleep.held,
         )
 
-    def _submit(self, trainer: str, submit: m.Submit) -> m.Refused | None:
+    def _submit(self, trainer: str, address: bytes, submit: m.Submit) -> m.Refused | None:
         """Return the refusal of a submission that makes no sense."""
         try:
-            if self.conductor.draining:
-                raise InvalidField("rollout_id", submit.rollout_id, "this buffer is shutting down")
-            prompts = dict(submissions.prompts(submit, self.store))
+            prompts = submissions.prompts(submit)
         except InvalidField as error:
             return m.Refused(
                 code=RequestRefused.code,
                 message=str(error),
                 rollout_id=submit.rollout_id,
                 prompt_ids=submit.prompt_ids,
+                use=submit.use,
             )
-        for prompt_id, tokens in prompts.items():
-            self.store.open(submit, prompt_id, tokens)
-        specs = [e.GroupSpec(prompt_id, len(tokens)) for prompt_id, tokens in prompts.items()]
-        most = submit.sampling.max_tokens
-        self.conductor.handle(
-            e.GroupsSubmitted(trainer, submit.rollout_id, submit.n, most, specs, submit.weight_version)
-        )
+        event = submissions.event(trainer, address, submit, prompts, self.store)
+        self.conductor.handle(event, Submitted(submit, prompts))
         return None
 
     async def _serve_engines(self) -> None:
         while True:
             address, message = await self._engine_hub.recv()
             if isinstance(message, m.Hello):
-                self._engines.greet(address, message)
+                await self._greet(self._engine_hub, self._engines, address, message)
                 continue
             name = self._engines.name(address)
             if name is None:
                 self._engine_hub.dismiss(address)
                 continue
-            if name not in self.machine.instances and name not in self.weights:
+            if name not in self.weights:
                 self._engines.take(name, address)  # the later life that took the name is gone again
-                if isinstance(message, m.EngineStatus):
-                    # It was silent for too long and lost its chunks: have it register again.
-                    given_up = m.Refused(code=HELLO_FIRST, message="this engine was given up")
-                    await self._engine_hub.reply(address, given_up)
-                    continue
+            session = self._engine_hub.session(address)
+            if isinstance(message, m.Register):
+                self._engines.registered[address] = session
+            elif name not in self.weights:
+                if self._engines.registered.get(address) == session:
+                    # It was given up since it registered: have it do so again, once however much it says.
+                    self._engine_hub.dismiss(address)
+                continue
             if self._engines.at(name) == address:  # else: an earlier life of this engine
+                self.conductor.heard(name)
                 self._from_engine(name, address, message)
 
     def _from_engine(self, name: str, address: bytes, message: m.EngineToBuffer) -> None:
@@ -288,7 +301,9 @@ class BufferServer:
                 self._stats[name] = message.stats
                 self.conductor.handle(e.EngineReported(name, message.stats.pinned_blocks))
             case m.WeightsPrepared():
-                self.conductor.weigh(w.Prepared(name, message.version, message.digest, message.problem))
+                self.conductor.weigh(
+                    w.Prepared(name, message.version, message.digest, message.problem, message.ask)
+                )
             case m.WeightsLoaded():
                 self.conductor.weigh(w.Loaded(name, message.version, message.problem))
             case m.Slept():
@@ -296,9 +311,8 @@ class BufferServer:
             case m.OpenSpool() | m.ReadSpool():
                 self._spool.put(self._engine_hub.reply, address, message)
             case m.Goodbye():
-                if name in self.weights:
-                    self._log.info("engine left", engine=name)
-                self.conductor.drop(name)
+                self._log.info("engine left", engine=name, problem=message.problem)
+                self.conductor.drop(name, died=bool(message.problem))
 
     def _register(self, name: str, address: bytes, register: m.Register) -> None:
         try:
@@ -311,7 +325,7 @@ class BufferServer:
             self._lives[name] += 1
         if name not in self.weights:
             self._log.info("engine joined", engine=name, kv_blocks=register.capacity.kv_blocks)
-        self.conductor.join(name, register)
+        self.conductor.join(name, register, life_of(address))
         gone = [other for other in self._lives if other not in self.weights]
         for other in gone[: max(0, len(self._lives) - MAX_PEERS)]:
             for table in (self._lives, self.conductor.registered, self._registered_at, self._stats):
@@ -323,6 +337,9 @@ class BufferServer:
             # A fatal one is the request's own fault, and its trainer's to hear.
             log = self._log.info if failed.fatal else self._log.warning
             log("chunk failed", engine=name, request=failed.request_id, why=failed.message)
+            if failed.code == NotLoaded.code:
+                self.conductor.give_up([name], failed.message)
+                return
         rejected = e.ChunkRejected(name, failed.request_id, failed.attempt, failed.fatal, failed.message)
         self.conductor.handle(rejected)
 
@@ -330,11 +347,15 @@ class BufferServer:
         counts = [result.count for result in done.results]
         if min(counts, default=0) < 0 or not sum(counts) == len(done.tokens) == len(done.logprobs):
             fix = f"must add up to the {len(done.tokens)} tokens and {len(done.logprobs)} logprobs sent"
-            self._engine_hub.refuse(address, InvalidField("results", counts, fix))
-            self.conductor.drop(engine)
+            error = InvalidField("results", counts, fix)
+            self._engine_hub.refuse(address, error)
+            for result in done.results:  # these provoked it, so it counts against them
+                rejected = e.ChunkRejected(engine, result.request_id, result.attempt, False, str(error))
+                self.conductor.handle(rejected)
+            self.conductor.give_up([engine], "it sent results that make no sense")
             return
         if done.weight_version != self.machine.weight_version and engine in self.machine.instances:
-            self.conductor.give_up(engine, f"sent tokens of weight version {done.weight_version}")
+            self.conductor.give_up([engine], f"sent tokens of weight version {done.weight_version}")
             return
         start = 0
         for result in done.results:
@@ -350,13 +371,13 @@ class BufferServer:
                 result.drafted,
                 result.accepted,
             )
-            self.conductor.handle(event, done.tokens[start:end], done.logprobs[start:end])
+            self.conductor.handle(event, Ended(done.tokens[start:end], done.logprobs[start:end]))
             start = end
 
     def _engine_unreachable(self, address: bytes) -> None:
         name = self._engines.name(address)
         if name is not None and self._engines.at(name) == address:
-            self.conductor.give_up(name, "its connection is gone")
+            self.conductor.give_up([name], "its connection is gone", died=True)
 
     async def _serve_estimates(self) -> None:
         while True:
@@ -372,15 +393,14 @@ class BufferServer:
         while True:
             await self._clock.sleep(TICK_SECONDS)
             self.conductor.tick()
-            await self._spool.tidy(self.weights.sources)
+            self._spool.tidy(self.weights.sources)
             if self._to_engines.idle:
                 for name in sorted(self.weights.known):
                     self._tell_engine(name, m.Ping())
             if self._to_trainers.idle:
                 for rollout in self.machine.rollouts.values():
-                    address = self._trainers.at(rollout.trainer)
-                    if address is not None and self._to_trainers.keeps_up(address):
-                        self._to_trainers.put(address, views.progress(self.machine, rollout))
+                    if self._to_trainers.keeps_up(rollout.life):
+                        self._tell_life(rollout.life, views.progress(self.machine, rollout))
 
     # --- messages to sockets -------------------------------------------------------------
 
@@ -390,10 +410,20 @@ class BufferServer:
             self._to_engines.put(address, message)
 
     def _tell_trainer(self, name: str, message: m.BufferToTrainer) -> None:
-        # A trainer that is away gets its finished groups again when it resubmits under its name.
         address = self._trainers.at(name)
         if address is not None:
             self._to_trainers.put(address, message)
+
+    def _tell_life(self, address: bytes, message: m.BufferToTrainer) -> None:
+        # Another life of a trainer gets its finished groups when it submits them again under its name.
+        if self._trainers.name(address) is not None:
+            self._to_trainers.put(address, message)
+
+    def _part(self, name: str) -> None:
+        """Have an engine that was given up shake hands, and register, before anything of it counts."""
+        address = self._engines.at(name)
+        if address is not None:
+            self._engine_hub.dismiss(address)
 
     async def _publish(self) -> None:
         while True:

@@ -3,7 +3,8 @@
 A trainer that shares devices with engines has them sleep while it trains, and wakes them afterwards.
 
 Invariants (tests/property/test_sleep_machine.py):
-- an engine is told to sleep only while no request is unfinished;
+- an engine is told to sleep only while no request is unfinished, and never while it loads weights, or
+  has to (`loading`): it is woken for that, and put to sleep again afterwards;
 - submissions are held exactly from the question for sleep until every engine that is there is awake;
 - every question ends in one `Tell`; an engine that does not answer by its deadline is given up;
 - an engine that joins is brought to what was last asked for; a buffer that nobody has asked yet
@@ -12,6 +13,7 @@ Invariants (tests/property/test_sleep_machine.py):
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 
@@ -32,15 +34,16 @@ class Lost:
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """A trainer wants all engines asleep, or awake."""
+    """A trainer wants all engines asleep, or awake. `ask`: its own number for the answer."""
 
     trainer: str
     asleep: bool
+    ask: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Answered:
-    """An engine sleeps, or is awake."""
+    """An engine did as it was told: it sleeps, or is awake."""
 
     instance: str
     asleep: bool
@@ -48,7 +51,7 @@ class Answered:
 
 @dataclass(frozen=True, slots=True)
 class Tick:
-    """Time passed, or the last running request ended."""
+    """Time passed, the last running request ended, or an engine has or needs other weights."""
 
 
 Event = Joined | Lost | Asked | Answered | Tick
@@ -76,6 +79,7 @@ class Tell:
     trainer: str
     asleep: bool
     problem: str = ""
+    ask: int = 0
 
 
 Instruction = Order | GiveUp | Tell
@@ -90,15 +94,30 @@ class SleepMachine:
     _decided: bool = False
     _asleep: dict[str, bool] = field(default_factory=dict)
     _ordered: dict[str, float] = field(default_factory=dict)
-    _waiting: list[str] = field(default_factory=list)
+    _waiting: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def wanted(self) -> bool:
+        """Whether engines sleep as soon as they can."""
+        return self._wanted
 
     @property
     def held(self) -> bool:
         """Whether submissions have to wait."""
         return self._wanted or any(self._asleep.values()) or bool(self._ordered)
 
-    def handle(self, event: Event, now: float, *, idle: bool) -> list[Instruction]:
-        """Apply one event at `now` (monotonic seconds); `idle`: no unfinished request is left."""
+    @property
+    def awake(self) -> frozenset[str]:
+        """The engines that are awake and were not told to sleep."""
+        return frozenset(name for name, asleep in self._asleep.items() if not asleep) - self._ordered.keys()
+
+    def handle(
+        self, event: Event, now: float, *, idle: bool, loading: Collection[str] = ()
+    ) -> list[Instruction]:
+        """Apply one event at `now` (monotonic seconds).
+
+        `idle`: no unfinished request is left. `loading`: the engines that load weights, or have to.
+        """
         out: list[Instruction] = []
         match event:
             case Joined():
@@ -106,19 +125,20 @@ class SleepMachine:
                 learnt = not self._decided and all(self._asleep.values())
                 self._asleep[event.instance] = event.asleep
                 self._wanted = self._wanted or (event.asleep and learnt)
+                return out  # whether it has to load is known when its weights are: see the next event
             case Lost():
                 self._forget(event.instance)
             case Asked():
                 self._asked(event, out)
-            case Answered():
-                if event.instance in self._asleep:
-                    self._asleep[event.instance] = event.asleep
-                    self._ordered.pop(event.instance, None)
+            case Answered(name, asleep):
+                if name in self._ordered and asleep != self._asleep[name]:
+                    self._asleep[name] = asleep
+                    del self._ordered[name]
             case Tick():
                 for late in [name for name, deadline in self._ordered.items() if deadline < now]:
                     self._forget(late)
                     out.append(GiveUp(late))
-        self._go_on(now, idle, out)
+        self._go_on(now, idle, loading, out)
         return out
 
     def _forget(self, instance: str) -> None:
@@ -128,19 +148,18 @@ class SleepMachine:
     def _asked(self, event: Asked, out: list[Instruction]) -> None:
         if self._waiting and event.asleep != self._wanted:
             doing = "puts engines to sleep" if self._wanted else "wakes engines"
-            problem = f"{self._waiting[0]} {doing}: wait for that"
-            out.append(Tell(event.trainer, event.asleep, problem))
+            problem = f"{next(iter(self._waiting))} {doing}: wait for that"
+            out.append(Tell(event.trainer, event.asleep, problem, event.ask))
             return
         self._wanted, self._decided = event.asleep, True
-        if event.trainer not in self._waiting:
-            self._waiting.append(event.trainer)
+        self._waiting[event.trainer] = event.ask
 
-    def _go_on(self, now: float, idle: bool, out: list[Instruction]) -> None:
-        wrong = [name for name, asleep in self._asleep.items() if asleep != self._wanted]
-        if idle or not self._wanted:
-            for name in sorted(set(wrong) - self._ordered.keys()):
+    def _go_on(self, now: float, idle: bool, loading: Collection[str], out: list[Instruction]) -> None:
+        for name, asleep in sorted(self._asleep.items()):
+            target = self._wanted and name not in loading
+            if asleep != target and name not in self._ordered and (idle or not target):
                 self._ordered[name] = now + self.seconds
-                out.append(Order(name, self._wanted))
-        if not wrong and not self._ordered:
-            out += [Tell(trainer, self._wanted) for trainer in self._waiting]
+                out.append(Order(name, target))
+        if not self._ordered and all(asleep == self._wanted for asleep in self._asleep.values()):
+            out += [Tell(trainer, self._wanted, "", ask) for trainer, ask in self._waiting.items()]
             self._waiting.clear()

@@ -3,47 +3,50 @@
 A trainer sends a stream once; any number of engines read it while it grows, and again later: an
 engine that joins after the trainer went on finds it here. Engines on this machine read the file.
 
-Invariants:
+Invariants (tests/unit/test_spool.py, tests/cluster/test_weight_streams.py):
 - a stream holds exactly the bytes whose checksums were sent with them, without gaps;
 - it can be resumed after a broken connection; a whole one in a configured folder survives the buffer;
 - a stream that does not grow for `SPOOL_STALL_SECONDS` before it is whole ends, and its readers hear
-  so; a whole one stays while an update or the live weights need it;
+  so; a whole one stays while an update or the live weights need it, and one that no update has named
+  yet stays for as long since it was opened or grew;
+- one task does everything, one thing after the other: nothing ends a stream while a part is written;
+- whatever the disk refuses ends that one stream, its peers hear why, and the spool goes on;
 - the file of one that is over is written over by the next: new pages cost more than all else here.
   Who still reads it, on an order that is over, too, is not believed, and loads again;
-- what waits to be handled is bounded, and nothing here delays the buffer's loop by more than a call.
+- what waits to be handled is bounded, in messages and bytes, and the disk is never waited for on the loop.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import json
-import os
 import re
 import secrets
-import shutil
-import tempfile
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-
-import numpy as np
+from typing import ParamSpec, TypeVar
 
 from seer.common.clock import Clock
 from seer.common.log import get_logger
-from seer.common.weights import SPOOL_FILE, SPOOL_NOTES, checksum, write_part
 from seer.common.wire import messages as m
+from seer.services.buffer.spool_folder import SpoolFolder
 
 Reply = Callable[[bytes, m.SpoolState | m.SpoolData], Awaitable[None]]
 """Sends an answer to a peer's address, or loses it if the peer does not read."""
 
 Asked = m.OpenSpool | m.SpoolData | m.ReadSpool
 
+P = ParamSpec("P")
+T = TypeVar("T")
+
 _NAME = re.compile(r"v[A-Za-z0-9._-]{0,99}")
 _MAX_STREAMS = 8
 _MAX_QUEUED = 1024
 """Requests waiting to be handled; more are dropped, and asked for again."""
+
+_MAX_PARTS = 4 * m.SPOOL_WINDOW
+"""Of these, those that carry data: 64 MiB."""
 
 _MAX_READERS = 4096
 """Reads of one stream that wait for its bytes."""
@@ -60,13 +63,9 @@ class _Stream:
     have: int
     grew: float
     asked_again: bool = False
-    inherited: bool = False
+    named: bool = False
+    """An update has named it: it is kept for as long as it is needed, and no longer."""
     readers: dict[tuple[bytes, int], Reply] = field(default_factory=dict)
-
-    def note(self) -> None:
-        """Write down what a reader, or a later life of the buffer, has to know. Raises `OSError`."""
-        notes = {"size": self.size, "token": self.token, "whole": self.have == self.size}
-        (self.folder / SPOOL_NOTES).write_text(json.dumps(notes))
 
     def state(self, *, resend: bool = False, problem: str = "") -> m.SpoolState:
         return m.SpoolState(
@@ -80,100 +79,139 @@ class _Stream:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class _Named:
+    source: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Tidy:
+    needed: frozenset[str]
+
+
 class Spool:
-    """The streams of one buffer, in `folder`, or in a temporary one that ends with the process."""
+    """The streams of one buffer, below `folder`, or in a temporary one that ends with the process."""
 
     def __init__(self, folder: str, clock: Clock) -> None:
-        self._configured = folder
-        self._temporary: tempfile.TemporaryDirectory[str] | None = None
+        self._folder = SpoolFolder(folder)
+        self._log = _log.warning
         self._clock = clock
         self._streams: dict[str, _Stream] = {}
         self._ended: OrderedDict[str, str] = OrderedDict()
-        self._queue: asyncio.Queue[tuple[Reply, bytes, Asked]] = asyncio.Queue(_MAX_QUEUED)
+        self._queue: asyncio.Queue[tuple[Reply, bytes, Asked] | _Named | _Tidy] = asyncio.Queue(_MAX_QUEUED)
+        self._parts = 0
+
+    def start(self) -> None:
+        """Take the configured folder. Raises `ConfigError` where it is not this buffer's."""
+        self._folder.claim()
 
     def put(self, reply: Reply, address: bytes, message: Asked) -> None:
         """Have a peer's message handled soon."""
-        if not self._queue.full():
+        part = isinstance(message, m.SpoolData)
+        if isinstance(message, m.SpoolData) and len(message.data) > m.SPOOL_BYTES:
+            return
+        if not self._queue.full() and not (part and self._parts >= _MAX_PARTS):
+            self._parts += part
             self._queue.put_nowait((reply, address, message))
 
+    def name(self, source: str) -> None:
+        """Take note that an update names a stream: from now on it stays only while it is needed."""
+        if source.startswith(m.SPOOL_SCHEME) and not self._queue.full():
+            self._queue.put_nowait(_Named(source))
+
+    def tidy(self, needed: set[str]) -> None:
+        """Soon end streams that stand still, and drop whole ones that no `needed` source names any more."""
+        if not self._queue.full():
+            self._queue.put_nowait(_Tidy(frozenset(needed)))
+
     async def run(self) -> None:
-        """Handle messages until cancelled."""
-        self._inherit()
+        """Handle what was put until cancelled."""
         try:
+            await self._inherit()
             while True:
-                reply, address, message = await self._queue.get()
-                match message:
-                    case m.OpenSpool():
-                        await reply(address, self._open(message))
-                    case m.SpoolData():
+                match await self._queue.get():
+                    case _Named(source):
+                        if (stream := self._streams.get(source.removeprefix(m.SPOOL_SCHEME))) is not None:
+                            stream.named = True
+                    case _Tidy(needed):
+                        await self._tidy(needed)
+                    case (reply, address, m.OpenSpool() as message):
+                        await reply(address, await self._open(message))
+                    case (reply, address, m.SpoolData() as message):
+                        self._parts -= 1
                         await self._take(message, address, reply)
-                    case m.ReadSpool():
+                    case (reply, address, m.ReadSpool() as message):
                         await self._read(message.name, message.offset, address, reply)
         finally:
-            if self._temporary is not None:
-                self._temporary.cleanup()
+            self._folder.release()
 
-    async def tidy(self, needed: set[str]) -> None:
-        """End streams that stand still, and drop whole ones that no `needed` source names any more."""
+    async def _disk(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Have a thread do something that waits for the disk; it is over when this returns or raises."""
+        job = asyncio.ensure_future(asyncio.to_thread(work, *args, **kwargs))
+        try:
+            return await asyncio.shield(job)
+        except asyncio.CancelledError:
+            await asyncio.wait([job])
+            raise
+
+    # --- the end of streams --------------------------------------------------------------
+
+    async def _tidy(self, needed: frozenset[str]) -> None:
         now = self._clock.now()
         for stream in list(self._streams.values()):
             quiet = now - stream.grew > m.SPOOL_STALL_SECONDS
+            wanted = m.SPOOL_SCHEME + stream.name in needed
+            stream.named = stream.named or wanted
             if stream.have < stream.size and quiet:
                 await self._end(stream, f"the trainer sent nothing for {m.SPOOL_STALL_SECONDS:g} s")
-            elif (quiet or not stream.inherited) and m.SPOOL_SCHEME + stream.name not in needed:
+            elif not wanted and (quiet or stream.named):
                 await self._end(stream, "is no longer needed")
 
-    async def _end(self, stream: _Stream, problem: str) -> None:
+    async def _end(self, stream: _Stream, problem: str, *, broken: bool = False) -> None:
         del self._streams[stream.name]
-        shutil.rmtree(self._spare, ignore_errors=True)
-        with contextlib.suppress(OSError):
-            stream.folder.rename(self._spare)
-        self._ended[stream.name] = problem
-        while len(self._ended) > _MAX_STREAMS:
-            self._ended.popitem(last=False)
+        self._remember(stream.name, problem)
         for (address, _), reply in stream.readers.items():
             await reply(address, stream.state(problem=problem))
+        try:
+            if broken:  # the disk may be full: give it all back
+                await self._disk(self._folder.remove, stream.name)
+                await self._disk(self._folder.remove)
+            else:
+                await self._disk(self._folder.keep_as_spare, stream.name)
+        except OSError as error:
+            _log.warning("a stream's file stays", stream=stream.name, error=str(error))
 
-    @property
-    def _spare(self) -> Path:
-        return self._root() / "spare"
-
-    def _root(self) -> Path:
-        if self._configured:
-            return Path(self._configured)
-        if self._temporary is None:
-            self._temporary = tempfile.TemporaryDirectory(prefix="seer-weights-")
-        return Path(self._temporary.name)
+    def _remember(self, name: str, problem: str) -> None:
+        self._ended[name] = problem
+        while len(self._ended) > _MAX_STREAMS:
+            self._ended.popitem(last=False)
 
     # --- messages ------------------------------------------------------------------------
 
-    def _open(self, message: m.OpenSpool) -> m.SpoolState:
-        name, size = message.name, message.size
+    async def _inherit(self) -> None:
+        """Take over what an earlier life of this buffer left in the configured folder: whole streams."""
         try:
-            stream = self._streams.get(name) or self._begin(name, size)
-        except (OSError, ValueError) as error:
-            return m.SpoolState(name=name, size=size, have=0, problem=str(error))
+            found = await self._disk(self._folder.inherited)
+        except OSError as error:
+            _log.warning("what an earlier life left in the spool cannot be read", error=str(error))
+            return
+        for name, (size, token) in found.items():
+            folder = self._folder.root / name
+            self._streams[name] = _Stream(name, size, folder, token, size, self._clock.now())
+
+    async def _open(self, message: m.OpenSpool) -> m.SpoolState:
+        name, size = message.name, message.size
+        stream = self._streams.get(name)
+        if stream is None:
+            try:
+                stream = await self._begin(name, size)
+            except (OSError, ValueError) as error:
+                return m.SpoolState(name=name, size=size, have=0, problem=str(error))
         if size not in (0, stream.size):
             return stream.state(problem=f"has {stream.size} bytes, not {size}")
-        self._streams[name] = stream
         return stream.state(resend=True)
 
-    def _inherit(self) -> None:
-        """Take over what an earlier life of this buffer left in the configured folder: whole streams."""
-        for folder in Path(self._configured).glob("v*") if self._configured else ():
-            try:
-                notes = json.loads((folder / SPOOL_NOTES).read_bytes())
-                size, token = int(notes["size"]), str(notes["token"])
-                if notes["whole"]:
-                    now = self._clock.now()
-                    stream = _Stream(folder.name, size, folder, token, size, now, inherited=True)
-                    self._streams[folder.name] = stream
-                    continue
-            except (OSError, ValueError, LookupError, TypeError) as error:
-                _log.warning("a stream of weights cannot be read", folder=str(folder), error=str(error))
-            shutil.rmtree(folder, ignore_errors=True)
-
-    def _begin(self, name: str, size: int) -> _Stream:
+    async def _begin(self, name: str, size: int) -> _Stream:
         if not size:
             raise ValueError(
                 self._ended.get(name, "is not in this buffer's spool: update to another version")
@@ -182,31 +220,22 @@ class Spool:
             raise ValueError("is no name of a stream: give v, letters, digits, dots and dashes")
         if len(self._streams) >= _MAX_STREAMS:
             raise ValueError(f"the buffer holds {_MAX_STREAMS} streams already: wait for an update to end")
-        folder = self._root() / name
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        with contextlib.suppress(OSError):
-            self._spare.rename(folder)
-        folder.mkdir(exist_ok=True)
-        file = folder / SPOOL_FILE
-        if file.exists() and file.stat().st_size != size:
-            file.unlink()
-        free = shutil.disk_usage(folder).free
-        if not file.exists() and size > free:
-            shutil.rmtree(folder)
-            raise ValueError(
-                f"{size} bytes do not fit into {self._root()} ({free} free): set buffer.spool to a larger one"
-            )
-        file.touch()
-        stream = _Stream(name, size, folder, secrets.token_hex(16), 0, self._clock.now())
-        stream.note()
+        token = secrets.token_hex(16)
+        try:
+            await self._disk(self._folder.begin, name, size, token)
+            folder = self._folder.root / name
+        except (OSError, ValueError) as error:
+            await self._disk(self._folder.remove, name)
+            self._remember(name, str(error))
+            raise
+        self._streams[name] = stream = _Stream(name, size, folder, token, 0, self._clock.now())
         return stream
 
     async def _take(self, message: m.SpoolData, address: bytes, reply: Reply) -> None:
         stream = self._streams.get(message.name)
         if stream is None:
-            await reply(
-                address, m.SpoolState(name=message.name, size=0, have=0, problem="open the stream first")
-            )
+            problem = self._ended.get(message.name, "open the stream first")
+            await reply(address, m.SpoolState(name=message.name, size=0, have=0, problem=problem))
             return
         fits = 0 < len(message.data) <= stream.size - stream.have
         if message.offset != stream.have or not fits:
@@ -215,17 +244,22 @@ class Spool:
                 await reply(address, stream.state(resend=True))
             return
         try:
-            sound = await asyncio.to_thread(_append, stream.folder / SPOOL_FILE, message)
+            sound = await self._disk(self._folder.write, message)
+            if sound and stream.have + len(message.data) == stream.size:
+                await self._disk(self._folder.note, stream.name, stream.size, stream.token, whole=True)
         except OSError as error:
-            await reply(address, stream.state(problem=f"cannot be stored: {error}"))
-            await self._end(stream, f"cannot be stored: {error}")
+            problem = f"cannot be stored: {error}"
+            _log.warning("a stream of weights failed", stream=stream.name, why=problem)
+            await reply(address, stream.state(problem=problem))
+            await self._end(stream, problem, broken=True)
             return
         stream.asked_again = not sound
         if sound:
             stream.have += len(message.data)
             stream.grew = self._clock.now()
-            if stream.have == stream.size:
-                stream.note()
+        else:  # the first is told: whoever sends damaged parts could fill a log with them
+            log, self._log = self._log, _log.debug
+            log("damaged weights arrived", stream=message.name, offset=message.offset)
         await reply(address, stream.state(resend=not sound))
         waiting, stream.readers = stream.readers, {}
         for (reader, offset), answer in waiting.items():
@@ -234,7 +268,8 @@ class Spool:
     async def _read(self, name: str, offset: int, address: bytes, reply: Reply) -> None:
         stream = self._streams.get(name)
         if stream is None or offset >= stream.size:
-            await reply(address, m.SpoolState(name=name, size=0, have=0, problem="has no such bytes"))
+            problem = self._ended.get(name, "has no such bytes")
+            await reply(address, m.SpoolState(name=name, size=0, have=0, problem=problem))
             return
         length = min(m.SPOOL_BYTES, stream.size - offset)
         if stream.have < offset + length:
@@ -242,29 +277,8 @@ class Spool:
                 stream.readers[address, offset] = reply
             return
         try:
-            data, checksum = await asyncio.to_thread(_slice, stream.folder / SPOOL_FILE, offset, length)
-        except (OSError, ValueError) as error:
+            data, checksum = await self._disk(self._folder.read, name, offset, length)
+        except OSError as error:
             await reply(address, stream.state(problem=f"cannot be read: {error}"))
             return
         await reply(address, m.SpoolData(name=name, offset=offset, checksum=checksum, data=data))
-
-
-def _append(file: Path, message: m.SpoolData) -> bool:
-    """Write data at its place unless its checksum is wrong."""
-    opened = os.open(file, os.O_WRONLY)
-    try:
-        sound = write_part(opened, message)
-    finally:
-        os.close(opened)
-    if not sound:
-        _log.warning("damaged weights arrived", stream=message.name, offset=message.offset)
-    return sound
-
-
-def _slice(file: Path, offset: int, length: int) -> tuple[m.Bytes, int]:
-    with file.open("rb") as opened:
-        data = os.pread(opened.fileno(), length, offset)
-    if len(data) < length:
-        raise ValueError(f"{file} was cut off")
-    part = np.frombuffer(data, dtype=np.uint8)
-    return part, checksum(part)

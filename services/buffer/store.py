@@ -17,6 +17,12 @@ from seer.common.wire import messages as m
 from seer.services.buffer.events import Dispatch, GroupState
 from seer.services.buffer.weights import Weights
 
+TOKEN_BYTES = 8
+"""A kept token: int32 id and float32 logprob."""
+
+
+_NONE = Weights(0, "")
+
 
 @dataclass(slots=True)
 class _Output:
@@ -31,8 +37,9 @@ class _Group:
     sampling: SamplingParams
     seed: int
     rollout_number: int
-    outputs: list[_Output]
-    weights: Weights | None = None
+    outputs: dict[int, _Output]
+    size: int
+    weights: Weights = _NONE
 
 
 class Store:
@@ -48,38 +55,30 @@ class Store:
         return group_id in self._groups
 
     def open(self, submit: m.Submit, prompt_id: str, prompt: m.Tokens) -> None:
-        """Keep one prompt of a submission; a known one is left as it is."""
-        self._groups.setdefault(
-            ids.group_id(submit.rollout_id, prompt_id),
-            _Group(
-                prompt,
-                prompt_id,
-                submit.sampling,
-                submit.seed,
-                submit.rollout_number,
-                [_Output() for _ in range(submit.n)],
-            ),
+        """Keep one prompt of a submission. Copied: the tokens are a view of all of them."""
+        self._groups[ids.group_id(submit.rollout_id, prompt_id)] = _Group(
+            prompt.copy(), prompt_id, submit.sampling, submit.seed, submit.rollout_number, {}, submit.n
         )
 
-    def same(self, submit: m.Submit, prompt_id: str, prompt: m.Tokens) -> bool:
-        """Say whether a resubmitted prompt would give the same responses as the known one."""
-        known = self._groups[ids.group_id(submit.rollout_id, prompt_id)]
-        return (
-            np.array_equal(known.prompt, prompt)
-            and known.sampling == submit.sampling
-            and (known.seed, known.rollout_number) == (submit.seed, submit.rollout_number)
-            and len(known.outputs) == submit.n
-        )
+    def same(self, group_id: str, prompt: m.Tokens) -> bool:
+        """Say whether a prompt is the one that is known under its id, if any is."""
+        known = self._groups.get(group_id)
+        return known is None or np.array_equal(known.prompt, prompt)
 
-    def keep(self, group_id: str, index: int, tokens: m.Tokens, logprobs: m.Logprobs) -> None:
-        """Append an ended chunk. Copied: the arrays are views of a whole engine message."""
-        output = self._groups[group_id].outputs[index]
+    def keep(
+        self, group_id: str, index: int, tokens: m.Tokens, logprobs: m.Logprobs, weights: Weights
+    ) -> None:
+        """Append an ended chunk made by `weights`. Copied: the arrays are views of a whole engine message."""
+        group = self._groups[group_id]
+        group.weights = weights  # they change only while no request is unfinished
+        output = group.outputs.setdefault(index, _Output())
         output.tokens.append(tokens.copy())
         output.logprobs.append(logprobs.copy())
 
     def chunk(self, dispatch: Dispatch, group_id: str, index: int, *, wait_for_room: bool) -> m.RunChunk:
         """Return the message that runs a request's next chunk."""
         group = self._groups[group_id]
+        output = group.outputs.get(index)
         return m.RunChunk(
             request_id=dispatch.request_id,
             group_id=group_id,
@@ -88,24 +87,23 @@ class Store:
             prompt_len=len(group.prompt),
             max_new_tokens=dispatch.max_new_tokens,
             sampling=group.sampling,
-            tokens=np.concatenate([group.prompt, *group.outputs[index].tokens]),
+            tokens=np.concatenate([group.prompt, *(output.tokens if output else ())]),
             wait_for_room=wait_for_room,
             acceptance=dispatch.acceptance,
             probe=dispatch.probe,
         )
 
-    def result(self, state: GroupState, live: Weights) -> m.GroupDone:
-        """Return the message that delivers a finished group; `live` were its weights if it just finished."""
+    def result(self, state: GroupState) -> m.GroupDone:
+        """Return the message that delivers a finished group, whatever weights are live by now."""
         group = self._groups[state.group_id]
-        group.weights = weights = group.weights or live
-        outputs = group.outputs
+        outputs = [group.outputs[index] for index in range(group.size)]
         tokens = [array for output in outputs for array in output.tokens]
         logprobs = [array for output in outputs for array in output.logprobs]
         return m.GroupDone(
             rollout_id=state.rollout.rollout_id,
             prompt_id=state.prompt_id,
-            weight_version=weights.version,
-            weights_digest=weights.digest,
+            weight_version=group.weights.version,
+            weights_digest=group.weights.digest,
             finish_reasons=["stop" if request.finish == "stop" else "length" for request in state.results],
             stop_reasons=[request.stop_reason for request in state.results],
             lengths=[sum(map(len, output.tokens)) for output in outputs],
@@ -114,6 +112,8 @@ class Store:
             chunks=state.counters["chunks"],
             migrations=state.counters["migrations"],
             preemptions=state.counters["preemptions"],
+            use=state.use,
+            asked=ids.asked(group.seed, group.rollout_number, group.size, group.sampling),
         )
 
     def forget(self, group_id: str) -> None:

@@ -2,31 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Mapping
 
 import numpy as np
 
 from seer.common import ids
 from seer.common.errors import InvalidField
 from seer.common.wire import messages as m
+from seer.services.buffer.events import GroupSpec, GroupsSubmitted
 from seer.services.buffer.store import Store
 
 
-def prompts(submit: m.Submit, store: Store) -> Iterator[tuple[str, m.Tokens]]:
-    """Yield each prompt's id and a copy of its tokens.
-
-    Raises `InvalidField` for what makes no sense, or differs from what `store` has under the same id.
-    """
+def prompts(submit: m.Submit) -> dict[str, m.Tokens]:
+    """Return each prompt's tokens by id, views of all. Raises `InvalidField` for what makes no sense."""
     _check(submit)
     pieces = np.split(submit.tokens, np.cumsum(submit.lengths)[:-1])
-    for prompt_id, tokens in zip(submit.prompt_ids, pieces, strict=True):
-        known = ids.group_id(submit.rollout_id, prompt_id) in store
-        if known and not store.same(submit, prompt_id, tokens):
-            raise InvalidField("prompt_ids", prompt_id, "already submitted with another prompt or sampling")
-        yield prompt_id, tokens.copy()
+    return dict(zip(submit.prompt_ids, pieces, strict=True))
+
+
+def event(
+    trainer: str, life: bytes, submit: m.Submit, prompts: Mapping[str, m.Tokens], store: Store
+) -> GroupsSubmitted:
+    """Return what a submission is to the machine."""
+    specs = [
+        GroupSpec(prompt_id, len(tokens), store.same(ids.group_id(submit.rollout_id, prompt_id), tokens))
+        for prompt_id, tokens in prompts.items()
+    ]
+    asked = ids.asked(submit.seed, submit.rollout_number, submit.n, submit.sampling)
+    return GroupsSubmitted(
+        trainer, submit.rollout_id, submit.n, submit.sampling.max_tokens, specs, submit.weight_version,
+        submit.use, asked, life,
+    )  # fmt: skip
 
 
 def _check(submit: m.Submit) -> None:
+    if len(submit.prompt_ids) > m.MAX_PROMPTS:
+        raise InvalidField("prompt_ids", len(submit.prompt_ids), f"submit at most {m.MAX_PROMPTS} at a time")
     submit.sampling.check()
     for name in ("seed", "rollout_number"):
         value = getattr(submit, name)

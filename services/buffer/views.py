@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 from seer.common.channel import Identity
+from seer.common.stream import page_count, page_of
 from seer.common.types import InstanceStats
 from seer.common.wire import messages as m
 from seer.services.buffer import events as e
@@ -27,31 +28,57 @@ def progress(machine: Machine, rollout: e.RolloutState) -> m.Progress:
         preemptions=rollout.counters["preemptions"],
         running=machine.instances.chunks,
         finish_times=finish_times,
+        use=rollout.use,
     )
 
 
-def snapshot(machine: Machine, incarnation: int, sequence: int) -> m.BufferSnapshot:
-    """Return every open group and how far its requests are."""
-    return m.BufferSnapshot(
-        incarnation=incarnation,
-        sequence=sequence,
-        opened=[
-            m.GroupOpened(
-                group_id=group.group_id, size=group.size, prompt_len=group.prompt_len, cap=group.max_tokens
-            )
-            for group in machine.groups.values()
-            if not group.done
-        ],
-        progress=[
-            m.RequestProgress(
-                group_id=request.group.group_id,
-                index=request.view.index,
-                generated=request.view.generated,
-                finished=bool(request.finish),
-            )
-            for request in machine.requests.values()
-            if request.view.generated
-        ],
+def answer(item: e.Accept | e.Refuse) -> m.Accepted | m.Refused:
+    """Return what a trainer hears of prompts that it submitted."""
+    if isinstance(item, e.Accept):
+        return m.Accepted(
+            rollout_id=item.rollout_id,
+            prompt_ids=item.prompt_ids,
+            use=item.use,
+            weight_version=item.weight_version,
+        )
+    return m.Refused(
+        code=item.code,
+        message=item.message,
+        rollout_id=item.rollout_id,
+        prompt_ids=item.prompt_ids,
+        use=item.use,
+    )
+
+
+def snapshot(machine: Machine, incarnation: int, sequence: int) -> Iterator[m.BufferSnapshot]:
+    """Return every open group and how far its requests are, by pages; the state is copied at once."""
+    opened = [
+        (group.group_id, group.size, group.prompt_len, group.max_tokens)
+        for group in machine.groups.values()
+        if not group.done and group.held_since is None
+    ]
+    progress = [
+        (request.group.group_id, request.view.index, request.view.generated, bool(request.finish))
+        for request in machine.requests.values()
+        if request.view.generated
+    ]
+    pages = page_count(len(opened), len(progress))
+    return (
+        m.BufferSnapshot(
+            incarnation=incarnation,
+            sequence=sequence,
+            opened=[
+                m.GroupOpened(group_id=group_id, size=size, prompt_len=prompt_len, cap=cap)
+                for group_id, size, prompt_len, cap in page_of(opened, page)
+            ],
+            progress=[
+                m.RequestProgress(group_id=group_id, index=index, generated=generated, finished=finished)
+                for group_id, index, generated, finished in page_of(progress, page)
+            ],
+            page=page,
+            pages=pages,
+        )
+        for page in range(pages)
     )
 
 
@@ -73,10 +100,12 @@ def published(item: e.PublishOpened | e.PublishProgress | e.PublishClosed) -> m.
             return m.GroupClosed(group_id=group_id)
 
 
-def order(item: w.Prepare | w.Load) -> m.PrepareWeights | m.LoadWeights:
+def order(item: w.Prepare | w.Discard | w.Load) -> m.PrepareWeights | m.DiscardWeights | m.LoadWeights:
     """Return what an engine is to do with weights."""
     if isinstance(item, w.Prepare):
-        return m.PrepareWeights(version=item.version, source=item.source)
+        return m.PrepareWeights(version=item.version, source=item.source, ask=item.ask)
+    if isinstance(item, w.Discard):
+        return m.DiscardWeights(version=item.version, ask=item.ask)
     weights = item.weights
     return m.LoadWeights(version=weights.version, digest=weights.digest, source=weights.source)
 
@@ -84,9 +113,11 @@ def order(item: w.Prepare | w.Load) -> m.PrepareWeights | m.LoadWeights:
 def outcome(item: w.Report | w.Fail) -> m.WeightsLive | m.WeightsFailed:
     """Return what a trainer hears of its update."""
     if isinstance(item, w.Fail):
-        return m.WeightsFailed(version=item.version, reasons=item.reasons)
+        return m.WeightsFailed(version=item.version, reasons=item.reasons, ask=item.ask)
     weights = item.weights
-    return m.WeightsLive(version=weights.version, digest=weights.digest, quarantined=item.quarantined)
+    return m.WeightsLive(
+        version=weights.version, digest=weights.digest, quarantined=item.quarantined, ask=item.ask
+    )
 
 
 def status(
@@ -127,4 +158,5 @@ def status(
         quarantined=weights.quarantined,
         services=services,
         asleep=asleep,
+        requests_held=sum(group.size for group in machine.desk.held.values()),
     )

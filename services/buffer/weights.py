@@ -4,8 +4,13 @@ An update has two phases. Prepare: every instance opens and checks the new weigh
 ones; any problem cancels it and all stay as they are. Commit, once no request of the old weights is
 left: every instance loads. One that fails is quarantined, never rolled back.
 
+Whenever other weights become live, every instance that is there is told: also one that is quarantined,
+and one that still loads what was live before. What it says of those changes nothing any more.
+
 Invariants (tests/unit/test_weights_machine.py and tests/property/test_weights_machine.py):
-- an instance that may get work has loaded exactly the live version and digest;
+- an instance that may get work has loaded exactly the live version and digest, and is awake;
+- an instance is told to load only while it is awake (`awake`; property: with the sleep machine,
+  tests/property/test_weights_and_sleep.py);
 - the live weights change only while nothing runs, and never back to a lower version;
 - an update ends in exactly one of `Report` and `Fail`, and submissions are held from its start to
   its end and at no other time;
@@ -14,7 +19,9 @@ Invariants (tests/unit/test_weights_machine.py and tests/property/test_weights_m
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import math
+from collections.abc import Collection
+from dataclasses import dataclass, field, replace
 from enum import Enum
 
 
@@ -58,23 +65,28 @@ class Lost:
 
 @dataclass(frozen=True, slots=True)
 class UpdateAsked:
-    """A trainer wants a version; `digest` is checked if it is given."""
+    """A trainer wants a version; `digest` is checked if it is given. `ask`: its own number for the answer."""
 
     trainer: str
     version: int
     source: str
     digest: str = ""
     in_flight: InFlight = InFlight.FINISH
+    ask: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """An instance checked weights beside its live ones; `problem` is empty when it can load them."""
+    """An instance checked weights beside its live ones; `problem` is empty when it can load them.
+
+    `ask` is that of the `Prepare` it answers; 0: an instance of an earlier release, which does not say.
+    """
 
     instance: str
     version: int
     digest: str
     problem: str = ""
+    ask: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,11 +99,16 @@ class Loaded:
 
 
 @dataclass(frozen=True, slots=True)
+class Drained:
+    """No update begins any more; one that no instance loads yet ends."""
+
+
+@dataclass(frozen=True, slots=True)
 class Tick:
-    """Time passed, or the last running request ended."""
+    """Time passed, the last running request ended, or an instance went to sleep or woke."""
 
 
-Event = Registered | Lost | UpdateAsked | Prepared | Loaded | Tick
+Event = Registered | Lost | UpdateAsked | Prepared | Loaded | Drained | Tick
 
 
 # --- instructions ----------------------------------------------------------------------------
@@ -104,6 +121,16 @@ class Prepare:
     instance: str
     version: int
     source: str
+    ask: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Discard:
+    """Have an instance forget what a `Prepare` brought it: that update is off."""
+
+    instance: str
+    version: int
+    ask: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,6 +177,7 @@ class Report:
     trainer: str
     weights: Weights
     quarantined: dict[str, str]
+    ask: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,9 +187,10 @@ class Fail:
     trainer: str
     version: int
     reasons: dict[str, str]
+    ask: int = 0
 
 
-Instruction = Prepare | Load | Admit | Expel | Hold | Release | Abort | Report | Fail
+Instruction = Prepare | Discard | Load | Admit | Expel | Hold | Release | Abort | Report | Fail
 
 
 # --- the machine -----------------------------------------------------------------------------
@@ -170,10 +199,24 @@ Instruction = Prepare | Load | Admit | Expel | Hold | Release | Abort | Report |
 @dataclass(slots=True)
 class _Update:
     asked: UpdateAsked
+    number: int
     deadline: float
-    awaited: set[str]
+    awaited: set[str] = field(default_factory=set)
+    told: set[str] = field(default_factory=set)
     digest: str = ""
     committing: bool = False
+
+
+_SHUTTING_DOWN = "this buffer is shutting down: ask its successor"
+
+
+@dataclass(slots=True)
+class _Coming:
+    """An instance without work yet: what it has, as far as that is known, and what it was told to load."""
+
+    has: Weights | None = None
+    told: Weights | None = None
+    deadline: float = math.inf
 
 
 @dataclass(slots=True)
@@ -184,9 +227,11 @@ class WeightsMachine:
     live: Weights | None = None
     quarantined: dict[str, str] = field(default_factory=dict)
     _admitted: set[str] = field(default_factory=set)
-    _loading: dict[str, float] = field(default_factory=dict)
+    _coming: dict[str, _Coming] = field(default_factory=dict)
     _update: _Update | None = None
+    _updates: int = 0
     _updated: bool = False
+    _draining: bool = False
 
     @property
     def updating(self) -> bool:
@@ -205,20 +250,31 @@ class WeightsMachine:
         return frozenset(self._admitted)
 
     @property
+    def loading(self) -> frozenset[str]:
+        """The instances that load, or will as soon as they are awake."""
+        return frozenset(name for name, coming in self._coming.items() if not self._is_live(coming.has))
+
+    @property
     def known(self) -> set[str]:
         """The instances that are there, with or without work."""
-        return self._admitted | self._loading.keys() | self.quarantined.keys()
+        return self._admitted | self._coming.keys() | self.quarantined.keys()
 
     def __contains__(self, instance: object) -> bool:
         """Say whether an instance is there, with or without work."""
-        return instance in self._admitted or instance in self._loading or instance in self.quarantined
+        return instance in self._admitted or instance in self._coming or instance in self.quarantined
 
-    def handle(self, event: Event, now: float, *, idle: bool) -> list[Instruction]:
-        """Apply one event at `now` (monotonic seconds); `idle`: no unfinished request is left."""
+    def handle(
+        self, event: Event, now: float, *, idle: bool, awake: Collection[str] | None = None
+    ) -> list[Instruction]:
+        """Apply one event at `now` (monotonic seconds).
+
+        `idle`: no unfinished request is left. `awake`: the instances that neither sleep nor are on their
+        way there or back; None: all.
+        """
         out: list[Instruction] = []
         match event:
             case Registered():
-                self._registered(event, now, idle, out)
+                self._registered(event, idle, out)
             case Lost():
                 self._lost(event.instance)
             case UpdateAsked():
@@ -226,15 +282,21 @@ class WeightsMachine:
             case Prepared():
                 self._prepared(event, out)
             case Loaded():
-                self._loaded(event, out)
+                self._loaded(event)
+            case Drained():
+                self._draining = True
+                if self._update is not None and not self._update.committing:
+                    self._fail({"": _SHUTTING_DOWN}, out)
             case Tick():
                 self._overdue(now, out)
-        self._go_on(now, idle or Abort() in out, out)
+        self._bring(now, awake, out)
+        if self._go_on(now, idle or Abort() in out, out):
+            self._bring(now, awake, out)
         return out
 
     # --- instances -----------------------------------------------------------------------
 
-    def _registered(self, event: Registered, now: float, idle: bool, out: list[Instruction]) -> None:
+    def _registered(self, event: Registered, idle: bool, out: list[Instruction]) -> None:
         name, theirs = event.instance, event.weights
         self._lost(name)
         if theirs.version < 0 and self.live is None:
@@ -245,90 +307,123 @@ class WeightsMachine:
             # knew has tokens of other weights.
             if self.live is not None and not idle:
                 out.append(Abort())
-            self.live = theirs
-            for other in sorted(self._admitted):
-                self._load(other, now, out)
-        if (theirs.version, theirs.digest) != (self.live.version, self.live.digest):
-            self._load(name, now, out)
-            return
+            self._go_live(theirs, out)
+            if self._update is not None and self._update.asked.version <= theirs.version:
+                self._fail({"": f"must be above the live one: {name} has version {theirs.version}"}, out)
+        self._coming[name] = _Coming(theirs)
+
+    def _go_live(self, weights: Weights, out: list[Instruction]) -> None:
+        """Have every instance that is there come to other weights."""
+        self.live = weights
+        for name in sorted(self._admitted):
+            out.append(Expel(name))
+            self._coming[name] = _Coming()
+        for name in self.quarantined:
+            self._coming[name] = _Coming()
+        self._admitted.clear()
+        self.quarantined.clear()
+
+    def _bring(self, now: float, awake: Collection[str] | None, out: list[Instruction]) -> None:
+        """Give work to instances that have the live weights, and tell the others to load them."""
+        for name in sorted(self._coming):
+            coming, live = self._coming[name], self._current()
+            ready = awake is None or name in awake
+            if self._is_live(coming.has):
+                if ready:
+                    self._admit(name, out)
+            elif not live.source:
+                del self._coming[name]
+                why = f"has other weights than version {live.version} ({live.digest})"
+                self.quarantined[name] = f"{why}: start it with the same model"
+            elif coming.told != live and ready:
+                self._coming[name] = _Coming(told=live, deadline=now + self.seconds)
+                out.append(Load(name, live))
+
+    def _admit(self, name: str, out: list[Instruction]) -> None:
+        del self._coming[name]
         self._admitted.add(name)
         out.append(Admit(name))
-        update = self._update
-        if update is not None and not update.committing:
-            update.awaited.add(name)
-            update.digest = update.digest or update.asked.digest
-            out.append(Prepare(name, update.asked.version, update.asked.source))
-
-    def _load(self, name: str, now: float, out: list[Instruction]) -> None:
-        """Have an instance come to the live weights before it gets work."""
-        live = self._current()
-        if name in self._admitted:
-            self._admitted.discard(name)
-            out.append(Expel(name))
-        if not live.source:
-            self.quarantined[name] = (
-                f"has other weights than version {live.version} ({live.digest}): start it with the same model"
-            )
-            return
-        self._loading[name] = now + self.seconds
-        out.append(Load(name, live))
+        if self._update is not None and not self._update.committing:
+            self._prepare(self._update, name, out)
 
     def _lost(self, name: str) -> None:
         self._admitted.discard(name)
-        self._loading.pop(name, None)
+        self._coming.pop(name, None)
         self.quarantined.pop(name, None)
         if self._update is not None:
             self._update.awaited.discard(name)
+            self._update.told.discard(name)
 
-    def _loaded(self, event: Loaded, out: list[Instruction]) -> None:
-        name = event.instance
-        if name not in self._loading or event.version != self._current().version:
+    def _loaded(self, event: Loaded) -> None:
+        coming = self._coming.get(event.instance)
+        if coming is None or coming.told is None or coming.told != self.live:
             return
-        del self._loading[name]
+        if event.version != coming.told.version:
+            return  # of what was live before: it was told of the live weights since
         if event.problem:
-            self.quarantined[name] = event.problem
+            del self._coming[event.instance]
+            self.quarantined[event.instance] = event.problem
         else:
-            self._admitted.add(name)
-            out.append(Admit(name))
-        if self._update is not None:
-            self._update.awaited.discard(name)
+            self._coming[event.instance] = _Coming(has=coming.told)
 
     # --- updates -------------------------------------------------------------------------
 
     def _asked(self, event: UpdateAsked, now: float, idle: bool, out: list[Instruction]) -> None:
-        live, problem = self.live, ""
-        if self._update is not None:
-            busy = self._update.asked
-            if busy == event:
-                return  # said again, as to a buffer that may have lost it
-            problem = f"{busy.trainer} updates to version {busy.version}: wait for that"
-        elif live is None or not self._admitted:
-            problem = "no engine is there to take weights: start one"
-        elif event.version == live.version and (
-            event.digest == live.digest if event.digest else event.source == live.source
-        ):
+        busy, live = self._update, self.live
+        if busy is not None:
+            if replace(busy.asked, ask=event.ask) == event:
+                # Said again, as to a buffer that may have lost it, or by a later life of the trainer.
+                busy.asked = event
+                return
+            if busy.asked.trainer == event.trainer and not busy.committing:
+                self._fail({"": f"{event.trainer} asked for another update"}, out)
+        if live is not None and not self.updating and self._admitted and _names(event, live):
             # Asked again, as after a lost answer, or by a trainer that was killed and came back.
-            out.append(Report(event.trainer, live, dict(self.quarantined)))
+            out.append(Report(event.trainer, live, dict(self.quarantined), event.ask))
             return
-        elif event.version <= live.version:
-            problem = f"version {event.version} must be above the live one, {live.version}"
-        elif event.in_flight is InFlight.ERROR and not idle:
-            problem = "requests are under way: wait for them, or say in_flight='finish' or 'abort'"
-        if problem:
-            out.append(Fail(event.trainer, event.version, {"": problem}))
+        if problem := self._objection(event, idle):
+            out.append(Fail(event.trainer, event.version, {"": problem}, event.ask))
             return
-        self._update = _Update(event, now + self.seconds, set(self._admitted), event.digest)
+        self._updates += 1
+        self._update = update = _Update(event, self._updates, now + self.seconds, digest=event.digest)
         out.append(Hold())
         if event.in_flight is InFlight.ABORT and not idle:
             out.append(Abort())
-        out += [Prepare(name, event.version, event.source) for name in sorted(self._admitted)]
+        for name in self._able():
+            self._prepare(update, name, out)
+
+    def _able(self) -> list[str]:
+        """Return who checks new weights: those at work, or, where none is, those whose last load failed."""
+        return sorted(self._admitted or self.quarantined)
+
+    def _objection(self, event: UpdateAsked, idle: bool) -> str:
+        """Say why an update cannot begin; empty when it can."""
+        if self._update is not None:
+            busy = self._update.asked
+            return f"{busy.trainer} updates to version {busy.version}: wait for that"
+        if self._draining:
+            return _SHUTTING_DOWN
+        if not self._able():
+            return "no engine is there to take weights: start one"
+        if not event.source:
+            return "give a source"
+        if self.live is not None and event.version < self.live.version + bool(self._admitted):
+            return f"version {event.version} must be above the live one, {self.live.version}"
+        if event.in_flight is InFlight.ERROR and not idle:
+            return "requests are under way: wait for them, or say in_flight='finish' or 'abort'"
+        return ""
+
+    def _prepare(self, update: _Update, name: str, out: list[Instruction]) -> None:
+        update.awaited.add(name)
+        update.told.add(name)
+        out.append(Prepare(name, update.asked.version, update.asked.source, update.number))
 
     def _prepared(self, event: Prepared, out: list[Instruction]) -> None:
         update = self._update
         if update is None or update.committing or event.instance not in update.awaited:
             return
-        if event.version != update.asked.version:
-            return
+        if event.version != update.asked.version or event.ask not in (0, update.number):
+            return  # of an update that is over: its weights may be others
         problem = event.problem
         if not problem and update.digest not in ("", event.digest):
             problem = f"reads weights with digest {event.digest}, not {update.digest}"
@@ -339,42 +434,57 @@ class WeightsMachine:
         update.awaited.discard(event.instance)
 
     def _fail(self, reasons: dict[str, str], out: list[Instruction]) -> None:
+        """End an update that nobody loads yet."""
         update, self._update = self._update, None
         if update is not None:
-            out += [Release(), Fail(update.asked.trainer, update.asked.version, reasons)]
+            asked = update.asked
+            out += [Discard(name, asked.version, update.number) for name in sorted(update.told)]
+            out += [Release(), Fail(asked.trainer, asked.version, reasons, asked.ask)]
 
-    def _go_on(self, now: float, idle: bool, out: list[Instruction]) -> None:
-        """Enter the next phase of an update whose instances have all answered."""
+    def _go_on(self, now: float, idle: bool, out: list[Instruction]) -> bool:
+        """Enter the next phase of an update whose instances have all answered; say if that was to load."""
         update = self._update
-        if update is None or update.awaited:
-            return
+        if update is None:
+            return False
+        if update.committing:
+            update.awaited &= self._coming.keys()
+        if update.awaited:
+            return False
         if update.committing:
             self._update = None
-            live = self._current()
-            out += [Release(), Report(update.asked.trainer, live, dict(self.quarantined))]
-        elif not self._admitted:
+            asked = update.asked
+            out += [Release(), Report(asked.trainer, self._current(), dict(self.quarantined), asked.ask)]
+        elif not update.told:
             self._fail({"": "no engine is left"}, out)
         elif idle:
-            self.live = Weights(update.asked.version, update.digest, update.asked.source)
-            self._updated, update.committing = True, True
-            update.awaited, update.deadline = set(self._admitted), now + self.seconds
-            for name in [*sorted(self._admitted), *sorted(self.quarantined)]:
-                self.quarantined.pop(name, None)
-                update.awaited.add(name)
-                self._load(name, now, out)
+            self._updated = update.committing = True
+            self._go_live(Weights(update.asked.version, update.digest, update.asked.source), out)
+            update.awaited = set(self._coming)
+            return True
+        return False
 
     def _overdue(self, now: float, out: list[Instruction]) -> None:
-        for name in [name for name, deadline in self._loading.items() if deadline < now]:
-            del self._loading[name]
+        for name in [name for name, coming in self._coming.items() if coming.deadline < now]:
+            del self._coming[name]
             self.quarantined[name] = f"did not load version {self._current().version} in {self.seconds:g} s"
-            if self._update is not None:
-                self._update.awaited.discard(name)
         update = self._update
         if update is not None and not update.committing and update.deadline < now:
             late = dict.fromkeys(sorted(update.awaited), f"did not answer in {self.seconds:g} s")
             self._fail(late or {"": f"requests of the old version went on for {self.seconds:g} s"}, out)
 
+    def _is_live(self, weights: Weights | None) -> bool:
+        live = self.live
+        if weights is None or live is None:
+            return False
+        return (weights.version, weights.digest) == (live.version, live.digest)
+
     def _current(self) -> Weights:
         if self.live is None:
             raise RuntimeError("no weights are live before an engine registered")
         return self.live
+
+
+def _names(event: UpdateAsked, live: Weights) -> bool:
+    """Say whether what is asked for is what is live."""
+    same = event.digest == live.digest if event.digest else event.source == live.source
+    return event.version == live.version and same

@@ -19,7 +19,7 @@ from seer.common.errors import ConfigError
 from seer.common.log import get_logger
 from seer.common.policy.length import ESTIMATORS, Estimate
 from seer.common.policy.schedule import POLICIES
-from seer.common.stream import StreamPublisher, StreamSubscriber
+from seer.common.stream import QUEUE_PAGES, StreamPublisher, StreamSubscriber, page_count, page_of
 from seer.common.transport.base import Transport
 from seer.common.wire import messages as m
 from seer.services.context.machine import Closed, Event, Machine, Opened, Progressed
@@ -62,7 +62,7 @@ class ContextServer:
     async def start(self) -> dict[str, str]:
         """Bind; return the endpoints bound. The buffer may come later."""
         publisher = await self._transport.publisher(self._at.estimates)
-        router = await self._transport.router(self._at.estimate_snapshots)
+        router = await self._transport.router(self._at.estimate_snapshots, QUEUE_PAGES)
         self._estimates: StreamPublisher[m.Estimates, m.ContextSnapshot] = StreamPublisher(
             publisher, router, self._me, self._snapshot
         )
@@ -118,14 +118,20 @@ class ContextServer:
                 )
                 await self._estimates.publish(news)
 
-    def _snapshot(self, incarnation: int, sequence: int) -> m.ContextSnapshot:
-        said = self.machine.estimates()
-        return m.ContextSnapshot(
-            incarnation=incarnation,
-            sequence=sequence,
-            estimates={group_id: estimate.tokens for group_id, estimate in said.items()},
-            acceptance=self.machine.acceptance(),
-            spreads=_spreads(said.items()),
+    def _snapshot(self, incarnation: int, sequence: int) -> Iterator[m.ContextSnapshot]:
+        said, rates = list(self.machine.estimates().items()), list(self.machine.acceptance().items())
+        pages = page_count(len(said), len(rates))
+        return (
+            m.ContextSnapshot(
+                incarnation=incarnation,
+                sequence=sequence,
+                estimates={group_id: estimate.tokens for group_id, estimate in page_of(said, page)},
+                acceptance=dict(page_of(rates, page)),
+                spreads=_spreads(page_of(said, page)),
+                page=page,
+                pages=pages,
+            )
+            for page in range(pages)
         )
 
 

@@ -33,13 +33,16 @@ MAX_DELTA_TOKENS = 2**16
 """Tokens in one answer: 192 KiB, so that no asker holds up the others for long."""
 
 MAX_LOOKS = 4096
-"""Groups and streams looked at for one answer, but for the last group: about a millisecond."""
+"""Groups and streams looked at, and gaps told, in one answer, but for the last group: about a millisecond."""
 
 QUEUE_ANSWERS = 32
-"""Messages queued for one peer: 6 MiB of answers."""
+"""Messages queued for one peer: 6 MiB of answers, twice that if all are gaps."""
 
 MAX_POSITION = 2**24
 """Bound on a stream's length, that of `SamplingParams.max_tokens`."""
+
+ROLES = frozenset({"engine", "status", "ping"})
+"""Who may speak here; the last two say Hello only."""
 
 SWEEP_SECONDS = 1.0
 """How often groups past their time to live are dropped."""
@@ -85,7 +88,11 @@ class DgdsServer:
         """Bind; return the endpoint bound."""
         router = await self._transport.router(self._endpoint, QUEUE_ANSWERS)
         self._hub: Hub[m.DgdsToEngine, m.EngineToDgds] = Hub(
-            router, self._me, m.EngineToDgds, require_config_hash=True
+            router,
+            self._me,
+            m.EngineToDgds,
+            require_config_hash=True,
+            roles=ROLES,
         )
         if self._file is not None:
             await self._load(self._file)
@@ -132,12 +139,13 @@ class DgdsServer:
     def _append(self, batch: m.AppendBatch) -> list[m.Gap]:
         _check(batch)
         append, now, tokens = self.store.append, self._clock.now(), batch.tokens.data
-        gaps, start = [], 0
+        gaps: list[m.Gap] = []
+        start = 0
         for item in batch.appends:
             end = start + item.count * m.TOKEN_BYTES
             have = append(item.group, item.index, item.attempt, item.previous, tokens[start:end], now)
             start = end
-            if have is not None:
+            if have is not None and len(gaps) < MAX_LOOKS:  # what is left is found at its next append
                 gaps.append(m.Gap(item.group, item.index, item.attempt, have))
         return gaps
 

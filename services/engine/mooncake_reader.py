@@ -34,12 +34,21 @@ _PART, _DONE = b"part\n", b"done\n"
 """What the reader says; anything else is why it failed."""
 
 
-async def fetch(address: str, file: Path) -> None:
-    """Copy a stream (`address`: a `Memory` as JSON) into a file. Raises `OSError` or `ValueError`."""
+def size_of(address: str) -> int:
+    """Return the size of a stream. Raises `ValueError`."""
+    return _memory(address).size
+
+
+def _memory(address: str) -> Memory:
     try:
-        memory = msgspec.json.decode(address, type=Memory)
+        return msgspec.json.decode(address, type=Memory)
     except msgspec.DecodeError as error:
         raise ValueError(f"is no place in a trainer's memory: {error}") from error
+
+
+async def fetch(address: str, file: Path) -> None:
+    """Copy a stream (`address`: a `Memory` as JSON) into a file. Raises `OSError` or `ValueError`."""
+    memory = _memory(address)
     reader = await asyncio.create_subprocess_exec(
         sys.executable, "-m", __name__, address, str(file),
         stdin=asyncio.subprocess.DEVNULL,

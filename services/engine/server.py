@@ -8,7 +8,8 @@ Invariants (tests/unit/test_engine_server.py asserts them):
   are dropped and the engine registers again, before anything else is sent;
 - generation waits for neither the buffer nor the dgds;
 - new weights are checked beside the live ones, and loaded while nothing runs; after a failed load
-  nothing runs until another one succeeded;
+  nothing runs until another one succeeded; what was copied for them is deleted however that ends;
+- neither reading, loading nor sleeping keeps it from reporting that it lives;
 - told to stop, it hands back what its chunks have so far (a chunk may end anywhere) and leaves; told
   by the buffer to drain, it finishes them first; a failing backend says `Goodbye` and ends loudly.
 """
@@ -18,6 +19,7 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
+import threading
 from pathlib import Path
 
 from msgspec import structs
@@ -26,8 +28,16 @@ from seer.common import ids
 from seer.common.channel import Channel, Identity
 from seer.common.clock import Clock
 from seer.common.config import Config, shared_hash
-from seer.common.errors import ConfigError, EngineError, InvalidField, SeerError, Unreachable
+from seer.common.errors import (
+    ConfigError,
+    EngineError,
+    InvalidField,
+    NotLoaded,
+    SeerError,
+    Unreachable,
+)
 from seer.common.log import get_logger
+from seer.common.safetensors import stamps
 from seer.common.transport.base import Transport
 from seer.common.wire import messages as m
 from seer.services.dgds.client import DgdsClient
@@ -42,6 +52,11 @@ from seer.services.engine.weights import Manifest, differences, inspect
 
 UNDEFINED = -1
 """Weight version of an engine whose last load failed: it must not generate."""
+
+Order = m.PrepareWeights | m.DiscardWeights | m.LoadWeights | m.Sleep
+
+_NOTHING = ("", "", ())
+"""No source, digest and files: nothing was checked."""
 
 MAX_ORDERS = 64
 """Bound on weight orders that wait: a buffer gives one or two per update."""
@@ -76,6 +91,9 @@ class EngineServer:
         settings = config.engine
         if not settings.status_seconds > 0:
             raise ConfigError(f"engine.status_seconds = {settings.status_seconds}: must be positive")
+        if settings.weights_root and not Path(settings.weights_root).is_dir():
+            fix = "is no folder here; give the one that all weights lie beneath, or none"
+            raise ConfigError(f"engine.weights_root = {settings.weights_root!r}: {fix}")
         self._settings = settings
         self._model = config.shared.model
         self._clock = clock
@@ -100,11 +118,13 @@ class EngineServer:
         # Bounded by the chunks placed here: each leaves one entry, sent as soon as the buffer takes it.
         self._ended: list[tuple[ChunkEnd, Running]] = []
         self._failed: list[m.ChunkFailed] = []
-        self._staging = Staging(self._buffer.send)
-        self._checked = ("", "")
+        self._staging = Staging(self._buffer.send, settings.weights_root)
+        self._checked: tuple[str, str, tuple[object, ...]] = _NOTHING
+        self._preparing: asyncio.Task[m.WeightsPrepared] | None = None
+        self._called_off = 0
         self._weights = m.LoadWeights(version=0, digest="", source="")
         self._live_manifest: Manifest | None = None
-        self._orders: asyncio.Queue[m.PrepareWeights | m.LoadWeights | m.Sleep] = asyncio.Queue(MAX_ORDERS)
+        self._orders: asyncio.Queue[Order] = asyncio.Queue(MAX_ORDERS)
         self._answers: list[m.WeightsPrepared | m.WeightsLoaded | m.Slept] = []
         self._asleep = False
         self._rejoins = 0
@@ -120,6 +140,7 @@ class EngineServer:
             if self._model:
                 self._live_manifest = await asyncio.to_thread(inspect, Path(self._model))
                 self._weights.digest = self._live_manifest.digest
+                self._staging.model_bytes = self._live_manifest.size
                 await self._driver.bind_weights(self._weights.digest)
             await self._buffer.open(JOIN_SECONDS)
             await self._buffer.send(self._registration())
@@ -166,6 +187,8 @@ class EngineServer:
                 case (m.PrepareWeights() | m.LoadWeights() | m.Sleep()) as asked:
                     if not self._orders.full():  # else asked for again when its deadline is over
                         self._orders.put_nowait(asked)
+                case m.DiscardWeights() as order:
+                    self._call_off(order)
                 case (m.SpoolState() | m.SpoolData()) as part:
                     self._staging.arrived(part)
                 case m.Welcome():
@@ -185,7 +208,7 @@ class EngineServer:
                 return
             self._drop(order.request_id, known.attempt)
         if self._weights.version == UNDEFINED:
-            self._reject(order.request_id, order.attempt, EngineError("the last load of weights failed"))
+            self._reject(order.request_id, order.attempt, NotLoaded("it has no weights to trust"))
             return
         self._serial += 1
         try:
@@ -219,6 +242,7 @@ class EngineServer:
         self._rejoins += 1
         while not self._orders.empty():
             self._orders.get_nowait()
+        self._call_off(m.DiscardWeights(version=0, ask=0))
         self._register_due = True
         self._wake()
 
@@ -246,27 +270,61 @@ class EngineServer:
     async def _change_weights(self) -> None:
         while True:
             order = await self._orders.get()
-            life = self._rejoins
+            life, before = self._rejoins, (self._weights, self._asleep)
+            answer: m.WeightsPrepared | m.WeightsLoaded | m.Slept | None = None
             match order:
                 case m.PrepareWeights():
-                    answer: m.WeightsPrepared | m.WeightsLoaded | m.Slept = await self._prepare_weights(order)
+                    answer = await self._prepare_unless_off(order)
+                case m.DiscardWeights():
+                    await self._discard()
                 case m.LoadWeights():
-                    answer = await self._load_weights(order)
+                    answer = await self._load_weights(order, life)
                 case m.Sleep():
                     answer = await self._sleep(order)
-            if life == self._rejoins:
+            if answer is not None and life == self._rejoins:
                 self._answers.append(answer)
-            else:  # the buffer that asked is no more; its successor must know what is loaded
-                self._register_due = True
+            elif life != self._rejoins and before != (self._weights, self._asleep):
+                self._register_due = True  # who asked is no more; its successor must know what changed
             self._wake()
 
+    def _call_off(self, order: m.DiscardWeights) -> None:
+        """Stop what an update that is off, or all that a buffer that is gone, had checked here."""
+        self._called_off = order.ask
+        if self._preparing is not None:
+            self._preparing.cancel()
+        if not self._orders.full():
+            self._orders.put_nowait(order)
+
+    async def _prepare_unless_off(self, order: m.PrepareWeights) -> m.WeightsPrepared | None:
+        if 0 < order.ask <= self._called_off:
+            return None
+        self._preparing = asyncio.create_task(self._prepare_weights(order))
+        try:
+            await asyncio.wait([self._preparing])
+            if not self._preparing.cancelled():
+                return self._preparing.result()
+            await self._discard()
+            return None
+        finally:
+            self._preparing.cancel()
+            self._preparing = None
+
     async def _prepare_weights(self, order: m.PrepareWeights) -> m.WeightsPrepared:
+        answer = m.WeightsPrepared(version=order.version, digest="", ask=order.ask)
         try:
             found = await self._inspect(order.source)
+            answer.digest = found.digest
+            answer.problem = differences(self._live_manifest, found) if self._live_manifest else ""
         except SeerError as error:
-            return m.WeightsPrepared(version=order.version, digest="", problem=str(error))
-        problem = differences(self._live_manifest, found) if self._live_manifest else ""
-        return m.WeightsPrepared(version=order.version, digest=found.digest, problem=problem)
+            answer.problem = str(error)
+        if answer.problem:
+            await self._discard()
+        return answer
+
+    async def _discard(self) -> None:
+        """Forget what was checked, and delete what was copied for it."""
+        self._checked = _NOTHING
+        await self._staging.discard()
 
     async def _sleep(self, order: m.Sleep) -> m.Slept:
         """Free or take the memory of KV. Raises `EngineError`: this engine is of no use any more."""
@@ -277,34 +335,46 @@ class EngineServer:
 
     async def _inspect(self, source: str) -> Manifest:
         folder = await self._staging.folder(source)
-        found = await asyncio.to_thread(inspect, folder)
-        self._checked = (source, found.digest)
+        over = threading.Event()
+        try:
+            found = await asyncio.to_thread(inspect, folder, over.is_set)
+        finally:
+            over.set()  # a thread cannot be cancelled
+        self._checked = (source, found.digest, found.stamps)
         return found
 
-    async def _load_weights(self, order: m.LoadWeights) -> m.WeightsLoaded:
+    async def _load_weights(self, order: m.LoadWeights, life: int) -> m.WeightsLoaded:
+        if (self._weights.version, self._weights.digest) == (order.version, order.digest):
+            return m.WeightsLoaded(version=order.version)  # as of an order that an earlier buffer gave, too
         for request_id, known in list(self.running.items()):  # the buffer waits for none of them
             self._drop(request_id, known.attempt)
         try:
+            if self._asleep:
+                raise EngineError("it sleeps: wake it first")
             folder = await self._checked_folder(order)
+            if life != self._rejoins:  # what runs by now is that successor's, under the weights that are live
+                raise EngineError("the buffer that gave this order is gone")
             self._weights = m.LoadWeights(version=UNDEFINED, digest="", source="")
             await self._driver.load_weights(folder, order.digest)
+            if await asyncio.to_thread(stamps, folder) != self._checked[2]:
+                raise EngineError(f"{order.source} changed while it was loaded")
             if self._siblings is not None:
                 self.dgds.forget(self._siblings.clear())
             self._weights = order
         except SeerError as error:
             return m.WeightsLoaded(version=order.version, problem=str(error))
         finally:
-            self._checked = ("", "")
-            self._staging.discard()
+            await self._discard()
         return m.WeightsLoaded(version=order.version)
 
     async def _checked_folder(self, order: m.LoadWeights) -> Path:
         """Return the folder with these very weights. Raises `SeerError`; the live ones are untouched then."""
-        if self._checked != (order.source, order.digest):  # this engine was not there to prepare
-            await self._inspect(order.source)
+        folder = await self._staging.folder(order.source)
+        if self._checked != (order.source, order.digest, await asyncio.to_thread(stamps, folder)):
+            await self._inspect(order.source)  # it was not there to prepare, or files changed since
         if self._checked[1] != order.digest:
             raise EngineError(f"{order.source} now has digest {self._checked[1]}, not {order.digest}")
-        return await self._staging.folder(order.source)
+        return folder
 
     # --- from the backend ----------------------------------------------------------------
 
@@ -423,9 +493,10 @@ class EngineServer:
             async with asyncio.timeout(LEAVE_SECONDS):
                 if self._ended:
                     await self._buffer.send(done_message(self._ended, self._weights.version))
-                await self._buffer.send(m.Goodbye())
+                await self._buffer.send(m.Goodbye(problem="" if self._finished.is_set() else "it failed"))
         except (TimeoutError, Unreachable) as error:
             self._log.warning("left without a goodbye", error=str(error))
         self._buffer.close()
+        await self._staging.discard()
         await self.dgds.close(LEAVE_SECONDS)
         await self._driver.close()

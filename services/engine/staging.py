@@ -5,7 +5,10 @@ A source's scheme, as in `spool:v7`, says how a stream is fetched; without one i
 Invariants:
 - the spool's own folder is used where this machine sees it, told by its token; else a copy is made, of
   parts that each came with the right checksum;
-- a copy, of whatever stream, is gone once it is loaded, and never stands for another source;
+- a copy, of whatever stream, is gone once it is loaded or no longer wanted, however its making ended, and
+  never stands for another source;
+- nothing is copied that cannot be this model (by its size), or does not fit into the temporary folder;
+- a folder lies beneath `engine.weights_root` if that is set, once links are resolved;
 - nothing waits for ever: a stream that brings nothing for `WAIT_SECONDS` is an error;
 - whatever is wrong is an `InvalidField` that names the source.
 """
@@ -15,16 +18,18 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-import os
+import shutil
 import tempfile
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 
 from seer.common.errors import InvalidField
 from seer.common.mooncake import SCHEME as MOONCAKE_SCHEME
+from seer.common.safetensors import MAX_HEADER_BYTES
 from seer.common.weights import SPOOL_FILE, SPOOL_NOTES, write_part
 from seer.common.wire import messages as m
 from seer.services.engine import mooncake_reader
+from seer.services.engine.weights import beneath
 
 WAIT_SECONDS = 2 * m.SPOOL_STALL_SECONDS
 """Longer than the buffer itself waits for the trainer: it has more to say about the reason."""
@@ -43,12 +48,18 @@ FETCH: dict[str, Callable[[str, Path], Awaitable[None]]] = {MOONCAKE_SCHEME: moo
 Raises `OSError` or `ValueError` saying what failed. The spool's scheme is `Staging`'s own.
 """
 
+SIZE: dict[str, Callable[[str], int]] = {MOONCAKE_SCHEME: mooncake_reader.size_of}
+"""By scheme: the size of a stream before it is fetched. Raises `ValueError`."""
+
 
 class Staging:
     """One engine's way to new weights; `send` reaches the buffer, `arrived` takes its answers."""
 
-    def __init__(self, send: Send) -> None:
+    def __init__(self, send: Send, root: str = "") -> None:
         self._send = send
+        self._root = root
+        self.model_bytes = 0
+        """Bytes of all tensors of the live model; 0: unknown."""
         # Bounded by what is asked for: a window of data and a state.
         self._answers: asyncio.Queue[m.SpoolState | m.SpoolData] = asyncio.Queue(4 * m.SPOOL_WINDOW)
         self._copy: tempfile.TemporaryDirectory[str] | None = None
@@ -63,6 +74,8 @@ class Staging:
         """Return the folder with these weights, whole. Raises `InvalidField`."""
         scheme = source.partition(":")[0] + ":"
         if scheme != m.SPOOL_SCHEME and scheme not in FETCH:
+            if self._root:
+                return await asyncio.to_thread(beneath, Path(source), Path(self._root))
             return Path(source)
         if source == self._copied and self._copy is not None:
             return Path(self._copy.name)
@@ -70,35 +83,49 @@ class Staging:
         try:
             if scheme == m.SPOOL_SCHEME:
                 return await self._receive(name)
-            return await self._copy_by(functools.partial(FETCH[scheme], name), source)
+            fetch = functools.partial(FETCH[scheme], name)
+            return await self._copy_by(fetch, source, SIZE[scheme](name) if scheme in SIZE else 0)
         except (OSError, ValueError) as error:
-            self.discard()
             raise InvalidField("source", source, str(error)) from error
 
-    def discard(self) -> None:
-        """Delete the copy, if there is one."""
+    async def discard(self) -> None:
+        """Delete the copy, if there is one; it is deleted also when nobody waits for this."""
         copy, self._copy, self._copied = self._copy, None, ""
         if copy is not None:
-            copy.cleanup()
+            await asyncio.to_thread(copy.cleanup)
 
-    async def _copy_by(self, fetch: Callable[[Path], Awaitable[None]], source: str) -> Path:
-        self.discard()
-        self._copy = tempfile.TemporaryDirectory(prefix="seer-weights-")
-        await fetch(Path(self._copy.name) / SPOOL_FILE)
+    async def _copy_by(self, fetch: Callable[[Path], Awaitable[None]], source: str, size: int) -> Path:
+        await self.discard()
+        self._check_size(size)
+        self._copy = copy = tempfile.TemporaryDirectory(prefix="seer-weights-", ignore_cleanup_errors=True)
+        try:
+            if size > (free := shutil.disk_usage(copy.name).free):
+                raise ValueError(f"{size} bytes do not fit into {copy.name} ({free} free): set TMPDIR")
+            await fetch(Path(copy.name) / SPOOL_FILE)
+        except BaseException:
+            await self.discard()
+            raise
         self._copied = source
-        return Path(self._copy.name)
+        return Path(copy.name)
+
+    def _check_size(self, size: int) -> None:
+        """Raise `ValueError` for a stream that cannot be this model: tensors, and a header before them."""
+        least = self.model_bytes + 8
+        if self.model_bytes and size and not least <= size <= least + MAX_HEADER_BYTES:
+            raise ValueError(f"has {size} bytes: the model's tensors have {self.model_bytes}")
 
     async def _receive(self, name: str) -> Path:
         while not self._answers.empty():
             self._answers.get_nowait()
         state = await self._state(name)
+        self._check_size(state.size)
         if await asyncio.to_thread(_visible, state):
             while state.have < state.size:
                 await asyncio.sleep(POLL_SECONDS)
                 state = await self._state(name)
             return Path(state.folder)
         fetch = functools.partial(self._fetch, name, state.size)
-        return await self._copy_by(fetch, m.SPOOL_SCHEME + name)
+        return await self._copy_by(fetch, m.SPOOL_SCHEME + name, state.size)
 
     async def _state(self, name: str) -> m.SpoolState:
         question = m.OpenSpool(name=name)
@@ -110,23 +137,20 @@ class Staging:
     async def _fetch(self, name: str, size: int, file: Path) -> None:
         """Copy a stream, a window of it under way at a time."""
         asked, missing = 0, dict[int, m.ReadSpool]()
-        opened = await asyncio.to_thread(os.open, file, os.O_WRONLY | os.O_CREAT, 0o600)
-        try:
-            while asked < size or missing:
-                while asked < size and len(missing) < m.SPOOL_WINDOW:
-                    missing[asked] = m.ReadSpool(name=name, offset=asked)
-                    await self._send(missing[asked])
-                    asked += m.SPOOL_BYTES
-                part = await self._next(name, list(missing.values()))
-                if not isinstance(part, m.SpoolData) or part.offset not in missing:
-                    continue
-                whole = len(part.data) == min(m.SPOOL_BYTES, size - part.offset)
-                if whole and await asyncio.to_thread(write_part, opened, part):
-                    del missing[part.offset]
-                else:
-                    await self._send(missing[part.offset])
-        finally:
-            os.close(opened)
+        await asyncio.to_thread(file.touch, 0o600)
+        while asked < size or missing:
+            while asked < size and len(missing) < m.SPOOL_WINDOW:
+                missing[asked] = m.ReadSpool(name=name, offset=asked)
+                await self._send(missing[asked])
+                asked += m.SPOOL_BYTES
+            part = await self._next(name, list(missing.values()))
+            if not isinstance(part, m.SpoolData) or part.offset not in missing:
+                continue
+            whole = len(part.data) == min(m.SPOOL_BYTES, size - part.offset)
+            if whole and await asyncio.to_thread(write_part, file, part):
+                del missing[part.offset]
+            else:
+                await self._send(missing[part.offset])
 
     async def _next(
         self, name: str, questions: Sequence[m.OpenSpool | m.ReadSpool]

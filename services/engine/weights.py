@@ -3,20 +3,21 @@
 Invariants:
 - the digest follows from the tensors alone: how they are spread over files does not matter;
 - whatever is wrong with a folder is an `InvalidField` that names the file;
+- nothing is believed of a folder that changes after it was read: `Manifest.stamps` tell;
 - memory is bounded, whatever the size of the model.
 """
 
 from __future__ import annotations
 
-import json
-import struct
-from collections.abc import Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
+from seer.common import safetensors
 from seer.common.errors import InvalidField
-from seer.common.weights import digest_of, problem_of, tensor_hash
+from seer.common.safetensors import Stored
+from seer.common.weights import digest_of, tensor_hash
 
 _READ_BYTES = 2**22
 
@@ -31,39 +32,50 @@ class Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """A folder's tensors by name, and the digest (32 hex characters) of all they hold."""
+    """A folder's tensors by name, and the digest (32 hex characters) of all they hold.
+
+    `size`: bytes of all tensors; `stamps`: of the files that were read.
+    """
 
     tensors: dict[str, Tensor]
     digest: str
+    size: int = field(default=0, compare=False)
+    stamps: tuple[object, ...] = field(default=(), compare=False)
 
 
-@dataclass(frozen=True, slots=True)
-class _Stored:
-    name: str
-    tensor: Tensor
-    file: Path
-    start: int
-    size: int
-
-
-def inspect(folder: Path) -> Manifest:
-    """Read a folder's safetensors files, every byte. Raises `InvalidField`."""
+def beneath(folder: Path, root: Path) -> Path:
+    """Return a folder, links resolved. Raises `InvalidField` unless it and its files lie in `root`."""
     try:
-        problem = problem_of(folder)
-        stored = (
-            [] if problem else [item for file in sorted(folder.glob("*.safetensors")) for item in _in(file)]
-        )
-        if not problem and not stored:
-            problem = "has no safetensors files"
-        if problem:
-            raise InvalidField("source", str(folder), f"{problem}; give a folder with a whole model")
-        with ThreadPoolExecutor() as pool:  # hashlib releases the GIL
-            hashes = dict(zip((item.name for item in stored), pool.map(_hash, stored), strict=True))
-    except (OSError, ValueError, LookupError, TypeError) as error:
+        found, top = folder.resolve(), root.resolve(strict=True)
+        outside = [
+            each for each in (found, *found.glob("*.safetensors*")) if not each.resolve().is_relative_to(top)
+        ]
+    except (OSError, RuntimeError, ValueError) as error:
         raise InvalidField("source", str(folder), f"cannot be read: {error}") from error
+    if outside:
+        fix = (
+            f"{outside[0].name} does not lie in engine.weights_root = {str(root)!r}: give a folder that does"
+        )
+        raise InvalidField("source", str(folder), fix)
+    return found
+
+
+def inspect(folder: Path, stop: Callable[[], bool] = lambda: False) -> Manifest:
+    """Read a folder's safetensors files, every byte, until `stop` says so. Raises `InvalidField`."""
+    try:
+        stamps = safetensors.stamps(folder)
+        stored = safetensors.stored(folder)
+        with ThreadPoolExecutor() as pool:  # hashlib releases the GIL
+            found = pool.map(lambda each: _hash(each, stop), stored)
+            hashes = dict(zip((each.name for each in stored), found, strict=True))
+    except OSError as error:
+        raise InvalidField("source", str(folder), f"cannot be read: {error}") from error
+    except ValueError as error:
+        raise InvalidField("source", str(folder), f"{error}; give a folder with a whole model") from error
     if len(hashes) < len(stored):
         raise InvalidField("source", str(folder), "has a tensor in two files; give a folder with one model")
-    return Manifest({item.name: item.tensor for item in stored}, digest_of(hashes))
+    tensors = {each.name: Tensor(each.dtype, each.shape) for each in stored}
+    return Manifest(tensors, digest_of(hashes), sum(each.size for each in stored), stamps)
 
 
 def differences(live: Manifest, new: Manifest) -> str:
@@ -81,28 +93,17 @@ def differences(live: Manifest, new: Manifest) -> str:
     return ""
 
 
-def _in(file: Path) -> Iterator[_Stored]:
-    """Yield what a file holds: 8 bytes of length, a JSON header, data (the safetensors format)."""
-    with file.open("rb") as opened:
-        (length,) = struct.unpack("<Q", opened.read(8))
-        header = json.loads(opened.read(length))
-    for name, entry in header.items():
-        if name != "__metadata__":
-            first, end = entry["data_offsets"]
-            tensor = Tensor(entry["dtype"], tuple(entry["shape"]))
-            yield _Stored(name, tensor, file, 8 + length + first, end - first)
-
-
-def _hash(stored: _Stored) -> bytes:
-    tensor = stored.tensor
-    known = tensor_hash(stored.name, tensor.dtype, tensor.shape)
+def _hash(stored: Stored, stop: Callable[[], bool]) -> bytes:
+    known = tensor_hash(stored.name, stored.dtype, stored.shape)
     left = stored.size
-    with stored.file.open("rb") as opened:
+    with safetensors.open_regular(stored.file) as opened:
         opened.seek(stored.start)
         while left > 0:
             data = opened.read(min(left, _READ_BYTES))
             if not data:
                 raise ValueError(f"{stored.file.name} ends within tensor {stored.name}")
+            if stop():
+                raise ValueError(f"{stored.file.name} is not wanted any more")
             known.update(data)
             left -= len(data)
     return known.digest()

@@ -2,8 +2,8 @@
 
 Invariants:
 - it is ready once the master answers its RPC port and its HTTP port;
-- the master's end, or its silence for `SILENCE_SECONDS`, ends this service with an error: whoever
-  supervises it starts it again, with an empty pool;
+- when the master ends, or is silent for `SILENCE_SECONDS`, another one takes its place, with an empty
+  pool, as often as that takes; a stall of this process or of the whole machine is no silence;
 - the master never outlives the service.
 """
 
@@ -17,6 +17,7 @@ from seer.common.errors import ConfigError, Unreachable
 from seer.common.log import get_logger
 from seer.common.pool import ask_master
 from seer.common.transport.base import Transport
+from seer.services.pool.keeping import PROBE_SECONDS, Absence, keep
 from seer.services.pool.program import Program, first_ended
 from seer.services.pool.settings import CLIENT_SECONDS, PoolError, check, listen_address, master_program
 
@@ -25,8 +26,6 @@ START_SECONDS = 20.0
 
 SILENCE_SECONDS = 10.0
 """A master that does not answer for this long hangs."""
-
-_PROBE_SECONDS = 2.0
 
 
 def make(config: Config, transport: Transport, clock: Clock) -> PoolMaster:
@@ -66,9 +65,11 @@ class PoolMaster:
         return {"pool_master": f"{rpc[0]}:{rpc[1]}", "pool_metrics": f"{http[0]}:{http[1]}"}
 
     async def run(self) -> None:
-        """Watch the master until drained. Raises `PoolError` when it ends or hangs."""
+        """Keep the master until drained."""
         try:
-            await first_ended(self._drained.wait(), self._end(), self._silence())
+            await first_ended(
+                self._drained.wait(), keep("Mooncake's master", self._begin_anew, self._lost, self._clock)
+            )
         finally:
             await self._program.kill()
 
@@ -104,16 +105,25 @@ class PoolMaster:
         writer.close()
         return True
 
-    async def _end(self) -> None:
-        raise PoolError(f"Mooncake's master {await self._program.wait()}")
+    async def _begin_anew(self) -> None:
+        await self._program.kill()  # one that hangs has the ports
+        await self.start()
 
-    async def _silence(self) -> None:
-        heard = self._clock.now()
-        while self._clock.now() - heard < SILENCE_SECONDS:
-            await self._clock.sleep(_PROBE_SECONDS)
+    async def _lost(self) -> str:
+        return await first_ended(self._end(), self._silence())
+
+    async def _end(self) -> str:
+        return f"it {await self._program.wait()}"
+
+    async def _silence(self) -> str:
+        absence = Absence(SILENCE_SECONDS, self._clock.now())
+        while True:
+            await self._clock.sleep(PROBE_SECONDS)
             try:
                 await ask_master(self._probed, "/health")
-                heard = self._clock.now()
+                silent = False
             except Unreachable as error:
                 self._log.warning("the pool's master does not answer", error=str(error))
-        raise PoolError(f"Mooncake's master did not answer for {SILENCE_SECONDS:g} s")
+                silent = True
+            if absence.gone(self._clock.now(), missing=silent):
+                return f"it did not answer for {SILENCE_SECONDS:g} s"

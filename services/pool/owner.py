@@ -3,8 +3,9 @@
 Invariants:
 - it is ready once the master counts on its memory; a master that is not there yet is waited for;
 - a master that is started again gets the memory back within seconds: Mooncake's own doing, and what
-  was in memory is forgotten. Memory that the master does not list for `MISSING_SECONDS` ends this
-  service with an error: whoever supervises it starts it again;
+  was in memory is forgotten;
+- memory that the master does not list for `MISSING_SECONDS`, or whose holder ended, is held anew in
+  place, empty, as often as that takes; a stall of this process or of the whole machine is no absence;
 - nothing is held twice: a disk folder has one owner, and what an earlier one left there is removed;
 - nothing is left behind: the folder is emptied on the way out.
 """
@@ -30,6 +31,7 @@ from seer.common.mooncake import own_address
 from seer.common.pool import ask_master, read_figures
 from seer.common.transport.base import Transport
 from seer.services.pool.holder import READY, Holding
+from seer.services.pool.keeping import PROBE_SECONDS, Absence, keep
 from seer.services.pool.program import Program, first_ended
 from seer.services.pool.settings import PoolError, check
 
@@ -40,8 +42,6 @@ RETRY_SECONDS = 0.5
 
 MISSING_SECONDS = 15.0
 """Mooncake gives a new master the memory within 5 s."""
-
-_PROBE_SECONDS = 2.0
 
 _BUFFER_BYTES = 2**28
 """Mooncake's buffer for what is read of the disk. Its own 1.25 GiB takes seconds to be zeroed."""
@@ -80,27 +80,42 @@ class PoolOwner:
         if self._pool.ssd_gib:
             self._folder = Folder(self._pool.ssd_path, int(self._pool.ssd_gib * 2**30))
         try:
-            async with asyncio.timeout(START_SECONDS):
-                host = await self._meet_master()
-                self._name = await self._hold(host)
-        except BaseException as error:
+            await self._begin()
+        except BaseException:
             await self._release()
-            if isinstance(error, TimeoutError):
-                why = f"could not be joined in {START_SECONDS:g} s; is the master there?"
-                raise Unreachable(f"pool.master = {self._pool.master!r}: {why}") from None
             raise
         return {"pool_owner": self._name}
 
     async def run(self) -> None:
-        """Watch what is held until drained. Raises `PoolError` when it is lost."""
+        """Keep what is held until drained."""
         try:
-            await first_ended(self._drained.wait(), self._end(), self._missing())
+            await first_ended(
+                self._drained.wait(), keep("the pool's memory", self._begin_anew, self._lost, self._clock)
+            )
         finally:
             await self._release()
 
     def drain(self) -> None:
         """Let go of all that is held. The pool notices within seconds."""
         self._drained.set()
+
+    async def _begin(self) -> None:
+        try:
+            async with asyncio.timeout(START_SECONDS):
+                host = await self._meet_master()
+                self._name = await self._hold(host)
+        except TimeoutError:
+            why = f"could not be joined in {START_SECONDS:g} s; is the master there?"
+            raise Unreachable(f"pool.master = {self._pool.master!r}: {why}") from None
+
+    async def _begin_anew(self) -> None:
+        if self._program:
+            await self._program.kill()
+            if not self._program.ended:
+                raise PoolError("what held the pool's memory was killed and does not end")
+        if self._folder:
+            self._folder.empty()
+        await self._begin()
 
     async def _meet_master(self) -> str:
         """Wait until the master's port answers; return this machine's address on the way there."""
@@ -137,28 +152,28 @@ class PoolOwner:
         if self._folder:
             self._folder.close()
 
-    async def _end(self) -> None:
-        if self._program:
-            raise PoolError(f"what held the pool's memory {await self._program.wait()}")
+    async def _lost(self) -> str:
+        return await first_ended(self._end(), self._missing())
 
-    async def _missing(self) -> None:
-        listed, answers = self._clock.now(), True
-        while self._clock.now() - listed < MISSING_SECONDS:
-            await self._clock.sleep(_PROBE_SECONDS)
+    async def _end(self) -> str:
+        return f"what held it {await self._program.wait()}" if self._program else "nothing holds it"
+
+    async def _missing(self) -> str:
+        absence, answers = Absence(MISSING_SECONDS, self._clock.now()), True
+        while True:
+            await self._clock.sleep(PROBE_SECONDS)
             try:
-                owners = read_figures(await ask_master(self._pool.metrics)).owners
+                listed = self._name in read_figures(await ask_master(self._pool.metrics)).owners
+                if listed and not answers:
+                    self._log.info("the pool's master counts on this memory again")
+                answers = answers or listed
+                missing = not listed
             except Unreachable as error:
                 if answers:
                     self._log.warning("the pool's master does not tell what it counts on", error=str(error))
-                answers, listed = False, self._clock.now()  # nothing is known: that is not our end
-                continue
-            if self._name in owners:
-                if not answers:
-                    self._log.info("the pool's master counts on this memory again")
-                answers, listed = True, self._clock.now()
-        raise PoolError(
-            f"the pool's master answers, but did not count on this memory for {MISSING_SECONDS:g} s"
-        )
+                answers = missing = False  # nothing is known: that is not our end
+            if absence.gone(self._clock.now(), missing=missing):
+                return f"the master answers, but did not count on it for {MISSING_SECONDS:g} s"
 
 
 class Folder:
@@ -175,8 +190,7 @@ class Folder:
             self._lock = os.open(self._root, os.O_RDONLY)
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             self.path = self._root / "kv"
-            shutil.rmtree(self.path, ignore_errors=True)
-            self.path.mkdir()
+            self.empty()
             free = shutil.disk_usage(self.path).free
         except BlockingIOError:
             raise ConfigError(
@@ -190,8 +204,13 @@ class Folder:
             fits = f"only {free / 2**30:.1f} GiB are free in {self._root}; give less"
             raise ConfigError(f"pool.ssd_gib = {size / 2**30:g}: {fits}")
 
+    def empty(self) -> None:
+        """Remove what was written. Raises `OSError`."""
+        shutil.rmtree(self.path, ignore_errors=True)
+        self.path.mkdir(exist_ok=True)
+
     def close(self) -> None:
-        """Remove what was written."""
+        """Remove what was written, and let go of the folder."""
         shutil.rmtree(self._root if self._temporary else self.path, ignore_errors=True)
         os.close(self._lock)
 

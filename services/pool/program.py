@@ -15,7 +15,9 @@ import os
 import signal
 import sys
 from collections.abc import Coroutine, Mapping, Sequence
-from typing import Any, Self
+from typing import Any, Self, TypeVar
+
+T = TypeVar("T")
 
 _PR_SET_PDEATHSIG = 1
 
@@ -78,13 +80,13 @@ class Program:
                 await self._process.wait()
 
 
-async def first_ended(*works: Coroutine[Any, Any, object]) -> None:
-    """Return when the first of them does, or raise what it raised; the others are cancelled."""
+async def first_ended(*works: Coroutine[Any, Any, T]) -> T:
+    """Return what the first of them returns, or raise what it raised; the others are cancelled."""
     tasks = [asyncio.create_task(work) for work in works]
     try:
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        for task in done:
-            task.result()
+        results = [task.result() for task in done]
+        return results[0]
     finally:
         for task in tasks:
             task.cancel()

@@ -5,7 +5,8 @@ Invariants:
   it ends;
 - it leads a session, and so a process group, of its own: what a terminal sends to ours does not
   reach it, and what it started ends with it;
-- it dies with its parent (Linux).
+- it dies with its parent (Linux);
+- its log holds what its earlier lives wrote, too.
 """
 
 from __future__ import annotations
@@ -98,7 +99,7 @@ class Child:
         # The file holds what the environment said: it must not be said again.
         inherited = {key: value for key, value in os.environ.items() if not _is_setting(key)}
         ready, write = os.pipe()
-        sink = os.open(log, os.O_WRONLY | os.O_CREAT, 0o600) if log else os.dup(2)
+        sink = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600) if log else os.dup(2)
         options = ("--config", str(file), "--ready-fd", str(write), "--parent-pid", str(os.getpid()))
         try:
             process = await asyncio.create_subprocess_exec(

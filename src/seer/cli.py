@@ -36,7 +36,9 @@ class _Cli(click.Group):
         try:
             return super().invoke(ctx)
         except SeerError as error:
-            click.echo(f"error: {error}", err=True)
+            from seer.common.log import printable  # services word errors, too
+
+            click.echo(printable(f"error: {error}"), err=True)
             sys.exit(2 if isinstance(error, ConfigError | InvalidField) else 1)
         except KeyboardInterrupt:
             click.echo("interrupted", err=True)
@@ -235,7 +237,8 @@ def verify(
 ) -> None:
     """Check that no schedule changes a token: PROMPTS.jsonl through a matrix of schedules.
 
-    Exits 0 only with no bug, every cell of the matrix exercised and enough tokens compared.
+    Exits 0 only with no bug, every cell named in --matrix exercised and enough tokens compared.
+    More responses than -n are made where a cell needs them.
     """
     from seer.verify.cell_run import Job
     from seer.verify.run import perform

@@ -7,7 +7,9 @@ Invariants:
   started again as `restarts` allows; one that cannot start at first ends the whole;
 - one that is given up is survived, but for the buffer and the last engine;
 - a KV pool that nobody asked for by name (`pool.kind = auto`) is not waited for, and may fail to start;
-- starting and stopping have deadlines.
+- starting and stopping have deadlines;
+- all that children take for temporary lies in one folder of the run (`seer.common.scratch`): it goes with
+  the run, or, if that was killed, when the next one starts.
 """
 
 from __future__ import annotations
@@ -19,7 +21,6 @@ import signal
 import sys
 import tempfile
 from collections.abc import Callable, Coroutine, Mapping
-from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
@@ -28,6 +29,7 @@ from msgspec.structs import asdict, replace
 from seer.child import Child, LaunchError, StartError
 from seer.common.config import Config, Endpoints, shards
 from seer.common.errors import ConfigError
+from seer.common.scratch import Scratch, sweep
 from seer.hardware import plan_engines
 from seer.pool_plan import POOL_SERVICES, plan_pool
 from seer.restarts import Restarts
@@ -157,9 +159,14 @@ class LocalSystem:
     async def __aenter__(self) -> Self:
         self._failure: asyncio.Future[LaunchError] = asyncio.get_running_loop().create_future()
         try:
-            self._dir = Path(tempfile.mkdtemp(prefix="seer-", dir=_short_temporary_folder()))
+            parents = tempfile.gettempdir(), _short_temporary_folder()
+            for parent in dict.fromkeys(parents):
+                await asyncio.to_thread(sweep, parent)
+            self._scratch = Scratch("run", parents[1])
         except OSError as error:
             raise ConfigError(f"TMPDIR: {error}; set it to a folder that can be written to") from error
+        self._dir = self._scratch.path
+        self._environ = {"TMPDIR": str(self._dir)} if parents[0] == parents[1] else {}
         if self._private:
             names = {name: f"ipc://{self._dir}/{name}" for name in asdict(Endpoints()) if name != "bind_host"}
             names["dgds"] = ",".join(f"ipc://{self._dir}/{name}" for name, _ in _dgds(self.config))
@@ -231,8 +238,9 @@ class LocalSystem:
     async def _bring_up(self, slot: _Slot) -> None:
         slot.ready_at = None
         async with slot.gate:
+            environ = self._environ | dict(slot.environ)
             slot.child = await Child.spawn(
-                slot.service, slot.name, slot.config, slot.environ, self._dir, logged=self._private
+                slot.service, slot.name, slot.config, environ, self._dir, logged=self._private
             )
             await slot.child.ready(slot.start_seconds)
         slot.ready_at = asyncio.get_running_loop().time()
@@ -323,12 +331,16 @@ class LocalSystem:
         await asyncio.gather(*(child.gone(STOP_SECONDS) for child in children))
 
     def _clean_up(self) -> None:
-        if self._lost and self._private:
-            self._say(f"logs are kept in {self._dir}")
-            for part in (SPOOL, POOL_DISK):
-                shutil.rmtree(self._dir / part, ignore_errors=True)
-        else:
-            shutil.rmtree(self._dir, ignore_errors=True)
+        if not (self._lost and self._private):
+            self._scratch.close()
+            return
+        self._say(f"logs are kept in {self._dir}")
+        for part in self._dir.iterdir():
+            if part.is_dir():
+                shutil.rmtree(part, ignore_errors=True)
+            elif part.suffix not in (".log", ".toml"):
+                part.unlink(missing_ok=True)
+        self._scratch.keep()
 
 
 def _short_temporary_folder() -> str:

@@ -14,6 +14,7 @@ import sys
 from seer.common.channel import Channel, Identity
 from seer.common.clock import LoopClock
 from seer.common.errors import SeerError
+from seer.common.log import printable
 from seer.common.pool import ask_master
 from seer.common.transport.zmq import ZmqTransport
 from seer.common.wire.messages import BufferSnapshotReply, SnapshotAsked
@@ -47,7 +48,7 @@ def main(arguments: list[str]) -> int:
     try:
         asyncio.run(ping(arguments[0]))
     except SeerError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(printable(f"error: {error}"), file=sys.stderr)
         return 1
     return 0
 

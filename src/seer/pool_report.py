@@ -11,6 +11,8 @@ from seer.common.types import InstanceStats
 
 GIB = 2**30
 
+NOBODY = "NOBODY: saves are dropped until an owner holds memory again, which it does by itself"
+
 
 class PoolUse(msgspec.Struct, frozen=True, kw_only=True):
     """Totals over instances, as `InstanceStats` counts them; `away`: instances that leave it alone now."""
@@ -47,11 +49,12 @@ def pool_use(stats: Sequence[InstanceStats]) -> PoolUse:
 def use_text(use: PoolUse) -> str:
     """Say where prompt tokens came from, and what went wrong. A chunk's prompt is all before it."""
     whole = max(use.prompt_tokens, 1)
+    away = ", LEFT ALONE for now: saves are dropped" if use.away else ""
     return (
         f"{use.pool_tokens / whole:.1%} of {use.prompt_tokens} prompt tokens from the pool, "
         f"{(use.cached_tokens - use.pool_tokens) / whole:.1%} from engines' own caches; "
         f"{use.saved_blocks} blocks saved, {use.dropped_blocks} dropped, "
-        f"{use.failures} failures, {use.corrupt} corrupt{', LEFT ALONE for now' if use.away else ''}"
+        f"{use.failures} failures, {use.corrupt} corrupt{away}"
     )
 
 
@@ -62,7 +65,7 @@ def figures_text(figures: PoolFigures) -> str:
         if figures.ssd_total
         else ""
     )
-    owners = ", ".join(sorted(figures.owners)) or "NOBODY"
+    owners = ", ".join(sorted(figures.owners)) or NOBODY
     return (
         f"{figures.keys} keys, {figures.dram_used / GIB:.2f} of {figures.dram_total / GIB:.2f} GiB of memory"
         f"{disk}, {figures.evicted_keys} evicted; owned by {owners}"

@@ -12,6 +12,7 @@ from seer.common.clock import LoopClock
 from seer.common.config import shards
 from seer.common.errors import SeerError, Unreachable
 from seer.common.ids import new_incarnation
+from seer.common.log import printable
 from seer.common.pool import PoolFigures, ask_master, read_figures
 from seer.common.transport.zmq import ZmqTransport
 from seer.common.wire.messages import (
@@ -54,10 +55,11 @@ class Seen(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def show(endpoint: str, as_json: bool) -> int:
-    """Print what answers at and behind a buffer; return 1 when anything does not, else 0."""
+    """Print what answers at and behind a buffer; return 1 when anything does not, or a pool has no memory."""
     seen = asyncio.run(_look(endpoint))
-    print(msgspec.json.format(msgspec.json.encode(seen)).decode() if as_json else _text(seen))
-    return int(any(service.error for service in seen.services))
+    print(msgspec.json.format(msgspec.json.encode(seen)).decode() if as_json else printable(_text(seen)))
+    ownerless = seen.pool is not None and not seen.pool.owners
+    return int(ownerless or any(service.error for service in seen.services))
 
 
 async def _look(endpoint: str) -> Seen:

@@ -66,7 +66,7 @@ async def test_what_is_not_needed_any_more_is_deleted():
             await client.update_weights(version, tensors(version))
             await asyncio.sleep(1.0)
             (live,) = spool._streams.values()
-            assert {each.name for each in spool._root().iterdir()} <= {live.name, "spare"}
+            assert {each.name for each in spool._folder.root.iterdir()} <= {live.name, "spare"}
             files.add((live.folder / "model.safetensors").stat().st_ino)
         assert len(files) == 2  # written over in turns
 
@@ -174,7 +174,7 @@ async def test_a_stream_that_does_not_fit_is_refused(monkeypatch):
     async with running(engines=1) as cluster, cluster.client() as client:
         expected = await roll(client)
         usage = type("usage", (), {"free": 10})
-        monkeypatch.setattr("seer.services.buffer.spool.shutil.disk_usage", lambda path: usage)
+        monkeypatch.setattr("seer.services.buffer.spool_folder.shutil.disk_usage", lambda path: usage)
         with pytest.raises(WeightsRefused, match=r"do not fit .*set buffer\.spool"):
             await client.update_weights(1, tensors(1.0))
         assert await roll(client) == expected

@@ -158,7 +158,7 @@ def kill_an_engine(machine):
         machine.rollout(out.name), stdout=pipe, stderr=subprocess.STDOUT, text=True
     ) as process:
         try:
-            until("an eighth of the groups", ROLLOUT_SECONDS, lambda: support.groups_done(out) >= 8)
+            support.first_groups(out, ROLLOUT_SECONDS)
             machine("systemctl", "kill", "-s", "KILL", "--kill-whom=main", "seer-engine@0.service")
             done, killed = support.groups_done(out), time.monotonic()
             assert process.poll() is None, f"the rollout was over too soon:\n{process.stdout.read()}"
@@ -209,6 +209,8 @@ def test():
                 "show", "--value", "-p", "MemoryDenyWriteExecute", "seer-buffer.service"
             )
             assert loaded == "yes"
+            for unit in UNITS:
+                assert machine.show(unit, "MemoryMax") not in ("infinity", ""), unit
             say("rollout without disturbance")
             run(*machine.rollout("reference.jsonl"), seconds=ROLLOUT_SECONDS)
             kill_an_engine(machine)

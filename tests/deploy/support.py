@@ -34,6 +34,9 @@ PYTHON = (3, 11)
 """What the suite has; the lock files must be made for it, so `make` must use the same."""
 
 
+BUILDKIT = os.environ | {"DOCKER_BUILDKIT": "1"}
+
+
 class CannotRun(Exception):  # noqa: N818 - reads as what it says
     """The machine lacks something; the text says what."""
 
@@ -54,6 +57,28 @@ def need(tool, package):
     if found is None:
         raise CannotRun(f"{tool} is not installed (Debian: apt-get install {package})")
     return found
+
+
+@functools.cache
+def docker():
+    """Return the docker client: DOCKER, or the first on PATH that can build with BuildKit.
+
+    Several may be installed: newer ones need a plugin for that, older ones have it built in.
+    """
+    asked = os.environ.get("DOCKER")
+    folders = [None] if asked else os.get_exec_path()
+    found = [path for folder in folders if (path := shutil.which(asked or "docker", path=folder))]
+    for client in found:
+        try:
+            run(client, "build", "--help", seconds=30, env=BUILDKIT)
+        except (subprocess.SubprocessError, OSError):
+            continue
+        return client
+    if found:
+        raise CannotRun(f"no BuildKit: {', '.join(found)} lacks it; install docker-buildx or docker.io")
+    raise CannotRun(
+        f"{asked or 'docker'} is not installed (Debian: apt-get install docker.io docker-compose)"
+    )
 
 
 def say(text):
@@ -168,6 +193,11 @@ def groups_done(out):
     """Return how many groups a rollout that still runs has finished."""
     journal = Path(f"{out}.journal")
     return max(0, len(journal.read_bytes().splitlines()) - 1) if journal.exists() else 0
+
+
+def first_groups(out, seconds):
+    """Wait until a rollout has finished something, as soon as it has: all groups end at about the same time."""
+    return until("the first groups", seconds, lambda: groups_done(out), pause=0.1)
 
 
 def check_same(out, reference):

@@ -8,6 +8,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
+import yaml
 
 from seer.common.config import load
 
@@ -58,7 +59,10 @@ def test_units_are_hardened_restarted_and_watched(installed, name):
     )
     assert found.returncode == 0, found.stdout[-2000:] + found.stderr
     text = (installed / name).read_text() + (installed / "seer-.service.d" / "10-common.conf").read_text()
-    for setting in ("Type=notify", "User=seer", "Restart=on-failure", "WatchdogSec=", "PartOf=seer.target"):
+    for setting in (
+        "Type=notify", "User=seer", "Restart=on-failure", "WatchdogSec=", "PartOf=seer.target", r"MemoryMax=\d+%",
+        "MemorySwapMax=0",
+    ):  # fmt: skip
         assert re.search(f"^{setting}", text, re.MULTILINE), setting
 
 
@@ -80,6 +84,31 @@ def test_the_example_configuration_is_one():
     config = load(COMPOSE / "seer.toml")
     written = tomllib.loads((COMPOSE / "seer.toml").read_text())["endpoints"]
     assert written.items() <= {name: getattr(config.endpoints, name) for name in written}.items()
+
+
+def test_every_container_has_a_limit_of_memory_that_can_be_set():
+    services = yaml.safe_load((COMPOSE / "compose.yaml").read_text())["services"]
+    for name, service in services.items():
+        wanted = r"\$\{SEER_" + name.replace("-", "_").upper() + r"_MEMORY:-\d+g\}"
+        assert re.fullmatch(wanted, service["mem_limit"]), name
+
+
+@pytest.mark.parametrize("compose", [["docker-compose"], ["docker", "compose"]], ids=" ".join)
+def test_compose_takes_the_file(compose):
+    if shutil.which(compose[0]) is None:
+        pytest.skip(f"{compose[0]} is not installed")
+    if subprocess.run([*compose, "version"], capture_output=True, timeout=60, check=False).returncode:
+        pytest.skip(f"{' '.join(compose)} is not installed")
+    files = ["-f", COMPOSE / "compose.yaml", "-f", COMPOSE / "compose.cuda.yaml"]
+    profiles = [part for name in ("head", "node", "pool") for part in ("--profile", name)]
+    found = subprocess.run(
+        [*compose, *files, *profiles, "config"], cwd=COMPOSE, capture_output=True, text=True, timeout=60, check=False
+    )  # fmt: skip
+    assert found.returncode == 0, found.stderr
+    limits = dict(re.findall(r"^SEER_(\w+)_MEMORY=(\d+)g$", (COMPOSE / ".env").read_text(), re.MULTILINE))
+    for name, service in yaml.safe_load(found.stdout)["services"].items():
+        size = int(limits[name.replace("-", "_").upper()])
+        assert str(service["mem_limit"]) in (f"{size}g", str(size * 2**30)), name
 
 
 def test_every_setting_of_compose_is_described_with_its_default():

@@ -70,6 +70,18 @@ def test_the_whole_matrix_passes(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
+def test_a_single_short_response_is_made_to_preempt_and_is_compared(tmp_path):
+    code, report, text = verify(
+        tmp_path, 1, "-n", 1, "--max-tokens", 128, "--min-tokens", 1, "--matrix", "preempt", *ONE_CORE
+    )
+    assert code == 0, text
+    (cell,) = report["cells"]
+    assert cell["counters"]["preemptions"] > 0
+    assert cell["comparison"]["responses"] == cell["n"] == report["n"] > 1
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
 def test_rounding_of_bfloat16_is_numeric_not_a_bug(tmp_path):
     """Two ranks sum in another order: hundreds of flips per million tokens, all within the error."""
     options = ("-n", 4, "--max-tokens", 400, "--matrix", "tp-2", "--set", "engine.dtype=bfloat16")

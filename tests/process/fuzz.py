@@ -16,6 +16,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 
 import zmq
@@ -91,11 +92,12 @@ class Peer:
 
 
 class Fuzzer:
-    """Sends `frames` messages; `counts` has them by kind."""
+    """Sends `frames` messages to `sockets`; `counts` has them by kind."""
 
-    def __init__(self, system: System, seed: int, known: list[str]) -> None:
+    def __init__(self, system: System, maker: Maker, sockets: Sequence[str] = tuple(UNIONS)) -> None:
         self.system = system
-        self.maker = Maker(random.Random(seed), known)
+        self.sockets = sockets
+        self.maker = maker
         self.rng = self.maker.rng
         self.context = zmq.Context(2)
         self.counts: Counter[str] = Counter()
@@ -103,14 +105,13 @@ class Fuzzer:
         self.made = 0
 
     def run(self, frames: int) -> None:
-        routers = list(UNIONS)
         while self.counts.total() < frames and self.system.alive:
             if self.rng.random() < 0.03:
                 self._subscribe(self.rng.choice(("events", "estimates")))
             if self.rng.random() < 0.03:
                 self._raw(self.rng.choice(list(OWNERS)))
             if len(self.peers) < 12:
-                name = self.rng.choice(routers)
+                name = self.rng.choice(self.sockets)
                 self.made += 1
                 self.peers.append(Peer(self.context, self.maker, name, self.system.at[name], self.made))
             peer = self.rng.choice(self.peers)
@@ -181,7 +182,7 @@ def fuzz(frames: int, seed: int) -> dict[str, object]:
         honest.start()
         _wait(lambda: honest.rollouts > 0 or bool(honest.error))
         undisturbed = honest.rollouts
-        fuzzer = Fuzzer(system, seed, known)
+        fuzzer = Fuzzer(system, Maker(random.Random(seed), known))
         fuzzer.run(max(frames // 10, min(frames, WARM_UP)))
         before, started = system.rss_mib() if system.alive else {}, time.monotonic()
         sent = fuzzer.counts.total()
@@ -207,6 +208,7 @@ def fuzz(frames: int, seed: int) -> dict[str, object]:
             "peers": fuzzer.made,
             "messages_that_arrived": sum(map(_arrived, served.values())),
             "by_kind": dict(sorted(fuzzer.counts.items())),
+            "by_type": dict(sorted(fuzzer.maker.types.items())),
             "rollouts": honest.rollouts - undisturbed,
             "slowest_rollout_seconds": round(honest.slowest, 2),
             "rss_mib": {name: [before[name], after[name]] for name in SERVICES},

@@ -1,21 +1,25 @@
 """Messages that no honest peer sends, made from the types of the honest ones, by seed.
 
-Headers are plain maps, so that anything can stand anywhere. Left out is what an open network cannot
-tell from the truth: a later life of a real peer, an engine that can hold work and lies about it, and
-news about the weights, and a wish that engines sleep.
+Headers are plain maps, so that anything can stand anywhere; what a message may hold follows from its
+class, so that new messages and fields are covered by themselves. Left out is what an open network cannot
+tell from the truth: a later life of a real peer, an engine that can hold work and lies about it, and,
+unless `whole`, an update of the weights and a wish that engines sleep.
 """
 
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
 import msgspec
+import numpy as np
 from msgspec import inspect
 
 from seer.common.channel import Identity
+from seer.common.weights import checksum
 from seer.common.wire import messages as m
 from seer.common.wire.version import MAJOR
 from seer.services.dgds.packing import group_digest
@@ -39,18 +43,32 @@ FLOATS = (0.0, 1.0, -1.0, 0.5, 1e308, float("nan"), float("inf"), float("-inf"))
 TRUE = ("UpdateWeights", "Sleep")
 """Types that an open network cannot tell from the truth."""
 
+TRAINERS_WEIGHTS = ("OpenSpool", "SpoolData", "UpdateWeights", "Sleep")
+ENGINES_WEIGHTS = ("OpenSpool", "ReadSpool", "WeightsPrepared", "WeightsLoaded", "Slept")
+STREAMS = ("v1", "v2", "vx.y", "../v", "")
+STREAM_BYTES = 2**16
+
 JUNK = (None, True, "x", b"\xff", [], {}, [[]], 1.5, -1)
 NOWHERE = {"kv_blocks": 1, "block_size": 1, "max_num_seqs": 1, "max_model_len": 1}
 """A capacity that holds no request, whatever one byte of it becomes."""
 
 
 class Maker:
-    """`known` are ids of real groups, requests and names; grows while they come to be."""
+    """`known` are ids of real groups, requests and names; grows while they come to be.
 
-    def __init__(self, rng: random.Random, known: Sequence[str]) -> None:
+    `types` counts messages by type before anything was done to them.
+    """
+
+    def __init__(self, rng: random.Random, known: Sequence[str], *, whole: bool = False) -> None:
         self.rng = rng
         self.known = known
-        every = [cls for union in UNIONS.values() for cls in _members(union)]
+        self.types: Counter[str] = Counter()
+        left_out = () if whole else TRUE
+        self.members = {
+            name: [cls for cls in _members(union) if cls.__name__ not in left_out]
+            for name, union in UNIONS.items()
+        }
+        every = [cls for members in self.members.values() for cls in members]
         self.harmless = [cls for cls in every if cls is not m.Register]  # whatever bit flips
         self.history: list[Frames] = []
 
@@ -72,6 +90,7 @@ class Maker:
 
     def message(self, cls: type[m.Message]) -> Frames:
         """Return a message of this type with hostile values."""
+        self.types[cls.__name__] += 1
         frames = [b""]
         header = self._struct(_info(cls), frames)
         if cls is m.Register:
@@ -113,8 +132,33 @@ class Maker:
                 ("Fetch", {"groups": [[groups[0], {0: [rng.choice(INTS), rng.choice(INTS)]}]]}, []),
             ],
         }  # fmt: skip
+        some["trainers"] += self._of_weights(*TRAINERS_WEIGHTS)
+        some["engines"] += self._of_weights(*ENGINES_WEIGHTS)
         tag, fields, arrays = rng.choice(some.get(socket, [("SnapshotRequest", {}, [])]))
+        self.types[tag] += 1
         return [msgspec.msgpack.encode({"type": tag, **fields}), *arrays]
+
+    def _of_weights(self, *tags: str) -> list[tuple[str, dict[str, object], Frames]]:
+        """Return messages about a stream of weights, and updates, that fit each other now and then."""
+        rng = self.rng
+        name, size = rng.choice(STREAMS), STREAM_BYTES
+        data = rng.randbytes(rng.choice((1, 1000, size // 4)))
+        offset, version = rng.choice((0, 1, 1000, size // 4, size)), rng.choice((0, 1, 2, 2**62))
+        source = rng.choice((f"spool:{name}", "/nowhere", "/dev/zero", "/proc", "rdma:x"))
+        part = np.frombuffer(data, np.uint8)
+        sums = rng.choice((checksum(part), 0))
+        every: dict[str, tuple[dict[str, object], Frames]] = {
+            "OpenSpool": ({"name": name, "size": rng.choice((size, 0, 2**62))}, []),
+            "SpoolData": ({"name": name, "offset": offset, "checksum": sums, "data": [1, "u1"]}, [data]),
+            "ReadSpool": ({"name": name, "offset": offset}, []),
+            "WeightsPrepared": ({"version": version, "digest": rng.choice(("", "d" * 32))}, []),
+            "WeightsLoaded": ({"version": version}, []),
+            "Slept": ({"asleep": rng.random() < 0.5}, []),
+            "UpdateWeights": ({"version": version, "source": source}, []),
+            "Sleep": ({"asleep": rng.random() < 0.5}, []),
+        }
+        allowed = {cls.__name__ for members in self.members.values() for cls in members}
+        return [(tag, *every[tag]) for tag in tags if tag in allowed]
 
     # --- what can be done to them ----------------------------------------------------------
 
@@ -132,7 +176,7 @@ class Maker:
             case "random":
                 return [rng.randbytes(rng.randrange(200)) for _ in range(rng.randrange(1, 5))]
             case "hostile":
-                return self.message(rng.choice(_members(UNIONS[socket])))
+                return self.message(rng.choice(self.members[socket]))
             case "wrong union":
                 return self.sound(rng.choice(tuple(UNIONS)))
             case "replayed" if self.history:
@@ -167,7 +211,7 @@ class Maker:
                 )
         return fields
 
-    def _value(self, kind: Any, frames: Frames) -> Any:
+    def _value(self, kind: Any, frames: Frames) -> Any:  # noqa: C901 - a case per type
         rng = self.rng
         few = range(rng.choice((0, 1, 1, 2, 3)))
         match kind:
@@ -181,6 +225,18 @@ class Maker:
                 return rng.choice((rng.choice(self.known), "", "/", "#", "a/b#1", "é" * 300, "x" * 600))
             case inspect.LiteralType(values=choices):
                 return rng.choice((*choices, "nonsense"))
+            case inspect.NoneType():
+                return None
+            case inspect.AnyType() | inspect.RawType():
+                return rng.choice(JUNK)
+            case inspect.BytesType() | inspect.ByteArrayType():
+                return rng.randbytes(rng.choice((0, 8, 600)))
+            case inspect.EnumType(cls=choices):
+                return rng.choice((*(each.value for each in choices), "nonsense"))
+            case inspect.UnionType(types=kinds):
+                return self._value(rng.choice(kinds), frames)
+            case inspect.SetType(item_type=item) | inspect.FrozenSetType(item_type=item):
+                return [self._value(item, frames) for _ in few]
             case inspect.ListType(item_type=item) | inspect.VarTupleType(item_type=item):
                 return [self._value(item, frames) for _ in few]
             case inspect.TupleType(item_types=items):
@@ -201,7 +257,7 @@ class Maker:
 
 
 def _members(union: Any) -> list[type[m.Message]]:
-    return [cls for cls in getattr(union, "__args__", (union,)) if cls.__name__ not in TRUE]
+    return list(getattr(union, "__args__", (union,)))
 
 
 @cache

@@ -27,9 +27,14 @@ DEADLINE = 120.0
 
 
 class System:
-    """Real processes on TCP: buffer, context, dgds and one replay engine."""
+    """Real processes on TCP: buffer, context, dgds and one replay engine. `commands` stand for `seer`."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        commands: dict[str, list[str]] | None = None,
+        environ: dict[str, str] | None = None,
+    ) -> None:
         self.folder = folder
         ports = _free_ports(len(OWNERS))
         self.at = {name: f"tcp://127.0.0.1:{port}" for name, port in zip(OWNERS, ports, strict=True)}
@@ -44,10 +49,11 @@ class System:
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
         for name in SERVICES:
             with self.log(name).open("wb") as log:
+                command = (commands or {}).get(name, [sys.executable, "-m", "seer.cli"])
                 self.processes[name] = subprocess.Popen(
-                    [sys.executable, "-m", "seer.cli", name, "--config", str(folder / "seer.toml")],
-                    stderr=log,
-                )
+                    [*command, name, "--config", str(folder / "seer.toml")],
+                    stderr=log, env={**os.environ, **(environ or {})},
+                )  # fmt: skip
 
     def log(self, name: str) -> Path:
         return self.folder / f"{name}.log"

@@ -72,7 +72,8 @@ def stage():
 
     made = Staging(send)
     yield made
-    made.discard()
+    if made._copy is not None:
+        made._copy.cleanup()
 
 
 async def test_another_process_reads_the_very_bytes(stage):

@@ -3,6 +3,7 @@
 Blocks are put and got by a plain client in a process of its own, as a call of Mooncake's may hang.
 """
 
+import asyncio
 import contextlib
 import json
 import os
@@ -17,8 +18,11 @@ import msgspec
 import pytest
 
 from seer.common.config import Config, EngineConfig, PoolConfig, dump
+from seer.common.pool import ask_master, read_figures
 from seer.launch import LocalSystem
 from seer.pool_plan import _free_ports
+from seer.pool_report import figures_text
+from seer.services.pool.keeping import PROBE_SECONDS
 
 pytest.importorskip("mooncake.store", reason="needs Mooncake and libibverbs1", exc_type=ImportError)
 
@@ -42,6 +46,9 @@ for line in sys.stdin:
 """
 
 SECONDS = 60.0
+
+STALL_SECONDS = 20.0
+"""Longer than memory may be missing, and than a master may be silent."""
 
 
 class Client:
@@ -181,11 +188,35 @@ def test_a_killed_owner_costs_what_it_held(tmp_path):
         assert client.get("before") == "miss"
 
 
-def test_an_owner_whose_memory_is_gone_ends(tmp_path):
+def test_memory_whose_holder_was_killed_is_held_anew(tmp_path):
     with running(tmp_path) as pool:
-        os.kill(pool.child_of("pool-owner"), signal.SIGKILL)
-        assert pool.processes["pool-owner"].wait(SECONDS) == 2
-        assert "what held the pool's memory was killed by SIGKILL" in pool.log("pool-owner")
+        client, holder = pool.client(), pool.child_of("pool-owner")
+        assert client.works_with("before")
+        os.kill(holder, signal.SIGKILL)
+        until(lambda: "the pool's memory is back" in pool.log("pool-owner"))
+        assert "what held it was killed by SIGKILL" in pool.log("pool-owner")
+        until(lambda: client.works_with(f"after{time.monotonic()}"))
+        assert pool.processes["pool-owner"].poll() is None
+        assert pool.child_of("pool-owner") != holder
+
+
+def test_a_machine_that_stalls_has_its_pool_afterwards(tmp_path):
+    """As long as a master, an owner and its holder are stopped together, nobody learns anything of anybody."""
+    with running(tmp_path) as pool:
+        client = pool.client()
+        assert client.works_with("before")
+        before = {name: (process.pid, pool.child_of(name)) for name, process in pool.processes.items()}
+        for sign in (signal.SIGSTOP, signal.SIGCONT):
+            for pids in before.values():
+                for pid in pids:
+                    os.kill(pid, sign)
+            if sign == signal.SIGSTOP:
+                time.sleep(STALL_SECONDS)
+        until(lambda: client.works_with(f"after{time.monotonic()}"))
+        time.sleep(2 * PROBE_SECONDS)
+        now = {name: (process.pid, pool.child_of(name)) for name, process in pool.processes.items()}
+        assert now == before
+        assert "begun anew" not in pool.log("pool-owner") + pool.log("pool-master")
 
 
 def test_a_killed_master_costs_what_it_knew(tmp_path):
@@ -203,31 +234,45 @@ def test_a_killed_master_costs_what_it_knew(tmp_path):
         assert pool.processes["pool-owner"].poll() is None
 
 
-def test_a_master_that_hangs_is_ended(tmp_path):
+def test_a_master_that_hangs_is_replaced(tmp_path):
     with running(tmp_path) as pool:
         client = pool.client()
         program = pool.child_of("pool-master")
         os.kill(program, signal.SIGSTOP)
         assert client.get("anything") == "miss"
-        assert pool.processes["pool-master"].wait(SECONDS) == 2
-        assert "Mooncake's master did not answer for" in pool.log("pool-master")
-        until(lambda: not alive(program))
-        assert "error" not in pool.start("pool-master")
+        until(lambda: "Mooncake's master is back" in pool.log("pool-master"))
+        assert "it did not answer for 10 s" in pool.log("pool-master")
+        assert not alive(program)
         until(lambda: client.works_with(f"after{time.monotonic()}"))
+        assert [process.poll() for process in pool.processes.values()] == [None, None]
 
 
-def test_memory_that_does_not_answer_is_given_up(tmp_path):
-    with running(tmp_path) as pool:
+def test_memory_that_does_not_answer_is_held_anew(tmp_path):
+    with running(tmp_path, ssd_gib=0.25, ssd_path=str(tmp_path / "disk")) as pool:
         client = pool.client()
         assert client.works_with("before")
         holder = pool.child_of("pool-owner")
         os.kill(holder, signal.SIGSTOP)
-        assert pool.processes["pool-owner"].wait(SECONDS) == 2
-        assert "did not count on this memory for" in pool.log("pool-owner")
-        until(lambda: not alive(holder))
+        until(lambda: "the pool's memory is back" in pool.log("pool-owner"))
+        assert "did not count on it for 15 s" in pool.log("pool-owner")
+        assert not alive(holder)
         assert client.get("before") == "miss"
-        assert "error" not in pool.start("pool-owner")
         until(lambda: client.works_with(f"after{time.monotonic()}"))
+
+
+def test_nobody_who_holds_memory_is_said_and_ends_when_a_holder_is_back(tmp_path):
+    with running(tmp_path) as pool:
+        metrics = pool.config.pool.metrics
+        owner, holder = pool.processes["pool-owner"].pid, pool.child_of("pool-owner")
+        for pid in (owner, holder):
+            os.kill(pid, signal.SIGSTOP)
+        until(lambda: not read_figures(asyncio.run(ask_master(metrics))).owners)
+        assert not pool.client().put("dropped")
+        assert "NOBODY" in figures_text(read_figures(asyncio.run(ask_master(metrics))))
+        for pid in (owner, holder):
+            os.kill(pid, signal.SIGCONT)
+        until(lambda: read_figures(asyncio.run(ask_master(metrics))).owners)
+        until(lambda: pool.clients[0].works_with(f"after{time.monotonic()}"))
 
 
 def test_what_memory_cannot_hold_lies_on_disk(tmp_path):

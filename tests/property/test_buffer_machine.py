@@ -1,5 +1,9 @@
 """Any interleaving of events, under each policy: invariants hold, every token is kept once, every group ends
-once, and a second machine that is told the same decides the same."""
+once, and a second machine that is told the same decides the same.
+
+Two trainers use two rollout ids, for one thing and then for another; weights change, submissions are held,
+engines leave and die.
+"""
 
 from collections import Counter
 from dataclasses import replace
@@ -24,6 +28,7 @@ from seer.services.buffer import events as e
 from seer.services.buffer.machine import Machine
 
 NAMES = ("a", "b", "c")
+ROLLOUTS = ("r", "s")
 
 
 def mirrored(event: e.Event) -> e.Event:
@@ -40,21 +45,22 @@ class BufferModel(RuleBasedStateMachine):
 
     @initialize(chunk=st.integers(1, 40))
     def start(self, chunk):
-        limits = e.Limits(chunk_size=chunk, max_attempts=3)
+        limits = e.Limits(chunk_size=chunk, max_attempts=3, max_requests=40, unfinished_tokens=400)
         self.machine, self.twin = (Machine(self.policy, limits) for _ in range(2))
         self.now = 0.0
-        self.prompts = 0
+        self.prompts = self.lives = self.uses = 0
         self.running: dict[tuple[str, int], e.Dispatch] = {}
         self.stale: list[e.Dispatch] = []
         self.kept: Counter[str] = Counter()
         self.ending: tuple[str, int] | None = None
-        self.outcome: Counter[str] = Counter()
-        self.accepted: set[str] = set()
+        self.asked = dict.fromkeys(ROLLOUTS, 0)
+        self.stored: set[str] = set()
 
     def send(self, event):
         self.now += 0.01
         instructions = self.machine.handle(event, self.now)
         assert instructions == self.twin.handle(mirrored(event), self.now)
+        delivered, refused = set(), set()
         for item in instructions:
             match item:
                 case e.Dispatch():
@@ -67,42 +73,82 @@ class BufferModel(RuleBasedStateMachine):
                     assert self.ending is not None
                     assert self.ending[0] == item.request_id
                     self.kept[item.request_id] += self.ending[1]
-                case e.Accept():
-                    self.accepted |= {f"{item.rollout_id}/{p}" for p in item.prompt_ids}
+                case e.Take():
+                    assert item.group_id not in self.stored
+                    self.stored.add(item.group_id)
+                case e.Forget():
+                    self.stored.remove(item.group_id)
+                    self.kept = Counter({
+                        key: n for key, n in self.kept.items() if key.rpartition("#")[0] != item.group_id
+                    })  # fmt: skip
                 case e.Deliver():
-                    self.outcome[item.group_id] += 1
-                    group = self.machine.groups[item.group_id]
-                    for request in group.results:
+                    assert item.group_id not in delivered
+                    delivered.add(item.group_id)
+                    for request in self.machine.groups[item.group_id].results:
                         assert self.kept[request.view.request_id] == request.view.generated
                         assert request.finish
                 case e.Refuse():
-                    for prompt in item.prompt_ids:
-                        self.outcome[f"{item.rollout_id}/{prompt}"] += 1
+                    names = {(item.rollout_id, prompt, item.use) for prompt in item.prompt_ids}
+                    assert item.message
+                    assert not refused & names
+                    refused |= names
+        assert self.stored == set(self.machine.groups)
 
-    @rule(name=st.sampled_from(NAMES), blocks=st.integers(6, 30))
-    def join(self, name, blocks):
-        for key in [key for key, d in self.running.items() if d.instance == name]:
-            self.stale.append(self.running.pop(key))
-        self.send(
-            e.EngineJoined(name, Capacity(kv_blocks=blocks, block_size=8, max_num_seqs=4, max_model_len=200))
-        )
+    @rule(name=st.sampled_from(NAMES), blocks=st.integers(6, 30), again=st.booleans())
+    def join(self, name, blocks, again):
+        self.lose([name])
+        self.lives += not again
+        capacity = Capacity(kv_blocks=blocks, block_size=8, max_num_seqs=4, max_model_len=200)
+        self.send(e.EngineJoined(name, capacity, 10 * self.lives + NAMES.index(name)))
 
-    @rule(name=st.sampled_from(NAMES))
-    def leave(self, name):
-        for key in [key for key, d in self.running.items() if d.instance == name]:
+    @rule(names=st.lists(st.sampled_from(NAMES), unique=True, min_size=1), died=st.booleans())
+    def leave(self, names, died):
+        self.lose(names)
+        self.send(e.EnginesLeft(names, died))
+
+    def lose(self, names):
+        for key in [key for key, d in self.running.items() if d.instance in names]:
             self.stale.append(self.running.pop(key))
-        self.send(e.EngineLeft(name))
 
     @rule(
         n=st.integers(1, 5),
         prompt_len=st.integers(1, 60),
         max_tokens=st.integers(1, 90),
         count=st.integers(1, 3),
+        rollout=st.sampled_from(ROLLOUTS),
+        trainer=st.sampled_from(("t", "t", "u")),
+        again=st.integers(0, 3),
+        other=st.booleans(),
+        ahead=st.sampled_from((-1, -1, 0, 1)),
     )
-    def submit(self, n, prompt_len, max_tokens, count):
-        specs = [e.GroupSpec(str(self.prompts + i), prompt_len) for i in range(count)]
-        self.prompts += count
-        self.send(e.GroupsSubmitted("t", "r", n, max_tokens, specs))
+    def submit(self, n, prompt_len, max_tokens, count, rollout, trainer, again, other, ahead):
+        first = max(0, self.prompts - again)
+        specs = [e.GroupSpec(str(first + i), prompt_len, not (again and other)) for i in range(count)]
+        self.prompts = max(self.prompts, first + count)
+        self.uses += other
+        self.asked[rollout] += other and not again
+        version = -1 if ahead < 0 else self.machine.weight_version + ahead
+        life = f"{trainer}{self.uses}".encode()
+        asked = self.asked[rollout]
+        self.send(e.GroupsSubmitted(trainer, rollout, n, max_tokens, specs, version, self.uses, asked, life))
+
+    @rule()
+    def change_weights(self):
+        if not self.machine.requests:
+            self.send(e.WeightsChanged(self.machine.weight_version + 1))
+
+    @rule(held=st.booleans())
+    def hold(self, held):
+        self.send(e.SubmissionsHeld(held))
+
+    @rule(seconds=st.sampled_from((0.5, 300.0)))
+    def tick(self, seconds):
+        self.now += seconds
+        self.send(e.Tick())
+
+    @rule()
+    def lose_trainer(self):
+        self.send(e.TrainerLost(f"t{self.uses}".encode()))
 
     @precondition(lambda self: self.running)
     @rule(data=st.data(), finish=st.booleans())
@@ -131,15 +177,26 @@ class BufferModel(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def acknowledge(self, data):
-        done = [g.prompt_id for g in self.machine.groups.values() if g.done]
-        if done:
-            self.send(e.GroupsAcknowledged("r", [data.draw(st.sampled_from(sorted(done)))]))
+        if done := [group for group in self.machine.groups.values() if group.done]:
+            group = data.draw(st.sampled_from(done))
+            rollout = group.rollout
+            self.send(e.GroupsAcknowledged("x", rollout.rollout_id, [group.prompt_id]))
+            self.send(e.GroupsAcknowledged(rollout.trainer, rollout.rollout_id, [group.prompt_id], 10**6))
+            assert group.group_id in self.machine.groups
+            self.send(e.GroupsAcknowledged(rollout.trainer, rollout.rollout_id, [group.prompt_id], group.use))
+            assert group.group_id not in self.machine.groups
 
-    @rule(data=st.data())
-    def cancel(self, data):
-        live = [g.prompt_id for g in self.machine.groups.values() if not g.done]
-        if live:
-            self.send(e.RolloutCancelled("t", "r", [data.draw(st.sampled_from(sorted(live)))]))
+    @rule(data=st.data(), use=st.booleans())
+    def cancel(self, data, use):
+        if live := [group for group in self.machine.groups.values() if not group.done]:
+            group = data.draw(st.sampled_from(live))
+            rollout = group.rollout
+            self.send(e.RolloutCancelled("x", rollout.rollout_id, []))
+            self.send(e.RolloutCancelled(rollout.trainer, rollout.rollout_id, [], 10**6))
+            assert group.group_id in self.machine.groups
+            number = rollout.use if use else 0
+            self.send(e.RolloutCancelled(rollout.trainer, rollout.rollout_id, [group.prompt_id], number))
+            assert group.group_id not in self.machine.groups
 
     @rule(pinned=st.integers(0, 6), name=st.sampled_from(NAMES))
     def report(self, pinned, name):
@@ -154,19 +211,18 @@ class BufferModel(RuleBasedStateMachine):
     def invariants(self):
         if hasattr(self, "machine"):
             check(self.machine)
-            assert all(count == 1 for count in self.outcome.values())
-            live = {g.group_id for g in self.machine.groups.values() if not g.done}
-            assert self.accepted - set(self.outcome) == live
 
     def teardown(self):
-        """With a big engine and no more faults, everything accepted ends."""
+        """With a big engine and no more faults, everything that was taken ends."""
         if not hasattr(self, "machine"):
             return
-        for name in NAMES:
-            self.leave(name)
-        self.send(
-            e.EngineJoined("z", Capacity(kv_blocks=500, block_size=8, max_num_seqs=64, max_model_len=4096))
-        )
+        self.lose(NAMES)
+        self.send(e.EnginesLeft(NAMES))
+        self.send(e.SubmissionsHeld(False))
+        big = Capacity(kv_blocks=500, block_size=8, max_num_seqs=64, max_model_len=4096)
+        self.send(e.EngineJoined("z", big))
+        self.now += 60.0
+        self.send(e.Tick())
         for _ in range(10_000):
             if not self.running:
                 break
@@ -174,12 +230,15 @@ class BufferModel(RuleBasedStateMachine):
             dispatch = self.running.pop(key)
             self.ending = (dispatch.request_id, dispatch.max_new_tokens)
             self.send(e.ChunkEnded(dispatch.instance, *key, dispatch.max_new_tokens))
-        assert self.accepted <= set(self.outcome)
         assert not self.machine.requests
+        version = self.machine.weight_version
+        assert all(group.done or group.awaits > version for group in self.machine.groups.values())
+        assert not any(view.closed for view in self.machine.instances.values())
+        check(self.machine)
 
 
 @pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
 def test_whatever_happens(policy):
     run_state_machine_as_test(
-        lambda: BufferModel(policy), settings=settings(max_examples=15, stateful_step_count=60)
+        lambda: BufferModel(policy), settings=settings(max_examples=20, stateful_step_count=60)
     )

@@ -50,6 +50,7 @@ class World:
             case "join" if name not in self.asleep:
                 self.asleep[name], self.orders[name] = False, []
                 self.handle(s.Joined(name, False))
+                self.handle(s.Tick())
             case "lose" if name in self.asleep:
                 self.lose(name)
                 self.handle(s.Lost(name))
@@ -72,6 +73,7 @@ class World:
                 for engine, asleep in engines.items():
                     self.asleep[engine], self.orders[engine] = asleep, []
                     self.handle(s.Joined(engine, asleep))
+                    self.handle(s.Tick())
                 assert self.machine.held == was
 
 
@@ -115,4 +117,38 @@ def test_another_trainer_is_told_to_wait():
 def test_one_sleeper_among_engines_that_are_awake_is_woken():
     machine = s.SleepMachine()
     machine.handle(s.Joined("a", False), 0.0, idle=True)
-    assert machine.handle(s.Joined("b", True), 0.0, idle=False) == [s.Order("b", False)]
+    assert machine.handle(s.Joined("b", True), 0.0, idle=False) == []
+    assert machine.handle(s.Tick(), 0.0, idle=False) == [s.Order("b", False)]
+
+
+def test_a_lost_engine_is_not_waited_for():
+    machine = s.SleepMachine()
+    for name in ("a", "b"):
+        machine.handle(s.Joined(name, False), 0.0, idle=True)
+    machine.handle(s.Asked("t", True, 4), 0.0, idle=True)
+    machine.handle(s.Answered("b", True), 1.0, idle=True)
+    assert machine.handle(s.Lost("a"), 1.0, idle=True) == [s.Tell("t", True, "", 4)]
+
+
+def test_one_that_has_to_load_is_woken_for_it_and_put_to_sleep_again():
+    machine = s.SleepMachine()
+    machine.handle(s.Joined("a", True), 0.0, idle=True)
+    assert machine.wanted
+    machine.handle(s.Joined("b", True), 0.0, idle=True)
+    assert machine.handle(s.Tick(), 0.0, idle=True, loading={"b"}) == [s.Order("b", False)]
+    assert machine.awake == set()
+    machine.handle(s.Answered("b", False), 1.0, idle=True, loading={"b"})
+    assert machine.awake == {"b"}
+    assert machine.handle(s.Asked("t", True), 1.0, idle=True, loading={"b"}) == []
+    assert machine.handle(s.Tick(), 2.0, idle=True) == [s.Order("b", True)]
+    assert machine.handle(s.Answered("b", True), 3.0, idle=True) == [s.Tell("t", True)]
+
+
+def test_an_answer_that_nobody_waits_for_changes_nothing():
+    machine = s.SleepMachine()
+    machine.handle(s.Joined("a", False), 0.0, idle=True)
+    machine.handle(s.Answered("a", True), 0.0, idle=True)
+    assert machine.awake == {"a"}
+    machine.handle(s.Asked("t", True), 0.0, idle=True)
+    machine.handle(s.Answered("a", False), 0.0, idle=True)  # it was told to sleep
+    assert machine.handle(s.Answered("a", True), 0.0, idle=True) == [s.Tell("t", True)]

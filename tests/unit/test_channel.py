@@ -3,70 +3,27 @@
 import asyncio
 
 import pytest
+from channel_server import ENDPOINT, Server, channel, identity, status
 from structlog.testing import capture_logs
 from virtual_time import virtual
 
 from seer.common.channel import CHECK_SECONDS, HELLO_FIRST, Channel, Hub, Identity, error_of
 from seer.common.clock import LoopClock
 from seer.common.errors import ProtocolMismatch, RequestRefused, RolloutFailed, SeerError, Unreachable
+from seer.common.log import _escape, printable
 from seer.common.transport.faulty import Faults, FaultyTransport
 from seer.common.transport.memory import MemoryNetwork, MemoryTransport
 from seer.common.transport.zmq import ZmqTransport
-from seer.common.types import InstanceStats
 from seer.common.wire import version
 from seer.common.wire.codec import Decoder, encode
 from seer.common.wire.messages import (
     BufferToEngine,
     Drain,
-    EngineStatus,
     EngineToBuffer,
     Hello,
     Refused,
     Welcome,
 )
-
-ENDPOINT = "tcp://127.0.0.1:7102"
-
-
-def identity(role="engine", name="e1", incarnation=1, config_hash="abc"):
-    return Identity(role=role, name=name, incarnation=incarnation, config_hash=config_hash)
-
-
-def status(steps=0):
-    return EngineStatus(stats=InstanceStats(steps=steps))
-
-
-class Server:
-    """A hub whose messages are collected; `stop` ends one life of it."""
-
-    def __init__(self, network, incarnation=1, require_config_hash=True):
-        self.network = network
-        self.me = identity("buffer", "buffer", incarnation)
-        self.require = require_config_hash
-        self.got = []
-
-    async def start(self):
-        self.transport = MemoryTransport(self.network)
-        self.hub = Hub(await self.transport.router(ENDPOINT), self.me, EngineToBuffer, self.require)
-        self.task = asyncio.create_task(self.serve())
-        return self
-
-    async def serve(self):
-        while True:
-            self.got.append(await self.hub.recv())
-
-    async def stop(self):
-        self.task.cancel()
-        await self.transport.close()
-
-    def names(self):
-        return [type(message).__name__ for _, message in self.got]
-
-
-def channel(network, me=None, transport=None):
-    return Channel(
-        transport or MemoryTransport(network), ENDPOINT, me or identity(), BufferToEngine, LoopClock()
-    )
 
 
 @virtual
@@ -416,3 +373,21 @@ async def test_a_broken_connection_that_lost_nothing_goes_unnoticed():
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(3 * CHECK_SECONDS):
             await client.recv()
+
+
+@virtual
+async def test_a_socket_takes_the_roles_it_is_for():
+    network = MemoryNetwork()
+    server = await Server(network).start()
+    server.hub._roles = frozenset({"trainer"})
+    with pytest.raises(ProtocolMismatch, match="e1 comes as 'engine': this socket of buffer is for trainer"):
+        await channel(network).open(5)
+    assert server.got == []
+
+
+def test_control_characters_of_peers_are_escaped():
+    hostile = "\x1b]0;owned\x07 \x9b31m é\u202e\r"
+    shown = str(printable({"names": [hostile, (hostile,)], hostile: ValueError(hostile)}))
+    shown += str(_escape(None, "", {"event": "x\ny", "peer": hostile}))
+    assert not any(ord(c) < 32 or 127 <= ord(c) < 160 or c == "\u202e" for c in shown)
+    assert "é" in shown

@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 
 import numpy as np
 import pytest
+from fake_buffer import ENDPOINT, FakeBuffer, answering, connect, group, progress
 
 from seer.client import (
     BufferLost,
@@ -23,97 +24,19 @@ from seer.client import (
 )
 from seer.client import rollout as rollout_module
 from seer.common import channel as channel_module
-from seer.common.channel import Hub, Identity
-from seer.common.ids import new_incarnation
 from seer.common.transport.memory import MemoryNetwork, MemoryTransport
 from seer.common.wire.messages import (
     Accepted,
     Acknowledge,
     BufferToTrainer,
     Cancel,
-    GroupDone,
-    Hello,
     Message,
     Progress,
     Refused,
     Status,
     StatusRequest,
     Submit,
-    TrainerToBuffer,
 )
-
-ENDPOINT = "tcp://127.0.0.1:7101"
-
-
-def group(submit: Submit, prompt_id: str, lengths: tuple[int, ...] | None = None) -> GroupDone:
-    """Responses whose tokens tell the prompt and index they belong to."""
-    lengths = lengths or tuple(range(1, submit.n + 1))
-    tokens = [1000 * index + position for index, length in enumerate(lengths) for position in range(length)]
-    return GroupDone(
-        rollout_id=submit.rollout_id,
-        prompt_id=prompt_id,
-        weight_version=3,
-        finish_reasons=["length"] * len(lengths),
-        stop_reasons=[""] * len(lengths),
-        lengths=list(lengths),
-        tokens=np.array(tokens, np.int32),
-        logprobs=-np.ones(len(tokens), np.float32),
-        chunks=2,
-    )
-
-
-class FakeBuffer:
-    """Answers with what `script` returns for each message; keeps everything it got."""
-
-    def __init__(self, transport: MemoryTransport) -> None:
-        self.transport = transport
-        self.got: list[Message] = []
-        self.script: Callable[[Message], list[BufferToTrainer]] = lambda message: []
-        self.address = b""
-
-    async def start(self) -> None:
-        me = Identity(role="buffer", name="buffer", incarnation=new_incarnation())
-        router = await self.transport.router(ENDPOINT)
-        self.hub: Hub[BufferToTrainer, TrainerToBuffer] = Hub(router, me, TrainerToBuffer, False)
-        self.task = asyncio.create_task(self._serve())
-
-    async def stop(self) -> None:
-        self.task.cancel()
-        await asyncio.wait([self.task])
-        self.hub.close()
-
-    async def _serve(self) -> None:
-        while True:
-            self.address, message = await self.hub.recv()
-            self.got.append(message)
-            for answer in self.script(message):
-                await self.say(answer)
-
-    async def say(self, message: BufferToTrainer) -> None:
-        await self.hub.send(self.address, message)
-
-    def of(self, kind: type[Message]) -> list[Message]:
-        return [message for message in self.got if isinstance(message, kind)]
-
-    async def until(self, kind: type[Message], count: int = 1) -> list[Message]:
-        async with asyncio.timeout(10):
-            while len(self.of(kind)) < count:
-                await asyncio.sleep(0.005)
-        return self.of(kind)
-
-
-def answering(*, skip: tuple[str, ...] = ()) -> Callable[[Message], list[BufferToTrainer]]:
-    """Finish every submitted prompt at once, last first, but those in `skip`."""
-
-    def script(message: Message) -> list[BufferToTrainer]:
-        if not isinstance(message, Submit):
-            return []
-        done = [
-            group(message, prompt_id) for prompt_id in reversed(message.prompt_ids) if prompt_id not in skip
-        ]
-        return [Accepted(rollout_id=message.rollout_id, prompt_ids=message.prompt_ids), *done]
-
-    return script
 
 
 @pytest.fixture
@@ -122,10 +45,6 @@ async def buffer() -> AsyncIterator[FakeBuffer]:
     await fake.start()
     yield fake
     await fake.stop()
-
-
-def connect(buffer: FakeBuffer, **options: float) -> RolloutClient:
-    return RolloutClient(ENDPOINT, transport=buffer.transport, **options)
 
 
 async def test_groups_come_as_they_finish_and_in_input_order(buffer: FakeBuffer) -> None:
@@ -369,17 +288,80 @@ async def test_a_trainer_that_blocks_the_loop_does_not_lose_the_buffer(buffer: F
         await rollout.result()
 
 
-async def test_work_that_nobody_waits_for_is_cancelled(buffer: FakeBuffer) -> None:
-    async with connect(buffer):
-        await buffer.until(Hello)
-        await buffer.say(
-            Progress(
-                rollout_id="old", requests=2, finished=1, groups=1, groups_finished=0, tokens=5, chunks=1,
-                migrations=0, preemptions=0, running=1,
-            )
-        )  # fmt: skip
+async def test_what_was_given_up_is_cancelled_again_and_nothing_else_ever(buffer: FakeBuffer) -> None:
+    async with connect(buffer) as client:
+        rollout = await client.submit([[1]], n=2, rollout_id="r")
+        await buffer.until(Submit)
+        await rollout.cancel()
         (cancel,) = await buffer.until(Cancel)
-    assert cancel.rollout_id == "old"
+        assert (cancel.rollout_id, cancel.use) == ("r", rollout.use)
+        again = await client.submit([[1]], n=2, rollout_id="r")
+        await buffer.until(Submit, 2)
+        assert again.use != rollout.use
+        for use in (
+            0,
+            5,
+            again.use,
+            rollout.use,
+        ):  # an older buffer, another life, the one at work, the one before
+            await buffer.say(progress("r", use))
+        await buffer.until(Cancel, 2)
+        await asyncio.sleep(0.1)
+        assert [cancel.use for cancel in buffer.of(Cancel)] == [rollout.use] * 2
+
+
+async def test_an_answer_to_another_use_of_the_id_changes_nothing_and_is_acknowledged(
+    buffer: FakeBuffer,
+) -> None:
+    async with connect(buffer) as client:
+        before = await client.submit([[1]], n=1, seed=0, rollout_id="r", deadline_seconds=0.01)
+        with pytest.raises(DeadlineExceeded):
+            await before.result()
+        rollout = await client.submit([[1]], n=1, seed=1, rollout_id="r")
+        _, submit = await buffer.until(Submit, 2)
+        late = group(submit, "0")
+        late.use = before.use
+        await buffer.say(late)
+        gone = Refused(code="cancelled", message="x", rollout_id="r", prompt_ids=["0"], use=before.use)
+        await buffer.say(gone)
+        (acknowledge,) = await buffer.until(Acknowledge)
+        assert (acknowledge.use, acknowledge.prompt_ids) == (before.use, ["0"])
+        assert rollout.unfinished == ["0"]
+        mine = group(submit, "0", lengths=(3,))
+        mine.use = rollout.use
+        await buffer.say(mine)
+        assert len((await rollout.result())[0].responses[0].token_ids) == 3
+
+
+@pytest.mark.parametrize("wrong", [{"asked": 77}, {"weight_version": 4}])
+async def test_a_group_made_for_something_else_is_an_error_not_a_result(
+    buffer: FakeBuffer, wrong: dict[str, int]
+) -> None:
+    async with connect(buffer) as client:
+        rollout = await client.submit([[1], [2]], n=1, rollout_id="r")
+        (submit,) = await buffer.until(Submit)
+        for prompt_id, fields in (("0", {}), ("1", wrong)):
+            done = group(submit, prompt_id)
+            for name, value in fields.items():
+                setattr(done, name, value)
+            await buffer.say(done)
+        with pytest.raises(RolloutFailed, match="made"):
+            await rollout.result()
+        assert [found.prompt_id for found in rollout.groups] == ["0"]
+
+
+async def test_what_is_submitted_again_asks_for_the_weights_that_it_began_with(buffer: FakeBuffer) -> None:
+    async with connect(buffer) as client:
+        rollout = await client.submit([[1]], n=1)
+        (submit,) = await buffer.until(Submit)
+        assert submit.weight_version == -1
+        await buffer.say(Accepted(rollout_id=rollout.id, prompt_ids=["0"], use=rollout.use, weight_version=7))
+        async with asyncio.timeout(5):
+            while rollout.weight_version != 7:
+                await asyncio.sleep(0.01)
+        await client._send_prompts(rollout)
+        _, again = await buffer.until(Submit, 2)
+        assert (again.weight_version, again.use) == (7, submit.use)
 
 
 async def test_a_refused_connection_ends_everything_with_the_reason(buffer: FakeBuffer) -> None:

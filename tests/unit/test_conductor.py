@@ -2,14 +2,16 @@
 
 import numpy as np
 import pytest
+from msgspec import structs
 
 from seer.common.policy.schedule import POLICIES
 from seer.common.types import Capacity, SamplingParams
 from seer.common.wire import messages as m
+from seer.services.buffer import deliveries, submissions
 from seer.services.buffer import events as e
 from seer.services.buffer import sleep as s
 from seer.services.buffer import weights as w
-from seer.services.buffer.conductor import COLLECT_SECONDS, Conductor
+from seer.services.buffer.conductor import COLLECT_SECONDS, TICK_SECONDS, Conductor, Ended, Submitted
 from seer.services.buffer.machine import Machine
 from seer.services.buffer.store import Store
 
@@ -27,7 +29,8 @@ class World:
     def __init__(self):
         self.time = 0.0
         self.sent = []
-        self.machine = Machine(POLICIES["divided"], e.Limits(chunk_size=16, engine_silence_seconds=20.0))
+        self.machine = Machine(POLICIES["divided"], e.Limits(chunk_size=16))
+        self.parted = []
         self.weights, self.sleep, self.store = w.WeightsMachine(9.0), s.SleepMachine(9.0), Store()
         self.conductor = Conductor(
             self,
@@ -35,28 +38,44 @@ class World:
             self.weights,
             self.sleep,
             self.store,
+            20.0,
+            60.0,
             to_engine=lambda name, message: self.sent.append((name, message)),
             to_trainer=lambda name, message: self.sent.append((name, message)),
+            to_life=lambda life, message: self.sent.append((life.decode(), message)),
+            parted=self.parted.append,
             publish=lambda message: self.sent.append(("", message)),
         )
 
     def now(self):
         return self.time
 
-    def submit(self):
-        sampling = SamplingParams(max_tokens=8)
+    def submit(self, prompts=("p",), max_tokens=8, **fields):
         submit = m.Submit(
             rollout_id="r",
             rollout_number=0,
             seed=0,
             n=1,
-            sampling=sampling,
-            prompt_ids=["p"],
-            lengths=[5],
-            tokens=PROMPT,
+            sampling=SamplingParams(max_tokens=max_tokens),
+            prompt_ids=list(prompts),
+            lengths=[5] * len(prompts),
+            tokens=np.concatenate([PROMPT] * len(prompts)),
+            **fields,
         )
-        self.store.open(submit, "p", PROMPT)
-        self.conductor.handle(e.GroupsSubmitted("t", "r", 1, 8, [e.GroupSpec("p", 5)]))
+        tokens = submissions.prompts(submit)
+        event = submissions.event("t", b"t", submit, tokens, self.store)
+        self.conductor.handle(event, Submitted(submit, tokens))
+
+    def end(self, name, chunk, tokens, finish="stop"):
+        ended = e.ChunkEnded(name, chunk.request_id, chunk.attempt, len(tokens), finish, "")
+        self.conductor.handle(ended, Ended(np.array(tokens, np.int32), np.zeros(len(tokens), np.float32)))
+
+    def tick_until(self, time, heard=()):
+        while self.time < time:
+            self.time += TICK_SECONDS
+            for name in heard:
+                self.conductor.heard(name)
+            self.conductor.tick()
 
     def take(self, kind):
         """Return what was sent of one kind, with whom to; forget the rest."""
@@ -69,19 +88,17 @@ class World:
 
 def test_an_event_is_messages_by_the_time_it_is_handled():
     world = World()
-    world.conductor.join("a", REGISTER)
+    world.conductor.join("a", REGISTER, 1)
     world.submit()
     [(name, chunk)] = world.take(m.RunChunk)
     assert (name, chunk.request_id, chunk.tokens.tolist()) == ("a", "r/p#0", PROMPT.tolist())
-    ended = e.ChunkEnded("a", chunk.request_id, chunk.attempt, 2, "stop", "")
-    world.conductor.handle(ended, np.array([7, 8], np.int32), np.zeros(2, np.float32))
+    world.end("a", chunk, [7, 8])
     [(trainer, done)] = world.take(m.GroupDone)
     assert (trainer, done.tokens.tolist(), done.finish_reasons) == ("t", [7, 8], ["stop"])
 
 
 def silence(world):
-    world.time = 60.0
-    world.conductor.tick()
+    world.tick_until(21.0)
 
 
 def oversleep(world):
@@ -94,7 +111,7 @@ def oversleep(world):
     "leave",
     [
         lambda world: world.conductor.drop("a"),
-        lambda world: world.conductor.give_up("a", "a test says so"),
+        lambda world: world.conductor.give_up(["a"], "a test says so"),
         silence,
         oversleep,
     ],
@@ -102,7 +119,7 @@ def oversleep(world):
 )
 def test_an_engine_that_is_gone_is_gone_for_all_three_machines(leave):
     world = World()
-    world.conductor.join("a", REGISTER)
+    world.conductor.join("a", REGISTER, 1)
     assert world.where("a") == (True, True, True)
     leave(world)
     assert world.where("a") == (False, False, False)
@@ -110,7 +127,7 @@ def test_an_engine_that_is_gone_is_gone_for_all_three_machines(leave):
 
 def test_submissions_wait_while_either_machine_holds_them():
     world = World()
-    world.conductor.join("a", REGISTER)
+    world.conductor.join("a", REGISTER, 1)
     world.conductor.rest(s.Asked("t", True))
     world.submit()
     assert not world.take(m.RunChunk)
@@ -122,15 +139,169 @@ def test_submissions_wait_while_either_machine_holds_them():
 
 def test_a_draining_conductor_waits_a_while_for_its_last_results_to_be_collected():
     world = World()
-    world.conductor.join("a", REGISTER)
+    world.conductor.join("a", REGISTER, 1)
     world.submit()
     world.conductor.drain()
     [(_, chunk)] = world.take(m.RunChunk)
     world.time = 15.0
-    world.conductor.handle(e.EngineReported("a", 0))
-    ended = e.ChunkEnded("a", chunk.request_id, chunk.attempt, 1, "stop", "")
-    world.conductor.handle(ended, np.array([7], np.int32), np.zeros(1, np.float32))
+    world.end("a", chunk, [7])
     assert not world.conductor.drained.is_set()
     world.time += COLLECT_SECONDS + 1
     world.conductor.tick()
     assert world.conductor.drained.is_set()
+
+
+def test_a_stall_of_its_own_is_not_the_silence_of_engines():
+    world = World()
+    world.conductor.join("a", REGISTER, 1)
+    world.submit()
+    for _ in range(5):
+        world.time += 300.0  # it stood still; what engines sent meanwhile is read after the tick
+        world.conductor.tick()
+        world.conductor.heard("a")
+    assert world.where("a") == (True, True, True)
+    assert world.parted == []
+
+
+def test_an_engine_that_is_heard_lives_and_one_that_loads_is_watched_too():
+    world = World()
+    other = w.Weights(1, "new", "/new")
+    world.weights.live = other
+    world.conductor.join("a", REGISTER, 1)  # has old weights: it is told to load
+    world.conductor.join("b", REGISTER, 2)
+    assert [name for name, _ in world.take(m.LoadWeights)] == ["a", "b"]
+    world.tick_until(21.0, heard=["b"])
+    assert world.parted == ["a"]
+    assert ("a" in world.weights, "b" in world.weights) == (False, True)
+
+
+def test_an_engine_in_a_new_life_died_in_between_and_in_the_same_life_it_did_not():
+    world = World()
+    world.conductor.join("a", REGISTER, 1)
+    world.submit()
+    world.conductor.join("a", REGISTER, 1)
+    assert not world.machine.requests["r/p#0"].deaths
+    world.conductor.join("a", REGISTER, 2)
+    assert world.machine.requests["r/p#0"].deaths == {1}
+
+
+def test_a_trainer_that_gives_no_sign_loses_its_work_in_the_end():
+    world = World()
+    world.conductor.join("a", REGISTER, 1)
+    world.conductor.heard_trainer(b"t", 1)
+    world.submit()
+    world.tick_until(59.0, heard=["a"])
+    world.conductor.heard_trainer(b"t", 1)
+    world.tick_until(118.0, heard=["a"])
+    assert world.machine.requests
+    world.tick_until(122.0, heard=["a"])
+    assert not world.machine.requests
+    assert not len(world.store)
+
+
+def test_a_reader_that_stops_holds_up_a_window_of_results(monkeypatch):
+    monkeypatch.setattr(deliveries, "WINDOW_BYTES", 3 * 8 * 7)  # three groups of 5 + 2 tokens
+    world = World()
+    world.conductor.join("a", REGISTER, 1)
+    world.submit([str(i) for i in range(20)])
+    sent = []
+    while chunks := world.take(m.RunChunk | m.GroupDone):
+        sent += [item.prompt_id for _, item in chunks if isinstance(item, m.GroupDone)]
+        for name, chunk in chunks:
+            if isinstance(chunk, m.RunChunk):
+                world.end(name, chunk, [1, 2])
+    assert len(sent) == 3
+    while len(sent) < 20:
+        world.conductor.handle(e.GroupsAcknowledged("t", "r", [sent[-3]]))
+        sent += [item.prompt_id for _, item in world.take(m.GroupDone)]
+    assert sorted(sent, key=int) == [str(i) for i in range(20)]
+    world.conductor.heard_trainer(b"t", 2)  # what was under way is asked for again
+    world.submit(sent[-3:])
+    assert [item.prompt_id for _, item in world.take(m.GroupDone)] == sent[-3:]
+
+
+def test_what_was_under_way_to_a_trainer_that_lost_it_holds_up_nothing_else(monkeypatch):
+    monkeypatch.setattr(deliveries, "WINDOW_BYTES", 1)
+    world = World()
+    world.conductor.join("a", REGISTER, 1)
+    world.conductor.heard_trainer(b"t", 1)
+    world.submit(["lost", "next"])
+    for name, chunk in world.take(m.RunChunk):
+        world.end(name, chunk, [1, 2])
+    assert [done.prompt_id for _, done in world.take(m.GroupDone)] == ["lost"]
+    world.conductor.heard_trainer(b"t", 2)
+    world.submit(["next"])  # the other one is not wanted any more
+    assert [done.prompt_id for _, done in world.take(m.GroupDone)] == ["next"]
+
+
+def test_silence_and_another_registration_of_the_same_life_speak_against_nothing():
+    world = World()
+    world.conductor.join("a", REGISTER, 1)
+    world.submit()
+    for life in (2, 3, 4):
+        world.conductor.join("a", REGISTER, life)
+    request = world.machine.requests["r/p#0"]
+    for _ in range(2):
+        assert request.alone
+        world.conductor.join("a", REGISTER, 4)
+    world.tick_until(21.0)
+    assert (world.parted, request.deaths) == (["a"], {1, 2, 3})
+    assert world.machine.requests
+
+
+def test_what_ends_last_lets_an_update_and_sleep_go_on_at_once():
+    world = World()
+    world.conductor.join("a", REGISTER, 1)
+    world.submit()
+    [(_, chunk)] = world.take(m.RunChunk)
+    world.conductor.weigh(w.UpdateAsked("t", 1, "/new"))
+    world.conductor.weigh(w.Prepared("a", 1, "d"))
+    assert not world.take(m.LoadWeights)
+    world.end("a", chunk, [7])
+    assert [name for name, _ in world.take(m.LoadWeights)] == ["a"]
+    world.conductor.weigh(w.Loaded("a", 1))
+    world.submit(["q"], weight_version=1, use=1)
+    [(_, chunk)] = world.take(m.RunChunk)
+    world.conductor.rest(s.Asked("t", True))
+    world.end("a", chunk, [7])
+    assert [name for name, _ in world.take(m.Sleep)] == ["a"]
+
+
+def test_two_trainers_cannot_make_the_store_lose_a_prompt():
+    world = World()
+    world.conductor.join("a", REGISTER, 1)
+    world.submit(["p"])
+    world.conductor.handle(e.SubmissionsHeld(True))
+    world.submit(["h"])
+    other = m.Submit(
+        rollout_id="r", rollout_number=0, seed=0, n=1, sampling=SamplingParams(max_tokens=8),
+        prompt_ids=["p", "h"], lengths=[5, 5], tokens=np.concatenate([PROMPT, PROMPT]),
+    )  # fmt: skip
+    tokens = submissions.prompts(other)
+    event = submissions.event("u", b"u", other, tokens, world.store)
+    world.conductor.handle(event, Submitted(other, tokens))
+    assert [(name, item.prompt_ids) for name, item in world.sent if isinstance(item, m.Refused)] == [
+        ("u", ["p", "h"])
+    ]
+    assert len(world.store) == 2
+    world.conductor.handle(e.SubmissionsHeld(False))
+    assert {item.request_id for _, item in world.take(m.RunChunk)} == {"r/p#0", "r/h#0"}
+
+
+def test_a_group_that_waited_for_its_reader_has_the_weights_that_made_it(monkeypatch):
+    monkeypatch.setattr(deliveries, "WINDOW_BYTES", 1)
+    world = World()
+    world.conductor.join("a", structs.replace(REGISTER, weights_digest="begun"), 1)
+    world.conductor.heard_trainer(b"t", 1)
+    world.submit(("p", "q"))
+    for _, chunk in world.take(m.RunChunk):
+        world.end("a", chunk, [1])
+    assert [done.prompt_id for _, done in world.take(m.GroupDone)] == ["p"]
+    world.conductor.weigh(w.UpdateAsked("t", 1, "/w"))
+    world.conductor.weigh(w.Prepared("a", 1, "d"))
+    world.conductor.weigh(w.Loaded("a", 1))
+    assert world.machine.weight_version == 1
+    world.sent.clear()
+    world.conductor.handle(e.GroupsAcknowledged("t", "r", ["p"]))
+    ((_, done),) = world.take(m.GroupDone)
+    assert (done.prompt_id, done.weight_version, done.weights_digest) == ("q", 0, "begun")

@@ -273,9 +273,10 @@ class Buffer:
         self.serving = asyncio.create_task(self.stream.serve())
 
     def _snapshot(self, incarnation, sequence):
-        return m.BufferSnapshot(
+        whole = m.BufferSnapshot(
             incarnation=incarnation, sequence=sequence, opened=self.opened, progress=self.progress
         )
+        return [whole]
 
     async def stop(self):
         self.serving.cancel()
@@ -315,7 +316,7 @@ async def test_server_gathers_changes_and_follows_a_restarted_buffer():
     await eventually(lambda: len(heard) == 1)
 
     await buffer.stream.publish(wire_opened("r/a"))
-    for index, generated in enumerate((30, 10, 20)):
+    for index, generated in enumerate((10, 30, 20)):
         await buffer.stream.publish(wire_done("r/a", index, generated))
         await asyncio.sleep(0.1)
     await eventually(lambda: len(heard) == 2)
@@ -346,6 +347,30 @@ async def test_server_gathers_changes_and_follows_a_restarted_buffer():
 
     server.drain()
     await tasks[0]
+    for task in tasks:
+        task.cancel()
+    await buffer.stop()
+
+
+@virtual
+async def test_changes_of_many_groups_are_broadcast_in_parts(monkeypatch):
+    monkeypatch.setattr("seer.services.context.server.BATCH", 2)
+    config = Config(buffer=BufferConfig(policy="divided"))
+    network, heard = MemoryNetwork(), []
+    buffer = Buffer(network, config, 1)
+    await buffer.start()
+    server = make(config, MemoryTransport(network), LoopClock())
+    await server.start()
+    tasks = [asyncio.create_task(server.run()), asyncio.create_task(follow(network, config, heard))]
+    await eventually(lambda: len(heard) == 1)
+    groups = [f"r/{name}" for name in "abcde"]
+    for group_id in groups:
+        await buffer.stream.publish(wire_opened(group_id))
+        await buffer.stream.publish(wire_done(group_id, 0, 7))
+    await asyncio.sleep(5)
+    told = [sorted(news.estimates) for news in heard[1:]]
+    assert sorted(group_id for part in told for group_id in part) == groups
+    assert max(map(len, told)) <= 2
     for task in tasks:
         task.cancel()
     await buffer.stop()

@@ -5,7 +5,7 @@ import threading
 from contextlib import asynccontextmanager
 
 import pytest
-from virtual_time import eventually
+from virtual_time import eventually, virtual
 
 from seer.common.clock import LoopClock
 from seer.common.errors import EngineError, InvalidField
@@ -166,14 +166,25 @@ async def test_thread_driver_binds_weights_on_the_backend_s_thread():
     assert threading.get_ident() not in backend.threads
 
 
+class Broken(Counting):
+    def load_weights(self, folder, digest):
+        raise RuntimeError("no rank answers")
+
+    def sleep(self, asleep):
+        raise RuntimeError("no rank answers")
+
+
 @pytest.mark.parametrize(
     "make", [ThreadDriver, lambda backend, sink: InlineDriver(backend, sink, LoopClock())]
 )
-async def test_a_backend_that_cannot_bind_weights_is_an_engine_error(make):
-    driver = make(Counting(fail="bind"), Sink())
+@pytest.mark.parametrize(
+    ("call", "arguments"), [("bind_weights", ["abc"]), ("load_weights", ["/w", "abc"]), ("sleep", [True])]
+)
+async def test_what_a_backend_cannot_do_is_an_engine_error(make, call, arguments):
+    driver = make(Broken(fail="bind"), Sink())
     await driver.start(5.0)
     with pytest.raises(EngineError, match="RuntimeError: no rank answers"):
-        await driver.bind_weights("abc")
+        await getattr(driver, call)(*arguments)
     await driver.close()
 
 
@@ -193,3 +204,80 @@ async def test_thread_driver_gives_up_loading_at_its_deadline():
     gate.set()
     await driver.close()
     assert backend.closed == 1
+
+
+class Gated(Counting):
+    """Waits before each step until it is let; `sizes` has the chunks of each step."""
+
+    def __init__(self):
+        super().__init__()
+        self.let, self.entered, self.sizes = threading.Semaphore(0), 0, []
+
+    def step(self):
+        self.entered += 1
+        assert self.let.acquire(timeout=10)
+        self.sizes.append(len(self.chunks))
+        return super().step()
+
+
+async def test_all_that_came_during_a_step_is_in_the_next():
+    backend = Gated()
+    async with thread_driver(backend) as (driver, sink, _):
+        driver.add(chunk("a", 2))
+        await eventually(lambda: backend.entered == 1)
+        driver.add(chunk("b", 1))
+        driver.add(chunk("c", 1))
+        backend.let.release(2)
+        await eventually(lambda: len(sink.ended) == 3)
+        assert backend.sizes == [1, 3]
+
+
+async def test_an_answer_that_nobody_waits_for_is_dropped():
+    backend, failures = Gated(), []
+    asyncio.get_running_loop().set_exception_handler(lambda loop, context: failures.append(context))
+    async with thread_driver(backend) as (driver, sink, _):
+        driver.add(chunk("a", 1))
+        await eventually(lambda: backend.entered == 1)
+        asking = asyncio.create_task(driver.bind_weights("abc"))
+        await asyncio.sleep(0)
+        asking.cancel()
+        backend.let.release()
+        await eventually(lambda: sink.ended == ["a"] and backend.digests == ["abc"])
+        await driver.bind_weights("def")
+    assert failures == []
+
+
+def test_the_thread_ends_with_the_loop():
+    backend = Gated()
+    driver = ThreadDriver(backend, Sink())
+
+    async def begin():
+        await driver.start(5.0)
+        driver.add(chunk("a", 50))
+        await eventually(lambda: backend.entered == 1)
+
+    asyncio.run(begin())
+    backend.let.release(100)
+    driver._thread.join(10)
+    assert not driver._thread.is_alive()
+    assert backend.closed == 1
+
+
+@virtual
+async def test_inline_output_comes_when_its_modelled_time_is_over():
+    class Slow(Counting):
+        def step(self):
+            out = super().step()
+            out.seconds = 5.0
+            return out
+
+    sink = Sink()
+    driver = InlineDriver(Slow(), sink, LoopClock())
+    await driver.start(5.0)
+    running = asyncio.create_task(driver.run())
+    driver.add(chunk("a", 2))
+    await asyncio.sleep(9)
+    assert sink.tokens == {"a": [0]}
+    await asyncio.sleep(2)
+    assert sink.ended == ["a"]
+    running.cancel()

@@ -2,16 +2,16 @@
 
 import asyncio
 import json
-from contextlib import asynccontextmanager
+import threading
 
 import numpy as np
 import pytest
+from engine_system import REPLAY, Buffer, engine
 from msgspec import structs
 from virtual_time import eventually, virtual
 
-from seer.common.channel import Hub, Identity
 from seer.common.clock import LoopClock
-from seer.common.config import Config, EngineConfig, SharedConfig, shared_hash
+from seer.common.config import Config, EngineConfig, SharedConfig
 from seer.common.errors import ConfigError, EngineError, Unreachable
 from seer.common.transport.memory import MemoryNetwork, MemoryTransport
 from seer.common.types import InstanceStats, SamplingParams
@@ -23,84 +23,6 @@ from seer.services.engine.driver import InlineDriver
 from seer.services.engine.replay import ReplayBackend
 from seer.services.engine.server import EngineServer, make
 from seer.services.engine.weights import inspect
-
-REPLAY = EngineConfig(
-    backend="replay",
-    name="e0",
-    kv_blocks=200,
-    replay_step_seconds=0.01,
-    replay_row_seconds=0.0,
-    max_num_seqs=4,
-)
-
-
-class Buffer:
-    """A hub that keeps what engines say, in order."""
-
-    def __init__(self, network, incarnation=1, shared=None):
-        self.network, self.config = network, Config(shared=shared or SharedConfig())
-        self.me = Identity(
-            role="buffer", name="buffer", incarnation=incarnation, config_hash=shared_hash(self.config.shared)
-        )
-        self.said, self.stats = [], []
-
-    async def start(self):
-        self.transport = MemoryTransport(self.network)
-        router = await self.transport.router(self.config.endpoints.engines)
-        self.hub = Hub(router, self.me, m.EngineToBuffer, require_config_hash=True)
-        self.listening = asyncio.create_task(self._listen())
-
-    async def _listen(self):
-        while True:
-            self.peer, message = await self.hub.recv()
-            if isinstance(message, m.EngineStatus):
-                self.stats.append(message.stats)
-            elif not isinstance(message, m.Hello):
-                self.said.append(message)
-
-    async def kill(self):
-        self.listening.cancel()
-        await self.transport.close()
-
-    async def send(self, message):
-        assert await self.hub.send(self.peer, message)
-
-    async def run(self, index=0, new=8, attempt=1, output=(), group_id="r/p", **changes):
-        order = {
-            "request_id": f"{group_id}#{index}", "group_id": group_id, "attempt": attempt, "key": 10 + index,
-            "prompt_len": 3, "max_new_tokens": new, "sampling": SamplingParams(max_tokens=4000, ignore_eos=True),
-            "tokens": np.array([1, 2, 3, *output], dtype=np.int32),
-        }  # fmt: skip
-        await self.send(m.RunChunk(**(order | changes)))
-
-    def heard(self, kind):
-        return [message for message in self.said if isinstance(message, kind)]
-
-    def results(self):
-        return {
-            (result.request_id[-1], result.attempt): result
-            for done in self.heard(m.ChunksDone)
-            for result in done.results
-        }
-
-
-@asynccontextmanager
-async def engine(config=REPLAY, backend=None, network=None):
-    """Yield (buffer, engine, its run task, the network) with the engine registered."""
-    network = network or MemoryNetwork()
-    buffer = Buffer(network)
-    await buffer.start()
-    whole = Config(engine=config)
-    server = EngineServer(
-        whole, MemoryTransport(network), LoopClock(), backend or ReplayBackend(config, whole.shared)
-    )
-    assert await server.start() == {}
-    running = asyncio.create_task(server.run())
-    await eventually(lambda: bool(buffer.said))
-    yield buffer, server, running, network
-    running.cancel()
-    await asyncio.wait([running])
-    await buffer.kill()
 
 
 @virtual
@@ -154,14 +76,20 @@ async def test_finish_and_stop_reason_are_passed_on():
 
 @virtual
 async def test_repeated_orders_change_nothing_newer_ones_replace_older_ones_are_ignored():
-    async with engine() as (buffer, *_):
+    async with engine() as (buffer, server, *_):
+        dropped, drop = [], server._driver.drop
+        server._driver.drop = lambda *which: dropped.append(which) or drop(*which)
         await buffer.run(new=50, attempt=3)
+        await asyncio.sleep(0.2)
         await buffer.run(new=50, attempt=3)
         await buffer.run(new=5, attempt=2)
-        await asyncio.sleep(0.2)
+        await asyncio.sleep(0.1)
         await buffer.run(new=7, attempt=4)
         await asyncio.sleep(10)
         assert {key: result.count for key, result in buffer.results().items()} == {("0", 4): 7}
+        assert buffer.stats[-1].prompt_tokens == 2 * 3, "each ran once"
+        assert dropped == [("r/p#0", 1)]
+        assert server.running == {}
 
 
 @virtual
@@ -270,6 +198,7 @@ async def test_a_restarted_buffer_finds_nothing_running_and_a_registration_first
         await eventually(lambda: bool(reborn.said))
         assert isinstance(reborn.said[0], m.Register)
         assert server.running == {}
+        assert server._driver.stats.running == 0
         # The same attempt number again, in the buffer's new life: nothing of the old run may show.
         await reborn.run(new=5)
         await eventually(lambda: bool(reborn.results()))
@@ -277,6 +206,61 @@ async def test_a_restarted_buffer_finds_nothing_running_and_a_registration_first
         await asyncio.sleep(20)
         assert len(reborn.said) == 2
         await reborn.kill()
+
+
+@virtual
+async def test_nothing_of_before_a_rejoin_is_sent_after_it():
+    async with engine() as (buffer, server, *_):
+        await buffer.run(new=1000)
+        await eventually(lambda: "r/p#0" in server.running)
+        known = server.running["r/p#0"]
+        # All in one turn of the loop: it ends, it failed, and the buffer says that it forgot us.
+        server.output(
+            StepOutput(
+                generated=[], ended=[ChunkEnd(request_id="r/p#0", attempt=known.serial, finish="stop")]
+            )
+        )
+        server._reject("r/p#1", 1, EngineError("no"))
+        server._answers.append(m.Slept(asleep=True))
+        server._rejoin()
+        await asyncio.sleep(5)
+        assert [type(message) for message in buffer.said] == [m.Register, m.Register]
+
+
+@pytest.mark.parametrize("order", ["prepare", "load", "sleep"])
+def test_an_answer_to_a_buffer_that_is_gone_is_not_sent(order, tmp_path):
+    orders = {
+        "prepare": m.PrepareWeights(version=1, source=str(tmp_path)),
+        "load": m.LoadWeights(version=1, source=str(tmp_path), digest="d"),
+        "sleep": m.Sleep(asleep=True),
+    }
+
+    @virtual
+    async def check():
+        async with engine() as (buffer, server, _, network):
+            release = asyncio.Event()
+
+            async def slowly(*_):
+                await release.wait()
+                raise EngineError("too late")
+
+            for name in ("_inspect", "_checked_folder"):
+                setattr(server, name, slowly)
+            server._driver.sleep = lambda _: release.wait()
+            await buffer.send(orders[order])
+            await asyncio.sleep(1)
+            await buffer.kill()
+            reborn = Buffer(network, incarnation=2)
+            await reborn.start()
+            await eventually(lambda: bool(reborn.said))
+            release.set()
+            await asyncio.sleep(10)
+            # Its successor hears of what changed meanwhile, and of nothing else.
+            assert {type(message) for message in reborn.said} == {m.Register}
+            assert [message.asleep for message in reborn.said] == [False, True][: 1 + (order == "sleep")]
+            await reborn.kill()
+
+    check()
 
 
 @virtual
@@ -433,3 +417,62 @@ async def test_an_engine_on_a_thread_serves_the_buffer():
         await buffer.send(m.Drain())
         await asyncio.wait_for(running, 10)
         assert isinstance(buffer.said[-1], m.Goodbye)
+
+
+class Hanging(ReplayBackend):
+    """Loads weights, and sleeps, for as long as a test wants."""
+
+    def __init__(self, config):
+        super().__init__(config, Config().shared)
+        self.going_on = threading.Event()
+
+    def load_weights(self, folder, digest):
+        self.going_on.wait(60)
+
+    def sleep(self, asleep):
+        self.going_on.wait(60)
+
+
+async def test_an_engine_reports_while_it_loads_and_while_it_goes_to_sleep(tmp_path):
+    header = json.dumps({"w": {"dtype": "U8", "shape": [1], "data_offsets": [0, 1]}}).encode()
+    (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + b"7")
+    digest = inspect(tmp_path).digest
+    config = EngineConfig(backend="vllm", name="e0", kv_blocks=200, status_seconds=0.01)
+    backend = Hanging(config)
+    async with engine(config, backend) as (buffer, *_):
+        for order, answer in (
+            (m.LoadWeights(version=1, digest=digest, source=str(tmp_path)), m.WeightsLoaded(version=1)),
+            (m.Sleep(asleep=True), m.Slept(asleep=True)),
+        ):
+            backend.going_on.clear()
+            await buffer.send(order)
+            for _ in range(2):
+                before = len(buffer.stats)
+                await eventually(lambda before=before: len(buffer.stats) > before + 2)
+            assert answer not in buffer.said
+            backend.going_on.set()
+            await eventually(lambda answer=answer: answer in buffer.said)
+
+
+@virtual
+async def test_an_update_that_is_off_is_not_checked_and_its_answer_says_which_it_was(tmp_path):
+    async with engine() as (buffer, server, *_):
+        checked = []
+
+        async def slow(source):
+            checked.append(source)
+            await asyncio.sleep(5)
+            raise EngineError(f"no {source}")
+
+        server._inspect = slow
+        for ask in (1, 2):
+            await buffer.send(m.PrepareWeights(version=1, source=f"/{ask}", ask=ask))
+        await asyncio.sleep(1)
+        for ask in (1, 2):  # 1 is checked, 2 waits
+            await buffer.send(m.DiscardWeights(version=1, ask=ask))
+        await buffer.send(m.PrepareWeights(version=1, source="/3", ask=3))
+        await eventually(lambda: buffer.heard(m.WeightsPrepared) != [])
+        assert buffer.heard(m.WeightsPrepared) == [
+            m.WeightsPrepared(version=1, digest="", problem="no /3", ask=3)
+        ]
+        assert checked == ["/1", "/3"]

@@ -1,5 +1,7 @@
 """The guarded store over a pool that fails in every way: what its docstrings promise."""
 
+from types import SimpleNamespace
+
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -9,6 +11,7 @@ from fake_mooncake import LIES, Engine, FakePool, until  # noqa: E402 - after to
 
 from seer.common.errors import EngineError  # noqa: E402
 from seer.services.engine.vllm.kv_pool import store as store_module  # noqa: E402
+from seer.services.engine.vllm.kv_pool.saves import PATIENCE_SECONDS  # noqa: E402
 
 pytestmark = pytest.mark.vllm
 
@@ -244,6 +247,28 @@ def test_puts_that_wait_behind_a_failing_one_are_dropped_unasked(pool):
     counts = engine.counts()
     assert (counts["saved_blocks"], counts["dropped_blocks"], counts["failures"]) == (0, 4, 1)
     assert engine.free_slots == 8
+
+
+def test_saves_that_are_dropped_for_long_are_said_once_and_their_return_too(pool, monkeypatch):
+    said, now = [], 1000.0
+    monkeypatch.setattr(store_module, "_log", SimpleNamespace(info=lambda what, **_: said.append(what),
+                                                              warning=lambda what, **_: said.append(what)))  # fmt: skip
+    monkeypatch.setattr(store_module, "time", SimpleNamespace(monotonic=lambda: now))
+    engine = Engine(pool)
+    pool.fail["put"] = NO_ROOM  # what a master says whose owner is gone, too
+    said.clear()
+    for i in range(30):
+        now += 1.0
+        engine.put([f"k{i}"], [0])
+        engine.settle()
+        assert (said == []) == (i < PATIENCE_SECONDS)
+    pool.fail.clear()
+    for _ in range(3):
+        now += 1.0
+        engine.put(["last"], [0])
+        engine.settle()
+    assert said == ["the KV pool takes nothing: all that is saved is dropped",
+                    "blocks are saved in the KV pool again"]  # fmt: skip
 
 
 # --- a pool that lies

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import tracemalloc
 
 import pytest
 from virtual_time import eventually, virtual
@@ -13,7 +14,7 @@ from seer.common.clock import LoopClock
 from seer.common.errors import InvalidField
 from seer.common.ids import new_incarnation
 from seer.common.outbox import Outbox
-from seer.common.transport.base import SEND_SECONDS
+from seer.common.transport.base import FAIR_EVERY, SEND_SECONDS
 from seer.common.transport.memory import MemoryNetwork, MemoryTransport
 from seer.common.types import Capacity
 from seer.common.wire import messages as m
@@ -100,6 +101,149 @@ async def test_one_that_never_reads_is_dismissed_and_hears_of_it_later(most):
     assert await numbers(channel, 1) == [1]
 
 
+def large(kilobytes: int) -> m.Accepted:
+    return m.Accepted(rollout_id="large", prompt_ids=["x" * 500] * (2 * kilobytes))
+
+
+@pytest.mark.parametrize("running", [True, False])
+@virtual
+async def test_bytes_bound_what_waits_for_a_peer(running, monkeypatch):
+    monkeypatch.setattr(outbox, "MAX_BYTES", 10_000_000)
+    network = MemoryNetwork()
+    buffer = await Buffer(network).start()
+    deaf, channel = await joined(network, "deaf")
+    if running:  # it has no room, and is waited for
+        for number in range(3000):
+            buffer.outbox.put(deaf, accepted(number))
+        await asyncio.sleep(1)
+    tracemalloc.start()
+    for _ in range(100):
+        buffer.outbox.put(deaf, large(1000))
+    held, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert held < 12_000_000
+    assert not buffer.outbox.keeps_up(deaf)
+    async with asyncio.timeout(SEND_SECONDS + 1):
+        while not buffer.failed:
+            await asyncio.sleep(0.1)
+    assert buffer.failed == [deaf]
+    while not isinstance(message := await channel.recv(), m.Welcome):
+        pass
+    assert message.lost
+
+
+@virtual
+async def test_one_message_may_always_wait_however_large(monkeypatch):
+    monkeypatch.setattr(outbox, "MAX_BYTES", 1000)
+    network = MemoryNetwork()
+    buffer = await Buffer(network).start()
+    address, channel = await joined(network, "t")
+    for _ in range(3):
+        buffer.outbox.put(address, large(10))
+        assert await channel.recv() == large(10)
+    assert buffer.failed == []
+
+
+@pytest.mark.parametrize("late", [True, False])
+@virtual
+async def test_what_was_put_before_a_dismissal_does_not_leave_after_it(late):
+    network = MemoryNetwork()
+    buffer = await Buffer(network).start()
+    address, channel = await joined(network, "t")
+    for number in range(3000 if late else 10):
+        buffer.outbox.put(address, accepted(number))
+    if late:
+        await asyncio.sleep(1)
+    buffer.hub.dismiss(address)
+    buffer.outbox.put(address, accepted(-1))
+    await channel.send(m.StatusRequest())
+    old = 0
+    while not isinstance(await channel.recv(), m.Welcome):
+        old += 1
+    assert old < 3000
+    buffer.outbox.put(address, accepted(7))
+    assert await numbers(channel, 1) == [7]
+    assert buffer.failed == []
+
+
+@virtual
+async def test_what_waits_in_the_queue_over_a_new_handshake_does_not_leave():
+    network = MemoryNetwork()
+    buffer = await Buffer(network).start()
+    address, channel = await joined(network, "t")
+    buffer.tasks[0].cancel()
+    buffer.outbox.put(b"a stranger", accepted(1))
+    buffer.outbox.put(address, accepted(1))
+    buffer.hub.dismiss(address)
+    await channel.open(5)
+    buffer.outbox.put(address, accepted(2))
+    buffer.tasks[0] = asyncio.create_task(buffer.outbox.run())
+    assert await numbers(channel, 1) == [2]
+    await asyncio.sleep(1)
+    assert (buffer.failed, buffer.outbox.idle) == ([], True)
+
+
+@virtual
+async def test_one_that_reads_in_time_may_be_sent_any_amount_in_order(monkeypatch):
+    monkeypatch.setattr(outbox, "MAX_BYTES", 400_000)
+    network = MemoryNetwork()
+    buffer = await Buffer(network).start()
+    address, channel = await joined(network, "t")
+    sent = read = 0
+    for count in [4000] + 30 * [500]:
+        for number in range(sent, sent + count):
+            buffer.outbox.put(address, accepted(number))
+        await asyncio.sleep(0.1)
+        assert not buffer.outbox.keeps_up(address)
+        assert await numbers(channel, 500) == list(range(read, read + 500))
+        sent, read = sent + count, read + 500
+    assert buffer.failed == []
+
+
+@virtual
+async def test_one_that_is_too_many_messages_behind_is_dismissed_though_it_reads(monkeypatch):
+    monkeypatch.setattr(outbox, "MAX_LATE", 100)
+    network = MemoryNetwork()
+    buffer = await Buffer(network).start()
+    address, channel = await joined(network, "t")
+    for number in range(3000):
+        buffer.outbox.put(address, accepted(number))
+    async with asyncio.timeout(2 * CHECK_SECONDS):
+        while not isinstance(await channel.recv(), m.Welcome):
+            pass
+    assert buffer.failed == [address]
+
+
+@virtual
+async def test_one_with_much_to_get_lets_others_have_their_turns():
+    network = MemoryNetwork()
+    buffer = await Buffer(network).start()
+    address, _ = await joined(network, "t")
+    for number in range(900):
+        buffer.outbox.put(address, accepted(number))
+    turns = 0
+    while buffer.hub.counters["sent"] < 900:
+        await asyncio.sleep(0)
+        turns += 1
+    assert turns > 900 / FAIR_EVERY / 2
+
+
+@virtual
+async def test_one_that_came_back_is_not_dismissed_for_what_it_did_not_take_before():
+    network = MemoryNetwork()
+    buffer = await Buffer(network).start()
+    address, channel = await joined(network, "t")
+    for number in range(3000):
+        buffer.outbox.put(address, accepted(number))
+    await asyncio.sleep(SEND_SECONDS - 1)
+    buffer.hub.dismiss(address)
+    for message in (m.StatusRequest(), Identity(role="trainer", name="t", incarnation=1).hello()):
+        await channel.send(message)
+    await asyncio.sleep(3)
+    assert buffer.hub.session(address) == 2
+    assert buffer.failed == []
+
+
 @virtual
 async def test_answers_wait_for_nobody():
     network = MemoryNetwork()
@@ -137,25 +281,69 @@ def hello(name: str, incarnation: int) -> tuple[bytes, m.Hello]:
 def test_a_name_is_its_latest_lifes():
     known, first = Peers(), new_incarnation()
     (old, its), (new, their) = hello("e", first), hello("e", first + LATER)
-    known.greet(old, its)
-    known.greet(new, their)
-    known.greet(old, its)
+    known.greet(old, its, 0.0)
+    known.greet(new, their, 1.0)
+    assert known.greet(old, its, 2.0) == new
     assert (known.at("e"), known.name(old), known.name(new)) == (new, "e", "e")
     earlier, its = hello("e", first - LATER)
-    known.greet(earlier, its)
+    assert known.greet(earlier, its, 3.0) == new
     assert known.at("e") == new
     known.leave(new)
     assert (known.at("e"), known.name(new)) == (None, None)
-    known.greet(old, hello("e", first)[1])
+    assert known.greet(old, hello("e", first)[1], 4.0) is None
     assert known.at("e") == old
     known.take("e", earlier)
     assert known.at("e") == earlier
 
 
+def test_a_silent_life_loses_its_name_to_an_earlier_one_that_talks():
+    known = Peers()
+    (holder, its), (other, their) = hello("e", 2 * LATER), hello("e", LATER)
+    known.greet(holder, its, 0.0)
+    assert [known.greet(other, their, now) for now in (1.0, 6.0, 11.0, 16.0)] == [holder] * 3 + [None]
+    assert known.at("e") == other
+    assert known.greet(holder, its, 60.0) == other, "a life that wakes up does not get its name back"
+
+
+def test_a_life_that_talks_keeps_its_name_from_earlier_ones():
+    known = Peers()
+    (holder, its), (other, their) = hello("e", 2 * LATER), hello("e", LATER)
+    for now in range(0, 200, 5):
+        known.greet(holder, its, float(now))
+        assert known.greet(other, their, now + 1.0) == holder
+        assert known.doubtful(other) == (now == 0)
+
+
+def test_only_what_was_said_since_its_holder_spoke_last_counts_for_a_name():
+    known = Peers()
+    (holder, its), (other, their) = hello("e", 2 * LATER), hello("e", LATER)
+    known.greet(holder, its, 0.0)
+    assert not known.doubtful(holder)
+    for now in (1.0, 2.0):
+        known.greet(other, their, now)
+    known.greet(holder, its, 3.0)
+    assert known.greet(other, their, 19.0) == holder
+    known.registered[other] = 1
+    known.leave(other)
+    assert known.at("e") == holder
+    assert not known.registered
+
+
+def test_a_stall_of_ones_own_is_not_the_silence_of_others():
+    known = Peers()
+    (holder, its), (other, their) = hello("e", 2 * LATER), hello("e", LATER)
+    known.greet(holder, its, 0.0)
+    known.greet(other, their, 1.0)
+    for _ in range(9):  # what queued up in 45 s is read in turns, at one time
+        assert known.greet(other, their, 46.0) == holder
+        known.greet(holder, its, 46.0)
+    assert known.at("e") == holder
+
+
 def test_lives_of_one_millisecond_are_taken_as_they_come():
     known, first = Peers(), LATER * 1000
     for incarnation in (first + 5, first + 3):
-        known.greet(*hello("e", incarnation))
+        known.greet(*hello("e", incarnation), 0.0)
     assert known.at("e") == hello("e", first + 3)[0]
 
 
@@ -163,7 +351,7 @@ def test_peers_are_bounded_and_the_silent_go_first(monkeypatch):
     monkeypatch.setattr(peers, "MAX_PEERS", 3)
     known = Peers()
     for name in ("a", "b", "c", "a", "d"):
-        known.greet(*hello(name, 1))
+        known.greet(*hello(name, 1), 0.0)
     assert [known.at(name) is not None for name in "abcd"] == [True, False, True, True]
 
 

@@ -114,7 +114,7 @@ def test_what_a_pool_was_good_for() -> None:
     assert pool_use([each, each]).used
     assert use_text(pool_use([each, each, bad])) == (
         "40.0% of 1000 prompt tokens from the pool, 20.0% from engines' own caches; "
-        "14 blocks saved, 1 dropped, 2 failures, 3 corrupt, LEFT ALONE for now"
+        "14 blocks saved, 1 dropped, 2 failures, 3 corrupt, LEFT ALONE for now: saves are dropped"
     )
     assert use_text(PoolUse()).startswith("0.0% of 0 prompt tokens")
 
@@ -123,7 +123,10 @@ def test_what_a_pool_holds() -> None:
     assert figures_text(FIGURES) == (
         "700 keys, 0.23 of 0.25 GiB of memory, 0.50 of 1.00 GiB of disk, 464 evicted; owned by 127.0.0.1:13775"
     )
-    assert figures_text(PoolFigures()) == "0 keys, 0.00 of 0.00 GiB of memory, 0 evicted; owned by NOBODY"
+    assert figures_text(PoolFigures()) == (
+        "0 keys, 0.00 of 0.00 GiB of memory, 0 evicted; owned by NOBODY: saves are dropped until an owner "
+        "holds memory again, which it does by itself"
+    )
 
 
 METRICS = """\

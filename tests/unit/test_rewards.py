@@ -30,7 +30,7 @@ def played(count: int) -> Rollout:
     async def cancel(rollout, prompt_ids):
         rollout.fail(prompt_ids or rollout.unfinished, RolloutCancelled, "cancelled by the trainer")
 
-    return Rollout("r", 0, 0, N, SamplingParams(), prepare([[1]] * count, None), cancel)
+    return Rollout("r", 0, 0, N, SamplingParams(), prepare([[1]] * count, None), 1, -1, cancel)
 
 
 def finish(rollout: Rollout, *prompt_ids: str) -> None:

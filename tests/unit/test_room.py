@@ -33,3 +33,11 @@ def test_what_ended_or_was_dropped_counts_no_more():
     assert room.start(5, {}.get) == ["b"]
     room.leave("b")
     assert room.start(5, {}.get) == []
+
+
+def test_a_chunk_that_shares_more_than_its_own_lends_nothing():
+    room = Room()
+    room.enter("a", 4)
+    assert room.start(4, {}.get) == ["a"]
+    room.enter("b", 3)
+    assert room.start(2, {"a": 6}.__getitem__) == []

@@ -56,3 +56,12 @@ def test_clear_names_all_that_was_known():
     siblings.ended("b", 0, finished=True, now=0.0)
     assert sorted(siblings.clear()) == ["a", "b"]
     assert siblings.wanted(0.0) == {}
+
+
+def test_a_group_that_came_back_is_not_the_one_that_ran_longest_ago():
+    siblings = Siblings(max_idle_tokens=100)
+    for group_id in ("a", "b", "a"):
+        siblings.began(group_id, 0)
+        siblings.learnt(group_id, 60)
+        siblings.ended(group_id, 0, finished=False, now=0.0)
+    assert siblings.forget() == ["b", "a"]

@@ -1,10 +1,15 @@
 """Sequenced streams: whatever is lost, a subscriber's state ends equal to the publisher's."""
 
 import asyncio
+import functools
+from types import SimpleNamespace
 
 import pytest
+from lag import LaggedTransport
+from streams import PUB, SNAPSHOTS, Follower, Publisher
 from virtual_time import eventually, virtual
 
+from seer.common import stream as streams
 from seer.common.channel import Identity
 from seer.common.clock import LoopClock
 from seer.common.errors import ProtocolMismatch
@@ -12,67 +17,18 @@ from seer.common.stream import BEACON_SECONDS, StreamPublisher, StreamSubscriber
 from seer.common.transport.faulty import Faults, FaultyTransport
 from seer.common.transport.memory import MemoryNetwork, MemoryTransport
 from seer.common.transport.zmq import ZmqTransport
-from seer.common.wire.codec import encode
+from seer.common.wire.codec import Decoder, encode
 from seer.common.wire.messages import (
+    BufferPublished,
+    BufferSnapshotReply,
     ContextPublished,
     ContextSnapshot,
     ContextSnapshotReply,
     Estimates,
     Sequenced,
+    SnapshotRequest,
 )
-
-PUB, SNAPSHOTS = "tcp://127.0.0.1:7105", "tcp://127.0.0.1:7106"
-
-
-class Publisher:
-    """Holds estimates, publishes their changes."""
-
-    def __init__(self, transport, incarnation=1, config_hash="abc"):
-        self.transport = transport
-        self.me = Identity(role="context", name="context", incarnation=incarnation, config_hash=config_hash)
-        self.state = {}
-
-    def snapshot(self, incarnation, sequence):
-        return ContextSnapshot(incarnation=incarnation, sequence=sequence, estimates=dict(self.state))
-
-    async def start(self, pub=PUB, snapshots=SNAPSHOTS):
-        self.publisher = await self.transport.publisher(pub)
-        self.router = await self.transport.router(snapshots)
-        self.stream = StreamPublisher(self.publisher, self.router, self.me, self.snapshot)
-        self.task = asyncio.create_task(self.stream.serve())
-        return self
-
-    async def put(self, group, value):
-        self.state[group] = value
-        await self.stream.publish(Estimates(estimates={group: value}))
-
-    async def stop(self):
-        self.task.cancel()
-        self.stream.close()
-        await self.transport.close()
-
-
-class Follower:
-    """Applies what a subscriber yields and checks that deltas follow without a gap."""
-
-    def __init__(self, transport, pub=PUB, snapshots=SNAPSHOTS, config_hash="abc"):
-        me = Identity(role="buffer", name="buffer", incarnation=9, config_hash=config_hash)
-        self.stream = StreamSubscriber(
-            transport, pub, snapshots, me, ContextPublished, ContextSnapshotReply, LoopClock()
-        )
-        self.state = {}
-        self.kinds = []
-        self.deltas = []
-        self.task = asyncio.create_task(self.follow())
-
-    async def follow(self):
-        async for message in self.stream:
-            self.kinds.append(type(message).__name__)
-            if isinstance(message, ContextSnapshot):
-                self.state = message.estimates
-            else:
-                self.state.update(message.estimates)
-                self.deltas.append(message.estimates)
+from seer.services.buffer import views
 
 
 @virtual
@@ -175,7 +131,7 @@ async def test_a_restart_replaces_the_state():
 @virtual
 async def test_old_mail_of_a_dead_publisher_is_not_applied():
     network = MemoryNetwork()
-    me = Identity(role="b", name="b", incarnation=9)
+    me = Identity(role="buffer", name="b", incarnation=9)
     stream = StreamSubscriber(
         MemoryTransport(network), PUB, SNAPSHOTS, me, ContextPublished, ContextSnapshotReply, LoopClock()
     )
@@ -271,3 +227,124 @@ async def test_a_stream_over_tcp_survives_a_restart():
         follower.task.cancel()
         await publisher.stop()
         await transport.close()
+
+
+def is_page(number, frames):
+    return b"ContextSnapshot" in bytes(frames[0]) and Decoder(ContextSnapshot).decode(frames).page == number
+
+
+@pytest.mark.parametrize("lost", [None, 0, 3, 9])
+def test_a_snapshot_of_many_pages_is_one_state_whatever_is_lost(lost, monkeypatch):
+    monkeypatch.setattr(streams, "PAGE_ROWS", 10)
+
+    @virtual
+    async def check():
+        network = MemoryNetwork()
+        publisher = await Publisher(MemoryTransport(network)).start()
+        publisher.state = {f"g{n}": float(n) for n in range(95)}
+        node = LaggedTransport(network, 0.05, 0.05)
+        left = [1]
+
+        def loses(frames):
+            hit = lost is not None and left[0] and is_page(lost, frames)
+            left[0] -= bool(hit)
+            return hit
+
+        node.lose_down = loses
+        follower = Follower(node)
+        for n in range(200):  # while pages are under way, deltas go on
+            await publisher.put(f"g{n}", -float(n))
+            await asyncio.sleep(0.05)
+        await asyncio.sleep(1)
+        assert follower.state == publisher.state
+        assert follower.kinds.count("ContextSnapshot") == 1
+        assert follower.stream.counters["retries"] == (lost in (0, 3)), (
+            "of a lost last page the next Hello tells"
+        )
+
+    check()
+
+
+def test_a_publisher_restarted_between_pages_is_asked_anew(monkeypatch):
+    monkeypatch.setattr(streams, "PAGE_ROWS", 10)
+
+    @virtual
+    async def check():
+        network = MemoryNetwork()
+        first = await Publisher(MemoryTransport(network), incarnation=1).start()
+        first.state = {f"old{n}": float(n) for n in range(95)}
+        node = LaggedTransport(network, 0.0, 0.0)
+        node.lose_down = lambda frames: any(is_page(number, frames) for number in range(5, 10))
+        follower = Follower(node)
+        await asyncio.sleep(2)
+        await first.stop()
+        second = await Publisher(MemoryTransport(network), incarnation=2).start()
+        second.state = {f"new{n}": float(n) for n in range(45)}
+        await asyncio.sleep(20)
+        assert follower.state == second.state
+        assert set(follower.kinds) == {"ContextSnapshot"}
+
+    check()
+
+
+def test_a_reader_that_stops_holds_up_no_other_and_little_memory(monkeypatch):
+    monkeypatch.setattr(streams, "PAGE_ROWS", 1)
+
+    @virtual
+    async def check():
+        network = MemoryNetwork()
+        transport = MemoryTransport(network)
+        publisher = Publisher(transport)
+        publisher.publisher = await transport.publisher(PUB)
+        publisher.router = await transport.router(SNAPSHOTS, streams.QUEUE_PAGES)
+        publisher.stream = StreamPublisher(
+            publisher.publisher, publisher.router, publisher.me, publisher.snapshot
+        )
+        publisher.task = asyncio.create_task(publisher.stream.serve())
+        publisher.state = {f"g{n}": float(n) for n in range(500)}
+        deaf = []
+        for number in range(5):
+            me = Identity(role="buffer", name=f"deaf{number}", incarnation=1, config_hash="abc")
+            deaf.append(await MemoryTransport(network).dealer(SNAPSHOTS, me.address()))
+            await deaf[-1].send(encode(me.hello()))
+            await deaf[-1].send(encode(SnapshotRequest()))
+        follower = Follower(MemoryTransport(network))
+        await asyncio.sleep(3)
+        assert follower.state == publisher.state
+        assert [len(each.down) <= streams.QUEUE_PAGES for each in deaf] == [True] * 5
+
+    check()
+
+
+def machine_of(requests):
+    """A stand-in for the buffer's machine: groups of 8, all requests with progress."""
+    groups, rows = {}, {}
+    for number in range(requests // 8):
+        name = f"rollout-0123456789/prompt-{number:08d}"
+        groups[name] = SimpleNamespace(
+            group_id=name, size=8, prompt_len=100, max_tokens=32768, done=False, held_since=None
+        )
+        for index in range(8):
+            view = SimpleNamespace(index=index, generated=1000 + index)
+            rows[f"{name}#{index}"] = SimpleNamespace(group=groups[name], view=view, finish="")
+    return SimpleNamespace(groups=groups, requests=rows)
+
+
+@virtual
+async def test_a_buffer_of_two_hundred_thousand_requests_can_be_followed():
+    network = MemoryNetwork()
+    transport, machine = MemoryTransport(network), machine_of(200_000)
+    publisher = await transport.publisher(PUB)
+    router = await transport.router(SNAPSHOTS, streams.QUEUE_PAGES)
+    me = Identity(role="buffer", name="buffer", incarnation=1)
+    stream = StreamPublisher(publisher, router, me, functools.partial(views.snapshot, machine))
+    serving = asyncio.create_task(stream.serve())
+    reader = StreamSubscriber(
+        MemoryTransport(network), PUB, SNAPSHOTS, me, BufferPublished, BufferSnapshotReply, LoopClock()
+    )
+    snapshot = await reader.recv()
+    assert len(snapshot.progress) == 200_000
+    assert len({row.group_id for row in snapshot.opened}) == 25_000
+    assert reader.counters["retries"] == 0
+    assert stream.counters["sent"] == 50, "made once, of pages far below the bound of a header"
+    serving.cancel()

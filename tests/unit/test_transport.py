@@ -11,7 +11,7 @@ from virtual_time import virtual
 
 from seer.common.clock import LoopClock
 from seer.common.errors import ConfigError, Unreachable
-from seer.common.transport import memory, zmq
+from seer.common.transport import memory, pipes, zmq
 from seer.common.transport.faulty import Faults, FaultyTransport
 from seer.common.transport.memory import MemoryNetwork, MemoryTransport
 from seer.common.transport.zmq import ZmqTransport
@@ -166,6 +166,7 @@ async def test_a_restarted_router_is_found_again(make, endpoint):
 async def test_a_full_queue_makes_the_sender_wait_then_fail(make, endpoint, monkeypatch):
     for module in (zmq, memory):
         monkeypatch.setattr(module, "QUEUE_MESSAGES", 4)
+    for module in (zmq, pipes):
         monkeypatch.setattr(module, "SEND_SECONDS", 0.5)
     router = await make().router(endpoint)
     stuck = await make().dealer(router.endpoint, b"stuck")
@@ -184,8 +185,9 @@ async def test_a_full_queue_makes_the_sender_wait_then_fail(make, endpoint, monk
 
 async def test_a_router_may_bound_its_queues_itself(make, endpoint, monkeypatch):
     router = await make().router(endpoint, 3)
-    for module in (zmq, memory):
+    for module in (zmq, pipes):
         monkeypatch.setattr(module, "SEND_SECONDS", 0.2)
+    for module in (zmq, memory):
         monkeypatch.setattr(module, "QUEUE_MESSAGES", 1)  # the reader's
     stuck = await make().dealer(router.endpoint, b"stuck")
     await when_known(router, b"stuck", [b"x"])
@@ -500,3 +502,38 @@ async def test_a_partition_lets_nothing_pass_until_it_heals():
             node.partition(endpoint, on=False)
     assert receiving[0].result() == (b"one", [b"arrives"])
     assert receiving[1].result() == receiving[2].result() == [b"arrives"]
+
+
+@pytest.mark.parametrize("kind", ["tcp", "ipc"], indirect=True)
+async def test_bytes_bound_what_is_queued_for_a_peer_that_does_not_read(make, endpoint, monkeypatch):
+    router = await make().router(endpoint)
+    good = await make().dealer(router.endpoint, b"good")
+    with monkeypatch.context() as patch:
+        patch.setattr(zmq, "QUEUE_MESSAGES", 1)  # else its own libzmq reads a thousand for it
+        deaf = await make().dealer(router.endpoint, b"deaf")
+    size = 4 * 2**20
+    for name, dealer in ((b"deaf", deaf), (b"good", good)):
+        await when_known(router, name, [b"x"])
+        await dealer.recv()
+    queued = 0
+    with pytest.raises(TimeoutError):
+        while True:
+            async with asyncio.timeout(0.5):  # in which the kernel takes what it has room for
+                await router.send(b"deaf", [b"h", bytes(size)])
+            queued += 1
+    assert zmq.QUEUE_BYTES // size <= queued <= 3 * zmq.QUEUE_BYTES // size, "some are the kernel's"
+    assert router._queued(b"deaf") + size > zmq.QUEUE_BYTES
+    large = [bytes(size)] * (2 * zmq.QUEUE_BYTES // size)
+    await router.send(b"good", [b"h", *large])  # one may always wait
+    assert [len(frame) for frame in (await good.recv())[1:]] == [size] * len(large)
+    sending = asyncio.create_task(router.send(b"deaf", [b"last", bytes(size)]))
+    for _ in range(queued):
+        assert len((await deaf.recv())[1]) == size
+    await sending
+    assert bytes((await deaf.recv())[0]) == b"last"
+    deaf.close()
+    with pytest.raises(Unreachable):
+        while True:
+            await router.send(b"deaf", [b"x", bytes(size)])
+            await asyncio.sleep(0.01)
+    good.close()

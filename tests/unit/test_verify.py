@@ -231,7 +231,9 @@ def test_an_unrelated_draw_is_not_explained(seed):
 # --- report ----------------------------------------------------------------------------------
 
 
-def report(*mismatches: Mismatch, tokens: int = 100, unmet=(), error="", fault=None) -> Report:
+def report(
+    *mismatches: Mismatch, tokens: int = 100, unmet=(), error="", fault=None, skipped=None, named=False
+) -> Report:
     comparison = compare([group(response([1] * tokens))], [group(response([1] * tokens))], 1.0, 0.0)
     comparison.mismatches.extend(mismatches)
     counters = {"tokens": tokens, "chunks": 1, "migrations": 0, "preemptions": 0, "pool_tokens": 0}
@@ -240,8 +242,8 @@ def report(*mismatches: Mismatch, tokens: int = 100, unmet=(), error="", fault=N
     )
     return Report(
         versions={}, dtype="", seed=0, rollout_number=0, n=1, prompts=1, sampling=PLAIN, min_tokens=100,
-        logprob_tolerance=0.0, skipped={}, reference=CellReport(name="one-go", about="", counters=counters),
-        cells=[cell], fault=fault,
+        logprob_tolerance=0.0, skipped=skipped or {}, cells=[cell], fault=fault, named=named,
+        reference=CellReport(name="one-go", about="", counters=counters),
     )  # fmt: skip
 
 
@@ -256,7 +258,14 @@ def numeric() -> Mismatch:
         (report(numeric()), ""),
         (report(token_mismatch(0, 1)), "chunk-1 has 1 bugs"),
         (report(tokens=99), "only 99 tokens"),
-        (report(unmet=["preemptions > 0 (was 0)"]), "did not exercise preemptions > 0"),
+        (report(unmet=["preemptions > 0 (was 0)"]), "no cell could be exercised"),
+        (report(unmet=["preemptions > 0 (was 0)"], named=True), "did not exercise preemptions > 0"),
+        (report(token_mismatch(0, 1), unmet=["preemptions > 0 (was 0)"]), "chunk-1 has 1 bugs"),
+        (report(skipped={"pool-ssd": "what is under way fits"}), ""),
+        (
+            report(skipped={"pool-ssd": "what is under way fits"}, named=True),
+            "pool-ssd what is under way fits",
+        ),
         (report(error="engine lost"), "did not finish: engine lost"),
         (report(fault=Fault("chunk-1", 7)), "THE PLANTED FAULT WAS NOT FOUND"),
         (report(token_mismatch(0, 1), fault=Fault("chunk-1", 7)), "the planted fault was found"),
@@ -363,15 +372,24 @@ def test_a_planted_fault_is_found(prompts: Path):
     assert (found["cells"][0]["bug"] > 0, found["cells"][1]["bug"]) == (True, 0)
 
 
-def test_a_cell_that_exercised_nothing_fails(prompts: Path):
-    result, _ = verify(prompts, "--max-tokens", 20, "--min-tokens", 10, "--matrix", "chunk-64")
+def test_a_cell_that_cannot_be_exercised_fails_only_if_it_was_named(prompts: Path):
+    result, _ = verify(prompts, "--max-tokens", 20, "--min-tokens", 10, "--matrix", "chunk-16,chunk-64")
     assert result.exit_code == 1
-    assert "chunk-64 did not exercise chunks > responses (was 12)" in result.output
+    assert "- chunk-64 no response is longer than 64 tokens" in result.output
+    result, found = verify(prompts, "--max-tokens", 2, "--min-tokens", 10)
+    assert result.exit_code == 0, result.output
+    assert "chunk-64: left out: no response is longer than 64 tokens" in result.output
+    assert [cell["name"] for cell in found["cells"]] == ["chunk-1", "two-instances", "migrate", "preempt"]
+    assert [cell["chunk_size"] for cell in found["cells"]] == [1, 1, 1, 0]
 
 
-def test_too_few_tokens_fail(prompts: Path):
-    result, _ = verify(prompts, "--max-tokens", 20, "--matrix", "chunk-1")
-    assert result.exit_code == 1
+def test_responses_are_added_until_enough_is_compared_within_bounds(prompts: Path):
+    result, found = verify(prompts, "--max-tokens", 20, "--matrix", "chunk-1", "--min-tokens", 2000)
+    assert result.exit_code == 0, result.output
+    assert found["n"] > 4
+    result, found = verify(prompts, "--max-tokens", 1, "--matrix", "two-instances")
+    assert (result.exit_code, found["cells"]) == (1, [])
+    assert "two-instances no response is longer than one token" in result.output
     assert "at least 10000 are needed" in result.output
 
 

@@ -1,13 +1,15 @@
 """What a folder's weights are said to be."""
 
 import json
+import os
 import struct
 from pathlib import Path
 
 import pytest
 
+from seer.common import safetensors
 from seer.common.errors import InvalidField
-from seer.services.engine.weights import Tensor, differences, inspect
+from seer.services.engine.weights import Tensor, beneath, differences, inspect
 
 A, B = ("a", "F32", [2, 2], bytes(range(16))), ("b", "BF16", [3], b"abcdef")
 
@@ -73,3 +75,95 @@ def test_what_is_wrong_with_a_folder(tmp_path):
     beyond.write_bytes(beyond.read_bytes().replace(b"[16, 16]", b"[10, 99]"))
     with pytest.raises(InvalidField):
         inspect(beyond.parent)
+
+
+def raw(folder: Path, header: object, data: bytes = b"", length: int | None = None) -> Path:
+    folder.mkdir()
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    length = len(text) if length is None else length
+    (folder / "model.safetensors").write_bytes(struct.pack("<Q", length) + text + data)
+    return folder
+
+
+def entry(first: int, last: int, shape: object = None, dtype: str = "U8") -> dict[str, object]:
+    return {
+        "dtype": dtype,
+        "shape": [last - first] if shape is None else shape,
+        "data_offsets": [first, last],
+    }
+
+
+LIES = {
+    "a length of exabytes": (b"{}", b"", 2**63),
+    "a length beyond the file": (b"{}", b"", 3),
+    "a length above the format's": (b"{}", b"", safetensors.MAX_HEADER_BYTES + 1),
+    "not JSON": (b"{...", b"", None),
+    "deep JSON": (b'{"a":' + b"[" * 100_000, b"", None),
+    "no object": ([1], b"", None),
+    "no entry": ({"a": 1}, b"", None),
+    "beyond the end": ({"a": entry(0, 99)}, b"1234", None),
+    "a negative offset": ({"a": entry(-4, 0)}, b"", None),
+    "a negative size": ({"a": entry(4, 0, [0])}, b"1234", None),
+    "a negative shape": ({"a": entry(0, 4, [-2, -2])}, b"1234", None),
+    "a shape of another size": ({"a": entry(0, 4, [2**62, 2**62])}, b"1234", None),
+    "a fraction": ({"a": {"dtype": "U8", "shape": [4], "data_offsets": [0, 4.5]}}, b"1234", None),
+    "a gap": ({"a": entry(0, 1), "b": entry(2, 4)}, b"1234", None),
+    "an overlap": ({"a": entry(0, 3), "b": entry(2, 4)}, b"1234", None),
+    "the same bytes for all": ({str(i): entry(0, 4) for i in range(1000)}, b"1234", None),
+    "more behind it": ({"a": entry(0, 2)}, b"1234", None),
+}
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_a_header_that_lies_is_an_error_that_names_the_file(tmp_path, lie):
+    with pytest.raises(InvalidField, match=r"model\.safetensors"):
+        inspect(raw(tmp_path / "model", *LIES[lie]))
+
+
+def test_the_headers_of_a_folder_are_bounded_together(tmp_path, monkeypatch):
+    folder = model(tmp_path / "model", *[((f"{i}", *A[1:]),) for i in range(20)])
+    monkeypatch.setattr(safetensors, "MAX_HEADER_BYTES", 600)
+    with pytest.raises(InvalidField, match=r"part-\d+\.safetensors"):
+        inspect(folder)
+    monkeypatch.undo()
+    monkeypatch.setattr(safetensors, "MAX_TENSORS", 10)
+    with pytest.raises(InvalidField, match="more than 10 tensors"):
+        inspect(folder)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "model.safetensors.index.json"])
+def test_only_regular_files_are_opened(tmp_path, name):
+    good = model(tmp_path / "good", (A,))
+    os.mkfifo(good / name)
+    with pytest.raises(InvalidField, match=f"{name}, which is no regular file"):
+        inspect(good)
+    (good / name).unlink()
+    (good / name).mkdir()
+    with pytest.raises(InvalidField, match=f"{name}, which is no regular file"):
+        inspect(good)
+    (good / name).rmdir()
+    (good / name).symlink_to("/dev/zero")
+    with pytest.raises(InvalidField, match=f"{name}, which is no regular file"):
+        inspect(good)
+
+
+def test_reading_stops_when_it_is_not_wanted_any_more(tmp_path):
+    with pytest.raises(InvalidField, match="not wanted any more"):
+        inspect(model(tmp_path / "model", (A,)), lambda: True)
+
+
+def test_a_folder_lies_beneath_the_root_once_links_are_resolved(tmp_path):
+    root, outside = tmp_path / "root", model(tmp_path / "outside", (A,))
+    root.mkdir()
+    inside = model(root / "inside", (A,))
+    (root / "link").symlink_to(outside)
+    (root / "alias").symlink_to(inside)
+    assert beneath(root / "alias", root) == inside.resolve()
+    linked = model(root / "linked", (A,))
+    (linked / "more.safetensors").symlink_to(outside / "part-0.safetensors")
+    (tmp_path / "root-not").mkdir()
+    for folder in (outside, root / "link", root / ".." / "outside", linked, tmp_path / "root-not"):
+        with pytest.raises(InvalidField, match=r"engine\.weights_root"):
+            beneath(folder, root)
+    with pytest.raises(InvalidField, match=r"engine\.weights_root|cannot be read"):
+        beneath(Path("/proc/self/root"), root)

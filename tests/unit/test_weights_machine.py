@@ -35,10 +35,10 @@ def load(machine, *names, problem=""):
 
 def test_an_update_prepares_everywhere_then_loads_everywhere():
     machine = make("a", "b")
-    assert ask(machine) == [w.Hold(), w.Prepare("a", 1, "/new"), w.Prepare("b", 1, "/new")]
+    assert ask(machine) == [w.Hold(), w.Prepare("a", 1, "/new", 1), w.Prepare("b", 1, "/new", 1)]
     assert prepare(machine, "a") == []
     assert machine.live == OLD
-    assert prepare(machine, "b") == [w.Expel("a"), w.Load("a", NEW), w.Expel("b"), w.Load("b", NEW)]
+    assert prepare(machine, "b") == [w.Expel("a"), w.Expel("b"), w.Load("a", NEW), w.Load("b", NEW)]
     assert not machine.admitted
     assert load(machine, "a") == [w.Admit("a")]
     assert load(machine, "b") == [w.Admit("b"), w.Release(), w.Report("t", NEW, {})]
@@ -51,7 +51,7 @@ def test_one_problem_cancels_it_for_all():
     ask(machine)
     out = machine.handle(w.Prepared("a", 1, "", "lm_head has shape [1, 2], not [3, 4]"), 1.0, idle=True)
     reasons = {"a": "lm_head has shape [1, 2], not [3, 4]"}
-    assert out == [w.Release(), w.Fail("t", 1, reasons)]
+    assert out == [w.Discard("a", 1, 1), w.Discard("b", 1, 1), w.Release(), w.Fail("t", 1, reasons)]
     assert machine.live == OLD
     assert machine.admitted == {"a", "b"}
     assert prepare(machine, "b") == []
@@ -122,7 +122,10 @@ def test_a_late_joiner_loads_before_it_gets_work():
 def test_one_that_joins_during_prepare_prepares_too():
     machine = make("a")
     ask(machine)
-    assert machine.handle(w.Registered("b", OLD), 1.0, idle=True) == [w.Admit("b"), w.Prepare("b", 1, "/new")]
+    assert machine.handle(w.Registered("b", OLD), 1.0, idle=True) == [
+        w.Admit("b"),
+        w.Prepare("b", 1, "/new", 1),
+    ]
     assert prepare(machine, "a") == []
     assert w.Load("b", NEW) in prepare(machine, "b")
 
@@ -157,10 +160,12 @@ def test_one_update_at_a_time_and_none_without_engines():
     machine = make("a")
     ask(machine)
     assert ask(machine) == []  # the same again
-    (fail,) = ask(machine, version=2)
+    (fail,) = machine.handle(w.UpdateAsked("other", 2, "/new"), 0.0, idle=True)
     assert "t updates to version 1" in fail.reasons[""]
     (fail,) = ask(make(), version=1)
     assert "no engine" in fail.reasons[""]
+    (fail,) = ask(make("a"), source="")
+    assert "give a source" in fail.reasons[""]
 
 
 def test_deadlines():
@@ -191,3 +196,269 @@ def test_undefined_weights_never_become_live():
     assert machine.admitted == {"b"}
     machine = make("b", weights=NEW)
     assert machine.handle(w.Registered("a", broken), 0.0, idle=True) == [w.Load("a", NEW)]
+
+
+# --- whoever comes to other weights while they change --------------------------------------------
+
+
+def updated_to(machine, version, *names):
+    """Prepare and commit an update; return what was said at the commit."""
+    ask(machine, version=version, source=f"/{version}")
+    out = prepare(machine, *names, digest=f"d{version}", version=version)
+    assert machine.live == w.Weights(version, f"d{version}", f"/{version}")
+    return out
+
+
+def loaded(machine, name, version, problem=""):
+    return machine.handle(w.Loaded(name, version, problem), 3.0, idle=True)
+
+
+def test_one_that_still_loads_an_older_version_is_told_and_its_old_answer_changes_nothing():
+    machine = make("a", weights=NEW)
+    assert machine.handle(w.Registered("b", OLD), 0.0, idle=True) == [w.Load("b", NEW)]
+    out = updated_to(machine, 2, "a")
+    assert w.Load("b", machine.live) in out
+    for problem in ("", "no such folder"):
+        assert loaded(machine, "b", 1, problem) == []
+        assert "b" in machine.loading
+    loaded(machine, "a", 2)
+    assert machine.updating  # b is waited for, as it was there
+    assert loaded(machine, "b", 2)[0] == w.Admit("b")
+    assert machine.admitted == {"a", "b"}
+    assert not machine.updating
+
+
+def test_one_that_loads_has_all_the_time_again_when_it_is_told_of_another_version():
+    machine = make("a", weights=NEW)
+    machine.handle(w.Registered("b", OLD), 0.0, idle=True)
+    ask(machine, version=2, source="/2", now=9.0)
+    machine.handle(w.Prepared("a", 2, "d2"), 9.0, idle=True)
+    machine.handle(w.Tick(), 15.0, idle=True)
+    assert "b" in machine.loading
+    machine.handle(w.Tick(), 20.0, idle=True)
+    assert machine.quarantined["b"] == "did not load version 2 in 10 s"
+
+
+def test_all_are_told_when_a_restarted_buffer_learns_of_a_later_version():
+    machine = make("a", weights=NEW)
+    machine.handle(w.Registered("loads", OLD), 0.0, idle=True)
+    machine.handle(w.Registered("fails", OLD), 0.0, idle=True)
+    machine.handle(w.Loaded("fails", 1, "broken"), 0.0, idle=True)
+    later = w.Weights(7, "d7", "/7")
+    out = machine.handle(w.Registered("c", later), 1.0, idle=True)
+    assert {item.instance for item in out if item == w.Load(item.instance, later)} == {"a", "loads", "fails"}
+    assert machine.admitted == {"c"}
+
+
+def test_an_update_below_what_a_restarted_buffer_learns_is_off():
+    machine = make("a")
+    ask(machine, version=3)
+    out = machine.handle(w.Registered("c", w.Weights(7, "d7", "/7")), 1.0, idle=True)
+    (fail,) = [item for item in out if isinstance(item, w.Fail)]
+    assert "c has version 7" in fail.reasons[""]
+    assert machine.live.version == 7
+
+
+def test_one_admitted_while_others_prepare_prepares_too():
+    machine = make("a", weights=NEW)
+    machine.handle(w.Registered("b", OLD), 0.0, idle=True)
+    ask(machine, version=2, source="/2")
+    assert loaded(machine, "b", 1) == [w.Admit("b"), w.Prepare("b", 2, "/2", 1)]
+    assert prepare(machine, "a", digest="d2", version=2) == []
+    assert w.Load("b", w.Weights(2, "d2", "/2")) in prepare(machine, "b", digest="d2", version=2)
+
+
+def test_a_lost_one_is_not_waited_for_while_it_loads_for_the_second_time():
+    machine = make("a", weights=NEW)
+    machine.handle(w.Registered("b", OLD), 0.0, idle=True)
+    updated_to(machine, 2, "a")
+    loaded(machine, "a", 2)
+    out = machine.handle(w.Lost("b"), 3.0, idle=True)
+    assert out == [w.Release(), w.Report("t", machine.live, {})]
+
+
+# --- answers that nobody waits for ---------------------------------------------------------------
+
+
+def test_prepared_counts_only_from_who_was_asked_and_once():
+    machine = make("a", "b")
+    machine.handle(w.Registered("bad", w.Weights(0, "other")), 0.0, idle=True)
+    ask(machine)
+    for stranger in ("nobody", "bad"):
+        assert machine.handle(w.Prepared(stranger, 1, "dx"), 1.0, idle=True) == []
+        assert machine.handle(w.Prepared(stranger, 1, "", "broken"), 1.0, idle=True) == []
+    assert machine.updating
+    prepare(machine, "a")
+    assert machine.handle(w.Prepared("a", 1, "", "broken"), 1.0, idle=True) == []
+    assert machine.updating
+    prepare(machine, "b")
+    assert machine.live == NEW
+    assert machine.handle(w.Prepared("b", 1, "", "broken"), 1.0, idle=True) == []
+    assert machine.updating
+
+
+def test_prepared_of_another_version_or_another_update_is_not_this_ones():
+    machine = make("a", "b")
+    ask(machine, version=2)
+    assert machine.handle(w.Prepared("a", 3, "", "broken"), 1.0, idle=True) == []
+    assert machine.handle(w.Prepared("a", 1, "dx"), 1.0, idle=True) == []
+    assert machine.updating
+    machine.handle(w.Prepared("b", 2, "", "full disk", 1), 1.0, idle=True)
+    assert not machine.updating
+    assert w.Prepare("a", 2, "/again", 2) in ask(machine, version=2, source="/again")
+    assert machine.handle(w.Prepared("a", 2, "dx", "", 1), 1.0, idle=True) == []  # of the first update
+    assert machine.handle(w.Prepared("a", 2, "", "broken", 1), 1.0, idle=True) == []
+    for name in ("a", "b"):
+        machine.handle(w.Prepared(name, 2, "d2", "", 2), 1.0, idle=True)
+    assert machine.live == w.Weights(2, "d2", "/again")
+
+
+def test_loaded_counts_only_from_who_was_told_and_for_what_is_live():
+    machine = make("a", "b")
+    for problem in ("", "broken"):
+        assert loaded(machine, "a", 0, problem) == []  # it was told nothing
+        assert loaded(machine, "nobody", 0, problem) == []
+    assert machine.admitted == {"a", "b"}
+    ask(machine)
+    prepare(machine, "a", "b")
+    for version in (0, 2):
+        for problem in ("", "broken"):
+            assert loaded(machine, "a", version, problem) == []
+    assert not machine.admitted
+    assert not machine.quarantined
+    assert loaded(machine, "a", 1) == [w.Admit("a")]
+    assert loaded(machine, "a", 1, "broken") == []
+    loaded(machine, "b", 1, "no memory")
+    assert loaded(machine, "b", 1) == []
+    assert (machine.admitted, machine.quarantined) == ({"a"}, {"b": "no memory"})
+
+
+# --- a trainer that asks again -------------------------------------------------------------------
+
+
+def test_the_answer_says_the_number_of_the_question():
+    machine = make("a")
+    ask(machine, ask=5)
+    assert ask(machine, ask=5) == []
+    prepare(machine, "a")
+    assert load(machine, "a")[-1] == w.Report("t", NEW, {}, 5)
+    assert ask(machine, ask=6) == [w.Report("t", NEW, {}, 6)]
+    (fail,) = ask(machine, version=0, ask=7)
+    assert fail.ask == 7
+
+
+def test_who_asks_the_same_again_gets_the_one_answer():
+    machine = make("a")
+    ask(machine, ask=5)
+    assert ask(machine, ask=6) == []  # it stopped waiting, or was killed
+    prepare(machine, "a")
+    assert load(machine, "a")[-1] == w.Report("t", NEW, {}, 6)
+
+
+def test_a_trainer_may_ask_for_something_else_until_engines_load():
+    machine = make("a")
+    ask(machine, ask=5)
+    out = ask(machine, source="/other", ask=6)
+    assert [item.ask for item in out if isinstance(item, w.Fail)] == [5]
+    assert out[-1] == w.Prepare("a", 1, "/other", 2)
+    machine.handle(w.Prepared("a", 1, "d1", "", 2), 1.0, idle=True)
+    (fail,) = ask(machine, version=2, source="/third", ask=7)
+    assert (fail.ask, "wait for that" in fail.reasons[""]) == (7, True)
+
+
+# --- who sleeps ----------------------------------------------------------------------------------
+
+
+def test_one_that_sleeps_is_told_to_load_once_it_is_awake():
+    machine = make("a", weights=NEW)
+    machine.handle(w.Registered("b", OLD), 0.0, idle=True, awake={"a"})
+    assert machine.loading == {"b"}
+    assert machine.handle(w.Tick(), 99.0, idle=True, awake={"a"}) == []  # to wake has a deadline of its own
+    assert machine.handle(w.Tick(), 99.0, idle=True, awake={"a", "b"}) == [w.Load("b", NEW)]
+    machine.handle(w.Registered("c", NEW), 99.0, idle=True, awake={"a", "b"})
+    assert machine.loading == {"b"}  # what sleeps with the live weights may sleep on
+    assert "c" not in machine.admitted
+    assert machine.handle(w.Tick(), 99.0, idle=True, awake={"a", "b", "c"}) == [w.Admit("c")]
+
+
+def prepare_and_load(machine, version, problem=""):
+    out = prepare(machine, "a", "b", version=version, digest=f"d{version}")
+    assert sorted(item.instance for item in out if isinstance(item, w.Load)) == ["a", "b"]
+    load(machine, "a", "b", problem=problem)
+
+
+def test_when_every_load_failed_the_next_update_saves_the_engines():
+    machine = make("a", "b")
+    ask(machine)
+    prepare_and_load(machine, 1, "disk full")
+    assert set(machine.quarantined) == {"a", "b"}
+    for version, problem in ((1, "disk full"), (2, "")):  # the same again, or a later one
+        out = ask(machine, version, f"/again{version}")
+        assert [type(item) for item in out] == [w.Hold, w.Prepare, w.Prepare]
+        prepare_and_load(machine, version, problem)
+    assert machine.admitted == {"a", "b"}
+
+
+def test_a_restarted_buffer_whose_engines_all_failed_takes_an_update():
+    machine = make("a", "b", weights=w.Weights(-1, ""))
+    assert machine.live is None
+    out = ask(machine, 3)
+    assert [type(item) for item in out] == [w.Hold, w.Prepare, w.Prepare]
+    prepare_and_load(machine, 3)
+    assert machine.live == w.Weights(3, "d3", "/new")
+    assert machine.admitted == {"a", "b"}
+
+
+def test_draining_ends_an_update_that_nobody_loads_yet_and_begins_none():
+    machine = make("a")
+    ask(machine)
+    out = machine.handle(w.Drained(), 1.0, idle=True)
+    assert [type(item) for item in out] == [w.Discard, w.Release, w.Fail]
+    assert "shutting down" in out[-1].reasons[""]
+    (fail,) = ask(machine)
+    assert "shutting down" in fail.reasons[""]
+
+
+def test_draining_lets_engines_finish_to_load():
+    machine = make("a")
+    ask(machine)
+    prepare(machine, "a")
+    assert machine.handle(w.Drained(), 1.0, idle=True) == []
+    assert machine.updating
+    load(machine, "a")
+    assert not machine.updating
+
+
+def test_after_an_update_of_its_own_a_buffer_learns_no_weights_from_engines():
+    machine = make("a")
+    ask(machine)
+    prepare(machine, "a")
+    load(machine, "a")
+    assert machine.handle(w.Registered("b", w.Weights(5, "d5", "/5")), 3.0, idle=True) == [w.Load("b", NEW)]
+    assert machine.live == NEW
+
+
+def test_the_digest_that_a_trainer_gave_counts_for_the_first_answer_too():
+    machine = make("a")
+    ask(machine, digest="d1")
+    assert prepare(machine, "a", digest="x")[-1] == w.Fail(
+        "t", 1, {"a": "reads weights with digest x, not d1"}
+    )
+
+
+def test_an_update_that_is_off_is_told_to_those_that_had_answered():
+    machine = make("a", "b")
+    ask(machine)
+    prepare(machine, "a")
+    out = machine.handle(w.Prepared("b", 1, "", "no"), 1.0, idle=True)
+    assert out[:2] == [w.Discard("a", 1, 1), w.Discard("b", 1, 1)]
+
+
+def test_only_who_was_told_to_load_what_is_live_now_is_believed():
+    machine = make("a", weights=NEW)
+    machine.handle(w.Registered("asleep", OLD), 1.0, idle=True, awake={"a"})
+    machine.handle(w.Loaded("asleep", 1), 2.0, idle=True, awake={"a", "asleep"})
+    assert machine.admitted == {"a"}
+    machine.handle(w.Registered("later", w.Weights(5, "d5", "/5")), 3.0, idle=True, awake={"a", "later"})
+    machine.handle(w.Loaded("asleep", 1, "broken"), 4.0, idle=True, awake={"a", "later"})
+    assert not machine.quarantined

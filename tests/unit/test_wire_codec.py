@@ -183,3 +183,32 @@ def test_the_schema_hash_ignores_docstrings_and_sees_fields():
     assert len(SCHEMA_HASH) == 16
     assert schema("one", []) == schema("two", [])
     assert schema("one", []) != schema("one", [("b", int, 0)])
+
+
+@pytest.mark.parametrize("count", [0, 1, 4, 5, 8, 9, 25])
+def test_a_large_array_travels_in_several_frames(count, monkeypatch):
+    monkeypatch.setattr(codec, "SPLIT_BYTES", 16)
+    tokens = np.arange(count, dtype=np.int32)
+    message = ChunksDone(weight_version=0, results=[], tokens=tokens, logprobs=np.ones(3, np.float32))
+    frames = encode(message)
+    assert all(len(frame) <= 16 for frame in frames[1:])
+    assert len(frames) == 2 + max(1, -(-count // 4))
+    received = Decoder(ChunksDone).decode(frames)
+    assert received.tokens.tolist() == tokens.tolist()
+    assert received.logprobs.tolist() == [1.0] * 3
+    if len(frames) > 3:
+        with pytest.raises(WireError):
+            Decoder(ChunksDone).decode(frames[:-1])
+
+
+@pytest.mark.parametrize(
+    "reference", [[1, "i4", 0], [1, "i4", -1], [1, "i4", 10**9], [2, "i4", 2], [1, "f4", 2]]
+)
+def test_a_reference_to_frames_that_are_not_there_is_refused(reference):
+    head = msgspec.msgpack.decode(
+        encode(ChunksDone(weight_version=0, results=[], tokens=np.arange(2, dtype=np.int32),
+                          logprobs=np.ones(2, np.float32)))[0]
+    )  # fmt: skip
+    head["tokens"] = reference
+    with pytest.raises(WireError):
+        Decoder(ChunksDone).decode([msgspec.msgpack.encode(head), bytes(8), bytes(8)])

@@ -9,10 +9,12 @@ Invariants:
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import json
 import logging
 import os
+import tempfile
 import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 from seer.common.config import CPU_KV_SHARE, DraftsConfig, EngineConfig, PoolConfig, SharedConfig
 from seer.common.errors import EngineError
 from seer.common.weights import problem_of
+from seer.services.engine.vllm.drafts.costs import cache_folder
 from seer.services.engine.vllm.drafts.scratch import scratch_blocks
 
 if TYPE_CHECKING:
@@ -36,6 +39,9 @@ PROPOSER = "seer.services.engine.vllm.drafts.proposer.GroupProposer"
 
 MAX_VLLM_TEXT = 300
 """Characters kept of what vLLM says: its advice, further on, is about its own flags."""
+
+_MAX_SOCKET_DIR = 70
+"""Bytes: vLLM adds 37, and a socket's path has 107 at most."""
 
 _FORCED = {
     "VLLM_USE_V2_MODEL_RUNNER": "0",
@@ -62,6 +68,7 @@ def prepare(config: EngineConfig) -> None:
     os.environ.update(_FORCED)
     for name, value in _DEFAULTS.items():
         os.environ.setdefault(name, value)
+    _keep_out_of_tmpdir()
     # What vllm and torch say at import about each other is nothing the reader can act on.
     warnings.filterwarnings("ignore", category=FutureWarning, module="vllm")
     logging.getLogger("torch._library.triton").setLevel(logging.ERROR)
@@ -123,6 +130,16 @@ def eos_ids(vllm_config: VllmConfig, tokenizer: TokenizerLike | None) -> tuple[i
     if tokenizer is not None and tokenizer.eos_token_id is not None:
         found.add(tokenizer.eos_token_id)
     return tuple(sorted(found))
+
+
+def _keep_out_of_tmpdir() -> None:
+    """Put elsewhere what outlives this process or needs a short name: TMPDIR is its own, and ends with it."""
+    with contextlib.suppress(OSError):
+        compiled = cache_folder() / "torchinductor"
+        compiled.mkdir(parents=True, exist_ok=True)
+        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(compiled))
+    if len(os.fsencode(tempfile.gettempdir())) > _MAX_SOCKET_DIR:
+        os.environ.setdefault("VLLM_RPC_BASE_PATH", "/tmp")  # noqa: S108 - sockets, named by a UUID
 
 
 def _prepare_cpu(config: EngineConfig) -> None:
@@ -189,6 +206,8 @@ def _arguments(
     return {
         "model": shared.model,
         "skip_tokenizer_init": not (Path(shared.model) / "tokenizer.json").is_file(),
+        "load_format": "safetensors",  # never pickles
+        "trust_remote_code": False,
         "dtype": _dtype(config.dtype, described),
         "max_model_len": config.max_model_len,
         "block_size": shared.block_size,

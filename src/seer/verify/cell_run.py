@@ -57,12 +57,13 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CellRun(msgspec.Struct, frozen=True, kw_only=True):
-    """What a cell produced. `seconds` from submission to the last response."""
+    """What a cell produced. `kv_blocks` are an engine's; `seconds` from submission to the end."""
 
     groups: list[Group]
     counters: dict[str, int]
     versions: dict[str, str]
     seconds: float
+    kv_blocks: int = 0
 
 
 async def run_cell(
@@ -108,7 +109,13 @@ async def _roll(
         tokens = sum(response.token_ids.size for group in groups for response in group.responses)
         instances = await _final_status(client, tokens)
     counters = _counters(groups, instances) | {"tokens": tokens}
-    return CellRun(groups=groups, counters=counters, versions=instances[0].versions, seconds=seconds)
+    return CellRun(
+        groups=groups,
+        counters=counters,
+        versions=instances[0].versions,
+        seconds=seconds,
+        kv_blocks=instances[0].capacity.kv_blocks,
+    )
 
 
 def _and_once(show: Show, act: Callable[[], None], tokens: int) -> Show:

@@ -4,7 +4,7 @@ Invariants:
 - the first cell is the reference, and every other one differs from it in what its name says;
 - only cells with `pool` have a KV pool, each one of its own that is empty at first, and only those
   with `drafts` draft;
-- a cell that did not do what it is there for (`needs`) proves nothing, and counts as failed.
+- a cell that did not do what it is there for (`needs`) proves nothing, and never counts as passed.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True):
 
     `scarce` leaves an engine too few KV blocks for what it runs at once, `disk` the pool too little
     memory for what it holds, and a disk below it. `killed`: the engine is killed halfway, and comes
-    back. `again`: what counts is a second run, which drafts what the first one said. Counters for
-    `needs` are those of `cell_run.CellRun`.
+    back. `again`: what counts is a second run, which drafts what the first one said. `exact`: its chunk
+    size is what it is about. Counters for `needs` are those of `cell_run.CellRun`.
     """
 
     name: str
@@ -65,6 +65,7 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True):
     killed: bool = False
     drafts: Literal["off", "grouped", "random"] = "off"
     again: bool = False
+    exact: bool = False
 
     def config(self, base: Config, lengths: Sequence[int] = ()) -> Config:
         """Return the configuration that this cell runs.
@@ -109,6 +110,7 @@ def _chunked(size: int) -> Cell:
         name=f"chunk-{size}",
         about=f"chunks of {size}",
         buffer={"policy": "divided", "chunk_size": size},
+        exact=True,
         needs=(("chunks", ">", "responses"),),
     )
 
@@ -251,11 +253,16 @@ def scarce_pool_bytes(base: Config) -> int:
 
     A number is counted with 2 bytes, and any layer as one of full attention.
     """
+    return max(LEAST_POOL_BYTES, POOL_BLOCKS * block_bytes(base, 2))
+
+
+def block_bytes(base: Config, value_bytes: int) -> int:
+    """Return the bytes of a KV block, or 0 where the model's description does not tell."""
     model = _described(base)
     heads = model.get("num_attention_heads") or 1
     size = model.get("head_dim") or model.get("hidden_size", 0) // heads
     numbers = 2 * model.get("num_hidden_layers", 0) * (model.get("num_key_value_heads") or heads) * size
-    return max(LEAST_POOL_BYTES, POOL_BLOCKS * base.shared.block_size * numbers * 2)
+    return base.shared.block_size * numbers * value_bytes
 
 
 def choose(names: str, config: Config, machine: Machine) -> tuple[list[Cell], dict[str, str]]:

@@ -1,8 +1,11 @@
 """What `seer verify` found: for people as a table, for scripts as JSON.
 
 Invariants:
-- it passes only if every cell ran, did what it is there for and has no bug, and enough was compared;
-- whatever keeps it from passing is said in words (`failures`).
+- it passes only if no cell broke or has a bug, every cell that was asked for by name did what it is
+  there for, at least one cell did, and enough was compared;
+- a cell of the whole matrix that this workload could not exercise is left out with its reason: its
+  tokens count if they differ, and prove nothing if they do not;
+- whatever keeps it from passing is said in words (`failures`), and so is what was left out (`left_out`).
 """
 
 from __future__ import annotations
@@ -22,10 +25,15 @@ SHOWN_MISMATCHES = 10
 
 
 class CellReport(msgspec.Struct, kw_only=True):
-    """One cell. `unmet` lists what it should have exercised; `error` why it did not finish."""
+    """One cell. `unmet` lists what it should have exercised; `error` why it did not finish.
+
+    `chunk_size` and `n`, responses per prompt, are what it ran with; 0: not chunked.
+    """
 
     name: str
     about: str
+    chunk_size: int = 0
+    n: int = 0
     seconds: float = 0.0
     counters: dict[str, int] = {}
     unmet: list[str] = []
@@ -57,7 +65,10 @@ class Fault(msgspec.Struct, frozen=True):
 
 
 class Report(msgspec.Struct, kw_only=True):
-    """The whole verification; `reference` is a cell without a comparison."""
+    """The whole verification; `reference` is a cell without a comparison.
+
+    `skipped` says of each cell that did not run why; `named`: cells were asked for by name.
+    """
 
     versions: dict[str, str]
     dtype: str
@@ -72,11 +83,26 @@ class Report(msgspec.Struct, kw_only=True):
     reference: CellReport
     cells: list[CellReport] = []
     fault: Fault | None = None
+    named: bool = False
 
     @property
     def tokens_compared(self) -> int:
-        """Tokens compared in all cells together."""
-        return sum(cell.comparison.tokens for cell in self.cells if cell.comparison is not None)
+        """Tokens compared in all cells that prove something."""
+        return sum(cell.comparison.tokens for cell in self._proving if cell.comparison is not None)
+
+    @property
+    def proving(self) -> int:
+        """Cells that did what they are there for."""
+        return len(self._proving)
+
+    @property
+    def _proving(self) -> list[CellReport]:
+        return [cell for cell in self.cells if not (cell.unmet or cell.error)]
+
+    def left_out(self) -> dict[str, str]:
+        """Return why cells prove nothing, by name."""
+        unmet = {cell.name: f"did not exercise {', '.join(cell.unmet)}" for cell in self.cells if cell.unmet}
+        return self.skipped | unmet
 
     def count(self, verdict: Verdict) -> int:
         """Count mismatches of a verdict in all cells."""
@@ -85,11 +111,15 @@ class Report(msgspec.Struct, kw_only=True):
     def failures(self) -> list[str]:
         """Return why this does not pass; empty if it does."""
         found = []
-        for cell in [self.reference, *self.cells]:
+        if self.reference.unmet:
+            found.append(f"{self.reference.name} did not exercise {', '.join(self.reference.unmet)}")
+        if self.named:
+            found += [f"{name} {why}" for name, why in self.left_out().items()]
+        elif not any(cell.comparison for cell in self._proving):
+            found.append("no cell could be exercised: give more prompts, -n or --max-tokens")
+        for cell in self.cells:
             if cell.error:
                 found.append(f"{cell.name} did not finish: {cell.error}")
-            if cell.unmet:
-                found.append(f"{cell.name} did not exercise {', '.join(cell.unmet)}")
             if cell.count("bug"):
                 found.append(f"{cell.name} has {cell.count('bug')} bugs, {cell.count('unjudged')} unjudged")
         if self.tokens_compared < self.min_tokens:
@@ -136,8 +166,8 @@ def show(report: Report, console: Console) -> None:
     for cell in [report.reference, *report.cells]:
         table.add_row(cell.name, *_figures(cell))
     console.print(table)
-    for name, why in report.skipped.items():
-        console.print(f"{name}: not run: {why}")
+    for name, why in report.left_out().items():
+        console.print(f"{name}: left out: {why}")
     for cell in report.cells:
         for mismatch in sorted(cell.mismatches, key=lambda m: m.verdict)[:SHOWN_MISMATCHES]:
             console.print(f"{cell.name}: {_described(mismatch)}")
@@ -157,7 +187,7 @@ def _conclude(report: Report, console: Console) -> None:
     failures = report.failures()
     console.print(
         f"{'FAILED' if failures else 'PASSED'}: {report.tokens_compared} tokens compared in "
-        f"{len(report.cells)} cells (at least {report.min_tokens} needed), "
+        f"{report.proving} cells (at least {report.min_tokens} needed), {len(report.left_out())} left out, "
         f"{report.count('numeric')} numeric mismatches, {report.count('bug')} bugs"
     )
     for line in failures:

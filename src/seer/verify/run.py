@@ -2,11 +2,14 @@
 
 Invariants:
 - nothing is started before the whole input was checked;
-- cells run one after the other, the teacher after all of them: each has the machine to itself.
+- cells run one after the other, the teacher after all of them: each has the machine to itself;
+- every response of every cell is compared with the reference's: where cells need more responses than
+  were asked for, the reference is run with as many.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -32,11 +35,15 @@ from seer.prompts_io import (
 from seer.verify.cell_run import ROLLOUT_NUMBER, CellRun, Job, Say, run_cell
 from seer.verify.cells import Cell, choose
 from seer.verify.compare import LOGPROB_TOLERANCE, compare
+from seer.verify.fitting import Fit, Work, fit, n_for_tokens
 from seer.verify.judge import judge
 from seer.verify.report import CellReport, Fault, Report, show
 
 SLACK_TOKENS = 32
 """Room beyond prompt and output, as rollouts have it, for tokens that an engine drafts."""
+
+TRIES = 2
+"""A cell that does not exercise what it is there for, though it should, is run so often."""
 
 PLAIN_WIDTH = 120
 """Columns of the table when nobody's terminal limits it."""
@@ -65,35 +72,96 @@ def verify(job: Job, say: Say) -> Report:
     config, prompts = _prepare(job)
     (reference, *others), skipped = choose(job.matrix, config, Machine.here())
     files = _files(config)
-    first = _perform(reference, reference.config(config), job, prompts, say)
-    report = _new_report(job, len(prompts), skipped, _cell_report(reference, first), first.versions)
-    if job.plant_fault:
-        report.fault = Fault(cell=others[0].name, position=most_random_position(first.groups))
-        say(f"planting a fault: {others[0].name} draws absolute position {report.fault.position} wrongly")
-    lengths = [g.prompt_token_ids.size + r.token_ids.size for g in first.groups for r in g.responses]
+    first = _reference(reference, config, job, prompts, say)
+    fits, cannot = _fits(others, config, job, first)
+    most = max((each.n for each in fits), default=job.n)
+    if most > job.n:
+        say(f"{most} responses per prompt, so that all cells have something to do")
+        job = msgspec.structs.replace(job, n=most)
+        first = _reference(reference, config, job, prompts, say)
+    for name, why in cannot.items():
+        say(f"{name} is left out: {why}")
+    cell_report = _cell_report(Fit(cell=reference, n=job.n), first)
+    report = _new_report(job, len(prompts), skipped | cannot, cell_report, first.versions)
+    if job.plant_fault and fits:
+        report.fault = Fault(cell=fits[0].cell.name, position=most_random_position(first.groups))
+        say(f"planting a fault: {report.fault.cell} draws absolute position {report.fault.position} wrongly")
     runs = {}
-    for cell in others:
+    for each in fits:
+        ours = _first(first.groups, each.n)
         try:
-            its = _planted(cell, cell.config(config, lengths), report.fault)
-            found = _perform(cell, its, job, prompts, say, first.counters["tokens"])
+            found = _exercise(each, config, job, prompts, ours, report, say)
         except (InvalidField, ConfigError):
             raise
         except SeerError as error:
-            say(f"{cell.name} failed: {error}")
-            report.cells.append(CellReport(name=cell.name, about=cell.about, error=str(error)))
+            say(f"{each.cell.name} failed: {error}")
+            report.cells.append(CellReport(name=each.cell.name, about=each.cell.about, error=str(error)))
             continue
-        found_report = _cell_report(cell, found)
-        found_report.comparison = compare(
-            first.groups, found.groups, job.sampling.temperature, report.logprob_tolerance
-        )
-        report.cells.append(found_report)
-        runs[cell.name] = found.groups
+        runs[each.cell.name] = found.groups
     if _files(config) != files:
         raise SeerError(f"{config.shared.model} was changed while it was verified: run again")
     if config.engine.backend == "vllm":
-        engines = {cell.name: msgspec.structs.replace(config.engine, **cell.engine) for cell in others}
+        engines = {
+            each.cell.name: msgspec.structs.replace(config.engine, **each.cell.engine) for each in fits
+        }
         judge(report, reference.config(config), engines, first.groups, runs, say)
     return report
+
+
+def _reference(cell: Cell, config: Config, job: Job, prompts: list[Prompt], say: Say) -> CellRun:
+    """Run the reference, once more with fewer sequences at once where it was short of KV memory."""
+    found = _perform(cell, cell.config(config), job, prompts, say)
+    if found.counters["preemptions"] and found.kv_blocks:
+        block = config.shared.block_size
+        longest = max(max(prompt + output for prompt, output in _work(found.groups).grown(job.n)) + 1, block)
+        seqs = max(1, found.kv_blocks // -(-longest // block))
+        say(f"{cell.name} was preempted: once more, {seqs} sequences at once")
+        engine = msgspec.structs.replace(config.engine, max_num_seqs=min(seqs, config.engine.max_num_seqs))
+        config = msgspec.structs.replace(config, engine=engine)
+        found = _perform(cell, cell.config(config), job, prompts, say)
+    return found
+
+
+def _fits(
+    cells: Sequence[Cell], config: Config, job: Job, first: CellRun
+) -> tuple[list[Fit], dict[str, str]]:
+    """Return how each cell can be exercised by these prompts, and why others cannot."""
+    work = _work(first.groups)
+    bytes_ = np.dtype(first.versions.get("dtype", "float16").replace("bfloat16", "float16")).itemsize
+    every = [fit(cell, config, work, bytes_) for cell in cells]
+    cannot = {each.cell.name: each.why for each in every if each.why}
+    fits = [each for each in every if not each.why]
+    least = n_for_tokens(work, job.min_tokens // max(1, len(fits)))
+    return [msgspec.structs.replace(each, n=max(each.n, least)) for each in fits], cannot
+
+
+def _work(groups: Sequence[Group]) -> Work:
+    return Work(
+        [group.prompt_token_ids.size for group in groups],
+        [[response.token_ids.size for response in group.responses] for group in groups],
+    )
+
+
+def _first(groups: Sequence[Group], n: int) -> list[Group]:
+    return [dataclasses.replace(group, responses=group.responses[:n]) for group in groups]
+
+
+def _exercise(
+    fit: Fit, config: Config, job: Job, prompts: list[Prompt], ours: list[Group], report: Report, say: Say
+) -> CellRun:
+    """Run a cell, twice if it first did not do what it is there for, and report what it found."""
+    lengths = [g.prompt_token_ids.size + r.token_ids.size for g in ours for r in g.responses]
+    tokens = sum(response.token_ids.size for group in ours for response in group.responses)
+    its = _planted(fit.cell, fit.cell.config(config, lengths), report.fault)
+    for left in range(TRIES - 1, -1, -1):
+        found = _perform(fit.cell, its, msgspec.structs.replace(job, n=fit.n), prompts, say, tokens)
+        cell = _cell_report(fit, found)
+        cell.comparison = compare(ours, found.groups, job.sampling.temperature, report.logprob_tolerance)
+        if not cell.unmet or cell.mismatches or not left:
+            break
+        say(f"{fit.cell.name} did not exercise {', '.join(cell.unmet)}: once more")
+    report.cells.append(cell)
+    return found
 
 
 def _new_report(
@@ -113,6 +181,7 @@ def _new_report(
         logprob_tolerance=LOGPROB_TOLERANCE.get(dtype, 0.0) if tolerance is None else tolerance,
         skipped=skipped,
         reference=reference,
+        named=bool(job.matrix),
     )
 
 
@@ -172,11 +241,14 @@ def _perform(
     return found
 
 
-def _cell_report(cell: Cell, found: CellRun) -> CellReport:
+def _cell_report(fit: Fit, found: CellRun) -> CellReport:
+    size = fit.cell.buffer.get("chunk_size", 0)
     return CellReport(
-        name=cell.name,
-        about=cell.about,
+        name=fit.cell.name,
+        about=fit.cell.about,
+        chunk_size=size if isinstance(size, int) else 0,
+        n=fit.n,
         seconds=found.seconds,
         counters=found.counters,
-        unmet=cell.unmet(found.counters),
+        unmet=fit.cell.unmet(found.counters),
     )

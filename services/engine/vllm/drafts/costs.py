@@ -3,17 +3,23 @@
 Invariants:
 - a profile is used by engines of the same model shape, device, versions and batch sizes alone; how
   much KV they have, which the machine's free memory may decide, does not matter;
-- a cache that cannot be read or written costs a measurement, never a start.
+- engines that start together on a machine measure one after the other, as steps take longer while another
+  engine measures, too, and those that share a profile measure once;
+- a cache that cannot be read, written or locked costs a measurement, never a start. Who waits for another's
+  for `WAIT_SECONDS` measures itself; a lock ends with the process that holds it.
 """
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import hashlib
 import json
 import os
 import platform
 import statistics
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -46,6 +52,11 @@ PAIR = 3
 PAIRS = 21
 """Comparisons of such a draft with a single path: they differ by less than a step varies."""
 
+WAIT_SECONDS = 120.0
+"""Longest wait for another engine's measurement, which takes seconds: it may have been stopped meanwhile."""
+
+POLL_SECONDS = 0.2
+
 _log = get_logger()
 
 
@@ -58,27 +69,72 @@ def step_costs(
     """
     length = min(LENGTH, backend.capacity.max_model_len - PROMPT)
     batches = _batches(backend.capacity, length)
-    path = _folder(folder) / f"steps-{_key(config, backend, batches, max_draft, paths)}.json"
+    path = (Path(folder) if folder else cache_folder()) / (
+        f"steps-{_key(config, backend, batches, max_draft, paths)}.json"
+    )
+    return kept(path, lambda: _measure(backend, batches, length, max_draft, paths))
+
+
+def kept(path: Path, measure: Callable[[], StepCosts]) -> StepCosts:
+    """Return the profile kept at `path`, or `measure` it and keep it. Blocks."""
+    if known := _read(path):
+        return known
+    with _alone(path.with_name(f"measuring-{platform.node()}.lock")):
+        if known := _read(path):
+            return known
+        begun = time.monotonic()
+        costs = measure()
+        _log.info("measured step times", seconds=round(time.monotonic() - begun, 1), kept=str(path))
+        try:
+            new = path.with_name(f"{path.name}.{os.getpid()}")  # another machine may write it, too
+            new.write_bytes(msgspec.json.encode(costs))
+            new.replace(path)
+        except OSError as error:
+            _log.warning("the profile is not kept", path=str(path), error=str(error))
+        return costs
+
+
+def _read(path: Path) -> StepCosts | None:
     try:
         return msgspec.json.decode(path.read_bytes(), type=StepCosts)
     except (OSError, msgspec.DecodeError, SeerError):
-        pass
-    begun = time.monotonic()
-    costs = _measure(backend, batches, length, max_draft, paths)
-    _log.info("measured step times", seconds=round(time.monotonic() - begun, 1), kept=str(path))
+        return None
+
+
+@contextlib.contextmanager
+def _alone(file: Path) -> Iterator[None]:
+    """Hold a lock if it can be had."""
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        new = path.with_name(f"{path.name}.{os.getpid()}")  # engines that start together each write one
-        new.write_bytes(msgspec.json.encode(costs))
-        new.replace(path)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        lock = os.open(file, os.O_WRONLY | os.O_CREAT, 0o666)
     except OSError as error:
-        _log.warning("the profile is not kept", path=str(path), error=str(error))
-    return costs
+        _log.warning("engines that start together are not kept apart", lock=str(file), error=str(error))
+        yield
+        return
+    try:
+        deadline = time.monotonic() + WAIT_SECONDS
+        while not _locked(lock):
+            if time.monotonic() > deadline:
+                _log.warning("another engine measures for too long", lock=str(file), seconds=WAIT_SECONDS)
+                break
+            time.sleep(POLL_SECONDS)
+        yield
+    finally:
+        os.close(lock)
 
 
-def _folder(folder: str) -> Path:
-    if folder:
-        return Path(folder)
+def _locked(lock: int) -> bool:
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:  # some network file systems have no locks
+        _log.warning("engines that start together are not kept apart", error=str(error))
+    return True
+
+
+def cache_folder() -> Path:
+    """Return where what is worth keeping between starts lies, unless told."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "seer"
 
 

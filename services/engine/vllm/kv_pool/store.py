@@ -10,7 +10,8 @@ Invariants:
   nothing is asked or kept;
 - a put returns once its blocks are copied: a slow pool holds no KV blocks, and a put that finds no
   room in `Staging` is dropped;
-- nothing is removed but keys and namespaces of our own.
+- nothing is removed but keys and namespaces of our own;
+- a pool that takes nothing for long is said, and when it does again: nothing is dropped in silence.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ import msgspec
 from seer.common.errors import EngineError
 from seer.common.log import get_logger
 from seer.services.engine.vllm.kv_pool.calls import Away, Calls
+from seer.services.engine.vllm.kv_pool.saves import Saves
 from seer.services.engine.vllm.kv_pool.staging import Regions, Staging
 
 MISSING, NO_ROOM = -704, -200
@@ -63,6 +65,7 @@ class GuardedStore:
         self._staging: Staging | None = None
         self._calls = Calls(settings.call_seconds, self._connected)
         self._full_until = 0.0
+        self._saves, self._saving = Saves(), threading.Lock()
 
     # --- for the engine ------------------------------------------------------------------
 
@@ -132,7 +135,7 @@ class GuardedStore:
             if not self._put([self._key(key) for key in keys[part]], blocks[part], config):
                 break
             done = part.stop
-        self._calls.count("dropped_blocks", len(keys) - done)
+        self._count_saves(0, len(keys) - done)
         return [0] * done + [NO_ROOM] * (len(keys) - done)
 
     def batch_get_into_multi_buffers(
@@ -212,8 +215,7 @@ class GuardedStore:
             self._calls.note(codes, NO_ROOM)
 
         def done() -> None:
-            self._calls.count("saved_blocks", saved)
-            self._calls.count("dropped_blocks", len(slots) - saved)
+            self._count_saves(saved, len(slots) - saved)
             staging.give_back(slots)
 
         try:
@@ -223,6 +225,17 @@ class GuardedStore:
             raise
         self._calls.tell(put, after=done)
         return True
+
+    def _count_saves(self, saved: int, dropped: int) -> None:
+        self._calls.count("saved_blocks", saved)
+        self._calls.count("dropped_blocks", dropped)
+        if not self._namespace:  # nobody wants to save
+            return
+        with self._saving:
+            if saved and self._saves.saved():
+                _log.info("blocks are saved in the KV pool again")
+            if dropped and not saved and self._saves.dropped(time.monotonic()):
+                _log.warning("the KV pool takes nothing: all that is saved is dropped", **self.counts())
 
     def _get(self, keys: list[str], blocks: Sequence[Sequence[int]]) -> list[int]:
         staging = self._attached()

@@ -1,0 +1,150 @@
+"""Temporary folders that a killed process cannot leave behind for good: the next one to start removes them.
+
+Invariants:
+- a folder is private (0700) and held by a lock on a file in it for as long as its process lives; the
+  kernel gives that lock back however the process ends;
+- `sweep` removes folders that carry our name and our mark, belong to this user and are held by nobody.
+  It follows no link, and touches nothing else, whatever it is called;
+- a mark is never seen without its lock, so a folder that is just being made is safe from sweepers; of
+  several sweepers one removes a folder, and the mark goes last: what is cut off goes on at the next sweep.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import re
+import shutil
+import stat
+import tempfile
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+_NAME = re.compile(r"seer-[a-z]+-[a-z0-9_]{8}")
+_MARK = ".seer-scratch"
+_MARK_TEXT = "A temporary folder of Seer's, removed when no process holds the lock of this file.\n"
+
+
+class Scratch:
+    """A new folder `seer-<kind>-XXXXXXXX` in `parent` (default: the temporary folder), empty but for a mark.
+
+    Use as a context manager, or `close` it. Raises `OSError`.
+    """
+
+    def __init__(self, kind: str, parent: str | Path | None = None) -> None:
+        self.path = Path(tempfile.mkdtemp(prefix=f"seer-{kind}-", dir=parent))
+        try:
+            self._mark = _mark(self.path)
+        except BaseException:
+            shutil.rmtree(self.path, ignore_errors=True)
+            raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Remove the folder, as far as that can be done."""
+        _remove(self.path)
+        os.close(self._mark)
+
+    def keep(self) -> None:
+        """Leave the folder, with what is in it, to the user: it is never swept."""
+        (self.path / _MARK).unlink(missing_ok=True)
+        os.close(self._mark)
+
+
+@contextlib.contextmanager
+def private_temporary_folder() -> Iterator[None]:
+    """Have all that this process, and what it starts, takes for temporary lie in a `Scratch`.
+
+    Removes what killed processes left beside it, meanwhile. Where no folder can be made, e.g. on a full disk,
+    all stays as it is: who needs one will say so.
+    """
+    told, parent = os.environ.get("TMPDIR"), tempfile.gettempdir()
+    threading.Thread(target=sweep, args=(parent,), name="seer-sweep", daemon=True).start()
+    try:
+        scratch = Scratch("proc", parent)
+    except OSError:
+        yield
+        return
+    try:
+        os.environ["TMPDIR"] = tempfile.tempdir = str(scratch.path)
+        yield
+    finally:
+        tempfile.tempdir = parent
+        os.environ.pop("TMPDIR")
+        if told is not None:
+            os.environ["TMPDIR"] = told
+        scratch.close()
+
+
+def sweep(parent: str | Path | None = None) -> list[Path]:
+    """Remove what killed processes left in `parent` (default: the temporary folder); return what is gone."""
+    swept = []
+    for folder in _ours(Path(parent or tempfile.gettempdir())):
+        with contextlib.suppress(OSError), _held(folder):
+            _remove(folder)
+            if not folder.exists():
+                swept.append(folder)
+    return swept
+
+
+def _mark(folder: Path) -> int:
+    """Mark a new folder as ours, locked before it can be seen; return the lock's file."""
+    new = folder / f"{_MARK}.new"
+    mark = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    try:
+        fcntl.flock(mark, fcntl.LOCK_EX)
+        os.write(mark, _MARK_TEXT.encode())
+        new.rename(folder / _MARK)
+    except BaseException:
+        os.close(mark)
+        raise
+    return mark
+
+
+def _ours(parent: Path) -> Iterator[Path]:
+    with contextlib.suppress(OSError):
+        for folder in [each for each in parent.iterdir() if _NAME.fullmatch(each.name)]:
+            with contextlib.suppress(OSError):
+                found = folder.lstat()
+                if stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid():
+                    yield folder
+
+
+@contextlib.contextmanager
+def _held(folder: Path) -> Iterator[None]:
+    """Hold the lock of a folder that nobody uses. Raises `OSError` if it has no mark, or is in use."""
+    mark = os.open(folder / _MARK, os.O_WRONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    try:
+        found = os.fstat(mark)
+        if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid():
+            raise PermissionError(f"{folder / _MARK} is not ours")
+        fcntl.flock(mark, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if not os.path.samestat((folder / _MARK).lstat(), found):  # another sweeper was here
+            raise FileNotFoundError(folder)
+        yield
+    finally:
+        os.close(mark)
+
+
+def _remove(folder: Path) -> None:
+    with contextlib.suppress(OSError):
+        for entry in list(folder.iterdir()):
+            if entry.is_dir() and not entry.is_symlink():
+                shutil.rmtree(entry, ignore_errors=True)
+            elif entry.name != _MARK:
+                with contextlib.suppress(OSError):
+                    entry.unlink()
+        if [entry.name for entry in folder.iterdir()] == [_MARK]:
+            (folder / _MARK).unlink()
+        folder.rmdir()

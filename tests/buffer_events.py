@@ -1,0 +1,58 @@
+"""Events for a buffer's machine, whose invariants are checked after each, and what it answers."""
+
+from invariants import check
+
+from seer.common.policy.schedule import POLICIES
+from seer.common.types import Capacity
+from seer.services.buffer import events as e
+from seer.services.buffer.machine import Machine
+
+CAPACITY = Capacity(kv_blocks=20, block_size=16, max_num_seqs=8, max_model_len=256)
+LARGE = Capacity(kv_blocks=200, block_size=16, max_num_seqs=8, max_model_len=2000)
+
+
+def make(policy="divided", engines=("a", "b"), **limits) -> Machine:
+    machine = Machine(POLICIES[policy], e.Limits(**{"chunk_size": 16, **limits}))
+    for life, name in enumerate(engines):
+        machine.handle(e.EngineJoined(name, CAPACITY, -life), 0.0)
+    return machine
+
+
+def submit(
+    machine, *prompts, n=2, max_tokens=32, rollout="r", trainer="t", now=0.0, prompt_len=10, same=True, **more
+):
+    specs = [e.GroupSpec(prompt, prompt_len, same) for prompt in prompts]
+    out = machine.handle(e.GroupsSubmitted(trainer, rollout, n, max_tokens, specs, **more), now)
+    check(machine)
+    return out
+
+
+def pick(out, kind):
+    return [item for item in out if isinstance(item, kind)]
+
+
+def end(machine, dispatch, count=None, finish="", now=1.0, **fields):
+    count = count or dispatch.max_new_tokens
+    event = e.ChunkEnded(dispatch.instance, dispatch.request_id, dispatch.attempt, count, finish, **fields)
+    out = machine.handle(event, now)
+    check(machine)
+    return out
+
+
+def run_to_end(machine, out, now=1.0):
+    kept = []
+    while dispatches := pick(out, e.Dispatch):
+        out = []
+        for dispatch in dispatches:
+            more = end(machine, dispatch, now=now)
+            kept += pick(more, e.Keep)
+            out += more
+    return out, kept
+
+
+def die(machine, name, life):
+    out = machine.handle(e.EnginesLeft([name], died=True), 1.0)
+    check(machine)
+    out += machine.handle(e.EngineJoined(name, CAPACITY, life), 1.0)
+    check(machine)
+    return out

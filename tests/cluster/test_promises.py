@@ -1,0 +1,200 @@
+"""Promises that hostile use broke, each on the whole system: nothing lost, nothing of another use, no hang."""
+
+import asyncio
+import contextlib
+import contextvars
+
+import pytest
+from cluster_harness import PROMPTS, folder, running
+from invariants import check
+from virtual_time import PROCESS, eventually, virtual
+
+from seer.client import DeadlineExceeded, RequestRefused, SamplingParams
+from seer.common.config import BufferConfig, EngineConfig
+from seer.common.transport.memory import MemoryTransport
+from seer.services.buffer import deliveries
+
+SLOW = EngineConfig(backend="replay", kv_blocks=200, max_num_seqs=4, replay_step_seconds=0.1)
+SAMPLING = SamplingParams(max_tokens=100)
+
+
+def tokens(groups):
+    return {
+        (group.prompt_id, response.index): response.token_ids.tolist()
+        for group in groups
+        for response in group.responses
+    }
+
+
+async def undisturbed(**options):
+    async with running() as cluster, cluster.client() as client:
+        rollout = await client.submit(PROMPTS, n=2, sampling=SAMPLING, rollout_number=0, **options)
+        return tokens(await rollout.result())
+
+
+def joins(cluster):
+    """Count the registrations that the buffer takes from now on."""
+    conductor = cluster.services["buffer"].conductor
+    seen, join = [], conductor.join
+
+    def counted(name, *rest):
+        seen.append(name)
+        join(name, *rest)
+
+    conductor.join = counted
+    return seen
+
+
+@virtual
+@pytest.mark.parametrize("seconds", [5.0, 15.0, 45.0, 90.0, 1000.0])
+async def test_a_buffer_that_stood_still_loses_no_engine_and_no_prompt(seconds):
+    expected = await undisturbed()
+    async with running(engine=SLOW) as cluster, cluster.client(silence_seconds=2000.0) as client:
+        registered = joins(cluster)
+        rollout = await client.submit(PROMPTS, n=2, sampling=SAMPLING, rollout_number=0)
+        await asyncio.sleep(2.0)
+        await cluster.stand_still("buffer", seconds)
+        assert tokens(await rollout.result()) == expected
+        assert registered == []
+        assert cluster.services["buffer"].machine.counters["lost"] == 0
+
+
+@virtual
+@pytest.mark.parametrize("seconds", [25.0, 45.0, 90.0])
+async def test_an_engine_that_stood_still_registers_once_and_costs_no_attempt(seconds):
+    expected = await undisturbed()
+    one = BufferConfig(chunk_size=32, max_attempts=1)
+    async with running(engine=SLOW, buffer=one) as cluster, cluster.client() as client:
+        registered = joins(cluster)
+        rollout = await client.submit(PROMPTS, n=2, sampling=SAMPLING, rollout_number=0)
+        await asyncio.sleep(2.0)
+        await cluster.stand_still("e0", seconds)
+        assert tokens(await rollout.result()) == expected
+        await asyncio.sleep(30.0)
+        assert registered == ["e0"]
+        assert len(cluster.services["buffer"].machine.instances) == 2
+
+
+async def attach(cluster, stack, name="t"):
+    """Enter a client as a process of its own, and return it with what ends it as SIGKILL would."""
+    transport = MemoryTransport(cluster.network)
+    client = cluster.client(transport, name=name)
+    scope = contextvars.copy_context()
+    scope.run(PROCESS.set, name)
+    await asyncio.create_task(client.__aenter__(), context=scope)
+
+    async def kill():
+        await transport.close()
+        client._task.cancel()
+        await asyncio.wait([client._task])
+
+    stack.push_async_callback(kill)
+    return client, kill
+
+
+@virtual
+@pytest.mark.parametrize("pause", [0.0, 3.0])
+@pytest.mark.parametrize("update", [False, True])
+async def test_a_trainer_that_comes_back_gets_what_it_asked_for(tmp_path, pause, update):
+    expected = await undisturbed()
+    async with running(engine=SLOW) as cluster, contextlib.AsyncExitStack() as stack:
+        client, kill = await attach(cluster, stack)
+        options = {"n": 2, "sampling": SAMPLING, "rollout_number": 0, "rollout_id": "r"}
+        rollout = await client.submit(PROMPTS, **options)
+        await eventually(lambda: len(rollout.groups) >= 2)
+        await kill()
+        await asyncio.sleep(pause)
+        client, _ = await attach(cluster, stack)
+        machine = cluster.services["buffer"].machine
+        done = machine.counters["tokens"]
+        if update:  # it does first what a trainer does: it says which weights it has
+            live = (await client.status()).weight_version
+            assert live == 0
+        await asyncio.sleep(2.0)  # time enough to hear of the rollout before it is asked for
+        again = await client.submit(PROMPTS, **options)
+        assert tokens(await again.result()) == expected
+        assert machine.counters["refused"] == 0
+        total = sum(len(each) for each in expected.values())
+        assert machine.counters["tokens"] <= total + 4 * len(PROMPTS) * 100
+        assert done > 0
+
+
+@virtual
+async def test_an_id_that_is_used_again_gives_the_tokens_of_its_own_seed():
+    expected = await undisturbed(seed=1)
+    async with running(engine=SLOW) as cluster, cluster.client() as client:
+        options = {"n": 2, "sampling": SAMPLING, "rollout_number": 0, "rollout_id": "r"}
+        for seconds in (0.2, 1.0, 3.0):
+            before = await client.submit(PROMPTS, seed=0, deadline_seconds=seconds, **options)
+            with pytest.raises(DeadlineExceeded):
+                await before.result()
+        rollout = await client.submit(PROMPTS, seed=1, **options)
+        assert tokens(await rollout.result()) == expected
+
+
+@virtual
+async def test_a_drain_finishes_what_was_accepted_through_a_blip_and_names_what_was_held():
+    expected = await undisturbed()
+    async with running(engine=SLOW) as cluster, contextlib.AsyncExitStack() as stack:
+        transport = MemoryTransport(cluster.network)
+        client = cluster.client(transport)
+        await stack.enter_async_context(client)
+        rollout = await client.submit(PROMPTS, n=2, sampling=SAMPLING, rollout_number=0)
+        held = await client.submit(PROMPTS, n=2, sampling=SAMPLING, weight_version=3)
+        await eventually(lambda: len(rollout.groups) >= 2)
+        draining = asyncio.create_task(cluster.drain("buffer", 600.0))
+        await asyncio.sleep(0.5)
+        transport.disconnect()
+        await asyncio.sleep(1.0)
+        transport.reconnect()
+        assert tokens(await rollout.result()) == expected
+        with pytest.raises(RequestRefused, match="shutting down"):
+            await held.result()
+        await draining
+
+
+@virtual
+async def test_a_trainer_that_stops_reading_holds_up_a_window_and_gets_all_in_the_end(monkeypatch):
+    expected = await undisturbed()
+    monkeypatch.setattr(deliveries, "WINDOW_BYTES", 4000)
+    async with running() as cluster, contextlib.AsyncExitStack() as stack:
+        client, _ = await attach(cluster, stack)
+        rollout = await client.submit(PROMPTS, n=2, sampling=SAMPLING, rollout_number=0)
+        standing = asyncio.create_task(cluster.stand_still("t", 30.0))
+        buffer = cluster.services["buffer"]
+        await eventually(lambda: len(buffer.machine.desk.finished) == len(PROMPTS))
+        (window,) = buffer.conductor._deliveries._windows.values()
+        assert window.bytes <= 4000
+        assert window.waiting
+        await standing
+        assert tokens(await rollout.result()) == expected
+        check(buffer.machine)
+
+
+@virtual
+async def test_a_second_trainer_of_a_held_rollout_is_refused_and_the_first_is_served():
+    async with running(engines=0) as cluster, cluster.client() as first, cluster.client() as second:
+        mine = await first.submit(PROMPTS, n=2, sampling=SAMPLING, rollout_id="r")
+        await eventually(lambda: cluster.services["buffer"].machine.groups)
+        with pytest.raises(RequestRefused, match="another trainer"):
+            await (await second.submit(PROMPTS, n=2, sampling=SAMPLING, rollout_id="r")).result()
+        await cluster.start("e0")
+        assert len(await mine.result()) == len(PROMPTS)
+
+
+@virtual
+async def test_a_rollout_never_mixes_weights(tmp_path):
+    """A trainer is killed, another one updates, the first comes back for the rest without naming a version."""
+    async with running(engine=SLOW) as cluster, contextlib.AsyncExitStack() as stack:
+        client, kill = await attach(cluster, stack)
+        options = {"n": 2, "sampling": SAMPLING, "rollout_number": 0, "rollout_id": "r"}
+        rollout = await client.submit(PROMPTS, **options)
+        await eventually(lambda: len(rollout.groups) >= 2)
+        await kill()
+        async with cluster.client() as other:
+            await other.update_weights(1, str(folder(tmp_path / "new", 1.0)), in_flight="abort")
+        client, _ = await attach(cluster, stack)
+        again = await client.submit(PROMPTS, **options)
+        with pytest.raises(RequestRefused, match="began under weight version 0"):
+            await again.result()
+        assert {group.weight_version for group in again.groups} <= {0}

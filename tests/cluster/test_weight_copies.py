@@ -1,0 +1,204 @@
+"""Copies that engines make of streams, in virtual time: none outlives its update, however that ends."""
+
+import asyncio
+import errno
+import tempfile
+
+import numpy as np
+import pytest
+from cluster_harness import folder, roll, running
+from virtual_time import eventually, virtual
+
+from seer.client import WeightsRefused
+from seer.common.config import EngineConfig
+from seer.common.errors import ConfigError, InvalidField
+from seer.common.wire import messages as m
+from seer.services.engine import staging
+
+LARGE = {"w": np.ones(m.SPOOL_BYTES * 6, dtype=np.float32)}  # three windows
+SMALL = {"w": np.ones(6, dtype=np.float32)}
+
+
+@pytest.fixture(autouse=True)
+def copies(tmp_path, monkeypatch):
+    """Have engines copy, into a folder of the test's; return what lies there."""
+    place = tmp_path / "tmp"
+    place.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(place))
+    monkeypatch.setattr(staging, "_visible", lambda state: False)
+    spools = ("spare", "v*")
+    return lambda: [each for each in place.iterdir() if not any(list(each.glob(name)) for name in spools)]
+
+
+def stall(cluster, after=10):
+    """Let no more than so many parts of a stream reach the buffer."""
+    spool, left = cluster.services["buffer"]._spool, after
+    put = spool.put
+
+    def cut(reply, address, message):
+        nonlocal left
+        left -= isinstance(message, m.SpoolData)
+        if left >= 0 or not isinstance(message, m.SpoolData):
+            put(reply, address, message)
+
+    spool.put = cut
+
+
+def copying(cluster):
+    return [cluster.services[name]._staging._copy is not None for name in ("e0", "e1")]
+
+
+@virtual
+async def test_an_update_that_another_engine_refuses_leaves_nothing(copies):
+    async with running(engines=2) as cluster, cluster.client() as client:
+
+        async def fail(source):
+            await eventually(lambda: cluster.services["e0"]._checked[1] != "")
+            raise InvalidField("source", source, "this node cannot read it")
+
+        cluster.services["e1"]._inspect = fail
+        with pytest.raises(WeightsRefused, match="this node cannot read it"):
+            await client.update_weights(1, SMALL)
+        await eventually(lambda: not any(copying(cluster)))
+        assert cluster.services["e0"]._checked == ("", "", ())
+        assert not copies()
+
+
+@virtual
+async def test_a_trainer_that_stops_or_asks_anew_leaves_nothing(tmp_path, copies):
+    async with running(engines=2) as cluster, cluster.client() as client:
+        stall(cluster)
+        update = asyncio.create_task(client.update_weights(1, LARGE))
+        await eventually(lambda: all(copying(cluster)))
+        update.cancel()
+        await asyncio.wait([update])
+        live = await client.update_weights(1, folder(tmp_path / "one", 1.0))  # at once
+        assert live.version == 1
+        await eventually(lambda: not any(copying(cluster)))
+        await asyncio.sleep(2 * m.SPOOL_STALL_SECONDS)
+        assert not copies()
+
+
+@virtual
+@pytest.mark.parametrize("end", ["the buffer is killed", "the engine is killed", "the engine drains"])
+async def test_whoever_ends_while_it_copies_leaves_nothing(copies, end):
+    async with running(engines=2) as cluster, cluster.client() as client:
+        stall(cluster)
+        update = asyncio.create_task(client.update_weights(1, LARGE))
+        await eventually(lambda: all(copying(cluster)))
+        if end == "the buffer is killed":
+            await cluster.kill("buffer")
+            await cluster.start("buffer")
+            assert (await update).version == 1  # it is sent all again
+            await roll(client)
+        else:
+            await (cluster.kill("e1") if "killed" in end else cluster.drain("e1"))
+            await eventually(lambda: copying(cluster)[1] is False)
+            with pytest.raises(WeightsRefused, match="the trainer sent nothing"):
+                await update
+        await eventually(lambda: not any(copying(cluster)))
+        assert not copies()
+
+
+@virtual
+@pytest.mark.parametrize("full", ["at a part", "from the start"])
+async def test_a_full_disk_refuses_the_update_by_name(copies, monkeypatch, full):
+    async with running(engines=2) as cluster, cluster.client() as client:
+        expected = await roll(client)
+
+        def fail(file, part):
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        with monkeypatch.context() as patch:
+            if full == "at a part":
+                patch.setattr(staging, "write_part", fail)
+            else:
+                usage = type("usage", (), {"free": 10})
+                patch.setattr(staging, "shutil", type("shutil", (), {"disk_usage": lambda path: usage}))
+            with pytest.raises(WeightsRefused, match=r"e\d: .*(No space left|do not fit into .*set TMPDIR)"):
+                await client.update_weights(1, SMALL)
+        await eventually(lambda: not any(copying(cluster)))
+        assert not copies()
+        assert await roll(client) == expected
+        assert (await client.update_weights(1, SMALL)).version == 1
+
+
+@virtual
+async def test_a_stream_of_another_size_is_not_copied():
+    async with running(engines=1) as cluster, cluster.client() as client:
+        cluster.services["e0"]._staging.model_bytes = 100
+        with pytest.raises(WeightsRefused, match="the model's tensors have 100"):
+            await client.update_weights(1, SMALL)
+        cluster.services["e0"]._staging.model_bytes = 24
+        assert (await client.update_weights(1, SMALL)).version == 1
+
+
+async def test_a_place_in_memory_of_another_size_is_not_read():
+    stage = staging.Staging(None)
+    stage.model_bytes = 100
+    memory = '{"name":"v","session":"127.0.0.1:1","protocol":"tcp","pointer":1,"size":1000000000000}'
+    with pytest.raises(InvalidField, match="the model's tensors have 100"):
+        await stage.folder(f"mooncake:{memory}")
+
+
+@virtual
+async def test_folders_lie_beneath_the_root(tmp_path):
+    root = tmp_path / "root"
+    root.mkdir()
+    settings = EngineConfig(backend="replay", kv_blocks=200, weights_root=str(root))
+    async with running(engines=1, engine=settings) as cluster, cluster.client() as client:
+        with pytest.raises(WeightsRefused, match=r"engine\.weights_root"):
+            await client.update_weights(1, folder(tmp_path / "one", 1.0))
+        assert (await client.update_weights(1, folder(root / "one", 1.0))).version == 1
+        assert (await client.update_weights(2, SMALL)).version == 2
+    missing = EngineConfig(backend="replay", weights_root=str(tmp_path / "missing"))
+    with pytest.raises(ConfigError, match=r"engine\.weights_root = .*no folder"):
+        async with running(engines=1, engine=missing):
+            pass
+
+
+@virtual
+async def test_a_folder_that_changes_while_it_is_loaded_is_not_believed(tmp_path):
+    async with running(engines=2) as cluster, cluster.client() as client:
+        driver = cluster.services["e1"]._driver
+        load = driver.load_weights
+
+        async def changing(place, digest):
+            await load(place, digest)
+            folder(tmp_path / "one", 2.0)
+
+        driver.load_weights = changing
+        live = await client.update_weights(1, folder(tmp_path / "one", 1.0))
+        assert "changed while it was loaded" in live.quarantined["e1"]
+
+
+@virtual
+async def test_an_engine_that_sleeps_loads_nothing(tmp_path):
+    async with running(engines=1) as cluster:
+        server = cluster.services["e0"]
+        server._asleep = True
+        one = folder(tmp_path / "one", 1.0)
+        answer = await server._load_weights(m.LoadWeights(version=1, digest="d", source=str(one)), 0)
+        assert "it sleeps" in answer.problem
+        assert server._weights.version == 0
+
+
+@virtual
+async def test_an_engine_that_hangs_is_given_up_and_the_others_go_on(tmp_path):
+    async with running(engines=2) as cluster, cluster.client() as client:
+
+        async def hang(*args):
+            await asyncio.Event().wait()
+
+        cluster.services["e1"]._driver.load_weights = hang
+        update = asyncio.create_task(client.update_weights(1, folder(tmp_path / "one", 1.0)))
+        server = cluster.services["buffer"]
+        await eventually(lambda: server.weights.loading == {"e1"})
+        server.conductor.give_up(["e1"], "silent")
+        assert (await update).version == 1
+        await cluster.kill("e1")
+        cluster.services["e0"]._driver.sleep = hang
+        resting = asyncio.create_task(client.sleep())
+        await asyncio.sleep(1)
+        server.conductor.give_up(["e0"], "silent")
+        await resting

@@ -1,0 +1,192 @@
+"""Weights and sleep together, as the conductor joins their machines, with engines that keep their own books.
+
+Engines join at any time, awake or asleep, with whatever weights, also in the middle of an update; they
+obey in order. None is told to load while it sleeps or is about to; none that sleeps is given work; in the
+end each one that lives has the live weights, and is in the state that was asked for last.
+"""
+
+from collections import deque
+
+import numpy as np
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from seer.common.policy.schedule import POLICIES
+from seer.common.types import Capacity, SamplingParams
+from seer.common.wire import messages as m
+from seer.services.buffer import events as e
+from seer.services.buffer import sleep as s
+from seer.services.buffer import weights as w
+from seer.services.buffer.conductor import Conductor, Ended, Submitted
+from seer.services.buffer.machine import Machine
+from seer.services.buffer.store import Store
+
+NAMES = ("a", "b", "c")
+KINDS = ("join", "join asleep", "lose", "update", "sleep", "wake", "answer", "fail", "submit", "work", "tick")
+STEPS = st.lists(st.tuples(st.sampled_from(KINDS), st.sampled_from(NAMES), st.integers(0, 9)), max_size=50)
+PROMPT = np.arange(5, dtype=np.int32)
+
+
+class Engine:
+    def __init__(self, version, asleep):
+        self.version, self.asleep = version, asleep
+        self.orders = deque()
+
+    @property
+    def will_sleep(self):
+        """Whether it sleeps once it has done all it was told."""
+        told = [order.asleep for order in self.orders if isinstance(order, m.Sleep)]
+        return told[-1] if told else self.asleep
+
+
+class World:
+    """A conductor with engines and trainers; what the server keeps apart (sleep and updates), this does."""
+
+    def __init__(self):
+        self.time = 0.0
+        self.engines: dict[str, Engine] = {}
+        self.chunks: dict[str, tuple[str, m.RunChunk]] = {}
+        self.answers: list[object] = []
+        self.submitted = self.joined = 0
+        self.wanted = None
+        self.machine = Machine(POLICIES["divided"], e.Limits(chunk_size=16))
+        self.weights, self.sleep, self.store = w.WeightsMachine(50.0), s.SleepMachine(50.0), Store()
+        self.conductor = Conductor(
+            self, self.machine, self.weights, self.sleep, self.store, 1e9, 1e9,
+            to_engine=self.hear, to_trainer=lambda name, message: self.answers.append(message),
+            to_life=lambda life, message: self.answers.append(message),
+            publish=lambda message: None, parted=lambda name: None,
+        )  # fmt: skip
+
+    def now(self):
+        return self.time
+
+    def hear(self, name, message):
+        engine = self.engines[name]
+        match message:
+            case m.LoadWeights():
+                assert not engine.will_sleep, f"{message} to one that sleeps"
+                engine.orders.append(message)
+            case m.PrepareWeights():  # which it may, asleep
+                engine.orders.append(message)
+            case m.Sleep():
+                assert not (message.asleep and name in self.weights.loading)
+                engine.orders.append(message)
+            case m.RunChunk():
+                assert not engine.asleep
+                assert all(isinstance(order, m.PrepareWeights) for order in engine.orders)
+                assert engine.version == self.weights.live.version
+                self.chunks[message.request_id] = name, message
+
+    def step(self, kind, name, number):
+        engine = self.engines.get(name)
+        match kind:
+            case "join" | "join asleep":
+                self.lose(name, say=False)
+                self.engines[name] = engine = Engine(number // 3 - 1, kind != "join")
+                self.joined += 1
+                self.conductor.join(name, register(engine), self.joined)
+            case "lose":
+                self.lose(name)
+            case "update" if not self.sleep.wanted:
+                self.conductor.weigh(w.UpdateAsked("t", number, f"/w{number}", ask=number))
+            case "sleep" | "wake" if not self.weights.updating:
+                self.conductor.rest(s.Asked("t", kind == "sleep"))
+            case "answer" | "fail" if engine is not None and engine.orders:
+                self.obey(name, engine, "broken" if kind == "fail" else "")
+            case "submit" if self.submitted < 5:
+                self.submit()
+            case "work":
+                self.work()
+            case "tick":
+                self.time += number
+                self.conductor.tick()
+
+    def lose(self, name, say=True):
+        if self.engines.pop(name, None) is not None:
+            self.chunks = {key: (at, chunk) for key, (at, chunk) in self.chunks.items() if at != name}
+            if say:
+                self.conductor.give_up([name], "a test says so")
+
+    def obey(self, name, engine, problem=""):
+        match order := engine.orders.popleft():
+            case m.Sleep():
+                engine.asleep = order.asleep
+                self.conductor.rest(s.Answered(name, order.asleep))
+            case m.PrepareWeights():
+                digest = f"d{order.version}"
+                self.conductor.weigh(w.Prepared(name, order.version, digest, problem, order.ask))
+            case m.LoadWeights():
+                assert not engine.asleep
+                engine.version = -1 if problem else order.version
+                self.conductor.weigh(w.Loaded(name, order.version, problem))
+
+    def submit(self):
+        self.submitted += 1
+        rollout = f"r{self.submitted}"
+        submit = m.Submit(
+            rollout_id=rollout, rollout_number=0, seed=0, n=1, sampling=SamplingParams(max_tokens=8),
+            prompt_ids=["p"], lengths=[5], tokens=PROMPT,
+        )  # fmt: skip
+        event = e.GroupsSubmitted("t", rollout, 1, 8, [e.GroupSpec("p", 5)])
+        self.conductor.handle(event, Submitted(submit, {"p": PROMPT}))
+
+    def work(self):
+        for key, (name, chunk) in list(self.chunks.items()):
+            del self.chunks[key]
+            ended = e.ChunkEnded(name, key, chunk.attempt, 1, "stop", "")
+            self.conductor.handle(ended, Ended(np.array([7], np.int32), np.zeros(1, np.float32)))
+
+    def settle(self):
+        """Let everybody do all that they were told, with success."""
+        self.conductor.tick()
+        while self.chunks or any(engine.orders for engine in self.engines.values()):
+            self.work()
+            for name, engine in list(self.engines.items()):
+                if engine.orders:
+                    self.obey(name, engine)
+            self.conductor.tick()
+        if self.machine.requests:  # no engine may run them: they fail in time
+            self.time += self.machine.limits.engine_wait_seconds + 1
+            self.settle()
+
+
+def register(engine):
+    version = engine.version
+    return m.Register(
+        capacity=Capacity(kv_blocks=20, block_size=16, max_num_seqs=8, max_model_len=256),
+        weight_version=version,
+        vocab_size=100,
+        weights_digest=f"d{version}" if version >= 0 else "",
+        weights_source=f"/w{version}" if version > 0 else "",
+        asleep=engine.asleep,
+    )
+
+
+@settings(max_examples=400)
+@given(STEPS)
+@example([("join", "a", 6), ("sleep", "a", 0), ("answer", "a", 0), ("join", "b", 3)])
+@example([("join", "a", 6), ("sleep", "a", 0), ("answer", "a", 0), ("join asleep", "b", 3)])
+@example([("join", "a", 6), ("submit", "a", 0), ("join asleep", "b", 6), ("submit", "a", 0)])
+def test_none_loads_asleep_and_all_end_as_was_asked_last(steps):
+    world = World()
+    for step in steps:
+        world.step(*step)
+        assert world.weights.known == world.engines.keys()
+    world.settle()
+    assert not world.weights.updating
+    assert not world.weights.loading
+    assert {engine.asleep for engine in world.engines.values()} <= {world.sleep.wanted}
+    assert world.sleep.held == world.sleep.wanted
+    for name, engine in world.engines.items():
+        if name not in world.weights.quarantined:
+            assert engine.version == world.weights.live.version
+    # Whatever failed before, a later version heals, and engines that sleep can be woken.
+    world.step("wake", "", 0)
+    world.settle()
+    world.step("update", "", 9)
+    world.settle()
+    if world.weights.admitted and world.weights.live.version == 9:
+        assert {engine.version for engine in world.engines.values()} == {9}
+        assert not any(engine.asleep for engine in world.engines.values())
+        assert world.weights.admitted == world.engines.keys()

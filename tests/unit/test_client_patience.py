@@ -1,0 +1,227 @@
+"""The client over time: silence, deadlines, a buffer that is restarted, and answers that come late."""
+
+import asyncio
+
+import pytest
+from fake_buffer import answering, connect, connected, group, progress
+from msgspec import structs
+from virtual_time import virtual
+
+from seer.client import BufferLost, DeadlineExceeded, WeightsRefused
+from seer.client import rollout as rollouts
+from seer.client.rollout import submissions
+from seer.common.channel import CHECK_SECONDS
+from seer.common.errors import InvalidField, Unreachable
+from seer.common.wire import messages as m
+
+
+async def restart(buffer):
+    """Have the buffer know nothing of its client any more, and the client learn it."""
+    buffer.hub.dismiss(buffer.address)
+    await asyncio.sleep(CHECK_SECONDS + 1)
+
+
+@virtual
+async def test_submitting_more_makes_no_silent_buffer_heard():
+    async with connected(silence_seconds=60) as (_, client):
+        first = await client.submit([[1]])
+        for _ in range(4):
+            await asyncio.sleep(20)
+            await client.submit([[2]])
+        assert isinstance(first.failure, BufferLost)
+
+
+@virtual
+async def test_time_in_which_the_trainers_own_loop_stood_still_is_not_the_buffers_silence():
+    async with connected(silence_seconds=60) as (buffer, client):
+        rollout = await client.submit([[1]], n=1)
+        (submitted,) = await buffer.until(m.Submit)
+        asyncio.get_running_loop()._now += 600
+        await asyncio.sleep(1)
+        await buffer.say(group(submitted, "0"))
+        assert await rollout.result()
+
+
+@virtual
+async def test_a_buffer_given_up_for_its_silence_is_told_so_when_it_speaks_again():
+    async with connected(silence_seconds=60) as (buffer, client):
+        rollout = await client.submit([[1]], n=2)
+        with pytest.raises(BufferLost):
+            await rollout.result()
+        await buffer.say(progress(rollout.id, rollout.use))
+        (cancel,) = await buffer.until(m.Cancel)
+        assert (cancel.rollout_id, cancel.use) == (rollout.id, rollout.use)
+
+
+@virtual
+async def test_a_group_is_acknowledged_when_it_arrives_and_before_leaving():
+    async with connected() as (buffer, client):
+        await client.submit([[1]], n=1)
+        (submitted,) = await buffer.until(m.Submit)
+        await asyncio.sleep(1)
+        await buffer.say(group(submitted, "0"))
+        await asyncio.sleep(0.01)
+        assert buffer.of(m.Acknowledge)
+        client._acknowledge["r", 1] = ["left"]
+    assert [type(message) for message in buffer.got[-2:]] == [m.Acknowledge, m.Goodbye]
+    assert buffer.got[-2].prompt_ids == ["left"]
+
+
+@virtual
+async def test_what_is_finished_is_not_cancelled_nor_what_is_left_of_a_rollout():
+    async with connected() as (buffer, client):
+        rollout = await client.submit([[1], [2]], n=1)
+        await rollout.cancel(["0"])
+        await buffer.say(progress(rollout.id, rollout.use))
+        await asyncio.sleep(1)
+        await rollout.cancel()
+        await buffer.say(structs.replace(progress(rollout.id, rollout.use), finished=2))
+        await asyncio.sleep(1)
+        assert [cancel.prompt_ids for cancel in buffer.of(m.Cancel)] == [["0"], []]
+
+
+@virtual
+async def test_a_group_whose_prompt_was_given_up_is_no_result_and_progress_of_another_use_none():
+    async with connected() as (buffer, client):
+        rollout = await client.submit([[1], [2]], n=1)
+        (submitted,) = await buffer.until(m.Submit)
+        await rollout.cancel(["0"])
+        await buffer.say(progress(rollout.id, rollout.use + 1))
+        for prompt_id in ("0", "1"):
+            await buffer.say(group(submitted, prompt_id))
+        await asyncio.sleep(1)
+        assert [done.prompt_id for done in rollout.groups] == ["1"]
+        assert rollout.progress is None
+
+
+@virtual
+async def test_a_deadline_ends_its_own_rollout_in_time_and_no_later_one_of_its_id():
+    async with connected() as (buffer, client):
+        buffer.script = answering()
+        await (await client.submit([[1]], n=1, rollout_id="r", deadline_seconds=9)).result()
+        buffer.script = lambda message: []
+        later = await client.submit([[1]], n=1, rollout_id="r")
+        with pytest.raises(InvalidField, match="under way"):
+            await client.submit([[1]], rollout_id="r")
+        soon = await client.submit([[1]], n=1, deadline_seconds=1)
+        await asyncio.sleep(1.1)
+        assert isinstance(soon.failure, DeadlineExceeded)
+        await asyncio.sleep(9)
+        assert later.unfinished == ["0"]
+
+
+@virtual
+async def test_the_default_number_is_above_all_and_uses_of_later_lives_are_later():
+    async with connected() as (buffer, client):
+        numbers = [(await client.submit([[1]], rollout_number=number)) for number in (40, 5, None)]
+        assert [rollout.rollout_number for rollout in numbers] == [40, 5, 41]
+        async with connect(buffer) as other:
+            assert (await other.submit([[1]])).use > max(rollout.use for rollout in numbers)
+
+
+@virtual
+async def test_all_questions_are_asked_again_of_a_restarted_buffer():
+    async with connected() as (buffer, client):
+        asking = [
+            asyncio.create_task(question) for question in (client.update_weights(3, "/new"), client.sleep())
+        ]
+        await asyncio.sleep(1)
+        await restart(buffer)
+        assert [len(buffer.of(kind)) for kind in (m.UpdateWeights, m.Sleep)] == [2, 2]
+        for task in asking:
+            task.cancel()
+    async with connected() as (buffer, client):
+        task = asyncio.create_task(client.status(60))
+        await asyncio.sleep(1)
+        await restart(buffer)
+        assert len(buffer.of(m.StatusRequest)) == 2
+        task.cancel()
+
+
+@virtual
+async def test_a_buffer_restarted_while_prompts_are_sent_again_is_sent_them_once_more():
+    async with connected() as (buffer, client):
+        await client.submit([[1]], n=1)
+        await buffer.until(m.Submit)
+        send = client._channel.send
+
+        async def slowly(message):
+            if isinstance(message, m.Submit):
+                await asyncio.sleep(10)
+            await send(message)
+
+        client._channel.send = slowly
+        await restart(buffer)
+        await restart(buffer)
+        client._channel.send = send
+        await asyncio.sleep(30)
+        assert len(buffer.of(m.Submit)) == 3
+
+
+@virtual
+async def test_a_late_answer_to_another_question_of_sleep_is_not_taken():
+    async with connected() as (buffer, client):
+        with pytest.raises(Unreachable):
+            await client.sleep(timeout_seconds=5)
+        (first,) = buffer.of(m.Sleep)
+        for asleep, late in ((True, first.ask), (False, 0)):
+            task = asyncio.create_task(client._rest(asleep=asleep, seconds=60))
+            await asyncio.sleep(1)
+            await buffer.say(m.Slept(asleep=True, ask=late))
+            await asyncio.sleep(1)
+            assert not task.done()
+            await buffer.say(m.Slept(asleep=asleep, ask=buffer.of(m.Sleep)[-1].ask))
+            await task
+
+
+@virtual
+async def test_what_ends_the_connection_ends_an_update_and_sleep():
+    async with connected() as (buffer, client):
+        asking = [asyncio.create_task(client.update_weights(3, "/new")), asyncio.create_task(client.sleep())]
+        await asyncio.sleep(1)
+        await buffer.say(m.Refused(code="protocol", message="speaks protocol 9.0"))
+        for task in asking:
+            with pytest.raises(Unreachable, match="speaks protocol"):
+                await task
+
+
+@virtual
+async def test_submissions_ask_for_the_weights_of_the_last_update_that_succeeded():
+    async with connected() as (buffer, client):
+        for version, answer in (
+            (3, m.WeightsLive(version=3, digest="d")),
+            (4, m.WeightsFailed(version=4, reasons={})),
+        ):
+            buffer.script = lambda said, answer=answer: [answer] if isinstance(said, m.UpdateWeights) else []
+            if version == 3:
+                await client.update_weights(version, "/new")
+            else:
+                with pytest.raises(WeightsRefused):
+                    await client.update_weights(version, "/new")
+            await client.submit([[1]])
+        assert [submit.weight_version for submit in await buffer.until(m.Submit, 2)] == [3, 3]
+
+
+@virtual
+async def test_what_fails_while_it_is_sent_is_not_sent(monkeypatch):
+    monkeypatch.setattr(rollouts, "BATCH_PROMPTS", 1)
+    async with connected() as (_, client):
+        rollout = await client.submit([[1], [2], [3]], n=1)
+        sent = submissions(rollout)
+        assert next(sent).prompt_ids == ["0"]
+        await rollout.cancel(["1"])
+        assert [submit.prompt_ids for submit in sent] == [["2"]]
+
+
+@virtual
+async def test_single_prompts_whose_cancel_was_lost_are_cancelled_once_nobody_waits_for_the_rest():
+    async with connected() as (buffer, client):
+        rollout = await client.submit([[1], [2]], n=1)
+        (submitted,) = await buffer.until(m.Submit)
+        await rollout.cancel(["1"])
+        await buffer.until(m.Cancel)  # and loses it
+        await buffer.say(group(submitted, "0"))
+        await asyncio.sleep(1)
+        await buffer.say(progress(rollout.id, rollout.use))
+        _, cancel = await buffer.until(m.Cancel, 2)
+        assert (cancel.prompt_ids, cancel.use) == ([], rollout.use)

@@ -1,0 +1,144 @@
+"""A weight update on its trainer's side, with a buffer played by the test."""
+
+import asyncio
+
+import numpy as np
+import pytest
+from virtual_time import eventually, virtual
+
+from seer.client import WeightsRefused
+from seer.client.weights import Update, answers, new_ask
+from seer.common.wire import messages as m
+
+TENSORS = {"w": np.arange(m.SPOOL_BYTES, dtype=np.float32)}  # four parts and a header
+
+
+class Buffer:
+    """Keeps what it is sent, and tells how far a stream has come as long as `confirms`."""
+
+    def __init__(self, source="/new", version=7):
+        self.update = Update(version, source, "", "finish")
+        self.sent, self.have, self.confirms = [], 0, True
+        self.task = asyncio.create_task(self.update.run(self.send))
+
+    async def send(self, message):
+        self.sent.append(message)
+        if isinstance(message, m.SpoolData) and message.offset == self.have and self.confirms:
+            self.have += len(message.data)
+            self.state()
+
+    def state(self, **fields):
+        stream = self.update.stream
+        told = m.SpoolState(name=self.update._name, size=stream.size, have=self.have, **fields)
+        self.update.answer(told)
+
+    def live(self, ask):
+        return m.WeightsLive(version=self.update.asked.version, digest="d", ask=ask)
+
+
+@virtual
+@pytest.mark.parametrize(
+    "early", [m.WeightsLive(version=7, digest="x"), m.WeightsFailed(version=7, reasons={})]
+)
+async def test_an_answer_to_an_earlier_question_is_not_taken(early):
+    buffer = Buffer()
+    await asyncio.sleep(1)
+    (asked,) = buffer.sent
+    assert asked.ask > 0
+    early.ask = new_ask()  # of an update to this version that was given up
+    buffer.update.answer(early)
+    await asyncio.sleep(1)
+    assert not buffer.task.done()
+    buffer.update.answer(buffer.live(asked.ask))
+    assert (await buffer.task).digest == "d"
+
+
+@virtual
+async def test_a_question_that_is_asked_again_keeps_its_number():
+    buffer = Buffer()
+    await asyncio.sleep(1)
+    await buffer.update.ask_again(buffer.send)
+    first, second = buffer.sent
+    assert first == second
+    buffer.update.answer(m.WeightsFailed(version=7, reasons={"": "no"}, ask=first.ask))
+    with pytest.raises(WeightsRefused, match="no"):
+        await buffer.task
+
+
+def test_a_buffer_that_says_no_number_is_believed():
+    asked = m.Sleep(asleep=True, ask=new_ask())
+    assert answers(asked, m.Slept(asleep=True))
+    assert answers(asked, m.Slept(asleep=True, ask=asked.ask))
+    assert not answers(asked, m.Slept(asleep=True, ask=new_ask()))
+
+
+@virtual
+async def test_a_buffer_that_lost_a_whole_stream_is_sent_all_of_it_again():
+    buffer = Buffer(TENSORS)
+    size = buffer.update.stream.size
+    await eventually(lambda: buffer.have == size)
+    await asyncio.sleep(60)  # engines take their time
+    buffer.have = 0  # it was restarted
+    await buffer.update.ask_again(buffer.send)
+    buffer.state(resend=True)
+    await eventually(lambda: buffer.have == size)
+    assert not buffer.task.done()
+    asked = [message for message in buffer.sent if isinstance(message, m.UpdateWeights)]
+    buffer.update.answer(buffer.live(asked[0].ask))
+    assert (await buffer.task).version == 7
+
+
+@virtual
+async def test_what_is_said_of_other_updates_and_streams_changes_nothing():
+    buffer = Buffer(TENSORS)
+    await asyncio.sleep(1)
+    buffer.update.answer(m.WeightsLive(version=6, digest="x"))
+    buffer.update.answer(m.SpoolState(name="other", size=1, have=0, problem="disk full"))
+    await asyncio.sleep(1)
+    assert not buffer.task.done()
+    buffer.state(problem="disk full")
+    with pytest.raises(WeightsRefused, match="disk full"):
+        await buffer.task
+
+
+@virtual
+async def test_a_stream_is_opened_first_bound_to_its_digest_and_not_asked_for_before():
+    sent = []
+
+    async def send(message):
+        sent.append(message)
+
+    update = Update(7, TENSORS, "", "finish")
+    await update.ask_again(send)
+    assert sent == []
+    buffer = Buffer(TENSORS)
+    await asyncio.sleep(1)
+    opened, asked = buffer.sent[:2]
+    assert (opened.name, asked.source) == (buffer.update._name, m.SPOOL_SCHEME + buffer.update._name)
+    assert asked.digest == buffer.update.stream.digest()
+    buffer.task.cancel()
+
+
+@virtual
+async def test_a_stream_runs_a_window_ahead_repeats_what_was_lost_and_ends_with_its_update(monkeypatch):
+    monkeypatch.setattr("seer.client.weights.SPOOL_WINDOW", 2)
+    buffer = Buffer(TENSORS)
+    buffer.confirms = False
+
+    def offsets():
+        return [
+            message.offset // m.SPOOL_BYTES for message in buffer.sent if isinstance(message, m.SpoolData)
+        ]
+
+    await asyncio.sleep(1)
+    assert offsets() == [0, 1]
+    buffer.have = m.SPOOL_BYTES
+    buffer.state(resend=True)
+    await asyncio.sleep(1)
+    assert offsets() == [0, 1, 1, 2]
+    buffer.update.answer(m.WeightsFailed(version=7, reasons={"": "no"}))
+    with pytest.raises(WeightsRefused, match="no"):
+        await buffer.task
+    count = len(buffer.sent)
+    await asyncio.sleep(60)
+    assert len(buffer.sent) == count

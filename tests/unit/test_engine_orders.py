@@ -1,0 +1,280 @@
+"""What an engine does for a buffer that changes under it, and with weights; a buffer played by the test."""
+
+import asyncio
+
+from cluster_harness import folder
+from engine_system import REPLAY, Buffer, engine
+from msgspec import structs
+from virtual_time import eventually, virtual
+
+from seer.common.config import Config
+from seer.common.errors import EngineError, Unreachable
+from seer.common.types import SamplingParams
+from seer.common.wire import messages as m
+from seer.services.engine.backend import Chunk
+from seer.services.engine.replay import ReplayBackend
+from seer.services.engine.weights import inspect
+
+
+class Loading(ReplayBackend):
+    """Notes what is loaded, with what happens meanwhile, and when it is put to sleep; fails while `broken`."""
+
+    def __init__(self):
+        super().__init__(REPLAY, Config().shared)
+        self.loaded, self.rests, self.broken, self.meanwhile = [], [], False, lambda: None
+
+    def load_weights(self, folder, digest):
+        if self.broken:
+            raise RuntimeError("device lost")
+        self.loaded.append((folder, digest))
+        self.meanwhile()
+
+    def sleep(self, asleep):
+        self.rests.append(asleep)
+
+
+def load(version, source, digest=None):
+    return m.LoadWeights(version=version, digest=digest or inspect(source).digest, source=str(source))
+
+
+def prepare(version, source):
+    return m.PrepareWeights(version=version, source=str(source))
+
+
+async def restarted(buffer, network):
+    await buffer.kill()
+    reborn = Buffer(network, incarnation=2)
+    await reborn.start()
+    await eventually(lambda: reborn.peer is not None)
+    return reborn
+
+
+async def stuck(message):
+    raise Unreachable("stuck")
+
+
+def kinds(buffer):
+    return [type(message) for message in buffer.said]
+
+
+@virtual
+async def test_nothing_meant_for_a_buffer_that_is_gone_reaches_its_successor():
+    async with engine() as (buffer, server, _, network):
+        real = server._buffer.send
+        server._buffer.send = stuck
+        await buffer.run(0, new=5)
+        await asyncio.sleep(1)  # its result is under way; what comes now waits behind it
+        await buffer.run(1, new=5)
+        await buffer.run(2, prompt_len=0)
+        await buffer.send(prepare(1, "/nowhere"))
+        await asyncio.sleep(1)
+        reborn = await restarted(buffer, network)
+        await asyncio.sleep(1)
+        server._buffer.send = real
+        await asyncio.sleep(10)
+        assert (kinds(reborn), reborn.first) == ([m.Register], m.Register)
+        await reborn.kill()
+
+
+@virtual
+async def test_orders_of_a_buffer_that_is_gone_are_neither_answered_nor_begun(tmp_path):
+    model = folder(tmp_path / "model", 1.0)
+    async with engine(backend=Loading()) as (buffer, server, _, network):
+        staged, gate = server._staging.folder, asyncio.Event()
+
+        async def slow(source):
+            await gate.wait()
+            return await staged(source)
+
+        server._staging.folder = slow
+        await buffer.send(load(1, model))
+        await buffer.send(m.Sleep(asleep=True))
+        await asyncio.sleep(1)
+        reborn = await restarted(buffer, network)
+        await eventually(lambda: bool(reborn.said))
+        gate.set()
+        await asyncio.sleep(10)
+        # What was under way ends before it changes anything: the successor counts on what it heard.
+        assert kinds(reborn) == [m.Register]
+        assert [(said.weight_version, said.asleep) for said in reborn.said] == [(0, False)]
+        assert server._driver._backend.rests == []
+        await reborn.kill()
+
+
+@virtual
+async def test_answers_come_in_the_order_of_their_questions():
+    async with engine(backend=Loading()) as (buffer, server, *_):
+        real, gate = server._buffer.send, asyncio.Event()
+
+        async def held(message):
+            await gate.wait()
+            await real(message)
+
+        server._buffer.send = held
+        for asleep in (True, False, True, True):
+            await buffer.send(m.Sleep(asleep=asleep))
+        await asyncio.sleep(1)
+        gate.set()
+        await eventually(lambda: len(buffer.heard(m.Slept)) == 4)
+        assert [said.asleep for said in buffer.heard(m.Slept)] == [True, False, True, True]
+        assert server._driver._backend.rests == [True, False, True]
+
+
+@virtual
+async def test_after_a_failed_load_nothing_runs_until_another_succeeds(tmp_path):
+    model = folder(tmp_path / "model", 1.0)
+    backend = Loading()
+    async with engine(backend=backend) as (buffer, _, _, network):
+        backend.broken = True
+        await buffer.send(load(1, model))
+        await eventually(lambda: bool(buffer.heard(m.WeightsLoaded)))
+        assert "device lost" in buffer.heard(m.WeightsLoaded)[0].problem
+        await buffer.run()
+        await eventually(lambda: bool(buffer.heard(m.ChunkFailed)))
+        assert not buffer.heard(m.ChunkFailed)[0].fatal
+        reborn = await restarted(buffer, network)
+        await eventually(lambda: bool(reborn.said))
+        assert reborn.said[0].weight_version < 0
+        backend.broken = False
+        await reborn.send(load(2, model))
+        await reborn.run()
+        await asyncio.sleep(0)
+        await eventually(lambda: bool(reborn.heard(m.WeightsLoaded)))
+        await reborn.run(attempt=2)
+        await eventually(lambda: ("0", 2) in reborn.results())
+        assert reborn.heard(m.ChunksDone)[-1].weight_version == 2
+        await reborn.kill()
+
+
+@virtual
+async def test_what_runs_is_dropped_before_new_weights_are_loaded(tmp_path):
+    model = folder(tmp_path / "model", 1.0)
+    async with engine(backend=Loading()) as (buffer, server, *_):
+        await buffer.run(new=50)
+        await buffer.send(load(1, model))
+        await eventually(lambda: bool(buffer.heard(m.WeightsLoaded)))
+        assert server.running == {}
+        await asyncio.sleep(5)
+        assert buffer.results() == {}
+
+
+@virtual
+async def test_what_is_loaded_was_checked_for_this_load_and_in_this_place(tmp_path):
+    first, other = folder(tmp_path / "first", 1.0), folder(tmp_path / "other", 2.0)
+    digest = inspect(first).digest
+    backend = Loading()
+    async with engine(backend=backend) as (buffer, *_):
+        await buffer.send(prepare(1, first))
+        await buffer.send(load(1, other, digest))
+        await buffer.send(load(2, first))
+        await eventually(lambda: len(buffer.heard(m.WeightsLoaded)) == 2)
+        await buffer.send(prepare(3, first))
+        await eventually(lambda: len(buffer.heard(m.WeightsPrepared)) == 2)
+        folder(first, 3.0)
+        await buffer.send(load(3, first, digest))
+        await eventually(lambda: len(buffer.heard(m.WeightsLoaded)) == 3)
+        assert [bool(said.problem) for said in buffer.heard(m.WeightsLoaded)] == [True, False, True]
+        assert backend.loaded == [(first, digest)]
+
+
+@virtual
+async def test_what_changes_while_it_is_loaded_is_not_believed_and_who_sleeps_does_not_load(tmp_path):
+    model = folder(tmp_path / "model", 1.0)
+    backend = Loading()
+    async with engine(backend=backend) as (buffer, *_):
+        backend.meanwhile = lambda: folder(model, 2.0)
+        await buffer.send(load(1, model))
+        await eventually(lambda: bool(buffer.heard(m.WeightsLoaded)))
+        assert "changed while it was loaded" in buffer.heard(m.WeightsLoaded)[0].problem
+        await buffer.send(m.Sleep(asleep=True))
+        await buffer.send(load(2, model))
+        await eventually(lambda: len(buffer.heard(m.WeightsLoaded)) == 2)
+        assert "it sleeps" in buffer.heard(m.WeightsLoaded)[1].problem
+        assert len(backend.loaded) == 1
+
+
+@virtual
+async def test_what_is_loaded_is_not_loaded_again_and_other_weights_of_its_version_are(tmp_path):
+    model, other = folder(tmp_path / "model", 1.0), folder(tmp_path / "other", 2.0)
+    backend = Loading()
+    async with engine(backend=backend) as (buffer, *_):
+        for number, source in enumerate((model, model, other), start=1):
+            await buffer.send(load(1, source))
+            await eventually(lambda number=number: len(buffer.heard(m.WeightsLoaded)) == number)
+        assert [where for where, _ in backend.loaded] == [model, other]
+
+
+@virtual
+async def test_a_new_buffer_counts_its_updates_anew(tmp_path):
+    model = folder(tmp_path / "model", 1.0)
+    async with engine() as (buffer, _, _, network):
+        await buffer.send(m.DiscardWeights(version=1, ask=5))
+        reborn = await restarted(buffer, network)
+        await eventually(lambda: bool(reborn.said))
+        await reborn.send(m.PrepareWeights(version=1, source=str(model), ask=1))
+        await eventually(lambda: bool(reborn.heard(m.WeightsPrepared)))
+        await reborn.kill()
+
+
+@virtual
+async def test_it_leaves_when_the_last_chunk_it_drained_for_is_dropped():
+    async with engine() as (buffer, _, running, _):
+        await buffer.run(new=1000)
+        await buffer.send(m.Drain())
+        await asyncio.sleep(1.5)
+        await buffer.send(m.DropChunk(request_id="r/p#0", attempt=1))
+        await asyncio.wait_for(running, 0.1)
+        assert kinds(buffer) == [m.Register, m.Goodbye]
+
+
+@virtual
+async def test_it_leaves_when_the_buffer_has_taken_what_it_drained_for():
+    async with engine() as (buffer, server, running, _):
+        real = server._buffer.send
+        server._buffer.send = stuck
+        await buffer.run(new=5)
+        await buffer.send(m.Drain())
+        await asyncio.sleep(5)
+        server._buffer.send = real
+        await running
+        assert kinds(buffer) == [m.Register, m.ChunksDone, m.Goodbye]
+
+
+@virtual
+async def test_a_chunk_without_a_token_is_not_handed_back():
+    async with engine(structs.replace(REPLAY, replay_step_seconds=5.0)) as (buffer, server, running, _):
+        await buffer.run(new=1000)
+        await eventually(lambda: bool(server.running))
+        server.drain()
+        await running
+        assert buffer.results() == {}
+
+
+@virtual
+async def test_a_late_rejection_or_drop_leaves_the_newer_attempt_alone():
+    async with engine() as (buffer, server, *_):
+        await buffer.run(new=500)
+        await eventually(lambda: bool(server.running))
+        old = server.running["r/p#0"].serial
+        await buffer.run(new=6, attempt=2)
+        await buffer.send(m.DropChunk(request_id="r/p#0", attempt=1))
+        await eventually(lambda: server.running["r/p#0"].attempt == 2)
+        late = Chunk(
+            request_id="r/p#0", group_id="r/p", index=0, attempt=old, key=1, prompt_len=1, max_new_tokens=1,
+            sampling=SamplingParams(), tokens=[1],
+        )  # fmt: skip
+        server.rejected(late, EngineError("no"))
+        await asyncio.sleep(5)
+        assert kinds(buffer) == [m.Register, m.ChunksDone]
+        assert set(buffer.results()) == {("0", 2)}
+
+
+@virtual
+async def test_the_dgds_hears_the_buffers_attempt():
+    async with engine() as (buffer, server, *_):
+        heard = []
+        server.dgds.begin = lambda group, index, attempt, output: heard.append(attempt)
+        server.dgds.append = lambda group, index, attempt, previous, tokens: heard.append(attempt)
+        await buffer.run(new=5, attempt=7)
+        await eventually(lambda: bool(buffer.results()))
+        assert heard == [7] * 6

@@ -1,0 +1,48 @@
+"""Whether engines sleep: what each question and answer comes to."""
+
+from seer.services.buffer import sleep as s
+
+
+def machine(*engines, wanted=None):
+    """Return a machine with engines that are awake, or, if sleep was asked for, asleep."""
+    made = s.SleepMachine(seconds=600.0)
+    for name in engines:
+        made.handle(s.Joined(name, False), 0.0, idle=True)
+    if wanted:
+        made.handle(s.Asked("t", True), 0.0, idle=True)
+        for name in engines:
+            made.handle(s.Answered(name, True), 0.0, idle=True)
+    return made
+
+
+def test_an_engine_that_joins_asleep_is_woken_if_that_was_asked_for_last():
+    made = machine()
+    assert made.handle(s.Asked("t", False), 0.0, idle=True) == [s.Tell("t", False)]
+    made.handle(s.Joined("a", True), 1.0, idle=True)
+    assert made.handle(s.Tick(), 1.0, idle=True) == [s.Order("a", False)]
+
+
+def test_a_question_is_answered_when_nobody_is_on_the_way_any_more():
+    made = machine("a", wanted=True)
+    assert made.handle(s.Tick(), 1.0, idle=True, loading=["a"]) == [s.Order("a", False)]
+    assert made.handle(s.Asked("t", True, 7), 2.0, idle=True, loading=["a"]) == []
+    assert made.handle(s.Asked("t", True, 8), 3.0, idle=True, loading=["a"]) == []
+    assert made.handle(s.Answered("a", False), 4.0, idle=True) == [s.Order("a", True)]
+    assert made.handle(s.Answered("a", True), 5.0, idle=True) == [s.Tell("t", True, "", 8)]
+
+
+def test_a_new_life_has_a_deadline_of_its_own():
+    made = machine("a")
+    assert made.handle(s.Asked("t", True), 0.0, idle=True) == [s.Order("a", True)]
+    made.handle(s.Joined("a", False), 590.0, idle=True)
+    assert made.handle(s.Tick(), 601.0, idle=True) == [s.Order("a", True)]
+    assert made.handle(s.Tick(), 1201.0, idle=True) == []
+    assert made.handle(s.Tick(), 1202.0, idle=True)[0] == s.GiveUp("a")
+
+
+def test_who_was_told_to_sleep_is_not_awake_and_an_earlier_answer_changes_nothing():
+    made = machine("a", "b")
+    assert made.awake == {"a", "b"}
+    assert len(made.handle(s.Asked("t", True), 0.0, idle=True)) == 2
+    assert made.awake == set()
+    assert made.handle(s.Answered("a", False), 1.0, idle=True) == []

@@ -1,0 +1,233 @@
+"""The spool against a disk that fails at any call, and ticks at any moment: its one task never ends."""
+
+import asyncio
+import errno
+import os
+
+import numpy as np
+import pytest
+from cluster_harness import roll, running
+from virtual_time import eventually, run, virtual
+
+from seer.client import WeightsRefused
+from seer.common.clock import LoopClock
+from seer.common.config import BufferConfig
+from seer.common.weights import checksum
+from seer.common.wire import messages as m
+from seer.services.buffer.spool import Spool
+
+CALLS = (
+    "open",
+    "close",
+    "write",
+    "pwrite",
+    "pread",
+    "mkdir",
+    "rename",
+    "unlink",
+    "rmdir",
+    "scandir",
+    "statvfs",
+    "stat",
+)
+
+
+class Disk:
+    """Fails the nth call that the spool makes, and all later ones if `stays`; others' calls go through."""
+
+    def __init__(self, monkeypatch, nth, *, stays=False):
+        self.left, self.stays, self.active, self.failed = nth, stays, False, 0
+        for name in CALLS:
+            monkeypatch.setattr(os, name, self._failing(name, getattr(os, name)))
+
+    def _failing(self, name, call):
+        def made(*args, **kwargs):
+            if not self.active:
+                return call(*args, **kwargs)
+            self.left -= 1
+            if self.left > 0 or (self.left < 0 and not self.stays):
+                return call(*args, **kwargs)
+            self.failed += 1
+            if name == "close":
+                call(*args, **kwargs)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+        return made
+
+    def watch(self, spool):
+        disk = spool._disk
+
+        async def watched(work, *args, **kwargs):
+            def active():
+                self.active = True
+                try:
+                    return work(*args, **kwargs)
+                finally:
+                    self.active = False
+
+            return await disk(active)
+
+        spool._disk = watched
+
+
+class World:
+    """A spool, and who talks to it: answers by address."""
+
+    def __init__(self, folder):
+        self.spool = Spool(str(folder), LoopClock())
+        self.spool.start()
+        self.task = asyncio.create_task(self.spool.run())
+        self.said = []
+
+    async def put(self, message, address=b"trainer"):
+        self.spool.put(self._reply, address, message)
+        await asyncio.sleep(0.01)
+        return self.said[-1][1] if self.said else None
+
+    async def _reply(self, address, message):
+        self.said.append((address, message))
+
+    def heard(self, address):
+        return [message for to, message in self.said if to == address]
+
+    async def stop(self):
+        self.task.cancel()
+        await asyncio.wait([self.task])
+
+
+def part(name, offset, length=100):
+    data = np.arange(offset, offset + length, dtype=np.uint8)
+    return m.SpoolData(name=name, offset=offset, checksum=checksum(data), data=data)
+
+
+async def life(world):
+    """Two streams one after the other, with readers; the second may use the first one's file."""
+    for name in ("v1-a", "v2-a", "v3-a"):
+        await world.put(m.OpenSpool(name=name, size=200))
+        await world.put(m.ReadSpool(name=name, offset=0), b"reader")
+        world.spool.name(f"spool:{name}")
+        for offset in (0, 100):
+            await world.put(part(name, offset))
+        await world.put(m.ReadSpool(name=name, offset=0), b"reader")
+        world.spool.tidy({f"spool:{name}"})
+        await asyncio.sleep(0.01)
+        world.spool.tidy(set())
+        await asyncio.sleep(0.01)
+
+
+@pytest.mark.parametrize("stays", [False, True], ids=["once", "from then on"])
+def test_no_call_that_fails_ends_the_spool(tmp_path, stays):
+    async def attempt(folder, nth):
+        with pytest.MonkeyPatch.context() as monkeypatch:
+            disk = Disk(monkeypatch, nth, stays=stays)
+            world = World(folder)
+            disk.watch(world.spool)
+            await life(world)
+            assert not world.task.done(), world.task
+            disk.left, disk.stays = -1, False  # there is room again
+            await world.put(m.OpenSpool(name="v9-a", size=100))
+            await world.put(part("v9-a", 0))
+            answer = await world.put(m.ReadSpool(name="v9-a", offset=0), b"reader")
+            assert isinstance(answer, m.SpoolData), answer
+            assert answer.data.tolist() == list(range(100))
+            problems = [each for _, each in world.said if isinstance(each, m.SpoolState) and each.problem]
+            await world.stop()
+            return disk.failed, problems
+
+    nth, told = 1, 0
+    while True:
+        failed, problems = run(attempt(tmp_path / str(nth), nth))
+        if not failed:
+            break
+        assert all("No space left" in each.problem or "open" in each.problem for each in problems[:1])
+        told += bool(problems)
+        nth += 1
+    assert nth > 40  # calls there were
+    assert told > 20  # of which somebody heard
+
+
+@virtual
+async def test_a_tick_between_opening_and_naming_ends_no_stream(tmp_path):
+    for gap in (0.0, 0.3, 0.7, 5.0, 29.0):
+        world = World(tmp_path / str(gap))
+        await world.put(m.OpenSpool(name="v1-a", size=200))
+        for step in (part("v1-a", 0), part("v1-a", 100)):
+            world.spool.tidy(set())
+            await asyncio.sleep(gap)
+            world.spool.tidy(set())
+            assert not (await world.put(step)).problem
+        await asyncio.sleep(gap)
+        world.spool.tidy(set())
+        state = await world.put(m.OpenSpool(name="v1-a"))
+        assert (state.problem, state.have) == ("", 200)
+        world.spool.name("spool:v1-a")  # an update names it, and is refused at once
+        world.spool.tidy(set())
+        assert "no longer needed" in (await world.put(m.OpenSpool(name="v1-a"))).problem
+        await world.stop()
+
+
+@virtual
+async def test_a_stream_that_no_update_names_goes_after_a_while(tmp_path):
+    world = World(tmp_path)
+    await world.put(m.OpenSpool(name="v1-a", size=100))
+    await world.put(part("v1-a", 0))
+    await asyncio.sleep(m.SPOOL_STALL_SECONDS + 1)
+    world.spool.tidy(set())
+    assert "no longer needed" in (await world.put(m.OpenSpool(name="v1-a"))).problem
+    await world.stop()
+
+
+@virtual
+async def test_what_waits_is_bounded_in_bytes_too():
+    spool = Spool("", LoopClock())
+    for offset in [0] * 1000:
+        spool.put(None, b"", part("v1-a", offset))
+    assert spool._queue.qsize() * m.SPOOL_BYTES <= 2**26
+    large = np.zeros(m.SPOOL_BYTES + 1, dtype=np.uint8)
+    spool = Spool("", LoopClock())
+    spool.put(None, b"", m.SpoolData(name="v1-a", offset=0, checksum=0, data=large))
+    assert spool._queue.empty()
+
+
+@virtual
+async def test_a_full_disk_refuses_the_update_by_name_and_the_next_one_works(tmp_path, monkeypatch):
+    settings = BufferConfig(chunk_size=32, spool=str(tmp_path))
+    tensors = {"w": np.ones(m.SPOOL_BYTES, dtype=np.float32)}
+    async with running(engines=2, buffer=settings) as cluster, cluster.client() as client:
+        expected = await roll(client)
+        spool = cluster.services["buffer"]._spool
+        for nth in range(1, 100, 3):
+            with monkeypatch.context() as patch:
+                disk = Disk(patch, nth, stays=True)
+                disk.watch(spool)
+                update = asyncio.create_task(client.update_weights(1, tensors))
+                await asyncio.wait([update])
+                del spool._disk
+            if not disk.failed:
+                break
+            assert isinstance(update.exception(), WeightsRefused)
+            assert "No space left" in str(update.exception())
+            assert await roll(client) == expected
+        assert update.result().version == 1
+        assert nth > 20
+
+
+@pytest.mark.parametrize("gap", [0.05, 0.1, 0.25, 0.5, 0.8, 3.0])
+def test_an_update_survives_latency_between_any_two_messages(gap):
+    async def attempt(start):
+        async with running(engines=1) as cluster, cluster.client() as client:
+            send = client._channel.send
+
+            async def slow(message):
+                await asyncio.sleep(gap)
+                await send(message)
+
+            client._channel.send = slow
+            await asyncio.sleep(start)
+            live = await client.update_weights(1, {"w": np.ones(8, dtype=np.float32)})
+            server = cluster.services["buffer"]
+            assert live.version == 1
+            await eventually(lambda: set(server.machine.instances) == {"e0"})
+
+    for phase in range(5):
+        run(attempt(0.1 * phase))

@@ -1,0 +1,110 @@
+"""Step times are measured once for all engines of a machine that share a profile, and nothing waits for ever."""
+
+import fcntl
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from seer.common.policy.drafting import StepCosts
+from seer.services.engine.vllm.drafts import costs
+
+PROFILE = StepCosts(batches=(1,), drafts=(0,), grid=((0.5,),))
+
+_ENGINE = """
+import sys, time
+from pathlib import Path
+from seer.common.policy.drafting import StepCosts
+from seer.services.engine.vllm.drafts.costs import kept
+
+folder, name = Path(sys.argv[1]), sys.argv[2]
+
+def measure():
+    begun = folder / "begun"
+    begun.write_text(begun.read_text() + name if begun.exists() else name)
+    (folder / "measuring").mkdir()  # fails if another one does
+    while not (folder / "go on").exists():
+        time.sleep(0.01)
+    (folder / "measuring").rmdir()
+    return StepCosts(batches=(1,), drafts=(0,), grid=((float(name),),))
+
+print("started", flush=True)
+print(kept(folder / "cache" / sys.argv[3], measure).grid[0][0])
+"""
+
+
+def engine(folder: Path, name: str, profile: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-c", _ENGINE, folder, name, profile], stdout=subprocess.PIPE, text=True
+    )
+
+
+def lock_file(path: Path) -> Path:
+    (found,) = path.glob("measuring-*.lock")
+    return found
+
+
+@pytest.mark.parametrize(("profiles", "measured"), [(("a", "a", "a"), 1), (("a", "b", "c"), 3)])
+def test_engines_that_start_together_measure_one_after_the_other_and_once_a_profile(
+    tmp_path, profiles, measured
+):
+    engines = [engine(tmp_path, str(i), profile) for i, profile in enumerate(profiles, start=1)]
+    try:
+        for each in engines:
+            assert each.stdout is not None
+            assert each.stdout.readline() == "started\n"
+        (tmp_path / "go on").touch()
+        said = [each.communicate(timeout=60)[0] for each in engines]
+    finally:
+        for each in engines:
+            each.kill()
+    assert [each.returncode for each in engines] == [0, 0, 0]
+    names = (tmp_path / "begun").read_text()
+    assert len(names) == measured
+    if measured == 1:  # all have the first one's
+        assert [float(each) for each in said] == [float(names)] * 3
+
+
+def test_a_killed_engine_holds_up_nobody(tmp_path):
+    killed = engine(tmp_path, "1", "a")
+    assert killed.stdout is not None
+    killed.stdout.readline()
+    while not (tmp_path / "measuring").exists():
+        assert killed.poll() is None
+    killed.kill()
+    killed.wait()
+    assert costs.kept(tmp_path / "cache" / "a", lambda: PROFILE) == PROFILE
+
+
+def test_who_waits_for_too_long_measures_itself(tmp_path, monkeypatch):
+    monkeypatch.setattr(costs, "WAIT_SECONDS", 0.0)
+    monkeypatch.setattr(costs, "POLL_SECONDS", 0.0)
+    costs.kept(tmp_path / "a", lambda: PROFILE)
+    held = os.open(lock_file(tmp_path), os.O_WRONLY)  # a stopped engine has it
+    fcntl.flock(held, fcntl.LOCK_EX)
+    assert costs.kept(tmp_path / "b", lambda: PROFILE) == PROFILE
+    assert msgspec.json.decode((tmp_path / "b").read_bytes(), type=StepCosts) == PROFILE
+    os.close(held)
+
+
+def test_a_profile_that_is_there_is_read_while_another_is_measured(tmp_path):
+    costs.kept(tmp_path / "a", lambda: PROFILE)
+    held = os.open(lock_file(tmp_path), os.O_WRONLY)
+    fcntl.flock(held, fcntl.LOCK_EX)
+    assert costs.kept(tmp_path / "a", pytest.fail) == PROFILE
+    os.close(held)
+
+
+def test_a_cache_that_cannot_be_written_costs_a_measurement(tmp_path):
+    (tmp_path / "file").touch()
+    assert costs.kept(tmp_path / "file" / "cache" / "a", lambda: PROFILE) == PROFILE
+    assert costs.kept(Path("/proc/seer/a"), lambda: PROFILE) == PROFILE
+
+
+def test_a_profile_that_cannot_be_read_is_measured_again(tmp_path):
+    (tmp_path / "a").write_text("{")
+    assert costs.kept(tmp_path / "a", lambda: PROFILE) == PROFILE
+    assert costs.kept(tmp_path / "a", pytest.fail) == PROFILE
