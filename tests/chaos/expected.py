@@ -1,20 +1,34 @@
-"""What an undisturbed run returns: the replay engine's responses are a function of their keys alone."""
+"""What an undisturbed run returns, worked out here from the documented rules and from no code under test.
+
+- A request's key is BLAKE2b of seed, rollout number, response index and prompt id (docs/same-tokens.md).
+- A modelled engine's token at a position is splitmix64 (Steele, Lea, Flood, OOPSLA 2014) of key and
+  position, its length log-normal in (prompt, key); loaded weights mix their digest into the key
+  (`services/engine/responses.py` and `replay.py` tell the same rule).
+- Weights digest to BLAKE2b over their tensors' hashes (docs/weights.md).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import hashlib
+import json
+import math
+import statistics
+import struct
+from collections.abc import Mapping, Sequence
+
+import numpy as np
 
 from seer.client.prompts import Prompt
 from seer.client.rollout import Group
-from seer.common import ids
 from seer.common.config import EngineConfig
 from seer.common.types import SamplingParams
-from seer.services.engine.backend import Chunk
-from seer.services.engine.replay import salt_of
-from seer.services.engine.responses import MadeUp
 
 Answer = tuple[list[int], list[float], str]
 """Token ids, logprobs and the finish reason of one response."""
+
+_WORD = 2**64 - 1
+_SIGMA = 1.0
+_PROMPT_SHARE = 0.65
 
 
 def answers(group: Group) -> list[Answer]:
@@ -23,6 +37,52 @@ def answers(group: Group) -> list[Answer]:
         (response.token_ids.tolist(), response.logprobs.tolist(), response.finish_reason)
         for response in group.responses
     ]
+
+
+def weights_digest(tensors: Mapping[str, np.ndarray]) -> str:
+    """Return the digest of float32 tensors by name."""
+    whole = hashlib.blake2b(digest_size=16)
+    for name in sorted(tensors):
+        tensor = tensors[name]
+        head = json.dumps([name, "F32", list(tensor.shape)]).encode()
+        whole.update(hashlib.blake2b(head + tensor.astype("<f4").tobytes()).digest())
+    return whole.hexdigest()
+
+
+def response(key: int, prompt: Sequence[int], max_tokens: int, vocab_size: int, mean_tokens: int) -> Answer:
+    """Return a modelled engine's response to a prompt under a key that has the weights mixed in."""
+    words = np.asarray(prompt, dtype="<i4").tobytes()
+    of_prompt = int.from_bytes(hashlib.blake2b(words, digest_size=8).digest(), "little")
+    score = math.sqrt(_PROMPT_SHARE) * _normal(of_prompt) + math.sqrt(1 - _PROMPT_SHARE) * _normal(key)
+    mean = math.log(mean_tokens) - _SIGMA**2 / 2
+    length = max(1, round(math.exp(mean + _SIGMA * score)))
+    total = min(length, max_tokens)
+    tell = key ^ int.from_bytes(b"logprobs")
+    places = range(len(prompt), len(prompt) + total)
+    tokens = [_word(key, place) % vocab_size for place in places]
+    logprobs = [(_word(tell, place) >> 41) * -(2.0**-22) for place in places]
+    return tokens, logprobs, "length" if total < length else "stop"
+
+
+def request_key(seed: int, number: int, prompt_id: str, index: int, digest: str) -> int:
+    """Return the key of a response, with the weights of `digest` (none: the first ones) mixed in."""
+    packed = struct.pack("<qqi", seed, number, index) + prompt_id.encode()
+    key = int.from_bytes(hashlib.blake2b(packed, digest_size=8, person=b"seer-key-v1").digest(), "little")
+    if digest:
+        key ^= int.from_bytes(hashlib.blake2b(digest.encode(), digest_size=8).digest(), "little")
+    return key
+
+
+def _word(key: int, place: int) -> int:
+    word = (key + (place + 1) * 0x9E3779B97F4A7C15) & _WORD
+    word = ((word ^ word >> 30) * 0xBF58476D1CE4E5B9) & _WORD
+    word = ((word ^ word >> 27) * 0x94D049BB133111EB) & _WORD
+    return word ^ word >> 31
+
+
+def _normal(key: int) -> float:
+    word = _word(key ^ int.from_bytes(b"lengths!"), 0)
+    return statistics.NormalDist().inv_cdf(((word >> 11) + 0.5) * 2.0**-53)
 
 
 class Expected:
@@ -40,20 +100,14 @@ class Expected:
         config: EngineConfig,
         number: int = 0,
         digest: str = "",
+        seed: int = 0,
     ) -> Expected:
-        """Compute them for rollout `number` with seed 0 and the weights of `digest` (none: the first ones)."""
-        salt = salt_of(digest) if digest else 0
-        responses = MadeUp(config.replay_vocab_size, config.replay_mean_tokens)
+        """Compute them for a rollout with the weights of `digest` (none: the first ones)."""
 
         def answer(prompt: Prompt, index: int) -> Answer:
-            chunk = Chunk(
-                request_id="", group_id="", attempt=0, key=ids.request_key(0, number, prompt.id, index) ^ salt,
-                prompt_len=len(prompt.token_ids), max_new_tokens=sampling.max_tokens, sampling=sampling,
-                tokens=list(prompt.token_ids),
-            )  # fmt: skip
-            length = responses.length(chunk)
-            total = min(length, sampling.max_tokens)
-            return (*responses.part(chunk, 0, total), "length" if total < length else "stop")
+            key = request_key(seed, number, prompt.id, index, digest)
+            vocab, mean = config.replay_vocab_size, config.replay_mean_tokens
+            return response(key, prompt.token_ids, sampling.max_tokens, vocab, mean)
 
         return cls({prompt.id: [answer(prompt, index) for index in range(n)] for prompt in prompts})
 

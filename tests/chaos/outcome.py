@@ -5,6 +5,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
+
+from chaos.conversations import every
+from chaos.conversations import missing as missing_types
+
+_SHOWN = 20
+"""Reasons listed in a summary."""
 
 
 @dataclass(slots=True)
@@ -24,6 +31,10 @@ class Outcome:
     changed: int = 0
     recovery: list[float] = field(default_factory=list)
     seconds: float = 0.0
+    excuses: Counter[str] = field(default_factory=Counter, repr=False)
+    """Why prompts ended without a group, or were asked for again, legitimately."""
+    ways: Counter[Any] = field(default_factory=Counter, repr=False)
+    """What became of messages: counts by fate, endpoint, direction and tag."""
 
     def count(self) -> None:
         """Note lost, doubled and changed responses among the problems."""
@@ -51,9 +62,34 @@ def summary(outcomes: Sequence[Outcome], wall_seconds: float) -> dict[str, objec
         "faults_by_kind": dict(sorted(faults.items())),
         **{what: sum(getattr(each, what) for each in outcomes) for what in ("lost", "doubled", "changed")},
         "recovery_seconds": {f"p{share}": _percentile(recovery, share) for share in (50, 99, 100)},
+        **_coverage(outcomes),
         "failing_seeds": [each.seed for each in outcomes if each.problems],
     }
 
 
 def _percentile(values: Sequence[float], share: int) -> float | None:
     return round(values[(len(values) - 1) * share // 100], 3) if values else None
+
+
+def _coverage(outcomes: Sequence[Outcome]) -> dict[str, object]:
+    """Return how many messages took which fate, and the types that none did; nothing without counts."""
+    ways = Counter[Any]()
+    for each in outcomes:
+        ways.update(each.ways)
+    if not ways:
+        return {}
+    fates = Counter[str]()
+    for (fate, _), count in ways.items():
+        fates[fate] += count
+    total, missing = len(every()), missing_types(ways)
+    return {
+        "messages": dict(fates),
+        "message_types": {
+            "all": total,
+            **{what: total - len(names) for what, names in missing.items()},
+            "never": {what: names for what, names in missing.items() if names},
+        },
+        "legitimate_endings": dict(
+            sum((each.excuses for each in outcomes), Counter[str]()).most_common(_SHOWN)
+        ),
+    }

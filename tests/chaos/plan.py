@@ -1,26 +1,42 @@
-"""What a virtual run does, drawn from its seed alone."""
+"""What a virtual run does, drawn from its seed alone: a system, what its trainers do, and its faults."""
 
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
-PROCESSES = ("buffer", "context", "dgds", "engine", "client")
-LINK_FAULTS = ("reset", "part", "noise")
+PROCESSES = ("buffer", "context", "dgds", "engine", "trainer")
+WHOLE_FAULTS = ("kill", "stop", "reset", "part")
 KINDS = (
-    *(f"{what} {process}" for what in ("kill", "stop") for process in PROCESSES),
-    *(f"{what} {process}" for what in LINK_FAULTS for process in PROCESSES),
+    *(f"{what} {process}" for what in WHOLE_FAULTS for process in PROCESSES),
+    *(
+        f"{what} {other}-{way}"
+        for what in ("cut", "hole")
+        for other in ("trainer", "engine")
+        for way in ("buffer",)
+    ),
+    "cut context-buffer",
+    "cut engine-dgds",
+    "drain buffer",
+    "drain engine",
     "join engine",
-    "leave engine",
+    "lose trainer",
+    "fill disk",
 )
-"""`stop` is SIGSTOP and later SIGCONT; `reset` breaks connections, `part` cuts links off, `noise` drops,
-doubles, delays and reorders messages."""
+"""`stop` is SIGSTOP and later SIGCONT; `reset` breaks connections, `part` cuts a process off, `cut` one
+road and `hole` one way of it; `lose` kills for good."""
 
-BURST_SECONDS = 3.0
-"""Faults begin within this time: a rollout takes about as long."""
+NOISE = ("noise engine", "noise trainer", "noise buffer")
+"""Messages dropped, doubled, delayed and overtaken, which TCP never does: drawn on demand only."""
 
-UPDATE_SHARE = 0.3
-"""Of the seeds, those whose trainer updates weights first."""
+_WEIGHTS = {"kill": 3, "stop": 2, "drain": 2, "lose": 2, "part": 2, "fill": 2}
+_DRAWN: tuple[str, ...] = tuple(kind for kind in KINDS for _ in range(_WEIGHTS.get(kind.split()[0], 1)))
+
+LONG_SECONDS = (5.0, 15.0, 45.0, 90.0)
+"""Stops that are more than hiccups."""
+
+POISON = 998
+"""A prompt of this token ends every engine that runs it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,66 +50,231 @@ class Fault:
 
 
 @dataclass(frozen=True, slots=True)
+class Roll:
+    """A rollout of `prompts` (id -> length), submitted and waited for.
+
+    `pinned`: asks for the version its trainer knows live, `ahead` versions later; else for any. It ends by
+    `deadline` or `cancel` seconds after it began, if given. `aside`: what follows does not wait for it.
+    """
+
+    rollout_id: str
+    number: int
+    seed: int
+    prompts: tuple[tuple[str, int], ...]
+    n: int
+    max_tokens: int
+    pinned: bool = False
+    ahead: int = 0
+    deadline: float | None = None
+    cancel: float | None = None
+    aside: bool = False
+    shared: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Renew:
+    """An update to the next version; `folder`: from one that all see, else streamed."""
+
+    folder: bool
+    in_flight: str
+
+
+@dataclass(frozen=True, slots=True)
+class Rest:
+    """Sleep, and wake after a while."""
+
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Pause:
+    """Do nothing, as a trainer that trains."""
+
+    seconds: float
+
+
+Step = Roll | Renew | Rest | Pause
+
+
+@dataclass(frozen=True, slots=True)
 class Plan:
-    """A system, a rollout and its faults; times are virtual seconds."""
+    """Times are virtual seconds. The first trainer alone updates weights and has engines sleep."""
 
     seed: int
     engines: int
-    prompts: tuple[int, ...]
-    n: int
-    max_tokens: int
+    scripts: tuple[tuple[Step, ...], ...]
     mean_tokens: int
     chunk_size: int
     policy: str
     kv_blocks: int
     step_seconds: float
     silence_seconds: float
+    update_seconds: float
     ttl_seconds: float
+    result_bytes: int
+    max_requests: int
     engine_delay: float
-    faults: tuple[Fault, ...]
-    update: bool
-    """The trainer streams weights before it asks for anything; then engines and buffer do not both die."""
+    load_seconds: float
+    latency: float
+    jitter: float
+    queue: int
+    clocks: bool
+    same_machine: bool
+    spool: bool
+    rejections: int
+    poison: bool
+    header_bytes: int
+    rogue: bool
+    faults: tuple[Fault, ...] = field(default=())
+
+    @property
+    def trainers(self) -> tuple[str, ...]:
+        """The trainers' names."""
+        return tuple(f"t{number}" for number in range(len(self.scripts)))
+
+    @property
+    def updates(self) -> bool:
+        """Whether weights change."""
+        return any(isinstance(step, Renew) for step in self.scripts[0])
+
+    @property
+    def requests(self) -> int:
+        """Requests of all rollouts."""
+        return sum(step.n * len(step.prompts) for step in self.rolls)
+
+    @property
+    def rolls(self) -> tuple[Roll, ...]:
+        """All rollouts of all trainers."""
+        return tuple(step for script in self.scripts for step in script if isinstance(step, Roll))
 
 
-def draw(seed: int) -> Plan:
-    """Return the plan of a seed. `prompts` are lengths."""
+def draw(seed: int, *, noise: bool = False) -> Plan:
+    """Return the plan of a seed; `noise` mixes that into the faults."""
     rand = random.Random(f"plan {seed}")
-    engines = rand.randint(1, 3)
+    engines = rand.choice((1, 2, 2, 3))
+    trainers = rand.choice((1, 1, 2, 2, 3))
+    long = rand.random() < 0.2
     plan = Plan(
         seed=seed,
         engines=engines,
-        prompts=tuple(rand.randint(1, 20) for _ in range(rand.randint(1, 5))),
-        n=rand.randint(1, 4),
-        max_tokens=rand.choice((8, 40, 64)),
+        scripts=_scripts(rand, trainers),
         mean_tokens=rand.choice((4, 12, 24)),
         chunk_size=rand.choice((1, 4, 8, 16, 100)),
         policy=rand.choice(("seer", "seer", "seer-paper", "divided", "least-loaded", "migrate", "static")),
         kv_blocks=rand.choice((3, 4, 6, 100)),
         step_seconds=rand.choice((0.05, 0.1)),
-        silence_seconds=rand.choice((4.0, 20.0)),
-        ttl_seconds=rand.choice((1.0, 4.0)),
-        engine_delay=rand.choice((0.0, 0.0, 0.0, 2.0)),
-        faults=tuple(sorted((_fault(rand, engines) for _ in range(rand.randint(1, 5))), key=_begin)),
-        update=random.Random(f"update {seed}").random() < UPDATE_SHARE,
+        silence_seconds=rand.choice((6.0, 20.0, 20.0)),
+        update_seconds=rand.choice((40.0, 3600.0, 3600.0)),
+        ttl_seconds=rand.choice((1.0, 4.0, 60.0, 3600.0)),
+        result_bytes=rand.choice((400, 4000, 8 * 2**30, 8 * 2**30)),
+        max_requests=rand.choice((8, 20, 200_000, 200_000)),
+        engine_delay=rand.choice((0.0, 0.0, 2.0)),
+        load_seconds=rand.choice((0.0, 0.5, 3.0)),
+        latency=rand.choice((0.0, 0.0, 0.001, 0.04, 0.3)),
+        jitter=rand.choice((0.0, 0.0, 0.01, 0.3)),
+        queue=rand.choice((16, 1000, 1000)),
+        clocks=rand.random() < 0.35,
+        same_machine=rand.random() < 0.5,
+        spool=rand.random() < 0.3,
+        rejections=rand.choice((0, 0, 1)),
+        poison=rand.random() < 0.06,
+        rogue=rand.random() < 0.1,
+        header_bytes=rand.choice((2**11, 2**24, 2**24, 2**24)),
     )
-    if plan.update and any(fault.kind == "kill buffer" for fault in plan.faults):
-        lost = ("kill engine", "leave engine")  # with its buffer, weights that nobody has any more
-        return replace(plan, faults=tuple(fault for fault in plan.faults if fault.kind not in lost))
-    return plan
+    count, burst = rand.randint(1, 5), rand.choice((3.0, 3.0, 10.0))
+    kinds = _DRAWN + NOISE * 5 if noise else _DRAWN
+    faults = [_fault(rand, plan, kinds, burst, long and each == 0) for each in range(count)]
+    if plan.poison:
+        plan = replace(plan, scripts=_poisoned(plan.scripts))
+    return replace(plan, faults=tuple(sorted(faults, key=lambda fault: fault.at)))
 
 
-def _fault(rand: random.Random, engines: int) -> Fault:
-    kind = rand.choice(KINDS)
+def _fault(rand: random.Random, plan: Plan, kinds: tuple[str, ...], burst: float, long: bool) -> Fault:
+    kind = (
+        rand.choice(("stop buffer", "stop engine", "stop trainer", "part engine"))
+        if long
+        else rand.choice(kinds)
+    )
     what, target = kind.split()
-    if target == "engine":
-        target = f"e{rand.randrange(engines)}"
+    names = {
+        "engine": f"e{rand.randrange(plan.engines)}",
+        "trainer": f"t{rand.randrange(len(plan.scripts))}",
+    }
+    if what == "lose":  # the first one goes on, or nobody would mend what deaths of engines break
+        names["trainer"] = f"t{len(plan.scripts) - 1}"
+        if len(plan.scripts) == 1:
+            what, kind, target = "kill", "kill trainer", "trainer"
+    target = "-".join(names.get(part, part) for part in target.split("-"))
     seconds = rand.uniform(0.01, 2.0)
-    if what in ("stop", "part") and rand.random() < 0.3:
-        seconds = rand.uniform(4.0, 24.0)  # past heartbeats, silence and repeated Hellos
-    elif what == "noise":
-        seconds = rand.uniform(0.5, 4.0)
-    return Fault(rand.uniform(0.0, BURST_SECONDS), kind, target, seconds)
+    if long:
+        seconds = rand.choice(LONG_SECONDS)
+    elif what in ("part", "cut", "hole") and rand.random() < 0.4:
+        seconds = rand.uniform(4.0, 24.0)  # past what TCP bears, silence and repeated Hellos
+    elif what in ("noise", "fill"):
+        seconds = rand.uniform(0.5, 6.0)
+    return Fault(rand.uniform(0.0, burst), kind, target, seconds)
 
 
-def _begin(fault: Fault) -> float:
-    return fault.at
+# --- what trainers do ----------------------------------------------------------------------------
+
+
+def _scripts(rand: random.Random, trainers: int) -> tuple[tuple[Step, ...], ...]:
+    share = rand.random() < 0.4
+    first = _script(rand, 0, renews=rand.random() < 0.55, rests=rand.random() < 0.15)
+    others = [_script(rand, number, renews=False, rests=False) for number in range(1, trainers)]
+    if share and others:
+        rolls = [step for step in first if isinstance(step, Roll) and step.cancel is None]
+        if rolls:
+            copied = replace(rand.choice(rolls), shared=True, aside=False, pinned=rand.random() < 0.5)
+            if rand.random() < 0.3:
+                copied = replace(copied, seed=copied.seed + 1)
+            others[0] = (Pause(rand.choice((0.0, 0.1, 1.0))), copied, *others[0])
+            first = tuple(
+                replace(step, shared=True) if isinstance(step, Roll) and step.rollout_id == copied.rollout_id
+                else step for step in first
+            )  # fmt: skip
+    return (first, *others)
+
+
+def _script(rand: random.Random, trainer: int, *, renews: bool, rests: bool) -> tuple[Step, ...]:
+    steps: list[Step] = []
+    for place in range(rand.randint(1, 3)):
+        if renews and rand.random() < 0.8:
+            steps.append(Renew(rand.random() < 0.3, rand.choice(("finish", "finish", "finish", "abort"))))
+        roll = _roll(rand, f"r{trainer}.{place}", place, pinned=rand.random() < (0.8 if renews else 0.3))
+        if renews and rand.random() < 0.3:
+            roll = replace(roll, aside=True, ahead=rand.choice((0, 0, 1)))
+        steps.append(roll)
+        if rand.random() < 0.3:  # the same id again, with other noise
+            brief = {rand.choice(("deadline", "cancel")): rand.choice((0.05, 0.3, 1.0))}
+            steps[-1] = replace(roll, aside=False, ahead=0, **brief)  # type: ignore[arg-type]
+            steps.append(replace(roll, seed=roll.seed + 1, aside=False, ahead=0))
+        if rests:
+            steps.append(Rest(rand.choice((0.2, 2.0))))
+        if rand.random() < 0.2:
+            steps.append(Pause(rand.choice((0.1, 1.0))))
+    if any(isinstance(step, Roll) and step.ahead for step in steps):
+        steps.append(Renew(False, "finish"))
+    return tuple(steps)
+
+
+def _roll(rand: random.Random, rollout_id: str, number: int, *, pinned: bool) -> Roll:
+    return Roll(
+        rollout_id=rollout_id,
+        number=number,
+        seed=rand.choice((0, 7)),
+        prompts=tuple((f"p{each}", rand.randint(1, 20)) for each in range(rand.randint(1, 4))),
+        n=rand.randint(1, 4),
+        max_tokens=rand.choice((8, 40, 64)),
+        pinned=pinned,
+    )
+
+
+def _poisoned(scripts: tuple[tuple[Step, ...], ...]) -> tuple[tuple[Step, ...], ...]:
+    """Give the last rollout of the first trainer a poison prompt."""
+    steps = list(scripts[0])
+    last = max(place for place, step in enumerate(steps) if isinstance(step, Roll))
+    roll = steps[last]
+    assert isinstance(roll, Roll)
+    steps[last] = replace(roll, prompts=(*roll.prompts, ("poison", 3)), n=min(roll.n, 2), shared=False)
+    return (tuple(steps), *scripts[1:])

@@ -1,55 +1,41 @@
 """Rollouts on real processes and sockets, of which a seed kills and stops some at random moments.
 
-The processes stay up from rollout to rollout; whoever dies is started again at once. A seed draws the
-same faults each time, though not the same interleaving.
+The processes stay up from rollout to rollout. Trainers come back under their name and rollout id, use ids
+again for other seeds, are cut short by deadlines and cancels, and update weights in between. A seed draws
+the same faults each time, though not the same interleaving.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import os
 import random
-import shutil
 import signal
-import sys
-import tempfile
-from collections import Counter
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Self
 
-import msgspec
-from msgspec.structs import asdict, replace
+from msgspec.structs import replace
 
-from chaos import trainer
-from chaos.expected import Expected
 from chaos.outcome import Outcome
-from chaos.plan import PROCESSES
-from seer.child import Child, LaunchError
-from seer.client import SamplingParams
-from seer.client.prompts import Prompt
-from seer.common.config import BufferConfig, Config, Endpoints, EngineConfig, SharedConfig
-from seer.hardware import plan_engines
+from chaos.rollouts import Judge, Roll, job
+from chaos.system import System, replay
+from chaos.trainer import Job, Use
+from seer.common.config import BufferConfig, Config
 
-ENGINES = 2
-READY_SECONDS = 300.0
+PROCESSES = ("buffer", "context", "dgds", "engine", "trainer")
 BOUND_SECONDS = 120.0
 """Longest time from a rollout's last fault to its end; generous, since machines that run tests are busy."""
 
-LEAVE_SECONDS = 30.0
-"""Longest orderly end; the buffer's includes `result_ttl_seconds` for groups of killed trainers."""
+REAL_BOUND_SECONDS = 600.0
+"""The same for vLLM engines: both may have been killed, and a busy machine needs minutes to start them."""
 
-WATCH_SECONDS = 0.01
 LONG_STOPS = 0.15
 """Share of the faults that are long, where long ones are wanted."""
 
-OF_VLLM = ("vllm_dist_", "torchinductor_")
-"""Temporary folders that vLLM and torch cannot remove when they are killed."""
+UPDATE_SHARE, SECOND_SHARE, CUT_SHARE = 0.3, 0.4, 0.4
+"""Of the rollouts: with other weights first, with a second trainer, with a use of the id that is cut short."""
 
-MAX_FILES = 150
-"""Open files of a process; a connection or a pipe that leaks with each fault gets there soon."""
+TRAINERS = ("trainer", "second")
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,251 +48,141 @@ class Load:
     faults: int = 4
     burst_seconds: float = 3.0
     long_stops: bool = False
+    kinds: tuple[str, ...] = PROCESSES
 
 
 @dataclass(slots=True)
-class _Slot:
-    service: str
-    config: Config
-    environ: dict[str, str]
-    child: Child | None = None
+class Result:
+    """The seeds' outcomes; `use` has, by service, resident MiB and open files before and after, a pair a process."""
+
+    outcomes: list[Outcome] = field(default_factory=list)
+    use: dict[str, dict[str, list[list[float]]]] = field(default_factory=dict)
 
 
-class System:
-    """Use as `async with System() as system`; with `model`, its engines are vLLM's."""
+def quick(**settings: object) -> Config:
+    """Return a configuration that notices losses sooner than the default: there are many to notice."""
+    buffer = BufferConfig(chunk_size=16, engine_silence_seconds=4.0, result_ttl_seconds=8.0)
+    return replace(replay(**({"replay_step_seconds": 0.015} | settings)), buffer=buffer)
 
-    def __init__(self, load: Load, model: Path | None = None) -> None:
-        self.load = load
-        self.deaths: list[str] = []
-        self.folder = Path(tempfile.mkdtemp(prefix="chaos-", dir="/tmp"))  # short: socket paths are
-        (self.folder / "tmp").mkdir()
-        names = {name: f"ipc://{self.folder}/{name}" for name in asdict(Endpoints()) if name != "bind_host"}
-        engine = EngineConfig(
-            backend="replay", replay_step_seconds=0.015, replay_mean_tokens=50, max_num_seqs=8,
-            max_model_len=512, kv_blocks=64,
-        )  # fmt: skip
-        if model is not None:
-            engine = replace(engine, backend="vllm", kv_blocks=64)
-        self.config = Config(
-            shared=SharedConfig(model=str(model or "")),
-            endpoints=Endpoints(**names),
-            buffer=BufferConfig(chunk_size=16, engine_silence_seconds=4.0, result_ttl_seconds=8.0),
-            engine=engine,
-        )
-        self._slots: dict[str, _Slot] = {}
-        self._keepers: list[asyncio.Task[None]] = []
-        self._trainer: asyncio.subprocess.Process | None = None
 
-    async def __aenter__(self) -> Self:
-        light = {"TMPDIR": str(self.folder / "tmp")}
-        for name in ("buffer", "context", "dgds"):
-            self._slots[name] = _Slot(name, self.config, light)
-        for plan in plan_engines(self.config.engine, ENGINES):
-            config = replace(self.config, engine=plan.config)
-            self._slots[plan.config.name] = _Slot("engine", config, light | plan.environ)
-        await asyncio.gather(*(self._start(name) for name in self._slots))
-        self._keepers = [asyncio.create_task(self._keep(name)) for name in self._slots]
-        return self
+class Campaign:
+    """One system, and what its rollouts have in common."""
 
-    async def __aexit__(self, *_: object) -> None:
-        for keeper in self._keepers:
-            keeper.cancel()
-        await asyncio.gather(*self._keepers, return_exceptions=True)
-        # The buffer first, with engines for what a killed trainer left unfinished.
-        for services in (("buffer",), ("engine",), ("context", "dgds")):
-            slots = [slot for slot in self._slots.values() if slot.service in services]
-            children = [slot.child for slot in slots if slot.child]
-            for child in children:
-                child.terminate()
-            await asyncio.gather(*(child.gone(LEAVE_SECONDS) for child in children))
-            for child in children:
-                if child.alive:
-                    self.deaths.append(f"{child.name} did not leave in {LEAVE_SECONDS:g} s")
-                child.kill_group()
+    def __init__(self, system: System, load: Load, *, real: bool) -> None:
+        self.system, self.load, self.real = system, load, real
+        self.judge = Judge(system)
+        self._bound = REAL_BOUND_SECONDS if real else BOUND_SECONDS
+        self._version = 0
 
-    def leftovers(self) -> list[str]:
-        """Return what the system left after its end, and remove its folder."""
-        left = [*self.deaths, *(f"process {pid}: {words}" for pid, words in self.processes().items())]
-        ours = {f"{name}.{kind}" for name in self._slots for kind in ("toml", "log")}
-        ours |= {"tmp", "job.json", "trainer.log"}
-        left += [path.name for path in self.folder.iterdir() if path.name not in ours]
-        temporary = [path.name for path in (self.folder / "tmp").iterdir()]
-        left += [f"tmp/{name}" for name in temporary if not name.startswith(OF_VLLM)]
-        if not left:
-            shutil.rmtree(self.folder)
-        return left
+    async def begin(self) -> None:
+        """Have a rollout made without faults, for engines whose answers nobody can compute."""
+        if self.real:
+            roll = Roll(self.system, job(self.system, self.load.prompts, max_tokens=self.load.max_tokens))
+            await asyncio.wait_for(roll.run(), self._bound)
+            self.judge = Judge(self.system, roll.lines())
 
-    def processes(self) -> dict[int, str]:
-        """Return the living processes that were started with a file in our folder."""
-        found = {}
-        for entry in Path("/proc").iterdir():
-            with contextlib.suppress(OSError):
-                words = (entry / "cmdline").read_bytes().decode(errors="replace").replace("\0", " ")
-                if entry.name.isdecimal() and str(self.folder) in words:
-                    found[int(entry.name)] = words
-        return found
-
-    # --- keeping up ----------------------------------------------------------------------
-
-    async def _start(self, name: str) -> None:
-        slot = self._slots[name]
-        slot.child = await Child.spawn(
-            slot.service, name, slot.config, slot.environ, self.folder, logged=True
-        )
-        await slot.child.ready(READY_SECONDS)
-
-    async def _keep(self, name: str) -> None:
-        while True:
-            await self._slots[name].child.process.wait()
-            self._note_death(name, self._slots[name].child.process.returncode)
-            with contextlib.suppress(LaunchError):  # killed while it started
-                await self._start(name)
-
-    def _note_death(self, name: str, code: int | None) -> None:
-        if code != -signal.SIGKILL:  # nobody did this to it
-            self.deaths.append(f"{name} ended with {code}; its log is in {self.folder}")
-
-    # --- rollouts ------------------------------------------------------------------------
-
-    def job(self, number: int) -> trainer.Job:
-        """Return what rollout `number` asks for; each has noise of its own."""
-        prompts = {f"p{i}": [3 + i, *range(3, 4 + i)] for i in range(self.load.prompts)}
-        return trainer.Job(
-            endpoint=self.config.endpoints.trainers, prompts=prompts, n=self.load.n,
-            max_tokens=self.load.max_tokens, number=number,
-        )  # fmt: skip
-
-    def expected(self, number: int) -> Expected:
-        """Compute what replay engines answer to rollout `number`."""
-        job = self.job(number)
-        prompts = [Prompt(key, token_ids=tokens) for key, tokens in job.prompts.items()]
-        sampling = SamplingParams(max_tokens=job.max_tokens)
-        return Expected.of_replay(prompts, job.n, sampling, self.config.engine, number)
-
-    async def undisturbed(self, number: int) -> Expected:
-        """Have rollout `number` made without faults, for an engine whose answers nobody can compute."""
-        lines = await self._roll(number, Outcome(0), faults=0)
-        return Expected({line.id: line.answers for line in lines})
-
-    async def rollout(self, seed: int, number: int, expected: Expected) -> Outcome:
-        """Run rollout `number` under the faults of `seed` and judge it."""
-        outcome = Outcome(seed)
-        lines = await self._roll(number, outcome, self.load.faults)
-        groups = {line.id: line.answers for line in lines}
-        outcome.responses = self.load.n * self.load.prompts
-        outcome.lost = self.load.n * (self.load.prompts - len(groups))
-        outcome.doubled = self.load.n * (len(lines) - len(groups))
-        outcome.changed = sum(expected.changed(key, answers) for key, answers in groups.items())
-        outcome.count()
-        outcome.problems += self._leaks()
-        self.deaths.clear()
-        return outcome
-
-    async def _roll(self, number: int, outcome: Outcome, faults: int) -> list[trainer.Line]:
-        out, job = self.folder / "rollout.out", self.folder / "job.json"
-        job.write_bytes(msgspec.json.encode(self.job(number)))
+    async def rollout(self, seed: int) -> Outcome:
+        """Run the rollouts of a seed under its faults and judge them."""
+        outcome, rand = Outcome(seed), random.Random(f"processes {seed}")
+        rolls = [Roll(self.system, each) for each in self._jobs(random.Random(f"trainers {seed}"))]
         clock = asyncio.get_running_loop().time
         began = clock()
-        arrivals: list[float] = []
-        rand = random.Random(f"processes {outcome.seed}")
-        watching = asyncio.create_task(_watch(out, arrivals))
-        client = asyncio.create_task(self._train(job, out))
+        # Weights are lost with the buffer and every engine that has them: not both are killed, once any came.
+        spared = rand.choice(("buffer", "engine")) if self._version else ""
+        running = asyncio.gather(*(roll.run() for roll in rolls))
         try:
-            ends = await asyncio.gather(*(self._inflict(rand.randbytes(8), outcome) for _ in range(faults)))
-            try:
-                await asyncio.wait_for(client, BOUND_SECONDS)
-            except TimeoutError:
-                outcome.problems.append(f"not finished {BOUND_SECONDS:g} s after the last fault")
-            await asyncio.sleep(2 * WATCH_SECONDS)
+            faults = (self._inflict(rand.randbytes(8), outcome, spared) for _ in range(self.load.faults))
+            ends = await asyncio.gather(*faults)
+            await asyncio.wait_for(running, self._bound)
+        except TimeoutError:
+            outcome.problems.append(f"not finished {self._bound:g} s after the last fault")
         finally:
-            for task in (watching, client):
-                task.cancel()
-            await asyncio.wait([watching, client])
+            running.cancel()
+            await asyncio.wait([running])
         outcome.seconds = clock() - began
+        arrivals = [at for roll in rolls for at in roll.arrivals]
         outcome.recovered([end for end in ends if end is not None], arrivals)
-        lines = trainer.lines(out)
-        out.unlink(missing_ok=True)
-        return lines
+        for roll in rolls:
+            roll.judge(outcome, self.judge)
+        outcome.count()
+        outcome.problems += self.system.leaks()
+        return outcome
 
-    async def _train(self, job: Path, out: Path) -> None:
-        """Run the trainer, life after life, until one is done."""
-        command = (sys.executable, trainer.__file__, str(os.getpid()), str(job), str(out))
-        while True:
-            with (self.folder / "trainer.log").open("ab") as log:
-                self._trainer = await asyncio.create_subprocess_exec(*command, stdout=log, stderr=log)
-            try:
-                code = await self._trainer.wait()
-            except asyncio.CancelledError:
-                self._trainer.kill()
-                raise
-            if code == 0:
-                return
-            self._note_death("trainer", code)
+    def _jobs(self, rand: random.Random) -> Iterator[Job]:
+        for name in TRAINERS[: 1 + (rand.random() < SECOND_SHARE)]:
+            asked = job(
+                self.system, self.load.prompts, n=self.load.n, max_tokens=self.load.max_tokens, name=name
+            )
+            asked.rollout_id = f"{name}-{rand.randrange(2)}"
+            asked.everything = rand.random() < 0.5
+            seeds = [0 if self.real else rand.randrange(100) for _ in range(2)]
+            if rand.random() < CUT_SHARE:
+                cut, seconds = rand.choice(("deadline", "cancel")), rand.uniform(0.05, 1.5)
+                asked.uses = [Use(seeds[0], 0, cut, seconds), Use(seeds[1], 0)]
+            else:
+                asked.uses = [Use(seeds[1], 0)]
+            if name == TRAINERS[0] and not self.real and rand.random() < UPDATE_SHARE:
+                self._version += 1
+                asked.version = self._version
+                self.judge.asked(self._version)
+            yield asked
 
-    async def _inflict(self, seed: bytes, outcome: Outcome) -> float | None:
-        """Kill or stop somebody at some moment; return when it was over, None when nobody was there."""
+    async def _inflict(self, seed: bytes, outcome: Outcome, spared: str) -> float | None:
+        """Kill or stop somebody at some moment; return when it was over, None when nobody was there.
+
+        Who is `spared` is not killed.
+        """
         rand = random.Random(seed)
         await asyncio.sleep(rand.uniform(0.2, self.load.burst_seconds))
-        what, kind = rand.choice(("kill", "stop")), rand.choice(PROCESSES)
-        pid = self._victim(kind, rand)
-        if pid is None:
-            return None
+        what, kind = rand.choice(("kill", "stop")), rand.choice(self.load.kinds)
+        what = "stop" if kind == spared else what
         seconds = rand.uniform(0.05, 1.5)
         if self.load.long_stops and rand.random() < LONG_STOPS:
             seconds = rand.uniform(4.5, 13.0)  # past silence and heartbeats
+        name = rand.choice({"engine": self.system.engines, "trainer": TRAINERS}.get(kind, [kind]))
+        if not self.system.signal(name, signal.SIGKILL if what == "kill" else signal.SIGSTOP):
+            return None
         outcome.faults.append(f"{what} {kind}")
-        os.kill(pid, signal.SIGKILL if what == "kill" else signal.SIGSTOP)
         if what == "stop":
+            pid = self.system.pid(name)
             await asyncio.sleep(seconds)
-            with contextlib.suppress(ProcessLookupError):  # killed meanwhile
-                os.kill(pid, signal.SIGCONT)
+            if self.system.pid(name) == pid:  # else killed meanwhile
+                self.system.signal(name, signal.SIGCONT)
         return asyncio.get_running_loop().time()
 
-    def _victim(self, kind: str, rand: random.Random) -> int | None:
-        name = f"engine-{rand.randrange(ENGINES)}" if kind == "engine" else kind
-        process = self._trainer if kind == "client" else self._slots[name].child.process
-        return None if process is None or process.returncode is not None else process.pid
 
-    def _leaks(self) -> list[str]:
-        problems, self.deaths = self.deaths, []
-        living = self.processes()
-        lives = Counter(file for words in living.values() for file in words.split() if file.endswith(".toml"))
-        problems += [f"{count} processes of {file}" for file, count in lives.items() if count > 1]
-        problems += [f"a trainer lives on: {words}" for words in living.values() if trainer.__file__ in words]
-        for pid, words in living.items():
-            with contextlib.suppress(OSError):
-                if (files := len(list(Path(f"/proc/{pid}/fd").iterdir()))) > MAX_FILES:
-                    problems.append(f"{files} open files in {words}")
-        return problems
-
-
-async def _watch(out: Path, arrivals: list[float]) -> None:
-    seen = 0
-    while True:
-        size = _size(out)
-        if size > seen:
-            seen = size
-            arrivals.append(asyncio.get_running_loop().time())
-        await asyncio.sleep(WATCH_SECONDS)
-
-
-def _size(path: Path) -> int:
-    return path.stat().st_size if path.exists() else 0
-
-
-async def campaign(seeds: Iterable[int], load: Load, model: Path | None = None) -> list[Outcome]:
-    """Run a rollout per seed on one system; with `model`, on vLLM engines.
-
-    What is wrong with the system as a whole is a problem of the last seed.
-    """
-    outcomes: list[Outcome] = []
-    system = System(load, model)
+async def _run(system: System, load: Load, seeds: Iterator[int], result: Result, *, real: bool) -> None:
+    last: Outcome | None = None
     async with system:
-        undisturbed = None if model is None else await system.undisturbed(0)
-        for number, seed in enumerate(seeds):
-            expected = undisturbed or system.expected(number)
-            outcomes.append(await system.rollout(seed, 0 if undisturbed else number, expected))
+        campaign = Campaign(system, load, real=real)
+        await campaign.begin()
+        before = system.use()
+        for seed in seeds:
+            last = await campaign.rollout(seed)
+            result.outcomes.append(last)
+        after = system.use()
+    for name in before.keys() & after.keys():
+        mine, later = before[name], after[name]
+        of_kind = result.use.setdefault(name.partition("-")[0], {"mib": [], "files": []})
+        of_kind["mib"].append([round(mine.mib, 1), round(later.mib, 1)])
+        of_kind["files"].append([mine.files, later.files])
     left = system.leftovers()
-    if left and outcomes:
-        outcomes[-1].problems += [f"left over: {what}" for what in left]
-    return outcomes
+    if left and last is not None:
+        last.problems += [f"left over: {what}" for what in left]
+
+
+async def campaign(seeds: Iterable[int], load: Load, model: Path | None = None, systems: int = 1) -> Result:
+    """Run the rollouts of each seed on one of so many systems; with `model`, on vLLM engines.
+
+    What is wrong with a system as a whole is a problem of its last seed.
+    """
+    result, shared = Result(), iter(seeds)
+    made = []
+    for number in range(systems):
+        config = quick() if model is None else quick(backend="vllm")
+        system = System(config, model=model, tcp=number % 2 == 1, trainers=TRAINERS)
+        spool = replace(system.config.buffer, spool=str(system.folder / "spool"))  # outlives a killed buffer
+        system.config = replace(system.config, buffer=spool)
+        made.append(_run(system, load, shared, result, real=model is not None))
+    await asyncio.gather(*made)
+    return result

@@ -1,6 +1,9 @@
-"""A trainer that can be killed: what it got is in a file, and its next life asks for the rest.
+"""A trainer that can be killed: what it got is in a file, and its next life goes on from there.
 
 python trainer.py PARENT_PID JOB.json OUT.jsonl
+
+It comes back under its name and rollout id, and asks for the rest, or for everything again. Before that it
+may use the same rollout id for something else, cut short by a deadline or a cancel, and update weights.
 """
 
 from __future__ import annotations
@@ -11,55 +14,172 @@ import sys
 from pathlib import Path
 
 import msgspec
+import numpy as np
 
 from seer.child import die_with
-from seer.client import RolloutClient, SamplingParams
+from seer.client import (
+    BufferLost,
+    DeadlineExceeded,
+    RolloutCancelled,
+    RolloutClient,
+    SamplingParams,
+    WeightsRefused,
+)
 from seer.client.prompts import Prompt
+from seer.client.tensors import TensorStream
+
+UPDATE_SECONDS = 60.0
+"""A stream that a killed trainer left is given up after 30 s; until then no other update can begin."""
+
+BUFFER_LOST = 3
+"""Exit code: the buffer was silent for too long; a trainer's next life goes on with what is left."""
 
 Answer = tuple[list[int], list[float], str]
 
 
+class Use(msgspec.Struct):
+    """One use of the rollout id, whose seed and number make the noise; cut short after `seconds`, if any."""
+
+    seed: int
+    number: int
+    cut: str = ""
+    """`deadline` or `cancel`."""
+    seconds: float = 0.0
+
+
 class Job(msgspec.Struct):
-    """A rollout: token ids by prompt id."""
+    """Token ids by prompt id, and what to do with them, in order. The last use is not cut short."""
 
     endpoint: str
+    name: str
+    rollout_id: str
     prompts: dict[str, list[int]]
     n: int
     max_tokens: int
-    number: int
+    uses: list[Use]
+    version: int = 0
+    """Weights to update to before the last use; 0: none."""
+    everything: bool = False
+    """A later life asks for everything again, not for what is left."""
 
 
 class Line(msgspec.Struct):
-    """A group that arrived."""
+    """A group that arrived in a life of the trainer (its process id), or, without `id`, the end of a use."""
 
-    id: str
-    answers: list[Answer]
+    use: int
+    life: int
+    id: str = ""
+    digest: str = ""
+    version: int = 0
+    answers: list[Answer] = []
+
+
+def tensors(version: int) -> dict[str, np.ndarray]:
+    """Return the weights of a version."""
+    return {"w": np.full((64, 64), version, dtype=np.float32)}
+
+
+def digest(version: int) -> str:
+    """Return their digest; none for the first ones, that replay engines start with."""
+    return TensorStream(tensors(version)).digest() if version else ""
 
 
 def lines(out: Path) -> list[Line]:
     """Return what was written so far; a line torn by a kill does not count."""
-    whole = out.read_bytes().split(b"\n")[:-1] if out.exists() else []
-    return [msgspec.json.decode(line, type=Line) for line in whole]
+    whole = out.read_bytes().split(b"\n") if out.exists() else [b""]
+    decoded = []
+    for line in whole[:-1]:
+        try:
+            decoded.append(msgspec.json.decode(line, type=Line))
+        except msgspec.DecodeError:  # torn, and gone on after by the next life
+            continue
+    return decoded
 
 
-async def run(job: Job, out: Path) -> None:
-    known = {line.id for line in lines(out)}
-    left = [Prompt(key, token_ids=ids) for key, ids in job.prompts.items() if key not in known]
-    if not left:
-        return
-    sampling = SamplingParams(max_tokens=job.max_tokens)
-    file = os.open(out, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
-    async with RolloutClient(job.endpoint, name="trainer") as client:
-        rollout = await client.submit(left, n=job.n, sampling=sampling, rollout_number=job.number)
-        async for group in rollout:
-            answers = [
-                (each.token_ids.tolist(), each.logprobs.tolist(), each.finish_reason)
-                for each in group.responses
-            ]
-            os.write(file, msgspec.json.encode(Line(group.prompt_id, answers)) + b"\n")
+class Trainer:
+    """One life."""
+
+    def __init__(self, job: Job, out: Path) -> None:
+        self._job = job
+        self._before = lines(out)
+        torn = out.exists() and not out.read_bytes().endswith(b"\n") and out.stat().st_size
+        self._file = os.open(out, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+        if torn:
+            os.write(self._file, b"\n")
+
+    async def run(self) -> None:
+        """Do what is left of the job."""
+        job = self._job
+        last = len(job.uses) - 1
+        ended = {line.use for line in self._before if not line.id}
+        known = {line.id for line in self._before if line.use == last and line.id}
+        if known == set(job.prompts):
+            return
+        async with RolloutClient(job.endpoint, name=job.name) as client:
+            for number, use in enumerate(job.uses):
+                if number == last and job.version:
+                    await _update(client, job.version)
+                if number not in ended:
+                    left = job.prompts if job.everything or number < last else job.prompts.keys() - known
+                    await self._use(client, number, use, [key for key in job.prompts if key in left])
+
+    async def _use(self, client: RolloutClient, number: int, use: Use, keys: list[str]) -> None:
+        job = self._job
+        rollout = await client.submit(
+            [Prompt(key, token_ids=job.prompts[key]) for key in keys], n=job.n,
+            sampling=SamplingParams(max_tokens=job.max_tokens), seed=use.seed, rollout_number=use.number,
+            rollout_id=job.rollout_id, deadline_seconds=use.seconds if use.cut == "deadline" else None,
+        )  # fmt: skip
+        cancelling = None
+        if use.cut == "cancel":
+            cancelling = asyncio.create_task(_cancel(rollout, use.seconds))
+        try:
+            async for group in rollout:
+                answers = [
+                    (each.token_ids.tolist(), each.logprobs.tolist(), each.finish_reason)
+                    for each in group.responses
+                ]
+                where = (group.weights_digest, group.weight_version)
+                self._note(Line(number, os.getpid(), group.prompt_id, *where, answers))
+        except (DeadlineExceeded, RolloutCancelled) as error:
+            expected = {"deadline": DeadlineExceeded, "cancel": RolloutCancelled}.get(use.cut)
+            if type(error) is not expected:
+                raise
+        finally:
+            if cancelling is not None:
+                cancelling.cancel()
+        self._note(Line(number, os.getpid()))
+
+    def _note(self, line: Line) -> None:
+        os.write(self._file, msgspec.json.encode(line) + b"\n")
+
+
+async def _update(client: RolloutClient, version: int) -> None:
+    """Update, again where an earlier life's stream still stands, or no engine is there."""
+    deadline = asyncio.get_running_loop().time() + UPDATE_SECONDS
+    while True:
+        try:
+            await client.update_weights(version, tensors(version))
+        except WeightsRefused as error:
+            if asyncio.get_running_loop().time() > deadline:
+                raise
+            print(f"trying again: {error}", file=sys.stderr)
+            await asyncio.sleep(0.5)
+        else:
+            return
+
+
+async def _cancel(rollout: object, seconds: float) -> None:
+    await asyncio.sleep(seconds)
+    await rollout.cancel()
 
 
 if __name__ == "__main__":
     parent, job_file, out_file = sys.argv[1:]
     die_with(int(parent))
-    asyncio.run(run(msgspec.json.decode(Path(job_file).read_bytes(), type=Job), Path(out_file)))
+    life = Trainer(msgspec.json.decode(Path(job_file).read_bytes(), type=Job), Path(out_file))
+    try:
+        asyncio.run(life.run())
+    except BufferLost as error:
+        print(f"the next life goes on: {error}", file=sys.stderr)
+        sys.exit(BUFFER_LOST)

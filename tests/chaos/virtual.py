@@ -1,4 +1,4 @@
-"""One rollout on virtual time under the faults of a seed, and what is checked of it.
+"""One system on virtual time under the trainers and faults of a seed, and what is checked of it.
 
 A failing seed replays exactly: `python bench/chaos.py --replay 17` runs it with its logs.
 """
@@ -6,67 +6,125 @@ A failing seed replays exactly: `python bench/chaos.py --replay 17` runs it with
 from __future__ import annotations
 
 import asyncio
-import itertools
+import errno
 import logging
+import os
 import random
+import re
 import secrets
+import shutil
+import tempfile
 import time
-import zlib
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
 from unittest import mock
 
-import invariants
 import structlog
-from virtual_time import Deadlock
+from virtual_time import PROCESS, Deadlock
 from virtual_time import run as run_virtual
 
-from chaos.expected import answers
+from chaos import whole
 from chaos.outcome import Outcome
 from chaos.plan import Fault, Plan, draw
 from chaos.world import World
-from seer.common import ids
+from seer.client import weights as client_weights
+from seer.common import stream
 from seer.common.transport.faulty import Faults
-from seer.common.transport.memory import _Queue
+from seer.common.wire import codec
+from seer.common.wire import messages as m
+from seer.services.buffer import deliveries
+from seer.services.engine import staging
 
-BOUND_SECONDS = 60.0
-"""Longest time from the end of the last fault to the last response, beyond that of the whole work done
-one token at a time. By far the longest part is `engine_silence_seconds` (20 at most)."""
+BOUND_SECONDS = 150.0
+"""Longest time from the end of the last fault to the last trainer's, beyond that of the whole work done
+one token at a time. Silence, spools that stand still and repeated questions are parts of it."""
 
-SETTLE_SECONDS = 30.0
-"""Longest time until the buffer has forgotten everything, once the trainer has left."""
+SETTLE_SECONDS = 90.0
+"""Longest time until everything is whole and nothing is held, once the trainers have left."""
+
+LIMIT_SECONDS = 2 * 3600.0
+"""A run that takes longer is stuck."""
+
+PART_BYTES = 1024
+"""Of a stream of weights: small, so that even small ones have several."""
+
+_MEMORY = Path("/dev/shm")
+"""Where files cost nothing."""
+
+EPOCH_NS = 1_700_000_000 * 10**9
 
 
-def run(seed: int) -> Outcome:
+def run(seed: int, *, noise: bool = False) -> Outcome:
     """Run the plan of `seed` and return its outcome."""
-    outcome = Outcome(seed)
-    with _determined(seed):
-        try:
-            run_virtual(_play(draw(seed), outcome))
-        except (Deadlock, AssertionError) as error:
-            outcome.problems.append(f"{type(error).__name__}: {error}")
+    return run_plan(draw(seed, noise=noise))
+
+
+def run_plan(plan: Plan) -> Outcome:
+    """Run a plan and return its outcome."""
+    outcome = Outcome(plan.seed)
+    home = Path(tempfile.mkdtemp(prefix="chaos-", dir=_MEMORY if _MEMORY.is_dir() else None))
+    try:
+        run_virtual(_play(plan, outcome, home), LIMIT_SECONDS)
+    except (Deadlock, AssertionError) as error:
+        outcome.problems.append(f"{type(error).__name__}: {error}")
+    finally:
+        shutil.rmtree(home, ignore_errors=True)
     return outcome
 
 
-async def _play(plan: Plan, outcome: Outcome) -> None:
-    world = World(plan)
-    for name in ("buffer", "context", "dgds", "client"):
-        world.start(name)
-    try:
-        await asyncio.gather(_bring_engines(world), *(_inflict(world, each, outcome) for each in plan.faults))
-        over, bound = world.loop.time(), BOUND_SECONDS + world.expected.tokens * plan.step_seconds
+async def _play(plan: Plan, outcome: Outcome, home: Path) -> None:
+    world = World(plan, home)
+    with _determined(world):
+        for name in ("buffer", "context", "dgds", *plan.trainers):
+            world.start(name)
+        try:
+            await _live(world, outcome)
+        finally:
+            outcome.seconds = world.loop.time()
+            _judge(world, outcome)
+            outcome.problems += [f"left over: {what}" for what in await world.end()]
+
+
+async def _live(world: World, outcome: Outcome) -> None:
+    plan = world.plan
+    lasting = [fault for fault in plan.faults if _passable(plan, fault)]
+    async with asyncio.TaskGroup() as tasks:
+        watching = tasks.create_task(_watch(world))
+        apart = [tasks.create_task(_inflict(world, each, outcome)) for each in lasting]
+        others = [_inflict(world, each, outcome) for each in plan.faults if each not in lasting]
+        await asyncio.gather(_bring_engines(world), *others)
+        over, bound = world.loop.time(), _bound(plan)
         try:
             async with asyncio.timeout(bound):
                 await world.finished.wait()
         except TimeoutError:
-            outcome.problems.append(f"not finished {bound:.1f} s after the last fault (at {over:.3f})")
-        else:
-            outcome.problems += await _settled(world)
-    finally:
-        outcome.seconds = world.loop.time()
-        _judge(world, outcome)
-        outcome.problems += [f"left over: {what}" for what in await world.end()]
-        outcome.problems += world.crashes
+            left = ", ".join(sorted(world._left))
+            outcome.problems.append(f"{left} not finished {bound:.1f} s after the last fault (at {over:.3f})")
+        await asyncio.gather(*apart)
+        watching.cancel()
+    if world.finished.is_set():
+        outcome.problems += await _settled(world)
+
+
+def _passable(plan: Plan, fault: Fault) -> bool:
+    """Say whether work must go on while this fault lasts: one engine of several stands still for long."""
+    touched = {each.target for each in plan.faults if each.target.startswith("e")}
+    stops = fault.kind in ("stop engine", "part engine")
+    return stops and fault.seconds > 2 * plan.silence_seconds and len(touched) < plan.engines
+
+
+def _bound(plan: Plan) -> float:
+    tokens = sum(step.n * len(step.prompts) * step.max_tokens for step in plan.rolls)
+    return BOUND_SECONDS + tokens * plan.step_seconds + 200 * (plan.latency + plan.jitter)
+
+
+async def _watch(world: World) -> None:
+    while True:
+        whole.check_now(world)
+        await asyncio.sleep(1.0)
 
 
 async def _bring_engines(world: World) -> None:
@@ -83,23 +141,28 @@ async def _inflict(world: World, fault: Fault, outcome: Outcome) -> None:
         case "kill":
             await world.kill(name)
             await asyncio.sleep(fault.seconds)
-            if name != "client" or not world.finished.is_set():
-                world.start(name)
+            world.start(name)
+        case "lose":
+            await world.lose(name)
         case "stop":
             await world.stop(name, fault.seconds)
         case "reset":
-            await world.reset(name, fault.seconds)
+            await world.reset(name)
         case "part":
             await world.part(name, fault.seconds)
+        case "cut" | "hole":
+            await world.cut(*name.split("-"), fault.seconds, both=what == "cut")
         case "noise":
             await world.noise(name, fault.seconds, _noise(world.plan.seed, fault))
+        case "fill":
+            await world.fill_disk(fault.seconds)
         case "join":
             world.start(f"e{world.plan.engines + outcome.faults.count(fault.kind)}")
-        case "leave":
-            await world.leave(name)
+        case "drain":
+            await world.drain(name)
             await asyncio.sleep(fault.seconds)
             world.start(name)
-    _check_machine(world)
+    whole.check_now(world)
 
 
 def _noise(seed: int, fault: Fault) -> Faults:
@@ -109,62 +172,101 @@ def _noise(seed: int, fault: Fault) -> Faults:
     return Faults(**plan, delay_seconds=rand.choice((0.0, 0.05, 1.0)))
 
 
-def _check_machine(world: World) -> None:
-    if (process := world.processes.get("buffer")) and process.service is not None:
-        service = process.service
-        invariants.check(service.machine)
-        waiting = {
-            ids.group_id(event.rollout_id, spec.prompt_id)
-            for _, event in service.machine._unchecked
-            for spec in event.groups
-        }
-        assert set(service.store._groups) == set(service.machine.groups) | waiting
-
-
 async def _settled(world: World) -> list[str]:
-    """Wait until the buffer is empty; return what it still holds, and doubled connections."""
-    service = world.processes["buffer"].service
-    machine = service.machine
+    """Wait until the system is whole and holds nothing; return what is still missing."""
+    bound = SETTLE_SECONDS + (world.plan.ttl_seconds if world.plan.ttl_seconds < 3600 else 0)
     try:
-        async with asyncio.timeout(SETTLE_SECONDS):
-            while machine.groups or machine._unchecked:
-                await asyncio.sleep(0.5)
+        async with asyncio.timeout(bound):
+            while whole.missing(world):
+                await asyncio.sleep(1.0)
     except TimeoutError:
-        return [f"the buffer still holds {sorted(machine.groups)}"]
-    _check_machine(world)
-    left = [f"the buffer still has {sorted(machine.rollouts)}"] if machine.rollouts else []
-    engines = sum(name.startswith("e") for name in world.processes)
-    for endpoint, dealers in world.network.dealers.items():
-        if len(dealers) > engines:
-            left.append(f"{len(dealers)} connections to {endpoint}")
-    return left
+        return [f"{bound:.0f} s after the end: {what}" for what in whole.missing(world)]
+    whole.check_now(world)
+    return whole.tables(world)
 
 
 def _judge(world: World, outcome: Outcome) -> None:
     plan = world.plan
-    outcome.responses = plan.n * len(plan.prompts)
-    outcome.lost = plan.n * (len(plan.prompts) - len(world.journal))
-    outcome.doubled = world.doubled
-    outcome.changed = sum(
-        world.expected.changed(name, answers(group)) for name, group in world.journal.items()
+    ended = [(trainer, ended) for trainer in world.trainers.values() for ended in trainer.ended.values()]
+    outcome.responses = plan.requests
+    wanted = sum(
+        len(step.prompts) for name in plan.trainers for step in _rolls(world, name) if name not in world.lost
     )
+    outcome.lost = max(0, wanted - sum(trainer.name not in world.lost for trainer, _ in ended))
+    outcome.doubled, outcome.changed = world.doubled, world.changed
     outcome.count()
+    outcome.problems += list(dict.fromkeys(world.problems))
+    outcome.problems += [f"crashed: {what}" for what in world.crashes]
+    reasons = (*world.excuses, *(each.why for _, each in ended if each.why), *_retries(world))
+    outcome.excuses = Counter(re.sub(r"[0-9a-f]{12}|\d+", "#", why)[:100] for why in reasons)
+    outcome.ways = Counter(world.roads.seen)
     ends = [fault.at + (0.0 if fault.kind.startswith("kill") else fault.seconds) for fault in plan.faults]
     outcome.recovered(ends, world.arrivals)
 
 
+def _rolls(world: World, trainer: str) -> list[Any]:
+    return [step for step in world.script(trainer) if hasattr(step, "prompts")]
+
+
+def _retries(world: World) -> Iterator[str]:
+    for trainer in world.trainers.values():
+        yield from trainer.retries.elements()
+
+
+# --- a world that is a function of the seed ------------------------------------------------------
+
+
 @contextmanager
-def _determined(seed: int) -> Iterator[None]:
-    """Make random numbers and the wall clock functions of the seed."""
-    rand = random.Random(f"secrets {seed}")
+def _determined(world: World) -> Iterator[None]:
+    """Make random numbers, clocks, disks and sizes functions of the plan."""
+    plan = world.plan
+    rand = random.Random(f"secrets {plan.seed}")
+    # Results that expire unread leave the window, and not what waits for their reader.
+    small = plan.queue < 1000 and plan.result_bytes > 2**20 and plan.ttl_seconds >= 3600
+    limits = codec.Limits(max_header_bytes=plan.header_bytes)
+
+    def wall() -> int:
+        return EPOCH_NS + int((world.loop.time() + world.clocks.get(PROCESS.get(), 0.0)) * 1e9)
+
     with ExitStack() as stack:
         for patch in (
             mock.patch.object(secrets, "randbits", rand.getrandbits),
-            mock.patch.object(secrets, "token_hex", lambda size: rand.randbytes(size).hex()),
-            mock.patch.object(time, "time_ns", side_effect=itertools.count(10**6, 10**6)),
+            mock.patch.object(secrets, "token_hex", lambda size=32: rand.randbytes(size).hex()),
+            mock.patch.object(time, "time_ns", wall),
+            mock.patch.object(tempfile, "tempdir", str(world.home)),
+            mock.patch.object(tempfile, "_name_sequence", _names()),
+            mock.patch.object(staging, "_visible", _same(staging._visible, plan.same_machine)),
+            mock.patch.object(m, "SPOOL_BYTES", PART_BYTES),
+            mock.patch.object(client_weights, "SPOOL_BYTES", PART_BYTES),
+            mock.patch.object(os, "pwrite", _on_disk(world, os.pwrite)),
+            mock.patch.object(Path, "write_text", _on_disk(world, Path.write_text)),
+            mock.patch.object(Path, "write_bytes", _on_disk(world, Path.write_bytes)),
+            mock.patch.object(codec.Decoder.__init__, "__defaults__", (limits,)),
+            mock.patch.object(stream, "PAGE_ROWS", stream.PAGE_ROWS if plan.header_bytes > 2**20 else 4),
+            mock.patch.object(deliveries, "WINDOW_BYTES", 2**11 if small else deliveries.WINDOW_BYTES),
         ):
             stack.enter_context(patch)
         yield
+
+
+def _names() -> Iterator[str]:
+    number = 0
+    while True:
+        number += 1
+        yield f"n{number}"
+
+
+def _same(visible: Callable[[Any], bool], same: bool) -> Callable[[Any], bool]:
+    return lambda state: same and visible(state)
+
+
+def _on_disk(world: World, write: Callable[..., Any]) -> Callable[..., Any]:
+    def written(*args: Any, **options: Any) -> Any:
+        if world.disk_full and PROCESS.get()[:1] in ("b", "e"):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return write(*args, **options)
+
+    return written
 
 
 @contextmanager
@@ -177,16 +279,19 @@ def quiet() -> Iterator[None]:
 
 
 def story(seed: int) -> list[str]:
-    """Run a seed and return every message that was sent: virtual time, endpoint and digest."""
+    """Run a seed and return every message that was sent: virtual time, fate, endpoint, size and tag."""
     told: list[str] = []
-    push = _Queue.push
 
-    def pushed(queue: _Queue[object], item: object) -> None:
-        if isinstance(item, list):
+    def telling(saw: Callable[..., None]) -> Callable[..., None]:
+        def tell(roads: Any, fate: str, endpoint: str, upward: bool, frames: list[Any]) -> None:
+            saw(roads, fate, endpoint, upward, frames)
             now = asyncio.get_running_loop().time()
-            told.append(f"{now:.6f} {queue._name} {zlib.crc32(item[0])}")
-        push(queue, item)
+            told.append(f"{now:.6f} {fate} {endpoint} {upward} {sum(map(len, frames))}")
 
-    with mock.patch.object(_Queue, "push", pushed), quiet():
+        return tell
+
+    from chaos.roads import ChaosRoads
+
+    with mock.patch.object(ChaosRoads, "saw", telling(ChaosRoads.saw)), quiet():
         told.append(str(run(seed)))
     return told

@@ -1,51 +1,56 @@
 """A whole system as simulated processes in one event loop, which can be killed, stopped and cut off.
 
 A killed process is frozen for good and its sockets vanish: as with SIGKILL, not one line of it runs on.
-It is cancelled only when the world ends.
+It is cancelled only when the world ends. A stopped one keeps its connections: its kernel takes what comes.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextvars
+import functools
+import json
+import os
+import random
+import struct
 from collections.abc import Coroutine
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
-from msgspec.structs import asdict
 from virtual_time import PROCESS, VirtualTimeLoop, eventually
 
-from chaos.expected import Expected
-from chaos.plan import Plan
-from seer.client import RolloutClient, SamplingParams, WeightsRefused
+from chaos import engines
+from chaos.expected import Expected, weights_digest
+from chaos.plan import POISON, Plan, Roll, Step
+from chaos.roads import ChaosRoads
+from chaos.trainers import Trainer
+from seer.client import SamplingParams
 from seer.client.prompts import Prompt
-from seer.client.rollout import Group
-from seer.client.tensors import TensorStream
+from seer.common import ids
+from seer.common.channel import Channel, Identity
 from seer.common.clock import LoopClock
-from seer.common.config import BufferConfig, Config, EngineConfig, SharedConfig
+from seer.common.config import BufferConfig, Config, DgdsConfig, EngineConfig, SharedConfig, shared_hash
+from seer.common.errors import Unreachable
 from seer.common.service import Service
 from seer.common.transport.faulty import Faults, FaultyTransport
 from seer.common.transport.memory import MemoryNetwork, MemoryTransport
+from seer.common.wire import messages as m
+from seer.common.wire.codec import encode
 from seer.services.buffer import server as buffer
 from seer.services.context import server as context
 from seer.services.dgds import server as dgds
-from seer.services.engine import server as engine
 
 SERVERS = {"buffer": buffer.make, "context": context.make, "dgds": dgds.make}
 ENDPOINTS = Config().endpoints
 VOCAB = 1_000
-VERSIONS = 4
-
-HEARTBEAT_SECONDS = 10.0
-"""ZeroMQ breaks the connections of a process that stands still for this long."""
-
 CALM = Faults()
+HOUR = 3600.0
+Links = MemoryTransport | FaultyTransport
 
-
-def tensors(version: int) -> dict[str, np.ndarray]:
-    """Return the weights of a version."""
-    return {"w": np.full(1000, version, dtype=np.float32)}
+FOREIGN = ("venv", "v1-notes", "spare", "model")
+"""Folders that lie in a spool and are nobody's to touch."""
 
 
 @dataclass(slots=True, eq=False)
@@ -54,36 +59,56 @@ class Process:
 
     name: str
     life: str
-    links: FaultyTransport
-    sockets: MemoryTransport
+    links: Links
     context: contextvars.Context
     service: Service | None = None
     task: asyncio.Task[None] | None = None
-    stopped: bool = False
+    stops: int = 0
 
 
 class World:
-    """Use inside a `VirtualTimeLoop`; `journal` is what the client's lives have together."""
+    """Use inside a `VirtualTimeLoop`; `home` is an empty folder of this run's own."""
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: Plan, home: Path) -> None:
         self.plan = plan
+        self.home = home
         self.loop: VirtualTimeLoop = asyncio.get_running_loop()  # type: ignore[assignment]
-        self.network = MemoryNetwork()
+        self.roads = ChaosRoads(plan.seed, plan.latency, plan.jitter)
+        self.network = self.roads.network = MemoryNetwork(self.roads, plan.queue)
+        self.trainers_at = ENDPOINTS.trainers
         self.processes: dict[str, Process] = {}
-        self.journal: dict[str, Group] = {}
+        self.trainers = {name: Trainer(self, name) for name in plan.trainers}
+        self.clocks: dict[str, float] = {}
         self.arrivals: list[float] = []
-        self.doubled = 0
+        self.doubled = self.changed = 0
         self.crashes: list[str] = []
-        self.refusals: list[str] = []
+        self.problems: list[str] = []
+        self.excuses: list[str] = []
         self.finished = asyncio.Event()
+        self.asked_version = 0
+        self.in_step_at = 0.0
+        self.disk_full = self.disk_was_full = False
+        self.draining: dict[str, int] | None = None  # seeds of the groups that it has accepted
+        self.lost: set[str] = set()
+        self.noisy = any(fault.kind.startswith("noise") for fault in plan.faults)
+        self._left = set(plan.trainers)
         self._dead: list[Process] = []
-        self._lives = 0
-        self.prompts = [Prompt(f"p{i}", token_ids=[i + 1] * length) for i, length in enumerate(plan.prompts)]
-        self.sampling = SamplingParams(max_tokens=plan.max_tokens)
-        digest = TensorStream(tensors(VERSIONS)).digest() if plan.update else ""
-        self.expected = Expected.of_replay(
-            self.prompts, plan.n, self.sampling, self.config("").engine, digest=digest
-        )
+        self._lives = self.buffers = 0
+        self._rand = random.Random(f"world {plan.seed}")
+        self._talk: asyncio.Task[None] | None = None
+        self._deaths: set[asyncio.Task[None]] = set()
+        self._outside = contextvars.copy_context()
+        if plan.rogue:
+            self._talk = self.loop.create_task(self._talk_nonsense())
+        if plan.spool:
+            for name in FOREIGN:
+                (self.spool / name).mkdir(parents=True)
+                (self.spool / name / "work").write_text("mine")
+
+    @property
+    def spool(self) -> Path:
+        """The spool that is configured in some plans."""
+        return self.home / "spool"
 
     def config(self, name: str) -> Config:
         plan = self.plan
@@ -93,28 +118,127 @@ class World:
                 policy=plan.policy,
                 chunk_size=plan.chunk_size,
                 engine_silence_seconds=plan.silence_seconds,
+                update_seconds=plan.update_seconds,
                 result_ttl_seconds=plan.ttl_seconds,
+                result_bytes=plan.result_bytes,
+                max_requests=plan.max_requests,
+                spool=str(self.spool) if plan.spool else "",
             ),
+            dgds=DgdsConfig(ttl_seconds=20.0),
             engine=EngineConfig(
                 name=name, backend="replay", kv_blocks=plan.kv_blocks, max_num_seqs=8,
                 replay_step_seconds=plan.step_seconds, replay_vocab_size=VOCAB,
-                replay_mean_tokens=plan.mean_tokens,
+                replay_mean_tokens=plan.mean_tokens, flush_seconds=0.2,
             ),
         )  # fmt: skip
+
+    # --- what the oracle knows -----------------------------------------------------------
+
+    def script(self, trainer: str) -> tuple[Step, ...]:
+        """Return what a trainer does."""
+        return self.plan.scripts[int(trainer[1:])]
+
+    @staticmethod
+    def tensors(version: int) -> dict[str, np.ndarray]:
+        """Return the weights of a version."""
+        return {"w": np.full(1000, version, dtype=np.float32)}
+
+    def folder(self, version: int) -> str:
+        """Return a folder with the weights of a version, which every node sees."""
+        folder = self.home / f"model-{version}"
+        if not folder.exists():
+            folder.mkdir()
+            data = self.tensors(version)["w"].tobytes()
+            head = {"w": {"dtype": "F32", "shape": [1000], "data_offsets": [0, len(data)]}}
+            text = json.dumps(head).encode()
+            (folder / "model.safetensors").write_bytes(struct.pack("<Q", len(text)) + text + data)
+        return str(folder)
+
+    def digest(self, version: int) -> str:
+        """Return the digest that weights of a version must have; the first ones have none."""
+        return _digest(version) if version else ""
+
+    @staticmethod
+    def prompt(prompt_id: str, length: int) -> Prompt:
+        """Return a prompt by its name and length."""
+        token = POISON if prompt_id == "poison" else int(prompt_id[1:]) + 1
+        return Prompt(prompt_id, token_ids=[token] * length)
+
+    def expected(self, step: Roll, prompt_id: str, version: int) -> Expected:
+        """Return what a prompt of a rollout must come to under some weights."""
+        prompt = self.prompt(prompt_id, dict(step.prompts)[prompt_id])
+        sampling = SamplingParams(max_tokens=step.max_tokens)
+        engine = EngineConfig(replay_vocab_size=VOCAB, replay_mean_tokens=self.plan.mean_tokens)
+        digest = self.digest(version)
+        return Expected.of_replay([prompt], step.n, sampling, engine, step.number, digest, step.seed)
+
+    def problem(self, what: str) -> None:
+        """Note a broken promise."""
+        self.problems.append(what)
+
+    def arrived(self) -> None:
+        """Note that a prompt ended."""
+        self.arrivals.append(self.loop.time())
+
+    def finish(self, trainer: str) -> None:
+        """Note that a trainer has done all it wanted, or never will."""
+        self._left.discard(trainer)
+        if not self._left:
+            self.finished.set()
+
+    def excuse_silence(self, trainer: str, why: str) -> None:
+        """A trainer gave the buffer up: legitimate only if one of both was away for long."""
+        self.excuses.append(f"{trainer}: {why}")
+        away = sum(
+            fault.seconds
+            for fault in self.plan.faults
+            if {"buffer", trainer} & set(fault.target.split("-")) and fault.at <= self.loop.time()
+        )
+        if away < 40.0:
+            self.problem(f"{trainer} gave the buffer up at {self.loop.time():.1f}: {why}")
+
+    def excuses_quarantine(self, why: str) -> bool:
+        """Say whether an engine may be without work: its disk was full, or the stream died with its buffer."""
+        if "No space left" in why:
+            return self.disk_was_full
+        return "is not in this buffer's spool" in why and not self.plan.spool and self.buffers > 1
+
+    def is_shared(self, rollout_id: str) -> bool:
+        """Say whether several trainers use an id."""
+        users = [
+            name
+            for name in self.plan.trainers
+            if any(isinstance(step, Roll) and step.rollout_id == rollout_id for step in self.script(name))
+        ]
+        return len(users) > 1
+
+    def may_refuse(self, step: Roll, prompt_id: str) -> bool:
+        """Say whether a buffer that shuts down may turn this prompt away: it had not accepted it."""
+        group = ids.group_id(step.rollout_id, prompt_id)
+        if self.draining is None or self.draining.get(group) != step.seed:
+            return self.draining is not None
+        process = self.processes.get("buffer")
+        if process is not None and process.service is not None and group in process.service.machine.groups:
+            return False
+        return self.plan.ttl_seconds < HOUR or self.plan.result_bytes < 2**20  # it may have been forgotten
 
     # --- processes -----------------------------------------------------------------------
 
     def start(self, name: str) -> None:
-        """Begin a life of a process, unless it lives."""
-        if name in self.processes:
+        """Begin a life of a process, unless it lives, or is lost for good."""
+        if name in self.processes or name in self.lost:
             return
         self._lives += 1
-        sockets = MemoryTransport(self.network)
-        links = FaultyTransport(sockets, self.plan.seed + self._lives, CALM, LoopClock())
-        scope = contextvars.copy_context()
-        process = Process(name, f"{name}.{self._lives}", links, sockets, scope)
+        self.buffers += name == "buffer"
+        links: Links = MemoryTransport(self.network, name)
+        if self.noisy:
+            links = FaultyTransport(links, self.plan.seed + self._lives, CALM, LoopClock())
+        scope = self._outside.copy()
+        process = Process(name, f"{name}.{self._lives}", links, scope)
+        if self.plan.clocks:
+            self.clocks[process.life] = self._rand.choice((0.0, -HOUR, HOUR))
         scope.run(PROCESS.set, process.life)
-        main = self._trainer(process) if name == "client" else self._serve(process)
+        main = self._train(process) if name in self.trainers else self._serve(process)
         process.task = self.loop.create_task(self._watch(process, main), context=scope)
         self.processes[name] = process
 
@@ -124,55 +248,81 @@ class World:
         if process is not None:
             self.loop.freeze(process.life)
             await process.links.close()
+            _unlock(process.service)
             self._dead.append(process)
 
+    async def lose(self, name: str) -> None:
+        """End a trainer for good."""
+        self.lost.add(name)
+        await self.kill(name)
+        self.finish(name)
+
     async def stop(self, name: str, seconds: float) -> None:
-        """Let a process stand still for a while; a long while breaks its connections."""
+        """Let a process stand still for a while; its connections stay."""
         process = self.processes.get(name)
-        if process is None or process.stopped:
+        if process is None:
             return
-        process.stopped = True
+        process.stops += 1
         self.loop.freeze(process.life)
-        await asyncio.sleep(min(seconds, HEARTBEAT_SECONDS))
-        if seconds > HEARTBEAT_SECONDS:
-            process.sockets.disconnect()
-            await asyncio.sleep(seconds - HEARTBEAT_SECONDS)
-            process.sockets.reconnect()
-        if self.processes.get(name) is process:
-            process.stopped = False
+        await asyncio.sleep(seconds)
+        process.stops -= 1
+        if self.processes.get(name) is process and not process.stops:
             self.loop.thaw(process.life)
 
-    async def reset(self, name: str, seconds: float) -> None:
-        """Break a process's connections; they are back after a while."""
-        if process := self.processes.get(name):
-            process.sockets.disconnect()
-            await asyncio.sleep(seconds)
-            process.sockets.reconnect()
+    async def reset(self, name: str) -> None:
+        """Break all connections of a process, once."""
+        for other in self._others(name):
+            self.network.reset(name, other)
 
     async def part(self, name: str, seconds: float) -> None:
-        """Have the network lose all of a process's messages for a while."""
-        if process := self.processes.get(name):
-            self._cut(process, True)
-            await asyncio.sleep(seconds)
-            self._cut(process, False)
+        """Cut a process off from all others."""
+        pairs = [pair for other in self._others(name) for pair in ((name, other), (other, name))]
+        await self.roads.cut(pairs, seconds)
+
+    async def cut(self, one: str, other: str, seconds: float, *, both: bool) -> None:
+        """Cut the road between two processes, or one way of it."""
+        ways = [(one, other), (other, one)]
+        await self.roads.cut(ways if both else [self._rand.choice(ways)], seconds)
 
     async def noise(self, name: str, seconds: float, plan: Faults) -> None:
         """Have the network do to what a process sends what `plan` says."""
-        if process := self.processes.get(name):
+        process = self.processes.get(name)
+        if process is not None and isinstance(process.links, FaultyTransport):
             process.links.plan = plan
             await asyncio.sleep(seconds)
             process.links.plan = CALM
 
-    async def leave(self, name: str) -> None:
+    async def fill_disk(self, seconds: float) -> None:
+        """Have nothing more written for a while."""
+        self.disk_full = self.disk_was_full = True
+        await asyncio.sleep(seconds)
+        self.disk_full = False
+
+    async def drain(self, name: str) -> None:
         """Have a service drain, as SIGTERM would, until it is gone or dead."""
         process = self.processes.get(name)
-        if process is not None and process.service is not None:
-            self.loop.call_soon(process.service.drain, context=process.context)
-            await eventually(lambda: self.processes.get(name) is not process)
+        if process is None or process.service is None:
+            return
+        if name == "buffer":
+            machine = process.service.machine
+            groups = process.service.store._groups
+            accepted = [name for name, group in machine.groups.items() if group.held_since is None]
+            self.draining = {name: groups[name].seed for name in accepted}
+        self.loop.call_soon(process.service.drain, context=process.context)
+        try:
+            await eventually(lambda: self.processes.get(name) is not process, 400)
+        except TimeoutError:
+            self.problem(f"{name} did not drain in 400 s")
+            await self.kill(name)
+        if name == "buffer":
+            self.loop.call_later(2 + 4 * self.plan.latency + 2 * self.plan.jitter, self._drained)
 
-    def _cut(self, process: Process, on: bool) -> None:
-        for endpoint in asdict(ENDPOINTS).values():
-            process.links.partition(endpoint, on)
+    def _drained(self) -> None:
+        self.draining = None
+
+    def _others(self, name: str) -> list[str]:
+        known = {*self.processes, "buffer", "context", "dgds", "rogue", *self.trainers}
+        return sorted(known - {name})
 
     # --- what runs in them ---------------------------------------------------------------
 
@@ -180,53 +330,87 @@ class World:
         try:
             await main
         except Exception as error:  # noqa: BLE001 - whatever ends a process is a finding
-            if process not in self._dead:
-                self.crashes.append(f"{process.life} at {self.loop.time():.3f}: {error!r}")
+            # An engine that finds no buffer for long ends, says so, and is started again by what supervises it.
+            absent = process.service is None and isinstance(_root(error), Unreachable)
+            if process not in self._dead and not absent:
+                self.crashes.append(f"{process.life} at {self.loop.time():.3f}: {_root(error)!r}")
+            if self.processes.get(process.name) is process and process.name not in self.trainers:
+                self._outside.run(self.loop.call_later, 1.0, self.start, process.name)
         if self.processes.get(process.name) is process:
             del self.processes[process.name]
         await process.links.close()
 
     async def _serve(self, process: Process) -> None:
-        make = SERVERS.get(process.name, engine.make)
-        service = make(self.config(process.name), process.links, LoopClock())
+        make = SERVERS.get(process.name)
+        config = self.config(process.name)
+        if make is None:
+            nature = engines.Nature(
+                self.plan.load_seconds,
+                self.plan.rejections,
+                functools.partial(self._poisoned, process),
+                functools.partial(self._breach, process.name),
+            )
+            service: Service = engines.make(config, process.links, LoopClock(), nature)
+        else:
+            service = make(config, process.links, LoopClock())
         await service.start()
         process.service = service
         await service.run()
 
-    async def _trainer(self, process: Process) -> None:
-        at = ENDPOINTS.trainers
-        async with RolloutClient(at, name="client", transport=process.links, connect_seconds=60) as client:
-            left = [prompt for prompt in self.prompts if prompt.id not in self.journal]
-            if left:
-                if self.plan.update:
-                    await self._update(client)
-                rollout = await client.submit(left, n=self.plan.n, sampling=self.sampling, rollout_number=0)
-                async for group in rollout:
-                    self._arrived(group)
-        self.finished.set()
+    def _breach(self, name: str, what: str) -> None:
+        if not self.noisy:  # an order that comes late or twice is no fault of who gave it
+            self.problem(f"{name}: {what}")
 
-    async def _update(self, client: RolloutClient) -> None:
-        """Go on from the live version to the last one, as a trainer does that was killed."""
-        version = 0
-        while version < VERSIONS:
-            live = (await client.status(60)).weight_version
-            version = max(1, live, version + 1)
-            try:
-                await client.update_weights(version, tensors(version))
-            except WeightsRefused as refused:  # no engine yet, or an earlier life's update goes on
-                self.refusals.append(str(refused))
-                version = 0
-            await asyncio.sleep(0.5)
+    def _poisoned(self, process: Process) -> None:
+        if self.processes.get(process.name) is process:
+            self.loop.freeze(process.life)
+            death = self.loop.create_task(self._restart(process.name), context=self._outside.copy())
+            self._deaths.add(death)
+            death.add_done_callback(self._deaths.discard)
 
-    def _arrived(self, group: Group) -> None:
-        self.doubled += len(group.responses) if group.prompt_id in self.journal else 0
-        self.journal[group.prompt_id] = group
-        self.arrivals.append(self.loop.time())
+    async def _restart(self, name: str) -> None:
+        await self.kill(name)
+        await asyncio.sleep(0.5)
+        self.start(name)
+
+    async def _train(self, process: Process) -> None:
+        await self.trainers[process.name].run(process.links)
+
+    async def _talk_nonsense(self) -> None:
+        """Send what decodes and makes no sense, and questions without a handshake."""
+        me = Identity(
+            role="engine", name="rogue", incarnation=1, config_hash=shared_hash(self.config("").shared)
+        )
+        transport = MemoryTransport(self.network, "rogue")
+        channel: Channel[m.EngineToDgds, m.DgdsToEngine] = Channel(
+            transport, ENDPOINTS.dgds, me, m.DgdsToEngine, LoopClock()
+        )
+        asked = (ENDPOINTS.event_snapshots, ENDPOINTS.estimate_snapshots)
+        strangers = [await transport.dealer(endpoint, b"stranger") for endpoint in asked]
+        try:
+            await channel.open(60)
+            for _ in range(5):
+                nonsense = m.AppendBatch(appends=[m.Append(1, 0, 0, 0, 5)], tokens=np.zeros(3, np.uint8))
+                await channel.send(nonsense)
+                for stranger in strangers:
+                    await stranger.send(encode(m.SnapshotRequest()))
+                await asyncio.sleep(1.0)
+        except Unreachable:
+            pass
+        finally:
+            channel.close()
+            for stranger in strangers:
+                stranger.close()
 
     # --- the end -------------------------------------------------------------------------
 
     async def end(self) -> list[str]:
         """Kill everything; return what is left over: tasks, and endpoints that are still known."""
+        if self._talk is not None:
+            self._talk.cancel()
+            await asyncio.wait([self._talk])
+        for death in list(self._deaths):
+            death.cancel()
         for name in list(self.processes):
             await self.kill(name)
         tasks = [process.task for process in self._dead if process.task is not None]
@@ -242,3 +426,23 @@ class World:
         for peers in (self.network.dealers, self.network.subscribers):
             left += [endpoint for endpoint, sockets in peers.items() if sockets]
         return left
+
+
+@functools.cache
+def _digest(version: int) -> str:
+    return weights_digest(World.tensors(version))
+
+
+def _root(error: BaseException) -> BaseException:
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
+
+
+def _unlock(service: Service | None) -> None:
+    """Close the locks of a process that is dead, as its kernel does."""
+    if isinstance(service, buffer.BufferServer):
+        folder = service._spool._folder
+        lock, folder._lock = folder._lock, None
+        if lock is not None:
+            os.close(lock)

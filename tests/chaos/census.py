@@ -1,0 +1,59 @@
+"""How much a service holds: the sizes of all its tables, wherever in it they lie."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections import Counter, deque
+from collections.abc import Iterator
+from typing import Any
+
+_DEPTH = 8
+
+KEPT = (
+    r"counters|\.versions$|acceptance|_rates$|\.drafted$|\.right$",  # of a fixed size
+    r"_lives$|_peers$|_engines\.registered$|_ended$|_retired$|_complained$",  # bounded: of those who were here lately
+    r"^ContextServer\.machine\.estimator",  # what lengths were like
+    r"^DgdsServer\.store\._groups",  # for their time to live
+    r"^EngineServer\.(_siblings|dgds)\.",  # bounded by tokens, for groups whose chunks come back
+)
+"""Tables that outlive what they speak of, each with a bound of its own."""
+
+
+def leftovers(service: object, names: int) -> dict[str, int]:
+    """Return the tables with more entries than there are `names` of processes, which none has use for."""
+    kept = re.compile("|".join(KEPT))
+    return {path: size for path, size in census(service).items() if size > names and not kept.search(path)}
+
+
+def census(service: object) -> Counter[str]:
+    """Return entries by the path of attributes to their table; those of like objects are added up."""
+    sizes: Counter[str] = Counter()
+    seen: set[int] = set()
+
+    def walk(value: object, path: str, depth: int) -> None:
+        if depth > _DEPTH or id(value) in seen:
+            return
+        if isinstance(value, dict | list | set | frozenset | deque | asyncio.Queue):
+            seen.add(id(value))
+            held: Any = value._queue if isinstance(value, asyncio.Queue) else value  # type: ignore[attr-defined]
+            sizes[path] += len(held)
+            for item in held.values() if isinstance(held, dict) else held:
+                walk(item, f"{path}[]", depth + 1)
+        elif type(value).__module__.startswith("seer.") and ".transport." not in type(value).__module__:
+            seen.add(id(value))
+            for name, item in _attributes(value):
+                walk(item, f"{path}.{name}", depth + 1)
+
+    walk(service, type(service).__name__, 0)
+    return +sizes
+
+
+def _attributes(value: object) -> Iterator[tuple[str, object]]:
+    yield from getattr(value, "__dict__", {}).items()
+    for cls in type(value).__mro__:
+        for name in getattr(cls, "__slots__", ()):
+            if hasattr(value, name):
+                yield name, getattr(value, name)
+    for name in getattr(value, "__struct_fields__", ()):
+        yield name, getattr(value, name)

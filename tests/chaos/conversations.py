@@ -1,0 +1,64 @@
+"""Every message type of the wire by the way that it takes, from the unions themselves.
+
+A way is an endpoint and a direction. `missing` lists the types that a campaign never sent, or never
+had held up or lost by a fault.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import get_args
+
+from msgspec.structs import asdict
+
+from chaos.roads import Way
+from seer.common.config import Config
+from seer.common.wire import messages as m
+
+UNIONS: dict[tuple[str, bool], object] = {
+    ("trainers", True): m.TrainerToBuffer,
+    ("trainers", False): m.BufferToTrainer,
+    ("engines", True): m.EngineToBuffer,
+    ("engines", False): m.BufferToEngine,
+    ("events", False): m.BufferPublished | m.Sequenced,
+    ("event_snapshots", True): m.SnapshotAsked,
+    ("event_snapshots", False): m.BufferSnapshotReply,
+    ("estimates", False): m.ContextPublished | m.Sequenced,  # type: ignore[operator]
+    ("estimate_snapshots", True): m.SnapshotAsked,
+    ("estimate_snapshots", False): m.ContextSnapshotReply,
+    ("dgds", True): m.EngineToDgds,
+    ("dgds", False): m.DgdsToEngine,
+}
+
+UNSENT: dict[tuple[str, bool, str], str] = {
+    ("engines", False, "Drain"): "no buffer sends it: an operator's tool may",
+}
+"""What nothing here sends, and why."""
+
+_NAMES = {endpoint: name for name, endpoint in asdict(Config().endpoints).items()}
+
+
+def named(way: Way) -> Way:
+    """Return a way with its endpoint's name in `[endpoints]`."""
+    return _NAMES[way[0]], way[1], way[2]
+
+
+def every() -> set[Way]:
+    """Return all types by way."""
+    return {
+        (name, upward, each.__name__)
+        for (name, upward), union in UNIONS.items()
+        for each in (get_args(union) or (union,))
+    } - UNSENT.keys()
+
+
+def missing(ways: Mapping[tuple[str, Way], int]) -> dict[str, list[str]]:
+    """Return the types never sent, and those never held up or lost, of these counts by fate and way."""
+    seen: dict[str, set[Way]] = {"sent": set(), "held": set(), "lost": set()}
+    for fate, way in ways:
+        seen[fate].add(named(way))
+    lists = {"sent": every() - seen["sent"], "faulted": every() - seen["held"] - seen["lost"]}
+    return {
+        what: sorted(f"{name} {'up' if up else 'down'} {tag}" for name, up, tag in ways)
+        for what, ways in lists.items()
+    }

@@ -1,0 +1,427 @@
+"""Broken promises, each broken again at run time: what shows that the virtual campaign finds their like.
+
+A revert patches one thing back to what it was, or to its like. `search` runs seeds with it until one
+reports a problem, and the same seeds without it. Where drawn plans reach a class seldom, it brings a plan.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+from chaos.plan import Fault, Pause, Plan, Renew, Rest, Roll, draw
+from chaos.virtual import run_plan
+from seer.client.client import RolloutClient
+from seer.client.rollout import Rollout
+from seer.common import ids
+from seer.common.channel import HELLO_FIRST, Channel, Hub
+from seer.common.wire import messages as m
+from seer.services.buffer import deliveries, views
+from seer.services.buffer import events as e
+from seer.services.buffer.conductor import Conductor
+from seer.services.buffer.desk import Desk
+from seer.services.buffer.liveness import Liveness
+from seer.services.buffer.machine import Machine
+from seer.services.buffer.peers import Peers
+from seer.services.buffer.server import BufferServer
+from seer.services.buffer.sleep import SleepMachine
+from seer.services.buffer.spool import Spool
+from seer.services.buffer.spool_folder import SpoolFolder
+from seer.services.buffer.weights import WeightsMachine, _Coming
+from seer.services.context import server as context
+
+Patches = Iterator[Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Revert:
+    """`patches` break the promise of an `item` again; `plan`, if given, is one that reaches it."""
+
+    name: str
+    item: int
+    patches: Callable[[], Patches]
+    plan: Plan | None = None
+
+    @contextmanager
+    def broken(self) -> Iterator[None]:
+        """Have the promise broken while this lasts."""
+        with ExitStack() as stack:
+            for patch in self.patches():
+                stack.enter_context(patch)
+            yield
+
+
+def _around(cls: type, name: str, replaced: Callable[..., Any]) -> Any:
+    """Patch a method by `replaced(method, self, ...)`."""
+    method = getattr(cls, name)
+    return mock.patch.object(cls, name, lambda *args, **named: replaced(method, *args, **named))
+
+
+# --- 1: stalls and losses ------------------------------------------------------------------------
+
+
+def _stall_is_silence() -> Patches:
+    def made(init: Any, self: Any, seconds: float, tick_seconds: float) -> None:
+        init(self, seconds, tick_seconds)
+        self._most = math.inf
+
+    yield _around(Liveness, "__init__", made)
+
+
+def _losses_count() -> Patches:
+    def left(original: Any, self: Any, event: Any, now: float, out: Any) -> None:
+        lost = [name for each in event.instances for name in self._running.get(each, ())]
+        original(self, event, now, out)
+        for request in [self.requests[name] for name in lost if name in self.requests]:
+            request.losses += 1
+            if request.losses >= self.limits.max_attempts and request.view.request_id in self.requests:
+                message = f"response {request.view.index} was lost {request.losses} times in a row"
+                self.desk.fail([request.group], "failed", message, out)
+
+    yield _around(Machine, "_engines_left", left)
+
+
+def _each_hello_admits() -> Patches:
+    async def answer(original: Any, self: Any, identity: bytes, peer: Any, hello: m.Hello) -> None:
+        peer.session = 0
+        await original(self, identity, peer, hello)
+
+    yield _around(Hub, "_answer", answer)
+
+
+def _each_message_rejoins() -> Patches:
+    async def tell(original: Any, self: Any, identity: bytes, peer: Any) -> None:
+        peer.told = -math.inf
+        await original(self, identity, peer)
+
+    async def concerns(original: Any, self: Any, message: Any) -> bool:
+        if isinstance(message, m.Refused) and message.code == HELLO_FIRST:
+            self._last_hello = -math.inf
+        return await original(self, message)
+
+    def welcomed(original: Any, self: Any, welcome: m.Welcome) -> bool:
+        return original(self, welcome) or welcome.lost
+
+    async def answer(original: Any, self: Any, identity: bytes, peer: Any, hello: m.Hello) -> None:
+        stranger = not peer.session
+        await original(self, identity, peer, hello)
+        if not stranger and hello.sent == 0:
+            self._sessions += 1
+            peer.session = self._sessions
+
+    yield _around(Hub, "_tell_stranger", tell)
+    yield _around(Hub, "_answer", answer)
+    yield _around(Channel, "_concerns_caller", concerns)
+    yield _around(Channel, "_welcomed", welcomed)
+
+
+# --- 2, 3, 5, 13: weights and their streams ------------------------------------------------------
+
+
+def _loading_not_told() -> Patches:
+    def live(original: Any, self: Any, weights: Any, out: Any) -> None:
+        loading = {name: coming for name, coming in self._coming.items() if coming.told is not None}
+        original(self, weights, out)
+        for name, coming in loading.items():
+            self._coming[name] = _Coming(told=weights, deadline=coming.deadline)
+
+    yield _around(WeightsMachine, "_go_live", live)
+
+
+def _spool_takes_all() -> Patches:
+    root = SpoolFolder.root.fget
+    assert root is not None
+
+    def shared(self: Any) -> Path:  # never the folder that this runs in
+        return Path(self._configured) if self._configured else root(self)
+
+    yield mock.patch.object(SpoolFolder, "root", property(shared))
+    yield mock.patch.object(SpoolFolder, "_claim", return_value=None)
+
+
+def _disk_errors_raised() -> Patches:
+    async def disk(original: Any, self: Any, work: Any, *args: Any, **named: Any) -> Any:
+        try:
+            return await original(self, work, *args, **named)
+        except OSError as error:
+            raise RuntimeError(str(error)) from error
+
+    yield _around(Spool, "_disk", disk)
+
+
+def _unnamed_streams_end() -> Patches:
+    async def tidy(original: Any, self: Any, needed: Any) -> None:
+        for each in self._streams.values():
+            each.named = True
+        await original(self, needed)
+
+    yield _around(Spool, "_tidy", tidy)
+
+
+# --- 4, 10, 11, 12: submissions ------------------------------------------------------------------
+
+
+def _refused_is_forgotten() -> Patches:
+    def refuse(
+        original: Any, self: Any, event: Any, specs: Any, message: str, out: Any, code: str = "refused"
+    ) -> None:
+        original(self, event, specs, message, out, code)
+        out += [e.Forget(ids.group_id(event.rollout_id, spec.prompt_id)) for spec in specs]
+
+    yield _around(Desk, "_refuse", refuse)
+
+
+def _held_not_counted() -> Patches:
+    def admit(original: Any, self: Any, *args: Any) -> Any:
+        held = sum(group.size for group in self.held.values())
+        self.unfinished_requests -= held
+        try:
+            return original(self, *args)
+        finally:
+            self.unfinished_requests += held
+
+    yield _around(Desk, "_admit", admit)
+
+
+def _drain_refuses_known() -> Patches:
+    def submitted(original: Any, self: Any, event: Any, now: float, out: Any) -> Any:
+        if self.draining:
+            self._refuse(event, event.groups, "this buffer is shutting down: submit to its successor", out)
+            return []
+        return original(self, event, now, out)
+
+    yield _around(Desk, "submitted", submitted)
+
+
+def _drain_drops_held() -> Patches:
+    def drain(original: Any, self: Any, out: Any) -> None:
+        self.draining = True
+        for group in list(self.held.values()):
+            self.remove(group, out)
+
+    yield _around(Desk, "drain", drain)
+
+
+def _second_trainer_waits() -> Patches:
+    def rollout_of(original: Any, self: Any, event: Any, now: float, out: Any) -> Any:
+        known = self.rollouts.get(event.rollout_id)
+        others = known is not None and known.trainer != event.trainer
+        if others and all(group.held_since is not None for group in known.members.values()):
+            return None
+        return original(self, event, now, out)
+
+    yield _around(Desk, "_rollout_of", rollout_of)
+
+
+# --- 6, 7: lives and uses ------------------------------------------------------------------------
+
+
+def _unknown_is_cancelled() -> Patches:
+    def progressed(original: Any, self: Any, progress: m.Progress) -> None:
+        original(self, progress)
+        if progress.rollout_id not in self._active and progress.finished < progress.requests:
+            self._given_up[0] = progress.rollout_id
+            self._cancel_again.add(0)
+            self._wake.set()
+
+    def tell(original: Any, self: Any, address: bytes, message: Any) -> None:
+        self._tell_trainer(address.decode().split("/")[1], message)
+
+    yield _around(RolloutClient, "_progressed", progressed)
+    yield _around(BufferServer, "_tell_life", tell)
+
+
+def _use_unchecked() -> Patches:
+    yield mock.patch.object(Rollout, "concerns", return_value=True)
+    yield mock.patch.object(Rollout, "_foreign", return_value="")
+
+
+def _attempts_restart() -> Patches:
+    def dispatch(original: Any, self: Any, request_id: str, *args: Any) -> None:
+        self._attempt = self.requests[request_id].attempt
+        original(self, request_id, *args)
+
+    yield _around(Machine, "_dispatch", dispatch)
+
+
+# --- 8, 9, 14, 16 --------------------------------------------------------------------------------
+
+
+def _one_page() -> Patches:
+    for module in (views, context):
+        yield mock.patch.object(module, "page_count", return_value=1)
+        yield mock.patch.object(module, "page_of", lambda rows, page: rows)
+
+
+def _no_window() -> Patches:
+    def ready(original: Any, self: Any, life: bytes) -> Any:
+        with mock.patch.object(deliveries, "WINDOW_BYTES", 2**60):
+            return original(self, life)
+
+    yield _around(deliveries.Deliveries, "_ready", ready)
+
+
+def _clocks_decide() -> Patches:
+    async def reaches(self: Any, identity: bytes) -> bool:
+        return True
+
+    def takes(self: Any, life: Any, holder: Any, first: bool) -> bool:
+        return ids.not_before(life.incarnation, holder.incarnation)
+
+    yield mock.patch.object(Peers, "_takes", takes)
+    yield mock.patch.object(Hub, "reaches", reaches)
+
+
+def _sleep_before_load() -> Patches:
+    def rest(original: Any, self: Any, event: Any, now: float, *, idle: bool, loading: Any = ()) -> Any:
+        return original(self, event, now, idle=idle)
+
+    def weigh(original: Any, self: Any, event: Any, now: float, *, idle: bool, awake: Any = None) -> Any:
+        return original(self, event, now, idle=idle)
+
+    yield _around(SleepMachine, "handle", rest)
+    yield _around(WeightsMachine, "handle", weigh)
+
+
+def _loading_not_watched() -> Patches:
+    def tick(original: Any, self: Any) -> None:
+        for name in self._weights.known - self._weights.admitted:
+            self._engines.forget(name)
+        original(self)
+
+    yield _around(Conductor, "tick", tick)
+
+
+def _no_leases() -> Patches:
+    yield _around(Desk, "trainer_lost", lambda original, self, life, out: None)
+
+
+# --- plans that reach what drawn ones seldom do --------------------------------------------------
+
+_CALM = replace(
+    draw(0), engines=2, scripts=(), mean_tokens=24, chunk_size=8, policy="seer", kv_blocks=100,
+    step_seconds=0.05, silence_seconds=20.0, update_seconds=3600.0, ttl_seconds=60.0,
+    result_bytes=8 * 2**30, max_requests=200_000, engine_delay=0.0, load_seconds=0.5, latency=0.0,
+    jitter=0.0, queue=1000, clocks=False, same_machine=True, spool=False, rejections=0, poison=False,
+    header_bytes=2**24, rogue=False, faults=(),
+)  # fmt: skip
+
+
+def _roll(rollout_id: str = "r", prompts: int = 4, n: int = 4, most: int = 64, **options: Any) -> Roll:
+    names = tuple((f"p{each}", 8) for each in range(prompts))
+    return Roll(rollout_id, 0, 0, names, n, most, **options)
+
+
+def _plan(*scripts: Any, faults: tuple[Fault, ...] = (), **options: Any) -> Plan:
+    return replace(_CALM, scripts=tuple(scripts), faults=faults, **options)
+
+
+_STALL = _plan(
+    (_roll(prompts=8),),
+    chunk_size=100,
+    step_seconds=1.0,
+    mean_tokens=64,
+    faults=(Fault(0.5, "stop buffer", "buffer", 45.0),),
+)
+_LOSSES = _plan(
+    (_roll(prompts=1),), engines=1, chunk_size=100, silence_seconds=6.0, step_seconds=1.0, mean_tokens=64,
+    faults=tuple(Fault(1 + 10.0 * each, "stop engine", "e0", 8.0) for each in range(9)),
+)  # fmt: skip
+_FULL = _plan((Renew(False, "finish"), _roll()), faults=(Fault(0.0, "fill disk", "disk", 5.0),))
+_SNAPSHOT = _plan(
+    (_roll(prompts=40),),
+    header_bytes=2**11,
+    step_seconds=4.0,
+    mean_tokens=64,
+    faults=(Fault(1.0, "kill context", "context", 0.5),),
+)
+_STOPPED_READER = _plan(
+    (_roll(prompts=60),), ttl_seconds=3600.0, queue=16, step_seconds=0.1,
+    faults=(Fault(0.5, "stop trainer", "t0", 30.0),),
+)  # fmt: skip
+_HELD = _plan((_roll(prompts=4),), (_roll("s", prompts=4),), engine_delay=2.0, max_requests=20)
+_TWO = _plan(
+    (replace(_roll(), shared=True), Pause(1.0)), (Pause(0.5), replace(_roll(), shared=True)), engine_delay=2.0
+)
+_GAP = _plan(tuple(Renew(False, "finish") for _ in range(12)), jitter=0.3)
+_DRAIN = _plan(
+    (_roll(prompts=8),), step_seconds=0.2,
+    faults=(Fault(0.5, "drain buffer", "buffer", 1.0), Fault(1.0, "reset trainer", "t0", 0.1)),
+)  # fmt: skip
+_SLEEPERS = _plan(
+    (Renew(False, "finish"), _roll(), Rest(10.0), _roll("s")), load_seconds=3.0,
+    faults=(Fault(8.0, "kill engine", "e0", 0.5), Fault(12.0, "join engine", "e1", 0.5)),
+)  # fmt: skip
+_HUNG = _plan(
+    (Pause(1.0), Renew(False, "finish"), _roll()), load_seconds=20.0, silence_seconds=6.0,
+    faults=(Fault(5.0, "stop engine", "e0", 600.0),),
+)  # fmt: skip
+_LATE = _plan(
+    (Pause(1.0), Renew(False, "finish"), Renew(False, "finish"), _roll()), engines=2, load_seconds=3.0,
+    faults=(Fault(3.0, "kill engine", "e1", 0.5),), latency=0.04,
+)  # fmt: skip
+
+_REATTACH = _plan(
+    (_roll(prompts=8),), step_seconds=1.0, chunk_size=4, latency=0.04,
+    faults=tuple(Fault(2.0 + 3 * each, "kill trainer", "t0", 0.5) for each in range(5)),
+)  # fmt: skip
+_CLOCKS = _plan(
+    (_roll(prompts=8),), clocks=True, step_seconds=1.0,
+    faults=tuple(Fault(2.0 + 3 * each, "kill trainer", "t0", 0.3) for each in range(5)),
+)  # fmt: skip
+
+REVERTS = (
+    Revert("stall-is-silence", 1, _stall_is_silence, _STALL),
+    Revert("losses-count", 1, _losses_count, _LOSSES),
+    Revert("each-hello-admits", 1, _each_hello_admits),
+    Revert("each-message-rejoins", 1, _each_message_rejoins),
+    Revert("loading-not-told", 2, _loading_not_told, _LATE),
+    Revert("spool-takes-all", 3, _spool_takes_all),
+    Revert("refused-is-forgotten", 4, _refused_is_forgotten, _TWO),
+    Revert("disk-errors-raised", 5, _disk_errors_raised, _FULL),
+    Revert("unknown-is-cancelled", 6, _unknown_is_cancelled, _REATTACH),
+    Revert("use-unchecked", 7, _use_unchecked),
+    Revert("attempts-restart", 7, _attempts_restart),
+    Revert("one-page", 8, _one_page, _SNAPSHOT),
+    Revert("no-window", 9, _no_window, _STOPPED_READER),
+    Revert("held-not-counted", 10, _held_not_counted, _HELD),
+    Revert("drain-refuses-known", 11, _drain_refuses_known, _DRAIN),
+    Revert("drain-drops-held", 11, _drain_drops_held),
+    Revert("second-trainer-waits", 12, _second_trainer_waits, _TWO),
+    Revert("unnamed-streams-end", 13, _unnamed_streams_end, _GAP),
+    Revert("clocks-decide", 14, _clocks_decide, _CLOCKS),
+    Revert("sleep-before-load", 16, _sleep_before_load, _SLEEPERS),
+    Revert("no-leases", 16, _no_leases),
+    Revert("loading-not-watched", 16, _loading_not_watched, _HUNG),
+)
+
+
+def search(revert: Revert, seconds: float, first: int = 0) -> dict[str, object]:
+    """Run a revert's own plan, then drawn seeds from `first`, until one reports a problem or time is over.
+
+    What was run is run without the revert, too: `clean` says whether nothing was reported then.
+    """
+    end = time.monotonic() + seconds
+    report: dict[str, object] = {"class": revert.name, "item": revert.item, "found": False}
+    tried: list[Plan] = []
+    directed = [revert.plan] if revert.plan is not None else []
+    unclean: list[str] = []
+    for number in range(-len(directed), 10**9):
+        plan = directed[0] if number < 0 else draw(first + number)
+        with revert.broken():
+            problems = run_plan(plan).problems
+        tried.append(plan)
+        if problems or time.monotonic() > end:
+            break
+    report |= {"found": bool(problems), "runs": len(tried), "directed": bool(directed) and len(tried) == 1}
+    if problems:
+        report |= {"seed": None if report["directed"] else tried[-1].seed, "problem": problems[0][:300]}
+    for plan in tried[-20:]:
+        unclean += run_plan(plan).problems
+    return report | {"clean": not unclean, "without": unclean[:1]}

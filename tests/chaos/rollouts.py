@@ -1,0 +1,163 @@
+"""Rollouts on a system of real processes, watched from outside and judged by what was written down."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from collections import Counter
+from collections.abc import Sequence
+
+import msgspec
+
+from chaos import trainer
+from chaos.expected import Expected
+from chaos.outcome import Outcome
+from chaos.system import System
+from chaos.trainer import Job, Line, Use
+from seer.client import SamplingParams
+from seer.client.prompts import Prompt
+
+WATCH_SECONDS = 0.01
+
+REPORT_BYTES = 1_500
+"""Of the last words of a trainer that failed."""
+
+
+def job(
+    system: System, prompts: int, *, n: int = 4, max_tokens: int = 160, number: int = 0, name: str = "trainer"
+) -> Job:
+    """Return one plain rollout; each `number` has noise of its own."""
+    return Job(
+        endpoint=system.config.endpoints.trainers, name=name, rollout_id=f"{name}-{number}",
+        prompts={f"p{i}": [3 + i % 90, *range(3, 4 + i % 24)] for i in range(prompts)},
+        n=n, max_tokens=max_tokens, uses=[Use(0, number)],
+    )  # fmt: skip
+
+
+class Roll:
+    """One job of one trainer on a system: `run` it, then `judge` it."""
+
+    def __init__(self, system: System, asked: Job) -> None:
+        self.system, self.job = system, asked
+        self.place = system.trainers[asked.name]
+        self.arrivals: list[float] = []
+        """When something arrived, in the loop's time."""
+        self.failed = ""
+        """What the trainer said when it ended other than by a kill."""
+        self.buffer_lost = 0
+        """How often it gave up on a silent buffer, and came back."""
+        self._first = asyncio.Event()
+
+    async def run(self) -> None:
+        """Run the trainer, life after life, until one is done."""
+        self.place.out.unlink(missing_ok=True)
+        self.place.job.write_bytes(msgspec.json.encode(self.job))
+        watching = asyncio.create_task(self._watch())
+        try:
+            while not await self._life():
+                pass
+            await asyncio.sleep(2 * WATCH_SECONDS)
+        finally:
+            watching.cancel()
+            await asyncio.wait([watching])
+
+    async def first(self) -> None:
+        """Wait for the first arrival."""
+        await self._first.wait()
+
+    async def _life(self) -> bool:
+        command = (
+            sys.executable,
+            trainer.__file__,
+            str(os.getpid()),
+            str(self.place.job),
+            str(self.place.out),
+        )
+        file = self.system.folder / f"{self.job.name}.log"
+        with file.open("ab") as log:
+            said = log.tell()
+            async with self.system.place(self.job.name):
+                process = await asyncio.create_subprocess_exec(*command, stdout=log, stderr=log)
+        self.place.process = process
+        try:
+            code = await process.wait()
+        except asyncio.CancelledError:
+            process.kill()
+            await process.wait()
+            raise
+        if code == trainer.BUFFER_LOST:
+            self.buffer_lost += 1
+            return False
+        if code > 0:  # it failed: another life would hide that
+            self.failed = file.read_bytes()[said:].decode(errors="replace")[-REPORT_BYTES:]
+        self.system.note_death(self.job.name, code or -9)
+        return code >= 0
+
+    async def _watch(self) -> None:
+        seen = 0
+        while True:
+            size = self.place.out.stat().st_size if self.place.out.exists() else 0
+            if size > seen:
+                seen = size
+                self.arrivals.append(asyncio.get_running_loop().time())
+                if any(line.id for line in trainer.lines(self.place.out)) and not self._first.is_set():
+                    self._first.set()
+            await asyncio.sleep(WATCH_SECONDS)
+
+    # --- judging -------------------------------------------------------------------------
+
+    def lines(self) -> list[Line]:
+        """Return the groups that arrived."""
+        return [line for line in trainer.lines(self.place.out) if line.id]
+
+    def judge(self, outcome: Outcome, known: Judge) -> None:
+        """Add what arrived, and what should have, to an outcome."""
+        asked, lines = self.job, self.lines()
+        last = len(asked.uses) - 1
+        whole = {line.id for line in lines if line.use == last}
+        times = Counter((line.use, line.life, line.id) for line in lines)
+        outcome.responses += asked.n * len(lines)
+        outcome.lost += asked.n * len(asked.prompts.keys() - whole)
+        outcome.doubled += asked.n * sum(count - 1 for count in times.values())
+        outcome.changed += sum(known.changed(asked, line) for line in lines)
+        if self.failed:
+            outcome.problems.append(f"{asked.name} failed: {self.failed}")
+
+
+class Judge:
+    """What replay engines answer, or what was answered without any fault; by use and weights."""
+
+    def __init__(self, system: System, undisturbed: Sequence[Line] = ()) -> None:
+        self._engine = system.config.engine
+        self._cache: dict[tuple[str, int, int, str], Expected] = {}
+        self._undisturbed = {line.id: line for line in undisturbed}
+        self.versions = {0: trainer.digest(0)}
+        """Digests of the weights that anybody asked for."""
+
+    def asked(self, version: int) -> None:
+        """Somebody will update to a version."""
+        self.versions[version] = trainer.digest(version)
+
+    def changed(self, asked: Job, line: Line) -> int:
+        """Count the responses of a group that are not what they must be."""
+        if self._undisturbed:
+            return sum(
+                mine != theirs
+                for mine, theirs in zip(line.answers, self._undisturbed[line.id].answers, strict=True)
+            )
+        last = line.use == len(asked.uses) - 1
+        versions = {asked.version} if asked.version and last else self.versions
+        if line.version not in versions or self.versions[line.version] != line.digest:
+            return asked.n
+        return self._expected(asked, asked.uses[line.use], line.digest).changed(line.id, line.answers)
+
+    def _expected(self, asked: Job, use: Use, digest: str) -> Expected:
+        key = (asked.name, use.seed, use.number, digest)
+        if key not in self._cache:
+            prompts = [Prompt(name, token_ids=tokens) for name, tokens in asked.prompts.items()]
+            sampling = SamplingParams(max_tokens=asked.max_tokens)
+            self._cache[key] = Expected.of_replay(
+                prompts, asked.n, sampling, self._engine, use.number, digest, use.seed
+            )
+        return self._cache[key]

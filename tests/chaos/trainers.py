@@ -1,0 +1,337 @@
+"""The trainers of a virtual run: scripts that go on where an earlier life of theirs was killed.
+
+A trainer takes nothing on trust: each group is compared with what `expected` works out, for the seed,
+rollout number and weight version that it asked for. A prompt that fails must have a reason that this
+trainer's own plan, or the state of the world, makes legitimate; every other failure is a finding.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import re
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from chaos.expected import answers
+from chaos.plan import Pause, Renew, Rest, Roll
+from seer.client import RolloutClient, SamplingParams, WeightsRefused
+from seer.client.rollout import BufferLost, Group, Rollout
+from seer.common.errors import DeadlineExceeded, RolloutCancelled, SeerError, Unreachable
+
+if TYPE_CHECKING:
+    from chaos.world import World
+
+RETRY_SECONDS = 0.5
+WATCH_SECONDS = 3.0
+"""How often the first trainer looks whether the weights that it made live still are."""
+
+RESTRAINT, PATIENCE = 20, 80
+"""Tries of what somebody else's use, or a full buffer, stands in the way of."""
+
+_PINS = "weight_version" in inspect.signature(RolloutClient.submit).parameters
+
+REFUSALS = (
+    r"no engine is there to take weights",
+    r"updates to version \d+: wait for that",
+    r"engines sleep: wake them first",
+    r"must be above the live one",
+    r"no engine is left",
+    r"the trainer sent nothing for",
+    r"the buffer sent nothing of it",
+    r"is not in this buffer's spool",
+    r"is no longer needed",
+    r"did not answer in",
+    r"requests of the old version went on for",
+    r"this buffer is shutting down",
+)
+"""Why an update may be refused while its trainer, buffer or engines come and go; it is asked for again."""
+
+DISK_REFUSALS = (
+    r"cannot be stored",
+    r"do not fit into",
+    r"cannot be read",
+    r"No space left",
+    r"[Dd]isk",
+    r"ENOSPC",
+)
+
+
+@dataclass(slots=True)
+class Ended:
+    """How a prompt of a rollout ended: with a group, or with a reason."""
+
+    group: Group | None = None
+    why: str = ""
+
+
+@dataclass(slots=True, eq=False)
+class Trainer:
+    """What all lives of a trainer have together; `run` is one life."""
+
+    world: World
+    name: str
+    ended: dict[tuple[int, str], Ended] = field(default_factory=dict)
+    asked: dict[int, int] = field(default_factory=dict)
+    """By step: the weight version that its rollout asked for."""
+    cut_short: set[int] = field(default_factory=set)
+    """Steps whose rollout was cancelled by this trainer, or met its deadline."""
+    done: set[int] = field(default_factory=set)
+    version: int = 0
+    resting: bool = False
+    lives: int = 0
+    retries: Counter[str] = field(default_factory=Counter)
+    _updating: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+    async def run(self, transport: object) -> None:
+        """Go through the script; `Unreachable` starts over, as a trainer that is run again."""
+        self.lives += 1
+        self._updating = asyncio.Lock()
+        while True:
+            try:
+                await self._life(transport)
+            except* Unreachable as gone:
+                self.world.excuse_silence(self.name, str(gone.exceptions[0]))
+                await asyncio.sleep(RETRY_SECONDS)
+            else:
+                return
+
+    async def _life(self, transport: object) -> None:
+        world = self.world
+        async with RolloutClient(
+            world.trainers_at, name=self.name, transport=transport, connect_seconds=100, silence_seconds=100
+        ) as client:
+            watching = asyncio.create_task(self._watch(client)) if self.name == "t0" else None
+            try:
+                await self._steps(client)
+                world.finish(self.name)
+                if watching is not None:
+                    await world.finished.wait()
+            finally:
+                if watching is not None:
+                    watching.cancel()
+                    await asyncio.wait([watching])
+
+    async def _steps(self, client: RolloutClient) -> None:
+        if self.resting:
+            await self._rest(client, asleep=False)
+        async with asyncio.TaskGroup() as aside:
+            for place, step in enumerate(self.world.script(self.name)):
+                if place in self.done:
+                    continue
+                match step:
+                    case Roll() if step.aside:
+                        aside.create_task(self._roll(client, place, step))
+                        await asyncio.sleep(0)
+                        continue
+                    case Roll():
+                        await self._roll(client, place, step)
+                    case Renew():
+                        await self._renew(client, step)
+                    case Rest():
+                        await self._rest(client, asleep=True)
+                        await asyncio.sleep(step.seconds)
+                        await self._rest(client, asleep=False)
+                    case Pause():
+                        await asyncio.sleep(step.seconds)
+                self.done.add(place)
+
+    # --- weights and sleep ---------------------------------------------------------------
+
+    async def _renew(self, client: RolloutClient, step: Renew) -> None:
+        await self._update(client, self.version + 1, step.folder, step.in_flight)
+
+    async def _update(self, client: RolloutClient, version: int, folder: bool, in_flight: str) -> None:
+        world = self.world
+        world.asked_version = max(world.asked_version, version)
+        source = world.folder(version) if folder else world.tensors(version)
+        async with self._updating:
+            while True:
+                try:
+                    live = await client.update_weights(version, source, in_flight=in_flight)
+                except WeightsRefused as refused:
+                    self._refused(version, refused)
+                    await asyncio.sleep(RETRY_SECONDS)
+                else:
+                    break
+        if live.digest != world.digest(version):
+            world.problem(f"{self.name}: version {version} is live with digest {live.digest}")
+        self.version = max(self.version, version)
+
+    def _refused(self, version: int, refused: WeightsRefused) -> None:
+        for why in refused.reasons.values():
+            patient = bool(self.world.plan.faults)  # else nothing stands in its way
+            early = (r"no engine is there to take weights", r"updates to version \d+: wait for that")
+            legitimate = (REFUSALS if patient else early) + (
+                DISK_REFUSALS if self.world.disk_was_full else ()
+            )
+            if not any(re.search(pattern, why) for pattern in legitimate):
+                self.world.problem(f"{self.name}: version {version} refused: {why}")
+            self.retries[why] += 1
+
+    async def _watch(self, client: RolloutClient) -> None:
+        """Update again when all that had the weights are gone."""
+        while True:
+            await asyncio.sleep(WATCH_SECONDS)
+            if self.version == 0 or self._updating.locked() or self.resting:
+                continue
+            try:
+                status = await client.status(30)
+                stale = status.instances and status.weight_version < self.version
+                failed = status.quarantined and not status.instances  # as with a spool that is gone
+                if (stale or failed) and not self._updating.locked() and not self.resting:
+                    await self._update(client, self.version, False, "abort")
+            except SeerError:
+                continue
+
+    async def _rest(self, client: RolloutClient, *, asleep: bool) -> None:
+        """Have engines sleep, or wake, until they do."""
+        self.resting = True
+        while True:
+            try:
+                await (client.sleep(200) if asleep else client.wake(200))
+            except Unreachable:
+                raise
+            except SeerError as error:
+                if not re.search("a weight update is under way|wait for that|await that first", str(error)):
+                    self.world.problem(f"{self.name}: sleep {asleep} failed: {error}")
+                await asyncio.sleep(RETRY_SECONDS)
+            else:
+                self.resting = asleep
+                return
+
+    # --- rollouts ------------------------------------------------------------------------
+
+    async def _roll(self, client: RolloutClient, place: int, step: Roll) -> None:
+        """Submit until every prompt has ended, with a group or for good reason."""
+        if place not in self.asked:
+            self.asked[place] = self.version + step.ahead if step.pinned else -1
+        beats = 0
+        while left := [prompt for prompt, _ in step.prompts if (place, prompt) not in self.ended]:
+            if place in self.cut_short:  # by an earlier life
+                for prompt in left:
+                    self._end(place, prompt, Ended(why="cut short"))
+                break
+            if beats:
+                await asyncio.sleep(RETRY_SECONDS)
+            beats += 1
+            rollout = await self._submit(client, place, step, left)
+            try:
+                await self._collect(place, step, rollout)
+            finally:
+                self._judge_failures(place, step, rollout, beats)
+        self.done.add(place)
+
+    async def _submit(self, client: RolloutClient, place: int, step: Roll, left: list[str]) -> Rollout:
+        options = {"weight_version": self.asked[place]} if _PINS else {}
+        if not _PINS:
+            client.weight_version = self.asked[place]
+        lengths = dict(step.prompts)
+        prompts = [self.world.prompt(prompt_id, lengths[prompt_id]) for prompt_id in left]
+        rollout = await client.submit(
+            prompts, n=step.n, sampling=SamplingParams(max_tokens=step.max_tokens), seed=step.seed,
+            rollout_number=step.number, rollout_id=step.rollout_id, deadline_seconds=step.deadline, **options,
+        )  # fmt: skip
+        rollout.weight_version = self.asked[place]
+        return rollout
+
+    async def _collect(self, place: int, step: Roll, rollout: Rollout) -> None:
+        cancelling = None
+        if step.cancel is not None:
+            cancelling = asyncio.create_task(self._cancel(place, step.cancel, rollout))
+        taken = 0
+        try:
+            while True:
+                for group in rollout.groups[taken:]:
+                    taken += 1
+                    self._arrived(place, step, group)
+                if not rollout.unfinished:
+                    return
+                await rollout.changed()
+        finally:
+            if cancelling is not None:
+                cancelling.cancel()
+
+    async def _cancel(self, place: int, seconds: float, rollout: Rollout) -> None:
+        await asyncio.sleep(seconds)
+        self.cut_short.add(place)
+        await rollout.cancel()
+
+    def _arrived(self, place: int, step: Roll, group: Group) -> None:
+        world, wanted = self.world, self.asked[place]
+        if (place, group.prompt_id) in self.ended:
+            world.doubled += len(group.responses)
+        where = f"{self.name}: {step.rollout_id}/{group.prompt_id}"
+        if wanted >= 0 and group.weight_version != wanted:
+            world.problem(f"{where} has weights {group.weight_version}, not {wanted}")
+        if group.weights_digest != world.digest(group.weight_version):
+            world.problem(f"{where} names digest {group.weights_digest} for {group.weight_version}")
+        expected = world.expected(step, group.prompt_id, group.weight_version)
+        world.changed += expected.changed(group.prompt_id, answers(group))
+        self._end(place, group.prompt_id, Ended(group))
+
+    def _end(self, place: int, prompt_id: str, ended: Ended) -> None:
+        self.ended[place, prompt_id] = ended
+        self.world.arrived()
+
+    # --- failures ------------------------------------------------------------------------
+
+    def _judge_failures(self, place: int, step: Roll, rollout: Rollout, beats: int) -> None:
+        for prompt_id, (cls, why) in list(rollout._failures.items()):
+            verdict = self._verdict(place, step, prompt_id, cls, why, beats)
+            if verdict == "again":
+                self.retries[why] += 1
+                continue
+            if verdict == "problem":
+                self.world.problem(
+                    f"{self.name}: {step.rollout_id}/{prompt_id} at {self.world.loop.time():.3f}"
+                    f" ended in {cls.__name__}: {why}"
+                )
+            self._end(place, prompt_id, Ended(why=why))
+
+    def _verdict(self, place: int, step: Roll, prompt_id: str, cls: type, why: str, beats: int) -> str:
+        """Say whether a failure is legitimate (`final`, or `again`: worth another try) or a `problem`."""
+        if issubclass(cls, BufferLost):
+            self.world.excuse_silence(self.name, why)
+            return "again"
+        if "the client was closed" in why:
+            return "again"  # by this life's end
+        if issubclass(cls, DeadlineExceeded) and step.deadline is not None:
+            self.cut_short.add(place)
+            return "final"
+        if issubclass(cls, RolloutCancelled):
+            return self._of_cancel(place, step, why, beats)
+        if "already submitted with another" in why or "another trainer uses" in why:
+            return self._of_use(place, step, why, beats)
+        return self._of_plan(place, step, prompt_id, why, beats)
+
+    def _of_cancel(self, place: int, step: Roll, why: str, beats: int) -> str:
+        if "cancelled by" in why:
+            return "final" if place in self.cut_short and step.cancel is not None else "problem"
+        aborted = "aborted by a weight update" in why and self.world.plan.updates
+        return "again" if aborted and beats < PATIENCE else "problem"
+
+    def _of_use(self, place: int, step: Roll, why: str, beats: int) -> str:
+        """Another trainer has the id; or an earlier use, whose `Cancel` a life may have died with."""
+        if step.shared or self.world.is_shared(step.rollout_id):
+            return "again" if beats < RESTRAINT else "final"
+        earlier = any(
+            isinstance(other, Roll) and other.rollout_id == step.rollout_id and other.seed != step.seed
+            for other in self.world.script(self.name)[:place]
+        )
+        if earlier and beats < RESTRAINT:
+            return "again"
+        return "final" if earlier and self.lives > 1 else "problem"
+
+    def _of_plan(self, place: int, step: Roll, prompt_id: str, why: str, beats: int) -> str:
+        plan = self.world.plan
+        if "shutting down" in why:
+            return "again" if self.world.may_refuse(step, prompt_id) else "problem"
+        if "takes at most" in why and plan.requests > plan.max_requests:
+            return "final" if step.n > plan.max_requests or beats >= PATIENCE else "again"
+        if prompt_id == "poison":
+            return "final" if re.search("engine|died|lost", why) else "problem"
+        # What a rollout asked for, or began with, before somebody updated.
+        past = re.search(r"weight version (\d+)(?: is past|, and version \d+ is live)", why)
+        return "final" if past and int(past[1]) < self.world.asked_version else "problem"

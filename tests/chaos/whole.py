@@ -1,0 +1,199 @@
+"""What must hold of a system while it is disturbed, and once everything is over."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import invariants
+
+from chaos.census import leftovers
+from chaos.world import FOREIGN, HOUR
+from seer.services.buffer import deliveries
+
+if TYPE_CHECKING:
+    from chaos.plan import Plan
+    from chaos.world import World
+
+TOKEN_BYTES = 8
+
+HARMLESS = ("stop buffer", "kill trainer", "stop trainer", "lose trainer", "kill context", "stop context")
+"""Faults that no engine notices, other than as a buffer that is slow."""
+
+
+STEP_SECONDS = 60.0
+"""Longest time that the context service may need for a snapshot once no fault is left."""
+
+
+def check_now(world: World) -> None:
+    """Note what is wrong at any time: books that disagree, bounds that do not bound."""
+    process = world.processes.get("buffer")
+    if process is None or process.service is None:
+        return
+    _follows(world)
+    service = process.service
+    try:
+        invariants.check(service.machine)
+    except AssertionError as error:
+        world.problem(f"at {world.loop.time():.3f}: the buffer's books: {error!r}")
+    if service.machine.counters["lost"] and calm_for_engines(world.plan):
+        lost = service.machine.counters["lost"]
+        world.problem(f"{lost} chunks were lost, and no engine was away")
+    for life, waiting in queued_bytes(service).items():
+        largest = max(step.n * step.max_tokens for step in world.plan.rolls) * TOKEN_BYTES
+        if waiting > deliveries.WINDOW_BYTES + largest:
+            world.problem(f"{waiting} bytes wait for {life!r}, the window has {deliveries.WINDOW_BYTES}")
+
+
+def _follows(world: World) -> None:
+    """Note a context service that cannot synchronise, though nothing disturbs it."""
+    context = world.processes.get("context")
+    now, over = world.loop.time(), max((each.at + each.seconds for each in world.plan.faults), default=0.0)
+    if context is None or context.service is None or context.service._events._in_step:
+        world.in_step_at = now
+    elif now - max(over, world.in_step_at) > STEP_SECONDS:
+        world.problem(f"context is out of step since {world.in_step_at:.1f}")
+        world.in_step_at = now
+
+
+def calm_for_engines(plan: Plan) -> bool:
+    """Say whether nothing in a plan may cost a chunk: what it does to the buffer leaves connections up."""
+    harmless = all(fault.kind in HARMLESS for fault in plan.faults)
+    return harmless and not (plan.poison or plan.rejections or plan.rogue)
+
+
+def queued_bytes(service: Any) -> dict[bytes, int]:
+    """Return the bytes of arrays that wait for each trainer, headers apart."""
+    return {
+        address: sum(len(frame) for _, frames, _ in line.messages for frame in frames[1:])
+        for address, line in service._to_trainers._lines.items()
+    }
+
+
+def missing(world: World) -> list[str]:
+    """Say what is not as it should be, once all faults are over and all trainers are done."""
+    wrong = [f"{name} does not run" for name in ("buffer", "context", "dgds") if name not in world.processes]
+    wrong += [
+        f"e{each} does not run" for each in range(world.plan.engines) if f"e{each}" not in world.processes
+    ]
+    starting = [name for name, process in world.processes.items() if process.service is None]
+    if wrong or any(name not in world.trainers for name in starting):
+        return wrong or [f"{name} is not up" for name in starting]
+    return [
+        *_fleet(world),
+        *_buffer(world),
+        *_engines(world),
+        *_context(world),
+        *_files(world),
+        *_links(world),
+    ]
+
+
+def tables(world: World) -> list[str]:
+    """Say which tables hold more than the processes that are there, once nothing is under way."""
+    if world.plan.ttl_seconds >= HOUR:
+        return []  # results that nobody collected are kept, with all that belongs to them
+    names = len(world.plan.trainers) + world.plan.engines + 4
+    return [
+        f"{name} still holds {left}"
+        for name, process in world.processes.items()
+        if process.service is not None and (left := leftovers(process.service, names))
+    ]
+
+
+def _fleet(world: World) -> Iterator[str]:
+    service = world.processes["buffer"].service
+    living = {name for name in world.processes if name[0] == "e"}
+    weights, machine = service.weights, service.machine
+    excused = {name for name, why in weights.quarantined.items() if world.excuses_quarantine(why)}
+    living -= excused
+    if weights.quarantined.keys() - excused:
+        yield f"quarantined: {weights.quarantined}"
+    if set(machine.instances) != living:
+        yield f"engines {sorted(machine.instances)} may get work, {sorted(living)} live"
+    if weights.known - weights.admitted - weights.quarantined.keys() or weights.updating:
+        yield f"known {sorted(weights.known)}, at work {sorted(weights.admitted)}, updating: {weights.updating}"
+    if service._sleep.held or machine.desk.holding:
+        yield "submissions are held back"
+    live = weights.live
+    if live is not None and (live.version, live.digest) != (live.version, world.digest(live.version)):
+        yield f"version {live.version} is live with digest {live.digest}"
+    for name in sorted(living):
+        engine = world.processes[name].service
+        if live is not None and engine._weights.version != live.version:
+            yield f"{name} has weights {engine._weights.version}, {live.version} is live"
+        if engine._asleep:
+            yield f"{name} sleeps"
+
+
+def _buffer(world: World) -> Iterator[str]:
+    service = world.processes["buffer"].service
+    machine = service.machine
+    lasting = world.plan.ttl_seconds >= HOUR
+    for group in machine.groups.values():
+        if not group.done:
+            yield f"the buffer still runs {group.group_id} of {group.rollout.trainer}"
+        elif not lasting:
+            yield f"the buffer still keeps {group.group_id} of {group.rollout.trainer}"
+    tables = {
+        "held groups": machine.desk.held,
+        "requests": machine.requests,
+        "parked requests": machine.parked,
+        "estimates": machine.estimates,
+    }
+    yield from (f"the buffer has {len(table)} {name}" for name, table in tables.items() if table)
+    if len(machine.queue):
+        yield f"{len(machine.queue)} requests are queued"
+    if {group.rollout.rollout_id for group in machine.groups.values()} != set(machine.rollouts):
+        yield f"the buffer has rollouts {sorted(machine.rollouts)}"
+    if set(service.store._groups) != set(machine.groups):
+        yield f"the store has {sorted(set(service.store._groups) ^ set(machine.groups))} more or less"
+    if machine.instances.chunks:
+        yield f"{machine.instances.chunks} chunks are on the books"
+    for name, box in (("trainers", service._to_trainers), ("engines", service._to_engines)):
+        if box._lines:
+            yield f"messages wait for {name}"
+
+
+def _engines(world: World) -> Iterator[str]:
+    for name, process in world.processes.items():
+        if name[0] != "e":
+            continue
+        engine = process.service
+        for what in ("running", "_ended", "_failed", "_answers"):
+            if getattr(engine, what):
+                yield f"{name} has {len(getattr(engine, what))} in {what}"
+        if not engine._orders.empty():
+            yield f"{name} has orders left"
+        if engine._staging._copy is not None:
+            yield f"{name} keeps a copy of weights"
+
+
+def _context(world: World) -> Iterator[str]:
+    groups = world.processes["context"].service.machine._groups
+    buffered = {
+        group.group_id
+        for group in world.processes["buffer"].service.machine.groups.values()
+        if not group.done
+    }
+    if set(groups) != buffered:
+        yield f"context knows {sorted(set(groups) ^ buffered)} more or less than the buffer"
+
+
+def _files(world: World) -> Iterator[str]:
+    service = world.processes["buffer"].service
+    spool = service._spool
+    needed = {source.removeprefix("spool:") for source in service.weights.sources}
+    if extra := set(spool._streams) - needed:
+        yield f"the spool keeps {sorted(extra)}"
+    if world.plan.spool:
+        gone = [name for name in FOREIGN if not (world.spool / name / "work").exists()]
+        if gone:
+            yield f"the spool's folder lost {gone}"
+
+
+def _links(world: World) -> Iterator[str]:
+    engines = sum(name[0] == "e" for name in world.processes)
+    for endpoint, dealers in world.network.dealers.items():
+        if len(dealers) > engines:
+            yield f"{len(dealers)} connections to {endpoint}"
