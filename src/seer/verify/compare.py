@@ -173,7 +173,7 @@ def logprob_deviation(
     scaled = evidence.logits[0].astype(np.float64) / (temperature or 1.0)
     total = scaled.max() + math.log(np.exp(scaled - scaled.max()).sum())
     at = [
-        abs(float(run.logprobs[position]) - (scaled[run.token_ids[position]] - total))
+        abs(float(run.logprobs[position] - (scaled[run.token_ids[position]] - total)))
         for run in (ours, theirs)
     ]
     return min(to_logits(max(at + between.tolist()), temperature), tolerance)
