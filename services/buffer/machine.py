@@ -94,6 +94,7 @@ class Machine:
         self.suspects: dict[str, None] = {}  # in the order in which they are tried alone
         self.emptied = ""  # the instance where they are
         self.accused: dict[str, tuple[str, int, float]] = {}  # by whom it was lost: name, life, since when
+        self._doubted: set[str] = set()  # instances that one who ran alone, and ended early, may have killed
         self._running: dict[str, dict[str, None]] = {}  # by instance
         self._lives: dict[str, int] = {}
         self._mourned: OrderedDict[int, set[str]] = OrderedDict()  # who has this life among its deaths
@@ -188,6 +189,8 @@ class Machine:
             request_id = ids.request_id(group.group_id, index)
             request = self.requests.pop(request_id)
             if request.instance:
+                if request.alone:
+                    self._doubted.add(request.instance)
                 out.append(Drop(request.instance, request_id, request.attempt))
                 self._release(request)
             self.queue.discard(request_id)
@@ -249,7 +252,7 @@ class Machine:
                 continue
             del self.suspects[request_id]
             if able:
-                self.requests[request_id].alone = True
+                self.requests[request_id].alone = self.emptied not in self._doubted
                 self._dispatch(request_id, self.instances[self.emptied], chunk, out)
             else:
                 self._park(request_id, now)
@@ -307,6 +310,7 @@ class Machine:
         request = self._current(event.instance, event.request_id, event.attempt)
         if request is None:
             return
+        self._doubted.discard(event.instance)
         self._release(request)
         if event.count == 0 or event.count > request.view.remaining:
             # An engine that made no progress, or too much, is not believed.
@@ -398,6 +402,7 @@ class Machine:
         """Have what ran on engines that are gone wait again: before anything is placed anew."""
         gone = [name for name in event.instances if name in self.instances]
         lost = [self.requests[request_id] for name in gone for request_id in self._running[name]]
+        self._doubted.difference_update(gone)
         for name in gone:
             life = self._lives.pop(name)
             if event.died and self._running[name]:

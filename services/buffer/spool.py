@@ -234,8 +234,9 @@ class Spool:
     async def _take(self, message: m.SpoolData, address: bytes, reply: Reply) -> None:
         stream = self._streams.get(message.name)
         if stream is None:
-            problem = self._ended.get(message.name, "open the stream first")
-            await reply(address, m.SpoolState(name=message.name, size=0, have=0, problem=problem))
+            # Else its opening was lost with a connection: the trainer opens it again as nothing is confirmed.
+            if problem := self._ended.get(message.name):
+                await reply(address, m.SpoolState(name=message.name, size=0, have=0, problem=problem))
             return
         fits = 0 < len(message.data) <= stream.size - stream.have
         if message.offset != stream.have or not fits:

@@ -378,8 +378,7 @@ class WeightsMachine:
             if busy.asked.trainer == event.trainer and not busy.committing:
                 self._fail({"": f"{event.trainer} asked for another update"}, out)
         if live is not None and not self.updating and self._admitted and _names(event, live):
-            # Asked again, as after a lost answer, or by a trainer that was killed and came back.
-            out.append(Report(event.trainer, live, dict(self.quarantined), event.ask))
+            self._ask_again(event, live, out)
             return
         if problem := self._objection(event, idle):
             out.append(Fail(event.trainer, event.version, {"": problem}, event.ask))
@@ -391,6 +390,23 @@ class WeightsMachine:
             out.append(Abort())
         for name in self._able():
             self._prepare(update, name, out)
+
+    def _ask_again(self, event: UpdateAsked, live: Weights, out: list[Instruction]) -> None:
+        """Answer as after a lost answer, or to a trainer that was killed and came back.
+
+        Instances that still load are waited for: a buffer that was restarted has a stream only as long as
+        its trainer waits. Those that could not load try again, from the source named now.
+        """
+        if self.quarantined and event.source:
+            self.live = live = replace(live, source=event.source)
+            self._coming |= {name: _Coming() for name in self.quarantined}
+            self.quarantined.clear()
+        if not self._coming:
+            out.append(Report(event.trainer, live, {}, event.ask))
+            return
+        self._updates += 1
+        self._update = _Update(event, self._updates, math.inf, set(self._coming), committing=True)
+        out.append(Hold())
 
     def _able(self) -> list[str]:
         """Return who checks new weights: those at work, or, where none is, those whose last load failed."""

@@ -11,9 +11,11 @@ from typing import get_args
 
 from msgspec.structs import asdict
 
-from chaos.roads import Way
 from seer.common.config import Config
 from seer.common.wire import messages as m
+
+Way = tuple[str, bool, str]
+"""Endpoint, whether towards its owner, and the tag of a message."""
 
 UNIONS: dict[tuple[str, bool], object] = {
     ("trainers", True): m.TrainerToBuffer,

@@ -5,6 +5,8 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, field, replace
 
+from chaos.conversations import every
+
 PROCESSES = ("buffer", "context", "dgds", "engine", "trainer")
 WHOLE_FAULTS = ("kill", "stop", "reset", "part")
 KINDS = (
@@ -26,6 +28,9 @@ KINDS = (
 """`stop` is SIGSTOP and later SIGCONT; `reset` breaks connections, `part` cuts a process off, `cut` one
 road and `hole` one way of it; `lose` kills for good."""
 
+CAUGHT = ("reset", "reset", "cut", "kill source", "kill target")
+"""What befalls a connection as a certain message is under way."""
+
 NOISE = ("noise engine", "noise trainer", "noise buffer")
 """Messages dropped, doubled, delayed and overtaken, which TCP never does: drawn on demand only."""
 
@@ -46,6 +51,20 @@ class Fault:
     at: float
     kind: str
     target: str
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Catch:
+    """What befalls a connection as the `nth` message of a way is under way on it, before it arrives.
+
+    `way` is an endpoint's name, whether towards its owner, and a tag. `what`: `reset`, `cut` for `seconds`,
+    or `kill source` or `kill target`, who is back `seconds` later.
+    """
+
+    way: tuple[str, bool, str]
+    nth: int
+    what: str
     seconds: float
 
 
@@ -126,6 +145,7 @@ class Plan:
     header_bytes: int
     rogue: bool
     faults: tuple[Fault, ...] = field(default=())
+    catches: tuple[Catch, ...] = field(default=())
 
     @property
     def trainers(self) -> tuple[str, ...]:
@@ -186,7 +206,8 @@ def draw(seed: int, *, noise: bool = False) -> Plan:
     faults = [_fault(rand, plan, kinds, burst, long and each == 0) for each in range(count)]
     if plan.poison:
         plan = replace(plan, scripts=_poisoned(plan.scripts))
-    return replace(plan, faults=tuple(sorted(faults, key=lambda fault: fault.at)))
+    faults.sort(key=lambda fault: fault.at)
+    return replace(plan, faults=tuple(faults), catches=_catches(random.Random(f"catches {seed}")))
 
 
 def _fault(rand: random.Random, plan: Plan, kinds: tuple[str, ...], burst: float, long: bool) -> Fault:
@@ -213,6 +234,19 @@ def _fault(rand: random.Random, plan: Plan, kinds: tuple[str, ...], burst: float
     elif what in ("noise", "fill"):
         seconds = rand.uniform(0.5, 6.0)
     return Fault(rand.uniform(0.0, burst), kind, target, seconds)
+
+
+def _catches(rand: random.Random) -> tuple[Catch, ...]:
+    """Draw from all types of message alike: the rare ones decide as much as those that come by thousands."""
+    ways = sorted(every())
+    return tuple(
+        Catch(rand.choice(ways), rand.choice((1, 1, 2, 5)), rand.choice(CAUGHT), _caught_seconds(rand))
+        for _ in range(rand.choice((0, 2, 6)))
+    )
+
+
+def _caught_seconds(rand: random.Random) -> float:
+    return rand.uniform(0.01, 2.0) if rand.random() < 0.7 else rand.uniform(4.0, 24.0)
 
 
 # --- what trainers do ----------------------------------------------------------------------------

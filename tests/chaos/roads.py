@@ -12,33 +12,46 @@ import asyncio
 import math
 import random
 from collections import Counter
+from collections.abc import Callable, Sequence
 
+from chaos.conversations import Way, named
+from chaos.plan import Catch
 from seer.common.transport.base import Frame
 from seer.common.transport.memory import MemoryNetwork
 from seer.common.transport.zmq import GONE_SECONDS
 
-Way = tuple[str, bool, str]
-"""Endpoint, whether towards its owner, and the tag of a message."""
+CAUGHT_SECONDS = 0.001
+"""A message that is caught is under way for at least this long, else nothing could befall it."""
 
 BACKOFF_SECONDS = 3.0
 """Longest pause of TCP before it sends again what a cut held up for less than `GONE_SECONDS`."""
 
 
 class ChaosRoads:
-    """`memory.Roads` by seed. `seen` counts fates (`sent`, `held`, `lost`) by way."""
+    """`memory.Roads` by seed. `seen` counts fates (`sent`, `held`, `lost`) by way.
 
-    def __init__(self, seed: int, latency: float, jitter: float) -> None:
+    `on_catch` is called with a catch, source and target when its message has left and not arrived.
+    """
+
+    def __init__(self, seed: int, latency: float, jitter: float, catches: Sequence[Catch] = ()) -> None:
         self.network: MemoryNetwork
         self.seen: Counter[tuple[str, Way]] = Counter()
         self._random = random.Random(f"roads {seed}")
         self._latency, self._jitter = latency, jitter
         self._cuts: Counter[tuple[str, str]] = Counter()
+        self.catches = [[each.nth, each] for each in catches]
+        self.on_catch: Callable[[Catch, str, str], None]
+        self._leaving: list[Catch] = []
 
     def arrival(self, source: str, target: str) -> float:
         """Return when a message that leaves now arrives."""
         if self._cuts[source, target]:
             return math.inf
         delay = self._latency + (self._random.random() * self._jitter if self._jitter else 0.0)
+        caught, self._leaving = self._leaving, []
+        for each in caught:
+            self.on_catch(each, source, target)
+            delay = max(delay, CAUGHT_SECONDS)
         return asyncio.get_running_loop().time() + delay
 
     def joined(self, one: str, other: str) -> bool:
@@ -55,7 +68,19 @@ class ChaosRoads:
 
     def saw(self, fate: str, endpoint: str, upward: bool, frames: list[Frame]) -> None:
         """Count a message."""
-        self.seen[fate, (endpoint, upward, tag_of(frames))] += 1
+        way = (endpoint, upward, tag_of(frames))
+        self.seen[fate, way] += 1
+        if fate == "sent" and self.catches:
+            self._catch(named(way))
+
+    def _catch(self, way: Way) -> None:
+        """Note what catches this message, if a connection takes it now."""
+        self._leaving = []
+        for pending in [each for each in self.catches if each[1].way == way]:
+            pending[0] -= 1
+            if not pending[0]:
+                self.catches.remove(pending)
+                self._leaving.append(pending[1])
 
     async def cut(self, pairs: list[tuple[str, str]], seconds: float) -> None:
         """Cut roads, each from one host to another, for a while."""

@@ -13,16 +13,10 @@ from chaos.plan import KINDS, draw
 from chaos.virtual import quiet, run, story
 
 BATCH = 25
-SEEDS = (*range(300), 328, 338, 431)
-SELDOM = {
-    "dgds down AppendGaps",
-    "dgds down Refused",
-    "engines down DiscardWeights",
-    "engines down LoadWeights",
-    "engines down Refused",
-    "engines down SpoolData",
-}
-"""Sent here, but under way for so short a time that no fault of these seeds met one: `make chaos` draws more."""
+RARE = (304, 307, 312, 328, 337, 339, 365, 400, 402, 463, 476, 477, 522, 551, 564, 613, 619)
+"""Runs in which faults meet messages that are seldom under way."""
+
+SEEDS = (*range(300), *RARE)
 WAYS = Counter()
 
 
@@ -32,9 +26,11 @@ def no_logs():
         yield
 
 
-@pytest.mark.parametrize("first", SEEDS[::BATCH])
-def test_no_fault_breaks_a_promise(first):
-    outcomes = [run(seed) for seed in range(first, first + BATCH)]
+@pytest.mark.parametrize(
+    "seeds", [SEEDS[at : at + BATCH] for at in range(0, len(SEEDS), BATCH)], ids=lambda seeds: str(seeds[0])
+)
+def test_no_fault_breaks_a_promise(seeds):
+    outcomes = [run(seed) for seed in seeds]
     for outcome in outcomes:
         WAYS.update(outcome.ways)
     problems = {outcome.seed: outcome.problems for outcome in outcomes if outcome.problems}
@@ -45,9 +41,7 @@ def test_every_type_of_message_was_sent_and_faulted():
     # Of the runs above; a part of them, as under pytest-xdist or -k, proves less.
     if not WAYS:
         pytest.skip("no seed ran before this in this process")
-    left = missing(WAYS)
-    assert left["sent"] == []
-    assert set(left["faulted"]) <= SELDOM
+    assert missing(WAYS) == {"sent": [], "faulted": []}
 
 
 def test_the_fixed_part_has_every_kind_of_fault():

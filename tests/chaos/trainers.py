@@ -161,7 +161,9 @@ class Trainer:
 
     def _refused(self, version: int, refused: WeightsRefused) -> None:
         for why in refused.reasons.values():
-            patient = bool(self.world.plan.faults)  # else nothing stands in its way
+            patient = bool(
+                self.world.plan.faults or self.world.plan.catches
+            )  # else nothing stands in its way
             early = (r"no engine is there to take weights", r"updates to version \d+: wait for that")
             legitimate = (REFUSALS if patient else early) + (
                 DISK_REFUSALS if self.world.disk_was_full else ()

@@ -6,6 +6,7 @@ A failing seed replays exactly: `python bench/chaos.py --replay 17` runs it with
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import logging
 import os
@@ -96,17 +97,25 @@ async def _live(world: World, outcome: Outcome) -> None:
         apart = [tasks.create_task(_inflict(world, each, outcome)) for each in lasting]
         others = [_inflict(world, each, outcome) for each in plan.faults if each not in lasting]
         await asyncio.gather(_bring_engines(world), *others)
-        over, bound = world.loop.time(), _bound(plan)
-        try:
-            async with asyncio.timeout(bound):
-                await world.finished.wait()
-        except TimeoutError:
-            left = ", ".join(sorted(world._left))
-            outcome.problems.append(f"{left} not finished {bound:.1f} s after the last fault (at {over:.3f})")
+        await _ended(world, outcome)
         await asyncio.gather(*apart)
         watching.cancel()
     if world.finished.is_set():
         outcome.problems += await _settled(world)
+
+
+async def _ended(world: World, outcome: Outcome) -> None:
+    """Wait until all trainers are done, within a bound from the last fault on."""
+    began, bound = world.loop.time(), _bound(world.plan)
+    while not world.finished.is_set():
+        over = max([began, *(each.at + each.seconds for each in world.caught)])
+        if world.loop.time() >= over + bound:
+            left = ", ".join(sorted(world._left))
+            outcome.problems.append(f"{left} not finished {bound:.1f} s after the last fault (at {over:.3f})")
+            return
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout_at(over + bound):
+                await world.finished.wait()
 
 
 def _passable(plan: Plan, fault: Fault) -> bool:
@@ -200,7 +209,10 @@ def _judge(world: World, outcome: Outcome) -> None:
     reasons = (*world.excuses, *(each.why for _, each in ended if each.why), *_retries(world))
     outcome.excuses = Counter(re.sub(r"[0-9a-f]{12}|\d+", "#", why)[:100] for why in reasons)
     outcome.ways = Counter(world.roads.seen)
-    ends = [fault.at + (0.0 if fault.kind.startswith("kill") else fault.seconds) for fault in plan.faults]
+    outcome.faults += [fault.kind for fault in world.caught]
+    ends = [
+        each.at + (0.0 if "kill" in each.kind else each.seconds) for each in (*plan.faults, *world.caught)
+    ]
     outcome.recovered(ends, world.arrivals)
 
 

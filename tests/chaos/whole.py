@@ -48,7 +48,7 @@ def check_now(world: World) -> None:
 def _follows(world: World) -> None:
     """Note a context service that cannot synchronise, though nothing disturbs it."""
     context = world.processes.get("context")
-    now, over = world.loop.time(), max((each.at + each.seconds for each in world.plan.faults), default=0.0)
+    now, over = world.loop.time(), world.disturbed_until()
     if context is None or context.service is None or context.service._events._in_step:
         world.in_step_at = now
     elif now - max(over, world.in_step_at) > STEP_SECONDS:
@@ -59,7 +59,7 @@ def _follows(world: World) -> None:
 def calm_for_engines(plan: Plan) -> bool:
     """Say whether nothing in a plan may cost a chunk: what it does to the buffer leaves connections up."""
     harmless = all(fault.kind in HARMLESS for fault in plan.faults)
-    return harmless and not (plan.poison or plan.rejections or plan.rogue)
+    return harmless and not (plan.catches or plan.poison or plan.rejections or plan.rogue)
 
 
 def queued_bytes(service: Any) -> dict[bytes, int]:

@@ -23,7 +23,7 @@ from virtual_time import PROCESS, VirtualTimeLoop, eventually
 
 from chaos import engines
 from chaos.expected import Expected, weights_digest
-from chaos.plan import POISON, Plan, Roll, Step
+from chaos.plan import POISON, Catch, Fault, Plan, Roll, Step
 from chaos.roads import ChaosRoads
 from chaos.trainers import Trainer
 from seer.client import SamplingParams
@@ -73,7 +73,8 @@ class World:
         self.plan = plan
         self.home = home
         self.loop: VirtualTimeLoop = asyncio.get_running_loop()  # type: ignore[assignment]
-        self.roads = ChaosRoads(plan.seed, plan.latency, plan.jitter)
+        self.roads = ChaosRoads(plan.seed, plan.latency, plan.jitter, plan.catches)
+        self.roads.on_catch = self._catch
         self.network = self.roads.network = MemoryNetwork(self.roads, plan.queue)
         self.trainers_at = ENDPOINTS.trainers
         self.processes: dict[str, Process] = {}
@@ -90,13 +91,14 @@ class World:
         self.disk_full = self.disk_was_full = False
         self.draining: dict[str, int] | None = None  # seeds of the groups that it has accepted
         self.lost: set[str] = set()
+        self.caught: list[Fault] = []
         self.noisy = any(fault.kind.startswith("noise") for fault in plan.faults)
         self._left = set(plan.trainers)
         self._dead: list[Process] = []
         self._lives = self.buffers = 0
         self._rand = random.Random(f"world {plan.seed}")
         self._talk: asyncio.Task[None] | None = None
-        self._deaths: set[asyncio.Task[None]] = set()
+        self._apart: set[asyncio.Task[None]] = set()
         self._outside = contextvars.copy_context()
         if plan.rogue:
             self._talk = self.loop.create_task(self._talk_nonsense())
@@ -180,18 +182,23 @@ class World:
         """Note that a prompt ended."""
         self.arrivals.append(self.loop.time())
 
+    def disturbed_until(self) -> float:
+        """Return when the last fault so far is over, or will be."""
+        return max((each.at + each.seconds for each in (*self.plan.faults, *self.caught)), default=0.0)
+
     def finish(self, trainer: str) -> None:
         """Note that a trainer has done all it wanted, or never will."""
         self._left.discard(trainer)
         if not self._left:
             self.finished.set()
+            self.roads.catches.clear()
 
     def excuse_silence(self, trainer: str, why: str) -> None:
         """A trainer gave the buffer up: legitimate only if one of both was away for long."""
         self.excuses.append(f"{trainer}: {why}")
         away = sum(
             fault.seconds
-            for fault in self.plan.faults
+            for fault in (*self.plan.faults, *self.caught)
             if {"buffer", trainer} & set(fault.target.split("-")) and fault.at <= self.loop.time()
         )
         if away < 40.0:
@@ -284,6 +291,25 @@ class World:
         ways = [(one, other), (other, one)]
         await self.roads.cut(ways if both else [self._rand.choice(ways)], seconds)
 
+    def _catch(self, catch: Catch, source: str, target: str) -> None:
+        fault = Fault(self.loop.time(), f"catch {catch.what}", f"{source}-{target}", catch.seconds)
+        self.caught.append(fault)
+        task = self.loop.create_task(self._befall(catch, source, target), context=self._outside.copy())
+        self._apart.add(task)
+        task.add_done_callback(self._apart.discard)
+
+    async def _befall(self, catch: Catch, source: str, target: str) -> None:
+        if catch.what == "reset":
+            self.network.reset(source, target)
+        elif catch.what == "cut":
+            await self.cut(source, target, catch.seconds, both=self._rand.random() < 0.5)
+        else:
+            name = source if catch.what == "kill source" else target
+            await self.kill(name)
+            await asyncio.sleep(catch.seconds)
+            if name != "rogue":
+                self.start(name)
+
     async def noise(self, name: str, seconds: float, plan: Faults) -> None:
         """Have the network do to what a process sends what `plan` says."""
         process = self.processes.get(name)
@@ -365,8 +391,8 @@ class World:
         if self.processes.get(process.name) is process:
             self.loop.freeze(process.life)
             death = self.loop.create_task(self._restart(process.name), context=self._outside.copy())
-            self._deaths.add(death)
-            death.add_done_callback(self._deaths.discard)
+            self._apart.add(death)
+            death.add_done_callback(self._apart.discard)
 
     async def _restart(self, name: str) -> None:
         await self.kill(name)
@@ -409,7 +435,7 @@ class World:
         if self._talk is not None:
             self._talk.cancel()
             await asyncio.wait([self._talk])
-        for death in list(self._deaths):
+        for death in list(self._apart):
             death.cancel()
         for name in list(self.processes):
             await self.kill(name)

@@ -223,6 +223,26 @@ def test_who_was_lost_alone_with_an_engine_that_stays_away_fails():
     assert not machine._mourned
 
 
+def test_who_follows_one_that_ended_early_is_not_accused_of_its_death():
+    machine = make(engines=("a",))
+    submit(machine, "p", "q", n=1)
+    for life in (1, 2, 3):
+        die(machine, "a", life)
+    assert machine.requests["r/p#0"].alone
+    machine.handle(
+        e.RolloutCancelled("t", "r", ["p"]), 1.0
+    )  # and it has killed the engine, which nobody knows yet
+    assert machine.requests["r/q#0"].instance == "a"
+    die(machine, "a", 4)
+    check(machine)
+    assert not machine.accused
+    request = machine.requests["r/q#0"]
+    assert request.alone
+    assert not machine._doubted
+    end(machine, e.Dispatch("a", "r/q#0", request.attempt, 16))
+    assert not request.deaths
+
+
 def test_a_stall_of_ones_own_accuses_nobody():
     machine = make(engines=("a",))
     submit(machine, "p", n=1)

@@ -231,3 +231,15 @@ def test_an_update_survives_latency_between_any_two_messages(gap):
 
     for phase in range(5):
         run(attempt(0.1 * phase))
+
+
+@virtual
+async def test_parts_of_a_stream_whose_opening_was_lost_do_not_end_it(tmp_path):
+    world = World(tmp_path)
+    try:
+        assert await world.put(part("v1-a", 0)) is None  # its trainer opens it again
+        assert (await world.put(m.OpenSpool(name="v1-a", size=100))).resend
+        state = await world.put(part("v1-a", 0))
+        assert (state.have, state.problem) == (100, "")
+    finally:
+        await world.stop()

@@ -355,6 +355,29 @@ def test_who_asks_the_same_again_gets_the_one_answer():
     assert load(machine, "a")[-1] == w.Report("t", NEW, {}, 6)
 
 
+def test_who_asks_again_waits_for_those_that_still_load():
+    machine = make("a", weights=NEW)  # as a restarted buffer finds it
+    machine.handle(w.Registered("b", OLD), 1.0, idle=True)
+    assert ask(machine, ask=6) == [w.Hold()]
+    assert ask(machine, ask=7) == []
+    assert load(machine, "b") == [w.Admit("b"), w.Release(), w.Report("t", NEW, {}, 7)]
+
+
+def test_who_asks_again_has_those_that_could_not_load_try_again():
+    machine = make("a", "b")
+    ask(machine)
+    prepare(machine, "a", "b")
+    load(machine, "a")
+    load(machine, "b", problem="disk full")
+    again = w.Weights(1, "d1", "/again")
+    assert ask(machine, source="/again", digest="d1", ask=6) == [w.Hold(), w.Load("b", again)]
+    assert machine.admitted == {"a"}
+    reason = {"b": "disk still full"}
+    assert load(machine, "b", problem=reason["b"]) == [w.Release(), w.Report("t", again, reason, 6)]
+    ask(machine, source="/again", digest="d1", ask=7)
+    assert load(machine, "b") == [w.Admit("b"), w.Release(), w.Report("t", again, {}, 7)]
+
+
 def test_a_trainer_may_ask_for_something_else_until_engines_load():
     machine = make("a")
     ask(machine, ask=5)
