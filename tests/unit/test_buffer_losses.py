@@ -223,24 +223,31 @@ def test_who_was_lost_alone_with_an_engine_that_stays_away_fails():
     assert not machine._mourned
 
 
-def test_who_follows_one_that_ended_early_is_not_accused_of_its_death():
-    machine = make(engines=("a",))
+def followed(machine):
+    """Have one run alone, end early, and another follow it on the same engine; return that one."""
     submit(machine, "p", "q", n=1)
     for life in (1, 2, 3):
         die(machine, "a", life)
     assert machine.requests["r/p#0"].alone
-    machine.handle(
-        e.RolloutCancelled("t", "r", ["p"]), 1.0
-    )  # and it has killed the engine, which nobody knows yet
-    assert machine.requests["r/q#0"].instance == "a"
-    die(machine, "a", 4)
-    check(machine)
-    assert not machine.accused
+    machine.handle(e.RolloutCancelled("t", "r", ["p"]), 1.0)
     request = machine.requests["r/q#0"]
+    assert (request.instance, request.alone) == ("a", False)
+    return request
+
+
+def test_who_follows_one_that_ended_early_is_not_accused_of_its_death():
+    machine = make(engines=("a",))
+    request = followed(machine)
+    die(machine, "a", 4)  # the first one had killed it, and nobody knew yet
+    assert not machine.accused
     assert request.alone
-    assert not machine._doubted
+
+
+def test_an_engine_that_ends_a_chunk_is_above_doubt():
+    machine = make(engines=("a",))
+    request = followed(machine)
     end(machine, e.Dispatch("a", "r/q#0", request.attempt, 16))
-    assert not request.deaths
+    assert not machine._doubted
 
 
 def test_a_stall_of_ones_own_accuses_nobody():
