@@ -115,6 +115,7 @@ class Campaign:
             )
             asked.rollout_id = f"{name}-{rand.randrange(2)}"
             asked.everything = rand.random() < 0.5
+            asked.updates = name == TRAINERS[0]
             seeds = [0 if self.real else rand.randrange(100) for _ in range(2)]
             if rand.random() < CUT_SHARE:
                 cut, seconds = rand.choice(("deadline", "cancel")), rand.uniform(0.05, 1.5)

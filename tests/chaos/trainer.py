@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import sys
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from seer.child import die_with
 from seer.client import (
     BufferLost,
     DeadlineExceeded,
+    RequestRefused,
     RolloutCancelled,
     RolloutClient,
     SamplingParams,
@@ -30,6 +32,9 @@ from seer.client.tensors import TensorStream
 
 UPDATE_SECONDS = 60.0
 """A stream that a killed trainer left is given up after 30 s; until then no other update can begin."""
+
+OVERTAKEN = r"weight version \d+ is past|submit what is left under another rollout id"
+"""Why a rollout cannot go on under its id: the buffer died, and an update came before its trainer did."""
 
 BUFFER_LOST = 3
 """Exit code: the buffer was silent for too long; a trainer's next life goes on with what is left."""
@@ -59,6 +64,8 @@ class Job(msgspec.Struct):
     uses: list[Use]
     version: int = 0
     """Weights to update to before the last use; 0: none."""
+    updates: bool = True
+    """No other trainer updates weights."""
     everything: bool = False
     """A later life asks for everything again, not for what is left."""
 
@@ -100,7 +107,7 @@ class Trainer:
     """One life."""
 
     def __init__(self, job: Job, out: Path) -> None:
-        self._job = job
+        self._job, self._out = job, out
         self._before = lines(out)
         torn = out.exists() and not out.read_bytes().endswith(b"\n") and out.stat().st_size
         self._file = os.open(out, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
@@ -124,11 +131,27 @@ class Trainer:
                     await self._use(client, number, use, [key for key in job.prompts if key in left])
 
     async def _use(self, client: RolloutClient, number: int, use: Use, keys: list[str]) -> None:
+        """Roll out `keys`; where another trainer's update came first, go on under another rollout id."""
+        for rollout_id in (self._job.rollout_id, *(f"{self._job.rollout_id}+{each}" for each in range(9))):
+            try:
+                await self._roll(client, number, use, rollout_id, keys)
+            except RequestRefused as error:
+                if self._job.updates or not re.search(OVERTAKEN, str(error)):
+                    raise
+                arrived = {line.id for line in lines(self._out) if line.use == number}
+                keys = [key for key in keys if key not in arrived]
+            else:
+                break
+        self._note(Line(number, os.getpid()))
+
+    async def _roll(
+        self, client: RolloutClient, number: int, use: Use, rollout_id: str, keys: list[str]
+    ) -> None:
         job = self._job
         rollout = await client.submit(
             [Prompt(key, token_ids=job.prompts[key]) for key in keys], n=job.n,
             sampling=SamplingParams(max_tokens=job.max_tokens), seed=use.seed, rollout_number=use.number,
-            rollout_id=job.rollout_id, deadline_seconds=use.seconds if use.cut == "deadline" else None,
+            rollout_id=rollout_id, deadline_seconds=use.seconds if use.cut == "deadline" else None,
         )  # fmt: skip
         cancelling = None
         if use.cut == "cancel":
@@ -148,7 +171,6 @@ class Trainer:
         finally:
             if cancelling is not None:
                 cancelling.cancel()
-        self._note(Line(number, os.getpid()))
 
     def _note(self, line: Line) -> None:
         os.write(self._file, msgspec.json.encode(line) + b"\n")
