@@ -47,7 +47,11 @@ def _virtual(seed: int, seconds: float, workers: int, noise: bool) -> list[Outco
         running = {pool.submit(_batch, next(firsts), noise) for _ in range(workers)}
         while running:
             done, running = concurrent.futures.wait(running, return_when="FIRST_COMPLETED")
-            outcomes += [outcome for batch in done for outcome in batch.result()]
+            found = [outcome for batch in done for outcome in batch.result()]
+            for outcome in found:
+                if outcome.problems:
+                    print(f"virtual seed {outcome.seed}: {outcome.problems}", file=sys.stderr, flush=True)
+            outcomes += found
             if time.monotonic() < end:
                 running |= {pool.submit(_batch, next(firsts), noise) for _ in done}
     return sorted(outcomes, key=lambda outcome: outcome.seed)
@@ -95,10 +99,7 @@ def main() -> int:
             continue
         outcomes = _virtual(args.seed, args.seconds, args.workers, args.noise)
         report[kind] = summary(outcomes, time.monotonic() - began)
-        for outcome in outcomes:
-            if outcome.problems:
-                failed = True
-                print(f"{kind} seed {outcome.seed}: {outcome.problems}", file=sys.stderr)
+        failed = failed or any(outcome.problems for outcome in outcomes)
     print(json.dumps(report, indent=1))
     return int(failed)
 

@@ -116,7 +116,7 @@ async def test_the_default_number_is_above_all_and_uses_of_later_lives_are_later
     async with connected() as (buffer, client):
         numbers = [(await client.submit([[1]], rollout_number=number)) for number in (40, 5, None)]
         assert [rollout.rollout_number for rollout in numbers] == [40, 5, 41]
-        time.sleep(0.002)  # noqa: ASYNC251 - lives are told apart by real milliseconds
+        time.sleep(0.002)
         async with connect(buffer) as other:
             assert (await other.submit([[1]])).use > max(rollout.use for rollout in numbers)
 
