@@ -1,7 +1,7 @@
-"""Stops of the KV pool's processes, under vLLM engines that move chunks, and their KV, between each other.
+"""Stops of the KV pool's processes, and cuts of its links, under vLLM engines that move chunks, and their KV.
 
 Invariants:
-- rollouts go on while any of them stands still, with the same tokens;
+- rollouts go on while any of them stands still or cannot be reached, with the same tokens;
 - afterwards the pool serves again by itself: blocks are saved, and read, once more.
 """
 
@@ -10,9 +10,11 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import signal
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from chaos.cuts import CUT_SECONDS
+from chaos.network import Network
 from chaos.rollouts import Roll, job
 from chaos.stops import SECONDS, Trial
 from chaos.system import System
@@ -21,6 +23,15 @@ from seer.common.config import BufferConfig, Config, EngineConfig, PoolConfig
 
 TARGETS = ("pool-master", "pool-program", "pool-owner", "pool-holder")
 """The services, and what they run: Mooncake's master, and the process that holds the memory."""
+
+PAIRS = (
+    ("engine-0", "pool-owner"),
+    ("engine-1", "pool-owner"),
+    ("engine-0", "pool-master"),
+    ("engine-1", "pool-master"),
+    ("pool-owner", "pool-master"),
+)
+"""Who of the pool talks to whom."""
 
 PROMPTS, MAX_TOKENS = 6, 160
 BOUND_SECONDS = 240.0
@@ -42,8 +53,8 @@ def config() -> Config:
     )
 
 
-class Stops:
-    """Stops one after the other on one system."""
+class Troubles:
+    """Stops or cuts one after the other on one system."""
 
     def __init__(self, system: System, client: RolloutClient) -> None:
         self._system, self._client = system, client
@@ -76,41 +87,52 @@ class Stops:
                 if now_saved > saved and now_read > read and not away:
                     return clock() - began
 
-    async def trial(self, target: str, seconds: float) -> Trial:
-        """Stop a process for so long while rollouts are made, and judge these by making one again."""
-        clock, system = asyncio.get_running_loop().time, self._system
+    async def stop(self, target: str, seconds: float) -> Trial:
+        """Stop a process for so long."""
+        pid = self._system.pid(target)
+
+        def go_on() -> None:
+            if self._system.pid(target) == pid:
+                self._system.signal(target, signal.SIGCONT)
+
+        self._system.signal(target, signal.SIGSTOP)
+        return await self._trial(f"stop {target}", seconds, go_on)
+
+    async def cut(self, net: Network, one: str, other: str) -> Trial:
+        """Cut two off each other."""
+        net.cut(one, other)
+        net.cut(other, one)
+        return await self._trial(f"cut {one} - {other}", CUT_SECONDS, net.heal)
+
+    async def _trial(self, what: str, seconds: float, end: Callable[[], None]) -> Trial:
+        """Make rollouts until `seconds` are over and `end` was called; judge them by making them again."""
+        clock = asyncio.get_running_loop().time
         began, problems, rolled = clock(), [], {}
         changed = responses = 0
         recovery: float | None = None
-        pid = system.pid(target)
-        system.signal(target, signal.SIGSTOP)
         try:
             while clock() < began + seconds:
                 self._number += 1
                 rolling = asyncio.create_task(self.roll(self._number))
                 await asyncio.wait([rolling], timeout=max(0.0, began + seconds - clock()))
                 if not rolling.done():
-                    self._go_on(target, pid)
+                    end()
                 rolled[self._number] = await rolling
-            self._go_on(target, pid)
+            end()
             recovery = round(await self.serves(), 1)
             for number, answers in rolled.items():
                 again = await self.roll(number)
                 responses += sum(map(len, answers.values()))
                 changed += sum(answers[key] != again[key] for key in again)
         except (AssertionError, TimeoutError) as error:
-            problems.append(f"after a stop of {target} for {seconds:g} s: {error!r}")
+            problems.append(f"{what} for {seconds:g} s: {error!r}")
         finally:
-            self._go_on(target, pid)
+            end()
         if changed:
             problems.append(f"{changed} groups changed")
-        problems += system.leaks()
+        problems += self._system.leaks()
         wall = round(clock() - began, 1)
-        return Trial(f"stop {target}", seconds, problems, 0, 0, changed, responses, {}, recovery, wall)
-
-    def _go_on(self, target: str, pid: int | None) -> None:
-        if self._system.pid(target) == pid:
-            self._system.signal(target, signal.SIGCONT)
+        return Trial(what, seconds, problems, 0, 0, changed, responses, {}, recovery, wall)
 
 
 async def matrix(
@@ -120,9 +142,31 @@ async def matrix(
     trials: list[Trial] = []
     system = System(config(), model=model)
     async with system, RolloutClient(system.config.endpoints.trainers, name="asks") as client:
-        stops = Stops(system, client)
-        await stops.serves()
+        troubles = Troubles(system, client)
+        await troubles.serves()
         for target in targets:
-            trials += [await stops.trial(target, each) for each in seconds]
+            trials += [await troubles.stop(target, each) for each in seconds]
     trials[-1].problems += [f"left over: {what}" for what in system.leftovers()]
+    return trials
+
+
+async def cuts(model: Path, pairs: Sequence[tuple[str, str]] = PAIRS) -> list[Trial]:
+    """Cut each of these pairs off each other, one after the other."""
+    trials: list[Trial] = []
+    net = Network()
+    try:
+        system = System(config(), model=model, net=net, trainers=("trainer", "asks"))
+        async with system:
+            client = RolloutClient(system.config.endpoints.trainers, name="asks")
+            async with system.place("asks"):  # where its sockets are
+                await client.__aenter__()
+            try:
+                troubles = Troubles(system, client)
+                await troubles.serves()
+                trials += [await troubles.cut(net, *pair) for pair in pairs]
+            finally:
+                await client.__aexit__(None, None, None)
+        trials[-1].problems += [f"left over: {what}" for what in system.leftovers()]
+    finally:
+        net.close()
     return trials

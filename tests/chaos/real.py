@@ -2,7 +2,8 @@
 
 `processes` and `vllm` kill and stop by seed. `stops`: each process stands still for 5 to 90 s; `cuts`: each
 pair that talks is cut off for 30 s, in network namespaces; `poor-cuts`: the same with 50 ms of latency and
-1 % of loss; `disks`: disks that fill; `pool-stops`: the KV pool's processes stand still.
+1 % of loss; `disks`: disks that fill; `pool-stops` and `pool-cuts`: the
+KV pool's processes stand still, and its links are cut.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from chaos.stops import Trial
 
 MODEL = Path(__file__).parents[2] / "examples" / "countdown" / "model"
 BY_SEED = ("processes", "vllm")
-FIXED = ("stops", "cuts", "poor-cuts", "disks", "pool-stops")
+FIXED = ("stops", "cuts", "poor-cuts", "disks", "pool-stops", "pool-cuts")
 
 Report = tuple[dict[str, Any], list[str]]
 """For JSON; and what was wrong."""
@@ -40,9 +41,11 @@ def report(kind: str, seed: int, seconds: float, systems: int) -> Report:
 
 
 def _problem(kind: str) -> str:
-    if "cuts" in kind:
-        return network.problem()
-    return {"disks": disks.problem, "pool-stops": pools.problem}.get(kind, str)()
+    if "cuts" in kind and (why := network.problem()):
+        return why
+    if "pool" in kind:
+        return pools.problem()
+    return disks.problem() if kind == "disks" else ""
 
 
 def _matrix(kind: str) -> Coroutine[Any, Any, list[Trial]]:
@@ -53,6 +56,8 @@ def _matrix(kind: str) -> Coroutine[Any, Any, list[Trial]]:
             return cuts.matrix()
         case "poor-cuts":
             return cuts.matrix(**cuts.POOR)
+        case "pool-cuts":
+            return pools.cuts(MODEL)
     return pools.matrix(MODEL)
 
 

@@ -126,6 +126,10 @@ class System:
         at = self._endpoints(host if tcp else "")
         self.config = replace(config, endpoints=at, shared=SharedConfig(model=str(model or "")))
         if config.pool.kind == "mooncake":
+            if net is not None:
+                for name in POOL:
+                    net.add(name)
+                host = net.address("pool-master")
             ports = {"master": f"{host}:7108", "metrics": f"{host}:7109"}
             self.config = replace(self.config, pool=replace(config.pool, **ports))
         self._slots: dict[str, _Slot] = {}
