@@ -4,8 +4,8 @@
 with replay engines; `vllm`: the same with real engines and the shipped model. Not by seed, and only when
 named: `stops`, `cuts`, `poor-cuts`, `disks`, `pool-stops`, `pool-cuts` (`tests/chaos/real.py`). The tests
 hold a fixed part of each; their modules in `tests/chaos` say what a run is and what is checked. A failing
-virtual seed replays exactly with `--replay SEED`. `--reverts [NAMES]` breaks promises again, one by one, and says which
-the virtual campaign finds (`tests/chaos/reverts.py`), in `--seconds` each.
+virtual seed replays exactly with `--replay SEED`. `--reverts [NAMES]` breaks promises again, one by one, and
+says which the virtual campaign finds (`tests/chaos/reverts.py`), in `--seconds` each.
 
     python bench/chaos.py --seconds 180 --seed 0 --only virtual processes
 """
