@@ -54,6 +54,11 @@ class ChaosRoads:
             delay = max(delay, CAUGHT_SECONDS)
         return asyncio.get_running_loop().time() + delay
 
+    @property
+    def cut_off(self) -> bool:
+        """Whether any road is cut now."""
+        return any(self._cuts.values())
+
     def joined(self, one: str, other: str) -> bool:
         """Say whether a connection can be made now."""
         return not self._cuts[one, other] and not self._cuts[other, one]

@@ -343,8 +343,13 @@ class World:
         if name == "buffer":
             self.loop.call_later(2 + 4 * self.plan.latency + 2 * self.plan.jitter, self._drained)
 
-    def _drained(self) -> None:
-        self.draining = None
+    def _drained(self, *, calm: bool = True) -> None:
+        """What the buffer said may still be under way, or wait for a trainer that stands still."""
+        now = not self.roads.cut_off and not any(process.stops for process in self.processes.values())
+        if calm and now:
+            self.draining = None
+        else:
+            self.loop.call_later(5.0, functools.partial(self._drained, calm=now))
 
     def _others(self, name: str) -> list[str]:
         known = {*self.processes, "buffer", "context", "dgds", "rogue", *self.trainers}
