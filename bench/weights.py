@@ -37,6 +37,7 @@ from seer.client import InvalidField, MooncakeSource, RolloutClient, SamplingPar
 from seer.common.config import load
 from seer.common.mooncake import SCHEME
 from seer.launch import LocalSystem
+from seer.services.buffer import spool_folder
 from seer.services.engine import mooncake_reader
 
 PART = 2**21
@@ -113,7 +114,7 @@ async def turn(
 
     raw = await asyncio.to_thread(raw_copy, file, spool.parent / "raw")
     started = time.perf_counter()
-    watching = asyncio.create_task(asyncio.to_thread(watch_spool, spool, size))
+    watching = asyncio.create_task(asyncio.to_thread(watch_spool, spool / spool_folder.NAME, size))
     await client.update_weights(version, {name: tensor * 1.001 for name, tensor in tensors.items()})
     streamed = time.perf_counter() - started
     first, last = await watching

@@ -28,7 +28,8 @@ class SharedConfig(_Section, frozen=True):
     """What every process of a system must agree on; hashed into the handshake."""
 
     model: str = ""
-    """Hugging Face model folder; its name and tokens must mean the same on every node."""
+    """Hugging Face model folder, its weights in safetensors files (pickles are not read); its name and tokens
+    must mean the same on every node."""
     block_size: int = 32
     """Tokens per KV block."""
 
