@@ -249,7 +249,7 @@ class System:
         """Measure each service's process."""
         found = {}
         for name in self._slots:
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError, IndexError):  # it is gone, or ends just now
                 here = Path(f"/proc/{self.pid(name)}")
                 kib = (here / "status").read_text().partition("VmRSS:")[2].split()[0]
                 found[name] = Use(int(kib) / 1024, len(list((here / "fd").iterdir())))
