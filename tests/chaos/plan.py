@@ -126,6 +126,7 @@ class Plan:
     header_bytes: int
     rogue: bool
     faults: tuple[Fault, ...] = field(default=())
+    lease_seconds: float = 3600.0
 
     @property
     def trainers(self) -> tuple[str, ...]:

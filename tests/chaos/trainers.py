@@ -78,6 +78,8 @@ class Trainer:
     cut_short: set[int] = field(default_factory=set)
     """Steps whose rollout was cancelled by this trainer, or met its deadline."""
     done: set[int] = field(default_factory=set)
+    waiting: dict[str, Rollout] = field(default_factory=dict)
+    """By id: the last use of a rollout that this trainer began."""
     version: int = 0
     resting: bool = False
     lives: int = 0
@@ -234,6 +236,7 @@ class Trainer:
             rollout_number=step.number, rollout_id=step.rollout_id, deadline_seconds=step.deadline, **options,
         )  # fmt: skip
         rollout.weight_version = self.asked[place]
+        self.waiting[step.rollout_id] = rollout
         return rollout
 
     async def _collect(self, place: int, step: Roll, rollout: Rollout) -> None:

@@ -182,7 +182,7 @@ async def _settled(world: World) -> list[str]:
     except TimeoutError:
         return [f"{bound:.0f} s after the end: {what}" for what in whole.missing(world)]
     whole.check_now(world)
-    return whole.tables(world)
+    return [*whole.tables(world), *whole.made_again(world)]
 
 
 def _judge(world: World, outcome: Outcome) -> None:
