@@ -187,7 +187,8 @@ def draw(seed: int, *, noise: bool = False) -> Plan:
     faults = [_fault(rand, plan, kinds, burst, long and each == 0) for each in range(count)]
     if plan.poison:
         plan = replace(plan, scripts=_poisoned(plan.scripts))
-    return replace(plan, faults=tuple(sorted(faults, key=lambda fault: fault.at)))
+    lease = random.Random(f"lease {seed}").choice((3600.0, 3600.0, 3600.0, 12.0, 30.0))
+    return replace(plan, faults=tuple(sorted(faults, key=lambda fault: fault.at)), lease_seconds=lease)
 
 
 def _fault(rand: random.Random, plan: Plan, kinds: tuple[str, ...], burst: float, long: bool) -> Fault:

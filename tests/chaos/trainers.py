@@ -27,6 +27,9 @@ RETRY_SECONDS = 0.5
 WATCH_SECONDS = 3.0
 """How often the first trainer looks whether the weights that it made live still are."""
 
+SIGN_SECONDS = 5.0
+"""How often a trainer that is well says something to the buffer."""
+
 RESTRAINT, PATIENCE = 20, 80
 """Tries of what somebody else's use, or a full buffer, stands in the way of."""
 
@@ -312,6 +315,9 @@ class Trainer:
     def _of_cancel(self, place: int, step: Roll, why: str, beats: int) -> str:
         if "cancelled by" in why:
             return "final" if place in self.cut_short and step.cancel is not None else "problem"
+        if "given no sign of life" in why:
+            long = self.world.away(self.name) > self.world.plan.lease_seconds - SIGN_SECONDS
+            return "again" if long else "problem"
         aborted = "aborted by a weight update" in why and self.world.plan.updates
         return "again" if aborted and beats < PATIENCE else "problem"
 

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import invariants
 
 from chaos.census import leftovers
-from chaos.plan import NOISE, Renew
+from chaos.plan import NOISE, Renew, Roll
 from chaos.world import FOREIGN, HOUR
 from seer.common.transport.zmq import GONE_SECONDS
 from seer.services.buffer import deliveries
 
 if TYPE_CHECKING:
     from chaos.plan import Fault, Plan
+    from chaos.trainers import Trainer
     from chaos.world import World
 
 TOKEN_BYTES = 8
@@ -28,6 +30,10 @@ STEP_SECONDS = 60.0
 
 LEASE_SLACK_SECONDS = 5.0
 """What a lease may take longer: ticks of a loop that is busy."""
+
+
+COSTLY = r"aborted by|said nothing|client was closed|no sign of life|times in a row|ran on|hold over"
+"""Why prompts that had begun may end, and begin anew."""
 
 
 def check_now(world: World) -> None:
@@ -100,27 +106,38 @@ def _leases(world: World) -> None:
 
 def made_again(world: World) -> list[str]:
     """Say how many tokens were made and kept more than once, though nothing that happened costs any."""
-    plan = world.plan
-    trainers = world.trainers.values()
+    trainers = [trainer for trainer in world.trainers.values() if trainer.lives]
     whys = [why for trainer in trainers for why in trainer.retries]
-    whys += [ended.why for trainer in trainers for ended in trainer.ended.values() if ended.why]
-    if not keeps_all(plan) or world.lost or not all("shutting down" in why for why in whys):
+    whys += [ended.why for trainer in trainers for ended in trainer.ended.values()]
+    expired = sum(service.machine.counters["expired"] for service in world.served)
+    if expired or not keeps_all(world.plan) or any(re.search(COSTLY, why) for why in whys):
         return []
     kept = sum(service.machine.counters["tokens"] for service in world.served)
-    groups = [ended.group for trainer in trainers for ended in trainer.ended.values() if ended.group]
-    wanted = sum(len(response.token_ids) for group in groups for response in group.responses)
-    return [f"{kept} tokens were made for {wanted}"] if kept != wanted else []
+    most = sum(_most_tokens(trainer) for trainer in trainers)
+    return [f"{kept} tokens were made for {most} at most"] if kept > most else []
+
+
+def _most_tokens(trainer: Trainer) -> int:
+    """Return how many tokens are enough for all that a trainer asked for: those it got, or might have got."""
+    most = 0
+    for place, step in enumerate(trainer.world.script(trainer.name)):
+        for prompt in [prompt for prompt, _ in step.prompts] if isinstance(step, Roll) else ():
+            ended = trainer.ended.get((place, prompt))
+            group = ended.group if ended is not None else None
+            whole = sum(len(each.token_ids) for each in group.responses) if group is not None else None
+            most += step.n * step.max_tokens if whole is None else whole
+    return most
 
 
 def keeps_all(plan: Plan) -> bool:
-    """Say whether nothing in a plan may cost a token that a buffer has kept."""
+    """Say whether nothing in a plan may cost a token that a buffer has kept, other than what it says is `COSTLY`."""
     kinds = {fault.kind for fault in plan.faults}
+    away = sum(each.seconds for each in plan.faults if each.target.startswith("t"))
     # A buffer that drains keeps results for trainers that are away, but not for long.
-    drained = "drain buffer" in kinds and any("trainer" in kind for kind in kinds)
-    forgets = plan.ttl_seconds < HOUR or plan.result_bytes < 2**20 or plan.lease_seconds < HOUR
-    ends = any(step.cancel is not None or step.deadline is not None for step in plan.rolls)
+    drained = "drain buffer" in kinds and away > 0
     aborts = any(isinstance(step, Renew) and step.in_flight != "finish" for step in plan.scripts[0])
-    return not (drained or forgets or ends or aborts or "kill buffer" in kinds or kinds & set(NOISE))
+    ended = plan.lease_seconds < away + LEASE_SLACK_SECONDS
+    return not (drained or ended or aborts or "kill buffer" in kinds or kinds & set(NOISE))
 
 
 def calm_for_engines(plan: Plan) -> bool:

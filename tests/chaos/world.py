@@ -196,13 +196,16 @@ class World:
     def excuse_silence(self, trainer: str, why: str) -> None:
         """A trainer gave the buffer up: legitimate only if one of both was away for long."""
         self.excuses.append(f"{trainer}: {why}")
-        away = sum(
+        if self.away(trainer) < 40.0:
+            self.problem(f"{trainer} gave the buffer up at {self.loop.time():.1f}: {why}")
+
+    def away(self, trainer: str) -> float:
+        """Return how long, at most, a trainer and the buffer have been cut off from each other so far."""
+        return sum(
             fault.seconds
             for fault in self.plan.faults
             if {"buffer", trainer} & set(fault.target.split("-")) and fault.at <= self.loop.time()
         )
-        if away < 40.0:
-            self.problem(f"{trainer} gave the buffer up at {self.loop.time():.1f}: {why}")
 
     def excuses_quarantine(self, why: str) -> bool:
         """Say whether an engine may be without work: its disk was full, or the stream died with its buffer."""
