@@ -313,7 +313,7 @@ _CALM = replace(
     step_seconds=0.05, silence_seconds=20.0, update_seconds=3600.0, ttl_seconds=60.0,
     result_bytes=8 * 2**30, max_requests=200_000, engine_delay=0.0, load_seconds=0.5, latency=0.0,
     jitter=0.0, queue=1000, clocks=False, same_machine=True, spool=False, rejections=0, poison=False,
-    header_bytes=2**24, rogue=False, faults=(),
+    header_bytes=2**24, rogue=False, faults=(), lease_seconds=3600.0,
 )  # fmt: skip
 
 
@@ -339,7 +339,7 @@ _LOSSES = _plan(
 )  # fmt: skip
 _FULL = _plan((Renew(False, "finish"), _roll()), faults=(Fault(0.0, "fill disk", "disk", 5.0),))
 _SNAPSHOT = _plan(
-    (_roll(prompts=40),),
+    (_roll(prompts=40, most=8),),
     header_bytes=2**11,
     step_seconds=4.0,
     mean_tokens=64,
@@ -392,18 +392,23 @@ _CLOCKS = _plan(
     faults=tuple(Fault(2.05 + 3 * each, "kill trainer", "t0", 0.1) for each in range(8)),
 )  # fmt: skip
 
+_CALL = _plan((_roll(prompts=8),), step_seconds=0.3, spool=True)
+_AGAIN = _plan(
+    (_roll("r", deadline=1.0), replace(_roll("r"), seed=1)), latency=0.3, step_seconds=0.1, chunk_size=4
+)
+
 REVERTS = (
     Revert("stall-is-silence", 1, _stall_is_silence, _STALL),
     Revert("losses-count", 1, _losses_count, _LOSSES),
-    Revert("each-hello-admits", 1, _each_hello_admits),
+    Revert("each-hello-admits", 1, _each_hello_admits, _CALL),
     Revert("each-message-rejoins", 1, _each_message_rejoins, _GIVEN_UP),
     Revert("loading-not-told", 2, _loading_not_told, _LATE),
-    Revert("spool-takes-all", 3, _spool_takes_all),
+    Revert("spool-takes-all", 3, _spool_takes_all, _CALL),
     Revert("refused-is-forgotten", 4, _refused_is_forgotten, _TWO),
     Revert("disk-errors-raised", 5, _disk_errors_raised, _FULL),
     Revert("unknown-is-cancelled", 6, _unknown_is_cancelled, _REATTACH),
-    Revert("use-unchecked", 7, _use_unchecked),
-    Revert("attempts-restart", 7, _attempts_restart),
+    Revert("use-unchecked", 7, _use_unchecked, _AGAIN),
+    Revert("attempts-restart", 7, _attempts_restart, _AGAIN),
     Revert("one-page", 8, _one_page, _SNAPSHOT),
     Revert("no-window", 9, _no_window, _STOPPED_READER),
     Revert("held-not-counted", 10, _held_not_counted, _HELD),

@@ -8,12 +8,7 @@ from chaos.virtual import quiet, run_plan
 BY_NAME = {revert.name: revert for revert in REVERTS}
 
 
-LONG = {"one-page"}
-
-
-@pytest.mark.parametrize(
-    "name", [name for name, revert in BY_NAME.items() if revert.plan is not None and name not in LONG]
-)
+@pytest.mark.parametrize("name", BY_NAME)
 def test_the_campaign_finds_a_promise_that_is_broken_again(name):
     revert = BY_NAME[name]
     with quiet():
