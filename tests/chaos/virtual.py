@@ -166,9 +166,10 @@ async def _inflict(world: World, fault: Fault, outcome: Outcome) -> None:
 
 
 def _noise(seed: int, fault: Fault) -> Faults:
-    # Not both lost and doubled: the counts that reveal a loss could agree. ZeroMQ never doubles.
+    # Not both lost and doubled in one run: the counts that reveal a loss could agree. ZeroMQ never doubles.
     rand = random.Random(f"noise {seed} {fault.at}")
-    plan = {name: rand.choice((0.02, 0.2)) for name in (rand.choice(("drop", "duplicate")), "reorder")}
+    kind = random.Random(f"noise {seed}").choice(("drop", "duplicate"))
+    plan = {name: rand.choice((0.02, 0.2)) for name in (kind, "reorder")}
     return Faults(**plan, delay_seconds=rand.choice((0.0, 0.05, 1.0)))
 
 
