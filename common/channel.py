@@ -118,6 +118,7 @@ class Channel(Generic[Out, In]):
         self._decoder: Decoder[In] = Decoder(incoming)
         self._clock = clock
         self._socket: Socket | None = None
+        self._sending = asyncio.Lock()  # a Hello must say what was sent before it, also if it waits for room
         self._last_hello = float("-inf")
         self._sent = self._arrived = 0  # as in `Hello.sent` and `Welcome.sent`
         self._session = (0, 0)  # the server's incarnation, and its number of our admission
@@ -148,9 +149,10 @@ class Channel(Generic[Out, In]):
 
     async def send(self, message: Out) -> None:
         """Queue one message; raises `Unreachable` when the peer reads nothing for too long."""
-        await self._connected().send(encode(message))
-        self.counters["sent"] += 1
-        self._sent += 1
+        async with self._sending:
+            await self._connected().send(encode(message))
+            self.counters["sent"] += 1
+            self._sent += 1
 
     async def recv(self) -> In:
         """Return the next message; raises the error of a `Refused` that concerns the connection.
@@ -181,7 +183,8 @@ class Channel(Generic[Out, In]):
     async def _say_hello(self) -> None:
         self._last_hello = self._clock.now()
         self.counters["hellos"] += 1
-        await self._connected().send(encode(self._me.hello(self._sent)))
+        async with self._sending:
+            await self._connected().send(encode(self._me.hello(self._sent)))
 
     async def _receive(self, seconds: float) -> In | None:
         """Return the next message meant for the caller, or None after `seconds`."""

@@ -421,7 +421,7 @@ class BufferServer:
 
     def _part(self, name: str) -> None:
         """Have an engine that was given up shake hands, and register, before anything of it counts."""
-        address = self._engines.at(name)
+        address = self._registered_at.get(name)  # a later life may have its name by now
         if address is not None:
             self._engine_hub.dismiss(address)
 

@@ -146,6 +146,7 @@ class Plan:
     rogue: bool
     faults: tuple[Fault, ...] = field(default=())
     catches: tuple[Catch, ...] = field(default=())
+    lease_seconds: float = 3600.0
 
     @property
     def trainers(self) -> tuple[str, ...]:
@@ -206,8 +207,10 @@ def draw(seed: int, *, noise: bool = False) -> Plan:
     faults = [_fault(rand, plan, kinds, burst, long and each == 0) for each in range(count)]
     if plan.poison:
         plan = replace(plan, scripts=_poisoned(plan.scripts))
+    lease = random.Random(f"lease {seed}").choice((3600.0, 3600.0, 3600.0, 12.0, 30.0))
     faults.sort(key=lambda fault: fault.at)
-    return replace(plan, faults=tuple(faults), catches=_catches(random.Random(f"catches {seed}")))
+    catches = _catches(random.Random(f"catches {seed}"))
+    return replace(plan, faults=tuple(faults), catches=catches, lease_seconds=lease)
 
 
 def _fault(rand: random.Random, plan: Plan, kinds: tuple[str, ...], burst: float, long: bool) -> Fault:

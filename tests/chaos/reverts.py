@@ -20,7 +20,7 @@ from chaos.virtual import run_plan
 from seer.client.client import RolloutClient
 from seer.client.rollout import Rollout
 from seer.common import ids
-from seer.common.channel import HELLO_FIRST, Channel, Hub
+from seer.common.channel import Channel, Hub
 from seer.common.wire import messages as m
 from seer.services.buffer import deliveries, views
 from seer.services.buffer import events as e
@@ -30,7 +30,7 @@ from seer.services.buffer.liveness import Liveness
 from seer.services.buffer.machine import Machine
 from seer.services.buffer.peers import Peers
 from seer.services.buffer.server import BufferServer
-from seer.services.buffer.sleep import SleepMachine
+from seer.services.buffer.sleep import Joined, SleepMachine
 from seer.services.buffer.spool import Spool
 from seer.services.buffer.spool_folder import SpoolFolder
 from seer.services.buffer.weights import WeightsMachine, _Coming
@@ -95,30 +95,30 @@ def _each_hello_admits() -> Patches:
     yield _around(Hub, "_answer", answer)
 
 
+class _Any(dict[Any, Any]):
+    """Of equal values by every key."""
+
+    def get(self, key: Any, default: Any = None) -> Any:
+        return mock.ANY
+
+
 def _each_message_rejoins() -> Patches:
     async def tell(original: Any, self: Any, identity: bytes, peer: Any) -> None:
         peer.told = -math.inf
         await original(self, identity, peer)
 
-    async def concerns(original: Any, self: Any, message: Any) -> bool:
-        if isinstance(message, m.Refused) and message.code == HELLO_FIRST:
-            self._last_hello = -math.inf
-        return await original(self, message)
-
     def welcomed(original: Any, self: Any, welcome: m.Welcome) -> bool:
-        return original(self, welcome) or welcome.lost
+        unknown = self.peer is None
+        return original(self, welcome) or unknown or welcome.lost
 
-    async def answer(original: Any, self: Any, identity: bytes, peer: Any, hello: m.Hello) -> None:
-        stranger = not peer.session
-        await original(self, identity, peer, hello)
-        if not stranger and hello.sent == 0:
-            self._sessions += 1
-            peer.session = self._sessions
+    def made(init: Any, self: Any) -> None:  # an engine that was given up is told so at each message
+        init(self)
+        self.registered = _Any()
 
     yield _around(Hub, "_tell_stranger", tell)
-    yield _around(Hub, "_answer", answer)
-    yield _around(Channel, "_concerns_caller", concerns)
     yield _around(Channel, "_welcomed", welcomed)
+    yield _around(Peers, "__init__", made)
+    yield mock.patch.object(BufferServer, "_part", return_value=None)
 
 
 # --- 2, 3, 5, 13: weights and their streams ------------------------------------------------------
@@ -272,15 +272,19 @@ def _clocks_decide() -> Patches:
         return True
 
     def takes(self: Any, life: Any, holder: Any, first: bool) -> bool:
-        return ids.not_before(life.incarnation, holder.incarnation)
+        return first and ids.not_before(life.incarnation, holder.incarnation)
 
     yield mock.patch.object(Peers, "_takes", takes)
+    yield mock.patch.object(Peers, "doubtful", return_value=False)
     yield mock.patch.object(Hub, "reaches", reaches)
 
 
 def _sleep_before_load() -> Patches:
     def rest(original: Any, self: Any, event: Any, now: float, *, idle: bool, loading: Any = ()) -> Any:
-        return original(self, event, now, idle=idle)
+        out = original(self, event, now, idle=idle)
+        if isinstance(event, Joined):
+            self._go_on(now, idle, (), out)
+        return out
 
     def weigh(original: Any, self: Any, event: Any, now: float, *, idle: bool, awake: Any = None) -> Any:
         return original(self, event, now, idle=idle)
@@ -309,7 +313,7 @@ _CALM = replace(
     step_seconds=0.05, silence_seconds=20.0, update_seconds=3600.0, ttl_seconds=60.0,
     result_bytes=8 * 2**30, max_requests=200_000, engine_delay=0.0, load_seconds=0.5, latency=0.0,
     jitter=0.0, queue=1000, clocks=False, same_machine=True, spool=False, rejections=0, poison=False,
-    header_bytes=2**24, rogue=False, faults=(),
+    header_bytes=2**24, rogue=False, faults=(), lease_seconds=3600.0,
 )  # fmt: skip
 
 
@@ -327,7 +331,7 @@ _STALL = _plan(
     chunk_size=100,
     step_seconds=1.0,
     mean_tokens=64,
-    faults=(Fault(0.5, "stop buffer", "buffer", 45.0),),
+    faults=(Fault(2.2, "stop buffer", "buffer", 45.0),),
 )
 _LOSSES = _plan(
     (_roll(prompts=1),), engines=1, chunk_size=100, silence_seconds=6.0, step_seconds=1.0, mean_tokens=64,
@@ -335,7 +339,7 @@ _LOSSES = _plan(
 )  # fmt: skip
 _FULL = _plan((Renew(False, "finish"), _roll()), faults=(Fault(0.0, "fill disk", "disk", 5.0),))
 _SNAPSHOT = _plan(
-    (_roll(prompts=40),),
+    (_roll(prompts=40, most=8),),
     header_bytes=2**11,
     step_seconds=4.0,
     mean_tokens=64,
@@ -352,7 +356,7 @@ _TWO = _plan(
 _GAP = _plan(tuple(Renew(False, "finish") for _ in range(12)), jitter=0.3)
 _DRAIN = _plan(
     (_roll(prompts=8),), step_seconds=0.2,
-    faults=(Fault(0.5, "drain buffer", "buffer", 1.0), Fault(1.0, "reset trainer", "t0", 0.1)),
+    faults=(Fault(0.5, "drain buffer", "buffer", 1.0), Fault(1.0, "kill trainer", "t0", 0.1)),
 )  # fmt: skip
 _SLEEPERS = _plan(
     (Renew(False, "finish"), _roll(), Rest(10.0), _roll("s")), load_seconds=3.0,
@@ -367,37 +371,54 @@ _LATE = _plan(
     faults=(Fault(3.0, "kill engine", "e1", 0.5),), latency=0.04,
 )  # fmt: skip
 
-_REATTACH = _plan(
-    (_roll(prompts=8),), step_seconds=1.0, chunk_size=4, latency=0.04,
-    faults=tuple(Fault(2.0 + 3 * each, "kill trainer", "t0", 0.5) for each in range(5)),
+_GIVEN_UP = _plan(
+    (_roll(prompts=8),), step_seconds=0.5, silence_seconds=6.0,
+    faults=(Fault(2.2, "cut engine-buffer", "e0-buffer", 9.5),),
+)  # fmt: skip
+_GIVEN_BACK = _plan(
+    (_roll(prompts=4),), engine_delay=4.0, faults=(Fault(1.0, "drain buffer", "buffer", 6.0),)
+)
+_LEFT = _plan(
+    (_roll(prompts=1), Pause(40.0)), (_roll("s", prompts=8),), step_seconds=1.0, mean_tokens=64, engines=1,
+    lease_seconds=10.0, faults=(Fault(2.0, "lose trainer", "t1", 0.0),),
+)  # fmt: skip
+_REATTACH = _plan(  # a life that is killed while it waits for sleep has others awake before it goes on
+    (replace(_roll(prompts=8), aside=True), Rest(1.0)), step_seconds=0.5, chunk_size=4, latency=0.3,
+    ttl_seconds=3600.0,
+    faults=(Fault(4.0, "kill trainer", "t0", 0.5),),
 )  # fmt: skip
 _CLOCKS = _plan(
     (_roll(prompts=8),), clocks=True, step_seconds=1.0,
-    faults=tuple(Fault(2.0 + 3 * each, "kill trainer", "t0", 0.3) for each in range(5)),
+    faults=tuple(Fault(2.05 + 3 * each, "kill trainer", "t0", 0.1) for each in range(8)),
 )  # fmt: skip
+
+_CALL = _plan((_roll(prompts=8),), step_seconds=0.3, spool=True)
+_AGAIN = _plan(
+    (_roll("r", deadline=1.0), replace(_roll("r"), seed=1)), latency=0.3, step_seconds=0.1, chunk_size=4
+)
 
 REVERTS = (
     Revert("stall-is-silence", 1, _stall_is_silence, _STALL),
     Revert("losses-count", 1, _losses_count, _LOSSES),
-    Revert("each-hello-admits", 1, _each_hello_admits),
-    Revert("each-message-rejoins", 1, _each_message_rejoins),
+    Revert("each-hello-admits", 1, _each_hello_admits, _CALL),
+    Revert("each-message-rejoins", 1, _each_message_rejoins, _GIVEN_UP),
     Revert("loading-not-told", 2, _loading_not_told, _LATE),
-    Revert("spool-takes-all", 3, _spool_takes_all),
+    Revert("spool-takes-all", 3, _spool_takes_all, _CALL),
     Revert("refused-is-forgotten", 4, _refused_is_forgotten, _TWO),
     Revert("disk-errors-raised", 5, _disk_errors_raised, _FULL),
     Revert("unknown-is-cancelled", 6, _unknown_is_cancelled, _REATTACH),
-    Revert("use-unchecked", 7, _use_unchecked),
-    Revert("attempts-restart", 7, _attempts_restart),
+    Revert("use-unchecked", 7, _use_unchecked, _AGAIN),
+    Revert("attempts-restart", 7, _attempts_restart, _AGAIN),
     Revert("one-page", 8, _one_page, _SNAPSHOT),
     Revert("no-window", 9, _no_window, _STOPPED_READER),
     Revert("held-not-counted", 10, _held_not_counted, _HELD),
     Revert("drain-refuses-known", 11, _drain_refuses_known, _DRAIN),
-    Revert("drain-drops-held", 11, _drain_drops_held),
+    Revert("drain-drops-held", 11, _drain_drops_held, _GIVEN_BACK),
     Revert("second-trainer-waits", 12, _second_trainer_waits, _TWO),
     Revert("unnamed-streams-end", 13, _unnamed_streams_end, _GAP),
     Revert("clocks-decide", 14, _clocks_decide, _CLOCKS),
     Revert("sleep-before-load", 16, _sleep_before_load, _SLEEPERS),
-    Revert("no-leases", 16, _no_leases),
+    Revert("no-leases", 16, _no_leases, _LEFT),
     Revert("loading-not-watched", 16, _loading_not_watched, _HUNG),
 )
 

@@ -8,9 +8,7 @@ from chaos.virtual import quiet, run_plan
 BY_NAME = {revert.name: revert for revert in REVERTS}
 
 
-@pytest.mark.parametrize(
-    "name", ["losses-count", "loading-not-told", "refused-is-forgotten", "disk-errors-raised"]
-)
+@pytest.mark.parametrize("name", BY_NAME)
 def test_the_campaign_finds_a_promise_that_is_broken_again(name):
     revert = BY_NAME[name]
     with quiet():

@@ -27,6 +27,9 @@ RETRY_SECONDS = 0.5
 WATCH_SECONDS = 3.0
 """How often the first trainer looks whether the weights that it made live still are."""
 
+SIGN_SECONDS = 5.0
+"""How often a trainer that is well says something to the buffer."""
+
 RESTRAINT, PATIENCE = 20, 80
 """Tries of what somebody else's use, or a full buffer, stands in the way of."""
 
@@ -57,6 +60,9 @@ DISK_REFUSALS = (
     r"ENOSPC",
 )
 
+OVERTAKEN = (r"open the stream first",)
+"""What is refused only where messages overtake each other, as those of TCP never do."""
+
 
 @dataclass(slots=True)
 class Ended:
@@ -78,6 +84,8 @@ class Trainer:
     cut_short: set[int] = field(default_factory=set)
     """Steps whose rollout was cancelled by this trainer, or met its deadline."""
     done: set[int] = field(default_factory=set)
+    waiting: dict[str, Rollout] = field(default_factory=dict)
+    """By id: the last use of a rollout that this trainer began."""
     version: int = 0
     resting: bool = False
     lives: int = 0
@@ -168,6 +176,7 @@ class Trainer:
             legitimate = (REFUSALS if patient else early) + (
                 DISK_REFUSALS if self.world.disk_was_full else ()
             )
+            legitimate += OVERTAKEN if self.world.noisy else ()
             if not any(re.search(pattern, why) for pattern in legitimate):
                 self.world.problem(f"{self.name}: version {version} refused: {why}")
             self.retries[why] += 1
@@ -236,6 +245,7 @@ class Trainer:
             rollout_number=step.number, rollout_id=step.rollout_id, deadline_seconds=step.deadline, **options,
         )  # fmt: skip
         rollout.weight_version = self.asked[place]
+        self.waiting[step.rollout_id] = rollout
         return rollout
 
     async def _collect(self, place: int, step: Roll, rollout: Rollout) -> None:
@@ -311,6 +321,9 @@ class Trainer:
     def _of_cancel(self, place: int, step: Roll, why: str, beats: int) -> str:
         if "cancelled by" in why:
             return "final" if place in self.cut_short and step.cancel is not None else "problem"
+        if "given no sign of life" in why:
+            long = self.world.away(self.name) > self.world.plan.lease_seconds - SIGN_SECONDS
+            return "again" if long else "problem"
         aborted = "aborted by a weight update" in why and self.world.plan.updates
         return "again" if aborted and beats < PATIENCE else "problem"
 

@@ -175,9 +175,10 @@ async def _inflict(world: World, fault: Fault, outcome: Outcome) -> None:
 
 
 def _noise(seed: int, fault: Fault) -> Faults:
-    # Not both lost and doubled: the counts that reveal a loss could agree. ZeroMQ never doubles.
+    # Not both lost and doubled in one run: the counts that reveal a loss could agree. ZeroMQ never doubles.
     rand = random.Random(f"noise {seed} {fault.at}")
-    plan = {name: rand.choice((0.02, 0.2)) for name in (rand.choice(("drop", "duplicate")), "reorder")}
+    kind = random.Random(f"noise {seed}").choice(("drop", "duplicate"))
+    plan = {name: rand.choice((0.02, 0.2)) for name in (kind, "reorder")}
     return Faults(**plan, delay_seconds=rand.choice((0.0, 0.05, 1.0)))
 
 
@@ -191,7 +192,7 @@ async def _settled(world: World) -> list[str]:
     except TimeoutError:
         return [f"{bound:.0f} s after the end: {what}" for what in whole.missing(world)]
     whole.check_now(world)
-    return whole.tables(world)
+    return [*whole.tables(world), *whole.made_again(world)]
 
 
 def _judge(world: World, outcome: Outcome) -> None:
@@ -210,9 +211,7 @@ def _judge(world: World, outcome: Outcome) -> None:
     outcome.excuses = Counter(re.sub(r"[0-9a-f]{12}|\d+", "#", why)[:100] for why in reasons)
     outcome.ways = Counter(world.roads.seen)
     outcome.faults += [fault.kind for fault in world.caught]
-    ends = [
-        each.at + (0.0 if "kill" in each.kind else each.seconds) for each in (*plan.faults, *world.caught)
-    ]
+    ends = [each.at + (0.0 if "kill" in each.kind else each.seconds) for each in world.inflicted]
     outcome.recovered(ends, world.arrivals)
 
 

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import invariants
 
 from chaos.census import leftovers
+from chaos.plan import NOISE, Renew, Roll
 from chaos.world import FOREIGN, HOUR
+from seer.common.transport.zmq import GONE_SECONDS
 from seer.services.buffer import deliveries
 
 if TYPE_CHECKING:
-    from chaos.plan import Plan
+    from chaos.plan import Fault, Plan
+    from chaos.trainers import Trainer
     from chaos.world import World
 
 TOKEN_BYTES = 8
@@ -23,6 +27,13 @@ HARMLESS = ("stop buffer", "kill trainer", "stop trainer", "lose trainer", "kill
 
 STEP_SECONDS = 60.0
 """Longest time that the context service may need for a snapshot once no fault is left."""
+
+LEASE_SLACK_SECONDS = 5.0
+"""What a lease may take longer: ticks of a loop that is busy."""
+
+
+COSTLY = r"aborted by|said nothing|client was closed|no sign of life|times in a row|ran on|hold over"
+"""Why prompts that had begun may end, and begin anew."""
 
 
 def check_now(world: World) -> None:
@@ -39,6 +50,8 @@ def check_now(world: World) -> None:
     if service.machine.counters["lost"] and calm_for_engines(world.plan):
         lost = service.machine.counters["lost"]
         world.problem(f"{lost} chunks were lost, and no engine was away")
+    _rejoins(world)
+    _leases(world)
     for life, waiting in queued_bytes(service).items():
         largest = max(step.n * step.max_tokens for step in world.plan.rolls) * TOKEN_BYTES
         if waiting > deliveries.WINDOW_BYTES + largest:
@@ -54,6 +67,78 @@ def _follows(world: World) -> None:
     elif now - max(over, world.in_step_at) > STEP_SECONDS:
         world.problem(f"context is out of step since {world.in_step_at:.1f}")
         world.in_step_at = now
+
+
+def _rejoins(world: World) -> None:
+    """Note an engine that registers again though neither its connection nor a buffer was lost, nor it given up."""
+    if world.noisy:
+        return
+    now = world.loop.time()
+    for name, process in world.processes.items():
+        if name[0] != "e" or process.service is None:
+            continue
+        breaks = sum(_breaks(each, name) for each in world.inflicted if each.at <= now)
+        lives = world.buffers - process.buffers
+        given_up = world.given_up[process.service._buffer._me.address()]
+        if process.service._rejoins > breaks + lives + given_up:
+            world.problem(
+                f"{process.life} registered {process.service._rejoins} times more than once: its road broke"
+                f" {breaks} times, {lives} buffers were new, and it was given up {given_up} times"
+            )
+
+
+def _breaks(fault: Fault, engine: str) -> bool:
+    """Say whether a fault may take messages from the road between an engine and the buffer."""
+    what, targets = fault.kind.split()[0], set(fault.target.split("-"))
+    broken = what == "reset" or (what in ("part", "cut", "hole") and fault.seconds > GONE_SECONDS)
+    return broken and targets <= {engine, "buffer"}
+
+
+def _leases(world: World) -> None:
+    """Note unfinished work of a trainer that has been gone for longer than its lease."""
+    now = world.loop.time()
+    away = sum(each.seconds + 1.0 for each in world.inflicted if each.target == "buffer")
+    for group in world.processes["buffer"].service.machine.groups.values():
+        lost = world.lost_at.get(group.rollout.trainer, now)
+        if not group.done and now - lost > world.plan.lease_seconds + away + LEASE_SLACK_SECONDS:
+            world.problem(f"{group.group_id} runs on, and its trainer is lost since {lost:.1f}")
+
+
+def made_again(world: World) -> list[str]:
+    """Say how many tokens were made and kept more than once, though nothing that happened costs any."""
+    trainers = [trainer for trainer in world.trainers.values() if trainer.lives]
+    whys = [why for trainer in trainers for why in trainer.retries]
+    whys += [ended.why for trainer in trainers for ended in trainer.ended.values()]
+    expired = sum(service.machine.counters["expired"] for service in world.served)
+    if expired or not keeps_all(world.plan, world.inflicted) or any(re.search(COSTLY, why) for why in whys):
+        return []
+    kept = sum(service.machine.counters["tokens"] for service in world.served)
+    most = sum(_most_tokens(trainer) for trainer in trainers)
+    return [f"{kept} tokens were made for {most} at most"] if kept > most else []
+
+
+def _most_tokens(trainer: Trainer) -> int:
+    """Return how many tokens are enough for all that a trainer asked for: those it got, or might have got."""
+    most = 0
+    for place, step in enumerate(trainer.world.script(trainer.name)):
+        for prompt in [prompt for prompt, _ in step.prompts] if isinstance(step, Roll) else ():
+            ended = trainer.ended.get((place, prompt))
+            group = ended.group if ended is not None else None
+            whole = sum(len(each.token_ids) for each in group.responses) if group is not None else None
+            most += step.n * step.max_tokens if whole is None else whole
+    return most
+
+
+def keeps_all(plan: Plan, faults: Sequence[Fault]) -> bool:
+    """Say whether nothing in a plan may cost a token that a buffer has kept, other than what it says is `COSTLY`."""
+    kinds = {each.kind for each in faults}
+    away = sum(each.seconds for each in faults if any(end[0] == "t" for end in each.target.split("-")))
+    killed = any(each.kind.startswith("kill") and each.target == "buffer" for each in faults)
+    # A buffer that drains keeps results for trainers that are away, but not for long.
+    drained = "drain buffer" in kinds and away > 0
+    aborts = any(isinstance(step, Renew) and step.in_flight != "finish" for step in plan.scripts[0])
+    ended = plan.lease_seconds < away + LEASE_SLACK_SECONDS
+    return not (drained or ended or aborts or killed or kinds & set(NOISE))
 
 
 def calm_for_engines(plan: Plan) -> bool:

@@ -13,6 +13,7 @@ import json
 import os
 import random
 import struct
+from collections import Counter
 from collections.abc import Coroutine
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +25,7 @@ from virtual_time import PROCESS, VirtualTimeLoop, eventually
 from chaos import engines
 from chaos.expected import Expected, weights_digest
 from chaos.plan import POISON, Catch, Fault, Plan, Roll, Step
-from chaos.roads import ChaosRoads
+from chaos.roads import BACKOFF_SECONDS, ChaosRoads
 from chaos.trainers import Trainer
 from seer.client import SamplingParams
 from seer.client.prompts import Prompt
@@ -39,6 +40,7 @@ from seer.common.transport.memory import MemoryNetwork, MemoryTransport
 from seer.common.wire import messages as m
 from seer.common.wire.codec import encode
 from seer.services.buffer import server as buffer
+from seer.services.buffer.events import GroupState
 from seer.services.context import server as context
 from seer.services.dgds import server as dgds
 
@@ -55,7 +57,7 @@ FOREIGN = ("venv", "v1-notes", "spare", "model")
 
 @dataclass(slots=True, eq=False)
 class Process:
-    """One life of a process; `life` is its name in the event loop."""
+    """One life of a process: `life` is its name in the event loop, `buffers` are those there were before."""
 
     name: str
     life: str
@@ -64,6 +66,7 @@ class Process:
     service: Service | None = None
     task: asyncio.Task[None] | None = None
     stops: int = 0
+    buffers: int = 0
 
 
 class World:
@@ -92,6 +95,9 @@ class World:
         self.draining: dict[str, int] | None = None  # seeds of the groups that it has accepted
         self.lost: set[str] = set()
         self.caught: list[Fault] = []
+        self.lost_at: dict[str, float] = {}
+        self.served: list[buffer.BufferServer] = []  # every life of the buffer
+        self.given_up: Counter[bytes] = Counter()  # by address of an engine: how often a buffer did that
         self.noisy = any(fault.kind.startswith("noise") for fault in plan.faults)
         self._left = set(plan.trainers)
         self._dead: list[Process] = []
@@ -122,6 +128,7 @@ class World:
                 engine_silence_seconds=plan.silence_seconds,
                 update_seconds=plan.update_seconds,
                 result_ttl_seconds=plan.ttl_seconds,
+                trainer_lease_seconds=plan.lease_seconds,
                 result_bytes=plan.result_bytes,
                 max_requests=plan.max_requests,
                 spool=str(self.spool) if plan.spool else "",
@@ -182,9 +189,14 @@ class World:
         """Note that a prompt ended."""
         self.arrivals.append(self.loop.time())
 
+    @property
+    def inflicted(self) -> tuple[Fault, ...]:
+        """The plan's faults, and those that met a message so far."""
+        return (*self.plan.faults, *self.caught)
+
     def disturbed_until(self) -> float:
         """Return when the last fault so far is over, or will be."""
-        return max((each.at + each.seconds for each in (*self.plan.faults, *self.caught)), default=0.0)
+        return max((each.at + each.seconds for each in self.inflicted), default=0.0)
 
     def finish(self, trainer: str) -> None:
         """Note that a trainer has done all it wanted, or never will."""
@@ -196,13 +208,16 @@ class World:
     def excuse_silence(self, trainer: str, why: str) -> None:
         """A trainer gave the buffer up: legitimate only if one of both was away for long."""
         self.excuses.append(f"{trainer}: {why}")
-        away = sum(
+        if self.away(trainer) < 40.0:
+            self.problem(f"{trainer} gave the buffer up at {self.loop.time():.1f}: {why}")
+
+    def away(self, trainer: str) -> float:
+        """Return how long, at most, a trainer and the buffer have been cut off from each other so far."""
+        return sum(
             fault.seconds
-            for fault in (*self.plan.faults, *self.caught)
+            for fault in self.inflicted
             if {"buffer", trainer} & set(fault.target.split("-")) and fault.at <= self.loop.time()
         )
-        if away < 40.0:
-            self.problem(f"{trainer} gave the buffer up at {self.loop.time():.1f}: {why}")
 
     def excuses_quarantine(self, why: str) -> bool:
         """Say whether an engine may be without work: its disk was full, or the stream died with its buffer."""
@@ -241,7 +256,7 @@ class World:
         if self.noisy:
             links = FaultyTransport(links, self.plan.seed + self._lives, CALM, LoopClock())
         scope = self._outside.copy()
-        process = Process(name, f"{name}.{self._lives}", links, scope)
+        process = Process(name, f"{name}.{self._lives}", links, scope, buffers=self.buffers)
         if self.plan.clocks:
             self.clocks[process.life] = self._rand.choice((0.0, -HOUR, HOUR))
         scope.run(PROCESS.set, process.life)
@@ -261,6 +276,7 @@ class World:
     async def lose(self, name: str) -> None:
         """End a trainer for good."""
         self.lost.add(name)
+        self.lost_at.setdefault(name, self.loop.time())
         await self.kill(name)
         self.finish(name)
 
@@ -292,23 +308,24 @@ class World:
         await self.roads.cut(ways if both else [self._rand.choice(ways)], seconds)
 
     def _catch(self, catch: Catch, source: str, target: str) -> None:
-        fault = Fault(self.loop.time(), f"catch {catch.what}", f"{source}-{target}", catch.seconds)
-        self.caught.append(fault)
-        task = self.loop.create_task(self._befall(catch, source, target), context=self._outside.copy())
+        what, _, who = catch.what.partition(" ")
+        where = {"source": source, "target": target}.get(who, f"{source}-{target}")
+        self.caught.append(Fault(self.loop.time(), f"{what} caught", where, catch.seconds))
+        task = self.loop.create_task(self._befall(self.caught[-1]), context=self._outside.copy())
         self._apart.add(task)
         task.add_done_callback(self._apart.discard)
 
-    async def _befall(self, catch: Catch, source: str, target: str) -> None:
-        if catch.what == "reset":
-            self.network.reset(source, target)
-        elif catch.what == "cut":
-            await self.cut(source, target, catch.seconds, both=self._rand.random() < 0.5)
+    async def _befall(self, fault: Fault) -> None:
+        what, ends = fault.kind.split()[0], fault.target.split("-")
+        if what == "reset":
+            self.network.reset(*ends)
+        elif what == "cut":
+            await self.cut(*ends, fault.seconds, both=self._rand.random() < 0.5)
         else:
-            name = source if catch.what == "kill source" else target
-            await self.kill(name)
-            await asyncio.sleep(catch.seconds)
-            if name != "rogue":
-                self.start(name)
+            await self.kill(fault.target)
+            await asyncio.sleep(fault.seconds)
+            if fault.target != "rogue":
+                self.start(fault.target)
 
     async def noise(self, name: str, seconds: float, plan: Faults) -> None:
         """Have the network do to what a process sends what `plan` says."""
@@ -334,6 +351,7 @@ class World:
             groups = process.service.store._groups
             accepted = [name for name, group in machine.groups.items() if group.held_since is None]
             self.draining = {name: groups[name].seed for name in accepted}
+            self._expect_refusals(list(machine.desk.held.values()))
         self.loop.call_soon(process.service.drain, context=process.context)
         try:
             await eventually(lambda: self.processes.get(name) is not process, 400)
@@ -350,6 +368,36 @@ class World:
             self.draining = None
         else:
             self.loop.call_later(5.0, functools.partial(self._drained, calm=now))
+
+    def _expect_refusals(self, held: list[GroupState]) -> None:
+        """Note whose trainers hear nothing of what a draining buffer gives back, though nothing disturbs them."""
+        plan, began = self.plan, self.loop.time()
+        seconds = 2 + 4 * (plan.latency + plan.jitter)
+        waiting = [
+            (group, self.trainers[group.rollout.trainer], rollout)
+            for group in held
+            if (rollout := self.trainers[group.rollout.trainer].waiting.get(group.rollout.rollout_id))
+            and rollout.use == group.use
+        ]
+
+        def check() -> None:
+            for group, trainer, rollout in waiting:
+                if group.prompt_id in rollout.unfinished and not self._disturbed(trainer.name, began):
+                    self.problem(
+                        f"{trainer.name} heard nothing of {group.group_id}, held at {began:.1f} by a drain"
+                    )
+
+        self.loop.call_later(seconds, check)
+
+    def _disturbed(self, trainer: str, since: float) -> bool:
+        """Say whether faults may hold up what the buffer tells a trainer after a time."""
+        return self.noisy or any(
+            {trainer, "buffer"} & set(each.target.split("-"))
+            and each.kind != "drain buffer"
+            and each.at <= self.loop.time()
+            and each.at + each.seconds + BACKOFF_SECONDS >= since
+            for each in self.inflicted
+        )
 
     def _others(self, name: str) -> list[str]:
         known = {*self.processes, "buffer", "context", "dgds", "rogue", *self.trainers}
@@ -384,9 +432,23 @@ class World:
             service: Service = engines.make(config, process.links, LoopClock(), nature)
         else:
             service = make(config, process.links, LoopClock())
+        if isinstance(service, buffer.BufferServer):
+            self._attend(service)
         await service.start()
         process.service = service
         await service.run()
+
+    def _attend(self, service: buffer.BufferServer) -> None:
+        """Count the engines that a buffer gives up."""
+        self.served.append(service)
+        parted = service.conductor._parted
+
+        def counted(name: str) -> None:
+            if address := service._registered_at.get(name):
+                self.given_up[address] += 1
+            parted(name)
+
+        service.conductor._parted = counted
 
     def _breach(self, name: str, what: str) -> None:
         if not self.noisy:  # an order that comes late or twice is no fault of who gave it

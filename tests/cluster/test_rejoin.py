@@ -8,7 +8,11 @@ from cluster_harness import SERVERS, Cluster, engine_make, roll
 from lag import LaggedTransport
 from virtual_time import PROCESS, virtual
 
+from seer.common import ids
+from seer.common.channel import Channel, Identity
 from seer.common.clock import LoopClock
+from seer.common.transport.memory import MemoryTransport
+from seer.common.wire import messages as m
 
 
 class Stopping(Cluster):
@@ -65,3 +69,35 @@ def test_a_stall_costs_at_most_one_registration(stopped, seconds):
             await cluster.stop()
 
     check()
+
+
+@virtual
+async def test_a_life_that_has_not_registered_yet_is_not_given_up_for_an_earlier_one():
+    cluster = Stopping(0.0)
+    try:
+        for name in [*SERVERS, "e0"]:
+            await cluster.start(name)
+        await asyncio.sleep(1)
+        buffer = cluster.services["buffer"]
+        assert "e0" in buffer.machine.instances
+        asyncio.get_running_loop().freeze("e0")
+        me = Identity(
+            role="engine", name="e0", incarnation=ids.new_incarnation(), config_hash=buffer.me.config_hash
+        )
+        later = Channel(
+            MemoryTransport(cluster.network),
+            buffer._config.endpoints.engines,
+            me,
+            m.BufferToEngine,
+            LoopClock(),
+        )
+        await later.open(5)
+        with pytest.raises(TimeoutError):  # no Welcome: nothing happened to this one
+            async with asyncio.timeout(60):
+                while isinstance(await later.recv(), m.Ping):
+                    pass
+        assert "e0" not in buffer.machine.instances, "the earlier life was given up"
+        later.close()
+    finally:
+        asyncio.get_running_loop().thaw("e0")
+        await cluster.stop()

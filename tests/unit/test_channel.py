@@ -376,6 +376,26 @@ async def test_a_broken_connection_that_lost_nothing_goes_unnoticed():
 
 
 @virtual
+async def test_a_server_that_stood_still_is_no_loss():
+    network = MemoryNetwork(queue=3)
+    server = await Server(network).start()
+    client = channel(network)
+    await client.open(5)
+    server.task.cancel()
+    sending = [
+        asyncio.create_task(client.send(status(each))) for each in range(5)
+    ]  # two of them wait for room
+    receiving = asyncio.create_task(client.recv())  # says Hello meanwhile
+    await asyncio.sleep(2 * CHECK_SECONDS)
+    assert [task.done() for task in sending] == [True, True, True, False, False]
+    server.task = asyncio.create_task(server.serve())
+    await asyncio.sleep(3 * CHECK_SECONDS)
+    assert server.names().count("EngineStatus") == 5
+    assert not receiving.done(), "every message arrived, in order"
+    receiving.cancel()
+
+
+@virtual
 async def test_a_socket_takes_the_roles_it_is_for():
     network = MemoryNetwork()
     server = await Server(network).start()
