@@ -347,6 +347,9 @@ class Trainer:
             return "final" if step.n > plan.max_requests or beats >= PATIENCE else "again"
         if prompt_id == "poison":
             return "final" if re.search("engine|died|lost", why) else "problem"
+        if plan.poison and "engines that died" in why:  # the poison's, and one that a fault killed
+            killed = [each for each in self.world.inflicted if "kill" in each.kind and each.target[0] == "e"]
+            return "final" if killed else "problem"
         # What a rollout asked for, or began with, before somebody updated.
         past = re.search(r"weight version (\d+)(?: is past|, and version \d+ is live)", why)
         return "final" if past and int(past[1]) < self.world.asked_version else "problem"

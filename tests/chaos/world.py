@@ -223,7 +223,8 @@ class World:
         """Say whether an engine may be without work: its disk was full, or the stream died with its buffer."""
         if "No space left" in why:
             return self.disk_was_full
-        return "is not in this buffer's spool" in why and not self.plan.spool and self.buffers > 1
+        gone = "is not in this buffer's spool" in why or "the trainer sent nothing for" in why
+        return gone and not self.plan.spool and self.buffers > 1
 
     def is_shared(self, rollout_id: str) -> bool:
         """Say whether several trainers use an id."""
@@ -359,15 +360,18 @@ class World:
             self.problem(f"{name} did not drain in 400 s")
             await self.kill(name)
         if name == "buffer":
-            self.loop.call_later(2 + 4 * self.plan.latency + 2 * self.plan.jitter, self._drained)
+            seconds = 2 + 4 * self.plan.latency + 2 * self.plan.jitter
+            self.loop.call_later(seconds, self._drained, self.draining)
 
-    def _drained(self, *, calm: bool = True) -> None:
+    def _drained(self, draining: dict[str, int], *, calm: bool = True) -> None:
         """What the buffer said may still be under way, or wait for a trainer that stands still."""
+        if self.draining is not draining:  # another drain began
+            return
         now = not self.roads.cut_off and not any(process.stops for process in self.processes.values())
         if calm and now:
             self.draining = None
         else:
-            self.loop.call_later(5.0, functools.partial(self._drained, calm=now))
+            self.loop.call_later(5.0, functools.partial(self._drained, draining, calm=now))
 
     def _expect_refusals(self, held: list[GroupState]) -> None:
         """Note whose trainers hear nothing of what a draining buffer gives back, though nothing disturbs them."""
