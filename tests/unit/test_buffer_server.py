@@ -380,6 +380,37 @@ async def test_a_life_that_gets_its_name_late_begins_anew():
         assert await late.done() == {"p": [7]}
 
 
+@virtual
+async def test_a_life_that_lost_its_name_while_it_was_away_begins_anew():
+    async with buffer() as world:
+        engine, away = await world.engine(), await world.trainer(life=2)
+        session = await away.greet()
+        await away.submit("p")
+        away.transport.disconnect()
+        await world.trainer(life=1)
+        (chunk,) = await engine.chunks()
+        await engine.end(chunk, [7])
+        away.transport.reconnect()
+        assert await away.greet() != session
+        await away.submit("p")
+        assert await away.done() == {"p": [7]}
+
+
+@virtual
+async def test_an_engine_that_lost_its_name_while_it_was_away_registers_again():
+    async with buffer() as world:
+        trainer, away = await world.trainer(), await world.engine(life=2)
+        session = await away.greet()
+        away.transport.disconnect()
+        other = await world.engine(life=1)
+        await trainer.submit("p")
+        assert len(await other.chunks()) == 1
+        away.transport.reconnect()
+        assert await away.greet() != session
+        await away.register()
+        assert len(await away.chunks()) == 1
+
+
 # --- trainers --------------------------------------------------------------------------------
 
 
