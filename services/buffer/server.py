@@ -191,6 +191,7 @@ class BufferServer:
         holder = peers.greet(address, hello, self._clock.now())
         if holder is not None and not await hub.reaches(holder):
             peers.leave(holder)
+            hub.dismiss(holder)  # it misses what is said from now on: if it comes back, it has to hear so
             holder = peers.greet(address, hello, self._clock.now())
         if waited and holder is None:
             hub.dismiss(address)  # what it said so far was not heard: have it begin anew

@@ -1,0 +1,493 @@
+"""The buffer's sockets, against trainers, engines and a context service that a test plays word by word."""
+
+import asyncio
+import math
+from contextlib import asynccontextmanager
+
+import numpy as np
+import pytest
+from streams import Publisher
+from virtual_time import virtual
+
+from seer.common.channel import HELLO_FIRST, Identity
+from seer.common.clock import LoopClock
+from seer.common.config import BufferConfig, Config, shared_hash
+from seer.common.errors import NotLoaded
+from seer.common.transport.memory import MemoryNetwork, MemoryTransport
+from seer.common.types import Capacity, InstanceStats, SamplingParams
+from seer.common.wire import messages as m
+from seer.common.wire.codec import Decoder, encode
+from seer.services.buffer.machine import SUSPECT_DEATHS
+from seer.services.buffer.server import BufferServer
+
+HASH = shared_hash(Config().shared)
+SILENT_SECONDS = BufferConfig().engine_silence_seconds
+BRIEF = 2.0
+"""Seconds in which a connection that is gone is noticed."""
+
+
+class Peer:
+    """One life of a trainer or an engine. It reads when a test has it read."""
+
+    role, endpoint, incoming = "", "", None
+
+    def __init__(self, network, name, life):
+        self.me = Identity(role=self.role, name=name, incarnation=life << 20, config_hash=HASH)
+        self.transport = MemoryTransport(network)
+        self.decoder = Decoder(self.incoming)
+
+    async def connect(self):
+        self.socket = await self.transport.dealer(self.endpoint, self.me.address())
+        await self.say(self.me.hello(-1))
+        return self
+
+    async def say(self, message):
+        """Say something; by the time this returns, it was heard and answered."""
+        await self.socket.send(encode(message))
+        await asyncio.sleep(0.001)
+
+    async def hear(self, kind):
+        """Return what it was told of one kind; forget the rest."""
+        told = [self.decoder.decode(await self.socket.recv()) for _ in range(len(self.socket.down))]
+        return [message for message in told if isinstance(message, kind)]
+
+    async def greet(self):
+        """Say Hello; return the number of this handshake."""
+        await self.say(self.me.hello(-1))
+        return (await self.hear(m.Welcome))[-1].session
+
+
+class Trainer(Peer):
+    role, endpoint, incoming = "trainer", Config().endpoints.trainers, m.BufferToTrainer
+
+    async def submit(self, *prompts):
+        submit = m.Submit(
+            rollout_id="r", rollout_number=0, seed=0, n=1, sampling=SamplingParams(max_tokens=64),
+            prompt_ids=list(prompts), lengths=[3] * len(prompts),
+            tokens=np.array([1, 2, 3] * len(prompts), np.int32),
+        )  # fmt: skip
+        await self.say(submit)
+
+    async def status(self):
+        await self.say(m.StatusRequest())
+        (status,) = await self.hear(m.Status)
+        return status
+
+    async def engines(self):
+        return [engine.name for engine in (await self.status()).instances]
+
+    async def done(self):
+        """Return the tokens of the groups that it got, by prompt."""
+        return {done.prompt_id: done.tokens.tolist() for done in await self.hear(m.GroupDone)}
+
+
+class Engine(Peer):
+    role, endpoint, incoming = "engine", Config().endpoints.engines, m.BufferToEngine
+
+    async def register(self, seats=8):
+        capacity = Capacity(kv_blocks=200, block_size=16, max_num_seqs=seats, max_model_len=256)
+        await self.say(m.Register(capacity=capacity, weight_version=0, vocab_size=100))
+        return self
+
+    async def again(self):
+        """Shake hands and register, as one that was given up."""
+        await self.say(self.me.hello(-1))
+        await self.register()
+
+    async def report(self, steps=0):
+        await self.say(m.EngineStatus(stats=InstanceStats(steps=steps)))
+
+    async def chunks(self):
+        return await self.hear(m.RunChunk)
+
+    async def end(self, chunk, tokens, counts=(), logprobs=None, version=0):
+        """Answer a chunk, in as many results as there are counts."""
+        results = [
+            m.ChunkResult(chunk.request_id, chunk.attempt, count, "stop", "", 0, 0)
+            for count in counts or [len(tokens)]
+        ]
+        scores = np.zeros(len(tokens) if logprobs is None else logprobs, np.float32)
+        ids = np.array(tokens, np.int32)
+        await self.say(m.ChunksDone(weight_version=version, results=results, tokens=ids, logprobs=scores))
+
+
+class World:
+    """A network with a buffer, and whom a test has join it."""
+
+    def __init__(self, queue=None):
+        self.network = MemoryNetwork(queue=queue)
+
+    async def trainer(self, life=1):
+        return await Trainer(self.network, "t", life).connect()
+
+    async def stranger(self, name="e", life=1):
+        return await Engine(self.network, name, life).connect()
+
+    async def engine(self, name="e", life=1, seats=8):
+        return await (await self.stranger(name, life)).register(seats)
+
+    async def context(self):
+        return await Publisher(MemoryTransport(self.network), config_hash=HASH).start()
+
+
+@asynccontextmanager
+async def buffer(queue=None, **settings):
+    world = World(queue)
+    config = Config(buffer=BufferConfig(**settings))
+    server = BufferServer(config, MemoryTransport(world.network), LoopClock())
+    await server.start()
+    running = asyncio.create_task(server.run())
+    yield world
+    assert not running.done()
+    running.cancel()
+    await asyncio.wait([running])
+
+
+async def pass_time(seconds, *engines):
+    """Let time pass, in which these report."""
+    for _ in range(round(seconds / BRIEF)):
+        await asyncio.sleep(BRIEF)
+        for engine in engines:
+            await engine.report()
+
+
+# --- what engines answer ---------------------------------------------------------------------
+
+
+@virtual
+async def test_tokens_of_other_weights_than_the_live_ones_are_never_taken():
+    async with buffer() as world:
+        trainer, engine = await world.trainer(), await world.engine()
+        await trainer.submit("p")
+        (chunk,) = await engine.chunks()
+        await engine.end(chunk, [7], version=1)
+        assert (await trainer.done(), await trainer.engines()) == ({}, [])
+        await engine.again()
+        (chunk,) = await engine.chunks()
+        await engine.end(chunk, [8])
+        assert await trainer.done() == {"p": [8]}
+
+
+@pytest.mark.parametrize(
+    ("tokens", "counts", "logprobs"),
+    [([7, 8], [2], 1), ([7, 8], [1], 2), ([7, 8], [3], 3), ([7], [-1, 2], 1)],
+    ids=["few logprobs", "many tokens", "few tokens", "less than none"],
+)
+def test_an_answer_whose_counts_disagree_with_its_arrays_is_not_believed(tokens, counts, logprobs):
+    @virtual
+    async def check():
+        async with buffer() as world:
+            trainer, engine = await world.trainer(), await world.engine()
+            await trainer.submit("p")
+            (chunk,) = await engine.chunks()
+            await engine.end(chunk, tokens, counts, logprobs)
+            assert (await trainer.done(), await trainer.engines()) == ({}, [])
+            await engine.again()
+            (chunk,) = await engine.chunks()
+            await engine.end(chunk, [9])
+            assert await trainer.done() == {"p": [9]}
+
+    check()
+
+
+@virtual
+async def test_results_that_make_no_sense_count_against_the_chunks_that_provoked_them():
+    async with buffer(max_attempts=2) as world:
+        trainer, engine = await world.trainer(), await world.engine()
+        await trainer.submit("p")
+        for refused in ([], [["p"]]):
+            (chunk,) = await engine.chunks()
+            await engine.end(chunk, [7], counts=[2])
+            assert [answer.prompt_ids for answer in await trainer.hear(m.Refused)] == refused
+            await engine.again()
+
+
+@virtual
+async def test_an_engine_without_weights_to_trust_is_given_up_and_not_its_requests():
+    async with buffer(max_attempts=1) as world:
+        trainer, engine = await world.trainer(), await world.engine()
+        await trainer.submit("p")
+        (chunk,) = await engine.chunks()
+        other = await world.engine("other")
+        fields = {"request_id": chunk.request_id, "attempt": chunk.attempt, "message": "no weights"}
+        await engine.say(m.ChunkFailed(code=NotLoaded.code, fatal=False, **fields))
+        (chunk,) = await other.chunks()
+        await other.end(chunk, [7])
+        assert await trainer.done() == {"p": [7]}
+        assert await trainer.engines() == ["other"]
+
+
+# --- engines that come and go ----------------------------------------------------------------
+
+
+@virtual
+async def test_what_an_earlier_life_of_an_engine_says_does_not_count_for_the_later_one():
+    async with buffer() as world:
+        trainer, old, new = await world.trainer(), await world.engine(life=1), await world.engine(life=2)
+        await new.report(steps=2)
+        await trainer.submit("p")
+        (chunk,) = await new.chunks()
+        await old.report(steps=1)
+        await old.end(chunk, [7])
+        await old.say(m.Goodbye())
+        (engine,) = (await trainer.status()).instances
+        assert engine.stats.steps == 2
+        await new.end(chunk, [8])
+        assert await trainer.done() == {"p": [8]}
+
+
+@virtual
+async def test_that_an_earlier_life_of_an_engine_is_gone_does_not_end_the_later_one():
+    async with buffer(queue=8) as world:
+        trainer = await world.trainer()
+        await world.engine(life=1)  # takes nothing, until there is no room for more
+        await asyncio.sleep(10)
+        new = await world.engine(life=2)
+        await trainer.submit("p")
+        (chunk,) = await new.chunks()
+        for _ in range(20):
+            await pass_time(BRIEF, new)
+            await asyncio.gather(new.hear(m.Ping), trainer.hear(m.Progress))
+        assert await trainer.engines() == ["e"]
+        await new.end(chunk, [7])
+        assert await trainer.done() == {"p": [7]}
+
+
+@virtual
+async def test_an_engine_that_registers_again_has_not_been_restarted():
+    async with buffer() as world:
+        trainer, engine = await world.trainer(), await world.engine()
+        await engine.register()
+        await engine.again()
+        assert [engine.restarts for engine in (await trainer.status()).instances] == [0]
+        await world.engine(life=2)
+        assert [engine.restarts for engine in (await trainer.status()).instances] == [1]
+
+
+@virtual
+async def test_an_engine_that_is_gone_is_noticed_though_nothing_is_to_be_sent_to_it():
+    async with buffer() as world:
+        trainer, gone = await world.trainer(), await world.engine("gone")
+        await world.engine("here")
+        gone.socket.close()
+        await asyncio.sleep(BRIEF)
+        assert await trainer.engines() == ["here"]
+
+
+@virtual
+async def test_whatever_an_engine_says_is_a_sign_of_life():
+    async with buffer() as world:
+        trainer, engines = await world.trainer(), [await world.engine(name) for name in ("a", "b", "c")]
+        for _ in range(10):
+            await asyncio.sleep(SILENT_SECONDS / 5)
+            await engines[0].report()
+            await engines[1].say(m.WeightsLoaded(version=0))
+        assert await trainer.engines() == ["a", "b"]
+
+
+def fail(engine):
+    return engine.say(m.Goodbye(problem="CUDA error"))
+
+
+async def vanish(engine):
+    engine.socket.close()
+    await asyncio.sleep(BRIEF)
+
+
+def leave(engine):
+    return engine.say(m.Goodbye())
+
+
+@pytest.mark.parametrize(("parts", "died"), [(fail, True), (vanish, True), (leave, False)])
+def test_an_engine_that_failed_or_whose_connection_is_gone_died(parts, died):
+    """What ran on several that died is tried alone from then on."""
+
+    @virtual
+    async def check():
+        async with buffer() as world:
+            trainer = await world.trainer()
+            await trainer.submit("p", "q")
+            for life in range(SUSPECT_DEATHS):
+                engine = await world.engine(life=life)
+                assert len(await engine.chunks()) == 2
+                await parts(engine)
+            engine = await world.engine(life=SUSPECT_DEATHS)
+            assert len(await engine.chunks()) == (1 if died else 2)
+
+    check()
+
+
+# --- who has to shake hands, and when --------------------------------------------------------
+
+
+@virtual
+async def test_an_engine_that_is_given_up_shakes_hands_again_before_anything_of_it_counts():
+    async with buffer() as world:
+        trainer, engine = await world.trainer(), await world.engine()
+        await trainer.submit("p")
+        (chunk,) = await engine.chunks()
+        await engine.end(chunk, [7], version=1)
+        await engine.register()
+        assert [refused.code for refused in await engine.hear(m.Refused)] == [HELLO_FIRST]
+        assert await trainer.engines() == []
+        await engine.again()
+        assert await trainer.engines() == ["e"]
+
+
+@virtual
+async def test_an_engine_whose_name_is_free_again_registers_again_once_however_much_it_says():
+    async with buffer() as world:
+        trainer, old, new = await world.trainer(), await world.engine(life=1), await world.engine(life=2)
+        await new.say(m.Goodbye())
+        for _ in range(5):
+            await old.report()
+        assert [refused.code for refused in await old.hear(m.Refused)] == [HELLO_FIRST]
+        await old.again()
+        assert await trainer.engines() == ["e"]
+
+
+@virtual
+async def test_an_engine_that_has_not_registered_yet_is_not_asked_to_do_so_again():
+    async with buffer() as world:
+        engine = await world.stranger()
+        for _ in range(5):
+            await engine.report()
+        assert await engine.hear(m.Refused) == []
+
+
+@virtual
+async def test_a_name_is_free_once_its_holder_is_not_connected_any_more():
+    async with buffer() as world:
+        holder = await world.trainer(life=2)
+        holder.socket.close()
+        trainer = await world.trainer(life=1)  # of a clock that was set back
+        assert await trainer.status()
+
+
+@virtual
+async def test_a_life_that_gets_its_name_late_begins_anew():
+    async with buffer() as world:
+        engine, holder, late = await world.engine(), await world.trainer(life=2), await world.trainer(life=1)
+        await late.submit("p")
+        await holder.say(m.Goodbye())
+        await late.greet()
+        await late.say(m.StatusRequest())
+        assert [refused.code for refused in await late.hear(m.Refused)] == [HELLO_FIRST]
+        await late.greet()
+        await late.submit("p")
+        (chunk,) = await engine.chunks()
+        await engine.end(chunk, [7])
+        assert await late.done() == {"p": [7]}
+
+
+@virtual
+async def test_a_life_that_lost_its_name_while_it_was_away_begins_anew():
+    async with buffer() as world:
+        engine, away = await world.engine(), await world.trainer(life=2)
+        session = await away.greet()
+        await away.submit("p")
+        away.transport.disconnect()
+        await world.trainer(life=1)
+        (chunk,) = await engine.chunks()
+        await engine.end(chunk, [7])
+        away.transport.reconnect()
+        assert await away.greet() != session
+        await away.submit("p")
+        assert await away.done() == {"p": [7]}
+
+
+@virtual
+async def test_an_engine_that_lost_its_name_while_it_was_away_registers_again():
+    async with buffer() as world:
+        trainer, away = await world.trainer(), await world.engine(life=2)
+        session = await away.greet()
+        away.transport.disconnect()
+        other = await world.engine(life=1)
+        await trainer.submit("p")
+        assert len(await other.chunks()) == 1
+        away.transport.reconnect()
+        assert await away.greet() != session
+        await away.register()
+        assert len(await away.chunks()) == 1
+
+
+# --- trainers --------------------------------------------------------------------------------
+
+
+@virtual
+async def test_whatever_a_trainer_says_is_a_sign_of_life_and_silence_ends_its_work():
+    async with buffer(trainer_lease_seconds=10.0) as world:
+        trainer, engine = await world.trainer(), await world.engine()
+        await trainer.submit("p")
+        for says in (m.StatusRequest(), trainer.me.hello(-1), m.Acknowledge(rollout_id="x", prompt_ids=[])):
+            for _ in range(5):
+                await pass_time(4, engine)
+                await trainer.say(says)
+        assert not await engine.hear(m.DropChunk)
+        await pass_time(14, engine)
+        assert len(await engine.hear(m.DropChunk)) == 1
+
+
+@virtual
+async def test_nothing_is_sent_to_a_trainer_that_said_goodbye():
+    async with buffer() as world:
+        trainer, engine = await world.trainer(), await world.engine()
+        await trainer.submit("p")
+        await trainer.say(m.Goodbye())
+        await trainer.hear(m.Message)
+        (chunk,) = await engine.chunks()
+        await engine.end(chunk, [7])
+        await asyncio.sleep(BRIEF)
+        assert await trainer.hear(m.Message) == []
+
+
+@virtual
+async def test_weights_are_not_updated_while_engines_sleep():
+    async with buffer() as world:
+        trainer, engine = await world.trainer(), await world.engine()
+        await trainer.say(m.Sleep(asleep=True))
+        await engine.say(m.Slept(asleep=True))
+        await trainer.say(m.UpdateWeights(version=1, source="/new", ask=5))
+        (answer,) = await trainer.hear(m.WeightsFailed)
+        assert (answer.version, answer.ask) == (1, 5)
+        assert await engine.hear(m.PrepareWeights) == []
+
+
+@virtual
+async def test_engines_are_not_put_to_sleep_during_an_update():
+    async with buffer() as world:
+        trainer, engine = await world.trainer(), await world.engine()
+        await trainer.say(m.UpdateWeights(version=1, source="/new"))
+        await trainer.say(m.Sleep(asleep=True, ask=5))
+        (answer,) = await trainer.hear(m.Slept)
+        assert (bool(answer.problem), answer.ask) == (True, 5)
+        assert await engine.hear(m.Sleep) == []
+
+
+# --- estimates -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("tokens", "spread"), [(math.inf, 0.0), (-5.0, 0.5), (0.0, 0.5), (5.0, math.inf), (5.0, math.nan)]
+)
+def test_an_estimate_that_makes_no_sense_changes_nothing(tokens, spread):
+    @virtual
+    async def check():
+        async with buffer() as world:
+            trainer, engine = await world.trainer(), await world.engine(seats=1)
+            context = await world.context()
+            await asyncio.sleep(BRIEF)
+            await trainer.submit("first", "short", "long")
+            await context.put("r/short", 10.0)
+            await context.put("r/long", 20.0)
+            news = m.Estimates(estimates={"r/short": tokens}, spreads={"r/short": spread})
+            await context.stream.publish(news)
+            ran = []
+            for _ in range(3):
+                await asyncio.sleep(0.001)
+                (chunk,) = await engine.chunks()
+                ran.append(chunk.group_id)
+                await engine.end(chunk, [7])
+            assert ran == ["r/first", "r/long", "r/short"]
+
+    check()
