@@ -197,7 +197,8 @@ def _try(trials: Sequence[Trial], workers: int, limit: float) -> Iterator[Trial]
             running.remove(trial)
             print(f"{trial.name}: {trial.caught_by or 'LEFT'} ({trial.seconds:.0f} s)", file=sys.stderr)
             yield trial
-        wait([trial.run.process.sentinel for trial in running if trial.run is not None], timeout=5)
+        if sentinels := [trial.run.process.sentinel for trial in running if trial.run is not None]:
+            wait(sentinels, timeout=5)
 
 
 def _report(trials: Sequence[Trial]) -> dict[str, object]:

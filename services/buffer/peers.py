@@ -18,7 +18,7 @@ import msgspec
 from msgspec import structs
 
 from seer.common import ids
-from seer.common.channel import MAX_PEERS
+from seer.common.channel import CHECK_SECONDS, MAX_PEERS
 from seer.common.errors import InvalidField
 from seer.common.wire.messages import MAX_ID, Hello, Register
 
@@ -85,10 +85,13 @@ class Peers:
         return life.heard - holder.heard >= SILENT_SECONDS and life.unanswered >= SILENT_HELLOS
 
     def doubtful(self, address: bytes) -> bool:
-        """Say whether another life has this one's name, and said nothing since this one came."""
+        """Say whether another life has this one's name, and may be gone for all it said since this one came.
+
+        What a dead one said last can arrive after that, where the road was cut for a while.
+        """
         life = self._lives[address]
         at = self._at.get(life.name)
-        return at is not None and at != address and self._lives[at].heard < life.since
+        return at is not None and at != address and self._lives[at].heard < life.since + CHECK_SECONDS
 
     def leave(self, address: bytes) -> None:
         """Forget a life; an unknown one is ignored."""

@@ -311,7 +311,7 @@ def test_a_life_that_talks_keeps_its_name_from_earlier_ones():
     for now in range(0, 200, 5):
         known.greet(holder, its, float(now))
         assert known.greet(other, their, now + 1.0) == holder
-        assert known.doubtful(other) == (now == 0)
+        assert known.doubtful(other) == (now < 10), "what is heard at first may have been said long before"
 
 
 def test_only_what_was_said_since_its_holder_spoke_last_counts_for_a_name():
