@@ -345,11 +345,13 @@ class Trainer:
             return "again" if self.world.may_refuse(step, prompt_id) else "problem"
         if "takes at most" in why and plan.requests > plan.max_requests:
             return "final" if step.n > plan.max_requests or beats >= PATIENCE else "again"
+        # What a rollout asked for, or began with, before somebody updated.
+        past = re.search(r"weight version (\d+)(?: is past|, and version \d+ is live)", why)
+        if past and int(past[1]) < self.world.asked_version:
+            return "final"
         if prompt_id == "poison":
             return "final" if re.search("engine|died|lost", why) else "problem"
         if plan.poison and "engines that died" in why:  # the poison's, and one that a fault killed
             killed = [each for each in self.world.inflicted if "kill" in each.kind and each.target[0] == "e"]
             return "final" if killed else "problem"
-        # What a rollout asked for, or began with, before somebody updated.
-        past = re.search(r"weight version (\d+)(?: is past|, and version \d+ is live)", why)
-        return "final" if past and int(past[1]) < self.world.asked_version else "problem"
+        return "problem"
