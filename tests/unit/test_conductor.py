@@ -305,3 +305,14 @@ def test_a_group_that_waited_for_its_reader_has_the_weights_that_made_it(monkeyp
     world.conductor.handle(e.GroupsAcknowledged("t", "r", ["p"]))
     ((_, done),) = world.take(m.GroupDone)
     assert (done.prompt_id, done.weight_version, done.weights_digest) == ("q", 0, "begun")
+
+
+@pytest.mark.parametrize(("life", "deaths"), [(1, 0), (2, 1)])
+def test_an_engine_that_registers_again_in_its_life_has_not_died(life, deaths):
+    world = World()
+    world.conductor.join("a", REGISTER, 1)
+    world.submit()
+    world.conductor.join(
+        "a", structs.replace(REGISTER, weight_version=-1), life
+    )  # and gets no work before it loads
+    assert len(world.machine.requests["r/p#0"].deaths) == deaths
