@@ -312,7 +312,17 @@ def test_an_engine_that_registers_again_in_its_life_has_not_died(life, deaths):
     world = World()
     world.conductor.join("a", REGISTER, 1)
     world.submit()
-    world.conductor.join(
-        "a", structs.replace(REGISTER, weight_version=-1), life
-    )  # and gets no work before it loads
+    without = structs.replace(REGISTER, weight_version=-1)  # so it gets no work, which would clear it, too
+    world.conductor.join("a", without, life)
     assert len(world.machine.requests["r/p#0"].deaths) == deaths
+
+
+def test_a_draining_conductor_stays_until_engines_have_loaded():
+    world = World()
+    world.conductor.join("a", REGISTER, 1)
+    world.conductor.weigh(w.UpdateAsked("t", 1, "/new"))
+    world.conductor.weigh(w.Prepared("a", 1, "d"))
+    world.conductor.drain()
+    assert not world.conductor.drained.is_set(), "the engine may read what ends with this buffer"
+    world.conductor.weigh(w.Loaded("a", 1))
+    assert world.conductor.drained.is_set()
