@@ -81,7 +81,7 @@ class Fleet:
                 over.append(item.group_id.partition("/")[2])
         dispatched = len(self.running) - running
         if over:
-            self.told(e.GroupsAcknowledged("rollout", over))
+            self.told(e.GroupsAcknowledged("trainer", "rollout", over))
             self.submit(over)
         return seconds, dispatched
 
