@@ -8,7 +8,7 @@ Invariants (tests/unit/test_spool.py, tests/cluster/test_weight_streams.py):
 - it can be resumed after a broken connection; a whole one in a configured folder survives the buffer;
 - a stream that does not grow for `SPOOL_STALL_SECONDS` before it is whole ends, and its readers hear
   so; a whole one stays while an update or the live weights need it, and one that no update has named
-  yet stays for as long since it was opened or grew;
+  yet, or that an earlier life left, stays for as long since it was opened, grew or was found;
 - one task does everything, one thing after the other: nothing ends a stream while a part is written;
 - whatever the disk refuses ends that one stream, its peers hear why, and the spool goes on;
 - the file of one that is over is written over by the next: new pages cost more than all else here.
@@ -65,6 +65,8 @@ class _Stream:
     asked_again: bool = False
     named: bool = False
     """An update has named it: it is kept for as long as it is needed, and no longer."""
+    inherited: bool = False
+    """From an earlier life, and not needed since: engines that have it live may not be back yet."""
     readers: dict[tuple[bytes, int], Reply] = field(default_factory=dict)
 
     def state(self, *, resend: bool = False, problem: str = "") -> m.SpoolState:
@@ -161,10 +163,10 @@ class Spool:
         for stream in list(self._streams.values()):
             quiet = now - stream.grew > m.SPOOL_STALL_SECONDS
             wanted = m.SPOOL_SCHEME + stream.name in needed
-            stream.named = stream.named or wanted
+            stream.named, stream.inherited = stream.named or wanted, stream.inherited and not wanted
             if stream.have < stream.size and quiet:
                 await self._end(stream, f"the trainer sent nothing for {m.SPOOL_STALL_SECONDS:g} s")
-            elif not wanted and (quiet or stream.named):
+            elif not wanted and (quiet or (stream.named and not stream.inherited)):
                 await self._end(stream, "is no longer needed")
 
     async def _end(self, stream: _Stream, problem: str, *, broken: bool = False) -> None:
@@ -197,7 +199,7 @@ class Spool:
             return
         for name, (size, token) in found.items():
             folder = self._folder.root / name
-            self._streams[name] = _Stream(name, size, folder, token, size, self._clock.now())
+            self._streams[name] = _Stream(name, size, folder, token, size, self._clock.now(), inherited=True)
 
     async def _open(self, message: m.OpenSpool) -> m.SpoolState:
         name, size = message.name, message.size

@@ -212,10 +212,14 @@ _SHUTTING_DOWN = "this buffer is shutting down: ask its successor"
 
 @dataclass(slots=True)
 class _Coming:
-    """An instance without work yet: what it has, as far as that is known, and what it was told to load."""
+    """An instance without work yet: what it has, as far as that is known, and what it was told to load.
+
+    `source`, if given, is where it is to find the live weights, since it did not where they came from.
+    """
 
     has: Weights | None = None
     told: Weights | None = None
+    source: str = ""
     deadline: float = math.inf
 
 
@@ -331,13 +335,14 @@ class WeightsMachine:
             if self._is_live(coming.has):
                 if ready:
                     self._admit(name, out)
-            elif not live.source:
+            elif not (source := coming.source or live.source):
                 del self._coming[name]
                 why = f"has other weights than version {live.version} ({live.digest})"
                 self.quarantined[name] = f"{why}: start it with the same model"
-            elif coming.told != live and ready:
-                self._coming[name] = _Coming(told=live, deadline=now + self.seconds)
-                out.append(Load(name, live))
+            elif not self._is_live(coming.told) and ready:
+                told = replace(live, source=source)
+                self._coming[name] = _Coming(told=told, deadline=now + self.seconds)
+                out.append(Load(name, told))
 
     def _admit(self, name: str, out: list[Instruction]) -> None:
         del self._coming[name]
@@ -356,15 +361,22 @@ class WeightsMachine:
 
     def _loaded(self, event: Loaded) -> None:
         coming = self._coming.get(event.instance)
-        if coming is None or coming.told is None or coming.told != self.live:
+        if coming is None or coming.told is None or not self._is_live(coming.told):
             return
         if event.version != coming.told.version:
             return  # of what was live before: it was told of the live weights since
-        if event.problem:
+        if not event.problem:
+            self.live = coming.told  # the same weights: they are where this one found them
+            self._coming[event.instance] = _Coming(has=coming.told)
+        elif (source := self._named_again()) not in ("", coming.told.source):
+            self._coming[event.instance] = _Coming(source=source)
+        else:
             del self._coming[event.instance]
             self.quarantined[event.instance] = event.problem
-        else:
-            self._coming[event.instance] = _Coming(has=coming.told)
+
+    def _named_again(self) -> str:
+        """Return where the trainer that waits says the live weights are; empty if none waits for them."""
+        return self._update.asked.source if self._update is not None and self._update.committing else ""
 
     # --- updates -------------------------------------------------------------------------
 
@@ -397,12 +409,11 @@ class WeightsMachine:
         Instances that still load are waited for: a buffer that was restarted has a stream only as long as
         its trainer waits. Those that could not load try again, from the source named now.
         """
-        if self.quarantined and event.source:
-            self.live = live = replace(live, source=event.source)
-            self._coming |= {name: _Coming() for name in self.quarantined}
+        if event.source:
+            self._coming |= {name: _Coming(source=event.source) for name in self.quarantined}
             self.quarantined.clear()
         if not self._coming:
-            out.append(Report(event.trainer, live, {}, event.ask))
+            out.append(Report(event.trainer, live, dict(self.quarantined), event.ask))
             return
         self._updates += 1
         self._update = _Update(event, self._updates, math.inf, set(self._coming), committing=True)

@@ -243,3 +243,23 @@ async def test_parts_of_a_stream_whose_opening_was_lost_do_not_end_it(tmp_path):
         assert (state.have, state.problem) == (100, "")
     finally:
         await world.stop()
+
+
+@virtual
+async def test_what_an_earlier_life_left_stays_for_engines_that_are_not_back_yet(tmp_path):
+    for back in (False, True):
+        world = World(tmp_path)
+        await world.put(m.OpenSpool(name="v1-a", size=100))
+        await world.put(part("v1-a", 0))
+        await world.stop()
+        world = World(tmp_path)
+        world.spool.name("spool:v1-a")  # and that update is refused: nobody is there
+        world.spool.tidy(set())
+        assert (await world.put(m.OpenSpool(name="v1-a", size=0))).have == 100
+        if back:
+            world.spool.tidy({"spool:v1-a"})  # an engine that has it live is back
+        else:
+            await asyncio.sleep(m.SPOOL_STALL_SECONDS + 1)
+        world.spool.tidy(set())
+        assert (await world.put(m.OpenSpool(name="v1-a", size=0))).problem == "is no longer needed"
+        await world.stop()

@@ -373,9 +373,28 @@ def test_who_asks_again_has_those_that_could_not_load_try_again():
     assert ask(machine, source="/again", digest="d1", ask=6) == [w.Hold(), w.Load("b", again)]
     assert machine.admitted == {"a"}
     reason = {"b": "disk still full"}
-    assert load(machine, "b", problem=reason["b"]) == [w.Release(), w.Report("t", again, reason, 6)]
+    assert load(machine, "b", problem=reason["b"]) == [w.Release(), w.Report("t", NEW, reason, 6)]
     ask(machine, source="/again", digest="d1", ask=7)
     assert load(machine, "b") == [w.Admit("b"), w.Release(), w.Report("t", again, {}, 7)]
+
+
+def test_who_cannot_load_from_where_the_weights_came_tries_where_a_trainer_has_them_now():
+    machine = make("a", weights=NEW)  # as a restarted buffer finds it
+    machine.handle(w.Registered("b", OLD), 1.0, idle=True)
+    assert ask(machine, source="spool:v1", digest="d1", ask=6) == [w.Hold()]
+    assert machine.sources == {"/new", "spool:v1"}
+    there = w.Weights(1, "d1", "spool:v1")
+    assert load(machine, "b", problem="/new is gone") == [w.Load("b", there)]
+    assert load(machine, "b") == [w.Admit("b"), w.Release(), w.Report("t", there, {}, 6)]
+    assert machine.sources == {"spool:v1"}
+
+
+def test_the_source_of_a_later_version_is_not_tried_for_the_live_one():
+    machine = make("a", weights=NEW)
+    machine.handle(w.Registered("b", OLD), 1.0, idle=True)
+    ask(machine, version=2, source="/later")
+    assert load(machine, "b", problem="/new is gone") == []
+    assert machine.quarantined == {"b": "/new is gone"}
 
 
 def test_a_trainer_may_ask_for_something_else_until_engines_load():
