@@ -80,7 +80,8 @@ def _rejoins(world: World) -> None:
         breaks = sum(_breaks(each, name) for each in world.inflicted if each.at <= now)
         lives = world.buffers - process.buffers
         given_up = world.given_up[process.service._buffer._me.address()]
-        if process.service._rejoins > breaks + lives + given_up:
+        waited = int(world.plan.clocks)  # for its name, in vain heard meanwhile: it seemed an earlier life
+        if process.service._rejoins > breaks + lives + given_up + waited:
             world.problem(
                 f"{process.life} registered {process.service._rejoins} times more than once: its road broke"
                 f" {breaks} times, {lives} buffers were new, and it was given up {given_up} times"
@@ -132,7 +133,7 @@ def _most_tokens(trainer: Trainer) -> int:
 def keeps_all(plan: Plan, faults: Sequence[Fault]) -> bool:
     """Say whether nothing in a plan may cost a token that a buffer has kept, other than what it says is `COSTLY`."""
     kinds = {each.kind for each in faults}
-    away = sum(each.seconds for each in faults if any(end[0] == "t" for end in each.target.split("-")))
+    away = sum(each.seconds for each in faults if any(end[0] in "tb" for end in each.target.split("-")))
     killed = any(each.kind.startswith("kill") and each.target == "buffer" for each in faults)
     # A buffer that drains keeps results for trainers that are away, but not for long.
     drained = "drain buffer" in kinds and away > 0
