@@ -447,7 +447,11 @@ class WeightsMachine:
 
     def _prepared(self, event: Prepared, out: list[Instruction]) -> None:
         update = self._update
-        if update is None or update.committing or event.instance not in update.awaited:
+        if update is None or event.instance not in update.told:
+            if event.instance in self and not event.problem:  # it registered anew, and kept what it was told
+                out.append(Discard(event.instance, event.version, event.ask))
+            return
+        if update.committing or event.instance not in update.awaited:
             return
         if event.version != update.asked.version or event.ask not in (0, update.number):
             return  # of an update that is over: its weights may be others

@@ -12,6 +12,7 @@ import functools
 import json
 import os
 import random
+import re
 import struct
 from collections import Counter
 from collections.abc import Coroutine
@@ -223,8 +224,8 @@ class World:
         """Say whether an engine may be without work: its disk was full, or the stream died with its buffer."""
         if "No space left" in why:
             return self.disk_was_full
-        gone = "is not in this buffer's spool" in why or "the trainer sent nothing for" in why
-        return gone and not self.plan.spool and self.buffers > 1
+        gone = re.search(r"is not in this buffer's spool|the trainer sent nothing for|has no such bytes", why)
+        return gone is not None and not self.plan.spool and self.buffers > 1
 
     def is_shared(self, rollout_id: str) -> bool:
         """Say whether several trainers use an id."""

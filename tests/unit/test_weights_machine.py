@@ -54,7 +54,7 @@ def test_one_problem_cancels_it_for_all():
     assert out == [w.Discard("a", 1, 1), w.Discard("b", 1, 1), w.Release(), w.Fail("t", 1, reasons)]
     assert machine.live == OLD
     assert machine.admitted == {"a", "b"}
-    assert prepare(machine, "b") == []
+    assert prepare(machine, "b") == [w.Discard("b", 1, 0)]
     assert ask(machine)[0] == w.Hold()
 
 
@@ -284,8 +284,8 @@ def test_prepared_counts_only_from_who_was_asked_and_once():
     machine = make("a", "b")
     machine.handle(w.Registered("bad", w.Weights(0, "other")), 0.0, idle=True)
     ask(machine)
-    for stranger in ("nobody", "bad"):
-        assert machine.handle(w.Prepared(stranger, 1, "dx"), 1.0, idle=True) == []
+    for stranger, told in (("nobody", []), ("bad", [w.Discard("bad", 1, 0)])):
+        assert machine.handle(w.Prepared(stranger, 1, "dx"), 1.0, idle=True) == told
         assert machine.handle(w.Prepared(stranger, 1, "", "broken"), 1.0, idle=True) == []
     assert machine.updating
     prepare(machine, "a")
@@ -334,6 +334,15 @@ def test_loaded_counts_only_from_who_was_told_and_for_what_is_live():
 
 
 # --- a trainer that asks again -------------------------------------------------------------------
+
+
+def test_what_was_prepared_for_an_update_that_ended_while_its_engine_registered_anew_is_discarded():
+    machine = make("a")
+    ask(machine)
+    assert w.Fail("t", 1, {"": "no engine is left"}) in machine.handle(w.Lost("a"), 1.0, idle=True)
+    machine.handle(w.Registered("a", OLD), 1.0, idle=True)
+    assert machine.handle(w.Prepared("a", 1, "d1", "", 1), 1.0, idle=True) == [w.Discard("a", 1, 1)]
+    assert machine.handle(w.Prepared("a", 1, "", "broken", 1), 1.0, idle=True) == []
 
 
 def test_the_answer_says_the_number_of_the_question():
