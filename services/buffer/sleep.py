@@ -7,6 +7,8 @@ Invariants (tests/property/test_sleep_machine.py):
   has to (`loading`): it is woken for that, and put to sleep again afterwards;
 - submissions are held exactly from the question for sleep until every engine that is there is awake;
 - every question ends in one `Tell`; an engine that does not answer by its deadline is given up;
+- while no engine is there, a question waits for `GRACE_SECONDS`: those that an earlier life of the buffer
+  had come back within that, and an answer that reached none of them would be lost with the next life;
 - an engine that joins is brought to what was last asked for; a buffer that nobody has asked yet
   learns it from the engines, as long as all of them sleep.
 """
@@ -15,6 +17,9 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass, field
+
+GRACE_SECONDS = 10.0
+"""Twice as long as an idle engine takes to notice that its buffer is another one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +97,7 @@ class SleepMachine:
     seconds: float = 600.0
     _wanted: bool = False
     _decided: bool = False
+    _asked_at: float = 0.0
     _asleep: dict[str, bool] = field(default_factory=dict)
     _ordered: dict[str, float] = field(default_factory=dict)
     _waiting: dict[str, int] = field(default_factory=dict)
@@ -129,7 +135,7 @@ class SleepMachine:
             case Lost():
                 self._forget(event.instance)
             case Asked():
-                self._asked(event, out)
+                self._asked(event, now, out)
             case Answered(name, asleep):
                 if name in self._ordered and asleep != self._asleep[name]:
                     self._asleep[name] = asleep
@@ -145,13 +151,15 @@ class SleepMachine:
         self._asleep.pop(instance, None)
         self._ordered.pop(instance, None)
 
-    def _asked(self, event: Asked, out: list[Instruction]) -> None:
+    def _asked(self, event: Asked, now: float, out: list[Instruction]) -> None:
         if self._waiting and event.asleep != self._wanted:
             doing = "puts engines to sleep" if self._wanted else "wakes engines"
             problem = f"{next(iter(self._waiting))} {doing}: wait for that"
             out.append(Tell(event.trainer, event.asleep, problem, event.ask))
             return
         self._wanted, self._decided = event.asleep, True
+        if not self._waiting:
+            self._asked_at = now
         self._waiting[event.trainer] = event.ask
 
     def _go_on(self, now: float, idle: bool, loading: Collection[str], out: list[Instruction]) -> None:
@@ -160,6 +168,7 @@ class SleepMachine:
             if asleep != target and name not in self._ordered and (idle or not target):
                 self._ordered[name] = now + self.seconds
                 out.append(Order(name, target))
-        if not self._ordered and all(asleep == self._wanted for asleep in self._asleep.values()):
+        there = bool(self._asleep) or now > self._asked_at + GRACE_SECONDS
+        if there and not self._ordered and all(asleep == self._wanted for asleep in self._asleep.values()):
             out += [Tell(trainer, self._wanted, "", ask) for trainer, ask in self._waiting.items()]
             self._waiting.clear()

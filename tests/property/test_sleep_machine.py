@@ -91,6 +91,8 @@ def test_engines_hold_memory_as_was_last_asked(steps):
         for name in list(world.orders):
             while world.orders.get(name):
                 world.step("answer", name, 0)
+    world.now += s.GRACE_SECONDS + 1
+    world.handle(s.Tick())
     assert world.open == 0
     assert set(world.asleep.values()) <= {wanted}
     assert world.machine.held == wanted

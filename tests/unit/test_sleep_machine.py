@@ -17,9 +17,21 @@ def machine(*engines, wanted=None):
 
 def test_an_engine_that_joins_asleep_is_woken_if_that_was_asked_for_last():
     made = machine()
-    assert made.handle(s.Asked("t", False), 0.0, idle=True) == [s.Tell("t", False)]
+    assert (
+        made.handle(s.Asked("t", False), 0.0, idle=True) == []
+    )  # an earlier life's engines are not back yet
     made.handle(s.Joined("a", True), 1.0, idle=True)
     assert made.handle(s.Tick(), 1.0, idle=True) == [s.Order("a", False)]
+    assert made.handle(s.Answered("a", False), 2.0, idle=True) == [s.Tell("t", False)]
+
+
+def test_a_question_is_answered_in_the_end_though_no_engine_is_there():
+    made = machine()
+    assert made.handle(s.Asked("t", True, 1), 5.0, idle=True) == []
+    assert made.handle(s.Asked("t", True, 2), 14.0, idle=True) == []
+    assert made.handle(s.Tick(), 15.0, idle=True) == []
+    assert made.handle(s.Tick(), 15.5, idle=True) == [s.Tell("t", True, "", 2)]
+    assert made.handle(s.Asked("t", False, 3), 20.0, idle=True) == []
 
 
 def test_a_question_is_answered_when_nobody_is_on_the_way_any_more():
