@@ -278,3 +278,16 @@ async def test_the_dgds_hears_the_buffers_attempt():
         await buffer.run(new=5, attempt=7)
         await eventually(lambda: bool(buffer.results()))
         assert heard == [7] * 6
+
+
+@virtual
+async def test_what_was_checked_for_weights_that_are_live_already_is_forgotten(tmp_path):
+    model = folder(tmp_path / "model", 1.0)
+    async with engine(backend=Loading()) as (buffer, server, backend, _):
+        for version in (1, 1):  # its answer came too late for the buffer, which asks for all once more
+            await buffer.send(prepare(version, model))
+            await buffer.send(load(version, model))
+            await asyncio.sleep(1)
+        assert kinds(buffer)[-4:] == [m.WeightsPrepared, m.WeightsLoaded] * 2
+        assert len(backend.loaded) == 1
+        assert server._checked == ("", "", ())
