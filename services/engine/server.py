@@ -344,12 +344,11 @@ class EngineServer:
         return found
 
     async def _load_weights(self, order: m.LoadWeights, life: int) -> m.WeightsLoaded:
-        if (self._weights.version, self._weights.digest) == (order.version, order.digest):
-            await self._discard()  # it may have been checked once more
-            return m.WeightsLoaded(version=order.version)  # as of an order that an earlier buffer gave, too
-        for request_id, known in list(self.running.items()):  # the buffer waits for none of them
-            self._drop(request_id, known.attempt)
         try:
+            if (self._weights.version, self._weights.digest) == (order.version, order.digest):
+                return m.WeightsLoaded(version=order.version)  # as of an order that an earlier buffer gave, too
+            for request_id, known in list(self.running.items()):  # the buffer waits for none of them
+                self._drop(request_id, known.attempt)
             if self._asleep:
                 raise EngineError("it sleeps: wake it first")
             folder = await self._checked_folder(order)

@@ -283,7 +283,8 @@ async def test_the_dgds_hears_the_buffers_attempt():
 @virtual
 async def test_what_was_checked_for_weights_that_are_live_already_is_forgotten(tmp_path):
     model = folder(tmp_path / "model", 1.0)
-    async with engine(backend=Loading()) as (buffer, server, backend, _):
+    backend = Loading()
+    async with engine(backend=backend) as (buffer, server, _, _):
         for version in (1, 1):  # its answer came too late for the buffer, which asks for all once more
             await buffer.send(prepare(version, model))
             await buffer.send(load(version, model))
