@@ -346,7 +346,7 @@ class EngineServer:
     async def _load_weights(self, order: m.LoadWeights, life: int) -> m.WeightsLoaded:
         try:
             if (self._weights.version, self._weights.digest) == (order.version, order.digest):
-                return m.WeightsLoaded(version=order.version)  # as of an order that an earlier buffer gave, too
+                return m.WeightsLoaded(version=order.version)  # as an earlier buffer ordered, too
             for request_id, known in list(self.running.items()):  # the buffer waits for none of them
                 self._drop(request_id, known.attempt)
             if self._asleep:

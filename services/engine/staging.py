@@ -23,7 +23,7 @@ import tempfile
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 
-from seer.common.errors import InvalidField
+from seer.common.errors import InvalidField, Unreachable
 from seer.common.mooncake import SCHEME as MOONCAKE_SCHEME
 from seer.common.safetensors import MAX_HEADER_BYTES
 from seer.common.weights import SPOOL_FILE, SPOOL_NOTES, write_part
@@ -129,7 +129,7 @@ class Staging:
 
     async def _state(self, name: str) -> m.SpoolState:
         question = m.OpenSpool(name=name)
-        await self._send(question)
+        await self._ask(question)
         while not isinstance(answer := await self._next(name, [question]), m.SpoolState):
             pass
         return answer
@@ -141,7 +141,7 @@ class Staging:
         while asked < size or missing:
             while asked < size and len(missing) < m.SPOOL_WINDOW:
                 missing[asked] = m.ReadSpool(name=name, offset=asked)
-                await self._send(missing[asked])
+                await self._ask(missing[asked])
                 asked += m.SPOOL_BYTES
             part = await self._next(name, list(missing.values()))
             if not isinstance(part, m.SpoolData) or part.offset not in missing:
@@ -150,7 +150,12 @@ class Staging:
             if whole and await asyncio.to_thread(write_part, file, part):
                 del missing[part.offset]
             else:
-                await self._send(missing[part.offset])
+                await self._ask(missing[part.offset])
+
+    async def _ask(self, question: m.OpenSpool | m.ReadSpool) -> None:
+        """Ask the buffer; one that reads nothing may stand still: it is asked again, as if it did not answer."""
+        with contextlib.suppress(Unreachable):
+            await self._send(question)
 
     async def _next(
         self, name: str, questions: Sequence[m.OpenSpool | m.ReadSpool]
@@ -165,7 +170,7 @@ class Staging:
             except TimeoutError:
                 waited += ASK_SECONDS
                 for question in questions:
-                    await self._send(question)
+                    await self._ask(question)
                 continue
             if isinstance(answer, m.SpoolState) and answer.problem:
                 raise ValueError(answer.problem)

@@ -11,7 +11,8 @@ from virtual_time import eventually, virtual
 
 from seer.client import WeightsRefused
 from seer.common.config import EngineConfig
-from seer.common.errors import ConfigError, InvalidField
+from seer.common.errors import ConfigError, InvalidField, Unreachable
+from seer.common.weights import SPOOL_NOTES
 from seer.common.wire import messages as m
 from seer.services.engine import staging
 
@@ -131,6 +132,24 @@ async def test_a_stream_of_another_size_is_not_copied():
             await client.update_weights(1, SMALL)
         cluster.services["e0"]._staging.model_bytes = 24
         assert (await client.update_weights(1, SMALL)).version == 1
+
+
+@virtual
+async def test_a_buffer_that_reads_nothing_for_a_while_is_asked_again(tmp_path):
+    asked = []
+
+    async def send(question):
+        asked.append(question)
+        if len(asked) == 1:
+            raise Unreachable("peer reads nothing for 30 s")
+        stage.arrived(m.SpoolState(name="v1", size=4, have=4, folder=str(tmp_path), token="here"))
+
+    stage = staging.Staging(send)
+    (tmp_path / SPOOL_NOTES).write_text("here")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(staging, "_visible", lambda state: True)
+        assert await stage.folder(m.SPOOL_SCHEME + "v1") == tmp_path
+    assert len(asked) == 2
 
 
 async def test_a_place_in_memory_of_another_size_is_not_read():

@@ -41,7 +41,7 @@ class System:
         self.local = local
         self.client = client
 
-    async def roll(self, number: int, meanwhile: Callable[[], None] = lambda: None) -> Tokens:
+    async def roll(self, number: int, meanwhile: Callable[[], None] | None = None) -> Tokens:
         """Return all tokens of a rollout; do something in its midst.
 
         Each number has tokens of its own: no KV of an earlier rollout is in the engines' own caches.
@@ -51,10 +51,11 @@ class System:
         sampling = SamplingParams(max_tokens=TOKENS, ignore_eos=True)
         rollout = await self.client.submit(prompts, n=GROUP, sampling=sampling, rollout_number=number)
         done = asyncio.create_task(rollout.result())
-        while rollout.progress is None or rollout.progress.tokens < PROMPTS * GROUP * TOKENS // 2:
-            await asyncio.sleep(0.02)
-            assert not done.done()
-        meanwhile()
+        if meanwhile is not None:
+            while rollout.progress is None or rollout.progress.tokens < PROMPTS * GROUP * TOKENS // 2:
+                await asyncio.sleep(0.02)
+                assert not done.done()
+            meanwhile()
         return [response.token_ids.tolist() for group in await done for response in group.responses]
 
     async def stats(self) -> InstanceStats:
