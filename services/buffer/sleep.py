@@ -7,7 +7,7 @@ Invariants (tests/property/test_sleep_machine.py):
   has to (`loading`): it is woken for that, and put to sleep again afterwards;
 - submissions are held exactly from the question for sleep until every engine that is there is awake;
 - every question ends in one `Tell`; an engine that does not answer by its deadline is given up;
-- while no engine is there, a question waits for `GRACE_SECONDS`: those that an earlier life of the buffer
+- until a first engine joins, a question waits for `GRACE_SECONDS`: those that an earlier life of the buffer
   had come back within that, and an answer that reached none of them would be lost with the next life;
 - an engine that joins is brought to what was last asked for; a buffer that nobody has asked yet
   learns it from the engines, as long as all of them sleep.
@@ -98,6 +98,7 @@ class SleepMachine:
     _wanted: bool = False
     _decided: bool = False
     _asked_at: float = 0.0
+    _met: bool = False
     _asleep: dict[str, bool] = field(default_factory=dict)
     _ordered: dict[str, float] = field(default_factory=dict)
     _waiting: dict[str, int] = field(default_factory=dict)
@@ -128,6 +129,7 @@ class SleepMachine:
         match event:
             case Joined():
                 self._forget(event.instance)
+                self._met = True
                 learnt = not self._decided and all(self._asleep.values())
                 self._asleep[event.instance] = event.asleep
                 self._wanted = self._wanted or (event.asleep and learnt)
@@ -168,7 +170,7 @@ class SleepMachine:
             if asleep != target and name not in self._ordered and (idle or not target):
                 self._ordered[name] = now + self.seconds
                 out.append(Order(name, target))
-        there = bool(self._asleep) or now > self._asked_at + GRACE_SECONDS
+        there = self._met or now > self._asked_at + GRACE_SECONDS
         if there and not self._ordered and all(asleep == self._wanted for asleep in self._asleep.values()):
             out += [Tell(trainer, self._wanted, "", ask) for trainer, ask in self._waiting.items()]
             self._waiting.clear()

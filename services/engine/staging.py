@@ -153,7 +153,7 @@ class Staging:
                 await self._ask(missing[part.offset])
 
     async def _ask(self, question: m.OpenSpool | m.ReadSpool) -> None:
-        """Ask the buffer; one that reads nothing may stand still: it is asked again, as if it did not answer."""
+        """Ask the buffer; one that reads nothing may stand still: it is asked again as if it were silent."""
         with contextlib.suppress(Unreachable):
             await self._send(question)
 
