@@ -77,7 +77,7 @@ def _rejoins(world: World) -> None:
     for name, process in world.processes.items():
         if name[0] != "e" or process.service is None:
             continue
-        breaks = sum(_breaks(each, name) for each in world.inflicted if each.at <= now)
+        breaks = sum(_breaks(world.plan, each, name) for each in world.inflicted if each.at <= now)
         lives = world.buffers - process.buffers
         given_up = world.given_up[process.service._buffer._me.address()]
         waited = int(world.plan.clocks)  # for its name, in vain heard meanwhile: it seemed an earlier life
@@ -88,10 +88,11 @@ def _rejoins(world: World) -> None:
             )
 
 
-def _breaks(fault: Fault, engine: str) -> bool:
+def _breaks(plan: Plan, fault: Fault, engine: str) -> bool:
     """Say whether a fault may take messages from the road between an engine and the buffer."""
     what, targets = fault.kind.split()[0], set(fault.target.split("-"))
-    broken = what == "reset" or (what in ("part", "cut", "hole") and fault.seconds > GONE_SECONDS)
+    bearable = GONE_SECONDS if plan.queue >= 1000 else 0.0  # a short queue overflows meanwhile
+    broken = what == "reset" or (what in ("part", "cut", "hole") and fault.seconds > bearable)
     return broken and targets <= {engine, "buffer"}
 
 
