@@ -70,7 +70,9 @@ def private_temporary_folder() -> Iterator[None]:
     all stays as it is: who needs one will say so.
     """
     told, parent = os.environ.get("TMPDIR"), tempfile.gettempdir()
-    threading.Thread(target=sweep, args=(parent,), name="seer-sweep", daemon=True).start()
+    # A full disk is none for `tempfile`, which takes another then; what was left there is what fills it.
+    for place in {parent, told or parent}:
+        threading.Thread(target=sweep, args=(place,), name="seer-sweep", daemon=True).start()
     try:
         scratch = Scratch("proc", parent)
     except OSError:

@@ -206,3 +206,17 @@ def test_a_service_runs_without_a_folder_where_none_can_be_made(tmp_path, monkey
     with private_temporary_folder():
         assert tempfile.gettempdir() == str(tmp_path)
     assert tree(tmp_path) == []
+
+
+def test_what_was_left_on_a_disk_that_is_full_by_now_is_swept(tmp_path, monkeypatch):
+    full, other = tmp_path / "full", tmp_path / "other"
+    full.mkdir()
+    other.mkdir()
+    left = left_behind(full)
+    monkeypatch.setenv("TMPDIR", str(full))
+    monkeypatch.setattr(tempfile, "tempdir", str(other))  # which `tempfile` takes then
+    with private_temporary_folder():
+        for thread in threading.enumerate():
+            if thread.name == "seer-sweep":
+                thread.join()
+        assert not left.exists()
