@@ -62,13 +62,15 @@ class Staging:
         """Bytes of all tensors of the live model; 0: unknown."""
         # Bounded by what is asked for: a window of data and a state.
         self._answers: asyncio.Queue[m.SpoolState | m.SpoolData] = asyncio.Queue(4 * m.SPOOL_WINDOW)
+        self._expected = ""
         self._copy: tempfile.TemporaryDirectory[str] | None = None
         self._copied = ""
 
     def arrived(self, message: m.SpoolState | m.SpoolData) -> None:
-        """Take an answer of the buffer; more than was asked for is dropped."""
-        with contextlib.suppress(asyncio.QueueFull):
-            self._answers.put_nowait(message)
+        """Take an answer of the buffer; more than was asked for, or too late, is dropped."""
+        if message.name == self._expected:
+            with contextlib.suppress(asyncio.QueueFull):
+                self._answers.put_nowait(message)
 
     async def folder(self, source: str) -> Path:
         """Return the folder with these weights, whole. Raises `InvalidField`."""
@@ -115,8 +117,15 @@ class Staging:
             raise ValueError(f"has {size} bytes: the model's tensors have {self.model_bytes}")
 
     async def _receive(self, name: str) -> Path:
-        while not self._answers.empty():
-            self._answers.get_nowait()
+        self._expected = name
+        try:
+            return await self._received(name)
+        finally:
+            self._expected = ""
+            while not self._answers.empty():
+                self._answers.get_nowait()
+
+    async def _received(self, name: str) -> Path:
         state = await self._state(name)
         self._check_size(state.size)
         if await asyncio.to_thread(_visible, state):
@@ -130,7 +139,7 @@ class Staging:
     async def _state(self, name: str) -> m.SpoolState:
         question = m.OpenSpool(name=name)
         await self._ask(question)
-        while not isinstance(answer := await self._next(name, [question]), m.SpoolState):
+        while not isinstance(answer := await self._next([question]), m.SpoolState):
             pass
         return answer
 
@@ -143,7 +152,7 @@ class Staging:
                 missing[asked] = m.ReadSpool(name=name, offset=asked)
                 await self._ask(missing[asked])
                 asked += m.SPOOL_BYTES
-            part = await self._next(name, list(missing.values()))
+            part = await self._next(list(missing.values()))
             if not isinstance(part, m.SpoolData) or part.offset not in missing:
                 continue
             whole = len(part.data) == min(m.SPOOL_BYTES, size - part.offset)
@@ -157,16 +166,13 @@ class Staging:
         with contextlib.suppress(Unreachable):
             await self._send(question)
 
-    async def _next(
-        self, name: str, questions: Sequence[m.OpenSpool | m.ReadSpool]
-    ) -> m.SpoolState | m.SpoolData:
+    async def _next(self, questions: Sequence[m.OpenSpool | m.ReadSpool]) -> m.SpoolState | m.SpoolData:
         """Return the next answer about a stream; ask again while there is none."""
         waited = 0.0
         while waited < WAIT_SECONDS:
             try:
                 async with asyncio.timeout(ASK_SECONDS):
-                    while (answer := await self._answers.get()).name != name:
-                        pass
+                    answer = await self._answers.get()
             except TimeoutError:
                 waited += ASK_SECONDS
                 for question in questions:
