@@ -6,7 +6,8 @@ Invariants (tests/property/test_sleep_machine.py):
 - an engine is told to sleep only while no request is unfinished, and never while it loads weights, or
   has to (`loading`): it is woken for that, and put to sleep again afterwards;
 - submissions are held exactly from the question for sleep until every engine that is there is awake;
-- every question ends in one `Tell`; an engine that does not answer by its deadline is given up;
+- every question ends in one `Tell`; an engine that does not answer by its deadline is given up, and a
+  trainer is told that engines are awake only if one is there;
 - until a first engine joins, a question waits for `GRACE_SECONDS`: those that an earlier life of the buffer
   had come back within that, and an answer that reached none of them would be lost with the next life;
 - an engine that joins is brought to what was last asked for; a buffer that nobody has asked yet
@@ -17,6 +18,8 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass, field
+
+NOBODY = "no engine is there to wake: start one, and ask again"
 
 GRACE_SECONDS = 10.0
 """Twice as long as an idle engine takes to notice that its buffer is another one."""
@@ -172,5 +175,7 @@ class SleepMachine:
                 out.append(Order(name, target))
         there = self._met or now > self._asked_at + GRACE_SECONDS
         if there and not self._ordered and all(asleep == self._wanted for asleep in self._asleep.values()):
-            out += [Tell(trainer, self._wanted, "", ask) for trainer, ask in self._waiting.items()]
+            # Who is gone is as good as asleep, but not awake: it may be back, asleep, after this buffer.
+            problem = "" if self._wanted or self._asleep else NOBODY
+            out += [Tell(trainer, self._wanted, problem, ask) for trainer, ask in self._waiting.items()]
             self._waiting.clear()

@@ -205,7 +205,10 @@ class Trainer:
             except Unreachable:
                 raise
             except SeerError as error:
-                if not re.search("a weight update is under way|wait for that|await that first", str(error)):
+                if not re.search(
+                    "a weight update is under way|wait for that|await that first|no engine is there",
+                    str(error),
+                ):
                     self.world.problem(f"{self.name}: sleep {asleep} failed: {error}")
                 await asyncio.sleep(RETRY_SECONDS)
             else:
@@ -348,6 +351,8 @@ class Trainer:
         # What a rollout asked for, or began with, before somebody updated.
         past = re.search(r"weight version (\d+)(?: is past|, and version \d+ is live)", why)
         if past and int(past[1]) < self.world.asked_version:
+            return "final"
+        if "no engine that fits registered" in why and self.world.may_lack_weights:
             return "final"
         if prompt_id == "poison":
             return "final" if re.search("engine|died|lost", why) else "problem"

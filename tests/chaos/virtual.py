@@ -33,6 +33,7 @@ from chaos.plan import Fault, Plan, draw
 from chaos.world import World
 from seer.client import weights as client_weights
 from seer.common import stream
+from seer.common.config import BufferConfig
 from seer.common.transport.faulty import Faults
 from seer.common.wire import codec
 from seer.common.wire import messages as m
@@ -42,6 +43,8 @@ from seer.services.engine import staging
 BOUND_SECONDS = 150.0
 """Longest time from the end of the last fault to the last trainer's, beyond that of the whole work done
 one token at a time. Silence, spools that stand still and repeated questions are parts of it."""
+
+ENGINE_WAIT_SECONDS = BufferConfig().engine_wait_seconds
 
 SETTLE_SECONDS = 90.0
 """Longest time until everything is whole and nothing is held, once the trainers have left."""
@@ -109,6 +112,8 @@ async def _ended(world: World, outcome: Outcome) -> None:
     began, bound = world.loop.time(), _bound(world.plan)
     while not world.finished.is_set():
         over = max([began, *(each.at + each.seconds for each in world.caught)])
+        if world.may_lack_weights:
+            over += ENGINE_WAIT_SECONDS  # the live weights may be gone with the buffer: who began under them waits
         if world.loop.time() >= over + bound:
             left = ", ".join(sorted(world._left))
             outcome.problems.append(f"{left} not finished {bound:.1f} s after the last fault (at {over:.3f})")

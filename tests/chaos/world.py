@@ -227,6 +227,11 @@ class World:
         gone = re.search(r"is not in this buffer's spool|the trainer sent nothing for|has no such bytes", why)
         return gone is not None and not self.plan.spool and self.buffers > 1
 
+    @property
+    def may_lack_weights(self) -> bool:
+        """Whether the live weights may have been lost, with a buffer and engines that had them."""
+        return self.buffers > 1 and self.plan.updates and not self.plan.spool
+
     def is_shared(self, rollout_id: str) -> bool:
         """Say whether several trainers use an id."""
         users = [

@@ -32,6 +32,15 @@ def test_a_question_is_answered_in_the_end_though_no_engine_is_there():
     assert made.handle(s.Tick(), 15.0, idle=True) == []
     assert made.handle(s.Tick(), 15.5, idle=True) == [s.Tell("t", True, "", 2)]
     assert made.handle(s.Asked("t", False, 3), 20.0, idle=True) == []
+    assert made.handle(s.Tick(), 31.0, idle=True) == [s.Tell("t", False, s.NOBODY, 3)]
+
+
+def test_nobody_is_awake_when_all_who_sleep_are_gone():
+    made = machine("a", wanted=True)
+    assert made.handle(s.Asked("t", False, 1), 1.0, idle=True) == [s.Order("a", False)]
+    assert made.handle(s.Lost("a"), 2.0, idle=True) == [s.Tell("t", False, s.NOBODY, 1)]
+    made.handle(s.Joined("a", True), 3.0, idle=True)
+    assert made.handle(s.Tick(), 3.0, idle=True) == [s.Order("a", False)]
 
 
 def test_a_question_is_answered_when_nobody_is_on_the_way_any_more():
