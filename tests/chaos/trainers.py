@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from chaos.expected import answers
 from chaos.plan import Pause, Renew, Rest, Roll
+from chaos.roads import BACKOFF_SECONDS
 from seer.client import RolloutClient, SamplingParams, WeightsRefused
 from seer.client.rollout import BufferLost, Group, Rollout
 from seer.common.errors import DeadlineExceeded, RolloutCancelled, SeerError, Unreachable
@@ -325,7 +326,8 @@ class Trainer:
         if "cancelled by" in why:
             return "final" if place in self.cut_short and step.cancel is not None else "problem"
         if "given no sign of life" in why:
-            long = self.world.away(self.name) > self.world.plan.lease_seconds - SIGN_SECONDS
+            away = self.world.away(self.name) + BACKOFF_SECONDS
+            long = away > self.world.plan.lease_seconds - SIGN_SECONDS
             return "again" if long else "problem"
         aborted = "aborted by a weight update" in why and self.world.plan.updates
         return "again" if aborted and beats < PATIENCE else "problem"

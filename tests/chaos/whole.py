@@ -91,8 +91,8 @@ def _rejoins(world: World) -> None:
 def _breaks(plan: Plan, fault: Fault, engine: str) -> bool:
     """Say whether a fault may take messages from the road between an engine and the buffer."""
     what, targets = fault.kind.split()[0], set(fault.target.split("-"))
-    bearable = GONE_SECONDS if plan.queue >= 1000 else 0.0  # a short queue overflows meanwhile
-    broken = what == "reset" or (what in ("part", "cut", "hole") and fault.seconds > bearable)
+    short = plan.queue < 1000 and what in ("part", "cut", "hole", "stop")  # it overflows meanwhile
+    broken = what == "reset" or short or (what in ("part", "cut", "hole") and fault.seconds > GONE_SECONDS)
     return broken and targets <= {engine, "buffer"}
 
 

@@ -224,7 +224,10 @@ class World:
         """Say whether an engine may be without work: its disk was full, or the stream died with its buffer."""
         if "No space left" in why:
             return self.disk_was_full
-        gone = re.search(r"is not in this buffer's spool|the trainer sent nothing for|has no such bytes", why)
+        gone = re.search(
+            r"is not in this buffer's spool|the trainer sent nothing for|has no such bytes|no longer needed",
+            why,
+        )
         return gone is not None and not self.plan.spool and self.buffers > 1
 
     @property
