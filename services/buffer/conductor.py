@@ -20,11 +20,12 @@ from seer.common.wire import messages as m
 from seer.services.buffer import events as e
 from seer.services.buffer import sleep as s
 from seer.services.buffer import views
-from seer.services.buffer import weights as w
+from seer.services.buffer import weight_events as w
 from seer.services.buffer.deliveries import Deliveries, Sent
 from seer.services.buffer.liveness import Liveness
 from seer.services.buffer.machine import Machine
 from seer.services.buffer.store import TOKEN_BYTES, Store
+from seer.services.buffer.weights import WeightsMachine
 
 COLLECT_SECONDS = 10.0
 """How long a draining buffer keeps the last results for their trainers."""
@@ -61,7 +62,7 @@ class Conductor:
         self,
         clock: Clock,
         machine: Machine,
-        weights: w.WeightsMachine,
+        weights: WeightsMachine,
         sleep: s.SleepMachine,
         store: Store,
         silence_seconds: float,

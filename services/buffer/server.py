@@ -32,12 +32,13 @@ from seer.common.wire import messages as m
 from seer.services.buffer import events as e
 from seer.services.buffer import sleep as s
 from seer.services.buffer import submissions, views
-from seer.services.buffer import weights as w
+from seer.services.buffer import weight_events as w
 from seer.services.buffer.conductor import TICK_SECONDS, Conductor, Ended, Submitted
 from seer.services.buffer.machine import Machine
 from seer.services.buffer.peers import Peers, check_register, life_of
 from seer.services.buffer.spool import Spool
 from seer.services.buffer.store import TOKEN_BYTES, Store
+from seer.services.buffer.weights import WeightsMachine
 
 
 def make(config: Config, transport: Transport, clock: Clock) -> BufferServer:
@@ -75,7 +76,7 @@ class BufferServer:
         )
         self.machine = Machine(POLICIES[settings.policy], limits, first_attempt=self.me.incarnation)
         self.store = Store()
-        self.weights = w.WeightsMachine(settings.update_seconds)
+        self.weights = WeightsMachine(settings.update_seconds)
         self._sleep = s.SleepMachine(settings.update_seconds)
         # Bounded by open work, as the outboxes are: a request has one chunk out, a group one result, and
         # ticks add only to idle ones.

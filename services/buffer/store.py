@@ -15,7 +15,7 @@ from seer.common import ids
 from seer.common.types import SamplingParams
 from seer.common.wire import messages as m
 from seer.services.buffer.events import Dispatch, GroupState
-from seer.services.buffer.weights import Weights
+from seer.services.buffer.weight_events import Weights
 
 TOKEN_BYTES = 8
 """A kept token: int32 id and float32 logprob."""

@@ -9,8 +9,9 @@ from seer.common.stream import page_count, page_of
 from seer.common.types import InstanceStats
 from seer.common.wire import messages as m
 from seer.services.buffer import events as e
-from seer.services.buffer import weights as w
+from seer.services.buffer import weight_events as w
 from seer.services.buffer.machine import Machine
+from seer.services.buffer.weights import WeightsMachine
 
 
 def progress(machine: Machine, rollout: e.RolloutState) -> m.Progress:
@@ -122,7 +123,7 @@ def outcome(item: w.Report | w.Fail) -> m.WeightsLive | m.WeightsFailed:
 
 def status(
     machine: Machine,
-    weights: w.WeightsMachine,
+    weights: WeightsMachine,
     me: Identity,
     registered: Mapping[str, m.Register],
     stats: Mapping[str, InstanceStats],

@@ -16,10 +16,11 @@ from seer.common.types import Capacity, SamplingParams
 from seer.common.wire import messages as m
 from seer.services.buffer import events as e
 from seer.services.buffer import sleep as s
-from seer.services.buffer import weights as w
+from seer.services.buffer import weight_events as w
 from seer.services.buffer.conductor import Conductor, Ended, Submitted
 from seer.services.buffer.machine import Machine
 from seer.services.buffer.store import Store
+from seer.services.buffer.weights import WeightsMachine
 
 NAMES = ("a", "b", "c")
 KINDS = ("join", "join asleep", "lose", "update", "sleep", "wake", "answer", "fail", "submit", "work", "tick")
@@ -50,7 +51,7 @@ class World:
         self.submitted = self.joined = 0
         self.wanted = None
         self.machine = Machine(POLICIES["divided"], e.Limits(chunk_size=16))
-        self.weights, self.sleep, self.store = w.WeightsMachine(50.0), s.SleepMachine(50.0), Store()
+        self.weights, self.sleep, self.store = WeightsMachine(50.0), s.SleepMachine(50.0), Store()
         self.conductor = Conductor(
             self, self.machine, self.weights, self.sleep, self.store, 1e9, 1e9,
             to_engine=self.hear, to_trainer=lambda name, message: self.answers.append(message),

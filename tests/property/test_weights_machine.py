@@ -3,7 +3,8 @@
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from seer.services.buffer import weights as w
+from seer.services.buffer import weight_events as w
+from seer.services.buffer.weights import WeightsMachine
 
 NAMES = ("a", "b", "c")
 STEPS = st.lists(
@@ -23,7 +24,7 @@ def same(one, other):
 
 class World:
     def __init__(self):
-        self.machine = w.WeightsMachine(seconds=5.0)
+        self.machine = WeightsMachine(seconds=5.0)
         self.now = 0.0
         self.loaded: dict[str, w.Weights | None] = {}
         self.orders: dict[str, list] = {}

@@ -10,10 +10,11 @@ from seer.common.wire import messages as m
 from seer.services.buffer import deliveries, submissions
 from seer.services.buffer import events as e
 from seer.services.buffer import sleep as s
-from seer.services.buffer import weights as w
+from seer.services.buffer import weight_events as w
 from seer.services.buffer.conductor import COLLECT_SECONDS, TICK_SECONDS, Conductor, Ended, Submitted
 from seer.services.buffer.machine import Machine
 from seer.services.buffer.store import Store
+from seer.services.buffer.weights import WeightsMachine
 
 REGISTER = m.Register(
     capacity=Capacity(kv_blocks=20, block_size=16, max_num_seqs=8, max_model_len=256),
@@ -31,7 +32,7 @@ class World:
         self.sent = []
         self.machine = Machine(POLICIES["divided"], e.Limits(chunk_size=16))
         self.parted = []
-        self.weights, self.sleep, self.store = w.WeightsMachine(9.0), s.SleepMachine(9.0), Store()
+        self.weights, self.sleep, self.store = WeightsMachine(9.0), s.SleepMachine(9.0), Store()
         self.conductor = Conductor(
             self,
             self.machine,

@@ -7,7 +7,7 @@ from seer.common.types import SamplingParams
 from seer.common.wire import messages as m
 from seer.services.buffer import events as e
 from seer.services.buffer.store import Store
-from seer.services.buffer.weights import Weights
+from seer.services.buffer.weight_events import Weights
 
 PROMPT = np.arange(3, dtype=np.int32)
 SAMPLING = SamplingParams(max_tokens=8)

@@ -2,14 +2,15 @@
 
 import pytest
 
-from seer.services.buffer import weights as w
+from seer.services.buffer import weight_events as w
+from seer.services.buffer.weights import WeightsMachine
 
 OLD = w.Weights(0, "d0")
 NEW = w.Weights(1, "d1", "/new")
 
 
 def make(*names, weights=OLD):
-    machine = w.WeightsMachine(seconds=10.0)
+    machine = WeightsMachine(seconds=10.0)
     for name in names:
         machine.handle(w.Registered(name, weights), 0.0, idle=True)
     return machine
@@ -187,7 +188,7 @@ def test_deadlines():
 
 
 def test_undefined_weights_never_become_live():
-    machine = w.WeightsMachine()
+    machine = WeightsMachine()
     broken = w.Weights(-1, "")
     assert machine.handle(w.Registered("a", broken), 0.0, idle=True) == []
     assert machine.live is None
