@@ -207,13 +207,12 @@ class EngineServer:
             if known.attempt >= order.attempt:
                 return
             self._drop(order.request_id, known.attempt)
-        if self._weights.version == UNDEFINED:
-            self._reject(order.request_id, order.attempt, NotLoaded("it has no weights to trust"))
-            return
         self._serial += 1
         try:
+            if self._weights.version == UNDEFINED:
+                raise NotLoaded("it has no weights to trust")
             run = begin(order, self._serial)
-        except InvalidField as error:
+        except (InvalidField, NotLoaded) as error:
             self._reject(order.request_id, order.attempt, error)
             return
         self.running[order.request_id] = run
@@ -486,8 +485,7 @@ class EngineServer:
         """Hand back what there is, say goodbye, free the backend."""
         for request_id, known in self.running.items():
             if known.tokens and self._finished.is_set():  # else something broke: trust only whole chunks
-                end = ChunkEnd(request_id=request_id, attempt=known.serial, finish="")
-                self._ended.append((end, known))
+                self._ended.append((ChunkEnd(request_id=request_id, attempt=known.serial, finish=""), known))
         self.running.clear()
         try:
             async with asyncio.timeout(LEAVE_SECONDS):

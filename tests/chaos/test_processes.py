@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from chaos import cuts, disks, network, stops
+from chaos import cuts, disks, stops
 from chaos.processes import Load, campaign
 
 MODEL = Path(__file__).parents[2] / "examples" / "countdown" / "model"
@@ -15,18 +15,6 @@ def check(outcomes, faults):
     assert not any(outcome.problems for outcome in outcomes), outcomes
     assert sum(len(outcome.faults) for outcome in outcomes) >= faults
     assert sum(outcome.responses for outcome in outcomes) > 0
-
-
-@pytest.fixture
-def namespaces():
-    if why := network.problem():
-        pytest.skip(why)
-
-
-@pytest.fixture
-def mounts():
-    if why := disks.problem():
-        pytest.skip(why)
 
 
 def test_no_kill_or_stop_loses_doubles_or_changes_a_response():

@@ -17,18 +17,6 @@ from chaos.trainer import Line, Use, digest
 SECONDS = 30.0
 
 
-@pytest.fixture
-def namespaces():
-    if why := network.problem():
-        pytest.skip(why)
-
-
-@pytest.fixture
-def mounts():
-    if why := disks.problem():
-        pytest.skip(why)
-
-
 def bound(net, name):
     with net.inside(name):
         opened = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import pytest
+from living import living
 
 from seer.common.config import Endpoints
 
@@ -41,21 +42,8 @@ def folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     yield path
     left = list((path / "t").glob("seer-*"))  # libraries keep caches there
     assert left == [], [file.read_text() for folder in left for file in folder.glob("*.log")]
-    assert processes(path) == []
+    assert living(path) == []
     shutil.rmtree(path)
-
-
-def processes(folder: Path) -> list[str]:
-    """Command lines of living processes that name the folder."""
-    found = []
-    for entry in Path("/proc").glob("[0-9]*"):
-        try:
-            line = (entry / "cmdline").read_bytes()
-        except OSError:
-            continue
-        if str(folder).encode() in line:
-            found.append(line.replace(b"\0", b" ").decode())
-    return found
 
 
 def refused(

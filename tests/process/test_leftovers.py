@@ -16,6 +16,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from living import living
 
 from seer.client import RolloutClient
 from seer.common.errors import WeightsRefused
@@ -40,19 +41,6 @@ def wait_for(condition: Callable[[], object], seconds: float = 240.0) -> None:
     while not condition():
         assert time.monotonic() < deadline, "waited too long"
         time.sleep(0.02)
-
-
-def living(folder: Path) -> list[str]:
-    """Command lines of processes that know the folder."""
-    found = []
-    for entry in Path("/proc").glob("[0-9]*"):
-        try:
-            line = (entry / "cmdline").read_bytes()
-        except OSError:
-            continue
-        if str(folder).encode() in line:
-            found.append(line.replace(b"\0", b" ").decode())
-    return found
 
 
 def command(folder: Path, kind: str) -> list[str]:

@@ -1,0 +1,16 @@
+"""Which processes live."""
+
+from pathlib import Path
+
+
+def living(folder: Path) -> list[str]:
+    """Command lines of processes that know the folder."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            line = (entry / "cmdline").read_bytes()
+        except OSError:
+            continue
+        if str(folder).encode() in line:
+            found.append(line.replace(b"\0", b" ").decode())
+    return found
