@@ -2,7 +2,8 @@
 
 An update has two phases. Prepare: every instance opens and checks the new weights beside the live
 ones; any problem cancels it and all stay as they are. Commit, once no request of the old weights is
-left: every instance loads. One that fails is quarantined, never rolled back.
+left: every instance loads. One that fails is quarantined, never rolled back, and tries again now and then:
+what stood in its way, as a full disk, may be over.
 
 Whenever other weights become live, every instance that is there is told: also one that is quarantined,
 and one that still loads what was live before. What it says of those changes nothing any more.
@@ -59,6 +60,9 @@ class _Update:
     committing: bool = False
 
 
+AGAIN_SECONDS = 30.0
+"""How often instances that could not load the live weights try again."""
+
 _SHUTTING_DOWN = "this buffer is shutting down: ask its successor"
 
 
@@ -82,6 +86,8 @@ class WeightsMachine:
     seconds: float = 900.0
     live: Weights | None = None
     quarantined: dict[str, str] = field(default_factory=dict)
+    """By instance: why it has no work. It keeps that while it tries again."""
+    _again_at: float = 0.0
     _admitted: set[str] = field(default_factory=set)
     _coming: dict[str, _Coming] = field(default_factory=dict)
     _update: _Update | None = None
@@ -138,13 +144,14 @@ class WeightsMachine:
             case Prepared():
                 self._prepared(event, out)
             case Loaded():
-                self._loaded(event)
+                self._loaded(event, now)
             case Drained():
                 self._draining = True
                 if self._update is not None and not self._update.committing:
                     self._fail({"": _SHUTTING_DOWN}, out)
             case Tick():
                 self._overdue(now, out)
+                self._try_again(now, awake)
         self._bring(now, awake, out)
         if self._go_on(now, idle or Abort() in out, out):
             self._bring(now, awake, out)
@@ -188,9 +195,8 @@ class WeightsMachine:
                 if ready:
                     self._admit(name, out)
             elif not (source := coming.source or live.source):
-                del self._coming[name]
                 why = f"has other weights than version {live.version} ({live.digest})"
-                self.quarantined[name] = f"{why}: start it with the same model"
+                self._quarantine(name, f"{why}: start it with the same model", now)
             elif not self._is_live(coming.told) and ready:
                 told = replace(live, source=source)
                 self._coming[name] = _Coming(told=told, deadline=now + self.seconds)
@@ -198,10 +204,25 @@ class WeightsMachine:
 
     def _admit(self, name: str, out: list[Instruction]) -> None:
         del self._coming[name]
+        self.quarantined.pop(name, None)
         self._admitted.add(name)
         out.append(Admit(name))
-        if self._update is not None and not self._update.committing:
-            self._prepare(self._update, name, out)
+        update = self._update
+        if update is not None and not update.committing and name not in update.told:
+            self._prepare(update, name, out)
+
+    def _quarantine(self, name: str, why: str, now: float) -> None:
+        del self._coming[name]
+        self.quarantined[name] = why
+        self._again_at = now + AGAIN_SECONDS
+
+    def _try_again(self, now: float, awake: Collection[str] | None) -> None:
+        """Have instances load that could not; none is woken for that."""
+        if now < self._again_at or self.live is None or not self.live.source:
+            return
+        for name in self.quarantined.keys() - self._coming.keys():
+            if awake is None or name in awake:
+                self._coming[name] = _Coming()
 
     def _lost(self, name: str) -> None:
         self._admitted.discard(name)
@@ -211,7 +232,7 @@ class WeightsMachine:
             self._update.awaited.discard(name)
             self._update.told.discard(name)
 
-    def _loaded(self, event: Loaded) -> None:
+    def _loaded(self, event: Loaded, now: float) -> None:
         coming = self._coming.get(event.instance)
         if coming is None or coming.told is None or not self._is_live(coming.told):
             return
@@ -223,8 +244,7 @@ class WeightsMachine:
         elif (source := self._named_again()) not in ("", coming.told.source):
             self._coming[event.instance] = _Coming(source=source)
         else:
-            del self._coming[event.instance]
-            self.quarantined[event.instance] = event.problem
+            self._quarantine(event.instance, event.problem, now)
 
     def _named_again(self) -> str:
         """Return where the trainer that waits says the live weights are; empty if none waits for them."""
@@ -348,8 +368,8 @@ class WeightsMachine:
 
     def _overdue(self, now: float, out: list[Instruction]) -> None:
         for name in [name for name, coming in self._coming.items() if coming.deadline < now]:
-            del self._coming[name]
-            self.quarantined[name] = f"did not load version {self._current().version} in {self.seconds:g} s"
+            why = f"did not load version {self._current().version} in {self.seconds:g} s"
+            self._quarantine(name, why, now)
         update = self._update
         if update is not None and not update.committing and update.deadline < now:
             late = dict.fromkeys(sorted(update.awaited), f"did not answer in {self.seconds:g} s")

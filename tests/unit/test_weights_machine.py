@@ -514,3 +514,47 @@ def test_only_who_was_told_to_load_what_is_live_now_is_believed():
     machine.handle(w.Registered("later", w.Weights(5, "d5", "/5")), 3.0, idle=True, awake={"a", "later"})
     machine.handle(w.Loaded("asleep", 1, "broken"), 4.0, idle=True, awake={"a", "later"})
     assert not machine.quarantined
+
+
+def quarantined(problem="disk full"):
+    """One instance at work with version 1, and "b", whose load of it failed at 2.0."""
+    machine = make("a", "b")
+    ask(machine)
+    prepare(machine, "a", "b")
+    load(machine, "a")
+    load(machine, "b", problem=problem)
+    return machine
+
+
+def test_what_could_not_load_tries_again_now_and_then():
+    machine = quarantined()
+    assert machine.handle(w.Tick(), 31.9, idle=False) == []
+    assert machine.handle(w.Tick(), 32.0, idle=False) == [w.Load("b", NEW)]
+    assert machine.handle(w.Tick(), 33.0, idle=False) == []
+    assert machine.quarantined == {"b": "disk full"}
+    assert machine.handle(w.Loaded("b", 1, "disk still full"), 34.0, idle=False) == []
+    assert machine.quarantined == {"b": "disk still full"}
+    assert machine.handle(w.Tick(), 63.9, idle=False) == []
+    assert machine.handle(w.Tick(), 64.0, idle=False) == [w.Load("b", NEW)]
+    assert machine.handle(w.Loaded("b", 1), 65.0, idle=False) == [w.Admit("b")]
+    assert (machine.admitted, machine.quarantined) == ({"a", "b"}, {})
+
+
+def test_none_is_woken_to_try_again():
+    machine = quarantined()
+    assert machine.handle(w.Tick(), 50.0, idle=True, awake={"a"}) == []
+    assert not machine.loading
+    assert machine.handle(w.Tick(), 51.0, idle=True, awake={"a", "b"}) == [w.Load("b", NEW)]
+
+
+def test_an_update_that_waits_for_requests_of_a_version_that_none_has_goes_on_once_one_has_it():
+    machine = quarantined()
+    machine.handle(w.Lost("a"), 3.0, idle=False)
+    assert ask(machine, version=2, source="/newer", now=30.0, idle=False) == [
+        w.Hold(), w.Prepare("b", 2, "/newer", 2),
+    ]  # fmt: skip
+    assert prepare(machine, "b", digest="d2", version=2, idle=False) == []
+    assert machine.handle(w.Tick(), 33.0, idle=False) == [w.Load("b", NEW)]
+    assert machine.handle(w.Loaded("b", 1), 34.0, idle=False) == [w.Admit("b")]  # it has checked version 2
+    newer = w.Weights(2, "d2", "/newer")
+    assert machine.handle(w.Tick(), 35.0, idle=True) == [w.Expel("b"), w.Load("b", newer)]
