@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING
 
 from chaos.expected import answers
 from chaos.plan import Pause, Renew, Rest, Roll
-from chaos.roads import BACKOFF_SECONDS
 from seer.client import RolloutClient, SamplingParams, WeightsRefused
 from seer.client.rollout import BufferLost, Group, Rollout
 from seer.common.errors import DeadlineExceeded, RolloutCancelled, SeerError, Unreachable
@@ -27,9 +26,6 @@ if TYPE_CHECKING:
 RETRY_SECONDS = 0.5
 WATCH_SECONDS = 3.0
 """How often the first trainer looks whether the weights that it made live still are."""
-
-SIGN_SECONDS = 5.0
-"""How often a trainer that is well says something to the buffer."""
 
 RESTRAINT, PATIENCE = 20, 80
 """Tries of what somebody else's use, or a full buffer, stands in the way of."""
@@ -102,9 +98,11 @@ class Trainer:
                 await self._life(transport)
             except* Unreachable as gone:
                 self.world.excuse_silence(self.name, str(gone.exceptions[0]))
-                await asyncio.sleep(RETRY_SECONDS)
             else:
                 return
+            if asyncio.current_task().cancelling():  # before 3.13 a task group whose child failed forgets it
+                raise asyncio.CancelledError
+            await asyncio.sleep(RETRY_SECONDS)
 
     async def _life(self, transport: object) -> None:
         world = self.world
@@ -326,9 +324,7 @@ class Trainer:
         if "cancelled by" in why:
             return "final" if place in self.cut_short and step.cancel is not None else "problem"
         if "given no sign of life" in why:
-            away = self.world.away(self.name) + BACKOFF_SECONDS
-            long = away > self.world.plan.lease_seconds - SIGN_SECONDS
-            return "again" if long else "problem"
+            return "again" if self.world.may_lapse(self.name) else "problem"
         aborted = "aborted by a weight update" in why and self.world.plan.updates
         return "again" if aborted and beats < PATIENCE else "problem"
 
@@ -347,7 +343,7 @@ class Trainer:
     def _of_plan(self, place: int, step: Roll, prompt_id: str, why: str, beats: int) -> str:
         plan = self.world.plan
         if "shutting down" in why:
-            return "again" if self.world.may_refuse(step, prompt_id) else "problem"
+            return "again" if self.world.may_refuse(self.name, step, prompt_id) else "problem"
         if "takes at most" in why and plan.requests > plan.max_requests:
             return "final" if step.n > plan.max_requests or beats >= PATIENCE else "again"
         # What a rollout asked for, or began with, before somebody updated.

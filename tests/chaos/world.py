@@ -50,6 +50,9 @@ ENDPOINTS = Config().endpoints
 VOCAB = 1_000
 CALM = Faults()
 HOUR = 3600.0
+SIGN_SECONDS = 5.0
+"""How often a trainer that is well says something to the buffer."""
+
 Links = MemoryTransport | FaultyTransport
 
 FOREIGN = ("venv", "v1-notes", "spare", "model")
@@ -221,9 +224,7 @@ class World:
         )
 
     def excuses_quarantine(self, why: str) -> bool:
-        """Say whether an engine may be without work: its disk was full, or the stream died with its buffer."""
-        if "No space left" in why:
-            return self.disk_was_full
+        """Say whether an engine may be without work: the stream died with its buffer."""
         gone = re.search(
             r"is not in this buffer's spool|the trainer sent nothing for|has no such bytes|no longer needed",
             why,
@@ -244,11 +245,17 @@ class World:
         ]
         return len(users) > 1
 
-    def may_refuse(self, step: Roll, prompt_id: str) -> bool:
-        """Say whether a buffer that shuts down may turn this prompt away: it had not accepted it."""
+    def may_lapse(self, trainer: str) -> bool:
+        """Say whether a trainer may have been away for longer than its lease."""
+        return self.away(trainer) + BACKOFF_SECONDS > self.plan.lease_seconds - SIGN_SECONDS
+
+    def may_refuse(self, trainer: str, step: Roll, prompt_id: str) -> bool:
+        """Say whether a buffer that shuts down may turn this prompt away: it is new, or was ended meanwhile."""
         group = ids.group_id(step.rollout_id, prompt_id)
         if self.draining is None or self.draining.get(group) != step.seed:
             return self.draining is not None
+        if self.may_lapse(trainer) or self.is_shared(step.rollout_id):  # acknowledged, as the other trainer's
+            return True
         process = self.processes.get("buffer")
         if process is not None and process.service is not None and group in process.service.machine.groups:
             return False
