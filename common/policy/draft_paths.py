@@ -127,7 +127,7 @@ def siblings(
         (
             (cut(at, path)[0], at, place)
             for at, fork in enumerate(forks)
-            for place, path in enumerate(fork.paths)
+            for place, path in enumerate(fork.paths[1:], 1)
         ),
         key=lambda item: (-item[0], item[1:]),
     )

@@ -2,7 +2,7 @@
 
 from itertools import pairwise
 
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from seer.common.policy.draft_paths import (
@@ -78,6 +78,7 @@ def forks(draw):
 @given(
     st.lists(forks(), min_size=1, max_size=6), st.floats(0.001, 1.0), st.floats(0.0, 1.0), st.integers(0, 8)
 )
+@example([Fork([[0, 1], [0, 2], [0, 3], [0, 4]], [1.0, 1.0, 0.0, 0.0, 0.0], 1, 3)], 0.125, 0.0, 1)
 def test_chosen_siblings_fit_and_raise_tokens_per_second(given_forks, slope, extra, most):
     seconds = [1.0 + slope * rows for rows in range(sum(fork.keep + fork.room for fork in given_forks) + 1)]
     others = float(len(given_forks))
