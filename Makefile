@@ -4,14 +4,11 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-# Linters that follow imports look at the package as a user gets it, not at the editable redirection.
-WHEEL := build/installed
-
 .PHONY: setup demo grpo test sanitize chaos mutants kernel-test compose-test systemd-test lint format lock clean
 
 setup: $(STAMP)
 
-$(STAMP): requirements/core.lock requirements/cpu.lock requirements/dev.lock pyproject.toml CMakeLists.txt $(wildcard native/*)
+$(STAMP): requirements/core.lock requirements/cpu.lock requirements/dev.lock pyproject.toml CMakeLists.txt $(wildcard native/*/*)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	requirements/system.sh $(BIN)/python
 	$(BIN)/python -m pip install --quiet --no-deps --no-compile -r requirements/core.lock -r requirements/cpu.lock -r requirements/dev.lock
@@ -28,13 +25,13 @@ grpo: setup  # an RL run, e.g. make grpo SEED=1; goes on where a killed one was
 test: setup
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
-TREE := native/group_tree.cpp native/drafter.cpp native/context_map.cpp
+TREE := native/tree/group_tree.cpp native/tree/drafter.cpp native/tree/context_map.cpp
 SANITIZE := $(CXX) -std=c++20 -O1 -g -Wall -Wextra -Werror -Inative -fno-sanitize-recover=all
 sanitize:  # what drafts are made and chosen with, under ASan, UBSan and TSan; needs g++ or clang++, no Python
 	mkdir -p build/sanitize
 	$(SANITIZE) -fsanitize=address,undefined tests/native/group_tree_stress.cpp $(TREE) -o build/sanitize/memory
 	$(SANITIZE) -fsanitize=thread -pthread tests/native/group_tree_stress.cpp $(TREE) -o build/sanitize/threads
-	$(SANITIZE) -fsanitize=address,undefined tests/native/draft_choice_stress.cpp native/draft_choice.cpp -o build/sanitize/choice
+	$(SANITIZE) -fsanitize=address,undefined tests/native/draft_choice_stress.cpp native/tree/draft_choice.cpp -o build/sanitize/choice
 	build/sanitize/choice
 	build/sanitize/memory
 	$$(setarch -R true 2>/dev/null && echo setarch -R) build/sanitize/threads  # older TSans cannot bear much address randomization
@@ -61,10 +58,8 @@ systemd-test: setup  # needs root, debootstrap and systemd-nspawn
 lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation --upgrade --target $(WHEEL) .
-	MYPYPATH=$(WHEEL) $(BIN)/mypy
-	PYTHONPATH=$(WHEEL):$$($(BIN)/python -c 'import site; print(site.getsitepackages()[0])') \
-	  $(BIN)/python -S $(BIN)/lint-imports
+	$(BIN)/mypy
+	PYTHONPATH=src $(BIN)/lint-imports
 
 format: setup
 	$(BIN)/ruff check --fix .

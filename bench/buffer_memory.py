@@ -66,7 +66,7 @@ def serve(arguments: list[str]) -> None:
     """Be `seer`, and write an account of memory to `ACCOUNT` at each SIGUSR1."""
     path = Path(os.environ["ACCOUNT"])
     signal.signal(signal.SIGUSR1, lambda *_: _write(path))
-    from seer.cli import main
+    from seer.cli.main import main
 
     sys.argv = ["seer", *arguments]
     main()

@@ -1,6 +1,6 @@
 """How long the buffer's machine takes to decide, with up to 100,000 requests on 1,024 full instances.
 
-Timed is `Machine.handle(event)`, all of it: a chunk's end frees its room, queues its request again or
+Timed is `RequestMachine.handle(event)`, all of it: a chunk's end frees its room, queues its request again or
 finishes it, and dispatches whoever goes next. That may be many, where one waited for much room: a
 `decision` is the event's time over the chunks that it dispatched (at least 1). Changed estimates of
 one group sort its 16 requests anew. One chunk in `CHUNKS` is its request's last; instances are full at
@@ -26,8 +26,8 @@ from verify import machine
 from seer.common.policy.length import Estimate
 from seer.common.policy.schedule import POLICIES
 from seer.common.types import Capacity
-from seer.services.buffer import events as e
-from seer.services.buffer.machine import Machine
+from seer.services.buffer.requests import events, instructions, state
+from seer.services.buffer.requests.machine import RequestMachine
 
 GROUP = 16
 CHUNK = 2048
@@ -51,10 +51,10 @@ class Fleet:
     def __init__(self, policy: str, requests: int, instances: int) -> None:
         self.rng = random.Random(0)
         self.spread = 0.0 if POLICIES[policy].estimator == "longest" else 0.6
-        self.machine = Machine(POLICIES[policy], e.Limits(chunk_size=CHUNK))
-        self.running: list[e.Dispatch] = []
+        self.machine = RequestMachine(POLICIES[policy], state.Limits(chunk_size=CHUNK))
+        self.running: list[instructions.Dispatch] = []
         for number in range(instances):
-            self.told(e.EngineJoined(f"engine-{number}", CAPACITY))
+            self.told(events.EngineJoined(f"engine-{number}", CAPACITY))
         self.prompts = [str(number) for number in range(requests // GROUP)]
         self.submit(self.prompts)
         for _ in range(WARM_UP * len(self.running)):  # until requests are at all stages
@@ -62,30 +62,30 @@ class Fleet:
 
     def submit(self, prompts: list[str]) -> None:
         """Submit groups, and say something of them."""
-        specs = [e.GroupSpec(prompt, 512) for prompt in prompts]
-        self.told(e.GroupsSubmitted("trainer", "rollout", GROUP, CAP, specs))
+        specs = [events.GroupSpec(prompt, 512) for prompt in prompts]
+        self.told(events.GroupsSubmitted("trainer", "rollout", GROUP, CAP, specs))
         for prompt in prompts:
             self.told(self.news(prompt))
 
-    def told(self, event: e.Event) -> tuple[float, int]:
+    def told(self, event: events.Event) -> tuple[float, int]:
         """Return the seconds of processor time that the machine took, and the chunks that it dispatched."""
         running = len(self.running)
         start = time.thread_time()
-        instructions = self.machine.handle(event, 0.0)
+        answered = self.machine.handle(event, 0.0)
         seconds = time.thread_time() - start
         over = []
-        for item in instructions:
-            if isinstance(item, e.Dispatch):
+        for item in answered:
+            if isinstance(item, instructions.Dispatch):
                 self.running.append(item)
-            elif isinstance(item, e.Deliver):
+            elif isinstance(item, instructions.Deliver):
                 over.append(item.group_id.partition("/")[2])
         dispatched = len(self.running) - running
         if over:
-            self.told(e.GroupsAcknowledged("trainer", "rollout", over))
+            self.told(events.GroupsAcknowledged("trainer", "rollout", over))
             self.submit(over)
         return seconds, dispatched
 
-    def end(self) -> e.ChunkEnded:
+    def end(self) -> events.ChunkEnded:
         """End some running chunk; few are the last of theirs."""
         position = self.rng.randrange(len(self.running))
         self.running[position], self.running[-1] = self.running[-1], self.running[position]
@@ -93,12 +93,14 @@ class Fleet:
         finish = "stop" if self.rng.random() < 1 / CHUNKS else ""
         if self.machine.requests[chunk.request_id].view.remaining <= chunk.max_new_tokens:
             finish = "length"
-        return e.ChunkEnded(chunk.instance, chunk.request_id, chunk.attempt, chunk.max_new_tokens, finish)
+        return events.ChunkEnded(
+            chunk.instance, chunk.request_id, chunk.attempt, chunk.max_new_tokens, finish
+        )
 
-    def news(self, prompt: str) -> e.EstimatesChanged:
+    def news(self, prompt: str) -> events.EstimatesChanged:
         """Say something else of a group."""
         tokens = min(self.rng.lognormvariate(9.7, 0.7), float(CAP))
-        return e.EstimatesChanged({f"rollout/{prompt}": Estimate(tokens, self.spread)})
+        return events.EstimatesChanged({f"rollout/{prompt}": Estimate(tokens, self.spread)})
 
 
 def quantiles(seconds: list[float]) -> dict[str, float]:

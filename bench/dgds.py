@@ -32,14 +32,14 @@ import msgspec
 import numpy as np
 import uvloop
 
-from seer.child import Child
-from seer.common.channel import Channel, Identity
+from seer.common import wire
 from seer.common.clock import LoopClock
 from seer.common.config import Config, DgdsConfig, Endpoints, EngineConfig, LogConfig
 from seer.common.ids import new_incarnation
-from seer.common.transport.base import Frame, Socket
-from seer.common.transport.zmq import ZmqTransport
-from seer.common.wire import messages as m
+from seer.common.net.channel import Channel, Identity
+from seer.common.net.transport.base import Frame, Socket
+from seer.common.net.transport.zmq import ZmqTransport
+from seer.local.child import Child
 from seer.services.dgds.client import DgdsClient
 from seer.services.dgds.packing import group_digest, pack
 
@@ -81,11 +81,11 @@ class Dgds:
         """Its resident memory."""
         return int(Path(f"/proc/{self._pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
-    async def channel(self, name: str) -> Channel[m.EngineToDgds, m.DgdsToEngine]:
+    async def channel(self, name: str) -> Channel[wire.EngineToDgds, wire.DgdsToEngine]:
         """Return an open connection of its own."""
         me = Identity(role="engine", name=name, incarnation=new_incarnation())
-        made: Channel[m.EngineToDgds, m.DgdsToEngine] = Channel(
-            self.transport, self.at, me, m.DgdsToEngine, LoopClock()
+        made: Channel[wire.EngineToDgds, wire.DgdsToEngine] = Channel(
+            self.transport, self.at, me, wire.DgdsToEngine, LoopClock()
         )
         await made.open(10)
         return made
@@ -115,21 +115,21 @@ async def dgds() -> AsyncIterator[Dgds]:
             await child.gone(10)
 
 
-def tokens_of(count: int) -> m.Tokens:
+def tokens_of(count: int) -> wire.Tokens:
     return np.random.default_rng(1).integers(0, VOCABULARY, count, dtype=np.int32)
 
 
 async def produce(
-    channel: Channel[m.EngineToDgds, m.DgdsToEngine], groups: Sequence[int], batches: int, tokens: int
+    channel: Channel[wire.EngineToDgds, wire.DgdsToEngine], groups: Sequence[int], batches: int, tokens: int
 ) -> None:
     keys = [(group, index) for group in groups for index in range(N)]
     new = pack(tokens_of(len(keys) * tokens))
     for batch in range(batches):
-        appends = [m.Append(*key, ATTEMPT, batch * tokens, tokens) for key in keys]
-        await channel.send(m.AppendBatch(appends=appends, tokens=new))
-    await channel.send(m.Fetch(groups=[m.FetchGroup(groups[-1], {})]))
+        appends = [wire.Append(*key, ATTEMPT, batch * tokens, tokens) for key in keys]
+        await channel.send(wire.AppendBatch(appends=appends, tokens=new))
+    await channel.send(wire.Fetch(groups=[wire.FetchGroup(groups[-1], {})]))
     answer = await asyncio.wait_for(channel.recv(), 120)
-    assert isinstance(answer, m.Deltas), answer
+    assert isinstance(answer, wire.Deltas), answer
     assert answer.deltas, "nothing was taken"
 
 
@@ -197,7 +197,7 @@ class CountingSocket:
         self._counted[msgspec.msgpack.decode(kind, type=str)] += sum(map(len, frames))
 
 
-async def wire(server: Dgds, requests: int, tokens: int, flushes: int = 20) -> dict[str, Any]:
+async def over_the_wire(server: Dgds, requests: int, tokens: int, flushes: int = 20) -> dict[str, Any]:
     """Each flush carries `tokens` of each of `requests`; the reader fetches after each."""
     sending, reading = Counting(), Counting()
     writer = server.client(sending, flush_seconds=0.0)
@@ -246,19 +246,19 @@ async def memory(groups: int = 2_000, length: int = 20_000) -> dict[str, Any]:
         channel = await server.channel("p")
         names = [group_digest(f"m/{number}") for number in range(groups)]
 
-        async def grown(messages: Iterable[m.EngineToDgds]) -> int:
+        async def grown(messages: Iterable[wire.EngineToDgds]) -> int:
             before = server.rss_bytes
             for message in messages:
                 await channel.send(message)
-                await channel.send(m.Fetch(groups=[]))
+                await channel.send(wire.Fetch(groups=[]))
                 await channel.recv()
             return server.rss_bytes - before
 
-        def said(name: int, previous: int, count: int) -> m.AppendBatch:
-            appends = [m.Append(name, i, ATTEMPT, previous, count) for i in range(N)]
-            return m.AppendBatch(appends=appends, tokens=pack(tokens_of(N * count)))
+        def said(name: int, previous: int, count: int) -> wire.AppendBatch:
+            appends = [wire.Append(name, i, ATTEMPT, previous, count) for i in range(N)]
+            return wire.AppendBatch(appends=appends, tokens=pack(tokens_of(N * count)))
 
-        registered = await grown([m.RegisterGroups(groups=[m.GroupEntry(name, 1) for name in names])])
+        registered = await grown([wire.RegisterGroups(groups=[wire.GroupEntry(name, 1) for name in names])])
         streams = await grown(said(name, 0, 1) for name in names)
         long = names[:64]
         tokens = await grown(said(name, at, 64) for at in range(1, length, 64) for name in long)
@@ -307,7 +307,7 @@ async def measure(total: int, runs: int) -> dict[str, Any]:
     taken = [[await ingest(*flush, total) for _ in range(runs)] for flush in flushes]
     async with dgds() as server:
         sizes = [(64, 64), (16, 64), (4, 64), (1, 64), (64, 16), (64, 3)]
-        carried = [await wire(server, *size) for size in sizes]
+        carried = [await over_the_wire(server, *size) for size in sizes]
         fresh = [await freshness(server, interval, 32, 10.0) for interval in (0.05, 0.01)]
     return {
         "ingest": [sorted(each, key=lambda run: run["per_s"])[len(each) // 2] for each in taken],

@@ -21,7 +21,7 @@ from engine import machine
 
 from seer.client import RolloutClient, SamplingParams
 from seer.common.config import load
-from seer.launch import LocalSystem
+from seer.local.system import LocalSystem
 
 GROUP = 8
 MAX_TOKENS = 512

@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 
 from seer._native import GroupTree
 from seer.common.policy.draft_budget import DraftBudget, best
-from seer.common.policy.drafting import MIN_SCORE, StepCosts
+from seer.common.policy.draft_costs import MIN_SCORE, StepCosts
 
 DEPTH = 8
 BATCHES = (1, 8, 32)

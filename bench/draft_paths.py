@@ -24,12 +24,12 @@ import numpy as np
 
 from seer.common.config import DraftsConfig, EngineConfig, SharedConfig
 from seer.common.policy.draft_budget import DraftBudget
-from seer.common.policy.drafting import StepCosts
+from seer.common.policy.draft_costs import StepCosts
 from seer.common.types import SamplingParams
 from seer.services.dgds.client import StreamDelta
 from seer.services.engine.backend import Chunk
 from seer.services.engine.vllm.backend import VllmBackend
-from seer.services.engine.vllm.drafts.script import Script
+from seer.services.engine.vllm.drafts.scripted import Script
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "countdown"
 GROUP, PATHS = 8, (1, 2, 4)

@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any
 from engine import READY, machine
 
 if TYPE_CHECKING:
-    from seer.services.engine.vllm.extension import SeerWorker
+    from seer.services.engine.vllm.worker import SeerWorker
 
 PEER = "arctic-inference==0.3.0"
 GROUP = 16

@@ -1,7 +1,8 @@
 """What early stop of surplus groups does to response lengths, and the time it saves; prints JSON.
 
 Whole systems on virtual time with replay engines. Lengths are log-normal and partly shared by siblings
-(`services/engine/responses.py`), or those of a real rollout: `--responses` takes `seer rollout`'s output.
+(`services/engine/replay/responses.py`), or those of a real rollout: `--responses` takes what `seer rollout`
+wrote.
 Per factor, `target` groups of target * factor prompts are kept as they finish. `all` is every response of
 these prompts at its full length, what an unbiased choice has on average; long ones are the longest tenth.
 

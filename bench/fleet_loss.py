@@ -18,7 +18,7 @@ import sys
 from decisions import CAPACITY, Fleet
 from verify import machine
 
-from seer.services.buffer import events as e
+from seer.services.buffer.requests import events
 
 
 def turn(policy: str, requests: int, engines: int) -> dict[str, float]:
@@ -26,14 +26,17 @@ def turn(policy: str, requests: int, engines: int) -> dict[str, float]:
     fleet = Fleet(policy, requests, engines)
     names = [f"engine-{number}" for number in range(engines)]
     figures = {}
-    ways = {"at_once": [e.EnginesLeft(names)], "one_by_one": [e.EnginesLeft([name]) for name in names]}
+    ways = {
+        "at_once": [events.EnginesLeft(names)],
+        "one_by_one": [events.EnginesLeft([name]) for name in names],
+    }
     for way, losses in ways.items():
         running = len(fleet.running)
         lost = [fleet.told(event)[0] for event in losses]
         if fleet.machine.instances:
             raise RuntimeError(f"{len(fleet.machine.instances)} engines are left")
         fleet.running.clear()
-        back = [fleet.told(e.EngineJoined(name, CAPACITY))[0] for name in names]
+        back = [fleet.told(events.EngineJoined(name, CAPACITY))[0] for name in names]
         figures |= {f"lost_{way}": sum(lost), f"lost_{way}_longest": max(lost)}
         figures |= {f"back_after_{way}": sum(back), f"back_after_{way}_longest": max(back)}
         figures |= {f"chunks_lost_{way}": running, f"chunks_back_{way}": len(fleet.running)}

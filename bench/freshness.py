@@ -21,14 +21,14 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from seer.child import Child
 from seer.client import RolloutClient, SamplingParams
 from seer.common.clock import LoopClock
 from seer.common.config import Config, EngineConfig, load
-from seer.common.transport.zmq import ZmqTransport
+from seer.common.net.transport.zmq import ZmqTransport
+from seer.local.child import Child
 from seer.services.dgds.client import StreamDelta
 from seer.services.engine.backend import StepOutput
-from seer.services.engine.replay import ReplayBackend
+from seer.services.engine.replay.backend import ReplayBackend
 from seer.services.engine.server import EngineServer
 
 GROUPS, SIZE, TOKENS = 4, 8, 600

@@ -37,7 +37,7 @@ from random_model import random_llama
 from seer.client import Progress, RolloutClient, SamplingParams
 from seer.common.config import Config, EngineConfig, PoolConfig, SharedConfig, load
 from seer.common.pool import PoolFigures, ask_master, read_figures
-from seer.launch import LocalSystem
+from seer.local.system import LocalSystem
 from seer.services.engine.backend import Chunk
 from seer.services.engine.vllm.backend import VllmBackend
 

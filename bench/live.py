@@ -34,7 +34,7 @@ from tokenizers import Tokenizer
 from verify import machine
 
 from seer.common.config import Config, EngineConfig, load
-from seer.hardware import plan_engines
+from seer.local.hardware import plan_engines
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "countdown"
 BARE = "bare"

@@ -19,9 +19,9 @@ from msgspec.structs import replace
 from seer.client import RolloutClient, SamplingParams
 from seer.client.prompts import Prompt
 from seer.common.config import Config
-from seer.common.wire.messages import InstanceStatus
-from seer.launch import LocalSystem
-from seer.rollout_job import tail_seconds
+from seer.common.wire import InstanceStatus
+from seer.local.system import LocalSystem
+from seer.rollout.job import tail_seconds
 from seer.sim.bound import lower_bound
 
 WARM_UP_TOKENS = 512

@@ -46,7 +46,7 @@ sys.path.insert(0, str(ROOT / "tests"))
 
 from mutants import Mutant, load, mutated, names  # noqa: E402
 
-COMMON = ("numpy", "pytest_asyncio", "structlog", "zmq", "seer.common.wire.messages", "seer.common.config")
+COMMON = ("numpy", "pytest_asyncio", "structlog", "zmq", "seer.common.wire", "seer.common.config")
 """Imported once, and forked with the runs: what no mutant changes, and takes longer than most tests."""
 
 CAMPAIGN = "tests/chaos/test_virtual.py"

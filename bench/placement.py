@@ -29,7 +29,7 @@ from seer.common.policy import placement
 from seer.common.policy.fleet import Fleet
 from seer.common.policy.request import RequestView
 from seer.common.policy.schedule import POLICIES, Policy
-from seer.services.buffer.events import Dispatch
+from seer.services.buffer.requests.instructions import Dispatch
 from seer.sim import study
 from seer.sim.cluster import Cluster
 from seer.sim.instance import Chunk, Instance

@@ -38,7 +38,8 @@ except ModuleNotFoundError:  # a machine for kernels alone
 
 from seer import _native
 from seer.common.types import SamplingParams
-from seer.services.engine.vllm import sampling, sampling_torch
+from seer.services.engine.vllm.sampling import rows as sampling
+from seer.services.engine.vllm.sampling import torch_sampler
 
 INNER_TOKENS = 200_000  # draws this small are repeated inside one measurement
 ROWS = {66: (32,), 32_768: (8,), 151_936: (8,)}
@@ -151,7 +152,7 @@ def measure(vocab: int, rows: int, kind: str, device: str, repeats: int) -> dict
     x = logits_of(kind, rows, vocab, device)
     samplers = {"seer": partial(sampling.sample_rows, check=False)}  # as the engine calls it
     if device != "cpu" and rows <= TORCH_ROWS:
-        samplers["seer_torch"] = sampling_torch.sample
+        samplers["seer_torch"] = torch_sampler.sample
     line: dict[str, object] = {"vocab": vocab, "rows": rows, "kind": kind}
     for name, sample in samplers.items():
         line[name] = {

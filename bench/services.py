@@ -27,20 +27,20 @@ import msgspec
 import uvloop
 from msgspec.structs import asdict, replace
 
-from seer.child import Child
 from seer.client import RolloutClient, SamplingParams
-from seer.common.channel import Channel, Identity
+from seer.common import wire
 from seer.common.clock import Clock, LoopClock
 from seer.common.config import BufferConfig, Config, Endpoints, EngineConfig, LogConfig
 from seer.common.ids import new_incarnation
-from seer.common.transport.base import Transport
-from seer.common.transport.zmq import ZmqTransport
-from seer.common.wire import messages as m
-from seer.services.engine.replay import ReplayBackend
+from seer.common.net.channel import Channel, Identity
+from seer.common.net.transport.base import Transport
+from seer.common.net.transport.zmq import ZmqTransport
+from seer.local.child import Child
+from seer.services.engine.replay.backend import ReplayBackend
 from seer.services.engine.server import EngineServer
 
 SERVICES = ("buffer", "context", "dgds")
-UNIONS = {"buffer": m.BufferToTrainer, "context": m.ContextSnapshotReply, "dgds": m.DgdsToEngine}
+UNIONS = {"buffer": wire.BufferToTrainer, "context": wire.ContextSnapshotReply, "dgds": wire.DgdsToEngine}
 N = 8
 PROBE_SECONDS = 0.02
 ENGINES_A_CONTEXT = 256
@@ -102,12 +102,12 @@ class Engine(EngineServer):
         self.waits: list[float] = []
         self._answered = 0.0
 
-    async def _deliver(self, message: m.EngineToBuffer) -> None:
-        if isinstance(message, m.ChunksDone):
+    async def _deliver(self, message: wire.EngineToBuffer) -> None:
+        if isinstance(message, wire.ChunksDone):
             self._answered = time.perf_counter()
         await super()._deliver(message)
 
-    def _take(self, order: m.RunChunk) -> None:
+    def _take(self, order: wire.RunChunk) -> None:
         if self._answered:
             self.waits.append(time.perf_counter() - self._answered)
             self._answered = 0.0
@@ -157,7 +157,7 @@ async def start_hosts(file: Path, engines: int, hosts: int) -> list[asyncio.subp
 async def probe(name: str, endpoint: str, seen: list[float]) -> None:
     me = Identity(role="status", name=f"probe-{name}", incarnation=new_incarnation())
     transport = ZmqTransport()
-    channel: Channel[m.Message, m.Message] = Channel(transport, endpoint, me, UNIONS[name], LoopClock())
+    channel: Channel[wire.Message, wire.Message] = Channel(transport, endpoint, me, UNIONS[name], LoopClock())
     try:
         while True:
             started = time.perf_counter()

@@ -33,7 +33,7 @@ from datasets import Dataset
 
 from seer.common.config import load
 from seer.integrations.trl import SeerRollout
-from seer.launch import LocalSystem
+from seer.local.system import LocalSystem
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "countdown"
 sys.path.insert(0, str(EXAMPLE))

@@ -35,10 +35,10 @@ from safetensors.torch import load_file, save_file
 
 from seer.client import InvalidField, MooncakeSource, RolloutClient, SamplingParams
 from seer.common.config import load
-from seer.common.mooncake import SCHEME
-from seer.launch import LocalSystem
-from seer.services.buffer import spool_folder
-from seer.services.engine import mooncake_reader
+from seer.common.weights.mooncake import SCHEME
+from seer.local.system import LocalSystem
+from seer.services.buffer.weights import spool_folder
+from seer.services.engine.weights import mooncake_reader
 
 PART = 2**21
 LARGE = 50e6

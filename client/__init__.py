@@ -5,7 +5,7 @@ Needs neither torch nor vllm. `RolloutClient` is asyncio's, `SyncRolloutClient` 
 
 from seer.client.client import RolloutClient
 from seer.client.dynamic import DynamicSampling, mixed
-from seer.client.mooncake import MooncakeSource
+from seer.client.mooncake_source import MooncakeSource
 from seer.client.prompts import Prompt
 from seer.client.rewards import RewardFailed, Scored, Scores
 from seer.client.rollout import BufferLost, Group, Response, Rollout
@@ -23,7 +23,7 @@ from seer.common.errors import (
     WeightsRefused,
 )
 from seer.common.types import SamplingParams
-from seer.common.wire.messages import Progress, Status, WeightsLive
+from seer.common.wire import Progress, Status, WeightsLive
 
 __all__ = [
     "BufferLost",

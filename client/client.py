@@ -27,8 +27,7 @@ from typing import Self
 from seer.client.prompts import Prompt, check_request, check_rollout_id, prepare
 from seer.client.rollout import BufferLost, Rollout, submissions
 from seer.client.text import Tokenizer, load_tokenizer
-from seer.client.weights import InFlight, Source, Update, answers, new_ask
-from seer.common.channel import Channel, Identity, error_of
+from seer.client.weight_update import InFlight, Source, Update, answers, new_ask
 from seer.common.clock import LoopClock
 from seer.common.errors import (
     DeadlineExceeded,
@@ -40,10 +39,11 @@ from seer.common.errors import (
     Unreachable,
 )
 from seer.common.ids import new_incarnation
-from seer.common.transport.base import Transport
-from seer.common.transport.zmq import ZmqTransport
+from seer.common.net.channel import Channel, Identity, error_of
+from seer.common.net.transport.base import Transport
+from seer.common.net.transport.zmq import ZmqTransport
 from seer.common.types import SamplingParams
-from seer.common.wire.messages import (
+from seer.common.wire import (
     Accepted,
     Acknowledge,
     BufferToTrainer,

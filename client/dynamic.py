@@ -28,7 +28,7 @@ from seer.client.scorer import MAX_CONCURRENT, TIMEOUT_SECONDS, Reward, Scorer, 
 from seer.client.selection import Outcome, Selection
 from seer.common.errors import DeadlineExceeded, InvalidField, RequestRefused, RolloutFailed, Unreachable
 from seer.common.types import SamplingParams
-from seer.common.wire.messages import Tokens
+from seer.common.wire import Tokens
 
 Given: TypeAlias = Prompt | str | Sequence[int] | Tokens
 

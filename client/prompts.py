@@ -15,7 +15,7 @@ import numpy as np
 from seer.client.text import Tokenizer
 from seer.common.errors import InvalidField
 from seer.common.types import SamplingParams
-from seer.common.wire.messages import MAX_GROUP_SIZE, Tokens
+from seer.common.wire import MAX_GROUP_SIZE, Tokens
 
 MAX_ID_BYTES = 400
 """A request id (512 at most on the wire) is the rollout's id, the prompt's id and an index."""

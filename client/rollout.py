@@ -21,7 +21,7 @@ from seer.client.text import Tokenizer, response_text
 from seer.common.errors import InvalidField, RequestRefused, RolloutFailed, Unreachable
 from seer.common.ids import asked
 from seer.common.types import FinishReason, SamplingParams
-from seer.common.wire.messages import GroupDone, Logprobs, Progress, Submit, Tokens
+from seer.common.wire import GroupDone, Logprobs, Progress, Submit, Tokens
 
 _SHOWN = 8
 """Prompt ids of a reason, and reasons, spelled out in an error's text; `prompt_ids` has all ids."""

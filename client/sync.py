@@ -18,10 +18,10 @@ from seer.client.client import RolloutClient
 from seer.client.prompts import Prompt
 from seer.client.rollout import Group, Rollout
 from seer.client.text import Tokenizer
-from seer.client.weights import InFlight, Source
+from seer.client.weight_update import InFlight, Source
 from seer.common.errors import RequestRefused
 from seer.common.types import SamplingParams
-from seer.common.wire.messages import Progress, Status, Tokens, WeightsLive
+from seer.common.wire import Progress, Status, Tokens, WeightsLive
 
 T = TypeVar("T")
 

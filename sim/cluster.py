@@ -1,6 +1,6 @@
 """One rollout in virtual time: the production's buffer and context machines over simulated engines.
 
-Nothing is copied: `services/buffer/machine.py` and `services/context/machine.py` get the events that
+Nothing is copied: `services/buffer/requests/machine.py` and `services/context/machine.py` get the events that
 their servers would hand them, and their instructions are performed on `Instance`s. What the network
 and the pool take is charged: a dispatch, a broadcast of estimates, and KV that a chunk finds elsewhere.
 
@@ -20,9 +20,9 @@ from itertools import count
 
 from seer.common.policy.length import ESTIMATORS
 from seer.common.policy.schedule import Policy
-from seer.services.buffer import events as e
-from seer.services.buffer.machine import Machine
-from seer.services.context import machine as c
+from seer.services.buffer.requests import events, instructions, state
+from seer.services.buffer.requests.machine import RequestMachine
+from seer.services.context.machine import Closed, EstimateMachine, Event, Opened, Progressed
 from seer.sim.drafting import Drafting, kind_of
 from seer.sim.instance import Chunk, Instance
 from seer.sim.workload import Workload
@@ -75,8 +75,10 @@ class Cluster:
         self.load, self.every = load, every
         self.lengths = {f"r/{g}#{i}": n for g, group in enumerate(lengths) for i, n in enumerate(group)}
         self._sizes = [len(group) for group in lengths]
-        self.buffer = Machine(policy, e.Limits(chunk_size=chunk_size, max_requests=len(self.lengths)))
-        self.context = c.Machine(ESTIMATORS[policy.estimator]())
+        self.buffer = RequestMachine(
+            policy, state.Limits(chunk_size=chunk_size, max_requests=len(self.lengths))
+        )
+        self.context = EstimateMachine(ESTIMATORS[policy.estimator]())
         self.drafts = drafts
         drafting = Drafting() if drafts else None
         self.instances = {
@@ -96,12 +98,12 @@ class Cluster:
     def run(self) -> Outcome:
         """Return what the rollout took, from submission to the last response."""
         for instance in self.instances.values():
-            self._tell(e.EngineJoined(instance.name, self.load.capacity))
-        by_size: dict[int, list[e.GroupSpec]] = {}
+            self._tell(events.EngineJoined(instance.name, self.load.capacity))
+        by_size: dict[int, list[events.GroupSpec]] = {}
         for number, size in enumerate(self._sizes):
-            by_size.setdefault(size, []).append(e.GroupSpec(str(number), self.load.prompt))
+            by_size.setdefault(size, []).append(events.GroupSpec(str(number), self.load.prompt))
         for size, specs in by_size.items():
-            self._tell(e.GroupsSubmitted("trainer", "r", size, self.load.cap, specs))
+            self._tell(events.GroupsSubmitted("trainer", "r", size, self.load.cap, specs))
         if self.every:
             self._sample()
         while len(self._outcome.finished) < len(self.lengths):
@@ -128,21 +130,21 @@ class Cluster:
 
     # --- what the machines ask for -----------------------------------------------------------
 
-    def _tell(self, event: e.Event) -> None:
+    def _tell(self, event: events.Event) -> None:
         for item in self.buffer.handle(event, self.now):
             match item:
-                case e.Dispatch():
+                case instructions.Dispatch():
                     self._dispatch(item)
-                case e.PublishProgress():
-                    self._learn(c.Progressed(item.group_id, item.index, item.generated, item.finished))
-                case e.PublishOpened():
-                    self._learn(c.Opened(item.group_id, item.size, item.cap))
-                case e.PublishClosed():
-                    self._learn(c.Closed(item.group_id))
-                case e.Refuse():
+                case instructions.PublishProgress():
+                    self._learn(Progressed(item.group_id, item.index, item.generated, item.finished))
+                case instructions.PublishOpened():
+                    self._learn(Opened(item.group_id, item.size, item.cap))
+                case instructions.PublishClosed():
+                    self._learn(Closed(item.group_id))
+                case instructions.Refuse():
                     raise ValueError(f"the buffer refused prompts: {item.message}")
 
-    def _learn(self, event: c.Event) -> None:
+    def _learn(self, event: Event) -> None:
         self.context.handle(event)
         if not self._publishing and self.context.dirty:
             self._publishing = True
@@ -151,9 +153,9 @@ class Cluster:
     def _publish(self) -> None:
         self._publishing = False
         if changes := self.context.changes():
-            self._tell(e.EstimatesChanged(changes))
+            self._tell(events.EstimatesChanged(changes))
 
-    def _dispatch(self, order: e.Dispatch) -> None:
+    def _dispatch(self, order: instructions.Dispatch) -> None:
         request = self.buffer.requests[order.request_id]
         view, instance = request.view, self.instances[order.instance]
         start = self.now + DISPATCH_SECONDS
@@ -209,7 +211,7 @@ class Cluster:
                 self._outcome.finished.append(self.now)
             else:
                 instance.leave(chunk.request_id, chunk.length)
-            ended = e.ChunkEnded(
+            ended = events.ChunkEnded(
                 instance.name, chunk.request_id, chunk.attempt, generated - view.generated,
                 "stop" if done else "", preemptions=chunk.preemptions,
             )  # fmt: skip

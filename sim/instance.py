@@ -4,7 +4,7 @@ Between two events (a chunk comes, ends or is preempted) nothing but lengths cha
 k steps is k x T + c x R x k² / 2, where T is the first step's time, R the tokens that each step adds,
 and c the time to read one token's KV. Steps are not counted one by one: whole rollouts take seconds.
 
-Batching and memory follow vLLM as `services/engine/kv_model.py` does step by step, of which this is
+Batching and memory follow vLLM as `services/engine/replay/kv_model.py` does step by step, of which this is
 the limit (tests/property/test_sim_instance.py compares them): first come, first served; a waiting
 chunk is admitted when all tokens it has fit; when memory is full the last admitted is preempted,
 goes to the head of the queue, and is prefilled again.

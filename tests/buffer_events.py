@@ -4,25 +4,25 @@ from invariants import check
 
 from seer.common.policy.schedule import POLICIES
 from seer.common.types import Capacity
-from seer.services.buffer import events as e
-from seer.services.buffer.machine import Machine
+from seer.services.buffer.requests import events, instructions, state
+from seer.services.buffer.requests.machine import RequestMachine
 
 CAPACITY = Capacity(kv_blocks=20, block_size=16, max_num_seqs=8, max_model_len=256)
 LARGE = Capacity(kv_blocks=200, block_size=16, max_num_seqs=8, max_model_len=2000)
 
 
-def make(policy="divided", engines=("a", "b"), **limits) -> Machine:
-    machine = Machine(POLICIES[policy], e.Limits(**{"chunk_size": 16, **limits}))
+def make(policy="divided", engines=("a", "b"), **limits) -> RequestMachine:
+    machine = RequestMachine(POLICIES[policy], state.Limits(**{"chunk_size": 16, **limits}))
     for life, name in enumerate(engines):
-        machine.handle(e.EngineJoined(name, CAPACITY, -life), 0.0)
+        machine.handle(events.EngineJoined(name, CAPACITY, -life), 0.0)
     return machine
 
 
 def submit(
     machine, *prompts, n=2, max_tokens=32, rollout="r", trainer="t", now=0.0, prompt_len=10, same=True, **more
 ):
-    specs = [e.GroupSpec(prompt, prompt_len, same) for prompt in prompts]
-    out = machine.handle(e.GroupsSubmitted(trainer, rollout, n, max_tokens, specs, **more), now)
+    specs = [events.GroupSpec(prompt, prompt_len, same) for prompt in prompts]
+    out = machine.handle(events.GroupsSubmitted(trainer, rollout, n, max_tokens, specs, **more), now)
     check(machine)
     return out
 
@@ -33,7 +33,9 @@ def pick(out, kind):
 
 def end(machine, dispatch, count=None, finish="", now=1.0, **fields):
     count = count or dispatch.max_new_tokens
-    event = e.ChunkEnded(dispatch.instance, dispatch.request_id, dispatch.attempt, count, finish, **fields)
+    event = events.ChunkEnded(
+        dispatch.instance, dispatch.request_id, dispatch.attempt, count, finish, **fields
+    )
     out = machine.handle(event, now)
     check(machine)
     return out
@@ -41,18 +43,18 @@ def end(machine, dispatch, count=None, finish="", now=1.0, **fields):
 
 def run_to_end(machine, out, now=1.0):
     kept = []
-    while dispatches := pick(out, e.Dispatch):
+    while dispatches := pick(out, instructions.Dispatch):
         out = []
         for dispatch in dispatches:
             more = end(machine, dispatch, now=now)
-            kept += pick(more, e.Keep)
+            kept += pick(more, instructions.Keep)
             out += more
     return out, kept
 
 
 def die(machine, name, life):
-    out = machine.handle(e.EnginesLeft([name], died=True), 1.0)
+    out = machine.handle(events.EnginesLeft([name], died=True), 1.0)
     check(machine)
-    out += machine.handle(e.EngineJoined(name, CAPACITY, life), 1.0)
+    out += machine.handle(events.EngineJoined(name, CAPACITY, life), 1.0)
     check(machine)
     return out

@@ -2,11 +2,11 @@
 
 import asyncio
 
-from seer.common.channel import Channel, Hub, Identity
 from seer.common.clock import LoopClock
-from seer.common.transport.memory import MemoryTransport
+from seer.common.net.channel import Channel, Hub, Identity
+from seer.common.net.transport.memory import MemoryTransport
 from seer.common.types import InstanceStats
-from seer.common.wire.messages import BufferToEngine, EngineStatus, EngineToBuffer
+from seer.common.wire import BufferToEngine, EngineStatus, EngineToBuffer
 
 ENDPOINT = "tcp://127.0.0.1:7102"
 

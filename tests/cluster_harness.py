@@ -12,9 +12,9 @@ from virtual_time import PROCESS
 from seer.client import RolloutClient, SamplingParams
 from seer.common.clock import LoopClock
 from seer.common.config import BufferConfig, Config, EngineConfig
-from seer.common.service import Service
-from seer.common.transport.base import Transport
-from seer.common.transport.memory import MemoryNetwork, MemoryTransport
+from seer.common.net.transport.base import Transport
+from seer.common.net.transport.memory import MemoryNetwork, MemoryTransport
+from seer.common.process.service import Service
 from seer.services.buffer import server as buffer
 from seer.services.context import server as context
 from seer.services.dgds import server as dgds

@@ -6,11 +6,11 @@ from contextlib import asynccontextmanager
 import numpy as np
 from msgspec.structs import replace
 
-from seer.common.channel import Channel, Identity
+from seer.common import wire
 from seer.common.clock import LoopClock
 from seer.common.config import Config, EngineConfig, SharedConfig, shards, shared_hash
-from seer.common.transport.memory import MemoryNetwork, MemoryTransport
-from seer.common.wire import messages as m
+from seer.common.net.channel import Channel, Identity
+from seer.common.net.transport.memory import MemoryNetwork, MemoryTransport
 from seer.services.dgds.client import DgdsClient
 from seer.services.dgds.packing import group_digest
 from seer.services.dgds.server import DgdsServer, make
@@ -79,7 +79,7 @@ class System:
         """Return a connection to the first one, for messages that no client sends."""
         me = Identity(role="engine", name=name, incarnation=9, config_hash=shared_hash(SharedConfig()))
         endpoint = shards(self.endpoint)[0]
-        made = Channel(MemoryTransport(self.network), endpoint, me, m.DgdsToEngine, LoopClock())
+        made = Channel(MemoryTransport(self.network), endpoint, me, wire.DgdsToEngine, LoopClock())
         await made.open(5.0)
         return made
 

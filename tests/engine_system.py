@@ -6,13 +6,13 @@ from contextlib import asynccontextmanager
 import numpy as np
 from virtual_time import eventually
 
-from seer.common.channel import Hub, Identity
+from seer.common import wire
 from seer.common.clock import LoopClock
 from seer.common.config import Config, EngineConfig, SharedConfig, shared_hash
-from seer.common.transport.memory import MemoryNetwork, MemoryTransport
+from seer.common.net.channel import Hub, Identity
+from seer.common.net.transport.memory import MemoryNetwork, MemoryTransport
 from seer.common.types import SamplingParams
-from seer.common.wire import messages as m
-from seer.services.engine.replay import ReplayBackend
+from seer.services.engine.replay.backend import ReplayBackend
 from seer.services.engine.server import EngineServer
 
 REPLAY = EngineConfig(
@@ -38,17 +38,17 @@ class Buffer:
     async def start(self):
         self.transport = MemoryTransport(self.network)
         router = await self.transport.router(self.config.endpoints.engines)
-        self.hub = Hub(router, self.me, m.EngineToBuffer, require_config_hash=True)
+        self.hub = Hub(router, self.me, wire.EngineToBuffer, require_config_hash=True)
         self.listening = asyncio.create_task(self._listen())
 
     async def _listen(self):
         while True:
             self.peer, message = await self.hub.recv()
-            if not isinstance(message, m.Hello):
+            if not isinstance(message, wire.Hello):
                 self.first = self.first or type(message)
-            if isinstance(message, m.EngineStatus):
+            if isinstance(message, wire.EngineStatus):
                 self.stats.append(message.stats)
-            elif not isinstance(message, m.Hello):
+            elif not isinstance(message, wire.Hello):
                 self.said.append(message)
 
     async def kill(self):
@@ -64,7 +64,7 @@ class Buffer:
             "prompt_len": 3, "max_new_tokens": new, "sampling": SamplingParams(max_tokens=4000, ignore_eos=True),
             "tokens": np.array([1, 2, 3, *output], dtype=np.int32),
         }  # fmt: skip
-        await self.send(m.RunChunk(**(order | changes)))
+        await self.send(wire.RunChunk(**(order | changes)))
 
     def heard(self, kind):
         return [message for message in self.said if isinstance(message, kind)]
@@ -72,7 +72,7 @@ class Buffer:
     def results(self):
         return {
             (result.request_id[-1], result.attempt): result
-            for done in self.heard(m.ChunksDone)
+            for done in self.heard(wire.ChunksDone)
             for result in done.results
         }
 

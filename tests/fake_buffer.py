@@ -9,10 +9,10 @@ from collections.abc import AsyncIterator, Callable
 import numpy as np
 
 from seer.client import RolloutClient
-from seer.common.channel import Hub, Identity
 from seer.common.ids import new_incarnation
-from seer.common.transport.memory import MemoryNetwork, MemoryTransport
-from seer.common.wire.messages import (
+from seer.common.net.channel import Hub, Identity
+from seer.common.net.transport.memory import MemoryNetwork, MemoryTransport
+from seer.common.wire import (
     Accepted,
     BufferToTrainer,
     GroupDone,

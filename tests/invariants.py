@@ -2,10 +2,10 @@
 
 from seer.common import ids
 from seer.common.policy.placement import stay_or_least_loaded
-from seer.services.buffer.machine import Machine
+from seer.services.buffer.requests.machine import RequestMachine
 
 
-def check_work_conserved(machine: Machine) -> None:
+def check_work_conserved(machine: RequestMachine) -> None:
     """Who goes next fits nowhere now, and who is set aside fits no instance that lives."""
     instances, policy = machine.instances, machine.policy
     for request_id in machine.parked:
@@ -27,7 +27,7 @@ def check_work_conserved(machine: Machine) -> None:
         assert not idle, "nothing waits while an instance that could hold it runs nothing"
 
 
-def check(machine: Machine) -> None:
+def check(machine: RequestMachine) -> None:
     assert machine.instances.chunks == sum(bool(r.instance) for r in machine.requests.values())
     for name, instance in machine.instances.items():
         running = [request for request in machine.requests.values() if request.instance == name]
@@ -54,39 +54,39 @@ def check(machine: Machine) -> None:
             assert machine.instances[request.instance].chunks == 1, request_id
             assert request.instance == machine.emptied, request_id
     assert machine.waiting == sum(not r.instance and not r.finish for r in machine.requests.values())
-    check_desk(machine)
+    check_registry(machine)
     check_mourned(machine)
     check_work_conserved(machine)
 
 
-def check_mourned(machine: Machine) -> None:
+def check_mourned(machine: RequestMachine) -> None:
     for life, mourners in machine._mourned.items():
         assert mourners, life
         assert all(life in machine.requests[request_id].deaths for request_id in mourners), life
 
 
-def check_desk(machine: Machine) -> None:
-    desk, limits = machine.desk, machine.limits
-    for group in desk.groups.values():
-        states = (group.group_id in desk.held, group.group_id in machine.estimates, group.done)
+def check_registry(machine: RequestMachine) -> None:
+    registry, limits = machine.registry, machine.limits
+    for group in registry.groups.values():
+        states = (group.group_id in registry.held, group.group_id in machine.estimates, group.done)
         assert sum(states) == 1, (group.group_id, states)
         assert (group.held_since is not None) == states[0]
         assert group.rollout.members[group.group_id] is group
-        assert desk.rollouts[group.rollout.rollout_id] is group.rollout
+        assert registry.rollouts[group.rollout.rollout_id] is group.rollout
         if states[0]:
             continue
-        assert 0 <= group.rollout.weight_version <= desk.weight_version
+        assert 0 <= group.rollout.weight_version <= registry.weight_version
         requests = group.results or [
             machine.requests[ids.request_id(group.group_id, index)] for index in range(group.size)
         ]
         assert sum(not request.finish for request in requests) == group.unfinished, group.group_id
         assert group.done == (group.unfinished == 0)
         assert group.kept == sum(request.view.generated for request in requests)
-    assert sum(len(rollout.members) for rollout in desk.rollouts.values()) == len(desk.groups)
-    assert set(machine.estimates) <= set(desk.groups)
-    unfinished = [group for group in desk.groups.values() if not group.done]
-    assert desk.unfinished_requests == sum(group.size for group in unfinished) <= limits.max_requests
-    assert desk.unfinished_tokens == sum(group.kept for group in unfinished) <= limits.unfinished_tokens
-    assert {group.group_id for group in desk.groups.values() if group.done} == set(desk.finished)
-    assert desk.finished_tokens == sum(group.tokens for group in desk.finished.values())
-    assert desk.finished_tokens <= limits.result_tokens or len(desk.finished) == 1
+    assert sum(len(rollout.members) for rollout in registry.rollouts.values()) == len(registry.groups)
+    assert set(machine.estimates) <= set(registry.groups)
+    unfinished = [group for group in registry.groups.values() if not group.done]
+    assert registry.unfinished_requests == sum(group.size for group in unfinished) <= limits.max_requests
+    assert registry.unfinished_tokens == sum(group.kept for group in unfinished) <= limits.unfinished_tokens
+    assert {group.group_id for group in registry.groups.values() if group.done} == set(registry.finished)
+    assert registry.finished_tokens == sum(group.tokens for group in registry.finished.values())
+    assert registry.finished_tokens <= limits.result_tokens or len(registry.finished) == 1

@@ -8,8 +8,8 @@ from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
 
 from seer.common.errors import Unreachable
-from seer.common.transport.base import Frame, Socket
-from seer.common.transport.memory import MemoryNetwork, MemoryTransport
+from seer.common.net.transport.base import Frame, Socket
+from seer.common.net.transport.memory import MemoryNetwork, MemoryTransport
 
 Loses = Callable[[Sequence[Frame]], bool]
 

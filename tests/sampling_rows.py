@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from seer.common.types import SamplingParams
-from seer.services.engine.vllm.sampling import RequestSampling
+from seer.services.engine.vllm.sampling.rows import RequestSampling
 
 
 def pack(vocab, *, key=1, prompt_len=1, stop_ids=(), **fields):

@@ -2,10 +2,10 @@
 
 import asyncio
 
-from seer.common.channel import Identity
 from seer.common.clock import LoopClock
-from seer.common.stream import StreamPublisher, StreamSubscriber, page_count, page_of
-from seer.common.wire.messages import ContextPublished, ContextSnapshot, ContextSnapshotReply, Estimates
+from seer.common.net.channel import Identity
+from seer.common.net.stream import StreamPublisher, StreamSubscriber, page_count, page_of
+from seer.common.wire import ContextPublished, ContextSnapshot, ContextSnapshotReply, Estimates
 
 PUB, SNAPSHOTS = "tcp://127.0.0.1:7105", "tcp://127.0.0.1:7106"
 

@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from seer import _native
-from seer.common.policy.drafting import (
+from seer.common.policy.draft_costs import (
     CELLS,
     GROUP_WEIGHT,
     HALF_LIFE,

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from seer.common.policy.draft_budget import PRICE
-from seer.common.policy.drafting import StepCosts
+from seer.common.policy.draft_costs import StepCosts
 
 SEPARATOR = -2
 """Between two paths; no token, and not vLLM's -1, which pads drafts."""

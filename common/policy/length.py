@@ -49,7 +49,7 @@ QUANTILE_90 = 1.2816
 
 
 @dataclass(slots=True)
-class Error:
+class EstimateError:
     """How far responses that finished were from what was foretold.
 
     `absolute` and `signed` are sums of ln(actual / foretold) over `responses`; `beyond` of them were

@@ -30,7 +30,7 @@ Folder = Annotated[str, msgspec.Meta(max_length=4096)]
 """A path, as long as Linux has them."""
 
 MAX_CELLS = 256
-"""Bound on the cells by which drafts' acceptance is kept; `common/policy/drafting.py` says which."""
+"""Bound on the cells by which drafts' acceptance is kept; `common/policy/draft_costs.py` says which."""
 
 Counts = Annotated[list[Annotated[int, msgspec.Meta(ge=0)]], msgspec.Meta(max_length=MAX_CELLS)]
 """Drafted tokens by cell; empty: none."""

@@ -18,9 +18,9 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from seer.common import wire
 from seer.common.errors import WireError
-from seer.common.transport.base import Frame
-from seer.common.wire import messages
+from seer.common.net.transport.base import Frame
 
 M = TypeVar("M")
 
@@ -28,21 +28,21 @@ _Array = npt.NDArray[Any]
 _MAX_TEXT = 200
 """Characters kept of what msgspec says: it quotes what it was sent."""
 
-_DTYPE_OF_FIELD: dict[object, str] = {messages.Tokens: "i4", messages.Logprobs: "f4", messages.Bytes: "u1"}
+_DTYPE_OF_FIELD: dict[object, str] = {wire.Tokens: "i4", wire.Logprobs: "f4", wire.Bytes: "u1"}
 _DTYPES = ("<i4", "<f4", "|u1")
 _UNIONS = (
-    messages.TrainerToBuffer,
-    messages.BufferToTrainer,
-    messages.EngineToBuffer,
-    messages.BufferToEngine,
-    messages.Sequenced,
-    messages.BufferPublished,
-    messages.ContextPublished,
-    messages.SnapshotAsked,
-    messages.BufferSnapshotReply,
-    messages.ContextSnapshotReply,
-    messages.EngineToDgds,
-    messages.DgdsToEngine,
+    wire.TrainerToBuffer,
+    wire.BufferToTrainer,
+    wire.EngineToBuffer,
+    wire.BufferToEngine,
+    wire.Sequenced,
+    wire.BufferPublished,
+    wire.ContextPublished,
+    wire.SnapshotAsked,
+    wire.BufferSnapshotReply,
+    wire.ContextSnapshotReply,
+    wire.EngineToDgds,
+    wire.DgdsToEngine,
 )
 
 
@@ -60,7 +60,7 @@ SPLIT_BYTES = 32 * 2**20
 """Larger arrays travel in several frames: a stranger makes libzmq hold no more than one frame at once."""
 
 
-def encode(message: messages.Message) -> list[Frame]:
+def encode(message: wire.Message) -> list[Frame]:
     """Return the header and one zero-copy view per array; do not change the arrays afterwards.
 
     Raises `WireError` for an array that is not one-dimensional int32, float32 or uint8.

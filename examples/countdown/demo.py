@@ -30,7 +30,7 @@ def main() -> int:
     shutil.rmtree(RUN, ignore_errors=True)
     RUN.mkdir(parents=True)
     out, report_path = RUN / "responses.jsonl", RUN / "report.json"
-    command = [sys.executable, "-m", "seer.cli", "rollout", str(HERE / "prompts.jsonl")]
+    command = [sys.executable, "-m", "seer.cli.main", "rollout", str(HERE / "prompts.jsonl")]
     command += ["--model", str(HERE / "model"), "--out", str(out), "--report", str(report_path)]
     command += ["-n", str(RESPONSES), "--max-tokens", str(MAX_TOKENS)]
     code = subprocess.run(command, check=False).returncode

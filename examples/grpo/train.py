@@ -47,10 +47,10 @@ from seer.client import (
 from seer.common.config import Config
 from seer.common.config import load as load_config
 from seer.common.errors import SeerError
-from seer.journal import model_digest
-from seer.launch import LocalSystem, run
-from seer.prompts_io import check_weights
-from seer.rollout_job import tail_seconds
+from seer.local.system import LocalSystem, run
+from seer.rollout.files import check_weights
+from seer.rollout.job import tail_seconds
+from seer.rollout.journal import model_digest
 
 SLACK_TOKENS = 64
 """Room beyond a response's longest length, for its prompt."""

@@ -14,18 +14,18 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from seer.common import wire
 from seer.common.clock import Clock
-from seer.common.log import get_logger
-from seer.common.wire import messages as m
-from seer.services.buffer import events as e
-from seer.services.buffer import sleep as s
-from seer.services.buffer import views
-from seer.services.buffer import weight_events as w
-from seer.services.buffer.deliveries import Deliveries, Sent
+from seer.common.process.log import get_logger
+from seer.services.buffer import sleep, views
 from seer.services.buffer.liveness import Liveness
-from seer.services.buffer.machine import Machine
+from seer.services.buffer.requests import events, instructions
+from seer.services.buffer.requests.deliveries import Deliveries, Sent
+from seer.services.buffer.requests.machine import RequestMachine
 from seer.services.buffer.store import TOKEN_BYTES, Store
-from seer.services.buffer.weights import WeightsMachine
+from seer.services.buffer.weights import events as weight_events
+from seer.services.buffer.weights import instructions as weight_instructions
+from seer.services.buffer.weights.machine import WeightsMachine
 
 COLLECT_SECONDS = 10.0
 """How long a draining buffer keeps the last results for their trainers."""
@@ -38,16 +38,16 @@ TICK_SECONDS = 0.5
 class Ended:
     """The arrays of a chunk that ended."""
 
-    tokens: m.Tokens
-    logprobs: m.Logprobs
+    tokens: wire.Tokens
+    logprobs: wire.Logprobs
 
 
 @dataclass(frozen=True, slots=True)
 class Submitted:
     """A submission, and the tokens of its prompts by id."""
 
-    submit: m.Submit
-    prompts: dict[str, m.Tokens]
+    submit: wire.Submit
+    prompts: dict[str, wire.Tokens]
 
 
 class Conductor:
@@ -61,17 +61,17 @@ class Conductor:
     def __init__(
         self,
         clock: Clock,
-        machine: Machine,
+        machine: RequestMachine,
         weights: WeightsMachine,
-        sleep: s.SleepMachine,
+        sleep: sleep.SleepMachine,
         store: Store,
         silence_seconds: float,
         lease_seconds: float,
         *,
-        to_engine: Callable[[str, m.BufferToEngine], None],
-        to_trainer: Callable[[str, m.BufferToTrainer], None],
-        to_life: Callable[[bytes, m.BufferToTrainer], None],
-        publish: Callable[[m.BufferPublished], None],
+        to_engine: Callable[[str, wire.BufferToEngine], None],
+        to_trainer: Callable[[str, wire.BufferToTrainer], None],
+        to_life: Callable[[bytes, wire.BufferToTrainer], None],
+        publish: Callable[[wire.BufferPublished], None],
         parted: Callable[[str], None],
     ) -> None:
         self._clock = clock
@@ -85,7 +85,7 @@ class Conductor:
         self._sessions: dict[bytes, int] = {}
         self._lives: dict[str, int] = {}
         self._log = get_logger()
-        self.registered: dict[str, m.Register] = {}
+        self.registered: dict[str, wire.Register] = {}
         self._weights_held = False
         self.drained = asyncio.Event()
         self.draining = False
@@ -94,8 +94,8 @@ class Conductor:
     def drain(self) -> None:
         """Get ready to end; trainers have `COLLECT_SECONDS` to collect: one that died never will."""
         self.draining = True
-        self.handle(e.Drained())
-        self.weigh(w.Drained())
+        self.handle(events.Drained())
+        self.weigh(weight_events.Drained())
         self._check_drained()
 
     def _check_drained(self) -> None:
@@ -110,17 +110,19 @@ class Conductor:
 
     # --- what concerns all three machines --------------------------------------------------
 
-    def join(self, name: str, register: m.Register, life: int) -> None:
+    def join(self, name: str, register: wire.Register, life: int) -> None:
         """Take in an engine, a new `life` of a known one, or the same again, which lost what it ran."""
         if name in self._lives:  # whatever life it is, it holds nothing of before
             self._part([name], died=self._lives[name] != life)
         self.registered[name] = register
         self._lives[name] = life
         self._engines.heard(name)
-        theirs = w.Weights(register.weight_version, register.weights_digest, register.weights_source)
-        self.rest(s.Joined(name, register.asleep))
-        self.weigh(w.Registered(name, theirs))
-        self.rest(s.Tick())  # it sleeps, if it has to, once it has loaded
+        theirs = weight_events.Weights(
+            register.weight_version, register.weights_digest, register.weights_source
+        )
+        self.rest(sleep.Joined(name, register.asleep))
+        self.weigh(weight_events.Registered(name, theirs))
+        self.rest(sleep.Tick())  # it sleeps, if it has to, once it has loaded
 
     def heard(self, name: str) -> None:
         """Note a sign of life of an engine."""
@@ -150,61 +152,65 @@ class Conductor:
         for name in names:
             self._engines.forget(name)
             self._lives.pop(name, None)
-        self.handle(e.EnginesLeft(names, died))
+        self.handle(events.EnginesLeft(names, died))
         for name in names:
-            self.rest(s.Lost(name))
-            self.weigh(w.Lost(name))
+            self.rest(sleep.Lost(name))
+            self.weigh(weight_events.Lost(name))
 
     def tick(self) -> None:
         """Look at all deadlines."""
         now = self._clock.now()
         self.give_up(self._engines.tick(now), "silent")
         for life in self._trainers.tick(now):
-            self.handle(e.TrainerLost(life))
+            self.handle(events.TrainerLost(life))
         owners = {rollout.life for rollout in self._machine.rollouts.values()}
         for life in self._sessions.keys() - owners:  # nothing can be lost to it, nor by it
             del self._sessions[life]
             self._trainers.forget(life)
-        self.handle(e.Tick())
-        self.rest(s.Tick())
-        self.weigh(w.Tick())
+        self.handle(events.Tick())
+        self.rest(sleep.Tick())
+        self.weigh(weight_events.Tick())
 
     # --- one machine each ------------------------------------------------------------------
 
-    def handle(self, event: e.Event, news: Ended | Submitted | None = None) -> None:
+    def handle(self, event: events.Event, news: Ended | Submitted | None = None) -> None:
         """Apply an event of requests, with the arrays that it is about."""
         for item in self._machine.handle(event, self._clock.now()):
             match item:
-                case e.Keep() if isinstance(news, Ended):
+                case instructions.Keep() if isinstance(news, Ended):
                     where = _locate(item.request_id)
                     self._store.keep(*where, news.tokens, news.logprobs, self._live())
-                case e.Take() if isinstance(news, Submitted):
+                case instructions.Take() if isinstance(news, Submitted):
                     self._store.open(news.submit, item.prompt_id, news.prompts[item.prompt_id])
-                case e.Dispatch():
+                case instructions.Dispatch():
                     wait = self._machine.policy.admission
                     chunk = self._store.chunk(item, *_locate(item.request_id), wait_for_room=wait)
                     self._to_engine(item.instance, chunk)
-                case e.Drop():
-                    drop = m.DropChunk(request_id=item.request_id, attempt=item.attempt)
+                case instructions.Drop():
+                    drop = wire.DropChunk(request_id=item.request_id, attempt=item.attempt)
                     self._to_engine(item.instance, drop)
-                case e.Deliver():
+                case instructions.Deliver():
                     size = self._machine.groups[item.group_id].tokens * TOKEN_BYTES
                     self._deliver(self._deliveries.add(item.life, item.group_id, size))
-                case e.Accept() | e.Refuse():
+                case instructions.Accept() | instructions.Refuse():
                     self._to_life(item.life, views.answer(item))
-                case e.Forget():
+                case instructions.Forget():
                     self._store.forget(item.group_id)
                     self._deliver(self._deliveries.forget(item.group_id))
-                case e.PublishOpened() | e.PublishProgress() | e.PublishClosed():
+                case (
+                    instructions.PublishOpened()
+                    | instructions.PublishProgress()
+                    | instructions.PublishClosed()
+                ):
                     self._publish(views.published(item))
         if self._weights.updating and not self._machine.requests:
-            self.weigh(w.Tick())
+            self.weigh(weight_events.Tick())
         if self._sleep.held and not self._machine.requests:
-            self.rest(s.Tick())
+            self.rest(sleep.Tick())
         self._check_drained()
 
-    def _live(self) -> w.Weights:
-        return self._weights.live or w.Weights(0, "")
+    def _live(self) -> weight_events.Weights:
+        return self._weights.live or weight_events.Weights(0, "")
 
     def _deliver(self, ready: Sequence[Sent]) -> None:
         for life, group_id in ready:
@@ -213,51 +219,53 @@ class Conductor:
                 self._to_life(life, views.progress(self._machine, group.rollout))
                 self._to_life(life, self._store.result(group))
 
-    def weigh(self, event: w.Event) -> None:
+    def weigh(self, event: weight_events.Event) -> None:
         """Apply an event of weights."""
         loading, idle = self._weights.loading, not self._machine.requests
         for item in self._weights.handle(event, self._clock.now(), idle=idle, awake=self._sleep.awake):
             match item:
-                case w.Prepare() | w.Discard() | w.Load():
+                case (
+                    weight_instructions.Prepare() | weight_instructions.Discard() | weight_instructions.Load()
+                ):
                     self._to_engine(item.instance, views.order(item))
-                case w.Admit():
-                    self.handle(e.WeightsChanged(self._live().version))
+                case weight_instructions.Admit():
+                    self.handle(events.WeightsChanged(self._live().version))
                     capacity, life = self.registered[item.instance].capacity, self._lives[item.instance]
-                    self.handle(e.EngineJoined(item.instance, capacity, life))
-                case w.Expel():
-                    self.handle(e.EnginesLeft([item.instance]))
-                case w.Hold() | w.Release():
-                    self._weights_held = isinstance(item, w.Hold)
+                    self.handle(events.EngineJoined(item.instance, capacity, life))
+                case weight_instructions.Expel():
+                    self.handle(events.EnginesLeft([item.instance]))
+                case weight_instructions.Hold() | weight_instructions.Release():
+                    self._weights_held = isinstance(item, weight_instructions.Hold)
                     self._hold()
-                case w.Abort():
-                    self.handle(e.RolloutsAborted("aborted by a weight update"))
-                case w.Report() | w.Fail():
+                case weight_instructions.Abort():
+                    self.handle(events.RolloutsAborted("aborted by a weight update"))
+                case weight_instructions.Report() | weight_instructions.Fail():
                     self._log.info("weight update ended", outcome=item)
                     self._to_trainer(item.trainer, views.outcome(item))
         if loading != self._weights.loading:  # to load, engines are woken
-            self.rest(s.Tick())
+            self.rest(sleep.Tick())
 
-    def rest(self, event: s.Event) -> None:
+    def rest(self, event: sleep.Event) -> None:
         """Apply an event of sleep."""
         held, awake, idle = self._sleep.held, self._sleep.awake, not self._machine.requests
         loading = self._weights.loading
         for item in self._sleep.handle(event, self._clock.now(), idle=idle, loading=loading):
             match item:
-                case s.Order():
-                    self._to_engine(item.instance, m.Sleep(asleep=item.asleep))
-                case s.GiveUp():
+                case sleep.Order():
+                    self._to_engine(item.instance, wire.Sleep(asleep=item.asleep))
+                case sleep.GiveUp():
                     self.give_up([item.instance], "it was told to sleep or wake, and does not answer")
-                case s.Tell():
+                case sleep.Tell():
                     self._to_trainer(
-                        item.trainer, m.Slept(asleep=item.asleep, problem=item.problem, ask=item.ask)
+                        item.trainer, wire.Slept(asleep=item.asleep, problem=item.problem, ask=item.ask)
                     )
         if held != self._sleep.held:
             self._hold()
         if awake != self._sleep.awake:  # who is awake may load, and work
-            self.weigh(w.Tick())
+            self.weigh(weight_events.Tick())
 
     def _hold(self) -> None:
-        self.handle(e.SubmissionsHeld(self._weights_held or self._sleep.held))
+        self.handle(events.SubmissionsHeld(self._weights_held or self._sleep.held))
 
 
 def _locate(request_id: str) -> tuple[str, int]:

@@ -18,9 +18,9 @@ import msgspec
 from msgspec import structs
 
 from seer.common import ids
-from seer.common.channel import CHECK_SECONDS, MAX_PEERS
 from seer.common.errors import InvalidField
-from seer.common.wire.messages import MAX_ID, Hello, Register
+from seer.common.net.channel import CHECK_SECONDS, MAX_PEERS
+from seer.common.wire import MAX_ID, Hello, Register
 
 MAX_SIZE = 2**31 - 1
 """Bound on every number of a capacity: blocks, tokens, requests."""

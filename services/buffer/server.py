@@ -16,29 +16,27 @@ import functools
 from collections import Counter
 from typing import Any
 
-from seer.common import ids
-from seer.common.channel import MAX_PEERS, Hub, Identity
+from seer.common import ids, wire
 from seer.common.clock import Clock
 from seer.common.config import Config, shared_hash
 from seer.common.errors import ConfigError, InvalidField, NotLoaded, RequestRefused
-from seer.common.log import get_logger
-from seer.common.outbox import Outbox
+from seer.common.net.channel import MAX_PEERS, Hub, Identity
+from seer.common.net.outbox import Outbox
+from seer.common.net.stream import QUEUE_PAGES, StreamPublisher, StreamSubscriber
+from seer.common.net.transport.base import Transport
 from seer.common.policy.length import Estimate
 from seer.common.policy.schedule import POLICIES
-from seer.common.stream import QUEUE_PAGES, StreamPublisher, StreamSubscriber
-from seer.common.transport.base import Transport
+from seer.common.process.log import get_logger
 from seer.common.types import InstanceStats
-from seer.common.wire import messages as m
-from seer.services.buffer import events as e
-from seer.services.buffer import sleep as s
-from seer.services.buffer import submissions, views
-from seer.services.buffer import weight_events as w
+from seer.services.buffer import sleep, submissions, views
 from seer.services.buffer.conductor import TICK_SECONDS, Conductor, Ended, Submitted
-from seer.services.buffer.machine import Machine
 from seer.services.buffer.peers import Peers, check_register, life_of
-from seer.services.buffer.spool import Spool
+from seer.services.buffer.requests import events, state
+from seer.services.buffer.requests.machine import RequestMachine
 from seer.services.buffer.store import TOKEN_BYTES, Store
-from seer.services.buffer.weights import WeightsMachine
+from seer.services.buffer.weights import events as weight_events
+from seer.services.buffer.weights.machine import WeightsMachine
+from seer.services.buffer.weights.spool import Spool
 
 
 def make(config: Config, transport: Transport, clock: Clock) -> BufferServer:
@@ -59,7 +57,7 @@ class BufferServer:
         self._transport = transport
         self._clock = clock
         self._log = get_logger()
-        limits = e.Limits(
+        limits = state.Limits(
             chunk_size=settings.chunk_size,
             max_requests=settings.max_requests,
             engine_wait_seconds=settings.engine_wait_seconds,
@@ -74,13 +72,13 @@ class BufferServer:
             incarnation=ids.new_incarnation(),
             config_hash=shared_hash(config.shared),
         )
-        self.machine = Machine(POLICIES[settings.policy], limits, first_attempt=self.me.incarnation)
+        self.machine = RequestMachine(POLICIES[settings.policy], limits, first_attempt=self.me.incarnation)
         self.store = Store()
         self.weights = WeightsMachine(settings.update_seconds)
-        self._sleep = s.SleepMachine(settings.update_seconds)
+        self._sleep = sleep.SleepMachine(settings.update_seconds)
         # Bounded by open work, as the outboxes are: a request has one chunk out, a group one result, and
         # ticks add only to idle ones.
-        self._to_publish: asyncio.Queue[m.BufferPublished] = asyncio.Queue()
+        self._to_publish: asyncio.Queue[wire.BufferPublished] = asyncio.Queue()
         self.conductor = Conductor(
             clock,
             self.machine,
@@ -107,32 +105,36 @@ class BufferServer:
         at = self._config.endpoints
         trainers = await self._transport.router(at.trainers)
         engines = await self._transport.router(at.engines)
-        events = await self._transport.publisher(at.events)
+        published = await self._transport.publisher(at.events)
         snapshots = await self._transport.router(at.event_snapshots, QUEUE_PAGES)
-        self._trainer_hub: Hub[m.BufferToTrainer, m.TrainerToBuffer] = Hub(
-            trainers, self.me, m.TrainerToBuffer, require_config_hash=False, roles=frozenset({"trainer"})
+        self._trainer_hub: Hub[wire.BufferToTrainer, wire.TrainerToBuffer] = Hub(
+            trainers,
+            self.me,
+            wire.TrainerToBuffer,
+            require_config_hash=False,
+            roles=frozenset({"trainer"}),
         )
-        self._engine_hub: Hub[m.BufferToEngine, m.EngineToBuffer] = Hub(
-            engines, self.me, m.EngineToBuffer, require_config_hash=True, roles=frozenset({"engine"})
+        self._engine_hub: Hub[wire.BufferToEngine, wire.EngineToBuffer] = Hub(
+            engines, self.me, wire.EngineToBuffer, require_config_hash=True, roles=frozenset({"engine"})
         )
         self._to_trainers = Outbox(self._trainer_hub, self._trainers.leave)
         self._to_engines = Outbox(self._engine_hub, self._engine_unreachable)
-        self._events: StreamPublisher[m.BufferPublished, m.BufferSnapshot] = StreamPublisher(
-            events, snapshots, self.me, functools.partial(views.snapshot, self.machine)
+        self._events: StreamPublisher[wire.BufferPublished, wire.BufferSnapshot] = StreamPublisher(
+            published, snapshots, self.me, functools.partial(views.snapshot, self.machine)
         )
-        self._estimates: StreamSubscriber[m.Estimates, m.ContextSnapshot] = StreamSubscriber(
+        self._estimates: StreamSubscriber[wire.Estimates, wire.ContextSnapshot] = StreamSubscriber(
             self._transport,
             at.estimates,
             at.estimate_snapshots,
             self.me,
-            m.ContextPublished,
-            m.ContextSnapshotReply,
+            wire.ContextPublished,
+            wire.ContextSnapshotReply,
             self._clock,
         )
         return {
             "trainers": trainers.endpoint,
             "engines": engines.endpoint,
-            "events": events.endpoint,
+            "events": published.endpoint,
             "event_snapshots": snapshots.endpoint,
         }
 
@@ -172,22 +174,24 @@ class BufferServer:
     async def _serve_trainers(self) -> None:
         while True:
             address, message = await self._trainer_hub.recv()
-            if isinstance(message, m.Hello):
+            if isinstance(message, wire.Hello):
                 await self._greet(self._trainer_hub, self._trainers, address, message)
             name = self._trainers.name(address)
             if name is None:
                 self._trainer_hub.dismiss(address)
                 continue
-            if self._trainers.at(name) != address and not isinstance(message, m.Hello | m.Goodbye):
+            if self._trainers.at(name) != address and not isinstance(message, wire.Hello | wire.Goodbye):
                 if not self._trainers.doubtful(address):  # else it hears of this when it is known
                     other = f"another life of trainer {name} is connected: give each client a name of its own"
-                    await self._trainer_hub.reply(address, m.Refused(code=RequestRefused.code, message=other))
+                    await self._trainer_hub.reply(
+                        address, wire.Refused(code=RequestRefused.code, message=other)
+                    )
                 continue
             self.conductor.heard_trainer(address, self._trainer_hub.session(address))
             if (reply := self._from_trainer(name, address, message)) is not None:
                 await self._trainer_hub.reply(address, reply)
 
-    async def _greet(self, hub: Hub[Any, Any], peers: Peers, address: bytes, hello: m.Hello) -> None:
+    async def _greet(self, hub: Hub[Any, Any], peers: Peers, address: bytes, hello: wire.Hello) -> None:
         waited = peers.name(address) is not None and peers.at(hello.name) != address
         holder = peers.greet(address, hello, self._clock.now())
         if holder is not None and not await hub.reaches(holder):
@@ -198,43 +202,45 @@ class BufferServer:
             hub.dismiss(address)  # what it said so far was not heard: have it begin anew
 
     def _from_trainer(
-        self, name: str, address: bytes, message: m.TrainerToBuffer
-    ) -> m.BufferToTrainer | None:
+        self, name: str, address: bytes, message: wire.TrainerToBuffer
+    ) -> wire.BufferToTrainer | None:
         """Take a message; return what is to be answered at once."""
         match message:
-            case m.Submit():
+            case wire.Submit():
                 return self._submit(name, address, message)
-            case m.Acknowledge(rollout_id=rollout_id, prompt_ids=prompt_ids, use=use):
-                self.conductor.handle(e.GroupsAcknowledged(name, rollout_id, prompt_ids, use))
-            case m.Cancel(rollout_id=rollout_id, prompt_ids=prompt_ids, use=use):
-                self.conductor.handle(e.RolloutCancelled(name, rollout_id, prompt_ids, use))
-            case m.StatusRequest():
+            case wire.Acknowledge(rollout_id=rollout_id, prompt_ids=prompt_ids, use=use):
+                self.conductor.handle(events.GroupsAcknowledged(name, rollout_id, prompt_ids, use))
+            case wire.Cancel(rollout_id=rollout_id, prompt_ids=prompt_ids, use=use):
+                self.conductor.handle(events.RolloutCancelled(name, rollout_id, prompt_ids, use))
+            case wire.StatusRequest():
                 return self._status()
-            case m.Sleep() if self.weights.updating:
+            case wire.Sleep() if self.weights.updating:
                 busy = "a weight update is under way: wait for that"
-                return m.Slept(asleep=message.asleep, problem=busy, ask=message.ask)
-            case m.Sleep():
-                self.conductor.rest(s.Asked(name, message.asleep, message.ask))
-            case m.UpdateWeights():
+                return wire.Slept(asleep=message.asleep, problem=busy, ask=message.ask)
+            case wire.Sleep():
+                self.conductor.rest(sleep.Asked(name, message.asleep, message.ask))
+            case wire.UpdateWeights():
                 return self._update(name, address, message)
-            case m.OpenSpool() | m.SpoolData():
+            case wire.OpenSpool() | wire.SpoolData():
                 self._spool.put(self._trainer_hub.reply, address, message)
-            case m.Goodbye():
+            case wire.Goodbye():
                 self._trainers.leave(address)
         return None
 
-    def _update(self, name: str, address: bytes, message: m.UpdateWeights) -> m.WeightsFailed | None:
+    def _update(self, name: str, address: bytes, message: wire.UpdateWeights) -> wire.WeightsFailed | None:
         """Begin an update; return why engines that sleep cannot."""
         self._spool.name(message.source)
         if self._sleep.wanted:
             reasons = {"": "engines sleep: wake them first"}
-            return m.WeightsFailed(version=message.version, reasons=reasons, ask=message.ask)
-        mode = w.InFlight(message.in_flight)
-        asked = w.UpdateAsked(name, message.version, message.source, message.digest, mode, message.ask)
+            return wire.WeightsFailed(version=message.version, reasons=reasons, ask=message.ask)
+        mode = weight_events.InFlight(message.in_flight)
+        asked = weight_events.UpdateAsked(
+            name, message.version, message.source, message.digest, mode, message.ask
+        )
         self.conductor.weigh(asked)
         return None
 
-    def _status(self) -> m.Status:
+    def _status(self) -> wire.Status:
         at, pool = self._config.endpoints, self._config.pool
         services = {"context": at.estimate_snapshots, "dgds": at.dgds}
         if pool.kind == "mooncake":
@@ -251,12 +257,12 @@ class BufferServer:
             self._sleep.held,
         )
 
-    def _submit(self, trainer: str, address: bytes, submit: m.Submit) -> m.Refused | None:
+    def _submit(self, trainer: str, address: bytes, submit: wire.Submit) -> wire.Refused | None:
         """Return the refusal of a submission that makes no sense."""
         try:
             prompts = submissions.prompts(submit)
         except InvalidField as error:
-            return m.Refused(
+            return wire.Refused(
                 code=RequestRefused.code,
                 message=str(error),
                 rollout_id=submit.rollout_id,
@@ -270,7 +276,7 @@ class BufferServer:
     async def _serve_engines(self) -> None:
         while True:
             address, message = await self._engine_hub.recv()
-            if isinstance(message, m.Hello):
+            if isinstance(message, wire.Hello):
                 await self._greet(self._engine_hub, self._engines, address, message)
                 continue
             name = self._engines.name(address)
@@ -280,7 +286,7 @@ class BufferServer:
             if name not in self.weights:
                 self._engines.take(name, address)  # the later life that took the name is gone again
             session = self._engine_hub.session(address)
-            if isinstance(message, m.Register):
+            if isinstance(message, wire.Register):
                 self._engines.registered[address] = session
             elif name not in self.weights:
                 if self._engines.registered.get(address) == session:
@@ -291,32 +297,34 @@ class BufferServer:
                 self.conductor.heard(name)
                 self._from_engine(name, address, message)
 
-    def _from_engine(self, name: str, address: bytes, message: m.EngineToBuffer) -> None:
+    def _from_engine(self, name: str, address: bytes, message: wire.EngineToBuffer) -> None:
         match message:
-            case m.Register():
+            case wire.Register():
                 self._register(name, address, message)
-            case m.ChunksDone():
+            case wire.ChunksDone():
                 self._chunks_done(name, address, message)
-            case m.ChunkFailed():
+            case wire.ChunkFailed():
                 self._chunk_failed(name, message)
-            case m.EngineStatus():
+            case wire.EngineStatus():
                 self._stats[name] = message.stats
-                self.conductor.handle(e.EngineReported(name, message.stats.pinned_blocks))
-            case m.WeightsPrepared():
+                self.conductor.handle(events.EngineReported(name, message.stats.pinned_blocks))
+            case wire.WeightsPrepared():
                 self.conductor.weigh(
-                    w.Prepared(name, message.version, message.digest, message.problem, message.ask)
+                    weight_events.Prepared(
+                        name, message.version, message.digest, message.problem, message.ask
+                    )
                 )
-            case m.WeightsLoaded():
-                self.conductor.weigh(w.Loaded(name, message.version, message.problem))
-            case m.Slept():
-                self.conductor.rest(s.Answered(name, message.asleep))
-            case m.OpenSpool() | m.ReadSpool():
+            case wire.WeightsLoaded():
+                self.conductor.weigh(weight_events.Loaded(name, message.version, message.problem))
+            case wire.Slept():
+                self.conductor.rest(sleep.Answered(name, message.asleep))
+            case wire.OpenSpool() | wire.ReadSpool():
                 self._spool.put(self._engine_hub.reply, address, message)
-            case m.Goodbye():
+            case wire.Goodbye():
                 self._log.info("engine left", engine=name, problem=message.problem)
                 self.conductor.drop(name, died=bool(message.problem))
 
-    def _register(self, name: str, address: bytes, register: m.Register) -> None:
+    def _register(self, name: str, address: bytes, register: wire.Register) -> None:
         try:
             check_register(register)
         except InvalidField as error:
@@ -333,7 +341,7 @@ class BufferServer:
             for table in (self._lives, self.conductor.registered, self._registered_at, self._stats):
                 table.pop(other, None)
 
-    def _chunk_failed(self, name: str, failed: m.ChunkFailed) -> None:
+    def _chunk_failed(self, name: str, failed: wire.ChunkFailed) -> None:
         request = self.machine.requests.get(failed.request_id)
         if request is not None and (request.instance, request.attempt) == (name, failed.attempt):
             # A fatal one is the request's own fault, and its trainer's to hear.
@@ -342,17 +350,17 @@ class BufferServer:
             if failed.code == NotLoaded.code:
                 self.conductor.give_up([name], failed.message)
                 return
-        rejected = e.ChunkRejected(name, failed.request_id, failed.attempt, failed.fatal, failed.message)
+        rejected = events.ChunkRejected(name, failed.request_id, failed.attempt, failed.fatal, failed.message)
         self.conductor.handle(rejected)
 
-    def _chunks_done(self, engine: str, address: bytes, done: m.ChunksDone) -> None:
+    def _chunks_done(self, engine: str, address: bytes, done: wire.ChunksDone) -> None:
         counts = [result.count for result in done.results]
         if min(counts, default=0) < 0 or not sum(counts) == len(done.tokens) == len(done.logprobs):
             fix = f"must add up to the {len(done.tokens)} tokens and {len(done.logprobs)} logprobs sent"
             error = InvalidField("results", counts, fix)
             self._engine_hub.refuse(address, error)
             for result in done.results:  # these provoked it, so it counts against them
-                rejected = e.ChunkRejected(engine, result.request_id, result.attempt, False, str(error))
+                rejected = events.ChunkRejected(engine, result.request_id, result.attempt, False, str(error))
                 self.conductor.handle(rejected)
             self.conductor.give_up([engine], "it sent results that make no sense")
             return
@@ -362,7 +370,7 @@ class BufferServer:
         start = 0
         for result in done.results:
             end = start + result.count
-            event = e.ChunkEnded(
+            event = events.ChunkEnded(
                 engine,
                 result.request_id,
                 result.attempt,
@@ -389,7 +397,7 @@ class BufferServer:
                 for group_id, tokens in news.estimates.items()
             }
             sound = {group_id: told for group_id, told in estimates.items() if told.sound}
-            self.conductor.handle(e.EstimatesChanged(sound, news.acceptance))
+            self.conductor.handle(events.EstimatesChanged(sound, news.acceptance))
 
     async def _tick(self) -> None:
         while True:
@@ -398,7 +406,7 @@ class BufferServer:
             self._spool.tidy(self.weights.sources)
             if self._to_engines.idle:
                 for name in sorted(self.weights.known):
-                    self._tell_engine(name, m.Ping())
+                    self._tell_engine(name, wire.Ping())
             if self._to_trainers.idle:
                 for rollout in self.machine.rollouts.values():
                     if self._to_trainers.keeps_up(rollout.life):
@@ -406,17 +414,17 @@ class BufferServer:
 
     # --- messages to sockets -------------------------------------------------------------
 
-    def _tell_engine(self, name: str, message: m.BufferToEngine) -> None:
+    def _tell_engine(self, name: str, message: wire.BufferToEngine) -> None:
         address = self._engines.at(name)
         if address is not None:
             self._to_engines.put(address, message)
 
-    def _tell_trainer(self, name: str, message: m.BufferToTrainer) -> None:
+    def _tell_trainer(self, name: str, message: wire.BufferToTrainer) -> None:
         address = self._trainers.at(name)
         if address is not None:
             self._to_trainers.put(address, message)
 
-    def _tell_life(self, address: bytes, message: m.BufferToTrainer) -> None:
+    def _tell_life(self, address: bytes, message: wire.BufferToTrainer) -> None:
         # Another life of a trainer gets its finished groups when it submits them again under its name.
         if self._trainers.name(address) is not None:
             self._to_trainers.put(address, message)

@@ -11,11 +11,11 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from seer.common import ids
+from seer.common import ids, wire
 from seer.common.types import SamplingParams
-from seer.common.wire import messages as m
-from seer.services.buffer.events import Dispatch, GroupState
-from seer.services.buffer.weight_events import Weights
+from seer.services.buffer.requests.instructions import Dispatch
+from seer.services.buffer.requests.state import GroupState
+from seer.services.buffer.weights.events import Weights
 
 TOKEN_BYTES = 8
 """A kept token: int32 id and float32 logprob."""
@@ -26,13 +26,13 @@ _NONE = Weights(0, "")
 
 @dataclass(slots=True)
 class _Output:
-    tokens: list[m.Tokens] = field(default_factory=list)
-    logprobs: list[m.Logprobs] = field(default_factory=list)
+    tokens: list[wire.Tokens] = field(default_factory=list)
+    logprobs: list[wire.Logprobs] = field(default_factory=list)
 
 
 @dataclass(slots=True)
 class _Group:
-    prompt: m.Tokens
+    prompt: wire.Tokens
     prompt_id: str
     sampling: SamplingParams
     seed: int
@@ -54,19 +54,24 @@ class Store:
     def __contains__(self, group_id: object) -> bool:
         return group_id in self._groups
 
-    def open(self, submit: m.Submit, prompt_id: str, prompt: m.Tokens) -> None:
+    def open(self, submit: wire.Submit, prompt_id: str, prompt: wire.Tokens) -> None:
         """Keep one prompt of a submission. Copied: the tokens are a view of all of them."""
         self._groups[ids.group_id(submit.rollout_id, prompt_id)] = _Group(
             prompt.copy(), prompt_id, submit.sampling, submit.seed, submit.rollout_number, {}, submit.n
         )
 
-    def same(self, group_id: str, prompt: m.Tokens) -> bool:
+    def same(self, group_id: str, prompt: wire.Tokens) -> bool:
         """Say whether a prompt is the one that is known under its id, if any is."""
         known = self._groups.get(group_id)
         return known is None or np.array_equal(known.prompt, prompt)
 
     def keep(
-        self, group_id: str, index: int, tokens: m.Tokens, logprobs: m.Logprobs, weights: Weights
+        self,
+        group_id: str,
+        index: int,
+        tokens: wire.Tokens,
+        logprobs: wire.Logprobs,
+        weights: Weights,
     ) -> None:
         """Append an ended chunk made by `weights`. Copied: the arrays are views of a whole engine message."""
         group = self._groups[group_id]
@@ -75,11 +80,11 @@ class Store:
         output.tokens.append(tokens.copy())
         output.logprobs.append(logprobs.copy())
 
-    def chunk(self, dispatch: Dispatch, group_id: str, index: int, *, wait_for_room: bool) -> m.RunChunk:
+    def chunk(self, dispatch: Dispatch, group_id: str, index: int, *, wait_for_room: bool) -> wire.RunChunk:
         """Return the message that runs a request's next chunk."""
         group = self._groups[group_id]
         output = group.outputs.get(index)
-        return m.RunChunk(
+        return wire.RunChunk(
             request_id=dispatch.request_id,
             group_id=group_id,
             attempt=dispatch.attempt,
@@ -93,13 +98,13 @@ class Store:
             probe=dispatch.probe,
         )
 
-    def result(self, state: GroupState) -> m.GroupDone:
+    def result(self, state: GroupState) -> wire.GroupDone:
         """Return the message that delivers a finished group, whatever weights are live by now."""
         group = self._groups[state.group_id]
         outputs = [group.outputs[index] for index in range(group.size)]
         tokens = [array for output in outputs for array in output.tokens]
         logprobs = [array for output in outputs for array in output.logprobs]
-        return m.GroupDone(
+        return wire.GroupDone(
             rollout_id=state.rollout.rollout_id,
             prompt_id=state.prompt_id,
             weight_version=group.weights.version,

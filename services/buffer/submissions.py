@@ -6,14 +6,13 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from seer.common import ids
+from seer.common import ids, wire
 from seer.common.errors import InvalidField
-from seer.common.wire import messages as m
-from seer.services.buffer.events import GroupSpec, GroupsSubmitted
+from seer.services.buffer.requests.events import GroupSpec, GroupsSubmitted
 from seer.services.buffer.store import Store
 
 
-def prompts(submit: m.Submit) -> dict[str, m.Tokens]:
+def prompts(submit: wire.Submit) -> dict[str, wire.Tokens]:
     """Return each prompt's tokens by id, views of all. Raises `InvalidField` for what makes no sense."""
     _check(submit)
     pieces = np.split(submit.tokens, np.cumsum(submit.lengths)[:-1])
@@ -21,7 +20,7 @@ def prompts(submit: m.Submit) -> dict[str, m.Tokens]:
 
 
 def event(
-    trainer: str, life: bytes, submit: m.Submit, prompts: Mapping[str, m.Tokens], store: Store
+    trainer: str, life: bytes, submit: wire.Submit, prompts: Mapping[str, wire.Tokens], store: Store
 ) -> GroupsSubmitted:
     """Return what a submission is to the machine."""
     specs = [
@@ -35,9 +34,11 @@ def event(
     )  # fmt: skip
 
 
-def _check(submit: m.Submit) -> None:
-    if len(submit.prompt_ids) > m.MAX_PROMPTS:
-        raise InvalidField("prompt_ids", len(submit.prompt_ids), f"submit at most {m.MAX_PROMPTS} at a time")
+def _check(submit: wire.Submit) -> None:
+    if len(submit.prompt_ids) > wire.MAX_PROMPTS:
+        raise InvalidField(
+            "prompt_ids", len(submit.prompt_ids), f"submit at most {wire.MAX_PROMPTS} at a time"
+        )
     submit.sampling.check()
     for name in ("seed", "rollout_number"):
         value = getattr(submit, name)
@@ -46,8 +47,8 @@ def _check(submit: m.Submit) -> None:
     if not submit.rollout_id or "/" in submit.rollout_id:  # two pairs of ids must not make one group's
         raise InvalidField("rollout_id", submit.rollout_id, "give a non-empty string without '/'")
     longest = max(submit.prompt_ids, key=len, default="")
-    if len(ids.request_id(ids.group_id(submit.rollout_id, longest), submit.n)) > m.MAX_ID:
-        raise InvalidField("prompt_ids", longest, f"makes request ids of over {m.MAX_ID} characters")
+    if len(ids.request_id(ids.group_id(submit.rollout_id, longest), submit.n)) > wire.MAX_ID:
+        raise InvalidField("prompt_ids", longest, f"makes request ids of over {wire.MAX_ID} characters")
     if len(set(submit.prompt_ids)) != len(submit.prompt_ids):
         raise InvalidField("prompt_ids", submit.prompt_ids, "must be unique")
     total = len(submit.tokens)

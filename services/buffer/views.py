@@ -4,20 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from seer.common.channel import Identity
-from seer.common.stream import page_count, page_of
+from seer.common import wire
+from seer.common.net.channel import Identity
+from seer.common.net.stream import page_count, page_of
 from seer.common.types import InstanceStats
-from seer.common.wire import messages as m
-from seer.services.buffer import events as e
-from seer.services.buffer import weight_events as w
-from seer.services.buffer.machine import Machine
-from seer.services.buffer.weights import WeightsMachine
+from seer.services.buffer.requests import instructions, state
+from seer.services.buffer.requests.machine import RequestMachine
+from seer.services.buffer.weights import instructions as weight_instructions
+from seer.services.buffer.weights.machine import WeightsMachine
 
 
-def progress(machine: Machine, rollout: e.RolloutState) -> m.Progress:
+def progress(machine: RequestMachine, rollout: state.RolloutState) -> wire.Progress:
     """Return a rollout's counters; its finish times are handed over, so each is sent once."""
     finish_times, rollout.finish_times = rollout.finish_times, []
-    return m.Progress(
+    return wire.Progress(
         rollout_id=rollout.rollout_id,
         requests=rollout.requests,
         finished=rollout.finished,
@@ -33,16 +33,16 @@ def progress(machine: Machine, rollout: e.RolloutState) -> m.Progress:
     )
 
 
-def answer(item: e.Accept | e.Refuse) -> m.Accepted | m.Refused:
+def answer(item: instructions.Accept | instructions.Refuse) -> wire.Accepted | wire.Refused:
     """Return what a trainer hears of prompts that it submitted."""
-    if isinstance(item, e.Accept):
-        return m.Accepted(
+    if isinstance(item, instructions.Accept):
+        return wire.Accepted(
             rollout_id=item.rollout_id,
             prompt_ids=item.prompt_ids,
             use=item.use,
             weight_version=item.weight_version,
         )
-    return m.Refused(
+    return wire.Refused(
         code=item.code,
         message=item.message,
         rollout_id=item.rollout_id,
@@ -51,7 +51,7 @@ def answer(item: e.Accept | e.Refuse) -> m.Accepted | m.Refused:
     )
 
 
-def snapshot(machine: Machine, incarnation: int, sequence: int) -> Iterator[m.BufferSnapshot]:
+def snapshot(machine: RequestMachine, incarnation: int, sequence: int) -> Iterator[wire.BufferSnapshot]:
     """Return every open group and how far its requests are, by pages; the state is copied at once."""
     opened = [
         (group.group_id, group.size, group.prompt_len, group.max_tokens)
@@ -65,15 +65,15 @@ def snapshot(machine: Machine, incarnation: int, sequence: int) -> Iterator[m.Bu
     ]
     pages = page_count(len(opened), len(progress))
     return (
-        m.BufferSnapshot(
+        wire.BufferSnapshot(
             incarnation=incarnation,
             sequence=sequence,
             opened=[
-                m.GroupOpened(group_id=group_id, size=size, prompt_len=prompt_len, cap=cap)
+                wire.GroupOpened(group_id=group_id, size=size, prompt_len=prompt_len, cap=cap)
                 for group_id, size, prompt_len, cap in page_of(opened, page)
             ],
             progress=[
-                m.RequestProgress(group_id=group_id, index=index, generated=generated, finished=finished)
+                wire.RequestProgress(group_id=group_id, index=index, generated=generated, finished=finished)
                 for group_id, index, generated, finished in page_of(progress, page)
             ],
             page=page,
@@ -83,13 +83,15 @@ def snapshot(machine: Machine, incarnation: int, sequence: int) -> Iterator[m.Bu
     )
 
 
-def published(item: e.PublishOpened | e.PublishProgress | e.PublishClosed) -> m.BufferPublished:
+def published(
+    item: instructions.PublishOpened | instructions.PublishProgress | instructions.PublishClosed,
+) -> wire.BufferPublished:
     """Return one piece of news for the event stream."""
     match item:
-        case e.PublishOpened(group_id, size, prompt_len, cap):
-            return m.GroupOpened(group_id=group_id, size=size, prompt_len=prompt_len, cap=cap)
-        case e.PublishProgress():
-            return m.RequestProgress(
+        case instructions.PublishOpened(group_id, size, prompt_len, cap):
+            return wire.GroupOpened(group_id=group_id, size=size, prompt_len=prompt_len, cap=cap)
+        case instructions.PublishProgress():
+            return wire.RequestProgress(
                 group_id=item.group_id,
                 index=item.index,
                 generated=item.generated,
@@ -97,48 +99,52 @@ def published(item: e.PublishOpened | e.PublishProgress | e.PublishClosed) -> m.
                 drafted=list(item.drafted),
                 accepted=list(item.accepted),
             )
-        case e.PublishClosed(group_id):
-            return m.GroupClosed(group_id=group_id)
+        case instructions.PublishClosed(group_id):
+            return wire.GroupClosed(group_id=group_id)
 
 
-def order(item: w.Prepare | w.Discard | w.Load) -> m.PrepareWeights | m.DiscardWeights | m.LoadWeights:
+def order(
+    item: weight_instructions.Prepare | weight_instructions.Discard | weight_instructions.Load,
+) -> wire.PrepareWeights | wire.DiscardWeights | wire.LoadWeights:
     """Return what an engine is to do with weights."""
-    if isinstance(item, w.Prepare):
-        return m.PrepareWeights(version=item.version, source=item.source, ask=item.ask)
-    if isinstance(item, w.Discard):
-        return m.DiscardWeights(version=item.version, ask=item.ask)
+    if isinstance(item, weight_instructions.Prepare):
+        return wire.PrepareWeights(version=item.version, source=item.source, ask=item.ask)
+    if isinstance(item, weight_instructions.Discard):
+        return wire.DiscardWeights(version=item.version, ask=item.ask)
     weights = item.weights
-    return m.LoadWeights(version=weights.version, digest=weights.digest, source=weights.source)
+    return wire.LoadWeights(version=weights.version, digest=weights.digest, source=weights.source)
 
 
-def outcome(item: w.Report | w.Fail) -> m.WeightsLive | m.WeightsFailed:
+def outcome(
+    item: weight_instructions.Report | weight_instructions.Fail,
+) -> wire.WeightsLive | wire.WeightsFailed:
     """Return what a trainer hears of its update."""
-    if isinstance(item, w.Fail):
-        return m.WeightsFailed(version=item.version, reasons=item.reasons, ask=item.ask)
+    if isinstance(item, weight_instructions.Fail):
+        return wire.WeightsFailed(version=item.version, reasons=item.reasons, ask=item.ask)
     weights = item.weights
-    return m.WeightsLive(
+    return wire.WeightsLive(
         version=weights.version, digest=weights.digest, quarantined=item.quarantined, ask=item.ask
     )
 
 
 def status(
-    machine: Machine,
+    machine: RequestMachine,
     weights: WeightsMachine,
     me: Identity,
-    registered: Mapping[str, m.Register],
+    registered: Mapping[str, wire.Register],
     stats: Mapping[str, InstanceStats],
     lives: Mapping[str, int],
     uptime_seconds: float,
     services: dict[str, str],
     asleep: bool,
-) -> m.Status:
+) -> wire.Status:
     """Return the answer to `StatusRequest`. `lives` counts incarnations by engine name."""
-    return m.Status(
+    return wire.Status(
         name=me.name,
         incarnation=me.incarnation,
         policy=machine.policy.name,
         instances=[
-            m.InstanceStatus(
+            wire.InstanceStatus(
                 name=view.name,
                 capacity=view.capacity,
                 stats=stats.get(view.name, InstanceStats()),
@@ -159,5 +165,5 @@ def status(
         quarantined=weights.quarantined,
         services=services,
         asleep=asleep,
-        requests_held=sum(group.size for group in machine.desk.held.values()),
+        requests_held=sum(group.size for group in machine.registry.held.values()),
     )

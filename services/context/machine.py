@@ -22,9 +22,9 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from seer.common.policy.drafting import ALL_GROUPS, GROUP_WEIGHT, Acceptance, to_percent
-from seer.common.policy.length import Error, Estimate, Estimator, Evidence, Longest
-from seer.services.context.memory import Memory
+from seer.common.policy.draft_costs import ALL_GROUPS, GROUP_WEIGHT, Acceptance, to_percent
+from seer.common.policy.length import Estimate, EstimateError, Estimator, Evidence, Longest
+from seer.services.context.past_prompts import PastPrompts
 
 NOTABLE = 5
 """Percent points by which a rate of acceptance must move to be said again."""
@@ -85,7 +85,7 @@ class _Group:
         return self.told is not None and self.told != _assumed(self.known.cap)
 
 
-class Machine:
+class EstimateMachine:
     """See the module's docstring. `ignored` counts events of unknown groups or responses.
 
     At most `remember_prompts` prompts are remembered beyond their groups.
@@ -93,8 +93,8 @@ class Machine:
 
     def __init__(self, estimator: Estimator | None = None, remember_prompts: int = 0) -> None:
         self.estimator = Longest() if estimator is None else estimator
-        self.memory = Memory(remember_prompts)
-        self.error = Error()
+        self.memory = PastPrompts(remember_prompts)
+        self.error = EstimateError()
         self._groups: dict[str, _Group] = {}
         self._dirty: dict[str, None] = {}  # in order: a run replays exactly
         self._drafted: dict[str, None] = {}  # likewise
@@ -127,7 +127,7 @@ class Machine:
         for group_id, group in before.items():
             self._remember(group_id, group)
             group.known.forget()  # it comes again, and must not count twice
-        error, self.error = self.error, Error()
+        error, self.error = self.error, EstimateError()
         for event in events:
             self.handle(event)
         self.error = error  # what was finished before was not foretold

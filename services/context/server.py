@@ -11,18 +11,17 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterable, Iterator
 
-from seer.common import ids
-from seer.common.channel import Identity
+from seer.common import ids, wire
 from seer.common.clock import Clock
 from seer.common.config import Config, shared_hash
 from seer.common.errors import ConfigError
-from seer.common.log import get_logger
+from seer.common.net.channel import Identity
+from seer.common.net.stream import QUEUE_PAGES, StreamPublisher, StreamSubscriber, page_count, page_of
+from seer.common.net.transport.base import Transport
 from seer.common.policy.length import ESTIMATORS, Estimate
 from seer.common.policy.schedule import POLICIES
-from seer.common.stream import QUEUE_PAGES, StreamPublisher, StreamSubscriber, page_count, page_of
-from seer.common.transport.base import Transport
-from seer.common.wire import messages as m
-from seer.services.context.machine import Closed, Event, Machine, Opened, Progressed
+from seer.common.process.log import get_logger
+from seer.services.context.machine import Closed, EstimateMachine, Event, Opened, Progressed
 
 BATCH = 10_000
 """Groups per broadcast: under 1 MiB with ids of ordinary length."""
@@ -46,7 +45,7 @@ class ContextServer:
         remember = config.context.remember_prompts
         if remember < 0:
             raise ConfigError(f"context.remember_prompts = {remember}: must be 0 (none) or more")
-        self.machine = Machine(ESTIMATORS[POLICIES[name].estimator](), remember)
+        self.machine = EstimateMachine(ESTIMATORS[POLICIES[name].estimator](), remember)
         self._at = config.endpoints
         self._transport = transport
         self._clock = clock
@@ -63,16 +62,16 @@ class ContextServer:
         """Bind; return the endpoints bound. The buffer may come later."""
         publisher = await self._transport.publisher(self._at.estimates)
         router = await self._transport.router(self._at.estimate_snapshots, QUEUE_PAGES)
-        self._estimates: StreamPublisher[m.Estimates, m.ContextSnapshot] = StreamPublisher(
+        self._estimates: StreamPublisher[wire.Estimates, wire.ContextSnapshot] = StreamPublisher(
             publisher, router, self._me, self._snapshot
         )
-        self._events: StreamSubscriber[m.BufferPublished, m.BufferSnapshot] = StreamSubscriber(
+        self._events: StreamSubscriber[wire.BufferPublished, wire.BufferSnapshot] = StreamSubscriber(
             self._transport,
             self._at.events,
             self._at.event_snapshots,
             self._me,
-            m.BufferPublished,
-            m.BufferSnapshotReply,
+            wire.BufferPublished,
+            wire.BufferSnapshotReply,
             self._clock,
         )
         return {"estimates": publisher.endpoint, "estimate_snapshots": router.endpoint}
@@ -95,7 +94,7 @@ class ContextServer:
     async def _follow(self) -> None:
         while True:
             news = await self._events.recv()
-            if isinstance(news, m.BufferSnapshot):
+            if isinstance(news, wire.BufferSnapshot):
                 self.machine.replace(_events_of(news))
             else:
                 self.machine.handle(_event_of(news))
@@ -111,18 +110,18 @@ class ContextServer:
             rates = list(self.machine.acceptance_changes().items())
             for start in range(0, max(len(changes), len(rates)), BATCH):
                 end = start + BATCH
-                news = m.Estimates(
+                news = wire.Estimates(
                     estimates={group_id: estimate.tokens for group_id, estimate in changes[start:end]},
                     acceptance=dict(rates[start:end]),
                     spreads=_spreads(changes[start:end]),
                 )
                 await self._estimates.publish(news)
 
-    def _snapshot(self, incarnation: int, sequence: int) -> Iterator[m.ContextSnapshot]:
+    def _snapshot(self, incarnation: int, sequence: int) -> Iterator[wire.ContextSnapshot]:
         said, rates = list(self.machine.estimates().items()), list(self.machine.acceptance().items())
         pages = page_count(len(said), len(rates))
         return (
-            m.ContextSnapshot(
+            wire.ContextSnapshot(
                 incarnation=incarnation,
                 sequence=sequence,
                 estimates={group_id: estimate.tokens for group_id, estimate in page_of(said, page)},
@@ -139,16 +138,16 @@ def _spreads(said: Iterable[tuple[str, Estimate]]) -> dict[str, float]:
     return {group_id: estimate.spread for group_id, estimate in said if estimate.spread}
 
 
-def _events_of(snapshot: m.BufferSnapshot) -> Iterator[Event]:
+def _events_of(snapshot: wire.BufferSnapshot) -> Iterator[Event]:
     yield from map(_event_of, snapshot.opened)
     yield from map(_event_of, snapshot.progress)
 
 
-def _event_of(message: m.BufferPublished) -> Event:
+def _event_of(message: wire.BufferPublished) -> Event:
     match message:
-        case m.GroupOpened():
+        case wire.GroupOpened():
             return Opened(message.group_id, message.size, message.cap)
-        case m.RequestProgress():
+        case wire.RequestProgress():
             return Progressed(
                 message.group_id,
                 message.index,
@@ -157,5 +156,5 @@ def _event_of(message: m.BufferPublished) -> Event:
                 message.drafted,
                 message.accepted,
             )
-        case m.GroupClosed():
+        case wire.GroupClosed():
             return Closed(message.group_id)

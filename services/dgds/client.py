@@ -21,12 +21,12 @@ import asyncio
 from collections import Counter, OrderedDict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
-from seer.common.channel import Identity
+from seer.common import wire
 from seer.common.clock import Clock
 from seer.common.config import EngineConfig, shards
-from seer.common.log import get_logger
-from seer.common.transport.base import Transport
-from seer.common.wire import messages as m
+from seer.common.net.channel import Identity
+from seer.common.net.transport.base import Transport
+from seer.common.process.log import get_logger
 from seer.services.dgds.link import MAX_GROUPS, Link, StreamDelta
 from seer.services.dgds.packing import TOKEN_IDS, group_digest, prompt_digest, unpackable
 
@@ -62,7 +62,7 @@ class DgdsClient:
 
     # --- writing -------------------------------------------------------------------------
 
-    def register(self, group_id: str, prompt: m.Tokens, ttl_seconds: float = 0.0) -> None:
+    def register(self, group_id: str, prompt: wire.Tokens, ttl_seconds: float = 0.0) -> None:
         """Have a group with this prompt (int32) kept for `ttl_seconds` after it was last touched.
 
         Call it before the group's first `begin` or `fetch`; repeating it is harmless and cheap. 0
@@ -77,7 +77,7 @@ class DgdsClient:
         group, link = self._place(group_id)
         link.register(group, digest, ttl_seconds)
 
-    def begin(self, group_id: str, index: int, attempt: int, output: m.Tokens) -> None:
+    def begin(self, group_id: str, index: int, attempt: int, output: wire.Tokens) -> None:
         """Start following one attempt of a response that has `output` (int32) so far.
 
         `output` is kept to fill gaps, and not copied.
@@ -143,7 +143,7 @@ class DgdsClient:
         group = group_digest(group_id)
         return group, self._links[self._prompts.get(group_id, group) % len(self._links)]
 
-    def _packable(self, index: int, tokens: Sequence[int] | m.Tokens) -> bool:
+    def _packable(self, index: int, tokens: Sequence[int] | wire.Tokens) -> bool:
         """Without these tokens, what follows leaves a gap that is never filled."""
         wrong = unpackable(tokens)
         if wrong is None:

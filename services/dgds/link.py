@@ -12,13 +12,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from seer.common.channel import Channel, Identity
+from seer.common import wire
 from seer.common.clock import Clock
 from seer.common.config import EngineConfig
 from seer.common.errors import SeerError, Unreachable
-from seer.common.log import get_logger
-from seer.common.transport.base import Transport
-from seer.common.wire import messages as m
+from seer.common.net.channel import Channel, Identity
+from seer.common.net.transport.base import Transport
+from seer.common.process.log import get_logger
 from seer.services.dgds.outputs import Outputs
 from seer.services.dgds.packing import pack, unpack
 
@@ -45,7 +45,7 @@ class StreamDelta:
     group_id: str
     index: int
     previous: int
-    tokens: m.Tokens
+    tokens: wire.Tokens
 
 
 class Link:
@@ -63,8 +63,8 @@ class Link:
     ) -> None:
         self.outputs = Outputs(max_retained_tokens, counters)
         self._counters = counters
-        self._channel: Channel[m.EngineToDgds, m.DgdsToEngine] = Channel(
-            transport, endpoint, identity, m.DgdsToEngine, clock
+        self._channel: Channel[wire.EngineToDgds, wire.DgdsToEngine] = Channel(
+            transport, endpoint, identity, wire.DgdsToEngine, clock
         )
         self._clock = clock
         self._config = config
@@ -130,13 +130,13 @@ class Link:
             async with asyncio.timeout(seconds):
                 if self._present:
                     await self._flush()
-                    await self._channel.send(m.Goodbye())
+                    await self._channel.send(wire.Goodbye())
         except (TimeoutError, Unreachable):
             self._counters["absences"] += 1
         self._present = False
         self._channel.close()
 
-    def _join(self, welcome: m.Welcome) -> None:
+    def _join(self, welcome: wire.Welcome) -> None:
         self._present = True
         if welcome.incarnation == self._life:
             return
@@ -150,18 +150,18 @@ class Link:
     async def _listen(self) -> None:
         while True:
             match await self._channel.recv():
-                case m.AppendGaps() as found:
+                case wire.AppendGaps() as found:
                     self._fill(found.gaps)
-                case m.Deltas() as deltas:
+                case wire.Deltas() as deltas:
                     self._take(deltas)
-                case m.Welcome() as welcome:
+                case wire.Welcome() as welcome:
                     self._join(welcome)
-                case m.NotTaken() as refusal:
+                case wire.NotTaken() as refusal:
                     if not self._counters["refused"]:
                         self._log.warning("the dgds refused a message", problem=refusal.problem)
                     self._counters["refused"] += 1
 
-    def _fill(self, gaps: Iterable[m.Gap]) -> None:
+    def _fill(self, gaps: Iterable[wire.Gap]) -> None:
         for gap in gaps:
             self.outputs.rewind((gap.group, gap.index), gap.attempt, gap.have, self._clock.now())
             if gap.have == 0 and gap.group in self._groups:  # it may have dropped the group
@@ -185,14 +185,16 @@ class Link:
         registering = [(group, *self._groups[group]) for group in self._registering]
         self._registering = {}
         for seconds in {ttl for _, _, ttl in registering}:
-            groups = [m.GroupEntry(group, prompt) for group, prompt, ttl in registering if ttl == seconds]
-            await self._channel.send(m.RegisterGroups(groups=groups, ttl_seconds=seconds))
+            groups = [wire.GroupEntry(group, prompt) for group, prompt, ttl in registering if ttl == seconds]
+            await self._channel.send(wire.RegisterGroups(groups=groups, ttl_seconds=seconds))
         while parts := self.outputs.batch(MAX_BATCH_TOKENS):
             tokens = np.concatenate([part.tokens for part in parts])
-            appends = [m.Append(*part.key, part.attempt, part.previous, len(part.tokens)) for part in parts]
+            appends = [
+                wire.Append(*part.key, part.attempt, part.previous, len(part.tokens)) for part in parts
+            ]
             self._counters["batches"] += 1
             self._counters["tokens"] += len(tokens)
-            await self._channel.send(m.AppendBatch(appends=appends, tokens=pack(tokens)))
+            await self._channel.send(wire.AppendBatch(appends=appends, tokens=pack(tokens)))
 
     # --- reading -------------------------------------------------------------------------
 
@@ -221,9 +223,9 @@ class Link:
             self._answered.clear()
             self._question += 1
             await self._channel.send(
-                m.Fetch(
+                wire.Fetch(
                     groups=[
-                        m.FetchGroup(group, self._have.get(group, {}), sorted(own.get(group, ())))
+                        wire.FetchGroup(group, self._have.get(group, {}), sorted(own.get(group, ())))
                         for group in groups[:MAX_FETCH_GROUPS]
                     ],
                     question=self._question,
@@ -232,7 +234,7 @@ class Link:
             await self._answered.wait()
             groups = groups[self._done :]
 
-    def _take(self, answer: m.Deltas) -> None:
+    def _take(self, answer: wire.Deltas) -> None:
         tokens, start = unpack(answer.tokens), 0
         for item in answer.deltas:
             part = tokens[start : start + item.count]
@@ -245,7 +247,7 @@ class Link:
             self._done = answer.done
             self._answered.set()
 
-    def _apply(self, item: m.Delta, tokens: m.Tokens) -> None:
+    def _apply(self, item: wire.Delta, tokens: wire.Tokens) -> None:
         have = self._have.setdefault(item.group, {})
         revision, length = have.get(item.index, (0, 0))
         # A late answer may repeat what an earlier one brought; a revision only ever grows.

@@ -13,7 +13,7 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from seer.common.wire.messages import TOKEN_BYTES, Bytes, Tokens
+from seer.common.wire import TOKEN_BYTES, Bytes, Tokens
 
 TOKEN_IDS = range(2 ** (8 * TOKEN_BYTES))
 """Ids that can be packed."""

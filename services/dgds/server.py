@@ -17,16 +17,15 @@ from pathlib import Path
 
 import numpy as np
 
-from seer.common import ids
-from seer.common.channel import Hub, Identity
+from seer.common import ids, wire
 from seer.common.clock import Clock
 from seer.common.config import Config, DgdsConfig, shards, shared_hash
 from seer.common.errors import ConfigError, InvalidField
-from seer.common.log import get_logger
-from seer.common.transport.base import Transport
-from seer.common.wire import messages as m
-from seer.services.dgds import memory_file
-from seer.services.dgds.memory import Memory
+from seer.common.net.channel import Hub, Identity
+from seer.common.net.transport.base import Transport
+from seer.common.process.log import get_logger
+from seer.services.dgds import past_groups_file
+from seer.services.dgds.past_groups import PastGroups
 from seer.services.dgds.store import Delta, Store
 
 MAX_DELTA_TOKENS = 2**16
@@ -72,7 +71,7 @@ class DgdsServer:
                 f"dgds.remember_path = {settings.remember_path!r}: nothing is remembered;"
                 " set dgds.remember_tokens, too"
             )
-        self._memory = Memory(settings.remember_tokens) if settings.remember_tokens > 0 else None
+        self._memory = PastGroups(settings.remember_tokens) if settings.remember_tokens > 0 else None
         self._file = _file_of(settings, len(endpoints)) if self._memory is not None else None
         self._saved = 0
         self.store = Store(settings.max_tokens, settings.ttl_seconds, self._memory)
@@ -87,10 +86,10 @@ class DgdsServer:
     async def start(self) -> dict[str, str]:
         """Bind; return the endpoint bound."""
         router = await self._transport.router(self._endpoint, QUEUE_ANSWERS)
-        self._hub: Hub[m.DgdsToEngine, m.EngineToDgds] = Hub(
+        self._hub: Hub[wire.DgdsToEngine, wire.EngineToDgds] = Hub(
             router,
             self._me,
-            m.EngineToDgds,
+            wire.EngineToDgds,
             require_config_hash=True,
             roles=ROLES,
         )
@@ -123,33 +122,33 @@ class DgdsServer:
             identity, message = await self._hub.recv()
             try:
                 match message:
-                    case m.AppendBatch():
+                    case wire.AppendBatch():
                         if gaps := self._append(message):
-                            await self._hub.reply(identity, m.AppendGaps(gaps=gaps))
-                    case m.Fetch():
+                            await self._hub.reply(identity, wire.AppendGaps(gaps=gaps))
+                    case wire.Fetch():
                         await self._hub.reply(identity, self._fetch(message))
-                    case m.RegisterGroups():
+                    case wire.RegisterGroups():
                         self._register(message)
-                    case m.Hello() | m.Goodbye():
+                    case wire.Hello() | wire.Goodbye():
                         pass
             except InvalidField as error:
                 self._hub.refuse(identity, error)
-                await self._hub.reply(identity, m.NotTaken(problem=str(error)))
+                await self._hub.reply(identity, wire.NotTaken(problem=str(error)))
 
-    def _append(self, batch: m.AppendBatch) -> list[m.Gap]:
+    def _append(self, batch: wire.AppendBatch) -> list[wire.Gap]:
         _check(batch)
         append, now, tokens = self.store.append, self._clock.now(), batch.tokens.data
-        gaps: list[m.Gap] = []
+        gaps: list[wire.Gap] = []
         start = 0
         for item in batch.appends:
-            end = start + item.count * m.TOKEN_BYTES
+            end = start + item.count * wire.TOKEN_BYTES
             have = append(item.group, item.index, item.attempt, item.previous, tokens[start:end], now)
             start = end
             if have is not None and len(gaps) < MAX_LOOKS:  # what is left is found at its next append
-                gaps.append(m.Gap(item.group, item.index, item.attempt, have))
+                gaps.append(wire.Gap(item.group, item.index, item.attempt, have))
         return gaps
 
-    def _fetch(self, fetch: m.Fetch) -> m.Deltas:
+    def _fetch(self, fetch: wire.Fetch) -> wire.Deltas:
         now, room, looks, done = self._clock.now(), MAX_DELTA_TOKENS, MAX_LOOKS, 0
         found: list[tuple[int, Delta]] = []
         missing = []
@@ -167,15 +166,15 @@ class DgdsServer:
                 if not news.whole:
                     break
             done += 1
-        return m.Deltas(
-            deltas=[m.Delta(group, it.index, it.revision, it.previous, it.count) for group, it in found],
+        return wire.Deltas(
+            deltas=[wire.Delta(group, it.index, it.revision, it.previous, it.count) for group, it in found],
             tokens=np.frombuffer(b"".join(delta.tokens for _, delta in found), dtype=np.uint8),
             missing=missing,
             question=fetch.question,
             done=done,
         )
 
-    def _register(self, message: m.RegisterGroups) -> None:
+    def _register(self, message: wire.RegisterGroups) -> None:
         seconds = message.ttl_seconds
         if not (math.isfinite(seconds) and seconds >= 0):
             raise InvalidField("ttl_seconds", seconds, "give a number of seconds, or 0 for the default")
@@ -186,7 +185,7 @@ class DgdsServer:
 
     async def _load(self, path: Path) -> None:
         try:
-            entries = await asyncio.to_thread(memory_file.load, path, self._shared)
+            entries = await asyncio.to_thread(past_groups_file.load, path, self._shared)
         except ConfigError as error:
             self._log.warning("starting without a memory", error=str(error))
             return
@@ -204,7 +203,7 @@ class DgdsServer:
             return
         self._saved = memory.changes
         try:
-            await asyncio.to_thread(memory_file.save, path, self._shared, list(memory.items()))
+            await asyncio.to_thread(past_groups_file.save, path, self._shared, list(memory.items()))
         except ConfigError as error:
             self._log.warning("the memory is not saved", error=str(error))
             self._file = None
@@ -217,14 +216,14 @@ def _file_of(settings: DgdsConfig, count: int) -> Path | None:
     return Path(settings.remember_path + (f".{settings.shard}-of-{count}" if count > 1 else ""))
 
 
-def _check(batch: m.AppendBatch) -> None:
+def _check(batch: wire.AppendBatch) -> None:
     """Raise `InvalidField` unless every append can be applied; the decoder has checked the ranges."""
     total = 0
     for number, item in enumerate(batch.appends):
         if item.previous + item.count > MAX_POSITION:
             raise InvalidField(f"appends[{number}]", item, f"must end within {MAX_POSITION} tokens")
         total += item.count
-    if total * m.TOKEN_BYTES != len(batch.tokens):
+    if total * wire.TOKEN_BYTES != len(batch.tokens):
         raise InvalidField(
-            "tokens", len(batch.tokens), f"its appends count {total} tokens of {m.TOKEN_BYTES} bytes"
+            "tokens", len(batch.tokens), f"its appends count {total} tokens of {wire.TOKEN_BYTES} bytes"
         )

@@ -9,7 +9,7 @@ Invariants (tests/property/test_dgds_store.py asserts them):
   stream, however it interleaves with writers; deltas never pass the bound they were asked with;
 - the tokens held, with a charge per stream and group, never pass `max_tokens`: groups go whole,
   least recently touched first; a group also goes when nobody touched it for its time to live;
-- with a `Memory`, a group that goes, or whose prompt another one is registered for, leaves its streams
+- with a `PastGroups`, a group that goes, or whose prompt another one is registered for, leaves its streams
   there, and readers of a group get those of its prompt as further ones, from `MAX_GROUP_SIZE` on.
 
 Cuts are told by revisions: each new stream and each cut takes the next number of the store, a
@@ -27,9 +27,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from seer.common.wire.messages import MAX_GROUP_SIZE, TOKEN_BYTES
-from seer.services.dgds.memory import OVERHEAD_TOKENS, Memory
+from seer.common.wire import MAX_GROUP_SIZE, TOKEN_BYTES
 from seer.services.dgds.packing import unpack
+from seer.services.dgds.past_groups import OVERHEAD_TOKENS, PastGroups
 
 Packed = bytes | bytearray | memoryview
 
@@ -114,7 +114,7 @@ class Store:
     `now` is monotonic seconds; `counters` are totals.
     """
 
-    def __init__(self, max_tokens: int, ttl_seconds: float, memory: Memory | None = None) -> None:
+    def __init__(self, max_tokens: int, ttl_seconds: float, memory: PastGroups | None = None) -> None:
         self.counters: Counter[str] = Counter()
         self.held = 0
         self._max_tokens = max_tokens

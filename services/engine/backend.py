@@ -52,7 +52,7 @@ class ChunkEnd(msgspec.Struct, kw_only=True):
 
     `stop_reason` is the stop string or the stop token id as text; `preemptions` counts how often
     the chunk was preempted; `cached_tokens` how many context tokens needed no prefill. `drafted`
-    tokens were verified, `accepted` of them right, both by cell (`common/policy/drafting.py`).
+    tokens were verified, `accepted` of them right, both by cell (`common/policy/draft_costs.py`).
     """
 
     request_id: str

@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from seer.common import wire
 from seer.common.errors import InvalidField
-from seer.common.policy.drafting import from_percent
-from seer.common.wire import messages as m
+from seer.common.policy.draft_costs import from_percent
 from seer.services.engine.backend import Chunk, ChunkEnd
 
 
@@ -31,7 +31,7 @@ class Running:
     logprobs: list[float] = field(default_factory=list)
 
 
-def begin(order: m.RunChunk, serial: int) -> Running:
+def begin(order: wire.RunChunk, serial: int) -> Running:
     """Check an order and return its books. Raises `InvalidField`."""
     group_id, _, index = order.request_id.rpartition("#")
     if group_id != order.group_id or not index.isdecimal():
@@ -42,7 +42,7 @@ def begin(order: m.RunChunk, serial: int) -> Running:
     return Running(group_id, int(index), order.attempt, serial, len(order.tokens) - order.prompt_len)
 
 
-def chunk_of(order: m.RunChunk, run: Running) -> Chunk:
+def chunk_of(order: wire.RunChunk, run: Running) -> Chunk:
     """Return what the backend is to run."""
     return Chunk(
         request_id=order.request_id,
@@ -60,12 +60,12 @@ def chunk_of(order: m.RunChunk, run: Running) -> Chunk:
     )
 
 
-def done_message(ended: Sequence[tuple[ChunkEnd, Running]], weight_version: int) -> m.ChunksDone:
+def done_message(ended: Sequence[tuple[ChunkEnd, Running]], weight_version: int) -> wire.ChunksDone:
     """Return the one message that carries these results."""
-    return m.ChunksDone(
+    return wire.ChunksDone(
         weight_version=weight_version,
         results=[
-            m.ChunkResult(
+            wire.ChunkResult(
                 end.request_id,
                 run.attempt,
                 len(run.tokens),

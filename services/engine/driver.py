@@ -21,7 +21,7 @@ from typing import Protocol
 
 from seer.common.clock import Clock
 from seer.common.errors import EngineError, SeerError
-from seer.common.log import get_logger
+from seer.common.process.log import get_logger
 from seer.common.types import Capacity, InstanceStats
 from seer.services.dgds.client import StreamDelta
 from seer.services.engine.backend import Backend, Chunk, StepOutput

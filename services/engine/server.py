@@ -24,8 +24,7 @@ from pathlib import Path
 
 from msgspec import structs
 
-from seer.common import ids
-from seer.common.channel import Channel, Identity
+from seer.common import ids, wire
 from seer.common.clock import Clock
 from seer.common.config import Config, shared_hash
 from seer.common.errors import (
@@ -36,24 +35,24 @@ from seer.common.errors import (
     SeerError,
     Unreachable,
 )
-from seer.common.log import get_logger
-from seer.common.safetensors import stamps
-from seer.common.transport.base import Transport
-from seer.common.wire import messages as m
+from seer.common.net.channel import Channel, Identity
+from seer.common.net.transport.base import Transport
+from seer.common.process.log import get_logger
+from seer.common.weights.safetensors import stamps
 from seer.services.dgds.client import DgdsClient
 from seer.services.engine.backend import Backend, Chunk, ChunkEnd, StepOutput
 from seer.services.engine.chunks import Running, begin, chunk_of, done_message
+from seer.services.engine.draft_groups import DraftGroups
 from seer.services.engine.driver import Driver, Facts, InlineDriver, ThreadDriver
 from seer.services.engine.pace import Pace
-from seer.services.engine.replay import ReplayBackend
-from seer.services.engine.siblings import Siblings
-from seer.services.engine.staging import Staging
-from seer.services.engine.weights import Manifest, differences, inspect
+from seer.services.engine.replay.backend import ReplayBackend
+from seer.services.engine.weights.fetcher import WeightFetcher
+from seer.services.engine.weights.manifest import Manifest, differences, inspect
 
 UNDEFINED = -1
 """Weight version of an engine whose last load failed: it must not generate."""
 
-Order = m.PrepareWeights | m.DiscardWeights | m.LoadWeights | m.Sleep
+Order = wire.PrepareWeights | wire.DiscardWeights | wire.LoadWeights | wire.Sleep
 
 _NOTHING = ("", "", ())
 """No source, digest and files: nothing was checked."""
@@ -106,26 +105,26 @@ class EngineServer:
         )
         inline = settings.backend == "replay"
         self._driver: Driver = InlineDriver(backend, self, clock) if inline else ThreadDriver(backend, self)
-        self._buffer: Channel[m.EngineToBuffer, m.BufferToEngine] = Channel(
-            transport, config.endpoints.engines, me, m.BufferToEngine, clock
+        self._buffer: Channel[wire.EngineToBuffer, wire.BufferToEngine] = Channel(
+            transport, config.endpoints.engines, me, wire.BufferToEngine, clock
         )
         self._shares = config.drafts.source == "grouped"
         drafts = settings.backend != "replay"
-        self._siblings = Siblings() if self._shares and drafts else None
+        self._draft_groups = DraftGroups() if self._shares and drafts else None
         self.dgds = DgdsClient(transport, config.endpoints.dgds, me, clock, settings)
         self._pace = Pace()
         self.running: dict[str, Running] = {}
         # Bounded by the chunks placed here: each leaves one entry, sent as soon as the buffer takes it.
         self._ended: list[tuple[ChunkEnd, Running]] = []
-        self._failed: list[m.ChunkFailed] = []
-        self._staging = Staging(self._buffer.send, settings.weights_root)
+        self._failed: list[wire.ChunkFailed] = []
+        self._staging = WeightFetcher(self._buffer.send, settings.weights_root)
         self._checked: tuple[str, str, tuple[object, ...]] = _NOTHING
-        self._preparing: asyncio.Task[m.WeightsPrepared] | None = None
+        self._preparing: asyncio.Task[wire.WeightsPrepared] | None = None
         self._called_off = 0
-        self._weights = m.LoadWeights(version=0, digest="", source="")
+        self._weights = wire.LoadWeights(version=0, digest="", source="")
         self._live_manifest: Manifest | None = None
         self._orders: asyncio.Queue[Order] = asyncio.Queue(MAX_ORDERS)
-        self._answers: list[m.WeightsPrepared | m.WeightsLoaded | m.Slept] = []
+        self._answers: list[wire.WeightsPrepared | wire.WeightsLoaded | wire.Slept] = []
         self._asleep = False
         self._rejoins = 0
         self._serial = 0
@@ -180,28 +179,28 @@ class EngineServer:
     async def _receive(self) -> None:
         while True:
             match await self._buffer.recv():
-                case m.RunChunk() as order:
+                case wire.RunChunk() as order:
                     self._take(order)
-                case m.DropChunk() as drop:
+                case wire.DropChunk() as drop:
                     self._drop(drop.request_id, drop.attempt)
-                case (m.PrepareWeights() | m.LoadWeights() | m.Sleep()) as asked:
+                case (wire.PrepareWeights() | wire.LoadWeights() | wire.Sleep()) as asked:
                     if not self._orders.full():  # else asked for again when its deadline is over
                         self._orders.put_nowait(asked)
-                case m.DiscardWeights() as order:
+                case wire.DiscardWeights() as order:
                     self._call_off(order)
-                case (m.SpoolState() | m.SpoolData()) as part:
+                case (wire.SpoolState() | wire.SpoolData()) as part:
                     self._staging.arrived(part)
-                case m.Welcome():
+                case wire.Welcome():
                     self._rejoin()
-                case m.Drain():
+                case wire.Drain():
                     self._draining = True
                     self._wake()
-                case m.Refused() as refused:
+                case wire.Refused() as refused:
                     self._log.warning("the buffer refused something", why=refused.message)
-                case m.Ping():
+                case wire.Ping():
                     pass
 
-    def _take(self, order: m.RunChunk) -> None:
+    def _take(self, order: wire.RunChunk) -> None:
         known = self.running.get(order.request_id)
         if known is not None:
             if known.attempt >= order.attempt:
@@ -216,8 +215,8 @@ class EngineServer:
             self._reject(order.request_id, order.attempt, error)
             return
         self.running[order.request_id] = run
-        if self._siblings is not None:
-            self._siblings.began(run.group_id, run.index)
+        if self._draft_groups is not None:
+            self._draft_groups.began(run.group_id, run.index)
         if self._shares:
             self.dgds.register(run.group_id, order.tokens[: order.prompt_len])
             self.dgds.begin(run.group_id, run.index, run.attempt, order.tokens[order.prompt_len :])
@@ -241,17 +240,17 @@ class EngineServer:
         self._rejoins += 1
         while not self._orders.empty():
             self._orders.get_nowait()
-        self._call_off(m.DiscardWeights(version=0, ask=0))
+        self._call_off(wire.DiscardWeights(version=0, ask=0))
         self._register_due = True
         self._wake()
 
     def _gone(self, run: Running, *, finished: bool) -> None:
-        if self._siblings is not None:
-            self._siblings.ended(run.group_id, run.index, finished, self._clock.now())
+        if self._draft_groups is not None:
+            self._draft_groups.ended(run.group_id, run.index, finished, self._clock.now())
 
     async def _follow_siblings(self) -> None:
         """Bring what siblings said elsewhere to the drafts of all that run here."""
-        siblings = self._siblings
+        siblings = self._draft_groups
         while siblings is not None:
             await self._clock.sleep(self._settings.flush_seconds)
             if gone := siblings.forget():
@@ -270,15 +269,15 @@ class EngineServer:
         while True:
             order = await self._orders.get()
             life, before = self._rejoins, (self._weights, self._asleep)
-            answer: m.WeightsPrepared | m.WeightsLoaded | m.Slept | None = None
+            answer: wire.WeightsPrepared | wire.WeightsLoaded | wire.Slept | None = None
             match order:
-                case m.PrepareWeights():
+                case wire.PrepareWeights():
                     answer = await self._prepare_unless_off(order)
-                case m.DiscardWeights():
+                case wire.DiscardWeights():
                     await self._discard()
-                case m.LoadWeights():
+                case wire.LoadWeights():
                     answer = await self._load_weights(order, life)
-                case m.Sleep():
+                case wire.Sleep():
                     answer = await self._sleep(order)
             if answer is not None and life == self._rejoins:
                 self._answers.append(answer)
@@ -286,7 +285,7 @@ class EngineServer:
                 self._register_due = True  # who asked is no more; its successor must know what changed
             self._wake()
 
-    def _call_off(self, order: m.DiscardWeights) -> None:
+    def _call_off(self, order: wire.DiscardWeights) -> None:
         """Stop what an update that is off, or all that a buffer that is gone, had checked here."""
         self._called_off = order.ask
         if self._preparing is not None:
@@ -294,7 +293,7 @@ class EngineServer:
         if not self._orders.full():
             self._orders.put_nowait(order)
 
-    async def _prepare_unless_off(self, order: m.PrepareWeights) -> m.WeightsPrepared | None:
+    async def _prepare_unless_off(self, order: wire.PrepareWeights) -> wire.WeightsPrepared | None:
         if 0 < order.ask <= self._called_off:
             return None
         self._preparing = asyncio.create_task(self._prepare_weights(order))
@@ -308,8 +307,8 @@ class EngineServer:
             self._preparing.cancel()
             self._preparing = None
 
-    async def _prepare_weights(self, order: m.PrepareWeights) -> m.WeightsPrepared:
-        answer = m.WeightsPrepared(version=order.version, digest="", ask=order.ask)
+    async def _prepare_weights(self, order: wire.PrepareWeights) -> wire.WeightsPrepared:
+        answer = wire.WeightsPrepared(version=order.version, digest="", ask=order.ask)
         try:
             found = await self._inspect(order.source)
             answer.digest = found.digest
@@ -325,12 +324,12 @@ class EngineServer:
         self._checked = _NOTHING
         await self._staging.discard()
 
-    async def _sleep(self, order: m.Sleep) -> m.Slept:
+    async def _sleep(self, order: wire.Sleep) -> wire.Slept:
         """Free or take the memory of KV. Raises `EngineError`: this engine is of no use any more."""
         if order.asleep != self._asleep:
             await self._driver.sleep(order.asleep)
             self._asleep = order.asleep
-        return m.Slept(asleep=order.asleep)
+        return wire.Slept(asleep=order.asleep)
 
     async def _inspect(self, source: str) -> Manifest:
         folder = await self._staging.folder(source)
@@ -342,10 +341,10 @@ class EngineServer:
         self._checked = (source, found.digest, found.stamps)
         return found
 
-    async def _load_weights(self, order: m.LoadWeights, life: int) -> m.WeightsLoaded:
+    async def _load_weights(self, order: wire.LoadWeights, life: int) -> wire.WeightsLoaded:
         try:
             if (self._weights.version, self._weights.digest) == (order.version, order.digest):
-                return m.WeightsLoaded(version=order.version)  # as an earlier buffer ordered, too
+                return wire.WeightsLoaded(version=order.version)  # as an earlier buffer ordered, too
             for request_id, known in list(self.running.items()):  # the buffer waits for none of them
                 self._drop(request_id, known.attempt)
             if self._asleep:
@@ -353,20 +352,20 @@ class EngineServer:
             folder = await self._checked_folder(order)
             if life != self._rejoins:  # what runs by now is that successor's, under the weights that are live
                 raise EngineError("the buffer that gave this order is gone")
-            self._weights = m.LoadWeights(version=UNDEFINED, digest="", source="")
+            self._weights = wire.LoadWeights(version=UNDEFINED, digest="", source="")
             await self._driver.load_weights(folder, order.digest)
             if await asyncio.to_thread(stamps, folder) != self._checked[2]:
                 raise EngineError(f"{order.source} changed while it was loaded")
-            if self._siblings is not None:
-                self.dgds.forget(self._siblings.clear())
+            if self._draft_groups is not None:
+                self.dgds.forget(self._draft_groups.clear())
             self._weights = order
         except SeerError as error:
-            return m.WeightsLoaded(version=order.version, problem=str(error))
+            return wire.WeightsLoaded(version=order.version, problem=str(error))
         finally:
             await self._discard()
-        return m.WeightsLoaded(version=order.version)
+        return wire.WeightsLoaded(version=order.version)
 
-    async def _checked_folder(self, order: m.LoadWeights) -> Path:
+    async def _checked_folder(self, order: wire.LoadWeights) -> Path:
         """Return the folder with these very weights. Raises `SeerError`; the live ones are untouched then."""
         folder = await self._staging.folder(order.source)
         if self._checked != (order.source, order.digest, await asyncio.to_thread(stamps, folder)):
@@ -390,8 +389,8 @@ class EngineServer:
             if self._shares:
                 self.dgds.append(known.group_id, known.index, known.attempt, known.length, news.token_ids)
             known.length += len(news.token_ids)
-            if self._siblings is not None:
-                self._siblings.learnt(known.group_id, len(news.token_ids))
+            if self._draft_groups is not None:
+                self._draft_groups.learnt(known.group_id, len(news.token_ids))
         for end in out.ended:
             known = self.running.get(end.request_id)
             if known is not None and known.serial == end.attempt:
@@ -411,7 +410,7 @@ class EngineServer:
 
     def _reject(self, request_id: str, attempt: int, error: SeerError) -> None:
         self._failed.append(
-            m.ChunkFailed(
+            wire.ChunkFailed(
                 request_id=request_id,
                 attempt=attempt,
                 code=error.code,
@@ -435,7 +434,7 @@ class EngineServer:
             if self._draining and not self.running:
                 self._finished.set()
 
-    def _next(self) -> m.EngineToBuffer | None:
+    def _next(self) -> wire.EngineToBuffer | None:
         if self._register_due:
             self._register_due = False
             return self._registration()
@@ -449,13 +448,13 @@ class EngineServer:
         if self._status_due:
             self._status_due = False
             best = {"best_rate": self._pace.rate, "token_seconds_alone": self._pace.alone}
-            return m.EngineStatus(stats=structs.replace(self._driver.stats, **best))
+            return wire.EngineStatus(stats=structs.replace(self._driver.stats, **best))
         return None
 
-    async def _deliver(self, message: m.EngineToBuffer) -> None:
+    async def _deliver(self, message: wire.EngineToBuffer) -> None:
         """Send until the buffer takes it; given up only when a rejoin makes it worthless."""
         sent = False
-        while not sent and (isinstance(message, m.Register) or not self._register_due):
+        while not sent and (isinstance(message, wire.Register) or not self._register_due):
             try:
                 await self._buffer.send(message)
                 sent = True
@@ -463,9 +462,9 @@ class EngineServer:
                 self._log.warning("the buffer takes nothing; trying on", error=str(error))
                 await self._clock.sleep(RETRY_SECONDS)
 
-    def _registration(self) -> m.Register:
+    def _registration(self) -> wire.Register:
         facts = self._facts
-        return m.Register(
+        return wire.Register(
             capacity=facts.capacity,
             weight_version=self._weights.version,
             vocab_size=facts.vocab_size,
@@ -491,7 +490,7 @@ class EngineServer:
             async with asyncio.timeout(LEAVE_SECONDS):
                 if self._ended:
                     await self._buffer.send(done_message(self._ended, self._weights.version))
-                await self._buffer.send(m.Goodbye(problem="" if self._finished.is_set() else "it failed"))
+                await self._buffer.send(wire.Goodbye(problem="" if self._finished.is_set() else "it failed"))
         except (TimeoutError, Unreachable) as error:
             self._log.warning("left without a goodbye", error=str(error))
         self._buffer.close()

@@ -15,8 +15,8 @@ from typing import NoReturn
 
 from seer.common.clock import Clock
 from seer.common.errors import SeerError
-from seer.common.log import get_logger
 from seer.common.pool import ANSWER_SECONDS
+from seer.common.process.log import get_logger
 
 PROBE_SECONDS = 2.0
 """Pause between two looks."""

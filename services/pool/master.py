@@ -14,9 +14,9 @@ import asyncio
 from seer.common.clock import Clock
 from seer.common.config import Config
 from seer.common.errors import ConfigError, Unreachable
-from seer.common.log import get_logger
+from seer.common.net.transport.base import Transport
 from seer.common.pool import ask_master
-from seer.common.transport.base import Transport
+from seer.common.process.log import get_logger
 from seer.services.pool.keeping import PROBE_SECONDS, Absence, keep
 from seer.services.pool.program import Program, first_ended
 from seer.services.pool.settings import CLIENT_SECONDS, PoolError, check, listen_address, master_program

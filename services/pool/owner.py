@@ -25,11 +25,11 @@ import msgspec
 from seer.common.clock import Clock
 from seer.common.config import POOL_SHARE, Config, PoolConfig
 from seer.common.errors import ConfigError, Unreachable
-from seer.common.log import get_logger
-from seer.common.memory import free_bytes
-from seer.common.mooncake import own_address
+from seer.common.net.transport.base import Transport
 from seer.common.pool import ask_master, read_figures
-from seer.common.transport.base import Transport
+from seer.common.process.log import get_logger
+from seer.common.process.memory import free_bytes
+from seer.common.weights.mooncake import own_address
 from seer.services.pool.holder import READY, Holding
 from seer.services.pool.keeping import PROBE_SECONDS, Absence, keep
 from seer.services.pool.program import Program, first_ended

@@ -1,6 +1,6 @@
 """Seer: fast, strictly on-policy rollouts for LLM reinforcement learning.
 
-Trainers import `seer.client`; the command line is `seer.cli`. Importing this package loads neither.
+Trainers import `seer.client`; the command line is `seer.cli.main`. Importing this package loads neither.
 """
 
 __version__ = "0.1.0"

@@ -11,25 +11,25 @@ from typing import get_args
 
 from msgspec.structs import asdict
 
+from seer.common import wire
 from seer.common.config import Config
-from seer.common.wire import messages as m
 
 Way = tuple[str, bool, str]
 """Endpoint, whether towards its owner, and the tag of a message."""
 
 UNIONS: dict[tuple[str, bool], object] = {
-    ("trainers", True): m.TrainerToBuffer,
-    ("trainers", False): m.BufferToTrainer,
-    ("engines", True): m.EngineToBuffer,
-    ("engines", False): m.BufferToEngine,
-    ("events", False): m.BufferPublished | m.Sequenced,
-    ("event_snapshots", True): m.SnapshotAsked,
-    ("event_snapshots", False): m.BufferSnapshotReply,
-    ("estimates", False): m.ContextPublished | m.Sequenced,  # type: ignore[operator]
-    ("estimate_snapshots", True): m.SnapshotAsked,
-    ("estimate_snapshots", False): m.ContextSnapshotReply,
-    ("dgds", True): m.EngineToDgds,
-    ("dgds", False): m.DgdsToEngine,
+    ("trainers", True): wire.TrainerToBuffer,
+    ("trainers", False): wire.BufferToTrainer,
+    ("engines", True): wire.EngineToBuffer,
+    ("engines", False): wire.BufferToEngine,
+    ("events", False): wire.BufferPublished | wire.Sequenced,
+    ("event_snapshots", True): wire.SnapshotAsked,
+    ("event_snapshots", False): wire.BufferSnapshotReply,
+    ("estimates", False): wire.ContextPublished | wire.Sequenced,  # type: ignore[operator]
+    ("estimate_snapshots", True): wire.SnapshotAsked,
+    ("estimate_snapshots", False): wire.ContextSnapshotReply,
+    ("dgds", True): wire.EngineToDgds,
+    ("dgds", False): wire.DgdsToEngine,
 }
 
 UNSENT: dict[tuple[str, bool, str], str] = {

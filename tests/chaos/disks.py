@@ -26,7 +26,7 @@ from chaos.outcome import Outcome
 from chaos.rollouts import Judge, Roll, job
 from chaos.system import System, replay
 from seer.client import RolloutClient, WeightsRefused
-from seer.client.tensors import TensorStream
+from seer.client.tensor_stream import TensorStream
 from seer.common.config import Config
 
 MIB = 2**20
@@ -215,7 +215,7 @@ async def outputs() -> list[str]:
 
 
 async def _rollout(prompts: Path, out: Path, other: Path, *options: str) -> tuple[int, str]:
-    command = (sys.executable, "-m", "seer.cli", "rollout", str(prompts), "--out", str(out))
+    command = (sys.executable, "-m", "seer.cli.main", "rollout", str(prompts), "--out", str(out))
     quick = ("--backend", "replay", "--set", "engine.replay_mean_tokens=60", "--max-tokens", "200", "-n", "4")
     process = await asyncio.create_subprocess_exec(
         *command, *quick, *options, env={**os.environ, "TMPDIR": str(other)},

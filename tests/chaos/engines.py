@@ -14,13 +14,13 @@ from chaos.plan import POISON
 from seer.common.clock import Clock
 from seer.common.config import Config
 from seer.common.errors import EngineError
-from seer.common.transport.base import Transport
+from seer.common.net.transport.base import Transport
 from seer.services.dgds.client import StreamDelta
 from seer.services.engine.backend import Chunk, StepOutput
+from seer.services.engine.draft_groups import DraftGroups
 from seer.services.engine.driver import InlineDriver
-from seer.services.engine.replay import ReplayBackend
+from seer.services.engine.replay.backend import ReplayBackend
 from seer.services.engine.server import EngineServer
-from seer.services.engine.siblings import Siblings
 
 
 @dataclass(slots=True)
@@ -99,5 +99,5 @@ def make(config: Config, transport: Transport, clock: Clock, nature: Nature) -> 
     backend = ChaosBackend(config, nature)
     server = EngineServer(config, transport, clock, backend)
     server._driver = ChaosDriver(backend, server, clock, nature)
-    server._siblings = Siblings()
+    server._draft_groups = DraftGroups()
     return server

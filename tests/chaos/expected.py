@@ -3,7 +3,7 @@
 - A request's key is BLAKE2b of seed, rollout number, response index and prompt id (docs/same-tokens.md).
 - A modelled engine's token at a position is splitmix64 (Steele, Lea, Flood, OOPSLA 2014) of key and
   position, its length log-normal in (prompt, key); loaded weights mix their digest into the key
-  (`services/engine/responses.py` and `replay.py` tell the same rule).
+  (`services/engine/replay/responses.py` and `replay.py` tell the same rule).
 - Weights digest to BLAKE2b over their tensors' hashes (docs/weights.md).
 """
 

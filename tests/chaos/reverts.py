@@ -19,21 +19,20 @@ from chaos.plan import Fault, Pause, Plan, Renew, Rest, Roll, draw
 from chaos.virtual import run_plan
 from seer.client.client import RolloutClient
 from seer.client.rollout import Rollout
-from seer.common import ids
-from seer.common.channel import Channel, Hub
-from seer.common.wire import messages as m
-from seer.services.buffer import deliveries, views
-from seer.services.buffer import events as e
+from seer.common import ids, wire
+from seer.common.net.channel import Channel, Hub
+from seer.services.buffer import views
 from seer.services.buffer.conductor import Conductor
-from seer.services.buffer.desk import Desk
 from seer.services.buffer.liveness import Liveness
-from seer.services.buffer.machine import Machine
 from seer.services.buffer.peers import Peers
+from seer.services.buffer.requests import deliveries, instructions
+from seer.services.buffer.requests.group_registry import GroupRegistry
+from seer.services.buffer.requests.machine import RequestMachine
 from seer.services.buffer.server import BufferServer
 from seer.services.buffer.sleep import Joined, SleepMachine
-from seer.services.buffer.spool import Spool
-from seer.services.buffer.spool_folder import SpoolFolder
-from seer.services.buffer.weights import WeightsMachine, _Coming
+from seer.services.buffer.weights.machine import WeightsMachine, _Coming
+from seer.services.buffer.weights.spool import Spool
+from seer.services.buffer.weights.spool_folder import SpoolFolder
 from seer.services.context import server as context
 
 Patches = Iterator[Any]
@@ -82,13 +81,13 @@ def _losses_count() -> Patches:
             request.losses += 1
             if request.losses >= self.limits.max_attempts and request.view.request_id in self.requests:
                 message = f"response {request.view.index} was lost {request.losses} times in a row"
-                self.desk.fail([request.group], "failed", message, out)
+                self.registry.fail([request.group], "failed", message, out)
 
-    yield _around(Machine, "_engines_left", left)
+    yield _around(RequestMachine, "_engines_left", left)
 
 
 def _each_hello_admits() -> Patches:
-    async def answer(original: Any, self: Any, identity: bytes, peer: Any, hello: m.Hello) -> None:
+    async def answer(original: Any, self: Any, identity: bytes, peer: Any, hello: wire.Hello) -> None:
         peer.session = 0
         await original(self, identity, peer, hello)
 
@@ -107,7 +106,7 @@ def _each_message_rejoins() -> Patches:
         peer.told = -math.inf
         await original(self, identity, peer)
 
-    def welcomed(original: Any, self: Any, welcome: m.Welcome) -> bool:
+    def welcomed(original: Any, self: Any, welcome: wire.Welcome) -> bool:
         unknown = self.peer is None
         return original(self, welcome) or unknown or welcome.lost
 
@@ -172,9 +171,9 @@ def _refused_is_forgotten() -> Patches:
         original: Any, self: Any, event: Any, specs: Any, message: str, out: Any, code: str = "refused"
     ) -> None:
         original(self, event, specs, message, out, code)
-        out += [e.Forget(ids.group_id(event.rollout_id, spec.prompt_id)) for spec in specs]
+        out += [instructions.Forget(ids.group_id(event.rollout_id, spec.prompt_id)) for spec in specs]
 
-    yield _around(Desk, "_refuse", refuse)
+    yield _around(GroupRegistry, "_refuse", refuse)
 
 
 def _held_not_counted() -> Patches:
@@ -186,7 +185,7 @@ def _held_not_counted() -> Patches:
         finally:
             self.unfinished_requests += held
 
-    yield _around(Desk, "_admit", admit)
+    yield _around(GroupRegistry, "_admit", admit)
 
 
 def _drain_refuses_known() -> Patches:
@@ -196,7 +195,7 @@ def _drain_refuses_known() -> Patches:
             return []
         return original(self, event, now, out)
 
-    yield _around(Desk, "submitted", submitted)
+    yield _around(GroupRegistry, "submitted", submitted)
 
 
 def _drain_drops_held() -> Patches:
@@ -205,7 +204,7 @@ def _drain_drops_held() -> Patches:
         for group in list(self.held.values()):
             self.remove(group, out)
 
-    yield _around(Desk, "drain", drain)
+    yield _around(GroupRegistry, "drain", drain)
 
 
 def _second_trainer_waits() -> Patches:
@@ -216,14 +215,14 @@ def _second_trainer_waits() -> Patches:
             return None
         return original(self, event, now, out)
 
-    yield _around(Desk, "_rollout_of", rollout_of)
+    yield _around(GroupRegistry, "_rollout_of", rollout_of)
 
 
 # --- 6, 7: lives and uses ------------------------------------------------------------------------
 
 
 def _unknown_is_cancelled() -> Patches:
-    def progressed(original: Any, self: Any, progress: m.Progress) -> None:
+    def progressed(original: Any, self: Any, progress: wire.Progress) -> None:
         original(self, progress)
         if progress.rollout_id not in self._active and progress.finished < progress.requests:
             self._given_up[0] = progress.rollout_id
@@ -247,7 +246,7 @@ def _attempts_restart() -> Patches:
         self._attempt = self.requests[request_id].attempt
         original(self, request_id, *args)
 
-    yield _around(Machine, "_dispatch", dispatch)
+    yield _around(RequestMachine, "_dispatch", dispatch)
 
 
 # --- 8, 9, 14, 16 --------------------------------------------------------------------------------
@@ -303,7 +302,7 @@ def _loading_not_watched() -> Patches:
 
 
 def _no_leases() -> Patches:
-    yield _around(Desk, "trainer_lost", lambda original, self, life, out: None)
+    yield _around(GroupRegistry, "trainer_lost", lambda original, self, life, out: None)
 
 
 # --- plans that reach what drawn ones seldom do --------------------------------------------------

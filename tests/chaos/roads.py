@@ -1,6 +1,6 @@
 """The network between simulated processes: base latency, cuts that TCP bears for a while, resets.
 
-What real ones do, as `common/transport/zmq.py` sets them up: a live connection loses nothing and keeps
+What real ones do, as `common/net/transport/zmq.py` sets them up: a live connection loses nothing and keeps
 its order; a road that is cut, even one way, holds up what is sent; after `GONE_SECONDS` without an
 acknowledgement both ends give the connection up, what was under way is lost, and ZeroMQ connects again
 without a word. A stopped process's kernel acknowledges for it.
@@ -16,9 +16,9 @@ from collections.abc import Callable, Sequence
 
 from chaos.conversations import Way, named
 from chaos.plan import Catch
-from seer.common.transport.base import Frame
-from seer.common.transport.memory import MemoryNetwork
-from seer.common.transport.zmq import GONE_SECONDS
+from seer.common.net.transport.base import Frame
+from seer.common.net.transport.memory import MemoryNetwork
+from seer.common.net.transport.zmq import GONE_SECONDS
 
 CAUGHT_SECONDS = 0.001
 """A message that is caught is under way for at least this long, else nothing could befall it."""

@@ -24,9 +24,9 @@ from msgspec.structs import replace
 
 from chaos import trainer
 from chaos.network import Network
-from seer.child import Child, LaunchError
 from seer.common.config import Config, Endpoints, EngineConfig, SharedConfig
-from seer.hardware import plan_engines
+from seer.local.child import Child, LaunchError
+from seer.local.hardware import plan_engines
 
 READY_SECONDS = 600.0
 LEAVE_SECONDS = 60.0

@@ -17,7 +17,6 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from seer.child import die_with
 from seer.client import (
     BufferLost,
     DeadlineExceeded,
@@ -28,7 +27,8 @@ from seer.client import (
     WeightsRefused,
 )
 from seer.client.prompts import Prompt
-from seer.client.tensors import TensorStream
+from seer.client.tensor_stream import TensorStream
+from seer.local.child import die_with
 
 UPDATE_SECONDS = 60.0
 """A stream that a killed trainer left is given up after 30 s; until then no other update can begin."""

@@ -31,14 +31,14 @@ from chaos import whole
 from chaos.outcome import Outcome
 from chaos.plan import Fault, Plan, draw
 from chaos.world import World
-from seer.client import weights as client_weights
-from seer.common import stream
+from seer.client import weight_update as client_weights
+from seer.common import wire
 from seer.common.config import BufferConfig
-from seer.common.transport.faulty import Faults
+from seer.common.net import stream
+from seer.common.net.transport.faulty import Faults
 from seer.common.wire import codec
-from seer.common.wire import messages as m
-from seer.services.buffer import deliveries
-from seer.services.engine import staging
+from seer.services.buffer.requests import deliveries
+from seer.services.engine.weights import fetcher as staging
 
 BOUND_SECONDS = 150.0
 """Longest time from the end of the last fault to the last trainer's, beyond that of the whole work done
@@ -252,7 +252,7 @@ def _determined(world: World) -> Iterator[None]:
             mock.patch.object(tempfile, "tempdir", str(world.home)),
             mock.patch.object(tempfile, "_name_sequence", _names()),
             mock.patch.object(staging, "_visible", _same(staging._visible, plan.same_machine)),
-            mock.patch.object(m, "SPOOL_BYTES", PART_BYTES),
+            mock.patch.object(wire, "SPOOL_BYTES", PART_BYTES),
             mock.patch.object(client_weights, "SPOOL_BYTES", PART_BYTES),
             mock.patch.object(os, "pwrite", _on_disk(world, os.pwrite)),
             mock.patch.object(Path, "write_text", _on_disk(world, Path.write_text)),

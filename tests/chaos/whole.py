@@ -11,8 +11,8 @@ import invariants
 from chaos.census import leftovers
 from chaos.plan import NOISE, Renew, Roll
 from chaos.world import FOREIGN, HOUR
-from seer.common.transport.zmq import GONE_SECONDS
-from seer.services.buffer import deliveries
+from seer.common.net.transport.zmq import GONE_SECONDS
+from seer.services.buffer.requests import deliveries
 
 if TYPE_CHECKING:
     from chaos.plan import Fault, Plan
@@ -200,7 +200,7 @@ def _fleet(world: World) -> Iterator[str]:
         yield f"engines {sorted(machine.instances)} may get work, {sorted(living)} live"
     if weights.known - weights.admitted - weights.quarantined.keys() or weights.updating:
         yield f"known {sorted(weights.known)}, at work {sorted(weights.admitted)}, updating: {weights.updating}"
-    if service._sleep.held or machine.desk.holding:
+    if service._sleep.held or machine.registry.holding:
         yield "submissions are held back"
     live = weights.live
     if live is not None and (live.version, live.digest) != (live.version, world.digest(live.version)):
@@ -223,7 +223,7 @@ def _buffer(world: World) -> Iterator[str]:
         elif not lasting:
             yield f"the buffer still keeps {group.group_id} of {group.rollout.trainer}"
     tables = {
-        "held groups": machine.desk.held,
+        "held groups": machine.registry.held,
         "requests": machine.requests,
         "parked requests": machine.parked,
         "estimates": machine.estimates,

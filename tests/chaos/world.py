@@ -30,18 +30,17 @@ from chaos.roads import BACKOFF_SECONDS, ChaosRoads
 from chaos.trainers import Trainer
 from seer.client import SamplingParams
 from seer.client.prompts import Prompt
-from seer.common import ids
-from seer.common.channel import Channel, Identity
+from seer.common import ids, wire
 from seer.common.clock import LoopClock
 from seer.common.config import BufferConfig, Config, DgdsConfig, EngineConfig, SharedConfig, shared_hash
 from seer.common.errors import Unreachable
-from seer.common.service import Service
-from seer.common.transport.faulty import Faults, FaultyTransport
-from seer.common.transport.memory import MemoryNetwork, MemoryTransport
-from seer.common.wire import messages as m
+from seer.common.net.channel import Channel, Identity
+from seer.common.net.transport.faulty import Faults, FaultyTransport
+from seer.common.net.transport.memory import MemoryNetwork, MemoryTransport
+from seer.common.process.service import Service
 from seer.common.wire.codec import encode
 from seer.services.buffer import server as buffer
-from seer.services.buffer.events import GroupState
+from seer.services.buffer.requests.state import GroupState
 from seer.services.context import server as context
 from seer.services.dgds import server as dgds
 
@@ -368,7 +367,7 @@ class World:
             groups = process.service.store._groups
             accepted = [name for name, group in machine.groups.items() if group.held_since is None]
             self.draining = {name: groups[name].seed for name in accepted}
-            self._expect_refusals(list(machine.desk.held.values()))
+            self._expect_refusals(list(machine.registry.held.values()))
         self.loop.call_soon(process.service.drain, context=process.context)
         try:
             await eventually(lambda: self.processes.get(name) is not process, 400)
@@ -495,18 +494,20 @@ class World:
             role="engine", name="rogue", incarnation=1, config_hash=shared_hash(self.config("").shared)
         )
         transport = MemoryTransport(self.network, "rogue")
-        channel: Channel[m.EngineToDgds, m.DgdsToEngine] = Channel(
-            transport, ENDPOINTS.dgds, me, m.DgdsToEngine, LoopClock()
+        channel: Channel[wire.EngineToDgds, wire.DgdsToEngine] = Channel(
+            transport, ENDPOINTS.dgds, me, wire.DgdsToEngine, LoopClock()
         )
         asked = (ENDPOINTS.event_snapshots, ENDPOINTS.estimate_snapshots)
         strangers = [await transport.dealer(endpoint, b"stranger") for endpoint in asked]
         try:
             await channel.open(60)
             for _ in range(5):
-                nonsense = m.AppendBatch(appends=[m.Append(1, 0, 0, 0, 5)], tokens=np.zeros(3, np.uint8))
+                nonsense = wire.AppendBatch(
+                    appends=[wire.Append(1, 0, 0, 0, 5)], tokens=np.zeros(3, np.uint8)
+                )
                 await channel.send(nonsense)
                 for stranger in strangers:
-                    await stranger.send(encode(m.SnapshotRequest()))
+                    await stranger.send(encode(wire.SnapshotRequest()))
                 await asyncio.sleep(1.0)
         except Unreachable:
             pass

@@ -4,8 +4,8 @@ from cluster_harness import PROMPTS, running
 from virtual_time import eventually, virtual
 
 from seer.client import SamplingParams
-from seer.common.policy.drafting import ALL_GROUPS, CELLS
-from seer.services.engine.replay import ReplayBackend
+from seer.common.policy.draft_costs import ALL_GROUPS, CELLS
+from seer.services.engine.replay.backend import ReplayBackend
 
 
 @virtual

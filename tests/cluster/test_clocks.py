@@ -11,8 +11,8 @@ from seer.common import ids
 from seer.common.clock import LoopClock
 from seer.common.config import BufferConfig, Config, Endpoints, EngineConfig
 from seer.common.errors import SeerError
-from seer.common.transport.memory import MemoryTransport
-from seer.common.transport.zmq import ZmqTransport
+from seer.common.net.transport.memory import MemoryTransport
+from seer.common.net.transport.zmq import ZmqTransport
 from seer.services.buffer import server as buffer
 from seer.services.engine import server as engine
 

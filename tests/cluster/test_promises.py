@@ -11,8 +11,8 @@ from virtual_time import PROCESS, eventually, virtual
 
 from seer.client import DeadlineExceeded, RequestRefused, SamplingParams
 from seer.common.config import BufferConfig, EngineConfig
-from seer.common.transport.memory import MemoryTransport
-from seer.services.buffer import deliveries
+from seer.common.net.transport.memory import MemoryTransport
+from seer.services.buffer.requests import deliveries
 
 SLOW = EngineConfig(backend="replay", kv_blocks=200, max_num_seqs=4, replay_step_seconds=0.1)
 SAMPLING = SamplingParams(max_tokens=100)
@@ -162,7 +162,7 @@ async def test_a_trainer_that_stops_reading_holds_up_a_window_and_gets_all_in_th
         rollout = await client.submit(PROMPTS, n=2, sampling=SAMPLING, rollout_number=0)
         standing = asyncio.create_task(cluster.stand_still("t", 30.0))
         buffer = cluster.services["buffer"]
-        await eventually(lambda: len(buffer.machine.desk.finished) == len(PROMPTS))
+        await eventually(lambda: len(buffer.machine.registry.finished) == len(PROMPTS))
         (window,) = buffer.conductor._deliveries._windows.values()
         assert window.bytes <= 4000
         assert window.waiting

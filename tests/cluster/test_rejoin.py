@@ -8,11 +8,10 @@ from cluster_harness import SERVERS, Cluster, engine_make, roll
 from lag import LaggedTransport
 from virtual_time import PROCESS, virtual
 
-from seer.common import ids
-from seer.common.channel import Channel, Identity
+from seer.common import ids, wire
 from seer.common.clock import LoopClock
-from seer.common.transport.memory import MemoryTransport
-from seer.common.wire import messages as m
+from seer.common.net.channel import Channel, Identity
+from seer.common.net.transport.memory import MemoryTransport
 
 
 class Stopping(Cluster):
@@ -88,13 +87,13 @@ async def test_a_life_that_has_not_registered_yet_is_not_given_up_for_an_earlier
             MemoryTransport(cluster.network),
             buffer._config.endpoints.engines,
             me,
-            m.BufferToEngine,
+            wire.BufferToEngine,
             LoopClock(),
         )
         await later.open(5)
         with pytest.raises(TimeoutError):  # no Welcome: nothing happened to this one
             async with asyncio.timeout(60):
-                while isinstance(await later.recv(), m.Ping):
+                while isinstance(await later.recv(), wire.Ping):
                     pass
         assert "e0" not in buffer.machine.instances, "the earlier life was given up"
         later.close()

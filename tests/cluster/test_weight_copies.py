@@ -10,13 +10,13 @@ from cluster_harness import folder, roll, running
 from virtual_time import eventually, virtual
 
 from seer.client import WeightsRefused
+from seer.common import wire
 from seer.common.config import EngineConfig
 from seer.common.errors import ConfigError, InvalidField, Unreachable
-from seer.common.weights import SPOOL_NOTES
-from seer.common.wire import messages as m
-from seer.services.engine import staging
+from seer.common.weights.digest import SPOOL_NOTES
+from seer.services.engine.weights import fetcher as staging
 
-LARGE = {"w": np.ones(m.SPOOL_BYTES * 6, dtype=np.float32)}  # three windows
+LARGE = {"w": np.ones(wire.SPOOL_BYTES * 6, dtype=np.float32)}  # three windows
 SMALL = {"w": np.ones(6, dtype=np.float32)}
 
 
@@ -38,8 +38,8 @@ def stall(cluster, after=10):
 
     def cut(reply, address, message):
         nonlocal left
-        left -= isinstance(message, m.SpoolData)
-        if left >= 0 or not isinstance(message, m.SpoolData):
+        left -= isinstance(message, wire.SpoolData)
+        if left >= 0 or not isinstance(message, wire.SpoolData):
             put(reply, address, message)
 
     spool.put = cut
@@ -76,7 +76,7 @@ async def test_a_trainer_that_stops_or_asks_anew_leaves_nothing(tmp_path, copies
         live = await client.update_weights(1, folder(tmp_path / "one", 1.0))  # at once
         assert live.version == 1
         await eventually(lambda: not any(copying(cluster)))
-        await asyncio.sleep(2 * m.SPOOL_STALL_SECONDS)
+        await asyncio.sleep(2 * wire.SPOOL_STALL_SECONDS)
         assert not copies()
 
 
@@ -142,21 +142,21 @@ async def test_a_buffer_that_reads_nothing_for_a_while_is_asked_again(tmp_path):
         asked.append(question)
         if len(asked) == 1:
             raise Unreachable("peer reads nothing for 30 s")
-        stage.arrived(m.SpoolState(name="v1", size=4, have=4, folder=str(tmp_path), token="here"))
+        stage.arrived(wire.SpoolState(name="v1", size=4, have=4, folder=str(tmp_path), token="here"))
 
-    stage = staging.Staging(send)
+    stage = staging.WeightFetcher(send)
     (tmp_path / SPOOL_NOTES).write_text("here")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(staging, "_visible", lambda state: True)
-        assert await stage.folder(m.SPOOL_SCHEME + "v1") == tmp_path
+        assert await stage.folder(wire.SPOOL_SCHEME + "v1") == tmp_path
     assert len(asked) == 2
     for name in ("v1", "v2"):  # nobody waits for these any more
-        stage.arrived(m.SpoolState(name=name, size=4, have=4))
+        stage.arrived(wire.SpoolState(name=name, size=4, have=4))
     assert stage._answers.empty()
 
 
 async def test_a_place_in_memory_of_another_size_is_not_read():
-    stage = staging.Staging(None)
+    stage = staging.WeightFetcher(None)
     stage.model_bytes = 100
     memory = '{"name":"v","session":"127.0.0.1:1","protocol":"tcp","pointer":1,"size":1000000000000}'
     with pytest.raises(InvalidField, match="the model's tensors have 100"):
@@ -200,7 +200,7 @@ async def test_an_engine_that_sleeps_loads_nothing(tmp_path):
         server = cluster.services["e0"]
         server._asleep = True
         one = folder(tmp_path / "one", 1.0)
-        answer = await server._load_weights(m.LoadWeights(version=1, digest="d", source=str(one)), 0)
+        answer = await server._load_weights(wire.LoadWeights(version=1, digest="d", source=str(one)), 0)
         assert "it sleeps" in answer.problem
         assert server._weights.version == 0
 

@@ -8,12 +8,14 @@ from cluster_harness import folder, roll, running
 from virtual_time import eventually, virtual
 
 from seer.client import WeightsRefused
-from seer.client.tensors import TensorStream
+from seer.client.tensor_stream import TensorStream
+from seer.common import wire
 from seer.common.config import BufferConfig
-from seer.common.wire import messages as m
-from seer.services.engine import staging
+from seer.services.engine.weights import fetcher as staging
 
-LARGE = m.SPOOL_BYTES * 2 * m.SPOOL_WINDOW // 4  # float32 elements: two windows, and a bit with the header
+LARGE = (
+    wire.SPOOL_BYTES * 2 * wire.SPOOL_WINDOW // 4
+)  # float32 elements: two windows, and a bit with the header
 
 
 def tensors(fill, size=6):
@@ -49,7 +51,7 @@ async def test_an_engine_that_joins_after_the_trainer_went_on_loads_the_stream(m
         await client.update_weights(1, array)
         array["w"][:] = 2.0  # as the next step of training would
         expected = await roll(client)
-        await asyncio.sleep(10 * m.SPOOL_STALL_SECONDS)
+        await asyncio.sleep(10 * wire.SPOOL_STALL_SECONDS)
         await cluster.start("e1")
         server = cluster.services["buffer"]
         await eventually(lambda: set(server.machine.instances) == {"e0", "e1"})
@@ -79,7 +81,7 @@ async def test_damage_is_sent_again(monkeypatch, machines):
         put = cluster.services["buffer"]._spool.put
 
         def damaging(reply, address, message):
-            if isinstance(message, m.SpoolData):
+            if isinstance(message, wire.SpoolData):
                 sent.append(message.offset)
                 if len(sent) in (2, 5, 11):
                     message.checksum ^= 1
@@ -111,7 +113,7 @@ def _cut_after(parts, cluster):
 
     def cut(reply, address, message):
         nonlocal left
-        left -= isinstance(message, m.SpoolData)
+        left -= isinstance(message, wire.SpoolData)
         if left >= 0:
             put(reply, address, message)
 
@@ -125,7 +127,7 @@ async def test_a_stream_survives_its_buffer(tmp_path):
     async with running(engines=2, buffer=settings) as cluster, cluster.client() as client:
         update = asyncio.create_task(client.update_weights(1, tensors(1.0, LARGE)))
         spool = _cut_after(3, cluster)
-        await eventually(lambda: [s.have for s in spool._streams.values()] == [3 * m.SPOOL_BYTES])
+        await eventually(lambda: [s.have for s in spool._streams.values()] == [3 * wire.SPOOL_BYTES])
         await cluster.kill("buffer")
         assert not update.done()
         await cluster.start("buffer")
@@ -149,7 +151,7 @@ async def test_a_trainer_that_dies_while_it_sends_changes_nothing():
         async with cluster.client() as other:
             update = asyncio.create_task(other.update_weights(1, tensors(1.0, LARGE)))
             spool = _cut_after(3, cluster)
-            await eventually(lambda: [s.have for s in spool._streams.values()] == [3 * m.SPOOL_BYTES])
+            await eventually(lambda: [s.have for s in spool._streams.values()] == [3 * wire.SPOOL_BYTES])
             update.cancel()
         server = cluster.services["buffer"]
         assert server.weights.updating
@@ -174,7 +176,7 @@ async def test_a_stream_that_does_not_fit_is_refused(monkeypatch):
     async with running(engines=1) as cluster, cluster.client() as client:
         expected = await roll(client)
         usage = type("usage", (), {"free": 10})
-        monkeypatch.setattr("seer.services.buffer.spool_folder.shutil.disk_usage", lambda path: usage)
+        monkeypatch.setattr("seer.services.buffer.weights.spool_folder.shutil.disk_usage", lambda path: usage)
         with pytest.raises(WeightsRefused, match=r"do not fit .*set buffer\.spool"):
             await client.update_weights(1, tensors(1.0))
         assert await roll(client) == expected

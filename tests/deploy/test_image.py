@@ -138,7 +138,7 @@ def test_a_rollout_runs_in_a_bare_environment(bare, tmp_path):
     """What the image's users run: services as processes, and all that is imported only then."""
     (tmp_path / "prompts.jsonl").write_text(json.dumps({"id": "a", "prompt_token_ids": [1, 2]}))
     done = subprocess.run(
-        [bare, "-m", "seer.cli", "rollout", "prompts.jsonl", "--out", "out.jsonl", "-n", "2", "--max-tokens", "8",
+        [bare, "-m", "seer.cli.main", "rollout", "prompts.jsonl", "--out", "out.jsonl", "-n", "2", "--max-tokens", "8",
          "--backend", "replay"],
         cwd=tmp_path, capture_output=True, text=True, check=False, timeout=120,
     )  # fmt: skip

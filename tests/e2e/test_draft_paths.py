@@ -17,11 +17,11 @@ if importlib.util.find_spec("vllm") is None:
 
 from seer.common.config import DraftsConfig, EngineConfig, SharedConfig
 from seer.common.policy.draft_budget import DraftBudget
-from seer.common.policy.drafting import StepCosts
+from seer.common.policy.draft_costs import StepCosts
 from seer.common.types import SamplingParams
 from seer.services.dgds.client import StreamDelta
 from seer.services.engine.vllm.backend import VllmBackend
-from seer.services.engine.vllm.drafts.script import Script
+from seer.services.engine.vllm.drafts.scripted import Script
 
 pytestmark = pytest.mark.vllm
 
@@ -136,7 +136,7 @@ def test_without_either_copy_of_kv_something_differs(backend, monkeypatch, place
     """The partial block is copied by vLLM's runner, a winner's blocks by `PathRows`."""
     from vllm.v1.worker import gpu_model_runner  # only once an engine prepared vLLM's environment
 
-    from seer.services.engine.vllm.drafts import paths
+    from seer.services.engine.vllm.drafts import path_rows as paths
 
     module = gpu_model_runner if place == "gpu_model_runner" else paths
     monkeypatch.setattr(module, "copy_kv_cache_blocks_inplace", lambda *_: None)
@@ -220,19 +220,19 @@ def test_captured_requests_have_one_row(backend):
 
 def test_a_torn_request_keeps_its_own_row(backend, monkeypatch):
     """Rows that should say the same differ by last bits on some hardware; here, by force."""
-    from seer.services.engine.vllm import extension
+    from seer.services.engine.vllm import worker
 
     script(backend, "none")
     whole = one_go(backend, BASE)
     backend.script_drafts(Script(kind="wrong", vocab=VOCAB, known={0: whole.tokens}, siblings=("right",)))
-    before, right_rows = counts(backend), extension.right_rows
+    before, right_rows = counts(backend), worker.right_rows
 
     def torn(tokens, logprobs, counts, drafts):
         if len(counts) > 1:
             tokens[counts[0] + 1] ^= 1  # what the sibling's first row drew
         return right_rows(tokens, logprobs, counts, drafts)
 
-    monkeypatch.setattr(extension, "right_rows", torn)
+    monkeypatch.setattr(worker, "right_rows", torn)
     assert one_go(backend, BASE).tokens == whole.tokens
     after = gained(backend, before)
     assert after["torn"] == after["siblings"] > 0
@@ -240,7 +240,7 @@ def test_a_torn_request_keeps_its_own_row(backend, monkeypatch):
 
 
 def test_one_path_takes_no_scratch(backend):
-    from seer.services.engine.vllm.drafts.scratch import scratch_blocks, take_scratch
+    from seer.services.engine.vllm.drafts.scratch_blocks import scratch_blocks, take_scratch
 
     one = DraftsConfig(max_paths=1)
     assert scratch_blocks(one, 32) == scratch_blocks(None, 32) == 0
@@ -248,7 +248,7 @@ def test_one_path_takes_no_scratch(backend):
 
 
 def test_what_cannot_have_paths_is_said_once(backend, monkeypatch):
-    from seer.services.engine.vllm.drafts import scratch
+    from seer.services.engine.vllm.drafts import scratch_blocks as scratch
 
     said = []
     monkeypatch.setattr(scratch._log, "info", lambda *text, **fields: said.append((text, fields)))
@@ -265,7 +265,7 @@ from seer.common.config import DraftsConfig, EngineConfig, SharedConfig
 from seer.common.types import SamplingParams
 from seer.services.engine.backend import Chunk
 from seer.services.engine.vllm.backend import VllmBackend
-from seer.services.engine.vllm.drafts.script import Script
+from seer.services.engine.vllm.drafts.scripted import Script
 
 def roll(backend, prompt):
     sampling = SamplingParams(max_tokens=60, temperature=0.9, repetition_penalty=1.3, ignore_eos=True)

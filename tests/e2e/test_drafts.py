@@ -18,10 +18,10 @@ if importlib.util.find_spec("vllm") is None:
 from seer.client import RolloutClient
 from seer.common.config import DraftsConfig, EngineConfig, SharedConfig, load
 from seer.common.types import SamplingParams
-from seer.launch import LocalSystem
+from seer.local.system import LocalSystem
 from seer.services.dgds.client import StreamDelta
 from seer.services.engine.vllm.backend import VllmBackend
-from seer.services.engine.vllm.drafts.script import Script
+from seer.services.engine.vllm.drafts.scripted import Script
 
 pytestmark = pytest.mark.vllm
 
@@ -191,7 +191,7 @@ def test_sampling_with_drafts_keeps_the_distribution(backend, monkeypatch):
     """As vLLM's own rejection sampler does not on CPUs (vllm-project/vllm#55005), which never runs here."""
     from vllm.v1.sample import rejection_sampler  # only once an engine prepared vLLM's environment
 
-    from seer.services.engine.vllm import extension
+    from seer.services.engine.vllm import worker
 
     limit = 60.0  # exceeded once in a million
     before = backend.stats()
@@ -199,7 +199,7 @@ def test_sampling_with_drafts_keeps_the_distribution(backend, monkeypatch):
     assert backend.stats().accepted_tokens > before.accepted_tokens
     monkeypatch.setattr(rejection_sampler, "rejection_sample", None)
     assert chi_square(backend) < limit
-    right_rows = extension.right_rows
+    right_rows = worker.right_rows
 
     def all_accepted(tokens, logprobs, counts, drafts):
         owners = np.repeat(np.arange(len(counts)), counts + 1)
@@ -207,7 +207,7 @@ def test_sampling_with_drafts_keeps_the_distribution(backend, monkeypatch):
         tokens[~last] = drafts
         return right_rows(tokens, logprobs, counts, drafts)
 
-    monkeypatch.setattr(extension, "right_rows", all_accepted)
+    monkeypatch.setattr(worker, "right_rows", all_accepted)
     with pytest.raises((ValueError, AssertionError)):
         assert chi_square(backend) < limit
 

@@ -15,7 +15,7 @@ if any(importlib.util.find_spec(name) is None for name in ("vllm", "matplotlib")
     pytest.skip("needs the engine extra and matplotlib", allow_module_level=True)
 
 from seer.common.config import load
-from seer.launch import LocalSystem
+from seer.local.system import LocalSystem
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(900)]
 

@@ -22,7 +22,7 @@ from seer.client import RolloutClient, SamplingParams
 from seer.common.config import load
 from seer.common.pool import ask_master
 from seer.common.types import InstanceStats
-from seer.launch import LocalSystem
+from seer.local.system import LocalSystem
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(900)]
 

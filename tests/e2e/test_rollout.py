@@ -25,7 +25,7 @@ def command(folder: Path, *options: str) -> list[str]:
     prompts = folder / "prompts.jsonl"
     lines = (EXAMPLE / "prompts.jsonl").read_text().splitlines()[:10]
     prompts.write_text("\n".join(lines))
-    base = [sys.executable, "-m", "seer.cli", "rollout", str(prompts), "--model", str(EXAMPLE / "model")]
+    base = [sys.executable, "-m", "seer.cli.main", "rollout", str(prompts), "--model", str(EXAMPLE / "model")]
     base += ["--out", str(folder / "out.jsonl"), "--report", str(folder / "report.json")]
     return [*base, "-n", str(RESPONSES), "--max-tokens", "300", *options]
 

@@ -48,7 +48,7 @@ class System:
         command = [
             sys.executable,
             "-m",
-            "seer.cli",
+            "seer.cli.main",
             "up",
             "--model",
             str(model),

@@ -12,7 +12,7 @@ import pytest
 if importlib.util.find_spec("vllm") is None:
     pytest.skip("needs the engine extra", allow_module_level=True)
 
-from seer.pool_plan import import_problem
+from seer.local.pool_plan import import_problem
 from seer.verify.cells import CELLS
 
 pytestmark = pytest.mark.vllm
@@ -26,7 +26,17 @@ def verify(folder: Path, prompts: int, *options: object) -> tuple[int, dict, str
     path, out = folder / "prompts.jsonl", folder / "report.json"
     lines = (EXAMPLE / "prompts.jsonl").read_text().splitlines()[:prompts]
     path.write_text("\n".join(lines))
-    command = [sys.executable, "-m", "seer.cli", "verify", path, "--model", EXAMPLE / "model", "--json", out]
+    command = [
+        sys.executable,
+        "-m",
+        "seer.cli.main",
+        "verify",
+        path,
+        "--model",
+        EXAMPLE / "model",
+        "--json",
+        out,
+    ]
     done = subprocess.run(
         [*map(str, [*command, *options])], capture_output=True, text=True, timeout=1500, check=False
     )

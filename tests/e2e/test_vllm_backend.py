@@ -323,24 +323,24 @@ def test_self_test_refuses_one_wrong_token(backend):
 
 
 def test_self_test_refuses_wrong_noise(backend, monkeypatch):
-    from seer.services.engine.vllm import extension, self_test
+    from seer.services.engine.vllm import self_test, worker
 
-    draw = extension._draw
+    draw = worker._draw
 
     def off_by_one(logits, params):
         params.records["position"] += 1
         return draw(logits, params)
 
-    monkeypatch.setattr(extension, "_draw", off_by_one)
+    monkeypatch.setattr(worker, "_draw", off_by_one)
     with pytest.raises(EngineError, match="rank 0"):
         self_test.check(backend)
 
 
 def test_logits_that_are_no_numbers_end_the_engine_by_name(backend, monkeypatch):
-    from seer.services.engine.vllm import extension
+    from seer.services.engine.vllm import worker
 
-    draw = extension._draw
-    monkeypatch.setattr(extension, "_draw", lambda logits, params: draw(logits * float("nan"), params))
+    draw = worker._draw
+    monkeypatch.setattr(worker, "_draw", lambda logits, params: draw(logits * float("nan"), params))
     backend.add(chunk("unlucky", BASE))
     with pytest.raises(EngineError, match=r"request unlucky: .* NaN"):
         backend.step()

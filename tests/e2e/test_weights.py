@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 
 from seer.client import MooncakeSource, RolloutClient, SamplingParams, WeightsRefused
 from seer.common.config import load
-from seer.launch import LocalSystem
+from seer.local.system import LocalSystem
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(600)]
 

@@ -8,7 +8,7 @@
 #include <random>
 #include <vector>
 
-#include "draft_choice.hpp"
+#include "tree/draft_choice.hpp"
 
 namespace {
 

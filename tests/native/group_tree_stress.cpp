@@ -12,8 +12,8 @@
 #include <thread>
 #include <vector>
 
-#include "drafter.hpp"
-#include "group_tree.hpp"
+#include "tree/drafter.hpp"
+#include "tree/group_tree.hpp"
 
 namespace {
 

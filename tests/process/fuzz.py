@@ -27,9 +27,9 @@ from process.fuzz_messages import MUTE, UNIONS, Maker
 from process.fuzz_system import DEADLINE, OWNERS, SERVICES, Honest, System
 
 from seer.client import RolloutClient
-from seer.common.channel import Identity
+from seer.common import wire
+from seer.common.net.channel import Identity
 from seer.common.types import InstanceStats
-from seer.common.wire import messages as m
 from seer.common.wire.codec import encode
 
 KINDS = {
@@ -129,10 +129,10 @@ class Fuzzer:
         if peer.greeted:  # again: what it said last may have cost it the connection
             peer.socket.send_multipart(self.maker.hello(peer.who))
             self.counts["hello"] += 1
-        asking = MUTE.get(peer.socket_name, m.SnapshotRequest)
+        asking = MUTE.get(peer.socket_name, wire.SnapshotRequest)
         for _ in range(1 if kind == "oversized" else BURST):
             if kind == "mute":
-                question = {m.Fetch: {"groups": []}, m.EngineStatus: {"stats": InstanceStats()}}.get(
+                question = {wire.Fetch: {"groups": []}, wire.EngineStatus: {"stats": InstanceStats()}}.get(
                     asking, {}
                 )
                 frames = [bytes(frame) for frame in encode(asking(**question))]

@@ -18,24 +18,24 @@ import msgspec
 import numpy as np
 from msgspec import inspect
 
-from seer.common.channel import Identity
-from seer.common.weights import checksum
-from seer.common.wire import messages as m
+from seer.common import wire
+from seer.common.net.channel import Identity
+from seer.common.weights.digest import checksum
 from seer.common.wire.version import MAJOR
 from seer.services.dgds.packing import group_digest
 
 Frames = list[bytes]
 
 UNIONS: dict[str, Any] = {
-    "trainers": m.TrainerToBuffer,
-    "engines": m.EngineToBuffer,
-    "event_snapshots": m.SnapshotAsked,
-    "estimate_snapshots": m.SnapshotAsked,
-    "dgds": m.EngineToDgds,
+    "trainers": wire.TrainerToBuffer,
+    "engines": wire.EngineToBuffer,
+    "event_snapshots": wire.SnapshotAsked,
+    "estimate_snapshots": wire.SnapshotAsked,
+    "dgds": wire.EngineToDgds,
 }
 """What each ROUTER takes."""
 
-MUTE = {"trainers": m.StatusRequest, "engines": m.EngineStatus, "dgds": m.Fetch}
+MUTE = {"trainers": wire.StatusRequest, "engines": wire.EngineStatus, "dgds": wire.Fetch}
 """What makes a server answer; elsewhere a `SnapshotRequest` does."""
 
 INTS = (0, 1, -1, 2, 7, 63, 64, 100, 2**16, 2**31 - 1, 2**31, 2**63 - 1, -(2**63), 2**64 - 1)
@@ -69,7 +69,7 @@ class Maker:
             for name, union in UNIONS.items()
         }
         every = [cls for members in self.members.values() for cls in members]
-        self.harmless = [cls for cls in every if cls is not m.Register]  # whatever bit flips
+        self.harmless = [cls for cls in every if cls is not wire.Register]  # whatever bit flips
         self.history: list[Frames] = []
 
     # --- single messages -----------------------------------------------------------------
@@ -88,12 +88,12 @@ class Maker:
         )  # fmt: skip
         return self.hello(who, **self.rng.choice(changes))
 
-    def message(self, cls: type[m.Message]) -> Frames:
+    def message(self, cls: type[wire.Message]) -> Frames:
         """Return a message of this type with hostile values."""
         self.types[cls.__name__] += 1
         frames = [b""]
         header = self._struct(_info(cls), frames)
-        if cls is m.Register:
+        if cls is wire.Register:
             bad = {self.rng.choice(tuple(NOWHERE)): self.rng.choice((0, -1, 2**31, 2**64 - 1))}
             header |= {"weight_version": 0, "weights_digest": "", "weights_source": ""}
             header["capacity"] = NOWHERE | (bad if self.rng.random() < 0.5 else {})
@@ -256,7 +256,7 @@ class Maker:
         return [index, self.rng.choice(("i4", "i4", "i4", "f4", "f4", "u1", "u1", "f8", "O"))]
 
 
-def _members(union: Any) -> list[type[m.Message]]:
+def _members(union: Any) -> list[type[wire.Message]]:
     return list(getattr(union, "__args__", (union,)))
 
 

@@ -49,7 +49,7 @@ class System:
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
         for name in SERVICES:
             with self.log(name).open("wb") as log:
-                command = (commands or {}).get(name, [sys.executable, "-m", "seer.cli"])
+                command = (commands or {}).get(name, [sys.executable, "-m", "seer.cli.main"])
                 self.processes[name] = subprocess.Popen(
                     [*command, name, "--config", str(folder / "seer.toml")],
                     stderr=log, env={**os.environ, **(environ or {})},

@@ -19,10 +19,10 @@ from living import living
 
 from seer.common.config import Endpoints
 
-SEER = (sys.executable, "-m", "seer.cli")
+SEER = (sys.executable, "-m", "seer.cli.main")
 ANOTHER_MAJOR = (
     sys.executable, "-c",
-    "import seer.common.wire.version as v; v.MAJOR += 1\nfrom seer.cli import main; main()",
+    "import seer.common.wire.version as v; v.MAJOR += 1\nfrom seer.cli.main import main; main()",
 )  # fmt: skip
 REPLAY = ("--backend", "replay")
 QUICK = ("-n", "1", "--max-tokens", "8")

@@ -11,21 +11,21 @@ import zmq
 import zmq.asyncio
 from msgspec.structs import replace
 
-from seer.child import Child
-from seer.common.channel import Channel, Identity
+from seer.common import wire
 from seer.common.clock import LoopClock
 from seer.common.config import Config, DgdsConfig, Endpoints, EngineConfig, SharedConfig, shared_hash
 from seer.common.ids import new_incarnation
-from seer.common.transport.zmq import ZmqTransport
-from seer.common.wire import messages as m
+from seer.common.net.channel import Channel, Identity
+from seer.common.net.transport.zmq import ZmqTransport
 from seer.common.wire.codec import encode
+from seer.local.child import Child
 from seer.services.dgds import server as dgds_server
 from seer.services.dgds.client import DgdsClient
 from seer.services.dgds.packing import group_digest, pack
 
 GROUP = group_digest("r/a")
 MUTE_FETCHES = 1500
-ANSWER_BYTES = dgds_server.MAX_DELTA_TOKENS * m.TOKEN_BYTES
+ANSWER_BYTES = dgds_server.MAX_DELTA_TOKENS * wire.TOKEN_BYTES
 
 
 def identity(name):
@@ -85,12 +85,12 @@ async def test_a_client_that_never_reads_costs_a_bounded_queue(tmp_path):
     try:
         async with running(tmp_path, 1) as (config, (child,)):
             at = config.endpoints.dgds
-            channel = Channel(transport, at, identity("reads"), m.DgdsToEngine, LoopClock())
+            channel = Channel(transport, at, identity("reads"), wire.DgdsToEngine, LoopClock())
             await channel.open(60)
             tokens = pack(np.zeros(dgds_server.MAX_DELTA_TOKENS, dtype=np.int32))
-            appends = [m.Append(GROUP, 0, 1, 0, dgds_server.MAX_DELTA_TOKENS)]
-            await channel.send(m.AppendBatch(appends=appends, tokens=tokens))
-            question = m.Fetch(groups=[m.FetchGroup(GROUP, {})])
+            appends = [wire.Append(GROUP, 0, 1, 0, dgds_server.MAX_DELTA_TOKENS)]
+            await channel.send(wire.AppendBatch(appends=appends, tokens=tokens))
+            question = wire.Fetch(groups=[wire.FetchGroup(GROUP, {})])
             await channel.send(question)
             assert len((await channel.recv()).tokens) == ANSWER_BYTES
 

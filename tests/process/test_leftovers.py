@@ -21,7 +21,7 @@ from living import living
 from seer.client import RolloutClient
 from seer.common.errors import WeightsRefused
 
-SEER = (sys.executable, "-m", "seer.cli")
+SEER = (sys.executable, "-m", "seer.cli.main")
 REPLAY = ("--set", "engine.backend=replay")
 
 

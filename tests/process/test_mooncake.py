@@ -19,11 +19,12 @@ import pytest
 from cluster_harness import folder, roll, running
 
 from seer.client import InvalidField, MooncakeSource, WeightsRefused
-from seer.client.tensors import TensorStream
-from seer.common.mooncake import Memory, open_engine
-from seer.services.engine import mooncake_reader, staging
-from seer.services.engine.staging import Staging
-from seer.services.engine.weights import inspect
+from seer.client.tensor_stream import TensorStream
+from seer.common.weights.mooncake import RegisteredMemory, open_engine
+from seer.services.engine.weights import fetcher as staging
+from seer.services.engine.weights import mooncake_reader
+from seer.services.engine.weights.fetcher import WeightFetcher
+from seer.services.engine.weights.manifest import inspect
 
 pytest.importorskip("mooncake.engine", reason="needs Mooncake and libibverbs1", exc_type=ImportError)
 
@@ -70,7 +71,7 @@ def stage():
     async def send(message):
         raise AssertionError("the buffer has no part in this")
 
-    made = Staging(send)
+    made = WeightFetcher(send)
     yield made
     if made._copy is not None:
         made._copy.cleanup()
@@ -115,7 +116,7 @@ def test_a_trainer_that_dies_while_it_is_read_is_refused(tmp_path, monkeypatch):
             return write(opened, data)
 
         monkeypatch.setattr(mooncake_reader.os, "write", killing)
-        memory = msgspec.json.decode(other.source.removeprefix("mooncake:"), type=Memory)
+        memory = msgspec.json.decode(other.source.removeprefix("mooncake:"), type=RegisteredMemory)
         with pytest.raises(OSError, match=f"the trainer at {memory.session} gave no bytes"):
             mooncake_reader.read(open_engine("127.0.0.1", "tcp"), memory, tmp_path / "copy")
     assert written == [4096, len(mooncake_reader._PART)] * 3
@@ -141,7 +142,7 @@ async def test_a_trainer_that_was_stopped_is_not_waited_for_ever(stage, monkeypa
 
 async def test_a_reader_that_crashes_is_an_error(stage, monkeypatch):
     monkeypatch.setattr(mooncake_reader, "__name__", "seer.no_such_module")
-    memory = Memory(name="v1", session="127.0.0.1:1", protocol="tcp", pointer=1, size=1)
+    memory = RegisteredMemory(name="v1", session="127.0.0.1:1", protocol="tcp", pointer=1, size=1)
     with pytest.raises(InvalidField, match="the reader of its memory died"):
         await stage.folder("mooncake:" + msgspec.json.encode(memory).decode())
 

@@ -19,9 +19,9 @@ import pytest
 
 from seer.common.config import Config, EngineConfig, PoolConfig, dump
 from seer.common.pool import ask_master, read_figures
-from seer.launch import LocalSystem
-from seer.pool_plan import _free_ports
-from seer.pool_report import figures_text
+from seer.local.pool_plan import _free_ports
+from seer.local.system import LocalSystem
+from seer.report.pool import figures_text
 from seer.services.pool.keeping import PROBE_SECONDS
 
 pytest.importorskip("mooncake.store", reason="needs Mooncake and libibverbs1", exc_type=ImportError)
@@ -89,7 +89,7 @@ class Pool:
         ready, write = os.pipe()
         with (self.folder / f"{service}.log").open("ab") as log:
             self.processes[service] = subprocess.Popen(
-                [sys.executable, "-m", "seer.cli", service, "--config", str(self.file), "--ready-fd", str(write)],
+                [sys.executable, "-m", "seer.cli.main", service, "--config", str(self.file), "--ready-fd", str(write)],
                 stderr=log, pass_fds=(write,), start_new_session=True,
             )  # fmt: skip
         os.close(write)
@@ -356,7 +356,7 @@ def test_two_owners_share_the_work(tmp_path):
 
 
 def status(endpoint, *options):
-    command = [sys.executable, "-m", "seer.cli", "status", "--connect", endpoint, *options]
+    command = [sys.executable, "-m", "seer.cli.main", "status", "--connect", endpoint, *options]
     shown = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, check=False)
     return shown.returncode, shown.stdout
 

@@ -18,11 +18,11 @@ import pytest
 
 from seer.client import RolloutClient, RolloutFailed, SamplingParams
 from seer.common.config import Config, load
-from seer.launch import LocalSystem
+from seer.local.system import LocalSystem
 
 PROMPTS = 12
 MODEL = Path(__file__).parents[2] / "examples" / "countdown" / "model"
-SEER = (sys.executable, "-m", "seer.cli")
+SEER = (sys.executable, "-m", "seer.cli.main")
 QUICK = ("--backend", "replay", "--set", "engine.replay_mean_tokens=60", "--max-tokens", "200", "-n", "4")
 SLOW = ("--set", "engine.replay_step_seconds=0.02", "--chunk-size", "32")
 """Long enough to kill something meanwhile."""

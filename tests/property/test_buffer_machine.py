@@ -24,16 +24,16 @@ from invariants import check
 from seer.common.policy.length import Estimate
 from seer.common.policy.schedule import POLICIES
 from seer.common.types import Capacity
-from seer.services.buffer import events as e
-from seer.services.buffer.machine import Machine
+from seer.services.buffer.requests import events, instructions, state
+from seer.services.buffer.requests.machine import RequestMachine
 
 NAMES = ("a", "b", "c")
 ROLLOUTS = ("r", "s")
 
 
-def mirrored(event: e.Event) -> e.Event:
+def mirrored(event: events.Event) -> events.Event:
     """Return the same news, told in the opposite order."""
-    if isinstance(event, e.EstimatesChanged):
+    if isinstance(event, events.EstimatesChanged):
         return replace(event, estimates=dict(reversed(event.estimates.items())))
     return event
 
@@ -45,12 +45,12 @@ class BufferModel(RuleBasedStateMachine):
 
     @initialize(chunk=st.integers(1, 40))
     def start(self, chunk):
-        limits = e.Limits(chunk_size=chunk, max_attempts=3, max_requests=40, unfinished_tokens=400)
-        self.machine, self.twin = (Machine(self.policy, limits) for _ in range(2))
+        limits = state.Limits(chunk_size=chunk, max_attempts=3, max_requests=40, unfinished_tokens=400)
+        self.machine, self.twin = (RequestMachine(self.policy, limits) for _ in range(2))
         self.now = 0.0
         self.prompts = self.lives = self.uses = 0
-        self.running: dict[tuple[str, int], e.Dispatch] = {}
-        self.stale: list[e.Dispatch] = []
+        self.running: dict[tuple[str, int], instructions.Dispatch] = {}
+        self.stale: list[instructions.Dispatch] = []
         self.kept: Counter[str] = Counter()
         self.ending: tuple[str, int] | None = None
         self.asked = dict.fromkeys(ROLLOUTS, 0)
@@ -58,36 +58,36 @@ class BufferModel(RuleBasedStateMachine):
 
     def send(self, event):
         self.now += 0.01
-        instructions = self.machine.handle(event, self.now)
-        assert instructions == self.twin.handle(mirrored(event), self.now)
+        answered = self.machine.handle(event, self.now)
+        assert answered == self.twin.handle(mirrored(event), self.now)
         delivered, refused = set(), set()
-        for item in instructions:
+        for item in answered:
             match item:
-                case e.Dispatch():
+                case instructions.Dispatch():
                     assert (item.request_id, item.attempt) not in self.running
                     assert item.instance in self.machine.instances
                     self.running[item.request_id, item.attempt] = item
-                case e.Drop():
+                case instructions.Drop():
                     self.stale.append(self.running.pop((item.request_id, item.attempt)))
-                case e.Keep():
+                case instructions.Keep():
                     assert self.ending is not None
                     assert self.ending[0] == item.request_id
                     self.kept[item.request_id] += self.ending[1]
-                case e.Take():
+                case instructions.Take():
                     assert item.group_id not in self.stored
                     self.stored.add(item.group_id)
-                case e.Forget():
+                case instructions.Forget():
                     self.stored.remove(item.group_id)
                     self.kept = Counter({
                         key: n for key, n in self.kept.items() if key.rpartition("#")[0] != item.group_id
                     })  # fmt: skip
-                case e.Deliver():
+                case instructions.Deliver():
                     assert item.group_id not in delivered
                     delivered.add(item.group_id)
                     for request in self.machine.groups[item.group_id].results:
                         assert self.kept[request.view.request_id] == request.view.generated
                         assert request.finish
-                case e.Refuse():
+                case instructions.Refuse():
                     names = {(item.rollout_id, prompt, item.use) for prompt in item.prompt_ids}
                     assert item.message
                     assert not refused & names
@@ -99,12 +99,12 @@ class BufferModel(RuleBasedStateMachine):
         self.lose([name])
         self.lives += not again
         capacity = Capacity(kv_blocks=blocks, block_size=8, max_num_seqs=4, max_model_len=200)
-        self.send(e.EngineJoined(name, capacity, 10 * self.lives + NAMES.index(name)))
+        self.send(events.EngineJoined(name, capacity, 10 * self.lives + NAMES.index(name)))
 
     @rule(names=st.lists(st.sampled_from(NAMES), unique=True, min_size=1), died=st.booleans())
     def leave(self, names, died):
         self.lose(names)
-        self.send(e.EnginesLeft(names, died))
+        self.send(events.EnginesLeft(names, died))
 
     def lose(self, names):
         for key in [key for key, d in self.running.items() if d.instance in names]:
@@ -123,32 +123,34 @@ class BufferModel(RuleBasedStateMachine):
     )
     def submit(self, n, prompt_len, max_tokens, count, rollout, trainer, again, other, ahead):
         first = max(0, self.prompts - again)
-        specs = [e.GroupSpec(str(first + i), prompt_len, not (again and other)) for i in range(count)]
+        specs = [events.GroupSpec(str(first + i), prompt_len, not (again and other)) for i in range(count)]
         self.prompts = max(self.prompts, first + count)
         self.uses += other
         self.asked[rollout] += other and not again
         version = -1 if ahead < 0 else self.machine.weight_version + ahead
         life = f"{trainer}{self.uses}".encode()
         asked = self.asked[rollout]
-        self.send(e.GroupsSubmitted(trainer, rollout, n, max_tokens, specs, version, self.uses, asked, life))
+        self.send(
+            events.GroupsSubmitted(trainer, rollout, n, max_tokens, specs, version, self.uses, asked, life)
+        )
 
     @rule()
     def change_weights(self):
         if not self.machine.requests:
-            self.send(e.WeightsChanged(self.machine.weight_version + 1))
+            self.send(events.WeightsChanged(self.machine.weight_version + 1))
 
     @rule(held=st.booleans())
     def hold(self, held):
-        self.send(e.SubmissionsHeld(held))
+        self.send(events.SubmissionsHeld(held))
 
     @rule(seconds=st.sampled_from((0.5, 300.0)))
     def tick(self, seconds):
         self.now += seconds
-        self.send(e.Tick())
+        self.send(events.Tick())
 
     @rule()
     def lose_trainer(self):
-        self.send(e.TrainerLost(f"t{self.uses}".encode()))
+        self.send(events.TrainerLost(f"t{self.uses}".encode()))
 
     @precondition(lambda self: self.running)
     @rule(data=st.data(), finish=st.booleans())
@@ -157,7 +159,7 @@ class BufferModel(RuleBasedStateMachine):
         dispatch = self.running.pop(key)
         count = data.draw(st.integers(1, dispatch.max_new_tokens)) if finish else dispatch.max_new_tokens
         self.ending = (dispatch.request_id, count)
-        self.send(e.ChunkEnded(dispatch.instance, *key, count, "stop" if finish else ""))
+        self.send(events.ChunkEnded(dispatch.instance, *key, count, "stop" if finish else ""))
         self.ending = None
 
     @precondition(lambda self: self.stale)
@@ -165,7 +167,7 @@ class BufferModel(RuleBasedStateMachine):
     def late(self, data):
         dispatch = data.draw(st.sampled_from(self.stale))
         before = dict(self.kept)
-        self.send(e.ChunkEnded(dispatch.instance, dispatch.request_id, dispatch.attempt, 1))
+        self.send(events.ChunkEnded(dispatch.instance, dispatch.request_id, dispatch.attempt, 1))
         assert self.kept == before
 
     @precondition(lambda self: self.running)
@@ -173,17 +175,21 @@ class BufferModel(RuleBasedStateMachine):
     def reject(self, data, fatal):
         key = data.draw(st.sampled_from(sorted(self.running)))
         dispatch = self.running.pop(key)
-        self.send(e.ChunkRejected(dispatch.instance, *key, fatal, "no"))
+        self.send(events.ChunkRejected(dispatch.instance, *key, fatal, "no"))
 
     @rule(data=st.data())
     def acknowledge(self, data):
         if done := [group for group in self.machine.groups.values() if group.done]:
             group = data.draw(st.sampled_from(done))
             rollout = group.rollout
-            self.send(e.GroupsAcknowledged("x", rollout.rollout_id, [group.prompt_id]))
-            self.send(e.GroupsAcknowledged(rollout.trainer, rollout.rollout_id, [group.prompt_id], 10**6))
+            self.send(events.GroupsAcknowledged("x", rollout.rollout_id, [group.prompt_id]))
+            self.send(
+                events.GroupsAcknowledged(rollout.trainer, rollout.rollout_id, [group.prompt_id], 10**6)
+            )
             assert group.group_id in self.machine.groups
-            self.send(e.GroupsAcknowledged(rollout.trainer, rollout.rollout_id, [group.prompt_id], group.use))
+            self.send(
+                events.GroupsAcknowledged(rollout.trainer, rollout.rollout_id, [group.prompt_id], group.use)
+            )
             assert group.group_id not in self.machine.groups
 
     @rule(data=st.data(), use=st.booleans())
@@ -191,21 +197,21 @@ class BufferModel(RuleBasedStateMachine):
         if live := [group for group in self.machine.groups.values() if not group.done]:
             group = data.draw(st.sampled_from(live))
             rollout = group.rollout
-            self.send(e.RolloutCancelled("x", rollout.rollout_id, []))
-            self.send(e.RolloutCancelled(rollout.trainer, rollout.rollout_id, [], 10**6))
+            self.send(events.RolloutCancelled("x", rollout.rollout_id, []))
+            self.send(events.RolloutCancelled(rollout.trainer, rollout.rollout_id, [], 10**6))
             assert group.group_id in self.machine.groups
             number = rollout.use if use else 0
-            self.send(e.RolloutCancelled(rollout.trainer, rollout.rollout_id, [group.prompt_id], number))
+            self.send(events.RolloutCancelled(rollout.trainer, rollout.rollout_id, [group.prompt_id], number))
             assert group.group_id not in self.machine.groups
 
     @rule(pinned=st.integers(0, 6), name=st.sampled_from(NAMES))
     def report(self, pinned, name):
-        self.send(e.EngineReported(name, pinned))
+        self.send(events.EngineReported(name, pinned))
 
     @rule(tokens=st.lists(st.floats(1, 90), min_size=1, max_size=5), spread=st.sampled_from((0.0, 0.5)))
     def estimate(self, tokens, spread):
         groups = zip(self.machine.groups, tokens, strict=False)
-        self.send(e.EstimatesChanged({group: Estimate(number, spread) for group, number in groups}))
+        self.send(events.EstimatesChanged({group: Estimate(number, spread) for group, number in groups}))
 
     @invariant()
     def invariants(self):
@@ -217,19 +223,19 @@ class BufferModel(RuleBasedStateMachine):
         if not hasattr(self, "machine"):
             return
         self.lose(NAMES)
-        self.send(e.EnginesLeft(NAMES))
-        self.send(e.SubmissionsHeld(False))
+        self.send(events.EnginesLeft(NAMES))
+        self.send(events.SubmissionsHeld(False))
         big = Capacity(kv_blocks=500, block_size=8, max_num_seqs=64, max_model_len=4096)
-        self.send(e.EngineJoined("z", big))
+        self.send(events.EngineJoined("z", big))
         self.now += 60.0
-        self.send(e.Tick())
+        self.send(events.Tick())
         for _ in range(10_000):
             if not self.running:
                 break
             key = next(iter(self.running))
             dispatch = self.running.pop(key)
             self.ending = (dispatch.request_id, dispatch.max_new_tokens)
-            self.send(e.ChunkEnded(dispatch.instance, *key, dispatch.max_new_tokens))
+            self.send(events.ChunkEnded(dispatch.instance, *key, dispatch.max_new_tokens))
         assert not self.machine.requests
         version = self.machine.weight_version
         assert all(group.done or group.awaits > version for group in self.machine.groups.values())

@@ -9,19 +9,19 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from msgspec import inspect
 
+from seer.common import wire
 from seer.common.errors import WireError
-from seer.common.wire import messages
 from seer.common.wire.codec import Decoder, Limits, encode
 
 UNIONS = {
     name: union
-    for name, union in vars(messages).items()
+    for name, union in vars(wire).items()
     if name.endswith(("Buffer", "Trainer", "Engine", "Published", "Asked", "Reply", "Dgds"))
 }
 MESSAGES = {
     cls.__name__: cls
-    for cls in vars(messages).values()
-    if isinstance(cls, type) and issubclass(cls, messages.Message) and cls is not messages.Message
+    for cls in vars(wire).values()
+    if isinstance(cls, type) and issubclass(cls, wire.Message) and cls is not wire.Message
 }
 TEXT = st.text(max_size=20)
 
@@ -30,7 +30,7 @@ def examples(count):
     return settings(max_examples=count, suppress_health_check=[HealthCheck.too_slow])
 
 
-DTYPES = {messages.Tokens: np.int32, messages.Logprobs: np.float32, messages.Bytes: np.uint8}
+DTYPES = {wire.Tokens: np.int32, wire.Logprobs: np.float32, wire.Bytes: np.uint8}
 
 
 def arrays(dtype):
@@ -112,7 +112,7 @@ def refused_or_decoded(frames):
             message = decoder.decode(frames)
         except WireError:
             continue
-        assert isinstance(message, messages.Message)
+        assert isinstance(message, wire.Message)
 
 
 @examples(200)
@@ -177,4 +177,4 @@ LONG = "x" * 10**6
     ],
 )
 def test_what_is_quoted_of_a_message_is_short(fields):
-    refused(Decoder(messages.TrainerToBuffer), [msgspec.msgpack.encode(fields)])
+    refused(Decoder(wire.TrainerToBuffer), [msgspec.msgpack.encode(fields)])

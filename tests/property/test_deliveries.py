@@ -3,8 +3,8 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from seer.services.buffer import deliveries
-from seer.services.buffer.deliveries import Deliveries
+from seer.services.buffer.requests import deliveries
+from seer.services.buffer.requests.deliveries import Deliveries
 
 LIVES = (b"t", b"u")
 GROUPS = ("a", "b", "c", "d", "e")

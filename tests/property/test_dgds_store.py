@@ -5,9 +5,9 @@ import numpy as np
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from seer.common.wire.messages import MAX_GROUP_SIZE
-from seer.services.dgds.memory import OVERHEAD_TOKENS, Memory
+from seer.common.wire import MAX_GROUP_SIZE
 from seer.services.dgds.packing import pack, unpack
+from seer.services.dgds.past_groups import OVERHEAD_TOKENS, PastGroups
 from seer.services.dgds.store import Store
 
 GROUPS = [1, 2]
@@ -172,7 +172,7 @@ class DgdsMemory(RuleBasedStateMachine):
 
     def __init__(self):
         super().__init__()
-        self.memory = Memory(MEMORY_TOKENS)
+        self.memory = PastGroups(MEMORY_TOKENS)
         self.store = Store(max_tokens=10**6, ttl_seconds=50.0, memory=self.memory)
         self.naive = NaiveMemory()
         self.now = 0.0

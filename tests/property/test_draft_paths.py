@@ -5,6 +5,7 @@ from itertools import pairwise
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from seer.common.policy.draft_costs import StepCosts
 from seer.common.policy.draft_paths import (
     CHEAP,
     SEPARATOR,
@@ -15,7 +16,6 @@ from seer.common.policy.draft_paths import (
     siblings,
     split,
 )
-from seer.common.policy.drafting import StepCosts
 
 paths = st.lists(st.lists(st.integers(0, 9), max_size=6), max_size=5)
 

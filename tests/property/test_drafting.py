@@ -1,4 +1,4 @@
-"""What `common/policy/drafting.py` and `draft_budget.py` say of themselves, for any costs and chances."""
+"""What `common/policy/draft_costs.py` and `draft_budget.py` say of themselves, for any costs and chances."""
 
 import itertools
 
@@ -18,7 +18,7 @@ from seer.common.policy.draft_budget import (
     DraftBudget,
     best,
 )
-from seer.common.policy.drafting import (
+from seer.common.policy.draft_costs import (
     CELLS,
     PLACES,
     PRIOR,

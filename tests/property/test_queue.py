@@ -3,7 +3,7 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from seer.services.buffer.queue import STALE, WaitingQueue
+from seer.services.buffer.requests.queue import STALE, WaitingQueue
 
 IDS = tuple("abcdefgh")
 CHANGES = st.lists(

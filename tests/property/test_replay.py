@@ -7,8 +7,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from seer.common.config import EngineConfig, SharedConfig
 from seer.common.types import SamplingParams
 from seer.services.engine.backend import Chunk
-from seer.services.engine.kv_model import KvModel, Sequence
-from seer.services.engine.replay import ReplayBackend
+from seer.services.engine.replay.backend import ReplayBackend
+from seer.services.engine.replay.kv_model import KvModel, Sequence
 
 BLOCK = 4
 REQUESTS = 6

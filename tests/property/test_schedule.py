@@ -14,8 +14,8 @@ from seer.common.policy.length import Estimate
 from seer.common.policy.request import RequestView
 from seer.common.policy.schedule import FAIR_DISPATCHES, POLICIES, oracle, plausible
 from seer.common.types import Capacity
-from seer.services.buffer import events as e
-from seer.services.buffer.machine import Machine
+from seer.services.buffer.requests import events, instructions, state
+from seer.services.buffer.requests.machine import RequestMachine
 
 CAP = 4000
 EVERY = [*POLICIES.values(), oracle({"r/p#0": CAP})]
@@ -104,20 +104,20 @@ class Siege:
     """
 
     def __init__(self, policy, seats, rng):
-        self.machine = Machine(policy, e.Limits(chunk_size=1))
+        self.machine = RequestMachine(policy, state.Limits(chunk_size=1))
         self.rng, self.seats = rng, seats
-        self.running: list[e.Dispatch] = []
+        self.running: list[instructions.Dispatch] = []
         self.turns: Counter[str] = Counter()
         self.due: dict[str, int] = {}
         self.groups = 0
         capacity = Capacity(kv_blocks=10**6, block_size=16, max_num_seqs=seats, max_model_len=9000)
-        self.send(e.EngineJoined("a", capacity))
+        self.send(events.EngineJoined("a", capacity))
         self.submit(seats, float(CAP))
         self.victims = self.submit(3, 1.0)
 
     def send(self, event):
         for item in self.machine.handle(event, 0.0):
-            if isinstance(item, e.Dispatch):
+            if isinstance(item, instructions.Dispatch):
                 self.running.append(item)
                 self.turns[item.request_id] += 1
                 self.due.pop(item.request_id, None)
@@ -131,8 +131,8 @@ class Siege:
 
     def submit(self, size, tokens):
         self.groups += 1
-        self.send(e.GroupsSubmitted("t", "r", size, CAP, [e.GroupSpec(str(self.groups), 16)]))
-        self.send(e.EstimatesChanged({f"r/{self.groups}": Estimate(tokens, 0.01)}))
+        self.send(events.GroupsSubmitted("t", "r", size, CAP, [events.GroupSpec(str(self.groups), 16)]))
+        self.send(events.EstimatesChanged({f"r/{self.groups}": Estimate(tokens, 0.01)}))
         return [f"r/{self.groups}#{index}" for index in range(size)]
 
     def last(self, dispatches):
@@ -141,7 +141,7 @@ class Siege:
                 self.submit(self.rng.randint(1, 3), float(CAP))
             chunk = self.running.pop(self.rng.randrange(len(self.running)))
             finish = "stop" if self.rng.random() < 0.2 else ""
-            self.send(e.ChunkEnded("a", chunk.request_id, chunk.attempt, 1, finish))
+            self.send(events.ChunkEnded("a", chunk.request_id, chunk.attempt, 1, finish))
 
 
 def _queued(view):

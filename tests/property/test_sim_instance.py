@@ -1,4 +1,4 @@
-"""The fluid engine against vLLM's scheduler stepping one by one (`services/engine/kv_model.py`)."""
+"""The fluid engine against vLLM's scheduler stepping one by one (`services/engine/replay/kv_model.py`)."""
 
 import random
 from collections import Counter
@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from seer.services.engine.kv_model import KvModel, Sequence
+from seer.services.engine.replay.kv_model import KvModel, Sequence
 from seer.sim.drafting import CLASSES, Drafting
 from seer.sim.instance import Chunk, Instance
 from seer.sim.workload import Model

@@ -3,7 +3,7 @@
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from seer.services.buffer import sleep as s
+from seer.services.buffer import sleep
 
 NAMES = ("a", "b", "c")
 STEPS = st.lists(
@@ -18,7 +18,7 @@ STEPS = st.lists(
 
 class World:
     def __init__(self):
-        self.machine = s.SleepMachine(seconds=5.0)
+        self.machine = sleep.SleepMachine(seconds=5.0)
         self.now = 0.0
         self.idle = True
         self.asleep: dict[str, bool] = {}
@@ -28,15 +28,15 @@ class World:
     def handle(self, event):
         for item in self.machine.handle(event, self.now, idle=self.idle):
             match item:
-                case s.Order():
+                case sleep.Order():
                     assert self.idle or not item.asleep
                     self.orders[item.instance].append(item.asleep)
-                case s.GiveUp():
+                case sleep.GiveUp():
                     self.lose(item.instance)
-                case s.Tell(problem=""):
+                case sleep.Tell(problem=""):
                     self.open -= 1
                     assert set(self.asleep.values()) <= {item.asleep}
-                case s.Tell():
+                case sleep.Tell():
                     self.open -= 1
         if any(self.asleep.values()):
             assert self.machine.held
@@ -49,31 +49,31 @@ class World:
         match kind:
             case "join" if name not in self.asleep:
                 self.asleep[name], self.orders[name] = False, []
-                self.handle(s.Joined(name, False))
-                self.handle(s.Tick())
+                self.handle(sleep.Joined(name, False))
+                self.handle(sleep.Tick())
             case "lose" if name in self.asleep:
                 self.lose(name)
-                self.handle(s.Lost(name))
+                self.handle(sleep.Lost(name))
             case "sleep" | "wake" if not self.open:
                 self.open += 1
-                self.handle(s.Asked("trainer", kind == "sleep"))
+                self.handle(sleep.Asked("trainer", kind == "sleep"))
             case "answer" if self.orders.get(name):
                 self.asleep[name] = self.orders[name].pop(0)
-                self.handle(s.Answered(name, self.asleep[name]))
+                self.handle(sleep.Answered(name, self.asleep[name]))
             case "work":
                 self.idle = self.idle is False or self.machine.held
-                self.handle(s.Tick())
+                self.handle(sleep.Tick())
             case "tick":
                 self.now += number
-                self.handle(s.Tick())
+                self.handle(sleep.Tick())
             case "restart":  # a new buffer; its trainers ask it again, its engines register
                 was = any(self.asleep.values())
-                self.machine, self.open, self.idle = s.SleepMachine(seconds=5.0), 0, True
+                self.machine, self.open, self.idle = sleep.SleepMachine(seconds=5.0), 0, True
                 engines, self.asleep = self.asleep, {}  # the new buffer knows of one after the other
                 for engine, asleep in engines.items():
                     self.asleep[engine], self.orders[engine] = asleep, []
-                    self.handle(s.Joined(engine, asleep))
-                    self.handle(s.Tick())
+                    self.handle(sleep.Joined(engine, asleep))
+                    self.handle(sleep.Tick())
                 assert self.machine.held == was
 
 
@@ -87,70 +87,70 @@ def test_engines_hold_memory_as_was_last_asked(steps):
     world.idle = True
     wanted = world.machine._wanted
     for _ in range(3):
-        world.handle(s.Tick())
+        world.handle(sleep.Tick())
         for name in list(world.orders):
             while world.orders.get(name):
                 world.step("answer", name, 0)
-    world.now += s.GRACE_SECONDS + 1
-    world.handle(s.Tick())
+    world.now += sleep.GRACE_SECONDS + 1
+    world.handle(sleep.Tick())
     assert world.open == 0
     assert set(world.asleep.values()) <= {wanted}
     assert world.machine.held == wanted
 
 
 def test_an_engine_that_does_not_answer_is_given_up():
-    machine = s.SleepMachine(seconds=5.0)
-    machine.handle(s.Joined("a", False), 0.0, idle=True)
-    machine.handle(s.Joined("b", False), 0.0, idle=True)
-    asked = machine.handle(s.Asked("t", True), 0.0, idle=True)
-    assert asked == [s.Order("a", True), s.Order("b", True)]
-    assert machine.handle(s.Answered("b", True), 1.0, idle=True) == []
-    assert machine.handle(s.Tick(), 5.5, idle=True) == [s.GiveUp("a"), s.Tell("t", True)]
+    machine = sleep.SleepMachine(seconds=5.0)
+    machine.handle(sleep.Joined("a", False), 0.0, idle=True)
+    machine.handle(sleep.Joined("b", False), 0.0, idle=True)
+    asked = machine.handle(sleep.Asked("t", True), 0.0, idle=True)
+    assert asked == [sleep.Order("a", True), sleep.Order("b", True)]
+    assert machine.handle(sleep.Answered("b", True), 1.0, idle=True) == []
+    assert machine.handle(sleep.Tick(), 5.5, idle=True) == [sleep.GiveUp("a"), sleep.Tell("t", True)]
 
 
 def test_another_trainer_is_told_to_wait():
-    machine = s.SleepMachine()
-    machine.handle(s.Joined("a", False), 0.0, idle=True)
-    machine.handle(s.Asked("one", True), 0.0, idle=True)
-    (told,) = machine.handle(s.Asked("two", False), 0.0, idle=True)
-    assert told == s.Tell("two", False, "one puts engines to sleep: wait for that")
+    machine = sleep.SleepMachine()
+    machine.handle(sleep.Joined("a", False), 0.0, idle=True)
+    machine.handle(sleep.Asked("one", True), 0.0, idle=True)
+    (told,) = machine.handle(sleep.Asked("two", False), 0.0, idle=True)
+    assert told == sleep.Tell("two", False, "one puts engines to sleep: wait for that")
 
 
 def test_one_sleeper_among_engines_that_are_awake_is_woken():
-    machine = s.SleepMachine()
-    machine.handle(s.Joined("a", False), 0.0, idle=True)
-    assert machine.handle(s.Joined("b", True), 0.0, idle=False) == []
-    assert machine.handle(s.Tick(), 0.0, idle=False) == [s.Order("b", False)]
+    machine = sleep.SleepMachine()
+    machine.handle(sleep.Joined("a", False), 0.0, idle=True)
+    assert machine.handle(sleep.Joined("b", True), 0.0, idle=False) == []
+    assert machine.handle(sleep.Tick(), 0.0, idle=False) == [sleep.Order("b", False)]
 
 
 def test_a_lost_engine_is_not_waited_for():
-    machine = s.SleepMachine()
+    machine = sleep.SleepMachine()
     for name in ("a", "b"):
-        machine.handle(s.Joined(name, False), 0.0, idle=True)
-    machine.handle(s.Asked("t", True, 4), 0.0, idle=True)
-    machine.handle(s.Answered("b", True), 1.0, idle=True)
-    assert machine.handle(s.Lost("a"), 1.0, idle=True) == [s.Tell("t", True, "", 4)]
+        machine.handle(sleep.Joined(name, False), 0.0, idle=True)
+    machine.handle(sleep.Asked("t", True, 4), 0.0, idle=True)
+    machine.handle(sleep.Answered("b", True), 1.0, idle=True)
+    assert machine.handle(sleep.Lost("a"), 1.0, idle=True) == [sleep.Tell("t", True, "", 4)]
 
 
 def test_one_that_has_to_load_is_woken_for_it_and_put_to_sleep_again():
-    machine = s.SleepMachine()
-    machine.handle(s.Joined("a", True), 0.0, idle=True)
+    machine = sleep.SleepMachine()
+    machine.handle(sleep.Joined("a", True), 0.0, idle=True)
     assert machine.wanted
-    machine.handle(s.Joined("b", True), 0.0, idle=True)
-    assert machine.handle(s.Tick(), 0.0, idle=True, loading={"b"}) == [s.Order("b", False)]
+    machine.handle(sleep.Joined("b", True), 0.0, idle=True)
+    assert machine.handle(sleep.Tick(), 0.0, idle=True, loading={"b"}) == [sleep.Order("b", False)]
     assert machine.awake == set()
-    machine.handle(s.Answered("b", False), 1.0, idle=True, loading={"b"})
+    machine.handle(sleep.Answered("b", False), 1.0, idle=True, loading={"b"})
     assert machine.awake == {"b"}
-    assert machine.handle(s.Asked("t", True), 1.0, idle=True, loading={"b"}) == []
-    assert machine.handle(s.Tick(), 2.0, idle=True) == [s.Order("b", True)]
-    assert machine.handle(s.Answered("b", True), 3.0, idle=True) == [s.Tell("t", True)]
+    assert machine.handle(sleep.Asked("t", True), 1.0, idle=True, loading={"b"}) == []
+    assert machine.handle(sleep.Tick(), 2.0, idle=True) == [sleep.Order("b", True)]
+    assert machine.handle(sleep.Answered("b", True), 3.0, idle=True) == [sleep.Tell("t", True)]
 
 
 def test_an_answer_that_nobody_waits_for_changes_nothing():
-    machine = s.SleepMachine()
-    machine.handle(s.Joined("a", False), 0.0, idle=True)
-    machine.handle(s.Answered("a", True), 0.0, idle=True)
+    machine = sleep.SleepMachine()
+    machine.handle(sleep.Joined("a", False), 0.0, idle=True)
+    machine.handle(sleep.Answered("a", True), 0.0, idle=True)
     assert machine.awake == {"a"}
-    machine.handle(s.Asked("t", True), 0.0, idle=True)
-    machine.handle(s.Answered("a", False), 0.0, idle=True)  # it was told to sleep
-    assert machine.handle(s.Answered("a", True), 0.0, idle=True) == [s.Tell("t", True)]
+    machine.handle(sleep.Asked("t", True), 0.0, idle=True)
+    machine.handle(sleep.Answered("a", False), 0.0, idle=True)  # it was told to sleep
+    assert machine.handle(sleep.Answered("a", True), 0.0, idle=True) == [sleep.Tell("t", True)]

@@ -11,16 +11,16 @@ import numpy as np
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from seer.common import wire
 from seer.common.policy.schedule import POLICIES
 from seer.common.types import Capacity, SamplingParams
-from seer.common.wire import messages as m
-from seer.services.buffer import events as e
-from seer.services.buffer import sleep as s
-from seer.services.buffer import weight_events as w
+from seer.services.buffer import sleep
 from seer.services.buffer.conductor import Conductor, Ended, Submitted
-from seer.services.buffer.machine import Machine
+from seer.services.buffer.requests import events, state
+from seer.services.buffer.requests.machine import RequestMachine
 from seer.services.buffer.store import Store
-from seer.services.buffer.weights import WeightsMachine
+from seer.services.buffer.weights import events as weight_events
+from seer.services.buffer.weights.machine import WeightsMachine
 
 NAMES = ("a", "b", "c")
 KINDS = ("join", "join asleep", "lose", "update", "sleep", "wake", "answer", "fail", "submit", "work", "tick")
@@ -36,7 +36,7 @@ class Engine:
     @property
     def will_sleep(self):
         """Whether it sleeps once it has done all it was told."""
-        told = [order.asleep for order in self.orders if isinstance(order, m.Sleep)]
+        told = [order.asleep for order in self.orders if isinstance(order, wire.Sleep)]
         return told[-1] if told else self.asleep
 
 
@@ -46,12 +46,12 @@ class World:
     def __init__(self):
         self.time = 0.0
         self.engines: dict[str, Engine] = {}
-        self.chunks: dict[str, tuple[str, m.RunChunk]] = {}
+        self.chunks: dict[str, tuple[str, wire.RunChunk]] = {}
         self.answers: list[object] = []
         self.submitted = self.joined = 0
         self.wanted = None
-        self.machine = Machine(POLICIES["divided"], e.Limits(chunk_size=16))
-        self.weights, self.sleep, self.store = WeightsMachine(50.0), s.SleepMachine(50.0), Store()
+        self.machine = RequestMachine(POLICIES["divided"], state.Limits(chunk_size=16))
+        self.weights, self.sleep, self.store = WeightsMachine(50.0), sleep.SleepMachine(50.0), Store()
         self.conductor = Conductor(
             self, self.machine, self.weights, self.sleep, self.store, 1e9, 1e9,
             to_engine=self.hear, to_trainer=lambda name, message: self.answers.append(message),
@@ -65,17 +65,17 @@ class World:
     def hear(self, name, message):
         engine = self.engines[name]
         match message:
-            case m.LoadWeights():
+            case wire.LoadWeights():
                 assert not engine.will_sleep, f"{message} to one that sleeps"
                 engine.orders.append(message)
-            case m.PrepareWeights():  # which it may, asleep
+            case wire.PrepareWeights():  # which it may, asleep
                 engine.orders.append(message)
-            case m.Sleep():
+            case wire.Sleep():
                 assert not (message.asleep and name in self.weights.loading)
                 engine.orders.append(message)
-            case m.RunChunk():
+            case wire.RunChunk():
                 assert not engine.asleep
-                assert all(isinstance(order, m.PrepareWeights) for order in engine.orders)
+                assert all(isinstance(order, wire.PrepareWeights) for order in engine.orders)
                 assert engine.version == self.weights.live.version
                 self.chunks[message.request_id] = name, message
 
@@ -90,9 +90,9 @@ class World:
             case "lose":
                 self.lose(name)
             case "update" if not self.sleep.wanted:
-                self.conductor.weigh(w.UpdateAsked("t", number, f"/w{number}", ask=number))
+                self.conductor.weigh(weight_events.UpdateAsked("t", number, f"/w{number}", ask=number))
             case "sleep" | "wake" if not self.weights.updating:
-                self.conductor.rest(s.Asked("t", kind == "sleep"))
+                self.conductor.rest(sleep.Asked("t", kind == "sleep"))
             case "answer" | "fail" if engine is not None and engine.orders:
                 self.obey(name, engine, "broken" if kind == "fail" else "")
             case "submit" if self.submitted < 5:
@@ -111,31 +111,31 @@ class World:
 
     def obey(self, name, engine, problem=""):
         match order := engine.orders.popleft():
-            case m.Sleep():
+            case wire.Sleep():
                 engine.asleep = order.asleep
-                self.conductor.rest(s.Answered(name, order.asleep))
-            case m.PrepareWeights():
+                self.conductor.rest(sleep.Answered(name, order.asleep))
+            case wire.PrepareWeights():
                 digest = f"d{order.version}"
-                self.conductor.weigh(w.Prepared(name, order.version, digest, problem, order.ask))
-            case m.LoadWeights():
+                self.conductor.weigh(weight_events.Prepared(name, order.version, digest, problem, order.ask))
+            case wire.LoadWeights():
                 assert not engine.asleep
                 engine.version = -1 if problem else order.version
-                self.conductor.weigh(w.Loaded(name, order.version, problem))
+                self.conductor.weigh(weight_events.Loaded(name, order.version, problem))
 
     def submit(self):
         self.submitted += 1
         rollout = f"r{self.submitted}"
-        submit = m.Submit(
+        submit = wire.Submit(
             rollout_id=rollout, rollout_number=0, seed=0, n=1, sampling=SamplingParams(max_tokens=8),
             prompt_ids=["p"], lengths=[5], tokens=PROMPT,
         )  # fmt: skip
-        event = e.GroupsSubmitted("t", rollout, 1, 8, [e.GroupSpec("p", 5)])
+        event = events.GroupsSubmitted("t", rollout, 1, 8, [events.GroupSpec("p", 5)])
         self.conductor.handle(event, Submitted(submit, {"p": PROMPT}))
 
     def work(self):
         for key, (name, chunk) in list(self.chunks.items()):
             del self.chunks[key]
-            ended = e.ChunkEnded(name, key, chunk.attempt, 1, "stop", "")
+            ended = events.ChunkEnded(name, key, chunk.attempt, 1, "stop", "")
             self.conductor.handle(ended, Ended(np.array([7], np.int32), np.zeros(1, np.float32)))
 
     def settle(self):
@@ -154,7 +154,7 @@ class World:
 
 def register(engine):
     version = engine.version
-    return m.Register(
+    return wire.Register(
         capacity=Capacity(kv_blocks=20, block_size=16, max_num_seqs=8, max_model_len=256),
         weight_version=version,
         vocab_size=100,

@@ -3,8 +3,9 @@
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from seer.services.buffer import weight_events as w
-from seer.services.buffer.weights import AGAIN_SECONDS, WeightsMachine
+from seer.services.buffer.weights import events as weight_events
+from seer.services.buffer.weights import instructions as weight_instructions
+from seer.services.buffer.weights.machine import AGAIN_SECONDS, WeightsMachine
 
 NAMES = ("a", "b", "c")
 STEPS = st.lists(
@@ -26,46 +27,46 @@ class World:
     def __init__(self):
         self.machine = WeightsMachine(seconds=5.0)
         self.now = 0.0
-        self.loaded: dict[str, w.Weights | None] = {}
+        self.loaded: dict[str, weight_events.Weights | None] = {}
         self.orders: dict[str, list] = {}
         self.admitted: set[str] = set()
         self.held = False
         self.idle = True
         self.asked = 0
         self.open: dict[str, int] = {}  # a trainer waits for the answer to what it asked last
-        self.told: dict[str, tuple[w.Weights, float]] = {}
+        self.told: dict[str, tuple[weight_events.Weights, float]] = {}
 
     def excused(self, name, event):
         """Whether this event is a reason to quarantine an instance."""
         live = self.machine.live
         if live is None or not live.source:
-            return isinstance(event, w.Registered)
+            return isinstance(event, weight_events.Registered)
         told, when = self.told[name]
-        if isinstance(event, w.Loaded):
+        if isinstance(event, weight_events.Loaded):
             return event.instance == name and event.problem and event.version == live.version
-        return isinstance(event, w.Tick) and same(told, live) and when + 5.0 < self.now
+        return isinstance(event, weight_events.Tick) and same(told, live) and when + 5.0 < self.now
 
     def handle(self, event):
         before, quarantined = self.machine.live, set(self.machine.quarantined)
         ran_old = not self.idle
         for item in self.machine.handle(event, self.now, idle=self.idle):
             match item:
-                case w.Prepare() | w.Load():
+                case weight_instructions.Prepare() | weight_instructions.Load():
                     self.orders[item.instance].append(item)
-                    if isinstance(item, w.Load):
+                    if isinstance(item, weight_instructions.Load):
                         assert same(item.weights, self.machine.live)
                         assert item.instance not in self.admitted
                         self.told[item.instance] = item.weights, self.now
-                case w.Admit():
+                case weight_instructions.Admit():
                     self.admitted.add(item.instance)
-                case w.Expel():
+                case weight_instructions.Expel():
                     self.admitted.remove(item.instance)
-                case w.Hold() | w.Release():
-                    assert self.held == isinstance(item, w.Release)
+                case weight_instructions.Hold() | weight_instructions.Release():
+                    assert self.held == isinstance(item, weight_instructions.Release)
                     self.held = not self.held
-                case w.Abort():
+                case weight_instructions.Abort():
                     self.idle, ran_old = True, False
-                case w.Report() | w.Fail():
+                case weight_instructions.Report() | weight_instructions.Fail():
                     if self.open.get(item.trainer) == item.ask:
                         del self.open[item.trainer]
         self.check(event, before, ran_old, quarantined)
@@ -88,41 +89,41 @@ class World:
         if what == "register" and name not in self.loaded:
             version = number // 3 - 1  # below, at and above what is live
             source = f"/w{version}" if version else ""
-            self.loaded[name], self.orders[name] = w.Weights(version, f"d{version}", source), []
-            self.handle(w.Registered(name, self.loaded[name]))
+            self.loaded[name], self.orders[name] = weight_events.Weights(version, f"d{version}", source), []
+            self.handle(weight_events.Registered(name, self.loaded[name]))
         elif what == "lose" and name in self.loaded:
             del self.loaded[name], self.orders[name]
             self.admitted.discard(name)
-            self.handle(w.Lost(name))
+            self.handle(weight_events.Lost(name))
         elif what == "ask":
             self.asked += 1
-            mode = list(w.InFlight)[number % 3]
+            mode = list(weight_events.InFlight)[number % 3]
             trainer = "t" if number % 2 else f"t{self.asked}"  # one asks again and again
             self.open[trainer] = self.asked
             # The same weights may be in two places; where a digest is named, both are one question.
             source, digest = (f"/w{number}", "") if name != "c" else (f"/elsewhere{number}", f"d{number}")
-            self.handle(w.UpdateAsked(trainer, number, source, digest, mode, self.asked))
+            self.handle(weight_events.UpdateAsked(trainer, number, source, digest, mode, self.asked))
         elif what == "answer" and self.orders.get(name):
             self.answer(name, self.orders[name].pop(0), failing=number == 0)
         elif what == "work":
             self.idle = self.held or not self.admitted or not self.idle
-            self.handle(w.Tick())
+            self.handle(weight_events.Tick())
         elif what == "tick":
             self.now += number / 4
-            self.handle(w.Tick())
+            self.handle(weight_events.Tick())
 
     def answer(self, name, order, failing):
         problem = "broken" if failing else ""
-        if isinstance(order, w.Prepare):
-            self.handle(w.Prepared(name, order.version, f"d{order.version}", problem, order.ask))
-        elif isinstance(order, w.Load):
+        if isinstance(order, weight_instructions.Prepare):
+            self.handle(weight_events.Prepared(name, order.version, f"d{order.version}", problem, order.ask))
+        elif isinstance(order, weight_instructions.Load):
             self.loaded[name] = None if failing else order.weights
-            self.handle(w.Loaded(name, order.weights.version, problem))
+            self.handle(weight_events.Loaded(name, order.weights.version, problem))
 
     def settle(self):
         """Let every instance do all that it was told, with success."""
         self.idle = True
-        self.handle(w.Tick())
+        self.handle(weight_events.Tick())
         while any(self.orders.values()):
             for name in [name for name, orders in self.orders.items() if orders]:
                 self.answer(name, self.orders[name].pop(0), failing=False)
@@ -169,6 +170,6 @@ def test_no_update_outlives_its_deadlines(steps):
     world.idle = True
     for _ in range(2):
         world.now += 100.0
-        world.handle(w.Tick())
+        world.handle(weight_events.Tick())
     assert not world.machine.updating
     assert world.machine.loading <= world.machine.quarantined.keys()  # they try again

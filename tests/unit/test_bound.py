@@ -6,7 +6,7 @@ import pytest
 
 from seer.common.errors import InvalidField
 from seer.common.types import InstanceStats
-from seer.rollout_job import bound_seconds
+from seer.rollout.job import bound_seconds
 from seer.sim.bound import lower_bound
 
 

@@ -5,18 +5,20 @@ from dataclasses import replace
 from buffer_events import CAPACITY, LARGE, die, end, make, pick, submit
 from invariants import check
 
-from seer.services.buffer import events as e
+from seer.services.buffer.requests import events, instructions
 
 
 def test_the_loss_of_engines_says_nothing_against_a_request():
     machine = make(engines=("a",), max_attempts=2)
     submit(machine, "p", n=1)
     for life in range(20):
-        machine.handle(e.EnginesLeft(["a"]), 1.0)
-        (dispatch,) = pick(machine.handle(e.EngineJoined("a", CAPACITY, life), 1.0), e.Dispatch)
+        machine.handle(events.EnginesLeft(["a"]), 1.0)
+        (dispatch,) = pick(
+            machine.handle(events.EngineJoined("a", CAPACITY, life), 1.0), instructions.Dispatch
+        )
         check(machine)
     assert not machine.requests["r/p#0"].alone
-    assert pick(end(machine, dispatch), e.Keep)
+    assert pick(end(machine, dispatch), instructions.Keep)
 
 
 def test_a_poison_prompt_runs_alone_in_the_end_and_fails_by_name_while_all_others_finish():
@@ -25,14 +27,14 @@ def test_a_poison_prompt_runs_alone_in_the_end_and_fails_by_name_while_all_other
     lives, deaths, alone, kept = 10, 0, [], []
     while machine.requests:
         assert deaths < 20
-        poison = next((d for d in pick(out, e.Dispatch) if d.request_id == "r/poison#0"), None)
+        poison = next((d for d in pick(out, instructions.Dispatch) if d.request_id == "r/poison#0"), None)
         if poison is not None:
             deaths, lives = deaths + 1, lives + 1
             if machine.requests["r/poison#0"].alone:
                 alone.append(machine.instances[poison.instance].chunks)
             news = die(machine, poison.instance, lives)
-            refused = pick(news, e.Refuse)
-            out = [d for d in pick(out, e.Dispatch) if d.instance != poison.instance] + news
+            refused = pick(news, instructions.Refuse)
+            out = [d for d in pick(out, instructions.Dispatch) if d.instance != poison.instance] + news
             if refused:
                 (refusal,) = refused
                 assert (refusal.prompt_ids, refusal.code) == (["poison"], "failed")
@@ -40,9 +42,9 @@ def test_a_poison_prompt_runs_alone_in_the_end_and_fails_by_name_while_all_other
             continue
         running = [request for request in machine.requests.values() if request.instance]
         request = running[0]
-        event = e.Dispatch(request.instance, request.view.request_id, request.attempt, 16)
+        event = instructions.Dispatch(request.instance, request.view.request_id, request.attempt, 16)
         out = end(machine, event)
-        kept += pick(out, e.Keep)
+        kept += pick(out, instructions.Keep)
     assert deaths == 4
     assert alone == [1]
     assert set(machine.groups) == {"r/p", "r/q", "r/s"}
@@ -52,7 +54,7 @@ def test_a_poison_prompt_runs_alone_in_the_end_and_fails_by_name_while_all_other
 
 def test_an_engine_whose_connection_alone_broke_did_not_die():
     machine = make(engines=())
-    machine.handle(e.EngineJoined("a", CAPACITY, 7), 0.0)
+    machine.handle(events.EngineJoined("a", CAPACITY, 7), 0.0)
     submit(machine, "p", n=1)
     for _ in range(5):
         die(machine, "a", 7)
@@ -68,18 +70,18 @@ def test_a_suspect_is_cleared_by_a_chunk_that_ends():
     assert sorted(machine.suspects) == ["r/q#0"]  # the other one is tried, alone
     request = machine.requests["r/p#0"]
     assert request.alone
-    out = end(machine, e.Dispatch("a", "r/p#0", request.attempt, 16))
+    out = end(machine, instructions.Dispatch("a", "r/p#0", request.attempt, 16))
     assert not request.deaths
-    (other,) = pick(out, e.Dispatch)
+    (other,) = pick(out, instructions.Dispatch)
     assert machine.requests[other.request_id].alone
     out = end(machine, other)
-    assert len(pick(out, e.Dispatch)) == 2  # both at once again
+    assert len(pick(out, instructions.Dispatch)) == 2  # both at once again
 
 
 def test_all_engines_lost_at_once_cost_one_pass():
     machine = make(engines=[f"e{i}" for i in range(50)])
     submit(machine, *(f"p{i}" for i in range(100)), n=2)
-    out = machine.handle(e.EnginesLeft([f"e{i}" for i in range(50)]), 1.0)
+    out = machine.handle(events.EnginesLeft([f"e{i}" for i in range(50)]), 1.0)
     check(machine)
     assert out == []  # nothing is placed on an engine that is about to be lost, too
     assert machine.waiting == 200
@@ -87,33 +89,35 @@ def test_all_engines_lost_at_once_cost_one_pass():
 
 def test_losses_count_in_a_row_and_those_of_engines_not_at_all():
     machine = make(engines=("a",), max_attempts=2)
-    (dispatch,) = pick(submit(machine, "p", n=1, max_tokens=64), e.Dispatch)
+    (dispatch,) = pick(submit(machine, "p", n=1, max_tokens=64), instructions.Dispatch)
     for _ in range(2):
         for _ in range(2):
-            machine.handle(e.EnginesLeft(["a"]), 1.0)
-            (dispatch,) = pick(machine.handle(e.EngineJoined("a", CAPACITY, 0), 1.0), e.Dispatch)
-        rejected = e.ChunkRejected("a", "r/p#0", dispatch.attempt, fatal=False, message="no")
-        (dispatch,) = pick(machine.handle(rejected, 1.0), e.Dispatch)
-        (dispatch,) = pick(end(machine, dispatch), e.Dispatch)
+            machine.handle(events.EnginesLeft(["a"]), 1.0)
+            (dispatch,) = pick(
+                machine.handle(events.EngineJoined("a", CAPACITY, 0), 1.0), instructions.Dispatch
+            )
+        rejected = events.ChunkRejected("a", "r/p#0", dispatch.attempt, fatal=False, message="no")
+        (dispatch,) = pick(machine.handle(rejected, 1.0), instructions.Dispatch)
+        (dispatch,) = pick(end(machine, dispatch), instructions.Dispatch)
 
 
 def test_an_answer_of_another_engine_than_the_one_that_runs_a_chunk_changes_nothing():
     machine = make()
-    (dispatch,) = pick(submit(machine, "p", n=1), e.Dispatch)
+    (dispatch,) = pick(submit(machine, "p", n=1), instructions.Dispatch)
     (other,) = {"a", "b"} - {dispatch.instance}
     assert end(machine, replace(dispatch, instance=other)) == []
-    assert pick(end(machine, dispatch), e.Keep)
+    assert pick(end(machine, dispatch), instructions.Keep)
 
 
 def test_time_set_aside_counts_anew_after_a_chunk_ran():
     machine = make(engines=("small",), engine_wait_seconds=10.0)
-    machine.handle(e.EngineJoined("large", LARGE), 0.0)
+    machine.handle(events.EngineJoined("large", LARGE), 0.0)
     submit(machine, "p", n=1, prompt_len=1000)
     for now in (1.0, 9.0):
-        machine.handle(e.EnginesLeft(["large"]), now)
+        machine.handle(events.EnginesLeft(["large"]), now)
         assert machine.parked
-        machine.handle(e.Tick(), now + 7.0)
-        machine.handle(e.EngineJoined("large", LARGE), now + 7.5)
+        machine.handle(events.Tick(), now + 7.0)
+        machine.handle(events.EngineJoined("large", LARGE), now + 7.5)
     assert machine.requests["r/p#0"].instance == "large"
 
 
@@ -129,12 +133,12 @@ def suspects(*prompts):
 def test_who_runs_alone_on_an_engine_that_falls_silent_is_tried_again():
     machine = suspects("p")
     assert machine.requests["r/p#0"].alone
-    out = machine.handle(e.EnginesLeft(["a"]), 2.0)
-    assert not pick(out, e.Refuse)
-    (dispatch,) = pick(machine.handle(e.EngineJoined("a", CAPACITY, 50), 3.0), e.Dispatch)
+    out = machine.handle(events.EnginesLeft(["a"]), 2.0)
+    assert not pick(out, instructions.Refuse)
+    (dispatch,) = pick(machine.handle(events.EngineJoined("a", CAPACITY, 50), 3.0), instructions.Dispatch)
     check(machine)
     out = end(machine, dispatch)
-    assert pick(out, e.Keep)
+    assert pick(out, instructions.Keep)
     assert not machine.requests["r/p#0"].alone
 
 
@@ -144,11 +148,11 @@ def test_a_group_that_fails_with_a_suspect_takes_its_siblings_along():
     poison, other = (machine.requests[f"r/p#{index}"] for index in range(2))
     for life in (10, 11, 12):
         die(machine, poison.instance, life)
-        end(machine, e.Dispatch(other.instance, "r/p#1", other.attempt, 16))
+        end(machine, instructions.Dispatch(other.instance, "r/p#1", other.attempt, 16))
     assert (poison.alone, other.alone, {poison.instance, other.instance}) == (True, False, {"a", "b"})
-    gone = e.EnginesLeft([poison.instance, other.instance], died=True)
-    assert not pick(machine.handle(gone, 2.0), e.Refuse)
-    (refused,) = pick(machine.handle(e.Tick(), 33.0), e.Refuse)
+    gone = events.EnginesLeft([poison.instance, other.instance], died=True)
+    assert not pick(machine.handle(gone, 2.0), instructions.Refuse)
+    (refused,) = pick(machine.handle(events.Tick(), 33.0), instructions.Refuse)
     assert refused.prompt_ids == ["p"]
     assert not machine.requests
     check(machine)
@@ -158,30 +162,30 @@ def test_a_suspect_that_is_cancelled_is_forgotten():
     machine = suspects("p", "q")
     (waiting,) = machine.suspects
     group = machine.requests[waiting].group
-    machine.handle(e.RolloutCancelled("t", "r", [group.prompt_id]), 2.0)
+    machine.handle(events.RolloutCancelled("t", "r", [group.prompt_id]), 2.0)
     check(machine)
     assert machine.waiting == 0
 
 
 def test_a_suspect_that_was_set_aside_runs_alone_in_the_end():
     machine = make(engines=("small",))
-    machine.handle(e.EngineJoined("large", LARGE, 1), 0.0)
+    machine.handle(events.EngineJoined("large", LARGE, 1), 0.0)
     submit(machine, "p", "q", n=1, prompt_len=1000)
     for life in (2, 3, 4):
-        machine.handle(e.EnginesLeft(["large"], died=True), 1.0)
+        machine.handle(events.EnginesLeft(["large"], died=True), 1.0)
         assert len(machine.parked) == 2
-        machine.handle(e.EngineJoined("large", LARGE, life), 2.0)
+        machine.handle(events.EngineJoined("large", LARGE, life), 2.0)
         check(machine)
     assert machine.instances["large"].chunks == 1
     assert len(machine.suspects) == 1
 
 
 def test_only_so_many_dead_engines_are_remembered(monkeypatch):
-    monkeypatch.setattr("seer.services.buffer.machine.MOURNED", 1)
+    monkeypatch.setattr("seer.services.buffer.requests.machine.MOURNED", 1)
     machine = make(engines=("a", "b"))
     submit(machine, "p", n=2)
     for name, life in (("a", 0), ("b", -1)):
-        machine.handle(e.EnginesLeft([name], died=True), 1.0)
+        machine.handle(events.EnginesLeft([name], died=True), 1.0)
         assert all(life in machine.requests[name].deaths for name in machine._mourned[life])
         check(machine)
     assert set().union(*(request.deaths for request in machine.requests.values())) == {-1}
@@ -198,10 +202,10 @@ def suspected(machine):
 def test_who_was_lost_alone_with_a_connection_that_broke_goes_on():
     machine = make(engines=("a",))
     suspected(machine)
-    machine.handle(e.EnginesLeft(["a"], died=True), 10.0)
+    machine.handle(events.EnginesLeft(["a"], died=True), 10.0)
     check(machine)
-    assert not pick(machine.handle(e.Tick(), 39.0), e.Refuse)
-    machine.handle(e.EngineJoined("a", CAPACITY, 3), 39.5)
+    assert not pick(machine.handle(events.Tick(), 39.0), instructions.Refuse)
+    machine.handle(events.EngineJoined("a", CAPACITY, 3), 39.5)
     check(machine)
     assert machine.requests["r/p#0"].instance == "a"
     assert not machine.accused
@@ -214,10 +218,10 @@ def test_who_was_lost_alone_with_an_engine_that_stays_away_fails():
         die(machine, machine.requests["r/p#0"].instance, life)
     request = machine.requests["r/p#0"]
     assert request.alone
-    machine.handle(e.EnginesLeft([request.instance], died=True), 10.0)
+    machine.handle(events.EnginesLeft([request.instance], died=True), 10.0)
     check(machine)
     assert request.instance == ""
-    (refused,) = pick(machine.handle(e.Tick(), 41.0), e.Refuse)
+    (refused,) = pick(machine.handle(events.Tick(), 41.0), instructions.Refuse)
     assert "on the last one alone" in refused.message
     check(machine)
     assert not machine._mourned
@@ -229,7 +233,7 @@ def followed(machine):
     for life in (1, 2, 3):
         die(machine, "a", life)
     assert machine.requests["r/p#0"].alone
-    machine.handle(e.RolloutCancelled("t", "r", ["p"]), 1.0)
+    machine.handle(events.RolloutCancelled("t", "r", ["p"]), 1.0)
     request = machine.requests["r/q#0"]
     assert (request.instance, request.alone) == ("a", False)
     return request
@@ -246,7 +250,7 @@ def test_who_follows_one_that_ended_early_is_not_accused_of_its_death():
 def test_an_engine_that_ends_a_chunk_is_above_doubt():
     machine = make(engines=("a",))
     request = followed(machine)
-    end(machine, e.Dispatch("a", "r/q#0", request.attempt, 16))
+    end(machine, instructions.Dispatch("a", "r/q#0", request.attempt, 16))
     assert not machine._doubted
 
 
@@ -256,9 +260,11 @@ def test_a_stall_of_ones_own_accuses_nobody():
     for life in (1, 2, 3):
         die(machine, "a", life)
     assert machine.requests["r/p#0"].alone
-    machine.handle(e.EnginesLeft(["a"], died=True), 1.0)
-    machine.handle(e.Tick(), 1.5)
-    assert not pick(machine.handle(e.Tick(), 50.0), e.Refuse)  # it stood still: who came back is not read yet
-    machine.handle(e.EngineJoined("a", CAPACITY, 3), 50.1)
+    machine.handle(events.EnginesLeft(["a"], died=True), 1.0)
+    machine.handle(events.Tick(), 1.5)
+    assert not pick(
+        machine.handle(events.Tick(), 50.0), instructions.Refuse
+    )  # it stood still: who came back is not read yet
+    machine.handle(events.EngineJoined("a", CAPACITY, 3), 50.1)
     check(machine)
     assert machine.requests["r/p#0"].alone

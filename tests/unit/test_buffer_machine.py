@@ -2,26 +2,28 @@ import pytest
 from buffer_events import CAPACITY, LARGE, end, make, pick, run_to_end, submit
 from invariants import check
 
-from seer.common.policy.drafting import ALL_GROUPS
+from seer.common.policy.draft_costs import ALL_GROUPS
 from seer.common.policy.length import Estimate
 from seer.common.policy.schedule import POLICIES
 from seer.common.types import Capacity
-from seer.services.buffer import events as e
-from seer.services.buffer.machine import Machine
+from seer.services.buffer.requests import events, instructions, state
+from seer.services.buffer.requests.machine import RequestMachine
 
 
 def test_a_group_is_chunked_run_and_delivered_once():
     machine = make()
     out = submit(machine, "p")
-    assert pick(out, e.Accept) == [e.Accept(b"", "r", ["p"], weight_version=0)]
-    first = pick(out, e.Dispatch)
+    assert pick(out, instructions.Accept) == [instructions.Accept(b"", "r", ["p"], weight_version=0)]
+    first = pick(out, instructions.Dispatch)
     assert [d.max_new_tokens for d in first] == [16, 16]
     assert {d.instance for d in first} == {"a", "b"}
     last, kept = run_to_end(machine, out)
-    assert pick(last, e.Deliver) == [e.Deliver(b"", "r/p")]
+    assert pick(last, instructions.Deliver) == [instructions.Deliver(b"", "r/p")]
     assert len(kept) == 4
     assert machine.counters["tokens"] == 64
-    assert pick(machine.handle(e.GroupsAcknowledged("t", "r", ["p"]), 2.0), e.Forget) == [e.Forget("r/p")]
+    assert pick(machine.handle(events.GroupsAcknowledged("t", "r", ["p"]), 2.0), instructions.Forget) == [
+        instructions.Forget("r/p")
+    ]
     assert not machine.groups
     assert not machine.rollouts
     check(machine)
@@ -29,20 +31,20 @@ def test_a_group_is_chunked_run_and_delivered_once():
 
 def test_a_late_answer_of_a_dropped_attempt_changes_nothing():
     machine = make(engines=("a",))
-    (old, *_) = pick(submit(machine, "p", n=1), e.Dispatch)
-    machine.handle(e.EnginesLeft(["a"]), 1.0)
-    (new,) = pick(machine.handle(e.EngineJoined("a", CAPACITY), 2.0), e.Dispatch)
+    (old, *_) = pick(submit(machine, "p", n=1), instructions.Dispatch)
+    machine.handle(events.EnginesLeft(["a"]), 1.0)
+    (new,) = pick(machine.handle(events.EngineJoined("a", CAPACITY), 2.0), instructions.Dispatch)
     assert new.attempt == old.attempt + 1
-    assert not pick(end(machine, old), e.Keep)
+    assert not pick(end(machine, old), instructions.Keep)
     assert machine.counters["late"] == 1
-    assert pick(end(machine, new), e.Keep)
+    assert pick(end(machine, new), instructions.Keep)
 
 
 def test_a_lost_engine_reruns_from_the_last_chunk_boundary():
     machine = make()
-    dispatch = pick(submit(machine, "p", n=1), e.Dispatch)[0]
-    second = pick(end(machine, dispatch), e.Dispatch)[0]
-    again = pick(machine.handle(e.EnginesLeft([second.instance]), 1.0), e.Dispatch)[0]
+    dispatch = pick(submit(machine, "p", n=1), instructions.Dispatch)[0]
+    second = pick(end(machine, dispatch), instructions.Dispatch)[0]
+    again = pick(machine.handle(events.EnginesLeft([second.instance]), 1.0), instructions.Dispatch)[0]
     assert again.instance != second.instance
     assert machine.requests[again.request_id].view.generated == 16
     assert again.max_new_tokens == 16
@@ -55,8 +57,10 @@ def test_a_request_lost_too_often_fails_its_group_and_nothing_else():
     for _ in range(2):
         request = machine.requests.get("r/p#0")
         assert request is not None
-        out = machine.handle(e.ChunkRejected("a", "r/p#0", request.attempt, fatal=False, message="no"), 1.0)
-    (refusal,) = pick(out, e.Refuse)
+        out = machine.handle(
+            events.ChunkRejected("a", "r/p#0", request.attempt, fatal=False, message="no"), 1.0
+        )
+    (refusal,) = pick(out, instructions.Refuse)
     assert refusal.prompt_ids == ["p"]
     assert refusal.code == "failed"
     assert "lost 2 times" in refusal.message
@@ -66,12 +70,12 @@ def test_a_request_lost_too_often_fails_its_group_and_nothing_else():
 
 def test_a_fatal_rejection_drops_the_siblings():
     machine = make()
-    dispatches = pick(submit(machine, "p", n=2), e.Dispatch)
+    dispatches = pick(submit(machine, "p", n=2), instructions.Dispatch)
     bad = dispatches[0]
     out = machine.handle(
-        e.ChunkRejected(bad.instance, bad.request_id, bad.attempt, fatal=True, message="x"), 1.0
+        events.ChunkRejected(bad.instance, bad.request_id, bad.attempt, fatal=True, message="x"), 1.0
     )
-    assert [d.request_id for d in pick(out, e.Drop)] == [dispatches[1].request_id]
+    assert [d.request_id for d in pick(out, instructions.Drop)] == [dispatches[1].request_id]
     assert not machine.groups
     check(machine)
 
@@ -83,9 +87,9 @@ def test_a_fatal_rejection_drops_the_siblings():
 def test_what_fits_no_instance_is_refused_at_submission(prompt_len, max_tokens, fits):
     machine = make()
     out = submit(machine, "p", max_tokens=max_tokens, prompt_len=prompt_len)
-    assert bool(pick(out, e.Accept)) == fits
+    assert bool(pick(out, instructions.Accept)) == fits
     if not fits:
-        (refusal,) = pick(out, e.Refuse)
+        (refusal,) = pick(out, instructions.Refuse)
         assert "max_model_len 256" in refusal.message
         assert not machine.rollouts
 
@@ -94,16 +98,19 @@ def test_kv_blocks_bound_what_is_placed():
     machine = make(engines=("a",), chunk_size=100)
     # 10 + 100 + 1 tokens = 7 blocks of 16: two fit in 20 blocks
     out = submit(machine, "p", n=8, max_tokens=200)
-    assert len(pick(out, e.Dispatch)) == 2
+    assert len(pick(out, instructions.Dispatch)) == 2
     check(machine)
-    machine.handle(e.EngineReported("a", pinned_blocks=13), 1.0)
-    assert not pick(end(machine, pick(out, e.Dispatch)[0]), e.Dispatch)
-    assert len(pick(machine.handle(e.EngineReported("a", pinned_blocks=0), 1.0), e.Dispatch)) == 1
+    machine.handle(events.EngineReported("a", pinned_blocks=13), 1.0)
+    assert not pick(end(machine, pick(out, instructions.Dispatch)[0]), instructions.Dispatch)
+    assert (
+        len(pick(machine.handle(events.EngineReported("a", pinned_blocks=0), 1.0), instructions.Dispatch))
+        == 1
+    )
 
 
 def test_static_places_everything_at_once():
     machine = make("static")
-    dispatches = pick(submit(machine, "p", "q", n=20, max_tokens=200), e.Dispatch)
+    dispatches = pick(submit(machine, "p", "q", n=20, max_tokens=200), instructions.Dispatch)
     assert len(dispatches) == 40
     assert {d.max_new_tokens for d in dispatches} == {200}
     by_group = {d.request_id.split("#")[0]: d.instance for d in dispatches}
@@ -112,21 +119,21 @@ def test_static_places_everything_at_once():
 
 def test_submissions_wait_for_a_first_engine_then_fail():
     machine = make(engines=(), engine_wait_seconds=10.0)
-    assert submit(machine, "p") == [e.Take("r/p", "p")]
-    machine.handle(e.Tick(), 9.0)
-    (refusal,) = pick(machine.handle(e.Tick(), 11.0), e.Refuse)
+    assert submit(machine, "p") == [instructions.Take("r/p", "p")]
+    machine.handle(events.Tick(), 9.0)
+    (refusal,) = pick(machine.handle(events.Tick(), 11.0), instructions.Refuse)
     assert "no engine" in refusal.message
     submit(machine, "p", now=12.0)
-    assert pick(machine.handle(e.EngineJoined("a", CAPACITY), 13.0), e.Accept)
+    assert pick(machine.handle(events.EngineJoined("a", CAPACITY), 13.0), instructions.Accept)
     check(machine)
 
 
 def test_work_fails_when_no_engine_comes_back():
     machine = make(engines=("a",), engine_wait_seconds=10.0)
     submit(machine, "p")
-    machine.handle(e.EnginesLeft(["a"]), 1.0)
-    assert not pick(machine.handle(e.Tick(), 10.0), e.Refuse)
-    assert pick(machine.handle(e.Tick(), 12.0), e.Refuse)
+    machine.handle(events.EnginesLeft(["a"]), 1.0)
+    assert not pick(machine.handle(events.Tick(), 10.0), instructions.Refuse)
+    assert pick(machine.handle(events.Tick(), 12.0), instructions.Refuse)
     assert not machine.groups
 
 
@@ -135,11 +142,11 @@ def test_what_expires_together_expires_in_the_order_of_ids():
     machine = make(engines=("a",), engine_wait_seconds=10.0)
     prompts = [f"p{number:02}" for number in range(30)]
     large = Capacity(kv_blocks=200, block_size=16, max_num_seqs=8, max_model_len=2560)
-    machine.handle(e.EngineJoined("b", large), 0.0)
+    machine.handle(events.EngineJoined("b", large), 0.0)
     submit(machine, *prompts, n=1, prompt_len=250)
-    machine.handle(e.EnginesLeft(["b"]), 0.0)
+    machine.handle(events.EnginesLeft(["b"]), 0.0)
     check(machine)
-    refused = pick(machine.handle(e.Tick(), 20.0), e.Refuse)
+    refused = pick(machine.handle(events.Tick(), 20.0), instructions.Refuse)
     assert [refusal.prompt_ids for refusal in refused] == [prompts]
     check(machine)
 
@@ -147,24 +154,27 @@ def test_what_expires_together_expires_in_the_order_of_ids():
 def test_a_request_that_no_living_engine_can_hold_is_parked_until_one_joins():
     big = Capacity(kv_blocks=100, block_size=16, max_num_seqs=8, max_model_len=2048)
     machine = make(engines=("a",))
-    machine.handle(e.EngineJoined("big", big), 0.0)
+    machine.handle(events.EngineJoined("big", big), 0.0)
     submit(machine, "p", n=1, max_tokens=1000, prompt_len=250)
     submit(machine, "q", n=1)
-    machine.handle(e.EnginesLeft(["big"]), 1.0)
+    machine.handle(events.EnginesLeft(["big"]), 1.0)
     check(machine)
     assert machine.parked == {"r/p#0"}
     assert machine.requests["r/q#0"].instance == "a"
-    assert pick(machine.handle(e.EngineJoined("big", big), 2.0), e.Dispatch)[0].request_id == "r/p#0"
+    assert (
+        pick(machine.handle(events.EngineJoined("big", big), 2.0), instructions.Dispatch)[0].request_id
+        == "r/p#0"
+    )
     check(machine)
 
 
 def test_resubmission_is_harmless_and_redelivers_what_is_finished():
     machine = make()
     out = submit(machine, "p", n=1)
-    assert pick(submit(machine, "p", n=1), e.Accept)
+    assert pick(submit(machine, "p", n=1), instructions.Accept)
     run_to_end(machine, out)
-    assert pick(submit(machine, "p", n=1), e.Deliver) == [e.Deliver(b"", "r/p")]
-    assert pick(submit(machine, "p", trainer="other"), e.Refuse)
+    assert pick(submit(machine, "p", n=1), instructions.Deliver) == [instructions.Deliver(b"", "r/p")]
+    assert pick(submit(machine, "p", trainer="other"), instructions.Refuse)
     check(machine)
 
 
@@ -172,21 +182,21 @@ def test_cancel_drops_what_runs_and_keeps_what_is_finished():
     machine = make()
     run_to_end(machine, submit(machine, "p", n=1))
     submit(machine, "q", "s", n=1)
-    out = machine.handle(e.RolloutCancelled("t", "r", []), 2.0)
-    assert [(refusal.prompt_ids, refusal.code) for refusal in pick(out, e.Refuse)] == [
+    out = machine.handle(events.RolloutCancelled("t", "r", []), 2.0)
+    assert [(refusal.prompt_ids, refusal.code) for refusal in pick(out, instructions.Refuse)] == [
         (["q", "s"], "cancelled")
     ]
-    assert len(pick(out, e.Drop)) == 2
+    assert len(pick(out, instructions.Drop)) == 2
     assert set(machine.groups) == {"r/p"}
-    assert not pick(machine.handle(e.RolloutCancelled("other", "r", []), 2.0), e.Forget)
+    assert not pick(machine.handle(events.RolloutCancelled("other", "r", []), 2.0), instructions.Forget)
     check(machine)
 
 
 def test_unacknowledged_results_expire():
     machine = make(result_ttl_seconds=10.0)
     run_to_end(machine, submit(machine, "p", n=1))
-    assert not pick(machine.handle(e.Tick(), 10.0), e.Forget)
-    assert pick(machine.handle(e.Tick(), 12.0), e.Forget)
+    assert not pick(machine.handle(events.Tick(), 10.0), instructions.Forget)
+    assert pick(machine.handle(events.Tick(), 12.0), instructions.Forget)
 
 
 def test_past_the_bound_the_oldest_result_goes_and_is_made_again_on_demand():
@@ -194,22 +204,22 @@ def test_past_the_bound_the_oldest_result_goes_and_is_made_again_on_demand():
     forgotten = []
     for prompt_id in ("p", "q", "s"):
         out, _ = run_to_end(machine, submit(machine, prompt_id, n=1))
-        forgotten += pick(out, e.Forget)
+        forgotten += pick(out, instructions.Forget)
         check(machine)
     assert [item.group_id for item in forgotten] == ["r/p"]
     assert machine.counters["expired"] == 1
-    assert not pick(submit(machine, "q", n=1), e.Dispatch)
-    assert pick(submit(machine, "p", n=1), e.Dispatch)
+    assert not pick(submit(machine, "q", n=1), instructions.Dispatch)
+    assert pick(submit(machine, "p", n=1), instructions.Dispatch)
 
 
 def test_a_chunk_without_progress_or_beyond_its_limit_is_not_believed():
     machine = make(engines=("a",))
-    (dispatch,) = pick(submit(machine, "p", n=1), e.Dispatch)
-    event = e.ChunkEnded("a", dispatch.request_id, dispatch.attempt, 0)
-    (again,) = pick(machine.handle(event, 1.0), e.Dispatch)
-    event = e.ChunkEnded("a", again.request_id, again.attempt, 33)
+    (dispatch,) = pick(submit(machine, "p", n=1), instructions.Dispatch)
+    event = events.ChunkEnded("a", dispatch.request_id, dispatch.attempt, 0)
+    (again,) = pick(machine.handle(event, 1.0), instructions.Dispatch)
+    event = events.ChunkEnded("a", again.request_id, again.attempt, 33)
     out = machine.handle(event, 1.0)
-    assert not pick(out, e.Keep)
+    assert not pick(out, instructions.Keep)
     assert machine.counters["lost"] == 2
 
 
@@ -219,9 +229,9 @@ def test_estimates_reach_the_policys_order():
     assert e_policy.order(machine_request(), Estimate(3.0)) == e_policy.order(
         machine_request(), Estimate(9.0)
     )
-    machine.handle(e.EngineJoined("a", CAPACITY), 0.0)
+    machine.handle(events.EngineJoined("a", CAPACITY), 0.0)
     submit(machine, "p", n=30)
-    machine.handle(e.EstimatesChanged({"r/p": Estimate(12.0, 0.5), "gone": Estimate(1.0)}), 1.0)
+    machine.handle(events.EstimatesChanged({"r/p": Estimate(12.0, 0.5), "gone": Estimate(1.0)}), 1.0)
     assert machine.estimates == {"r/p": Estimate(12.0, 0.5)}
     check(machine)
 
@@ -234,47 +244,50 @@ def machine_request():
 
 def test_a_submission_that_waits_for_an_engine_is_held_once():
     machine = make(engines=(), engine_wait_seconds=10.0)
-    assert submit(machine, "p", "q", now=0.0) == [e.Take("r/p", "p"), e.Take("r/q", "q")]
-    assert submit(machine, "p", "q", "s", now=6.0) == [e.Take("r/s", "s")]
-    (refused,) = pick(machine.handle(e.Tick(), 11.0), e.Refuse)
+    assert submit(machine, "p", "q", now=0.0) == [
+        instructions.Take("r/p", "p"),
+        instructions.Take("r/q", "q"),
+    ]
+    assert submit(machine, "p", "q", "s", now=6.0) == [instructions.Take("r/s", "s")]
+    (refused,) = pick(machine.handle(events.Tick(), 11.0), instructions.Refuse)
     assert refused.prompt_ids == ["p", "q"]
-    out = machine.handle(e.EngineJoined("a", CAPACITY), 12.0)
-    assert pick(out, e.Accept) == [e.Accept(b"", "r", ["s"], weight_version=0)]
+    out = machine.handle(events.EngineJoined("a", CAPACITY), 12.0)
+    assert pick(out, instructions.Accept) == [instructions.Accept(b"", "r", ["s"], weight_version=0)]
     check(machine)
 
 
 def test_part_of_a_submission_that_waits_for_an_engine_can_be_cancelled():
     machine = make(engines=())
     submit(machine, "p", "q")
-    assert pick(machine.handle(e.RolloutCancelled("another", "r", []), 1.0), e.Refuse) == []
-    (refused,) = pick(machine.handle(e.RolloutCancelled("t", "r", ["p"]), 1.0), e.Refuse)
+    assert pick(machine.handle(events.RolloutCancelled("another", "r", []), 1.0), instructions.Refuse) == []
+    (refused,) = pick(machine.handle(events.RolloutCancelled("t", "r", ["p"]), 1.0), instructions.Refuse)
     assert (refused.prompt_ids, refused.code) == (["p"], "cancelled")
-    out = machine.handle(e.EngineJoined("a", CAPACITY), 2.0)
-    assert pick(out, e.Accept) == [e.Accept(b"", "r", ["q"], weight_version=0)]
+    out = machine.handle(events.EngineJoined("a", CAPACITY), 2.0)
+    assert pick(out, instructions.Accept) == [instructions.Accept(b"", "r", ["q"], weight_version=0)]
     check(machine)
 
 
 def test_a_finished_group_is_delivered_again_without_any_engine():
     machine = make(engines=("a",))
     run_to_end(machine, submit(machine, "p"))
-    machine.handle(e.EnginesLeft(["a"]), 2.0)
+    machine.handle(events.EnginesLeft(["a"]), 2.0)
     out = submit(machine, "p", "q", now=3.0)
-    assert pick(out, e.Deliver) == [e.Deliver(b"", "r/p")]
-    assert pick(out, e.Accept) == [e.Accept(b"", "r", ["p"], weight_version=0)]
-    assert pick(machine.handle(e.EngineJoined("a", CAPACITY), 4.0), e.Accept) == [
-        e.Accept(b"", "r", ["q"], weight_version=0)
+    assert pick(out, instructions.Deliver) == [instructions.Deliver(b"", "r/p")]
+    assert pick(out, instructions.Accept) == [instructions.Accept(b"", "r", ["p"], weight_version=0)]
+    assert pick(machine.handle(events.EngineJoined("a", CAPACITY), 4.0), instructions.Accept) == [
+        instructions.Accept(b"", "r", ["q"], weight_version=0)
     ]
 
 
 def test_a_request_that_fits_no_engine_left_fails_in_time():
     machine = make(engines=("a",), engine_wait_seconds=10.0)
-    machine.handle(e.EngineJoined("large", LARGE), 0.0)
+    machine.handle(events.EngineJoined("large", LARGE), 0.0)
     submit(machine, "p", n=2, max_tokens=32, prompt_len=1000)
-    machine.handle(e.EnginesLeft(["large"]), 1.0)
-    machine.handle(e.EngineJoined("b", CAPACITY), 9.0)  # no help: the wait goes on
+    machine.handle(events.EnginesLeft(["large"]), 1.0)
+    machine.handle(events.EngineJoined("b", CAPACITY), 9.0)  # no help: the wait goes on
     assert machine.parked == {"r/p#0", "r/p#1"}
-    assert machine.handle(e.Tick(), 10.9) == []
-    (refused,) = pick(machine.handle(e.Tick(), 11.1), e.Refuse)
+    assert machine.handle(events.Tick(), 10.9) == []
+    (refused,) = pick(machine.handle(events.Tick(), 11.1), instructions.Refuse)
     assert (refused.prompt_ids, refused.code) == (["p"], "failed")
     assert not machine.requests
     check(machine)
@@ -282,36 +295,36 @@ def test_a_request_that_fits_no_engine_left_fails_in_time():
 
 def test_attempts_of_two_lives_never_meet():
     first, second = (
-        Machine(POLICIES["divided"], e.Limits(chunk_size=16), first_attempt=base)
+        RequestMachine(POLICIES["divided"], state.Limits(chunk_size=16), first_attempt=base)
         for base in (10**6, 2 * 10**6)
     )
     for machine in (first, second):
-        machine.handle(e.EngineJoined("a", CAPACITY), 0.0)
-    (old,) = pick(submit(first, "p", n=1), e.Dispatch)
-    (new,) = pick(submit(second, "p", n=1), e.Dispatch)
+        machine.handle(events.EngineJoined("a", CAPACITY), 0.0)
+    (old,) = pick(submit(first, "p", n=1), instructions.Dispatch)
+    (new,) = pick(submit(second, "p", n=1), instructions.Dispatch)
     assert end(second, old) == []
     assert second.counters["late"] == 1
-    assert pick(end(second, new), e.Keep)
+    assert pick(end(second, new), instructions.Keep)
 
 
 def test_acceptance_travels_from_ended_chunks_and_back_with_the_next():
     machine = make(engines=("a",))
     out = submit(machine, "p", "q", n=1, max_tokens=48)
-    first, other = pick(out, e.Dispatch)
+    first, other = pick(out, instructions.Dispatch)
     assert first.acceptance == []
     known = {ALL_GROUPS: [50], "r/p": [70], "r/unknown": [1]}
-    machine.handle(e.EstimatesChanged({}, known), 0.5)
+    machine.handle(events.EstimatesChanged({}, known), 0.5)
     out = end(machine, first, drafted=[8, 2], accepted=[4, 0])
-    (progress,) = pick(out, e.PublishProgress)
+    (progress,) = pick(out, instructions.PublishProgress)
     assert (progress.drafted, progress.accepted) == ([8, 2], [4, 0])
-    assert [dispatch.acceptance for dispatch in pick(out, e.Dispatch)] == [[70]]
-    machine.handle(e.EstimatesChanged({}, {"r/p": [80]}), 0.6)
+    assert [dispatch.acceptance for dispatch in pick(out, instructions.Dispatch)] == [[70]]
+    machine.handle(events.EstimatesChanged({}, {"r/p": [80]}), 0.6)
     out = end(machine, other)
-    assert [dispatch.acceptance for dispatch in pick(out, e.Dispatch)] == [[50]]
+    assert [dispatch.acceptance for dispatch in pick(out, instructions.Dispatch)] == [[50]]
 
 
 def test_a_late_answer_tells_nothing_of_drafts():
     machine = make(engines=("a",))
-    (dispatch,) = pick(submit(machine, "p", n=1), e.Dispatch)
-    late = e.ChunkEnded("a", dispatch.request_id, dispatch.attempt - 1, 16, drafted=[8], accepted=[8])
+    (dispatch,) = pick(submit(machine, "p", n=1), instructions.Dispatch)
+    late = events.ChunkEnded("a", dispatch.request_id, dispatch.attempt - 1, 16, drafted=[8], accepted=[8])
     assert machine.handle(late, 1.0) == []

@@ -9,15 +9,15 @@ import pytest
 from streams import Publisher
 from virtual_time import virtual
 
-from seer.common.channel import HELLO_FIRST, Identity
+from seer.common import wire
 from seer.common.clock import LoopClock
 from seer.common.config import BufferConfig, Config, shared_hash
 from seer.common.errors import NotLoaded
-from seer.common.transport.memory import MemoryNetwork, MemoryTransport
+from seer.common.net.channel import HELLO_FIRST, Identity
+from seer.common.net.transport.memory import MemoryNetwork, MemoryTransport
 from seer.common.types import Capacity, InstanceStats, SamplingParams
-from seer.common.wire import messages as m
 from seer.common.wire.codec import Decoder, encode
-from seer.services.buffer.machine import SUSPECT_DEATHS
+from seer.services.buffer.requests.machine import SUSPECT_DEATHS
 from seer.services.buffer.server import BufferServer
 
 HASH = shared_hash(Config().shared)
@@ -54,14 +54,14 @@ class Peer:
     async def greet(self):
         """Say Hello; return the number of this handshake."""
         await self.say(self.me.hello(-1))
-        return (await self.hear(m.Welcome))[-1].session
+        return (await self.hear(wire.Welcome))[-1].session
 
 
 class Trainer(Peer):
-    role, endpoint, incoming = "trainer", Config().endpoints.trainers, m.BufferToTrainer
+    role, endpoint, incoming = "trainer", Config().endpoints.trainers, wire.BufferToTrainer
 
     async def submit(self, *prompts):
-        submit = m.Submit(
+        submit = wire.Submit(
             rollout_id="r", rollout_number=0, seed=0, n=1, sampling=SamplingParams(max_tokens=64),
             prompt_ids=list(prompts), lengths=[3] * len(prompts),
             tokens=np.array([1, 2, 3] * len(prompts), np.int32),
@@ -69,8 +69,8 @@ class Trainer(Peer):
         await self.say(submit)
 
     async def status(self):
-        await self.say(m.StatusRequest())
-        (status,) = await self.hear(m.Status)
+        await self.say(wire.StatusRequest())
+        (status,) = await self.hear(wire.Status)
         return status
 
     async def engines(self):
@@ -78,15 +78,15 @@ class Trainer(Peer):
 
     async def done(self):
         """Return the tokens of the groups that it got, by prompt."""
-        return {done.prompt_id: done.tokens.tolist() for done in await self.hear(m.GroupDone)}
+        return {done.prompt_id: done.tokens.tolist() for done in await self.hear(wire.GroupDone)}
 
 
 class Engine(Peer):
-    role, endpoint, incoming = "engine", Config().endpoints.engines, m.BufferToEngine
+    role, endpoint, incoming = "engine", Config().endpoints.engines, wire.BufferToEngine
 
     async def register(self, seats=8):
         capacity = Capacity(kv_blocks=200, block_size=16, max_num_seqs=seats, max_model_len=256)
-        await self.say(m.Register(capacity=capacity, weight_version=0, vocab_size=100))
+        await self.say(wire.Register(capacity=capacity, weight_version=0, vocab_size=100))
         return self
 
     async def again(self):
@@ -95,20 +95,20 @@ class Engine(Peer):
         await self.register()
 
     async def report(self, steps=0):
-        await self.say(m.EngineStatus(stats=InstanceStats(steps=steps)))
+        await self.say(wire.EngineStatus(stats=InstanceStats(steps=steps)))
 
     async def chunks(self):
-        return await self.hear(m.RunChunk)
+        return await self.hear(wire.RunChunk)
 
     async def end(self, chunk, tokens, counts=(), logprobs=None, version=0):
         """Answer a chunk, in as many results as there are counts."""
         results = [
-            m.ChunkResult(chunk.request_id, chunk.attempt, count, "stop", "", 0, 0)
+            wire.ChunkResult(chunk.request_id, chunk.attempt, count, "stop", "", 0, 0)
             for count in counts or [len(tokens)]
         ]
         scores = np.zeros(len(tokens) if logprobs is None else logprobs, np.float32)
         ids = np.array(tokens, np.int32)
-        await self.say(m.ChunksDone(weight_version=version, results=results, tokens=ids, logprobs=scores))
+        await self.say(wire.ChunksDone(weight_version=version, results=results, tokens=ids, logprobs=scores))
 
 
 class World:
@@ -198,7 +198,7 @@ async def test_results_that_make_no_sense_count_against_the_chunks_that_provoked
         for refused in ([], [["p"]]):
             (chunk,) = await engine.chunks()
             await engine.end(chunk, [7], counts=[2])
-            assert [answer.prompt_ids for answer in await trainer.hear(m.Refused)] == refused
+            assert [answer.prompt_ids for answer in await trainer.hear(wire.Refused)] == refused
             await engine.again()
 
 
@@ -210,7 +210,7 @@ async def test_an_engine_without_weights_to_trust_is_given_up_and_not_its_reques
         (chunk,) = await engine.chunks()
         other = await world.engine("other")
         fields = {"request_id": chunk.request_id, "attempt": chunk.attempt, "message": "no weights"}
-        await engine.say(m.ChunkFailed(code=NotLoaded.code, fatal=False, **fields))
+        await engine.say(wire.ChunkFailed(code=NotLoaded.code, fatal=False, **fields))
         (chunk,) = await other.chunks()
         await other.end(chunk, [7])
         assert await trainer.done() == {"p": [7]}
@@ -229,7 +229,7 @@ async def test_what_an_earlier_life_of_an_engine_says_does_not_count_for_the_lat
         (chunk,) = await new.chunks()
         await old.report(steps=1)
         await old.end(chunk, [7])
-        await old.say(m.Goodbye())
+        await old.say(wire.Goodbye())
         (engine,) = (await trainer.status()).instances
         assert engine.stats.steps == 2
         await new.end(chunk, [8])
@@ -247,7 +247,7 @@ async def test_that_an_earlier_life_of_an_engine_is_gone_does_not_end_the_later_
         (chunk,) = await new.chunks()
         for _ in range(20):
             await pass_time(BRIEF, new)
-            await asyncio.gather(new.hear(m.Ping), trainer.hear(m.Progress))
+            await asyncio.gather(new.hear(wire.Ping), trainer.hear(wire.Progress))
         assert await trainer.engines() == ["e"]
         await new.end(chunk, [7])
         assert await trainer.done() == {"p": [7]}
@@ -281,12 +281,12 @@ async def test_whatever_an_engine_says_is_a_sign_of_life():
         for _ in range(10):
             await asyncio.sleep(SILENT_SECONDS / 5)
             await engines[0].report()
-            await engines[1].say(m.WeightsLoaded(version=0))
+            await engines[1].say(wire.WeightsLoaded(version=0))
         assert await trainer.engines() == ["a", "b"]
 
 
 def fail(engine):
-    return engine.say(m.Goodbye(problem="CUDA error"))
+    return engine.say(wire.Goodbye(problem="CUDA error"))
 
 
 async def vanish(engine):
@@ -295,7 +295,7 @@ async def vanish(engine):
 
 
 def leave(engine):
-    return engine.say(m.Goodbye())
+    return engine.say(wire.Goodbye())
 
 
 @pytest.mark.parametrize(("parts", "died"), [(fail, True), (vanish, True), (leave, False)])
@@ -328,7 +328,7 @@ async def test_an_engine_that_is_given_up_shakes_hands_again_before_anything_of_
         (chunk,) = await engine.chunks()
         await engine.end(chunk, [7], version=1)
         await engine.register()
-        assert [refused.code for refused in await engine.hear(m.Refused)] == [HELLO_FIRST]
+        assert [refused.code for refused in await engine.hear(wire.Refused)] == [HELLO_FIRST]
         assert await trainer.engines() == []
         await engine.again()
         assert await trainer.engines() == ["e"]
@@ -338,10 +338,10 @@ async def test_an_engine_that_is_given_up_shakes_hands_again_before_anything_of_
 async def test_an_engine_whose_name_is_free_again_registers_again_once_however_much_it_says():
     async with buffer() as world:
         trainer, old, new = await world.trainer(), await world.engine(life=1), await world.engine(life=2)
-        await new.say(m.Goodbye())
+        await new.say(wire.Goodbye())
         for _ in range(5):
             await old.report()
-        assert [refused.code for refused in await old.hear(m.Refused)] == [HELLO_FIRST]
+        assert [refused.code for refused in await old.hear(wire.Refused)] == [HELLO_FIRST]
         await old.again()
         assert await trainer.engines() == ["e"]
 
@@ -352,7 +352,7 @@ async def test_an_engine_that_has_not_registered_yet_is_not_asked_to_do_so_again
         engine = await world.stranger()
         for _ in range(5):
             await engine.report()
-        assert await engine.hear(m.Refused) == []
+        assert await engine.hear(wire.Refused) == []
 
 
 @virtual
@@ -369,10 +369,10 @@ async def test_a_life_that_gets_its_name_late_begins_anew():
     async with buffer() as world:
         engine, holder, late = await world.engine(), await world.trainer(life=2), await world.trainer(life=1)
         await late.submit("p")
-        await holder.say(m.Goodbye())
+        await holder.say(wire.Goodbye())
         await late.greet()
-        await late.say(m.StatusRequest())
-        assert [refused.code for refused in await late.hear(m.Refused)] == [HELLO_FIRST]
+        await late.say(wire.StatusRequest())
+        assert [refused.code for refused in await late.hear(wire.Refused)] == [HELLO_FIRST]
         await late.greet()
         await late.submit("p")
         (chunk,) = await engine.chunks()
@@ -419,13 +419,17 @@ async def test_whatever_a_trainer_says_is_a_sign_of_life_and_silence_ends_its_wo
     async with buffer(trainer_lease_seconds=10.0) as world:
         trainer, engine = await world.trainer(), await world.engine()
         await trainer.submit("p")
-        for says in (m.StatusRequest(), trainer.me.hello(-1), m.Acknowledge(rollout_id="x", prompt_ids=[])):
+        for says in (
+            wire.StatusRequest(),
+            trainer.me.hello(-1),
+            wire.Acknowledge(rollout_id="x", prompt_ids=[]),
+        ):
             for _ in range(5):
                 await pass_time(4, engine)
                 await trainer.say(says)
-        assert not await engine.hear(m.DropChunk)
+        assert not await engine.hear(wire.DropChunk)
         await pass_time(14, engine)
-        assert len(await engine.hear(m.DropChunk)) == 1
+        assert len(await engine.hear(wire.DropChunk)) == 1
 
 
 @virtual
@@ -433,35 +437,35 @@ async def test_nothing_is_sent_to_a_trainer_that_said_goodbye():
     async with buffer() as world:
         trainer, engine = await world.trainer(), await world.engine()
         await trainer.submit("p")
-        await trainer.say(m.Goodbye())
-        await trainer.hear(m.Message)
+        await trainer.say(wire.Goodbye())
+        await trainer.hear(wire.Message)
         (chunk,) = await engine.chunks()
         await engine.end(chunk, [7])
         await asyncio.sleep(BRIEF)
-        assert await trainer.hear(m.Message) == []
+        assert await trainer.hear(wire.Message) == []
 
 
 @virtual
 async def test_weights_are_not_updated_while_engines_sleep():
     async with buffer() as world:
         trainer, engine = await world.trainer(), await world.engine()
-        await trainer.say(m.Sleep(asleep=True))
-        await engine.say(m.Slept(asleep=True))
-        await trainer.say(m.UpdateWeights(version=1, source="/new", ask=5))
-        (answer,) = await trainer.hear(m.WeightsFailed)
+        await trainer.say(wire.Sleep(asleep=True))
+        await engine.say(wire.Slept(asleep=True))
+        await trainer.say(wire.UpdateWeights(version=1, source="/new", ask=5))
+        (answer,) = await trainer.hear(wire.WeightsFailed)
         assert (answer.version, answer.ask) == (1, 5)
-        assert await engine.hear(m.PrepareWeights) == []
+        assert await engine.hear(wire.PrepareWeights) == []
 
 
 @virtual
 async def test_engines_are_not_put_to_sleep_during_an_update():
     async with buffer() as world:
         trainer, engine = await world.trainer(), await world.engine()
-        await trainer.say(m.UpdateWeights(version=1, source="/new"))
-        await trainer.say(m.Sleep(asleep=True, ask=5))
-        (answer,) = await trainer.hear(m.Slept)
+        await trainer.say(wire.UpdateWeights(version=1, source="/new"))
+        await trainer.say(wire.Sleep(asleep=True, ask=5))
+        (answer,) = await trainer.hear(wire.Slept)
         assert (bool(answer.problem), answer.ask) == (True, 5)
-        assert await engine.hear(m.Sleep) == []
+        assert await engine.hear(wire.Sleep) == []
 
 
 # --- estimates -------------------------------------------------------------------------------
@@ -480,7 +484,7 @@ def test_an_estimate_that_makes_no_sense_changes_nothing(tokens, spread):
             await trainer.submit("first", "short", "long")
             await context.put("r/short", 10.0)
             await context.put("r/long", 20.0)
-            news = m.Estimates(estimates={"r/short": tokens}, spreads={"r/short": spread})
+            news = wire.Estimates(estimates={"r/short": tokens}, spreads={"r/short": spread})
             await context.stream.publish(news)
             ran = []
             for _ in range(3):

@@ -7,23 +7,23 @@ from channel_server import ENDPOINT, Server, channel, identity, status
 from structlog.testing import capture_logs
 from virtual_time import virtual
 
-from seer.common.channel import CHECK_SECONDS, HELLO_FIRST, Channel, Hub, Identity, error_of
 from seer.common.clock import LoopClock
 from seer.common.errors import ProtocolMismatch, RequestRefused, RolloutFailed, SeerError, Unreachable
-from seer.common.log import _escape, printable
-from seer.common.transport.faulty import Faults, FaultyTransport
-from seer.common.transport.memory import MemoryNetwork, MemoryTransport
-from seer.common.transport.zmq import ZmqTransport
-from seer.common.wire import version
-from seer.common.wire.codec import Decoder, encode
-from seer.common.wire.messages import (
+from seer.common.net.channel import CHECK_SECONDS, HELLO_FIRST, Channel, Hub, Identity, error_of
+from seer.common.net.transport.faulty import Faults, FaultyTransport
+from seer.common.net.transport.memory import MemoryNetwork, MemoryTransport
+from seer.common.net.transport.zmq import ZmqTransport
+from seer.common.process.log import _escape, printable
+from seer.common.wire import (
     BufferToEngine,
     Drain,
     EngineToBuffer,
     Hello,
     Refused,
     Welcome,
+    version,
 )
+from seer.common.wire.codec import Decoder, encode
 
 
 @virtual
@@ -201,7 +201,7 @@ async def test_idle_hellos_are_answered_quietly():
 
 @virtual
 async def test_a_forgotten_peer_learns_that_something_was_lost(monkeypatch):
-    monkeypatch.setattr("seer.common.channel.MAX_PEERS", 2)
+    monkeypatch.setattr("seer.common.net.channel.MAX_PEERS", 2)
     network = MemoryNetwork()
     await Server(network).start()
     clients = [channel(network, identity(name=f"e{n}")) for n in range(3)]

@@ -12,10 +12,10 @@ import pytest
 from click.testing import CliRunner, Result
 
 import seer
-from seer import rollout_job
-from seer.cli import main
+from seer.cli.main import main
 from seer.common.types import SamplingParams
-from seer.rollout_job import Job, tail_seconds
+from seer.rollout import job as rollout_job
+from seer.rollout.job import Job, tail_seconds
 
 PROMPT = '{"id": "a", "prompt_token_ids": [1, 2, 3]}\n'
 
@@ -34,7 +34,7 @@ def seer_rollout(prompts: Path, *options: object) -> Result:
 
 def test_help_imports_nothing_heavy() -> None:
     script = (
-        "import sys; from seer.cli import main\n"
+        "import sys; from seer.cli.main import main\n"
         "try: main(['--help'])\n"
         "except SystemExit: print(sorted({'numpy', 'zmq', 'msgspec', 'rich', 'torch', 'asyncio', 'matplotlib'} & set(sys.modules)))"
     )
@@ -46,7 +46,7 @@ def test_help_imports_nothing_heavy() -> None:
 
 def test_no_service_and_no_engine_is_imported_for_a_rollout() -> None:
     script = (
-        "import sys, seer.rollout_job\n"
+        "import sys, seer.rollout.job\n"
         "print([m for m in sys.modules if m.startswith('seer.services') or m in ('torch', 'vllm', 'uvloop')])"
     )
     result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
@@ -155,7 +155,7 @@ def test_the_tail_is_the_last_tenth(times: list[float], tail: float) -> None:
 
 
 def test_status_of_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from seer import status
+    from seer.cli import status
 
     monkeypatch.setattr(status, "CONNECT_SECONDS", 0.1)
     result = CliRunner().invoke(main, ["status", "--connect", f"ipc://{tmp_path}/none"])

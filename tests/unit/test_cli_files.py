@@ -11,7 +11,7 @@ import pytest
 
 from seer.client.rollout import Group, Response
 from seer.common.errors import InvalidField
-from seer.prompts_io import (
+from seer.rollout.files import (
     ModelFacts,
     check_fit,
     check_writable,

@@ -23,9 +23,9 @@ from seer.client import (
     Unreachable,
 )
 from seer.client import rollout as rollout_module
-from seer.common import channel as channel_module
-from seer.common.transport.memory import MemoryNetwork, MemoryTransport
-from seer.common.wire.messages import (
+from seer.common.net import channel as channel_module
+from seer.common.net.transport.memory import MemoryNetwork, MemoryTransport
+from seer.common.wire import (
     Accepted,
     Acknowledge,
     BufferToTrainer,

@@ -11,9 +11,9 @@ from virtual_time import virtual
 from seer.client import BufferLost, DeadlineExceeded, WeightsRefused
 from seer.client import rollout as rollouts
 from seer.client.rollout import submissions
-from seer.common.channel import CHECK_SECONDS
+from seer.common import wire
 from seer.common.errors import InvalidField, Unreachable
-from seer.common.wire import messages as m
+from seer.common.net.channel import CHECK_SECONDS
 
 
 async def restart(buffer):
@@ -36,7 +36,7 @@ async def test_submitting_more_makes_no_silent_buffer_heard():
 async def test_time_in_which_the_trainers_own_loop_stood_still_is_not_the_buffers_silence():
     async with connected(silence_seconds=60) as (buffer, client):
         rollout = await client.submit([[1]], n=1)
-        (submitted,) = await buffer.until(m.Submit)
+        (submitted,) = await buffer.until(wire.Submit)
         asyncio.get_running_loop()._now += 600
         await asyncio.sleep(1)
         await buffer.say(group(submitted, "0"))
@@ -50,7 +50,7 @@ async def test_a_buffer_given_up_for_its_silence_is_told_so_when_it_speaks_again
         with pytest.raises(BufferLost):
             await rollout.result()
         await buffer.say(progress(rollout.id, rollout.use))
-        (cancel,) = await buffer.until(m.Cancel)
+        (cancel,) = await buffer.until(wire.Cancel)
         assert (cancel.rollout_id, cancel.use) == (rollout.id, rollout.use)
 
 
@@ -58,13 +58,13 @@ async def test_a_buffer_given_up_for_its_silence_is_told_so_when_it_speaks_again
 async def test_a_group_is_acknowledged_when_it_arrives_and_before_leaving():
     async with connected() as (buffer, client):
         await client.submit([[1]], n=1)
-        (submitted,) = await buffer.until(m.Submit)
+        (submitted,) = await buffer.until(wire.Submit)
         await asyncio.sleep(1)
         await buffer.say(group(submitted, "0"))
         await asyncio.sleep(0.01)
-        assert buffer.of(m.Acknowledge)
+        assert buffer.of(wire.Acknowledge)
         client._acknowledge["r", 1] = ["left"]
-    assert [type(message) for message in buffer.got[-2:]] == [m.Acknowledge, m.Goodbye]
+    assert [type(message) for message in buffer.got[-2:]] == [wire.Acknowledge, wire.Goodbye]
     assert buffer.got[-2].prompt_ids == ["left"]
 
 
@@ -78,14 +78,14 @@ async def test_what_is_finished_is_not_cancelled_nor_what_is_left_of_a_rollout()
         await rollout.cancel()
         await buffer.say(structs.replace(progress(rollout.id, rollout.use), finished=2))
         await asyncio.sleep(1)
-        assert [cancel.prompt_ids for cancel in buffer.of(m.Cancel)] == [["0"], []]
+        assert [cancel.prompt_ids for cancel in buffer.of(wire.Cancel)] == [["0"], []]
 
 
 @virtual
 async def test_a_group_whose_prompt_was_given_up_is_no_result_and_progress_of_another_use_none():
     async with connected() as (buffer, client):
         rollout = await client.submit([[1], [2]], n=1)
-        (submitted,) = await buffer.until(m.Submit)
+        (submitted,) = await buffer.until(wire.Submit)
         await rollout.cancel(["0"])
         await buffer.say(progress(rollout.id, rollout.use + 1))
         for prompt_id in ("0", "1"):
@@ -129,14 +129,14 @@ async def test_all_questions_are_asked_again_of_a_restarted_buffer():
         ]
         await asyncio.sleep(1)
         await restart(buffer)
-        assert [len(buffer.of(kind)) for kind in (m.UpdateWeights, m.Sleep)] == [2, 2]
+        assert [len(buffer.of(kind)) for kind in (wire.UpdateWeights, wire.Sleep)] == [2, 2]
         for task in asking:
             task.cancel()
     async with connected() as (buffer, client):
         task = asyncio.create_task(client.status(60))
         await asyncio.sleep(1)
         await restart(buffer)
-        assert len(buffer.of(m.StatusRequest)) == 2
+        assert len(buffer.of(wire.StatusRequest)) == 2
         task.cancel()
 
 
@@ -144,11 +144,11 @@ async def test_all_questions_are_asked_again_of_a_restarted_buffer():
 async def test_a_buffer_restarted_while_prompts_are_sent_again_is_sent_them_once_more():
     async with connected() as (buffer, client):
         await client.submit([[1]], n=1)
-        await buffer.until(m.Submit)
+        await buffer.until(wire.Submit)
         send = client._channel.send
 
         async def slowly(message):
-            if isinstance(message, m.Submit):
+            if isinstance(message, wire.Submit):
                 await asyncio.sleep(10)
             await send(message)
 
@@ -157,7 +157,7 @@ async def test_a_buffer_restarted_while_prompts_are_sent_again_is_sent_them_once
         await restart(buffer)
         client._channel.send = send
         await asyncio.sleep(30)
-        assert len(buffer.of(m.Submit)) == 3
+        assert len(buffer.of(wire.Submit)) == 3
 
 
 @virtual
@@ -165,14 +165,14 @@ async def test_a_late_answer_to_another_question_of_sleep_is_not_taken():
     async with connected() as (buffer, client):
         with pytest.raises(Unreachable):
             await client.sleep(timeout_seconds=5)
-        (first,) = buffer.of(m.Sleep)
+        (first,) = buffer.of(wire.Sleep)
         for asleep, late in ((True, first.ask), (False, 0)):
             task = asyncio.create_task(client._rest(asleep=asleep, seconds=60))
             await asyncio.sleep(1)
-            await buffer.say(m.Slept(asleep=True, ask=late))
+            await buffer.say(wire.Slept(asleep=True, ask=late))
             await asyncio.sleep(1)
             assert not task.done()
-            await buffer.say(m.Slept(asleep=asleep, ask=buffer.of(m.Sleep)[-1].ask))
+            await buffer.say(wire.Slept(asleep=asleep, ask=buffer.of(wire.Sleep)[-1].ask))
             await task
 
 
@@ -181,7 +181,7 @@ async def test_what_ends_the_connection_ends_an_update_and_sleep():
     async with connected() as (buffer, client):
         asking = [asyncio.create_task(client.update_weights(3, "/new")), asyncio.create_task(client.sleep())]
         await asyncio.sleep(1)
-        await buffer.say(m.Refused(code="protocol", message="speaks protocol 9.0"))
+        await buffer.say(wire.Refused(code="protocol", message="speaks protocol 9.0"))
         for task in asking:
             with pytest.raises(Unreachable, match="speaks protocol"):
                 await task
@@ -191,17 +191,19 @@ async def test_what_ends_the_connection_ends_an_update_and_sleep():
 async def test_submissions_ask_for_the_weights_of_the_last_update_that_succeeded():
     async with connected() as (buffer, client):
         for version, answer in (
-            (3, m.WeightsLive(version=3, digest="d")),
-            (4, m.WeightsFailed(version=4, reasons={})),
+            (3, wire.WeightsLive(version=3, digest="d")),
+            (4, wire.WeightsFailed(version=4, reasons={})),
         ):
-            buffer.script = lambda said, answer=answer: [answer] if isinstance(said, m.UpdateWeights) else []
+            buffer.script = lambda said, answer=answer: (
+                [answer] if isinstance(said, wire.UpdateWeights) else []
+            )
             if version == 3:
                 await client.update_weights(version, "/new")
             else:
                 with pytest.raises(WeightsRefused):
                     await client.update_weights(version, "/new")
             await client.submit([[1]])
-        assert [submit.weight_version for submit in await buffer.until(m.Submit, 2)] == [3, 3]
+        assert [submit.weight_version for submit in await buffer.until(wire.Submit, 2)] == [3, 3]
 
 
 @virtual
@@ -219,11 +221,11 @@ async def test_what_fails_while_it_is_sent_is_not_sent(monkeypatch):
 async def test_single_prompts_whose_cancel_was_lost_are_cancelled_once_nobody_waits_for_the_rest():
     async with connected() as (buffer, client):
         rollout = await client.submit([[1], [2]], n=1)
-        (submitted,) = await buffer.until(m.Submit)
+        (submitted,) = await buffer.until(wire.Submit)
         await rollout.cancel(["1"])
-        await buffer.until(m.Cancel)  # and loses it
+        await buffer.until(wire.Cancel)  # and loses it
         await buffer.say(group(submitted, "0"))
         await asyncio.sleep(1)
         await buffer.say(progress(rollout.id, rollout.use))
-        _, cancel = await buffer.until(m.Cancel, 2)
+        _, cancel = await buffer.until(wire.Cancel, 2)
         assert (cancel.prompt_ids, cancel.use) == ([], rollout.use)

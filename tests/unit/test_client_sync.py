@@ -19,9 +19,9 @@ from seer.client import (
     SyncScores,
     Unreachable,
 )
-from seer.common.channel import Hub, Identity
-from seer.common.transport.zmq import ZmqTransport
-from seer.common.wire.messages import (
+from seer.common.net.channel import Hub, Identity
+from seer.common.net.transport.zmq import ZmqTransport
+from seer.common.wire import (
     BufferToTrainer,
     GroupDone,
     Progress,

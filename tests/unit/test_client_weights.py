@@ -7,10 +7,10 @@ import pytest
 from virtual_time import eventually, virtual
 
 from seer.client import WeightsRefused
-from seer.client.weights import Update, answers, new_ask
-from seer.common.wire import messages as m
+from seer.client.weight_update import Update, answers, new_ask
+from seer.common import wire
 
-TENSORS = {"w": np.arange(m.SPOOL_BYTES, dtype=np.float32)}  # four parts and a header
+TENSORS = {"w": np.arange(wire.SPOOL_BYTES, dtype=np.float32)}  # four parts and a header
 
 
 class Buffer:
@@ -23,22 +23,22 @@ class Buffer:
 
     async def send(self, message):
         self.sent.append(message)
-        if isinstance(message, m.SpoolData) and message.offset == self.have and self.confirms:
+        if isinstance(message, wire.SpoolData) and message.offset == self.have and self.confirms:
             self.have += len(message.data)
             self.state()
 
     def state(self, **fields):
         stream = self.update.stream
-        told = m.SpoolState(name=self.update._name, size=stream.size, have=self.have, **fields)
+        told = wire.SpoolState(name=self.update._name, size=stream.size, have=self.have, **fields)
         self.update.answer(told)
 
     def live(self, ask):
-        return m.WeightsLive(version=self.update.asked.version, digest="d", ask=ask)
+        return wire.WeightsLive(version=self.update.asked.version, digest="d", ask=ask)
 
 
 @virtual
 @pytest.mark.parametrize(
-    "early", [m.WeightsLive(version=7, digest="x"), m.WeightsFailed(version=7, reasons={})]
+    "early", [wire.WeightsLive(version=7, digest="x"), wire.WeightsFailed(version=7, reasons={})]
 )
 async def test_an_answer_to_an_earlier_question_is_not_taken(early):
     buffer = Buffer()
@@ -60,16 +60,16 @@ async def test_a_question_that_is_asked_again_keeps_its_number():
     await buffer.update.ask_again(buffer.send)
     first, second = buffer.sent
     assert first == second
-    buffer.update.answer(m.WeightsFailed(version=7, reasons={"": "no"}, ask=first.ask))
+    buffer.update.answer(wire.WeightsFailed(version=7, reasons={"": "no"}, ask=first.ask))
     with pytest.raises(WeightsRefused, match="no"):
         await buffer.task
 
 
 def test_a_buffer_that_says_no_number_is_believed():
-    asked = m.Sleep(asleep=True, ask=new_ask())
-    assert answers(asked, m.Slept(asleep=True))
-    assert answers(asked, m.Slept(asleep=True, ask=asked.ask))
-    assert not answers(asked, m.Slept(asleep=True, ask=new_ask()))
+    asked = wire.Sleep(asleep=True, ask=new_ask())
+    assert answers(asked, wire.Slept(asleep=True))
+    assert answers(asked, wire.Slept(asleep=True, ask=asked.ask))
+    assert not answers(asked, wire.Slept(asleep=True, ask=new_ask()))
 
 
 @virtual
@@ -83,7 +83,7 @@ async def test_a_buffer_that_lost_a_whole_stream_is_sent_all_of_it_again():
     buffer.state(resend=True)
     await eventually(lambda: buffer.have == size)
     assert not buffer.task.done()
-    asked = [message for message in buffer.sent if isinstance(message, m.UpdateWeights)]
+    asked = [message for message in buffer.sent if isinstance(message, wire.UpdateWeights)]
     buffer.update.answer(buffer.live(asked[0].ask))
     assert (await buffer.task).version == 7
 
@@ -92,8 +92,8 @@ async def test_a_buffer_that_lost_a_whole_stream_is_sent_all_of_it_again():
 async def test_what_is_said_of_other_updates_and_streams_changes_nothing():
     buffer = Buffer(TENSORS)
     await asyncio.sleep(1)
-    buffer.update.answer(m.WeightsLive(version=6, digest="x"))
-    buffer.update.answer(m.SpoolState(name="other", size=1, have=0, problem="disk full"))
+    buffer.update.answer(wire.WeightsLive(version=6, digest="x"))
+    buffer.update.answer(wire.SpoolState(name="other", size=1, have=0, problem="disk full"))
     await asyncio.sleep(1)
     assert not buffer.task.done()
     buffer.state(problem="disk full")
@@ -114,29 +114,31 @@ async def test_a_stream_is_opened_first_bound_to_its_digest_and_not_asked_for_be
     buffer = Buffer(TENSORS)
     await asyncio.sleep(1)
     opened, asked = buffer.sent[:2]
-    assert (opened.name, asked.source) == (buffer.update._name, m.SPOOL_SCHEME + buffer.update._name)
+    assert (opened.name, asked.source) == (buffer.update._name, wire.SPOOL_SCHEME + buffer.update._name)
     assert asked.digest == buffer.update.stream.digest()
     buffer.task.cancel()
 
 
 @virtual
 async def test_a_stream_runs_a_window_ahead_repeats_what_was_lost_and_ends_with_its_update(monkeypatch):
-    monkeypatch.setattr("seer.client.weights.SPOOL_WINDOW", 2)
+    monkeypatch.setattr("seer.client.weight_update.SPOOL_WINDOW", 2)
     buffer = Buffer(TENSORS)
     buffer.confirms = False
 
     def offsets():
         return [
-            message.offset // m.SPOOL_BYTES for message in buffer.sent if isinstance(message, m.SpoolData)
+            message.offset // wire.SPOOL_BYTES
+            for message in buffer.sent
+            if isinstance(message, wire.SpoolData)
         ]
 
     await asyncio.sleep(1)
     assert offsets() == [0, 1]
-    buffer.have = m.SPOOL_BYTES
+    buffer.have = wire.SPOOL_BYTES
     buffer.state(resend=True)
     await asyncio.sleep(1)
     assert offsets() == [0, 1, 1, 2]
-    buffer.update.answer(m.WeightsFailed(version=7, reasons={"": "no"}))
+    buffer.update.answer(wire.WeightsFailed(version=7, reasons={"": "no"}))
     with pytest.raises(WeightsRefused, match="no"):
         await buffer.task
     count = len(buffer.sent)

@@ -4,19 +4,18 @@ import numpy as np
 import pytest
 from msgspec import structs
 
+from seer.common import wire
 from seer.common.policy.schedule import POLICIES
 from seer.common.types import Capacity, SamplingParams
-from seer.common.wire import messages as m
-from seer.services.buffer import deliveries, submissions
-from seer.services.buffer import events as e
-from seer.services.buffer import sleep as s
-from seer.services.buffer import weight_events as w
+from seer.services.buffer import sleep, submissions
 from seer.services.buffer.conductor import COLLECT_SECONDS, TICK_SECONDS, Conductor, Ended, Submitted
-from seer.services.buffer.machine import Machine
+from seer.services.buffer.requests import deliveries, events, state
+from seer.services.buffer.requests.machine import RequestMachine
 from seer.services.buffer.store import Store
-from seer.services.buffer.weights import WeightsMachine
+from seer.services.buffer.weights import events as weight_events
+from seer.services.buffer.weights.machine import WeightsMachine
 
-REGISTER = m.Register(
+REGISTER = wire.Register(
     capacity=Capacity(kv_blocks=20, block_size=16, max_num_seqs=8, max_model_len=256),
     weight_version=0,
     vocab_size=100,
@@ -30,9 +29,9 @@ class World:
     def __init__(self):
         self.time = 0.0
         self.sent = []
-        self.machine = Machine(POLICIES["divided"], e.Limits(chunk_size=16))
+        self.machine = RequestMachine(POLICIES["divided"], state.Limits(chunk_size=16))
         self.parted = []
-        self.weights, self.sleep, self.store = WeightsMachine(9.0), s.SleepMachine(9.0), Store()
+        self.weights, self.sleep, self.store = WeightsMachine(9.0), sleep.SleepMachine(9.0), Store()
         self.conductor = Conductor(
             self,
             self.machine,
@@ -52,7 +51,7 @@ class World:
         return self.time
 
     def submit(self, prompts=("p",), max_tokens=8, **fields):
-        submit = m.Submit(
+        submit = wire.Submit(
             rollout_id="r",
             rollout_number=0,
             seed=0,
@@ -68,7 +67,7 @@ class World:
         self.conductor.handle(event, Submitted(submit, tokens))
 
     def end(self, name, chunk, tokens, finish="stop"):
-        ended = e.ChunkEnded(name, chunk.request_id, chunk.attempt, len(tokens), finish, "")
+        ended = events.ChunkEnded(name, chunk.request_id, chunk.attempt, len(tokens), finish, "")
         self.conductor.handle(ended, Ended(np.array(tokens, np.int32), np.zeros(len(tokens), np.float32)))
 
     def tick_until(self, time, heard=()):
@@ -91,10 +90,10 @@ def test_an_event_is_messages_by_the_time_it_is_handled():
     world = World()
     world.conductor.join("a", REGISTER, 1)
     world.submit()
-    [(name, chunk)] = world.take(m.RunChunk)
+    [(name, chunk)] = world.take(wire.RunChunk)
     assert (name, chunk.request_id, chunk.tokens.tolist()) == ("a", "r/p#0", PROMPT.tolist())
     world.end("a", chunk, [7, 8])
-    [(trainer, done)] = world.take(m.GroupDone)
+    [(trainer, done)] = world.take(wire.GroupDone)
     assert (trainer, done.tokens.tolist(), done.finish_reasons) == ("t", [7, 8], ["stop"])
 
 
@@ -103,9 +102,9 @@ def silence(world):
 
 
 def oversleep(world):
-    world.conductor.rest(s.Asked("t", True))
+    world.conductor.rest(sleep.Asked("t", True))
     world.time = 10.0
-    world.conductor.rest(s.Tick())
+    world.conductor.rest(sleep.Tick())
 
 
 @pytest.mark.parametrize(
@@ -129,13 +128,13 @@ def test_an_engine_that_is_gone_is_gone_for_all_three_machines(leave):
 def test_submissions_wait_while_either_machine_holds_them():
     world = World()
     world.conductor.join("a", REGISTER, 1)
-    world.conductor.rest(s.Asked("t", True))
+    world.conductor.rest(sleep.Asked("t", True))
     world.submit()
-    assert not world.take(m.RunChunk)
-    world.conductor.rest(s.Answered("a", True))
-    world.conductor.rest(s.Asked("t", False))
-    world.conductor.rest(s.Answered("a", False))
-    assert [name for name, _ in world.take(m.RunChunk)] == ["a"]
+    assert not world.take(wire.RunChunk)
+    world.conductor.rest(sleep.Answered("a", True))
+    world.conductor.rest(sleep.Asked("t", False))
+    world.conductor.rest(sleep.Answered("a", False))
+    assert [name for name, _ in world.take(wire.RunChunk)] == ["a"]
 
 
 def test_a_draining_conductor_waits_a_while_for_its_last_results_to_be_collected():
@@ -143,7 +142,7 @@ def test_a_draining_conductor_waits_a_while_for_its_last_results_to_be_collected
     world.conductor.join("a", REGISTER, 1)
     world.submit()
     world.conductor.drain()
-    [(_, chunk)] = world.take(m.RunChunk)
+    [(_, chunk)] = world.take(wire.RunChunk)
     world.time = 15.0
     world.end("a", chunk, [7])
     assert not world.conductor.drained.is_set()
@@ -166,11 +165,11 @@ def test_a_stall_of_its_own_is_not_the_silence_of_engines():
 
 def test_an_engine_that_is_heard_lives_and_one_that_loads_is_watched_too():
     world = World()
-    other = w.Weights(1, "new", "/new")
+    other = weight_events.Weights(1, "new", "/new")
     world.weights.live = other
     world.conductor.join("a", REGISTER, 1)  # has old weights: it is told to load
     world.conductor.join("b", REGISTER, 2)
-    assert [name for name, _ in world.take(m.LoadWeights)] == ["a", "b"]
+    assert [name for name, _ in world.take(wire.LoadWeights)] == ["a", "b"]
     world.tick_until(21.0, heard=["b"])
     assert world.parted == ["a"]
     assert ("a" in world.weights, "b" in world.weights) == (False, True)
@@ -206,19 +205,19 @@ def test_a_reader_that_stops_holds_up_a_window_of_results(monkeypatch):
     world.conductor.join("a", REGISTER, 1)
     world.submit([str(i) for i in range(20)])
     sent = []
-    while chunks := world.take(m.RunChunk | m.GroupDone):
-        sent += [item.prompt_id for _, item in chunks if isinstance(item, m.GroupDone)]
+    while chunks := world.take(wire.RunChunk | wire.GroupDone):
+        sent += [item.prompt_id for _, item in chunks if isinstance(item, wire.GroupDone)]
         for name, chunk in chunks:
-            if isinstance(chunk, m.RunChunk):
+            if isinstance(chunk, wire.RunChunk):
                 world.end(name, chunk, [1, 2])
     assert len(sent) == 3
     while len(sent) < 20:
-        world.conductor.handle(e.GroupsAcknowledged("t", "r", [sent[-3]]))
-        sent += [item.prompt_id for _, item in world.take(m.GroupDone)]
+        world.conductor.handle(events.GroupsAcknowledged("t", "r", [sent[-3]]))
+        sent += [item.prompt_id for _, item in world.take(wire.GroupDone)]
     assert sorted(sent, key=int) == [str(i) for i in range(20)]
     world.conductor.heard_trainer(b"t", 2)  # what was under way is asked for again
     world.submit(sent[-3:])
-    assert [item.prompt_id for _, item in world.take(m.GroupDone)] == sent[-3:]
+    assert [item.prompt_id for _, item in world.take(wire.GroupDone)] == sent[-3:]
 
 
 def test_what_was_under_way_to_a_trainer_that_lost_it_holds_up_nothing_else(monkeypatch):
@@ -227,12 +226,12 @@ def test_what_was_under_way_to_a_trainer_that_lost_it_holds_up_nothing_else(monk
     world.conductor.join("a", REGISTER, 1)
     world.conductor.heard_trainer(b"t", 1)
     world.submit(["lost", "next"])
-    for name, chunk in world.take(m.RunChunk):
+    for name, chunk in world.take(wire.RunChunk):
         world.end(name, chunk, [1, 2])
-    assert [done.prompt_id for _, done in world.take(m.GroupDone)] == ["lost"]
+    assert [done.prompt_id for _, done in world.take(wire.GroupDone)] == ["lost"]
     world.conductor.heard_trainer(b"t", 2)
     world.submit(["next"])  # the other one is not wanted any more
-    assert [done.prompt_id for _, done in world.take(m.GroupDone)] == ["next"]
+    assert [done.prompt_id for _, done in world.take(wire.GroupDone)] == ["next"]
 
 
 def test_silence_and_another_registration_of_the_same_life_speak_against_nothing():
@@ -254,39 +253,39 @@ def test_what_ends_last_lets_an_update_and_sleep_go_on_at_once():
     world = World()
     world.conductor.join("a", REGISTER, 1)
     world.submit()
-    [(_, chunk)] = world.take(m.RunChunk)
-    world.conductor.weigh(w.UpdateAsked("t", 1, "/new"))
-    world.conductor.weigh(w.Prepared("a", 1, "d"))
-    assert not world.take(m.LoadWeights)
+    [(_, chunk)] = world.take(wire.RunChunk)
+    world.conductor.weigh(weight_events.UpdateAsked("t", 1, "/new"))
+    world.conductor.weigh(weight_events.Prepared("a", 1, "d"))
+    assert not world.take(wire.LoadWeights)
     world.end("a", chunk, [7])
-    assert [name for name, _ in world.take(m.LoadWeights)] == ["a"]
-    world.conductor.weigh(w.Loaded("a", 1))
+    assert [name for name, _ in world.take(wire.LoadWeights)] == ["a"]
+    world.conductor.weigh(weight_events.Loaded("a", 1))
     world.submit(["q"], weight_version=1, use=1)
-    [(_, chunk)] = world.take(m.RunChunk)
-    world.conductor.rest(s.Asked("t", True))
+    [(_, chunk)] = world.take(wire.RunChunk)
+    world.conductor.rest(sleep.Asked("t", True))
     world.end("a", chunk, [7])
-    assert [name for name, _ in world.take(m.Sleep)] == ["a"]
+    assert [name for name, _ in world.take(wire.Sleep)] == ["a"]
 
 
 def test_two_trainers_cannot_make_the_store_lose_a_prompt():
     world = World()
     world.conductor.join("a", REGISTER, 1)
     world.submit(["p"])
-    world.conductor.handle(e.SubmissionsHeld(True))
+    world.conductor.handle(events.SubmissionsHeld(True))
     world.submit(["h"])
-    other = m.Submit(
+    other = wire.Submit(
         rollout_id="r", rollout_number=0, seed=0, n=1, sampling=SamplingParams(max_tokens=8),
         prompt_ids=["p", "h"], lengths=[5, 5], tokens=np.concatenate([PROMPT, PROMPT]),
     )  # fmt: skip
     tokens = submissions.prompts(other)
     event = submissions.event("u", b"u", other, tokens, world.store)
     world.conductor.handle(event, Submitted(other, tokens))
-    assert [(name, item.prompt_ids) for name, item in world.sent if isinstance(item, m.Refused)] == [
+    assert [(name, item.prompt_ids) for name, item in world.sent if isinstance(item, wire.Refused)] == [
         ("u", ["p", "h"])
     ]
     assert len(world.store) == 2
-    world.conductor.handle(e.SubmissionsHeld(False))
-    assert {item.request_id for _, item in world.take(m.RunChunk)} == {"r/p#0", "r/h#0"}
+    world.conductor.handle(events.SubmissionsHeld(False))
+    assert {item.request_id for _, item in world.take(wire.RunChunk)} == {"r/p#0", "r/h#0"}
 
 
 def test_a_group_that_waited_for_its_reader_has_the_weights_that_made_it(monkeypatch):
@@ -295,16 +294,16 @@ def test_a_group_that_waited_for_its_reader_has_the_weights_that_made_it(monkeyp
     world.conductor.join("a", structs.replace(REGISTER, weights_digest="begun"), 1)
     world.conductor.heard_trainer(b"t", 1)
     world.submit(("p", "q"))
-    for _, chunk in world.take(m.RunChunk):
+    for _, chunk in world.take(wire.RunChunk):
         world.end("a", chunk, [1])
-    assert [done.prompt_id for _, done in world.take(m.GroupDone)] == ["p"]
-    world.conductor.weigh(w.UpdateAsked("t", 1, "/w"))
-    world.conductor.weigh(w.Prepared("a", 1, "d"))
-    world.conductor.weigh(w.Loaded("a", 1))
+    assert [done.prompt_id for _, done in world.take(wire.GroupDone)] == ["p"]
+    world.conductor.weigh(weight_events.UpdateAsked("t", 1, "/w"))
+    world.conductor.weigh(weight_events.Prepared("a", 1, "d"))
+    world.conductor.weigh(weight_events.Loaded("a", 1))
     assert world.machine.weight_version == 1
     world.sent.clear()
-    world.conductor.handle(e.GroupsAcknowledged("t", "r", ["p"]))
-    ((_, done),) = world.take(m.GroupDone)
+    world.conductor.handle(events.GroupsAcknowledged("t", "r", ["p"]))
+    ((_, done),) = world.take(wire.GroupDone)
     assert (done.prompt_id, done.weight_version, done.weights_digest) == ("q", 0, "begun")
 
 
@@ -321,9 +320,9 @@ def test_an_engine_that_registers_again_in_its_life_has_not_died(life, deaths):
 def test_a_draining_conductor_stays_until_engines_have_loaded():
     world = World()
     world.conductor.join("a", REGISTER, 1)
-    world.conductor.weigh(w.UpdateAsked("t", 1, "/new"))
-    world.conductor.weigh(w.Prepared("a", 1, "d"))
+    world.conductor.weigh(weight_events.UpdateAsked("t", 1, "/new"))
+    world.conductor.weigh(weight_events.Prepared("a", 1, "d"))
     world.conductor.drain()
     assert not world.conductor.drained.is_set(), "the engine may read what ends with this buffer"
-    world.conductor.weigh(w.Loaded("a", 1))
+    world.conductor.weigh(weight_events.Loaded("a", 1))
     assert world.conductor.drained.is_set()

@@ -7,24 +7,24 @@ from dataclasses import replace
 import pytest
 from virtual_time import eventually, virtual
 
-from seer.common.channel import Identity
+from seer.common import wire
 from seer.common.clock import LoopClock
 from seer.common.config import BufferConfig, Config, ContextConfig, shared_hash
 from seer.common.errors import ConfigError
-from seer.common.policy.drafting import ALL_GROUPS, CELLS, PRIOR, to_percent
+from seer.common.net.channel import Identity
+from seer.common.net.stream import StreamPublisher, StreamSubscriber
+from seer.common.net.transport.memory import MemoryNetwork, MemoryTransport
+from seer.common.policy.draft_costs import ALL_GROUPS, CELLS, PRIOR, to_percent
 from seer.common.policy.length import Estimate, Longest, Posterior
 from seer.common.policy.schedule import POLICIES
-from seer.common.stream import StreamPublisher, StreamSubscriber
-from seer.common.transport.memory import MemoryNetwork, MemoryTransport
-from seer.common.wire import messages as m
-from seer.services.context.machine import Closed, Machine, Opened, Progressed
+from seer.services.context.machine import Closed, EstimateMachine, Opened, Progressed
 from seer.services.context.server import make
 
 CAP = 1000
 
 
 def machine_with(*events):
-    machine = Machine()
+    machine = EstimateMachine()
     for event in events:
         machine.handle(event)
     return machine
@@ -111,7 +111,7 @@ def test_another_estimator_sees_finished_and_unfinished_lengths():
             seen.extend((group.cap, dict(group.finished), dict(group.unfinished)) for group in groups)
             return super().estimates(groups)
 
-    machine = Machine(Curious())
+    machine = EstimateMachine(Curious())
     for event in (opened(), at(3, 40), done(0, 10), at(1, 5), done(1, 20)):
         machine.handle(event)
     machine.changes()
@@ -128,7 +128,7 @@ def test_only_notable_changes_are_said():
 
 
 def test_posterior_estimates_are_said_of_all_groups_after_a_fit():
-    machine = Machine(Posterior())
+    machine = EstimateMachine(Posterior())
     for event in (opened("r/a", 8), opened("r/b", 8)):
         machine.handle(event)
     first = machine.changes()
@@ -146,8 +146,8 @@ def test_posterior_estimates_are_said_of_all_groups_after_a_fit():
 
 def test_progress_that_is_heard_twice_or_late_changes_no_estimate():
     events = [opened("r/a", 8), at(0, 200), at(1, 300), at(1, 500), done(0, 400), done(2, 30), at(3, 90)]
-    once = Machine(Posterior())
-    twice = Machine(Posterior())
+    once = EstimateMachine(Posterior())
+    twice = EstimateMachine(Posterior())
     for event in events:
         once.handle(event)
     for event in (*events, *events, at(1, 10), at(0, 800), at(3, 90)):
@@ -171,7 +171,7 @@ def test_what_finishes_is_compared_with_what_was_said_before():
 
 def test_a_snapshot_counts_no_evidence_twice():
     events = [opened("r/a", 8), *(done(index, 20 * index + 5) for index in range(8))]
-    fresh, again = Machine(Posterior()), Machine(Posterior())
+    fresh, again = EstimateMachine(Posterior()), EstimateMachine(Posterior())
     for event in events:
         again.handle(event)
     fresh.replace(events)
@@ -273,7 +273,7 @@ class Buffer:
         self.serving = asyncio.create_task(self.stream.serve())
 
     def _snapshot(self, incarnation, sequence):
-        whole = m.BufferSnapshot(
+        whole = wire.BufferSnapshot(
             incarnation=incarnation, sequence=sequence, opened=self.opened, progress=self.progress
         )
         return [whole]
@@ -288,18 +288,18 @@ async def follow(network, config, heard):
     me = identity(config, 77)
     subscriber = StreamSubscriber(
         MemoryTransport(network), at.estimates, at.estimate_snapshots, me,
-        m.ContextPublished, m.ContextSnapshotReply, LoopClock(),
+        wire.ContextPublished, wire.ContextSnapshotReply, LoopClock(),
     )  # fmt: skip
     async for news in subscriber:
         heard.append(news)
 
 
 def wire_opened(group_id):
-    return m.GroupOpened(group_id=group_id, size=4, prompt_len=3, cap=CAP)
+    return wire.GroupOpened(group_id=group_id, size=4, prompt_len=3, cap=CAP)
 
 
 def wire_done(group_id, index, generated):
-    return m.RequestProgress(group_id=group_id, index=index, generated=generated, finished=True)
+    return wire.RequestProgress(group_id=group_id, index=index, generated=generated, finished=True)
 
 
 @virtual
@@ -322,7 +322,7 @@ async def test_server_gathers_changes_and_follows_a_restarted_buffer():
     await eventually(lambda: len(heard) == 2)
     assert heard[1].estimates == {"r/a": 30.0}
 
-    drafts = m.RequestProgress(
+    drafts = wire.RequestProgress(
         group_id="r/a", index=3, generated=9, finished=False, drafted=[1000] * CELLS, accepted=[900] * CELLS
     )
     await buffer.stream.publish(drafts)
@@ -397,7 +397,7 @@ async def test_server_takes_the_policys_estimator_and_tells_spreads(monkeypatch)
     assert (late[0].estimates, late[0].spreads) == (heard[1].estimates, heard[1].spreads)
     for index in range(4):
         await buffer.stream.publish(wire_done("r/a", index, 30))
-    await buffer.stream.publish(m.GroupClosed(group_id="r/a"))
+    await buffer.stream.publish(wire.GroupClosed(group_id="r/a"))
     await eventually(lambda: len(server.machine.memory) == 1)
     server.drain()
     await tasks[0]

@@ -5,8 +5,8 @@ import math
 import pytest
 
 from seer.common.policy.length import Posterior, Remembered
-from seer.services.context.machine import Closed, Machine, Opened, Progressed
-from seer.services.context.memory import DECAY, Memory
+from seer.services.context.machine import Closed, EstimateMachine, Opened, Progressed
+from seer.services.context.past_prompts import DECAY, PastPrompts
 
 CAP = 40_000
 
@@ -25,7 +25,7 @@ def played(machine, *events):
 
 
 def test_an_earlier_group_counts_half():
-    memory = Memory(2)
+    memory = PastPrompts(2)
     memory.keep("p", [100, 10_000])
     assert memory.recall("p") == Remembered(pytest.approx(math.log(1000)), 2)
     memory.keep("p", [10] * 4)
@@ -35,7 +35,7 @@ def test_an_earlier_group_counts_half():
 
 
 def test_the_least_recently_used_prompt_goes_first():
-    memory = Memory(2)
+    memory = PastPrompts(2)
     memory.keep("a", [1])
     memory.keep("b", [1])
     assert memory.recall("a") is not None
@@ -48,20 +48,20 @@ def test_the_least_recently_used_prompt_goes_first():
 
 
 def test_nothing_is_remembered_unless_asked():
-    machine = played(Machine(Posterior()), *group("r1", "p", [10, 20]))
+    machine = played(EstimateMachine(Posterior()), *group("r1", "p", [10, 20]))
     assert len(machine.memory) == 0
     assert machine.memory.recall("p") is None
 
 
 def test_only_whole_groups_are_remembered_by_their_prompts_whole_id():
-    machine = Machine(Posterior(), remember_prompts=10)
+    machine = EstimateMachine(Posterior(), remember_prompts=10)
     played(machine, *group("r1", "math/7", [10, 20]), *group("r1", "7", [10, 20], size=3))
     assert machine.memory.recall("7") is None
     assert machine.memory.recall("math/7").responses == 2
 
 
 def test_a_remembered_prompt_begins_with_what_it_was_like():
-    machine = Machine(Posterior(), remember_prompts=10)
+    machine = EstimateMachine(Posterior(), remember_prompts=10)
     for prompt, length in (("short", 300), ("long", 9000)):
         played(machine, *group("r1", prompt, [length] * 8))
     played(machine, Opened("r2/short", 8, CAP), Opened("r2/long", 8, CAP), Opened("r2/new", 8, CAP))
@@ -71,7 +71,7 @@ def test_a_remembered_prompt_begins_with_what_it_was_like():
 
 
 def test_what_a_group_does_outweighs_memory():
-    machine = played(Machine(Posterior(), remember_prompts=10), *group("r1", "p", [300] * 8))
+    machine = played(EstimateMachine(Posterior(), remember_prompts=10), *group("r1", "p", [300] * 8))
     played(machine, Opened("r2/p", 16, CAP))
     before = machine.changes()["r2/p"].tokens
     for index in range(16):
@@ -80,7 +80,7 @@ def test_what_a_group_does_outweighs_memory():
 
 
 def test_a_group_that_ended_unheard_is_remembered_and_counts_once():
-    machine = Machine(Posterior(), remember_prompts=10)
+    machine = EstimateMachine(Posterior(), remember_prompts=10)
     *begun, _closed = group("r1", "p", [300] * 8)
     played(machine, *begun)
     machine.replace([])

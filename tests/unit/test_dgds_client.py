@@ -6,11 +6,11 @@ import numpy as np
 from dgds_system import GROUP, array, client_of, system
 from virtual_time import eventually, virtual
 
+from seer.common import wire
 from seer.common.clock import LoopClock
 from seer.common.config import Config, DgdsConfig
-from seer.common.transport.faulty import Faults, FaultyTransport
-from seer.common.transport.memory import MemoryNetwork, MemoryTransport
-from seer.common.wire import messages as m
+from seer.common.net.transport.faulty import Faults, FaultyTransport
+from seer.common.net.transport.memory import MemoryNetwork, MemoryTransport
 from seer.services.dgds import server as dgds_server
 from seer.services.dgds.link import MAX_BATCH_TOKENS, OPEN_SECONDS
 from seer.services.dgds.outputs import OVERHEAD_TOKENS, RESEND_SECONDS, Outputs
@@ -276,29 +276,29 @@ async def test_malformed_batches_change_nothing_and_are_counted():
     async with system() as it:
         channel = await it.channel()
         group = group_digest(GROUP)
-        good = m.Append(group, 0, 1, 0, 1)
+        good = wire.Append(group, 0, 1, 0, 1)
         undecodable = (
-            m.Append(group, 4096, 1, 0, 1),
-            m.Append(group, 0, -1, 0, 1),
-            m.Append(group, 0, 1, -1, 1),
-            m.Append(-1, 0, 1, 0, 1),
-            m.Append(group, 0, 1, 2**24 + 1, 1),
+            wire.Append(group, 4096, 1, 0, 1),
+            wire.Append(group, 0, -1, 0, 1),
+            wire.Append(group, 0, 1, -1, 1),
+            wire.Append(-1, 0, 1, 0, 1),
+            wire.Append(group, 0, 1, 2**24 + 1, 1),
         )
         for bad in undecodable:
-            await channel.send(m.AppendBatch(appends=[good, bad], tokens=pack(array(1, 2))))
+            await channel.send(wire.AppendBatch(appends=[good, bad], tokens=pack(array(1, 2))))
         answered = {
-            "appends[1]": m.AppendBatch(
-                appends=[good, m.Append(group, 0, 1, 2**24, 1)], tokens=pack(array(1, 2))
+            "appends[1]": wire.AppendBatch(
+                appends=[good, wire.Append(group, 0, 1, 2**24, 1)], tokens=pack(array(1, 2))
             ),
-            "tokens": m.AppendBatch(appends=[good], tokens=pack(array(1, 2))),
-            "ttl_seconds": m.RegisterGroups(groups=[m.GroupEntry(group)], ttl_seconds=float("nan")),
+            "tokens": wire.AppendBatch(appends=[good], tokens=pack(array(1, 2))),
+            "ttl_seconds": wire.RegisterGroups(groups=[wire.GroupEntry(group)], ttl_seconds=float("nan")),
         }
         for named, message in answered.items():
             await channel.send(message)
             refusal = await asyncio.wait_for(channel.recv(), 5)
-            assert isinstance(refusal, m.NotTaken)
+            assert isinstance(refusal, wire.NotTaken)
             assert refusal.problem.startswith(named)
         assert it.server._hub.counters["malformed"] == len(undecodable) + len(answered)
         assert len(it.server.store) == 0
-        await channel.send(m.AppendBatch(appends=[good], tokens=pack(array(1))))
+        await channel.send(wire.AppendBatch(appends=[good], tokens=pack(array(1))))
         await eventually(lambda: it.held() == [1])

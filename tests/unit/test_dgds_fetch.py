@@ -7,12 +7,12 @@ from dgds_system import GROUP, array, system
 from msgspec.structs import replace
 from virtual_time import eventually, virtual
 
+from seer.common import wire
 from seer.common.clock import LoopClock
 from seer.common.config import Config, DgdsConfig, Endpoints
 from seer.common.errors import ConfigError
-from seer.common.transport.memory import MemoryNetwork, MemoryTransport
-from seer.common.wire import messages as m
-from seer.services.dgds import link, memory_file
+from seer.common.net.transport.memory import MemoryNetwork, MemoryTransport
+from seer.services.dgds import link, past_groups_file
 from seer.services.dgds import server as dgds_server
 from seer.services.dgds.packing import group_digest, pack, prompt_digest
 from seer.services.dgds.server import make
@@ -82,13 +82,13 @@ async def test_ten_thousand_groups_are_answered_in_parts_and_nobody_else_waits()
         for name in names[::1000]:
             client.append(name, 0, 1, 0, [7])
         await eventually(lambda: it.held(0, names[9000]) == [7])
-        raw = [m.FetchGroup(group_digest(name), {}) for name in names]
+        raw = [wire.FetchGroup(group_digest(name), {}) for name in names]
         found, missing, answers = [], 0, 0
         while raw:
-            await channel.send(m.Fetch(groups=raw, question=answers))
+            await channel.send(wire.Fetch(groups=raw, question=answers))
             other = asyncio.create_task(client.fetch(names[:1]))
             answer = await channel.recv()
-            assert isinstance(answer, m.Deltas)
+            assert isinstance(answer, wire.Deltas)
             assert answer.question == answers
             assert 0 < answer.done <= dgds_server.MAX_LOOKS
             found += answer.deltas
@@ -115,9 +115,9 @@ async def test_late_and_false_answers_end_no_question_and_change_nothing(monkeyp
         it.shards[0].serving.cancel()
         asking = asyncio.create_task(client.fetch(names))
         await asyncio.sleep(0.1)
-        unasked = m.Delta(group_digest("r/unasked"), 0, 10**6, 0, 1)
-        lying = m.Delta(group_digest(names[0]), 0, 10**6, 0, 5)
-        late = m.Deltas(deltas=[unasked, lying], tokens=pack(array(3)), question=0, done=5)
+        unasked = wire.Delta(group_digest("r/unasked"), 0, 10**6, 0, 1)
+        lying = wire.Delta(group_digest(names[0]), 0, 10**6, 0, 5)
+        late = wire.Deltas(deltas=[unasked, lying], tokens=pack(array(3)), question=0, done=5)
         for address in list(it.server._hub._peers):
             await it.server._hub.send(address, late)
         assert await asking == []
@@ -247,13 +247,13 @@ async def test_the_next_group_of_a_prompt_gets_what_its_last_one_said():
         client.append("2/y", 0, 1, 0, [9])
         await eventually(lambda: it.held(0, "2/y") == [9])
         streams = applied({}, await reader.fetch(["2/x", "2/y"]))
-        past = {("2/x", m.MAX_GROUP_SIZE): [1, 2], ("2/x", m.MAX_GROUP_SIZE + 1): [5]}
+        past = {("2/x", wire.MAX_GROUP_SIZE): [1, 2], ("2/x", wire.MAX_GROUP_SIZE + 1): [5]}
         assert streams == {("2/x", 0): [1], ("2/y", 0): [9]} | past
         assert await reader.fetch(["2/x", "2/y"]) == []
         await asyncio.sleep(100)
         client.register("3/x", PROMPT)
         await asyncio.sleep(1)
-        assert applied({}, await client.fetch(["3/x"])) == {("3/x", m.MAX_GROUP_SIZE): [1]}
+        assert applied({}, await client.fetch(["3/x"])) == {("3/x", wire.MAX_GROUP_SIZE): [1]}
 
 
 @pytest.mark.parametrize("restarted", [False, True])
@@ -274,7 +274,7 @@ async def test_a_dgds_that_forgot_a_group_hears_of_its_prompt_again(restarted):
             await eventually(lambda: it.held() == [1, 2, 3])
         client.register("r/next", PROMPT)
         await asyncio.sleep(1)
-        assert applied({}, await client.fetch(["r/next"])) == {("r/next", m.MAX_GROUP_SIZE): [1, 2, 3]}
+        assert applied({}, await client.fetch(["r/next"])) == {("r/next", wire.MAX_GROUP_SIZE): [1, 2, 3]}
 
 
 async def test_a_drained_dgds_leaves_its_memory_to_the_next(tmp_path):
@@ -294,7 +294,7 @@ async def test_a_drained_dgds_leaves_its_memory_to_the_next(tmp_path):
         server.store.append(life, 0, 1, 0, pack(array(7)).data, now)
         server.drain()
         await server.run()
-        assert memory_file.load(path, server._shared) == [(prompt, (bytes(pack(array(7))),))]
+        assert past_groups_file.load(path, server._shared) == [(prompt, (bytes(pack(array(7))),))]
         if life == 1:
             path.write_bytes(path.read_bytes()[:-1])
 
@@ -311,6 +311,8 @@ async def test_each_shard_has_a_file_of_its_own_and_a_foreign_one_stays(tmp_path
         server.store.append(1, 0, 1, 0, pack(array(shard)).data, 0.0)
         server.drain()
         await server.run()
-        loaded = [] if shard == 1 else memory_file.load(tmp_path / f"memory.{shard}-of-3", server._shared)
+        loaded = (
+            [] if shard == 1 else past_groups_file.load(tmp_path / f"memory.{shard}-of-3", server._shared)
+        )
         assert loaded == ([] if shard == 1 else [(5, (bytes(pack(array(shard))),))])
     assert (tmp_path / "memory.1-of-3").read_bytes() == b"something else"

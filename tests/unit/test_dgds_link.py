@@ -6,7 +6,7 @@ import numpy as np
 from dgds_system import GROUP, system
 from virtual_time import virtual
 
-from seer.common.wire import messages as m
+from seer.common import wire
 from seer.services.dgds.link import OPEN_SECONDS
 from seer.services.dgds.outputs import OVERHEAD_TOKENS, Outputs
 from seer.services.dgds.packing import group_digest, pack
@@ -19,9 +19,9 @@ def take(client, revision, previous, *tokens, missing=()):
     (link,) = client._links
     group = group_digest(GROUP)
     link._names[group] = GROUP
-    deltas = [m.Delta(group, 0, revision, previous, len(tokens))] if tokens else []
+    deltas = [wire.Delta(group, 0, revision, previous, len(tokens))] if tokens else []
     link._take(
-        m.Deltas(
+        wire.Deltas(
             deltas=deltas, tokens=pack(np.array(tokens, np.int32)), question=0, done=0,
             missing=[group] if missing else [],
         )

@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 
 from seer.common.errors import ConfigError
-from seer.common.wire.messages import MAX_GROUP_SIZE
-from seer.services.dgds import memory_file
-from seer.services.dgds.memory import OVERHEAD_TOKENS, Memory
+from seer.common.wire import MAX_GROUP_SIZE
+from seer.services.dgds import past_groups_file
 from seer.services.dgds.packing import group_digest, pack, prompt_digest, unpack, unpackable
+from seer.services.dgds.past_groups import OVERHEAD_TOKENS, PastGroups
 from seer.services.dgds.store import Store
 
 PROMPT, EARLIER, LATER = 70, 1, 2
@@ -20,7 +20,7 @@ def packed(*tokens):
 
 @pytest.fixture
 def memory():
-    return Memory(max_tokens=4 * OVERHEAD_TOKENS + 20)
+    return PastGroups(max_tokens=4 * OVERHEAD_TOKENS + 20)
 
 
 @pytest.fixture
@@ -149,17 +149,17 @@ ENTRIES = [(5, (packed(1, 2), packed(3))), (2**63 - 1, (packed(4),))]
 
 def test_a_file_is_read_as_it_was_written(tmp_path):
     path = tmp_path / "memory"
-    assert memory_file.load(path, "model") == []
+    assert past_groups_file.load(path, "model") == []
     for entries in (ENTRIES, ENTRIES[:1], []):
-        memory_file.save(path, "model", entries)
-        assert memory_file.load(path, "model") == entries
+        past_groups_file.save(path, "model", entries)
+        assert past_groups_file.load(path, "model") == entries
     assert [file.name for file in tmp_path.iterdir()] == ["memory"]
 
 
 @pytest.mark.parametrize("place", [0, 25, -1, None])
 def test_a_damaged_file_is_refused_and_replaced(tmp_path, place):
     path = tmp_path / "memory"
-    memory_file.save(path, "model", ENTRIES)
+    past_groups_file.save(path, "model", ENTRIES)
     data = bytearray(path.read_bytes())
     if place is None:
         del data[len(data) // 2 :]
@@ -167,26 +167,29 @@ def test_a_damaged_file_is_refused_and_replaced(tmp_path, place):
         data[place] ^= 1
     path.write_bytes(data)
     with pytest.raises(ConfigError, match=r"dgds\.remember_path = .*(damaged|another program's)"):
-        memory_file.load(path, "model")
+        past_groups_file.load(path, "model")
     if place != 0:
-        memory_file.save(path, "model", ENTRIES)
-        assert memory_file.load(path, "model") == ENTRIES
+        past_groups_file.save(path, "model", ENTRIES)
+        assert past_groups_file.load(path, "model") == ENTRIES
 
 
 def test_another_models_memory_is_refused(tmp_path):
-    memory_file.save(tmp_path / "memory", "model", ENTRIES)
+    past_groups_file.save(tmp_path / "memory", "model", ENTRIES)
     with pytest.raises(ConfigError, match="another model"):
-        memory_file.load(tmp_path / "memory", "other")
+        past_groups_file.load(tmp_path / "memory", "other")
 
 
 def test_another_programs_file_is_neither_read_nor_overwritten(tmp_path):
     path = tmp_path / "thesis.tex"
     path.write_bytes(b"years of work")
-    for use in (lambda: memory_file.load(path, "model"), lambda: memory_file.save(path, "model", ENTRIES)):
+    for use in (
+        lambda: past_groups_file.load(path, "model"),
+        lambda: past_groups_file.save(path, "model", ENTRIES),
+    ):
         with pytest.raises(ConfigError, match="another program's file"):
             use()
     assert path.read_bytes() == b"years of work"
     with pytest.raises(ConfigError, match="name a file"):
-        memory_file.save(tmp_path / "none" / "memory", "model", ENTRIES)
+        past_groups_file.save(tmp_path / "none" / "memory", "model", ENTRIES)
     with pytest.raises(ConfigError, match="name a file"):
-        memory_file.load(tmp_path, "model")
+        past_groups_file.load(tmp_path, "model")

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from seer.services.dgds.memory import OVERHEAD_TOKENS
 from seer.services.dgds.packing import pack, unpack
+from seer.services.dgds.past_groups import OVERHEAD_TOKENS
 from seer.services.dgds.store import MAX_CUTS, Store
 
 NOW = 100.0

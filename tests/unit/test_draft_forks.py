@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from seer.common.policy.draft_budget import BARREN_STEPS, REST_STEPS, Choice, DraftBudget
+from seer.common.policy.draft_costs import StepCosts
 from seer.common.policy.draft_paths import SEPARATOR as S
-from seer.common.policy.drafting import StepCosts
 from seer.services.engine.vllm.drafts.forks import MOST_BATCH, Forks
 
 WIDTH = 8

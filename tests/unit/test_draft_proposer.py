@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from seer.common.policy.draft_budget import DraftBudget
-from seer.common.policy.drafting import CELLS, StepCosts
+from seer.common.policy.draft_costs import CELLS, StepCosts
 from seer.services.dgds.client import StreamDelta
 from seer.services.engine.vllm.drafts import proposer as module
 from seer.services.engine.vllm.drafts.forks import Forks

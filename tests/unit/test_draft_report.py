@@ -1,9 +1,9 @@
 """What is said of drafts, and where."""
 
+from seer.cli.status import Seen, _text
 from seer.common.types import Capacity, InstanceStats
-from seer.common.wire.messages import InstanceStatus, Status
-from seer.draft_report import draft_text, draft_use
-from seer.status import Seen, _text
+from seer.common.wire import InstanceStatus, Status
+from seer.report.drafts import draft_text, draft_use
 
 DRAFTED = InstanceStats(
     steps=40,

@@ -3,15 +3,15 @@
 import numpy as np
 import pytest
 
-from seer.common.policy.drafting import CELLS
+from seer.common import wire
+from seer.common.policy.draft_costs import CELLS
 from seer.common.types import SamplingParams
-from seer.common.wire import messages as m
 from seer.services.engine.backend import ChunkEnd
 from seer.services.engine.chunks import begin, chunk_of, done_message
 
 
 def order(**fields):
-    return m.RunChunk(
+    return wire.RunChunk(
         request_id="r/p#1", group_id="r/p", attempt=7, key=5, prompt_len=2, max_new_tokens=4,
         sampling=SamplingParams(), tokens=np.arange(3, dtype=np.int32), **fields,
     )  # fmt: skip

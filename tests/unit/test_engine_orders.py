@@ -7,13 +7,13 @@ from engine_system import REPLAY, Buffer, engine
 from msgspec import structs
 from virtual_time import eventually, virtual
 
+from seer.common import wire
 from seer.common.config import Config
 from seer.common.errors import EngineError, Unreachable
 from seer.common.types import SamplingParams
-from seer.common.wire import messages as m
 from seer.services.engine.backend import Chunk
-from seer.services.engine.replay import ReplayBackend
-from seer.services.engine.weights import inspect
+from seer.services.engine.replay.backend import ReplayBackend
+from seer.services.engine.weights.manifest import inspect
 
 
 class Loading(ReplayBackend):
@@ -34,11 +34,11 @@ class Loading(ReplayBackend):
 
 
 def load(version, source, digest=None):
-    return m.LoadWeights(version=version, digest=digest or inspect(source).digest, source=str(source))
+    return wire.LoadWeights(version=version, digest=digest or inspect(source).digest, source=str(source))
 
 
 def prepare(version, source):
-    return m.PrepareWeights(version=version, source=str(source))
+    return wire.PrepareWeights(version=version, source=str(source))
 
 
 async def restarted(buffer, network):
@@ -72,7 +72,7 @@ async def test_nothing_meant_for_a_buffer_that_is_gone_reaches_its_successor():
         await asyncio.sleep(1)
         server._buffer.send = real
         await asyncio.sleep(10)
-        assert (kinds(reborn), reborn.first) == ([m.Register], m.Register)
+        assert (kinds(reborn), reborn.first) == ([wire.Register], wire.Register)
         await reborn.kill()
 
 
@@ -88,14 +88,14 @@ async def test_orders_of_a_buffer_that_is_gone_are_neither_answered_nor_begun(tm
 
         server._staging.folder = slow
         await buffer.send(load(1, model))
-        await buffer.send(m.Sleep(asleep=True))
+        await buffer.send(wire.Sleep(asleep=True))
         await asyncio.sleep(1)
         reborn = await restarted(buffer, network)
         await eventually(lambda: bool(reborn.said))
         gate.set()
         await asyncio.sleep(10)
         # What was under way ends before it changes anything: the successor counts on what it heard.
-        assert kinds(reborn) == [m.Register]
+        assert kinds(reborn) == [wire.Register]
         assert [(said.weight_version, said.asleep) for said in reborn.said] == [(0, False)]
         assert server._driver._backend.rests == []
         await reborn.kill()
@@ -112,11 +112,11 @@ async def test_answers_come_in_the_order_of_their_questions():
 
         server._buffer.send = held
         for asleep in (True, False, True, True):
-            await buffer.send(m.Sleep(asleep=asleep))
+            await buffer.send(wire.Sleep(asleep=asleep))
         await asyncio.sleep(1)
         gate.set()
-        await eventually(lambda: len(buffer.heard(m.Slept)) == 4)
-        assert [said.asleep for said in buffer.heard(m.Slept)] == [True, False, True, True]
+        await eventually(lambda: len(buffer.heard(wire.Slept)) == 4)
+        assert [said.asleep for said in buffer.heard(wire.Slept)] == [True, False, True, True]
         assert server._driver._backend.rests == [True, False, True]
 
 
@@ -127,11 +127,11 @@ async def test_after_a_failed_load_nothing_runs_until_another_succeeds(tmp_path)
     async with engine(backend=backend) as (buffer, _, _, network):
         backend.broken = True
         await buffer.send(load(1, model))
-        await eventually(lambda: bool(buffer.heard(m.WeightsLoaded)))
-        assert "device lost" in buffer.heard(m.WeightsLoaded)[0].problem
+        await eventually(lambda: bool(buffer.heard(wire.WeightsLoaded)))
+        assert "device lost" in buffer.heard(wire.WeightsLoaded)[0].problem
         await buffer.run()
-        await eventually(lambda: bool(buffer.heard(m.ChunkFailed)))
-        assert not buffer.heard(m.ChunkFailed)[0].fatal
+        await eventually(lambda: bool(buffer.heard(wire.ChunkFailed)))
+        assert not buffer.heard(wire.ChunkFailed)[0].fatal
         reborn = await restarted(buffer, network)
         await eventually(lambda: bool(reborn.said))
         assert reborn.said[0].weight_version < 0
@@ -139,10 +139,10 @@ async def test_after_a_failed_load_nothing_runs_until_another_succeeds(tmp_path)
         await reborn.send(load(2, model))
         await reborn.run()
         await asyncio.sleep(0)
-        await eventually(lambda: bool(reborn.heard(m.WeightsLoaded)))
+        await eventually(lambda: bool(reborn.heard(wire.WeightsLoaded)))
         await reborn.run(attempt=2)
         await eventually(lambda: ("0", 2) in reborn.results())
-        assert reborn.heard(m.ChunksDone)[-1].weight_version == 2
+        assert reborn.heard(wire.ChunksDone)[-1].weight_version == 2
         await reborn.kill()
 
 
@@ -152,7 +152,7 @@ async def test_what_runs_is_dropped_before_new_weights_are_loaded(tmp_path):
     async with engine(backend=Loading()) as (buffer, server, *_):
         await buffer.run(new=50)
         await buffer.send(load(1, model))
-        await eventually(lambda: bool(buffer.heard(m.WeightsLoaded)))
+        await eventually(lambda: bool(buffer.heard(wire.WeightsLoaded)))
         assert server.running == {}
         await asyncio.sleep(5)
         assert buffer.results() == {}
@@ -167,13 +167,13 @@ async def test_what_is_loaded_was_checked_for_this_load_and_in_this_place(tmp_pa
         await buffer.send(prepare(1, first))
         await buffer.send(load(1, other, digest))
         await buffer.send(load(2, first))
-        await eventually(lambda: len(buffer.heard(m.WeightsLoaded)) == 2)
+        await eventually(lambda: len(buffer.heard(wire.WeightsLoaded)) == 2)
         await buffer.send(prepare(3, first))
-        await eventually(lambda: len(buffer.heard(m.WeightsPrepared)) == 2)
+        await eventually(lambda: len(buffer.heard(wire.WeightsPrepared)) == 2)
         folder(first, 3.0)
         await buffer.send(load(3, first, digest))
-        await eventually(lambda: len(buffer.heard(m.WeightsLoaded)) == 3)
-        assert [bool(said.problem) for said in buffer.heard(m.WeightsLoaded)] == [True, False, True]
+        await eventually(lambda: len(buffer.heard(wire.WeightsLoaded)) == 3)
+        assert [bool(said.problem) for said in buffer.heard(wire.WeightsLoaded)] == [True, False, True]
         assert backend.loaded == [(first, digest)]
 
 
@@ -184,12 +184,12 @@ async def test_what_changes_while_it_is_loaded_is_not_believed_and_who_sleeps_do
     async with engine(backend=backend) as (buffer, *_):
         backend.meanwhile = lambda: folder(model, 2.0)
         await buffer.send(load(1, model))
-        await eventually(lambda: bool(buffer.heard(m.WeightsLoaded)))
-        assert "changed while it was loaded" in buffer.heard(m.WeightsLoaded)[0].problem
-        await buffer.send(m.Sleep(asleep=True))
+        await eventually(lambda: bool(buffer.heard(wire.WeightsLoaded)))
+        assert "changed while it was loaded" in buffer.heard(wire.WeightsLoaded)[0].problem
+        await buffer.send(wire.Sleep(asleep=True))
         await buffer.send(load(2, model))
-        await eventually(lambda: len(buffer.heard(m.WeightsLoaded)) == 2)
-        assert "it sleeps" in buffer.heard(m.WeightsLoaded)[1].problem
+        await eventually(lambda: len(buffer.heard(wire.WeightsLoaded)) == 2)
+        assert "it sleeps" in buffer.heard(wire.WeightsLoaded)[1].problem
         assert len(backend.loaded) == 1
 
 
@@ -200,7 +200,7 @@ async def test_what_is_loaded_is_not_loaded_again_and_other_weights_of_its_versi
     async with engine(backend=backend) as (buffer, *_):
         for number, source in enumerate((model, model, other), start=1):
             await buffer.send(load(1, source))
-            await eventually(lambda number=number: len(buffer.heard(m.WeightsLoaded)) == number)
+            await eventually(lambda number=number: len(buffer.heard(wire.WeightsLoaded)) == number)
         assert [where for where, _ in backend.loaded] == [model, other]
 
 
@@ -208,11 +208,11 @@ async def test_what_is_loaded_is_not_loaded_again_and_other_weights_of_its_versi
 async def test_a_new_buffer_counts_its_updates_anew(tmp_path):
     model = folder(tmp_path / "model", 1.0)
     async with engine() as (buffer, _, _, network):
-        await buffer.send(m.DiscardWeights(version=1, ask=5))
+        await buffer.send(wire.DiscardWeights(version=1, ask=5))
         reborn = await restarted(buffer, network)
         await eventually(lambda: bool(reborn.said))
-        await reborn.send(m.PrepareWeights(version=1, source=str(model), ask=1))
-        await eventually(lambda: bool(reborn.heard(m.WeightsPrepared)))
+        await reborn.send(wire.PrepareWeights(version=1, source=str(model), ask=1))
+        await eventually(lambda: bool(reborn.heard(wire.WeightsPrepared)))
         await reborn.kill()
 
 
@@ -220,11 +220,11 @@ async def test_a_new_buffer_counts_its_updates_anew(tmp_path):
 async def test_it_leaves_when_the_last_chunk_it_drained_for_is_dropped():
     async with engine() as (buffer, _, running, _):
         await buffer.run(new=1000)
-        await buffer.send(m.Drain())
+        await buffer.send(wire.Drain())
         await asyncio.sleep(1.5)
-        await buffer.send(m.DropChunk(request_id="r/p#0", attempt=1))
+        await buffer.send(wire.DropChunk(request_id="r/p#0", attempt=1))
         await asyncio.wait_for(running, 0.1)
-        assert kinds(buffer) == [m.Register, m.Goodbye]
+        assert kinds(buffer) == [wire.Register, wire.Goodbye]
 
 
 @virtual
@@ -233,11 +233,11 @@ async def test_it_leaves_when_the_buffer_has_taken_what_it_drained_for():
         real = server._buffer.send
         server._buffer.send = stuck
         await buffer.run(new=5)
-        await buffer.send(m.Drain())
+        await buffer.send(wire.Drain())
         await asyncio.sleep(5)
         server._buffer.send = real
         await running
-        assert kinds(buffer) == [m.Register, m.ChunksDone, m.Goodbye]
+        assert kinds(buffer) == [wire.Register, wire.ChunksDone, wire.Goodbye]
 
 
 @virtual
@@ -257,7 +257,7 @@ async def test_a_late_rejection_or_drop_leaves_the_newer_attempt_alone():
         await eventually(lambda: bool(server.running))
         old = server.running["r/p#0"].serial
         await buffer.run(new=6, attempt=2)
-        await buffer.send(m.DropChunk(request_id="r/p#0", attempt=1))
+        await buffer.send(wire.DropChunk(request_id="r/p#0", attempt=1))
         await eventually(lambda: server.running["r/p#0"].attempt == 2)
         late = Chunk(
             request_id="r/p#0", group_id="r/p", index=0, attempt=old, key=1, prompt_len=1, max_new_tokens=1,
@@ -265,7 +265,7 @@ async def test_a_late_rejection_or_drop_leaves_the_newer_attempt_alone():
         )  # fmt: skip
         server.rejected(late, EngineError("no"))
         await asyncio.sleep(5)
-        assert kinds(buffer) == [m.Register, m.ChunksDone]
+        assert kinds(buffer) == [wire.Register, wire.ChunksDone]
         assert set(buffer.results()) == {("0", 2)}
 
 
@@ -289,6 +289,6 @@ async def test_what_was_checked_for_weights_that_are_live_already_is_forgotten(t
             await buffer.send(prepare(version, model))
             await buffer.send(load(version, model))
             await asyncio.sleep(1)
-        assert kinds(buffer)[-4:] == [m.WeightsPrepared, m.WeightsLoaded] * 2
+        assert kinds(buffer)[-4:] == [wire.WeightsPrepared, wire.WeightsLoaded] * 2
         assert len(backend.loaded) == 1
         assert server._checked == ("", "", ())

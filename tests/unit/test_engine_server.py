@@ -10,19 +10,19 @@ from engine_system import REPLAY, Buffer, engine
 from msgspec import structs
 from virtual_time import eventually, virtual
 
+from seer.common import wire
 from seer.common.clock import LoopClock
 from seer.common.config import Config, EngineConfig, SharedConfig
 from seer.common.errors import ConfigError, EngineError, Unreachable
-from seer.common.transport.memory import MemoryNetwork, MemoryTransport
+from seer.common.net.transport.memory import MemoryNetwork, MemoryTransport
 from seer.common.types import InstanceStats, SamplingParams
-from seer.common.wire import messages as m
 from seer.services.dgds import server as dgds
 from seer.services.dgds.packing import group_digest
 from seer.services.engine.backend import ChunkEnd, Generated, StepOutput
 from seer.services.engine.driver import InlineDriver
-from seer.services.engine.replay import ReplayBackend
+from seer.services.engine.replay.backend import ReplayBackend
 from seer.services.engine.server import EngineServer, make
-from seer.services.engine.weights import inspect
+from seer.services.engine.weights.manifest import inspect
 
 
 @virtual
@@ -39,15 +39,15 @@ async def test_a_chunk_comes_back_with_its_tokens_and_goes_on_where_it_stopped()
     async with engine() as (buffer, *_):
         await buffer.run(new=8)
         await eventually(lambda: len(buffer.results()) == 1)
-        (done,) = buffer.heard(m.ChunksDone)
-        assert done.results == [m.ChunkResult("r/p#0", 1, 8, "", "", 0, 0)]
+        (done,) = buffer.heard(wire.ChunksDone)
+        assert done.results == [wire.ChunkResult("r/p#0", 1, 8, "", "", 0, 0)]
         assert (done.tokens.dtype, done.logprobs.dtype, len(done.logprobs)) == ("int32", "float32", 8)
         await buffer.run(new=4, attempt=2, output=done.tokens)
         await eventually(lambda: len(buffer.results()) == 2)
-        again, rest = done.tokens, buffer.heard(m.ChunksDone)[1].tokens
+        again, rest = done.tokens, buffer.heard(wire.ChunksDone)[1].tokens
         await buffer.run(new=12, attempt=3)
         await eventually(lambda: len(buffer.results()) == 3)
-        assert buffer.heard(m.ChunksDone)[2].tokens.tolist() == [*again, *rest]
+        assert buffer.heard(wire.ChunksDone)[2].tokens.tolist() == [*again, *rest]
 
 
 @virtual
@@ -56,7 +56,7 @@ async def test_chunks_that_end_together_share_a_message_and_are_split_by_count()
         for index, new in enumerate((5, 5, 3)):
             await buffer.run(index, new)
         await eventually(lambda: len(buffer.results()) == 3)
-        first, second = buffer.heard(m.ChunksDone)
+        first, second = buffer.heard(wire.ChunksDone)
         assert [(r.request_id[-1], r.count) for r in first.results] == [("2", 3)]
         assert [(r.request_id[-1], r.count) for r in second.results] == [("0", 5), ("1", 5)]
         assert (len(first.tokens), len(second.tokens)) == (3, 10)
@@ -71,7 +71,7 @@ async def test_finish_and_stop_reason_are_passed_on():
         results = buffer.results()
         assert (results["0", 1].finish, results["0", 1].stop_reason) == ("length", "")
         assert results["1", 1].finish == "stop"
-        assert results["1", 1].stop_reason == str(buffer.heard(m.ChunksDone)[1].tokens[-1])
+        assert results["1", 1].stop_reason == str(buffer.heard(wire.ChunksDone)[1].tokens[-1])
 
 
 @virtual
@@ -98,8 +98,8 @@ async def test_dropped_chunks_say_nothing_more():
         await buffer.run(0, new=50)
         await buffer.run(1, new=50)
         await asyncio.sleep(0.1)
-        await buffer.send(m.DropChunk(request_id="r/p#0", attempt=1))
-        await buffer.send(m.DropChunk(request_id="r/p#1", attempt=9))
+        await buffer.send(wire.DropChunk(request_id="r/p#0", attempt=1))
+        await buffer.send(wire.DropChunk(request_id="r/p#1", attempt=9))
         await asyncio.sleep(10)
         assert set(buffer.results()) == {("1", 1)}
         assert server.running == {}
@@ -126,7 +126,7 @@ def test_an_order_that_no_engine_could_run_fails_for_good(changes, problem):
             await buffer.run(**changes)
             await buffer.run(1, new=2)
             await eventually(lambda: len(buffer.said) == 3)
-            (failed,) = buffer.heard(m.ChunkFailed)
+            (failed,) = buffer.heard(wire.ChunkFailed)
             assert (failed.code, failed.fatal, failed.attempt) == ("invalid_field", True, 1)
             assert problem in failed.message
             assert set(buffer.results()) == {("1", 1)}
@@ -143,8 +143,8 @@ async def test_another_failure_to_add_is_not_for_good():
 
     async with engine(backend=Picky(REPLAY, Config().shared)) as (buffer, *_):
         await buffer.run()
-        await eventually(lambda: bool(buffer.heard(m.ChunkFailed)))
-        failed = buffer.heard(m.ChunkFailed)[0]
+        await eventually(lambda: bool(buffer.heard(wire.ChunkFailed)))
+        failed = buffer.heard(wire.ChunkFailed)[0]
         assert (failed.code, failed.fatal, failed.message) == ("engine", False, "out of adapters")
 
 
@@ -179,7 +179,7 @@ async def test_tokens_reach_the_dgds_as_they_come():
         early = server.store.tokens(group_digest("r/p"), 0)
         assert 0 < len(early) < 100
         await eventually(lambda: len(buffer.results()) == 1)
-        tokens = buffer.heard(m.ChunksDone)[0].tokens
+        tokens = buffer.heard(wire.ChunksDone)[0].tokens
         await eventually(lambda: server.store.tokens(group_digest("r/p"), 0) == tokens.tolist())
         assert early == tokens[: len(early)].tolist()
         await buffer.run(new=10, attempt=2, output=tokens)
@@ -196,7 +196,7 @@ async def test_a_restarted_buffer_finds_nothing_running_and_a_registration_first
         reborn = Buffer(network, incarnation=2)
         await reborn.start()
         await eventually(lambda: bool(reborn.said))
-        assert isinstance(reborn.said[0], m.Register)
+        assert isinstance(reborn.said[0], wire.Register)
         assert server.running == {}
         assert server._driver.stats.running == 0
         # The same attempt number again, in the buffer's new life: nothing of the old run may show.
@@ -221,18 +221,18 @@ async def test_nothing_of_before_a_rejoin_is_sent_after_it():
             )
         )
         server._reject("r/p#1", 1, EngineError("no"))
-        server._answers.append(m.Slept(asleep=True))
+        server._answers.append(wire.Slept(asleep=True))
         server._rejoin()
         await asyncio.sleep(5)
-        assert [type(message) for message in buffer.said] == [m.Register, m.Register]
+        assert [type(message) for message in buffer.said] == [wire.Register, wire.Register]
 
 
 @pytest.mark.parametrize("order", ["prepare", "load", "sleep"])
 def test_an_answer_to_a_buffer_that_is_gone_is_not_sent(order, tmp_path):
     orders = {
-        "prepare": m.PrepareWeights(version=1, source=str(tmp_path)),
-        "load": m.LoadWeights(version=1, source=str(tmp_path), digest="d"),
-        "sleep": m.Sleep(asleep=True),
+        "prepare": wire.PrepareWeights(version=1, source=str(tmp_path)),
+        "load": wire.LoadWeights(version=1, source=str(tmp_path), digest="d"),
+        "sleep": wire.Sleep(asleep=True),
     }
 
     @virtual
@@ -256,7 +256,7 @@ def test_an_answer_to_a_buffer_that_is_gone_is_not_sent(order, tmp_path):
             release.set()
             await asyncio.sleep(10)
             # Its successor hears of what changed meanwhile, and of nothing else.
-            assert {type(message) for message in reborn.said} == {m.Register}
+            assert {type(message) for message in reborn.said} == {wire.Register}
             assert [message.asleep for message in reborn.said] == [False, True][: 1 + (order == "sleep")]
             await reborn.kill()
 
@@ -302,9 +302,9 @@ async def test_results_wait_for_a_buffer_that_takes_nothing_and_generation_does_
 async def test_told_to_drain_by_the_buffer_it_finishes_and_says_goodbye():
     async with engine() as (buffer, _, running, _):
         await buffer.run(new=100)
-        await buffer.send(m.Drain())
+        await buffer.send(wire.Drain())
         await running
-        assert [type(message) for message in buffer.said] == [m.Register, m.ChunksDone, m.Goodbye]
+        assert [type(message) for message in buffer.said] == [wire.Register, wire.ChunksDone, wire.Goodbye]
         assert buffer.results()["0", 1].count == 100
 
 
@@ -317,7 +317,7 @@ async def test_told_to_stop_it_hands_back_what_it_has_and_says_goodbye():
         await asyncio.sleep(0.5)
         server.drain()
         await running
-        assert [type(message) for message in buffer.said] == [m.Register, m.ChunksDone, m.Goodbye]
+        assert [type(message) for message in buffer.said] == [wire.Register, wire.ChunksDone, wire.Goodbye]
         counts = {key: (result.count, result.finish) for key, result in buffer.results().items()}
         assert 90 <= counts["0", 1][0] <= 101
         assert 40 <= counts["1", 1][0] <= 51
@@ -337,7 +337,7 @@ async def test_a_failing_backend_says_goodbye_and_ends_loudly():
         with pytest.raises(ExceptionGroup) as caught:
             await running
         assert caught.group_contains(EngineError, match="device lost")
-        await eventually(lambda: bool(buffer.heard(m.Goodbye)))
+        await eventually(lambda: bool(buffer.heard(wire.Goodbye)))
         assert buffer.results() == {}
 
 
@@ -414,9 +414,9 @@ async def test_an_engine_on_a_thread_serves_the_buffer():
             await buffer.run(index, new=20 + index)
         await eventually(lambda: len(buffer.results()) == 5)
         assert {result.count for result in buffer.results().values()} == {20, 21, 22, 23, 24}
-        await buffer.send(m.Drain())
+        await buffer.send(wire.Drain())
         await asyncio.wait_for(running, 10)
-        assert isinstance(buffer.said[-1], m.Goodbye)
+        assert isinstance(buffer.said[-1], wire.Goodbye)
 
 
 class Hanging(ReplayBackend):
@@ -441,8 +441,8 @@ async def test_an_engine_reports_while_it_loads_and_while_it_goes_to_sleep(tmp_p
     backend = Hanging(config)
     async with engine(config, backend) as (buffer, *_):
         for order, answer in (
-            (m.LoadWeights(version=1, digest=digest, source=str(tmp_path)), m.WeightsLoaded(version=1)),
-            (m.Sleep(asleep=True), m.Slept(asleep=True)),
+            (wire.LoadWeights(version=1, digest=digest, source=str(tmp_path)), wire.WeightsLoaded(version=1)),
+            (wire.Sleep(asleep=True), wire.Slept(asleep=True)),
         ):
             backend.going_on.clear()
             await buffer.send(order)
@@ -466,13 +466,13 @@ async def test_an_update_that_is_off_is_not_checked_and_its_answer_says_which_it
 
         server._inspect = slow
         for ask in (1, 2):
-            await buffer.send(m.PrepareWeights(version=1, source=f"/{ask}", ask=ask))
+            await buffer.send(wire.PrepareWeights(version=1, source=f"/{ask}", ask=ask))
         await asyncio.sleep(1)
         for ask in (1, 2):  # 1 is checked, 2 waits
-            await buffer.send(m.DiscardWeights(version=1, ask=ask))
-        await buffer.send(m.PrepareWeights(version=1, source="/3", ask=3))
-        await eventually(lambda: buffer.heard(m.WeightsPrepared) != [])
-        assert buffer.heard(m.WeightsPrepared) == [
-            m.WeightsPrepared(version=1, digest="", problem="no /3", ask=3)
+            await buffer.send(wire.DiscardWeights(version=1, ask=ask))
+        await buffer.send(wire.PrepareWeights(version=1, source="/3", ask=3))
+        await eventually(lambda: buffer.heard(wire.WeightsPrepared) != [])
+        assert buffer.heard(wire.WeightsPrepared) == [
+            wire.WeightsPrepared(version=1, digest="", problem="no /3", ask=3)
         ]
         assert checked == ["/1", "/3"]

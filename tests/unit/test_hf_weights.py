@@ -12,10 +12,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import MixtralConfig, MixtralForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from seer.client.tensors import TensorStream
+from seer.client.tensor_stream import TensorStream
 from seer.common.errors import InvalidField
 from seer.integrations.hf import checkpoint_tensors
-from seer.services.engine.weights import inspect
+from seer.services.engine.weights.manifest import inspect
 
 pytestmark = pytest.mark.vllm
 

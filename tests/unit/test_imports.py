@@ -13,8 +13,8 @@ HEAVY = ("torch", "vllm", "transformers", "mooncake", "trl", "accelerate")
     [
         "seer.client",
         "seer.integrations.trl",
-        "seer.cli",
-        "seer.launch",
+        "seer.cli.main",
+        "seer.local.system",
         "seer.services.buffer.server",
         "seer.services.context.server",
         "seer.services.dgds.server",

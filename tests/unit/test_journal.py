@@ -8,12 +8,12 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from seer import journal as journal_module
 from seer.client.prompts import Prepared, token_array
 from seer.client.rollout import Group, Response
 from seer.common.errors import InvalidField
-from seer.journal import Journal, model_digest, prompts_digest
-from seer.prompts_io import PromptLine, encode_group
+from seer.rollout import journal as journal_module
+from seer.rollout.files import PromptLine, encode_group
+from seer.rollout.journal import Journal, model_digest, prompts_digest
 
 RUN = {"model": "m", "seed": "0"}
 

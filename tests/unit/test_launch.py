@@ -16,12 +16,13 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from seer import child, launch, pool_plan, restarts
-from seer.child import LaunchError
 from seer.common.config import Config, Endpoints, EngineConfig, load, shards
 from seer.common.errors import ConfigError, InvalidField
-from seer.hardware import Machine, plan_engines, share_cores
-from seer.launch import LocalSystem
+from seer.local import child, pool_plan, restarts
+from seer.local import system as launch
+from seer.local.child import LaunchError
+from seer.local.hardware import Hardware, plan_engines, share_cores
+from seer.local.system import LocalSystem
 
 CHILD = """
 import os, signal, subprocess, sys, time
@@ -339,7 +340,7 @@ async def test_an_exception_stops_everything() -> None:
 def test_children_die_with_a_killed_parent(tmp_path: Path) -> None:
     script = textwrap.dedent("""
         import os, sys, time
-        from seer.child import die_with
+        from seer.local.child import die_with
         parent = os.getpid()
         if os.fork() == 0:
             die_with(parent)
@@ -380,7 +381,7 @@ def test_public_systems_need_known_ports() -> None:
 
 # --- hardware --------------------------------------------------------------------------------
 
-EIGHT = Machine(cores=[0, 4, 1, 5, 2, 6, 3, 7], devices=[], free_bytes=16 * 2**30)
+EIGHT = Hardware(cores=[0, 4, 1, 5, 2, 6, 3, 7], devices=[], free_bytes=16 * 2**30)
 
 
 @pytest.mark.parametrize(
@@ -415,14 +416,14 @@ def test_what_was_said_is_kept() -> None:
 
 
 def test_devices_of_their_own() -> None:
-    plans = plan_engines(EngineConfig(tensor_parallel=2), 2, Machine([0], list("abcd"), 0))
+    plans = plan_engines(EngineConfig(tensor_parallel=2), 2, Hardware([0], list("abcd"), 0))
     assert [plan.environ["CUDA_VISIBLE_DEVICES"] for plan in plans] == ["a,b", "c,d"]
     assert {plan.config.gpu_memory_utilization for plan in plans} == {0.9}
     assert not any(plan.shares_device for plan in plans)
 
 
 def test_a_shared_device() -> None:
-    plans = plan_engines(EngineConfig(), 2, Machine([0], ["0"], 0))
+    plans = plan_engines(EngineConfig(), 2, Hardware([0], ["0"], 0))
     assert [plan.environ["CUDA_VISIBLE_DEVICES"] for plan in plans] == ["0", "0"]
     assert {plan.config.gpu_memory_utilization for plan in plans} == {0.45}
     assert all(plan.shares_device for plan in plans)
@@ -430,12 +431,12 @@ def test_a_shared_device() -> None:
 
 def test_impossible_plans() -> None:
     with pytest.raises(ConfigError, match="only 1 devices"):
-        plan_engines(EngineConfig(tensor_parallel=2), 1, Machine([0], ["0"], 0))
+        plan_engines(EngineConfig(tensor_parallel=2), 1, Hardware([0], ["0"], 0))
     with pytest.raises(InvalidField, match="instances = 0"):
         plan_engines(EngineConfig(), 0, EIGHT)
 
 
 def test_this_machine() -> None:
-    machine = Machine.here()
+    machine = Hardware.here()
     assert set(machine.cores) == os.sched_getaffinity(0)
     assert machine.free_bytes > 0

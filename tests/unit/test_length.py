@@ -9,7 +9,7 @@ import math
 import numpy as np
 import pytest
 
-from seer.common.policy.length import Error, Estimate, Evidence, Longest, Posterior
+from seer.common.policy.length import Estimate, EstimateError, Evidence, Longest, Posterior
 
 CAP, MEAN, SIGMA, CHUNK = 41_000, 7_600, 0.9, 2000
 QUANTILES = (-1.2816, 0.0, 1.2816)
@@ -132,7 +132,7 @@ def test_estimates_do_not_depend_on_what_else_is_asked(monkeypatch):
 
 
 def test_errors_are_counted_against_what_was_foretold():
-    error = Error()
+    error = EstimateError()
     error.count(None, 50)
     error.count(Estimate(100.0, 0.5), 100)
     error.count(Estimate(100.0, 0.5), 200)  # e^0.69: beyond 1.28 x 0.5

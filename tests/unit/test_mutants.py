@@ -62,10 +62,10 @@ def test_what_is_not_there_once_is_an_error(old, within, times):
 
 
 def test_a_module_is_imported_with_its_mutant_and_its_test_fails():
-    test = "tests/unit/test_room.py::test_nobody_overtakes"
+    test = "tests/unit/test_chunk_gate.py::test_nobody_overtakes"
     ran = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "mutants.plugin", test],
-        cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT / "tests"), "SEER_MUTANT": "room/overtakes"},
+        cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT / "tests"), "SEER_MUTANT": "chunk_gate/overtakes"},
         stdout=subprocess.PIPE, text=True,
     )  # fmt: skip
     assert (ran.returncode, "1 failed" in ran.stdout) == (1, True), ran.stdout

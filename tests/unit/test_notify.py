@@ -11,14 +11,14 @@ import time
 import pytest
 from virtual_time import virtual
 
-from seer.common.notify import START_BEAT_SECONDS, Notifier
+from seer.common.process.notify import START_BEAT_SECONDS, Notifier
 
 DEADLINE = 60.0
 
 _CHILD = """
 import asyncio, os, sys, time
 from seer.common.config import Config
-from seer.common.service import run_process
+from seer.common.process.service import run_process
 
 class Stub:
     def __init__(self, config, transport, clock):

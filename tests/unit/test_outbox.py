@@ -8,16 +8,16 @@ import tracemalloc
 import pytest
 from virtual_time import eventually, virtual
 
-from seer.common import outbox
-from seer.common.channel import CHECK_SECONDS, Channel, Hub, Identity
+from seer.common import wire
 from seer.common.clock import LoopClock
 from seer.common.errors import InvalidField
 from seer.common.ids import new_incarnation
-from seer.common.outbox import Outbox
-from seer.common.transport.base import FAIR_EVERY, SEND_SECONDS
-from seer.common.transport.memory import MemoryNetwork, MemoryTransport
+from seer.common.net import outbox
+from seer.common.net.channel import CHECK_SECONDS, Channel, Hub, Identity
+from seer.common.net.outbox import Outbox
+from seer.common.net.transport.base import FAIR_EVERY, SEND_SECONDS
+from seer.common.net.transport.memory import MemoryNetwork, MemoryTransport
 from seer.common.types import Capacity
-from seer.common.wire import messages as m
 from seer.services.buffer import peers
 from seer.services.buffer.peers import MAX_SIZE, MAX_VERSIONS, Peers, check_register
 
@@ -32,12 +32,12 @@ class Buffer:
     def __init__(self, network: MemoryNetwork) -> None:
         self.network = network
         self.failed: list[bytes] = []
-        self.got: list[m.Message] = []
+        self.got: list[wire.Message] = []
 
     async def start(self) -> Buffer:
         me = Identity(role="buffer", name="buffer", incarnation=1)
         router = await MemoryTransport(self.network).router(ENDPOINT)
-        self.hub: Hub = Hub(router, me, m.TrainerToBuffer, require_config_hash=False)
+        self.hub: Hub = Hub(router, me, wire.TrainerToBuffer, require_config_hash=False)
         self.outbox: Outbox = Outbox(self.hub, self.failed.append)
         self.tasks = [asyncio.create_task(work) for work in (self.outbox.run(), self.serve())]
         return self
@@ -49,13 +49,13 @@ class Buffer:
 
 async def joined(network: MemoryNetwork, name: str) -> tuple[bytes, Channel]:
     me = Identity(role="trainer", name=name, incarnation=1)
-    channel: Channel = Channel(MemoryTransport(network), ENDPOINT, me, m.BufferToTrainer, LoopClock())
+    channel: Channel = Channel(MemoryTransport(network), ENDPOINT, me, wire.BufferToTrainer, LoopClock())
     await channel.open(5)
     return me.address(), channel
 
 
-def accepted(number: int) -> m.Accepted:
-    return m.Accepted(rollout_id=str(number), prompt_ids=[])
+def accepted(number: int) -> wire.Accepted:
+    return wire.Accepted(rollout_id=str(number), prompt_ids=[])
 
 
 async def numbers(channel: Channel, count: int) -> list[int]:
@@ -94,15 +94,15 @@ async def test_one_that_never_reads_is_dismissed_and_hears_of_it_later(most):
     if most is not None:
         outbox.MAX_LATE = before
     assert buffer.failed == [deaf]
-    while not isinstance(message := await channel.recv(), m.Welcome):
-        assert isinstance(message, m.Accepted)
+    while not isinstance(message := await channel.recv(), wire.Welcome):
+        assert isinstance(message, wire.Accepted)
     assert message.lost
     buffer.outbox.put(deaf, accepted(1))
     assert await numbers(channel, 1) == [1]
 
 
-def large(kilobytes: int) -> m.Accepted:
-    return m.Accepted(rollout_id="large", prompt_ids=["x" * 500] * (2 * kilobytes))
+def large(kilobytes: int) -> wire.Accepted:
+    return wire.Accepted(rollout_id="large", prompt_ids=["x" * 500] * (2 * kilobytes))
 
 
 @pytest.mark.parametrize("running", [True, False])
@@ -127,7 +127,7 @@ async def test_bytes_bound_what_waits_for_a_peer(running, monkeypatch):
         while not buffer.failed:
             await asyncio.sleep(0.1)
     assert buffer.failed == [deaf]
-    while not isinstance(message := await channel.recv(), m.Welcome):
+    while not isinstance(message := await channel.recv(), wire.Welcome):
         pass
     assert message.lost
 
@@ -156,9 +156,9 @@ async def test_what_was_put_before_a_dismissal_does_not_leave_after_it(late):
         await asyncio.sleep(1)
     buffer.hub.dismiss(address)
     buffer.outbox.put(address, accepted(-1))
-    await channel.send(m.StatusRequest())
+    await channel.send(wire.StatusRequest())
     old = 0
-    while not isinstance(await channel.recv(), m.Welcome):
+    while not isinstance(await channel.recv(), wire.Welcome):
         old += 1
     assert old < 3000
     buffer.outbox.put(address, accepted(7))
@@ -209,7 +209,7 @@ async def test_one_that_is_too_many_messages_behind_is_dismissed_though_it_reads
     for number in range(3000):
         buffer.outbox.put(address, accepted(number))
     async with asyncio.timeout(2 * CHECK_SECONDS):
-        while not isinstance(await channel.recv(), m.Welcome):
+        while not isinstance(await channel.recv(), wire.Welcome):
             pass
     assert buffer.failed == [address]
 
@@ -237,7 +237,7 @@ async def test_one_that_came_back_is_not_dismissed_for_what_it_did_not_take_befo
         buffer.outbox.put(address, accepted(number))
     await asyncio.sleep(SEND_SECONDS - 1)
     buffer.hub.dismiss(address)
-    for message in (m.StatusRequest(), Identity(role="trainer", name="t", incarnation=1).hello()):
+    for message in (wire.StatusRequest(), Identity(role="trainer", name="t", incarnation=1).hello()):
         await channel.send(message)
     await asyncio.sleep(3)
     assert buffer.hub.session(address) == 2
@@ -255,7 +255,7 @@ async def test_answers_wait_for_nobody():
     assert asyncio.get_running_loop().time() == now
     assert buffer.hub.counters["undeliverable"] > 0
     async with asyncio.timeout(3 * CHECK_SECONDS):
-        while not isinstance(await channel.recv(), m.Welcome):
+        while not isinstance(await channel.recv(), wire.Welcome):
             pass  # and then a Welcome says that some were lost
 
 
@@ -264,16 +264,16 @@ async def test_after_goodbye_one_is_a_stranger():
     network = MemoryNetwork()
     buffer = await Buffer(network).start()
     _, channel = await joined(network, "t")
-    for message in (m.Goodbye(), m.StatusRequest()):
+    for message in (wire.Goodbye(), wire.StatusRequest()):
         await channel.send(message)
     await eventually(lambda: buffer.hub.counters["strangers"] == 1)
-    assert [type(message) for message in buffer.got] == [m.Hello, m.Goodbye]
+    assert [type(message) for message in buffer.got] == [wire.Hello, wire.Goodbye]
 
 
 # --- names -----------------------------------------------------------------------------------
 
 
-def hello(name: str, incarnation: int) -> tuple[bytes, m.Hello]:
+def hello(name: str, incarnation: int) -> tuple[bytes, wire.Hello]:
     me = Identity(role="engine", name=name, incarnation=incarnation)
     return me.address(), me.hello()
 
@@ -369,7 +369,7 @@ def test_peers_are_bounded_and_the_silent_go_first(monkeypatch):
 def test_an_engine_whose_books_cannot_be_kept_is_refused(changes, told):
     sound = {"kv_blocks": 1, "block_size": 1, "max_num_seqs": 1, "max_model_len": 1}
     capacity = Capacity(**sound | changes.pop("capacity", {}))
-    check_register(m.Register(capacity=Capacity(**sound), weight_version=0, vocab_size=1))
+    check_register(wire.Register(capacity=Capacity(**sound), weight_version=0, vocab_size=1))
     with pytest.raises(InvalidField, match=r" = ") as info:
-        check_register(m.Register(capacity=capacity, weight_version=0, vocab_size=1, **changes))
+        check_register(wire.Register(capacity=capacity, weight_version=0, vocab_size=1, **changes))
     assert told in str(info.value)

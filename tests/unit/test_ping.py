@@ -1,14 +1,14 @@
-"""`python -m seer.ping`: an answer, silence, and a mistake."""
+"""`python -m seer.cli.ping`: an answer, silence, and a mistake."""
 
 import asyncio
 
 import pytest
 
+from seer.cli.ping import main, ping
 from seer.common.clock import LoopClock
 from seer.common.config import Config, Endpoints
 from seer.common.errors import Unreachable
-from seer.common.transport.zmq import ZmqTransport
-from seer.ping import main, ping
+from seer.common.net.transport.zmq import ZmqTransport
 from seer.services.dgds.server import make
 
 
@@ -58,6 +58,6 @@ def test_a_mistake_is_one_line(capsys):
     assert main([]) == 1
     assert main(["tcp://"]) == 1
     err = capsys.readouterr().err.splitlines()
-    assert err[0] == "usage: python -m seer.ping ENDPOINT"
+    assert err[0] == "usage: python -m seer.cli.ping ENDPOINT"
     assert err[1].startswith("error: ")
     assert len(err) == 2

@@ -9,13 +9,13 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from seer import pool_plan
 from seer.common.config import EngineConfig, PoolConfig, load
 from seer.common.errors import ConfigError, InvalidField, Unreachable
 from seer.common.pool import PoolFigures, ask_master, read_figures
 from seer.common.types import InstanceStats
-from seer.pool_plan import PoolPlan, plan_pool
-from seer.pool_report import PoolUse, figures_text, pool_use, use_text
+from seer.local import pool_plan
+from seer.local.pool_plan import PoolPlan, plan_pool
+from seer.report.pool import PoolUse, figures_text, pool_use, use_text
 
 VLLM, REPLAY = EngineConfig(), EngineConfig(backend="replay")
 ELSEWHERE = "203.0.113.1:7108"  # kept free for documentation

@@ -7,12 +7,12 @@ import pytest
 from lag import LaggedTransport, first
 from virtual_time import virtual
 
-from seer.common import channel as channels
-from seer.common.channel import CHECK_SECONDS, HELLO_FIRST, HELLO_SECONDS, Channel, Hub, Identity
+from seer.common import wire
 from seer.common.clock import LoopClock
-from seer.common.transport.memory import MemoryNetwork, MemoryTransport
+from seer.common.net import channel as channels
+from seer.common.net.channel import CHECK_SECONDS, HELLO_FIRST, HELLO_SECONDS, Channel, Hub, Identity
+from seer.common.net.transport.memory import MemoryNetwork, MemoryTransport
 from seer.common.types import InstanceStats
-from seer.common.wire import messages as m
 from seer.common.wire.codec import encode
 
 ENDPOINT = "tcp://127.0.0.1:7102"
@@ -20,8 +20,8 @@ ME = Identity(role="engine", name="e1", incarnation=1)
 LAGS = [(0.0, 0.0), (0.04, 0.04), (0.5, 0.5), (3.0, 3.0), (0.0, 3.0), (3.0, 0.0), (0.5, 0.04)]
 
 
-def status(steps: int = 0) -> m.EngineStatus:
-    return m.EngineStatus(stats=InstanceStats(steps=steps))
+def status(steps: int = 0) -> wire.EngineStatus:
+    return wire.EngineStatus(stats=InstanceStats(steps=steps))
 
 
 class Server:
@@ -32,11 +32,11 @@ class Server:
         self.reads = asyncio.Event()
         self.reads.set()
         self.nags = 0
-        self.got: list[m.Message] = []
+        self.got: list[wire.Message] = []
 
     async def start(self) -> "Server":
         self.transport = MemoryTransport(self.network)
-        self.hub: Hub = Hub(await self.transport.router(ENDPOINT), self.me, m.EngineToBuffer, False)
+        self.hub: Hub = Hub(await self.transport.router(ENDPOINT), self.me, wire.EngineToBuffer, False)
         self.task = asyncio.create_task(self.serve())
         return self
 
@@ -45,12 +45,12 @@ class Server:
             await self.reads.wait()
             address, message = await self.hub.recv()
             self.got.append(message)
-            if isinstance(message, m.EngineStatus):
+            if isinstance(message, wire.EngineStatus):
                 await self.hub.reply(address, self.answer())
 
-    def answer(self) -> m.Message:
+    def answer(self) -> wire.Message:
         self.nags -= 1
-        return m.Refused(code=HELLO_FIRST, message="given up") if self.nags >= 0 else m.Ping()
+        return wire.Refused(code=HELLO_FIRST, message="given up") if self.nags >= 0 else wire.Ping()
 
     async def stop(self) -> None:
         self.task.cancel()
@@ -62,8 +62,8 @@ class Peer:
 
     def __init__(self, transport: MemoryTransport, *, idle: bool = False) -> None:
         self.idle = idle
-        self.channel: Channel = Channel(transport, ENDPOINT, ME, m.BufferToEngine, LoopClock())
-        self.rejoins: list[m.Welcome] = []
+        self.channel: Channel = Channel(transport, ENDPOINT, ME, wire.BufferToEngine, LoopClock())
+        self.rejoins: list[wire.Welcome] = []
 
     async def start(self) -> "Peer":
         await self.channel.open(60)
@@ -73,7 +73,7 @@ class Peer:
     async def receive(self) -> None:
         while True:
             message = await self.channel.recv()
-            if isinstance(message, m.Welcome):
+            if isinstance(message, wire.Welcome):
                 self.rejoins.append(message)
 
     async def report(self) -> None:
@@ -99,7 +99,7 @@ async def nag(server: Server) -> Server:
 
 async def dismiss(server: Server) -> Server:
     for _ in range(20):
-        await server.hub.reply(ME.address(), m.Ping())
+        await server.hub.reply(ME.address(), wire.Ping())
     server.hub.dismiss(ME.address())
     server.hub.dismiss(ME.address())
     return server
@@ -143,7 +143,7 @@ def test_one_event_one_rejoin(idle, event, losses):
         server.got.clear()
         await peer.channel.send(status())
         await asyncio.sleep(5)
-        assert any(isinstance(message, m.EngineStatus) for message in server.got)
+        assert any(isinstance(message, wire.EngineStatus) for message in server.got)
 
     for up, down in LAGS:
         check(up, down)
@@ -191,14 +191,14 @@ async def test_a_stranger_is_told_once_and_again_after_a_while():
 async def test_a_server_that_numbers_no_sessions_is_followed_as_before():
     network = MemoryNetwork()
     router = await MemoryTransport(network).router(ENDPOINT)
-    client: Channel = Channel(MemoryTransport(network), ENDPOINT, ME, m.BufferToEngine, LoopClock())
+    client: Channel = Channel(MemoryTransport(network), ENDPOINT, ME, wire.BufferToEngine, LoopClock())
     opening = asyncio.create_task(client.open(5))
     told = {"major": 1, "minor": 0, "schema_hash": "", "name": "old", "incarnation": 1}
     address, _ = await router.recv()
-    await router.send(address, encode(m.Welcome(**told)))
+    await router.send(address, encode(wire.Welcome(**told)))
     await opening
     for lost in (False, True, False, True):
-        await router.send(address, encode(m.Welcome(**told, lost=lost)))
+        await router.send(address, encode(wire.Welcome(**told, lost=lost)))
     assert [(await client.recv()).lost for _ in range(2)] == [True, True]
 
 
@@ -210,7 +210,7 @@ async def test_sessions_are_never_given_twice(monkeypatch):
     seen = []
     for name in "abab":
         me = Identity(role="engine", name=name, incarnation=1)
-        client: Channel = Channel(MemoryTransport(network), ENDPOINT, me, m.BufferToEngine, LoopClock())
+        client: Channel = Channel(MemoryTransport(network), ENDPOINT, me, wire.BufferToEngine, LoopClock())
         seen.append((await client.open(5)).session)
         client.close()
     assert seen == [1, 2, 3, 4]

@@ -9,9 +9,9 @@ from seer.common.config import EngineConfig, SharedConfig
 from seer.common.errors import EngineError, InvalidField
 from seer.common.types import Capacity, SamplingParams
 from seer.services.engine.backend import Chunk
-from seer.services.engine.kv_model import KvModel, Sequence
-from seer.services.engine.replay import ReplayBackend
-from seer.services.engine.responses import MadeUp
+from seer.services.engine.replay.backend import ReplayBackend
+from seer.services.engine.replay.kv_model import KvModel, Sequence
+from seer.services.engine.replay.responses import MadeUp
 
 BLOCK = 4
 

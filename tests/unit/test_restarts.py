@@ -1,4 +1,4 @@
-from seer.restarts import HEALTHY_SECONDS, LIMIT, PAUSES, Restarts
+from seer.local.restarts import HEALTHY_SECONDS, LIMIT, PAUSES, Restarts
 
 
 def test_pauses_grow_until_it_is_given_up():

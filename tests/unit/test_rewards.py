@@ -21,7 +21,7 @@ from seer.client import (
 )
 from seer.client.prompts import prepare
 from seer.client.scorer import measure
-from seer.common.wire.messages import GroupDone
+from seer.common.wire import GroupDone
 
 N = 3
 

@@ -19,8 +19,9 @@ from sampling_rows import pack, random_batch, random_logits  # noqa: E402 - afte
 from seer import _native  # noqa: E402
 from seer.common.errors import EngineError, InvalidField  # noqa: E402
 from seer.common.types import SamplingParams  # noqa: E402
-from seer.services.engine.vllm import sampling, sampling_torch  # noqa: E402
-from seer.services.engine.vllm.sampling import SamplingTable, sample_rows  # noqa: E402
+from seer.services.engine.vllm.sampling import rows as sampling  # noqa: E402
+from seer.services.engine.vllm.sampling import torch_sampler  # noqa: E402
+from seer.services.engine.vllm.sampling.rows import SamplingTable, sample_rows  # noqa: E402
 
 pytestmark = pytest.mark.vllm
 
@@ -28,7 +29,7 @@ pytestmark = pytest.mark.vllm
 def same(logits, params):
     """Sample on both paths, assert that they agree, and return the result."""
     tokens, logprobs = sample_rows(logits, params, check=False)
-    other, other_logprobs = sampling_torch.sample(logits, params)
+    other, other_logprobs = torch_sampler.sample(logits, params)
     assert tokens.tolist() == other.tolist()
     # torch's float32 log_softmax itself is off by 2e-5; the native one is held to float64 below
     torch.testing.assert_close(logprobs, other_logprobs, atol=5e-5, rtol=2e-4, equal_nan=True)
@@ -132,7 +133,7 @@ def test_tokens_follow_the_processed_softmax(fields):
     logits = torch.randn(1, vocab, generator=torch.Generator().manual_seed(1)) * 2
     params = SamplingTable([pack(vocab, key=99, **fields)] * draws).step(np.arange(draws))
     tokens, _ = sample_rows(logits.expand(draws, vocab), params)
-    x, _, _ = sampling_torch.noisy_logits(logits, params.part(0, 1))
+    x, _, _ = torch_sampler.noisy_logits(logits, params.part(0, 1))
     p = x[0].double().softmax(-1).numpy()
     counts = np.bincount(tokens.numpy(), minlength=vocab)
     assert counts[p == 0].sum() == 0
@@ -158,7 +159,7 @@ def test_keys_and_positions_give_independent_draws():
 
 def kept(logits, request):
     """Which tokens survive the cuts, by torch; native agrees as the property above says."""
-    x, _, _ = sampling_torch.noisy_logits(logits[None], SamplingTable([request]).step(3))
+    x, _, _ = torch_sampler.noisy_logits(logits[None], SamplingTable([request]).step(3))
     return set(torch.isfinite(x[0]).nonzero()[:, 0].tolist())
 
 
@@ -179,7 +180,7 @@ def test_top_p_is_the_smallest_set_that_reaches_the_mass(seed, top_p):
 @pytest.mark.parametrize(("half", "expected"), [(-0.5, {0}), (0.5, {0, 1})])
 def test_top_p_rounds_the_needed_mass_up(half, expected):
     logits = torch.tensor([[0.0, -0.5]]).expand(64, 2)
-    weights = (sampling_torch._exp(logits[0]) * 2.0**30).long().tolist()
+    weights = (torch_sampler._exp(logits[0]) * 2.0**30).long().tolist()
     top_p = (weights[0] + half) / sum(weights)  # half a unit short of or past the first token's
     params = SamplingTable([pack(2, top_p=top_p)] * 64).step(np.arange(64))
     assert set(same(logits, params)[0].tolist()) == expected
@@ -216,7 +217,7 @@ def test_penalties_count_prompt_output_and_drafts(seed, prompt_len, outputs, dra
     table = SamplingTable([pack(vocab, prompt_len=prompt_len, temperature=0.0, **fields)], slots=[2])
     params = table.step([known], history, [drafts], tokens[known:])
     logits = torch.from_numpy(rng.normal(size=(drafts + 1, vocab)).astype(np.float32))
-    x, _, _ = sampling_torch.noisy_logits(logits, params)
+    x, _, _ = torch_sampler.noisy_logits(logits, params)
     for row in range(drafts + 1):
         output = tokens[prompt_len : known + row].tolist()
         expected = naive_penalties(
@@ -267,7 +268,7 @@ def test_logprobs_are_of_the_distribution_asked_for():
     ]
     params = SamplingTable(requests).step(11)
     tokens, logprobs = same(x, params)
-    processed, _, _ = sampling_torch.noisy_logits(x, params)
+    processed, _, _ = torch_sampler.noisy_logits(x, params)
     for row, divisor in enumerate((0.5, 0.5, 0.5, 1.0, 1.0, 1.0)):
         shown = (x[row] / divisor, x[row], processed[row])[row % 3]
         expected = shown.double().log_softmax(-1)[tokens[row]]
@@ -333,6 +334,6 @@ def test_native_refuses_what_does_not_fit():
         with pytest.raises(ValueError, match=r"row [01]: "):
             sample_rows(logits.expand(len(params.records), 4), params)
         with pytest.raises(ValueError, match=r"row [01]: "):
-            sampling_torch.sample(logits.expand(len(params.records), 4), params)
+            torch_sampler.sample(logits.expand(len(params.records), 4), params)
     with pytest.raises(ValueError, match="rows"):
         sample_rows(torch.zeros(2, 4), SamplingTable([pack(4)]).step([1]))

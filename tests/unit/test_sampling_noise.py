@@ -16,13 +16,15 @@ torch = pytest.importorskip("torch")
 
 from seer.common.errors import EngineError  # noqa: E402 - after torch, which may be missing
 from seer.common.types import SamplingParams  # noqa: E402
-from seer.services.engine.vllm import sampler_check, sampling, sampling_torch  # noqa: E402
-from seer.services.engine.vllm.sampling import RequestSampling, SamplingTable, sample_rows  # noqa: E402
+from seer.services.engine.vllm.sampling import rows as sampling  # noqa: E402
+from seer.services.engine.vllm.sampling import torch_sampler  # noqa: E402
+from seer.services.engine.vllm.sampling import vectors as sampler_check  # noqa: E402
+from seer.services.engine.vllm.sampling.rows import RequestSampling, SamplingTable, sample_rows  # noqa: E402
 
 pytestmark = pytest.mark.vllm
 
 VECTORS = Path(sampling.__file__).with_name("noise_vectors.json")
-LOG_POLY = [np.float32(c) for c in sampling_torch.LOG_POLY]
+LOG_POLY = [np.float32(c) for c in torch_sampler.LOG_POLY]
 
 
 def philox(counter, key):
@@ -66,7 +68,7 @@ def noise(key, position, token):
 
 def torch_noise(key, position, vocab):
     signed = key - 2**64 if key >= 2**63 else key
-    return sampling_torch.gumbel_noise(torch.tensor([signed]), torch.tensor([position]), vocab)[0].numpy()
+    return torch_sampler.gumbel_noise(torch.tensor([signed]), torch.tensor([position]), vocab)[0].numpy()
 
 
 def bits(x):
@@ -85,7 +87,7 @@ def test_philox_gives_the_known_answers_of_random123(word, key, expected):
     assert philox([word] * 4, [key & 0xFFFFFFFF, key >> 32]) == expected
     if word == 0:
         zero = torch.zeros(1, dtype=torch.int64)
-        assert sampling_torch.philox_words(zero, zero, 4).tolist() == [expected]
+        assert torch_sampler.philox_words(zero, zero, 4).tolist() == [expected]
 
 
 @given(st.integers(0, 2**64 - 1), st.integers(0, 2**40), st.integers(1, 70))
@@ -128,14 +130,14 @@ def test_noise_has_the_gumbel_distribution():
 # --- self test
 
 
-@pytest.mark.parametrize("sample", [partial(sample_rows, check=False), sampling_torch.sample])
+@pytest.mark.parametrize("sample", [partial(sample_rows, check=False), torch_sampler.sample])
 def test_self_test_accepts_both_paths(sample):
     sampler_check.self_test(sample, "cpu")
 
 
 def test_the_row_vectors_are_the_reference():
     logits, params = sampler_check.row_cases()
-    tokens, logprobs = sampling_torch.sample(torch.from_numpy(logits), params)
+    tokens, logprobs = torch_sampler.sample(torch.from_numpy(logits), params)
     vectors = json.loads(VECTORS.with_name("row_vectors.json").read_text())
     assert tokens.tolist() == [vector["token"] for vector in vectors]
     known = [math.nan if vector["logprob"] is None else vector["logprob"] for vector in vectors]
@@ -176,7 +178,7 @@ def test_self_test_sees_one_bit_of_one_token(change):
         word = torch_noise(int(params.records["key"][0]), int(params.records["position"][0]), logits.shape[1])
         if logits.shape[1] == 16:
             wrong[:, at] = float((word[at : at + 1].view(np.int32) + change).view(np.float32)[0] - word[at])
-        noisy = sampling_torch.noisy_logits(logits, params)[1] + wrong
+        noisy = torch_sampler.noisy_logits(logits, params)[1] + wrong
         return noisy.argmax(-1).int(), noisy.amax(-1)
 
     with pytest.raises(EngineError, match=r"1 of 30|[2-9] of 30"):

@@ -26,8 +26,9 @@ if DEVICE == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
 
 from sampling_rows import pack, random_batch, random_logits  # noqa: E402 - after torch and triton
 
-from seer.services.engine.vllm import sampler_check, sampling, sampling_torch, sampling_triton  # noqa: E402
-from seer.services.engine.vllm.sampling import SamplingTable, sample_rows  # noqa: E402
+from seer.services.engine.vllm.sampling import rows as sampling  # noqa: E402
+from seer.services.engine.vllm.sampling import torch_sampler, triton_sampler, vectors  # noqa: E402
+from seer.services.engine.vllm.sampling.rows import SamplingTable, sample_rows  # noqa: E402
 
 pytestmark = pytest.mark.vllm
 EXAMPLES = 300 if DEVICE == "cuda" else 20  # the interpreter takes 0.1 s a row
@@ -37,7 +38,7 @@ import sys
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from seer.services.engine.vllm.sampling_triton import LAUNCH, sample_kernel
+from seer.services.engine.vllm.sampling.triton_sampler import LAUNCH, sample_kernel  # noqa: E402
 
 types = dict(zip(sample_kernel.arg_names, ("*fp32", "i32", "i32", "*i64", "*i64", "*i32", "*fp32"), strict=True))
 options = LAUNCH | ({"enable_fp_fusion": True} if sys.argv[2] == "fused" else {})
@@ -48,8 +49,8 @@ print(triton.compile(ASTSource(sample_kernel, types), target=target, options=opt
 
 def same(logits, params):
     """Sample with the kernel, assert that torch and the native kernel agree, and return the tokens."""
-    tokens, logprobs = sampling_triton.sample(logits.to(DEVICE), params)
-    expected, expected_logprobs = sampling_torch.sample(logits, params)
+    tokens, logprobs = triton_sampler.sample(logits.to(DEVICE), params)
+    expected, expected_logprobs = torch_sampler.sample(logits, params)
     assert tokens.tolist() == expected.tolist()
     assert tokens.tolist() == sample_rows(logits, params, check=False)[0].tolist()
     torch.testing.assert_close(logprobs.cpu(), expected_logprobs, atol=5e-5, rtol=2e-4, equal_nan=True)
@@ -57,11 +58,11 @@ def same(logits, params):
 
 
 def test_it_draws_the_vectors():
-    sampler_check.self_test(sampling_triton.sample, DEVICE)
+    vectors.self_test(triton_sampler.sample, DEVICE)
 
 
 def test_it_is_what_gpus_sample_by():
-    assert sampling._triton_sampler() is sampling_triton.sample
+    assert sampling._triton_sampler() is triton_sampler.sample
 
 
 @given(st.integers(0, 2**32 - 1), st.sampled_from([1, 2, 66, 1000, 2048, 2049, 5003]), st.integers(1, 5))
@@ -121,12 +122,12 @@ def test_several_launches_drafts_and_strides(monkeypatch):
     params = table.step([25, 30, 20], history, drafts, rng.integers(0, vocab, 5).astype(np.int32))
     wide = torch.from_numpy(rng.normal(size=(8, 64)).astype(np.float32))
     expected = same(wide[:, :vocab], params)
-    monkeypatch.setattr(sampling_triton, "_SLAB_ELEMENTS", 3 * vocab)
+    monkeypatch.setattr(triton_sampler, "_SLAB_ELEMENTS", 3 * vocab)
     assert torch.equal(same(wide[:, :vocab].t().contiguous().t(), params), expected)
 
 
 def test_an_empty_batch_gives_nothing():
-    tokens, logprobs = sampling_triton.sample(torch.empty(0, 10, device=DEVICE), SamplingTable([]).step([]))
+    tokens, logprobs = triton_sampler.sample(torch.empty(0, 10, device=DEVICE), SamplingTable([]).step([]))
     assert (tokens.shape, logprobs.shape) == ((0,), (0,))
 
 

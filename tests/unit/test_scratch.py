@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from seer.common import scratch
-from seer.common.scratch import Scratch, private_temporary_folder, sweep
+from seer.common.process import scratch
+from seer.common.process.scratch import Scratch, private_temporary_folder, sweep
 
 _HOLDER = """
 import sys
-from seer.common.scratch import Scratch
+from seer.common.process.scratch import Scratch
 held = Scratch("run", sys.argv[1])
 (held.path / "weights").mkdir()
 (held.path / "weights" / "data").write_text("x")

@@ -17,7 +17,7 @@ _CHILD = """
 import asyncio, sys
 from seer.common.config import Config, Endpoints, LogConfig
 from seer.common.errors import ConfigError, EngineError
-from seer.common.service import run_process
+from seer.common.process.service import run_process
 
 MODE = sys.argv[1]
 
@@ -217,7 +217,7 @@ def test_console_logs_name_the_service_and_respect_the_level():
         """
         import logging
         from seer.common.config import LogConfig
-        from seer.common.log import configure, get_logger
+        from seer.common.process.log import configure, get_logger
         log = get_logger()
         log.warning("before configure")
         configure(LogConfig(level="warning"), "svc")

@@ -10,10 +10,10 @@ import pytest
 from click.testing import CliRunner, Result
 from msgspec.structs import replace
 
-from seer import sim_job
-from seer.cli import main
+from seer.cli.main import main
 from seer.sim.study import Summary, Variant, run_all, summarize, tasks, variants
 from seer.sim.workload import WORKLOADS, Workload
+from seer.sim_command import job as sim_job
 
 TINY = 'like = "moonlight"\ninstances = 2\ngroups = 6\ngroup_size = 4\ncap = 300\nmean = 80\nprompt = 16\n'
 

@@ -10,11 +10,11 @@ from cluster_harness import roll, running
 from virtual_time import eventually, run, virtual
 
 from seer.client import WeightsRefused
+from seer.common import wire
 from seer.common.clock import LoopClock
 from seer.common.config import BufferConfig
-from seer.common.weights import checksum
-from seer.common.wire import messages as m
-from seer.services.buffer.spool import Spool
+from seer.common.weights.digest import checksum
+from seer.services.buffer.weights.spool import Spool
 
 CALLS = (
     "open",
@@ -97,18 +97,18 @@ class World:
 
 def part(name, offset, length=100):
     data = np.arange(offset, offset + length, dtype=np.uint8)
-    return m.SpoolData(name=name, offset=offset, checksum=checksum(data), data=data)
+    return wire.SpoolData(name=name, offset=offset, checksum=checksum(data), data=data)
 
 
 async def life(world):
     """Two streams one after the other, with readers; the second may use the first one's file."""
     for name in ("v1-a", "v2-a", "v3-a"):
-        await world.put(m.OpenSpool(name=name, size=200))
-        await world.put(m.ReadSpool(name=name, offset=0), b"reader")
+        await world.put(wire.OpenSpool(name=name, size=200))
+        await world.put(wire.ReadSpool(name=name, offset=0), b"reader")
         world.spool.name(f"spool:{name}")
         for offset in (0, 100):
             await world.put(part(name, offset))
-        await world.put(m.ReadSpool(name=name, offset=0), b"reader")
+        await world.put(wire.ReadSpool(name=name, offset=0), b"reader")
         world.spool.tidy({f"spool:{name}"})
         await asyncio.sleep(0.01)
         world.spool.tidy(set())
@@ -125,12 +125,12 @@ def test_no_call_that_fails_ends_the_spool(tmp_path, stays):
             await life(world)
             assert not world.task.done(), world.task
             disk.left, disk.stays = -1, False  # there is room again
-            await world.put(m.OpenSpool(name="v9-a", size=100))
+            await world.put(wire.OpenSpool(name="v9-a", size=100))
             await world.put(part("v9-a", 0))
-            answer = await world.put(m.ReadSpool(name="v9-a", offset=0), b"reader")
-            assert isinstance(answer, m.SpoolData), answer
+            answer = await world.put(wire.ReadSpool(name="v9-a", offset=0), b"reader")
+            assert isinstance(answer, wire.SpoolData), answer
             assert answer.data.tolist() == list(range(100))
-            problems = [each for _, each in world.said if isinstance(each, m.SpoolState) and each.problem]
+            problems = [each for _, each in world.said if isinstance(each, wire.SpoolState) and each.problem]
             await world.stop()
             return disk.failed, problems
 
@@ -150,7 +150,7 @@ def test_no_call_that_fails_ends_the_spool(tmp_path, stays):
 async def test_a_tick_between_opening_and_naming_ends_no_stream(tmp_path):
     for gap in (0.0, 0.3, 0.7, 5.0, 29.0):
         world = World(tmp_path / str(gap))
-        await world.put(m.OpenSpool(name="v1-a", size=200))
+        await world.put(wire.OpenSpool(name="v1-a", size=200))
         for step in (part("v1-a", 0), part("v1-a", 100)):
             world.spool.tidy(set())
             await asyncio.sleep(gap)
@@ -158,22 +158,22 @@ async def test_a_tick_between_opening_and_naming_ends_no_stream(tmp_path):
             assert not (await world.put(step)).problem
         await asyncio.sleep(gap)
         world.spool.tidy(set())
-        state = await world.put(m.OpenSpool(name="v1-a"))
+        state = await world.put(wire.OpenSpool(name="v1-a"))
         assert (state.problem, state.have) == ("", 200)
         world.spool.name("spool:v1-a")  # an update names it, and is refused at once
         world.spool.tidy(set())
-        assert "no longer needed" in (await world.put(m.OpenSpool(name="v1-a"))).problem
+        assert "no longer needed" in (await world.put(wire.OpenSpool(name="v1-a"))).problem
         await world.stop()
 
 
 @virtual
 async def test_a_stream_that_no_update_names_goes_after_a_while(tmp_path):
     world = World(tmp_path)
-    await world.put(m.OpenSpool(name="v1-a", size=100))
+    await world.put(wire.OpenSpool(name="v1-a", size=100))
     await world.put(part("v1-a", 0))
-    await asyncio.sleep(m.SPOOL_STALL_SECONDS + 1)
+    await asyncio.sleep(wire.SPOOL_STALL_SECONDS + 1)
     world.spool.tidy(set())
-    assert "no longer needed" in (await world.put(m.OpenSpool(name="v1-a"))).problem
+    assert "no longer needed" in (await world.put(wire.OpenSpool(name="v1-a"))).problem
     await world.stop()
 
 
@@ -182,17 +182,17 @@ async def test_what_waits_is_bounded_in_bytes_too():
     spool = Spool("", LoopClock())
     for offset in [0] * 1000:
         spool.put(None, b"", part("v1-a", offset))
-    assert spool._queue.qsize() * m.SPOOL_BYTES <= 2**26
-    large = np.zeros(m.SPOOL_BYTES + 1, dtype=np.uint8)
+    assert spool._queue.qsize() * wire.SPOOL_BYTES <= 2**26
+    large = np.zeros(wire.SPOOL_BYTES + 1, dtype=np.uint8)
     spool = Spool("", LoopClock())
-    spool.put(None, b"", m.SpoolData(name="v1-a", offset=0, checksum=0, data=large))
+    spool.put(None, b"", wire.SpoolData(name="v1-a", offset=0, checksum=0, data=large))
     assert spool._queue.empty()
 
 
 @virtual
 async def test_a_full_disk_refuses_the_update_by_name_and_the_next_one_works(tmp_path, monkeypatch):
     settings = BufferConfig(chunk_size=32, spool=str(tmp_path))
-    tensors = {"w": np.ones(m.SPOOL_BYTES, dtype=np.float32)}
+    tensors = {"w": np.ones(wire.SPOOL_BYTES, dtype=np.float32)}
     async with running(engines=2, buffer=settings) as cluster, cluster.client() as client:
         expected = await roll(client)
         spool = cluster.services["buffer"]._spool
@@ -238,7 +238,7 @@ async def test_parts_of_a_stream_whose_opening_was_lost_do_not_end_it(tmp_path):
     world = World(tmp_path)
     try:
         assert await world.put(part("v1-a", 0)) is None  # its trainer opens it again
-        assert (await world.put(m.OpenSpool(name="v1-a", size=100))).resend
+        assert (await world.put(wire.OpenSpool(name="v1-a", size=100))).resend
         state = await world.put(part("v1-a", 0))
         assert (state.have, state.problem) == (100, "")
     finally:
@@ -249,17 +249,17 @@ async def test_parts_of_a_stream_whose_opening_was_lost_do_not_end_it(tmp_path):
 async def test_what_an_earlier_life_left_stays_for_engines_that_are_not_back_yet(tmp_path):
     for back in (False, True):
         world = World(tmp_path)
-        await world.put(m.OpenSpool(name="v1-a", size=100))
+        await world.put(wire.OpenSpool(name="v1-a", size=100))
         await world.put(part("v1-a", 0))
         await world.stop()
         world = World(tmp_path)
         world.spool.name("spool:v1-a")  # and that update is refused: nobody is there
         world.spool.tidy(set())
-        assert (await world.put(m.OpenSpool(name="v1-a", size=0))).have == 100
+        assert (await world.put(wire.OpenSpool(name="v1-a", size=0))).have == 100
         if back:
             world.spool.tidy({"spool:v1-a"})  # an engine that has it live is back
         else:
-            await asyncio.sleep(m.SPOOL_STALL_SECONDS + 1)
+            await asyncio.sleep(wire.SPOOL_STALL_SECONDS + 1)
         world.spool.tidy(set())
-        assert (await world.put(m.OpenSpool(name="v1-a", size=0))).problem == "is no longer needed"
+        assert (await world.put(wire.OpenSpool(name="v1-a", size=0))).problem == "is no longer needed"
         await world.stop()

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from seer.common.errors import ConfigError
-from seer.services.buffer.spool_folder import MARKER, NAME, SpoolFolder
+from seer.services.buffer.weights.spool_folder import MARKER, NAME, SpoolFolder
 
 
 def everything(folder: Path) -> set[str]:

@@ -9,16 +9,16 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from seer.common.policy.drafting import StepCosts
-from seer.services.engine.vllm.drafts import costs
+from seer.common.policy.draft_costs import StepCosts
+from seer.services.engine.vllm.drafts import step_times as costs
 
 PROFILE = StepCosts(batches=(1,), drafts=(0,), grid=((0.5,),))
 
 _ENGINE = """
 import sys, time
 from pathlib import Path
-from seer.common.policy.drafting import StepCosts
-from seer.services.engine.vllm.drafts.costs import kept
+from seer.common.policy.draft_costs import StepCosts
+from seer.services.engine.vllm.drafts.step_times import kept
 
 folder, name = Path(sys.argv[1]), sys.argv[2]
 

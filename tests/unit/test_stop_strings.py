@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from seer.services.engine.vllm.stops import StopStrings
+from seer.services.engine.vllm.stop_strings import StopStrings
 
 BYTES = sorted(pre_tokenizers.ByteLevel.alphabet())
 

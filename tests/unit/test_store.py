@@ -2,12 +2,11 @@
 
 import numpy as np
 
-from seer.common import ids
+from seer.common import ids, wire
 from seer.common.types import SamplingParams
-from seer.common.wire import messages as m
-from seer.services.buffer import events as e
+from seer.services.buffer.requests import instructions, state
 from seer.services.buffer.store import Store
-from seer.services.buffer.weight_events import Weights
+from seer.services.buffer.weights.events import Weights
 
 PROMPT = np.arange(3, dtype=np.int32)
 SAMPLING = SamplingParams(max_tokens=8)
@@ -15,7 +14,7 @@ SAMPLING = SamplingParams(max_tokens=8)
 
 def opened():
     store = Store()
-    submit = m.Submit(
+    submit = wire.Submit(
         rollout_id="r", rollout_number=5, seed=4, n=1, sampling=SAMPLING, prompt_ids=["p"], lengths=[3],
         tokens=PROMPT,
     )  # fmt: skip
@@ -26,8 +25,8 @@ def opened():
 def test_a_result_names_what_it_was_made_for_and_by_however_often_it_is_delivered():
     store = opened()
     store.keep("r/p", 0, np.array([7], np.int32), np.zeros(1, np.float32), Weights(1, "d1"))
-    rollout = e.RolloutState("r", "t", b"t", 0, 0, 0.0)
-    group = e.GroupState("r/p", "p", rollout, 1, 3, 8, -1, 0)
+    rollout = state.RolloutState("r", "t", b"t", 0, 0, 0.0)
+    group = state.GroupState("r/p", "p", rollout, 1, 3, 8, -1, 0)
     first = store.result(group)
     again = store.result(group)
     for done in (first, again):
@@ -39,7 +38,7 @@ def test_what_is_kept_is_no_view_of_a_message_and_what_is_unknown_differs_from_n
     store, message = opened(), np.array([7, 8], np.int32)
     store.keep("r/p", 0, message[:1], np.zeros(1, np.float32), Weights(1, "d1"))
     message[0] = 9
-    dispatch = e.Dispatch("a", "r/p#0", 1, 4)
+    dispatch = instructions.Dispatch("a", "r/p#0", 1, 4)
     assert store.chunk(dispatch, "r/p", 0, wait_for_room=True).tokens.tolist() == [0, 1, 2, 7]
     assert store.same("r/p", PROMPT)
     assert not store.same("r/p", PROMPT + 1)

@@ -9,16 +9,15 @@ from lag import LaggedTransport
 from streams import PUB, SNAPSHOTS, Follower, Publisher
 from virtual_time import eventually, virtual
 
-from seer.common import stream as streams
-from seer.common.channel import Identity
 from seer.common.clock import LoopClock
 from seer.common.errors import ProtocolMismatch
-from seer.common.stream import BEACON_SECONDS, StreamPublisher, StreamSubscriber
-from seer.common.transport.faulty import Faults, FaultyTransport
-from seer.common.transport.memory import MemoryNetwork, MemoryTransport
-from seer.common.transport.zmq import ZmqTransport
-from seer.common.wire.codec import Decoder, encode
-from seer.common.wire.messages import (
+from seer.common.net import stream as streams
+from seer.common.net.channel import Identity
+from seer.common.net.stream import BEACON_SECONDS, StreamPublisher, StreamSubscriber
+from seer.common.net.transport.faulty import Faults, FaultyTransport
+from seer.common.net.transport.memory import MemoryNetwork, MemoryTransport
+from seer.common.net.transport.zmq import ZmqTransport
+from seer.common.wire import (
     BufferPublished,
     BufferSnapshotReply,
     ContextPublished,
@@ -28,6 +27,7 @@ from seer.common.wire.messages import (
     Sequenced,
     SnapshotRequest,
 )
+from seer.common.wire.codec import Decoder, encode
 from seer.services.buffer import views
 
 

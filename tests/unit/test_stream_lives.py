@@ -5,17 +5,17 @@ import asyncio
 from streams import PUB, SNAPSHOTS, Follower, Publisher
 from virtual_time import virtual
 
-from seer.common.channel import Hub, Identity
-from seer.common.stream import BEACON_SECONDS, FETCH_SECONDS, RETIRED_SECONDS, SNAPSHOT_SECONDS
-from seer.common.transport.memory import MemoryNetwork, MemoryTransport
-from seer.common.wire.codec import encode
-from seer.common.wire.messages import (
+from seer.common.net.channel import Hub, Identity
+from seer.common.net.stream import BEACON_SECONDS, FETCH_SECONDS, RETIRED_SECONDS, SNAPSHOT_SECONDS
+from seer.common.net.transport.memory import MemoryNetwork, MemoryTransport
+from seer.common.wire import (
     ContextSnapshot,
     Estimates,
     Sequenced,
     SnapshotAsked,
     SnapshotRequest,
 )
+from seer.common.wire.codec import encode
 
 
 def delta(incarnation, sequence, **estimates):

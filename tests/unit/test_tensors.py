@@ -5,9 +5,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from seer.client.tensors import TensorStream
+from seer.client.tensor_stream import TensorStream
 from seer.common.errors import InvalidField
-from seer.services.engine.weights import Tensor, inspect
+from seer.services.engine.weights.manifest import Tensor, inspect
 
 ARRAYS = {
     "b.half": np.arange(6, dtype=np.float16).reshape(2, 3),

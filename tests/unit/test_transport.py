@@ -11,12 +11,12 @@ from virtual_time import virtual
 
 from seer.common.clock import LoopClock
 from seer.common.errors import ConfigError, Unreachable
-from seer.common.transport import memory, pipes, zmq
-from seer.common.transport.faulty import Faults, FaultyTransport
-from seer.common.transport.memory import MemoryNetwork, MemoryTransport
-from seer.common.transport.zmq import ZmqTransport
+from seer.common.net.transport import memory, pipes, zmq
+from seer.common.net.transport.faulty import Faults, FaultyTransport
+from seer.common.net.transport.memory import MemoryNetwork, MemoryTransport
+from seer.common.net.transport.zmq import ZmqTransport
+from seer.common.wire import ChunksDone
 from seer.common.wire.codec import Decoder, encode
-from seer.common.wire.messages import ChunksDone
 
 DEADLINE = 20.0
 
@@ -382,7 +382,7 @@ async def test_a_malformed_address_to_connect_to_is_named():
 
 _FLOODED = """
 import asyncio, zmq
-from seer.common.transport.zmq import ZmqTransport
+from seer.common.net.transport.zmq import ZmqTransport
 async def main():
     transport = ZmqTransport()
     router = await transport.router("tcp://127.0.0.1:0")

@@ -14,12 +14,12 @@ from click.testing import CliRunner, Result
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from seer.cli import main
+from seer.cli.main import main
 from seer.client.rollout import Group, Response
 from seer.common.config import Config, EngineConfig, SharedConfig
 from seer.common.errors import SeerError
 from seer.common.types import SamplingParams
-from seer.launch import LaunchError
+from seer.local.system import LaunchError
 from seer.verify import run
 from seer.verify.cell_run import CellRun, Job
 from seer.verify.cells import CELLS

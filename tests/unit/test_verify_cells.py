@@ -9,16 +9,16 @@ from types import SimpleNamespace
 import msgspec
 import pytest
 
-from seer import pool_plan
 from seer.common.config import Config, EngineConfig, PoolConfig, SharedConfig
 from seer.common.errors import InvalidField
 from seer.common.types import Capacity, InstanceStats
-from seer.common.wire.messages import InstanceStatus, Progress
-from seer.hardware import Machine
+from seer.common.wire import InstanceStatus, Progress
+from seer.local import pool_plan
+from seer.local.hardware import Hardware
 from seer.verify.cell_run import _and_once, _final_status
 from seer.verify.cells import CELLS, REFERENCE, choose, scarce_pool_bytes
 
-HERE = Machine(cores=[0, 1], devices=[], free_bytes=0)
+HERE = Hardware(cores=[0, 1], devices=[], free_bytes=0)
 RANKS = ["tp-2", "pool-tp-2", "drafts-tp-2"]
 POOLS = ["pool-migrate", "pool-warm", "pool-ssd", "pool-tp-2", "drafts"]
 DRAFTS = ["drafts", "drafts-right", "drafts-random", "drafts-tp-2"]
@@ -46,8 +46,8 @@ def test_every_cell_can_be_had_on_two_cores(tmp_path: Path):
     [
         (3, {}, HERE, "3 attention heads"),
         (4, {"tensor_parallel": 2}, HERE, "2 ranks itself"),
-        (4, {}, Machine(cores=[0], devices=[], free_bytes=0), "needs 2 cores"),
-        (4, {}, Machine(cores=[0, 1], devices=["0"], free_bytes=0), "needs 2 devices"),
+        (4, {}, Hardware(cores=[0], devices=[], free_bytes=0), "needs 2 cores"),
+        (4, {}, Hardware(cores=[0, 1], devices=["0"], free_bytes=0), "needs 2 devices"),
     ],
 )
 def test_a_cell_that_cannot_run_is_left_out_with_a_reason(tmp_path, heads, engine, machine, why):

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from seer.common import safetensors
 from seer.common.errors import InvalidField
-from seer.services.engine.weights import Tensor, beneath, differences, inspect
+from seer.common.weights import safetensors
+from seer.services.engine.weights.manifest import Tensor, beneath, differences, inspect
 
 A, B = ("a", "F32", [2, 2], bytes(range(16))), ("b", "BF16", [3], b"abcdef")
 

@@ -4,9 +4,7 @@ import pytest
 
 from seer.common.errors import WireError
 from seer.common.types import SamplingParams
-from seer.common.wire import codec
-from seer.common.wire.codec import SCHEMA_HASH, Decoder, Limits, encode
-from seer.common.wire.messages import (
+from seer.common.wire import (
     AppendBatch,
     ChunksDone,
     EngineToBuffer,
@@ -15,7 +13,9 @@ from seer.common.wire.messages import (
     Hello,
     RegisterGroups,
     RunChunk,
+    codec,
 )
+from seer.common.wire.codec import SCHEMA_HASH, Decoder, Limits, encode
 
 
 def chunks(tokens=(), logprobs=()):

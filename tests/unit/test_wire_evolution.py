@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 
 from seer.common.errors import WireError
+from seer.common.wire import ContextSnapshot, Estimates, Message, Tokens
 from seer.common.wire.codec import Decoder, encode
-from seer.common.wire.messages import ContextSnapshot, Estimates, Message, Tokens
 
 
 class Old(Message, tag="Report"):

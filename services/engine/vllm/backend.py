@@ -29,15 +29,15 @@ from seer.common.policy.draft_paths import SEPARATOR
 from seer.common.types import Capacity, InstanceStats, SamplingParams
 from seer.services.dgds.client import StreamDelta
 from seer.services.engine.backend import Chunk, ChunkEnd, Generated, StepOutput
-from seer.services.engine.room import Room
+from seer.services.engine.chunk_gate import ChunkGate
 from seer.services.engine.vllm import env
 from seer.services.engine.vllm.checks import budget, check
 from seer.services.engine.vllm.drafts.control import Drafting
-from seer.services.engine.vllm.drafts.scratch import take_scratch
-from seer.services.engine.vllm.drafts.script import Script
+from seer.services.engine.vllm.drafts.scratch_blocks import take_scratch
+from seer.services.engine.vllm.drafts.scripted import Script
 from seer.services.engine.vllm.kv_pool.sharing import Sharing
 from seer.services.engine.vllm.requests import engine_request
-from seer.services.engine.vllm.stops import StopStrings
+from seer.services.engine.vllm.stop_strings import StopStrings
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -87,7 +87,7 @@ class VllmBackend:
         self._sharing: Sharing | None = None
         self._drafts = drafts if drafts is not None and drafts.source != "off" else None
         self._drafting: Drafting | None = None
-        self._room = Room()
+        self._gate = ChunkGate()
         self._client: InprocClient | None = None
         self._runs: dict[str, _Run] = {}
         self._ids: dict[tuple[str, int], str] = {}
@@ -199,7 +199,7 @@ class VllmBackend:
     def step(self) -> StepOutput:
         """Advance every running chunk by one engine step."""
         result, begun = StepOutput(), time.perf_counter()
-        for engine_id in self._room.start(self._blocks.get_num_free_blocks(), self._held):
+        for engine_id in self._gate.start(self._blocks.get_num_free_blocks(), self._held):
             self._core.add_request(self._runs[engine_id].request)
         outputs = self._engine.get_output().outputs
         for output in outputs:
@@ -285,7 +285,7 @@ class VllmBackend:
         return InstanceStats(
             steps=self._steps,
             running=running,
-            waiting=waiting + self._room.waiting,
+            waiting=waiting + self._gate.waiting,
             free_blocks=free,
             pinned_blocks=self._pinned(free),
             preemptions=self._preemptions + sum(run.request.num_preemptions for run in self._runs.values()),
@@ -417,7 +417,7 @@ class VllmBackend:
         )
         request, _ = self._core.preprocess_add_request(described)
         if chunk.wait_for_room:
-            self._room.enter(engine_id, most)
+            self._gate.enter(engine_id, most)
         else:
             self._core.add_request(request)
         self._runs[engine_id] = _Run(chunk, request, sampling.max_tokens - len(output), stops, tree=tree)
@@ -487,7 +487,7 @@ class VllmBackend:
 
     def _forget(self, engine_id: str) -> _Run:
         run = self._runs.pop(engine_id)
-        self._room.leave(engine_id)
+        self._gate.leave(engine_id)
         if self._drafting is not None:
             self._drafting.end(run.tree)
         del self._ids[run.chunk.request_id, run.chunk.attempt]

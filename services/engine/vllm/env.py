@@ -21,9 +21,9 @@ from typing import TYPE_CHECKING, Any
 
 from seer.common.config import CPU_KV_SHARE, DraftsConfig, EngineConfig, PoolConfig, SharedConfig
 from seer.common.errors import EngineError
-from seer.common.weights import problem_of
-from seer.services.engine.vllm.drafts.costs import cache_folder
-from seer.services.engine.vllm.drafts.scratch import scratch_blocks
+from seer.common.weights.digest import problem_of
+from seer.services.engine.vllm.drafts.scratch_blocks import scratch_blocks
+from seer.services.engine.vllm.drafts.step_times import cache_folder
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 VLLM_SERIES = "0.32."
 """The hooks are private API: another series may move them, so it is refused."""
 
-EXTENSION = "seer.services.engine.vllm.extension.SeerWorker"
+EXTENSION = "seer.services.engine.vllm.worker.SeerWorker"
 
 PROPOSER = "seer.services.engine.vllm.drafts.proposer.GroupProposer"
 

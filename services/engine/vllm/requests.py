@@ -12,7 +12,7 @@ from seer.services.engine.vllm.checks import budget
 if TYPE_CHECKING:
     from vllm.v1.engine import EngineCoreRequest
 
-    from seer.services.engine.vllm.sampling import RequestSampling
+    from seer.services.engine.vllm.sampling.rows import RequestSampling
 
 EXTRA = "seer"
 """Key of `Extra` in vLLM's `SamplingParams.extra_args`."""
@@ -53,7 +53,7 @@ def engine_request(
     from vllm import SamplingParams
     from vllm.v1.engine import EngineCoreRequest
 
-    from seer.services.engine.vllm.sampling import RequestSampling
+    from seer.services.engine.vllm.sampling.rows import RequestSampling
 
     sampling = RequestSampling.pack(
         chunk.sampling, key=chunk.key, prompt_len=chunk.prompt_len, stop_ids=stop_ids, vocab=vocab

@@ -16,8 +16,8 @@ import torch
 from seer.common.errors import EngineError
 from seer.common.types import SamplingParams
 from seer.services.engine.backend import Chunk
-from seer.services.engine.vllm.sampling import RequestSampling, SamplingTable
-from seer.services.engine.vllm.sampling_torch import noisy_logits
+from seer.services.engine.vllm.sampling.rows import RequestSampling, SamplingTable
+from seer.services.engine.vllm.sampling.torch_sampler import noisy_logits
 
 if TYPE_CHECKING:
     from seer.services.engine.vllm.backend import VllmBackend

@@ -23,10 +23,10 @@ from seer.client import Group, Prompt, RolloutClient
 from seer.common.config import Config
 from seer.common.pool import ask_master, read_figures
 from seer.common.types import SamplingParams
-from seer.common.wire.messages import InstanceStatus, Progress
-from seer.launch import LocalSystem
-from seer.pool_report import pool_use
-from seer.progress import Show, showing
+from seer.common.wire import InstanceStatus, Progress
+from seer.local.system import LocalSystem
+from seer.report.pool import pool_use
+from seer.rollout.progress import Show, showing
 from seer.verify.cells import Cell
 
 ROLLOUT_NUMBER = 0

@@ -17,11 +17,11 @@ from typing import Literal
 
 import msgspec
 
-from seer import pool_plan
 from seer.common.config import Config, PoolConfig
 from seer.common.errors import InvalidField
 from seer.common.types import Capacity
-from seer.hardware import Machine
+from seer.local import pool_plan
+from seer.local.hardware import Hardware
 
 Need = tuple[str, str, str | int]
 """A counter, `>` or `==`, and a number or another counter."""
@@ -265,7 +265,7 @@ def block_bytes(base: Config, value_bytes: int) -> int:
     return base.shared.block_size * numbers * value_bytes
 
 
-def choose(names: str, config: Config, machine: Machine) -> tuple[list[Cell], dict[str, str]]:
+def choose(names: str, config: Config, machine: Hardware) -> tuple[list[Cell], dict[str, str]]:
     """Return the cells to run, the reference first, and why others cannot run here.
 
     `names` is comma-separated; empty means every cell that can run. Raises `InvalidField` for a
@@ -309,7 +309,7 @@ def _draftless(cell: Cell, config: Config) -> str:
     return f"the {config.engine.backend} backend does not draft"
 
 
-def _rankless(cell: Cell, config: Config, machine: Machine) -> str:
+def _rankless(cell: Cell, config: Config, machine: Hardware) -> str:
     """Return why a cell cannot have its tensor-parallel ranks."""
     ranks = cell.engine.get("tensor_parallel")
     if not isinstance(ranks, int):

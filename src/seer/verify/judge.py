@@ -22,7 +22,7 @@ from msgspec.structs import replace
 from seer.client.rollout import Group, Response
 from seer.common import ids
 from seer.common.config import Config, EngineConfig
-from seer.hardware import plan_engines
+from seer.local.hardware import plan_engines
 from seer.verify.compare import Evidence, judge_token, logprob_deviation
 from seer.verify.report import CellReport, Report
 
@@ -115,7 +115,7 @@ def _judge(case: _Case, report: Report, backend: VllmBackend) -> None:
 
 
 def _evidence(case: _Case, report: Report, backend: VllmBackend, key: int) -> Evidence:
-    from seer.services.engine.vllm.teacher import logits_by_ways, noisy_values
+    from seer.services.engine.vllm.forced_text import logits_by_ways, noisy_values
 
     context, prompt_len, sampling = case.context, len(case.prompt), report.sampling
     logits = logits_by_ways(backend, context, prompt_len, key, sampling)

@@ -17,13 +17,13 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from seer import launch
 from seer.client import Group, Prompt
 from seer.client.prompts import check_request
 from seer.common.config import Config
 from seer.common.errors import ConfigError, InvalidField, SeerError
-from seer.hardware import Machine
-from seer.prompts_io import (
+from seer.local import system as launch
+from seer.local.hardware import Hardware
+from seer.rollout.files import (
     ModelFacts,
     check_fit,
     check_writable,
@@ -70,7 +70,7 @@ def verify(job: Job, say: Say) -> Report:
     cannot run; what befalls other cells is in the report.
     """
     config, prompts = _prepare(job)
-    (reference, *others), skipped = choose(job.matrix, config, Machine.here())
+    (reference, *others), skipped = choose(job.matrix, config, Hardware.here())
     files = _files(config)
     first = _reference(reference, config, job, prompts, say)
     fits, cannot = _fits(others, config, job, first)

@@ -12,9 +12,9 @@ from seer.common.config import DraftsConfig
 from seer.common.policy.draft_paths import most_paths
 from seer.services.dgds.client import StreamDelta
 from seer.services.engine.backend import Chunk
-from seer.services.engine.vllm.drafts.costs import step_costs
-from seer.services.engine.vllm.drafts.scratch import say_single
-from seer.services.engine.vllm.drafts.script import Kind, Script
+from seer.services.engine.vllm.drafts.scratch_blocks import say_single
+from seer.services.engine.vllm.drafts.scripted import Kind, Script
+from seer.services.engine.vllm.drafts.step_times import step_costs
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

@@ -19,7 +19,7 @@ import numpy.typing as npt
 from seer import _native
 from seer.common.policy.draft_budget import Choice, DraftBudget
 from seer.services.engine.vllm.drafts.forks import Forks
-from seer.services.engine.vllm.drafts.script import Script
+from seer.services.engine.vllm.drafts.scripted import Script
 from seer.services.engine.vllm.requests import EXTRA, Extra
 
 if TYPE_CHECKING:

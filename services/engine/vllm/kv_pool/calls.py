@@ -18,7 +18,7 @@ from contextlib import suppress
 from queue import Full
 from typing import Any
 
-from seer.common.log import get_logger
+from seer.common.process.log import get_logger
 from seer.services.engine.vllm.kv_pool.breaker import Breaker
 from seer.services.engine.vllm.kv_pool.lane import Lane
 

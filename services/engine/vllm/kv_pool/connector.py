@@ -22,9 +22,9 @@ from vllm.v1.attention.backends.utils import NULL_BLOCK_ID
 from vllm.v1.request import RequestStatus
 
 from seer.common.config import PoolConfig
-from seer.common.mooncake import own_address
+from seer.common.weights.mooncake import own_address
 from seer.services.engine.vllm.kv_pool import shims
-from seer.services.engine.vllm.kv_pool.mooncake import open_store
+from seer.services.engine.vllm.kv_pool.connect import open_store
 from seer.services.engine.vllm.kv_pool.staging import Regions
 from seer.services.engine.vllm.kv_pool.store import GuardedStore, Settings
 from seer.services.engine.vllm.requests import EXTRA

@@ -25,7 +25,7 @@ from typing import Any
 import msgspec
 
 from seer.common.errors import EngineError
-from seer.common.log import get_logger
+from seer.common.process.log import get_logger
 from seer.services.engine.vllm.kv_pool.calls import Away, Calls
 from seer.services.engine.vllm.kv_pool.saves import Saves
 from seer.services.engine.vllm.kv_pool.staging import Regions, Staging

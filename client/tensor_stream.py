@@ -1,0 +1,135 @@
+"""A trainer's tensors as one stream of bytes in the safetensors format, made as it is read.
+
+Invariants:
+- memory beyond the tensors is one part of the stream, and on a device one tensor's copy;
+- a tensor that shares its memory with an earlier one (tied embeddings) is left out, as checkpoints do;
+- the digest is what engines find in these bytes: names, types, shapes and contents;
+- torch is imported for torch tensors only. Nobody changes a tensor while it is read.
+"""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+import json
+import struct
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from seer.common.errors import InvalidField
+from seer.common.weights.digest import digest_of, tensor_hash
+from seer.common.wire import Bytes
+
+_TYPES = {
+    "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16",
+    "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2",
+    "int64": "I64", "int32": "I32", "int16": "I16", "int8": "I8", "uint8": "U8", "bool": "BOOL",
+}  # fmt: skip
+"""Names of types in numpy and torch, and in safetensors."""
+
+
+Tensor = Any
+"""A numpy array or a torch tensor."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    size: int
+    tensor: Tensor
+
+
+class TensorStream:
+    """`tensors`: numpy arrays or torch tensors by the names that the model folder has.
+
+    Raises `InvalidField` for what has no place in a model folder.
+    """
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        entries = [_entry(name, tensor) for name, tensor in _untied(tensors).items()]
+        if not entries:
+            raise InvalidField("source", dict(tensors), "give at least one tensor, by name")
+        # Wide types first: every tensor is aligned, as readers of the format expect.
+        entries.sort(key=lambda entry: (-entry.tensor.dtype.itemsize, entry.name))
+        ends = [0, *itertools.accumulate(entry.size for entry in entries)]
+        described = {
+            entry.name: {"dtype": entry.dtype, "shape": entry.shape, "data_offsets": offsets}
+            for entry, offsets in zip(entries, itertools.pairwise(ends), strict=True)
+        }
+        text = json.dumps(described).encode()
+        text += b" " * (-len(text) % 8)
+        self._head = np.frombuffer(struct.pack("<Q", len(text)) + text, dtype=np.uint8)
+        self._entries = entries
+        self._starts = [len(self._head) + start for start in ends[:-1]]
+        self._last: tuple[int, Bytes] = (-1, self._head)
+        self.size = len(self._head) + ends[-1]
+
+    def digest(self) -> str:
+        """Return the digest (32 hex characters) of all tensors; reads every byte."""
+
+        def hashed(entry: _Entry) -> bytes:
+            known = tensor_hash(entry.name, entry.dtype, entry.shape)
+            known.update(_bytes_of(entry.tensor).data)
+            return known.digest()
+
+        with ThreadPoolExecutor() as pool:  # hashlib releases the GIL
+            hashes = pool.map(hashed, self._entries)
+        return digest_of(dict(zip((entry.name for entry in self._entries), hashes, strict=True)))
+
+    def read(self, offset: int, length: int) -> Bytes:
+        """Return bytes [offset, offset + length): a view where they are of one tensor on the CPU."""
+        parts = []
+        end = min(self.size, offset + length)
+        while offset < end:
+            index = bisect.bisect_right(self._starts, offset) - 1
+            data, start = (self._head, 0) if index < 0 else (self._data(index), self._starts[index])
+            part = data[offset - start : end - start]
+            parts.append(part)
+            offset += len(part)
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+    def _data(self, index: int) -> Bytes:
+        if self._last[0] != index:
+            self._last = (index, _bytes_of(self._entries[index].tensor))
+        return self._last[1]
+
+
+def _entry(name: str, tensor: Tensor) -> _Entry:
+    try:
+        dtype = _TYPES[str(tensor.dtype).removeprefix("torch.")]
+        shape, size = tuple(int(length) for length in tensor.shape), int(tensor.nbytes)
+    except (AttributeError, KeyError) as error:
+        kind = f"{type(tensor).__name__} {getattr(tensor, 'dtype', '')}"
+        fix = f"give numpy arrays or torch tensors of {', '.join(_TYPES)}"
+        raise InvalidField(f"source[{name!r}]", kind, fix) from error
+    return _Entry(name, dtype, shape, size, tensor)
+
+
+def _untied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    seen: set[object] = set()
+    kept: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        if not isinstance(name, str):
+            raise InvalidField("source", name, "name every tensor by a string")
+        place: object = id(tensor)
+        if hasattr(tensor, "data_ptr") and tensor.nbytes:
+            place = (str(tensor.device), tensor.data_ptr(), tuple(tensor.shape), tensor.stride())
+        if place not in seen:
+            kept[name] = tensor
+        seen.add(place)
+    return kept
+
+
+def _bytes_of(tensor: Tensor) -> Bytes:
+    if not isinstance(tensor, np.ndarray):
+        import torch
+
+        tensor = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+    flat: Bytes = np.ascontiguousarray(tensor).reshape(-1).view(np.uint8)
+    return flat

@@ -1,0 +1,1 @@
+"""Connections between processes: typed channels, streams, and the sockets below."""

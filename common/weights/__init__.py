@@ -1,0 +1,1 @@
+"""What trainers, buffer and engines agree on about weights."""

@@ -1,0 +1,134 @@
+#include "tree/drafter.hpp"
+
+#include <algorithm>
+
+#include "tree/context_hash.hpp"
+
+namespace seer {
+namespace {
+
+// Chosen by acceptance at equal drafted tokens (docs/drafts.md). Longer matches are surer.
+constexpr uint32_t kEscape = 2;
+constexpr uint32_t kOwn = 2;  // a request repeats its own choices more than its siblings'
+
+uint32_t weight(uint32_t length) {
+    return length * length * length;
+}
+
+}  // namespace
+
+std::span<const Match> Drafter::find(std::span<const int32_t> newest_first) {
+    std::array<uint32_t, kLevels.size()> hashes;
+    size_t reach = 0;
+    uint64_t hash = 0, power = 1;
+    for (uint32_t i = 0; reach < kLevels.size() && i < newest_first.size(); ++i) {
+        hash += (static_cast<uint32_t>(newest_first[i]) + uint64_t{1}) * power;
+        power *= kBase;
+        if (i + 1 != kLevels[reach]) continue;
+        hashes[reach] = context_hash(0, hash, 0, i + 1);
+        contexts_.prefetch(hashes[reach++]);  // all levels' misses at once
+    }
+    std::array<Occurrences::Reference, kLevels.size()> lists;
+    size_t levels = 0;
+    while (levels < reach && (lists[levels] = contexts_.find(hashes[levels])) != ContextMap::kEmpty)
+        if (!occurrences_.overflowed(lists[levels++])) break;
+    uint32_t count = 0;
+    std::array<Position, Occurrences::kMost> newest;
+    std::array<Position, kMaxMatches> known;
+    while (levels > 0 && count < kMaxMatches) {
+        const uint32_t size = occurrences_.read(lists[--levels], newest.data());
+        for (uint32_t i = 0; i < size; ++i) store_.prefetch(newest[i]);
+        for (uint32_t i = 0; i < size && count < kMaxMatches; ++i) {
+            const Position p = newest[i];
+            uint32_t repeated = 0;  // no early exit: compilers compare all at once
+            for (uint32_t k = 0; k < count; ++k) repeated |= known[k] == p;
+            if (repeated != 0) continue;
+            const uint32_t length = store_.match(store_.before(p), newest_first);
+            if (length == 0) continue;  // the hashes collided
+            known[count] = p;
+            found_[count++] = {p, length};
+        }
+    }
+    return {found_.data(), count};
+}
+
+void Drafter::look_up_path(uint32_t node) {
+    std::array<int32_t, kMaxContext> newest_first;
+    uint32_t count = 0;
+    for (uint32_t n = node; n > 0 && count < kMaxContext; n = nodes_[n].parent) newest_first[count++] = nodes_[n].token;
+    const size_t older = std::min<size_t>(kMaxContext - count, context_.size());
+    std::copy_n(context_.begin(), older, newest_first.begin() + count);
+    const auto found = find({newest_first.data(), count + older});
+    nodes_[node].first_match = match_count_;
+    nodes_[node].matches = static_cast<uint32_t>(found.size());
+    std::ranges::copy(found, matches_.begin() + match_count_);
+    match_count_ += nodes_[node].matches;
+}
+
+void Drafter::propose(uint32_t index, const DraftOptions& options) {
+    if (nodes_[index].matches == 0) look_up_path(index);
+    const Node& node = nodes_[index];
+    std::array<int32_t, kMaxMatches> tokens;
+    std::array<uint32_t, kMaxMatches> weights;
+    uint32_t count = 0;
+    uint64_t total = kEscape;
+    for (const Match& match : std::span(matches_).subspan(node.first_match, node.matches)) {
+        const int32_t token = store_.token(match.next);
+        const uint32_t w = weight(match.length) * (store_.owner(match.next) == owner_ ? kOwn : 1);
+        total += w;
+        uint32_t i = 0;
+        while (i < count && tokens[i] != token) ++i;
+        if (i == count) {
+            tokens[count] = token;
+            weights[count++] = 0;
+        }
+        weights[i] += w;
+    }
+    for (uint32_t fork = 0; fork < std::min({options.top_k, kMaxForks, count}); ++fork) {
+        const auto best = static_cast<size_t>(std::max_element(weights.begin(), weights.begin() + count) - weights.begin());
+        const double score = node.score * (static_cast<double>(weights[best]) / static_cast<double>(total));
+        if (weights[best] == 0 || score < options.min_score) return;
+        proposals_[proposal_count_++] = {score, proposed_++, index, tokens[best]};
+        std::push_heap(proposals_.begin(), proposals_.begin() + proposal_count_);
+        weights[best] = 0;
+    }
+}
+
+void Drafter::accept(const Proposal& proposal) {
+    Node& parent = nodes_[proposal.parent];
+    ++parent.children;
+    Node& node = nodes_[node_count_++];
+    node = {proposal.token, proposal.parent, parent.depth + 1, 0, match_count_, 0, proposal.score};
+    for (const Match& match : std::span(matches_).subspan(parent.first_match, parent.matches)) {
+        if (store_.token(match.next) != proposal.token) continue;
+        const Position next = store_.after(match.next);
+        if (next != kNone) matches_[match_count_++] = {next, match.length};
+    }
+    node.matches = match_count_ - node.first_match;
+}
+
+uint32_t Drafter::draft(std::span<const int32_t> newest_first, uint32_t owner, const DraftOptions& options, const DraftView& out) {
+    context_ = newest_first;
+    owner_ = owner;
+    nodes_[0] = {0, 0, 0, 0, 0, 0, 1.0};
+    node_count_ = 1;
+    uint32_t leaves = 0;
+    const uint32_t max_depth = options.max_depth > 0 ? options.max_depth : options.max_tokens;
+    if (options.max_tokens > 0) propose(0, options);
+    while (proposal_count_ > 0 && node_count_ <= options.max_tokens) {
+        std::pop_heap(proposals_.begin(), proposals_.begin() + proposal_count_);
+        const Proposal proposal = proposals_[--proposal_count_];
+        const bool forks = proposal.parent == 0 || nodes_[proposal.parent].children > 0;
+        if (forks && leaves == options.top_k) continue;
+        leaves += forks;
+        accept(proposal);
+        const uint32_t index = node_count_ - 1;
+        out.token_ids[index - 1] = proposal.token;
+        if (!out.parents.empty()) out.parents[index - 1] = static_cast<int32_t>(proposal.parent) - 1;
+        if (!out.scores.empty()) out.scores[index - 1] = static_cast<float>(proposal.score);
+        if (nodes_[index].depth < max_depth && node_count_ <= options.max_tokens) propose(index, options);
+    }
+    return node_count_ - 1;
+}
+
+}  // namespace seer

@@ -1,0 +1,66 @@
+// From the places where a context occurred to a draft of what follows.
+//
+// A place weighs more the longer its match; a token's probability is the weight of the places that
+// continue with it, over the weight of all and of something never seen (kEscape). Weights are integers,
+// so the order of summing does not matter. A request's own places weigh more than its siblings'. The best
+// token is taken, and the places that agree go on; where none is left, the drafted tokens are looked up as
+// context. A place keeps its weight along a path: what it matched by being followed proves nothing.
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <span>
+
+#include "tree/group_tree.hpp"
+
+namespace seer {
+
+class Drafter {
+  public:
+    static constexpr uint32_t kMaxTokens = 128;  // of a draft
+    static constexpr uint32_t kMaxMatches = 16;  // places looked at; 32 take a third longer, for 0.2 % more acceptance
+    static constexpr uint32_t kMaxForks = 4;     // alternatives after one token
+
+    Drafter(const TokenStore& store, const ContextMap& contexts, const Occurrences& occurrences)
+        : store_(store), contexts_(contexts), occurrences_(occurrences) {}
+
+    // Places where the context occurred, longest level first, newest first within a level; valid until the next call.
+    std::span<const Match> find(std::span<const int32_t> newest_first);
+
+    // `owner`: the request whose own places weigh more, kNone for none.
+    uint32_t draft(std::span<const int32_t> newest_first, uint32_t owner, const DraftOptions& options, const DraftView& out);
+
+  private:
+    // A drafted token; node 0 is the context's end, node i + 1 the draft's token i.
+    struct Node {
+        int32_t token;
+        uint32_t parent, depth, children;
+        uint32_t first_match, matches;
+        double score;
+    };
+    struct Proposal {
+        double score;
+        uint32_t order, parent;
+        int32_t token;
+        bool operator<(const Proposal& other) const {  // for a heap with the best on top, the oldest of equals
+            return score != other.score ? score < other.score : order > other.order;
+        }
+    };
+
+    void propose(uint32_t node, const DraftOptions& options);
+    void accept(const Proposal& proposal);
+    void look_up_path(uint32_t node);
+
+    const TokenStore& store_;
+    const ContextMap& contexts_;
+    const Occurrences& occurrences_;
+    std::span<const int32_t> context_;
+    uint32_t owner_ = kNone;
+    uint32_t node_count_ = 0, match_count_ = 0, proposal_count_ = 0, proposed_ = 0;
+    std::array<Match, kMaxMatches> found_;
+    std::array<Node, kMaxTokens + 1> nodes_;
+    std::array<Proposal, kMaxTokens * kMaxForks + kMaxForks> proposals_;
+    std::array<Match, (kMaxTokens + 1) * kMaxMatches> matches_;
+};
+
+}  // namespace seer

@@ -1,0 +1,89 @@
+// The tokens of a group: streams that share their beginnings.
+//
+// Invariants:
+// - a position names one token for ever; tokens are never moved, changed or removed;
+// - going back from a position spells its stream up to the prompt's first token;
+// - a stream that leaves another mid-way begins a block of its own, the other one stays whole.
+#pragma once
+
+#include <cstdint>
+#include <span>
+
+#include "tree/chunked.hpp"
+
+namespace seer {
+
+using Position = uint32_t;  // block * 16 + offset
+inline constexpr uint32_t kNone = UINT32_MAX;
+
+class TokenStore {
+  public:
+    static constexpr uint32_t kMaxBlocks = 1u << 26;  // a position takes 30 bits, see Occurrences
+
+    int32_t token(Position p) const { return block(p).tokens[p % 16]; }
+
+    // The token before p in its stream; kNone at the beginning.
+    Position before(Position p) const { return p % 16 > 0 ? p - 1 : block(p).previous; }
+
+    // The token that came after p first, kNone if there is none (streams that left here are found by context).
+    Position after(Position p) const {
+        const Block& b = block(p);
+        const uint32_t offset = p % 16 + 1;
+        if (offset < b.fill) return p + 1;
+        return offset < kTokens || b.next == kNone ? kNone : b.next * 16;
+    }
+
+    // Which request a token was appended for.
+    uint32_t owner(Position p) const { return block(p).owner; }
+
+    // Adds a token after `tail`. Streams go on in their owner's blocks only.
+    Position append(Position tail, int32_t token, uint32_t owner) {
+        const bool own = tail != kNone && block(tail).owner == owner;
+        if (own && tail % 16 + 1 == block(tail).fill && block(tail).fill < kTokens) {
+            Block& b = blocks_[tail / 16];
+            b.tokens[b.fill++] = token;
+            return tail + 1;
+        }
+        const uint32_t fresh = blocks_.push(Block{{token}, tail, kNone, 1, owner});
+        if (own && tail % 16 + 1 == kTokens && block(tail).next == kNone)
+            blocks_[tail / 16].next = fresh;
+        return fresh * 16;
+    }
+
+    // The last tokens up to `tail`, newest first, as many as `out` has room for or there are; returns how many.
+    uint32_t last(Position tail, std::span<int32_t> out) const {
+        uint32_t count = 0;
+        for (Position p = tail; p != kNone && count < out.size(); p = before(p)) out[count++] = token(p);
+        return count;
+    }
+
+    // How many of these tokens are also those that end at `tail`.
+    uint32_t match(Position tail, std::span<const int32_t> newest_first) const {
+        uint32_t length = 0;
+        for (Position p = tail; p != kNone && length < newest_first.size(); p = before(p), ++length)
+            if (token(p) != newest_first[length]) break;
+        return length;
+    }
+
+    void prefetch(Position p) const { __builtin_prefetch(&block(p)); }
+    uint32_t room() const { return kMaxBlocks - blocks_.size(); }  // tokens that fit, whatever the blocks they start
+    size_t bytes() const { return blocks_.bytes(); }
+
+  private:
+    static constexpr uint32_t kTokens = 13;  // what fits a cache line besides the links
+
+    struct alignas(64) Block {
+        int32_t tokens[kTokens];
+        Position previous;  // the token before the first one
+        uint32_t next;      // the block that goes on after the last token
+        uint32_t fill : 4;
+        uint32_t owner : 28;
+    };
+    static_assert(sizeof(Block) == 64);
+
+    const Block& block(Position p) const { return blocks_[p / 16]; }
+
+    Chunked<Block, 256> blocks_;
+};
+
+}  // namespace seer

@@ -1,0 +1,50 @@
+"""What earlier groups of a prompt were like. It only orders work: no token depends on it.
+
+Invariants (tests/unit/test_context_memory.py asserts them):
+- only groups whose responses all finished are remembered: of others, the short ones are known;
+- at most `bound` prompts are, the most recently opened or closed ones;
+- an earlier group counts `DECAY` as much as the one after it, whatever both held.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection
+
+from seer.common.policy.length import Remembered
+
+DECAY = 0.5
+"""What a group counts against the next one of its prompt: a policy that is trained drifts."""
+
+
+class PastPrompts:
+    """Remembers prompts by id; one id must mean one prompt over all rollouts."""
+
+    def __init__(self, bound: int) -> None:
+        self._bound = bound
+        self._prompts: dict[str, Remembered] = {}  # least recently used first
+
+    def __len__(self) -> int:
+        return len(self._prompts)
+
+    def recall(self, prompt_id: str) -> Remembered | None:
+        """Return what is remembered of a prompt."""
+        known = self._prompts.pop(prompt_id, None)
+        if known is not None:
+            self._prompts[prompt_id] = known
+        return known
+
+    def keep(self, prompt_id: str, lengths: Collection[int]) -> None:
+        """Add a whole group: its responses' lengths in tokens."""
+        if not self._bound or not lengths:
+            return
+        mean, count = math.fsum(math.log(max(tokens, 1)) for tokens in lengths) / len(lengths), len(lengths)
+        known = self._prompts.pop(prompt_id, None)
+        if known is None:
+            self._prompts[prompt_id] = Remembered(mean, count)
+        else:
+            old = DECAY * known.responses
+            total = old + count
+            self._prompts[prompt_id] = Remembered((old * known.mean + count * mean) / total, total)
+        while len(self._prompts) > self._bound:
+            del self._prompts[next(iter(self._prompts))]

@@ -1,0 +1,80 @@
+"""What groups of earlier iterations said, by prompt: drafts for the prompt's next group.
+
+Invariants (tests/unit/test_dgds_memory.py and tests/property/test_dgds_store.py assert them):
+- the tokens held, with a charge per prompt and stream, never pass `max_tokens`: the prompts that were
+  not used for longest go first, and one that is too large alone is not taken;
+- a prompt has the streams of the group that was remembered last; equal ones keep their revision.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from seer.common.wire import TOKEN_BYTES
+
+OVERHEAD_TOKENS = 160
+"""Charge for an object of the dgds, a group, a stream or a prompt: about 500 bytes, in tokens of 3."""
+
+
+@dataclass(frozen=True, slots=True)
+class Remembered:
+    """One prompt's streams, packed; `revision` as in `store.Delta`."""
+
+    revision: int
+    streams: tuple[bytes, ...]
+
+    @property
+    def size(self) -> int:
+        """What it is charged for, in tokens."""
+        held = sum(len(stream) // TOKEN_BYTES + OVERHEAD_TOKENS for stream in self.streams)
+        return held + OVERHEAD_TOKENS
+
+
+class PastGroups:
+    """See the module's docstring. `changes` counts them; `counters` are totals."""
+
+    def __init__(self, max_tokens: int) -> None:
+        self.counters: Counter[str] = Counter()
+        self.held = 0
+        self.changes = 0
+        self._max_tokens = max_tokens
+        self._prompts: OrderedDict[int, Remembered] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._prompts)
+
+    def get(self, prompt: int) -> Remembered | None:
+        """Return what a prompt's last group said, and count it as used."""
+        found = self._prompts.get(prompt)
+        if found is not None:
+            self._prompts.move_to_end(prompt)
+        return found
+
+    def put(self, prompt: int, streams: Sequence[bytes], revision: int) -> None:
+        """Remember a group's streams as those of its prompt, instead of what was there."""
+        new = Remembered(revision, tuple(streams))
+        old = self._prompts.get(prompt)
+        if not new.streams or (old is not None and old.streams == new.streams):
+            return
+        if new.size > self._max_tokens:
+            self.counters["too_large"] += 1
+            return
+        self.changes += 1
+        self._drop(prompt)
+        self._prompts[prompt] = new
+        self.held += new.size
+        while self.held > self._max_tokens:
+            self._drop(next(iter(self._prompts)))
+            self.counters["forgotten"] += 1
+
+    def items(self) -> Iterator[tuple[int, tuple[bytes, ...]]]:
+        """Yield prompts and their streams, least recently used first."""
+        for prompt, remembered in self._prompts.items():
+            yield prompt, remembered.streams
+
+    def _drop(self, prompt: int) -> None:
+        old = self._prompts.pop(prompt, None)
+        if old is not None:
+            self.held -= old.size

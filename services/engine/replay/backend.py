@@ -1,0 +1,231 @@
+"""An engine without a model: vLLM's batching and memory behaviour over `responses.py`.
+
+Invariants:
+- what a response holds is `Responses`' to say, from its key and the weights' digest, a fault planted
+  for `seer verify` apart: chunking, batching and preemption cannot change it;
+- memory and batching are `KvModel`'s, so preemptions are real and counted;
+- a step lasts `replay_step_seconds` + running * `replay_row_seconds`: reported, never slept;
+- max_tokens is kept, min_tokens and ignore_eos by made-up responses; stop strings and penalties have
+  nothing to act on.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from msgspec import structs
+
+from seer.common.config import EngineConfig, SharedConfig
+from seer.common.errors import EngineError, InvalidField
+from seer.common.types import Capacity, InstanceStats
+from seer.services.dgds.client import StreamDelta
+from seer.services.engine.backend import Chunk, ChunkEnd, Generated, StepOutput
+from seer.services.engine.replay.kv_model import LOOKAHEAD_SLOTS, KvModel, Sequence
+from seer.services.engine.replay.responses import MadeUp, Recorded, Responses
+
+DEFAULT_KV_BLOCKS = 8192
+"""Usable blocks when none are configured: 256k tokens at 32 a block."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """A queued or running chunk and everything it will produce."""
+
+    sequence: Sequence
+    chunk: Chunk
+    token_ids: list[int]
+    logprobs: list[float]
+    finish: str
+
+
+class ReplayBackend:
+    """See the module's docstring; implements `backend.Backend`."""
+
+    def __init__(self, config: EngineConfig, shared: SharedConfig) -> None:
+        self._config = config
+        blocks = DEFAULT_KV_BLOCKS if config.kv_blocks is None else config.kv_blocks
+        self._model = KvModel(blocks, shared.block_size, config.max_num_seqs)
+        slots = blocks * shared.block_size - LOOKAHEAD_SLOTS
+        self._capacity = Capacity(
+            kv_blocks=blocks,
+            block_size=shared.block_size,
+            max_num_seqs=config.max_num_seqs,
+            max_model_len=slots if config.max_model_len is None else config.max_model_len,
+        )
+        self._asleep = False
+        self._runs: dict[str, _Run] = {}
+        self._responses: Responses | None = None
+        self._salt = 0
+        self._steps = self._generated = self._prompt = 0
+
+    def start(self) -> None:
+        """Read the trace, if any. Raises `EngineError` naming the setting to change."""
+        config, capacity = self._config, self._capacity
+        if capacity.blocks_for(capacity.max_model_len, 0) > capacity.kv_blocks:
+            raise EngineError(
+                f"engine.kv_blocks = {capacity.kv_blocks} blocks of {capacity.block_size} cannot hold one "
+                f"sequence of engine.max_model_len = {capacity.max_model_len}: raise kv_blocks or lower it"
+            )
+        for name, value in (
+            ("kv_blocks", capacity.kv_blocks),
+            ("max_model_len", capacity.max_model_len),
+            ("max_num_seqs", config.max_num_seqs),
+            ("replay_vocab_size", config.replay_vocab_size),
+            ("replay_mean_tokens", config.replay_mean_tokens),
+        ):
+            if value < 1:
+                raise EngineError(f"engine.{name} = {value}: must be 1 or more")
+        if config.replay_trace:
+            self._responses = Recorded(Path(config.replay_trace), config.replay_vocab_size)
+        else:
+            self._responses = MadeUp(config.replay_vocab_size, config.replay_mean_tokens)
+
+    @property
+    def capacity(self) -> Capacity:
+        """See `Backend.capacity`."""
+        return self._capacity
+
+    @property
+    def vocab_size(self) -> int:
+        """See `Backend.vocab_size`."""
+        return self._config.replay_vocab_size
+
+    @property
+    def versions(self) -> dict[str, str]:
+        """See `Backend.versions`."""
+        return {"backend": "replay"}
+
+    def add(self, chunk: Chunk) -> None:
+        """See `Backend.add`; a chunk of a known request replaces the older one."""
+        if self._responses is None:
+            raise EngineError("the replay engine was not started")
+        if self._asleep:
+            raise EngineError("the replay engine sleeps")
+        self._check(chunk)
+        chunk = structs.replace(chunk, key=chunk.key ^ self._salt)
+        generated = len(chunk.tokens) - chunk.prompt_len
+        length = self._responses.length(chunk)
+        total = min(length, chunk.sampling.max_tokens)
+        if generated >= total:
+            raise InvalidField(
+                "tokens", generated, f"this engine's response ends after {total} output tokens"
+            )
+        count = min(chunk.max_new_tokens, total - generated)
+        finish = ""
+        if generated + count == total:
+            finish = "length" if total < length else "stop"
+        token_ids, logprobs = self._responses.part(chunk, generated, count)
+        self._plant_fault(chunk, token_ids)
+        known = self._runs.pop(chunk.request_id, None)
+        if known is not None:
+            self._model.remove(known.sequence)
+        context = len(chunk.tokens)
+        sequence = Sequence(chunk.request_id, context, context + len(token_ids))
+        self._model.add(sequence)
+        self._runs[chunk.request_id] = _Run(sequence, chunk, token_ids, logprobs, finish)
+
+    def _check(self, chunk: Chunk) -> None:
+        context, new, capacity = len(chunk.tokens), chunk.max_new_tokens, self._capacity
+        if not 1 <= chunk.prompt_len <= context:
+            raise InvalidField("prompt_len", chunk.prompt_len, f"must be in [1, {context}] (tokens given)")
+        if not 1 <= new <= chunk.sampling.max_tokens - (context - chunk.prompt_len):
+            raise InvalidField("max_new_tokens", new, "must be 1 or more and within sampling.max_tokens")
+        if context + new > capacity.max_model_len:
+            room = capacity.max_model_len - context
+            raise InvalidField(
+                "max_new_tokens", new, f"max_model_len leaves {room} after {context} of context"
+            )
+        if not (min(chunk.tokens) >= 0 and max(chunk.tokens) < self.vocab_size):
+            raise InvalidField("tokens", max(chunk.tokens), f"token ids must be in [0, {self.vocab_size})")
+
+    def _plant_fault(self, chunk: Chunk, token_ids: list[int]) -> None:
+        fault, first = self._config.fault_position, len(chunk.tokens)
+        if fault is not None and first <= fault < first + len(token_ids):
+            token_ids[fault - first] = (token_ids[fault - first] + 1) % self.vocab_size
+
+    def drop(self, request_id: str, attempt: int) -> None:
+        """See `Backend.drop`."""
+        run = self._runs.get(request_id)
+        if run is not None and run.chunk.attempt == attempt:
+            self._model.remove(run.sequence)
+            del self._runs[request_id]
+
+    def has_work(self) -> bool:
+        """See `Backend.has_work`."""
+        return bool(self._runs)
+
+    def step(self) -> StepOutput:
+        """See `Backend.step`."""
+        if not self._runs:
+            return StepOutput()
+        step = self._model.step()
+        generated = []
+        for sequence in step.ran:
+            run = self._runs[sequence.name]
+            done = sequence.length - sequence.end + len(run.token_ids)
+            generated.append(
+                Generated(
+                    request_id=sequence.name,
+                    attempt=run.chunk.attempt,
+                    token_ids=run.token_ids[done - 1 : done],
+                    logprobs=run.logprobs[done - 1 : done],
+                )
+            )
+        self._steps += 1
+        self._generated += len(step.ran)
+        self._prompt += step.prefilled
+        seconds = self._config.replay_step_seconds + len(step.ran) * self._config.replay_row_seconds
+        ended = [self._end(sequence) for sequence in step.ended]
+        return StepOutput(generated=generated, ended=ended, seconds=seconds)
+
+    def _end(self, sequence: Sequence) -> ChunkEnd:
+        run = self._runs.pop(sequence.name)
+        return ChunkEnd(
+            request_id=sequence.name,
+            attempt=run.chunk.attempt,
+            finish=run.finish,
+            stop_reason=str(run.token_ids[-1]) if run.finish == "stop" else "",
+            preemptions=sequence.preemptions,
+        )
+
+    def feed(self, deltas: Iterable[StreamDelta]) -> None:
+        """See `Backend.feed`; replay does not draft."""
+
+    def forget(self, group_ids: Iterable[str]) -> None:
+        """See `Backend.forget`."""
+
+    def bind_weights(self, digest: str) -> None:
+        """Do nothing: no KV is shared."""
+
+    def load_weights(self, folder: Path, digest: str) -> None:
+        """See `Backend.load_weights`: made-up responses follow from the digest, too."""
+        if not folder.is_dir():
+            raise EngineError(f"there is no folder {folder}")
+        self._salt = salt_of(digest)
+
+    def sleep(self, asleep: bool) -> None:
+        """See `Backend.sleep`: there is no memory to free, but what would need it is an error."""
+        self._asleep = asleep
+
+    def stats(self) -> InstanceStats:
+        """See `Backend.stats`."""
+        return InstanceStats(
+            steps=self._steps,
+            running=len(self._model.running),
+            waiting=len(self._model.waiting),
+            free_blocks=self._model.free,
+            preemptions=self._model.preemptions,
+            generated_tokens=self._generated,
+            prompt_tokens=self._prompt,
+        )
+
+    def close(self) -> None:
+        """Nothing to free."""
+
+
+def salt_of(digest: str) -> int:
+    """Return what weights with this digest add to the keys of responses."""
+    return int.from_bytes(hashlib.blake2b(digest.encode(), digest_size=8).digest(), "little")

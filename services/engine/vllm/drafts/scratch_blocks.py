@@ -1,0 +1,80 @@
+"""KV blocks for verifying several draft paths at once: taken from vLLM's block pool for good.
+
+Invariants (tests/e2e/test_draft_paths.py asserts them):
+- nobody counts scratch blocks: not the scheduler, nor `Capacity`, free blocks or the prefix cache;
+- an engine that cannot verify several paths says so once, and verifies one.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from seer.common.config import DraftsConfig
+from seer.common.process.log import get_logger
+
+if TYPE_CHECKING:
+    from vllm.v1.engine.core import EngineCore
+
+SIBLINGS = 16
+"""Paths beside first ones that have room in a step: they pay in small batches alone."""
+
+MOST_SHARE = 8
+"""At most one block in so many is scratch, where memory decides how many there are."""
+
+_log = get_logger()
+
+
+def path_blocks(max_draft: int, block_size: int) -> int:
+    """Return the most blocks that a path and the token before it reach into."""
+    return (block_size - 1 + max_draft) // block_size + 1
+
+
+def scratch_blocks(drafts: DraftsConfig | None, block_size: int) -> int:
+    """Return how many KV blocks an engine needs beside those that it was told to have."""
+    if drafts is None or drafts.max_paths == 1:
+        return 0
+    return SIBLINGS * path_blocks(drafts.max_draft, block_size)
+
+
+def take_scratch(core: EngineCore, drafts: DraftsConfig | None, block_size: int) -> list[int]:
+    """Take scratch blocks out of an idle engine's pool, and return their ids; none where of no use."""
+    wanted = scratch_blocks(drafts, block_size)
+    if not wanted:
+        return []
+    why = _obstacle(core)
+    if why:
+        say_single(why)
+    pool = core.scheduler.kv_cache_manager.block_pool
+    if core.vllm_config.cache_config.num_gpu_blocks_override is None:  # else they come beside what was told
+        wanted = 0 if why else min(wanted, pool.num_gpu_blocks // MOST_SHARE)
+    blocks = pool.get_new_blocks(wanted)
+    pool.num_gpu_blocks -= wanted  # or they would count as used for ever
+    return [] if why else [block.block_id for block in blocks]
+
+
+def say_single(why: str) -> None:
+    """Log once, at start-up, that this engine verifies one draft path per request."""
+    _log.info("one draft path per request", why=why)
+
+
+def _obstacle(core: EngineCore) -> str:
+    """Say why sibling rows cannot work under this configuration of vLLM; empty where they do."""
+    from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+    config = core.vllm_config
+    parallel, transfer = config.parallel_config, config.kv_transfer_config
+    groups = core.scheduler.kv_cache_config.kv_cache_groups
+    obstacles = {
+        "pipeline parallelism": parallel.pipeline_parallel_size > 1,
+        "context parallelism": parallel.decode_context_parallel_size > 1
+        or parallel.prefill_context_parallel_size > 1,
+        "data parallelism": parallel.data_parallel_size > 1,
+        "asynchronous scheduling": config.scheduler_config.async_scheduling,
+        "KV that is not of full attention alone": len(groups) != 1
+        or not isinstance(groups[0].kv_cache_spec, FullAttentionSpec),
+        "M-RoPE": config.model_config.uses_mrope,
+        "LoRA": config.lora_config is not None,
+        "a KV connector that saves while a step runs": transfer is not None
+        and transfer.kv_connector != "SeerStoreConnector",
+    }
+    return next((name for name, there in obstacles.items() if there), "")

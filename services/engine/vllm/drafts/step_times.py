@@ -1,0 +1,232 @@
+"""How long a decode step takes with how many drafts: measured on this engine, kept on disk.
+
+Invariants:
+- a profile is used by engines of the same model shape, device, versions and batch sizes alone; how
+  much KV they have, which the machine's free memory may decide, does not matter;
+- engines that start together on a machine measure one after the other, as steps take longer while another
+  engine measures, too, and those that share a profile measure once;
+- a cache that cannot be read, written or locked costs a measurement, never a start. Who waits for another's
+  for `WAIT_SECONDS` measures itself; a lock ends with the process that holds it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from seer.common.errors import SeerError
+from seer.common.policy.draft_costs import StepCosts
+from seer.common.process.log import get_logger
+from seer.common.types import Capacity, SamplingParams
+from seer.services.engine.backend import Chunk
+from seer.services.engine.vllm.drafts.scripted import Script
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+    from seer.services.engine.vllm.backend import VllmBackend
+
+PROMPT, LENGTH = 16, 200
+"""Tokens of the measured requests: short contexts, as most are when a rollout begins."""
+
+PASSES, WARM, TIMED = 2, 2, 5
+"""Times that the grid is gone through, and steps per point of it.
+
+The least time counts: other work on the machine makes steps longer, for some points more than for others.
+"""
+
+PAIR = 3
+"""Entries of the shortest flat draft with two paths: one token each, and the separator."""
+
+PAIRS = 21
+"""Comparisons of such a draft with a single path: they differ by less than a step varies."""
+
+WAIT_SECONDS = 120.0
+"""Longest wait for another engine's measurement, which takes seconds: it may have been stopped meanwhile."""
+
+POLL_SECONDS = 0.2
+
+_log = get_logger()
+
+
+def step_costs(
+    backend: VllmBackend, config: VllmConfig, max_draft: int, folder: str, paths: bool
+) -> StepCosts:
+    """Return the profile of this engine: the cached one, or one measured now (a few seconds).
+
+    `paths` says whether it can verify several draft paths of a request.
+    """
+    length = min(LENGTH, backend.capacity.max_model_len - PROMPT)
+    batches = _batches(backend.capacity, length)
+    path = (Path(folder) if folder else cache_folder()) / (
+        f"steps-{_key(config, backend, batches, max_draft, paths)}.json"
+    )
+    return kept(path, lambda: _measure(backend, batches, length, max_draft, paths))
+
+
+def kept(path: Path, measure: Callable[[], StepCosts]) -> StepCosts:
+    """Return the profile kept at `path`, or `measure` it and keep it. Blocks."""
+    if known := _read(path):
+        return known
+    with _alone(path.with_name(f"measuring-{platform.node()}.lock")):
+        if known := _read(path):
+            return known
+        begun = time.monotonic()
+        costs = measure()
+        _log.info("measured step times", seconds=round(time.monotonic() - begun, 1), kept=str(path))
+        try:
+            new = path.with_name(f"{path.name}.{os.getpid()}")  # another machine may write it, too
+            new.write_bytes(msgspec.json.encode(costs))
+            new.replace(path)
+        except OSError as error:
+            _log.warning("the profile is not kept", path=str(path), error=str(error))
+        return costs
+
+
+def _read(path: Path) -> StepCosts | None:
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=StepCosts)
+    except (OSError, msgspec.DecodeError, SeerError):
+        return None
+
+
+@contextlib.contextmanager
+def _alone(file: Path) -> Iterator[None]:
+    """Hold a lock if it can be had."""
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        lock = os.open(file, os.O_WRONLY | os.O_CREAT, 0o666)
+    except OSError as error:
+        _log.warning("engines that start together are not kept apart", lock=str(file), error=str(error))
+        yield
+        return
+    try:
+        deadline = time.monotonic() + WAIT_SECONDS
+        while not _locked(lock):
+            if time.monotonic() > deadline:
+                _log.warning("another engine measures for too long", lock=str(file), seconds=WAIT_SECONDS)
+                break
+            time.sleep(POLL_SECONDS)
+        yield
+    finally:
+        os.close(lock)
+
+
+def _locked(lock: int) -> bool:
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:  # some network file systems have no locks
+        _log.warning("engines that start together are not kept apart", error=str(error))
+    return True
+
+
+def cache_folder() -> Path:
+    """Return where what is worth keeping between starts lies, unless told."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "seer"
+
+
+def _batches(capacity: Capacity, length: int) -> list[int]:
+    room = capacity.kv_blocks // capacity.blocks_for(PROMPT, length)
+    most = max(1, min(capacity.max_num_seqs, room))
+    return [2**power for power in range(most.bit_length()) if 2**power <= most]
+
+
+def _key(config: VllmConfig, backend: VllmBackend, batches: list[int], max_draft: int, paths: bool) -> str:
+    facts: list[Any] = [
+        (Path(config.model_config.model) / "config.json").read_text(),
+        backend.versions,
+        _device(),
+        len(os.sched_getaffinity(0)),
+        backend.capacity.block_size,
+        batches,
+        max_draft,
+        paths,
+    ]
+    return hashlib.blake2b(json.dumps(facts).encode(), digest_size=8).hexdigest()
+
+
+def _device() -> str:
+    import torch
+
+    if torch.cuda.is_available():
+        name: str = torch.cuda.get_device_name()
+        return name
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    return next((line for line in lines if line.startswith("model name")), platform.processor())
+
+
+def _measure(backend: VllmBackend, batches: list[int], length: int, max_draft: int, paths: bool) -> StepCosts:
+    drafts = [0, *(2**power for power in range(max_draft.bit_length()) if 2**power <= max_draft)]
+    try:
+        passes = [[_line(backend, batch, drafts, length) for batch in batches] for _ in range(PASSES)]
+        sibling = _sibling(backend, length) if paths and max_draft >= PAIR else 0.0
+    finally:
+        backend.script_drafts(None)
+    grid = tuple(tuple(map(min, *lines)) for lines in zip(*passes, strict=True))
+    return StepCosts(batches=tuple(batches), drafts=tuple(drafts), grid=grid, sibling=sibling)
+
+
+def _line(backend: VllmBackend, batch: int, drafts: list[int], length: int) -> tuple[float, ...]:
+    """Return the seconds of a step of `batch` requests for each number of drafts."""
+    vocab, times = backend.vocab_size, []
+    chunks = [_chunk(row, vocab, length) for row in range(batch)]
+    for count in drafts:
+        backend.script_drafts(Script(kind="random", vocab=vocab, count=count))
+        for chunk in chunks:
+            backend.add(chunk)
+        seconds = []
+        for _ in range(WARM + TIMED):
+            begun = time.perf_counter()
+            backend.step()
+            seconds.append(time.perf_counter() - begun)
+        for chunk in chunks:
+            backend.drop(chunk.request_id, chunk.attempt)
+        times.append(min(seconds[WARM:]))
+    return tuple(times)
+
+
+def _sibling(backend: VllmBackend, length: int) -> float:
+    """Return the seconds that two paths of a request take longer than one path of as many rows."""
+    vocab, chunk = backend.vocab_size, _chunk(0, backend.vocab_size, length)
+    scripts = (
+        Script(kind="random", vocab=vocab, count=PAIR),
+        Script(kind="random", vocab=vocab, count=PAIR // 2, siblings=("random",)),
+    )
+    longer = []
+    for _ in range(WARM + PAIRS):
+        backend.add(chunk)
+        backend.step()  # the prefill: too short a chunk would end while it is timed
+        seconds = []
+        for script in scripts:
+            backend.script_drafts(script)
+            backend.step()
+            begun = time.perf_counter()
+            backend.step()
+            seconds.append(time.perf_counter() - begun)
+        longer.append(seconds[1] - seconds[0])
+        backend.drop(chunk.request_id, chunk.attempt)
+    return max(0.0, statistics.median(longer[WARM:]))
+
+
+def _chunk(row: int, vocab: int, length: int) -> Chunk:
+    return Chunk(
+        request_id=f"profile#{row}", group_id="profile", index=row, attempt=0, key=row, prompt_len=PROMPT,
+        max_new_tokens=length, sampling=SamplingParams(max_tokens=length, ignore_eos=True),
+        tokens=[(row * 7 + i) % vocab for i in range(PROMPT)],
+    )  # fmt: skip

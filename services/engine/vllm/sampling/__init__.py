@@ -1,0 +1,1 @@
+"""Position-keyed sampling: one specification, three implementations with the same bits."""

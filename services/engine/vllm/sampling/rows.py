@@ -1,0 +1,268 @@
+"""The sampler's front: per-row parameters, and one call that draws a token for every row.
+
+Invariants:
+- a token is a function of the row's logits, its record and its token history: nothing is kept
+  between calls, and other rows of the batch do not matter;
+- the native kernel (CPU), the Triton kernel (GPU) and the torch implementation (elsewhere) choose
+  the same tokens, bit for bit, as specified in `sampling_torch`;
+- logits are never modified.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from seer import _native
+from seer.common.errors import EngineError, InvalidField
+from seer.common.types import SamplingParams
+from seer.services.engine.vllm.sampling import torch_sampler
+
+RECORD = np.dtype(
+    [
+        ("key", "<u8"),
+        ("position", "<i8"),
+        ("top_p", "<f8"),
+        ("temperature", "<f4"),
+        ("repetition", "<f4"),
+        ("frequency", "<f4"),
+        ("presence", "<f4"),
+        ("log_min_p", "<f4"),
+        ("top_k", "<i4"),
+        ("prompt_len", "<i4"),
+        ("min_tokens", "<i4"),
+        ("slot", "<i4"),
+        ("logprobs", "<i4"),
+        ("stop_start", "<i4"),
+        ("stop_len", "<i4"),
+        ("bias_start", "<i4"),
+        ("bias_len", "<i4"),
+        ("extra_start", "<i4"),
+        ("extra_len", "<i4"),
+    ]
+)
+"""One row's parameters; `Record` in native/sampler/sampler.hpp is the same 88 bytes."""
+
+LOGPROB_MODES = ("scaled", "raw", "processed")
+
+GREEDY_BELOW = 1e-5
+"""Temperatures below are greedy, as in vLLM: logits divided by less can overflow float32."""
+
+_RECORD_WORDS = RECORD.itemsize // 8  # structured arrays copy field by field: words are 10 times faster
+_RECORD_BYTES = np.dtype((np.uint8, (RECORD.itemsize,)))
+_EMPTY_INT = np.empty(0, np.int32)
+_EMPTY_FLOAT = np.empty(0, np.float32)
+
+Sampler = Callable[[torch.Tensor, "RowParams"], tuple[torch.Tensor, torch.Tensor]]
+
+
+@dataclass(frozen=True, slots=True)
+class RequestSampling:
+    """How one request is sampled, packed once when it arrives; see `pack`."""
+
+    record: bytes
+    stop_ids: tuple[int, ...]
+    bias: tuple[tuple[int, float], ...]
+
+    @classmethod
+    def pack(
+        cls, sampling: SamplingParams, *, key: int, prompt_len: int, stop_ids: Sequence[int], vocab: int
+    ) -> RequestSampling:
+        """Pack a request's parameters.
+
+        `key` is its 64-bit noise key (`seer.common.ids.request_key`), `prompt_len` the length of
+        the original prompt, whatever the engine now sees as one, and `stop_ids` every token id
+        that ends it: they are masked until `min_tokens` are out. Raises `InvalidField` for a value
+        that `SamplingParams.check` refuses or a bias on a token outside the vocabulary.
+        """
+        sampling.check()
+        for token in sampling.logit_bias:
+            if token >= vocab:
+                raise InvalidField("sampling.logit_bias", token, f"the vocabulary has {vocab} tokens")
+        record = np.zeros((), RECORD)
+        record["key"] = key
+        record["top_p"] = sampling.top_p
+        record["temperature"] = sampling.temperature if sampling.temperature >= GREEDY_BELOW else 0.0
+        record["repetition"] = sampling.repetition_penalty
+        record["frequency"] = sampling.frequency_penalty
+        record["presence"] = sampling.presence_penalty
+        record["log_min_p"] = math.log(sampling.min_p) if sampling.min_p > 0.0 else -math.inf
+        record["top_k"] = sampling.top_k
+        record["prompt_len"] = prompt_len
+        record["min_tokens"] = sampling.min_tokens
+        record["logprobs"] = LOGPROB_MODES.index(sampling.logprobs)
+        masked = tuple(stop_ids) if sampling.min_tokens > 0 else ()
+        return cls(record.tobytes(), masked, tuple(sampling.logit_bias.items()))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RowParams:
+    """The parameters of a batch of rows, all on the host.
+
+    `records` is RECORD [rows]; its ragged fields index the flat arrays. A row's token history is
+    `history[slot, :position - extra_len]` followed by `extra[extra_start:][:extra_len]`; it is
+    read for rows with penalties only. Token ids outside the vocabulary are ignored.
+    """
+
+    records: npt.NDArray[np.void]
+    stop_ids: npt.NDArray[np.int32]
+    bias_ids: npt.NDArray[np.int32]
+    bias_values: npt.NDArray[np.float32]
+    history: npt.NDArray[np.int32] | None = None
+    extra: npt.NDArray[np.int32] = field(default_factory=lambda: _EMPTY_INT)
+
+    @property
+    def penalised(self) -> npt.NDArray[np.bool_]:
+        """Which rows have penalties: bool [rows]."""
+        r = self.records
+        flags: npt.NDArray[np.bool_] = (r["repetition"] != 1) | (r["frequency"] != 0) | (r["presence"] != 0)
+        return flags
+
+    @property
+    def truncated(self) -> bool:
+        """Whether any row has min-p, top-k or top-p."""
+        r = self.records
+        return bool(((r["log_min_p"] > -1e30) | (r["top_k"] > 0) | (r["top_p"] < 1)).any())
+
+    def part(self, start: int, stop: int) -> RowParams:
+        """Return rows [start, stop)."""
+        return RowParams(
+            self.records[start:stop], self.stop_ids, self.bias_ids, self.bias_values, self.history, self.extra
+        )
+
+    def history_of(self, row: int) -> npt.NDArray[np.int32]:
+        """Return a row's token history, int32 [position]; raises `ValueError` when it is not there."""
+        record = self.records[row]
+        known = int(record["position"] - record["extra_len"])
+        slot, start, stop = (int(record[k]) for k in ("slot", "extra_start", "extra_len"))
+        stop += start
+        history = self.history
+        if history is None or not (0 <= slot < len(history) and 0 <= known <= history.shape[1]):
+            raise ValueError(f"row {row}: penalties need {known} tokens of history in slot {slot}")
+        if not 0 <= start <= stop <= len(self.extra):
+            raise ValueError(f"row {row}: extra tokens [{start}, {stop}) of {len(self.extra)}")
+        return np.concatenate([history[slot, :known], self.extra[start:stop]])
+
+
+class SamplingTable:
+    """The static parameters of one batch composition; build it anew when requests come or go."""
+
+    def __init__(self, requests: Sequence[RequestSampling], slots: Sequence[int] | None = None) -> None:
+        """Take the requests in row order; `slots` are their rows of the history, 0, 1, ... by default."""
+        packed = b"".join(r.record for r in requests)
+        self._words = np.frombuffer(packed, np.int64).reshape(-1, _RECORD_WORDS).copy()
+        self._records = self._words.view(RECORD)[:, 0]
+        self._records["slot"] = range(len(requests)) if slots is None else slots
+        self._stop_ids, self._bias_ids, self._bias_values = _EMPTY_INT, _EMPTY_INT, _EMPTY_FLOAT
+        if any(r.stop_ids for r in requests):
+            self._ragged("stop", [len(r.stop_ids) for r in requests])
+            self._stop_ids = np.array([t for r in requests for t in r.stop_ids], np.int32)
+        if any(r.bias for r in requests):
+            self._ragged("bias", [len(r.bias) for r in requests])
+            self._bias_ids = np.array([t for r in requests for t, _ in r.bias], np.int32)
+            self._bias_values = np.array([b for r in requests for _, b in r.bias], np.float32)
+
+    def _ragged(self, name: str, lengths: list[int]) -> None:
+        self._records[f"{name}_len"] = lengths
+        self._records[f"{name}_start"] = np.cumsum(lengths) - lengths
+
+    def step(
+        self,
+        positions: npt.ArrayLike,
+        history: npt.NDArray[np.int32] | None = None,
+        drafts: Sequence[int] | npt.NDArray[np.integer] | None = None,
+        draft_tokens: npt.NDArray[np.int32] | None = None,
+    ) -> RowParams:
+        """Return the rows of one step.
+
+        `positions` [requests]: tokens known of each request (original prompt and output), which
+        is the position of the first token to sample. `history` int32 [slots, length] holds them.
+        `drafts` [requests] counts each request's drafts: it gets that many rows and one, row j
+        after its first j drafts; the order is request by request. `draft_tokens` int32
+        [sum(drafts)] are needed where rows have penalties.
+        """
+        if drafts is None:
+            records = self._words.copy().view(RECORD)[:, 0]
+            records["position"] = positions
+            return RowParams(records, self._stop_ids, self._bias_ids, self._bias_values, history)
+        counts = np.asarray(drafts, np.int64)
+        request = np.repeat(np.arange(len(counts)), counts + 1)
+        ends = np.cumsum(counts)
+        draft = np.arange(len(request)) - (ends - counts + np.arange(len(counts)))[request]
+        records = self._words[request].view(RECORD)[:, 0]
+        records["position"] = np.asarray(positions)[request] + draft
+        records["extra_start"] = (ends - counts)[request]
+        records["extra_len"] = draft
+        extra = _EMPTY_INT if draft_tokens is None else draft_tokens
+        return RowParams(records, self._stop_ids, self._bias_ids, self._bias_values, history, extra)
+
+
+def sample_rows(
+    logits: torch.Tensor, params: RowParams, *, check: bool = True
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Draw one token per row; return tokens int32 [rows] and logprobs float32 [rows].
+
+    `logits` is [rows, vocab] on any device, float32 (others are converted); the results are on
+    the same device. Raises `EngineError` for rows that cannot be sampled (NaN or infinite logits,
+    every token masked). That reads the tokens back: with `check=False` nothing waits for the
+    device, and such rows hold token -1 and logprob NaN for a later `check_tokens`.
+    """
+    if len(logits) != len(params.records):
+        raise ValueError(f"logits have {len(logits)} rows, the parameters {len(params.records)}")
+    if logits.dtype is not torch.float32:
+        logits = logits.float()
+    if logits.device.type == "cpu":
+        return _sample_native(logits, params, check)
+    sample = _triton_sampler() if logits.device.type == "cuda" else torch_sampler.sample
+    tokens, logprobs = sample(logits, params)
+    if check:
+        check_tokens(tokens.cpu().numpy(), params)
+    return tokens, logprobs
+
+
+@functools.cache
+def _triton_sampler() -> Sampler:
+    if importlib.util.find_spec("triton") is None:  # builds of torch for GPUs bring it
+        return torch_sampler.sample
+    from seer.services.engine.vllm.sampling import triton_sampler
+
+    return triton_sampler.sample
+
+
+def _sample_native(logits: torch.Tensor, params: RowParams, check: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    if logits.stride(1) != 1:
+        logits = logits.contiguous()
+    tokens, logprobs = _native.sample(
+        logits.numpy(),
+        params.records.view(_RECORD_BYTES),
+        params.stop_ids,
+        params.bias_ids,
+        params.bias_values,
+        params.history,
+        params.extra,
+    )
+    if check:
+        check_tokens(tokens, params)
+    return torch.from_numpy(tokens), torch.from_numpy(logprobs)
+
+
+def check_tokens(tokens: npt.NDArray[np.int32], params: RowParams) -> None:
+    """Raise `EngineError` naming the first row that could not be sampled (token -1)."""
+    if tokens.min(initial=0) >= 0:
+        return
+    bad = np.flatnonzero(tokens < 0)
+    row = int(bad[0])
+    record = params.records[row]
+    where = f"row {row} (key {int(record['key']):#x}, position {int(record['position'])})"
+    raise EngineError(
+        f"{len(bad)} of {len(tokens)} rows cannot be sampled; the first is {where}: its logits hold NaN or "
+        "an infinite maximum, or every token is masked; check the weights, their dtype, and the request's "
+        "logit_bias and temperature"
+    )

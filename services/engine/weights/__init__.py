@@ -1,0 +1,1 @@
+"""How an engine comes to new weights."""

@@ -1,0 +1,109 @@
+"""What weights a model folder holds: names, types, shapes and a digest of their bytes. No torch.
+
+Invariants:
+- the digest follows from the tensors alone: how they are spread over files does not matter;
+- whatever is wrong with a folder is an `InvalidField` that names the file;
+- nothing is believed of a folder that changes after it was read: `Manifest.stamps` tell;
+- memory is bounded, whatever the size of the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from seer.common.errors import InvalidField
+from seer.common.weights import safetensors
+from seer.common.weights.digest import digest_of, tensor_hash
+from seer.common.weights.safetensors import Stored
+
+_READ_BYTES = 2**22
+
+
+@dataclass(frozen=True, slots=True)
+class Tensor:
+    """As safetensors has it, e.g. `BF16` and (4096, 128)."""
+
+    dtype: str
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """A folder's tensors by name, and the digest (32 hex characters) of all they hold.
+
+    `size`: bytes of all tensors; `stamps`: of the files that were read.
+    """
+
+    tensors: dict[str, Tensor]
+    digest: str
+    size: int = field(default=0, compare=False)
+    stamps: tuple[object, ...] = field(default=(), compare=False)
+
+
+def beneath(folder: Path, root: Path) -> Path:
+    """Return a folder, links resolved. Raises `InvalidField` unless it and its files lie in `root`."""
+    try:
+        found, top = folder.resolve(), root.resolve(strict=True)
+        outside = [
+            each for each in (found, *found.glob("*.safetensors*")) if not each.resolve().is_relative_to(top)
+        ]
+    except (OSError, RuntimeError, ValueError) as error:
+        raise InvalidField("source", str(folder), f"cannot be read: {error}") from error
+    if outside:
+        fix = (
+            f"{outside[0].name} does not lie in engine.weights_root = {str(root)!r}: give a folder that does"
+        )
+        raise InvalidField("source", str(folder), fix)
+    return found
+
+
+def inspect(folder: Path, stop: Callable[[], bool] = lambda: False) -> Manifest:
+    """Read a folder's safetensors files, every byte, until `stop` says so. Raises `InvalidField`."""
+    try:
+        stamps = safetensors.stamps(folder)
+        stored = safetensors.stored(folder)
+        with ThreadPoolExecutor() as pool:  # hashlib releases the GIL
+            found = pool.map(lambda each: _hash(each, stop), stored)
+            hashes = dict(zip((each.name for each in stored), found, strict=True))
+    except OSError as error:
+        raise InvalidField("source", str(folder), f"cannot be read: {error}") from error
+    except ValueError as error:
+        raise InvalidField("source", str(folder), f"{error}; give a folder with a whole model") from error
+    if len(hashes) < len(stored):
+        raise InvalidField("source", str(folder), "has a tensor in two files; give a folder with one model")
+    tensors = {each.name: Tensor(each.dtype, each.shape) for each in stored}
+    return Manifest(tensors, digest_of(hashes), sum(each.size for each in stored), stamps)
+
+
+def differences(live: Manifest, new: Manifest) -> str:
+    """Say why a model loaded from `live` cannot take `new`; empty when it can."""
+    for name in sorted(live.tensors.keys() | new.tensors.keys()):
+        ours, theirs = live.tensors.get(name), new.tensors.get(name)
+        if theirs is None:
+            return f"lacks tensor {name}"
+        if ours is None:
+            return f"has a tensor {name} that the model lacks"
+        if ours.shape != theirs.shape:
+            return f"tensor {name} has shape {list(theirs.shape)}, the model's has {list(ours.shape)}"
+        if ours.dtype != theirs.dtype:
+            return f"tensor {name} has type {theirs.dtype}, the model's has {ours.dtype}"
+    return ""
+
+
+def _hash(stored: Stored, stop: Callable[[], bool]) -> bytes:
+    known = tensor_hash(stored.name, stored.dtype, stored.shape)
+    left = stored.size
+    with safetensors.open_regular(stored.file) as opened:
+        opened.seek(stored.start)
+        while left > 0:
+            data = opened.read(min(left, _READ_BYTES))
+            if not data:
+                raise ValueError(f"{stored.file.name} ends within tensor {stored.name}")
+            if stop():
+                raise ValueError(f"{stored.file.name} is not wanted any more")
+            known.update(data)
+            left -= len(data)
+    return known.digest()

@@ -1,0 +1,153 @@
+"""`seer status`: what a running system does, and what of it does not answer."""
+
+from __future__ import annotations
+
+import asyncio
+
+import msgspec
+
+from seer.client import RolloutClient
+from seer.common.clock import LoopClock
+from seer.common.config import shards
+from seer.common.errors import SeerError, Unreachable
+from seer.common.ids import new_incarnation
+from seer.common.net.channel import Channel, Identity
+from seer.common.net.transport.zmq import ZmqTransport
+from seer.common.pool import PoolFigures, ask_master, read_figures
+from seer.common.process.log import printable
+from seer.common.wire import (
+    ContextSnapshotReply,
+    DgdsToEngine,
+    InstanceStatus,
+    Message,
+    SnapshotAsked,
+    Status,
+)
+from seer.report.drafts import draft_text, draft_use
+from seer.report.pool import figures_text, pool_use, use_text
+
+CONNECT_SECONDS = 5.0
+RATE_SECONDS = 1.0
+"""Rates are the difference of two answers this far apart."""
+
+_UNIONS = {"context": ContextSnapshotReply, "dgds": DgdsToEngine}
+
+
+class Service(msgspec.Struct, frozen=True, kw_only=True):
+    """One service as seen from here; `error` is empty when it answered."""
+
+    name: str
+    endpoint: str
+    uptime_seconds: float = 0.0
+    error: str = ""
+
+
+class Seen(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything `seer status` knows. `rates` are per second; `buffer` is None when it does not answer.
+
+    `pool` is what the KV pool's master counts; None where there is none, or it does not answer.
+    """
+
+    services: list[Service]
+    buffer: Status | None = None
+    rates: dict[str, float] = {}
+    pool: PoolFigures | None = None
+
+
+def show(endpoint: str, as_json: bool) -> int:
+    """Print what answers at and behind a buffer; return 1 when anything does not, or a pool has no memory."""
+    seen = asyncio.run(_look(endpoint))
+    print(msgspec.json.format(msgspec.json.encode(seen)).decode() if as_json else printable(_text(seen)))
+    ownerless = seen.pool is not None and not seen.pool.owners
+    return int(ownerless or any(service.error for service in seen.services))
+
+
+async def _look(endpoint: str) -> Seen:
+    try:
+        async with RolloutClient(endpoint, connect_seconds=CONNECT_SECONDS) as client:
+            before = await client.status(CONNECT_SECONDS)
+            known = [
+                (name, each)
+                for name, at in sorted(before.services.items())
+                if name in _UNIONS
+                for each in shards(at)
+            ]
+            others = asyncio.gather(*(_probe(name, at) for name, at in known))
+            (pool, figures), services, _ = await asyncio.gather(
+                _ask_pool(before.services.get("pool", "")), others, asyncio.sleep(RATE_SECONDS)
+            )
+            status = await client.status(CONNECT_SECONDS)
+    except Unreachable as error:
+        return Seen(services=[Service(name="buffer", endpoint=endpoint, error=str(error))])
+    buffer = Service(name="buffer", endpoint=endpoint, uptime_seconds=status.uptime_seconds)
+    seconds = max(status.uptime_seconds - before.uptime_seconds, 1e-3)
+    rates: dict[str, float] = {
+        name: (status.counters[name] - before.counters.get(name, 0)) / seconds
+        for name in ("tokens", "chunks")
+        if name in status.counters
+    }
+    return Seen(services=[buffer, *services, *pool], buffer=status, rates=rates, pool=figures)
+
+
+async def _ask_pool(metrics: str) -> tuple[list[Service], PoolFigures | None]:
+    if not metrics:
+        return [], None
+    try:
+        figures = read_figures(await ask_master(metrics))
+    except Unreachable as error:
+        return [Service(name="pool", endpoint=metrics, error=str(error))], None
+    return [Service(name="pool", endpoint=metrics)], figures
+
+
+async def _probe(name: str, endpoint: str) -> Service:
+    transport = ZmqTransport()
+    me = Identity(role="status", name="status", incarnation=new_incarnation())
+    channel: Channel[SnapshotAsked, Message] = Channel(transport, endpoint, me, _UNIONS[name], LoopClock())
+    try:
+        welcome = await channel.open(CONNECT_SECONDS)
+        return Service(name=name, endpoint=endpoint, uptime_seconds=welcome.uptime_seconds)
+    except SeerError as error:
+        return Service(name=name, endpoint=endpoint, error=str(error))
+    finally:
+        channel.close()
+        await transport.close()
+
+
+def _text(seen: Seen) -> str:
+    lines = [_service(service, seen.pool) for service in seen.services]
+    status = seen.buffer
+    if status is None:
+        return "\n".join(lines)
+    rates = ", ".join(f"{rate:.0f} {name}/s" for name, rate in seen.rates.items())
+    lines += [
+        f"policy {status.policy}: {status.rollouts} rollouts, {status.requests_running} requests running, "
+        f"{status.requests_waiting} waiting, {rates}",
+        f"weights version {status.weight_version} ({status.weights_digest or 'no digest'})",
+    ]
+    for instance in status.instances:
+        use = pool_use([instance.stats])
+        lines += [_instance(instance), *([f"    {use_text(use)}"] if use.used else [])]
+        drafts = draft_use([instance.stats])
+        lines += [f"    {draft_text(drafts)}"] if drafts.verifications else []
+    lines += [] if status.instances else ["no engines are registered"]
+    lines += ["engines sleep: a trainer uses their memory"] if status.asleep else []
+    lines += [f"  {name}: QUARANTINED: {why}" for name, why in status.quarantined.items()]
+    totals = ", ".join(f"{name} {count}" for name, count in status.counters.items())
+    return "\n".join([*lines, f"totals: {totals}"])
+
+
+def _service(service: Service, pool: PoolFigures | None) -> str:
+    if service.error:
+        return f"{service.name}: UNREACHABLE: {service.error}"
+    if service.name == "pool" and pool is not None:
+        return f"pool: {figures_text(pool)}"
+    return f"{service.name}: up {service.uptime_seconds:.0f} s at {service.endpoint}"
+
+
+def _instance(it: InstanceStatus) -> str:
+    total = it.capacity.kv_blocks
+    return (
+        f"  {it.name}: {it.chunks} chunks ({it.stats.running} running, {it.stats.waiting} waiting), "
+        f"KV {total - it.stats.free_blocks}/{total} blocks used, {it.reserved_blocks} reserved, "
+        f"{it.stats.generated_tokens} tokens, {it.stats.preemptions} preemptions, {it.restarts} restarts"
+    )

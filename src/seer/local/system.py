@@ -1,0 +1,367 @@
+"""A whole system on this machine: buffer, context, dgds, engines and a KV pool as child processes.
+
+Invariants:
+- no child outlives this process: each dies with it (on Linux), and on the way out the whole process
+  group of each is killed;
+- a child that ends before it is told to is noticed at once, with the last lines it logged, and
+  started again as `restarts` allows; one that cannot start at first ends the whole;
+- one that is given up is survived, but for the buffer and the last engine;
+- a KV pool that nobody asked for by name (`pool.kind = auto`) is not waited for, and may fail to start;
+- starting and stopping have deadlines;
+- all that children take for temporary lies in one folder of the run (`seer.common.process.scratch`):
+  it goes with the run, or, if that was killed, when the next one starts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import shutil
+import signal
+import sys
+import tempfile
+from collections.abc import Callable, Coroutine, Mapping
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+from msgspec.structs import asdict, replace
+
+from seer.common.config import Config, Endpoints, shards
+from seer.common.errors import ConfigError
+from seer.common.process.scratch import Scratch, sweep
+from seer.local.child import Child, LaunchError, StartError
+from seer.local.hardware import plan_engines
+from seer.local.pool_plan import POOL_SERVICES, plan_pool
+from seer.local.restarts import Restarts
+
+T = TypeVar("T")
+
+SERVICES = ("buffer", "context", "dgds")
+
+SERVICE_START_SECONDS = 60.0
+"""Deadline for a light service to be ready; generous, since engines load at the same time."""
+
+ENGINE_START_SLACK_SECONDS = 60.0
+"""An engine gets this beyond `engine.load_seconds`, for importing its libraries."""
+
+DRAIN_SECONDS = 3600.0
+"""Longest that a buffer told to drain may have its engines go on."""
+
+LEAVE_SECONDS = 10.0
+"""Longest orderly end of a child that has nothing left to do."""
+
+STOP_SECONDS = 5.0
+"""After a second SIGTERM; then the process group is killed."""
+
+SPOOL = "weights"
+"""Where a system keeps weights that trainers stream, unless told: in its own folder, never longer than it."""
+
+POOL_DISK = "pool"
+"""Likewise for the KV pool's disk tier."""
+
+_MAX_IPC_DIR = 60
+"""Unix socket paths are at most 107 bytes long."""
+
+
+def run(work: Coroutine[Any, Any, T]) -> T:
+    """`asyncio.run` in which SIGTERM, too, cancels the work; the exit code then is a shell's 143."""
+    terminated = False
+
+    async def guarded() -> T:
+        task = asyncio.current_task()
+
+        def terminate() -> None:
+            nonlocal terminated
+            terminated = True
+            if task is not None:
+                task.cancel()
+
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, terminate)
+        return await work
+
+    try:
+        return asyncio.run(guarded())
+    except asyncio.CancelledError:
+        sys.exit(128 + (signal.SIGTERM if terminated else signal.SIGINT))
+
+
+class _Slot:
+    """One service's place: the child that fills it now, and its record."""
+
+    def __init__(
+        self,
+        service: str,
+        name: str,
+        config: Config,
+        environ: Mapping[str, str],
+        seconds: float,
+        *,
+        optional: bool = False,
+    ) -> None:
+        self.service = service
+        self.name = name
+        self.config = config
+        self.environ = environ
+        self.start_seconds = seconds
+        self.optional = optional
+        self.gate: contextlib.AbstractAsyncContextManager[object] = contextlib.nullcontext()
+        self.child: Child | None = None
+        self.ready_at: float | None = None
+        self.restarts = Restarts()
+        self.given_up = False
+        self.keeper: asyncio.Task[None] | None = None
+
+
+class LocalSystem:
+    """Use as `async with LocalSystem(config, instances) as system`; then `system.endpoint`.
+
+    With `private`, endpoints are ipc sockets in a directory of the run, and children log into files
+    there, which are kept when something went wrong. Otherwise the configured endpoints are used and
+    children log to stderr. With `drain`, leaving waits until all accepted work was collected. `say`
+    gets one line per thing worth knowing.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        instances: int,
+        *,
+        private: bool = True,
+        drain: bool = False,
+        say: Callable[[str], None] = lambda line: None,
+    ) -> None:
+        self._pool = plan_pool(config.pool, config.engine, private=private)
+        self.config = replace(config, pool=self._pool.config)
+        self._plans = plan_engines(config.engine, instances)
+        self._private = private
+        self._drain = drain
+        self._say = say
+        self._slots: list[_Slot] = []
+        self._lost = False
+        if not private:
+            _refuse_free_ports(config.endpoints)
+
+    @property
+    def endpoint(self) -> str:
+        """Where trainers connect."""
+        return self.config.endpoints.trainers
+
+    @property
+    def pids(self) -> dict[str, int]:
+        """Process ids of the children by name."""
+        return {slot.name: slot.child.process.pid for slot in self._slots if slot.child}
+
+    @property
+    def restarts(self) -> dict[str, int]:
+        """How often each child was started again."""
+        return {slot.name: slot.restarts.total for slot in self._slots}
+
+    async def __aenter__(self) -> Self:
+        self._failure: asyncio.Future[LaunchError] = asyncio.get_running_loop().create_future()
+        try:
+            parents = tempfile.gettempdir(), _short_temporary_folder()
+            for parent in dict.fromkeys(parents):
+                await asyncio.to_thread(sweep, parent)
+            self._scratch = Scratch("run", parents[1])
+        except OSError as error:
+            raise ConfigError(f"TMPDIR: {error}; set it to a folder that can be written to") from error
+        self._dir = self._scratch.path
+        self._environ = {"TMPDIR": str(self._dir)} if parents[0] == parents[1] else {}
+        if self._private:
+            names = {name: f"ipc://{self._dir}/{name}" for name in asdict(Endpoints()) if name != "bind_host"}
+            names["dgds"] = ",".join(f"ipc://{self._dir}/{name}" for name, _ in _dgds(self.config))
+            self.config = replace(self.config, endpoints=Endpoints(**names))
+        if not self.config.buffer.spool:  # a buffer that is started again finds its streams
+            spool = replace(self.config.buffer, spool=str(self._dir / SPOOL))
+            self.config = replace(self.config, buffer=spool)
+        if self._pool.starts and self.config.pool.ssd_gib and not self.config.pool.ssd_path:
+            disk = replace(self.config.pool, ssd_path=str(self._dir / POOL_DISK))
+            self.config = replace(self.config, pool=disk)
+        if self._pool.said:
+            self._say(self._pool.said)
+        try:
+            await self._start()
+        except BaseException as error:
+            self._lost = not isinstance(error, StartError)
+            await self._stop(orderly=False)
+            raise
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._stop(orderly=error is None)
+
+    async def run(self, work: Coroutine[Any, Any, T]) -> T:
+        """Await `work`; raises `LaunchError`, and cancels it, when the system cannot go on."""
+        task = asyncio.create_task(work)
+        try:
+            either: list[asyncio.Future[Any]] = [task, self._failure]
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+            if not task.done():
+                raise self._failure.result()
+        finally:
+            task.cancel()
+            await asyncio.wait([task])
+        return task.result()
+
+    # --- starting ------------------------------------------------------------------------
+
+    async def _start(self) -> None:
+        light = [("buffer", "buffer", self.config), ("context", "context", self.config)]
+        light += [("dgds", *shard) for shard in _dgds(self.config)]
+        self._slots = [_Slot(*each, {}, SERVICE_START_SECONDS) for each in light]
+        shared = asyncio.Lock()
+        for plan in self._plans:
+            config = replace(self.config, engine=plan.config)
+            seconds = plan.config.load_seconds + ENGINE_START_SLACK_SECONDS
+            slot = _Slot("engine", plan.config.name, config, plan.environ, seconds)
+            if plan.shares_device:  # they measure its free memory as they start: one after the other
+                slot.gate = shared
+            self._slots.append(slot)
+        for name in POOL_SERVICES if self._pool.starts else ():
+            optional = self._pool.optional
+            self._slots.append(_Slot(name, name, self.config, {}, SERVICE_START_SECONDS, optional=optional))
+        waited = [slot for slot in self._slots if not slot.optional]
+        for slot in self._slots:
+            if slot.optional:
+                slot.keeper = asyncio.create_task(self._begin(slot))
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                for slot in waited:
+                    tasks.create_task(self._bring_up(slot))
+        except ExceptionGroup as group:
+            raise group.exceptions[0] from None
+        for slot in waited:
+            slot.keeper = asyncio.create_task(self._keep(slot))
+
+    async def _bring_up(self, slot: _Slot) -> None:
+        slot.ready_at = None
+        async with slot.gate:
+            environ = self._environ | dict(slot.environ)
+            slot.child = await Child.spawn(
+                slot.service, slot.name, slot.config, environ, self._dir, logged=self._private
+            )
+            await slot.child.ready(slot.start_seconds)
+        slot.ready_at = asyncio.get_running_loop().time()
+
+    # --- keeping up ----------------------------------------------------------------------
+
+    async def _begin(self, slot: _Slot) -> None:
+        await self._try(slot)
+        await self._keep(slot)
+
+    async def _try(self, slot: _Slot) -> bool:
+        try:
+            await self._bring_up(slot)
+        except LaunchError as error:
+            self._say(str(error))
+            if slot.child is not None:
+                slot.child.kill_group()  # when it was only late
+            return False
+        return True
+
+    async def _keep(self, slot: _Slot) -> None:
+        while slot.child is not None:
+            await slot.child.process.wait()
+            self._lost = True
+            slot.child.kill_group()  # what it had started must not outlive it
+            now = asyncio.get_running_loop().time()
+            pause = slot.restarts.pause(now - slot.ready_at if slot.ready_at else 0.0)
+            if pause is None:
+                self._give_up(slot, slot.child)
+                return
+            self._say(f"{slot.child.obituary()}\n{slot.name} starts again in {pause:g} s")
+            await asyncio.sleep(pause)
+            if await self._try(slot):
+                self._say(f"{slot.name} is back")
+
+    def _give_up(self, slot: _Slot, child: Child) -> None:
+        slot.given_up = True
+        end = f"{child.obituary()}\n{slot.name} is given up after {slot.restarts.in_a_row} failures in a row"
+        engines = [each for each in self._slots if each.service == "engine"]
+        left = sum(not each.given_up for each in engines)
+        if slot.service in ("context", "dgds", *POOL_SERVICES):
+            self._say(f"{end}; rollouts go on without it")
+        elif slot.service == "engine" and left:
+            self._say(f"{end}; rollouts go on with {left} of {len(engines)} engines")
+        elif not self._failure.done():
+            self._failure.set_result(LaunchError(end))
+
+    # --- stopping ------------------------------------------------------------------------
+
+    def _children(self, *services: str) -> list[Child]:
+        return [slot.child for slot in self._slots if slot.child and slot.service in services]
+
+    async def _stop(self, *, orderly: bool) -> None:
+        try:
+            if self._drain and orderly:  # engines that are lost meanwhile still come back
+                await self._end_keepers("buffer")
+                await self._end(self._children("buffer"), DRAIN_SECONDS)
+            await self._end_keepers(*SERVICES, *POOL_SERVICES, "engine")
+            # Engines next: they say goodbye to services that are still there.
+            for services in (("engine",), (*SERVICES, *POOL_SERVICES)):
+                await self._end(self._children(*services), LEAVE_SECONDS if orderly else 0.0)
+        finally:
+            for slot in self._slots:
+                if slot.keeper is not None:
+                    slot.keeper.cancel()
+                if slot.child is not None:
+                    slot.child.kill_group()
+            self._clean_up()
+
+    async def _end_keepers(self, *services: str) -> None:
+        ending = [slot.keeper for slot in self._slots if slot.keeper and slot.service in services]
+        for keeper in ending:
+            keeper.cancel()
+        await asyncio.gather(*ending, return_exceptions=True)
+
+    async def _end(self, children: list[Child], seconds: float) -> None:
+        """Have children drain for so long, then stop, then kill them."""
+        for patience in (seconds, STOP_SECONDS):
+            for child in children:
+                child.terminate()
+            await asyncio.gather(*(child.gone(patience) for child in children))
+        stuck = [child.name for child in children if child.alive]
+        if stuck:
+            self._lost = True
+            self._say(f"{', '.join(stuck)} did not end {seconds + STOP_SECONDS:g} s after SIGTERM: killed")
+        for child in children:
+            child.kill_group()
+        await asyncio.gather(*(child.gone(STOP_SECONDS) for child in children))
+
+    def _clean_up(self) -> None:
+        if not (self._lost and self._private):
+            self._scratch.close()
+            return
+        self._say(f"logs are kept in {self._dir}")
+        for part in self._dir.iterdir():
+            if part.is_dir():
+                shutil.rmtree(part, ignore_errors=True)
+            elif part.suffix not in (".log", ".toml"):
+                part.unlink(missing_ok=True)
+        self._scratch.keep()
+
+
+def _short_temporary_folder() -> str:
+    folder = tempfile.gettempdir()
+    return folder if len(folder.encode()) <= _MAX_IPC_DIR else "/tmp"  # noqa: S108 - mkdtemp makes it private
+
+
+def _dgds(config: Config) -> list[tuple[str, Config]]:
+    """Return a name and a configuration for each dgds: one per endpoint."""
+    count = len(shards(config.endpoints.dgds))
+    if count == 1:
+        return [("dgds", config)]
+    each = (replace(config, dgds=replace(config.dgds, shard=shard)) for shard in range(count))
+    return [(f"dgds-{shard}", own) for shard, own in enumerate(each)]
+
+
+def _refuse_free_ports(endpoints: Endpoints) -> None:
+    for name, endpoint in asdict(endpoints).items():
+        for each in shards(endpoint):
+            if each.startswith("tcp://") and each.endswith(":0"):
+                raise ConfigError(
+                    f"endpoints.{name} = {each!r}: the other processes must know the port;"
+                    " name one, or use ipc://"
+                )

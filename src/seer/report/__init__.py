@@ -1,0 +1,1 @@
+"""What a run was good for, in words and numbers."""

@@ -1,0 +1,1 @@
+"""`seer rollout`: a file of prompts in, a file of responses out."""

@@ -1,0 +1,209 @@
+"""The files of `seer rollout`: prompts in, responses out.
+
+Invariants:
+- every complaint about a prompt starts with `FILE:LINE: field`;
+- a file written here appears whole or not at all.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import msgspec
+
+from seer.client.prompts import MAX_ID_BYTES, Prepared, token_array
+from seer.client.rollout import Group
+from seer.client.text import Tokenizer, load_tokenizer
+from seer.common.errors import InvalidField
+from seer.common.weights.digest import problem_of
+from seer.common.wire import Tokens
+
+_FIELDS = ("id", "prompt", "prompt_token_ids")
+
+
+class PromptLine(msgspec.Struct, frozen=True):
+    """A prompt and where it stands (`FILE:LINE`)."""
+
+    where: str
+    prompt: Prepared
+
+
+class ModelFacts(msgspec.Struct, frozen=True):
+    """What a model folder tells without loading it. Zero: unknown, the engine will check.
+
+    `context` is the longest sequence, `vocab_size` the bound of token ids.
+    """
+
+    context: int = 0
+    vocab_size: int = 0
+
+
+def model_facts(folder: Path) -> ModelFacts:
+    """Read a folder's config.json. Raises `InvalidField` when there is none."""
+    try:
+        described = json.loads((folder / "config.json").read_text())
+    except OSError as error:
+        fix = f"its config.json cannot be read ({error.strerror}); give a Hugging Face model folder"
+        raise InvalidField("--model", str(folder), fix) from error
+    except ValueError as error:
+        fix = f"its config.json is not valid JSON ({error}); give a Hugging Face model folder"
+        raise InvalidField("--model", str(folder), fix) from error
+    if not isinstance(described, dict):
+        raise InvalidField(
+            "--model", str(folder), "its config.json is no object; give a Hugging Face model folder"
+        )
+    text = described.get("text_config") or described
+    rope = text.get("rope_scaling") or text.get("rope_parameters") or {}
+    scaled = rope.get("rope_type", rope.get("type", "default")) != "default"
+    context = 0 if scaled else text.get("max_position_embeddings")
+    return ModelFacts(context=context or 0, vocab_size=text.get("vocab_size") or 0)
+
+
+def check_weights(folder: Path) -> None:
+    """Raise `InvalidField` when weights are missing or cut short: an engine would find out much later."""
+    problem = problem_of(folder)
+    if problem:
+        raise InvalidField("--model", str(folder), f"{problem}; give a complete Hugging Face model folder")
+
+
+def tokenizer_of(folder: Path | None) -> Tokenizer | None:
+    """Return a model folder's tokenizer, None when it has none."""
+    if folder is None or not (folder / "tokenizer.json").is_file():
+        return None
+    return load_tokenizer(folder)
+
+
+def read_prompts(path: Path, tokenizer: Tokenizer | None) -> list[PromptLine]:
+    """Read, check and tokenize `{"id", "prompt" | "prompt_token_ids", ...}` lines.
+
+    Other fields become the prompt's metadata; blank lines are skipped. Raises `InvalidField` naming
+    the first line and field that cannot be accepted.
+    """
+    try:
+        lines = path.read_bytes().removeprefix(b"\xef\xbb\xbf").split(b"\n")
+    except OSError as error:
+        raise InvalidField("PROMPTS", str(path), f"{error.strerror}; give a readable JSONL file") from error
+    prompts: list[PromptLine] = []
+    first_seen: dict[str, str] = {}
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        where = f"{path}:{number}"
+        prompt = _prompt(line, where, tokenizer)
+        if prompt.id in first_seen:
+            raise InvalidField(f"{where}: id", prompt.id, f"already used at {first_seen[prompt.id]}")
+        first_seen[prompt.id] = where
+        prompts.append(PromptLine(where, prompt))
+    if not prompts:
+        raise InvalidField("PROMPTS", str(path), "holds no prompts; give one JSON object per line")
+    return prompts
+
+
+def check_fit(lines: Iterable[PromptLine], max_tokens: int, facts: ModelFacts) -> int:
+    """Return the longest prompt's length after checking all against the model.
+
+    Raises `InvalidField` naming the first prompt that the model cannot take.
+    """
+    longest = 0
+    for line in lines:
+        tokens = line.prompt.token_ids
+        longest = max(longest, tokens.size)
+        if facts.context and tokens.size + max_tokens > facts.context:
+            fix = f"with --max-tokens {max_tokens} it exceeds the model's context of {facts.context} tokens"
+            raise InvalidField(f"{line.where}: prompt length", tokens.size, fix)
+        if facts.vocab_size and tokens.max() >= facts.vocab_size:
+            fix = f"must be below the model's vocabulary size of {facts.vocab_size}"
+            raise InvalidField(f"{line.where}: prompt_token_ids", int(tokens.max()), fix)
+    return longest
+
+
+def _prompt(line: bytes, where: str, tokenizer: Tokenizer | None) -> Prepared:
+    try:
+        record = msgspec.json.decode(line)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        shown = line[:60].decode(errors="replace")
+        raise InvalidField(f"{where}: line", shown, f"not valid JSON: {error}") from error
+    if not isinstance(record, dict):
+        raise InvalidField(f"{where}: line", record, 'give an object: {"id": ..., "prompt": ...}')
+    prompt_id = record.get("id")
+    if not isinstance(prompt_id, str) or not prompt_id:
+        raise InvalidField(f"{where}: id", prompt_id, "give a non-empty string")
+    if len(prompt_id.encode()) > MAX_ID_BYTES:
+        raise InvalidField(f"{where}: id", prompt_id, f"give at most {MAX_ID_BYTES} bytes")
+    metadata = {key: value for key, value in record.items() if key not in _FIELDS}
+    return Prepared(prompt_id, _tokens(record, where, tokenizer), metadata)
+
+
+def _tokens(record: dict[str, object], where: str, tokenizer: Tokenizer | None) -> Tokens:
+    if ("prompt" in record) == ("prompt_token_ids" in record):
+        found = "both" if "prompt" in record else "neither"
+        raise InvalidField(f"{where}: prompt", found, "give either prompt or prompt_token_ids")
+    field = f"{where}: {'prompt' if 'prompt' in record else 'prompt_token_ids'}"
+    ids = record.get("prompt_token_ids")
+    if "prompt" in record:
+        text = record["prompt"]
+        if not isinstance(text, str) or not text:
+            raise InvalidField(field, text, "give a non-empty string")
+        if tokenizer is None:
+            fix = "text needs --model DIR with a tokenizer.json; or give prompt_token_ids"
+            raise InvalidField(field, text, fix)
+        return token_array(tokenizer.encode(text), field)
+    if not isinstance(ids, list) or any(type(token) is not int for token in ids):
+        raise InvalidField(field, ids, "give a list of integers")
+    return token_array(ids, field)
+
+
+def encode_group(group: Group) -> bytes:
+    """Return the output line of a group, with its line feed."""
+    return msgspec.json.encode(_record(group)) + b"\n"
+
+
+def write_report(path: Path, report: dict[str, object]) -> None:
+    """Write a report as indented JSON, atomically. Raises `InvalidField` when the disk refuses it."""
+    try:
+        with replacing(path) as partial:
+            partial.write_text(json.dumps(report, indent=2) + "\n")
+    except OSError as error:
+        fix = f"cannot be written: {error.strerror}; give a file on a disk with room"
+        raise InvalidField("--report", str(path), fix) from error
+
+
+def check_writable(option: str, path: Path) -> None:
+    """Raise `InvalidField` unless a file can be put there: before the work, not after it."""
+    taken = path.exists() and not path.is_file()
+    if taken or not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
+        raise InvalidField(option, str(path), "give a file in an existing folder that can be written to")
+
+
+def _record(group: Group) -> dict[str, object]:
+    return {
+        "id": group.prompt_id,
+        "prompt_token_ids": group.prompt_token_ids.tolist(),
+        "weight_version": group.weight_version,
+        "metadata": group.metadata,
+        "responses": [
+            {
+                "index": response.index,
+                "token_ids": response.token_ids.tolist(),
+                "logprobs": response.logprobs.tolist(),
+                "text": response.text,
+                "finish_reason": response.finish_reason,
+            }
+            for response in group.responses
+        ],
+    }
+
+
+@contextlib.contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Yield a file beside `path` that takes its place when the block succeeds."""
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    try:
+        yield partial
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)

@@ -1,0 +1,311 @@
+"""`seer rollout`: a file of prompts in, a file of responses out.
+
+Invariants:
+- nothing is started before the whole input was checked;
+- OUT holds every prompt or does not appear; what finished is kept in its journal for `--resume`,
+  what did not is named and makes the exit code 1.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import math
+import platform
+import socket
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import msgspec
+
+from seer import __version__
+from seer.client import RolloutClient
+from seer.client.prompts import Prompt, check_request
+from seer.client.rollout import Rollout
+from seer.client.text import Tokenizer
+from seer.common.config import Config
+from seer.common.errors import InvalidField, RequestRefused, SeerError, Unreachable
+from seer.common.policy.schedule import POLICIES
+from seer.common.types import InstanceStats, SamplingParams
+from seer.common.wire import InstanceStatus
+from seer.local.child import LaunchError
+from seer.local.system import LocalSystem, run
+from seer.report.drafts import draft_text, draft_use
+from seer.report.pool import pool_use, use_text
+from seer.rollout.files import (
+    ModelFacts,
+    PromptLine,
+    check_fit,
+    check_weights,
+    check_writable,
+    model_facts,
+    read_prompts,
+    tokenizer_of,
+    write_report,
+)
+from seer.rollout.journal import Journal, model_digest, prompts_digest
+from seer.rollout.progress import showing
+from seer.sim.bound import lower_bound
+
+SLACK_TOKENS = 32
+"""Room beyond prompt and output, for tokens that an engine drafts and then rejects."""
+
+CONNECT_SECONDS = 30.0
+"""Deadline for the buffer's first answer."""
+
+TAIL_SHARE = 0.1
+"""The tail is the last tenth of the requests to finish."""
+
+
+class Job(msgspec.Struct, frozen=True, kw_only=True):
+    """What to do. `connect` is a running system's endpoint; empty: start one with `config`."""
+
+    prompts: Path
+    out: Path
+    report: Path | None
+    model: Path | None
+    n: int
+    sampling: SamplingParams
+    seed: int
+    rollout_number: int
+    instances: int
+    connect: str
+    resume: bool
+    config: Config
+
+
+class Outcome(msgspec.Struct):
+    """How far it came; `resumed` prompts were done before it began.
+
+    `name` is the trainer's and the rollout's towards the buffer: whoever resumes a killed run gets
+    what went on without it.
+
+    Seconds are wall time; `seconds` from submission to the last response.
+    """
+
+    name: str
+    resumed: int
+    rollout: Rollout | None = None
+    error: SeerError | None = None
+    startup_seconds: float = 0.0
+    seconds: float = 0.0
+    instances: list[InstanceStatus] = []
+    restarts: int = 0
+
+
+def perform(job: Job) -> int:
+    """Run the job and return the exit code: 0, or 1 when any prompt failed.
+
+    Raises `InvalidField` or `ConfigError` for bad input, other `SeerError`s when nothing ran.
+    """
+    check_request(job.n, job.sampling, job.seed, job.rollout_number)
+    check_writable("--out", job.out)
+    if job.report is not None:
+        check_writable("--report", job.report)
+    embedded = not job.connect
+    if embedded and job.model is None and job.config.engine.backend == "vllm":
+        raise InvalidField("--model", "", "give a Hugging Face model folder")
+    if job.resume and job.model is None and job.connect:
+        raise InvalidField(
+            "--resume", True, "with --connect, give --model: a run is known by its model's bytes"
+        )
+    if embedded and job.config.buffer.policy not in POLICIES:
+        raise InvalidField("--policy", job.config.buffer.policy, f"choose one of {', '.join(POLICIES)}")
+    facts = ModelFacts() if job.model is None else model_facts(job.model)
+    if embedded and job.model is not None and job.config.engine.backend == "vllm":
+        check_weights(job.model)
+    tokenizer = tokenizer_of(job.model)
+    lines = read_prompts(job.prompts, tokenizer)
+    longest = check_fit(lines, job.sampling.max_tokens, facts)
+    run_of_job = _run_of(job, lines)
+    with contextlib.closing(Journal.open(job.out, run_of_job, resume=job.resume)) as journal:
+        prompts = [
+            Prompt(p.id, token_ids=p.token_ids, metadata=p.metadata)
+            for p in (line.prompt for line in lines)
+            if p.id not in journal.done
+        ]
+        if journal.done:
+            _say(f"resuming: {len(journal.done)} of {len(lines)} prompts are done")
+        outcome = Outcome(_name_of(job, run_of_job), len(journal.done))
+        try:
+            if prompts and embedded:
+                config = _with_length(job.config, longest + job.sampling.max_tokens + SLACK_TOKENS, facts)
+                run(_embedded(job, config, prompts, tokenizer, journal, outcome))
+            elif prompts:
+                run(_roll(job, job.connect, prompts, tokenizer, journal, outcome))
+        finally:
+            if 0 < len(journal.done) < len(lines):
+                _say(f"what finished is kept in {journal.path}: the same command with --resume does the rest")
+        return _finish(job, journal, [line.prompt.id for line in lines], outcome)
+
+
+def _run_of(job: Job, lines: Sequence[PromptLine]) -> dict[str, str]:
+    """Return everything that the job's tokens follow from, by name, for its journal."""
+    parameters = msgspec.to_builtins(job.sampling, str_keys=True)
+    return {
+        "model": "" if job.model is None else model_digest(job.model),
+        "prompts": prompts_digest(lines),
+        "engine": f"{job.config.engine.backend} {job.config.engine.dtype}",
+        "n": str(job.n),
+        "seed": str(job.seed),
+        "rollout_number": str(job.rollout_number),
+        **{name: str(value) for name, value in parameters.items()},
+    }
+
+
+def _name_of(job: Job, run_of_job: Mapping[str, str]) -> str:
+    whose = [socket.gethostname(), str(job.out.absolute()), *run_of_job.items()]
+    return "rollout-" + hashlib.blake2b(msgspec.json.encode(whose), digest_size=12).hexdigest()
+
+
+def _with_length(config: Config, length: int, facts: ModelFacts) -> Config:
+    if config.engine.max_model_len is not None:
+        return config
+    length = min(length, facts.context or length)
+    return msgspec.structs.replace(
+        config, engine=msgspec.structs.replace(config.engine, max_model_len=length)
+    )
+
+
+async def _embedded(
+    job: Job,
+    config: Config,
+    prompts: Sequence[Prompt],
+    tokenizer: Tokenizer | None,
+    journal: Journal,
+    outcome: Outcome,
+) -> None:
+    loop = asyncio.get_running_loop()
+    started = loop.time()
+    _say(f"starting {job.instances} {config.engine.backend} engines")
+    async with LocalSystem(config, job.instances, say=_say) as system:
+        outcome.startup_seconds = loop.time() - started
+        _say(f"ready in {outcome.startup_seconds:.1f} s")
+        try:
+            await system.run(_roll(job, system.endpoint, prompts, tokenizer, journal, outcome))
+        except LaunchError as error:
+            if outcome.rollout is None:
+                raise
+            outcome.error = error
+        finally:
+            outcome.restarts = sum(system.restarts.values())
+
+
+async def _roll(
+    job: Job,
+    endpoint: str,
+    prompts: Sequence[Prompt],
+    tokenizer: Tokenizer | None,
+    journal: Journal,
+    outcome: Outcome,
+) -> None:
+    loop = asyncio.get_running_loop()
+    async with RolloutClient(
+        endpoint, name=outcome.name, tokenizer=tokenizer, connect_seconds=CONNECT_SECONDS
+    ) as client:
+        started = loop.time()
+        outcome.rollout = rollout = await client.submit(
+            prompts,
+            n=job.n,
+            sampling=job.sampling,
+            seed=job.seed,
+            rollout_number=job.rollout_number,
+            rollout_id=outcome.name,
+        )
+        with showing(len(prompts) * job.n) as rollout.on_progress:
+            try:
+                async for group in rollout:
+                    journal.add(group)
+                    outcome.seconds = loop.time() - started
+            except RequestRefused as error:
+                outcome.error = error
+        try:
+            outcome.instances = (await client.status()).instances
+        except Unreachable as error:
+            _say(f"no versions for the report: {error}")
+
+
+def _finish(job: Job, journal: Journal, prompt_ids: Sequence[str], outcome: Outcome) -> int:
+    report = _report(outcome)
+    _say(
+        "{prompts} prompts, {requests} responses, {tokens} tokens in {seconds:.1f} s: "
+        "{tokens_per_second:.0f} tokens/s, tail {tail_seconds:.1f} s".format_map(report)
+        + (", {efficiency:.0%} of what these engines can".format_map(report) if report["efficiency"] else "")
+    )
+    use = pool_use([instance.stats for instance in outcome.instances])
+    if use.used and not job.connect:  # a running system's counts are of more than this run
+        _say(f"KV pool: {use_text(use)}")
+    drafts = draft_use([instance.stats for instance in outcome.instances])
+    if drafts.verifications and not job.connect:
+        _say(f"drafts: {draft_text(drafts)}")
+    missing = [prompt_id for prompt_id in prompt_ids if prompt_id not in journal.done]
+    if missing:
+        _say(f"error: {outcome.error}")
+        _say(f"not finished ({len(missing)} of {len(prompt_ids)}): {' '.join(missing)}")
+    else:
+        journal.publish(prompt_ids)
+    if job.report is not None:  # last: no trouble with it may cost the responses
+        write_report(job.report, report)
+    return int(bool(missing))
+
+
+def _report(outcome: Outcome) -> dict[str, object]:
+    """Return counts and timings of what this run did; `resumed` prompts are not among them."""
+    rollout = outcome.rollout
+    groups = rollout.groups if rollout else []
+    lengths = [response.token_ids.size for group in groups for response in group.responses]
+    tokens = sum(lengths)
+    bound = bound_seconds(lengths, [instance.stats for instance in outcome.instances])
+    drafts = draft_use([instance.stats for instance in outcome.instances])
+    versions = {"seer": __version__, "python": platform.python_version()}
+    for instance in outcome.instances:
+        versions |= instance.versions
+    return {
+        "prompts": len(groups),
+        "failed": len(rollout.prompts) - len(groups) if rollout else 0,
+        "resumed": outcome.resumed,
+        "requests": sum(len(group.responses) for group in groups),
+        "tokens": tokens,
+        "seconds": outcome.seconds,
+        "tokens_per_second": tokens / outcome.seconds if outcome.seconds else 0.0,
+        "tail_seconds": tail_seconds(rollout.finish_times) if rollout else 0.0,
+        "bound_seconds": bound,
+        "efficiency": bound / outcome.seconds if bound is not None and outcome.seconds else None,
+        "preemptions": sum(group.preemptions for group in groups),
+        "chunks": sum(group.chunks for group in groups),
+        "migrations": sum(group.migrations for group in groups),
+        "acceptance_length": drafts.acceptance_length,
+        "drafted_tokens": drafts.drafted,
+        "accepted_tokens": drafts.accepted,
+        "restarts": outcome.restarts,
+        "startup_seconds": outcome.startup_seconds,
+        "versions": versions,
+        "instances": msgspec.to_builtins(outcome.instances),
+    }
+
+
+def bound_seconds(lengths: Sequence[int], stats: Sequence[InstanceStats]) -> float | None:
+    """Return the least time for responses of these lengths on instances as fast as they were at best.
+
+    An instance that never ran for a second counts as the fastest one. None: none of them did.
+    """
+    fastest = max((each.best_rate for each in stats), default=0.0)
+    if not lengths or not fastest:
+        return None
+    capacity = sum(each.best_rate or fastest for each in stats)
+    alone = min((each.token_seconds_alone for each in stats if each.token_seconds_alone), default=0.0)
+    return lower_bound(sum(lengths), max(lengths), capacity, alone)
+
+
+def tail_seconds(finish_times: Sequence[float]) -> float:
+    """Return the time from the finish of nine tenths of the requests to that of the last."""
+    if not finish_times:
+        return 0.0
+    times = sorted(finish_times)
+    return times[-1] - times[math.ceil((1 - TAIL_SHARE) * len(times)) - 1]
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)

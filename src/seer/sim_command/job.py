@@ -1,0 +1,262 @@
+"""`seer sim`: policies on simulated clusters, in tables beside the paper's figures.
+
+Invariants:
+- nothing is simulated before the whole input was checked;
+- tables go to stdout, progress to stderr.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import msgspec
+from msgspec.structs import replace
+from rich import progress
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from seer.common.errors import InvalidField
+from seer.common.policy.schedule import default_chunk
+from seer.rollout.files import check_writable, write_report
+from seer.sim.files import load_workload
+from seer.sim.paper import Figures, figures
+from seer.sim.plan import instances_for
+from seer.sim.study import (
+    BASELINE,
+    Run,
+    Summary,
+    Variant,
+    cpus,
+    run_all,
+    summarize,
+    tasks,
+    variants,
+)
+from seer.sim.workload import WORKLOADS, Workload
+
+POLICIES = ("static", "least-loaded", "divided", "least-generated", "seer-paper", "seer", "oracle")
+"""What is compared by default."""
+
+DEFAULT = "seer"
+"""The policy that is planned with, and traced beside the baseline, by default."""
+
+TABLE_WIDTH = 240
+"""A table is not cut to a narrower terminal, or to a pipe's 80 columns."""
+
+
+class Job(msgspec.Struct, frozen=True, kw_only=True):
+    """What to simulate; empty `workloads` are the paper's, empty `policies` are `POLICIES`."""
+
+    workloads: tuple[str, ...]
+    cluster: str | None
+    policies: tuple[str, ...]
+    group_size: int | None
+    between: float | None
+    chunk_size: int | None
+    drafts: bool
+    seeds: int
+    workers: int | None
+    json_file: Path | None
+    plot: Path | None
+    plan: float | None
+
+    def chunk(self, load: Workload) -> int:
+        """Return the tokens of a chunk."""
+        return self.chunk_size or default_chunk(load.cap)
+
+
+def perform(job: Job) -> int:
+    """Simulate and print; return the exit code. Raises `InvalidField` and `ConfigError`."""
+    loads = [_adjusted(load_workload(name, job.cluster), job) for name in job.workloads or WORKLOADS]
+    policies = job.policies or POLICIES
+    compared = variants(policies, job.drafts)
+    if job.json_file is not None:
+        check_writable("--json", job.json_file)
+    if job.plot is not None:
+        _check_plot(job.plot)
+    console = Console(width=max(Console().width, TABLE_WIDTH))
+    if job.plan is not None:
+        report: list[object] = [_plan(load, job, console) for load in loads]
+    else:
+        report = [_study(load, compared, Variant(policies[0]), job, console) for load in loads]
+    if job.json_file is not None:
+        whole = {"seeds": job.seeds, "workloads": report}
+        write_report(job.json_file, msgspec.to_builtins(whole, str_keys=True))
+    return 0
+
+
+def _adjusted(load: Workload, job: Job) -> Workload:
+    for option, value in (("--group-size", job.group_size), ("--between", job.between)):
+        if value is not None and load.lengths:
+            raise InvalidField(option, value, f"{load.name} has recorded lengths: leave it out")
+    if job.between is not None:
+        load = replace(load, between=job.between)
+    if job.group_size is not None:  # as many responses, of fewer or more prompts
+        groups = max(1, round(load.groups * load.group_size / job.group_size))
+        load = replace(load, groups=groups, group_size=job.group_size)
+    return load
+
+
+def _check_plot(folder: Path) -> None:
+    if importlib.util.find_spec("matplotlib") is None:
+        fix = "plots need matplotlib: pip install 'seer-rollout[plot]'"
+        raise InvalidField("--plot", str(folder), fix)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InvalidField("--plot", str(folder), f"{error.strerror}; give a folder") from error
+
+
+def _study(
+    load: Workload, compared: Sequence[Variant], first: Variant, job: Job, console: Console
+) -> dict[str, object]:
+    seeds = 1 if load.lengths else job.seeds  # recorded lengths are what they are
+    planned = list(tasks(load, compared, seeds, job.chunk(load)))
+    if job.plot is not None:
+        traced = _traced(compared)
+        planned = [replace(task, traced=task.seed == 0 and task.variant in traced) for task in planned]
+    with _progress(load.name, len(planned)) as told:
+        runs = run_all(planned, job.workers or cpus(), told)
+    summaries = summarize(runs, first)
+    console.print(table_of(load, summaries, job))
+    if job.plot is not None:
+        from seer.sim.plots import draw
+
+        for path in draw(load, [run for run in runs if run.seed == 0], job.plot):
+            console.print(str(path), style="dim", markup=False, soft_wrap=True)
+    return {
+        "workload": {key: value for key, value in msgspec.structs.asdict(load).items() if key != "lengths"},
+        "chunk_size": job.chunk(load),
+        "responses": sum(map(len, load.draw(0))),
+        "policies": [
+            {"label": each.variant.label, "summary": each, "paper": figures(load, each.variant)}
+            for each in summaries
+        ],
+        "runs": [replace(run, trace=None) for run in runs],
+    }
+
+
+def _traced(compared: Sequence[Variant]) -> list[Variant]:
+    """Return the baseline and ours, or else what was named last: what is drawn instance by instance."""
+    plain = [each for each in compared if not each.drafts]
+    ours = Variant(DEFAULT) if Variant(DEFAULT) in plain else plain[-1]
+    return list(dict.fromkeys([BASELINE, ours]))
+
+
+@contextlib.contextmanager
+def _progress(name: str, runs: int) -> Iterator[Callable[[Run], None]]:
+    """Yield a function that shows on stderr that a run ended: a bar on a terminal, lines elsewhere."""
+    ended = 0
+
+    def last(run: Run) -> str:
+        return f"{run.variant.label}, seed {run.seed}: {run.total:.0f} s"
+
+    def line(run: Run) -> None:
+        nonlocal ended
+        ended += 1
+        print(f"{name}: {ended}/{runs} runs, {last(run)}", file=sys.stderr, flush=True)
+
+    if not sys.stderr.isatty():
+        yield line
+        return
+    columns = (
+        progress.TextColumn("{task.description}"),
+        progress.BarColumn(),
+        progress.MofNCompleteColumn(),
+        progress.TextColumn("{task.fields[last]}"),
+        progress.TimeElapsedColumn(),
+    )
+    with progress.Progress(*columns, console=Console(stderr=True), transient=True) as display:
+        task = display.add_task(name, total=runs, last="")
+        yield lambda run: display.update(task, advance=1, last=last(run))
+
+
+def table_of(load: Workload, summaries: Sequence[Summary], job: Job) -> Table:
+    """Return what a study found, beside what the paper did."""
+    responses = f"{load.groups} prompts, {load.groups * load.group_size} responses"
+    if load.lengths:
+        responses = f"{len(load.lengths)} prompts, {sum(map(len, load.lengths))} recorded responses"
+    title = (
+        f"{load.name}: {responses} on {load.instances} instances; chunks of {job.chunk(load)}, "
+        f"{summaries[0].seeds} seed{'s' * (summaries[0].seeds > 1)}"
+    )
+    table = Table(title=Text(title), title_justify="left", title_style="bold")
+    rows = [_cells(each, figures(load, each.variant)) for each in summaries]
+    shown = [heading for heading in rows[0] if any(row[heading] for row in rows)]
+    for heading in shown:
+        style = "cyan" if heading.startswith("paper") else ""
+        table.add_column(
+            heading, justify="left" if heading == "policy" else "right", no_wrap=True, style=style
+        )
+    for row in rows:
+        table.add_row(*(row[heading] for heading in shown))
+    return table
+
+
+def _cells(found: Summary, paper: Figures) -> dict[str, str]:
+    """Return a row by its headings; cells without a figure are empty."""
+    speedup = f"{found.speedup.mean:.2f}"
+    if found.speedup.low is not None and found.variant != BASELINE:
+        speedup += f" ({found.speedup.low:.2f}-{found.speedup.high:.2f})"
+    return {
+        "policy": found.variant.label,
+        "total s": _spread(found.total, found.total_deviation, found.seeds),
+        "paper s": _beside(paper.total, found.total, ".0f"),
+        "tail s": _spread(found.tail, found.tail_deviation, found.seeds),
+        "paper tail": _beside(paper.tail, found.tail, ".0f"),
+        "x static": speedup,
+        "paper x": _beside(paper.speedup, found.speedup.mean, ".2f"),
+        "tail/static": "" if found.tail_ratio is None else f"{found.tail_ratio:.2f}",
+        "paper t/s": _beside(paper.tail_ratio, found.tail_ratio, ".2f"),
+        "of bound": f"{found.efficiency:.1%}",
+        "preempt.": f"{found.preemptions:.2f}",
+        "migr.": f"{found.migrations:.0f}",
+        "TB": f"{found.pulled_terabytes:.1f}",
+        "error": f"{found.error:.2f}",
+    }
+
+
+def _spread(mean: float, deviation: float, seeds: int) -> str:
+    digits = 0 if mean >= 100 else 1
+    spread = f" ± {deviation:.{digits}f}" if seeds > 1 else ""
+    return f"{mean:.{digits}f}{spread}"
+
+
+def _beside(published: float | None, found: float | None, form: str) -> str:
+    """Return a published figure and the error of ours."""
+    if published is None:
+        return ""
+    if not published or found is None:
+        return f"{published:{form}}"
+    return f"{published:{form}} ({found / published - 1:+.0%})"
+
+
+def _plan(load: Workload, job: Job, console: Console) -> dict[str, object]:
+    seconds = job.plan or 0.0
+    variant = Variant(job.policies[0] if job.policies else DEFAULT, job.drafts)
+    tried: dict[int, float] = {}
+
+    def told(instances: int, took: float) -> None:
+        tried[instances] = took
+        print(f"{load.name}: {took:.0f} s on {instances}", file=sys.stderr, flush=True)
+
+    workers = job.workers or cpus()
+    needed = instances_for(load, variant, seconds, job.seeds, job.chunk(load), workers, told)
+    console.print(
+        f"{load.name}: within {seconds:.0f} s with {variant.label}: {needed} of its instances "
+        f"({tried[needed]:.0f} s); the workload has {load.instances}",
+        soft_wrap=True,
+        markup=False,
+    )
+    return {
+        "workload": load.name,
+        "chunk_size": job.chunk(load),
+        "instances": needed,
+        "policy": variant.label,
+        "tried": tried,
+    }

@@ -1,0 +1,308 @@
+"""The group registry through its machine: what is held, opened, refused, delivered and forgotten, and to whom it is told."""
+
+import pytest
+from buffer_events import CAPACITY, end, make, pick, run_to_end, submit
+from invariants import check
+
+from seer.services.buffer.requests import events, instructions, state
+
+
+def test_what_is_held_counts_against_the_bound_and_keeps_its_deadline():
+    machine = make(engines=("a",), max_requests=5, engine_wait_seconds=10.0)
+    (refused,) = pick(submit(machine, "p", "q", "s", weight_version=3), instructions.Refuse)
+    assert (refused.prompt_ids, "at most 5" in refused.message) == (["s"], True)
+    assert not pick(submit(machine, "p", "q", now=9.0, weight_version=3), instructions.Refuse)
+    machine.handle(events.EngineJoined("b", CAPACITY), 9.5)
+    (refused,) = pick(machine.handle(events.Tick(), 10.5), instructions.Refuse)
+    assert (refused.prompt_ids, refused.code) == (["p", "q"], "failed")
+    assert "weights were not live" in refused.message
+    check(machine)
+
+
+def test_a_second_trainer_of_a_held_rollout_is_refused_at_once():
+    machine = make(engines=())
+    submit(machine, "p")
+    (refused,) = pick(submit(machine, "p", "q", trainer="other", life=b"o"), instructions.Refuse)
+    assert (refused.life, refused.prompt_ids) == (b"o", ["p", "q"])
+    assert "another trainer" in refused.message
+    out = machine.handle(events.EngineJoined("a", CAPACITY), 1.0)
+    assert [item.prompt_ids for item in pick(out, instructions.Accept)] == [["p"]]
+
+
+def test_a_later_use_of_an_id_ends_the_earlier_one_and_answers_name_theirs():
+    machine = make(engines=("a",))
+    (first,) = pick(submit(machine, "p", n=1, use=1, asked=10, life=b"1"), instructions.Dispatch)
+    out = submit(machine, "p", n=1, use=2, asked=20, life=b"1")
+    assert pick(out, instructions.Drop) == [instructions.Drop("a", first.request_id, first.attempt)]
+    assert [kind for kind in out if isinstance(kind, instructions.Forget | instructions.Take)] == [
+        instructions.Forget("r/p"), instructions.Take("r/p", "p"),
+    ]  # fmt: skip
+    assert [item.use for item in pick(out, instructions.Accept)] == [2]
+    assert end(machine, first) == []
+    machine.handle(events.RolloutCancelled("t", "r", [], use=1), 1.0)
+    machine.handle(events.GroupsAcknowledged("t", "r", ["p"], use=1), 1.0)
+    assert "r/p" in machine.groups
+    (refused,) = pick(machine.handle(events.RolloutCancelled("t", "r", [], use=2), 1.0), instructions.Refuse)
+    assert refused.use == 2
+    assert not machine.groups
+
+
+def test_the_same_use_cannot_ask_for_two_things():
+    machine = make(engines=("a",))
+    submit(machine, "p", use=1, asked=10)
+    (refused,) = pick(submit(machine, "q", use=1, asked=20), instructions.Refuse)
+    assert "another seed" in refused.message
+    (refused,) = pick(submit(machine, "p", use=1, asked=10, same=False), instructions.Refuse)
+    assert "other tokens" in refused.message
+    assert set(machine.groups) == {"r/p"}
+    out = submit(machine, "p", use=2, asked=10, same=False)
+    assert pick(out, instructions.Take) == [instructions.Take("r/p", "p")]
+
+
+def test_a_reattached_trainer_gets_all_answers_in_its_new_life_only():
+    machine = make(engines=("a",))
+    out = submit(machine, "p", "q", n=1, max_tokens=16, use=1, life=b"1")
+    first, second = pick(out, instructions.Dispatch)
+    end(machine, first)
+    out = submit(machine, "p", n=1, max_tokens=16, use=9, life=b"2")
+    assert pick(out, instructions.Deliver) == [instructions.Deliver(b"2", "r/p")]
+    assert not pick(end(machine, second), instructions.Deliver)  # it has not been asked for yet
+    out = submit(machine, "q", n=1, max_tokens=16, use=9, life=b"2")
+    assert pick(out, instructions.Deliver) == [instructions.Deliver(b"2", "r/q")]
+
+
+def test_a_rollout_has_one_weight_version():
+    machine = make(engines=("a",))
+    out = submit(machine, "p", n=1, max_tokens=16)
+    run_to_end(machine, out)
+    machine.handle(events.WeightsChanged(1), 1.0)
+    out = submit(machine, "p", "q", n=1, max_tokens=16, use=3)
+    (refused,) = pick(out, instructions.Refuse)
+    assert refused.prompt_ids == ["q"]
+    assert "began under weight version 0" in refused.message
+    assert pick(out, instructions.Deliver)
+    out = submit(machine, "q", n=1, max_tokens=16, use=4, weight_version=1)  # says what it wants: another use
+    assert set(machine.groups) == {"r/q"}
+
+
+def test_draining_finishes_what_was_accepted_and_gives_back_what_was_held():
+    machine = make(engines=("a",))
+    submit(machine, "p", n=1)
+    submit(machine, "h", rollout="held", weight_version=5)
+    (refused,) = pick(machine.handle(events.Drained(), 1.0), instructions.Refuse)
+    assert (refused.rollout_id, refused.prompt_ids) == ("held", ["h"])
+    assert "shutting down" in refused.message
+    out = submit(machine, "p", "q", n=1)  # as after a blip
+    assert [item.prompt_ids for item in pick(out, instructions.Accept)] == [["p"]]
+    assert [item.prompt_ids for item in pick(out, instructions.Refuse)] == [["q"]]
+    check(machine)
+
+
+def test_a_trainer_that_is_lost_leaves_no_work():
+    machine = make(engines=("a",))
+    submit(machine, "p", n=1, life=b"1")
+    submit(machine, "q", n=1, rollout="other", life=b"2")
+    submit(machine, "h", rollout="held", life=b"1", weight_version=9)
+    out = machine.handle(events.TrainerLost(b"1"), 1.0)
+    assert len(pick(out, instructions.Drop)) == 1
+    assert set(machine.groups) == {"other/q"}
+    check(machine)
+
+
+def test_past_the_bound_on_unfinished_output_the_youngest_fail():
+    machine = make(engines=("a",), unfinished_tokens=40)
+    out = submit(machine, "p", "q", "s", n=1, max_tokens=64)
+    refused = []
+    for dispatch in pick(out, instructions.Dispatch):
+        refused += pick(end(machine, dispatch), instructions.Refuse)
+    assert [refusal.prompt_ids for refusal in refused] == [["s"]]
+    assert "buffer.unfinished_bytes" in refused[0].message
+    assert set(machine.groups) == {"r/p", "r/q"}
+
+
+def test_a_submission_far_beyond_the_bound_is_refused_before_anything_is_built():
+    machine = make(engines=("a",), max_requests=1000)
+    specs = [events.GroupSpec(str(i), 1) for i in range(4096)]
+    out = machine.handle(events.GroupsSubmitted("t", "r", 4096, 8, specs), 0.0)
+    assert {type(item) for item in out} == {instructions.Refuse}
+    assert sum(len(item.prompt_ids) for item in out) == 4096
+    assert not machine.rollouts
+
+
+def test_what_is_held_for_a_version_is_opened_when_it_is_live():
+    machine = make(engines=("a",))
+    assert not pick(submit(machine, "p", weight_version=3), instructions.Dispatch)
+    out = machine.handle(events.WeightsChanged(3), 1.0)
+    assert [item.prompt_ids for item in pick(out, instructions.Accept)] == [["p"]]
+    assert pick(out, instructions.Dispatch)
+    check(machine)
+
+
+def test_a_group_that_fails_by_its_own_last_chunk_is_not_delivered():
+    machine = make(engines=("a",), unfinished_tokens=15)
+    (dispatch,) = pick(submit(machine, "p", n=1, max_tokens=16), instructions.Dispatch)
+    out = end(machine, dispatch)
+    assert [item.prompt_ids for item in pick(out, instructions.Refuse)] == [["p"]]
+    assert not pick(out, instructions.Deliver)
+    assert not machine.groups
+
+
+def finished(machine, *prompts, now=1.0, **how):
+    """Submit prompts of one response each and run them to their ends."""
+    return run_to_end(machine, submit(machine, *prompts, **{"n": 1, "max_tokens": 16, **how}), now=now)[0]
+
+
+def test_what_an_update_holds_up_fails_by_no_deadline_of_engines():
+    machine = make(engines=("a",), engine_wait_seconds=10.0)
+    machine.handle(events.SubmissionsHeld(held=True), 0.0)
+    submit(machine, "p")
+    assert machine.handle(events.Tick(), 99.0) == []
+    assert pick(machine.handle(events.SubmissionsHeld(held=False), 100.0), instructions.Dispatch)
+
+
+def test_the_first_version_is_past_like_any_other():
+    machine = make(engines=("a",))
+    machine.handle(events.WeightsChanged(1), 1.0)
+    (refused,) = pick(submit(machine, "p", weight_version=0), instructions.Refuse)
+    assert "weight version 0 is past" in refused.message
+
+
+@pytest.mark.parametrize(("trainer", "use"), [("other", 0), ("other", 2), ("t", 1)])
+def test_only_its_own_trainer_and_use_acknowledge_a_group_and_only_a_finished_one(trainer, use):
+    machine = make(engines=("a",))
+    finished(machine, "p", use=2)
+    submit(machine, "q", n=1, use=2)
+    machine.handle(events.GroupsAcknowledged(trainer, "r", ["p", "q"], use), 2.0)
+    assert set(machine.groups) == {"r/p", "r/q"}
+    machine.handle(events.GroupsAcknowledged("t", "r", ["p", "q"], 2), 2.0)
+    assert set(machine.groups) == {"r/q"}
+    check(machine)
+
+
+def test_a_result_larger_than_the_bound_is_kept_alone():
+    machine = make(engines=("a",), result_tokens=10)
+    assert pick(finished(machine, "p"), instructions.Deliver)
+    assert set(machine.groups) == {"r/p"}
+
+
+def test_a_results_time_begins_when_it_is_finished():
+    machine = make(engines=("a",), result_ttl_seconds=10.0)
+    finished(machine, "p", now=9.0)
+    machine.handle(events.Tick(), 18.0)
+    assert machine.groups
+    machine.handle(events.Tick(), 20.0)
+    assert not machine.groups
+
+
+def half_collected():
+    """Return a machine with a later version live; of a rollout one group was collected, one failed."""
+    machine = make(engines=("a",))
+    finished(machine, "p", asked=7)
+    submit(machine, "q", n=1, asked=7)
+    machine.handle(events.GroupsAcknowledged("t", "r", ["p"]), 2.0)
+    machine.handle(events.RolloutCancelled("t", "r", ["q"]), 2.0)
+    assert not machine.rollouts
+    return machine
+
+
+def test_what_is_left_of_a_half_collected_rollout_has_its_weights_or_is_refused():
+    machine = half_collected()
+    machine.handle(events.WeightsChanged(1), 2.0)
+    (refused,) = pick(submit(machine, "q", n=1, asked=7), instructions.Refuse)
+    assert "began under weight version 0" in refused.message
+    assert pick(submit(machine, "q", n=1, asked=8), instructions.Dispatch), "another question under its id"
+
+
+def test_a_rollout_that_was_collected_in_the_end_leaves_its_id_free():
+    machine = half_collected()
+    finished(machine, "q", asked=7)
+    machine.handle(events.GroupsAcknowledged("t", "r", ["q"]), 2.0)
+    machine.handle(events.WeightsChanged(1), 2.0)
+    assert pick(submit(machine, "q", n=1, asked=7), instructions.Dispatch)
+
+
+def test_what_was_asked_for_again_goes_to_who_asked_last():
+    machine = make(engines=("a",))
+    (dispatch,) = pick(submit(machine, "p", n=1, max_tokens=16, use=1, life=b"1"), instructions.Dispatch)
+    submit(machine, "p", n=1, max_tokens=16, use=2, life=b"2")
+    assert pick(end(machine, dispatch), instructions.Deliver) == [instructions.Deliver(b"2", "r/p")]
+
+
+def test_each_refusal_names_the_use_that_its_prompts_belong_to():
+    machine = make(engines=("a",))
+    submit(machine, "p", "q", n=1, use=1)
+    submit(machine, "q", n=1, use=2)
+    refused = pick(machine.handle(events.RolloutsAborted("no"), 1.0), instructions.Refuse)
+    assert [(item.prompt_ids, item.use) for item in refused] == [(["p"], 1), (["q"], 2)]
+
+
+def test_neither_an_abort_nor_a_lost_trainer_costs_more_than_what_runs():
+    machine = make(engines=("a",))
+    finished(machine, "done", life=b"1")
+    submit(machine, "runs", life=b"1")
+    submit(machine, "held", rollout="later", weight_version=3, life=b"2")
+    machine.handle(events.RolloutsAborted("an update"), 1.0)
+    assert set(machine.groups) == {"r/done", "later/held"}
+    machine.handle(events.TrainerLost(b"1"), 1.0)
+    assert set(machine.groups) == {"r/done", "later/held"}
+
+
+def test_what_many_rollouts_hold_is_opened_in_one_pass():
+    machine = make(engines=())
+    for number in range(60):
+        submit(machine, "p", "q", n=1, rollout=f"r{number}")
+    opened = state.GroupState.rollout
+    looks = []
+
+    class Looked:
+        def __get__(self, group, owner=None):
+            looks.append(group)
+            return opened.__get__(group, owner)
+
+        def __set__(self, group, rollout):
+            opened.__set__(group, rollout)
+
+    state.GroupState.rollout = Looked()
+    try:
+        out = machine.handle(events.EngineJoined("a", CAPACITY), 1.0)
+    finally:
+        state.GroupState.rollout = opened
+    assert [item.prompt_ids for item in pick(out, instructions.Accept)] == [["p", "q"]] * 60
+    assert len(looks) < 60 * 60  # each group a few times, not once for each rollout
+
+
+def test_what_is_held_waits_for_the_weights_that_were_asked_for_last():
+    machine = make(engines=("a",))
+    submit(machine, "p", n=1, weight_version=7, use=1)
+    out = submit(machine, "p", n=1, weight_version=0, use=2)
+    (accepted,) = pick(out, instructions.Accept)
+    assert (accepted.use, accepted.weight_version) == (2, 0)
+    assert len(pick(out, instructions.Dispatch)) == 1
+    submit(machine, "q", n=1, weight_version=7, use=2, rollout="s")
+    submit(machine, "q", n=1, weight_version=5, use=3, rollout="s")
+    out = machine.handle(events.WeightsChanged(5), 2.0)
+    check(machine)
+    assert [item.prompt_ids for item in pick(out, instructions.Accept)] == [["q"]]
+
+
+def test_a_use_of_which_nothing_was_known_begins_with_what_is_live():
+    machine = make(engines=("a",))
+    run_to_end(machine, submit(machine, "p", n=1, use=1))
+    machine.handle(events.WeightsChanged(1), 2.0)
+    out = submit(machine, "p", n=1, use=2, same=False)
+    check(machine)
+    assert not pick(out, instructions.Refuse)
+    assert [(item.use, item.weight_version) for item in pick(out, instructions.Accept)] == [(2, 1)]
+    assert (machine.rollouts["r"].groups, machine.rollouts["r"].finished) == (1, 0)
+
+
+def test_a_submission_of_an_earlier_use_that_comes_late_changes_nothing():
+    machine = make(engines=("a",))
+    submit(machine, "p", n=1, use=5, asked=1, life=b"1")
+    for asked in (1, 2):
+        assert submit(machine, "p", n=1, use=4, asked=asked, life=b"1") == []
+    run_to_end(machine, [instructions.Dispatch("a", "r/p#0", machine.requests["r/p#0"].attempt, 16)])
+    assert machine.groups["r/p"].use == 5
+    assert pick(
+        submit(machine, "p", n=1, use=4, asked=1, life=b"2"), instructions.Deliver
+    )  # another life counts anew
