@@ -23,7 +23,7 @@ def sample(
     `logits` is [rows, vocab] with any row stride; it is not modified. `records` is
     [rows, RECORD_SIZE], the bytes of `sampling.RECORD`; the flat arrays are those its ragged
     fields index, `history` is [slots, length]. Releases the GIL. A row that cannot be sampled
-    (see `sampling_torch`) gets token -1 and logprob NaN. Raises `ValueError` for shapes that do
+    (see `torch_sampler`) gets token -1 and logprob NaN. Raises `ValueError` for shapes that do
     not fit together and `TypeError` for other dtypes.
     """
 

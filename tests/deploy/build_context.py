@@ -110,9 +110,15 @@ def files(context, out, folder=""):
             if not out.all_of(path):
                 yield from files(context, out, path)
         elif not out(path):
-            if not entry.is_file() or entry.is_symlink():
-                raise NotUnderstood(f"{path} is no plain file")
+            if not (entry.is_file() and not entry.is_symlink()) and not _leads_inside(context, entry):
+                raise NotUnderstood(f"{path} is no plain file, and no link to a folder of the context")
             yield path
+
+
+def _leads_inside(context, link):
+    """Say whether a link leads to a folder of the context: a build copies the link, and the folder for itself."""
+    relative = link.is_symlink() and not link.readlink().is_absolute()
+    return relative and link.is_dir() and link.resolve().is_relative_to(Path(context).resolve())
 
 
 def copied(context, dockerfile, name):
@@ -162,11 +168,14 @@ def lay_out(context, there, root, folder):
         for path, source in there.items()
         if path.startswith(f"{root}/")
     }
-    for path in [each for each in folder.rglob("*") if not each.is_dir()]:
+    for path in [each for each in folder.rglob("*") if each.is_symlink() or not each.is_dir()]:
         if str(path.relative_to(folder)) not in wanted:
             path.unlink()
     for name, source in wanted.items():
         copy = folder / name
         copy.parent.mkdir(parents=True, exist_ok=True)
-        if not copy.exists() or copy.read_bytes() != source.read_bytes():
+        if source.is_symlink():
+            if not copy.is_symlink():
+                copy.symlink_to(source.readlink())
+        elif not copy.exists() or copy.read_bytes() != source.read_bytes():
             shutil.copyfile(source, copy)

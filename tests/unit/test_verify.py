@@ -206,7 +206,7 @@ def test_a_flip_that_an_error_causes_is_explained_by_that_error(sampling, error,
 
 
 def draw(logits, noise, sampling: SamplingParams) -> int:
-    """Truncate and draw as `sampling_torch` specifies, in float64."""
+    """Truncate and draw as `torch_sampler` specifies, in float64."""
     x = logits / (sampling.temperature or 1.0)
     keep = x.max() + math.log(sampling.min_p) if sampling.min_p else -math.inf
     ranked = np.sort(x)[::-1]

@@ -2,7 +2,7 @@
 
 Invariants:
 - vLLM sees greedy requests with a token limit and stop ids; all sampling is ours, in
-  `extension.py`, all stop strings are ours, here: both go by the whole response, so that chunk
+  `worker.py`, all stop strings are ours, here: both go by the whole response, so that chunk
   boundaries, batches and preemptions change nothing;
 - vLLM request ids are never reused, so a dropped chunk cannot be mistaken for its next attempt;
 - workers learn of a request from its `extra_args` alone, and of the rest by `collective_rpc`: any

@@ -2,7 +2,7 @@
 
 Invariants:
 - `prepare` runs before anything imports vllm: several settings are read at import, once;
-- model runner V1 and synchronous scheduling are forced: `extension.py` hooks into exactly those;
+- model runner V1 and synchronous scheduling are forced: `worker.py` hooks into exactly those;
 - `auto` dtype is the checkpoint's own (vLLM's own `auto` would halve float32);
 - every refusal is an `EngineError` that names a field of the configuration and the fix.
 """

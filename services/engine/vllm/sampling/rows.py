@@ -4,7 +4,7 @@ Invariants:
 - a token is a function of the row's logits, its record and its token history: nothing is kept
   between calls, and other rows of the batch do not matter;
 - the native kernel (CPU), the Triton kernel (GPU) and the torch implementation (elsewhere) choose
-  the same tokens, bit for bit, as specified in `sampling_torch`;
+  the same tokens, bit for bit, as specified in `torch_sampler`;
 - logits are never modified.
 """
 

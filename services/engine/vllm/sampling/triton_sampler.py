@@ -1,7 +1,7 @@
 """The sampler on GPUs: one Triton kernel, one launch, one program per row.
 
 Invariants:
-- tokens are those of `sampling_torch`, bit for bit: nothing fuses a product and a sum (`LAUNCH`),
+- tokens are those of `torch_sampler`, bit for bit: nothing fuses a product and a sum (`LAUNCH`),
   division is `div_rn` (Triton's `/` is approximate), and sums that decide are of integers;
 - a row without cuts reads its logits once; top-k and top-p each read them up to 17 times more, for
   an exact search that needs no scratch memory and no order among the program's threads;
