@@ -1,13 +1,14 @@
 """Time the sampler against its peers on one core, or on a GPU; print JSON.
 
-    python bench/sampler.py [--repeats 31] [--device cuda]
+    python bench/sampler.py [--repeats 31] [--device cuda [--dtype bfloat16]]
 
 Microseconds per row, medians over the repeats: of CPU time, or on a GPU of the time from one wait for
 the device to the next, launches included (`seer` is the Triton kernel there, `seer_torch` what it
 replaces). Rows are synthetic: `diffuse` is normal with sigma 3, `peaked` has one token at 95 % or more.
-Peers, in the same run on the same rows: torch's log_softmax alone; vLLM's own sampler at temperature 1
-with the sampled token's logprob, and a copy of the logits since it overwrites them; on CPUs a draw by
-numpy's Philox and Gumbel, without logprob.
+Peers, in the same run on the same rows: torch's log_softmax alone; torch's softmax, exponential noise and
+argmax, the draw alone of most samplers; where vLLM is installed, its own sampler at temperature 1 with the
+sampled token's logprob, and a copy of the logits since it overwrites them; on CPUs a draw by numpy's Philox
+and Gumbel, without logprob.
 """
 
 from __future__ import annotations
@@ -26,18 +27,25 @@ os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")  # vLLM compiles a helper fo
 
 import numpy as np
 import torch
-import vllm
-from vllm.v1.sample.logits_processor import LogitsProcessors
-from vllm.v1.sample.metadata import SamplingMetadata
-from vllm.v1.sample.sampler import Sampler
+
+try:
+    import vllm
+    from vllm.v1.sample.logits_processor import LogitsProcessors
+    from vllm.v1.sample.metadata import SamplingMetadata
+    from vllm.v1.sample.sampler import Sampler
+except ModuleNotFoundError:  # a machine for kernels alone
+    vllm = None
 
 from seer import _native
 from seer.common.types import SamplingParams
 from seer.services.engine.vllm import sampling, sampling_torch
 
 INNER_TOKENS = 200_000  # draws this small are repeated inside one measurement
-ROWS = {66: 32, 32_768: 8, 151_936: 8}
-GPU_ROWS = 128  # a program draws one row: about one for each of a large GPU's processors
+ROWS = {66: (32,), 32_768: (8,), 151_936: (8,)}
+GPU_ROWS = {66: (128,), 32_768: (1, 128, 1024), 151_936: (1, 32, 132, 256, 1024, 4096)}
+TORCH_ROWS = 128
+"""More rows than these are too many for `seer_torch`, which holds several float32 copies of the logits."""
+
 OPTIONS = {
     "plain": {},
     "temperature_0.8": {"temperature": 0.8},
@@ -47,14 +55,14 @@ OPTIONS = {
 }
 
 
-def logits_of(kind: str, rows: int, vocab: int, device: str) -> torch.Tensor:
+def logits_of(kind: str, rows: int, vocab: int, device: str, dtype: torch.dtype) -> torch.Tensor:
     x = torch.randn(rows, vocab, generator=torch.Generator().manual_seed(vocab)) * (
         3.0 if kind == "diffuse" else 2.0
     )
     if kind == "peaked":
         top = x.logsumexp(-1) + 3.0
         x[torch.arange(rows), torch.arange(rows) * 7 % vocab] = top
-    return x.to(device)
+    return x.to(device, dtype)
 
 
 def seer_draw(
@@ -91,6 +99,14 @@ def vllm_draw(logits: torch.Tensor, top_p: float | None, top_k: int | None) -> C
     )  # fmt: skip
     sampler = Sampler()
     return lambda: sampler(logits.clone(), metadata)  # it works in place
+
+
+def torch_draw(logits: torch.Tensor) -> Callable[[], object]:
+    def draw() -> object:
+        probabilities = logits.softmax(-1)
+        return probabilities.div_(torch.empty_like(probabilities).exponential_()).argmax(-1)
+
+    return draw
 
 
 def numpy_draw(logits: torch.Tensor) -> Callable[[], object]:
@@ -131,10 +147,12 @@ def processor_name() -> str:
     return names[0] if names else platform.machine()
 
 
-def measure(vocab: int, rows: int, kind: str, device: str, repeats: int) -> dict[str, object]:
-    x = logits_of(kind, rows, vocab, device)
+def measure(
+    vocab: int, rows: int, kind: str, device: str, dtype: torch.dtype, repeats: int
+) -> dict[str, object]:
+    x = logits_of(kind, rows, vocab, device, dtype)
     samplers = {"seer": partial(sampling.sample_rows, check=False)}  # as the engine calls it
-    if device != "cpu":
+    if device != "cpu" and rows <= TORCH_ROWS:
         samplers["seer_torch"] = sampling_torch.sample
     line: dict[str, object] = {"vocab": vocab, "rows": rows, "kind": kind}
     for name, sample in samplers.items():
@@ -143,11 +161,13 @@ def measure(vocab: int, rows: int, kind: str, device: str, repeats: int) -> dict
             for option, fields in OPTIONS.items()
         }
     line["torch_log_softmax"] = microseconds(lambda: x.log_softmax(-1), x, repeats)
-    line["vllm_sampler"] = {
-        "plain": microseconds(vllm_draw(x, None, None), x, repeats),
-        "top_p_0.95": microseconds(vllm_draw(x, 0.95, None), x, repeats),
-        "top_k_50": microseconds(vllm_draw(x, None, 50), x, repeats),
-    }
+    line["torch_draw"] = microseconds(torch_draw(x), x, repeats)
+    if vllm is not None:
+        line["vllm_sampler"] = {
+            "plain": microseconds(vllm_draw(x, None, None), x, repeats),
+            "top_p_0.95": microseconds(vllm_draw(x, 0.95, None), x, repeats),
+            "top_k_50": microseconds(vllm_draw(x, None, 50), x, repeats),
+        }
     if device == "cpu":
         line["numpy_philox_gumbel"] = microseconds(numpy_draw(x), x, repeats)
     return line
@@ -159,21 +179,24 @@ def main() -> None:
     )
     parser.add_argument("--repeats", type=int, default=31)
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
+    parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16", "float16"))
     arguments = parser.parse_args()
     device = arguments.device
     torch.set_num_threads(1)
     results = [
-        measure(vocab, rows if device == "cpu" else GPU_ROWS, kind, device, arguments.repeats)
-        for vocab, rows in ROWS.items()
+        measure(vocab, rows, kind, device, getattr(torch, arguments.dtype), arguments.repeats)
+        for vocab, counts in (GPU_ROWS if device == "cuda" else ROWS).items()
+        for rows in counts
         for kind in ("peaked", "diffuse")
     ]
-    versions = {module.__name__: module.__version__ for module in (torch, vllm, np)}
+    versions = {module.__name__: module.__version__ for module in (torch, vllm, np) if module is not None}
     on = {"instruction_set": _native.INSTRUCTION_SET, "cores": 1}
     if device == "cuda":
         on = {"gpu": torch.cuda.get_device_name()}
     report = {
         "machine": {"processor": processor_name(), **on},
         "versions": {"python": platform.python_version(), **versions},
+        "dtype": arguments.dtype,
         "load_average": os.getloadavg(),
         "unit": f"microseconds of {'CPU' if device == 'cpu' else 'wall'} time per row, median",
         "results": results,
