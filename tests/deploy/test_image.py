@@ -27,6 +27,7 @@ NEED_EXTRA = {
     f"{ENGINE}.kv_pool.store": "torch",
     f"{ENGINE}.sampler_check": "torch",
     f"{ENGINE}.sampling": "torch",
+    f"{ENGINE}.sampling_kernels": "triton",
     f"{ENGINE}.sampling_torch": "torch",
     f"{ENGINE}.sampling_triton": "torch",
     f"{ENGINE}.self_test": "torch",
