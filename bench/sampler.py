@@ -1,6 +1,6 @@
 """Time the sampler against its peers on one core, or on a GPU; print JSON.
 
-    python bench/sampler.py [--repeats 31] [--device cuda]
+    python bench/sampler.py [--repeats 31] [--device cuda [--dtype bfloat16]]
 
 Microseconds per row, medians over the repeats: of CPU time, or on a GPU of the time from one wait for
 the device to the next, launches included (`seer` is the Triton kernel there, `seer_torch` what it
@@ -39,7 +39,7 @@ except ModuleNotFoundError:  # a machine for kernels alone
 from seer import _native
 from seer.common.types import SamplingParams
 from seer.services.engine.vllm.sampling import rows as sampling
-from seer.services.engine.vllm.sampling import torch_sampler
+from seer.services.engine.vllm.sampling import torch_sampler as torch_sampler
 
 INNER_TOKENS = 200_000  # draws this small are repeated inside one measurement
 ROWS = {66: (32,), 32_768: (8,), 151_936: (8,)}
@@ -56,14 +56,14 @@ OPTIONS = {
 }
 
 
-def logits_of(kind: str, rows: int, vocab: int, device: str) -> torch.Tensor:
+def logits_of(kind: str, rows: int, vocab: int, device: str, dtype: torch.dtype) -> torch.Tensor:
     x = torch.randn(rows, vocab, generator=torch.Generator().manual_seed(vocab)) * (
         3.0 if kind == "diffuse" else 2.0
     )
     if kind == "peaked":
         top = x.logsumexp(-1) + 3.0
         x[torch.arange(rows), torch.arange(rows) * 7 % vocab] = top
-    return x.to(device)
+    return x.to(device, dtype)
 
 
 def seer_draw(
@@ -148,8 +148,10 @@ def processor_name() -> str:
     return names[0] if names else platform.machine()
 
 
-def measure(vocab: int, rows: int, kind: str, device: str, repeats: int) -> dict[str, object]:
-    x = logits_of(kind, rows, vocab, device)
+def measure(
+    vocab: int, rows: int, kind: str, device: str, dtype: torch.dtype, repeats: int
+) -> dict[str, object]:
+    x = logits_of(kind, rows, vocab, device, dtype)
     samplers = {"seer": partial(sampling.sample_rows, check=False)}  # as the engine calls it
     if device != "cpu" and rows <= TORCH_ROWS:
         samplers["seer_torch"] = torch_sampler.sample
@@ -178,11 +180,12 @@ def main() -> None:
     )
     parser.add_argument("--repeats", type=int, default=31)
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
+    parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16", "float16"))
     arguments = parser.parse_args()
     device = arguments.device
     torch.set_num_threads(1)
     results = [
-        measure(vocab, rows, kind, device, arguments.repeats)
+        measure(vocab, rows, kind, device, getattr(torch, arguments.dtype), arguments.repeats)
         for vocab, counts in (GPU_ROWS if device == "cuda" else ROWS).items()
         for rows in counts
         for kind in ("peaked", "diffuse")
@@ -194,6 +197,7 @@ def main() -> None:
     report = {
         "machine": {"processor": processor_name(), **on},
         "versions": {"python": platform.python_version(), **versions},
+        "dtype": arguments.dtype,
         "load_average": os.getloadavg(),
         "unit": f"microseconds of {'CPU' if device == 'cpu' else 'wall'} time per row, median",
         "results": results,

@@ -27,6 +27,7 @@ NEED_EXTRA = {
     f"{ENGINE}.kv_pool.store": "torch",
     f"{ENGINE}.sampling.rows": "torch",
     f"{ENGINE}.sampling.torch_sampler": "torch",
+    f"{ENGINE}.sampling.triton_kernels": "triton",
     f"{ENGINE}.sampling.triton_sampler": "torch",
     f"{ENGINE}.sampling.vectors": "torch",
     f"{ENGINE}.self_test": "torch",

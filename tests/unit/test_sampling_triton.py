@@ -1,6 +1,6 @@
-"""The GPU's kernel: the same tokens as torch and the native kernel, and what it compiles to.
+"""The GPU's kernels: the same tokens as torch and the native kernel, and what they compile to.
 
-On a machine with a GPU the compiled kernel runs; elsewhere `make kernel-test` runs it in Triton's
+On a machine with a GPU the compiled kernels run; elsewhere `make kernel-test` runs them in Triton's
 interpreter. That is numpy, which never fuses a product and a sum: what the compiler does is read
 from the PTX, which needs no GPU.
 """
@@ -27,7 +27,7 @@ if DEVICE == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
 from sampling_rows import pack, random_batch, random_logits  # noqa: E402 - after torch and triton
 
 from seer.services.engine.vllm.sampling import rows as sampling  # noqa: E402
-from seer.services.engine.vllm.sampling import torch_sampler, triton_sampler, vectors  # noqa: E402
+from seer.services.engine.vllm.sampling import torch_sampler, triton_kernels, triton_sampler, vectors  # noqa: E402
 from seer.services.engine.vllm.sampling.rows import SamplingTable, sample_rows  # noqa: E402
 
 pytestmark = pytest.mark.vllm
@@ -38,12 +38,18 @@ import sys
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from seer.services.engine.vllm.sampling.triton_sampler import LAUNCH, sample_kernel  # noqa: E402
+from seer.services.engine.vllm.sampling import triton_kernels as kernels
 
-types = dict(zip(sample_kernel.arg_names, ("*fp32", "i32", "i32", "*i64", "*i64", "*i32", "*fp32"), strict=True))
-options = LAUNCH | ({"enable_fp_fusion": True} if sys.argv[2] == "fused" else {})
-target = GPUTarget("cuda", int(sys.argv[1]), 32)
-print(triton.compile(ASTSource(sample_kernel, types), target=target, options=options).asm["ptx"])
+types = {"logits": "*fp32", "words": "*i64", "cut": "*i64", "edited": "*i64", "found": "*i64", "lists": "*i32"}
+types |= {"marks": "*i32", "biases": "*fp32", "histograms": "*i64", "tokens": "*i32", "logprobs": "*fp32"}
+options = kernels.LAUNCH | ({"enable_fp_fusion": True} if sys.argv[2] == "fused" else {})
+cuts = [("cut_kernel", {"weighed": weighed, "begins": begins}) for weighed in (0, 1) for begins in (0, 1)]
+for name, constants in (("draw_kernel", {"slots": 64}), *cuts, ("top_kernel", {}), ("mark_kernel", {})):
+    kernel = getattr(kernels, name)
+    signature = {n: "constexpr" if n in constants else types.get(n, "i32") for n in kernel.arg_names}
+    source = ASTSource(kernel, signature, constants)
+    target = GPUTarget("cuda", int(sys.argv[1]), 32)
+    print(triton.compile(source, target=target, options=options).asm["ptx"])
 """
 
 
@@ -55,6 +61,10 @@ def same(logits, params):
     assert tokens.tolist() == sample_rows(logits, params, check=False)[0].tolist()
     torch.testing.assert_close(logprobs.cpu(), expected_logprobs, atol=5e-5, rtol=2e-4, equal_nan=True)
     return tokens.cpu()
+
+
+def bits(x):
+    return x.cpu().view(torch.int32).tolist()
 
 
 def test_it_draws_the_vectors():
@@ -122,8 +132,117 @@ def test_several_launches_drafts_and_strides(monkeypatch):
     params = table.step([25, 30, 20], history, drafts, rng.integers(0, vocab, 5).astype(np.int32))
     wide = torch.from_numpy(rng.normal(size=(8, 64)).astype(np.float32))
     expected = same(wide[:, :vocab], params)
-    monkeypatch.setattr(triton_sampler, "_SLAB_ELEMENTS", 3 * vocab)
+    monkeypatch.setattr(triton_sampler, "_SLAB_ROWS", 3)
     assert torch.equal(same(wide[:, :vocab].t().contiguous().t(), params), expected)
+
+
+VOCAB = 3 * triton_kernels.BLOCK.value + 5
+
+
+def test_neither_tokens_nor_logprobs_depend_on_the_batch():
+    rng = np.random.default_rng(4)
+    rows = 24
+    logits = random_logits(rng, VOCAB, rows).to(DEVICE)
+    table = SamplingTable(random_batch(rng, VOCAB, rows))
+    params = table.step(rng.integers(20, 60, rows), rng.integers(0, VOCAB, (rows, 60)).astype(np.int32))
+    tokens, logprobs = triton_sampler.sample(logits, params)
+    for start, stop in ((0, 1), (1, 2), (5, 6), (7, 20), (23, 24)):
+        part, part_logprobs = triton_sampler.sample(logits[start:stop], params.part(start, stop))
+        assert torch.equal(part, tokens[start:stop])
+        assert bits(part_logprobs) == bits(logprobs[start:stop])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_16_bits_are_read_as_their_float32_copy(dtype):
+    rng = np.random.default_rng(5)
+    rows = 12
+    logits = torch.from_numpy(rng.normal(size=(rows, VOCAB)).astype(np.float32) * 4).to(dtype)
+    table = SamplingTable(random_batch(rng, VOCAB, rows))
+    params = table.step(rng.integers(20, 60, rows), rng.integers(0, VOCAB, (rows, 60)).astype(np.int32))
+    same(logits, params)
+    tokens, logprobs = triton_sampler.sample(logits.to(DEVICE), params)
+    copied, copied_logprobs = triton_sampler.sample(logits.float().to(DEVICE), params)
+    assert torch.equal(tokens, copied)
+    assert bits(logprobs) == bits(copied_logprobs)
+
+
+def test_the_same_call_gives_the_same_again():
+    rng = np.random.default_rng(10)
+    rows, vocab = (512, 32_768) if DEVICE == "cuda" else (4, VOCAB)
+    logits = torch.from_numpy(np.round(rng.normal(size=(rows, vocab)) * 12).astype(np.float32)).to(DEVICE)
+    kinds = [{"top_k": 1000, "top_p": 0.9}, {"top_p": 0.3}, {"top_k": 7}, {"top_p": 1 - 1e-6}]
+    requests = [pack(vocab, key=row, logprobs="processed", **kinds[row % 4]) for row in range(rows)]
+    params = SamplingTable(requests).step(7)
+    tokens, logprobs = triton_sampler.sample(logits, params)
+    expected, expected_logprobs = torch_sampler.sample(logits, params)
+    assert torch.equal(tokens, expected)
+    torch.testing.assert_close(logprobs, expected_logprobs, atol=5e-5, rtol=2e-4)
+    for _ in range(50 if DEVICE == "cuda" else 1):  # threads that race do not always lose
+        again, again_logprobs = triton_sampler.sample(logits, params)
+        assert torch.equal(again, tokens)
+        assert bits(again_logprobs) == bits(logprobs)
+
+
+def test_logits_may_lie_anywhere():
+    rng = np.random.default_rng(6)
+    rows = 3
+    logits = torch.from_numpy(rng.normal(size=(rows, VOCAB)).astype(np.float32) * 4).to(DEVICE)
+    params = SamplingTable([pack(VOCAB, key=row, top_p=0.9) for row in range(rows)]).step(7)
+    tokens, logprobs = triton_sampler.sample(logits, params)
+    for before in (1, 2, 3):
+        moved = torch.zeros(rows, VOCAB + 64, device=DEVICE)[:, before : before + VOCAB]
+        moved.copy_(logits)
+        there, there_logprobs = triton_sampler.sample(moved, params)
+        assert torch.equal(there, tokens)
+        assert bits(there_logprobs) == bits(logprobs)
+
+
+def test_sums_have_no_order():
+    rng = np.random.default_rng(7)
+    block = triton_kernels.BLOCK.value
+    logits = torch.from_numpy(rng.normal(size=(1, 2 * block)).astype(np.float32) * 4)
+    logits[0, 5] = 30.0
+    others = np.concatenate([np.arange(5), np.arange(6, block)])
+    order = np.arange(2 * block)
+    order[others], order[block:] = rng.permutation(others), block + rng.permutation(block)
+    params = SamplingTable([pack(2 * block, temperature=0.0)]).step(7)
+    _, logprobs = triton_sampler.sample(logits.to(DEVICE), params)
+    _, permuted = triton_sampler.sample(logits[:, order].to(DEVICE), params)
+    assert bits(permuted) == bits(logprobs)
+
+
+def test_the_lowest_of_equals_wins_across_parts():
+    block = triton_kernels.BLOCK.value
+    ids = [block - 1, block, 2 * block, VOCAB - 1]
+    logits = torch.full((len(ids), VOCAB), -math.inf)
+    for row in range(len(ids)):
+        logits[row, ids[row:]] = -0.0
+        logits[row, ids[row + 1 :]] = 0.0
+    params = SamplingTable([pack(VOCAB, temperature=0.0, logprobs="processed", top_k=2)] * len(ids)).step(3)
+    assert same(logits, params).tolist() == ids
+
+
+def test_a_missing_history_is_named():
+    penalised = SamplingTable([pack(4, presence_penalty=1.0)])
+    short = np.zeros((1, 3), np.int32)
+    for params in (penalised.step([2]), penalised.step([4], short), penalised.step([2], short, [1])):
+        with pytest.raises(ValueError, match=r"row [01]: "):
+            triton_sampler.sample(torch.zeros(len(params.records), 4, device=DEVICE), params)
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="no GPU to wait for")
+def test_nothing_waits_for_the_device():
+    rng = np.random.default_rng(9)
+    rows = 16
+    logits = random_logits(rng, VOCAB, rows).to(DEVICE)
+    table = SamplingTable(random_batch(rng, VOCAB, rows))
+    params = table.step([30] * rows, rng.integers(0, VOCAB, (rows, 60)).astype(np.int32))
+    triton_sampler.sample(logits, params)  # compiles
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        triton_sampler.sample(logits, params)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
 
 
 def test_an_empty_batch_gives_nothing():

@@ -3,7 +3,7 @@
 Invariants:
 - a token is a function of the row's logits, its record and its token history: nothing is kept
   between calls, and other rows of the batch do not matter;
-- the native kernel (CPU), the Triton kernel (GPU) and the torch implementation (elsewhere) choose
+- the native kernel (CPU), the Triton kernels (GPU) and the torch implementation (elsewhere) choose
   the same tokens, bit for bit, as specified in `torch_sampler`;
 - logits are never modified.
 """
@@ -209,15 +209,13 @@ def sample_rows(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Draw one token per row; return tokens int32 [rows] and logprobs float32 [rows].
 
-    `logits` is [rows, vocab] on any device, float32 (others are converted); the results are on
-    the same device. Raises `EngineError` for rows that cannot be sampled (NaN or infinite logits,
-    every token masked). That reads the tokens back: with `check=False` nothing waits for the
-    device, and such rows hold token -1 and logprob NaN for a later `check_tokens`.
+    `logits` is [rows, vocab] on any device, of any float type, whose values in float32 count; the
+    results are on the same device. Raises `EngineError` for rows that cannot be sampled (NaN or
+    infinite logits, every token masked). That reads the tokens back: with `check=False` nothing
+    waits for the device, and such rows hold token -1 and logprob NaN for a later `check_tokens`.
     """
     if len(logits) != len(params.records):
         raise ValueError(f"logits have {len(logits)} rows, the parameters {len(params.records)}")
-    if logits.dtype is not torch.float32:
-        logits = logits.float()
     if logits.device.type == "cpu":
         return _sample_native(logits, params, check)
     sample = _triton_sampler() if logits.device.type == "cuda" else torch_sampler.sample
@@ -237,6 +235,7 @@ def _triton_sampler() -> Sampler:
 
 
 def _sample_native(logits: torch.Tensor, params: RowParams, check: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    logits = logits.float()
     if logits.stride(1) != 1:
         logits = logits.contiguous()
     tokens, logprobs = _native.sample(

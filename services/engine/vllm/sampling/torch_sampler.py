@@ -236,12 +236,13 @@ def noisy_logits(logits: torch.Tensor, params: RowParams) -> tuple[torch.Tensor,
     token is the argmax of the second; a checker reads the gap to the runner-up there.
     """
     columns = _Columns(params, logits.device)
-    x, valid = _process(logits, params, columns)
+    x, valid = _process(logits.float(), params, columns)
     noise = gumbel_noise(columns["key"][:, 0], columns["position"][:, 0], x.shape[1])
     return x, torch.where(columns["temperature"] == 0, x, x + noise), valid
 
 
 def _sample_slab(logits: torch.Tensor, params: RowParams) -> tuple[torch.Tensor, torch.Tensor]:
+    logits = logits.float()
     x, noisy, valid = noisy_logits(logits, params)
     token = noisy.argmax(dim=-1, keepdim=True)
     columns = _Columns(params, logits.device)
@@ -256,7 +257,7 @@ def _sample_slab(logits: torch.Tensor, params: RowParams) -> tuple[torch.Tensor,
 
 
 def sample(logits: torch.Tensor, params: RowParams) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (tokens int32 [rows], logprobs float32 [rows]) of float32 logits [rows, vocab].
+    """Return (tokens int32 [rows], logprobs float32 [rows]) of logits [rows, vocab].
 
     Reads nothing back from the device. Rows that cannot be sampled get token -1, logprob NaN.
     """
