@@ -30,6 +30,7 @@ from seer.common.process.log import get_logger
 from seer.common.types import InstanceStats
 from seer.services.buffer import sleep, submissions, views
 from seer.services.buffer.conductor import TICK_SECONDS, Conductor, Ended, Submitted
+from seer.services.buffer.machine import BufferMachine
 from seer.services.buffer.peers import Peers, check_register, life_of
 from seer.services.buffer.requests import events, state
 from seer.services.buffer.requests.machine import RequestMachine
@@ -76,14 +77,13 @@ class BufferServer:
         self.store = Store()
         self.weights = WeightsMachine(settings.update_seconds)
         self._sleep = sleep.SleepMachine(settings.update_seconds)
+        machines = BufferMachine(self.machine, self.weights, self._sleep)
         # Bounded by open work, as the outboxes are: a request has one chunk out, a group one result, and
         # ticks add only to idle ones.
         self._to_publish: asyncio.Queue[wire.BufferPublished] = asyncio.Queue()
         self.conductor = Conductor(
             clock,
-            self.machine,
-            self.weights,
-            self._sleep,
+            machines,
             self.store,
             settings.engine_silence_seconds,
             settings.trainer_lease_seconds,
@@ -209,16 +209,16 @@ class BufferServer:
             case wire.Submit():
                 return self._submit(name, address, message)
             case wire.Acknowledge(rollout_id=rollout_id, prompt_ids=prompt_ids, use=use):
-                self.conductor.handle(events.GroupsAcknowledged(name, rollout_id, prompt_ids, use))
+                self.conductor.apply(events.GroupsAcknowledged(name, rollout_id, prompt_ids, use))
             case wire.Cancel(rollout_id=rollout_id, prompt_ids=prompt_ids, use=use):
-                self.conductor.handle(events.RolloutCancelled(name, rollout_id, prompt_ids, use))
+                self.conductor.apply(events.RolloutCancelled(name, rollout_id, prompt_ids, use))
             case wire.StatusRequest():
                 return self._status()
             case wire.Sleep() if self.weights.updating:
                 busy = "a weight update is under way: wait for that"
                 return wire.Slept(asleep=message.asleep, problem=busy, ask=message.ask)
             case wire.Sleep():
-                self.conductor.rest(sleep.Asked(name, message.asleep, message.ask))
+                self.conductor.apply(sleep.SleepAsked(name, message.asleep, message.ask))
             case wire.UpdateWeights():
                 return self._update(name, address, message)
             case wire.OpenSpool() | wire.SpoolData():
@@ -237,7 +237,7 @@ class BufferServer:
         asked = weight_events.UpdateAsked(
             name, message.version, message.source, message.digest, mode, message.ask
         )
-        self.conductor.weigh(asked)
+        self.conductor.apply(asked)
         return None
 
     def _status(self) -> wire.Status:
@@ -270,7 +270,7 @@ class BufferServer:
                 use=submit.use,
             )
         event = submissions.event(trainer, address, submit, prompts, self.store)
-        self.conductor.handle(event, Submitted(submit, prompts))
+        self.conductor.apply(event, Submitted(submit, prompts))
         return None
 
     async def _serve_engines(self) -> None:
@@ -307,22 +307,22 @@ class BufferServer:
                 self._chunk_failed(name, message)
             case wire.EngineStatus():
                 self._stats[name] = message.stats
-                self.conductor.handle(events.EngineReported(name, message.stats.pinned_blocks))
+                self.conductor.apply(events.EngineReported(name, message.stats.pinned_blocks))
             case wire.WeightsPrepared():
-                self.conductor.weigh(
+                self.conductor.apply(
                     weight_events.Prepared(
                         name, message.version, message.digest, message.problem, message.ask
                     )
                 )
             case wire.WeightsLoaded():
-                self.conductor.weigh(weight_events.Loaded(name, message.version, message.problem))
+                self.conductor.apply(weight_events.Loaded(name, message.version, message.problem))
             case wire.Slept():
-                self.conductor.rest(sleep.Answered(name, message.asleep))
+                self.conductor.apply(sleep.SleepAnswered(name, message.asleep))
             case wire.OpenSpool() | wire.ReadSpool():
                 self._spool.put(self._engine_hub.reply, address, message)
             case wire.Goodbye():
                 self._log.info("engine left", engine=name, problem=message.problem)
-                self.conductor.drop(name, died=bool(message.problem))
+                self.conductor.drop([name], died=bool(message.problem))
 
     def _register(self, name: str, address: bytes, register: wire.Register) -> None:
         try:
@@ -351,7 +351,7 @@ class BufferServer:
                 self.conductor.give_up([name], failed.message)
                 return
         rejected = events.ChunkRejected(name, failed.request_id, failed.attempt, failed.fatal, failed.message)
-        self.conductor.handle(rejected)
+        self.conductor.apply(rejected)
 
     def _chunks_done(self, engine: str, address: bytes, done: wire.ChunksDone) -> None:
         counts = [result.count for result in done.results]
@@ -361,7 +361,7 @@ class BufferServer:
             self._engine_hub.refuse(address, error)
             for result in done.results:  # these provoked it, so it counts against them
                 rejected = events.ChunkRejected(engine, result.request_id, result.attempt, False, str(error))
-                self.conductor.handle(rejected)
+                self.conductor.apply(rejected)
             self.conductor.give_up([engine], "it sent results that make no sense")
             return
         if done.weight_version != self.machine.weight_version and engine in self.machine.instances:
@@ -381,7 +381,7 @@ class BufferServer:
                 result.drafted,
                 result.accepted,
             )
-            self.conductor.handle(event, Ended(done.tokens[start:end], done.logprobs[start:end]))
+            self.conductor.apply(event, Ended(done.tokens[start:end], done.logprobs[start:end]))
             start = end
 
     def _engine_unreachable(self, address: bytes) -> None:
@@ -397,7 +397,7 @@ class BufferServer:
                 for group_id, tokens in news.estimates.items()
             }
             sound = {group_id: told for group_id, told in estimates.items() if told.sound}
-            self.conductor.handle(events.EstimatesChanged(sound, news.acceptance))
+            self.conductor.apply(events.EstimatesChanged(sound, news.acceptance))
 
     async def _tick(self) -> None:
         while True:

@@ -13,9 +13,9 @@ import numpy as np
 
 from seer.common import ids, wire
 from seer.common.types import SamplingParams
+from seer.services.buffer.events import Weights
 from seer.services.buffer.requests.instructions import Dispatch
 from seer.services.buffer.requests.state import GroupState
-from seer.services.buffer.weights.events import Weights
 
 TOKEN_BYTES = 8
 """A kept token: int32 id and float32 logprob."""

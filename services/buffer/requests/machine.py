@@ -1,6 +1,6 @@
 """The life of every request: waiting, running one chunk, waiting again, finished.
 
-`RequestMachine.handle(event, now)` returns instructions; the server performs them in order. The machine
+`RequestMachine.apply(event, now)` returns instructions; the server performs them in order. The machine
 counts tokens and never sees one, so the simulator runs it as it is. Rollouts and groups are the
 the `registry`'s.
 
@@ -25,13 +25,11 @@ from seer.common.policy.fleet import Fleet, InstanceView
 from seer.common.policy.length import Estimate
 from seer.common.policy.request import RequestView
 from seer.common.policy.schedule import FAIR_DISPATCHES, Policy
+from seer.services.buffer.events import Drained, Joined, Left, Tick
 from seer.services.buffer.requests.events import (
     ChunkEnded,
     ChunkRejected,
-    Drained,
-    EngineJoined,
     EngineReported,
-    EnginesLeft,
     EstimatesChanged,
     Event,
     GroupsAcknowledged,
@@ -39,7 +37,6 @@ from seer.services.buffer.requests.events import (
     RolloutCancelled,
     RolloutsAborted,
     SubmissionsHeld,
-    Tick,
     TrainerLost,
     WeightsChanged,
 )
@@ -122,7 +119,7 @@ class RequestMachine:
         """Requests that wait for a placement."""
         return len(self.queue) + len(self.parked) + len(self.suspects) + len(self.accused)
 
-    def handle(self, event: Event, now: float) -> list[Instruction]:
+    def apply(self, event: Event, now: float) -> list[Instruction]:
         """Apply one event at `now` (monotonic seconds) and return what to do, in order."""
         out: list[Instruction] = []
         match event:
@@ -133,9 +130,9 @@ class RequestMachine:
                     self.instances.pin(event.instance, event.pinned_blocks)
             case ChunkRejected():
                 self._chunk_rejected(event, out)
-            case EngineJoined():
+            case Joined():
                 self._engine_joined(event, now, out)
-            case EnginesLeft():
+            case Left():
                 self._engines_left(event, now, out)
             case EstimatesChanged():
                 self._estimates_changed(event)
@@ -379,8 +376,8 @@ class RequestMachine:
 
     # --- engines and time ----------------------------------------------------------------
 
-    def _engine_joined(self, event: EngineJoined, now: float, out: list[Instruction]) -> None:
-        self._engines_left(EnginesLeft([event.instance]), now, out)
+    def _engine_joined(self, event: Joined, now: float, out: list[Instruction]) -> None:
+        self._engines_left(Left([event.instance]), now, out)
         for request_id in self._mourned.pop(event.life, ()):  # its connection was gone, no more
             self.requests[request_id].deaths.discard(event.life)
         self._judge(event.instance, event.life, now, out)
@@ -397,7 +394,7 @@ class RequestMachine:
         if first:
             self._open(self.registry.check_again(out), out)
 
-    def _engines_left(self, event: EnginesLeft, now: float, out: list[Instruction]) -> None:
+    def _engines_left(self, event: Left, now: float, out: list[Instruction]) -> None:
         """Have what ran on engines that are gone wait again: before anything is placed anew."""
         gone = [name for name in event.instances if name in self.instances]
         lost = [self.requests[request_id] for name in gone for request_id in self._running[name]]
