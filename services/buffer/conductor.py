@@ -126,14 +126,17 @@ class Conductor:
         here = [name for name in names if name in self._machine.engines]
         for name in here:
             self._log_loss(name, why)
-        self.drop(here, died=died)
+        self._part(here, died=died)
 
     def _log_loss(self, name: str, why: str) -> None:
         self._log.warning("engine lost", engine=name, why=why)
         self._parted(name)
 
-    def drop(self, names: Sequence[str], *, died: bool = False) -> None:
-        """Go on without engines that said goodbye; `died`: they did not mean to."""
+    def drop(self, name: str, *, died: bool = False) -> None:
+        """Go on without an engine that said goodbye; `died`: it did not mean to."""
+        self._part([name], died=died)
+
+    def _part(self, names: Sequence[str], *, died: bool) -> None:
         for name in names:
             self._engines.forget(name)
         if names:

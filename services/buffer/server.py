@@ -322,7 +322,7 @@ class BufferServer:
                 self._spool.put(self._engine_hub.reply, address, message)
             case wire.Goodbye():
                 self._log.info("engine left", engine=name, problem=message.problem)
-                self.conductor.drop([name], died=bool(message.problem))
+                self.conductor.drop(name, died=bool(message.problem))
 
     def _register(self, name: str, address: bytes, register: wire.Register) -> None:
         try:
