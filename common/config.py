@@ -76,6 +76,9 @@ class BufferConfig(_Section, frozen=True):
     """How long a finished group waits for its trainer's acknowledgement."""
     update_seconds: float = 3600.0
     """Deadline of each phase of a weight update: checking, finishing what runs, loading."""
+    log: str = ""
+    """Folder for the log of what happened and was decided, a file per life; default: none is kept."""
+
     spool: str = ""
     """Weights that trainers stream lie in a folder `seer-spool` in here, of their size twice; default: a
     temporary one."""

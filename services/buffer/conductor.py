@@ -51,7 +51,8 @@ class Submitted:
 class Conductor:
     """`to_engine` and `to_trainer` send to a name, `to_life` to an address, `publish` to the context service.
 
-    All of them soon, never waiting. `parted(name)` is told of each engine that was given up.
+    All of them soon, never waiting. `parted(name)` is told of each engine that was given up,
+    `record` of every event, and what the machines answered.
     `drained` is set once `drain` was called and everything accepted is finished and collected;
     `registered` has what each engine said of itself last.
     """
@@ -69,12 +70,13 @@ class Conductor:
         to_life: Callable[[bytes, wire.BufferToTrainer], None],
         publish: Callable[[wire.BufferPublished], None],
         parted: Callable[[str], None],
+        record: Callable[[float, Event, Sequence[Instruction]], None],
     ) -> None:
         self._clock = clock
         self._machine, self._requests, self._weights = machine, machine.requests, machine.weights
         self._store = store
         self._to_engine, self._to_trainer, self._publish = to_engine, to_trainer, publish
-        self._to_life, self._parted = to_life, parted
+        self._to_life, self._parted, self._record = to_life, parted, record
         self._deliveries = Deliveries()
         self._engines: Liveness[str] = Liveness(silence_seconds, TICK_SECONDS)
         self._trainers: Liveness[bytes] = Liveness(lease_seconds, TICK_SECONDS)
@@ -159,7 +161,10 @@ class Conductor:
     def apply(self, event: Event, news: Ended | Submitted | None = None) -> None:
         """Apply an event, with the arrays that it is about."""
         live = self._weights.live or Weights(0, "")  # what a chunk that ends now was made by
-        for item in self._machine.apply(event, self._clock.now()):
+        now = self._clock.now()
+        out = self._machine.apply(event, now)
+        self._record(now, event, out)
+        for item in out:
             match item:
                 case instructions.Keep() if isinstance(news, Ended):
                     self._store.keep(*_locate(item.request_id), news.tokens, news.logprobs, live)

@@ -13,9 +13,11 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import time
 from collections import Counter
 from typing import Any
 
+from seer import __version__
 from seer.common import ids, wire
 from seer.common.clock import Clock
 from seer.common.config import Config, shared_hash
@@ -30,13 +32,12 @@ from seer.common.process.log import get_logger
 from seer.common.types import InstanceStats
 from seer.services.buffer import sleep, submissions, views
 from seer.services.buffer.conductor import TICK_SECONDS, Conductor, Ended, Submitted
-from seer.services.buffer.machine import BufferMachine
+from seer.services.buffer.log.rows import Header
+from seer.services.buffer.log.writer import LogWriter
 from seer.services.buffer.peers import Peers, check_register, life_of
 from seer.services.buffer.requests import events, state
-from seer.services.buffer.requests.machine import RequestMachine
 from seer.services.buffer.store import TOKEN_BYTES, Store
 from seer.services.buffer.weights import events as weight_events
-from seer.services.buffer.weights.machine import WeightsMachine
 from seer.services.buffer.weights.spool import Spool
 
 
@@ -73,11 +74,20 @@ class BufferServer:
             incarnation=ids.new_incarnation(),
             config_hash=shared_hash(config.shared),
         )
-        self.machine = RequestMachine(POLICIES[settings.policy], limits, first_attempt=self.me.incarnation)
+        header = Header(
+            version=__version__,
+            incarnation=self.me.incarnation,
+            policy=settings.policy,
+            limits=limits,
+            update_seconds=settings.update_seconds,
+            attempt=self.me.incarnation,
+            started=time.time(),
+            clock=clock.now(),
+        )
+        machines = header.machine()
+        self.machine, self.weights, self._sleep = machines.requests, machines.weights, machines.sleep
+        self._rows = LogWriter(settings.log, header)
         self.store = Store()
-        self.weights = WeightsMachine(settings.update_seconds)
-        self._sleep = sleep.SleepMachine(settings.update_seconds)
-        machines = BufferMachine(self.machine, self.weights, self._sleep)
         # Bounded by open work, as the outboxes are: a request has one chunk out, a group one result, and
         # ticks add only to idle ones.
         self._to_publish: asyncio.Queue[wire.BufferPublished] = asyncio.Queue()
@@ -92,6 +102,7 @@ class BufferServer:
             to_life=self._tell_life,
             publish=self._to_publish.put_nowait,
             parted=self._part,
+            record=self._rows.write,
         )
         self._spool = Spool(settings.spool, clock)
         self._trainers, self._engines = Peers(), Peers()
@@ -140,6 +151,12 @@ class BufferServer:
 
     async def run(self) -> None:
         """Serve until drained."""
+        try:
+            await self._serve()
+        finally:
+            self._rows.close()
+
+    async def _serve(self) -> None:
         async with asyncio.TaskGroup() as tasks:
             serving = [
                 tasks.create_task(task)
@@ -403,6 +420,7 @@ class BufferServer:
         while True:
             await self._clock.sleep(TICK_SECONDS)
             self.conductor.tick()
+            self._rows.flush()
             self._spool.tidy(self.weights.sources)
             if self._to_engines.idle:
                 for name in sorted(self.weights.known):

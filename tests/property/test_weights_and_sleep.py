@@ -57,7 +57,7 @@ class World:
             self, BufferMachine(self.machine, self.weights, self.sleep), self.store, 1e9, 1e9,
             to_engine=self.hear, to_trainer=lambda name, message: self.answers.append(message),
             to_life=lambda life, message: self.answers.append(message),
-            publish=lambda message: None, parted=lambda name: None,
+            publish=lambda message: None, parted=lambda name: None, record=lambda *row: None,
         )  # fmt: skip
 
     def now(self):

@@ -44,6 +44,7 @@ class World:
             to_trainer=lambda name, message: self.sent.append((name, message)),
             to_life=lambda life, message: self.sent.append((life.decode(), message)),
             parted=self.parted.append,
+            record=lambda *row: None,
             publish=lambda message: self.sent.append(("", message)),
         )
 
