@@ -19,6 +19,7 @@ from seer.common.process.log import get_logger
 from seer.services.buffer import sleep, views
 from seer.services.buffer.events import Drained, Joined, Left, Tick, Weights
 from seer.services.buffer.liveness import Liveness
+from seer.services.buffer.log.kept import KeptChunks
 from seer.services.buffer.machine import BufferMachine, Event, Instruction
 from seer.services.buffer.requests import events, instructions
 from seer.services.buffer.requests.deliveries import Deliveries, Sent
@@ -62,6 +63,7 @@ class Conductor:
         clock: Clock,
         machine: BufferMachine,
         store: Store,
+        kept: KeptChunks,
         silence_seconds: float,
         lease_seconds: float,
         *,
@@ -74,7 +76,7 @@ class Conductor:
     ) -> None:
         self._clock = clock
         self._machine, self._requests, self._weights = machine, machine.requests, machine.weights
-        self._store = store
+        self._store, self._kept = store, kept
         self._to_engine, self._to_trainer, self._publish = to_engine, to_trainer, publish
         self._to_life, self._parted, self._record = to_life, parted, record
         self._deliveries = Deliveries()
@@ -160,22 +162,36 @@ class Conductor:
 
     def apply(self, event: Event, news: Ended | Submitted | None = None) -> None:
         """Apply an event, with the arrays that it is about."""
-        live = self._weights.live or Weights(0, "")  # what a chunk that ends now was made by
+        live = self._live()  # what a chunk that ends now was made by
         now = self._clock.now()
         out = self._machine.apply(event, now)
         self._record(now, event, out)
         for item in out:
             match item:
                 case instructions.Keep() if isinstance(news, Ended):
-                    self._store.keep(*_locate(item.request_id), news.tokens, news.logprobs, live)
+                    self._keep(item, news, live)
                 case instructions.Take() if isinstance(news, Submitted):
                     self._store.open(news.submit, item.prompt_id, news.prompts[item.prompt_id])
+                    self._kept.open(news.submit.rollout_id, item.prompt_id)
                 case _:
                     self._perform(item)
         self._check_drained()
 
+    def _live(self) -> Weights:
+        return self._weights.live or Weights(0, "")
+
+    def _keep(self, item: instructions.Keep, ended: Ended, live: Weights) -> None:
+        group_id, index = _locate(item.request_id)
+        self._store.keep(group_id, index, ended.tokens, ended.logprobs, live)
+        self._kept.keep(
+            group_id, index, ended.tokens, ended.logprobs, (item.finish, item.stop_reason),
+            self._store.identity(group_id), live,
+        )  # fmt: skip
+
     def _perform(self, item: Instruction) -> None:
         match item:
+            case instructions.Restore():
+                self._store.restore(item.group_id, self._kept.restore(item.group_id), self._live())
             case instructions.Dispatch():
                 wait = self._requests.policy.admission
                 chunk = self._store.chunk(item, *_locate(item.request_id), wait_for_room=wait)
@@ -190,6 +206,7 @@ class Conductor:
                     self._deliver(self._deliveries.add(item.life, item.group_id, size))
             case instructions.Forget():
                 self._store.forget(item.group_id)
+                self._kept.forget(item.group_id)
                 self._deliver(self._deliveries.forget(item.group_id))
             case instructions.Accept() | instructions.Refuse():
                 self._to_life(item.life, views.answer(item))

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from seer.services.buffer import sleep
-from seer.services.buffer.events import Drained, Joined, Left, Tick
+from seer.services.buffer.events import Drained, Joined, Left, Tick, Weights
 from seer.services.buffer.requests import events, instructions
 from seer.services.buffer.requests.machine import RequestMachine
 from seer.services.buffer.sleep import SleepMachine
@@ -118,8 +118,8 @@ class BufferMachine:
         """Return the turns that an instruction brings; what is for others goes to `out`."""
         match item:
             case weight_instructions.Admit(name):
-                live = self.weights.live
-                changed = events.WeightsChanged(live.version if live is not None else 0)
+                live = self.weights.live or Weights(0, "")
+                changed = events.WeightsChanged(live.version, live.digest)
                 return [self._to_requests(changed), self._to_requests(self.engines[name])]
             case weight_instructions.Expel(name):
                 return [self._to_requests(Left([name]))]

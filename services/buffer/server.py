@@ -15,6 +15,7 @@ import asyncio
 import functools
 import time
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 from seer import __version__
@@ -32,6 +33,7 @@ from seer.common.process.log import get_logger
 from seer.common.types import InstanceStats
 from seer.services.buffer import sleep, submissions, views
 from seer.services.buffer.conductor import TICK_SECONDS, Conductor, Ended, Submitted
+from seer.services.buffer.log.kept import KeptChunks
 from seer.services.buffer.log.rows import Header
 from seer.services.buffer.log.writer import LogWriter
 from seer.services.buffer.peers import Peers, check_register, life_of
@@ -88,6 +90,8 @@ class BufferServer:
         self.machine, self.weights, self._sleep = machines.requests, machines.weights, machines.sleep
         self._rows = LogWriter(settings.log, header)
         self.store = Store()
+        chunks = str(Path(settings.log) / "chunks") if settings.log and settings.keep_chunks else ""
+        self._kept = KeptChunks(chunks, settings.result_ttl_seconds, clock.now())
         # Bounded by open work, as the outboxes are: a request has one chunk out, a group one result, and
         # ticks add only to idle ones.
         self._to_publish: asyncio.Queue[wire.BufferPublished] = asyncio.Queue()
@@ -95,6 +99,7 @@ class BufferServer:
             clock,
             machines,
             self.store,
+            self._kept,
             settings.engine_silence_seconds,
             settings.trainer_lease_seconds,
             to_engine=self._tell_engine,
@@ -155,6 +160,7 @@ class BufferServer:
             await self._serve()
         finally:
             self._rows.close()
+            self._kept.close()
 
     async def _serve(self) -> None:
         async with asyncio.TaskGroup() as tasks:
@@ -286,7 +292,7 @@ class BufferServer:
                 prompt_ids=submit.prompt_ids,
                 use=submit.use,
             )
-        event = submissions.event(trainer, address, submit, prompts, self.store)
+        event = submissions.event(trainer, address, submit, prompts, self.store, self._kept)
         self.conductor.apply(event, Submitted(submit, prompts))
         return None
 
@@ -400,6 +406,7 @@ class BufferServer:
             )
             self.conductor.apply(event, Ended(done.tokens[start:end], done.logprobs[start:end]))
             start = end
+        self._kept.flush()
 
     def _engine_unreachable(self, address: bytes) -> None:
         name = self._engines.name(address)
@@ -421,6 +428,8 @@ class BufferServer:
             await self._clock.sleep(TICK_SECONDS)
             self.conductor.tick()
             self._rows.flush()
+            self._kept.flush()
+            self._kept.tick(self._clock.now())
             self._spool.tidy(self.weights.sources)
             if self._to_engines.idle:
                 for name in sorted(self.weights.known):

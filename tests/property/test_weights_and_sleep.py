@@ -16,6 +16,7 @@ from seer.common.policy.schedule import POLICIES
 from seer.common.types import Capacity, SamplingParams
 from seer.services.buffer import sleep
 from seer.services.buffer.conductor import Conductor, Ended, Submitted
+from seer.services.buffer.log.kept import KeptChunks
 from seer.services.buffer.machine import BufferMachine
 from seer.services.buffer.requests import events, state
 from seer.services.buffer.requests.machine import RequestMachine
@@ -54,7 +55,7 @@ class World:
         self.machine = RequestMachine(POLICIES["divided"], state.Limits(chunk_size=16))
         self.weights, self.sleep, self.store = WeightsMachine(50.0), sleep.SleepMachine(50.0), Store()
         self.conductor = Conductor(
-            self, BufferMachine(self.machine, self.weights, self.sleep), self.store, 1e9, 1e9,
+            self, BufferMachine(self.machine, self.weights, self.sleep), self.store, KeptChunks("", 1.0, 0.0), 1e9, 1e9,
             to_engine=self.hear, to_trainer=lambda name, message: self.answers.append(message),
             to_life=lambda life, message: self.answers.append(message),
             publish=lambda message: None, parted=lambda name: None, record=lambda *row: None,

@@ -10,6 +10,7 @@ from seer.common.types import Capacity, SamplingParams
 from seer.services.buffer import sleep, submissions
 from seer.services.buffer.conductor import COLLECT_SECONDS, TICK_SECONDS, Conductor, Ended, Submitted
 from seer.services.buffer.events import Tick, Weights
+from seer.services.buffer.log.kept import KeptChunks
 from seer.services.buffer.machine import BufferMachine
 from seer.services.buffer.requests import deliveries, events, state
 from seer.services.buffer.requests.machine import RequestMachine
@@ -38,6 +39,7 @@ class World:
             self,
             BufferMachine(self.machine, self.weights, self.sleep),
             self.store,
+            KeptChunks("", 1.0, 0.0),
             20.0,
             60.0,
             to_engine=lambda name, message: self.sent.append((name, message)),
@@ -64,7 +66,7 @@ class World:
             **fields,
         )
         tokens = submissions.prompts(submit)
-        event = submissions.event("t", b"t", submit, tokens, self.store)
+        event = submissions.event("t", b"t", submit, tokens, self.store, KeptChunks("", 1.0, 0.0))
         self.conductor.apply(event, Submitted(submit, tokens))
 
     def end(self, name, chunk, tokens, finish="stop"):
@@ -279,7 +281,7 @@ def test_two_trainers_cannot_make_the_store_lose_a_prompt():
         prompt_ids=["p", "h"], lengths=[5, 5], tokens=np.concatenate([PROMPT, PROMPT]),
     )  # fmt: skip
     tokens = submissions.prompts(other)
-    event = submissions.event("u", b"u", other, tokens, world.store)
+    event = submissions.event("u", b"u", other, tokens, world.store, KeptChunks("", 1.0, 0.0))
     world.conductor.apply(event, Submitted(other, tokens))
     assert [(name, item.prompt_ids) for name, item in world.sent if isinstance(item, wire.Refused)] == [
         ("u", ["p", "h"])

@@ -15,12 +15,30 @@ class EngineReported(events.Row, frozen=True):
     pinned_blocks: int = 0
 
 
+class KeptResponse(events.Row, frozen=True):
+    """How many tokens an earlier life of the buffer kept of a response, and how it ended, if it did."""
+
+    index: int
+    count: int
+    finish: str = ""
+    stop_reason: str = ""
+
+
+class Kept(events.Row, frozen=True):
+    """What an earlier life of the buffer kept of a prompt's responses, and by which weights they are."""
+
+    version: int
+    digest: str
+    responses: list[KeptResponse]
+
+
 class GroupSpec(events.Row, frozen=True):
     """One prompt of a submission. `same`: its tokens are those of the prompt known under its id, if any."""
 
     prompt_id: str
     prompt_len: int
     same: bool = True
+    kept: Kept | None = None
 
 
 class GroupsSubmitted(events.Row, frozen=True):
@@ -100,6 +118,7 @@ class WeightsChanged(events.Row, frozen=True):
     """These weights are live from now on."""
 
     version: int
+    digest: str = ""
 
 
 class SubmissionsHeld(events.Row, frozen=True):

@@ -30,9 +30,17 @@ class Drop(events.Row, frozen=True):
 
 
 class Keep(events.Row, frozen=True):
-    """Append the tokens of the chunk that just ended to its request's output."""
+    """Append the tokens of the chunk that just ended to its request's output; `finish` if it ended so."""
 
     request_id: str
+    finish: str = ""
+    stop_reason: str = ""
+
+
+class Restore(events.Row, frozen=True):
+    """Begin the outputs of a group with what an earlier life of the buffer kept of them."""
+
+    group_id: str
 
 
 class Take(events.Row, frozen=True):
@@ -106,6 +114,7 @@ Instruction = (
     Dispatch
     | Drop
     | Keep
+    | Restore
     | Take
     | Accept
     | Refuse

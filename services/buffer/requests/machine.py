@@ -48,9 +48,12 @@ from seer.services.buffer.requests.instructions import (
     Keep,
     PublishOpened,
     PublishProgress,
+    Restore,
 )
 from seer.services.buffer.requests.queue import WaitingQueue
 from seer.services.buffer.requests.state import GroupState, Limits, RequestState, RolloutState
+
+COUNTERS = ["chunks", "migrations", "preemptions", "lost", "late", "refused", "expired", "tokens", "restored"]
 
 SUSPECT_DEATHS = 3
 """Engines that died with a request before it is taken for the cause."""
@@ -81,9 +84,7 @@ class RequestMachine:
         self.instances = Fleet()
         self.estimates: dict[str, Estimate] = {}  # of open groups
         self.acceptance: list[int] = []  # of all groups' drafts, as far as known
-        self.counters: dict[str, int] = dict.fromkeys(
-            ("chunks", "migrations", "preemptions", "lost", "late", "refused", "expired", "tokens"), 0
-        )
+        self.counters: dict[str, int] = dict.fromkeys(COUNTERS, 0)
         self.registry = GroupRegistry(limits, self.instances, self.counters, self._drop)
         self.queue = WaitingQueue()
         self.parked: set[str] = set()
@@ -147,7 +148,7 @@ class RequestMachine:
         registry = self.registry
         match event:
             case GroupsSubmitted():
-                self._open(registry.submitted(event, now, out), out)
+                self._open(registry.submitted(event, now, out), now, out)
             case GroupsAcknowledged():
                 registry.acknowledged(event, out)
             case RolloutCancelled():
@@ -160,14 +161,14 @@ class RequestMachine:
                 registry.drain(out)
             case SubmissionsHeld():
                 registry.holding = event.held
-                self._open(registry.check_again(out), out)
-            case WeightsChanged() if event.version != registry.weight_version:
-                registry.weight_version = event.version
-                self._open(registry.check_again(out), out)
+                self._open(registry.check_again(out), now, out)
+            case WeightsChanged():
+                registry.weight_version, registry.weights_digest = event.version, event.digest
+                self._open(registry.check_again(out), now, out)
 
     # --- groups --------------------------------------------------------------------------
 
-    def _open(self, groups: list[GroupState], out: list[Instruction]) -> None:
+    def _open(self, groups: list[GroupState], now: float, out: list[Instruction]) -> None:
         """Have the requests of new groups wait."""
         for group in groups:
             self.estimates[group.group_id] = Estimate(float(group.max_tokens))
@@ -176,8 +177,31 @@ class RequestMachine:
                 request_id = ids.request_id(group.group_id, index)
                 view = RequestView(request_id, self._group_number, index, group.prompt_len, group.max_tokens)
                 self.requests[request_id] = RequestState(view, group)
-                self._wait(request_id)
             self._group_number += 1
+            self._restore(group, now, out)
+
+    def _restore(self, group: GroupState, now: float, out: list[Instruction]) -> None:
+        """Have a group's requests go on where an earlier life of the buffer had them, by the same weights."""
+        live = (self.registry.weight_version, self.registry.weights_digest)
+        earlier, group.earlier = group.earlier, None
+        kept = earlier.responses if earlier and (earlier.version, earlier.digest) == live else []
+        if not all(0 <= each.index < group.size and 0 < each.count <= group.max_tokens for each in kept):
+            kept = []
+        if kept:
+            out.append(Restore(group.group_id))
+        for each in kept:
+            request = self.requests[ids.request_id(group.group_id, each.index)]
+            request.view.generated = each.count
+            self._reached(request, each.finish, each.stop_reason, now, out)
+        for index in range(group.size):
+            request_id = ids.request_id(group.group_id, index)
+            if not self.requests[request_id].finish:
+                self._wait(request_id)
+        restored = sum(each.count for each in kept)
+        self.counters["restored"] += restored
+        self.registry.keep(group, restored, out)
+        if not group.unfinished and group.group_id in self.groups:
+            self._finish(group, now, out)
 
     def _drop(self, group: GroupState, out: list[Instruction]) -> None:
         """End what runs and waits of a group that ends early."""
@@ -318,21 +342,35 @@ class RequestMachine:
         self._count(request, "tokens", event.count)
         if event.preemptions:
             self._count(request, "preemptions", event.preemptions)
-        out.append(Keep(event.request_id))
         finish = event.finish or ("" if request.view.remaining else "length")
-        group = request.group
-        reached = (group.group_id, request.view.index, request.view.generated, bool(finish))
-        out.append(PublishProgress(*reached, event.drafted, event.accepted))
-        if finish:
-            request.finish, request.stop_reason = finish, event.stop_reason
-            group.unfinished -= 1
-            group.rollout.finish_times.append(now - group.rollout.submitted)
-            group.rollout.finished += 1
-        else:
+        out.append(Keep(event.request_id, finish, event.stop_reason))
+        self._reached(request, finish, event.stop_reason, now, out, event)
+        if not finish:
             self._wait(event.request_id)
+        group = request.group
         self.registry.keep(group, event.count, out)
         if not group.unfinished and group.group_id in self.groups:
             self._finish(group, now, out)
+
+    def _reached(
+        self,
+        request: RequestState,
+        finish: str,
+        stop_reason: str,
+        now: float,
+        out: list[Instruction],
+        chunk: ChunkEnded | None = None,
+    ) -> None:
+        """Publish how far a request is, with what became of the drafts of its `chunk`; note its end."""
+        group = request.group
+        drafts = (chunk.drafted, chunk.accepted) if chunk is not None else ((), ())
+        reached = (group.group_id, request.view.index, request.view.generated, bool(finish))
+        out.append(PublishProgress(*reached, *drafts))
+        if finish:
+            request.finish, request.stop_reason = finish, stop_reason
+            group.unfinished -= 1
+            group.rollout.finish_times.append(now - group.rollout.submitted)
+            group.rollout.finished += 1
 
     def _finish(self, group: GroupState, now: float, out: list[Instruction]) -> None:
         group.results = [
@@ -392,7 +430,7 @@ class RequestMachine:
             else:
                 self._push(request_id)
         if first:
-            self._open(self.registry.check_again(out), out)
+            self._open(self.registry.check_again(out), now, out)
 
     def _engines_left(self, event: Left, now: float, out: list[Instruction]) -> None:
         """Have what ran on engines that are gone wait again: before anything is placed anew."""
