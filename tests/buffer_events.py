@@ -20,9 +20,19 @@ def make(policy="divided", engines=("a", "b"), **limits) -> RequestMachine:
 
 
 def submit(
-    machine, *prompts, n=2, max_tokens=32, rollout="r", trainer="t", now=0.0, prompt_len=10, same=True, **more
+    machine,
+    *prompts,
+    n=2,
+    max_tokens=32,
+    rollout="r",
+    trainer="t",
+    now=0.0,
+    prompt_len=10,
+    same=True,
+    kept=None,
+    **more,
 ):
-    specs = [events.GroupSpec(prompt, prompt_len, same) for prompt in prompts]
+    specs = [events.GroupSpec(prompt, prompt_len, same, kept) for prompt in prompts]
     out = machine.apply(events.GroupsSubmitted(trainer, rollout, n, max_tokens, specs, **more), now)
     check(machine)
     return out

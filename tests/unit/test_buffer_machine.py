@@ -325,3 +325,77 @@ def test_a_late_answer_tells_nothing_of_drafts():
     (dispatch,) = pick(submit(machine, "p", n=1), instructions.Dispatch)
     late = events.ChunkEnded("a", dispatch.request_id, dispatch.attempt - 1, 16, drafted=[8], accepted=[8])
     assert machine.apply(late, 1.0) == []
+
+
+def kept(*responses, version=0, digest=""):
+    """What an earlier life kept: (index, count) or (index, count, finish) of each response."""
+    return events.Kept(version, digest, [events.KeptResponse(*each) for each in responses])
+
+
+def test_requests_go_on_where_an_earlier_life_had_them():
+    machine = make(engines=("a",))
+    out = submit(machine, "p", n=3, kept=kept((0, 20), (2, 7, "stop", "END")))
+    assert pick(out, instructions.Restore) == [instructions.Restore("r/p")]
+    assert {(d.request_id, d.max_new_tokens) for d in pick(out, instructions.Dispatch)} == {
+        ("r/p#0", 12), ("r/p#1", 16),
+    }  # fmt: skip
+    news = {(each.index, each.generated, each.finished) for each in pick(out, instructions.PublishProgress)}
+    assert news == {(0, 20, False), (2, 7, True)}
+    last, _ = run_to_end(machine, out)
+    assert pick(last, instructions.Deliver) == [instructions.Deliver(b"", "r/p")]
+    results = machine.groups["r/p"].results
+    assert [(each.view.generated, each.finish, each.stop_reason) for each in results] == [
+        (32, "length", ""), (32, "length", ""), (7, "stop", "END"),
+    ]  # fmt: skip
+    assert (machine.counters["restored"], machine.counters["tokens"]) == (27, 12 + 32)
+    check(machine)
+
+
+def test_a_group_that_had_ended_is_delivered_at_once():
+    machine = make()
+    out = submit(machine, "p", kept=kept((0, 3, "stop"), (1, 32, "length")))
+    assert pick(out, instructions.Deliver) == [instructions.Deliver(b"", "r/p")]
+    assert not pick(out, instructions.Dispatch)
+    check(machine)
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        kept((0, 5), version=1),
+        kept((0, 5), digest="other"),
+        kept((0, 33)),
+        kept((2, 5)),
+        kept((0, 0)),
+        kept((-1, 5)),
+    ],
+)
+def test_what_cannot_be_of_this_group_restores_nothing(bad):
+    machine = make()
+    out = submit(machine, "p", kept=bad)
+    assert not pick(out, instructions.Restore)
+    assert [each.max_new_tokens for each in pick(out, instructions.Dispatch)] == [16, 16]
+    assert machine.counters["restored"] == 0
+    check(machine)
+
+
+def test_what_waits_for_its_weights_is_restored_once_they_are_live():
+    machine = make()
+    machine.apply(events.WeightsChanged(0, "d0"), 0.0)
+    assert not pick(
+        submit(machine, "p", weight_version=1, kept=kept((0, 5), version=1, digest="d1")),
+        instructions.Restore,
+    )
+    out = machine.apply(events.WeightsChanged(1, "d1"), 1.0)
+    assert pick(out, instructions.Restore) == [instructions.Restore("r/p")]
+    check(machine)
+
+
+def test_restored_tokens_count_as_unfinished_ones():
+    machine = make(unfinished_tokens=30)
+    submit(machine, "old", kept=kept((0, 20)))
+    out = submit(machine, "young", kept=kept((0, 20)))
+    (refused,) = pick(out, instructions.Refuse)
+    assert refused.prompt_ids == ["young"]
+    assert set(machine.groups) == {"r/old"}
+    check(machine)

@@ -329,3 +329,22 @@ def test_a_draining_conductor_stays_until_engines_have_loaded():
     assert not world.conductor.drained.is_set(), "the engine may read what ends with this buffer"
     world.conductor.apply(weight_events.Loaded("a", 1))
     assert world.conductor.drained.is_set()
+
+
+def test_an_engine_that_was_dropped_is_lost_once():
+    world = World()
+    world.conductor.join("a", REGISTER, 1)
+    world.conductor.drop("a")
+    world.conductor.heard("a")
+    world.conductor.give_up(["a"], "silent")
+    assert world.parted == []
+
+
+def test_what_an_update_aborts_has_ended_before_engines_hear_of_it():
+    world = World()
+    world.conductor.join("a", REGISTER, 1)
+    world.submit()
+    world.sent.clear()
+    world.conductor.apply(weight_events.UpdateAsked("t", 1, "/w", in_flight=weight_events.InFlight.ABORT))
+    kinds = [type(message) for _, message in world.sent]
+    assert kinds.index(wire.DropChunk) < kinds.index(wire.PrepareWeights)
