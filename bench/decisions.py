@@ -1,6 +1,6 @@
 """How long the buffer's machine takes to decide, with up to 100,000 requests on 1,024 full instances.
 
-Timed is `RequestMachine.handle(event)`, all of it: a chunk's end frees its room, queues its request again or
+Timed is `RequestMachine.apply(event)`, all of it: a chunk's end frees its room, queues its request again or
 finishes it, and dispatches whoever goes next. That may be many, where one waited for much room: a
 `decision` is the event's time over the chunks that it dispatched (at least 1). Changed estimates of
 one group sort its 16 requests anew. One chunk in `CHUNKS` is its request's last; instances are full at
@@ -26,6 +26,7 @@ from verify import machine
 from seer.common.policy.length import Estimate
 from seer.common.policy.schedule import POLICIES
 from seer.common.types import Capacity
+from seer.services.buffer.events import Joined
 from seer.services.buffer.requests import events, instructions, state
 from seer.services.buffer.requests.machine import RequestMachine
 
@@ -54,7 +55,7 @@ class Fleet:
         self.machine = RequestMachine(POLICIES[policy], state.Limits(chunk_size=CHUNK))
         self.running: list[instructions.Dispatch] = []
         for number in range(instances):
-            self.told(events.EngineJoined(f"engine-{number}", CAPACITY))
+            self.told(Joined(f"engine-{number}", CAPACITY))
         self.prompts = [str(number) for number in range(requests // GROUP)]
         self.submit(self.prompts)
         for _ in range(WARM_UP * len(self.running)):  # until requests are at all stages
@@ -71,7 +72,7 @@ class Fleet:
         """Return the seconds of processor time that the machine took, and the chunks that it dispatched."""
         running = len(self.running)
         start = time.thread_time()
-        answered = self.machine.handle(event, 0.0)
+        answered = self.machine.apply(event, 0.0)
         seconds = time.thread_time() - start
         over = []
         for item in answered:

@@ -18,7 +18,7 @@ import sys
 from decisions import CAPACITY, Fleet
 from verify import machine
 
-from seer.services.buffer.requests import events
+from seer.services.buffer.events import Joined, Left
 
 
 def turn(policy: str, requests: int, engines: int) -> dict[str, float]:
@@ -27,8 +27,8 @@ def turn(policy: str, requests: int, engines: int) -> dict[str, float]:
     names = [f"engine-{number}" for number in range(engines)]
     figures = {}
     ways = {
-        "at_once": [events.EnginesLeft(names)],
-        "one_by_one": [events.EnginesLeft([name]) for name in names],
+        "at_once": [Left(names)],
+        "one_by_one": [Left([name]) for name in names],
     }
     for way, losses in ways.items():
         running = len(fleet.running)
@@ -36,7 +36,7 @@ def turn(policy: str, requests: int, engines: int) -> dict[str, float]:
         if fleet.machine.instances:
             raise RuntimeError(f"{len(fleet.machine.instances)} engines are left")
         fleet.running.clear()
-        back = [fleet.told(events.EngineJoined(name, CAPACITY))[0] for name in names]
+        back = [fleet.told(Joined(name, CAPACITY))[0] for name in names]
         figures |= {f"lost_{way}": sum(lost), f"lost_{way}_longest": max(lost)}
         figures |= {f"back_after_{way}": sum(back), f"back_after_{way}_longest": max(back)}
         figures |= {f"chunks_lost_{way}": running, f"chunks_back_{way}": len(fleet.running)}

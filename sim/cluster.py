@@ -20,6 +20,7 @@ from itertools import count
 
 from seer.common.policy.length import ESTIMATORS
 from seer.common.policy.schedule import Policy
+from seer.services.buffer.events import Joined
 from seer.services.buffer.requests import events, instructions, state
 from seer.services.buffer.requests.machine import RequestMachine
 from seer.services.context.machine import Closed, EstimateMachine, Event, Opened, Progressed
@@ -98,7 +99,7 @@ class Cluster:
     def run(self) -> Outcome:
         """Return what the rollout took, from submission to the last response."""
         for instance in self.instances.values():
-            self._tell(events.EngineJoined(instance.name, self.load.capacity))
+            self._tell(Joined(instance.name, self.load.capacity))
         by_size: dict[int, list[events.GroupSpec]] = {}
         for number, size in enumerate(self._sizes):
             by_size.setdefault(size, []).append(events.GroupSpec(str(number), self.load.prompt))
@@ -131,7 +132,7 @@ class Cluster:
     # --- what the machines ask for -----------------------------------------------------------
 
     def _tell(self, event: events.Event) -> None:
-        for item in self.buffer.handle(event, self.now):
+        for item in self.buffer.apply(event, self.now):
             match item:
                 case instructions.Dispatch():
                     self._dispatch(item)
@@ -145,7 +146,7 @@ class Cluster:
                     raise ValueError(f"the buffer refused prompts: {item.message}")
 
     def _learn(self, event: Event) -> None:
-        self.context.handle(event)
+        self.context.apply(event)
         if not self._publishing and self.context.dirty:
             self._publishing = True
             self._at(self.now + PUBLISH_SECONDS, self._publish)

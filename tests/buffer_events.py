@@ -4,6 +4,7 @@ from invariants import check
 
 from seer.common.policy.schedule import POLICIES
 from seer.common.types import Capacity
+from seer.services.buffer.events import Joined, Left
 from seer.services.buffer.requests import events, instructions, state
 from seer.services.buffer.requests.machine import RequestMachine
 
@@ -14,15 +15,25 @@ LARGE = Capacity(kv_blocks=200, block_size=16, max_num_seqs=8, max_model_len=200
 def make(policy="divided", engines=("a", "b"), **limits) -> RequestMachine:
     machine = RequestMachine(POLICIES[policy], state.Limits(**{"chunk_size": 16, **limits}))
     for life, name in enumerate(engines):
-        machine.handle(events.EngineJoined(name, CAPACITY, -life), 0.0)
+        machine.apply(Joined(name, CAPACITY, -life), 0.0)
     return machine
 
 
 def submit(
-    machine, *prompts, n=2, max_tokens=32, rollout="r", trainer="t", now=0.0, prompt_len=10, same=True, **more
+    machine,
+    *prompts,
+    n=2,
+    max_tokens=32,
+    rollout="r",
+    trainer="t",
+    now=0.0,
+    prompt_len=10,
+    same=True,
+    kept=None,
+    **more,
 ):
-    specs = [events.GroupSpec(prompt, prompt_len, same) for prompt in prompts]
-    out = machine.handle(events.GroupsSubmitted(trainer, rollout, n, max_tokens, specs, **more), now)
+    specs = [events.GroupSpec(prompt, prompt_len, same, kept) for prompt in prompts]
+    out = machine.apply(events.GroupsSubmitted(trainer, rollout, n, max_tokens, specs, **more), now)
     check(machine)
     return out
 
@@ -36,7 +47,7 @@ def end(machine, dispatch, count=None, finish="", now=1.0, **fields):
     event = events.ChunkEnded(
         dispatch.instance, dispatch.request_id, dispatch.attempt, count, finish, **fields
     )
-    out = machine.handle(event, now)
+    out = machine.apply(event, now)
     check(machine)
     return out
 
@@ -53,8 +64,8 @@ def run_to_end(machine, out, now=1.0):
 
 
 def die(machine, name, life):
-    out = machine.handle(events.EnginesLeft([name], died=True), 1.0)
+    out = machine.apply(Left([name], died=True), 1.0)
     check(machine)
-    out += machine.handle(events.EngineJoined(name, CAPACITY, life), 1.0)
+    out += machine.apply(Joined(name, CAPACITY, life), 1.0)
     check(machine)
     return out

@@ -1,10 +1,9 @@
-"""The buffer's three machines as one: each event is applied, and what they instruct is done or sent.
+"""What the buffer's machines instruct, done: arrays are stored, messages made and handed on.
 
 Invariants:
 - every decision is a machine's; this file stores, and turns instructions into messages;
-- an event is handled and its instructions are turned into messages without a pause in between, so
-  no message can speak of a state that is gone;
-- an engine that is gone is gone for all three machines.
+- an event is applied and its instructions are turned into messages without a pause in between, so
+  no message can speak of a state that is gone.
 """
 
 from __future__ import annotations
@@ -18,14 +17,14 @@ from seer.common import wire
 from seer.common.clock import Clock
 from seer.common.process.log import get_logger
 from seer.services.buffer import sleep, views
+from seer.services.buffer.events import Drained, Joined, Left, Tick, Weights
 from seer.services.buffer.liveness import Liveness
+from seer.services.buffer.log.kept import KeptChunks
+from seer.services.buffer.machine import BufferMachine, Event, Instruction
 from seer.services.buffer.requests import events, instructions
 from seer.services.buffer.requests.deliveries import Deliveries, Sent
-from seer.services.buffer.requests.machine import RequestMachine
 from seer.services.buffer.store import TOKEN_BYTES, Store
-from seer.services.buffer.weights import events as weight_events
 from seer.services.buffer.weights import instructions as weight_instructions
-from seer.services.buffer.weights.machine import WeightsMachine
 
 COLLECT_SECONDS = 10.0
 """How long a draining buffer keeps the last results for their trainers."""
@@ -53,7 +52,8 @@ class Submitted:
 class Conductor:
     """`to_engine` and `to_trainer` send to a name, `to_life` to an address, `publish` to the context service.
 
-    All of them soon, never waiting. `parted(name)` is told of each engine that was given up.
+    All of them soon, never waiting. `parted(name)` is told of each engine that was given up,
+    `record` of every event, and what the machines answered.
     `drained` is set once `drain` was called and everything accepted is finished and collected;
     `registered` has what each engine said of itself last.
     """
@@ -61,10 +61,9 @@ class Conductor:
     def __init__(
         self,
         clock: Clock,
-        machine: RequestMachine,
-        weights: WeightsMachine,
-        sleep: sleep.SleepMachine,
+        machine: BufferMachine,
         store: Store,
+        kept: KeptChunks,
         silence_seconds: float,
         lease_seconds: float,
         *,
@@ -73,20 +72,19 @@ class Conductor:
         to_life: Callable[[bytes, wire.BufferToTrainer], None],
         publish: Callable[[wire.BufferPublished], None],
         parted: Callable[[str], None],
+        record: Callable[[float, Event, Sequence[Instruction]], None],
     ) -> None:
         self._clock = clock
-        self._machine, self._weights, self._sleep = machine, weights, sleep
-        self._store = store
+        self._machine, self._requests, self._weights = machine, machine.requests, machine.weights
+        self._store, self._kept = store, kept
         self._to_engine, self._to_trainer, self._publish = to_engine, to_trainer, publish
-        self._to_life, self._parted = to_life, parted
+        self._to_life, self._parted, self._record = to_life, parted, record
         self._deliveries = Deliveries()
         self._engines: Liveness[str] = Liveness(silence_seconds, TICK_SECONDS)
         self._trainers: Liveness[bytes] = Liveness(lease_seconds, TICK_SECONDS)
         self._sessions: dict[bytes, int] = {}
-        self._lives: dict[str, int] = {}
         self._log = get_logger()
         self.registered: dict[str, wire.Register] = {}
-        self._weights_held = False
         self.drained = asyncio.Event()
         self.draining = False
         self._collect_until: float | None = None
@@ -94,39 +92,30 @@ class Conductor:
     def drain(self) -> None:
         """Get ready to end; trainers have `COLLECT_SECONDS` to collect: one that died never will."""
         self.draining = True
-        self.handle(events.Drained())
-        self.weigh(weight_events.Drained())
-        self._check_drained()
+        self.apply(Drained())
 
     def _check_drained(self) -> None:
         if not self.draining or self._weights.updating:  # engines load: they read what ends with us
             return
-        if self._machine.requests:
+        if self._requests.requests:
             self._collect_until = None
         elif self._collect_until is None:
             self._collect_until = self._clock.now() + COLLECT_SECONDS
-        if not self._machine.groups or (self._collect_until or math.inf) < self._clock.now():
+        if not self._requests.groups or (self._collect_until or math.inf) < self._clock.now():
             self.drained.set()
 
-    # --- what concerns all three machines --------------------------------------------------
+    # --- who is there ----------------------------------------------------------------------
 
     def join(self, name: str, register: wire.Register, life: int) -> None:
         """Take in an engine, a new `life` of a known one, or the same again, which lost what it ran."""
-        if name in self._lives:  # whatever life it is, it holds nothing of before
-            self._part([name], died=self._lives[name] != life)
         self.registered[name] = register
-        self._lives[name] = life
         self._engines.heard(name)
-        theirs = weight_events.Weights(
-            register.weight_version, register.weights_digest, register.weights_source
-        )
-        self.rest(sleep.Joined(name, register.asleep))
-        self.weigh(weight_events.Registered(name, theirs))
-        self.rest(sleep.Tick())  # it sleeps, if it has to, once it has loaded
+        theirs = Weights(register.weight_version, register.weights_digest, register.weights_source)
+        self.apply(Joined(name, register.capacity, life, theirs, register.asleep))
 
     def heard(self, name: str) -> None:
         """Note a sign of life of an engine."""
-        if name in self._lives:
+        if name in self._machine.engines:
             self._engines.heard(name)
 
     def heard_trainer(self, life: bytes, session: int) -> None:
@@ -138,11 +127,14 @@ class Conductor:
 
     def give_up(self, names: Sequence[str], why: str, *, died: bool = False) -> None:
         """Log the loss of engines and go on without them; those that are not here are ignored."""
-        here = [name for name in names if name in self._lives]
+        here = [name for name in names if name in self._machine.engines]
         for name in here:
-            self._log.warning("engine lost", engine=name, why=why)
-            self._parted(name)
+            self._log_loss(name, why)
         self._part(here, died=died)
+
+    def _log_loss(self, name: str, why: str) -> None:
+        self._log.warning("engine lost", engine=name, why=why)
+        self._parted(name)
 
     def drop(self, name: str, *, died: bool = False) -> None:
         """Go on without an engine that said goodbye; `died`: it did not mean to."""
@@ -151,121 +143,101 @@ class Conductor:
     def _part(self, names: Sequence[str], *, died: bool) -> None:
         for name in names:
             self._engines.forget(name)
-            self._lives.pop(name, None)
-        self.handle(events.EnginesLeft(names, died))
-        for name in names:
-            self.rest(sleep.Lost(name))
-            self.weigh(weight_events.Lost(name))
+        if names:
+            self.apply(Left(names, died))
 
     def tick(self) -> None:
         """Look at all deadlines."""
         now = self._clock.now()
         self.give_up(self._engines.tick(now), "silent")
         for life in self._trainers.tick(now):
-            self.handle(events.TrainerLost(life))
-        owners = {rollout.life for rollout in self._machine.rollouts.values()}
+            self.apply(events.TrainerLost(life))
+        owners = {rollout.life for rollout in self._requests.rollouts.values()}
         for life in self._sessions.keys() - owners:  # nothing can be lost to it, nor by it
             del self._sessions[life]
             self._trainers.forget(life)
-        self.handle(events.Tick())
-        self.rest(sleep.Tick())
-        self.weigh(weight_events.Tick())
+        self.apply(Tick())
 
-    # --- one machine each ------------------------------------------------------------------
+    # --- instructions to messages ------------------------------------------------------------
 
-    def handle(self, event: events.Event, news: Ended | Submitted | None = None) -> None:
-        """Apply an event of requests, with the arrays that it is about."""
-        for item in self._machine.handle(event, self._clock.now()):
+    def apply(self, event: Event, news: Ended | Submitted | None = None) -> None:
+        """Apply an event, with the arrays that it is about."""
+        live = self._live()  # what a chunk that ends now was made by
+        now = self._clock.now()
+        out = self._machine.apply(event, now)
+        self._record(now, event, out)
+        for item in out:
             match item:
                 case instructions.Keep() if isinstance(news, Ended):
-                    where = _locate(item.request_id)
-                    self._store.keep(*where, news.tokens, news.logprobs, self._live())
+                    self._keep(item, news, live)
                 case instructions.Take() if isinstance(news, Submitted):
                     self._store.open(news.submit, item.prompt_id, news.prompts[item.prompt_id])
-                case instructions.Dispatch():
-                    wait = self._machine.policy.admission
-                    chunk = self._store.chunk(item, *_locate(item.request_id), wait_for_room=wait)
-                    self._to_engine(item.instance, chunk)
-                case instructions.Drop():
-                    drop = wire.DropChunk(request_id=item.request_id, attempt=item.attempt)
-                    self._to_engine(item.instance, drop)
-                case instructions.Deliver():
-                    size = self._machine.groups[item.group_id].tokens * TOKEN_BYTES
-                    self._deliver(self._deliveries.add(item.life, item.group_id, size))
-                case instructions.Accept() | instructions.Refuse():
-                    self._to_life(item.life, views.answer(item))
-                case instructions.Forget():
-                    self._store.forget(item.group_id)
-                    self._deliver(self._deliveries.forget(item.group_id))
-                case (
-                    instructions.PublishOpened()
-                    | instructions.PublishProgress()
-                    | instructions.PublishClosed()
-                ):
-                    self._publish(views.published(item))
-        if self._weights.updating and not self._machine.requests:
-            self.weigh(weight_events.Tick())
-        if self._sleep.held and not self._machine.requests:
-            self.rest(sleep.Tick())
+                    self._kept.open(news.submit.rollout_id, item.prompt_id)
+                case _:
+                    self._perform(item)
         self._check_drained()
 
-    def _live(self) -> weight_events.Weights:
-        return self._weights.live or weight_events.Weights(0, "")
+    def _live(self) -> Weights:
+        return self._weights.live or Weights(0, "")
+
+    def _keep(self, item: instructions.Keep, ended: Ended, live: Weights) -> None:
+        group_id, index = _locate(item.request_id)
+        self._store.keep(group_id, index, ended.tokens, ended.logprobs, live)
+        self._kept.keep(
+            group_id, index, ended.tokens, ended.logprobs, (item.finish, item.stop_reason),
+            self._store.identity(group_id), live,
+        )  # fmt: skip
+
+    def _perform(self, item: Instruction) -> None:
+        match item:
+            case instructions.Restore():
+                self._store.restore(item.group_id, self._kept.restore(item.group_id), self._live())
+            case instructions.Dispatch():
+                wait = self._requests.policy.admission
+                chunk = self._store.chunk(item, *_locate(item.request_id), wait_for_room=wait)
+                self._to_engine(item.instance, chunk)
+            case instructions.Drop():
+                drop = wire.DropChunk(request_id=item.request_id, attempt=item.attempt)
+                self._to_engine(item.instance, drop)
+            case instructions.Deliver():
+                group = self._requests.groups.get(item.group_id)
+                if group is not None:  # else it is forgotten with one of the next instructions
+                    size = group.tokens * TOKEN_BYTES
+                    self._deliver(self._deliveries.add(item.life, item.group_id, size))
+            case instructions.Forget():
+                self._store.forget(item.group_id)
+                self._kept.forget(item.group_id)
+                self._deliver(self._deliveries.forget(item.group_id))
+            case instructions.Accept() | instructions.Refuse():
+                self._to_life(item.life, views.answer(item))
+            case instructions.PublishOpened() | instructions.PublishProgress() | instructions.PublishClosed():
+                self._publish(views.published(item))
+            case _:
+                self._perform_for_all(item)
+
+    def _perform_for_all(self, item: Instruction) -> None:
+        """Do what weights and sleep take: it concerns engines as a whole."""
+        match item:
+            case weight_instructions.Prepare() | weight_instructions.Discard() | weight_instructions.Load():
+                self._to_engine(item.instance, views.order(item))
+            case weight_instructions.Report() | weight_instructions.Fail():
+                self._log.info("weight update ended", outcome=item)
+                self._to_trainer(item.trainer, views.outcome(item))
+            case sleep.Order():
+                self._to_engine(item.instance, wire.Sleep(asleep=item.asleep))
+            case sleep.GiveUp():
+                self._engines.forget(item.instance)
+                self._log_loss(item.instance, "it was told to sleep or wake, and does not answer")
+            case sleep.Tell():
+                told = wire.Slept(asleep=item.asleep, problem=item.problem, ask=item.ask)
+                self._to_trainer(item.trainer, told)
 
     def _deliver(self, ready: Sequence[Sent]) -> None:
         for life, group_id in ready:
-            group = self._machine.groups.get(group_id)
+            group = self._requests.groups.get(group_id)
             if group is not None:  # else it is forgotten with one of the next instructions
-                self._to_life(life, views.progress(self._machine, group.rollout))
+                self._to_life(life, views.progress(self._requests, group.rollout))
                 self._to_life(life, self._store.result(group))
-
-    def weigh(self, event: weight_events.Event) -> None:
-        """Apply an event of weights."""
-        loading, idle = self._weights.loading, not self._machine.requests
-        for item in self._weights.handle(event, self._clock.now(), idle=idle, awake=self._sleep.awake):
-            match item:
-                case (
-                    weight_instructions.Prepare() | weight_instructions.Discard() | weight_instructions.Load()
-                ):
-                    self._to_engine(item.instance, views.order(item))
-                case weight_instructions.Admit():
-                    self.handle(events.WeightsChanged(self._live().version))
-                    capacity, life = self.registered[item.instance].capacity, self._lives[item.instance]
-                    self.handle(events.EngineJoined(item.instance, capacity, life))
-                case weight_instructions.Expel():
-                    self.handle(events.EnginesLeft([item.instance]))
-                case weight_instructions.Hold() | weight_instructions.Release():
-                    self._weights_held = isinstance(item, weight_instructions.Hold)
-                    self._hold()
-                case weight_instructions.Abort():
-                    self.handle(events.RolloutsAborted("aborted by a weight update"))
-                case weight_instructions.Report() | weight_instructions.Fail():
-                    self._log.info("weight update ended", outcome=item)
-                    self._to_trainer(item.trainer, views.outcome(item))
-        if loading != self._weights.loading:  # to load, engines are woken
-            self.rest(sleep.Tick())
-
-    def rest(self, event: sleep.Event) -> None:
-        """Apply an event of sleep."""
-        held, awake, idle = self._sleep.held, self._sleep.awake, not self._machine.requests
-        loading = self._weights.loading
-        for item in self._sleep.handle(event, self._clock.now(), idle=idle, loading=loading):
-            match item:
-                case sleep.Order():
-                    self._to_engine(item.instance, wire.Sleep(asleep=item.asleep))
-                case sleep.GiveUp():
-                    self.give_up([item.instance], "it was told to sleep or wake, and does not answer")
-                case sleep.Tell():
-                    self._to_trainer(
-                        item.trainer, wire.Slept(asleep=item.asleep, problem=item.problem, ask=item.ask)
-                    )
-        if held != self._sleep.held:
-            self._hold()
-        if awake != self._sleep.awake:  # who is awake may load, and work
-            self.weigh(weight_events.Tick())
-
-    def _hold(self) -> None:
-        self.handle(events.SubmissionsHeld(self._weights_held or self._sleep.held))
 
 
 def _locate(request_id: str) -> tuple[str, int]:

@@ -13,9 +13,12 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import time
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
+from seer import __version__
 from seer.common import ids, wire
 from seer.common.clock import Clock
 from seer.common.config import Config, shared_hash
@@ -30,12 +33,13 @@ from seer.common.process.log import get_logger
 from seer.common.types import InstanceStats
 from seer.services.buffer import sleep, submissions, views
 from seer.services.buffer.conductor import TICK_SECONDS, Conductor, Ended, Submitted
+from seer.services.buffer.log.kept import KeptChunks
+from seer.services.buffer.log.rows import Header
+from seer.services.buffer.log.writer import LogWriter
 from seer.services.buffer.peers import Peers, check_register, life_of
 from seer.services.buffer.requests import events, state
-from seer.services.buffer.requests.machine import RequestMachine
 from seer.services.buffer.store import TOKEN_BYTES, Store
 from seer.services.buffer.weights import events as weight_events
-from seer.services.buffer.weights.machine import WeightsMachine
 from seer.services.buffer.weights.spool import Spool
 
 
@@ -72,19 +76,30 @@ class BufferServer:
             incarnation=ids.new_incarnation(),
             config_hash=shared_hash(config.shared),
         )
-        self.machine = RequestMachine(POLICIES[settings.policy], limits, first_attempt=self.me.incarnation)
+        header = Header(
+            version=__version__,
+            incarnation=self.me.incarnation,
+            policy=settings.policy,
+            limits=limits,
+            update_seconds=settings.update_seconds,
+            attempt=self.me.incarnation,
+            started=time.time(),
+            clock=clock.now(),
+        )
+        machines = header.machine()
+        self.machine, self.weights, self._sleep = machines.requests, machines.weights, machines.sleep
+        self._rows = LogWriter(settings.log, header)
         self.store = Store()
-        self.weights = WeightsMachine(settings.update_seconds)
-        self._sleep = sleep.SleepMachine(settings.update_seconds)
+        chunks = str(Path(settings.log) / "chunks") if settings.log and settings.keep_chunks else ""
+        self._kept = KeptChunks(chunks, settings.result_ttl_seconds, clock.now())
         # Bounded by open work, as the outboxes are: a request has one chunk out, a group one result, and
         # ticks add only to idle ones.
         self._to_publish: asyncio.Queue[wire.BufferPublished] = asyncio.Queue()
         self.conductor = Conductor(
             clock,
-            self.machine,
-            self.weights,
-            self._sleep,
+            machines,
             self.store,
+            self._kept,
             settings.engine_silence_seconds,
             settings.trainer_lease_seconds,
             to_engine=self._tell_engine,
@@ -92,6 +107,7 @@ class BufferServer:
             to_life=self._tell_life,
             publish=self._to_publish.put_nowait,
             parted=self._part,
+            record=self._rows.write,
         )
         self._spool = Spool(settings.spool, clock)
         self._trainers, self._engines = Peers(), Peers()
@@ -140,6 +156,13 @@ class BufferServer:
 
     async def run(self) -> None:
         """Serve until drained."""
+        try:
+            await self._serve()
+        finally:
+            self._rows.close()
+            self._kept.close()
+
+    async def _serve(self) -> None:
         async with asyncio.TaskGroup() as tasks:
             serving = [
                 tasks.create_task(task)
@@ -209,16 +232,16 @@ class BufferServer:
             case wire.Submit():
                 return self._submit(name, address, message)
             case wire.Acknowledge(rollout_id=rollout_id, prompt_ids=prompt_ids, use=use):
-                self.conductor.handle(events.GroupsAcknowledged(name, rollout_id, prompt_ids, use))
+                self.conductor.apply(events.GroupsAcknowledged(name, rollout_id, prompt_ids, use))
             case wire.Cancel(rollout_id=rollout_id, prompt_ids=prompt_ids, use=use):
-                self.conductor.handle(events.RolloutCancelled(name, rollout_id, prompt_ids, use))
+                self.conductor.apply(events.RolloutCancelled(name, rollout_id, prompt_ids, use))
             case wire.StatusRequest():
                 return self._status()
             case wire.Sleep() if self.weights.updating:
                 busy = "a weight update is under way: wait for that"
                 return wire.Slept(asleep=message.asleep, problem=busy, ask=message.ask)
             case wire.Sleep():
-                self.conductor.rest(sleep.Asked(name, message.asleep, message.ask))
+                self.conductor.apply(sleep.SleepAsked(name, message.asleep, message.ask))
             case wire.UpdateWeights():
                 return self._update(name, address, message)
             case wire.OpenSpool() | wire.SpoolData():
@@ -237,7 +260,7 @@ class BufferServer:
         asked = weight_events.UpdateAsked(
             name, message.version, message.source, message.digest, mode, message.ask
         )
-        self.conductor.weigh(asked)
+        self.conductor.apply(asked)
         return None
 
     def _status(self) -> wire.Status:
@@ -269,8 +292,8 @@ class BufferServer:
                 prompt_ids=submit.prompt_ids,
                 use=submit.use,
             )
-        event = submissions.event(trainer, address, submit, prompts, self.store)
-        self.conductor.handle(event, Submitted(submit, prompts))
+        event = submissions.event(trainer, address, submit, prompts, self.store, self._kept)
+        self.conductor.apply(event, Submitted(submit, prompts))
         return None
 
     async def _serve_engines(self) -> None:
@@ -307,17 +330,17 @@ class BufferServer:
                 self._chunk_failed(name, message)
             case wire.EngineStatus():
                 self._stats[name] = message.stats
-                self.conductor.handle(events.EngineReported(name, message.stats.pinned_blocks))
+                self.conductor.apply(events.EngineReported(name, message.stats.pinned_blocks))
             case wire.WeightsPrepared():
-                self.conductor.weigh(
+                self.conductor.apply(
                     weight_events.Prepared(
                         name, message.version, message.digest, message.problem, message.ask
                     )
                 )
             case wire.WeightsLoaded():
-                self.conductor.weigh(weight_events.Loaded(name, message.version, message.problem))
+                self.conductor.apply(weight_events.Loaded(name, message.version, message.problem))
             case wire.Slept():
-                self.conductor.rest(sleep.Answered(name, message.asleep))
+                self.conductor.apply(sleep.SleepAnswered(name, message.asleep))
             case wire.OpenSpool() | wire.ReadSpool():
                 self._spool.put(self._engine_hub.reply, address, message)
             case wire.Goodbye():
@@ -351,7 +374,7 @@ class BufferServer:
                 self.conductor.give_up([name], failed.message)
                 return
         rejected = events.ChunkRejected(name, failed.request_id, failed.attempt, failed.fatal, failed.message)
-        self.conductor.handle(rejected)
+        self.conductor.apply(rejected)
 
     def _chunks_done(self, engine: str, address: bytes, done: wire.ChunksDone) -> None:
         counts = [result.count for result in done.results]
@@ -361,7 +384,7 @@ class BufferServer:
             self._engine_hub.refuse(address, error)
             for result in done.results:  # these provoked it, so it counts against them
                 rejected = events.ChunkRejected(engine, result.request_id, result.attempt, False, str(error))
-                self.conductor.handle(rejected)
+                self.conductor.apply(rejected)
             self.conductor.give_up([engine], "it sent results that make no sense")
             return
         if done.weight_version != self.machine.weight_version and engine in self.machine.instances:
@@ -381,8 +404,9 @@ class BufferServer:
                 result.drafted,
                 result.accepted,
             )
-            self.conductor.handle(event, Ended(done.tokens[start:end], done.logprobs[start:end]))
+            self.conductor.apply(event, Ended(done.tokens[start:end], done.logprobs[start:end]))
             start = end
+        self._kept.flush()
 
     def _engine_unreachable(self, address: bytes) -> None:
         name = self._engines.name(address)
@@ -397,12 +421,15 @@ class BufferServer:
                 for group_id, tokens in news.estimates.items()
             }
             sound = {group_id: told for group_id, told in estimates.items() if told.sound}
-            self.conductor.handle(events.EstimatesChanged(sound, news.acceptance))
+            self.conductor.apply(events.EstimatesChanged(sound, news.acceptance))
 
     async def _tick(self) -> None:
         while True:
             await self._clock.sleep(TICK_SECONDS)
             self.conductor.tick()
+            self._rows.flush()
+            self._kept.flush()
+            self._kept.tick(self._clock.now())
             self._spool.tidy(self.weights.sources)
             if self._to_engines.idle:
                 for name in sorted(self.weights.known):

@@ -19,29 +19,16 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
+from seer.services.buffer import events
+from seer.services.buffer.events import Drained, Joined, Left, Tick
+
 NOBODY = "no engine is there to wake: start one, and ask again"
 
 GRACE_SECONDS = 10.0
 """Twice as long as an idle engine takes to notice that its buffer is another one."""
 
 
-@dataclass(frozen=True, slots=True)
-class Joined:
-    """An engine is there, in a new life or to a new buffer."""
-
-    instance: str
-    asleep: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Lost:
-    """An engine is gone."""
-
-    instance: str
-
-
-@dataclass(frozen=True, slots=True)
-class Asked:
+class SleepAsked(events.Row, frozen=True):
     """A trainer wants all engines asleep, or awake. `ask`: its own number for the answer."""
 
     trainer: str
@@ -49,39 +36,30 @@ class Asked:
     ask: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Answered:
+class SleepAnswered(events.Row, frozen=True):
     """An engine did as it was told: it sleeps, or is awake."""
 
     instance: str
     asleep: bool
 
 
-@dataclass(frozen=True, slots=True)
-class Tick:
-    """Time passed, the last running request ended, or an engine has or needs other weights."""
+Event = Joined | Left | SleepAsked | SleepAnswered | Drained | Tick
 
 
-Event = Joined | Lost | Asked | Answered | Tick
-
-
-@dataclass(frozen=True, slots=True)
-class Order:
+class Order(events.Row, frozen=True):
     """Have an engine sleep, or wake."""
 
     instance: str
     asleep: bool
 
 
-@dataclass(frozen=True, slots=True)
-class GiveUp:
+class GiveUp(events.Row, frozen=True):
     """An engine did not answer."""
 
     instance: str
 
 
-@dataclass(frozen=True, slots=True)
-class Tell:
+class Tell(events.Row, frozen=True):
     """Answer a trainer; with a `problem` nothing was done."""
 
     trainer: str
@@ -121,7 +99,7 @@ class SleepMachine:
         """The engines that are awake and were not told to sleep."""
         return frozenset(name for name, asleep in self._asleep.items() if not asleep) - self._ordered.keys()
 
-    def handle(
+    def apply(
         self, event: Event, now: float, *, idle: bool, loading: Collection[str] = ()
     ) -> list[Instruction]:
         """Apply one event at `now` (monotonic seconds).
@@ -137,11 +115,12 @@ class SleepMachine:
                 self._asleep[event.instance] = event.asleep
                 self._wanted = self._wanted or (event.asleep and learnt)
                 return out  # whether it has to load is known when its weights are: see the next event
-            case Lost():
-                self._forget(event.instance)
-            case Asked():
+            case Left():
+                for name in event.instances:
+                    self._forget(name)
+            case SleepAsked():
                 self._asked(event, now, out)
-            case Answered(name, asleep):
+            case SleepAnswered(name, asleep):
                 if name in self._ordered and asleep != self._asleep[name]:
                     self._asleep[name] = asleep
                     del self._ordered[name]
@@ -156,7 +135,7 @@ class SleepMachine:
         self._asleep.pop(instance, None)
         self._ordered.pop(instance, None)
 
-    def _asked(self, event: Asked, now: float, out: list[Instruction]) -> None:
+    def _asked(self, event: SleepAsked, now: float, out: list[Instruction]) -> None:
         if self._waiting and event.asleep != self._wanted:
             doing = "puts engines to sleep" if self._wanted else "wakes engines"
             problem = f"{next(iter(self._waiting))} {doing}: wait for that"

@@ -7,15 +7,16 @@ Invariants:
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from seer.common import ids, wire
 from seer.common.types import SamplingParams
+from seer.services.buffer.events import Weights
 from seer.services.buffer.requests.instructions import Dispatch
 from seer.services.buffer.requests.state import GroupState
-from seer.services.buffer.weights.events import Weights
 
 TOKEN_BYTES = 8
 """A kept token: int32 id and float32 logprob."""
@@ -79,6 +80,21 @@ class Store:
         output = group.outputs.setdefault(index, _Output())
         output.tokens.append(tokens.copy())
         output.logprobs.append(logprobs.copy())
+
+    def restore(
+        self, group_id: str, outputs: Mapping[int, tuple[wire.Tokens, wire.Logprobs]], weights: Weights
+    ) -> None:
+        """Begin the outputs of a group with what an earlier life of the buffer kept of them."""
+        group = self._groups[group_id]
+        group.weights = weights
+        group.outputs = {
+            index: _Output([tokens], [logprobs]) for index, (tokens, logprobs) in outputs.items()
+        }
+
+    def identity(self, group_id: str) -> tuple[int, wire.Tokens]:
+        """Return the digest of what was asked for each prompt of a group's submission, and its prompt."""
+        group = self._groups[group_id]
+        return ids.asked(group.seed, group.rollout_number, group.size, group.sampling), group.prompt
 
     def chunk(self, dispatch: Dispatch, group_id: str, index: int, *, wait_for_room: bool) -> wire.RunChunk:
         """Return the message that runs a request's next chunk."""

@@ -8,6 +8,7 @@ import numpy as np
 
 from seer.common import ids, wire
 from seer.common.errors import InvalidField
+from seer.services.buffer.log.kept import KeptChunks
 from seer.services.buffer.requests.events import GroupSpec, GroupsSubmitted
 from seer.services.buffer.store import Store
 
@@ -20,14 +21,25 @@ def prompts(submit: wire.Submit) -> dict[str, wire.Tokens]:
 
 
 def event(
-    trainer: str, life: bytes, submit: wire.Submit, prompts: Mapping[str, wire.Tokens], store: Store
+    trainer: str,
+    life: bytes,
+    submit: wire.Submit,
+    prompts: Mapping[str, wire.Tokens],
+    store: Store,
+    kept: KeptChunks,
 ) -> GroupsSubmitted:
     """Return what a submission is to the machine."""
+    asked = ids.asked(submit.seed, submit.rollout_number, submit.n, submit.sampling)
+    rollout_id = submit.rollout_id
     specs = [
-        GroupSpec(prompt_id, len(tokens), store.same(ids.group_id(submit.rollout_id, prompt_id), tokens))
+        GroupSpec(
+            prompt_id,
+            len(tokens),
+            store.same(ids.group_id(rollout_id, prompt_id), tokens),
+            kept.offer(rollout_id, prompt_id, asked, tokens),
+        )
         for prompt_id, tokens in prompts.items()
     ]
-    asked = ids.asked(submit.seed, submit.rollout_number, submit.n, submit.sampling)
     return GroupsSubmitted(
         trainer, submit.rollout_id, submit.n, submit.sampling.max_tokens, specs, submit.weight_version,
         submit.use, asked, life,

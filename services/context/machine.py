@@ -105,7 +105,7 @@ class EstimateMachine:
     def __len__(self) -> int:
         return len(self._groups)
 
-    def handle(self, event: Event) -> None:
+    def apply(self, event: Event) -> None:
         """Apply one event."""
         match event:
             case Opened():
@@ -129,7 +129,7 @@ class EstimateMachine:
             group.known.forget()  # it comes again, and must not count twice
         error, self.error = self.error, EstimateError()
         for event in events:
-            self.handle(event)
+            self.apply(event)
         self.error = error  # what was finished before was not foretold
         # Subscribers may hold anything: a restarted buffer forgot, others remember another life.
         for group_id, group in self._groups.items():

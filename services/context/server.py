@@ -97,7 +97,7 @@ class ContextServer:
             if isinstance(news, wire.BufferSnapshot):
                 self.machine.replace(_events_of(news))
             else:
-                self.machine.handle(_event_of(news))
+                self.machine.apply(_event_of(news))
             if self.machine.dirty:
                 self._changed.set()
 

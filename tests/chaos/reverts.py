@@ -288,8 +288,8 @@ def _sleep_before_load() -> Patches:
     def weigh(original: Any, self: Any, event: Any, now: float, *, idle: bool, awake: Any = None) -> Any:
         return original(self, event, now, idle=idle)
 
-    yield _around(SleepMachine, "handle", rest)
-    yield _around(WeightsMachine, "handle", weigh)
+    yield _around(SleepMachine, "apply", rest)
+    yield _around(WeightsMachine, "apply", weigh)
 
 
 def _loading_not_watched() -> Patches:

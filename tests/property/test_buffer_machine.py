@@ -6,7 +6,6 @@ engines leave and die.
 """
 
 from collections import Counter
-from dataclasses import replace
 
 import pytest
 from hypothesis import settings
@@ -20,10 +19,12 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 from invariants import check
+from msgspec import structs
 
 from seer.common.policy.length import Estimate
 from seer.common.policy.schedule import POLICIES
 from seer.common.types import Capacity
+from seer.services.buffer.events import Joined, Left, Tick
 from seer.services.buffer.requests import events, instructions, state
 from seer.services.buffer.requests.machine import RequestMachine
 
@@ -34,7 +35,7 @@ ROLLOUTS = ("r", "s")
 def mirrored(event: events.Event) -> events.Event:
     """Return the same news, told in the opposite order."""
     if isinstance(event, events.EstimatesChanged):
-        return replace(event, estimates=dict(reversed(event.estimates.items())))
+        return structs.replace(event, estimates=dict(reversed(event.estimates.items())))
     return event
 
 
@@ -58,8 +59,8 @@ class BufferModel(RuleBasedStateMachine):
 
     def send(self, event):
         self.now += 0.01
-        answered = self.machine.handle(event, self.now)
-        assert answered == self.twin.handle(mirrored(event), self.now)
+        answered = self.machine.apply(event, self.now)
+        assert answered == self.twin.apply(mirrored(event), self.now)
         delivered, refused = set(), set()
         for item in answered:
             match item:
@@ -99,12 +100,12 @@ class BufferModel(RuleBasedStateMachine):
         self.lose([name])
         self.lives += not again
         capacity = Capacity(kv_blocks=blocks, block_size=8, max_num_seqs=4, max_model_len=200)
-        self.send(events.EngineJoined(name, capacity, 10 * self.lives + NAMES.index(name)))
+        self.send(Joined(name, capacity, 10 * self.lives + NAMES.index(name)))
 
     @rule(names=st.lists(st.sampled_from(NAMES), unique=True, min_size=1), died=st.booleans())
     def leave(self, names, died):
         self.lose(names)
-        self.send(events.EnginesLeft(names, died))
+        self.send(Left(names, died))
 
     def lose(self, names):
         for key in [key for key, d in self.running.items() if d.instance in names]:
@@ -146,7 +147,7 @@ class BufferModel(RuleBasedStateMachine):
     @rule(seconds=st.sampled_from((0.5, 300.0)))
     def tick(self, seconds):
         self.now += seconds
-        self.send(events.Tick())
+        self.send(Tick())
 
     @rule()
     def lose_trainer(self):
@@ -223,12 +224,12 @@ class BufferModel(RuleBasedStateMachine):
         if not hasattr(self, "machine"):
             return
         self.lose(NAMES)
-        self.send(events.EnginesLeft(NAMES))
+        self.send(Left(NAMES))
         self.send(events.SubmissionsHeld(False))
         big = Capacity(kv_blocks=500, block_size=8, max_num_seqs=64, max_model_len=4096)
-        self.send(events.EngineJoined("z", big))
+        self.send(Joined("z", big))
         self.now += 60.0
-        self.send(events.Tick())
+        self.send(Tick())
         for _ in range(10_000):
             if not self.running:
                 break

@@ -14,6 +14,7 @@ from seer.common.policy.length import Estimate
 from seer.common.policy.request import RequestView
 from seer.common.policy.schedule import FAIR_DISPATCHES, POLICIES, oracle, plausible
 from seer.common.types import Capacity
+from seer.services.buffer.events import Joined
 from seer.services.buffer.requests import events, instructions, state
 from seer.services.buffer.requests.machine import RequestMachine
 
@@ -111,12 +112,12 @@ class Siege:
         self.due: dict[str, int] = {}
         self.groups = 0
         capacity = Capacity(kv_blocks=10**6, block_size=16, max_num_seqs=seats, max_model_len=9000)
-        self.send(events.EngineJoined("a", capacity))
+        self.send(Joined("a", capacity))
         self.submit(seats, float(CAP))
         self.victims = self.submit(3, 1.0)
 
     def send(self, event):
-        for item in self.machine.handle(event, 0.0):
+        for item in self.machine.apply(event, 0.0):
             if isinstance(item, instructions.Dispatch):
                 self.running.append(item)
                 self.turns[item.request_id] += 1

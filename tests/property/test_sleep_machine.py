@@ -4,6 +4,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from seer.services.buffer import sleep
+from seer.services.buffer.events import Joined, Left, Tick
 
 NAMES = ("a", "b", "c")
 STEPS = st.lists(
@@ -26,7 +27,7 @@ class World:
         self.open = 0
 
     def handle(self, event):
-        for item in self.machine.handle(event, self.now, idle=self.idle):
+        for item in self.machine.apply(event, self.now, idle=self.idle):
             match item:
                 case sleep.Order():
                     assert self.idle or not item.asleep
@@ -49,31 +50,31 @@ class World:
         match kind:
             case "join" if name not in self.asleep:
                 self.asleep[name], self.orders[name] = False, []
-                self.handle(sleep.Joined(name, False))
-                self.handle(sleep.Tick())
+                self.handle(Joined(name, asleep=False))
+                self.handle(Tick())
             case "lose" if name in self.asleep:
                 self.lose(name)
-                self.handle(sleep.Lost(name))
+                self.handle(Left([name]))
             case "sleep" | "wake" if not self.open:
                 self.open += 1
-                self.handle(sleep.Asked("trainer", kind == "sleep"))
+                self.handle(sleep.SleepAsked("trainer", kind == "sleep"))
             case "answer" if self.orders.get(name):
                 self.asleep[name] = self.orders[name].pop(0)
-                self.handle(sleep.Answered(name, self.asleep[name]))
+                self.handle(sleep.SleepAnswered(name, self.asleep[name]))
             case "work":
                 self.idle = self.idle is False or self.machine.held
-                self.handle(sleep.Tick())
+                self.handle(Tick())
             case "tick":
                 self.now += number
-                self.handle(sleep.Tick())
+                self.handle(Tick())
             case "restart":  # a new buffer; its trainers ask it again, its engines register
                 was = any(self.asleep.values())
                 self.machine, self.open, self.idle = sleep.SleepMachine(seconds=5.0), 0, True
                 engines, self.asleep = self.asleep, {}  # the new buffer knows of one after the other
                 for engine, asleep in engines.items():
                     self.asleep[engine], self.orders[engine] = asleep, []
-                    self.handle(sleep.Joined(engine, asleep))
-                    self.handle(sleep.Tick())
+                    self.handle(Joined(engine, asleep=asleep))
+                    self.handle(Tick())
                 assert self.machine.held == was
 
 
@@ -87,12 +88,12 @@ def test_engines_hold_memory_as_was_last_asked(steps):
     world.idle = True
     wanted = world.machine._wanted
     for _ in range(3):
-        world.handle(sleep.Tick())
+        world.handle(Tick())
         for name in list(world.orders):
             while world.orders.get(name):
                 world.step("answer", name, 0)
     world.now += sleep.GRACE_SECONDS + 1
-    world.handle(sleep.Tick())
+    world.handle(Tick())
     assert world.open == 0
     assert set(world.asleep.values()) <= {wanted}
     assert world.machine.held == wanted
@@ -100,57 +101,57 @@ def test_engines_hold_memory_as_was_last_asked(steps):
 
 def test_an_engine_that_does_not_answer_is_given_up():
     machine = sleep.SleepMachine(seconds=5.0)
-    machine.handle(sleep.Joined("a", False), 0.0, idle=True)
-    machine.handle(sleep.Joined("b", False), 0.0, idle=True)
-    asked = machine.handle(sleep.Asked("t", True), 0.0, idle=True)
+    machine.apply(Joined("a", asleep=False), 0.0, idle=True)
+    machine.apply(Joined("b", asleep=False), 0.0, idle=True)
+    asked = machine.apply(sleep.SleepAsked("t", True), 0.0, idle=True)
     assert asked == [sleep.Order("a", True), sleep.Order("b", True)]
-    assert machine.handle(sleep.Answered("b", True), 1.0, idle=True) == []
-    assert machine.handle(sleep.Tick(), 5.5, idle=True) == [sleep.GiveUp("a"), sleep.Tell("t", True)]
+    assert machine.apply(sleep.SleepAnswered("b", True), 1.0, idle=True) == []
+    assert machine.apply(Tick(), 5.5, idle=True) == [sleep.GiveUp("a"), sleep.Tell("t", True)]
 
 
 def test_another_trainer_is_told_to_wait():
     machine = sleep.SleepMachine()
-    machine.handle(sleep.Joined("a", False), 0.0, idle=True)
-    machine.handle(sleep.Asked("one", True), 0.0, idle=True)
-    (told,) = machine.handle(sleep.Asked("two", False), 0.0, idle=True)
+    machine.apply(Joined("a", asleep=False), 0.0, idle=True)
+    machine.apply(sleep.SleepAsked("one", True), 0.0, idle=True)
+    (told,) = machine.apply(sleep.SleepAsked("two", False), 0.0, idle=True)
     assert told == sleep.Tell("two", False, "one puts engines to sleep: wait for that")
 
 
 def test_one_sleeper_among_engines_that_are_awake_is_woken():
     machine = sleep.SleepMachine()
-    machine.handle(sleep.Joined("a", False), 0.0, idle=True)
-    assert machine.handle(sleep.Joined("b", True), 0.0, idle=False) == []
-    assert machine.handle(sleep.Tick(), 0.0, idle=False) == [sleep.Order("b", False)]
+    machine.apply(Joined("a", asleep=False), 0.0, idle=True)
+    assert machine.apply(Joined("b", asleep=True), 0.0, idle=False) == []
+    assert machine.apply(Tick(), 0.0, idle=False) == [sleep.Order("b", False)]
 
 
 def test_a_lost_engine_is_not_waited_for():
     machine = sleep.SleepMachine()
     for name in ("a", "b"):
-        machine.handle(sleep.Joined(name, False), 0.0, idle=True)
-    machine.handle(sleep.Asked("t", True, 4), 0.0, idle=True)
-    machine.handle(sleep.Answered("b", True), 1.0, idle=True)
-    assert machine.handle(sleep.Lost("a"), 1.0, idle=True) == [sleep.Tell("t", True, "", 4)]
+        machine.apply(Joined(name, asleep=False), 0.0, idle=True)
+    machine.apply(sleep.SleepAsked("t", True, 4), 0.0, idle=True)
+    machine.apply(sleep.SleepAnswered("b", True), 1.0, idle=True)
+    assert machine.apply(Left(["a"]), 1.0, idle=True) == [sleep.Tell("t", True, "", 4)]
 
 
 def test_one_that_has_to_load_is_woken_for_it_and_put_to_sleep_again():
     machine = sleep.SleepMachine()
-    machine.handle(sleep.Joined("a", True), 0.0, idle=True)
+    machine.apply(Joined("a", asleep=True), 0.0, idle=True)
     assert machine.wanted
-    machine.handle(sleep.Joined("b", True), 0.0, idle=True)
-    assert machine.handle(sleep.Tick(), 0.0, idle=True, loading={"b"}) == [sleep.Order("b", False)]
+    machine.apply(Joined("b", asleep=True), 0.0, idle=True)
+    assert machine.apply(Tick(), 0.0, idle=True, loading={"b"}) == [sleep.Order("b", False)]
     assert machine.awake == set()
-    machine.handle(sleep.Answered("b", False), 1.0, idle=True, loading={"b"})
+    machine.apply(sleep.SleepAnswered("b", False), 1.0, idle=True, loading={"b"})
     assert machine.awake == {"b"}
-    assert machine.handle(sleep.Asked("t", True), 1.0, idle=True, loading={"b"}) == []
-    assert machine.handle(sleep.Tick(), 2.0, idle=True) == [sleep.Order("b", True)]
-    assert machine.handle(sleep.Answered("b", True), 3.0, idle=True) == [sleep.Tell("t", True)]
+    assert machine.apply(sleep.SleepAsked("t", True), 1.0, idle=True, loading={"b"}) == []
+    assert machine.apply(Tick(), 2.0, idle=True) == [sleep.Order("b", True)]
+    assert machine.apply(sleep.SleepAnswered("b", True), 3.0, idle=True) == [sleep.Tell("t", True)]
 
 
 def test_an_answer_that_nobody_waits_for_changes_nothing():
     machine = sleep.SleepMachine()
-    machine.handle(sleep.Joined("a", False), 0.0, idle=True)
-    machine.handle(sleep.Answered("a", True), 0.0, idle=True)
+    machine.apply(Joined("a", asleep=False), 0.0, idle=True)
+    machine.apply(sleep.SleepAnswered("a", True), 0.0, idle=True)
     assert machine.awake == {"a"}
-    machine.handle(sleep.Asked("t", True), 0.0, idle=True)
-    machine.handle(sleep.Answered("a", False), 0.0, idle=True)  # it was told to sleep
-    assert machine.handle(sleep.Answered("a", True), 0.0, idle=True) == [sleep.Tell("t", True)]
+    machine.apply(sleep.SleepAsked("t", True), 0.0, idle=True)
+    machine.apply(sleep.SleepAnswered("a", False), 0.0, idle=True)  # it was told to sleep
+    assert machine.apply(sleep.SleepAnswered("a", True), 0.0, idle=True) == [sleep.Tell("t", True)]

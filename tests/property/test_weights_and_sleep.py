@@ -16,6 +16,8 @@ from seer.common.policy.schedule import POLICIES
 from seer.common.types import Capacity, SamplingParams
 from seer.services.buffer import sleep
 from seer.services.buffer.conductor import Conductor, Ended, Submitted
+from seer.services.buffer.log.kept import KeptChunks
+from seer.services.buffer.machine import BufferMachine
 from seer.services.buffer.requests import events, state
 from seer.services.buffer.requests.machine import RequestMachine
 from seer.services.buffer.store import Store
@@ -53,10 +55,10 @@ class World:
         self.machine = RequestMachine(POLICIES["divided"], state.Limits(chunk_size=16))
         self.weights, self.sleep, self.store = WeightsMachine(50.0), sleep.SleepMachine(50.0), Store()
         self.conductor = Conductor(
-            self, self.machine, self.weights, self.sleep, self.store, 1e9, 1e9,
+            self, BufferMachine(self.machine, self.weights, self.sleep), self.store, KeptChunks("", 1.0, 0.0), 1e9, 1e9,
             to_engine=self.hear, to_trainer=lambda name, message: self.answers.append(message),
             to_life=lambda life, message: self.answers.append(message),
-            publish=lambda message: None, parted=lambda name: None,
+            publish=lambda message: None, parted=lambda name: None, record=lambda *row: None,
         )  # fmt: skip
 
     def now(self):
@@ -90,9 +92,9 @@ class World:
             case "lose":
                 self.lose(name)
             case "update" if not self.sleep.wanted:
-                self.conductor.weigh(weight_events.UpdateAsked("t", number, f"/w{number}", ask=number))
+                self.conductor.apply(weight_events.UpdateAsked("t", number, f"/w{number}", ask=number))
             case "sleep" | "wake" if not self.weights.updating:
-                self.conductor.rest(sleep.Asked("t", kind == "sleep"))
+                self.conductor.apply(sleep.SleepAsked("t", kind == "sleep"))
             case "answer" | "fail" if engine is not None and engine.orders:
                 self.obey(name, engine, "broken" if kind == "fail" else "")
             case "submit" if self.submitted < 5:
@@ -113,14 +115,14 @@ class World:
         match order := engine.orders.popleft():
             case wire.Sleep():
                 engine.asleep = order.asleep
-                self.conductor.rest(sleep.Answered(name, order.asleep))
+                self.conductor.apply(sleep.SleepAnswered(name, order.asleep))
             case wire.PrepareWeights():
                 digest = f"d{order.version}"
-                self.conductor.weigh(weight_events.Prepared(name, order.version, digest, problem, order.ask))
+                self.conductor.apply(weight_events.Prepared(name, order.version, digest, problem, order.ask))
             case wire.LoadWeights():
                 assert not engine.asleep
                 engine.version = -1 if problem else order.version
-                self.conductor.weigh(weight_events.Loaded(name, order.version, problem))
+                self.conductor.apply(weight_events.Loaded(name, order.version, problem))
 
     def submit(self):
         self.submitted += 1
@@ -130,13 +132,13 @@ class World:
             prompt_ids=["p"], lengths=[5], tokens=PROMPT,
         )  # fmt: skip
         event = events.GroupsSubmitted("t", rollout, 1, 8, [events.GroupSpec("p", 5)])
-        self.conductor.handle(event, Submitted(submit, {"p": PROMPT}))
+        self.conductor.apply(event, Submitted(submit, {"p": PROMPT}))
 
     def work(self):
         for key, (name, chunk) in list(self.chunks.items()):
             del self.chunks[key]
             ended = events.ChunkEnded(name, key, chunk.attempt, 1, "stop", "")
-            self.conductor.handle(ended, Ended(np.array([7], np.int32), np.zeros(1, np.float32)))
+            self.conductor.apply(ended, Ended(np.array([7], np.int32), np.zeros(1, np.float32)))
 
     def settle(self):
         """Let everybody do all that they were told, with success."""

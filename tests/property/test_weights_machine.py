@@ -3,6 +3,7 @@
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from seer.services.buffer.events import Joined, Left, Tick, Weights
 from seer.services.buffer.weights import events as weight_events
 from seer.services.buffer.weights import instructions as weight_instructions
 from seer.services.buffer.weights.machine import AGAIN_SECONDS, WeightsMachine
@@ -27,29 +28,29 @@ class World:
     def __init__(self):
         self.machine = WeightsMachine(seconds=5.0)
         self.now = 0.0
-        self.loaded: dict[str, weight_events.Weights | None] = {}
+        self.loaded: dict[str, Weights | None] = {}
         self.orders: dict[str, list] = {}
         self.admitted: set[str] = set()
         self.held = False
         self.idle = True
         self.asked = 0
         self.open: dict[str, int] = {}  # a trainer waits for the answer to what it asked last
-        self.told: dict[str, tuple[weight_events.Weights, float]] = {}
+        self.told: dict[str, tuple[Weights, float]] = {}
 
     def excused(self, name, event):
         """Whether this event is a reason to quarantine an instance."""
         live = self.machine.live
         if live is None or not live.source:
-            return isinstance(event, weight_events.Registered)
+            return isinstance(event, Joined)
         told, when = self.told[name]
         if isinstance(event, weight_events.Loaded):
             return event.instance == name and event.problem and event.version == live.version
-        return isinstance(event, weight_events.Tick) and same(told, live) and when + 5.0 < self.now
+        return isinstance(event, Tick) and same(told, live) and when + 5.0 < self.now
 
     def handle(self, event):
         before, quarantined = self.machine.live, set(self.machine.quarantined)
         ran_old = not self.idle
-        for item in self.machine.handle(event, self.now, idle=self.idle):
+        for item in self.machine.apply(event, self.now, idle=self.idle):
             match item:
                 case weight_instructions.Prepare() | weight_instructions.Load():
                     self.orders[item.instance].append(item)
@@ -89,12 +90,12 @@ class World:
         if what == "register" and name not in self.loaded:
             version = number // 3 - 1  # below, at and above what is live
             source = f"/w{version}" if version else ""
-            self.loaded[name], self.orders[name] = weight_events.Weights(version, f"d{version}", source), []
-            self.handle(weight_events.Registered(name, self.loaded[name]))
+            self.loaded[name], self.orders[name] = Weights(version, f"d{version}", source), []
+            self.handle(Joined(name, weights=self.loaded[name]))
         elif what == "lose" and name in self.loaded:
             del self.loaded[name], self.orders[name]
             self.admitted.discard(name)
-            self.handle(weight_events.Lost(name))
+            self.handle(Left([name]))
         elif what == "ask":
             self.asked += 1
             mode = list(weight_events.InFlight)[number % 3]
@@ -107,10 +108,10 @@ class World:
             self.answer(name, self.orders[name].pop(0), failing=number == 0)
         elif what == "work":
             self.idle = self.held or not self.admitted or not self.idle
-            self.handle(weight_events.Tick())
+            self.handle(Tick())
         elif what == "tick":
             self.now += number / 4
-            self.handle(weight_events.Tick())
+            self.handle(Tick())
 
     def answer(self, name, order, failing):
         problem = "broken" if failing else ""
@@ -123,7 +124,7 @@ class World:
     def settle(self):
         """Let every instance do all that it was told, with success."""
         self.idle = True
-        self.handle(weight_events.Tick())
+        self.handle(Tick())
         while any(self.orders.values()):
             for name in [name for name, orders in self.orders.items() if orders]:
                 self.answer(name, self.orders[name].pop(0), failing=False)
@@ -170,6 +171,6 @@ def test_no_update_outlives_its_deadlines(steps):
     world.idle = True
     for _ in range(2):
         world.now += 100.0
-        world.handle(weight_events.Tick())
+        world.handle(Tick())
     assert not world.machine.updating
     assert world.machine.loading <= world.machine.quarantined.keys()  # they try again

@@ -1,10 +1,10 @@
 """What a lost engine and a lost chunk cost a request, and what is held against it."""
 
-from dataclasses import replace
-
 from buffer_events import CAPACITY, LARGE, die, end, make, pick, submit
 from invariants import check
+from msgspec import structs
 
+from seer.services.buffer.events import Joined, Left, Tick
 from seer.services.buffer.requests import events, instructions
 
 
@@ -12,10 +12,8 @@ def test_the_loss_of_engines_says_nothing_against_a_request():
     machine = make(engines=("a",), max_attempts=2)
     submit(machine, "p", n=1)
     for life in range(20):
-        machine.handle(events.EnginesLeft(["a"]), 1.0)
-        (dispatch,) = pick(
-            machine.handle(events.EngineJoined("a", CAPACITY, life), 1.0), instructions.Dispatch
-        )
+        machine.apply(Left(["a"]), 1.0)
+        (dispatch,) = pick(machine.apply(Joined("a", CAPACITY, life), 1.0), instructions.Dispatch)
         check(machine)
     assert not machine.requests["r/p#0"].alone
     assert pick(end(machine, dispatch), instructions.Keep)
@@ -54,7 +52,7 @@ def test_a_poison_prompt_runs_alone_in_the_end_and_fails_by_name_while_all_other
 
 def test_an_engine_whose_connection_alone_broke_did_not_die():
     machine = make(engines=())
-    machine.handle(events.EngineJoined("a", CAPACITY, 7), 0.0)
+    machine.apply(Joined("a", CAPACITY, 7), 0.0)
     submit(machine, "p", n=1)
     for _ in range(5):
         die(machine, "a", 7)
@@ -81,7 +79,7 @@ def test_a_suspect_is_cleared_by_a_chunk_that_ends():
 def test_all_engines_lost_at_once_cost_one_pass():
     machine = make(engines=[f"e{i}" for i in range(50)])
     submit(machine, *(f"p{i}" for i in range(100)), n=2)
-    out = machine.handle(events.EnginesLeft([f"e{i}" for i in range(50)]), 1.0)
+    out = machine.apply(Left([f"e{i}" for i in range(50)]), 1.0)
     check(machine)
     assert out == []  # nothing is placed on an engine that is about to be lost, too
     assert machine.waiting == 200
@@ -92,12 +90,10 @@ def test_losses_count_in_a_row_and_those_of_engines_not_at_all():
     (dispatch,) = pick(submit(machine, "p", n=1, max_tokens=64), instructions.Dispatch)
     for _ in range(2):
         for _ in range(2):
-            machine.handle(events.EnginesLeft(["a"]), 1.0)
-            (dispatch,) = pick(
-                machine.handle(events.EngineJoined("a", CAPACITY, 0), 1.0), instructions.Dispatch
-            )
+            machine.apply(Left(["a"]), 1.0)
+            (dispatch,) = pick(machine.apply(Joined("a", CAPACITY, 0), 1.0), instructions.Dispatch)
         rejected = events.ChunkRejected("a", "r/p#0", dispatch.attempt, fatal=False, message="no")
-        (dispatch,) = pick(machine.handle(rejected, 1.0), instructions.Dispatch)
+        (dispatch,) = pick(machine.apply(rejected, 1.0), instructions.Dispatch)
         (dispatch,) = pick(end(machine, dispatch), instructions.Dispatch)
 
 
@@ -105,19 +101,19 @@ def test_an_answer_of_another_engine_than_the_one_that_runs_a_chunk_changes_noth
     machine = make()
     (dispatch,) = pick(submit(machine, "p", n=1), instructions.Dispatch)
     (other,) = {"a", "b"} - {dispatch.instance}
-    assert end(machine, replace(dispatch, instance=other)) == []
+    assert end(machine, structs.replace(dispatch, instance=other)) == []
     assert pick(end(machine, dispatch), instructions.Keep)
 
 
 def test_time_set_aside_counts_anew_after_a_chunk_ran():
     machine = make(engines=("small",), engine_wait_seconds=10.0)
-    machine.handle(events.EngineJoined("large", LARGE), 0.0)
+    machine.apply(Joined("large", LARGE), 0.0)
     submit(machine, "p", n=1, prompt_len=1000)
     for now in (1.0, 9.0):
-        machine.handle(events.EnginesLeft(["large"]), now)
+        machine.apply(Left(["large"]), now)
         assert machine.parked
-        machine.handle(events.Tick(), now + 7.0)
-        machine.handle(events.EngineJoined("large", LARGE), now + 7.5)
+        machine.apply(Tick(), now + 7.0)
+        machine.apply(Joined("large", LARGE), now + 7.5)
     assert machine.requests["r/p#0"].instance == "large"
 
 
@@ -133,9 +129,9 @@ def suspects(*prompts):
 def test_who_runs_alone_on_an_engine_that_falls_silent_is_tried_again():
     machine = suspects("p")
     assert machine.requests["r/p#0"].alone
-    out = machine.handle(events.EnginesLeft(["a"]), 2.0)
+    out = machine.apply(Left(["a"]), 2.0)
     assert not pick(out, instructions.Refuse)
-    (dispatch,) = pick(machine.handle(events.EngineJoined("a", CAPACITY, 50), 3.0), instructions.Dispatch)
+    (dispatch,) = pick(machine.apply(Joined("a", CAPACITY, 50), 3.0), instructions.Dispatch)
     check(machine)
     out = end(machine, dispatch)
     assert pick(out, instructions.Keep)
@@ -150,9 +146,9 @@ def test_a_group_that_fails_with_a_suspect_takes_its_siblings_along():
         die(machine, poison.instance, life)
         end(machine, instructions.Dispatch(other.instance, "r/p#1", other.attempt, 16))
     assert (poison.alone, other.alone, {poison.instance, other.instance}) == (True, False, {"a", "b"})
-    gone = events.EnginesLeft([poison.instance, other.instance], died=True)
-    assert not pick(machine.handle(gone, 2.0), instructions.Refuse)
-    (refused,) = pick(machine.handle(events.Tick(), 33.0), instructions.Refuse)
+    gone = Left([poison.instance, other.instance], died=True)
+    assert not pick(machine.apply(gone, 2.0), instructions.Refuse)
+    (refused,) = pick(machine.apply(Tick(), 33.0), instructions.Refuse)
     assert refused.prompt_ids == ["p"]
     assert not machine.requests
     check(machine)
@@ -162,19 +158,19 @@ def test_a_suspect_that_is_cancelled_is_forgotten():
     machine = suspects("p", "q")
     (waiting,) = machine.suspects
     group = machine.requests[waiting].group
-    machine.handle(events.RolloutCancelled("t", "r", [group.prompt_id]), 2.0)
+    machine.apply(events.RolloutCancelled("t", "r", [group.prompt_id]), 2.0)
     check(machine)
     assert machine.waiting == 0
 
 
 def test_a_suspect_that_was_set_aside_runs_alone_in_the_end():
     machine = make(engines=("small",))
-    machine.handle(events.EngineJoined("large", LARGE, 1), 0.0)
+    machine.apply(Joined("large", LARGE, 1), 0.0)
     submit(machine, "p", "q", n=1, prompt_len=1000)
     for life in (2, 3, 4):
-        machine.handle(events.EnginesLeft(["large"], died=True), 1.0)
+        machine.apply(Left(["large"], died=True), 1.0)
         assert len(machine.parked) == 2
-        machine.handle(events.EngineJoined("large", LARGE, life), 2.0)
+        machine.apply(Joined("large", LARGE, life), 2.0)
         check(machine)
     assert machine.instances["large"].chunks == 1
     assert len(machine.suspects) == 1
@@ -185,7 +181,7 @@ def test_only_so_many_dead_engines_are_remembered(monkeypatch):
     machine = make(engines=("a", "b"))
     submit(machine, "p", n=2)
     for name, life in (("a", 0), ("b", -1)):
-        machine.handle(events.EnginesLeft([name], died=True), 1.0)
+        machine.apply(Left([name], died=True), 1.0)
         assert all(life in machine.requests[name].deaths for name in machine._mourned[life])
         check(machine)
     assert set().union(*(request.deaths for request in machine.requests.values())) == {-1}
@@ -202,10 +198,10 @@ def suspected(machine):
 def test_who_was_lost_alone_with_a_connection_that_broke_goes_on():
     machine = make(engines=("a",))
     suspected(machine)
-    machine.handle(events.EnginesLeft(["a"], died=True), 10.0)
+    machine.apply(Left(["a"], died=True), 10.0)
     check(machine)
-    assert not pick(machine.handle(events.Tick(), 39.0), instructions.Refuse)
-    machine.handle(events.EngineJoined("a", CAPACITY, 3), 39.5)
+    assert not pick(machine.apply(Tick(), 39.0), instructions.Refuse)
+    machine.apply(Joined("a", CAPACITY, 3), 39.5)
     check(machine)
     assert machine.requests["r/p#0"].instance == "a"
     assert not machine.accused
@@ -218,10 +214,10 @@ def test_who_was_lost_alone_with_an_engine_that_stays_away_fails():
         die(machine, machine.requests["r/p#0"].instance, life)
     request = machine.requests["r/p#0"]
     assert request.alone
-    machine.handle(events.EnginesLeft([request.instance], died=True), 10.0)
+    machine.apply(Left([request.instance], died=True), 10.0)
     check(machine)
     assert request.instance == ""
-    (refused,) = pick(machine.handle(events.Tick(), 41.0), instructions.Refuse)
+    (refused,) = pick(machine.apply(Tick(), 41.0), instructions.Refuse)
     assert "on the last one alone" in refused.message
     check(machine)
     assert not machine._mourned
@@ -233,7 +229,7 @@ def followed(machine):
     for life in (1, 2, 3):
         die(machine, "a", life)
     assert machine.requests["r/p#0"].alone
-    machine.handle(events.RolloutCancelled("t", "r", ["p"]), 1.0)
+    machine.apply(events.RolloutCancelled("t", "r", ["p"]), 1.0)
     request = machine.requests["r/q#0"]
     assert (request.instance, request.alone) == ("a", False)
     return request
@@ -260,11 +256,11 @@ def test_a_stall_of_ones_own_accuses_nobody():
     for life in (1, 2, 3):
         die(machine, "a", life)
     assert machine.requests["r/p#0"].alone
-    machine.handle(events.EnginesLeft(["a"], died=True), 1.0)
-    machine.handle(events.Tick(), 1.5)
+    machine.apply(Left(["a"], died=True), 1.0)
+    machine.apply(Tick(), 1.5)
     assert not pick(
-        machine.handle(events.Tick(), 50.0), instructions.Refuse
+        machine.apply(Tick(), 50.0), instructions.Refuse
     )  # it stood still: who came back is not read yet
-    machine.handle(events.EngineJoined("a", CAPACITY, 3), 50.1)
+    machine.apply(Joined("a", CAPACITY, 3), 50.1)
     check(machine)
     assert machine.requests["r/p#0"].alone

@@ -6,6 +6,7 @@ from seer.common.policy.draft_costs import ALL_GROUPS
 from seer.common.policy.length import Estimate
 from seer.common.policy.schedule import POLICIES
 from seer.common.types import Capacity
+from seer.services.buffer.events import Joined, Left, Tick
 from seer.services.buffer.requests import events, instructions, state
 from seer.services.buffer.requests.machine import RequestMachine
 
@@ -21,7 +22,7 @@ def test_a_group_is_chunked_run_and_delivered_once():
     assert pick(last, instructions.Deliver) == [instructions.Deliver(b"", "r/p")]
     assert len(kept) == 4
     assert machine.counters["tokens"] == 64
-    assert pick(machine.handle(events.GroupsAcknowledged("t", "r", ["p"]), 2.0), instructions.Forget) == [
+    assert pick(machine.apply(events.GroupsAcknowledged("t", "r", ["p"]), 2.0), instructions.Forget) == [
         instructions.Forget("r/p")
     ]
     assert not machine.groups
@@ -32,8 +33,8 @@ def test_a_group_is_chunked_run_and_delivered_once():
 def test_a_late_answer_of_a_dropped_attempt_changes_nothing():
     machine = make(engines=("a",))
     (old, *_) = pick(submit(machine, "p", n=1), instructions.Dispatch)
-    machine.handle(events.EnginesLeft(["a"]), 1.0)
-    (new,) = pick(machine.handle(events.EngineJoined("a", CAPACITY), 2.0), instructions.Dispatch)
+    machine.apply(Left(["a"]), 1.0)
+    (new,) = pick(machine.apply(Joined("a", CAPACITY), 2.0), instructions.Dispatch)
     assert new.attempt == old.attempt + 1
     assert not pick(end(machine, old), instructions.Keep)
     assert machine.counters["late"] == 1
@@ -44,7 +45,7 @@ def test_a_lost_engine_reruns_from_the_last_chunk_boundary():
     machine = make()
     dispatch = pick(submit(machine, "p", n=1), instructions.Dispatch)[0]
     second = pick(end(machine, dispatch), instructions.Dispatch)[0]
-    again = pick(machine.handle(events.EnginesLeft([second.instance]), 1.0), instructions.Dispatch)[0]
+    again = pick(machine.apply(Left([second.instance]), 1.0), instructions.Dispatch)[0]
     assert again.instance != second.instance
     assert machine.requests[again.request_id].view.generated == 16
     assert again.max_new_tokens == 16
@@ -57,7 +58,7 @@ def test_a_request_lost_too_often_fails_its_group_and_nothing_else():
     for _ in range(2):
         request = machine.requests.get("r/p#0")
         assert request is not None
-        out = machine.handle(
+        out = machine.apply(
             events.ChunkRejected("a", "r/p#0", request.attempt, fatal=False, message="no"), 1.0
         )
     (refusal,) = pick(out, instructions.Refuse)
@@ -72,7 +73,7 @@ def test_a_fatal_rejection_drops_the_siblings():
     machine = make()
     dispatches = pick(submit(machine, "p", n=2), instructions.Dispatch)
     bad = dispatches[0]
-    out = machine.handle(
+    out = machine.apply(
         events.ChunkRejected(bad.instance, bad.request_id, bad.attempt, fatal=True, message="x"), 1.0
     )
     assert [d.request_id for d in pick(out, instructions.Drop)] == [dispatches[1].request_id]
@@ -100,11 +101,10 @@ def test_kv_blocks_bound_what_is_placed():
     out = submit(machine, "p", n=8, max_tokens=200)
     assert len(pick(out, instructions.Dispatch)) == 2
     check(machine)
-    machine.handle(events.EngineReported("a", pinned_blocks=13), 1.0)
+    machine.apply(events.EngineReported("a", pinned_blocks=13), 1.0)
     assert not pick(end(machine, pick(out, instructions.Dispatch)[0]), instructions.Dispatch)
     assert (
-        len(pick(machine.handle(events.EngineReported("a", pinned_blocks=0), 1.0), instructions.Dispatch))
-        == 1
+        len(pick(machine.apply(events.EngineReported("a", pinned_blocks=0), 1.0), instructions.Dispatch)) == 1
     )
 
 
@@ -120,20 +120,20 @@ def test_static_places_everything_at_once():
 def test_submissions_wait_for_a_first_engine_then_fail():
     machine = make(engines=(), engine_wait_seconds=10.0)
     assert submit(machine, "p") == [instructions.Take("r/p", "p")]
-    machine.handle(events.Tick(), 9.0)
-    (refusal,) = pick(machine.handle(events.Tick(), 11.0), instructions.Refuse)
+    machine.apply(Tick(), 9.0)
+    (refusal,) = pick(machine.apply(Tick(), 11.0), instructions.Refuse)
     assert "no engine" in refusal.message
     submit(machine, "p", now=12.0)
-    assert pick(machine.handle(events.EngineJoined("a", CAPACITY), 13.0), instructions.Accept)
+    assert pick(machine.apply(Joined("a", CAPACITY), 13.0), instructions.Accept)
     check(machine)
 
 
 def test_work_fails_when_no_engine_comes_back():
     machine = make(engines=("a",), engine_wait_seconds=10.0)
     submit(machine, "p")
-    machine.handle(events.EnginesLeft(["a"]), 1.0)
-    assert not pick(machine.handle(events.Tick(), 10.0), instructions.Refuse)
-    assert pick(machine.handle(events.Tick(), 12.0), instructions.Refuse)
+    machine.apply(Left(["a"]), 1.0)
+    assert not pick(machine.apply(Tick(), 10.0), instructions.Refuse)
+    assert pick(machine.apply(Tick(), 12.0), instructions.Refuse)
     assert not machine.groups
 
 
@@ -142,11 +142,11 @@ def test_what_expires_together_expires_in_the_order_of_ids():
     machine = make(engines=("a",), engine_wait_seconds=10.0)
     prompts = [f"p{number:02}" for number in range(30)]
     large = Capacity(kv_blocks=200, block_size=16, max_num_seqs=8, max_model_len=2560)
-    machine.handle(events.EngineJoined("b", large), 0.0)
+    machine.apply(Joined("b", large), 0.0)
     submit(machine, *prompts, n=1, prompt_len=250)
-    machine.handle(events.EnginesLeft(["b"]), 0.0)
+    machine.apply(Left(["b"]), 0.0)
     check(machine)
-    refused = pick(machine.handle(events.Tick(), 20.0), instructions.Refuse)
+    refused = pick(machine.apply(Tick(), 20.0), instructions.Refuse)
     assert [refusal.prompt_ids for refusal in refused] == [prompts]
     check(machine)
 
@@ -154,17 +154,14 @@ def test_what_expires_together_expires_in_the_order_of_ids():
 def test_a_request_that_no_living_engine_can_hold_is_parked_until_one_joins():
     big = Capacity(kv_blocks=100, block_size=16, max_num_seqs=8, max_model_len=2048)
     machine = make(engines=("a",))
-    machine.handle(events.EngineJoined("big", big), 0.0)
+    machine.apply(Joined("big", big), 0.0)
     submit(machine, "p", n=1, max_tokens=1000, prompt_len=250)
     submit(machine, "q", n=1)
-    machine.handle(events.EnginesLeft(["big"]), 1.0)
+    machine.apply(Left(["big"]), 1.0)
     check(machine)
     assert machine.parked == {"r/p#0"}
     assert machine.requests["r/q#0"].instance == "a"
-    assert (
-        pick(machine.handle(events.EngineJoined("big", big), 2.0), instructions.Dispatch)[0].request_id
-        == "r/p#0"
-    )
+    assert pick(machine.apply(Joined("big", big), 2.0), instructions.Dispatch)[0].request_id == "r/p#0"
     check(machine)
 
 
@@ -182,21 +179,21 @@ def test_cancel_drops_what_runs_and_keeps_what_is_finished():
     machine = make()
     run_to_end(machine, submit(machine, "p", n=1))
     submit(machine, "q", "s", n=1)
-    out = machine.handle(events.RolloutCancelled("t", "r", []), 2.0)
+    out = machine.apply(events.RolloutCancelled("t", "r", []), 2.0)
     assert [(refusal.prompt_ids, refusal.code) for refusal in pick(out, instructions.Refuse)] == [
         (["q", "s"], "cancelled")
     ]
     assert len(pick(out, instructions.Drop)) == 2
     assert set(machine.groups) == {"r/p"}
-    assert not pick(machine.handle(events.RolloutCancelled("other", "r", []), 2.0), instructions.Forget)
+    assert not pick(machine.apply(events.RolloutCancelled("other", "r", []), 2.0), instructions.Forget)
     check(machine)
 
 
 def test_unacknowledged_results_expire():
     machine = make(result_ttl_seconds=10.0)
     run_to_end(machine, submit(machine, "p", n=1))
-    assert not pick(machine.handle(events.Tick(), 10.0), instructions.Forget)
-    assert pick(machine.handle(events.Tick(), 12.0), instructions.Forget)
+    assert not pick(machine.apply(Tick(), 10.0), instructions.Forget)
+    assert pick(machine.apply(Tick(), 12.0), instructions.Forget)
 
 
 def test_past_the_bound_the_oldest_result_goes_and_is_made_again_on_demand():
@@ -216,9 +213,9 @@ def test_a_chunk_without_progress_or_beyond_its_limit_is_not_believed():
     machine = make(engines=("a",))
     (dispatch,) = pick(submit(machine, "p", n=1), instructions.Dispatch)
     event = events.ChunkEnded("a", dispatch.request_id, dispatch.attempt, 0)
-    (again,) = pick(machine.handle(event, 1.0), instructions.Dispatch)
+    (again,) = pick(machine.apply(event, 1.0), instructions.Dispatch)
     event = events.ChunkEnded("a", again.request_id, again.attempt, 33)
-    out = machine.handle(event, 1.0)
+    out = machine.apply(event, 1.0)
     assert not pick(out, instructions.Keep)
     assert machine.counters["lost"] == 2
 
@@ -229,9 +226,9 @@ def test_estimates_reach_the_policys_order():
     assert e_policy.order(machine_request(), Estimate(3.0)) == e_policy.order(
         machine_request(), Estimate(9.0)
     )
-    machine.handle(events.EngineJoined("a", CAPACITY), 0.0)
+    machine.apply(Joined("a", CAPACITY), 0.0)
     submit(machine, "p", n=30)
-    machine.handle(events.EstimatesChanged({"r/p": Estimate(12.0, 0.5), "gone": Estimate(1.0)}), 1.0)
+    machine.apply(events.EstimatesChanged({"r/p": Estimate(12.0, 0.5), "gone": Estimate(1.0)}), 1.0)
     assert machine.estimates == {"r/p": Estimate(12.0, 0.5)}
     check(machine)
 
@@ -249,9 +246,9 @@ def test_a_submission_that_waits_for_an_engine_is_held_once():
         instructions.Take("r/q", "q"),
     ]
     assert submit(machine, "p", "q", "s", now=6.0) == [instructions.Take("r/s", "s")]
-    (refused,) = pick(machine.handle(events.Tick(), 11.0), instructions.Refuse)
+    (refused,) = pick(machine.apply(Tick(), 11.0), instructions.Refuse)
     assert refused.prompt_ids == ["p", "q"]
-    out = machine.handle(events.EngineJoined("a", CAPACITY), 12.0)
+    out = machine.apply(Joined("a", CAPACITY), 12.0)
     assert pick(out, instructions.Accept) == [instructions.Accept(b"", "r", ["s"], weight_version=0)]
     check(machine)
 
@@ -259,10 +256,10 @@ def test_a_submission_that_waits_for_an_engine_is_held_once():
 def test_part_of_a_submission_that_waits_for_an_engine_can_be_cancelled():
     machine = make(engines=())
     submit(machine, "p", "q")
-    assert pick(machine.handle(events.RolloutCancelled("another", "r", []), 1.0), instructions.Refuse) == []
-    (refused,) = pick(machine.handle(events.RolloutCancelled("t", "r", ["p"]), 1.0), instructions.Refuse)
+    assert pick(machine.apply(events.RolloutCancelled("another", "r", []), 1.0), instructions.Refuse) == []
+    (refused,) = pick(machine.apply(events.RolloutCancelled("t", "r", ["p"]), 1.0), instructions.Refuse)
     assert (refused.prompt_ids, refused.code) == (["p"], "cancelled")
-    out = machine.handle(events.EngineJoined("a", CAPACITY), 2.0)
+    out = machine.apply(Joined("a", CAPACITY), 2.0)
     assert pick(out, instructions.Accept) == [instructions.Accept(b"", "r", ["q"], weight_version=0)]
     check(machine)
 
@@ -270,24 +267,24 @@ def test_part_of_a_submission_that_waits_for_an_engine_can_be_cancelled():
 def test_a_finished_group_is_delivered_again_without_any_engine():
     machine = make(engines=("a",))
     run_to_end(machine, submit(machine, "p"))
-    machine.handle(events.EnginesLeft(["a"]), 2.0)
+    machine.apply(Left(["a"]), 2.0)
     out = submit(machine, "p", "q", now=3.0)
     assert pick(out, instructions.Deliver) == [instructions.Deliver(b"", "r/p")]
     assert pick(out, instructions.Accept) == [instructions.Accept(b"", "r", ["p"], weight_version=0)]
-    assert pick(machine.handle(events.EngineJoined("a", CAPACITY), 4.0), instructions.Accept) == [
+    assert pick(machine.apply(Joined("a", CAPACITY), 4.0), instructions.Accept) == [
         instructions.Accept(b"", "r", ["q"], weight_version=0)
     ]
 
 
 def test_a_request_that_fits_no_engine_left_fails_in_time():
     machine = make(engines=("a",), engine_wait_seconds=10.0)
-    machine.handle(events.EngineJoined("large", LARGE), 0.0)
+    machine.apply(Joined("large", LARGE), 0.0)
     submit(machine, "p", n=2, max_tokens=32, prompt_len=1000)
-    machine.handle(events.EnginesLeft(["large"]), 1.0)
-    machine.handle(events.EngineJoined("b", CAPACITY), 9.0)  # no help: the wait goes on
+    machine.apply(Left(["large"]), 1.0)
+    machine.apply(Joined("b", CAPACITY), 9.0)  # no help: the wait goes on
     assert machine.parked == {"r/p#0", "r/p#1"}
-    assert machine.handle(events.Tick(), 10.9) == []
-    (refused,) = pick(machine.handle(events.Tick(), 11.1), instructions.Refuse)
+    assert machine.apply(Tick(), 10.9) == []
+    (refused,) = pick(machine.apply(Tick(), 11.1), instructions.Refuse)
     assert (refused.prompt_ids, refused.code) == (["p"], "failed")
     assert not machine.requests
     check(machine)
@@ -299,7 +296,7 @@ def test_attempts_of_two_lives_never_meet():
         for base in (10**6, 2 * 10**6)
     )
     for machine in (first, second):
-        machine.handle(events.EngineJoined("a", CAPACITY), 0.0)
+        machine.apply(Joined("a", CAPACITY), 0.0)
     (old,) = pick(submit(first, "p", n=1), instructions.Dispatch)
     (new,) = pick(submit(second, "p", n=1), instructions.Dispatch)
     assert end(second, old) == []
@@ -313,12 +310,12 @@ def test_acceptance_travels_from_ended_chunks_and_back_with_the_next():
     first, other = pick(out, instructions.Dispatch)
     assert first.acceptance == []
     known = {ALL_GROUPS: [50], "r/p": [70], "r/unknown": [1]}
-    machine.handle(events.EstimatesChanged({}, known), 0.5)
+    machine.apply(events.EstimatesChanged({}, known), 0.5)
     out = end(machine, first, drafted=[8, 2], accepted=[4, 0])
     (progress,) = pick(out, instructions.PublishProgress)
     assert (progress.drafted, progress.accepted) == ([8, 2], [4, 0])
     assert [dispatch.acceptance for dispatch in pick(out, instructions.Dispatch)] == [[70]]
-    machine.handle(events.EstimatesChanged({}, {"r/p": [80]}), 0.6)
+    machine.apply(events.EstimatesChanged({}, {"r/p": [80]}), 0.6)
     out = end(machine, other)
     assert [dispatch.acceptance for dispatch in pick(out, instructions.Dispatch)] == [[50]]
 
@@ -327,4 +324,78 @@ def test_a_late_answer_tells_nothing_of_drafts():
     machine = make(engines=("a",))
     (dispatch,) = pick(submit(machine, "p", n=1), instructions.Dispatch)
     late = events.ChunkEnded("a", dispatch.request_id, dispatch.attempt - 1, 16, drafted=[8], accepted=[8])
-    assert machine.handle(late, 1.0) == []
+    assert machine.apply(late, 1.0) == []
+
+
+def kept(*responses, version=0, digest=""):
+    """What an earlier life kept: (index, count) or (index, count, finish) of each response."""
+    return events.Kept(version, digest, [events.KeptResponse(*each) for each in responses])
+
+
+def test_requests_go_on_where_an_earlier_life_had_them():
+    machine = make(engines=("a",))
+    out = submit(machine, "p", n=3, kept=kept((0, 20), (2, 7, "stop", "END")))
+    assert pick(out, instructions.Restore) == [instructions.Restore("r/p")]
+    assert {(d.request_id, d.max_new_tokens) for d in pick(out, instructions.Dispatch)} == {
+        ("r/p#0", 12), ("r/p#1", 16),
+    }  # fmt: skip
+    news = {(each.index, each.generated, each.finished) for each in pick(out, instructions.PublishProgress)}
+    assert news == {(0, 20, False), (2, 7, True)}
+    last, _ = run_to_end(machine, out)
+    assert pick(last, instructions.Deliver) == [instructions.Deliver(b"", "r/p")]
+    results = machine.groups["r/p"].results
+    assert [(each.view.generated, each.finish, each.stop_reason) for each in results] == [
+        (32, "length", ""), (32, "length", ""), (7, "stop", "END"),
+    ]  # fmt: skip
+    assert (machine.counters["restored"], machine.counters["tokens"]) == (27, 12 + 32)
+    check(machine)
+
+
+def test_a_group_that_had_ended_is_delivered_at_once():
+    machine = make()
+    out = submit(machine, "p", kept=kept((0, 3, "stop"), (1, 32, "length")))
+    assert pick(out, instructions.Deliver) == [instructions.Deliver(b"", "r/p")]
+    assert not pick(out, instructions.Dispatch)
+    check(machine)
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        kept((0, 5), version=1),
+        kept((0, 5), digest="other"),
+        kept((0, 33)),
+        kept((2, 5)),
+        kept((0, 0)),
+        kept((-1, 5)),
+    ],
+)
+def test_what_cannot_be_of_this_group_restores_nothing(bad):
+    machine = make()
+    out = submit(machine, "p", kept=bad)
+    assert not pick(out, instructions.Restore)
+    assert [each.max_new_tokens for each in pick(out, instructions.Dispatch)] == [16, 16]
+    assert machine.counters["restored"] == 0
+    check(machine)
+
+
+def test_what_waits_for_its_weights_is_restored_once_they_are_live():
+    machine = make()
+    machine.apply(events.WeightsChanged(0, "d0"), 0.0)
+    assert not pick(
+        submit(machine, "p", weight_version=1, kept=kept((0, 5), version=1, digest="d1")),
+        instructions.Restore,
+    )
+    out = machine.apply(events.WeightsChanged(1, "d1"), 1.0)
+    assert pick(out, instructions.Restore) == [instructions.Restore("r/p")]
+    check(machine)
+
+
+def test_restored_tokens_count_as_unfinished_ones():
+    machine = make(unfinished_tokens=30)
+    submit(machine, "old", kept=kept((0, 20)))
+    out = submit(machine, "young", kept=kept((0, 20)))
+    (refused,) = pick(out, instructions.Refuse)
+    assert refused.prompt_ids == ["young"]
+    assert set(machine.groups) == {"r/old"}
+    check(machine)

@@ -9,6 +9,9 @@ from seer.common.policy.schedule import POLICIES
 from seer.common.types import Capacity, SamplingParams
 from seer.services.buffer import sleep, submissions
 from seer.services.buffer.conductor import COLLECT_SECONDS, TICK_SECONDS, Conductor, Ended, Submitted
+from seer.services.buffer.events import Tick, Weights
+from seer.services.buffer.log.kept import KeptChunks
+from seer.services.buffer.machine import BufferMachine
 from seer.services.buffer.requests import deliveries, events, state
 from seer.services.buffer.requests.machine import RequestMachine
 from seer.services.buffer.store import Store
@@ -34,16 +37,16 @@ class World:
         self.weights, self.sleep, self.store = WeightsMachine(9.0), sleep.SleepMachine(9.0), Store()
         self.conductor = Conductor(
             self,
-            self.machine,
-            self.weights,
-            self.sleep,
+            BufferMachine(self.machine, self.weights, self.sleep),
             self.store,
+            KeptChunks("", 1.0, 0.0),
             20.0,
             60.0,
             to_engine=lambda name, message: self.sent.append((name, message)),
             to_trainer=lambda name, message: self.sent.append((name, message)),
             to_life=lambda life, message: self.sent.append((life.decode(), message)),
             parted=self.parted.append,
+            record=lambda *row: None,
             publish=lambda message: self.sent.append(("", message)),
         )
 
@@ -63,12 +66,12 @@ class World:
             **fields,
         )
         tokens = submissions.prompts(submit)
-        event = submissions.event("t", b"t", submit, tokens, self.store)
-        self.conductor.handle(event, Submitted(submit, tokens))
+        event = submissions.event("t", b"t", submit, tokens, self.store, KeptChunks("", 1.0, 0.0))
+        self.conductor.apply(event, Submitted(submit, tokens))
 
     def end(self, name, chunk, tokens, finish="stop"):
         ended = events.ChunkEnded(name, chunk.request_id, chunk.attempt, len(tokens), finish, "")
-        self.conductor.handle(ended, Ended(np.array(tokens, np.int32), np.zeros(len(tokens), np.float32)))
+        self.conductor.apply(ended, Ended(np.array(tokens, np.int32), np.zeros(len(tokens), np.float32)))
 
     def tick_until(self, time, heard=()):
         while self.time < time:
@@ -102,9 +105,9 @@ def silence(world):
 
 
 def oversleep(world):
-    world.conductor.rest(sleep.Asked("t", True))
+    world.conductor.apply(sleep.SleepAsked("t", True))
     world.time = 10.0
-    world.conductor.rest(sleep.Tick())
+    world.conductor.apply(Tick())
 
 
 @pytest.mark.parametrize(
@@ -128,12 +131,12 @@ def test_an_engine_that_is_gone_is_gone_for_all_three_machines(leave):
 def test_submissions_wait_while_either_machine_holds_them():
     world = World()
     world.conductor.join("a", REGISTER, 1)
-    world.conductor.rest(sleep.Asked("t", True))
+    world.conductor.apply(sleep.SleepAsked("t", True))
     world.submit()
     assert not world.take(wire.RunChunk)
-    world.conductor.rest(sleep.Answered("a", True))
-    world.conductor.rest(sleep.Asked("t", False))
-    world.conductor.rest(sleep.Answered("a", False))
+    world.conductor.apply(sleep.SleepAnswered("a", True))
+    world.conductor.apply(sleep.SleepAsked("t", False))
+    world.conductor.apply(sleep.SleepAnswered("a", False))
     assert [name for name, _ in world.take(wire.RunChunk)] == ["a"]
 
 
@@ -165,7 +168,7 @@ def test_a_stall_of_its_own_is_not_the_silence_of_engines():
 
 def test_an_engine_that_is_heard_lives_and_one_that_loads_is_watched_too():
     world = World()
-    other = weight_events.Weights(1, "new", "/new")
+    other = Weights(1, "new", "/new")
     world.weights.live = other
     world.conductor.join("a", REGISTER, 1)  # has old weights: it is told to load
     world.conductor.join("b", REGISTER, 2)
@@ -212,7 +215,7 @@ def test_a_reader_that_stops_holds_up_a_window_of_results(monkeypatch):
                 world.end(name, chunk, [1, 2])
     assert len(sent) == 3
     while len(sent) < 20:
-        world.conductor.handle(events.GroupsAcknowledged("t", "r", [sent[-3]]))
+        world.conductor.apply(events.GroupsAcknowledged("t", "r", [sent[-3]]))
         sent += [item.prompt_id for _, item in world.take(wire.GroupDone)]
     assert sorted(sent, key=int) == [str(i) for i in range(20)]
     world.conductor.heard_trainer(b"t", 2)  # what was under way is asked for again
@@ -254,15 +257,15 @@ def test_what_ends_last_lets_an_update_and_sleep_go_on_at_once():
     world.conductor.join("a", REGISTER, 1)
     world.submit()
     [(_, chunk)] = world.take(wire.RunChunk)
-    world.conductor.weigh(weight_events.UpdateAsked("t", 1, "/new"))
-    world.conductor.weigh(weight_events.Prepared("a", 1, "d"))
+    world.conductor.apply(weight_events.UpdateAsked("t", 1, "/new"))
+    world.conductor.apply(weight_events.Prepared("a", 1, "d"))
     assert not world.take(wire.LoadWeights)
     world.end("a", chunk, [7])
     assert [name for name, _ in world.take(wire.LoadWeights)] == ["a"]
-    world.conductor.weigh(weight_events.Loaded("a", 1))
+    world.conductor.apply(weight_events.Loaded("a", 1))
     world.submit(["q"], weight_version=1, use=1)
     [(_, chunk)] = world.take(wire.RunChunk)
-    world.conductor.rest(sleep.Asked("t", True))
+    world.conductor.apply(sleep.SleepAsked("t", True))
     world.end("a", chunk, [7])
     assert [name for name, _ in world.take(wire.Sleep)] == ["a"]
 
@@ -271,20 +274,20 @@ def test_two_trainers_cannot_make_the_store_lose_a_prompt():
     world = World()
     world.conductor.join("a", REGISTER, 1)
     world.submit(["p"])
-    world.conductor.handle(events.SubmissionsHeld(True))
+    world.conductor.apply(events.SubmissionsHeld(True))
     world.submit(["h"])
     other = wire.Submit(
         rollout_id="r", rollout_number=0, seed=0, n=1, sampling=SamplingParams(max_tokens=8),
         prompt_ids=["p", "h"], lengths=[5, 5], tokens=np.concatenate([PROMPT, PROMPT]),
     )  # fmt: skip
     tokens = submissions.prompts(other)
-    event = submissions.event("u", b"u", other, tokens, world.store)
-    world.conductor.handle(event, Submitted(other, tokens))
+    event = submissions.event("u", b"u", other, tokens, world.store, KeptChunks("", 1.0, 0.0))
+    world.conductor.apply(event, Submitted(other, tokens))
     assert [(name, item.prompt_ids) for name, item in world.sent if isinstance(item, wire.Refused)] == [
         ("u", ["p", "h"])
     ]
     assert len(world.store) == 2
-    world.conductor.handle(events.SubmissionsHeld(False))
+    world.conductor.apply(events.SubmissionsHeld(False))
     assert {item.request_id for _, item in world.take(wire.RunChunk)} == {"r/p#0", "r/h#0"}
 
 
@@ -297,12 +300,12 @@ def test_a_group_that_waited_for_its_reader_has_the_weights_that_made_it(monkeyp
     for _, chunk in world.take(wire.RunChunk):
         world.end("a", chunk, [1])
     assert [done.prompt_id for _, done in world.take(wire.GroupDone)] == ["p"]
-    world.conductor.weigh(weight_events.UpdateAsked("t", 1, "/w"))
-    world.conductor.weigh(weight_events.Prepared("a", 1, "d"))
-    world.conductor.weigh(weight_events.Loaded("a", 1))
+    world.conductor.apply(weight_events.UpdateAsked("t", 1, "/w"))
+    world.conductor.apply(weight_events.Prepared("a", 1, "d"))
+    world.conductor.apply(weight_events.Loaded("a", 1))
     assert world.machine.weight_version == 1
     world.sent.clear()
-    world.conductor.handle(events.GroupsAcknowledged("t", "r", ["p"]))
+    world.conductor.apply(events.GroupsAcknowledged("t", "r", ["p"]))
     ((_, done),) = world.take(wire.GroupDone)
     assert (done.prompt_id, done.weight_version, done.weights_digest) == ("q", 0, "begun")
 
@@ -320,9 +323,28 @@ def test_an_engine_that_registers_again_in_its_life_has_not_died(life, deaths):
 def test_a_draining_conductor_stays_until_engines_have_loaded():
     world = World()
     world.conductor.join("a", REGISTER, 1)
-    world.conductor.weigh(weight_events.UpdateAsked("t", 1, "/new"))
-    world.conductor.weigh(weight_events.Prepared("a", 1, "d"))
+    world.conductor.apply(weight_events.UpdateAsked("t", 1, "/new"))
+    world.conductor.apply(weight_events.Prepared("a", 1, "d"))
     world.conductor.drain()
     assert not world.conductor.drained.is_set(), "the engine may read what ends with this buffer"
-    world.conductor.weigh(weight_events.Loaded("a", 1))
+    world.conductor.apply(weight_events.Loaded("a", 1))
     assert world.conductor.drained.is_set()
+
+
+def test_an_engine_that_was_dropped_is_lost_once():
+    world = World()
+    world.conductor.join("a", REGISTER, 1)
+    world.conductor.drop("a")
+    world.conductor.heard("a")
+    world.conductor.give_up(["a"], "silent")
+    assert world.parted == []
+
+
+def test_what_an_update_aborts_has_ended_before_engines_hear_of_it():
+    world = World()
+    world.conductor.join("a", REGISTER, 1)
+    world.submit()
+    world.sent.clear()
+    world.conductor.apply(weight_events.UpdateAsked("t", 1, "/w", in_flight=weight_events.InFlight.ABORT))
+    kinds = [type(message) for _, message in world.sent]
+    assert kinds.index(wire.DropChunk) < kinds.index(wire.PrepareWeights)

@@ -26,7 +26,7 @@ CAP = 1000
 def machine_with(*events):
     machine = EstimateMachine()
     for event in events:
-        machine.handle(event)
+        machine.apply(event)
     return machine
 
 
@@ -45,13 +45,13 @@ def at(index, generated, group_id="r/a"):
 def test_estimate_is_the_cap_until_a_response_finishes_then_the_longest_finished():
     machine = machine_with(opened())
     assert (machine.changes(), machine.estimates()) == ({}, {})
-    machine.handle(at(0, 600))
+    machine.apply(at(0, 600))
     assert machine.changes() == {}
-    machine.handle(done(1, 100))
+    machine.apply(done(1, 100))
     assert machine.changes() == {"r/a": Estimate(100.0)}
-    machine.handle(done(2, 70))
+    machine.apply(done(2, 70))
     assert machine.changes() == {}
-    machine.handle(done(0, 900))
+    machine.apply(done(0, 900))
     assert machine.changes() == machine.estimates() == {"r/a": Estimate(900.0)}
 
 
@@ -76,7 +76,7 @@ def test_repeated_and_reordered_events_change_nothing():
     machine = machine_with(opened(), done(0, 10))
     machine.changes()
     for event in (opened(), done(0, 500), at(0, 500), at(1, 5), at(1, 3)):
-        machine.handle(event)
+        machine.apply(event)
     assert machine.changes() == {}
     assert machine.ignored == 2
 
@@ -89,7 +89,7 @@ def test_events_of_unknown_groups_and_responses_are_counted():
 def test_closing_forgets_and_reopening_starts_from_the_cap():
     machine = machine_with(opened(), done(0, 10), Closed("r/a"))
     assert (len(machine), machine.changes(), machine.estimates()) == (0, {}, {})
-    machine.handle(opened())
+    machine.apply(opened())
     assert machine.changes() == {}
 
 
@@ -113,7 +113,7 @@ def test_another_estimator_sees_finished_and_unfinished_lengths():
 
     machine = EstimateMachine(Curious())
     for event in (opened(), at(3, 40), done(0, 10), at(1, 5), done(1, 20)):
-        machine.handle(event)
+        machine.apply(event)
     machine.changes()
     assert seen == [(CAP, {0: 10, 1: 20}, {3: 40})]
 
@@ -121,23 +121,23 @@ def test_another_estimator_sees_finished_and_unfinished_lengths():
 def test_only_notable_changes_are_said():
     machine = machine_with(opened(), done(0, 100))
     machine.changes()
-    machine.handle(done(1, 104))
+    machine.apply(done(1, 104))
     assert machine.changes() == {}
-    machine.handle(done(2, 106))
+    machine.apply(done(2, 106))
     assert machine.changes() == {"r/a": Estimate(106.0)}
 
 
 def test_posterior_estimates_are_said_of_all_groups_after_a_fit():
     machine = EstimateMachine(Posterior())
     for event in (opened("r/a", 8), opened("r/b", 8)):
-        machine.handle(event)
+        machine.apply(event)
     first = machine.changes()
     assert first["r/a"] == first["r/b"] == machine.estimates()["r/b"]
     assert first["r/a"].tokens == pytest.approx(CAP / 6, rel=0.03)
-    machine.handle(at(0, 990))
+    machine.apply(at(0, 990))
     assert machine.changes()["r/a"].tokens > first["r/a"].tokens  # unfinished ones count
     for index in range(8):
-        machine.handle(done(index, 40))
+        machine.apply(done(index, 40))
     changed = machine.changes()
     assert changed["r/a"].tokens < 100
     assert changed["r/b"].tokens < first["r/b"].tokens  # of which nothing was heard
@@ -149,9 +149,9 @@ def test_progress_that_is_heard_twice_or_late_changes_no_estimate():
     once = EstimateMachine(Posterior())
     twice = EstimateMachine(Posterior())
     for event in events:
-        once.handle(event)
+        once.apply(event)
     for event in (*events, *events, at(1, 10), at(0, 800), at(3, 90)):
-        twice.handle(event)
+        twice.apply(event)
     assert twice.changes() == once.changes() != {}
 
 
@@ -159,8 +159,8 @@ def test_what_finishes_is_compared_with_what_was_said_before():
     machine = machine_with(opened(), done(0, 100), done(1, 100))
     assert (machine.error.unpredicted, machine.error.responses) == (2, 0)  # nothing was said yet
     machine.changes()
-    machine.handle(done(2, 200))
-    machine.handle(done(2, 900))  # known
+    machine.apply(done(2, 200))
+    machine.apply(done(2, 900))  # known
     error = machine.error
     assert (error.unpredicted, error.responses, error.beyond) == (2, 1, 1)
     assert error.signed == error.absolute == pytest.approx(math.log(2))
@@ -173,7 +173,7 @@ def test_a_snapshot_counts_no_evidence_twice():
     events = [opened("r/a", 8), *(done(index, 20 * index + 5) for index in range(8))]
     fresh, again = EstimateMachine(Posterior()), EstimateMachine(Posterior())
     for event in events:
-        again.handle(event)
+        again.apply(event)
     fresh.replace(events)
     again.replace(events)
     assert again.changes() == fresh.changes()
@@ -197,13 +197,13 @@ def test_acceptance_is_said_when_it_moved_notably_first_of_all_groups():
     changed = machine.acceptance_changes()
     assert set(changed) == {ALL_GROUPS}  # the group is what all groups are
     assert all(abs(rate - 95) <= 1 for rate in changed[ALL_GROUPS])
-    machine.handle(opened("r/b"))
-    machine.handle(with_drafts(0, 10, 100, 5, "r/b"))
+    machine.apply(opened("r/b"))
+    machine.apply(with_drafts(0, 10, 100, 5, "r/b"))
     assert machine.dirty
     changed = machine.acceptance_changes()
     assert max(changed["r/b"]) < 40
     assert machine.acceptance()["r/b"] == changed["r/b"]
-    machine.handle(with_drafts(0, 20, 1, 0, "r/b"))
+    machine.apply(with_drafts(0, 20, 1, 0, "r/b"))
     assert machine.acceptance_changes() == {}
     machine.changes()
     assert not machine.dirty
@@ -226,14 +226,14 @@ def test_drafts_count_once_and_only_of_known_requests_that_came_further():
         with_drafts(9, 10, 10_000, 0),
     )
     for event in (*again, strange, wrong):
-        machine.handle(event)
+        machine.apply(event)
     assert once
     assert machine.acceptance_changes() == {}
 
 
 def test_acceptance_survives_a_snapshot_and_is_said_once_more():
     machine = machine_with(opened(), opened("r/gone"), with_drafts(0, 10, 1000, 950))
-    machine.handle(with_drafts(0, 10, 1000, 50, "r/gone"))
+    machine.apply(with_drafts(0, 10, 1000, 50, "r/gone"))
     machine.acceptance_changes()
     before = machine.acceptance()
     assert set(before) == {ALL_GROUPS, "r/a", "r/gone"}
@@ -245,8 +245,8 @@ def test_acceptance_survives_a_snapshot_and_is_said_once_more():
 
 def test_a_closed_groups_acceptance_is_forgotten():
     machine = machine_with(opened(), opened("r/b"), with_drafts(0, 10, 1000, 950))
-    machine.handle(with_drafts(0, 10, 1000, 0, "r/b"))
-    machine.handle(Closed("r/b"))
+    machine.apply(with_drafts(0, 10, 1000, 0, "r/b"))
+    machine.apply(Closed("r/b"))
     assert set(machine.acceptance_changes()) <= {ALL_GROUPS, "r/a"}
     assert set(machine.acceptance()) <= {ALL_GROUPS, "r/a"}
 

@@ -20,7 +20,7 @@ def group(rollout, prompt, lengths, size=None):
 
 def played(machine, *events):
     for event in events:
-        machine.handle(event)
+        machine.apply(event)
     return machine
 
 
@@ -75,7 +75,7 @@ def test_what_a_group_does_outweighs_memory():
     played(machine, Opened("r2/p", 16, CAP))
     before = machine.changes()["r2/p"].tokens
     for index in range(16):
-        machine.handle(Progressed("r2/p", index, 20_000, finished=False))
+        machine.apply(Progressed("r2/p", index, 20_000, finished=False))
     assert machine.changes()["r2/p"].tokens > 10 * before
 
 

@@ -4,6 +4,7 @@ import pytest
 from buffer_events import CAPACITY, end, make, pick, run_to_end, submit
 from invariants import check
 
+from seer.services.buffer.events import Drained, Joined, Tick
 from seer.services.buffer.requests import events, instructions, state
 
 
@@ -12,8 +13,8 @@ def test_what_is_held_counts_against_the_bound_and_keeps_its_deadline():
     (refused,) = pick(submit(machine, "p", "q", "s", weight_version=3), instructions.Refuse)
     assert (refused.prompt_ids, "at most 5" in refused.message) == (["s"], True)
     assert not pick(submit(machine, "p", "q", now=9.0, weight_version=3), instructions.Refuse)
-    machine.handle(events.EngineJoined("b", CAPACITY), 9.5)
-    (refused,) = pick(machine.handle(events.Tick(), 10.5), instructions.Refuse)
+    machine.apply(Joined("b", CAPACITY), 9.5)
+    (refused,) = pick(machine.apply(Tick(), 10.5), instructions.Refuse)
     assert (refused.prompt_ids, refused.code) == (["p", "q"], "failed")
     assert "weights were not live" in refused.message
     check(machine)
@@ -25,7 +26,7 @@ def test_a_second_trainer_of_a_held_rollout_is_refused_at_once():
     (refused,) = pick(submit(machine, "p", "q", trainer="other", life=b"o"), instructions.Refuse)
     assert (refused.life, refused.prompt_ids) == (b"o", ["p", "q"])
     assert "another trainer" in refused.message
-    out = machine.handle(events.EngineJoined("a", CAPACITY), 1.0)
+    out = machine.apply(Joined("a", CAPACITY), 1.0)
     assert [item.prompt_ids for item in pick(out, instructions.Accept)] == [["p"]]
 
 
@@ -39,10 +40,10 @@ def test_a_later_use_of_an_id_ends_the_earlier_one_and_answers_name_theirs():
     ]  # fmt: skip
     assert [item.use for item in pick(out, instructions.Accept)] == [2]
     assert end(machine, first) == []
-    machine.handle(events.RolloutCancelled("t", "r", [], use=1), 1.0)
-    machine.handle(events.GroupsAcknowledged("t", "r", ["p"], use=1), 1.0)
+    machine.apply(events.RolloutCancelled("t", "r", [], use=1), 1.0)
+    machine.apply(events.GroupsAcknowledged("t", "r", ["p"], use=1), 1.0)
     assert "r/p" in machine.groups
-    (refused,) = pick(machine.handle(events.RolloutCancelled("t", "r", [], use=2), 1.0), instructions.Refuse)
+    (refused,) = pick(machine.apply(events.RolloutCancelled("t", "r", [], use=2), 1.0), instructions.Refuse)
     assert refused.use == 2
     assert not machine.groups
 
@@ -75,7 +76,7 @@ def test_a_rollout_has_one_weight_version():
     machine = make(engines=("a",))
     out = submit(machine, "p", n=1, max_tokens=16)
     run_to_end(machine, out)
-    machine.handle(events.WeightsChanged(1), 1.0)
+    machine.apply(events.WeightsChanged(1), 1.0)
     out = submit(machine, "p", "q", n=1, max_tokens=16, use=3)
     (refused,) = pick(out, instructions.Refuse)
     assert refused.prompt_ids == ["q"]
@@ -89,7 +90,7 @@ def test_draining_finishes_what_was_accepted_and_gives_back_what_was_held():
     machine = make(engines=("a",))
     submit(machine, "p", n=1)
     submit(machine, "h", rollout="held", weight_version=5)
-    (refused,) = pick(machine.handle(events.Drained(), 1.0), instructions.Refuse)
+    (refused,) = pick(machine.apply(Drained(), 1.0), instructions.Refuse)
     assert (refused.rollout_id, refused.prompt_ids) == ("held", ["h"])
     assert "shutting down" in refused.message
     out = submit(machine, "p", "q", n=1)  # as after a blip
@@ -103,7 +104,7 @@ def test_a_trainer_that_is_lost_leaves_no_work():
     submit(machine, "p", n=1, life=b"1")
     submit(machine, "q", n=1, rollout="other", life=b"2")
     submit(machine, "h", rollout="held", life=b"1", weight_version=9)
-    out = machine.handle(events.TrainerLost(b"1"), 1.0)
+    out = machine.apply(events.TrainerLost(b"1"), 1.0)
     assert len(pick(out, instructions.Drop)) == 1
     assert set(machine.groups) == {"other/q"}
     check(machine)
@@ -123,7 +124,7 @@ def test_past_the_bound_on_unfinished_output_the_youngest_fail():
 def test_a_submission_far_beyond_the_bound_is_refused_before_anything_is_built():
     machine = make(engines=("a",), max_requests=1000)
     specs = [events.GroupSpec(str(i), 1) for i in range(4096)]
-    out = machine.handle(events.GroupsSubmitted("t", "r", 4096, 8, specs), 0.0)
+    out = machine.apply(events.GroupsSubmitted("t", "r", 4096, 8, specs), 0.0)
     assert {type(item) for item in out} == {instructions.Refuse}
     assert sum(len(item.prompt_ids) for item in out) == 4096
     assert not machine.rollouts
@@ -132,7 +133,7 @@ def test_a_submission_far_beyond_the_bound_is_refused_before_anything_is_built()
 def test_what_is_held_for_a_version_is_opened_when_it_is_live():
     machine = make(engines=("a",))
     assert not pick(submit(machine, "p", weight_version=3), instructions.Dispatch)
-    out = machine.handle(events.WeightsChanged(3), 1.0)
+    out = machine.apply(events.WeightsChanged(3), 1.0)
     assert [item.prompt_ids for item in pick(out, instructions.Accept)] == [["p"]]
     assert pick(out, instructions.Dispatch)
     check(machine)
@@ -154,15 +155,15 @@ def finished(machine, *prompts, now=1.0, **how):
 
 def test_what_an_update_holds_up_fails_by_no_deadline_of_engines():
     machine = make(engines=("a",), engine_wait_seconds=10.0)
-    machine.handle(events.SubmissionsHeld(held=True), 0.0)
+    machine.apply(events.SubmissionsHeld(held=True), 0.0)
     submit(machine, "p")
-    assert machine.handle(events.Tick(), 99.0) == []
-    assert pick(machine.handle(events.SubmissionsHeld(held=False), 100.0), instructions.Dispatch)
+    assert machine.apply(Tick(), 99.0) == []
+    assert pick(machine.apply(events.SubmissionsHeld(held=False), 100.0), instructions.Dispatch)
 
 
 def test_the_first_version_is_past_like_any_other():
     machine = make(engines=("a",))
-    machine.handle(events.WeightsChanged(1), 1.0)
+    machine.apply(events.WeightsChanged(1), 1.0)
     (refused,) = pick(submit(machine, "p", weight_version=0), instructions.Refuse)
     assert "weight version 0 is past" in refused.message
 
@@ -172,9 +173,9 @@ def test_only_its_own_trainer_and_use_acknowledge_a_group_and_only_a_finished_on
     machine = make(engines=("a",))
     finished(machine, "p", use=2)
     submit(machine, "q", n=1, use=2)
-    machine.handle(events.GroupsAcknowledged(trainer, "r", ["p", "q"], use), 2.0)
+    machine.apply(events.GroupsAcknowledged(trainer, "r", ["p", "q"], use), 2.0)
     assert set(machine.groups) == {"r/p", "r/q"}
-    machine.handle(events.GroupsAcknowledged("t", "r", ["p", "q"], 2), 2.0)
+    machine.apply(events.GroupsAcknowledged("t", "r", ["p", "q"], 2), 2.0)
     assert set(machine.groups) == {"r/q"}
     check(machine)
 
@@ -188,9 +189,9 @@ def test_a_result_larger_than_the_bound_is_kept_alone():
 def test_a_results_time_begins_when_it_is_finished():
     machine = make(engines=("a",), result_ttl_seconds=10.0)
     finished(machine, "p", now=9.0)
-    machine.handle(events.Tick(), 18.0)
+    machine.apply(Tick(), 18.0)
     assert machine.groups
-    machine.handle(events.Tick(), 20.0)
+    machine.apply(Tick(), 20.0)
     assert not machine.groups
 
 
@@ -199,15 +200,15 @@ def half_collected():
     machine = make(engines=("a",))
     finished(machine, "p", asked=7)
     submit(machine, "q", n=1, asked=7)
-    machine.handle(events.GroupsAcknowledged("t", "r", ["p"]), 2.0)
-    machine.handle(events.RolloutCancelled("t", "r", ["q"]), 2.0)
+    machine.apply(events.GroupsAcknowledged("t", "r", ["p"]), 2.0)
+    machine.apply(events.RolloutCancelled("t", "r", ["q"]), 2.0)
     assert not machine.rollouts
     return machine
 
 
 def test_what_is_left_of_a_half_collected_rollout_has_its_weights_or_is_refused():
     machine = half_collected()
-    machine.handle(events.WeightsChanged(1), 2.0)
+    machine.apply(events.WeightsChanged(1), 2.0)
     (refused,) = pick(submit(machine, "q", n=1, asked=7), instructions.Refuse)
     assert "began under weight version 0" in refused.message
     assert pick(submit(machine, "q", n=1, asked=8), instructions.Dispatch), "another question under its id"
@@ -216,8 +217,8 @@ def test_what_is_left_of_a_half_collected_rollout_has_its_weights_or_is_refused(
 def test_a_rollout_that_was_collected_in_the_end_leaves_its_id_free():
     machine = half_collected()
     finished(machine, "q", asked=7)
-    machine.handle(events.GroupsAcknowledged("t", "r", ["q"]), 2.0)
-    machine.handle(events.WeightsChanged(1), 2.0)
+    machine.apply(events.GroupsAcknowledged("t", "r", ["q"]), 2.0)
+    machine.apply(events.WeightsChanged(1), 2.0)
     assert pick(submit(machine, "q", n=1, asked=7), instructions.Dispatch)
 
 
@@ -232,7 +233,7 @@ def test_each_refusal_names_the_use_that_its_prompts_belong_to():
     machine = make(engines=("a",))
     submit(machine, "p", "q", n=1, use=1)
     submit(machine, "q", n=1, use=2)
-    refused = pick(machine.handle(events.RolloutsAborted("no"), 1.0), instructions.Refuse)
+    refused = pick(machine.apply(events.RolloutsAborted("no"), 1.0), instructions.Refuse)
     assert [(item.prompt_ids, item.use) for item in refused] == [(["p"], 1), (["q"], 2)]
 
 
@@ -241,9 +242,9 @@ def test_neither_an_abort_nor_a_lost_trainer_costs_more_than_what_runs():
     finished(machine, "done", life=b"1")
     submit(machine, "runs", life=b"1")
     submit(machine, "held", rollout="later", weight_version=3, life=b"2")
-    machine.handle(events.RolloutsAborted("an update"), 1.0)
+    machine.apply(events.RolloutsAborted("an update"), 1.0)
     assert set(machine.groups) == {"r/done", "later/held"}
-    machine.handle(events.TrainerLost(b"1"), 1.0)
+    machine.apply(events.TrainerLost(b"1"), 1.0)
     assert set(machine.groups) == {"r/done", "later/held"}
 
 
@@ -264,7 +265,7 @@ def test_what_many_rollouts_hold_is_opened_in_one_pass():
 
     state.GroupState.rollout = Looked()
     try:
-        out = machine.handle(events.EngineJoined("a", CAPACITY), 1.0)
+        out = machine.apply(Joined("a", CAPACITY), 1.0)
     finally:
         state.GroupState.rollout = opened
     assert [item.prompt_ids for item in pick(out, instructions.Accept)] == [["p", "q"]] * 60
@@ -280,7 +281,7 @@ def test_what_is_held_waits_for_the_weights_that_were_asked_for_last():
     assert len(pick(out, instructions.Dispatch)) == 1
     submit(machine, "q", n=1, weight_version=7, use=2, rollout="s")
     submit(machine, "q", n=1, weight_version=5, use=3, rollout="s")
-    out = machine.handle(events.WeightsChanged(5), 2.0)
+    out = machine.apply(events.WeightsChanged(5), 2.0)
     check(machine)
     assert [item.prompt_ids for item in pick(out, instructions.Accept)] == [["q"]]
 
@@ -288,7 +289,7 @@ def test_what_is_held_waits_for_the_weights_that_were_asked_for_last():
 def test_a_use_of_which_nothing_was_known_begins_with_what_is_live():
     machine = make(engines=("a",))
     run_to_end(machine, submit(machine, "p", n=1, use=1))
-    machine.handle(events.WeightsChanged(1), 2.0)
+    machine.apply(events.WeightsChanged(1), 2.0)
     out = submit(machine, "p", n=1, use=2, same=False)
     check(machine)
     assert not pick(out, instructions.Refuse)

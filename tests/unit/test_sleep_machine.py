@@ -1,69 +1,70 @@
 """Whether engines sleep: what each question and answer comes to."""
 
 from seer.services.buffer import sleep
+from seer.services.buffer.events import Joined, Left, Tick
 
 
 def machine(*engines, wanted=None):
     """Return a machine with engines that are awake, or, if sleep was asked for, asleep."""
     made = sleep.SleepMachine(seconds=600.0)
     for name in engines:
-        made.handle(sleep.Joined(name, False), 0.0, idle=True)
+        made.apply(Joined(name, asleep=False), 0.0, idle=True)
     if wanted:
-        made.handle(sleep.Asked("t", True), 0.0, idle=True)
+        made.apply(sleep.SleepAsked("t", True), 0.0, idle=True)
         for name in engines:
-            made.handle(sleep.Answered(name, True), 0.0, idle=True)
+            made.apply(sleep.SleepAnswered(name, True), 0.0, idle=True)
     return made
 
 
 def test_an_engine_that_joins_asleep_is_woken_if_that_was_asked_for_last():
     made = machine()
     assert (
-        made.handle(sleep.Asked("t", False), 0.0, idle=True) == []
+        made.apply(sleep.SleepAsked("t", False), 0.0, idle=True) == []
     )  # an earlier life's engines are not back yet
-    made.handle(sleep.Joined("a", True), 1.0, idle=True)
-    assert made.handle(sleep.Tick(), 1.0, idle=True) == [sleep.Order("a", False)]
-    assert made.handle(sleep.Answered("a", False), 2.0, idle=True) == [sleep.Tell("t", False)]
+    made.apply(Joined("a", asleep=True), 1.0, idle=True)
+    assert made.apply(Tick(), 1.0, idle=True) == [sleep.Order("a", False)]
+    assert made.apply(sleep.SleepAnswered("a", False), 2.0, idle=True) == [sleep.Tell("t", False)]
 
 
 def test_a_question_is_answered_in_the_end_though_no_engine_is_there():
     made = machine()
-    assert made.handle(sleep.Asked("t", True, 1), 5.0, idle=True) == []
-    assert made.handle(sleep.Asked("t", True, 2), 14.0, idle=True) == []
-    assert made.handle(sleep.Tick(), 15.0, idle=True) == []
-    assert made.handle(sleep.Tick(), 15.5, idle=True) == [sleep.Tell("t", True, "", 2)]
-    assert made.handle(sleep.Asked("t", False, 3), 20.0, idle=True) == []
-    assert made.handle(sleep.Tick(), 31.0, idle=True) == [sleep.Tell("t", False, sleep.NOBODY, 3)]
+    assert made.apply(sleep.SleepAsked("t", True, 1), 5.0, idle=True) == []
+    assert made.apply(sleep.SleepAsked("t", True, 2), 14.0, idle=True) == []
+    assert made.apply(Tick(), 15.0, idle=True) == []
+    assert made.apply(Tick(), 15.5, idle=True) == [sleep.Tell("t", True, "", 2)]
+    assert made.apply(sleep.SleepAsked("t", False, 3), 20.0, idle=True) == []
+    assert made.apply(Tick(), 31.0, idle=True) == [sleep.Tell("t", False, sleep.NOBODY, 3)]
 
 
 def test_nobody_is_awake_when_all_who_sleep_are_gone():
     made = machine("a", wanted=True)
-    assert made.handle(sleep.Asked("t", False, 1), 1.0, idle=True) == [sleep.Order("a", False)]
-    assert made.handle(sleep.Lost("a"), 2.0, idle=True) == [sleep.Tell("t", False, sleep.NOBODY, 1)]
-    made.handle(sleep.Joined("a", True), 3.0, idle=True)
-    assert made.handle(sleep.Tick(), 3.0, idle=True) == [sleep.Order("a", False)]
+    assert made.apply(sleep.SleepAsked("t", False, 1), 1.0, idle=True) == [sleep.Order("a", False)]
+    assert made.apply(Left(["a"]), 2.0, idle=True) == [sleep.Tell("t", False, sleep.NOBODY, 1)]
+    made.apply(Joined("a", asleep=True), 3.0, idle=True)
+    assert made.apply(Tick(), 3.0, idle=True) == [sleep.Order("a", False)]
 
 
 def test_a_question_is_answered_when_nobody_is_on_the_way_any_more():
     made = machine("a", wanted=True)
-    assert made.handle(sleep.Tick(), 1.0, idle=True, loading=["a"]) == [sleep.Order("a", False)]
-    assert made.handle(sleep.Asked("t", True, 7), 2.0, idle=True, loading=["a"]) == []
-    assert made.handle(sleep.Asked("t", True, 8), 3.0, idle=True, loading=["a"]) == []
-    assert made.handle(sleep.Answered("a", False), 4.0, idle=True) == [sleep.Order("a", True)]
-    assert made.handle(sleep.Answered("a", True), 5.0, idle=True) == [sleep.Tell("t", True, "", 8)]
+    assert made.apply(Tick(), 1.0, idle=True, loading=["a"]) == [sleep.Order("a", False)]
+    assert made.apply(sleep.SleepAsked("t", True, 7), 2.0, idle=True, loading=["a"]) == []
+    assert made.apply(sleep.SleepAsked("t", True, 8), 3.0, idle=True, loading=["a"]) == []
+    assert made.apply(sleep.SleepAnswered("a", False), 4.0, idle=True) == [sleep.Order("a", True)]
+    assert made.apply(sleep.SleepAnswered("a", True), 5.0, idle=True) == [sleep.Tell("t", True, "", 8)]
 
 
 def test_a_new_life_has_a_deadline_of_its_own():
     made = machine("a")
-    assert made.handle(sleep.Asked("t", True), 0.0, idle=True) == [sleep.Order("a", True)]
-    made.handle(sleep.Joined("a", False), 590.0, idle=True)
-    assert made.handle(sleep.Tick(), 601.0, idle=True) == [sleep.Order("a", True)]
-    assert made.handle(sleep.Tick(), 1201.0, idle=True) == []
-    assert made.handle(sleep.Tick(), 1202.0, idle=True)[0] == sleep.GiveUp("a")
+    assert made.apply(sleep.SleepAsked("t", True), 0.0, idle=True) == [sleep.Order("a", True)]
+    made.apply(Joined("a", asleep=False), 590.0, idle=True)
+    assert made.apply(Tick(), 601.0, idle=True) == [sleep.Order("a", True)]
+    assert made.apply(Tick(), 1201.0, idle=True) == []
+    assert made.apply(Tick(), 1202.0, idle=True)[0] == sleep.GiveUp("a")
 
 
 def test_who_was_told_to_sleep_is_not_awake_and_an_earlier_answer_changes_nothing():
     made = machine("a", "b")
     assert made.awake == {"a", "b"}
-    assert len(made.handle(sleep.Asked("t", True), 0.0, idle=True)) == 2
+    assert len(made.apply(sleep.SleepAsked("t", True), 0.0, idle=True)) == 2
     assert made.awake == set()
-    assert made.handle(sleep.Answered("a", False), 1.0, idle=True) == []
+    assert made.apply(sleep.SleepAnswered("a", False), 1.0, idle=True) == []

@@ -4,9 +4,9 @@ import numpy as np
 
 from seer.common import ids, wire
 from seer.common.types import SamplingParams
+from seer.services.buffer.events import Weights
 from seer.services.buffer.requests import instructions, state
 from seer.services.buffer.store import Store
-from seer.services.buffer.weights.events import Weights
 
 PROMPT = np.arange(3, dtype=np.int32)
 SAMPLING = SamplingParams(max_tokens=8)

@@ -2,36 +2,37 @@
 
 import pytest
 
+from seer.services.buffer.events import Drained, Joined, Left, Tick, Weights
 from seer.services.buffer.weights import events as weight_events
 from seer.services.buffer.weights import instructions as weight_instructions
 from seer.services.buffer.weights.machine import WeightsMachine
 
-OLD = weight_events.Weights(0, "d0")
-NEW = weight_events.Weights(1, "d1", "/new")
+OLD = Weights(0, "d0")
+NEW = Weights(1, "d1", "/new")
 
 
 def make(*names, weights=OLD):
     machine = WeightsMachine(seconds=10.0)
     for name in names:
-        machine.handle(weight_events.Registered(name, weights), 0.0, idle=True)
+        machine.apply(Joined(name, weights=weights), 0.0, idle=True)
     return machine
 
 
 def ask(machine, version=1, source="/new", now=0.0, idle=True, **fields):
-    return machine.handle(weight_events.UpdateAsked("t", version, source, **fields), now, idle=idle)
+    return machine.apply(weight_events.UpdateAsked("t", version, source, **fields), now, idle=idle)
 
 
 def prepare(machine, *names, digest="d1", idle=True, version=1):
     out = []
     for name in names:
-        out += machine.handle(weight_events.Prepared(name, version, digest), 1.0, idle=idle)
+        out += machine.apply(weight_events.Prepared(name, version, digest), 1.0, idle=idle)
     return out
 
 
 def load(machine, *names, problem=""):
     out = []
     for name in names:
-        out += machine.handle(weight_events.Loaded(name, machine.live.version, problem), 2.0, idle=True)
+        out += machine.apply(weight_events.Loaded(name, machine.live.version, problem), 2.0, idle=True)
     return out
 
 
@@ -64,7 +65,7 @@ def test_an_update_prepares_everywhere_then_loads_everywhere():
 def test_one_problem_cancels_it_for_all():
     machine = make("a", "b")
     ask(machine)
-    out = machine.handle(
+    out = machine.apply(
         weight_events.Prepared("a", 1, "", "lm_head has shape [1, 2], not [3, 4]"), 1.0, idle=True
     )
     reasons = {"a": "lm_head has shape [1, 2], not [3, 4]"}
@@ -94,7 +95,7 @@ def test_what_is_in_flight_is_finished_first():
     ask(machine, idle=False)
     assert prepare(machine, "a", idle=False) == []
     assert machine.live == OLD
-    assert machine.handle(weight_events.Tick(), 2.0, idle=True) == [
+    assert machine.apply(Tick(), 2.0, idle=True) == [
         weight_instructions.Expel("a"),
         weight_instructions.Load("a", NEW),
     ]
@@ -122,20 +123,20 @@ def test_what_cannot_load_is_quarantined_not_rolled_back():
     assert machine.admitted == {"a"}
     ask(machine, version=2, source="/newer")
     out = prepare(machine, "a", digest="d2", version=2)
-    assert weight_instructions.Load("b", weight_events.Weights(2, "d2", "/newer")) in out
+    assert weight_instructions.Load("b", Weights(2, "d2", "/newer")) in out
 
 
 def test_an_instance_lost_at_any_moment_is_not_waited_for():
     machine = make("a", "b")
     ask(machine)
     prepare(machine, "a")
-    out = machine.handle(weight_events.Lost("b"), 1.0, idle=True)
+    out = machine.apply(Left(["b"]), 1.0, idle=True)
     assert weight_instructions.Load("a", NEW) in out
-    out = machine.handle(weight_events.Lost("a"), 1.0, idle=True)
+    out = machine.apply(Left(["a"]), 1.0, idle=True)
     assert out == [weight_instructions.Release(), weight_instructions.Report("t", NEW, {})]
     machine = make("a")
     ask(machine)
-    out = machine.handle(weight_events.Lost("a"), 1.0, idle=True)
+    out = machine.apply(Left(["a"]), 1.0, idle=True)
     assert out[-1] == weight_instructions.Fail("t", 1, {"": "no engine is left"})
 
 
@@ -144,19 +145,15 @@ def test_a_late_joiner_loads_before_it_gets_work():
     ask(machine)
     prepare(machine, "a")
     load(machine, "a")
-    assert machine.handle(weight_events.Registered("b", OLD), 3.0, idle=False) == [
-        weight_instructions.Load("b", NEW)
-    ]
+    assert machine.apply(Joined("b", weights=OLD), 3.0, idle=False) == [weight_instructions.Load("b", NEW)]
     assert load(machine, "b") == [weight_instructions.Admit("b")]
-    assert machine.handle(weight_events.Registered("c", NEW), 3.0, idle=False) == [
-        weight_instructions.Admit("c")
-    ]
+    assert machine.apply(Joined("c", weights=NEW), 3.0, idle=False) == [weight_instructions.Admit("c")]
 
 
 def test_one_that_joins_during_prepare_prepares_too():
     machine = make("a")
     ask(machine)
-    assert machine.handle(weight_events.Registered("b", OLD), 1.0, idle=True) == [
+    assert machine.apply(Joined("b", weights=OLD), 1.0, idle=True) == [
         weight_instructions.Admit("b"),
         weight_instructions.Prepare("b", 1, "/new", 1),
     ]
@@ -166,22 +163,20 @@ def test_one_that_joins_during_prepare_prepares_too():
 
 def test_a_restarted_buffer_takes_the_highest_version_it_meets():
     machine = make("a")
-    out = machine.handle(weight_events.Registered("b", NEW), 1.0, idle=True)
+    out = machine.apply(Joined("b", weights=NEW), 1.0, idle=True)
     assert out == [
         weight_instructions.Expel("a"),
         weight_instructions.Load("a", NEW),
         weight_instructions.Admit("b"),
     ]
     assert machine.live == NEW
-    out = make("a").handle(weight_events.Registered("b", NEW), 1.0, idle=False)
+    out = make("a").apply(Joined("b", weights=NEW), 1.0, idle=False)
     assert out[0] == weight_instructions.Abort()
 
 
 def test_one_with_other_weights_of_the_same_version_gets_no_work():
     machine = make("a")
-    assert (
-        machine.handle(weight_events.Registered("b", weight_events.Weights(0, "other")), 1.0, idle=True) == []
-    )
+    assert machine.apply(Joined("b", weights=Weights(0, "other")), 1.0, idle=True) == []
     assert machine.admitted == {"a"}
     assert "start it with the same model" in machine.quarantined["b"]
 
@@ -200,7 +195,7 @@ def test_one_update_at_a_time_and_none_without_engines():
     machine = make("a")
     ask(machine)
     assert ask(machine) == []  # the same again
-    (fail,) = machine.handle(weight_events.UpdateAsked("other", 2, "/new"), 0.0, idle=True)
+    (fail,) = machine.apply(weight_events.UpdateAsked("other", 2, "/new"), 0.0, idle=True)
     assert "t updates to version 1" in fail.reasons[""]
     (fail,) = ask(make(), version=1)
     assert "no engine" in fail.reasons[""]
@@ -212,36 +207,32 @@ def test_deadlines():
     machine = make("a", "b")
     ask(machine)
     prepare(machine, "a")
-    assert machine.handle(weight_events.Tick(), 9.0, idle=True) == []
-    assert machine.handle(weight_events.Tick(), 11.0, idle=True)[-1] == weight_instructions.Fail(
+    assert machine.apply(Tick(), 9.0, idle=True) == []
+    assert machine.apply(Tick(), 11.0, idle=True)[-1] == weight_instructions.Fail(
         "t", 1, {"b": "did not answer in 10 s"}
     )
     ask(machine, now=20.0)
     prepare(machine, "a", "b")
     load(machine, "a")
-    out = machine.handle(weight_events.Tick(), 40.0, idle=True)
+    out = machine.apply(Tick(), 40.0, idle=True)
     assert out[-1] == weight_instructions.Report("t", NEW, {"b": "did not load version 1 in 10 s"})
     machine = make("a")
     ask(machine, idle=False)
     prepare(machine, "a", idle=False)
-    out = machine.handle(weight_events.Tick(), 11.0, idle=False)
+    out = machine.apply(Tick(), 11.0, idle=False)
     assert "went on for 10 s" in out[-1].reasons[""]
 
 
 def test_undefined_weights_never_become_live():
     machine = WeightsMachine()
-    broken = weight_events.Weights(-1, "")
-    assert machine.handle(weight_events.Registered("a", broken), 0.0, idle=True) == []
+    broken = Weights(-1, "")
+    assert machine.apply(Joined("a", weights=broken), 0.0, idle=True) == []
     assert machine.live is None
-    assert machine.handle(weight_events.Registered("b", OLD), 0.0, idle=True) == [
-        weight_instructions.Admit("b")
-    ]
-    machine.handle(weight_events.Registered("a", broken), 0.0, idle=True)
+    assert machine.apply(Joined("b", weights=OLD), 0.0, idle=True) == [weight_instructions.Admit("b")]
+    machine.apply(Joined("a", weights=broken), 0.0, idle=True)
     assert machine.admitted == {"b"}
     machine = make("b", weights=NEW)
-    assert machine.handle(weight_events.Registered("a", broken), 0.0, idle=True) == [
-        weight_instructions.Load("a", NEW)
-    ]
+    assert machine.apply(Joined("a", weights=broken), 0.0, idle=True) == [weight_instructions.Load("a", NEW)]
 
 
 # --- whoever comes to other weights while they change --------------------------------------------
@@ -251,19 +242,17 @@ def updated_to(machine, version, *names):
     """Prepare and commit an update; return what was said at the commit."""
     ask(machine, version=version, source=f"/{version}")
     out = prepare(machine, *names, digest=f"d{version}", version=version)
-    assert machine.live == weight_events.Weights(version, f"d{version}", f"/{version}")
+    assert machine.live == Weights(version, f"d{version}", f"/{version}")
     return out
 
 
 def loaded(machine, name, version, problem=""):
-    return machine.handle(weight_events.Loaded(name, version, problem), 3.0, idle=True)
+    return machine.apply(weight_events.Loaded(name, version, problem), 3.0, idle=True)
 
 
 def test_one_that_still_loads_an_older_version_is_told_and_its_old_answer_changes_nothing():
     machine = make("a", weights=NEW)
-    assert machine.handle(weight_events.Registered("b", OLD), 0.0, idle=True) == [
-        weight_instructions.Load("b", NEW)
-    ]
+    assert machine.apply(Joined("b", weights=OLD), 0.0, idle=True) == [weight_instructions.Load("b", NEW)]
     out = updated_to(machine, 2, "a")
     assert weight_instructions.Load("b", machine.live) in out
     for problem in ("", "no such folder"):
@@ -278,22 +267,22 @@ def test_one_that_still_loads_an_older_version_is_told_and_its_old_answer_change
 
 def test_one_that_loads_has_all_the_time_again_when_it_is_told_of_another_version():
     machine = make("a", weights=NEW)
-    machine.handle(weight_events.Registered("b", OLD), 0.0, idle=True)
+    machine.apply(Joined("b", weights=OLD), 0.0, idle=True)
     ask(machine, version=2, source="/2", now=9.0)
-    machine.handle(weight_events.Prepared("a", 2, "d2"), 9.0, idle=True)
-    machine.handle(weight_events.Tick(), 15.0, idle=True)
+    machine.apply(weight_events.Prepared("a", 2, "d2"), 9.0, idle=True)
+    machine.apply(Tick(), 15.0, idle=True)
     assert "b" in machine.loading
-    machine.handle(weight_events.Tick(), 20.0, idle=True)
+    machine.apply(Tick(), 20.0, idle=True)
     assert machine.quarantined["b"] == "did not load version 2 in 10 s"
 
 
 def test_all_are_told_when_a_restarted_buffer_learns_of_a_later_version():
     machine = make("a", weights=NEW)
-    machine.handle(weight_events.Registered("loads", OLD), 0.0, idle=True)
-    machine.handle(weight_events.Registered("fails", OLD), 0.0, idle=True)
-    machine.handle(weight_events.Loaded("fails", 1, "broken"), 0.0, idle=True)
-    later = weight_events.Weights(7, "d7", "/7")
-    out = machine.handle(weight_events.Registered("c", later), 1.0, idle=True)
+    machine.apply(Joined("loads", weights=OLD), 0.0, idle=True)
+    machine.apply(Joined("fails", weights=OLD), 0.0, idle=True)
+    machine.apply(weight_events.Loaded("fails", 1, "broken"), 0.0, idle=True)
+    later = Weights(7, "d7", "/7")
+    out = machine.apply(Joined("c", weights=later), 1.0, idle=True)
     assert {item.instance for item in out if item == weight_instructions.Load(item.instance, later)} == {
         "a",
         "loads",
@@ -305,7 +294,7 @@ def test_all_are_told_when_a_restarted_buffer_learns_of_a_later_version():
 def test_an_update_below_what_a_restarted_buffer_learns_is_off():
     machine = make("a")
     ask(machine, version=3)
-    out = machine.handle(weight_events.Registered("c", weight_events.Weights(7, "d7", "/7")), 1.0, idle=True)
+    out = machine.apply(Joined("c", weights=Weights(7, "d7", "/7")), 1.0, idle=True)
     (fail,) = [item for item in out if isinstance(item, weight_instructions.Fail)]
     assert "c has version 7" in fail.reasons[""]
     assert machine.live.version == 7
@@ -313,24 +302,24 @@ def test_an_update_below_what_a_restarted_buffer_learns_is_off():
 
 def test_one_admitted_while_others_prepare_prepares_too():
     machine = make("a", weights=NEW)
-    machine.handle(weight_events.Registered("b", OLD), 0.0, idle=True)
+    machine.apply(Joined("b", weights=OLD), 0.0, idle=True)
     ask(machine, version=2, source="/2")
     assert loaded(machine, "b", 1) == [
         weight_instructions.Admit("b"),
         weight_instructions.Prepare("b", 2, "/2", 1),
     ]
     assert prepare(machine, "a", digest="d2", version=2) == []
-    assert weight_instructions.Load("b", weight_events.Weights(2, "d2", "/2")) in prepare(
+    assert weight_instructions.Load("b", Weights(2, "d2", "/2")) in prepare(
         machine, "b", digest="d2", version=2
     )
 
 
 def test_a_lost_one_is_not_waited_for_while_it_loads_for_the_second_time():
     machine = make("a", weights=NEW)
-    machine.handle(weight_events.Registered("b", OLD), 0.0, idle=True)
+    machine.apply(Joined("b", weights=OLD), 0.0, idle=True)
     updated_to(machine, 2, "a")
     loaded(machine, "a", 2)
-    out = machine.handle(weight_events.Lost("b"), 3.0, idle=True)
+    out = machine.apply(Left(["b"]), 3.0, idle=True)
     assert out == [weight_instructions.Release(), weight_instructions.Report("t", machine.live, {})]
 
 
@@ -339,37 +328,37 @@ def test_a_lost_one_is_not_waited_for_while_it_loads_for_the_second_time():
 
 def test_prepared_counts_only_from_who_was_asked_and_once():
     machine = make("a", "b")
-    machine.handle(weight_events.Registered("bad", weight_events.Weights(0, "other")), 0.0, idle=True)
+    machine.apply(Joined("bad", weights=Weights(0, "other")), 0.0, idle=True)
     ask(machine)
     for stranger, told in (("nobody", []), ("bad", [weight_instructions.Discard("bad", 1, 0)])):
-        assert machine.handle(weight_events.Prepared(stranger, 1, "dx"), 1.0, idle=True) == told
-        assert machine.handle(weight_events.Prepared(stranger, 1, "", "broken"), 1.0, idle=True) == []
+        assert machine.apply(weight_events.Prepared(stranger, 1, "dx"), 1.0, idle=True) == told
+        assert machine.apply(weight_events.Prepared(stranger, 1, "", "broken"), 1.0, idle=True) == []
     assert machine.updating
     prepare(machine, "a")
-    assert machine.handle(weight_events.Prepared("a", 1, "", "broken"), 1.0, idle=True) == []
+    assert machine.apply(weight_events.Prepared("a", 1, "", "broken"), 1.0, idle=True) == []
     assert machine.updating
     prepare(machine, "b")
     assert machine.live == NEW
-    assert machine.handle(weight_events.Prepared("b", 1, "", "broken"), 1.0, idle=True) == []
+    assert machine.apply(weight_events.Prepared("b", 1, "", "broken"), 1.0, idle=True) == []
     assert machine.updating
 
 
 def test_prepared_of_another_version_or_another_update_is_not_this_ones():
     machine = make("a", "b")
     ask(machine, version=2)
-    assert machine.handle(weight_events.Prepared("a", 3, "", "broken"), 1.0, idle=True) == []
-    assert machine.handle(weight_events.Prepared("a", 1, "dx"), 1.0, idle=True) == []
+    assert machine.apply(weight_events.Prepared("a", 3, "", "broken"), 1.0, idle=True) == []
+    assert machine.apply(weight_events.Prepared("a", 1, "dx"), 1.0, idle=True) == []
     assert machine.updating
-    machine.handle(weight_events.Prepared("b", 2, "", "full disk", 1), 1.0, idle=True)
+    machine.apply(weight_events.Prepared("b", 2, "", "full disk", 1), 1.0, idle=True)
     assert not machine.updating
     assert weight_instructions.Prepare("a", 2, "/again", 2) in ask(machine, version=2, source="/again")
     assert (
-        machine.handle(weight_events.Prepared("a", 2, "dx", "", 1), 1.0, idle=True) == []
+        machine.apply(weight_events.Prepared("a", 2, "dx", "", 1), 1.0, idle=True) == []
     )  # of the first update
-    assert machine.handle(weight_events.Prepared("a", 2, "", "broken", 1), 1.0, idle=True) == []
+    assert machine.apply(weight_events.Prepared("a", 2, "", "broken", 1), 1.0, idle=True) == []
     for name in ("a", "b"):
-        machine.handle(weight_events.Prepared(name, 2, "d2", "", 2), 1.0, idle=True)
-    assert machine.live == weight_events.Weights(2, "d2", "/again")
+        machine.apply(weight_events.Prepared(name, 2, "d2", "", 2), 1.0, idle=True)
+    assert machine.live == Weights(2, "d2", "/again")
 
 
 def test_loaded_counts_only_from_who_was_told_and_for_what_is_live():
@@ -398,14 +387,14 @@ def test_loaded_counts_only_from_who_was_told_and_for_what_is_live():
 def test_what_was_prepared_for_an_update_that_ended_while_its_engine_registered_anew_is_discarded():
     machine = make("a")
     ask(machine)
-    assert weight_instructions.Fail("t", 1, {"": "no engine is left"}) in machine.handle(
-        weight_events.Lost("a"), 1.0, idle=True
+    assert weight_instructions.Fail("t", 1, {"": "no engine is left"}) in machine.apply(
+        Left(["a"]), 1.0, idle=True
     )
-    machine.handle(weight_events.Registered("a", OLD), 1.0, idle=True)
-    assert machine.handle(weight_events.Prepared("a", 1, "d1", "", 1), 1.0, idle=True) == [
+    machine.apply(Joined("a", weights=OLD), 1.0, idle=True)
+    assert machine.apply(weight_events.Prepared("a", 1, "d1", "", 1), 1.0, idle=True) == [
         weight_instructions.Discard("a", 1, 1)
     ]
-    assert machine.handle(weight_events.Prepared("a", 1, "", "broken", 1), 1.0, idle=True) == []
+    assert machine.apply(weight_events.Prepared("a", 1, "", "broken", 1), 1.0, idle=True) == []
 
 
 def test_the_answer_says_the_number_of_the_question():
@@ -429,7 +418,7 @@ def test_who_asks_the_same_again_gets_the_one_answer():
 
 def test_who_asks_again_waits_for_those_that_still_load():
     machine = make("a", weights=NEW)  # as a restarted buffer finds it
-    machine.handle(weight_events.Registered("b", OLD), 1.0, idle=True)
+    machine.apply(Joined("b", weights=OLD), 1.0, idle=True)
     assert ask(machine, ask=6) == [weight_instructions.Hold()]
     assert ask(machine, ask=7) == []
     assert load(machine, "b") == [
@@ -445,7 +434,7 @@ def test_who_asks_again_has_those_that_could_not_load_try_again():
     prepare(machine, "a", "b")
     load(machine, "a")
     load(machine, "b", problem="disk full")
-    again = weight_events.Weights(1, "d1", "/again")
+    again = Weights(1, "d1", "/again")
     assert ask(machine, source="/again", digest="d1", ask=6) == [
         weight_instructions.Hold(),
         weight_instructions.Load("b", again),
@@ -466,10 +455,10 @@ def test_who_asks_again_has_those_that_could_not_load_try_again():
 
 def test_who_cannot_load_from_where_the_weights_came_tries_where_a_trainer_has_them_now():
     machine = make("a", weights=NEW)  # as a restarted buffer finds it
-    machine.handle(weight_events.Registered("b", OLD), 1.0, idle=True)
+    machine.apply(Joined("b", weights=OLD), 1.0, idle=True)
     assert ask(machine, source="spool:v1", digest="d1", ask=6) == [weight_instructions.Hold()]
     assert machine.sources == {"/new", "spool:v1"}
-    there = weight_events.Weights(1, "d1", "spool:v1")
+    there = Weights(1, "d1", "spool:v1")
     assert load(machine, "b", problem="/new is gone") == [weight_instructions.Load("b", there)]
     assert load(machine, "b") == [
         weight_instructions.Admit("b"),
@@ -481,7 +470,7 @@ def test_who_cannot_load_from_where_the_weights_came_tries_where_a_trainer_has_t
 
 def test_the_source_of_a_later_version_is_not_tried_for_the_live_one():
     machine = make("a", weights=NEW)
-    machine.handle(weight_events.Registered("b", OLD), 1.0, idle=True)
+    machine.apply(Joined("b", weights=OLD), 1.0, idle=True)
     ask(machine, version=2, source="/later")
     assert load(machine, "b", problem="/new is gone") == []
     assert machine.quarantined == {"b": "/new is gone"}
@@ -493,7 +482,7 @@ def test_a_trainer_may_ask_for_something_else_until_engines_load():
     out = ask(machine, source="/other", ask=6)
     assert [item.ask for item in out if isinstance(item, weight_instructions.Fail)] == [5]
     assert out[-1] == weight_instructions.Prepare("a", 1, "/other", 2)
-    machine.handle(weight_events.Prepared("a", 1, "d1", "", 2), 1.0, idle=True)
+    machine.apply(weight_events.Prepared("a", 1, "d1", "", 2), 1.0, idle=True)
     (fail,) = ask(machine, version=2, source="/third", ask=7)
     assert (fail.ask, "wait for that" in fail.reasons[""]) == (7, True)
 
@@ -503,20 +492,14 @@ def test_a_trainer_may_ask_for_something_else_until_engines_load():
 
 def test_one_that_sleeps_is_told_to_load_once_it_is_awake():
     machine = make("a", weights=NEW)
-    machine.handle(weight_events.Registered("b", OLD), 0.0, idle=True, awake={"a"})
+    machine.apply(Joined("b", weights=OLD), 0.0, idle=True, awake={"a"})
     assert machine.loading == {"b"}
-    assert (
-        machine.handle(weight_events.Tick(), 99.0, idle=True, awake={"a"}) == []
-    )  # to wake has a deadline of its own
-    assert machine.handle(weight_events.Tick(), 99.0, idle=True, awake={"a", "b"}) == [
-        weight_instructions.Load("b", NEW)
-    ]
-    machine.handle(weight_events.Registered("c", NEW), 99.0, idle=True, awake={"a", "b"})
+    assert machine.apply(Tick(), 99.0, idle=True, awake={"a"}) == []  # to wake has a deadline of its own
+    assert machine.apply(Tick(), 99.0, idle=True, awake={"a", "b"}) == [weight_instructions.Load("b", NEW)]
+    machine.apply(Joined("c", weights=NEW), 99.0, idle=True, awake={"a", "b"})
     assert machine.loading == {"b"}  # what sleeps with the live weights may sleep on
     assert "c" not in machine.admitted
-    assert machine.handle(weight_events.Tick(), 99.0, idle=True, awake={"a", "b", "c"}) == [
-        weight_instructions.Admit("c")
-    ]
+    assert machine.apply(Tick(), 99.0, idle=True, awake={"a", "b", "c"}) == [weight_instructions.Admit("c")]
 
 
 def prepare_and_load(machine, version, problem=""):
@@ -542,7 +525,7 @@ def test_when_every_load_failed_the_next_update_saves_the_engines():
 
 
 def test_a_restarted_buffer_whose_engines_all_failed_takes_an_update():
-    machine = make("a", "b", weights=weight_events.Weights(-1, ""))
+    machine = make("a", "b", weights=Weights(-1, ""))
     assert machine.live is None
     out = ask(machine, 3)
     assert [type(item) for item in out] == [
@@ -551,14 +534,14 @@ def test_a_restarted_buffer_whose_engines_all_failed_takes_an_update():
         weight_instructions.Prepare,
     ]
     prepare_and_load(machine, 3)
-    assert machine.live == weight_events.Weights(3, "d3", "/new")
+    assert machine.live == Weights(3, "d3", "/new")
     assert machine.admitted == {"a", "b"}
 
 
 def test_draining_ends_an_update_that_nobody_loads_yet_and_begins_none():
     machine = make("a")
     ask(machine)
-    out = machine.handle(weight_events.Drained(), 1.0, idle=True)
+    out = machine.apply(Drained(), 1.0, idle=True)
     assert [type(item) for item in out] == [
         weight_instructions.Discard,
         weight_instructions.Release,
@@ -573,7 +556,7 @@ def test_draining_lets_engines_finish_to_load():
     machine = make("a")
     ask(machine)
     prepare(machine, "a")
-    assert machine.handle(weight_events.Drained(), 1.0, idle=True) == []
+    assert machine.apply(Drained(), 1.0, idle=True) == []
     assert machine.updating
     load(machine, "a")
     assert not machine.updating
@@ -584,9 +567,9 @@ def test_after_an_update_of_its_own_a_buffer_learns_no_weights_from_engines():
     ask(machine)
     prepare(machine, "a")
     load(machine, "a")
-    assert machine.handle(
-        weight_events.Registered("b", weight_events.Weights(5, "d5", "/5")), 3.0, idle=True
-    ) == [weight_instructions.Load("b", NEW)]
+    assert machine.apply(Joined("b", weights=Weights(5, "d5", "/5")), 3.0, idle=True) == [
+        weight_instructions.Load("b", NEW)
+    ]
     assert machine.live == NEW
 
 
@@ -602,22 +585,22 @@ def test_an_update_that_is_off_is_told_to_those_that_had_answered():
     machine = make("a", "b")
     ask(machine)
     prepare(machine, "a")
-    out = machine.handle(weight_events.Prepared("b", 1, "", "no"), 1.0, idle=True)
+    out = machine.apply(weight_events.Prepared("b", 1, "", "no"), 1.0, idle=True)
     assert out[:2] == [weight_instructions.Discard("a", 1, 1), weight_instructions.Discard("b", 1, 1)]
 
 
 def test_only_who_was_told_to_load_what_is_live_now_is_believed():
     machine = make("a", weights=NEW)
-    machine.handle(weight_events.Registered("asleep", OLD), 1.0, idle=True, awake={"a"})
-    machine.handle(weight_events.Loaded("asleep", 1), 2.0, idle=True, awake={"a", "asleep"})
+    machine.apply(Joined("asleep", weights=OLD), 1.0, idle=True, awake={"a"})
+    machine.apply(weight_events.Loaded("asleep", 1), 2.0, idle=True, awake={"a", "asleep"})
     assert machine.admitted == {"a"}
-    machine.handle(
-        weight_events.Registered("later", weight_events.Weights(5, "d5", "/5")),
+    machine.apply(
+        Joined("later", weights=Weights(5, "d5", "/5")),
         3.0,
         idle=True,
         awake={"a", "later"},
     )
-    machine.handle(weight_events.Loaded("asleep", 1, "broken"), 4.0, idle=True, awake={"a", "later"})
+    machine.apply(weight_events.Loaded("asleep", 1, "broken"), 4.0, idle=True, awake={"a", "later"})
     assert not machine.quarantined
 
 
@@ -633,40 +616,38 @@ def quarantined(problem="disk full"):
 
 def test_what_could_not_load_tries_again_now_and_then():
     machine = quarantined()
-    assert machine.handle(weight_events.Tick(), 31.9, idle=False) == []
-    assert machine.handle(weight_events.Tick(), 32.0, idle=False) == [weight_instructions.Load("b", NEW)]
-    assert machine.handle(weight_events.Tick(), 33.0, idle=False) == []
+    assert machine.apply(Tick(), 31.9, idle=False) == []
+    assert machine.apply(Tick(), 32.0, idle=False) == [weight_instructions.Load("b", NEW)]
+    assert machine.apply(Tick(), 33.0, idle=False) == []
     assert machine.quarantined == {"b": "disk full"}
-    assert machine.handle(weight_events.Loaded("b", 1, "disk still full"), 34.0, idle=False) == []
+    assert machine.apply(weight_events.Loaded("b", 1, "disk still full"), 34.0, idle=False) == []
     assert machine.quarantined == {"b": "disk still full"}
-    assert machine.handle(weight_events.Tick(), 63.9, idle=False) == []
-    assert machine.handle(weight_events.Tick(), 64.0, idle=False) == [weight_instructions.Load("b", NEW)]
-    assert machine.handle(weight_events.Loaded("b", 1), 65.0, idle=False) == [weight_instructions.Admit("b")]
+    assert machine.apply(Tick(), 63.9, idle=False) == []
+    assert machine.apply(Tick(), 64.0, idle=False) == [weight_instructions.Load("b", NEW)]
+    assert machine.apply(weight_events.Loaded("b", 1), 65.0, idle=False) == [weight_instructions.Admit("b")]
     assert (machine.admitted, machine.quarantined) == ({"a", "b"}, {})
 
 
 def test_none_is_woken_to_try_again():
     machine = quarantined()
-    assert machine.handle(weight_events.Tick(), 50.0, idle=True, awake={"a"}) == []
+    assert machine.apply(Tick(), 50.0, idle=True, awake={"a"}) == []
     assert not machine.loading
-    assert machine.handle(weight_events.Tick(), 51.0, idle=True, awake={"a", "b"}) == [
-        weight_instructions.Load("b", NEW)
-    ]
+    assert machine.apply(Tick(), 51.0, idle=True, awake={"a", "b"}) == [weight_instructions.Load("b", NEW)]
 
 
 def test_an_update_that_waits_for_requests_of_a_version_that_none_has_goes_on_once_one_has_it():
     machine = quarantined()
-    machine.handle(weight_events.Lost("a"), 3.0, idle=False)
+    machine.apply(Left(["a"]), 3.0, idle=False)
     assert ask(machine, version=2, source="/newer", now=30.0, idle=False) == [
         weight_instructions.Hold(), weight_instructions.Prepare("b", 2, "/newer", 2),
     ]  # fmt: skip
     assert prepare(machine, "b", digest="d2", version=2, idle=False) == []
-    assert machine.handle(weight_events.Tick(), 33.0, idle=False) == [weight_instructions.Load("b", NEW)]
-    assert machine.handle(weight_events.Loaded("b", 1), 34.0, idle=False) == [
+    assert machine.apply(Tick(), 33.0, idle=False) == [weight_instructions.Load("b", NEW)]
+    assert machine.apply(weight_events.Loaded("b", 1), 34.0, idle=False) == [
         weight_instructions.Admit("b")
     ]  # it has checked version 2
-    newer = weight_events.Weights(2, "d2", "/newer")
-    assert machine.handle(weight_events.Tick(), 35.0, idle=True) == [
+    newer = Weights(2, "d2", "/newer")
+    assert machine.apply(Tick(), 35.0, idle=True) == [
         weight_instructions.Expel("b"),
         weight_instructions.Load("b", newer),
     ]

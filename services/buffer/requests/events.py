@@ -1,50 +1,47 @@
-"""What happens to the buffer's request machine."""
+"""What happens to the buffer's request machine alone; see `services/buffer/events.py` for the rest."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 
 from seer.common.policy.length import Estimate
-from seer.common.types import Capacity
+from seer.services.buffer import events
 
 
-@dataclass(frozen=True, slots=True)
-class EngineJoined:
-    """An engine registered, for the first time, again, or in a new `life`: a number of its own each."""
-
-    instance: str
-    capacity: Capacity
-    life: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class EnginesLeft:
-    """Engines are gone: they said goodbye, fell silent, or `died` (their connections are gone)."""
-
-    instances: Sequence[str]
-    died: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class EngineReported:
+class EngineReported(events.Row, frozen=True):
     """How many blocks pool saves pin in an engine."""
 
     instance: str
     pinned_blocks: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class GroupSpec:
+class KeptResponse(events.Row, frozen=True):
+    """How many tokens an earlier life of the buffer kept of a response, and how it ended, if it did."""
+
+    index: int
+    count: int
+    finish: str = ""
+    stop_reason: str = ""
+
+
+class Kept(events.Row, frozen=True):
+    """What an earlier life of the buffer kept of a prompt's responses, and by which weights they are."""
+
+    version: int
+    digest: str
+    responses: list[KeptResponse]
+
+
+class GroupSpec(events.Row, frozen=True):
     """One prompt of a submission. `same`: its tokens are those of the prompt known under its id, if any."""
 
     prompt_id: str
     prompt_len: int
     same: bool = True
+    kept: Kept | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class GroupsSubmitted:
+class GroupsSubmitted(events.Row, frozen=True):
     """A trainer submitted prompts, n responses each. Known ones are accepted again.
 
     New ones wait until `weight_version` is live; -1: the rollout's own, or whatever is live. `use`
@@ -62,8 +59,7 @@ class GroupsSubmitted:
     life: bytes = b""
 
 
-@dataclass(frozen=True, slots=True)
-class GroupsAcknowledged:
+class GroupsAcknowledged(events.Row, frozen=True):
     """The trainer holds these groups of this use; 0: of whichever it is."""
 
     trainer: str
@@ -72,8 +68,7 @@ class GroupsAcknowledged:
     use: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class RolloutCancelled:
+class RolloutCancelled(events.Row, frozen=True):
     """The trainer gives up a use's unfinished prompts: the named ones, or all if none is named."""
 
     trainer: str
@@ -82,15 +77,13 @@ class RolloutCancelled:
     use: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class TrainerLost:
+class TrainerLost(events.Row, frozen=True):
     """A life of a trainer has given no sign for so long that its unfinished work ends."""
 
     life: bytes
 
 
-@dataclass(frozen=True, slots=True)
-class ChunkEnded:
+class ChunkEnded(events.Row, frozen=True):
     """An engine says that a chunk ended with `count` new tokens; `finish` empty at a boundary."""
 
     instance: str
@@ -104,8 +97,7 @@ class ChunkEnded:
     accepted: Sequence[int] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class ChunkRejected:
+class ChunkRejected(events.Row, frozen=True):
     """An engine could not run a chunk; `fatal` when no engine could."""
 
     instance: str
@@ -115,59 +107,46 @@ class ChunkRejected:
     message: str
 
 
-@dataclass(frozen=True, slots=True)
-class EstimatesChanged:
+class EstimatesChanged(events.Row, frozen=True):
     """The context service's news: group id -> length estimate, and acceptance of drafts."""
 
     estimates: Mapping[str, Estimate]
-    acceptance: Mapping[str, list[int]] = field(default_factory=dict)
+    acceptance: Mapping[str, list[int]] = {}
 
 
-@dataclass(frozen=True, slots=True)
-class WeightsChanged:
+class WeightsChanged(events.Row, frozen=True):
     """These weights are live from now on."""
 
     version: int
+    digest: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class SubmissionsHeld:
+class SubmissionsHeld(events.Row, frozen=True):
     """From now on new groups are held back, or no longer."""
 
     held: bool
 
 
-@dataclass(frozen=True, slots=True)
-class Drained:
-    """From now on nothing new is taken; what was accepted is finished."""
-
-
-@dataclass(frozen=True, slots=True)
-class RolloutsAborted:
+class RolloutsAborted(events.Row, frozen=True):
     """Every unfinished group ends here."""
 
     message: str
 
 
-@dataclass(frozen=True, slots=True)
-class Tick:
-    """Time passed; deadlines are looked at."""
-
-
 Event = (
-    EngineJoined
-    | EnginesLeft
+    events.Joined
+    | events.Left
     | EngineReported
     | GroupsSubmitted
     | GroupsAcknowledged
     | RolloutCancelled
     | TrainerLost
-    | Drained
+    | events.Drained
     | ChunkEnded
     | ChunkRejected
     | EstimatesChanged
     | WeightsChanged
     | SubmissionsHeld
     | RolloutsAborted
-    | Tick
+    | events.Tick
 )

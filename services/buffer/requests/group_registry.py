@@ -63,6 +63,7 @@ class GroupRegistry:
         self.unfinished_tokens = 0
         self.unfinished_requests = 0
         self.weight_version = 0
+        self.weights_digest = ""
         self.holding = False
         self.draining = False
         self._limits = limits
@@ -156,7 +157,7 @@ class GroupRegistry:
         for spec in fresh[:room]:
             group = GroupState(
                 ids.group_id(rollout.rollout_id, spec.prompt_id), spec.prompt_id, rollout, event.n,
-                spec.prompt_len, event.max_tokens, event.weight_version, event.use,
+                spec.prompt_len, event.max_tokens, event.weight_version, event.use, earlier=spec.kept,
             )  # fmt: skip
             problem = self._obstacle(group)
             if problem:

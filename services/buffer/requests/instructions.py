@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+
+from seer.services.buffer import events
 
 
-@dataclass(frozen=True, slots=True)
-class Dispatch:
+class Dispatch(events.Row, frozen=True):
     """Send the next chunk of a request to an instance, with the acceptance of its drafts if known.
 
     Drafts of a `probe` come first.
@@ -17,12 +17,11 @@ class Dispatch:
     request_id: str
     attempt: int
     max_new_tokens: int
-    acceptance: list[int] = field(default_factory=list)
+    acceptance: list[int] = []
     probe: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Drop:
+class Drop(events.Row, frozen=True):
     """Tell an instance to stop a chunk."""
 
     instance: str
@@ -30,23 +29,28 @@ class Drop:
     attempt: int
 
 
-@dataclass(frozen=True, slots=True)
-class Keep:
-    """Append the tokens of the chunk that just ended to its request's output."""
+class Keep(events.Row, frozen=True):
+    """Append the tokens of the chunk that just ended to its request's output; `finish` if it ended so."""
 
     request_id: str
+    finish: str = ""
+    stop_reason: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Take:
+class Restore(events.Row, frozen=True):
+    """Begin the outputs of a group with what an earlier life of the buffer kept of them."""
+
+    group_id: str
+
+
+class Take(events.Row, frozen=True):
     """Store a prompt of the submission at hand: its group is held, or opened."""
 
     group_id: str
     prompt_id: str
 
 
-@dataclass(frozen=True, slots=True)
-class Accept:
+class Accept(events.Row, frozen=True):
     """Tell the trainer that these prompts are queued, under which weights."""
 
     life: bytes
@@ -56,8 +60,7 @@ class Accept:
     weight_version: int = -1
 
 
-@dataclass(frozen=True, slots=True)
-class Refuse:
+class Refuse(events.Row, frozen=True):
     """Tell the trainer that these prompts will not complete, and why."""
 
     life: bytes
@@ -68,23 +71,20 @@ class Refuse:
     use: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Deliver:
+class Deliver(events.Row, frozen=True):
     """Send a finished group to its trainer (again, if it resubmitted)."""
 
     life: bytes
     group_id: str
 
 
-@dataclass(frozen=True, slots=True)
-class Forget:
+class Forget(events.Row, frozen=True):
     """Free what is stored of a group."""
 
     group_id: str
 
 
-@dataclass(frozen=True, slots=True)
-class PublishOpened:
+class PublishOpened(events.Row, frozen=True):
     """Publish that a group was accepted."""
 
     group_id: str
@@ -93,8 +93,7 @@ class PublishOpened:
     cap: int
 
 
-@dataclass(frozen=True, slots=True)
-class PublishProgress:
+class PublishProgress(events.Row, frozen=True):
     """Publish how far a request is, and what became of its drafts."""
 
     group_id: str
@@ -105,8 +104,7 @@ class PublishProgress:
     accepted: Sequence[int] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class PublishClosed:
+class PublishClosed(events.Row, frozen=True):
     """Publish that a group needs no estimate any more."""
 
     group_id: str
@@ -116,6 +114,7 @@ Instruction = (
     Dispatch
     | Drop
     | Keep
+    | Restore
     | Take
     | Accept
     | Refuse

@@ -1,6 +1,6 @@
 """The life of every request: waiting, running one chunk, waiting again, finished.
 
-`RequestMachine.handle(event, now)` returns instructions; the server performs them in order. The machine
+`RequestMachine.apply(event, now)` returns instructions; the server performs them in order. The machine
 counts tokens and never sees one, so the simulator runs it as it is. Rollouts and groups are the
 the `registry`'s.
 
@@ -25,13 +25,11 @@ from seer.common.policy.fleet import Fleet, InstanceView
 from seer.common.policy.length import Estimate
 from seer.common.policy.request import RequestView
 from seer.common.policy.schedule import FAIR_DISPATCHES, Policy
+from seer.services.buffer.events import Drained, Joined, Left, Tick
 from seer.services.buffer.requests.events import (
     ChunkEnded,
     ChunkRejected,
-    Drained,
-    EngineJoined,
     EngineReported,
-    EnginesLeft,
     EstimatesChanged,
     Event,
     GroupsAcknowledged,
@@ -39,7 +37,6 @@ from seer.services.buffer.requests.events import (
     RolloutCancelled,
     RolloutsAborted,
     SubmissionsHeld,
-    Tick,
     TrainerLost,
     WeightsChanged,
 )
@@ -51,9 +48,12 @@ from seer.services.buffer.requests.instructions import (
     Keep,
     PublishOpened,
     PublishProgress,
+    Restore,
 )
 from seer.services.buffer.requests.queue import WaitingQueue
 from seer.services.buffer.requests.state import GroupState, Limits, RequestState, RolloutState
+
+COUNTERS = ["chunks", "migrations", "preemptions", "lost", "late", "refused", "expired", "tokens", "restored"]
 
 SUSPECT_DEATHS = 3
 """Engines that died with a request before it is taken for the cause."""
@@ -84,9 +84,7 @@ class RequestMachine:
         self.instances = Fleet()
         self.estimates: dict[str, Estimate] = {}  # of open groups
         self.acceptance: list[int] = []  # of all groups' drafts, as far as known
-        self.counters: dict[str, int] = dict.fromkeys(
-            ("chunks", "migrations", "preemptions", "lost", "late", "refused", "expired", "tokens"), 0
-        )
+        self.counters: dict[str, int] = dict.fromkeys(COUNTERS, 0)
         self.registry = GroupRegistry(limits, self.instances, self.counters, self._drop)
         self.queue = WaitingQueue()
         self.parked: set[str] = set()
@@ -122,7 +120,7 @@ class RequestMachine:
         """Requests that wait for a placement."""
         return len(self.queue) + len(self.parked) + len(self.suspects) + len(self.accused)
 
-    def handle(self, event: Event, now: float) -> list[Instruction]:
+    def apply(self, event: Event, now: float) -> list[Instruction]:
         """Apply one event at `now` (monotonic seconds) and return what to do, in order."""
         out: list[Instruction] = []
         match event:
@@ -133,9 +131,9 @@ class RequestMachine:
                     self.instances.pin(event.instance, event.pinned_blocks)
             case ChunkRejected():
                 self._chunk_rejected(event, out)
-            case EngineJoined():
+            case Joined():
                 self._engine_joined(event, now, out)
-            case EnginesLeft():
+            case Left():
                 self._engines_left(event, now, out)
             case EstimatesChanged():
                 self._estimates_changed(event)
@@ -150,7 +148,7 @@ class RequestMachine:
         registry = self.registry
         match event:
             case GroupsSubmitted():
-                self._open(registry.submitted(event, now, out), out)
+                self._open(registry.submitted(event, now, out), now, out)
             case GroupsAcknowledged():
                 registry.acknowledged(event, out)
             case RolloutCancelled():
@@ -163,14 +161,14 @@ class RequestMachine:
                 registry.drain(out)
             case SubmissionsHeld():
                 registry.holding = event.held
-                self._open(registry.check_again(out), out)
-            case WeightsChanged() if event.version != registry.weight_version:
-                registry.weight_version = event.version
-                self._open(registry.check_again(out), out)
+                self._open(registry.check_again(out), now, out)
+            case WeightsChanged():
+                registry.weight_version, registry.weights_digest = event.version, event.digest
+                self._open(registry.check_again(out), now, out)
 
     # --- groups --------------------------------------------------------------------------
 
-    def _open(self, groups: list[GroupState], out: list[Instruction]) -> None:
+    def _open(self, groups: list[GroupState], now: float, out: list[Instruction]) -> None:
         """Have the requests of new groups wait."""
         for group in groups:
             self.estimates[group.group_id] = Estimate(float(group.max_tokens))
@@ -179,8 +177,31 @@ class RequestMachine:
                 request_id = ids.request_id(group.group_id, index)
                 view = RequestView(request_id, self._group_number, index, group.prompt_len, group.max_tokens)
                 self.requests[request_id] = RequestState(view, group)
-                self._wait(request_id)
             self._group_number += 1
+            self._restore(group, now, out)
+
+    def _restore(self, group: GroupState, now: float, out: list[Instruction]) -> None:
+        """Have a group's requests go on where an earlier life of the buffer had them, by the same weights."""
+        live = (self.registry.weight_version, self.registry.weights_digest)
+        earlier, group.earlier = group.earlier, None
+        kept = earlier.responses if earlier and (earlier.version, earlier.digest) == live else []
+        if not all(0 <= each.index < group.size and 0 < each.count <= group.max_tokens for each in kept):
+            kept = []
+        if kept:
+            out.append(Restore(group.group_id))
+        for each in kept:
+            request = self.requests[ids.request_id(group.group_id, each.index)]
+            request.view.generated = each.count
+            self._reached(request, each.finish, each.stop_reason, now, out)
+        for index in range(group.size):
+            request_id = ids.request_id(group.group_id, index)
+            if not self.requests[request_id].finish:
+                self._wait(request_id)
+        restored = sum(each.count for each in kept)
+        self.counters["restored"] += restored
+        self.registry.keep(group, restored, out)
+        if not group.unfinished and group.group_id in self.groups:
+            self._finish(group, now, out)
 
     def _drop(self, group: GroupState, out: list[Instruction]) -> None:
         """End what runs and waits of a group that ends early."""
@@ -321,21 +342,35 @@ class RequestMachine:
         self._count(request, "tokens", event.count)
         if event.preemptions:
             self._count(request, "preemptions", event.preemptions)
-        out.append(Keep(event.request_id))
         finish = event.finish or ("" if request.view.remaining else "length")
-        group = request.group
-        reached = (group.group_id, request.view.index, request.view.generated, bool(finish))
-        out.append(PublishProgress(*reached, event.drafted, event.accepted))
-        if finish:
-            request.finish, request.stop_reason = finish, event.stop_reason
-            group.unfinished -= 1
-            group.rollout.finish_times.append(now - group.rollout.submitted)
-            group.rollout.finished += 1
-        else:
+        out.append(Keep(event.request_id, finish, event.stop_reason))
+        self._reached(request, finish, event.stop_reason, now, out, event)
+        if not finish:
             self._wait(event.request_id)
+        group = request.group
         self.registry.keep(group, event.count, out)
         if not group.unfinished and group.group_id in self.groups:
             self._finish(group, now, out)
+
+    def _reached(
+        self,
+        request: RequestState,
+        finish: str,
+        stop_reason: str,
+        now: float,
+        out: list[Instruction],
+        chunk: ChunkEnded | None = None,
+    ) -> None:
+        """Publish how far a request is, with what became of the drafts of its `chunk`; note its end."""
+        group = request.group
+        drafts = (chunk.drafted, chunk.accepted) if chunk is not None else ((), ())
+        reached = (group.group_id, request.view.index, request.view.generated, bool(finish))
+        out.append(PublishProgress(*reached, *drafts))
+        if finish:
+            request.finish, request.stop_reason = finish, stop_reason
+            group.unfinished -= 1
+            group.rollout.finish_times.append(now - group.rollout.submitted)
+            group.rollout.finished += 1
 
     def _finish(self, group: GroupState, now: float, out: list[Instruction]) -> None:
         group.results = [
@@ -379,8 +414,8 @@ class RequestMachine:
 
     # --- engines and time ----------------------------------------------------------------
 
-    def _engine_joined(self, event: EngineJoined, now: float, out: list[Instruction]) -> None:
-        self._engines_left(EnginesLeft([event.instance]), now, out)
+    def _engine_joined(self, event: Joined, now: float, out: list[Instruction]) -> None:
+        self._engines_left(Left([event.instance]), now, out)
         for request_id in self._mourned.pop(event.life, ()):  # its connection was gone, no more
             self.requests[request_id].deaths.discard(event.life)
         self._judge(event.instance, event.life, now, out)
@@ -395,9 +430,9 @@ class RequestMachine:
             else:
                 self._push(request_id)
         if first:
-            self._open(self.registry.check_again(out), out)
+            self._open(self.registry.check_again(out), now, out)
 
-    def _engines_left(self, event: EnginesLeft, now: float, out: list[Instruction]) -> None:
+    def _engines_left(self, event: Left, now: float, out: list[Instruction]) -> None:
         """Have what ran on engines that are gone wait again: before anything is placed anew."""
         gone = [name for name in event.instances if name in self.instances]
         lost = [self.requests[request_id] for name in gone for request_id in self._running[name]]

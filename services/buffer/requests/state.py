@@ -6,6 +6,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from seer.common.policy.request import RequestView
+from seer.services.buffer.requests.events import Kept
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +57,8 @@ class GroupState:
 
     `held_since` is set while it waits to be opened, for weights of `awaits` (-1: any) or an engine.
     `use` asked for it last.
-    `kept` counts output tokens of all its requests. `acceptance` says how often drafts were right in
+    `kept` counts output tokens of all its requests; `earlier` is what a life of the buffer before this one
+    kept of them, until the group is opened. `acceptance` says how often drafts were right in
     it, by cell; empty: unknown.
     """
 
@@ -75,6 +77,7 @@ class GroupState:
     counters: Counter[str] = field(default_factory=Counter)
     results: list[RequestState] = field(default_factory=list)
     acceptance: list[int] = field(default_factory=list)
+    earlier: Kept | None = None
 
     def __post_init__(self) -> None:
         self.unfinished = self.size

@@ -2,20 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from enum import Enum
 
-
-@dataclass(frozen=True, slots=True)
-class Weights:
-    """`source`: a folder that every node sees, or a stream; empty: where the engine's configuration points.
-
-    A negative `version` is an instance whose last load failed.
-    """
-
-    version: int
-    digest: str
-    source: str = ""
+from seer.services.buffer import events
 
 
 class InFlight(Enum):
@@ -26,23 +15,7 @@ class InFlight(Enum):
     ERROR = "error"
 
 
-@dataclass(frozen=True, slots=True)
-class Registered:
-    """An instance is there, in a new life, with these weights loaded."""
-
-    instance: str
-    weights: Weights
-
-
-@dataclass(frozen=True, slots=True)
-class Lost:
-    """An instance is gone."""
-
-    instance: str
-
-
-@dataclass(frozen=True, slots=True)
-class UpdateAsked:
+class UpdateAsked(events.Row, frozen=True):
     """A trainer wants a version; `digest` is checked if it is given. `ask`: its own number for the answer."""
 
     trainer: str
@@ -53,8 +26,7 @@ class UpdateAsked:
     ask: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Prepared:
+class Prepared(events.Row, frozen=True):
     """An instance checked weights beside its live ones; `problem` is empty when it can load them.
 
     `ask` is that of the `Prepare` it answers; 0: an instance of an earlier release, which does not say.
@@ -67,8 +39,7 @@ class Prepared:
     ask: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Loaded:
+class Loaded(events.Row, frozen=True):
     """An instance loaded weights; with a `problem` it has none that can be trusted."""
 
     instance: str
@@ -76,14 +47,4 @@ class Loaded:
     problem: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Drained:
-    """No update begins any more; one that no instance loads yet ends."""
-
-
-@dataclass(frozen=True, slots=True)
-class Tick:
-    """Time passed, the last running request ended, or an instance went to sleep or woke."""
-
-
-Event = Registered | Lost | UpdateAsked | Prepared | Loaded | Drained | Tick
+Event = events.Joined | events.Left | UpdateAsked | Prepared | Loaded | events.Drained | events.Tick

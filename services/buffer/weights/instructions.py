@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from seer.services.buffer import events
+from seer.services.buffer.events import Weights
 
-from seer.services.buffer.weights.events import Weights
 
-
-@dataclass(frozen=True, slots=True)
-class Prepare:
+class Prepare(events.Row, frozen=True):
     """Have an instance check weights beside its live ones."""
 
     instance: str
@@ -17,8 +15,7 @@ class Prepare:
     ask: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Discard:
+class Discard(events.Row, frozen=True):
     """Have an instance forget what a `Prepare` brought it: that update is off."""
 
     instance: str
@@ -26,45 +23,38 @@ class Discard:
     ask: int
 
 
-@dataclass(frozen=True, slots=True)
-class Load:
+class Load(events.Row, frozen=True):
     """Have an instance load weights; it runs nothing meanwhile."""
 
     instance: str
     weights: Weights
 
 
-@dataclass(frozen=True, slots=True)
-class Admit:
+class Admit(events.Row, frozen=True):
     """Give an instance work."""
 
     instance: str
 
 
-@dataclass(frozen=True, slots=True)
-class Expel:
+class Expel(events.Row, frozen=True):
     """Give an instance no work."""
 
     instance: str
 
 
-@dataclass(frozen=True, slots=True)
-class Hold:
+class Hold(events.Row, frozen=True):
     """Keep submissions back."""
 
 
-@dataclass(frozen=True, slots=True)
-class Release:
+class Release(events.Row, frozen=True):
     """Let submissions in again."""
 
 
-@dataclass(frozen=True, slots=True)
-class Abort:
+class Abort(events.Row, frozen=True):
     """End every unfinished request."""
 
 
-@dataclass(frozen=True, slots=True)
-class Report:
+class Report(events.Row, frozen=True):
     """Tell the trainer that the weights are live; `quarantined` instances have a reason each."""
 
     trainer: str
@@ -73,8 +63,7 @@ class Report:
     ask: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Fail:
+class Fail(events.Row, frozen=True):
     """Tell the trainer that nothing changed, and why, by instance (empty name: the update itself)."""
 
     trainer: str

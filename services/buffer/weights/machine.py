@@ -22,19 +22,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
+from msgspec import structs
+
+from seer.services.buffer.events import Drained, Joined, Left, Tick, Weights
 from seer.services.buffer.weights.events import (
-    Drained,
     Event,
     InFlight,
     Loaded,
-    Lost,
     Prepared,
-    Registered,
-    Tick,
     UpdateAsked,
-    Weights,
 )
 from seer.services.buffer.weights.instructions import (
     Abort,
@@ -127,7 +125,7 @@ class WeightsMachine:
         """Say whether an instance is there, with or without work."""
         return instance in self._admitted or instance in self._coming or instance in self.quarantined
 
-    def handle(
+    def apply(
         self, event: Event, now: float, *, idle: bool, awake: Collection[str] | None = None
     ) -> list[Instruction]:
         """Apply one event at `now` (monotonic seconds).
@@ -137,10 +135,11 @@ class WeightsMachine:
         """
         out: list[Instruction] = []
         match event:
-            case Registered():
-                self._registered(event, idle, out)
-            case Lost():
-                self._lost(event.instance)
+            case Joined():
+                self._joined(event, idle, out)
+            case Left():
+                for name in event.instances:
+                    self._lost(name)
             case UpdateAsked():
                 self._asked(event, now, idle, out)
             case Prepared():
@@ -161,7 +160,7 @@ class WeightsMachine:
 
     # --- instances -----------------------------------------------------------------------
 
-    def _registered(self, event: Registered, idle: bool, out: list[Instruction]) -> None:
+    def _joined(self, event: Joined, idle: bool, out: list[Instruction]) -> None:
         name, theirs = event.instance, event.weights
         self._lost(name)
         if theirs.version < 0 and self.live is None:
@@ -200,7 +199,7 @@ class WeightsMachine:
                 why = f"has other weights than version {live.version} ({live.digest})"
                 self._quarantine(name, f"{why}: start it with the same model", now)
             elif not self._is_live(coming.told) and ready:
-                told = replace(live, source=source)
+                told = structs.replace(live, source=source)
                 self._coming[name] = _Coming(told=told, deadline=now + self.seconds)
                 out.append(Load(name, told))
 
@@ -257,7 +256,7 @@ class WeightsMachine:
     def _asked(self, event: UpdateAsked, now: float, idle: bool, out: list[Instruction]) -> None:
         busy, live = self._update, self.live
         if busy is not None:
-            if replace(busy.asked, ask=event.ask) == event:
+            if structs.replace(busy.asked, ask=event.ask) == event:
                 # Said again, as to a buffer that may have lost it, or by a later life of the trainer.
                 busy.asked = event
                 return

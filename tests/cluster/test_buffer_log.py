@@ -1,0 +1,75 @@
+"""What a buffer logs runs through its machines again, bit for bit, whatever happened to it."""
+
+import asyncio
+
+import pytest
+from cluster_harness import folder, roll, running
+from virtual_time import eventually, virtual
+
+from seer.common.config import BufferConfig
+from seer.services.buffer.log.rows import LogError, read, replay
+from seer.services.buffer.requests.instructions import Dispatch
+
+
+async def eventful(tmp_path):
+    """Run rollouts through an update, sleep, and the loss of an engine and of the buffer; return the logs."""
+    logs = tmp_path / "log"
+    settings = BufferConfig(policy="seer", chunk_size=8, log=str(logs))
+    async with running(engines=2, buffer=settings) as cluster, cluster.client() as client:
+        await roll(client)
+        work = asyncio.create_task(roll(client, number=1))
+        await eventually(lambda: cluster.services["buffer"].machine.counters["chunks"] > 150)
+        await cluster.kill("e0")
+        await cluster.start("e0")
+        await work
+        await client.update_weights(1, folder(tmp_path / "w1", 1.0))
+        await client.sleep(30)
+        await client.wake(30)
+        work = asyncio.create_task(roll(client, number=2, rollout_id="r2"))
+        await asyncio.sleep(0.05)
+        await cluster.kill("buffer")
+        await cluster.start("buffer")
+        await work
+    return sorted(logs.iterdir(), key=lambda path: read(path)[0].clock)
+
+
+@virtual
+async def test_a_log_runs_through_the_machines_again(tmp_path):
+    first, second = await eventful(tmp_path)
+    for path in (first, second):
+        header, lines = read(path)
+        lines = list(lines)
+        assert header.policy == "seer"
+        machine = replay(header, lines)
+        assert machine.requests.counters["chunks"] == sum(
+            isinstance(item, Dispatch) for each in lines for item in each.out
+        )
+        assert machine.weights.live.version == 1
+    assert not machine.requests.requests
+
+
+@virtual
+async def test_another_answer_is_found_and_half_a_line_is_no_error(tmp_path):
+    path, _ = await eventful(tmp_path)
+    text = path.read_bytes()
+    path.write_bytes(text[:-7])
+    _, lines = read(path)
+    whole = text.count(b"\n")
+    assert len(list(lines)) == whole - 2  # without the header, and the last
+    changed = text.replace(b'["Dispatch","e1"', b'["Dispatch","e0"', 1)
+    assert changed != text
+    path.write_bytes(changed)
+    with pytest.raises(LogError, match=r"line .* answered"):
+        replay(*read(path))
+
+
+@virtual
+async def test_what_is_no_log_is_refused_by_name(tmp_path):
+    path = tmp_path / "x.jsonl"
+    for text in (b"", b"hello\n", b'{"policy": 5}\n'):
+        path.write_bytes(text)
+        with pytest.raises(LogError, match="no log of a buffer"):
+            read(path)
+    path.write_bytes(b'{"format": 9, "policy": "seer", "limits": {"chunk_size": 1}, "update_seconds": 1}\n')
+    with pytest.raises(LogError, match="format 9"):
+        read(path)

@@ -1,0 +1,172 @@
+"""Kept chunks, file by file: what is read again is what was written, or nothing."""
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from seer.services.buffer.events import Weights
+from seer.services.buffer.log.kept import KeptChunks
+
+WEIGHTS = Weights(3, "d3")
+PROMPT = np.arange(7, dtype=np.int32)
+ASKED = 77
+
+
+def chunk(seed, count):
+    rng = np.random.default_rng(seed)
+    return rng.integers(0, 99, count).astype(np.int32), -rng.random(count).astype(np.float32)
+
+
+def keep(kept, group, index, arrays, finish=("", "")):
+    kept.keep(f"r/{group}", index, *arrays, finish, (ASKED, PROMPT), WEIGHTS)
+
+
+def begun(path, *groups, ttl=100.0):
+    kept = KeptChunks(str(path), ttl, 0.0)
+    for group in groups:
+        kept.open("r", group)
+    return kept
+
+
+def written(path):
+    """Two chunks of response 0, which goes on, and one of response 2, which ended; and another group."""
+    kept = begun(path, "p", "q")
+    for index, seed, finish in ((0, 1, ""), (2, 2, "stop"), (0, 3, "")):
+        keep(kept, "p", index, chunk(seed, 5 + seed), (finish, "END" if finish else ""))
+    keep(kept, "q", 0, chunk(4, 3))
+    kept.close()
+    (file,) = path.iterdir()
+    return file
+
+
+def test_what_was_kept_is_offered_and_restored(tmp_path):
+    written(tmp_path)
+    kept = begun(tmp_path, "p")
+    offered = kept.offer("r", "p", ASKED, PROMPT)
+    assert (offered.version, offered.digest) == (3, "d3")
+    assert [(each.index, each.count, each.finish, each.stop_reason) for each in offered.responses] == [
+        (0, 6 + 8, "", ""),
+        (2, 7, "stop", "END"),
+    ]
+    restored = kept.restore("r/p")
+    for index, seeds in ((0, (1, 3)), (2, (2,))):
+        for got, parts in zip(
+            restored[index], zip(*(chunk(seed, 5 + seed) for seed in seeds), strict=True), strict=True
+        ):
+            assert np.array_equal(got, np.concatenate(parts))
+            assert got.dtype == parts[0].dtype
+
+
+def test_it_goes_on_in_the_same_file_life_after_life(tmp_path):
+    written(tmp_path)
+    for life in range(3):
+        kept = begun(tmp_path, "p")
+        assert kept.offer("r", "p", ASKED, PROMPT).responses[0].count == 14 + 4 * life
+        kept.restore("r/p")
+        keep(kept, "p", 0, chunk(9, 4))
+        kept.close()
+
+
+def test_another_question_or_prompt_is_offered_nothing(tmp_path):
+    written(tmp_path)
+    kept = begun(tmp_path, "p")
+    assert kept.offer("r", "p", ASKED + 1, PROMPT) is None
+    assert kept.offer("r", "p", ASKED, PROMPT + 1) is None
+    assert kept.offer("s", "p", ASKED, PROMPT) is None
+    assert kept.offer("r", "x", ASKED, PROMPT) is None
+
+
+def test_a_group_that_begins_anew_has_nothing_of_before(tmp_path):
+    written(tmp_path)
+    kept = begun(tmp_path, "p")
+    keep(kept, "p", 1, chunk(5, 2))  # as where other weights are live: nothing was restored
+    kept.close()
+    offered = begun(tmp_path).offer("r", "p", ASKED, PROMPT)
+    assert [(each.index, each.count) for each in offered.responses] == [(1, 2)]
+
+
+def test_a_forgotten_group_is_offered_no_more_and_the_last_takes_the_file_along(tmp_path):
+    file = written(tmp_path)
+    kept = begun(tmp_path, "p", "q")
+    for group in "pq":
+        kept.restore(f"r/{group}")
+    kept.forget("r/p")
+    kept.close()
+    later = begun(tmp_path, "q")
+    assert later.offer("r", "p", ASKED, PROMPT) is None
+    later.restore("r/q")
+    later.forget("r/q")
+    assert not file.exists()
+
+
+def test_what_nobody_asks_for_goes_after_a_while(tmp_path):
+    file = written(tmp_path)
+    kept = begun(tmp_path)
+    kept.tick(99.0)
+    assert file.exists()
+    kept.tick(100.0)
+    assert not file.exists()
+    assert kept.offer("r", "p", ASKED, PROMPT) is None
+
+
+def test_a_full_disk_ends_the_keeping_of_a_rollout_alone(tmp_path, monkeypatch):
+    kept = begun(tmp_path, "p")
+    keep(kept, "p", 0, chunk(1, 6))
+    kept.flush()
+
+    class Full:
+        def write(self, data):
+            raise OSError(28, "No space left on device")
+
+        def close(self):
+            pass
+
+    kept._files["r"].out = Full()
+    keep(kept, "p", 0, chunk(3, 8))
+    kept.flush()
+    assert list(tmp_path.iterdir()) == []
+    keep(kept, "p", 0, chunk(3, 8))
+    kept.forget("r/p")
+    kept.open("r2", "p")
+    kept.keep("r2/p", 0, *chunk(1, 6), ("", ""), (ASKED, PROMPT), WEIGHTS)
+    kept.close()
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_without_a_folder_nothing_is_kept(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    kept = KeptChunks("", 1.0, 0.0)
+    kept.open("r", "p")
+    keep(kept, "p", 0, chunk(1, 6))
+    kept.forget("r/p")
+    kept.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+@given(st.data())
+def test_damage_anywhere_leaves_a_beginning_of_what_was_kept(tmp_path_factory, data):
+    path = tmp_path_factory.mktemp("kept")
+    file = written(path)
+    text = bytearray(file.read_bytes())
+    at = data.draw(st.integers(0, len(text) - 1))
+    if data.draw(st.booleans()):
+        text = text[:at]
+    else:
+        text[at] ^= 1 << data.draw(st.integers(0, 7))
+    file.write_bytes(text)
+    kept = begun(path, "p")
+    offered = kept.offer("r", "p", ASKED, PROMPT)
+    if offered is None or not offered.responses:
+        return
+    restored = kept.restore("r/p")
+    whole = {0: (chunk(1, 6), chunk(3, 8)), 2: (chunk(2, 7),)}
+    for each in offered.responses:
+        tokens, logprobs = restored[each.index]
+        assert len(tokens) == len(logprobs) == each.count
+        expected = [np.concatenate(parts) for parts in zip(*whole[each.index], strict=True)]
+        assert np.array_equal(tokens, expected[0][: each.count])
+        assert np.array_equal(logprobs, expected[1][: each.count])
+    keep(kept, "p", 0, chunk(9, 4))
+    kept.close()
+    again = begun(path).offer("r", "p", ASKED, PROMPT)  # what follows the damage is read, too
+    assert again.responses[0].count == next(e.count for e in offered.responses if e.index == 0) + 4
