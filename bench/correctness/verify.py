@@ -3,7 +3,7 @@
 At least 200,000 tokens are compared, then one cell runs again with a planted fault, which must be
 found. Exit code 0 only if both came out as they should.
 
-    python bench/correctness/verify.py --out bench/results/verify.json
+    python bench/correctness/verify.py --out verify.json
 """
 
 from __future__ import annotations
