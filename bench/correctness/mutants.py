@@ -1,15 +1,16 @@
-"""Which small lies told to the code do the tests notice? Prints JSON: made, caught by which test, left.
+"""Which deliberate faults in the code do the tests notice? Prints JSON: made, caught by which test, survived.
 
-The lies are written by hand (`tests/mutants/*.toml`), each for a promise that the docs make: a counter never
-reset, a deadline that starts again at each look, an answer to a question that another life asked. Tools
-like mutmut and cosmic-ray make thousands from operators instead, most of which break so much that any test
-notices, and few of which are such: a state that is not cleared over a rejoin is a statement left out in one
-place of fifty. Nor can they say which promise broke, or hold a list of those explained. What is worth taking
-from them is the runner: change the code in memory, run the nearest tests first, stop at the first failure,
-begin with the test that caught it last time (`build/mutants.json`).
+The faults, or mutants, are written by hand (`tests/mutants/*.toml`), each against a promise that the docs
+make: a counter that is never reset, a deadline that starts again at each look, an answer to a question that
+an earlier process asked. Tools like mutmut and cosmic-ray derive thousands of mutants from operators instead.
+Most of those break so much that any test notices, and few are like the ones here: a state that is not cleared
+when a peer joins again is one statement left out of fifty. Nor can such tools say which promise broke, or
+keep a list of survivors with reasons. What is worth taking from them is the runner: change the code in
+memory, run the nearest tests first, stop at the first failure, begin with the test that caught the mutant
+last time (`build/mutants.json`).
 
-First the tests run without a mutant. A mutant is caught by a failing test, or by hanging. Exit status 1: one
-was left that does not say why, or says why and was caught.
+First the tests run without a mutant. A mutant is caught by a failing test, or by hanging. Exit code 1: one
+survived that has no reason to, or one was caught that has a reason to survive.
 
     python bench/correctness/mutants.py                         # all
     python bench/correctness/mutants.py --only machine room/overtakes --workers 2
@@ -73,7 +74,7 @@ SLOWER = 5
 
 HANGS = "a hang"
 ERROR = "an error: pytest ended with "
-"""Neither caught nor left: a run that could not say."""
+"""Neither caught nor survived: the run itself failed."""
 
 
 class Run:
@@ -138,7 +139,7 @@ class Trial:
 
     @property
     def failed(self) -> bool:
-        """Whether it could not be told what became of it."""
+        """Whether the run failed, so that nothing is known of the mutant."""
         return self.caught_by.startswith(ERROR)
 
     def step(self, limit: float) -> bool:

@@ -60,10 +60,10 @@ class Trace:
         for at in range(1, len(response)):
             tree.append(me, at - 1, response[at - 1 : at])
             draft = tree.draft(me, DEPTH, 1, MIN_SCORE)
-            said, tokens = response[at : at + len(draft)], draft.token_ids
+            actual, tokens = response[at : at + len(draft)], draft.token_ids
             self.lengths[at], self.scores[at, : len(draft)] = len(draft), draft.scores
-            wrong = [i for i, token in enumerate(said) if token != tokens[i]]
-            self.right[at] = wrong[0] if wrong else len(said)
+            wrong = [i for i, token in enumerate(actual) if token != tokens[i]]
+            self.right[at] = wrong[0] if wrong else len(actual)
 
 
 class Drafts:

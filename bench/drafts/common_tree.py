@@ -38,7 +38,7 @@ def replay(groups: list[dict[str, Any]], kind: str, running: int, min_score: flo
         while waiting and len(now) < running:
             now.append((*waiting.pop(), 0))
         after = []
-        for number, index, said, at in now:
+        for number, index, text, at in now:
             name = number * 4096 + index
             drafts = []
             if at and use_own:
@@ -47,13 +47,13 @@ def replay(groups: list[dict[str, Any]], kind: str, running: int, min_score: flo
                 drafts.append(common.draft(name, MAX_DRAFT, 1, min_score))
             best = max(drafts, key=lambda draft: sum(draft.scores), default=None)
             guess = [] if best is None else best.token_ids
-            pairs = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(guess, said[at:], strict=False))
-            end = min(at + sum(1 for _ in pairs) + 1, len(said))
-            trees[number].append(index, at, said[at:end])
-            common.append(name, at, said[at:end])
+            pairs = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(guess, text[at:], strict=False))
+            end = min(at + sum(1 for _ in pairs) + 1, len(text))
+            trees[number].append(index, at, text[at:end])
+            common.append(name, at, text[at:end])
             steps, tokens, drafted = steps + 1, tokens + end - at, drafted + len(guess)
-            if end < len(said):
-                after.append((number, index, said, end))
+            if end < len(text):
+                after.append((number, index, text, end))
         now = after
     return {
         "kind": kind, "running": running, "min_score": min_score,

@@ -241,14 +241,14 @@ async def memory(groups: int = 2_000, length: int = 20_000) -> dict[str, Any]:
                 await channel.recv()
             return server.rss_bytes - before
 
-        def said(name: int, previous: int, count: int) -> wire.AppendBatch:
+        def appends_of(name: int, previous: int, count: int) -> wire.AppendBatch:
             appends = [wire.Append(name, i, ATTEMPT, previous, count) for i in range(N)]
             return wire.AppendBatch(appends=appends, tokens=pack(tokens_of(N * count)))
 
         registered = await grown([wire.RegisterGroups(groups=[wire.GroupEntry(name, 1) for name in names])])
-        streams = await grown(said(name, 0, 1) for name in names)
+        streams = await grown(appends_of(name, 0, 1) for name in names)
         long = names[:64]
-        tokens = await grown(said(name, at, 64) for at in range(1, length, 64) for name in long)
+        tokens = await grown(appends_of(name, at, 64) for at in range(1, length, 64) for name in long)
         channel.close()
         return {
             "bytes_a_group": round(registered / groups),
@@ -261,12 +261,12 @@ async def freshness(server: Dgds, interval: float, requests: int, seconds: float
     first, second = ZmqTransport(), ZmqTransport()
     writer, reader = server.client(first, flush_seconds=interval), server.client(second)
     groups = [f"f{interval}/{number}" for number in range(-(-requests // N))]
-    said: list[float] = []
+    appended_at: list[float] = []
     waits: list[float] = []
 
     async def write() -> None:
         for step in range(int(seconds / STEP_SECONDS)):
-            said.append(time.perf_counter())
+            appended_at.append(time.perf_counter())
             for number in range(requests):
                 writer.append(groups[number // N], number % N, ATTEMPT, step, [step])
             await asyncio.sleep(STEP_SECONDS)
@@ -277,7 +277,7 @@ async def freshness(server: Dgds, interval: float, requests: int, seconds: float
             await asyncio.sleep(interval)
             deltas = await reader.fetch(groups)
             now = time.perf_counter()
-            waits += [now - said[int(token)] for delta in deltas for token in delta.tokens]
+            waits += [now - appended_at[int(token)] for delta in deltas for token in delta.tokens]
         await writing
     waits.sort()
     return {

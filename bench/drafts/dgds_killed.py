@@ -82,9 +82,9 @@ def main() -> None:
     options = parser.parse_args()
     total = options.groups * GROUP * MAX_TOKENS
     whole = asyncio.run(roll(options, None))
-    torn = asyncio.run(roll(options, total // 3))
-    same = whole.pop("tokens") == torn.pop("tokens")
-    report = {"machine": machine("torch", "vllm"), "same_tokens": same, "left_alone": whole, "killed": torn}
+    killed = asyncio.run(roll(options, total // 3))
+    same = whole.pop("tokens") == killed.pop("tokens")
+    report = {"machine": machine("torch", "vllm"), "same_tokens": same, "left_alone": whole, "killed": killed}
     print(json.dumps(report))
     if not same:
         raise SystemExit("tokens differ")

@@ -44,7 +44,7 @@ class Timed(ReplayBackend):
         self._made, self._ages = made, ages
 
     def step(self) -> StepOutput:
-        """Take the time that a step is said to take."""
+        """Take the time that the settings give a step."""
         out = super().step()
         time.sleep(out.seconds)
         for generated in out.generated:

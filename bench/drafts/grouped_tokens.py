@@ -2,7 +2,7 @@
 
 A response is a chain of four kinds of spans: phrases that every group uses; walks through statements of
 its group, some slots of which have alternatives that a request tends to choose alike; copies of what it
-said before; and tokens drawn anew. The vocabulary has 151k. Shares are set so that linear drafts of 8
+generated before; and tokens drawn anew. The vocabulary has 151k. Shares are set so that linear drafts of 8
 accept about as many tokens as the paper reports: 1.7 a step from a response alone, 2.5 with 15 siblings.
 """
 
@@ -75,15 +75,15 @@ class Language:
     def _walk(self, group: Group, rng: random.Random, habits: dict[tuple[int, int], int]) -> list[int]:
         statement = rng.choice(self._statement_of)
         start = rng.randrange(20) if rng.random() < 0.25 else 0
-        said = []
+        tokens = []
         for place in range(start, min(STATEMENT_TOKENS, start + 1 + int(rng.expovariate(1 / PART_TOKENS)))):
             choice = 0
             if group.variable[statement, place]:
                 choice = rng.choices(range(4), ALTERNATIVES)[0]
                 habit = habits.setdefault((statement, place), choice)
                 choice = habit if rng.random() < STICKY else choice
-            said.append(int(group.slots[statement, place, choice]))
-        return said
+            tokens.append(int(group.slots[statement, place, choice]))
+        return tokens
 
     def _slipped(self, tokens: list[int], rng: random.Random) -> list[int]:
         return [self._any(rng) if rng.random() < SLIP else token for token in tokens]

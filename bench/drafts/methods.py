@@ -92,25 +92,25 @@ class Engine:
                 ) for index in range(GROUP)
             ]  # fmt: skip
         waiting.reverse()
-        said: dict[str, list[int]] = {}
+        outputs: dict[str, list[int]] = {}
         verified = drafted = 0
         begun, before = time.perf_counter(), self._seconds[0]
         while waiting or backend.has_work():
             while waiting and len(backend._runs) < running:
                 backend.add(waiting.pop())
             for generated in backend.step().generated:
-                said.setdefault(generated.request_id, []).extend(generated.token_ids)
+                outputs.setdefault(generated.request_id, []).extend(generated.token_ids)
                 verified += 1
             drafted += sum(len(run.request.spec_token_ids) for run in backend._runs.values())
         seconds = time.perf_counter() - begun
-        tokens = sum(map(len, said.values()))
+        tokens = sum(map(len, outputs.values()))
         return {
             "tokens_per_s": tokens / seconds,
             "tokens_per_verification": tokens / verified,
             "drafted": drafted,
             "accepted": tokens - verified,
             "draft_share": (self._seconds[0] - before) / seconds,
-            "digest": zlib.crc32(json.dumps(sorted(said.items())).encode()),
+            "digest": zlib.crc32(json.dumps(sorted(outputs.items())).encode()),
         }
 
 

@@ -116,8 +116,8 @@ def be_engine(text: str) -> None:
             backend.add(chunk(name, tokens, 64, CHUNK))
         while backend.has_work():
             out = backend.step()
-            for news in out.generated:
-                outputs[int(news.request_id[:-2])] += news.token_ids
+            for each in out.generated:
+                outputs[int(each.request_id[:-2])] += each.token_ids
             for end in out.ended:
                 name = int(end.request_id[:-2])
                 if len(outputs[name]) < LENGTH:
@@ -135,7 +135,7 @@ def be_engine(text: str) -> None:
         while backend.has_work():
             out = backend.step()
             first = first or (time.perf_counter() - started if out.generated else 0.0)
-            new += [token for news in out.generated for token in news.token_ids]
+            new += [token for each in out.generated for token in each.token_ids]
             cached = sum((end.cached_tokens for end in out.ended), cached)
         return {"tokens": new, "first_seconds": first, "cached": cached}
 
