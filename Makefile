@@ -39,11 +39,11 @@ sanitize:  # what drafts are made and chosen with, under ASan, UBSan and TSan; n
 SECONDS ?= 60
 SEED ?= 0
 ONLY ?= virtual processes vllm
-chaos: setup  # e.g. make chaos SECONDS=600 SEED=1000 ONLY=virtual; SECONDS are of each kind; bench/chaos.py has more kinds
-	$(BIN)/python bench/chaos.py --seconds $(SECONDS) --seed $(SEED) --only $(ONLY)
+chaos: setup  # e.g. make chaos SECONDS=600 SEED=1000 ONLY=virtual; SECONDS are of each kind; bench/correctness/chaos.py has more kinds
+	$(BIN)/python bench/correctness/chaos.py --seconds $(SECONDS) --seed $(SEED) --only $(ONLY)
 
-mutants: setup  # which small lies told to the code does no test notice? e.g. make mutants LISTS="machine room"
-	$(BIN)/python bench/mutants.py $(if $(LISTS),--only $(LISTS))
+mutants: setup  # which deliberate faults in the code does no test notice? e.g. make mutants LISTS="machine room"
+	$(BIN)/python bench/correctness/mutants.py $(if $(LISTS),--only $(LISTS))
 
 kernel-test: setup  # the GPU's sampler without a GPU: Triton's interpreter and compiler, 1 GB kept out of the lock
 	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target build/triton -r requirements/triton.lock

@@ -11,7 +11,7 @@ Invariants (tests/property/test_drafting.py asserts them):
 The paper plans one draft length for all requests of a priority from average acceptance by position.
 Here every token has its own chance, from its tree's score and what became of such tokens before, so
 the same rule (take the token of the greatest marginal benefit, as long as tokens per second rise) is
-applied to tokens. bench/draft_budget.py compares both.
+applied to tokens. bench/drafts/budget.py compares both.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ BALANCE_SPREAD = 2
 """Chunks that an instance may run beyond the least loaded one before balance beats a cached prefix.
 
 The paper's OSDI version says 32; 2 ended simulated rollouts 0.2 to 3 % sooner, with a pool and without
-(bench/placement.py).
+(bench/scheduling/placement.py).
 """
 
 

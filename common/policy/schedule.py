@@ -35,7 +35,7 @@ LEAST_CHUNK = 256
 
 Shorter ones promise less room that stays unused, and come back more often: 256 of 40,960 tokens ended a
 rollout of Qwen's 5 % sooner than 2,048 with a KV pool, but moved 7 times as much KV, and 60 % later
-without one. 8,192 took 3 to 19 % longer (bench/placement.py).
+without one. 8,192 took 3 to 19 % longer (bench/scheduling/placement.py).
 """
 
 FAIR_DISPATCHES = 512
@@ -47,7 +47,8 @@ LONGER = 1e-6
 The end of a rollout is that of its longest response, so what counts is who could be that one: a single
 response held back by mistake may cost a tenth of the time. At 1e-6 groups that tell much are sorted as by
 Algorithm 2, those that tell little as by least generated first. Over ten seeds of Qwen's workload 1e-4 took
-4 % longer than the latter and 0.01 12 % (prompt's share of the variance 0.65, outliers; bench/orders.py).
+4 % longer than the latter and 0.01 12 % (prompt's share of the variance 0.65, outliers;
+bench/scheduling/orders.py).
 """
 
 _NORMAL = NormalDist()

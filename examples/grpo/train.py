@@ -8,7 +8,7 @@ while others are still generated, takes one optimizer step and writes a checkpoi
 Invariants:
 - prompts, tokens, weights and so the whole curve follow from `Settings`: schedule, number of engines and
   kills do not change them;
-- a run goes on after its last whole iteration; whatever was under way when it was killed is done again;
+- a run goes on after its last whole iteration; an iteration that was interrupted is done again;
 - the checkpoint is the truth: metrics.jsonl is written from it.
 """
 
@@ -56,7 +56,8 @@ SLACK_TOKENS = 64
 """Room beyond a response's longest length, for its prompt."""
 
 WARMUP = 5
-"""Iterations until the learning rate is whole: AdamW's first steps, as long as any, follow noise alone."""
+"""Iterations until the learning rate is at its full value: AdamW's first steps are as long as any, and follow
+mere noise."""
 
 PATIENCE_SECONDS = 90.0
 """Longest wait for an update under way. One whose trainer died in the middle is given up after 30 s."""

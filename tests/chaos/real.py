@@ -1,4 +1,4 @@
-"""What `bench/chaos.py` runs on real processes, and says of it.
+"""What `bench/correctness/chaos.py` runs on real processes, and says of it.
 
 `processes` and `vllm` kill and stop by seed. `stops`: each process stands still for 5 to 90 s; `cuts`: each
 pair that talks is cut off for 30 s, in network namespaces; `poor-cuts`: the same with 50 ms of latency and

@@ -1,6 +1,6 @@
 """One system on virtual time under the trainers and faults of a seed, and what is checked of it.
 
-A failing seed replays exactly: `python bench/chaos.py --replay 17` runs it with its logs.
+A failing seed replays exactly: `python bench/correctness/chaos.py --replay 17` runs it with its logs.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Small lies told to the code, each of which a test must notice: the lists are the `*.toml` files here.
+"""Deliberate faults in the code, each of which a test must notice: the lists are the `*.toml` files here.
 
 A list names a file, the tests that should notice, and its mutants: `old` is Python that becomes `new`, both
 compared and put in as syntax trees, so that layout and comments do not matter. An `old` that is a whole

@@ -1,0 +1,240 @@
+"""Drafts of five kinds on one engine, in turns: tokens per second, acceptance, and that all tokens are equal.
+
+`off`, vLLM's own `ngram` and `suffix` proposers, and ours from a request's own tokens (`own`) or its
+group's (`grouped`). All run in Seer's backend, whose sampler verifies every draft, so only the drafts
+differ. Responses of a group run one after the other as there is room: with one running request, a
+group's later responses find all earlier ones. Prints JSON.
+
+    python bench/drafts/methods.py --model examples/countdown/model --prompts examples/countdown/prompts.jsonl
+
+`suffix` needs arctic-inference 0.3.0, which the script installs into a folder of its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import functools
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+import zlib
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lib.machine import machine
+
+if TYPE_CHECKING:
+    from seer.services.engine.vllm.worker import SeerWorker
+
+READY = "ready"
+PEER = "arctic-inference==0.3.0"
+GROUP = 16
+MAX_TOKENS = 512
+RUNNING = {1: 1, 4: 2, 16: 3, 32: 6}
+"""Requests that run at once, and how many groups of `GROUP` are measured with them."""
+
+DRAFT = 8
+KINDS: dict[str, dict[str, Any] | None] = {
+    "off": None,
+    "ngram": {"method": "ngram", "prompt_lookup_max": 5, "prompt_lookup_min": 2},
+    "suffix": {"method": "suffix"},
+    "own": {},
+    "grouped": {},
+}
+
+
+class Engine:
+    """One contestant: an engine that drafts in one way."""
+
+    def __init__(self, kind: str, model: str, prompts: Path) -> None:
+        from tokenizers import Tokenizer
+
+        from seer.common.config import DraftsConfig, EngineConfig, SharedConfig
+        from seer.services.engine.vllm import env
+        from seer.services.engine.vllm.backend import VllmBackend
+
+        config = EngineConfig(
+            max_num_seqs=64, max_model_len=MAX_TOKENS + 128, kv_cache_gib=1.0, cpu_cores="0"
+        )
+        drafts = DraftsConfig(source=kind, max_draft=DRAFT) if kind in ("own", "grouped") else None
+        peer = KINDS[kind]
+        if peer:
+            load = env.load
+            env.speculation = lambda drafts: {**peer, "num_speculative_tokens": DRAFT}
+            env.load = lambda config, shared, pool, drafts: load(config, shared, pool, DraftsConfig())
+        self._backend = VllmBackend(config, SharedConfig(model=model), None, drafts)
+        self._backend.start()
+        self._seconds = [0.0]
+        self._backend._rpc(watch, seconds=self._seconds)
+        tokenizer = Tokenizer.from_file(str(Path(model) / "tokenizer.json"))
+        lines = [json.loads(line)["prompt"] for line in prompts.read_text().splitlines()]
+        self._prompts = [tokenizer.encode(line).ids for line in lines]
+        self._turn = 0
+
+    def run(self, running: int, turn: int) -> dict[str, Any]:
+        """Run the groups of one measurement; each turn has keys and groups of its own."""
+        from seer.common.types import SamplingParams
+        from seer.services.engine.backend import Chunk
+
+        backend, sampling = self._backend, SamplingParams(max_tokens=MAX_TOKENS)
+        waiting = []
+        for number in range(RUNNING[running]):
+            tokens = self._prompts[(turn * RUNNING[running] + number) % len(self._prompts)]
+            waiting += [
+                Chunk(
+                    request_id=f"{turn}.{running}.{number}#{index}", group_id=f"{turn}.{running}.{number}",
+                    index=index, attempt=0, key=(turn * 64 + number) * 64 + index, prompt_len=len(tokens),
+                    max_new_tokens=MAX_TOKENS, sampling=sampling, tokens=tokens,
+                ) for index in range(GROUP)
+            ]  # fmt: skip
+        waiting.reverse()
+        outputs: dict[str, list[int]] = {}
+        verified = drafted = 0
+        begun, before = time.perf_counter(), self._seconds[0]
+        while waiting or backend.has_work():
+            while waiting and len(backend._runs) < running:
+                backend.add(waiting.pop())
+            for generated in backend.step().generated:
+                outputs.setdefault(generated.request_id, []).extend(generated.token_ids)
+                verified += 1
+            drafted += sum(len(run.request.spec_token_ids) for run in backend._runs.values())
+        seconds = time.perf_counter() - begun
+        tokens = sum(map(len, outputs.values()))
+        return {
+            "tokens_per_s": tokens / seconds,
+            "tokens_per_verification": tokens / verified,
+            "drafted": drafted,
+            "accepted": tokens - verified,
+            "draft_share": (self._seconds[0] - before) / seconds,
+            "digest": zlib.crc32(json.dumps(sorted(outputs.items())).encode()),
+        }
+
+
+def watch(worker: SeerWorker, seconds: list[float]) -> None:
+    """Add the time of every drafting of this worker to `seconds`."""
+    runner = worker.model_runner
+    propose = runner.propose_draft_token_ids
+
+    @functools.wraps(propose)
+    def timed(*args: object, **kwargs: object) -> object:
+        begun = time.perf_counter()
+        try:
+            return propose(*args, **kwargs)
+        finally:
+            seconds[0] += time.perf_counter() - begun
+
+    runner.propose_draft_token_ids = timed
+
+
+def serve(kind: str, model: str, prompts: Path) -> None:
+    """Run as a contestant: answer each `running turn` on stdin with a result."""
+    engine = Engine(kind, model, prompts)
+    engine.run(16, 1000)
+    print(READY, flush=True)
+    for line in sys.stdin:
+        running, turn = map(int, line.split())
+        print(json.dumps(engine.run(running, turn)), flush=True)
+
+
+class Contestant:
+    """A running contestant."""
+
+    def __init__(self, kind: str, options: argparse.Namespace, peer: Path) -> None:
+        command = [sys.executable, __file__, "--serve", kind, "--model", options.model]
+        command += ["--prompts", str(options.prompts)]
+        paths = [str(peer)] if kind == "suffix" else []
+        self._process = subprocess.Popen(
+            ["taskset", "-c", "0", *command], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(paths), "VLLM_LOGGING_LEVEL": "ERROR"},
+        )  # fmt: skip
+        while (line := self._line()) != READY:
+            print(f"{kind}: {line}", file=sys.stderr)
+
+    def _line(self) -> str:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise SystemExit(f"a contestant ended with {self._process.wait()}; its stderr is above")
+        return line.strip()
+
+    def run(self, running: int, turn: int) -> dict[str, Any]:
+        """See `Engine.run`."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(f"{running} {turn}\n")
+        self._process.stdin.flush()
+        found: dict[str, Any] = json.loads(self._line())
+        return found
+
+    def close(self) -> None:
+        """End the process."""
+        self._process.kill()
+        self._process.wait()
+
+
+def compare(contestants: dict[str, Contestant], running: int, turns: int) -> dict[str, Any]:
+    """Let all take turns; relate each to `off` of the same turn. Exits when any token differs."""
+    runs: dict[str, list[dict[str, Any]]] = {kind: [] for kind in contestants}
+    for turn in range(turns):
+        kinds = list(contestants)
+        for kind in kinds if turn % 2 == 0 else kinds[::-1]:
+            runs[kind].append(contestants[kind].run(running, turn))
+        if len({results[turn]["digest"] for results in runs.values()}) != 1:
+            raise SystemExit(f"with {running} running requests, turn {turn}: tokens differ")
+    report: dict[str, Any] = {}
+    for kind, results in runs.items():
+        entry = {
+            name: statistics.median(result[name] for result in results)
+            for name in ("tokens_per_s", "tokens_per_verification", "drafted", "accepted", "draft_share")
+        }
+        ratios = [a["tokens_per_s"] / b["tokens_per_s"] for a, b in zip(results, runs["off"], strict=True)]
+        report[kind] = {name: round(value, 4) for name, value in entry.items()}
+        report[kind]["over_off"] = {
+            "median": round(statistics.median(ratios), 3), "least": round(min(ratios), 3),
+            "most": round(max(ratios), 3),
+        }  # fmt: skip
+    return report
+
+
+def peer_folder(folder: Path) -> Path:
+    """Return a folder with the peer in it, installing it if need be (two minutes)."""
+    if not (folder / "arctic_inference").is_dir():
+        command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", folder, PEER]
+        subprocess.run(command, check=True, stdout=sys.stderr)
+    return folder
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--prompts", type=Path, required=True)
+    parser.add_argument("--turns", type=int, default=5)
+    parser.add_argument("--kinds", default=",".join(KINDS))
+    parser.add_argument("--running", default=",".join(map(str, RUNNING)))
+    parser.add_argument("--peer", type=Path, default=Path("build/arctic"))
+    parser.add_argument("--serve", choices=KINDS, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.serve:
+        serve(options.serve, options.model, options.prompts)
+        return
+    kinds = options.kinds.split(",")
+    peer = peer_folder(options.peer) if "suffix" in kinds else options.peer
+    report: dict[str, Any] = {"machine": machine("torch", "vllm"), "group": GROUP, "max_tokens": MAX_TOKENS}
+    report["turns"] = options.turns
+    with contextlib.ExitStack() as stack:
+        contestants = {}
+        for kind in kinds:
+            contestants[kind] = Contestant(kind, options, peer.absolute())
+            stack.callback(contestants[kind].close)
+        for running in map(int, options.running.split(",")):
+            report[f"running_{running}"] = compare(contestants, running, options.turns)
+    print(json.dumps(report, indent=1))
+
+
+if __name__ == "__main__":
+    main()
