@@ -115,7 +115,7 @@ def check_trace(tmp_path, view):
                 for other in slices
             )
     assert [each["name"] for each in events if each["ph"] == "i"] == [
-        f"lost, with {view.lost_lives[0].chunks_lost} chunks"
+        f"lost; chunks lost: {view.lost_lives[0].chunks_lost}"
     ]
 
 
@@ -156,7 +156,7 @@ async def test_several_rollouts_an_update_sleep_and_a_lost_buffer(tmp_path, monk
     assert 1.0 <= span.end - span.start < 3.0
     assert RolloutView(timeline, choose_rollout(timeline, "r0")).spans == []
     ET.fromstring(page_of(tmp_path, "r0"))
-    assert "buffer lost, with" in page_of(tmp_path, "r1")
+    assert "buffer lost; chunks lost:" in page_of(tmp_path, "r1")
 
 
 def page_of(tmp_path, rollout_id):

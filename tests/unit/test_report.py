@@ -133,14 +133,18 @@ def test_segments_of_one_life_are_one_and_another_life_is_a_loss() -> None:
     assert not reader.timeline.spans
     reader.begin(msgspec.structs.replace(HEADER, incarnation=8, started=1e9 + 9))
     (span,) = reader.timeline.spans
-    assert (span.start, span.end, span.text) == (1e9 + 1, 1e9 + 9, "buffer lost, with 1 chunks")
+    assert (span.start, span.end, span.text) == (1e9 + 1, 1e9 + 9, "buffer lost; chunks lost: 1")
     assert [chunk.how for chunk in reader.timeline.chunks] == [End.BUFFER_LOST]
 
 
 def test_what_is_refused_is_no_open_response_and_a_second_use_is_another_rollout() -> None:
     refused = instructions.Refuse(b"", "r", ["a"], "cancelled", "", 1)
-    timeline = told(*beginning(), (2.0, Tick(), [refused]), (3.0, submitted("a", use=2), []))
+    ended = events.ChunkEnded("e0", "r/a#0", 1, 32)
+    timeline = told(
+        *beginning(), (2.0, ended, []), (2.0, Tick(), [refused]), (3.0, submitted("a", use=2), [])
+    )
     first, second = timeline.rollouts
+    assert ("32", "tokens") in RolloutView(timeline, first).figures()
     assert (first.use, second.use) == (1, 2)
     assert (first.responses[0].finish, second.responses[0].finish) == ("cancelled", "")
 
@@ -189,7 +193,11 @@ def test_of_very_many_chunks_a_bounded_number_is_drawn(monkeypatch: pytest.Monke
     assert len([e for e in msgspec.json.decode(trace(view))["traceEvents"] if e["ph"] == "X"]) == 5000
 
 
-def test_of_very_many_engines_those_that_were_lost_are_drawn() -> None:
+@pytest.mark.parametrize("bars", [20_000, 500])
+def test_of_very_many_engines_those_that_were_lost_are_drawn(
+    monkeypatch: pytest.MonkeyPatch, bars: int
+) -> None:
+    monkeypatch.setattr(view_module, "BARS", bars)
     view = many(2000, engines=200)
     view.lives[199].left, view.lives[199].died = 1.5, True
     layout = lay_out(view)

@@ -6,8 +6,8 @@ Colours are those that colour-blind people tell apart (Okabe and Ito; Tol); what
 from __future__ import annotations
 
 from seer.report.svg import LEFT, PLOT, RIGHT, WIDTH, Drawing, date, duration, short, text_of
-from seer.report.timeline import Chunk, End, Response, SpanKind
-from seer.report.view import ENGINES, RolloutView, drawn_tail, lay_out, tail_chunks
+from seer.report.timeline import Chunk, End, SpanKind
+from seer.report.view import ENGINES, Bars, RolloutView, drawn_tail, lay_out, tail_chunks
 
 PROMPT_COLOURS = (
     "#77aadd", "#eedd88", "#44bb99", "#ccccee", "#99ddff", "#aaaa00",
@@ -22,7 +22,7 @@ text{font:11px system-ui,sans-serif;fill:#1d2433}
 .g{stroke:#e3e7ee}.tail{fill:#fff3d6}.lane{fill:none;stroke:#c5ccd8;stroke-width:.6}.kv{fill:#0072b2;fill-opacity:.65}
 .rate{fill:none;stroke:#0072b2;stroke-width:1.6}
 .open{fill:none;stroke:#a0527f;stroke-width:1.6;stroke-dasharray:5 3}
-.o{fill:#d3d7de}.late{stroke:#111;stroke-width:.9}.lost{fill:url(#hatch)}.dead{stroke:#b2182b;stroke-width:2}
+.o{fill:#d3d7de}.late{stroke:#111;stroke-width:.9}.thin{stroke-width:.4}.lost{fill:url(#hatch)}.dead{stroke:#b2182b;stroke-width:2}
 .span{fill:#596273;fill-opacity:.16}.bad{fill:#b2182b;fill-opacity:.2}
 """
 
@@ -46,8 +46,9 @@ def page(view: RolloutView) -> str:
     """Return the file's text."""
     drawing = Drawing(view.start, view.end)
     _figures(drawing, view)
-    _chunks(drawing, view)
-    _kv(drawing, view)
+    layout = lay_out(view)
+    _chunks(drawing, view, layout)
+    _kv(drawing, view, layout.engines)
     _speed(drawing, view)
     _tail(drawing, view)
     name = text_of(view.rollout.rollout_id)
@@ -81,7 +82,7 @@ def _figures(drawing: Drawing, view: RolloutView) -> None:
     drawing.text(0, 38, " · ".join(filter(None, facts)), "n")
     x, drawing.y = 0.0, 52.0
     for value, name in view.figures():
-        width = max(9.6 * len(value), 5.9 * len(name)) + 20
+        width = max(10.4 * len(value), 5.9 * len(name)) + 20
         if x + width > WIDTH:
             x, drawing.y = 0.0, drawing.y + 54
         drawing.rect(x, drawing.y, width, 46, "box")
@@ -94,56 +95,58 @@ def _figures(drawing: Drawing, view: RolloutView) -> None:
 # --- chunks by engine ----------------------------------------------------------------------
 
 
-def _chunks(drawing: Drawing, view: RolloutView) -> None:
-    layout = lay_out(view)
+def _chunks(drawing: Drawing, view: RolloutView, layout: Bars) -> None:
     drawing.head("Chunks by engine", "a row is a slot, a bar is a chunk, a colour is a prompt")
     whole = len(view.rollout.chunks) + len(view.others)
+    notes = []
     if layout.count < whole:
-        drawing.text(LEFT, drawing.y + 4, _left_out(layout.step, len(layout.tail), layout.count, whole), "n")
-        drawing.y += 14
+        notes.append(_left_out(layout.step, len(layout.tail), layout.count, whole))
     if len(layout.engines) < len(view.engines):
-        some = f"{ENGINES} of {len(view.engines)} engines: those that were lost, then those of the tail"
-        drawing.text(LEFT, drawing.y + 4, some, "n")
+        notes.append(f"{ENGINES} of {len(view.engines)} engines: those that were lost, and those of the tail")
+    for note in notes:
+        drawing.text(LEFT, drawing.y + 4, note, "n")
         drawing.y += 14
-    height = min(7.0, max(2.0, ROWS_HEIGHT / max(1, sum(layout.rows.values()))))
-    gap = 14.0  # a line of text is there when an engine is lost
-    drawing.y += gap
-    top = drawing.y
-    tops: dict[str, float] = {}
-    for name in layout.engines:
-        tops[name] = drawing.y
-        drawing.y += max(12.0, layout.rows[name] * height) + gap
-    bottom = drawing.y - gap + 4
-    drawing.axis(top - 2, bottom, view.tail_start)
-    _spans(drawing, view, top - 2, bottom)
-    late = set(view.tail)
-    for name in layout.engines:
-        rows_height = max(12.0, layout.rows[name] * height)
-        drawing.text(LEFT - 8, tops[name] + rows_height / 2 + 4, short(name), "t", "end")
-        for bar in layout.bars[name]:
-            y = tops[name] + bar.row * height
-            kind, title = _kind(bar.chunk, view, late), _title(bar.chunk, view)
-            drawing.bar(bar.chunk.start, bar.chunk.end, y, height - min(1.0, height / 4), kind, title)
-        _losses(drawing, view, name, tops[name], rows_height)
-    drawing.y = bottom + 32
+    _rows(drawing, view, layout)
+    drawing.y += 32
     items = [(f"p{number}", "") for number in range(5)]
     items += [("p5", "a prompt each"), ("p0 late", "of the tail"), ("lost", "lost, failed or dropped")]
     drawing.legend([*items, ("o", "other rollouts"), ("tail", "the tail")])
 
 
+def _rows(drawing: Drawing, view: RolloutView, layout: Bars) -> None:
+    """Draw the rows of all engines, one engine below the other."""
+    height = min(7.0, max(2.0, ROWS_HEIGHT / max(1, sum(layout.rows.values()))))
+    heights = {name: max(12.0, rows * height) for name, rows in layout.rows.items()}
+    gap = 14.0  # a line of text is there when an engine is lost
+    top = drawing.y + gap
+    bottom = top + sum(heights.values()) + gap * (len(heights) - 1) + 4
+    drawing.axis(top - 2, bottom, view.tail_start)
+    _spans(drawing, view, top - 2, bottom)
+    outline = dict.fromkeys(view.tail, "late" if height >= 4 else "late thin")
+    drawing.y = top
+    for name in layout.engines:
+        drawing.text(LEFT - 8, drawing.y + heights[name] / 2 + 4, short(name), "t", "end")
+        for row, chunk in layout.bars[name]:
+            kind = f"{_kind(chunk, view)} {outline.get(chunk.response, '')}".rstrip()
+            y = drawing.y + row * height
+            drawing.bar(chunk.start, chunk.end, y, height - min(1.0, height / 4), kind, _title(chunk, view))
+        _losses(drawing, view, name, drawing.y, heights[name])
+        drawing.y += heights[name] + gap
+    drawing.y = bottom
+
+
 def _left_out(step: int, tail: int, drawn: int, whole: int) -> str:
     return (
-        f"{drawn:,} of {whole:,} chunks are drawn: each {step}th slot of every engine, and below them "
+        f"{drawn:,} of {whole:,} chunks are drawn: one slot in {step} of every engine, and below them "
         f"the last {tail} responses; --trace gives all of them to Perfetto"
     )
 
 
-def _kind(chunk: Chunk, view: RolloutView, late: set[Response]) -> str:
-    other = chunk.response.rollout is not view.rollout
-    kind = "o" if other else f"p{chunk.response.prompt % len(PROMPT_COLOURS)}"
+def _kind(chunk: Chunk, view: RolloutView) -> str:
     if chunk.how not in _KEPT:
-        kind = "lost"
-    return f"{kind} late" if chunk.response in late else kind
+        return "lost"
+    other = chunk.response.rollout is not view.rollout
+    return "o" if other else f"p{chunk.response.prompt % len(PROMPT_COLOURS)}"
 
 
 def _title(chunk: Chunk, view: RolloutView) -> str:
@@ -162,7 +165,7 @@ def _losses(drawing: Drawing, view: RolloutView, name: str, y: float, height: fl
         if life.name == name and life.left is not None:
             x = drawing.x(life.left)
             how = "died" if life.died else "gone"
-            text = f"{how}, {life.chunks_lost} chunks run again elsewhere"
+            text = f"{how}; chunks lost: {life.chunks_lost}"
             drawing.line(x, y - 3, y + height + 3, "dead", text)
             right = x + 6 * len(text) > WIDTH - RIGHT
             drawing.text(x, y - 4, text, "red", "end" if right else "start")
@@ -180,8 +183,7 @@ def _spans(drawing: Drawing, view: RolloutView, top: float, bottom: float) -> No
 # --- levels --------------------------------------------------------------------------------
 
 
-def _kv(drawing: Drawing, view: RolloutView) -> None:
-    engines = lay_out(view).engines
+def _kv(drawing: Drawing, view: RolloutView, engines: list[str]) -> None:
     drawing.head("KV booked", "the most that the chunks placed can need, as a share of each engine's blocks")
     pitch = min(28.0, max(8.0, LANES_HEIGHT / max(1, len(engines))))
     height = pitch - min(5.0, pitch / 4)
@@ -240,16 +242,18 @@ def _tail(drawing: Drawing, view: RolloutView) -> None:
             if chunk in drawn:
                 kind = f"e{colour[chunk.engine]}" if chunk.how in _KEPT else "lost"
                 drawing.bar(chunk.start, chunk.end, y + 1, pitch - 2.5, kind, _title(chunk, view))
-        waited = _waited(view, response.chunks, response.finished)
-        facts = f"{response.generated:,} · {duration(waited, 0.1 if waited < 100 else 1.0)}"
-        drawing.text(LEFT + PLOT + 4, y + 9, facts, "n")
+        waited = duration(*_waited(view, response.chunks, response.finished))
+        drawing.text(LEFT + PLOT + 4, y + 9, f"{response.generated:,} · {waited}", "n")
         drawing.y += pitch
     drawing.y += 32
     names = [name for name in view.engines if any(chunk.engine == name for chunk in drawn)]
     drawing.legend([*((f"e{colour[name]}", short(name, 30)) for name in names), ("lost", "lost")])
 
 
-def _waited(view: RolloutView, chunks: list[Chunk], finished: float | None) -> float:
-    """Return how long a response ran nowhere before its end."""
+def _waited(view: RolloutView, chunks: list[Chunk], finished: float | None) -> tuple[float, float]:
+    """Return how long a response ran nowhere before its end, and how exactly that is to be said."""
     end = view.end if finished is None else finished
-    return max(0.0, end - view.start - sum(chunk.seconds for chunk in chunks))
+    seconds = max(0.0, end - view.start - sum(chunk.seconds for chunk in chunks))
+    if seconds < 100:
+        return seconds, 0.1
+    return (seconds, 1.0) if seconds < 600 else (round(seconds / 60) * 60, 60.0)

@@ -99,7 +99,7 @@ class LogReader:
         elif header.incarnation != self._incarnation:
             back = max(header.started, timeline.end)
             lost = len(self._running)
-            text = f"buffer lost, with {lost} chunks" if lost else "buffer began anew"
+            text = f"buffer lost; chunks lost: {lost}" if lost else "buffer began anew"
             timeline.spans.append(Span(SpanKind.NO_BUFFER, timeline.end, back, text, failed=bool(lost)))
             for request_id in list(self._running):
                 self._close(request_id, End.BUFFER_LOST)
@@ -196,7 +196,7 @@ class LogReader:
             index = 0
             while (response := self._responses.get(ids.request_id(group_id, index))) is not None:
                 if response.finished is None and response.rollout.use == item.use:
-                    response.finish, response.generated = item.code, 0
+                    response.finish = item.code
                 index += 1
 
     def _dispatched(self, item: instructions.Dispatch) -> None:

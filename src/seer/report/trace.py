@@ -67,7 +67,7 @@ def _arrow(view: RolloutView, pids: dict[str, int], number: int, before: Chunk, 
 
 
 def _death(view: RolloutView, pids: dict[str, int], life: EngineLife) -> Json:
-    name = f"lost, with {life.chunks_lost} chunks"
+    name = f"lost; chunks lost: {life.chunks_lost}"
     time = _micros(view, life.left or 0.0)
     return {"ph": "i", "s": "p", "cat": "engine", "name": name, "pid": pids[life.name], "tid": 0, "ts": time}
 

@@ -7,6 +7,7 @@ Invariants (tests/unit/test_report_view.py):
 
 from __future__ import annotations
 
+import re
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -53,11 +54,14 @@ class RolloutView:
             for chunk in timeline.chunks
             if chunk.response.rollout is not rollout and self._overlaps(chunk.start, chunk.end)
         ]
-        names = {chunk.engine for chunk in (*rollout.chunks, *self.others)}
+        self._chunks: dict[str, list[Chunk]] = defaultdict(list)  # by engine
+        for chunk in (*rollout.chunks, *self.others):
+            self._chunks[chunk.engine].append(chunk)
         self.lives = [
             life for life in timeline.lives if self._overlaps(life.joined, life.left or timeline.end)
         ]
-        self.engines = sorted(names | {life.name for life in self.lives})
+        names = self._chunks.keys() | {life.name for life in self.lives}
+        self.engines = sorted(names, key=_by_number)
 
     def _overlaps(self, start: float, end: float) -> bool:
         return start < self.end and end > self.start
@@ -115,7 +119,7 @@ class RolloutView:
     def booked(self, engine: str, edges: Floats) -> Floats:
         """Return the share of an engine's KV blocks that is booked, by bin; 0 where it is not known."""
         blocks = max((life.capacity.kv_blocks for life in self.lives if life.name == engine), default=0)
-        there = [chunk for chunk in (*self.rollout.chunks, *self.others) if chunk.engine == engine]
+        there = self._chunks.get(engine, [])
         return levels(there, [chunk.blocks / max(blocks, 1) for chunk in there], edges)
 
 
@@ -154,6 +158,11 @@ def levels(chunks: Sequence[Chunk], weights: Sequence[float], edges: Floats) -> 
 def _finish_order(response: Response) -> tuple[float, int, int]:
     finished = np.inf if response.finished is None else response.finished
     return finished, response.prompt, response.index
+
+
+def _by_number(name: str) -> list[tuple[int, str]]:
+    """Sort engine-10 after engine-9."""
+    return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", name)]
 
 
 # --- what is drawn -------------------------------------------------------------------------
@@ -209,7 +218,7 @@ def lay_out(view: RolloutView) -> Bars:
     tail = drawn_tail(view)
     engines = _drawn_engines(view, tail)
     chunks = [chunk for chunk in chunks if chunk.engine in set(engines)]
-    late = set(tail_chunks(tail)) if len(chunks) > BARS else set()
+    late = set(tail_chunks(tail)).intersection(chunks) if len(chunks) > BARS else set()
     slots = Counter(chunk.slot for chunk in chunks)
     step, budget = 1, BARS - len(late)
     while step <= len(slots) and sum(slots[slot] for slot in slots if slot % step == 0) > budget:
@@ -229,7 +238,8 @@ def _drawn_engines(view: RolloutView, tail: Sequence[Response]) -> list[str]:
         return view.engines
     lost = {life.name for life in view.lost_lives}
     late = Counter(chunk.engine for chunk in tail_chunks(tail))
-    return sorted(sorted(view.engines, key=lambda name: (name not in lost, -late[name], name))[:ENGINES])
+    first = sorted(view.engines, key=lambda name: (name not in lost, -late[name]))[:ENGINES]
+    return sorted(first, key=_by_number)
 
 
 def _add_tail(layout: Bars, chunks: Sequence[Chunk]) -> None:
