@@ -25,7 +25,7 @@ from verify import machine
 
 from seer.common.types import Capacity
 from seer.report.html import page
-from seer.report.log_reader import read_timeline
+from seer.report.log_files import read_timeline
 from seer.report.trace import trace
 from seer.report.view import RolloutView, choose_rollout, lay_out
 from seer.services.buffer.events import Joined, Left

@@ -14,13 +14,15 @@ from seer.common.errors import InvalidField
 from seer.common.types import Capacity
 from seer.report import view as view_module
 from seer.report.html import page
-from seer.report.log_reader import LogReader, read_timeline
+from seer.report.log_files import read_timeline
+from seer.report.log_reader import LogReader
 from seer.report.svg import date, duration
 from seer.report.timeline import Chunk, End, EngineLife, Response, Rollout, Timeline
 from seer.report.trace import trace
 from seer.report.view import RolloutView, choose_rollout, lay_out, levels
 from seer.services.buffer.events import Joined, Left, Tick
 from seer.services.buffer.log import rows
+from seer.services.buffer.machine import BufferMachine
 from seer.services.buffer.requests import events, instructions
 from seer.services.buffer.requests.state import Limits
 
@@ -124,6 +126,66 @@ def test_a_log_that_begins_in_the_middle_and_rows_of_another_kind() -> None:
     assert (chunk.response.name, chunk.response.finish, chunk.blocks) == ("b/c#2", "stop", 0)
     assert choose_rollout(timeline).rollout_id == "r"
     ET.fromstring(page(RolloutView(timeline, choose_rollout(timeline))))
+
+
+class LaterSegment(msgspec.Struct):
+    """A header that holds the machines' state, as a segment in the middle of a life has one."""
+
+    state: BufferMachine
+    incarnation: int = HEADER.incarnation
+    version: str = ""
+    policy: str = "seer"
+    started: float = HEADER.started
+    clock: float = HEADER.clock
+
+    def machine(self) -> BufferMachine:
+        return self.state
+
+
+def test_a_log_begins_with_what_the_machines_hold() -> None:
+    machine = HEADER.machine()
+    whole, part = LogReader(), LogReader()
+    whole.begin(HEADER)
+    lines: list[rows.Line] = []
+
+    def tell(event: rows.Event) -> list[instructions.Dispatch]:
+        now = HEADER.clock + len(lines)
+        lines.append(rows.Line(now, event, machine.apply(event, now)))
+        whole.add(lines[-1])
+        return [item for item in lines[-1].out if isinstance(item, instructions.Dispatch)]
+
+    tell(Joined("e0", CAPACITY, 1))
+    tell(Joined("e1", CAPACITY, 2))
+    work = [(each, 32) for each in tell(submitted("abc", n=2))]
+    assert len(work) > 2
+    half = 0
+    while work:
+        if len(lines) == 6:  # some run, some finished one chunk
+            part.begin(LaterSegment(machine))  # type: ignore[arg-type]
+            half = len(lines)
+            (response,) = {each.finish for each in part.timeline.rollouts[0].responses}
+            assert response == ""
+        each, count = work.pop(0)
+        ended = tell(events.ChunkEnded(each.instance, each.request_id, each.attempt, count))
+        work += [(each, 32) for each in ended]
+        if half:
+            part.add(lines[-1])
+    whole.finish()
+    part.finish()
+    for reader in (whole, part):
+        (rollout,) = reader.timeline.rollouts
+        assert (rollout.trainer, rollout.use, len(rollout.responses)) == ("t", 1, 6)
+        assert {each.generated for each in rollout.responses} == {64}
+        assert {chunk.how for chunk in rollout.chunks} == {End.KEPT}
+    ends = [
+        [(c.response.name, c.end) for c in sorted(r.timeline.chunks, key=lambda c: c.end)]
+        for r in (whole, part)
+    ]
+    assert ends[0][-len(ends[1]) :] == ends[1]
+    assert part.timeline.rollouts[0].submitted == whole.timeline.rollouts[0].submitted
+    edges = np.array([HEADER.started + 6, HEADER.started + 7.5])
+    booked = [RolloutView(r.timeline, r.timeline.rollouts[0]).booked("e0", edges) for r in (whole, part)]
+    assert booked[0] == booked[1] > 0
 
 
 def test_segments_of_one_life_are_one_and_another_life_is_a_loss() -> None:

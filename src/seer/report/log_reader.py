@@ -3,58 +3,26 @@
 Invariants (tests/unit/test_report_timeline.py, tests/cluster/test_report.py):
 - every chunk that was dispatched is there once, and has one end;
 - a chunk's tokens count exactly if the buffer kept them;
-- rows of a kind that is not known here change nothing, and a log that begins in the middle is read as far
-  as it tells: a chunk whose beginning it lacks is left out.
+- rows of a kind that is not known here change nothing; a log that begins in the middle of a life is read
+  from there on: chunks that ran then begin with it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import heapq
-import re
 from collections import defaultdict
-from pathlib import Path
 
 from seer.common import ids
-from seer.common.errors import InvalidField
 from seer.report.timeline import Chunk, End, EngineLife, Response, Rollout, Span, SpanKind, Timeline
 from seer.services.buffer import sleep
 from seer.services.buffer.events import Joined, Left
 from seer.services.buffer.log import rows
-from seer.services.buffer.machine import Event, Instruction
+from seer.services.buffer.machine import BufferMachine, Event, Instruction
 from seer.services.buffer.requests import events, instructions
+from seer.services.buffer.requests.state import GroupState
 from seer.services.buffer.weights import events as weight_events
 from seer.services.buffer.weights import instructions as weight_instructions
-
-
-def read_timeline(log: Path) -> Timeline:
-    """Read a file, or all files `*.jsonl` of a folder: every life of a buffer.
-
-    Raises `InvalidField` for what is no log.
-    """
-    try:
-        files = sorted(log.glob("*.jsonl"), key=_order) if log.is_dir() else [log]
-        files = [path for path in files if path.stat().st_size]
-        if not files:
-            raise InvalidField("LOG", str(log), "holds no log: give a folder or file that buffer.log wrote")
-        reader = LogReader()
-        for path in files:
-            header, lines = rows.read(path)
-            reader.begin(header)
-            for line in lines:
-                reader.add(line)
-        reader.finish()
-    except OSError as error:
-        fix = f"{error.strerror}; give a folder or file that buffer.log wrote"
-        raise InvalidField("LOG", str(log), fix) from error
-    except rows.LogError as error:
-        raise InvalidField("LOG", str(log), str(error)) from error
-    return reader.timeline
-
-
-def _order(path: Path) -> tuple[str, list[int], str]:
-    """Sort by life, then by segment: `<life>-<number>.jsonl`."""
-    life, _, segment = path.stem.partition("-")
-    return life, [int(number) for number in re.findall(r"\d+", segment)], path.name
 
 
 class _Engine:
@@ -108,6 +76,9 @@ class LogReader:
             self._asleep = None
             self._updates.clear()
             timeline.end = back
+        if header.incarnation != self._incarnation:
+            with contextlib.suppress(rows.LogError):  # a state of another version: rows tell enough
+                self._take_over(header.machine())
         self._incarnation = header.incarnation
         timeline.version, timeline.policy = header.version, header.policy
 
@@ -167,28 +138,57 @@ class LogReader:
             case sleep.Tell(problem="", asleep=asleep):
                 self._slept(asleep)
 
+    # --- what was before the first row -----------------------------------------------------
+
+    def _take_over(self, machine: BufferMachine) -> None:
+        """Begin with engines and groups that were there before the log; at a life's beginning none is."""
+        for joined in machine.engines.values():
+            self._joined(joined)
+        for group in machine.requests.groups.values():
+            self._take_over_group(machine, group)
+
+    def _take_over_group(self, machine: BufferMachine, group: GroupState) -> None:
+        owner = group.rollout
+        rollout = self._rollout(owner.trainer, owner.rollout_id, owner.use, self._offset + owner.submitted)
+        for index in range(group.size):
+            request_id = ids.request_id(group.group_id, index)
+            response = self._response(rollout, group.prompt_id, index, request_id)
+            response.prompt_len, response.max_tokens = group.prompt_len, group.max_tokens
+            request = group.results[index] if group.done else machine.requests.requests.get(request_id)
+            if request is None:
+                continue  # its group is held
+            response.generated, response.finish = request.view.generated, request.finish
+            response.finished = self.timeline.end if request.finish else None
+            if request.instance:
+                self._began(response, request_id, request.instance, request.attempt, request.blocks)
+
     # --- requests --------------------------------------------------------------------------
 
     def _submitted(self, event: events.GroupsSubmitted) -> None:
-        key = event.trainer, event.rollout_id, event.use
-        rollout = self._rollouts.get(key)
-        if rollout is None:
-            rollout = Rollout(event.rollout_id, event.trainer, event.use, self.timeline.end)
-            self._rollouts[key] = rollout
-            self.timeline.rollouts.append(rollout)
+        rollout = self._rollout(event.trainer, event.rollout_id, event.use, self.timeline.end)
         for spec in event.groups:
             group_id = ids.group_id(event.rollout_id, spec.prompt_id)
-            number = rollout.prompts.setdefault(spec.prompt_id, len(rollout.prompts))
             for index in range(event.n):
-                request_id = ids.request_id(group_id, index)
-                known = self._responses.get(request_id)
-                if known is None or known.rollout is not rollout:
-                    known = Response(rollout, spec.prompt_id, number, index)
-                    rollout.responses.append(known)
-                    self._responses[request_id] = known
-                known.prompt_len, known.max_tokens = spec.prompt_len, event.max_tokens
-                if known.finished is None:
-                    known.finish = ""
+                response = self._response(rollout, spec.prompt_id, index, ids.request_id(group_id, index))
+                response.prompt_len, response.max_tokens = spec.prompt_len, event.max_tokens
+                if response.finished is None:
+                    response.finish = ""
+
+    def _rollout(self, trainer: str, rollout_id: str, use: int, submitted: float) -> Rollout:
+        known = self._rollouts.get((trainer, rollout_id, use))
+        if known is None:
+            known = Rollout(rollout_id, trainer, use, submitted)
+            self._rollouts[trainer, rollout_id, use] = known
+            self.timeline.rollouts.append(known)
+        return known
+
+    def _response(self, rollout: Rollout, prompt_id: str, index: int, request_id: str) -> Response:
+        known = self._responses.get(request_id)
+        if known is None or known.rollout is not rollout:
+            number = rollout.prompts.setdefault(prompt_id, len(rollout.prompts))
+            known = self._responses[request_id] = Response(rollout, prompt_id, number, index)
+            rollout.responses.append(known)
+        return known
 
     def _refused(self, item: instructions.Refuse) -> None:
         for prompt_id in item.prompt_ids:
@@ -200,39 +200,32 @@ class LogReader:
                 index += 1
 
     def _dispatched(self, item: instructions.Dispatch) -> None:
-        now = self.timeline.end
         if item.request_id in self._running:  # its engine lost it by a way that no row names
             self._close(item.request_id, End.ENGINE_LOST)
         response = self._responses.get(item.request_id) or self._unknown(item.request_id)
         if response.finish:  # it is generated again: its group was forgotten
             response.generated, response.finish, response.finished = 0, "", None
-        engine = self._engines[item.instance]
+        life = self._engines[item.instance].life
         context = response.prompt_len + response.generated
-        capacity = engine.life.capacity if engine.life else None
-        blocks = capacity.blocks_for(context, item.max_new_tokens) if capacity else 0
-        moved = bool(response.chunks) and response.chunks[-1].engine != item.instance
-        chunk = Chunk(
-            response, item.instance, item.attempt, engine.take_slot(), now, now, context, blocks, moved
-        )
-        response.chunks.append(chunk)
-        response.rollout.chunks.append(chunk)
-        self.timeline.chunks.append(chunk)
-        engine.running[item.request_id] = self._running[item.request_id] = chunk
+        blocks = life.capacity.blocks_for(context, item.max_new_tokens) if life else 0
+        self._began(response, item.request_id, item.instance, item.attempt, blocks)
+
+    def _began(self, response: Response, request_id: str, name: str, attempt: int, blocks: int) -> None:
+        engine, now = self._engines[name], self.timeline.end
+        context = response.prompt_len + response.generated
+        moved = bool(response.chunks) and response.chunks[-1].engine != name
+        chunk = Chunk(response, name, attempt, engine.take_slot(), now, now, context, blocks, moved)
+        for chunks in (response.chunks, response.rollout.chunks, self.timeline.chunks):
+            chunks.append(chunk)
+        engine.running[request_id] = self._running[request_id] = chunk
 
     def _unknown(self, request_id: str) -> Response:
         """Return a response that was submitted before the log begins."""
         group_id, _, index = request_id.rpartition("#")
         rollout_id, _, prompt_id = group_id.partition("/")
-        rollout = self._rollouts.get(("", rollout_id, -1))
-        if rollout is None:
-            rollout = Rollout(rollout_id, "", -1, self.timeline.end)
-            self._rollouts["", rollout_id, -1] = rollout
-            self.timeline.rollouts.append(rollout)
-        number = rollout.prompts.setdefault(prompt_id, len(rollout.prompts))
-        response = Response(rollout, prompt_id, number, int(index))
-        rollout.responses.append(response)
-        self._responses[request_id] = response
-        return response
+        return self._response(
+            self._rollout("", rollout_id, -1, self.timeline.end), prompt_id, int(index), request_id
+        )
 
     def _current(self, instance: str, request_id: str, attempt: int) -> Chunk | None:
         chunk = self._running.get(request_id)
