@@ -286,6 +286,7 @@ def test_a_rollout_without_an_end_and_one_of_no_time() -> None:
     timeline = told(*beginning())
     view = RolloutView(timeline, choose_rollout(timeline))
     assert ("0 of 1", "responses") in view.figures()
+    assert view.tail == view.rollout.responses
     ET.fromstring(page(view))
 
 

@@ -35,7 +35,7 @@ Floats = NDArray[np.float64]
 class RolloutView:
     """One rollout, and what else ran from its submission, `start`, to its `end`.
 
-    `tail` are the last tenth of its responses to finish, in this order, those that did not finish last;
+    `tail` are the last tenth of its responses to finish, one at least, in this order, unfinished ones last;
     `tail_start` is when all others had finished, or `end`. `possible`: the share of the least time that
     these engines could take, if it is known.
     """
@@ -46,7 +46,7 @@ class RolloutView:
         self.seconds = self.end - self.start
         responses = sorted(rollout.responses, key=_finish_order)
         early = before_tail(len(responses))
-        self.tail = responses[early:]
+        self.tail = responses[min(early, len(responses) - 1) :]
         last = responses[early - 1].finished if responses else None
         self.tail_start = self.end if last is None else last
         self.others = [
