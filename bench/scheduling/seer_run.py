@@ -22,7 +22,7 @@ from seer.client.prompts import Prompt
 from seer.common.config import Config
 from seer.common.wire import InstanceStatus
 from seer.local.system import LocalSystem
-from seer.rollout.job import tail_seconds
+from seer.report.tail import tail_seconds
 from seer.sim.bound import lower_bound
 
 WARM_UP_TOKENS = 512

@@ -48,8 +48,8 @@ from seer.common.config import Config
 from seer.common.config import load as load_config
 from seer.common.errors import SeerError
 from seer.local.system import LocalSystem, run
+from seer.report.tail import tail_seconds
 from seer.rollout.files import check_weights
-from seer.rollout.job import tail_seconds
 from seer.rollout.journal import model_digest
 
 SLACK_TOKENS = 64

@@ -14,8 +14,9 @@ from click.testing import CliRunner, Result
 import seer
 from seer.cli.main import main
 from seer.common.types import SamplingParams
+from seer.report.tail import tail_seconds
 from seer.rollout import job as rollout_job
-from seer.rollout.job import Job, tail_seconds
+from seer.rollout.job import Job
 
 PROMPT = '{"id": "a", "prompt_token_ids": [1, 2, 3]}\n'
 

@@ -131,6 +131,7 @@ def _draft_options(command: F) -> F:
 @_draft_options
 @click.option("--backend", type=click.Choice(["vllm", "replay"]), help="Engine backend.  [default: vllm]")
 @click.option("--report", type=_FILE, help="Write counts and timings as JSON.")
+@click.option("--report-html", type=_FILE, help="Draw what ran when and where, whether or not all finishes.")
 @click.option("--resume", is_flag=True, help="Continue an interrupted run from OUT.journal, if there is one.")
 @click.option("--connect", default="", metavar="ENDPOINT", help="Use a running system; start none.")
 @_config_options
@@ -153,6 +154,7 @@ def rollout(
     max_paths: int | None,
     backend: str | None,
     report: Path | None,
+    report_html: Path | None,
     resume: bool,
     connect: str,
     config_file: Path | None,
@@ -185,6 +187,7 @@ def rollout(
         prompts=prompts,
         out=out,
         report=report,
+        report_html=report_html,
         model=Path(config.shared.model) if config.shared.model else None,
         n=n,
         sampling=_sampling(sampling),
@@ -296,6 +299,24 @@ def status(connect: str, as_json: bool) -> None:
     from seer.cli.status import show
 
     sys.exit(show(connect, as_json))
+
+
+@main.command()
+@click.argument("log", type=click.Path(path_type=Path))
+@click.option("--out", type=_FILE, help="Draw it here, as one HTML file.  [default: report.html]")
+@click.option(
+    "--trace", type=_FILE, help="Write every chunk for https://ui.perfetto.dev instead, or as well."
+)
+@click.option("--rollout", "rollout_id", default="", metavar="ID", help="Which one.  [default: the last]")
+def report(log: Path, out: Path | None, trace: Path | None, rollout_id: str) -> None:
+    """Draw what ran when and where in a rollout, from a buffer's LOG: a folder of `buffer.log`, or a file.
+
+    docs/report.md tells how to read it.
+    """
+    from seer.report.command import write_reports
+
+    html = Path("report.html") if out is None and trace is None else out
+    click.echo(write_reports(log, html=html, trace_file=trace, rollout_id=rollout_id), err=True)
 
 
 def _names(context: click.Context, option: click.Parameter, text: str) -> tuple[str, ...]:

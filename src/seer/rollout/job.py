@@ -11,11 +11,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
-import math
 import platform
 import socket
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -28,12 +27,14 @@ from seer.client.text import Tokenizer
 from seer.common.config import Config
 from seer.common.errors import InvalidField, RequestRefused, SeerError, Unreachable
 from seer.common.policy.schedule import POLICIES
+from seer.common.process.scratch import Scratch
 from seer.common.types import InstanceStats, SamplingParams
 from seer.common.wire import InstanceStatus
 from seer.local.child import LaunchError
 from seer.local.system import LocalSystem, run
 from seer.report.drafts import draft_text, draft_use
 from seer.report.pool import pool_use, use_text
+from seer.report.tail import tail_seconds
 from seer.rollout.files import (
     ModelFacts,
     PromptLine,
@@ -55,9 +56,6 @@ SLACK_TOKENS = 32
 CONNECT_SECONDS = 30.0
 """Deadline for the buffer's first answer."""
 
-TAIL_SHARE = 0.1
-"""The tail is the last tenth of the requests to finish."""
-
 
 class Job(msgspec.Struct, frozen=True, kw_only=True):
     """What to do. `connect` is a running system's endpoint; empty: start one with `config`."""
@@ -65,6 +63,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     prompts: Path
     out: Path
     report: Path | None
+    report_html: Path | None = None
     model: Path | None
     n: int
     sampling: SamplingParams
@@ -104,7 +103,12 @@ def perform(job: Job) -> int:
     check_writable("--out", job.out)
     if job.report is not None:
         check_writable("--report", job.report)
+    if job.report_html is not None:
+        check_writable("--report-html", job.report_html)
     embedded = not job.connect
+    if job.report_html is not None and not embedded:
+        fix = "with --connect, the log is the running buffer's: `seer report` draws it"
+        raise InvalidField("--report-html", str(job.report_html), fix)
     if embedded and job.model is None and job.config.engine.backend == "vllm":
         raise InvalidField("--model", "", "give a Hugging Face model folder")
     if job.resume and job.model is None and job.connect:
@@ -132,7 +136,8 @@ def perform(job: Job) -> int:
         try:
             if prompts and embedded:
                 config = _with_length(job.config, longest + job.sampling.max_tokens + SLACK_TOKENS, facts)
-                run(_embedded(job, config, prompts, tokenizer, journal, outcome))
+                with _drawn(job, config, outcome) as config:
+                    run(_embedded(job, config, prompts, tokenizer, journal, outcome))
             elif prompts:
                 run(_roll(job, job.connect, prompts, tokenizer, journal, outcome))
         finally:
@@ -167,6 +172,28 @@ def _with_length(config: Config, length: int, facts: ModelFacts) -> Config:
     return msgspec.structs.replace(
         config, engine=msgspec.structs.replace(config.engine, max_model_len=length)
     )
+
+
+@contextlib.contextmanager
+def _drawn(job: Job, config: Config, outcome: Outcome) -> Iterator[Config]:
+    """Have the run keep a log, and draw it at its end, however that comes about."""
+    if job.report_html is None:
+        yield config
+        return
+    with Scratch("log") as scratch:
+        log = config.buffer.log or str(scratch.path)
+        try:
+            yield msgspec.structs.replace(config, buffer=msgspec.structs.replace(config.buffer, log=log))
+        finally:
+            if outcome.rollout is not None:
+                from seer.report.command import write_reports  # the buffer's, which a rollout does not need
+
+                bound = _bound(outcome)
+                possible = bound / outcome.seconds if bound is not None and outcome.seconds else None
+                try:
+                    write_reports(Path(log), html=job.report_html, rollout_id=outcome.name, possible=possible)
+                except SeerError as error:  # no trouble with it may cost the responses
+                    _say(f"no report: {error}")
 
 
 async def _embedded(
@@ -255,9 +282,8 @@ def _report(outcome: Outcome) -> dict[str, object]:
     """Return counts and timings of what this run did; `resumed` prompts are not among them."""
     rollout = outcome.rollout
     groups = rollout.groups if rollout else []
-    lengths = [response.token_ids.size for group in groups for response in group.responses]
-    tokens = sum(lengths)
-    bound = bound_seconds(lengths, [instance.stats for instance in outcome.instances])
+    tokens = sum(_lengths(outcome))
+    bound = _bound(outcome)
     drafts = draft_use([instance.stats for instance in outcome.instances])
     versions = {"seer": __version__, "python": platform.python_version()}
     for instance in outcome.instances:
@@ -286,6 +312,16 @@ def _report(outcome: Outcome) -> dict[str, object]:
     }
 
 
+def _lengths(outcome: Outcome) -> list[int]:
+    groups = outcome.rollout.groups if outcome.rollout else []
+    return [response.token_ids.size for group in groups for response in group.responses]
+
+
+def _bound(outcome: Outcome) -> float | None:
+    """Return the least time for what this run did, if it is known."""
+    return bound_seconds(_lengths(outcome), [instance.stats for instance in outcome.instances])
+
+
 def bound_seconds(lengths: Sequence[int], stats: Sequence[InstanceStats]) -> float | None:
     """Return the least time for responses of these lengths on instances as fast as they were at best.
 
@@ -297,14 +333,6 @@ def bound_seconds(lengths: Sequence[int], stats: Sequence[InstanceStats]) -> flo
     capacity = sum(each.best_rate or fastest for each in stats)
     alone = min((each.token_seconds_alone for each in stats if each.token_seconds_alone), default=0.0)
     return lower_bound(sum(lengths), max(lengths), capacity, alone)
-
-
-def tail_seconds(finish_times: Sequence[float]) -> float:
-    """Return the time from the finish of nine tenths of the requests to that of the last."""
-    if not finish_times:
-        return 0.0
-    times = sorted(finish_times)
-    return times[-1] - times[math.ceil((1 - TAIL_SHARE) * len(times)) - 1]
 
 
 def _say(line: str) -> None:

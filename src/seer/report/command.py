@@ -1,0 +1,46 @@
+"""`seer report`, and what `seer rollout --report-html` writes: from a log to files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from seer.common.errors import InvalidField
+from seer.report.html import page
+from seer.report.log_files import read_timeline
+from seer.report.trace import trace
+from seer.report.view import RolloutView, choose_rollout
+from seer.rollout.files import check_writable, replacing
+
+
+def write_reports(
+    log: Path,
+    *,
+    html: Path | None,
+    trace_file: Path | None = None,
+    rollout_id: str = "",
+    possible: float | None = None,
+) -> str:
+    """Write the files that are given; return a line about the rollout in them.
+
+    `possible` is the share of the least time that these engines could take. Raises `InvalidField` for what
+    is no log, for a rollout that it lacks, and for a file that cannot be written.
+    """
+    for option, path in (("--out", html), ("--trace", trace_file)):
+        if path is not None:
+            check_writable(option, path)
+    timeline = read_timeline(log)
+    view = RolloutView(timeline, choose_rollout(timeline, rollout_id), possible)
+    if html is not None:
+        _write("--out", html, page(view).encode())
+    if trace_file is not None:
+        _write("--trace", trace_file, trace(view))
+    figures = ", ".join(f"{value} {name}" for value, name in view.figures())
+    return f"rollout {view.rollout.rollout_id}: {figures}"
+
+
+def _write(option: str, path: Path, data: bytes) -> None:
+    try:
+        with replacing(path) as partial:
+            partial.write_bytes(data)
+    except OSError as error:
+        raise InvalidField(option, str(path), f"cannot be written: {error.strerror}") from error

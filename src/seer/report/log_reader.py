@@ -1,0 +1,306 @@
+"""From a log's rows to a timeline.
+
+Invariants (tests/unit/test_report_timeline.py, tests/cluster/test_report.py):
+- every chunk that was dispatched is there once, and has one end;
+- a chunk's tokens count exactly if the buffer kept them;
+- rows of a kind that is not known here change nothing; a log that begins in the middle of a life is read
+  from there on: chunks that ran then begin with it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import heapq
+from collections import defaultdict
+
+from seer.common import ids
+from seer.report.timeline import Chunk, End, EngineLife, Response, Rollout, Span, SpanKind, Timeline
+from seer.services.buffer import sleep
+from seer.services.buffer.events import Joined, Left
+from seer.services.buffer.log import rows
+from seer.services.buffer.machine import BufferMachine, Event, Instruction
+from seer.services.buffer.requests import events, instructions
+from seer.services.buffer.requests.state import GroupState
+from seer.services.buffer.weights import events as weight_events
+from seer.services.buffer.weights import instructions as weight_instructions
+
+
+class _Engine:
+    """What the chunks of one engine's name are: which run, and which slots are free."""
+
+    def __init__(self) -> None:
+        self.life: EngineLife | None = None
+        self.running: dict[str, Chunk] = {}
+        self._free: list[int] = []
+        self._slots = 0
+
+    def take_slot(self) -> int:
+        if self._free:
+            return heapq.heappop(self._free)
+        self._slots += 1
+        return self._slots - 1
+
+    def free_slot(self, slot: int) -> None:
+        heapq.heappush(self._free, slot)
+
+
+class LogReader:
+    """Call `begin` with every file's header, `add` with its lines, then `finish`; `timeline` has it all."""
+
+    def __init__(self) -> None:
+        self.timeline = Timeline()
+        self._incarnation: int | None = None
+        self._offset = 0.0
+        self._engines: dict[str, _Engine] = defaultdict(_Engine)
+        self._running: dict[str, Chunk] = {}  # by request id
+        self._responses: dict[str, Response] = {}  # by request id, of the latest use
+        self._rollouts: dict[tuple[str, str, int], Rollout] = {}
+        self._kept: dict[str, events.Kept] = {}  # by group id: what an earlier life of the buffer kept
+        self._updates: dict[tuple[str, int], Span] = {}
+        self._asleep: Span | None = None
+
+    def begin(self, header: rows.Header) -> None:
+        """Go on with another file: a segment of the same life of the buffer, or its next life."""
+        timeline = self.timeline
+        self._offset = header.started - header.clock
+        if self._incarnation is None:
+            timeline.end = header.started
+        elif header.incarnation != self._incarnation:
+            back = max(header.started, timeline.end)
+            lost = len(self._running)
+            text = f"buffer lost; chunks lost: {lost}" if lost else "buffer began anew"
+            timeline.spans.append(Span(SpanKind.NO_BUFFER, timeline.end, back, text, failed=bool(lost)))
+            for request_id in list(self._running):
+                self._close(request_id, End.BUFFER_LOST)
+            for response in self._responses.values():
+                response.generated = 0 if response.finished is None else response.generated
+            self._asleep = None
+            self._updates.clear()
+            timeline.end = back
+        if header.incarnation != self._incarnation:
+            with contextlib.suppress(rows.LogError):  # a state of another version: rows tell enough
+                self._take_over(header.machine())
+        self._incarnation = header.incarnation
+        timeline.version, timeline.policy = header.version, header.policy
+
+    def add(self, line: rows.Line) -> None:
+        """Take a row: what happened, then what the buffer answered."""
+        timeline = self.timeline
+        timeline.end = max(timeline.end, self._offset + line.time)
+        self._happened(line.event)
+        for item in line.out:
+            self._answered(item)
+
+    def finish(self) -> None:
+        """Have what still runs end with the log."""
+        for chunk in self._running.values():
+            chunk.end = self.timeline.end
+        for span in (*self._updates.values(), self._asleep):
+            if span is not None:
+                span.end = self.timeline.end
+
+    # --- rows ------------------------------------------------------------------------------
+
+    def _happened(self, event: Event) -> None:
+        match event:
+            case events.ChunkEnded():
+                self._chunk_ended(event)
+            case events.ChunkRejected(instance, request_id, attempt):
+                if self._current(instance, request_id, attempt) is not None:
+                    self._close(request_id, End.FAILED)
+            case events.GroupsSubmitted():
+                self._submitted(event)
+            case Joined():
+                self._joined(event)
+            case Left(instances, died):
+                for name in instances:
+                    self._left(name, died=died)
+            case weight_events.UpdateAsked(trainer, version, ask=ask):
+                now = self.timeline.end
+                span = Span(SpanKind.WEIGHTS, now, now, f"weights {version}")
+                self._updates[trainer, ask] = span
+                self.timeline.spans.append(span)
+
+    def _answered(self, item: Instruction) -> None:
+        match item:
+            case instructions.Dispatch():
+                self._dispatched(item)
+            case instructions.Drop(instance, request_id, attempt):
+                if self._current(instance, request_id, attempt) is not None:
+                    self._close(request_id, End.DROPPED)
+            case instructions.Restore(group_id):
+                self._restored(group_id)
+            case instructions.Refuse():
+                self._refused(item)
+            case sleep.GiveUp(instance):
+                self._left(instance, died=True)
+            case weight_instructions.Report(trainer, ask=ask):
+                self._updated(trainer, ask, "")
+            case weight_instructions.Fail(trainer, ask=ask, reasons=reasons):
+                self._updated(trainer, ask, "; ".join(filter(None, reasons.values())) or "failed")
+            case sleep.Tell(problem="", asleep=asleep):
+                self._slept(asleep)
+
+    # --- what was before the first row -----------------------------------------------------
+
+    def _take_over(self, machine: BufferMachine) -> None:
+        """Begin with engines and groups that were there before the log; at a life's beginning none is."""
+        for joined in machine.engines.values():
+            self._joined(joined)
+        for group in machine.requests.groups.values():
+            self._take_over_group(machine, group)
+
+    def _take_over_group(self, machine: BufferMachine, group: GroupState) -> None:
+        owner = group.rollout
+        rollout = self._rollout(owner.trainer, owner.rollout_id, owner.use, self._offset + owner.submitted)
+        for index in range(group.size):
+            request_id = ids.request_id(group.group_id, index)
+            response = self._response(rollout, group.prompt_id, index, request_id)
+            response.prompt_len, response.max_tokens = group.prompt_len, group.max_tokens
+            request = group.results[index] if group.done else machine.requests.requests.get(request_id)
+            if request is None:
+                continue  # its group is held
+            response.generated, response.finish = request.view.generated, request.finish
+            response.finished = self.timeline.end if request.finish else None
+            if request.instance:
+                self._began(response, request_id, request.instance, request.attempt, request.blocks)
+
+    # --- requests --------------------------------------------------------------------------
+
+    def _submitted(self, event: events.GroupsSubmitted) -> None:
+        rollout = self._rollout(event.trainer, event.rollout_id, event.use, self.timeline.end)
+        for spec in event.groups:
+            group_id = ids.group_id(event.rollout_id, spec.prompt_id)
+            if spec.kept is not None:
+                self._kept[group_id] = spec.kept
+            for index in range(event.n):
+                response = self._response(rollout, spec.prompt_id, index, ids.request_id(group_id, index))
+                response.prompt_len, response.max_tokens = spec.prompt_len, event.max_tokens
+                if response.finished is None:
+                    response.finish = ""
+
+    def _rollout(self, trainer: str, rollout_id: str, use: int, submitted: float) -> Rollout:
+        known = self._rollouts.get((trainer, rollout_id, use))
+        if known is None:
+            known = Rollout(rollout_id, trainer, use, submitted)
+            self._rollouts[trainer, rollout_id, use] = known
+            self.timeline.rollouts.append(known)
+        return known
+
+    def _response(self, rollout: Rollout, prompt_id: str, index: int, request_id: str) -> Response:
+        known = self._responses.get(request_id)
+        if known is None or known.rollout is not rollout:
+            number = rollout.prompts.setdefault(prompt_id, len(rollout.prompts))
+            known = self._responses[request_id] = Response(rollout, prompt_id, number, index)
+            rollout.responses.append(known)
+        return known
+
+    def _refused(self, item: instructions.Refuse) -> None:
+        for prompt_id in item.prompt_ids:
+            group_id = ids.group_id(item.rollout_id, prompt_id)
+            index = 0
+            while (response := self._responses.get(ids.request_id(group_id, index))) is not None:
+                if response.finished is None and response.rollout.use == item.use:
+                    response.finish = item.code
+                index += 1
+
+    def _restored(self, group_id: str) -> None:
+        """Have responses go on where an earlier life of the buffer had them."""
+        for each in self._kept.pop(group_id).responses:
+            response = self._responses[ids.request_id(group_id, each.index)]
+            response.generated = each.count
+            if each.finish and response.finished is None:
+                response.finish, response.finished = each.finish, self.timeline.end
+
+    def _dispatched(self, item: instructions.Dispatch) -> None:
+        if item.request_id in self._running:  # its engine lost it by a way that no row names
+            self._close(item.request_id, End.ENGINE_LOST)
+        response = self._responses.get(item.request_id) or self._unknown(item.request_id)
+        if response.finish:  # it is generated again: its group was forgotten
+            response.generated, response.finish, response.finished = 0, "", None
+        life = self._engines[item.instance].life
+        context = response.prompt_len + response.generated
+        blocks = life.capacity.blocks_for(context, item.max_new_tokens) if life else 0
+        self._began(response, item.request_id, item.instance, item.attempt, blocks)
+
+    def _began(self, response: Response, request_id: str, name: str, attempt: int, blocks: int) -> None:
+        engine, now = self._engines[name], self.timeline.end
+        context = response.prompt_len + response.generated
+        moved = bool(response.chunks) and response.chunks[-1].engine != name
+        chunk = Chunk(response, name, attempt, engine.take_slot(), now, now, context, blocks, moved)
+        for chunks in (response.chunks, response.rollout.chunks, self.timeline.chunks):
+            chunks.append(chunk)
+        engine.running[request_id] = self._running[request_id] = chunk
+
+    def _unknown(self, request_id: str) -> Response:
+        """Return a response that was submitted before the log begins."""
+        group_id, _, index = request_id.rpartition("#")
+        rollout_id, _, prompt_id = group_id.partition("/")
+        return self._response(
+            self._rollout("", rollout_id, -1, self.timeline.end), prompt_id, int(index), request_id
+        )
+
+    def _current(self, instance: str, request_id: str, attempt: int) -> Chunk | None:
+        chunk = self._running.get(request_id)
+        if chunk is None or (chunk.engine, chunk.attempt) != (instance, attempt):
+            return None
+        return chunk
+
+    def _chunk_ended(self, event: events.ChunkEnded) -> None:
+        chunk = self._current(event.instance, event.request_id, event.attempt)
+        if chunk is None:
+            return
+        response = chunk.response
+        most = response.max_tokens
+        if event.count <= 0 or (most and response.generated + event.count > most):
+            self._close(event.request_id, End.FAILED)
+            return
+        self._close(event.request_id, End.KEPT)
+        chunk.tokens, chunk.preemptions = event.count, event.preemptions
+        response.generated += event.count
+        response.finish = event.finish or ("length" if most and response.generated == most else "")
+        if response.finish:
+            response.finished = self.timeline.end
+
+    def _close(self, request_id: str, how: End) -> None:
+        chunk = self._running.pop(request_id)
+        chunk.end, chunk.how = self.timeline.end, how
+        engine = self._engines[chunk.engine]
+        del engine.running[request_id]
+        engine.free_slot(chunk.slot)
+
+    # --- engines ---------------------------------------------------------------------------
+
+    def _joined(self, event: Joined) -> None:
+        engine = self._engines[event.instance]
+        known = engine.life
+        if known is not None and known.life == event.life:
+            for request_id in list(engine.running):  # it lost what it ran, and lives
+                self._close(request_id, End.ENGINE_LOST)
+            return
+        self._left(event.instance, died=True)
+        engine.life = EngineLife(event.instance, event.life, event.capacity, self.timeline.end)
+        self.timeline.lives.append(engine.life)
+
+    def _left(self, name: str, *, died: bool) -> None:
+        engine = self._engines[name]
+        life, lost = engine.life, list(engine.running)
+        for request_id in lost:
+            self._close(request_id, End.ENGINE_LOST)
+        if life is not None:
+            life.left, life.died, life.chunks_lost = self.timeline.end, died, len(lost)
+            engine.life = None
+
+    def _updated(self, trainer: str, ask: int, problem: str) -> None:
+        span = self._updates.pop((trainer, ask), None)
+        if span is not None:
+            span.end, span.failed = self.timeline.end, bool(problem)
+            span.text += f" failed: {problem}" if problem else ""
+
+    def _slept(self, asleep: bool) -> None:
+        now = self.timeline.end
+        if asleep and self._asleep is None:
+            self._asleep = Span(SpanKind.SLEEP, now, now, "engines asleep")
+            self.timeline.spans.append(self._asleep)
+        elif not asleep and self._asleep is not None:
+            self._asleep.end, self._asleep = now, None

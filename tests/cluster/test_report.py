@@ -1,0 +1,167 @@
+"""The report of a rollout counts what the run itself counts, whatever dies meanwhile."""
+
+import asyncio
+import time
+import types
+import xml.etree.ElementTree as ET
+
+import msgspec
+import pytest
+from cluster_harness import PROMPTS, folder, running
+from virtual_time import eventually, virtual
+
+from seer.client import SamplingParams
+from seer.common.config import BufferConfig
+from seer.report.command import write_reports
+from seer.report.log_files import read_timeline
+from seer.report.tail import tail_seconds
+from seer.report.timeline import End, SpanKind
+from seer.report.view import RolloutView, choose_rollout, lay_out
+from seer.services.buffer import server as buffer_server
+
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+def settings(tmp_path, **options):
+    return BufferConfig(policy="seer", chunk_size=8, log=str(tmp_path / "log"), **options)
+
+
+async def submit(client, rollout_id, number=0):
+    sampling = SamplingParams(max_tokens=60)
+    return await client.submit(PROMPTS, n=2, sampling=sampling, rollout_number=number, rollout_id=rollout_id)
+
+
+@virtual
+async def test_an_engine_that_died_is_in_the_report_and_the_counts_are_the_runs_own(tmp_path):
+    async with running(engines=2, buffer=settings(tmp_path)) as cluster, cluster.client() as client:
+        rollout = await submit(client, "<r&1>")
+        machine = cluster.services["buffer"].machine
+        work = asyncio.create_task(rollout.result())
+        await eventually(lambda: machine.counters["chunks"] > 40)
+        await cluster.kill("e0")
+        await asyncio.sleep(0.05)
+        await cluster.start("e0")
+        groups = await work
+        counters = dict(machine.counters)
+    timeline = read_timeline(tmp_path / "log")
+    view = RolloutView(timeline, choose_rollout(timeline))
+    chunks = view.rollout.chunks
+    assert len(chunks) == counters["chunks"] == sum(group.chunks for group in groups)
+    assert sum(chunk.tokens for chunk in chunks) == counters["tokens"]
+    assert sum(chunk.moved for chunk in chunks) == counters["migrations"] == sum(g.migrations for g in groups)
+    lost = [chunk for chunk in chunks if chunk.how is End.ENGINE_LOST]
+    assert len(lost) == counters["lost"] > 0
+    assert {chunk.engine for chunk in lost} == {"e0"}
+    (life,) = view.lost_lives
+    assert (life.name, life.died, life.chunks_lost) == ("e0", True, len(lost))
+    assert all(chunk.end == life.left for chunk in lost)
+    lengths = {
+        f"{g.prompt_id}#{r.index}": (r.token_ids.size, r.finish_reason) for g in groups for r in g.responses
+    }
+    assert {each.name: (each.generated, each.finish) for each in view.rollout.responses} == lengths
+    assert view.end - view.tail_start == pytest.approx(tail_seconds(rollout.finish_times), abs=0.01)
+    check_page(tmp_path, view)
+    check_trace(tmp_path, view)
+
+
+def check_page(tmp_path, view):
+    """The page is well-formed, has neither script nor address, and draws every chunk once."""
+    at = tmp_path / "report.html"
+    write_reports(tmp_path / "log", html=at)
+    text = at.read_text()
+    assert "&lt;r&amp;1&gt;" in text
+    assert text.count("://") == text.count("http://www.w3.org/")
+    page = ET.fromstring(text)
+    assert not [each.tag for each in page.iter() if each.tag.endswith(("script", "link", "image"))]
+    titles = [each.text or "" for each in page.iter(f"{SVG}title")]
+    bars = lay_out(view).bars
+    assert sum(len(each) for each in bars.values()) == len(view.rollout.chunks)
+    shown = [title for title in titles if " on e" in title]
+    assert len(shown) == len(view.rollout.chunks) + sum(len(each.chunks) for each in view.tail)
+    assert sum("died" in title for title in titles) == 1
+    write_reports(tmp_path / "log", html=at)
+    assert at.read_text() == text
+    for name, rows in bars.items():
+        for one in rows:
+            assert not [
+                bar for bar in rows
+                if bar.row == one.row and bar.chunk.start < one.chunk.end and one.chunk.start < bar.chunk.end
+                and bar is not one
+            ], name  # fmt: skip
+
+
+def check_trace(tmp_path, view):
+    """A slice a chunk; of each arrow, both ends, in slices of other engines, the later one later."""
+    at = tmp_path / "trace.json"
+    write_reports(tmp_path / "log", html=None, trace_file=at)
+    events = msgspec.json.decode(at.read_bytes())["traceEvents"]
+    names = {each["pid"]: each["args"]["name"] for each in events if each["ph"] == "M"}
+    assert set(names.values()) == {"e0", "e1"}
+    slices = [each for each in events if each["ph"] == "X"]
+    assert len(slices) == len(view.rollout.chunks)
+    assert all(each["dur"] >= 0 and each["ts"] >= 0 and each["tid"] >= 1 for each in slices)
+    starts = {each["id"]: each for each in events if each["ph"] == "s"}
+    ends = {each["id"]: each for each in events if each["ph"] == "f"}
+    assert starts.keys() == ends.keys()
+    assert len(starts) == sum(chunk.moved for chunk in view.rollout.chunks)
+    for number, start in starts.items():
+        end = ends[number]
+        assert start["pid"] != end["pid"]
+        assert start["ts"] <= end["ts"]
+        for each in (start, end):
+            assert any(
+                (other["pid"], other["tid"]) == (each["pid"], each["tid"])
+                and other["ts"] <= each["ts"] <= other["ts"] + other["dur"]
+                for other in slices
+            )
+    assert [each["name"] for each in events if each["ph"] == "i"] == [
+        f"lost; chunks lost: {view.lost_lives[0].chunks_lost}"
+    ]
+
+
+@pytest.mark.parametrize("keep", [False, True])
+@virtual
+async def test_several_rollouts_an_update_sleep_and_a_lost_buffer(tmp_path, monkeypatch, keep):
+    loop = asyncio.get_running_loop()
+    clock = types.SimpleNamespace(time=lambda: 1e9 + loop.time())  # virtual, as all other times here
+    monkeypatch.setattr(buffer_server, "time", clock)
+    assert time.time is not clock.time
+    log = settings(tmp_path, keep_chunks=keep)
+    async with running(engines=2, buffer=log) as cluster, cluster.client() as client:
+        await (await submit(client, "r0")).result()
+        await client.update_weights(1, folder(tmp_path / "w1", 1.0))
+        await client.sleep(30)
+        await client.wake(30)
+        first = cluster.services["buffer"].machine
+        before = first.counters["chunks"]
+        rollout = await submit(client, "r1", 1)
+        work = asyncio.create_task(rollout.result())
+        await eventually(lambda: first.counters["chunks"] > before + 20)
+        await cluster.kill("buffer")
+        await asyncio.sleep(1.0)
+        await cluster.start("buffer")
+        groups = await work
+        counters = cluster.services["buffer"].machine.counters
+    timeline = read_timeline(tmp_path / "log")
+    assert [(each.rollout_id, len(each.responses)) for each in timeline.rollouts] == [("r0", 16), ("r1", 16)]
+    assert [each.kind for each in timeline.spans] == [SpanKind.WEIGHTS, SpanKind.SLEEP, SpanKind.NO_BUFFER]
+    assert len(timeline.chunks) == first.counters["chunks"] + counters["chunks"]
+    assert all(chunk.end >= chunk.start for chunk in timeline.chunks)
+    assert {chunk.how for chunk in timeline.chunks} == {End.KEPT, End.BUFFER_LOST}
+    view = RolloutView(timeline, choose_rollout(timeline, "r1"))
+    tokens = sum(response.token_ids.size for group in groups for response in group.responses)
+    assert sum(response.generated for response in view.rollout.responses) == tokens
+    figures = {name: value for value, name in view.figures()}
+    again = int(figures["tokens computed again"].replace(",", ""))
+    assert sum(chunk.tokens for chunk in view.rollout.chunks) == tokens + again
+    assert (again == 0) == keep == (counters["restored"] > 0)
+    (span,) = view.spans
+    assert 1.0 <= span.end - span.start < 3.0
+    assert RolloutView(timeline, choose_rollout(timeline, "r0")).spans == []
+    ET.fromstring(page_of(tmp_path, "r0"))
+    assert "buffer lost; chunks lost:" in page_of(tmp_path, "r1")
+
+
+def page_of(tmp_path, rollout_id):
+    write_reports(tmp_path / "log", html=tmp_path / "r.html", rollout_id=rollout_id)
+    return (tmp_path / "r.html").read_text()

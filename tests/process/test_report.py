@@ -1,0 +1,71 @@
+"""`seer rollout --report-html`: written at the end, and when the run is told to stop."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import xml.etree.ElementTree as ET
+from pathlib import Path
+
+import pytest
+
+SLOW = ("--set", "engine.replay_step_seconds=0.1", "--chunk-size", "16", "--max-tokens", "200")
+
+
+def command(folder: Path, *options: str) -> list[str]:
+    lines = [json.dumps({"id": f"p{i}", "prompt_token_ids": [i + 1]}) for i in range(6)]
+    (folder / "prompts.jsonl").write_text("\n".join(lines))
+    files = ["--out", str(folder / "out.jsonl"), "--report-html", str(folder / "r.html")]
+    seer = [sys.executable, "-m", "seer.cli.main", "rollout", str(folder / "prompts.jsonl")]
+    return [*seer, *files, "--backend", "replay", "-n", "4", *options]
+
+
+@pytest.fixture
+def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A place for temporary files that must end up empty."""
+    (tmp_path / "t").mkdir()
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "t"))
+    return tmp_path / "t"
+
+
+def test_a_rollout_draws_itself(tmp_path: Path, temporary: Path) -> None:
+    report = tmp_path / "report.json"
+    done = subprocess.run(
+        command(tmp_path, "--report", str(report)), capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    figures = json.loads(report.read_text())
+    texts = [element.text for element in ET.parse(tmp_path / "r.html").iter() if element.text]
+    for name, value in (("responses", 24), ("tokens", figures["tokens"]), ("chunks", figures["chunks"])):
+        assert texts[texts.index(name) - 1] == f"{value:,}"
+    assert list(temporary.iterdir()) == []
+
+
+def test_one_that_is_told_to_stop_draws_what_it_did(tmp_path: Path, temporary: Path) -> None:
+    with subprocess.Popen(command(tmp_path, *SLOW), stderr=subprocess.PIPE, text=True) as run:
+        assert run.stderr is not None
+        for line in run.stderr:
+            if line.rstrip().endswith("running"):  # the first plain line of progress
+                break
+        run.send_signal(signal.SIGTERM)
+        said = run.stderr.read()
+        assert run.wait(60) == 143, said
+    texts = [element.text for element in ET.parse(tmp_path / "r.html").iter() if element.text]
+    assert any(text.endswith("running when the log ended") or " of 24" in text for text in texts)
+    assert not (tmp_path / "out.jsonl").exists()
+    assert list(temporary.iterdir()) == []
+
+
+def test_with_a_running_system_it_is_refused(tmp_path: Path) -> None:
+    done = subprocess.run(
+        command(tmp_path, "--connect", "ipc:///nowhere"),
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert "--report-html = " in done.stderr
+    assert "`seer report` draws it" in done.stderr
