@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import time
 from collections import Counter
 from typing import Any
 
@@ -81,12 +80,11 @@ class BufferServer:
             limits=limits,
             update_seconds=settings.update_seconds,
             attempt=self.me.incarnation,
-            started=time.time(),
             clock=clock.now(),
         )
         machines = header.machine()
         self.machine, self.weights, self._sleep = machines.requests, machines.weights, machines.sleep
-        self._rows = LogWriter(settings.log, header)
+        self._rows = LogWriter(settings.log, header, machines)
         self.store = Store()
         # Bounded by open work, as the outboxes are: a request has one chunk out, a group one result, and
         # ticks add only to idle ones.
@@ -153,6 +151,9 @@ class BufferServer:
         """Serve until drained."""
         try:
             await self._serve()
+        except Exception:
+            self._rows.dump()
+            raise
         finally:
             self._rows.close()
 

@@ -7,7 +7,8 @@ from cluster_harness import folder, roll, running
 from virtual_time import eventually, virtual
 
 from seer.common.config import BufferConfig
-from seer.services.buffer.log.rows import LogError, read, replay
+from seer.services.buffer.log.replay import replay
+from seer.services.buffer.log.rows import LogError, read
 from seer.services.buffer.requests.instructions import Dispatch
 
 

@@ -1,0 +1,48 @@
+"""Runs logs through the machines again, bit for bit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+from seer.services.buffer.log.rows import Header, Line, LogError, read, unsaid
+from seer.services.buffer.log.snapshot import parse, snapshot
+from seer.services.buffer.machine import BufferMachine
+
+
+def replay(header: Header, lines: Iterable[Line]) -> BufferMachine:
+    """Run one file's lines through the machines. Raises `LogError` at the first answer that is another."""
+    machine = header.machine()
+    for _ in replayed(machine, lines):
+        pass
+    return machine
+
+
+def replayed(machine: BufferMachine, lines: Iterable[Line]) -> Iterator[Line]:
+    """Run lines through machines and yield each; raise `LogError` at the first that is answered otherwise."""
+    for number, each in enumerate(lines, 2):
+        answer = unsaid(machine.apply(each.event, each.time))
+        if answer != each.out:
+            raise LogError(f"line {number}: {each.event} is answered by {answer}, the log has {each.out}")
+        yield each
+
+
+def replay_life(paths: Sequence[Path]) -> Iterator[tuple[Header, Line]]:
+    """Run the segments of one life, in their order, and yield the lines with their segment's header.
+
+    Raises `LogError`, which names the file, for one that cannot be read, an answer that is another, or a
+    segment that begins in another state than that in which the one before it ends.
+    """
+    machine: BufferMachine | None = None
+    number = -1
+    for path in paths:
+        header, lines = read(path)
+        try:
+            before = machine if header.number == number + 1 else None
+            if before is not None and parse(snapshot(before)) != parse(header.state):
+                raise LogError("line 1: the segment before ends in another state")
+            machine, number = header.machine(), header.number
+            for line in replayed(machine, lines):
+                yield header, line
+        except LogError as error:
+            raise LogError(f"{path.name}: {error}") from None
