@@ -1,5 +1,6 @@
 """Lives of the buffer's machines, with their log."""
 
+from seer import __version__
 from seer.common.policy.length import Estimate
 from seer.common.types import Capacity
 from seer.services.buffer.events import Joined, Tick
@@ -16,7 +17,11 @@ class Life:
 
     def __init__(self, folder, incarnation=1):
         header = Header(
-            incarnation=incarnation, policy="seer", limits=Limits(chunk_size=8), update_seconds=60.0
+            version=__version__,
+            incarnation=incarnation,
+            policy="seer",
+            limits=Limits(chunk_size=8),
+            update_seconds=60.0,
         )
         self.machine = header.machine()
         self.log = LogWriter(str(folder) if folder else "", header, self.machine)

@@ -20,7 +20,7 @@ from seer import __version__
 from seer.common import ids, wire
 from seer.common.clock import Clock
 from seer.common.config import Config, shared_hash
-from seer.common.errors import ConfigError, InvalidField, NotLoaded, RequestRefused
+from seer.common.errors import ConfigError, InvalidField, NotLoaded, RequestRefused, SeerError
 from seer.common.net.channel import MAX_PEERS, Hub, Identity
 from seer.common.net.outbox import Outbox
 from seer.common.net.stream import QUEUE_PAGES, StreamPublisher, StreamSubscriber
@@ -151,8 +151,9 @@ class BufferServer:
         """Serve until drained."""
         try:
             await self._serve()
-        except Exception:
-            self._rows.dump()
+        except ExceptionGroup as group:
+            if group.split(SeerError)[1] is not None:  # else it is an expected end, and no crash
+                self._rows.dump()
             raise
         finally:
             self._rows.close()

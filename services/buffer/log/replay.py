@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import zip_longest
 from pathlib import Path
 
 from seer.services.buffer.log.rows import Header, Line, LogError, read, unsaid
 from seer.services.buffer.log.snapshot import parse, snapshot
 from seer.services.buffer.machine import BufferMachine
+
+MOST = 400
+"""Characters of an event or instruction that an error shows: they may have thousands of prompts."""
 
 
 def replay(header: Header, lines: Iterable[Line]) -> BufferMachine:
@@ -21,10 +25,20 @@ def replay(header: Header, lines: Iterable[Line]) -> BufferMachine:
 def replayed(machine: BufferMachine, lines: Iterable[Line]) -> Iterator[Line]:
     """Run lines through machines and yield each; raise `LogError` at the first that is answered otherwise."""
     for number, each in enumerate(lines, 2):
-        answer = unsaid(machine.apply(each.event, each.time))
-        if answer != each.out:
-            raise LogError(f"line {number}: {each.event} is answered by {answer}, the log has {each.out}")
+        try:
+            answer = unsaid(machine.apply(each.event, each.time))
+        except Exception as error:
+            raise LogError(f"line {number}: {_short(each.event)} fails: {error!r}") from error
+        for new, logged in zip_longest(answer, each.out):
+            if new != logged:
+                what = f"answered by {_short(new)}, in the log by {_short(logged)}"
+                raise LogError(f"line {number}: {_short(each.event)} is {what}")
         yield each
+
+
+def _short(item: object) -> str:
+    text = repr(item) if item is not None else "nothing"
+    return text if len(text) <= MOST else f"{text[:MOST]}..."
 
 
 def replay_life(paths: Sequence[Path]) -> Iterator[tuple[Header, Line]]:

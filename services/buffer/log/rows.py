@@ -134,7 +134,9 @@ def read(path: Path) -> tuple[Header, Iterator[Line]]:
     except msgspec.MsgspecError as error:
         raise LogError(f"{path}: is no log of a buffer: {error}") from None
     if header.format != FORMAT:
-        raise LogError(f"{path}: has format {header.format}, this version reads {FORMAT}")
+        raise LogError(
+            f"{path}: has format {header.format} of version {header.version or '?'}, this one reads {FORMAT}"
+        )
     return header, (_decoded(path, number, each) for number, each in enumerate(lines, 2))
 
 

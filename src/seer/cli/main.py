@@ -298,6 +298,18 @@ def status(connect: str, as_json: bool) -> None:
     sys.exit(show(connect, as_json))
 
 
+@main.command()
+@click.argument("log", type=click.Path(path_type=Path, exists=True))
+def replay(log: Path) -> None:
+    """Run the log of a buffer through its machines again: a file, or a folder of them.
+
+    Exits with 1 at the first row that they answer otherwise. docs/log.md says where logs are.
+    """
+    from seer.cli.replay import run
+
+    sys.exit(run(log))
+
+
 def _names(context: click.Context, option: click.Parameter, text: str) -> tuple[str, ...]:
     return tuple(name.strip() for name in text.split(",") if name.strip())
 
