@@ -77,8 +77,8 @@ class BufferConfig(_Section, frozen=True):
     update_seconds: float = 3600.0
     """Deadline of each phase of a weight update: checking, finishing what runs, loading."""
     log: str = ""
-    """Folder for the log of what happened and was decided, a file per life; default: none is kept."""
-
+    """Folder for the log of what happened and was decided, at most 1 GiB. `seer up` and `seer rollout` have one
+    of their own; default elsewhere: the last minutes are in memory, and a crash writes them to /tmp."""
     spool: str = ""
     """Weights that trainers stream lie in a folder `seer-spool` in here, of their size twice; default: a
     temporary one."""

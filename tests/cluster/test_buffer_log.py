@@ -104,7 +104,7 @@ def test_what_a_buffer_crashes_at_can_be_replayed(tmp_path, monkeypatch, logged)
     crash(tmp_path / "seer-crash-log" if logged else "")
     [folder] = tmp_path.glob("seer-crash-*")
     [paths] = lives(folder)
-    with pytest.raises(LogError, match=r"line \d+: ChunkEnded.* fails: KeyError\('a bug'\)"):
+    with pytest.raises(LogError, match=r"line \d+: ChunkEnded.* fails at .*\(faulty\): KeyError\('a bug'\)"):
         list(replay_life(paths))
     monkeypatch.undo()
     with pytest.raises(LogError, match=r"line \d+: ChunkEnded.* is answered by .*, in the log by nothing"):

@@ -113,3 +113,5 @@ def test_a_full_disk_ends_the_log_alone(tmp_path, small, monkeypatch, at):
         life.log.close()
     assert [entry["event"] for entry in logged] == ["the log ends here: it cannot be written"]
     assert life.machine.requests.counters["tokens"] > 0
+    for paths in segments.lives(tmp_path):
+        assert list(replay_life(paths))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import zip_longest
 from pathlib import Path
@@ -28,7 +29,9 @@ def replayed(machine: BufferMachine, lines: Iterable[Line]) -> Iterator[Line]:
         try:
             answer = unsaid(machine.apply(each.event, each.time))
         except Exception as error:
-            raise LogError(f"line {number}: {_short(each.event)} fails: {error!r}") from error
+            at = traceback.extract_tb(error.__traceback__)[-1]
+            where = f"{at.filename}:{at.lineno} ({at.name})"
+            raise LogError(f"line {number}: {_short(each.event)} fails at {where}: {error!r}") from error
         for new, logged in zip_longest(answer, each.out):
             if new != logged:
                 what = f"answered by {_short(new)}, in the log by {_short(logged)}"

@@ -10,10 +10,11 @@ Invariants (tests/unit/test_log_segments.py):
 from __future__ import annotations
 
 import fcntl
+import os
 import re
 from itertools import islice
 from pathlib import Path
-from typing import NamedTuple
+from typing import BinaryIO, NamedTuple
 
 import msgspec
 
@@ -63,13 +64,14 @@ def submitted(path: Path) -> list[Use]:
     return list(uses)
 
 
-def lock(file: int) -> bool:
-    """Take the lock that says that a segment is being written; say whether it was free."""
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
+def create(path: Path) -> BinaryIO:
+    """Begin a segment, with the lock that says that it is being written. Raises `OSError`."""
+    while True:
+        file = path.open("xb", buffering=0)
+        fcntl.flock(file, fcntl.LOCK_EX)  # one who deletes old segments may have it for a moment
+        if os.fstat(file.fileno()).st_nlink:
+            return file
+        file.close()
 
 
 class _Head(msgspec.Struct):
@@ -145,7 +147,9 @@ class Keeper:
 def _deleted(path: Path) -> bool:
     """Delete a segment unless it is being written; say whether it is gone."""
     with path.open("rb") as file:
-        if lock(file.fileno()):
-            path.unlink()
-            return True
-    return False
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        path.unlink()
+        return True

@@ -77,9 +77,13 @@ class Folder:
     def begin(self, name: str, text: bytes) -> None:
         """Begin a segment, and delete those that nobody needs any more."""
         self.close()
-        self._file = (self._path / name).open("xb", buffering=0)
-        segments.lock(self._file.fileno())
-        self.append(text)
+        path = self._path / name
+        self._file = segments.create(path)
+        try:
+            self.append(text)
+        except OSError:
+            path.unlink()  # half a first line is no log
+            raise
         self._keeper.trim()
 
     def append(self, text: bytes | bytearray) -> None:
