@@ -12,6 +12,7 @@ who goes next follows from the requests and their estimates, as policies are pur
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from operator import attrgetter
 from typing import Any
 
@@ -30,9 +31,12 @@ from seer.services.buffer.sleep import SleepMachine
 from seer.services.buffer.weights.machine import WeightsMachine
 
 
-class RequestFields(msgspec.Struct, array_like=True):
-    """A `RequestState` without its group."""
+class Response(msgspec.Struct, array_like=True):
+    """A `RequestState` and its view, without what is their group's."""
 
+    generated: int
+    queued: int
+    last_instance: str
     attempt: int
     instance: str
     blocks: int
@@ -44,12 +48,8 @@ class RequestFields(msgspec.Struct, array_like=True):
     parked_since: float | None
 
 
-class ViewFields(msgspec.Struct, array_like=True):
-    """What the `RequestView` of a response has beside what is its group's."""
-
-    generated: int
-    queued: int
-    last_instance: str
+VIEW = ("generated", "queued", "last_instance")
+"""The fields of a `Response` that are its view's."""
 
 
 class GroupFields(msgspec.Struct, array_like=True):
@@ -79,7 +79,7 @@ class Group(msgspec.Struct, array_like=True):
     fields: GroupFields
     rollout_id: str
     number: int
-    responses: list[tuple[ViewFields, RequestFields]]
+    responses: list[Response]
 
 
 class RolloutFields(msgspec.Struct, array_like=True):
@@ -156,12 +156,14 @@ _encoder = msgspec.json.Encoder()
 _decoder = msgspec.json.Decoder(State)
 
 
-def _getter(kind: type[msgspec.Struct]) -> attrgetter[tuple[Any, ...]]:
-    return attrgetter(*kind.__struct_fields__)
+def _getter(kind: type[msgspec.Struct], *of_view: str) -> attrgetter[Any]:
+    """Return what makes a tuple of an object's fields for a row: it is encoded as the row would be."""
+    return attrgetter(*(f"view.{name}" if name in of_view else name for name in kind.__struct_fields__))
 
 
-_request, _view = _getter(RequestFields), _getter(ViewFields)
-_group, _rollout = _getter(GroupFields), _getter(RolloutFields)
+_response: Callable[[RequestState], Response] = _getter(Response, *VIEW)
+_group: Callable[[GroupState], GroupFields] = _getter(GroupFields)
+_rollout: Callable[[RolloutState], RolloutFields] = _getter(RolloutFields)
 _registry, _machine = _getter(RegistryFields), _getter(MachineFields)
 
 
@@ -172,7 +174,7 @@ def snapshot(machine: BufferMachine) -> bytes:
         machine=MachineFields(*_machine(requests)),
         registry=RegistryFields(*_registry(registry)),
         partial=list(registry._partial.items()),
-        rollouts=[RolloutFields(*_rollout(each)) for each in registry.rollouts.values()],
+        rollouts=[_rollout(each) for each in registry.rollouts.values()],
         groups=[_group_of(requests, each) for each in registry.groups.values()],
         finished=list(registry.finished),
         queue=list(requests.queue),
@@ -189,12 +191,8 @@ def _group_of(machine: RequestMachine, group: GroupState) -> Group:
     if not group.done and group.held_since is None:
         found = machine.requests
         responses = [found[ids.request_id(group.group_id, index)] for index in range(group.size)]
-    return Group(
-        GroupFields(*_group(group)),
-        group.rollout.rollout_id,
-        responses[0].view.group_number if responses else -1,
-        [(ViewFields(*_view(each.view)), RequestFields(*_request(each))) for each in responses],
-    )
+    number = responses[0].view.group_number if responses else -1
+    return Group(_group(group), group.rollout.rollout_id, number, [_response(each) for each in responses])
 
 
 def parse(data: bytes | msgspec.Raw) -> State:
@@ -248,23 +246,14 @@ def _fill_groups(machine: RequestMachine, state: State) -> None:
 
 
 def _responses(row: Group, group: GroupState) -> list[RequestState]:
-    return [
-        RequestState(
-            RequestView(
-                ids.request_id(group.group_id, index),
-                row.number,
-                index,
-                group.prompt_len,
-                group.max_tokens,
-                view.generated,
-                view.queued,
-                view.last_instance,
-            ),
-            group,
-            **msgspec.structs.asdict(request),
-        )
-        for index, (view, request) in enumerate(row.responses)
-    ]
+    responses = []
+    for index, each in enumerate(row.responses):
+        values = msgspec.structs.asdict(each)
+        request_id = ids.request_id(group.group_id, index)
+        own = {name: values.pop(name) for name in VIEW}
+        view = RequestView(request_id, row.number, index, group.prompt_len, group.max_tokens, **own)
+        responses.append(RequestState(view, group, **values))
+    return responses
 
 
 def _values(row: RolloutFields | GroupFields) -> dict[str, Any]:
