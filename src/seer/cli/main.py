@@ -337,6 +337,9 @@ def _names(context: click.Context, option: click.Parameter, text: str) -> tuple[
 )  # fmt: skip
 @click.option("--workers", type=_POSITIVE, help="Processes to simulate with.  [default: one per CPU]")
 @click.option("--json", "json_file", type=_FILE, help="Write everything found.")
+@click.option(
+    "--log", type=_FILE, help="Simulate one rollout, with the first policy, and write a buffer's log of it."
+)
 @click.option("--plot", type=_FOLDER, help="Draw into this folder; needs the extra `plot`.")
 def sim(**options: object) -> None:
     """Compare scheduling policies on simulated clusters, beside what the paper measured on real ones.

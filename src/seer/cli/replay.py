@@ -34,8 +34,8 @@ def _replay(paths: Sequence[Path]) -> int:
         print(printable(str(error)))
         return 1
     began = datetime.fromtimestamp(header.started, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
-    by = f"the simulator ({header.engine})" if header.engine else f"version {header.version}"
-    print(printable(f"life {header.incarnation:016x}: {began}, by {by}, policy {header.policy}"))
+    what = f"simulated {header.engine}" if header.engine else f"life {header.incarnation:016x}: {began}"
+    print(printable(f"{what}, by version {header.version}, policy {header.policy}"))
     try:
         told = _told(header, paths)
     except LogError as error:
