@@ -77,10 +77,13 @@ class BufferConfig(_Section, frozen=True):
     update_seconds: float = 3600.0
     """Deadline of each phase of a weight update: checking, finishing what runs, loading."""
     log: str = ""
-    """Folder for the log of what happened and was decided, a file per life; default: none is kept."""
+    """Folder for the log of what happened and was decided, at most 1 GiB: docs/log.md.
+
+    Default: one of the run's own in `seer up` and `seer rollout`; else the last minutes are in memory, and a
+    crash writes them to the temporary folder.
+    """
     keep_chunks: bool = False
     """Keep responses in that folder, 8 bytes a token: after it was killed, the buffer goes on from them."""
-
     spool: str = ""
     """Weights that trainers stream lie in a folder `seer-spool` in here, of their size twice; default: a
     temporary one."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 
@@ -61,8 +61,14 @@ class Outcome:
     prediction: dict[str, float] = field(default_factory=dict)
 
 
+Record = Callable[[float, events.Event, Sequence[instructions.Instruction]], None]
+
+
 class Cluster:
-    """See the module's docstring; `run` once. `every`: seconds between samples, 0: none, nor spans."""
+    """See the module's docstring; `run` once. `every`: seconds between samples, 0: none, nor spans.
+
+    `record`, if set, is told of each event, when it was, and what the buffer's machine answered.
+    """
 
     def __init__(
         self,
@@ -74,6 +80,7 @@ class Cluster:
         every: float = 0.0,
     ) -> None:
         self.load, self.every = load, every
+        self.record: Record | None = None
         self.lengths = {f"r/{g}#{i}": n for g, group in enumerate(lengths) for i, n in enumerate(group)}
         self._sizes = [len(group) for group in lengths]
         self.buffer = RequestMachine(
@@ -132,7 +139,10 @@ class Cluster:
     # --- what the machines ask for -----------------------------------------------------------
 
     def _tell(self, event: events.Event) -> None:
-        for item in self.buffer.apply(event, self.now):
+        answered = self.buffer.apply(event, self.now)
+        if self.record is not None:
+            self.record(self.now, event, answered)
+        for item in answered:
             match item:
                 case instructions.Dispatch():
                     self._dispatch(item)

@@ -15,12 +15,16 @@ import statistics
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
-from typing import Protocol
+from typing import BinaryIO, Protocol
 
 import msgspec
 
+from seer import __version__
 from seer.common.errors import InvalidField, SeerError
 from seer.common.policy.schedule import POLICIES, oracle
+from seer.services.buffer.log import rows
+from seer.services.buffer.requests.events import Event
+from seer.services.buffer.requests.instructions import Instruction
 from seer.sim.bound import of_rollout
 from seer.sim.cluster import Cluster, Outcome
 from seer.sim.workload import Workload
@@ -115,8 +119,8 @@ class Summary(msgspec.Struct, kw_only=True):
     error: float
 
 
-def perform(task: Task) -> Run:
-    """Simulate one rollout."""
+def perform(task: Task, log: BinaryIO | None = None) -> Run:
+    """Simulate one rollout; what its buffer is told and answers is written to `log`, as a real one's is."""
     load, variant = task.load, task.variant
     lengths = load.draw(task.seed)
     bound = of_rollout(load, lengths, variant.drafts).seconds(load.instances)
@@ -125,6 +129,8 @@ def perform(task: Task) -> Run:
     every = bound / 200 if task.traced else 0.0
     cluster = Cluster(load, policy, lengths, task.chunk_size, variant.drafts, every)
     known |= cluster.lengths
+    if log is not None:
+        _log(cluster, log)
     outcome = cluster.run()
     ends = [0.0, *outcome.finished]
     pulled = outcome.counts["pulled_tokens"] * load.model.kv_bytes
@@ -140,6 +146,22 @@ def perform(task: Task) -> Run:
         curve=[ends[part * (len(ends) - 1) // CURVE] for part in range(CURVE + 1)],
         trace=outcome if task.traced else None,
     )
+
+
+def _log(cluster: Cluster, file: BinaryIO) -> None:
+    header = rows.Header(
+        version=__version__,
+        policy=cluster.buffer.policy.name,
+        limits=cluster.buffer.limits,
+        update_seconds=0.0,
+        engine=cluster.load.name,
+    )
+    file.write(rows.header_line(header))
+
+    def record(now: float, event: Event, answered: Sequence[Instruction]) -> None:
+        file.write(rows.line(now, event, answered))
+
+    cluster.record = record
 
 
 def run_all(tasks: Sequence[Task], workers: int, told: Callable[[Run], None]) -> list[Run]:

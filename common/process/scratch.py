@@ -89,6 +89,12 @@ def private_temporary_folder() -> Iterator[None]:
         scratch.close()
 
 
+def lasting_temporary_folder() -> Path:
+    """Return the temporary folder whose files outlive this process; a `private_temporary_folder`'s do not."""
+    folder = Path(tempfile.gettempdir())
+    return folder.parent if (folder / _MARK).exists() else folder
+
+
 def sweep(parent: str | Path | None = None) -> list[Path]:
     """Remove what killed processes left in `parent` (default: the temporary folder); return what is gone."""
     swept = []

@@ -164,8 +164,11 @@ class Conductor:
         """Apply an event, with the arrays that it is about."""
         live = self._live()  # what a chunk that ends now was made by
         now = self._clock.now()
-        out = self._machine.apply(event, now)
-        self._record(now, event, out)
+        out: Sequence[Instruction] = ()
+        try:
+            out = self._machine.apply(event, now)
+        finally:
+            self._record(now, event, out)  # also what the machines fail at: so does then a replay
         for item in out:
             match item:
                 case instructions.Keep() if isinstance(news, Ended):

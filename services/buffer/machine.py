@@ -47,7 +47,7 @@ class BufferMachine:
     def __init__(self, requests: RequestMachine, weights: WeightsMachine, sleep: SleepMachine) -> None:
         self.requests, self.weights, self.sleep = requests, weights, sleep
         self.engines: dict[str, Joined] = {}
-        self._idle = True
+        self._idle = not requests.requests
         self._stirred = False
         self._seen = self._facts()
 

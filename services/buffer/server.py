@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,7 @@ from seer import __version__
 from seer.common import ids, wire
 from seer.common.clock import Clock
 from seer.common.config import Config, shared_hash
-from seer.common.errors import ConfigError, InvalidField, NotLoaded, RequestRefused
+from seer.common.errors import ConfigError, InvalidField, NotLoaded, RequestRefused, SeerError
 from seer.common.net.channel import MAX_PEERS, Hub, Identity
 from seer.common.net.outbox import Outbox
 from seer.common.net.stream import QUEUE_PAGES, StreamPublisher, StreamSubscriber
@@ -83,12 +82,11 @@ class BufferServer:
             limits=limits,
             update_seconds=settings.update_seconds,
             attempt=self.me.incarnation,
-            started=time.time(),
             clock=clock.now(),
         )
         machines = header.machine()
         self.machine, self.weights, self._sleep = machines.requests, machines.weights, machines.sleep
-        self._rows = LogWriter(settings.log, header)
+        self._rows = LogWriter(settings.log, header, machines)
         self.store = Store()
         chunks = str(Path(settings.log) / "chunks") if settings.log and settings.keep_chunks else ""
         self._kept = KeptChunks(chunks, settings.result_ttl_seconds, clock.now())
@@ -158,6 +156,10 @@ class BufferServer:
         """Serve until drained."""
         try:
             await self._serve()
+        except ExceptionGroup as group:
+            if group.split(SeerError)[1] is not None:  # else it is an expected end, and no crash
+                self._rows.dump()
+            raise
         finally:
             self._rows.close()
             self._kept.close()

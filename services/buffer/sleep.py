@@ -17,7 +17,9 @@ Invariants (tests/property/test_sleep_machine.py):
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass, field
+
+import msgspec
+from msgspec import field
 
 from seer.services.buffer import events
 from seer.services.buffer.events import Drained, Joined, Left, Tick
@@ -71,9 +73,11 @@ class Tell(events.Row, frozen=True):
 Instruction = Order | GiveUp | Tell
 
 
-@dataclass(slots=True)
-class SleepMachine:
-    """See the module's docstring. `seconds`: how long an engine may take."""
+class SleepMachine(msgspec.Struct):
+    """See the module's docstring. All of its state is in its fields: it is its own snapshot.
+
+    `seconds`: how long an engine may take.
+    """
 
     seconds: float = 600.0
     _wanted: bool = False

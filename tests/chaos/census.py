@@ -14,6 +14,7 @@ KEPT = (
     r"counters|\.versions$|acceptance|_rates$|\.drafted$|\.right$",  # of a fixed size
     r"_lives$|_peers$|_engines\.registered$|_ended$|_retired$|_complained$",  # bounded: of those who were here lately
     r"^ContextServer\.machine\.estimator",  # what lengths were like
+    r"^BufferServer\._rows\.",  # bounded by a segment's bytes
     r"^DgdsServer\.store\._groups",  # for their time to live
     r"^EngineServer\.(_draft_groups|dgds)\.",  # bounded by tokens, for groups whose chunks come back
 )

@@ -11,6 +11,7 @@ import pytest
 from chaos.conversations import missing
 from chaos.plan import KINDS, draw
 from chaos.virtual import quiet, run, story
+from seer.services.buffer.log import rows
 
 BATCH = 25
 RARE = (304, 307, 312, 328, 337, 339, 365, 400, 402, 463, 476, 477, 522, 551, 564, 613, 619)
@@ -42,6 +43,13 @@ def test_every_type_of_message_was_sent_and_faulted():
     if not WAYS:
         pytest.skip("no seed ran before this in this process")
     assert missing(WAYS) == {"sent": [], "faulted": []}
+
+
+def test_a_log_that_says_something_else_than_the_machines_is_a_problem(monkeypatch):
+    line = rows.line
+    monkeypatch.setattr(rows, "line", lambda now, event, out: line(now, event, out[:-1]))
+    assert all(problem.startswith("replay: ") for problem in run(3).problems)
+    assert run(3).problems
 
 
 def test_the_fixed_part_has_every_kind_of_fault():

@@ -16,7 +16,7 @@ import secrets
 import shutil
 import tempfile
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -37,6 +37,10 @@ from seer.common.config import BufferConfig
 from seer.common.net import stream
 from seer.common.net.transport.faulty import Faults
 from seer.common.wire import codec
+from seer.services.buffer.log import writer
+from seer.services.buffer.log.replay import replay_life
+from seer.services.buffer.log.rows import LogError
+from seer.services.buffer.log.segments import lives
 from seer.services.buffer.requests import deliveries
 from seer.services.engine.weights import fetcher as staging
 
@@ -57,6 +61,9 @@ PART_BYTES = 1024
 
 _MEMORY = Path("/dev/shm")
 """Where files cost nothing."""
+
+SEGMENT_BYTES = 2**14
+"""Of the buffer's log: small, so that most runs have several."""
 
 EPOCH_NS = 1_700_000_000 * 10**9
 
@@ -90,6 +97,7 @@ async def _play(plan: Plan, outcome: Outcome, home: Path) -> None:
             outcome.seconds = world.loop.time()
             _judge(world, outcome)
             outcome.problems += [f"left over: {what}" for what in await world.end()]
+            outcome.problems += _replayed(world)
 
 
 async def _live(world: World, outcome: Outcome) -> None:
@@ -220,6 +228,15 @@ def _judge(world: World, outcome: Outcome) -> None:
     outcome.recovered(ends, world.arrivals)
 
 
+def _replayed(world: World) -> Iterator[str]:
+    """Run the log of every life of the buffer through the machines again; yield what they answer otherwise."""
+    for paths in lives(world.logs):
+        try:
+            deque(replay_life(paths), maxlen=0)
+        except LogError as error:
+            yield f"replay: {error}"
+
+
 def _rolls(world: World, trainer: str) -> list[Any]:
     return [step for step in world.script(trainer) if hasattr(step, "prompts")]
 
@@ -254,6 +271,8 @@ def _determined(world: World) -> Iterator[None]:
             mock.patch.object(staging, "_visible", _same(staging._visible, plan.same_machine)),
             mock.patch.object(wire, "SPOOL_BYTES", PART_BYTES),
             mock.patch.object(client_weights, "SPOOL_BYTES", PART_BYTES),
+            mock.patch.object(writer.Folder, "limit", SEGMENT_BYTES),
+            mock.patch.object(writer.Folder, "append", _on_disk(world, writer.Folder.append)),
             mock.patch.object(os, "pwrite", _on_disk(world, os.pwrite)),
             mock.patch.object(Path, "write_text", _on_disk(world, Path.write_text)),
             mock.patch.object(Path, "write_bytes", _on_disk(world, Path.write_bytes)),

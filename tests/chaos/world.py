@@ -121,6 +121,11 @@ class World:
         """The spool that is configured in some plans."""
         return self.home / "spool"
 
+    @property
+    def logs(self) -> Path:
+        """Where every life of the buffer logs."""
+        return self.home / "log"
+
     def config(self, name: str) -> Config:
         plan = self.plan
         return Config(
@@ -134,6 +139,7 @@ class World:
                 trainer_lease_seconds=plan.lease_seconds,
                 result_bytes=plan.result_bytes,
                 max_requests=plan.max_requests,
+                log=str(self.logs),
                 spool=str(self.spool) if plan.spool else "",
             ),
             dgds=DgdsConfig(ttl_seconds=20.0),
@@ -286,7 +292,7 @@ class World:
         if process is not None:
             self.loop.freeze(process.life)
             await process.links.close()
-            _unlock(process.service)
+            _close_files(process.service)
             self._dead.append(process)
 
     async def lose(self, name: str) -> None:
@@ -553,10 +559,13 @@ def _root(error: BaseException) -> BaseException:
     return error
 
 
-def _unlock(service: Service | None) -> None:
-    """Close the locks of a process that is dead, as its kernel does."""
+def _close_files(service: Service | None) -> None:
+    """Close the files, and so the locks, of a process that is dead, as its kernel does."""
     if isinstance(service, buffer.BufferServer):
         folder = service._spool._folder
         lock, folder._lock = folder._lock, None
         if lock is not None:
             os.close(lock)
+        log, service._rows._segments = service._rows._segments, None
+        if log is not None:
+            log.close()

@@ -1,14 +1,19 @@
 """What a buffer logs runs through its machines again, bit for bit, whatever happened to it."""
 
 import asyncio
+import tempfile
 
 import pytest
-from cluster_harness import folder, roll, running
+from cluster_harness import Cluster, folder, roll, running
 from virtual_time import eventually, virtual
 
 from seer.common.config import BufferConfig
-from seer.services.buffer.log.rows import LogError, read, replay
+from seer.common.errors import ConfigError
+from seer.services.buffer.log.replay import replay, replay_life
+from seer.services.buffer.log.rows import LogError, read
+from seer.services.buffer.log.segments import lives
 from seer.services.buffer.requests.instructions import Dispatch
+from seer.services.buffer.requests.machine import RequestMachine
 
 
 async def eventful(tmp_path):
@@ -73,3 +78,58 @@ async def test_what_is_no_log_is_refused_by_name(tmp_path):
     path.write_bytes(b'{"format": 9, "policy": "seer", "limits": {"chunk_size": 1}, "update_seconds": 1}\n')
     with pytest.raises(LogError, match="format 9"):
         read(path)
+
+
+@virtual
+async def test_a_folder_that_cannot_be_used_is_refused_at_the_start(tmp_path):
+    (tmp_path / "file").write_text("")
+    cluster = Cluster(buffer=BufferConfig(log=str(tmp_path / "file")))
+    with pytest.raises(ConfigError, match=r"buffer\.log = "):
+        await cluster.start("buffer")
+
+
+def faulty(self, event, now, out):
+    if self.counters["chunks"] > 40:
+        raise KeyError("a bug")
+    ended(self, event, now, out)
+
+
+ended = RequestMachine._chunk_ended
+
+
+@pytest.mark.parametrize("logged", [False, True])
+def test_what_a_buffer_crashes_at_can_be_replayed(tmp_path, monkeypatch, logged):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(RequestMachine, "_chunk_ended", faulty)
+    crash(tmp_path / "seer-crash-log" if logged else "")
+    [folder] = tmp_path.glob("seer-crash-*")
+    [paths] = lives(folder)
+    with pytest.raises(LogError, match=r"line \d+: ChunkEnded.* fails at .*\(faulty\): KeyError\('a bug'\)"):
+        list(replay_life(paths))
+    monkeypatch.undo()
+    with pytest.raises(LogError, match=r"line \d+: ChunkEnded.* is answered by .*, in the log by nothing"):
+        list(replay_life(paths))
+
+
+@virtual
+async def crash(log):
+    settings = BufferConfig(chunk_size=8, log=str(log))
+    async with running(engines=1, buffer=settings) as cluster, cluster.client() as client:
+        work = asyncio.create_task(roll(client))
+        [buffer] = [task for task in asyncio.all_tasks() if task.get_name() == "buffer"]
+        await asyncio.wait([buffer])
+        assert isinstance(buffer.exception(), ExceptionGroup)
+        work.cancel()
+
+
+@virtual
+async def quiet_end():
+    async with running(engines=1) as cluster, cluster.client() as client:
+        await roll(client)
+        await cluster.kill("buffer")
+
+
+def test_a_buffer_that_is_stopped_leaves_nothing(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    quiet_end()
+    assert not list(tmp_path.glob("seer-crash-*"))

@@ -17,7 +17,7 @@ from seer.report.log_files import read_timeline
 from seer.report.tail import tail_seconds
 from seer.report.timeline import End, SpanKind
 from seer.report.view import RolloutView, choose_rollout, lay_out
-from seer.services.buffer import server as buffer_server
+from seer.services.buffer.log import writer
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -124,7 +124,7 @@ def check_trace(tmp_path, view):
 async def test_several_rollouts_an_update_sleep_and_a_lost_buffer(tmp_path, monkeypatch, keep):
     loop = asyncio.get_running_loop()
     clock = types.SimpleNamespace(time=lambda: 1e9 + loop.time())  # virtual, as all other times here
-    monkeypatch.setattr(buffer_server, "time", clock)
+    monkeypatch.setattr(writer, "time", clock)
     assert time.time is not clock.time
     log = settings(tmp_path, keep_chunks=keep)
     async with running(engines=2, buffer=log) as cluster, cluster.client() as client:

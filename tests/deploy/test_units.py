@@ -120,3 +120,14 @@ def test_every_setting_of_compose_is_described_with_its_default():
         assert name in described, name
         if name != "SEER_HEAD":  # each service's own name
             assert described[name] == default, name
+
+
+def test_the_buffer_s_log_is_in_the_folder_that_its_unit_and_container_may_write():
+    unit = (COMPOSE / "systemd" / "seer-buffer.service").read_text()
+    environ = dict(re.findall(r"^Environment=(\w+)=(.*)$", unit, re.MULTILINE))
+    assert load(None, environ, []).buffer.log == "/var/lib/seer/log"
+    assert "\nStateDirectory=seer\n" in unit
+    buffer = yaml.safe_load((COMPOSE / "compose.yaml").read_text())["services"]["buffer"]
+    environ = {key: value for key, value in buffer["environment"].items() if key.startswith("SEER_BUFFER")}
+    assert load(None, environ, []).buffer.log == "/var/cache/seer/log"
+    assert "buffer-cache:/var/cache/seer" in buffer["volumes"]

@@ -1,5 +1,5 @@
 """Any interleaving of events, under each policy: invariants hold, every token is kept once, every group ends
-once, and a second machine that is told the same decides the same.
+once, and a second machine that is told the same decides the same, however often it is made anew of a snapshot.
 
 Two trainers use two rollout ids, for one thing and then for another; weights change, submissions are held,
 engines leave and die.
@@ -20,13 +20,17 @@ from hypothesis.stateful import (
 )
 from invariants import check
 from msgspec import structs
+from snapshots import again
 
 from seer.common.policy.length import Estimate
 from seer.common.policy.schedule import POLICIES
 from seer.common.types import Capacity
 from seer.services.buffer.events import Joined, Left, Tick
+from seer.services.buffer.machine import BufferMachine
 from seer.services.buffer.requests import events, instructions, state
 from seer.services.buffer.requests.machine import RequestMachine
+from seer.services.buffer.sleep import SleepMachine
+from seer.services.buffer.weights.machine import WeightsMachine
 
 NAMES = ("a", "b", "c")
 ROLLOUTS = ("r", "s")
@@ -148,6 +152,10 @@ class BufferModel(RuleBasedStateMachine):
     def tick(self, seconds):
         self.now += seconds
         self.send(Tick())
+
+    @rule()
+    def restore(self):
+        self.twin = again(BufferMachine(self.twin, WeightsMachine(), SleepMachine())).requests
 
     @rule()
     def lose_trainer(self):

@@ -1,7 +1,8 @@
 """Weights and sleep together, as the conductor joins their machines, with engines that keep their own books.
 
 Engines join at any time, awake or asleep, with whatever weights, also in the middle of an update; they
-obey in order. None is told to load while it sleeps or is about to; none that sleeps is given work; in the
+obey in order. A second machine that is told the same, made anew of a snapshot now and then, answers the same.
+None is told to load while it sleeps or is about to; none that sleeps is given work; in the
 end each one that lives has the live weights, and is in the state that was asked for last.
 """
 
@@ -10,6 +11,7 @@ from collections import deque
 import numpy as np
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from snapshots import again
 
 from seer.common import wire
 from seer.common.policy.schedule import POLICIES
@@ -25,7 +27,20 @@ from seer.services.buffer.weights import events as weight_events
 from seer.services.buffer.weights.machine import WeightsMachine
 
 NAMES = ("a", "b", "c")
-KINDS = ("join", "join asleep", "lose", "update", "sleep", "wake", "answer", "fail", "submit", "work", "tick")
+KINDS = (
+    "join",
+    "join asleep",
+    "lose",
+    "update",
+    "sleep",
+    "wake",
+    "answer",
+    "fail",
+    "submit",
+    "work",
+    "tick",
+    "restore",
+)
 STEPS = st.lists(st.tuples(st.sampled_from(KINDS), st.sampled_from(NAMES), st.integers(0, 9)), max_size=50)
 PROMPT = np.arange(5, dtype=np.int32)
 
@@ -58,8 +73,13 @@ class World:
             self, BufferMachine(self.machine, self.weights, self.sleep), self.store, KeptChunks("", 1.0, 0.0), 1e9, 1e9,
             to_engine=self.hear, to_trainer=lambda name, message: self.answers.append(message),
             to_life=lambda life, message: self.answers.append(message),
-            publish=lambda message: None, parted=lambda name: None, record=lambda *row: None,
+            publish=lambda message: None, parted=lambda name: None, record=self.tell_twin,
         )  # fmt: skip
+        twin = RequestMachine(self.machine.policy, self.machine.limits)
+        self.twin = BufferMachine(twin, WeightsMachine(50.0), sleep.SleepMachine(50.0))
+
+    def tell_twin(self, now, event, answered):
+        assert self.twin.apply(event, now) == answered
 
     def now(self):
         return self.time
@@ -104,6 +124,8 @@ class World:
             case "tick":
                 self.time += number
                 self.conductor.tick()
+            case "restore":
+                self.twin = again(self.twin)
 
     def lose(self, name, say=True):
         if self.engines.pop(name, None) is not None:

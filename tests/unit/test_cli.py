@@ -41,7 +41,7 @@ def test_help_imports_nothing_heavy() -> None:
     )
     result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert result.stdout.endswith("[]\n")
-    for command in ("rollout", "up", "status", "sim", "buffer", "context", "dgds", "engine"):
+    for command in ("rollout", "up", "status", "replay", "sim", "buffer", "context", "dgds", "engine"):
         assert f"\n  {command} " in result.stdout
 
 

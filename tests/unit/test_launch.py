@@ -98,6 +98,28 @@ async def test_several_dgds_each_serve_their_own_endpoint() -> None:
             assert shards(config.endpoints.dgds) == [f"ipc://{folder}/dgds-0", f"ipc://{folder}/dgds-1"]
 
 
+@pytest.mark.parametrize("told", ["", "/elsewhere"])
+async def test_the_buffer_logs_into_the_run_s_folder_unless_told(
+    monkeypatch: pytest.MonkeyPatch, told: str
+) -> None:
+    monkeypatch.setenv("CHILD_engine_0", "refuse")
+    said: list[str] = []
+    system = LocalSystem(replace(REPLAY, buffer=replace(REPLAY.buffer, log=told)), 1, say=said.append)
+    start = system._start
+
+    async def with_a_log() -> None:
+        (system._dir / "log").mkdir()
+        (system._dir / "log" / "row.jsonl").write_text("")
+        await start()
+
+    monkeypatch.setattr(system, "_start", with_a_log)
+    with pytest.raises(LaunchError):
+        await system.__aenter__()
+    folder = Path(said[-1].removeprefix("logs are kept in "))
+    assert load(folder / "buffer.toml").buffer.log == (told or str(folder / "log"))
+    assert (folder / "log" / "row.jsonl").exists()
+
+
 async def test_all_children_run_and_none_is_left() -> None:
     async with LocalSystem(REPLAY, 2) as system:
         assert set(system.pids) == {"buffer", "context", "dgds", "engine-0", "engine-1"}

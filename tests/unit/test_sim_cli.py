@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -58,6 +59,42 @@ def test_all_policies_are_compared_unless_told_otherwise(tiny: Path) -> None:
     assert result.exit_code == 0, result.output
     for policy in sim_job.POLICIES:
         assert f"│ {policy} " in result.output
+
+
+@pytest.mark.parametrize("policy", [policy for policy in sim_job.POLICIES if policy != "oracle"])
+@pytest.mark.parametrize("drafts", [False, True])
+def test_a_rollout_s_log_is_answered_the_same_by_a_buffer_s_machines(
+    tiny: Path, tmp_path: Path, policy: str, drafts: bool
+) -> None:
+    log = tmp_path / "log.jsonl"
+    options = ("--workload", tiny, "--policy", policy, "--log", log)
+    result = sim(*options, *["--drafts"] * drafts)
+    assert result.exit_code == 0, result.output
+    assert result.output.endswith(f"seed 0: {log}\n")
+    before = log.read_bytes()
+    assert sim(*options, *["--drafts"] * drafts).exit_code == 0
+    assert log.read_bytes() == before
+    replayed = CliRunner().invoke(main, ["replay", str(log)])
+    assert replayed.exit_code == 0, replayed.output
+    lines = replayed.output.splitlines()
+    assert lines[0].startswith("simulated tiny.toml, by version ")
+    assert re.fullmatch(r"  1 rollouts, \d+ rows, \d+\.\d s, 2 engines", lines[1])
+    assert lines[2] == "  the same answers"
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (("--policy", "oracle"), "no buffer knows what oracle does"),
+        (("--workload", "qwen2-vl-72b,moonlight"), "is of one rollout: give one --workload"),
+    ],
+)
+def test_what_has_no_log_is_refused(tiny: Path, tmp_path: Path, options: tuple[str, str], told: str) -> None:
+    result = sim("--workload", tiny, *options, "--log", tmp_path / "log.jsonl")
+    assert result.exit_code == 2
+    assert "--log = " in result.output
+    assert told in result.output
+    assert not (tmp_path / "log.jsonl").exists()
 
 
 def test_group_size_and_between_change_what_is_drawn(tiny: Path, tmp_path: Path) -> None:

@@ -1,9 +1,9 @@
 """A log of the buffer's machines: a line of JSON for each event, with what they answered.
 
-The first line of a file is a `Header`, every other one `[time, event, [instruction, ...]]`, the time in
-seconds of a monotonic clock. Events and instructions are the machines' own (`services/buffer/machine.py`),
-so a log runs through the machines again as it is: `replay`. Instructions that repeat what their event says
-are left out (`SAID`).
+The first line of a file is a `Header`, which has the machines' state, every other one
+`[time, event, [instruction, ...]]`, the time in seconds of a monotonic clock. Events and instructions are the
+machines' own (`services/buffer/machine.py`), so a log runs through the machines again as it is (`replay.py`).
+Instructions that repeat what their event says are left out (`SAID`).
 
 A line is written whole or, by a process that was killed, in part: `read` ends there.
 """
@@ -18,6 +18,7 @@ import msgspec
 
 from seer.common.errors import SeerError
 from seer.common.policy.schedule import POLICIES
+from seer.services.buffer.log.snapshot import parse, restored
 from seer.services.buffer.machine import BufferMachine, Event, Instruction
 from seer.services.buffer.requests import instructions
 from seer.services.buffer.requests.machine import RequestMachine
@@ -27,13 +28,15 @@ from seer.services.buffer.weights.machine import WeightsMachine
 
 FORMAT = 1
 
-SAID = (
-    instructions.Keep,
-    instructions.Take,
-    instructions.Forget,
-    instructions.PublishOpened,
-    instructions.PublishProgress,
-    instructions.PublishClosed,
+SAID = frozenset(
+    (
+        instructions.Keep,
+        instructions.Take,
+        instructions.Forget,
+        instructions.PublishOpened,
+        instructions.PublishProgress,
+        instructions.PublishClosed,
+    )
 )
 """Instructions that no row holds: they follow from the event, and are most of all."""
 
@@ -44,11 +47,21 @@ class LogError(SeerError):
     code = "log"
 
 
+Use = tuple[str, int]
+"""A rollout: its id, and the number of its use."""
+
+
+NO_STATE = msgspec.Raw(b"null")
+
+
 class Header(msgspec.Struct, frozen=True, kw_only=True):
     """What a log is of, and all that the machines' answers depend on beside events and times.
 
     `started` is the wall clock (seconds since 1970) at `clock` on the log's own. `attempt` numbers the first
-    chunk; `engine`, in logs of the simulator, says what simulated it.
+    chunk of this life; `engine`, in logs of the simulator, says what simulated it.
+    Segments of one life are numbered. `open` are the rollouts that are not forgotten as it begins, `before`
+    those that were submitted in the segment before.
+    `state` is a snapshot of the machines (`snapshot.py`); none: their state when a life begins.
     """
 
     format: int = FORMAT
@@ -61,16 +74,27 @@ class Header(msgspec.Struct, frozen=True, kw_only=True):
     started: float = 0.0
     clock: float = 0.0
     engine: str = ""
+    number: int = 0
+    open: list[Use] = []
+    before: list[Use] = []
+    state: msgspec.Raw = NO_STATE
 
     def machine(self) -> BufferMachine:
-        """Return the machines as they were at the beginning. Raises `LogError` for an unknown policy."""
+        """Return the machines as they were at the beginning.
+
+        Raises `LogError` for an unknown policy, or a state that this version cannot read.
+        """
         if self.policy not in POLICIES:
             raise LogError(f"policy = {self.policy!r}: this version has {', '.join(POLICIES)}")
-        return BufferMachine(
-            RequestMachine(POLICIES[self.policy], self.limits, first_attempt=self.attempt),
-            WeightsMachine(self.update_seconds),
-            SleepMachine(self.update_seconds),
-        )
+        requests = RequestMachine(POLICIES[self.policy], self.limits, first_attempt=self.attempt)
+        if self.state == NO_STATE:
+            return BufferMachine(
+                requests, WeightsMachine(self.update_seconds), SleepMachine(self.update_seconds)
+            )
+        try:
+            return restored(parse(self.state), requests)
+        except msgspec.MsgspecError as error:
+            raise LogError(f"this version cannot read the machines' state: {error}") from None
 
 
 class Line(NamedTuple):
@@ -93,7 +117,12 @@ def header_line(header: Header) -> bytes:
 
 def line(time: float, event: Event, out: Iterable[Instruction]) -> bytes:
     """Return the line of an event."""
-    return _encoder.encode((time, event, [item for item in out if not isinstance(item, SAID)])) + b"\n"
+    return _encoder.encode((time, event, unsaid(out))) + b"\n"
+
+
+def unsaid(out: Iterable[Instruction]) -> list[Instruction]:
+    """Return the instructions that a row holds."""
+    return [item for item in out if type(item) not in SAID]
 
 
 def read(path: Path) -> tuple[Header, Iterator[Line]]:
@@ -105,7 +134,9 @@ def read(path: Path) -> tuple[Header, Iterator[Line]]:
     except msgspec.MsgspecError as error:
         raise LogError(f"{path}: is no log of a buffer: {error}") from None
     if header.format != FORMAT:
-        raise LogError(f"{path}: has format {header.format}, this version reads {FORMAT}")
+        raise LogError(
+            f"{path}: has format {header.format} of version {header.version or '?'}, this one reads {FORMAT}"
+        )
     return header, (_decoded(path, number, each) for number, each in enumerate(lines, 2))
 
 
@@ -122,13 +153,3 @@ def _decoded(path: Path, number: int, text: bytes) -> Line:
         return _line.decode(text)
     except msgspec.MsgspecError as error:
         raise LogError(f"{path}: line {number}: {error}") from None
-
-
-def replay(header: Header, lines: Iterable[Line]) -> BufferMachine:
-    """Run a log through the machines again. Raises `LogError` at the first answer that is another."""
-    machine = header.machine()
-    for number, each in enumerate(lines, 2):
-        answer = [item for item in machine.apply(each.event, each.time) if not isinstance(item, SAID)]
-        if answer != each.out:
-            raise LogError(f"line {number}: answered {answer}, the log has {each.out}")
-    return machine

@@ -9,7 +9,7 @@ def misfit(fleet: Fleet, prompt_len: int, max_tokens: int) -> str:
     """Return why no instance can ever hold a response to a prompt; "": one can."""
     if fleet.holding(prompt_len, max_tokens):
         return ""
-    largest = max(fleet.capacities, key=lambda capacity: capacity.kv_blocks)
+    largest = max(fleet.capacities, key=lambda each: (each.kv_blocks, each.max_model_len, each.block_size))
     return (
         f"prompt of {prompt_len} tokens + max_tokens {max_tokens} fits no instance: the largest has "
         f"max_model_len {largest.max_model_len} and {largest.kv_blocks} KV blocks of "

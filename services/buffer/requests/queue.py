@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import heapq
 from collections import OrderedDict
+from collections.abc import Iterator
 
 from seer.common.policy.schedule import OrderKey
 
@@ -31,6 +32,10 @@ class WaitingQueue:
 
     def __contains__(self, request_id: object) -> bool:
         return request_id in self._keys
+
+    def __iter__(self) -> Iterator[str]:
+        """Return the ids that wait, the one that has waited longest first."""
+        return iter(self._keys)
 
     def push(self, request_id: str, key: OrderKey) -> None:
         """Add an id, or move it to `key`."""

@@ -20,11 +20,10 @@ Invariants (tests/unit/test_weights_machine.py and tests/property/test_weights_m
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection
-from dataclasses import dataclass, field
 
-from msgspec import structs
+import msgspec
+from msgspec import field, structs
 
 from seer.services.buffer.events import Drained, Joined, Left, Tick, Weights
 from seer.services.buffer.weights.events import (
@@ -48,9 +47,11 @@ from seer.services.buffer.weights.instructions import (
     Report,
 )
 
+NEVER = 1e300
+"""A deadline that does not pass; JSON, which the log is written in, has no infinity."""
 
-@dataclass(slots=True)
-class _Update:
+
+class _Update(msgspec.Struct):
     asked: UpdateAsked
     number: int
     deadline: float
@@ -66,8 +67,7 @@ AGAIN_SECONDS = 30.0
 _SHUTTING_DOWN = "this buffer is shutting down: ask its successor"
 
 
-@dataclass(slots=True)
-class _Coming:
+class _Coming(msgspec.Struct):
     """An instance without work yet: what it has, as far as that is known, and what it was told to load.
 
     `source`, if given, is where it is to find the live weights, since it did not where they came from.
@@ -76,12 +76,14 @@ class _Coming:
     has: Weights | None = None
     told: Weights | None = None
     source: str = ""
-    deadline: float = math.inf
+    deadline: float = NEVER
 
 
-@dataclass(slots=True)
-class WeightsMachine:
-    """See the module's docstring. `seconds` is the deadline of each phase and of each load."""
+class WeightsMachine(msgspec.Struct):
+    """See the module's docstring. All of its state is in its fields: it is its own snapshot.
+
+    `seconds` is the deadline of each phase and of each load.
+    """
 
     seconds: float = 900.0
     live: Weights | None = None
@@ -289,7 +291,7 @@ class WeightsMachine:
             out.append(Report(event.trainer, live, dict(self.quarantined), event.ask))
             return
         self._updates += 1
-        self._update = _Update(event, self._updates, math.inf, set(self._coming), committing=True)
+        self._update = _Update(event, self._updates, NEVER, set(self._coming), committing=True)
         out.append(Hold())
 
     def _able(self) -> list[str]:

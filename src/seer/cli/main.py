@@ -319,6 +319,18 @@ def report(log: Path, out: Path | None, trace: Path | None, rollout_id: str) -> 
     click.echo(write_reports(log, html=html, trace_file=trace, rollout_id=rollout_id), err=True)
 
 
+@main.command()
+@click.argument("log", type=click.Path(path_type=Path, exists=True))
+def replay(log: Path) -> None:
+    """Run the log of a buffer through its machines again: a file, or a folder of them.
+
+    Exits with 1 at the first row that they answer otherwise. docs/log.md says where logs are.
+    """
+    from seer.cli.replay import run
+
+    sys.exit(run(log))
+
+
 def _names(context: click.Context, option: click.Parameter, text: str) -> tuple[str, ...]:
     return tuple(name.strip() for name in text.split(",") if name.strip())
 
@@ -346,6 +358,9 @@ def _names(context: click.Context, option: click.Parameter, text: str) -> tuple[
 )  # fmt: skip
 @click.option("--workers", type=_POSITIVE, help="Processes to simulate with.  [default: one per CPU]")
 @click.option("--json", "json_file", type=_FILE, help="Write everything found.")
+@click.option(
+    "--log", type=_FILE, help="Simulate one rollout, with the first policy, and write a buffer's log of it."
+)
 @click.option("--plot", type=_FOLDER, help="Draw into this folder; needs the extra `plot`.")
 def sim(**options: object) -> None:
     """Compare scheduling policies on simulated clusters, beside what the paper measured on real ones.

@@ -56,6 +56,9 @@ STOP_SECONDS = 5.0
 SPOOL = "weights"
 """Where a system keeps weights that trainers stream, unless told: in its own folder, never longer than it."""
 
+LOG = "log"
+"""Likewise for the buffer's log."""
+
 POOL_DISK = "pool"
 """Likewise for the KV pool's disk tier."""
 
@@ -171,9 +174,10 @@ class LocalSystem:
             names = {name: f"ipc://{self._dir}/{name}" for name in asdict(Endpoints()) if name != "bind_host"}
             names["dgds"] = ",".join(f"ipc://{self._dir}/{name}" for name, _ in _dgds(self.config))
             self.config = replace(self.config, endpoints=Endpoints(**names))
-        if not self.config.buffer.spool:  # a buffer that is started again finds its streams
-            spool = replace(self.config.buffer, spool=str(self._dir / SPOOL))
-            self.config = replace(self.config, buffer=spool)
+        buffer = self.config.buffer
+        spool = buffer.spool or str(self._dir / SPOOL)  # a buffer that is started again finds its streams
+        log = buffer.log or str(self._dir / LOG)
+        self.config = replace(self.config, buffer=replace(buffer, spool=spool, log=log))
         if self._pool.starts and self.config.pool.ssd_gib and not self.config.pool.ssd_path:
             disk = replace(self.config.pool, ssd_path=str(self._dir / POOL_DISK))
             self.config = replace(self.config, pool=disk)
@@ -336,6 +340,8 @@ class LocalSystem:
             return
         self._say(f"logs are kept in {self._dir}")
         for part in self._dir.iterdir():
+            if part.name == LOG:
+                continue
             if part.is_dir():
                 shutil.rmtree(part, ignore_errors=True)
             elif part.suffix not in (".log", ".toml"):

@@ -28,8 +28,10 @@ from seer.sim.paper import Figures, figures
 from seer.sim.plan import instances_for
 from seer.sim.study import (
     BASELINE,
+    ORACLE,
     Run,
     Summary,
+    Task,
     Variant,
     cpus,
     run_all,
@@ -37,6 +39,7 @@ from seer.sim.study import (
     tasks,
     variants,
 )
+from seer.sim.study import perform as perform_one
 from seer.sim.workload import WORKLOADS, Workload
 
 POLICIES = ("static", "least-loaded", "divided", "least-generated", "seer-paper", "seer", "oracle")
@@ -64,6 +67,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     json_file: Path | None
     plot: Path | None
     plan: float | None
+    log: Path | None = None
 
     def chunk(self, load: Workload) -> int:
         """Return the tokens of a chunk."""
@@ -79,6 +83,8 @@ def perform(job: Job) -> int:
         check_writable("--json", job.json_file)
     if job.plot is not None:
         _check_plot(job.plot)
+    if job.log is not None:
+        return _log(loads, job, job.log)
     console = Console(width=max(Console().width, TABLE_WIDTH))
     if job.plan is not None:
         report: list[object] = [_plan(load, job, console) for load in loads]
@@ -87,6 +93,20 @@ def perform(job: Job) -> int:
     if job.json_file is not None:
         whole = {"seeds": job.seeds, "workloads": report}
         write_report(job.json_file, msgspec.to_builtins(whole, str_keys=True))
+    return 0
+
+
+def _log(loads: Sequence[Workload], job: Job, path: Path) -> int:
+    """Simulate one rollout, and write its log."""
+    check_writable("--log", path)
+    variant = Variant(job.policies[0] if job.policies else DEFAULT, job.drafts)
+    if len(loads) > 1:
+        raise InvalidField("--log", str(path), "is of one rollout: give one --workload")
+    if variant.policy == ORACLE:
+        raise InvalidField("--log", str(path), f"no buffer knows what {ORACLE} does: give another --policy")
+    with path.open("wb") as file:
+        run = perform_one(Task(loads[0], variant, 0, job.chunk(loads[0])), file)
+    print(f"{loads[0].name}: {run.total:.0f} s with {variant.label}, seed 0: {path}")
     return 0
 
 

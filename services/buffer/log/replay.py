@@ -1,0 +1,65 @@
+"""Runs logs through the machines again, bit for bit."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import zip_longest
+from pathlib import Path
+
+from seer.services.buffer.log.rows import Header, Line, LogError, read, unsaid
+from seer.services.buffer.log.snapshot import parse, snapshot
+from seer.services.buffer.machine import BufferMachine
+
+MOST = 400
+"""Characters of an event or instruction that an error shows: they may have thousands of prompts."""
+
+
+def replay(header: Header, lines: Iterable[Line]) -> BufferMachine:
+    """Run one file's lines through the machines. Raises `LogError` at the first answer that is another."""
+    machine = header.machine()
+    for _ in replayed(machine, lines):
+        pass
+    return machine
+
+
+def replayed(machine: BufferMachine, lines: Iterable[Line]) -> Iterator[Line]:
+    """Run lines through machines and yield each; raise `LogError` at the first that is answered otherwise."""
+    for number, each in enumerate(lines, 2):
+        try:
+            answer = unsaid(machine.apply(each.event, each.time))
+        except Exception as error:
+            at = traceback.extract_tb(error.__traceback__)[-1]
+            where = f"{at.filename}:{at.lineno} ({at.name})"
+            raise LogError(f"line {number}: {_short(each.event)} fails at {where}: {error!r}") from error
+        for new, logged in zip_longest(answer, each.out):
+            if new != logged:
+                what = f"answered by {_short(new)}, in the log by {_short(logged)}"
+                raise LogError(f"line {number}: {_short(each.event)} is {what}")
+        yield each
+
+
+def _short(item: object) -> str:
+    text = repr(item) if item is not None else "nothing"
+    return text if len(text) <= MOST else f"{text[:MOST]}..."
+
+
+def replay_life(paths: Sequence[Path]) -> Iterator[tuple[Header, Line]]:
+    """Run the segments of one life, in their order, and yield the lines with their segment's header.
+
+    Raises `LogError`, which names the file, for one that cannot be read, an answer that is another, or a
+    segment that begins in another state than that in which the one before it ends.
+    """
+    machine: BufferMachine | None = None
+    number = -1
+    for path in paths:
+        header, lines = read(path)
+        try:
+            before = machine if header.number == number + 1 else None
+            if before is not None and parse(snapshot(before)) != parse(header.state):
+                raise LogError("line 1: the segment before ends in another state")
+            machine, number = header.machine(), header.number
+            for line in replayed(machine, lines):
+                yield header, line
+        except LogError as error:
+            raise LogError(f"{path.name}: {error}") from None

@@ -1,0 +1,155 @@
+"""The files of a log's folder: `INCARNATION-NUMBER.jsonl`, the segments of each life of the buffer.
+
+Invariants (tests/unit/test_log_segments.py):
+- kept are all segments from the oldest one on that is about one of the newest `ROLLOUTS` rollouts of all
+  lives, as far as all segments together have at most `KEPT_BYTES`;
+- a segment that is being written is never deleted, whoever writes it;
+- nothing but segments is touched.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+from itertools import islice
+from pathlib import Path
+from typing import BinaryIO, NamedTuple
+
+import msgspec
+
+from seer.services.buffer.log.rows import Header, Line, Use
+from seer.services.buffer.requests.events import GroupsSubmitted
+
+ROLLOUTS = 20
+"""An incident is noticed within a few iterations."""
+
+KEPT_BYTES = 2**30
+"""The rows of 20 rollouts of half an hour, at 100,000 tokens/s in chunks of 512."""
+
+_NAME = re.compile(r"[0-9a-f]{16}-[0-9]{6}\.jsonl")
+_SUBMITTED = b'["GroupsSubmitted",'
+
+
+def name(header: Header) -> str:
+    """Return a segment's file name."""
+    return f"{header.incarnation:016x}-{header.number:06}.jsonl"
+
+
+def segments(folder: Path) -> list[Path]:
+    """Return the segments in a folder, sorted by life and number."""
+    return sorted(path for path in folder.iterdir() if _NAME.fullmatch(path.name))
+
+
+def lives(folder: Path) -> list[list[Path]]:
+    """Return the segments of each life, in order; so are lives, as far as clocks were never set back."""
+    found: dict[str, list[Path]] = {}
+    for path in segments(folder):
+        found.setdefault(path.name.partition("-")[0], []).append(path)
+    return list(found.values())
+
+
+def submitted(path: Path) -> list[Use]:
+    """Return the rollouts that were submitted in a segment, as far as it can be read."""
+    uses: dict[Use, None] = {}
+    with path.open("rb") as file:
+        for text in file:
+            if _SUBMITTED in text:  # few are: to decode all takes ten times as long
+                try:
+                    event = _line.decode(text).event
+                except msgspec.MsgspecError:
+                    break
+                if isinstance(event, GroupsSubmitted):
+                    uses[event.rollout_id, event.use] = None
+    return list(uses)
+
+
+def create(path: Path) -> BinaryIO:
+    """Begin a segment, with the lock that says that it is being written. Raises `OSError`."""
+    while True:
+        file = path.open("xb", buffering=0)
+        fcntl.flock(file, fcntl.LOCK_EX)  # one who deletes old segments may have it for a moment
+        if os.fstat(file.fileno()).st_nlink:
+            return file
+        file.close()
+
+
+class _Head(msgspec.Struct):
+    """What of a `Header` says when a segment began, and what it and the one before are about."""
+
+    started: float = 0.0
+    open: list[Use] = []
+    before: list[Use] = []
+
+
+_line = msgspec.json.Decoder(Line)
+_head = msgspec.json.Decoder(_Head)
+
+
+class _Segment(NamedTuple):
+    started: float
+    path: Path
+    size: int
+    uses: list[Use]
+
+
+class Keeper:
+    """Deletes old segments of a folder. What it reads of them is remembered."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._heads: dict[Path, _Head] = {}
+        self._uses: dict[Path, tuple[int, list[Use]]] = {}  # and the size of the segment by then
+
+    def trim(self) -> None:
+        """Delete what nobody needs. Raises `OSError`."""
+        found = self._segments()
+        newest: dict[Use, None] = {}
+        for segment in reversed(found):
+            newest |= dict.fromkeys(reversed(segment.uses))
+        needed = set(islice(newest, ROLLOUTS))
+        total = sum(segment.size for segment in found)
+        begun = len(newest) <= ROLLOUTS
+        for segment in found:
+            begun = begun or not needed.isdisjoint(segment.uses)
+            if begun and total <= KEPT_BYTES:
+                return
+            if _deleted(segment.path):
+                total -= segment.size
+                self._heads.pop(segment.path)
+                self._uses.pop(segment.path, None)
+
+    def _segments(self) -> list[_Segment]:
+        """Return all segments, the oldest first; what cannot be read is oldest."""
+        found = []
+        for life in lives(self._folder):
+            for path, following in zip(life, [*life[1:], None], strict=True):
+                size, head = path.stat().st_size, self._head(path)
+                new = self._head(following).before if following else self._submitted(path, size)
+                found.append(_Segment(head.started, path, size, head.open + new))
+        return sorted(found)
+
+    def _head(self, path: Path) -> _Head:
+        if path not in self._heads:
+            with path.open("rb") as file:
+                try:
+                    self._heads[path] = _head.decode(file.readline())
+                except msgspec.MsgspecError:
+                    self._heads[path] = _Head()
+        return self._heads[path]
+
+    def _submitted(self, path: Path, size: int) -> list[Use]:
+        if self._uses.get(path, (-1,))[0] != size:
+            self._uses[path] = size, submitted(path)
+        return self._uses[path][1]
+
+
+def _deleted(path: Path) -> bool:
+    """Delete a segment unless it is being written; say whether it is gone."""
+    with path.open("rb") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        path.unlink()
+        return True

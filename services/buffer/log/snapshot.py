@@ -1,0 +1,263 @@
+"""The whole state of the buffer's machines as plain data, and machines made of it again.
+
+Invariants (tests/property/test_buffer_machine.py and test_weights_and_sleep.py, tests/unit/test_snapshot.py):
+- restored machines answer every further event as those that the snapshot is of, to the last bit;
+- every field of the machines' state is in a snapshot, or follows from what is;
+- orders that decisions depend on are kept: of rollouts and groups, of those who wait, run or are suspects.
+
+Left out are the times at which responses finished: they are the server's, who takes them away. What decides
+who goes next follows from the requests and their estimates, as policies are pure.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from operator import attrgetter
+from typing import Any
+
+import msgspec
+
+from seer.common import ids
+from seer.common.policy.fleet import InstanceView
+from seer.common.policy.length import Estimate
+from seer.common.policy.request import RequestView
+from seer.services.buffer.events import Joined
+from seer.services.buffer.machine import BufferMachine
+from seer.services.buffer.requests.events import Kept
+from seer.services.buffer.requests.group_registry import GroupRegistry
+from seer.services.buffer.requests.machine import RequestMachine
+from seer.services.buffer.requests.state import GroupState, RequestState, RolloutState
+from seer.services.buffer.sleep import SleepMachine
+from seer.services.buffer.weights.machine import WeightsMachine
+
+
+class Response(msgspec.Struct, array_like=True):
+    """A `RequestState` and its view, without what is their group's."""
+
+    generated: int
+    queued: int
+    last_instance: str
+    attempt: int
+    instance: str
+    blocks: int
+    losses: int
+    deaths: set[int]
+    alone: bool
+    finish: str
+    stop_reason: str
+    parked_since: float | None
+
+
+VIEW = ("generated", "queued", "last_instance")
+"""The fields of a `Response` that are its view's."""
+
+
+class GroupFields(msgspec.Struct, array_like=True):
+    """A `GroupState` without its rollout and results."""
+
+    group_id: str
+    prompt_id: str
+    size: int
+    prompt_len: int
+    max_tokens: int
+    awaits: int
+    use: int
+    held_since: float | None
+    unfinished: int
+    kept: int
+    finished_at: float | None
+    counters: dict[str, int]
+    acceptance: list[int]
+    earlier: Kept | None
+
+
+class Group(msgspec.Struct, array_like=True):
+    """A group: its rollout's id, its `number` in order of opening, and its responses in index order.
+
+    One that is held has no responses yet.
+    """
+
+    fields: GroupFields
+    rollout_id: str
+    number: int
+    responses: list[Response]
+
+
+class RolloutFields(msgspec.Struct, array_like=True):
+    """A `RolloutState` without its members and the times at which responses finished."""
+
+    rollout_id: str
+    trainer: str
+    life: bytes
+    use: int
+    asked: int
+    submitted: float
+    weight_version: int
+    groups: int
+    groups_finished: int
+    requests: int
+    finished: int
+    collected: bool
+    failed: bool
+    counters: dict[str, int]
+
+
+class RegistryFields(msgspec.Struct):
+    """What a `GroupRegistry` has beside rollouts and groups."""
+
+    finished_tokens: int
+    unfinished_tokens: int
+    unfinished_requests: int
+    weight_version: int
+    weights_digest: str
+    holding: bool
+    draining: bool
+
+
+class MachineFields(msgspec.Struct):
+    """What a `RequestMachine` has beside what others of this file hold."""
+
+    estimates: dict[str, Estimate]
+    acceptance: list[int]
+    counters: dict[str, int]
+    parked: set[str]
+    suspects: dict[str, None]
+    emptied: str
+    accused: dict[str, tuple[str, int, float]]
+    _attempt: int
+    _doubted: set[str]
+    _running: dict[str, dict[str, None]]
+    _lives: dict[str, int]
+    _mourned: dict[int, set[str]]
+    _no_engine_since: float | None
+    _last_tick: float | None
+    _queued: int
+    _group_number: int
+
+
+class State(msgspec.Struct):
+    """The state of a `BufferMachine`.
+
+    `queue` has those that wait, the one that has waited longest first; `finished` groups in that order.
+    """
+
+    machine: MachineFields
+    registry: RegistryFields
+    partial: list[tuple[tuple[str, str, int], int]]
+    rollouts: list[RolloutFields]
+    groups: list[Group]
+    finished: list[str]
+    queue: list[str]
+    fleet: list[InstanceView]
+    engines: dict[str, Joined]
+    weights: WeightsMachine
+    sleep: SleepMachine
+
+
+_encoder = msgspec.json.Encoder()
+_decoder = msgspec.json.Decoder(State)
+
+
+def _getter(kind: type[msgspec.Struct], *of_view: str) -> attrgetter[Any]:
+    """Return what makes a tuple of an object's fields for a row: it is encoded as the row would be."""
+    return attrgetter(*(f"view.{name}" if name in of_view else name for name in kind.__struct_fields__))
+
+
+_response: Callable[[RequestState], Response] = _getter(Response, *VIEW)
+_group: Callable[[GroupState], GroupFields] = _getter(GroupFields)
+_rollout: Callable[[RolloutState], RolloutFields] = _getter(RolloutFields)
+_registry, _machine = _getter(RegistryFields), _getter(MachineFields)
+
+
+def snapshot(machine: BufferMachine) -> bytes:
+    """Return the state as JSON."""
+    requests, registry = machine.requests, machine.requests.registry
+    state = State(
+        machine=MachineFields(*_machine(requests)),
+        registry=RegistryFields(*_registry(registry)),
+        partial=list(registry._partial.items()),
+        rollouts=[_rollout(each) for each in registry.rollouts.values()],
+        groups=[_group_of(requests, each) for each in registry.groups.values()],
+        finished=list(registry.finished),
+        queue=list(requests.queue),
+        fleet=list(requests.instances.values()),
+        engines=machine.engines,
+        weights=machine.weights,
+        sleep=machine.sleep,
+    )
+    return _encoder.encode(state)
+
+
+def _group_of(machine: RequestMachine, group: GroupState) -> Group:
+    responses = group.results
+    if not group.done and group.held_since is None:
+        found = machine.requests
+        responses = [found[ids.request_id(group.group_id, index)] for index in range(group.size)]
+    number = responses[0].view.group_number if responses else -1
+    return Group(_group(group), group.rollout.rollout_id, number, [_response(each) for each in responses])
+
+
+def parse(data: bytes | msgspec.Raw) -> State:
+    """Return a snapshot's state. Raises `msgspec.MsgspecError` for what is none."""
+    return _decoder.decode(data)
+
+
+def restored(state: State, empty: RequestMachine) -> BufferMachine:
+    """Return machines of a state, which is theirs then; `empty`: a new one of its policy and limits."""
+    _fill(empty, state.machine)
+    _fill(empty.registry, state.registry)
+    empty.registry._partial.update(state.partial)
+    for instance in state.fleet:
+        empty.instances.add(instance)
+    _fill_groups(empty, state)
+    for request_id in state.queue:
+        empty._push(request_id)
+    machine = BufferMachine(empty, state.weights, state.sleep)
+    machine.engines = state.engines
+    return machine
+
+
+def _fill(target: RequestMachine | GroupRegistry, values: msgspec.Struct) -> None:
+    for name in values.__struct_fields__:
+        value = getattr(values, name)
+        if isinstance(value, dict | set):  # several parts of a machine may hold it
+            getattr(target, name).update(value)
+        else:
+            setattr(target, name, value)
+
+
+def _fill_groups(machine: RequestMachine, state: State) -> None:
+    registry = machine.registry
+    for each in state.rollouts:
+        registry.rollouts[each.rollout_id] = RolloutState(**_values(each))
+    for row in state.groups:
+        rollout = registry.rollouts[row.rollout_id]
+        values = _values(row.fields)
+        unfinished = values.pop("unfinished")
+        group = GroupState(rollout=rollout, **values)
+        group.unfinished = unfinished
+        registry.groups[group.group_id] = rollout.members[group.group_id] = group
+        if group.held_since is not None:
+            registry.held[group.group_id] = group
+        responses = _responses(row, group)
+        if group.done:
+            group.results = responses
+        else:
+            machine.requests.update((each.view.request_id, each) for each in responses)
+    registry.finished.update((group_id, registry.groups[group_id]) for group_id in state.finished)
+
+
+def _responses(row: Group, group: GroupState) -> list[RequestState]:
+    responses = []
+    for index, each in enumerate(row.responses):
+        values = msgspec.structs.asdict(each)
+        request_id = ids.request_id(group.group_id, index)
+        own = {name: values.pop(name) for name in VIEW}
+        view = RequestView(request_id, row.number, index, group.prompt_len, group.max_tokens, **own)
+        responses.append(RequestState(view, group, **values))
+    return responses
+
+
+def _values(row: RolloutFields | GroupFields) -> dict[str, Any]:
+    return msgspec.structs.asdict(row) | {"counters": Counter(row.counters)}

@@ -1,0 +1,99 @@
+"""Which segments of a log's folder are kept."""
+
+import pytest
+from log_lives import Life
+
+from seer.services.buffer.events import Tick
+from seer.services.buffer.log import segments, writer
+from seer.services.buffer.log.replay import replay_life
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch):
+    monkeypatch.setattr(writer.Folder, "limit", 4000)
+    monkeypatch.setattr(writer, "SNAPSHOTS", 1)
+    monkeypatch.setattr(segments, "ROLLOUTS", 3)
+    clock = iter(range(10**6))
+    monkeypatch.setattr(writer.time, "time", lambda: float(next(clock)))
+
+
+def uses(folder):
+    return [use for path in segments.segments(folder) for use in segments.submitted(path)]
+
+
+def test_what_concerns_the_newest_rollouts_is_kept_and_no_more(tmp_path):
+    life = Life(tmp_path)
+    for number in range(1, 9):
+        life.roll(number)
+    life.log.close()
+    found = uses(tmp_path)
+    # The rule is applied when a segment begins: since then others may have been submitted.
+    assert {("r6", 6), ("r7", 7), ("r8", 8)} <= set(found)
+    assert ("r3", 3) not in found
+    [paths] = segments.lives(tmp_path)
+    list(replay_life(paths))
+
+
+def test_as_long_as_there_are_few_rollouts_all_is_kept(tmp_path):
+    for incarnation in range(1, 6):
+        Life(tmp_path, incarnation=incarnation).log.close()
+    assert len(segments.lives(tmp_path)) == 5
+
+
+def test_rollouts_of_all_lives_count(tmp_path):
+    for number in range(1, 7):
+        life = Life(tmp_path, incarnation=number)
+        life.roll(number)
+        life.log.close()
+    Life(tmp_path, incarnation=7).log.close()
+    assert set(uses(tmp_path)) == {("r4", 4), ("r5", 5), ("r6", 6)}
+
+
+def test_who_comes_back_to_a_rollout_keeps_what_its_earlier_life_wrote_of_it(tmp_path):
+    for incarnation, number in enumerate((1, 2, 3, 1), 1):
+        life = Life(tmp_path, incarnation=incarnation)
+        life.roll(number)
+        life.log.close()
+    Life(tmp_path, incarnation=5).log.close()
+    assert len(segments.lives(tmp_path)) == 5
+
+
+def test_all_together_are_bounded_in_bytes(tmp_path, monkeypatch):
+    monkeypatch.setattr(segments, "KEPT_BYTES", 60_000)
+    life = Life(tmp_path)
+    life.roll(1, prompts=20)
+    life.log.close()
+    paths = segments.segments(tmp_path)
+    assert sum(path.stat().st_size for path in paths[:-1]) <= 60_000
+    assert len(paths) > 2
+
+
+def test_what_another_buffer_writes_and_what_is_no_segment_stays(tmp_path, monkeypatch):
+    monkeypatch.setattr(segments, "KEPT_BYTES", 1)
+    for name in ("notes.jsonl", "0" * 16 + "-1.jsonl", "r1.kept"):
+        (tmp_path / name).write_text("mine")
+    first = Life(tmp_path, incarnation=1)
+    [live] = segments.segments(tmp_path)
+    second = Life(tmp_path, incarnation=2)
+    second.roll(1)
+    second.log.close()
+    assert live.exists()
+    first.tell(Tick())
+    first.log.close()
+    assert [line.event for _, line in replay_life([live])][-1] == Tick()
+    Life(tmp_path, incarnation=3).log.close()
+    assert [path.name[:16] for path in segments.segments(tmp_path)] == [f"{3:016x}"]
+    assert len(list(tmp_path.iterdir())) == 4
+
+
+def test_what_cannot_be_read_goes_first(tmp_path, monkeypatch):
+    monkeypatch.setattr(segments, "KEPT_BYTES", 12_000)
+    broken = tmp_path / f"{9:016x}-000000.jsonl"
+    broken.write_bytes(b"\x00" * 5000)
+    half = tmp_path / f"{8:016x}-000000.jsonl"
+    half.write_bytes(b"")
+    life = Life(tmp_path)
+    life.roll(1)
+    life.log.close()
+    assert not broken.exists()
+    assert not half.exists()

@@ -1,0 +1,117 @@
+"""Segments of a log, in files and in memory: each runs through the machines, and disks that fail end it alone."""
+
+import errno
+import io
+import os
+from pathlib import Path
+
+import pytest
+from log_lives import Life
+from structlog.testing import capture_logs
+
+from seer.common.errors import ConfigError
+from seer.services.buffer.log import segments, writer
+from seer.services.buffer.log.replay import replay_life
+from seer.services.buffer.log.rows import LogError, read
+
+
+@pytest.fixture
+def small(monkeypatch):
+    monkeypatch.setattr(writer.Folder, "limit", 4000)
+    monkeypatch.setattr(writer.Ring, "limit", 4000)
+    monkeypatch.setattr(writer, "SNAPSHOTS", 1)
+
+
+def test_a_log_goes_on_in_segments_that_run_through_the_machines_one_after_another(tmp_path, small):
+    life = Life(tmp_path / "new" / "log")
+    life.roll(1)
+    life.roll(2)
+    life.log.close()
+    [paths] = segments.lives(tmp_path / "new" / "log")
+    assert len(paths) > 3
+    assert [read(path)[0].number for path in paths] == list(range(len(paths)))
+    told = list(replay_life(paths))
+    assert told[-1][1].time == life.now
+    assert len(list(replay_life(paths[2:]))) < len(told)
+    for path in paths:
+        assert list(replay_life([path]))
+
+
+def test_a_segment_that_does_not_follow_from_the_one_before_is_found(tmp_path, small):
+    life = Life(tmp_path)
+    life.roll(1)
+    life.log.close()
+    [paths] = segments.lives(tmp_path)
+    text = paths[1].read_bytes()
+    assert b'"tokens":' in text.partition(b"\n")[0]
+    paths[1].write_bytes(text.replace(b'"tokens":', b'"tokens":1', 1))
+    with pytest.raises(LogError, match=rf"{paths[1].name}: line 1: .*another state"):
+        list(replay_life(paths))
+
+
+def test_segments_are_longer_where_snapshots_are(tmp_path, monkeypatch):
+    monkeypatch.setattr(writer.Folder, "limit", 4000)
+    life = Life(tmp_path)
+    life.roll(1, prompts=100)
+    life.log.close()
+    for path in segments.segments(tmp_path)[:-1]:
+        first = path.read_bytes().index(b"\n")
+        assert path.stat().st_size > max(4000, writer.SNAPSHOTS * first)
+
+
+def test_without_a_folder_the_last_rows_are_kept_for_a_crash(tmp_path, small, monkeypatch):
+    monkeypatch.setattr(writer.tempfile, "tempdir", str(tmp_path))
+    life = Life("")
+    for number in range(5):
+        life.roll(number)
+    kept = life.log._segments.kept
+    assert len(kept) == 2
+    assert sum(len(text) for _, text in kept) < 2 * 4000 + 8000
+    with capture_logs() as logged:
+        life.log.dump()
+    [folder] = tmp_path.iterdir()
+    assert logged[0]["command"] == f"seer replay {folder}"
+    [paths] = segments.lives(folder)
+    rows = [line for _, line in replay_life(paths)]
+    assert rows[-1].time == life.now
+    assert len(rows) > 10
+
+
+def test_a_crash_leaves_its_log_where_the_process_s_own_folder_is_no_more(tmp_path, monkeypatch):
+    from seer.common.process.scratch import private_temporary_folder
+
+    monkeypatch.setattr(writer.tempfile, "tempdir", str(tmp_path))
+    with private_temporary_folder():
+        life = Life("")
+        life.log.dump()
+    [folder] = tmp_path.iterdir()
+    assert len(segments.segments(folder)) == 1
+
+
+def test_a_folder_that_cannot_be_made_is_refused_by_name(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=r"buffer\.log = .*file/log.*give a folder"):
+        Life(tmp_path / "file" / "log")
+
+
+@pytest.mark.parametrize("at", [0, 3])
+def test_a_full_disk_ends_the_log_alone(tmp_path, small, monkeypatch, at):
+    left = at
+
+    class Disk(io.FileIO):
+        def write(self, text):
+            nonlocal left
+            left -= 1
+            if left < 0:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            return super().write(bytes(text)[:100])  # as a disk that is nearly full may
+
+    monkeypatch.setattr(Path, "open", lambda path, mode, **_: Disk(path, mode.replace("b", "")))
+    with capture_logs() as logged:
+        life = Life(tmp_path)
+        life.roll(1)
+        life.log.close()
+    assert [entry["event"] for entry in logged] == ["the log ends here: it cannot be written"]
+    assert life.machine.requests.counters["tokens"] > 0
+    for paths in segments.lives(tmp_path):
+        assert list(replay_life(paths))

@@ -1,0 +1,68 @@
+"""Nothing of the machines' state is left out of a snapshot; what it says is kept is."""
+
+from dataclasses import fields
+
+import pytest
+from buffer_events import make, submit
+from snapshots import again
+
+from seer.common.policy.request import RequestView
+from seer.services.buffer.events import Joined
+from seer.services.buffer.log import snapshot
+from seer.services.buffer.machine import BufferMachine
+from seer.services.buffer.requests.group_registry import GroupRegistry
+from seer.services.buffer.requests.machine import RequestMachine
+from seer.services.buffer.requests.state import GroupState, RequestState, RolloutState
+from seer.services.buffer.sleep import SleepMachine
+from seer.services.buffer.weights.machine import WeightsMachine
+
+OF_GROUP = {"request_id", "group_number", "index", "prompt_len", "max_tokens"}
+BY_NAME = {"rollouts", "groups", "held", "finished", "_partial"}
+
+
+@pytest.mark.parametrize(
+    ("kind", "row", "elsewhere"),
+    [
+        (GroupState, snapshot.GroupFields, {"rollout", "results"}),
+        (RolloutState, snapshot.RolloutFields, {"members", "finish_times"}),
+    ],
+)
+def test_every_field_is_in_a_snapshot(kind, row, elsewhere):
+    assert {field.name for field in fields(kind)} - elsewhere == set(row.__struct_fields__)
+
+
+def test_every_field_of_a_response_is_in_a_snapshot():
+    view = {field.name for field in fields(RequestView)} - OF_GROUP
+    own = {field.name for field in fields(RequestState)} - {"view", "group"}
+    assert view == set(snapshot.VIEW)
+    assert view | own == set(snapshot.Response.__struct_fields__)
+
+
+def test_every_attribute_is_in_a_snapshot():
+    machine = make()
+    given = {"policy", "limits", "requests", "instances", "registry", "queue"}
+    assert vars(machine).keys() - given == set(snapshot.MachineFields.__struct_fields__)
+    given = {"_limits", "_fleet", "_counters", "_drop"} | BY_NAME
+    assert vars(machine.registry).keys() - given == set(snapshot.RegistryFields.__struct_fields__)
+    whole = BufferMachine(machine, WeightsMachine(), SleepMachine())
+    assert vars(whole).keys() == {"requests", "weights", "sleep", "engines", "_idle", "_stirred", "_seen"}
+
+
+def test_parts_that_machines_share_are_shared_by_restored_ones():
+    machine = make()
+    submit(machine, "p", "q")
+    new = again(BufferMachine(machine, WeightsMachine(), SleepMachine())).requests
+    assert isinstance(new, RequestMachine)
+    assert isinstance(new.registry, GroupRegistry)
+    assert new.registry._counters is new.counters
+    assert new.registry._fleet is new.instances
+    assert new.counters == machine.counters
+    assert new.requests["r/p#0"].group is new.groups["r/p"]
+    assert new.groups["r/p"].rollout is new.rollouts["r"]
+    assert new.rollouts["r"].members == new.groups
+
+
+def test_who_has_joined_is_known_again():
+    machine = BufferMachine(make(engines=()), WeightsMachine(), SleepMachine())
+    machine.apply(Joined("a", life=7), 1.0)
+    assert again(machine).engines == machine.engines
