@@ -86,11 +86,6 @@ class Backend(Protocol):
         ...
 
     @property
-    def vocab_size(self) -> int:
-        """Token ids are below this; valid after `start`."""
-        ...
-
-    @property
     def versions(self) -> dict[str, str]:
         """Names and versions of what generates, for reports."""
         ...

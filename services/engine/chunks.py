@@ -72,7 +72,6 @@ def done_message(ended: Sequence[tuple[ChunkEnd, Running]], weight_version: int)
                 end.finish,
                 end.stop_reason,
                 end.preemptions,
-                end.cached_tokens,
                 end.drafted,
                 end.accepted,
             )

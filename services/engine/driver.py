@@ -38,7 +38,6 @@ class Facts:
     """What a started backend says about itself."""
 
     capacity: Capacity
-    vocab_size: int
     versions: dict[str, str]
 
 
@@ -321,7 +320,7 @@ def _settle(done: asyncio.Future[None], problem: EngineError | None) -> None:
 
 
 def _facts(backend: Backend) -> Facts:
-    return Facts(backend.capacity, backend.vocab_size, backend.versions)
+    return Facts(backend.capacity, backend.versions)
 
 
 def _failure(error: Exception) -> EngineError:

@@ -10,8 +10,8 @@ Invariants (tests/unit/test_engine_server.py asserts them):
 - new weights are checked beside the live ones, and loaded while nothing runs; after a failed load
   nothing runs until another one succeeded; what was copied for them is deleted however that ends;
 - neither reading, loading nor sleeping keeps it from reporting that it lives;
-- told to stop, it hands back what its chunks have so far (a chunk may end anywhere) and leaves; told
-  by the buffer to drain, it finishes them first; a failing backend says `Goodbye` and ends loudly.
+- told to stop, it hands back what its chunks have so far (a chunk may end anywhere) and leaves; when
+  the backend fails it says `Goodbye` and ends with that error.
 """
 
 from __future__ import annotations
@@ -130,7 +130,6 @@ class EngineServer:
         self._serial = 0
         self._register_due = self._status_due = False
         self._sendable, self._finished = asyncio.Event(), asyncio.Event()
-        self._draining = False
 
     async def start(self) -> dict[str, str]:
         """Load the model, join the buffer and register. Raises `EngineError` or `Unreachable`."""
@@ -192,9 +191,6 @@ class EngineServer:
                     self._staging.arrived(part)
                 case wire.Welcome():
                     self._rejoin()
-                case wire.Drain():
-                    self._draining = True
-                    self._wake()
                 case wire.Refused() as refused:
                     self._log.warning("the buffer refused something", why=refused.message)
                 case wire.Ping():
@@ -228,7 +224,6 @@ class EngineServer:
             self._gone(known, finished=False)
             del self.running[request_id]
             self._driver.drop(request_id, known.serial)
-            self._wake()
 
     def _rejoin(self) -> None:
         self._log.warning("the buffer forgot this engine: registering again", dropped=len(self.running))
@@ -431,8 +426,6 @@ class EngineServer:
             self._sendable.clear()
             while (message := self._next()) is not None:
                 await self._deliver(message)
-            if self._draining and not self.running:
-                self._finished.set()
 
     def _next(self) -> wire.EngineToBuffer | None:
         if self._register_due:
@@ -467,7 +460,6 @@ class EngineServer:
         return wire.Register(
             capacity=facts.capacity,
             weight_version=self._weights.version,
-            vocab_size=facts.vocab_size,
             versions=facts.versions,
             weights_digest=self._weights.digest,
             weights_source=self._weights.source,

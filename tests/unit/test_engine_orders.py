@@ -217,30 +217,6 @@ async def test_a_new_buffer_counts_its_updates_anew(tmp_path):
 
 
 @virtual
-async def test_it_leaves_when_the_last_chunk_it_drained_for_is_dropped():
-    async with engine() as (buffer, _, running, _):
-        await buffer.run(new=1000)
-        await buffer.send(wire.Drain())
-        await asyncio.sleep(1.5)
-        await buffer.send(wire.DropChunk(request_id="r/p#0", attempt=1))
-        await asyncio.wait_for(running, 0.1)
-        assert kinds(buffer) == [wire.Register, wire.Goodbye]
-
-
-@virtual
-async def test_it_leaves_when_the_buffer_has_taken_what_it_drained_for():
-    async with engine() as (buffer, server, running, _):
-        real = server._buffer.send
-        server._buffer.send = stuck
-        await buffer.run(new=5)
-        await buffer.send(wire.Drain())
-        await asyncio.sleep(5)
-        server._buffer.send = real
-        await running
-        assert kinds(buffer) == [wire.Register, wire.ChunksDone, wire.Goodbye]
-
-
-@virtual
 async def test_a_chunk_without_a_token_is_not_handed_back():
     async with engine(structs.replace(REPLAY, replay_step_seconds=5.0)) as (buffer, server, running, _):
         await buffer.run(new=1000)

@@ -89,11 +89,6 @@ class ReplayBackend:
         return self._capacity
 
     @property
-    def vocab_size(self) -> int:
-        """See `Backend.vocab_size`."""
-        return self._config.replay_vocab_size
-
-    @property
     def versions(self) -> dict[str, str]:
         """See `Backend.versions`."""
         return {"backend": "replay"}
@@ -138,13 +133,14 @@ class ReplayBackend:
             raise InvalidField(
                 "max_new_tokens", new, f"max_model_len leaves {room} after {context} of context"
             )
-        if not (min(chunk.tokens) >= 0 and max(chunk.tokens) < self.vocab_size):
-            raise InvalidField("tokens", max(chunk.tokens), f"token ids must be in [0, {self.vocab_size})")
+        vocab = self._config.replay_vocab_size
+        if not (min(chunk.tokens) >= 0 and max(chunk.tokens) < vocab):
+            raise InvalidField("tokens", max(chunk.tokens), f"token ids must be in [0, {vocab})")
 
     def _plant_fault(self, chunk: Chunk, token_ids: list[int]) -> None:
         fault, first = self._config.fault_position, len(chunk.tokens)
         if fault is not None and first <= fault < first + len(token_ids):
-            token_ids[fault - first] = (token_ids[fault - first] + 1) % self.vocab_size
+            token_ids[fault - first] = (token_ids[fault - first] + 1) % self._config.replay_vocab_size
 
     def drop(self, request_id: str, attempt: int) -> None:
         """See `Backend.drop`."""
