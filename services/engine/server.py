@@ -7,11 +7,11 @@ Invariants (tests/unit/test_engine_server.py asserts them):
 - a buffer that forgot us (restarted, or lost us for a while) counts on nothing we run: all chunks
   are dropped and the engine registers again, before anything else is sent;
 - generation waits for neither the buffer nor the dgds;
-- new weights are checked beside the live ones, and loaded while nothing runs; after a failed load
-  nothing runs until another one succeeded; what was copied for them is deleted however that ends;
-- neither reading, loading nor sleeping keeps it from reporting that it lives;
+- while weights are read or loaded, or the engine goes to sleep, it still reports its status;
 - told to stop, it hands back what its chunks have so far (a chunk may end anywhere) and leaves; when
   the backend fails it says `Goodbye` and ends with that error.
+
+Orders about weights and sleep are `weights/updater.py`'s.
 """
 
 from __future__ import annotations
@@ -19,8 +19,6 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
-import threading
-from pathlib import Path
 
 from msgspec import structs
 
@@ -29,7 +27,6 @@ from seer.common.clock import Clock
 from seer.common.config import Config, shared_hash
 from seer.common.errors import (
     ConfigError,
-    EngineError,
     InvalidField,
     NotLoaded,
     SeerError,
@@ -38,7 +35,6 @@ from seer.common.errors import (
 from seer.common.net.channel import Channel, Identity
 from seer.common.net.transport.base import Transport
 from seer.common.process.log import get_logger
-from seer.common.weights.safetensors import stamps
 from seer.services.dgds.client import DgdsClient
 from seer.services.engine.backend import Backend, Chunk, ChunkEnd, StepOutput
 from seer.services.engine.chunks import Running, begin, chunk_of, done_message
@@ -46,19 +42,7 @@ from seer.services.engine.draft_groups import DraftGroups
 from seer.services.engine.driver import Driver, Facts, InlineDriver, ThreadDriver
 from seer.services.engine.pace import Pace
 from seer.services.engine.replay.backend import ReplayBackend
-from seer.services.engine.weights.fetcher import WeightFetcher
-from seer.services.engine.weights.manifest import Manifest, differences, inspect
-
-UNDEFINED = -1
-"""Weight version of an engine whose last load failed: it must not generate."""
-
-Order = wire.PrepareWeights | wire.DiscardWeights | wire.LoadWeights | wire.Sleep
-
-_NOTHING = ("", "", ())
-"""No source, digest and files: nothing was checked."""
-
-MAX_ORDERS = 64
-"""Bound on weight orders that wait: a buffer gives one or two per update."""
+from seer.services.engine.weights.updater import Answer, WeightUpdater
 
 JOIN_SECONDS = 120.0
 """How long a loaded engine waits for its buffer to appear: services start in any order."""
@@ -90,9 +74,6 @@ class EngineServer:
         settings = config.engine
         if not settings.status_seconds > 0:
             raise ConfigError(f"engine.status_seconds = {settings.status_seconds}: must be positive")
-        if settings.weights_root and not Path(settings.weights_root).is_dir():
-            fix = "is no folder here; give the one that all weights lie beneath, or none"
-            raise ConfigError(f"engine.weights_root = {settings.weights_root!r}: {fix}")
         self._settings = settings
         self._model = config.shared.model
         self._clock = clock
@@ -117,16 +98,8 @@ class EngineServer:
         # Bounded by the chunks placed here: each leaves one entry, sent as soon as the buffer takes it.
         self._ended: list[tuple[ChunkEnd, Running]] = []
         self._failed: list[wire.ChunkFailed] = []
-        self._staging = WeightFetcher(self._buffer.send, settings.weights_root)
-        self._checked: tuple[str, str, tuple[object, ...]] = _NOTHING
-        self._preparing: asyncio.Task[wire.WeightsPrepared] | None = None
-        self._called_off = 0
-        self._weights = wire.LoadWeights(version=0, digest="", source="")
-        self._live_manifest: Manifest | None = None
-        self._orders: asyncio.Queue[Order] = asyncio.Queue(MAX_ORDERS)
-        self._answers: list[wire.WeightsPrepared | wire.WeightsLoaded | wire.Slept] = []
-        self._asleep = False
-        self._rejoins = 0
+        self._updater = WeightUpdater(self._driver, self, self._buffer.send, settings.weights_root)
+        self._answers: list[Answer] = []
         self._serial = 0
         self._register_due = self._status_due = False
         self._sendable, self._finished = asyncio.Event(), asyncio.Event()
@@ -135,11 +108,7 @@ class EngineServer:
         """Load the model, join the buffer and register. Raises `EngineError` or `Unreachable`."""
         self._facts: Facts = await self._driver.start(self._settings.load_seconds)
         try:
-            if self._model:
-                self._live_manifest = await asyncio.to_thread(inspect, Path(self._model))
-                self._weights.digest = self._live_manifest.digest
-                self._staging.model_bytes = self._live_manifest.size
-                await self._driver.bind_weights(self._weights.digest)
+            await self._updater.start(self._model)
             await self._buffer.open(JOIN_SECONDS)
             await self._buffer.send(self._registration())
         except BaseException:
@@ -157,7 +126,7 @@ class EngineServer:
                         self._receive(),
                         self._send(),
                         self._report(),
-                        self._change_weights(),
+                        self._updater.run(),
                         self._driver.run(),
                         self.dgds.run(),
                         self._follow_siblings(),
@@ -183,12 +152,11 @@ class EngineServer:
                 case wire.DropChunk() as drop:
                     self._drop(drop.request_id, drop.attempt)
                 case (wire.PrepareWeights() | wire.LoadWeights() | wire.Sleep()) as asked:
-                    if not self._orders.full():  # else asked for again when its deadline is over
-                        self._orders.put_nowait(asked)
+                    self._updater.order(asked)
                 case wire.DiscardWeights() as order:
-                    self._call_off(order)
+                    self._updater.cancel(order)
                 case (wire.SpoolState() | wire.SpoolData()) as part:
-                    self._staging.arrived(part)
+                    self._updater.fetcher.arrived(part)
                 case wire.Welcome():
                     self._rejoin()
                 case wire.Refused() as refused:
@@ -204,8 +172,8 @@ class EngineServer:
             self._drop(order.request_id, known.attempt)
         self._serial += 1
         try:
-            if self._weights.version == UNDEFINED:
-                raise NotLoaded("it has no weights to trust")
+            if not self._updater.has_weights:
+                raise NotLoaded("it has no weights: the last load failed")
             run = begin(order, self._serial)
         except (InvalidField, NotLoaded) as error:
             self._reject(order.request_id, order.attempt, error)
@@ -227,17 +195,12 @@ class EngineServer:
 
     def _rejoin(self) -> None:
         self._log.warning("the buffer forgot this engine: registering again", dropped=len(self.running))
-        for request_id, known in list(self.running.items()):
-            self._drop(request_id, known.attempt)
+        self.drop_chunks()
         self._ended.clear()
         self._failed.clear()
         self._answers.clear()
-        self._rejoins += 1
-        while not self._orders.empty():
-            self._orders.get_nowait()
-        self._call_off(wire.DiscardWeights(version=0, ask=0))
-        self._register_due = True
-        self._wake()
+        self._updater.rejoined()
+        self.register_again()
 
     def _gone(self, run: Running, *, finished: bool) -> None:
         if self._draft_groups is not None:
@@ -258,116 +221,27 @@ class EngineServer:
             if deltas:
                 self._driver.feed(deltas)
 
-    # --- weights -------------------------------------------------------------------------
+    # --- for the weight updater ----------------------------------------------------------
 
-    async def _change_weights(self) -> None:
-        while True:
-            order = await self._orders.get()
-            life, before = self._rejoins, (self._weights, self._asleep)
-            answer: wire.WeightsPrepared | wire.WeightsLoaded | wire.Slept | None = None
-            match order:
-                case wire.PrepareWeights():
-                    answer = await self._prepare_unless_off(order)
-                case wire.DiscardWeights():
-                    await self._discard()
-                case wire.LoadWeights():
-                    answer = await self._load_weights(order, life)
-                case wire.Sleep():
-                    answer = await self._sleep(order)
-            if answer is not None and life == self._rejoins:
-                self._answers.append(answer)
-            elif life != self._rejoins and before != (self._weights, self._asleep):
-                self._register_due = True  # who asked is no more; its successor must know what changed
-            self._wake()
+    def drop_chunks(self) -> None:
+        """See `updater.Engine`."""
+        for request_id, known in list(self.running.items()):
+            self._drop(request_id, known.attempt)
 
-    def _call_off(self, order: wire.DiscardWeights) -> None:
-        """Stop what an update that is off, or all that a buffer that is gone, had checked here."""
-        self._called_off = order.ask
-        if self._preparing is not None:
-            self._preparing.cancel()
-        if not self._orders.full():
-            self._orders.put_nowait(order)
+    def weights_loaded(self) -> None:
+        """See `updater.Engine`: drafts made of the old weights' tokens would seldom be accepted."""
+        if self._draft_groups is not None:
+            self.dgds.forget(self._draft_groups.clear())
 
-    async def _prepare_unless_off(self, order: wire.PrepareWeights) -> wire.WeightsPrepared | None:
-        if 0 < order.ask <= self._called_off:
-            return None
-        self._preparing = asyncio.create_task(self._prepare_weights(order))
-        try:
-            await asyncio.wait([self._preparing])
-            if not self._preparing.cancelled():
-                return self._preparing.result()
-            await self._discard()
-            return None
-        finally:
-            self._preparing.cancel()
-            self._preparing = None
+    def answer(self, message: Answer) -> None:
+        """See `updater.Engine`."""
+        self._answers.append(message)
+        self._wake()
 
-    async def _prepare_weights(self, order: wire.PrepareWeights) -> wire.WeightsPrepared:
-        answer = wire.WeightsPrepared(version=order.version, digest="", ask=order.ask)
-        try:
-            found = await self._inspect(order.source)
-            answer.digest = found.digest
-            answer.problem = differences(self._live_manifest, found) if self._live_manifest else ""
-        except SeerError as error:
-            answer.problem = str(error)
-        if answer.problem:
-            await self._discard()
-        return answer
-
-    async def _discard(self) -> None:
-        """Forget what was checked, and delete what was copied for it."""
-        self._checked = _NOTHING
-        await self._staging.discard()
-
-    async def _sleep(self, order: wire.Sleep) -> wire.Slept:
-        """Free or take the memory of KV. Raises `EngineError`: this engine is of no use any more."""
-        if order.asleep != self._asleep:
-            await self._driver.sleep(order.asleep)
-            self._asleep = order.asleep
-        return wire.Slept(asleep=order.asleep)
-
-    async def _inspect(self, source: str) -> Manifest:
-        folder = await self._staging.folder(source)
-        over = threading.Event()
-        try:
-            found = await asyncio.to_thread(inspect, folder, over.is_set)
-        finally:
-            over.set()  # a thread cannot be cancelled
-        self._checked = (source, found.digest, found.stamps)
-        return found
-
-    async def _load_weights(self, order: wire.LoadWeights, life: int) -> wire.WeightsLoaded:
-        try:
-            if (self._weights.version, self._weights.digest) == (order.version, order.digest):
-                return wire.WeightsLoaded(version=order.version)  # as an earlier buffer ordered, too
-            for request_id, known in list(self.running.items()):  # the buffer waits for none of them
-                self._drop(request_id, known.attempt)
-            if self._asleep:
-                raise EngineError("it sleeps: wake it first")
-            folder = await self._checked_folder(order)
-            if life != self._rejoins:  # what runs by now is that successor's, under the weights that are live
-                raise EngineError("the buffer that gave this order is gone")
-            self._weights = wire.LoadWeights(version=UNDEFINED, digest="", source="")
-            await self._driver.load_weights(folder, order.digest)
-            if await asyncio.to_thread(stamps, folder) != self._checked[2]:
-                raise EngineError(f"{order.source} changed while it was loaded")
-            if self._draft_groups is not None:
-                self.dgds.forget(self._draft_groups.clear())
-            self._weights = order
-        except SeerError as error:
-            return wire.WeightsLoaded(version=order.version, problem=str(error))
-        finally:
-            await self._discard()
-        return wire.WeightsLoaded(version=order.version)
-
-    async def _checked_folder(self, order: wire.LoadWeights) -> Path:
-        """Return the folder with these very weights. Raises `SeerError`; the live ones are untouched then."""
-        folder = await self._staging.folder(order.source)
-        if self._checked != (order.source, order.digest, await asyncio.to_thread(stamps, folder)):
-            await self._inspect(order.source)  # it was not there to prepare, or files changed since
-        if self._checked[1] != order.digest:
-            raise EngineError(f"{order.source} now has digest {self._checked[1]}, not {order.digest}")
-        return folder
+    def register_again(self) -> None:
+        """See `updater.Engine`."""
+        self._register_due = True
+        self._wake()
 
     # --- from the backend ----------------------------------------------------------------
 
@@ -437,7 +311,7 @@ class EngineServer:
             return self._failed.pop(0)
         if self._ended:
             ended, self._ended = self._ended, []
-            return done_message(ended, self._weights.version)
+            return done_message(ended, self._updater.live.version)
         if self._status_due:
             self._status_due = False
             best = {"best_rate": self._pace.rate, "token_seconds_alone": self._pace.alone}
@@ -456,14 +330,14 @@ class EngineServer:
                 await self._clock.sleep(RETRY_SECONDS)
 
     def _registration(self) -> wire.Register:
-        facts = self._facts
+        live = self._updater.live
         return wire.Register(
-            capacity=facts.capacity,
-            weight_version=self._weights.version,
-            versions=facts.versions,
-            weights_digest=self._weights.digest,
-            weights_source=self._weights.source,
-            asleep=self._asleep,
+            capacity=self._facts.capacity,
+            weight_version=live.version,
+            versions=self._facts.versions,
+            weights_digest=live.digest,
+            weights_source=live.source,
+            asleep=self._updater.asleep,
         )
 
     async def _report(self) -> None:
@@ -481,11 +355,11 @@ class EngineServer:
         try:
             async with asyncio.timeout(LEAVE_SECONDS):
                 if self._ended:
-                    await self._buffer.send(done_message(self._ended, self._weights.version))
+                    await self._buffer.send(done_message(self._ended, self._updater.live.version))
                 await self._buffer.send(wire.Goodbye(problem="" if self._finished.is_set() else "it failed"))
         except (TimeoutError, Unreachable) as error:
             self._log.warning("left without a goodbye", error=str(error))
         self._buffer.close()
-        await self._staging.discard()
+        await self._updater.close()
         await self.dgds.close(LEAVE_SECONDS)
         await self._driver.close()

@@ -15,6 +15,7 @@ from seer.common.config import EngineConfig
 from seer.common.errors import ConfigError, InvalidField, Unreachable
 from seer.common.weights.digest import SPOOL_NOTES
 from seer.services.engine.weights import fetcher as staging
+from seer.services.engine.weights.updater import CheckedWeights
 
 LARGE = {"w": np.ones(wire.SPOOL_BYTES * 6, dtype=np.float32)}  # three windows
 SMALL = {"w": np.ones(6, dtype=np.float32)}
@@ -46,7 +47,7 @@ def stall(cluster, after=10):
 
 
 def copying(cluster):
-    return [cluster.services[name]._staging._copy is not None for name in ("e0", "e1")]
+    return [cluster.services[name]._updater.fetcher._copy is not None for name in ("e0", "e1")]
 
 
 @virtual
@@ -54,14 +55,14 @@ async def test_an_update_that_another_engine_refuses_leaves_nothing(copies):
     async with running(engines=2) as cluster, cluster.client() as client:
 
         async def fail(source):
-            await eventually(lambda: cluster.services["e0"]._checked[1] != "")
+            await eventually(lambda: cluster.services["e0"]._updater._checked.digest != "")
             raise InvalidField("source", source, "this node cannot read it")
 
-        cluster.services["e1"]._inspect = fail
+        cluster.services["e1"]._updater._check = fail
         with pytest.raises(WeightsRefused, match="this node cannot read it"):
             await client.update_weights(1, SMALL)
         await eventually(lambda: not any(copying(cluster)))
-        assert cluster.services["e0"]._checked == ("", "", ())
+        assert cluster.services["e0"]._updater._checked == CheckedWeights()
         assert not copies()
 
 
@@ -127,10 +128,10 @@ async def test_a_full_disk_refuses_the_update_by_name(copies, monkeypatch, full)
 @virtual
 async def test_a_stream_of_another_size_is_not_copied():
     async with running(engines=1) as cluster, cluster.client() as client:
-        cluster.services["e0"]._staging.model_bytes = 100
+        cluster.services["e0"]._updater.fetcher.model_bytes = 100
         with pytest.raises(WeightsRefused, match="the model's tensors have 100"):
             await client.update_weights(1, SMALL)
-        cluster.services["e0"]._staging.model_bytes = 24
+        cluster.services["e0"]._updater.fetcher.model_bytes = 24
         assert (await client.update_weights(1, SMALL)).version == 1
 
 
@@ -174,7 +175,7 @@ async def test_folders_lie_beneath_the_root(tmp_path):
         assert (await client.update_weights(1, folder(root / "one", 1.0))).version == 1
         assert (await client.update_weights(2, SMALL)).version == 2
     missing = EngineConfig(backend="replay", weights_root=str(tmp_path / "missing"))
-    with pytest.raises(ConfigError, match=r"engine\.weights_root = .*no folder"):
+    with pytest.raises(ConfigError, match=r"engine\.weights_root = .*is not a folder"):
         async with running(engines=1, engine=missing):
             pass
 
@@ -198,11 +199,11 @@ async def test_a_folder_that_changes_while_it_is_loaded_is_not_believed(tmp_path
 async def test_an_engine_that_sleeps_loads_nothing(tmp_path):
     async with running(engines=1) as cluster:
         server = cluster.services["e0"]
-        server._asleep = True
+        server._updater.asleep = True
         one = folder(tmp_path / "one", 1.0)
-        answer = await server._load_weights(wire.LoadWeights(version=1, digest="d", source=str(one)), 0)
+        answer = await server._updater._load(wire.LoadWeights(version=1, digest="d", source=str(one)))
         assert "it sleeps" in answer.problem
-        assert server._weights.version == 0
+        assert server._updater.live.version == 0
 
 
 @virtual

@@ -41,7 +41,7 @@ async def test_a_stream_is_as_good_as_a_folder(tmp_path, machines):
         large = await client.update_weights(3, tensors(3.0, LARGE))
         assert large.digest == TensorStream(tensors(3.0, LARGE)).digest()
         assert (await roll(client))[1] == (3, large.digest)
-        assert all(cluster.services[name]._staging._copy is None for name in ("e0", "e1"))
+        assert all(cluster.services[name]._updater.fetcher._copy is None for name in ("e0", "e1"))
 
 
 @virtual

@@ -169,7 +169,7 @@ async def test_the_whole_way(tmp_path):
         changed = await client.update_weights(3, source)
         assert changed.digest == TensorStream(arrays).digest() != live.digest
         assert source._room.ctypes.data == pointer
-        assert all(cluster.services[name]._staging._copy is None for name in ("e0", "e1"))
+        assert all(cluster.services[name]._updater.fetcher._copy is None for name in ("e0", "e1"))
 
         arrays["w"] += 1  # the live version is what was laid out, and there for who comes later
         await cluster.start("e2")

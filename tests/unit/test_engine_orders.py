@@ -14,6 +14,7 @@ from seer.common.types import SamplingParams
 from seer.services.engine.backend import Chunk
 from seer.services.engine.replay.backend import ReplayBackend
 from seer.services.engine.weights.manifest import inspect
+from seer.services.engine.weights.updater import CheckedWeights
 
 
 class Loading(ReplayBackend):
@@ -80,13 +81,13 @@ async def test_nothing_meant_for_a_buffer_that_is_gone_reaches_its_successor():
 async def test_orders_of_a_buffer_that_is_gone_are_neither_answered_nor_begun(tmp_path):
     model = folder(tmp_path / "model", 1.0)
     async with engine(backend=Loading()) as (buffer, server, _, network):
-        staged, gate = server._staging.folder, asyncio.Event()
+        staged, gate = server._updater.fetcher.folder, asyncio.Event()
 
         async def slow(source):
             await gate.wait()
             return await staged(source)
 
-        server._staging.folder = slow
+        server._updater.fetcher.folder = slow
         await buffer.send(load(1, model))
         await buffer.send(wire.Sleep(asleep=True))
         await asyncio.sleep(1)
@@ -267,4 +268,4 @@ async def test_what_was_checked_for_weights_that_are_live_already_is_forgotten(t
             await asyncio.sleep(1)
         assert kinds(buffer)[-4:] == [wire.WeightsPrepared, wire.WeightsLoaded] * 2
         assert len(backend.loaded) == 1
-        assert server._checked == ("", "", ())
+        assert server._updater._checked == CheckedWeights()

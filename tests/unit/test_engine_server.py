@@ -244,8 +244,8 @@ def test_an_answer_to_a_buffer_that_is_gone_is_not_sent(order, tmp_path):
                 await release.wait()
                 raise EngineError("too late")
 
-            for name in ("_inspect", "_checked_folder"):
-                setattr(server, name, slowly)
+            for name in ("_check", "_checked_folder"):
+                setattr(server._updater, name, slowly)
             server._driver.sleep = lambda _: release.wait()
             await buffer.send(orders[order])
             await asyncio.sleep(1)
@@ -454,7 +454,7 @@ async def test_an_update_that_is_off_is_not_checked_and_its_answer_says_which_it
             await asyncio.sleep(5)
             raise EngineError(f"no {source}")
 
-        server._inspect = slow
+        server._updater._check = slow
         for ask in (1, 2):
             await buffer.send(wire.PrepareWeights(version=1, source=f"/{ask}", ask=ask))
         await asyncio.sleep(1)
