@@ -29,7 +29,7 @@ from seer.common.types import SamplingParams
 from seer.services.dgds.client import StreamDelta
 from seer.services.engine.backend import Chunk
 from seer.services.engine.vllm.backend import VllmBackend
-from seer.services.engine.vllm.drafts.scripted import Script
+from seer.services.engine.vllm.drafts.scripted import DraftScript
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "countdown"
 GROUP, PATHS = 8, (1, 2, 4)
@@ -58,12 +58,12 @@ class Bench:
         drafts = DraftsConfig(max_draft=options.max_draft, max_paths=max(PATHS), cache=cache)
         self.backend = VllmBackend(config, SharedConfig(model=str(EXAMPLE / "model")), None, drafts)
         self.backend.start()
-        worker = self.backend._core.model_executor.driver_worker.worker
+        worker = self.backend.core.engine_core.model_executor.driver_worker.worker
         self.proposer, self.rows = worker.model_runner.drafter, worker.seer_paths
         self.costs: StepCosts = self.proposer.budget._costs
         self.sampling = SamplingParams(max_tokens=options.tokens, temperature=1.0)
         lines = (EXAMPLE / "prompts.jsonl").read_text().splitlines()[: options.groups]
-        tokenizer = self.backend._tokenizer
+        tokenizer = self.backend.core.tokenizer
         self.prompts = [tokenizer.encode(json.loads(line)["prompt"]).ids for line in lines]
         self.known = self._known()
 
@@ -77,12 +77,12 @@ class Bench:
         )  # fmt: skip
 
     def _known(self) -> list[list[list[int]]]:
-        self.backend.script_drafts(Script(kind="none", vocab=self.backend.vocab_size))
+        self.backend.probe.script_drafts(DraftScript(kind="none", vocab=self.backend.core.vocab_size))
         known = [
             responses(self.backend, [self.chunk(group, index) for index in range(GROUP)])[0]
             for group in range(len(self.prompts))
         ]
-        self.backend.script_drafts(None)
+        self.backend.probe.script_drafts(None)
         return known
 
     def roll(self, batch: int, paths: int, costs: StepCosts) -> dict[str, float]:
@@ -95,7 +95,7 @@ class Bench:
         for first in range(0, len(self.prompts), batch):
             groups = range(first, min(first + batch, len(self.prompts)))
             for group in groups:
-                self.backend._rpc("seer_open_tree", group=str(group), prompt=self.prompts[group])
+                self.backend.core.rpc("seer_open_tree", group=str(group), prompt=self.prompts[group])
                 self.backend._drafting._open.add(str(group))
                 self.backend.feed(
                     StreamDelta(str(group), index, 0, np.array(tokens, np.int32))

@@ -68,7 +68,7 @@ class Engine:
         self._backend = VllmBackend(config, SharedConfig(model=model), None, drafts)
         self._backend.start()
         self._seconds = [0.0]
-        self._backend._rpc(watch, seconds=self._seconds)
+        self._backend.core.rpc(watch, seconds=self._seconds)
         tokenizer = Tokenizer.from_file(str(Path(model) / "tokenizer.json"))
         lines = [json.loads(line)["prompt"] for line in prompts.read_text().splitlines()]
         self._prompts = [tokenizer.encode(line).ids for line in lines]

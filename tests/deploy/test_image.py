@@ -25,7 +25,7 @@ NEED_EXTRA = {
     f"{ENGINE}.kv_pool.shims": "torch",
     f"{ENGINE}.kv_pool.staging": "torch",
     f"{ENGINE}.kv_pool.store": "torch",
-    f"{ENGINE}.sampling.rows": "torch",
+    f"{ENGINE}.sampling.sampler": "torch",
     f"{ENGINE}.sampling.torch_sampler": "torch",
     f"{ENGINE}.sampling.triton_sampler": "torch",
     f"{ENGINE}.sampling.vectors": "torch",

@@ -21,7 +21,7 @@ from seer.common.policy.draft_costs import StepCosts
 from seer.common.types import SamplingParams
 from seer.services.dgds.client import StreamDelta
 from seer.services.engine.vllm.backend import VllmBackend
-from seer.services.engine.vllm.drafts.scripted import Script
+from seer.services.engine.vllm.drafts.scripted import DraftScript
 
 pytestmark = pytest.mark.vllm
 
@@ -57,22 +57,24 @@ def engine(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
 @pytest.fixture
 def backend(engine: VllmBackend) -> Iterator[VllmBackend]:
     yield engine
-    engine.script_drafts(None)
+    engine.probe.script_drafts(None)
     engine.forget(["g"])
-    for request_id, attempt in list(engine._ids):
+    for request_id, attempt in list(engine._engine_ids):
         engine.drop(request_id, attempt)
     assert engine.stats().free_blocks == engine.capacity.kv_blocks == 36
-    runner = engine._core.model_executor.driver_worker.worker.model_runner
+    runner = engine.core.engine_core.model_executor.driver_worker.worker.model_runner
     assert not any("/" in name for name in (*runner.requests, *runner.input_batch.req_id_to_index))
 
 
 def script(backend: VllmBackend, plan: str, known: dict[int, list[int]] | None = None) -> None:
     first, *others = PLANS.get(plan, (plan,))
-    backend.script_drafts(Script(kind=first, vocab=VOCAB, known=known or {}, siblings=tuple(others)))
+    backend.probe.script_drafts(
+        DraftScript(kind=first, vocab=VOCAB, known=known or {}, siblings=tuple(others))
+    )
 
 
 def counts(backend: VllmBackend) -> dict[str, int]:
-    (found,) = backend._rpc("seer_path_counts")
+    (found,) = backend.core.rpc("seer_path_counts")
     return {name: found.get(name, 0) for name in ("siblings", "dropped", "won", "torn")}
 
 
@@ -110,7 +112,7 @@ def check_kv(backend: VllmBackend, plan: str, sizes: tuple[int, ...] = (70, 97))
     before, steps = counts(backend), backend.stats().steps
     known = {0: whole.tokens}
     for size in sizes:
-        assert backend._engine.reset_prefix_cache(), "no scratch block counts as used"
+        backend.core.reset_prefix_cache()  # raises if scratch blocks count as used
         script(backend, plan, known)
         begun = one_go(backend, LONG, max_new_tokens=size)
         assert begun.tokens == whole.tokens[:size]
@@ -193,7 +195,7 @@ def test_rows_of_prefills_and_paths_share_a_step(backend):
     sampling = SamplingParams(max_tokens=40, ignore_eos=True)
     chunks = [chunk(str(i), sampling, index=i, key=i, prompt=[1, *range(3 + i, 60)]) for i in range(6)]
     alone = {one.request_id: run(backend, [one])[one.request_id] for one in chunks}
-    backend._engine.reset_prefix_cache()
+    backend.core.reset_prefix_cache()
     before = counts(backend)
     script(backend, "right_second", {i: alone[str(i)].tokens for i in range(6)})
     got: dict[str, list[int]] = {one.request_id: [] for one in chunks}
@@ -212,7 +214,7 @@ def test_captured_requests_have_one_row(backend):
     whole = one_go(backend, BASE)
     script(backend, "right_second", {0: whole.tokens})
     before = counts(backend)
-    tokens, (rows,) = backend.captured(chunk("one", BASE))
+    tokens, (rows,) = backend.probe.capture(chunk("one", BASE))
     assert tokens == whole.tokens
     assert len(rows) == len(tokens)
     assert gained(backend, before)["siblings"] == 0 < gained(backend, before)["dropped"]
@@ -224,7 +226,9 @@ def test_a_torn_request_keeps_its_own_row(backend, monkeypatch):
 
     script(backend, "none")
     whole = one_go(backend, BASE)
-    backend.script_drafts(Script(kind="wrong", vocab=VOCAB, known={0: whole.tokens}, siblings=("right",)))
+    backend.probe.script_drafts(
+        DraftScript(kind="wrong", vocab=VOCAB, known={0: whole.tokens}, siblings=("right",))
+    )
     before, right_rows = counts(backend), worker.right_rows
 
     def torn(tokens, logprobs, counts, drafts):
@@ -240,11 +244,11 @@ def test_a_torn_request_keeps_its_own_row(backend, monkeypatch):
 
 
 def test_one_path_takes_no_scratch(backend):
-    from seer.services.engine.vllm.drafts.scratch_blocks import scratch_blocks, take_scratch
+    from seer.services.engine.vllm.drafts.scratch_blocks import scratch_blocks, take_scratch_blocks
 
     one = DraftsConfig(max_paths=1)
     assert scratch_blocks(one, 32) == scratch_blocks(None, 32) == 0
-    assert take_scratch(backend._core, one, 32) == []
+    assert take_scratch_blocks(backend.core.engine_core, one, 32) == []
 
 
 def test_what_cannot_have_paths_is_said_once(backend, monkeypatch):
@@ -252,10 +256,10 @@ def test_what_cannot_have_paths_is_said_once(backend, monkeypatch):
 
     said = []
     monkeypatch.setattr(scratch._log, "info", lambda *text, **fields: said.append((text, fields)))
-    config = backend._core.vllm_config
+    config = backend.core.engine_core.vllm_config
     monkeypatch.setattr(config.cache_config, "num_gpu_blocks_override", None)
     monkeypatch.setattr(config.scheduler_config, "async_scheduling", True)
-    assert scratch.take_scratch(backend._core, DraftsConfig(), 32) == []
+    assert scratch.take_scratch_blocks(backend.core.engine_core, DraftsConfig(), 32) == []
     assert said == [(("one draft path per request",), {"why": "asynchronous scheduling"})]
 
 
@@ -265,7 +269,7 @@ from seer.common.config import DraftsConfig, EngineConfig, SharedConfig
 from seer.common.types import SamplingParams
 from seer.services.engine.backend import Chunk
 from seer.services.engine.vllm.backend import VllmBackend
-from seer.services.engine.vllm.drafts.scripted import Script
+from seer.services.engine.vllm.drafts.scripted import DraftScript
 
 def roll(backend, prompt):
     sampling = SamplingParams(max_tokens=60, temperature=0.9, repetition_penalty=1.3, ignore_eos=True)
@@ -286,12 +290,12 @@ def main():
     backend = VllmBackend(config, SharedConfig(model=sys.argv[1]), None, drafts)
     backend.start()
     prompt, rolls = json.loads(sys.argv[2]), []
-    backend.script_drafts(Script(kind="none", vocab=200))
+    backend.probe.script_drafts(DraftScript(kind="none", vocab=200))
     rolls.append(roll(backend, prompt))
     known = {int(key): tokens for key, tokens in rolls[0].items()}
-    backend.script_drafts(Script(kind="wrong", vocab=200, known=known, siblings=("truncated", "right")))
+    backend.probe.script_drafts(DraftScript(kind="wrong", vocab=200, known=known, siblings=("truncated", "right")))
     rolls.append(roll(backend, prompt))
-    print(json.dumps([rolls, backend._rpc("seer_path_counts")]))
+    print(json.dumps([rolls, backend.core.rpc("seer_path_counts")]))
     backend.close()
 
 if __name__ == "__main__":
@@ -322,9 +326,9 @@ def test_trees_give_several_paths_where_they_pay(backend):
     sampling = SamplingParams(max_tokens=60, temperature=0.8, ignore_eos=True)
     whole = one_go(backend, sampling, group_id="").tokens
     said = [[(token + add * (place == 1)) % VOCAB for place, token in enumerate(whole)] for add in range(3)]
-    runner = backend._core.model_executor.driver_worker.worker.model_runner
+    runner = backend.core.engine_core.model_executor.driver_worker.worker.model_runner
     proposer, (budget, paths) = runner.drafter, (runner.drafter.budget, runner.drafter.forks.most_paths)
-    backend.script_drafts(None)
+    backend.probe.script_drafts(None)
     try:
         proposer.budget = DraftBudget(StepCosts(batches=(1,), drafts=(0,), grid=((1.0,),)), 11)
         proposer.forks.most_paths = 3

@@ -122,12 +122,12 @@ def test_what_was_verified_is_told_once_by_group(rows):
     assert len(rows.step(a=[SONG[16]], b=[6])["a"]) == WIDTH
     rows.arrange(["b", "a"])
     rows.step(a=[*SONG[17:19], 99], b=[7])  # two of four were right
-    tried, right = rows.proposer.take_learned("g")
+    tried, right = rows.proposer.take_acceptance("g")
     assert (len(tried), len(right)) == (CELLS, CELLS)
     assert sum(right) < sum(tried)
     assert sum(right) >= 2
-    assert not any(map(sum, rows.proposer.take_learned("g")))
-    assert not any(map(sum, rows.proposer.take_learned("unknown")))
+    assert not any(map(sum, rows.proposer.take_acceptance("g")))
+    assert not any(map(sum, rows.proposer.take_acceptance("unknown")))
 
 
 def test_conflicts_and_gaps_cost_drafts_alone(rows):

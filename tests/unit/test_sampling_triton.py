@@ -26,9 +26,10 @@ if DEVICE == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
 
 from sampling_rows import pack, random_batch, random_logits  # noqa: E402 - after torch and triton
 
-from seer.services.engine.vllm.sampling import rows as sampling  # noqa: E402
+from seer.services.engine.vllm.sampling import sampler as sampling  # noqa: E402
 from seer.services.engine.vllm.sampling import torch_sampler, triton_sampler, vectors  # noqa: E402
-from seer.services.engine.vllm.sampling.rows import SamplingTable, sample_rows  # noqa: E402
+from seer.services.engine.vllm.sampling.rows import SamplingTable  # noqa: E402
+from seer.services.engine.vllm.sampling.sampler import sample_rows  # noqa: E402
 
 pytestmark = pytest.mark.vllm
 EXAMPLES = 300 if DEVICE == "cuda" else 20  # the interpreter takes 0.1 s a row

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from seer.common.errors import InvalidField
+from seer.common.types import Capacity
 from seer.services.engine.backend import Chunk
 
 
@@ -18,7 +19,7 @@ def budget(chunk: Chunk) -> int:
 
 
 def check(
-    chunk: Chunk, *, vocab: int, max_model_len: int, stop_ids: tuple[int, ...], has_tokenizer: bool
+    chunk: Chunk, *, vocab: int, capacity: Capacity, stop_ids: tuple[int, ...], has_tokenizer: bool
 ) -> None:
     """Raise `InvalidField` naming what this engine cannot run; `stop_ids` includes the model's own."""
     sampling, known = chunk.sampling, len(chunk.tokens)
@@ -29,8 +30,12 @@ def check(
     _check_bounds("key", chunk.key, 0, 2**64 - 1, "must be an unsigned 64-bit number")
     if budget(chunk) < 1:
         raise InvalidField("sampling.max_tokens", sampling.max_tokens, "the response has that many already")
-    if known + budget(chunk) > max_model_len:
-        fix = f"with {known} tokens before it exceeds engine.max_model_len = {max_model_len}"
+    if known + budget(chunk) > capacity.max_model_len:
+        fix = f"with {known} tokens before it exceeds engine.max_model_len = {capacity.max_model_len}"
+        raise InvalidField("max_new_tokens", chunk.max_new_tokens, fix)
+    worst = capacity.blocks_for(known, budget(chunk))
+    if chunk.wait_for_room and worst > capacity.kv_blocks:
+        fix = f"needs {worst} KV blocks, this engine has {capacity.kv_blocks}: it would wait for ever"
         raise InvalidField("max_new_tokens", chunk.max_new_tokens, fix)
     _check_ids("tokens", chunk.tokens, vocab)
     _check_ids("sampling.stop_token_ids", sampling.stop_token_ids, vocab)

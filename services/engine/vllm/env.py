@@ -23,7 +23,6 @@ from seer.common.config import CPU_KV_SHARE, DraftsConfig, EngineConfig, PoolCon
 from seer.common.errors import EngineError
 from seer.common.weights.digest import problem_of
 from seer.services.engine.vllm.drafts.scratch_blocks import scratch_blocks
-from seer.services.engine.vllm.drafts.step_times import cache_folder
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -121,6 +120,11 @@ def load(
 def speculation(drafts: DraftsConfig) -> dict[str, Any]:
     """Return vLLM's configuration of our proposer."""
     return {"method": "custom_class", "model": PROPOSER, "num_speculative_tokens": drafts.max_draft}
+
+
+def cache_folder() -> Path:
+    """Return where what is worth keeping between starts lies, unless told."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "seer"
 
 
 def eos_ids(vllm_config: VllmConfig, tokenizer: TokenizerLike | None) -> tuple[int, ...]:

@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 from seer.common.types import SamplingParams
 from seer.services.engine.backend import Chunk
-from seer.services.engine.vllm.backend import VllmBackend
+from seer.services.engine.vllm.probe import Probe
 from seer.services.engine.vllm.sampling.rows import RequestSampling, SamplingTable
 from seer.services.engine.vllm.sampling.torch_sampler import noisy_logits
 
@@ -26,7 +26,7 @@ COMPANY = 15
 
 
 def logits_by_ways(
-    backend: VllmBackend, context: list[int], prompt_len: int, key: int, sampling: SamplingParams
+    probe: Probe, context: list[int], prompt_len: int, key: int, sampling: SamplingParams
 ) -> npt.NDArray[np.float32]:
     """Return the raw logits after `context` [ways, vocab_size].
 
@@ -35,17 +35,17 @@ def logits_by_ways(
     drawn with the request's own key: alone, and beside `COMPANY` other rows. A decode that draws
     other tokens is left out, since it reaches another context.
     """
-    ways = [backend.logits(context), backend.logits(context)]
+    ways = [probe.logits(context), probe.logits(context)]
     start = max(prompt_len, len(context) - DECODED)
     if start < len(context):
         chunk = Chunk(
             request_id="", group_id="", attempt=0, key=key, prompt_len=prompt_len,
             max_new_tokens=len(context) - start + 1, sampling=sampling, tokens=context[:start],
         )  # fmt: skip
-        rows = min(COMPANY, backend.capacity.max_num_seqs - 1)
+        rows = min(COMPANY, probe.core.capacity.max_num_seqs - 1)
         company = [replace(chunk, request_id=f"beside {i}", key=i) for i in range(rows)]
         for beside in ([], company):
-            tokens, ranks = backend.captured(chunk, beside)
+            tokens, ranks = probe.capture(chunk, beside)
             if tokens[:-1] == context[start:]:
                 ways.append(ranks[0][-1])
     return np.stack(ways)

@@ -8,11 +8,10 @@ import msgspec
 
 from seer.services.engine.backend import Chunk
 from seer.services.engine.vllm.checks import budget
+from seer.services.engine.vllm.sampling.rows import RequestSampling
 
 if TYPE_CHECKING:
     from vllm.v1.engine import EngineCoreRequest
-
-    from seer.services.engine.vllm.sampling.rows import RequestSampling
 
 EXTRA = "seer"
 """Key of `Extra` in vLLM's `SamplingParams.extra_args`."""
@@ -52,8 +51,6 @@ def engine_request(
     """Return the vLLM request of a chunk: greedy, ended by the token limit and stop ids alone."""
     from vllm import SamplingParams
     from vllm.v1.engine import EngineCoreRequest
-
-    from seer.services.engine.vllm.sampling.rows import RequestSampling
 
     sampling = RequestSampling.pack(
         chunk.sampling, key=chunk.key, prompt_len=chunk.prompt_len, stop_ids=stop_ids, vocab=vocab

@@ -8,43 +8,39 @@ Invariants:
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 import torch
 
 from seer.common.errors import EngineError
 from seer.common.types import SamplingParams
 from seer.services.engine.backend import Chunk
+from seer.services.engine.vllm.probe import Probe
 from seer.services.engine.vllm.sampling.rows import RequestSampling, SamplingTable
 from seer.services.engine.vllm.sampling.torch_sampler import noisy_logits
-
-if TYPE_CHECKING:
-    from seer.services.engine.vllm.backend import VllmBackend
 
 _KEY = 0x5EED_0F_5EE2_7E57
 _SAMPLING = SamplingParams(max_tokens=8, temperature=100.0, ignore_eos=True)
 """Hot, so that the noise decides: a greedy engine cannot pass by being right about the model."""
 
 
-def check(backend: VllmBackend) -> None:
+def check(probe: Probe) -> None:
     """Raise `EngineError` when any rank's noise, or the engine's output, is not the reference's."""
-    for rank, problem in enumerate(backend.noise_errors()):
+    for rank, problem in enumerate(probe.noise_errors()):
         if problem:
             raise EngineError(f"self-test, rank {rank}: {problem}")
-    prompt = [token % backend.vocab_size for token in (3, 1, 4, 1, 5)]
+    prompt = [token % probe.core.vocab_size for token in (3, 1, 4, 1, 5)]
     chunk = Chunk(
         request_id="self-test", group_id="", attempt=0, key=_KEY, prompt_len=len(prompt),
         max_new_tokens=_SAMPLING.max_tokens, sampling=_SAMPLING, tokens=prompt,
     )  # fmt: skip
-    tokens, ranks = backend.captured(chunk)
+    tokens, ranks = probe.capture(chunk)
     for rank, logits in enumerate(ranks):
         if len(logits) != len(tokens):
             raise EngineError(
                 f"self-test, rank {rank}: the engine produced {len(tokens)} tokens, our sampler drew "
                 f"{len(logits)}: vLLM samples by another path (is VLLM_USE_V2_MODEL_RUNNER overridden?)"
             )
-        expected = _reference(logits, len(prompt), backend.vocab_size)
+        expected = _reference(logits, len(prompt), probe.core.vocab_size)
         if tokens != expected:
             raise EngineError(
                 f"self-test, rank {rank}: the engine produced tokens {tokens} where the reference "

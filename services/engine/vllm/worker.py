@@ -23,9 +23,10 @@ from seer.common.policy.draft_costs import StepCosts
 from seer.services.engine.vllm.drafts.forks import Forks
 from seer.services.engine.vllm.drafts.path_rows import PathRows
 from seer.services.engine.vllm.drafts.scratch_blocks import path_blocks
-from seer.services.engine.vllm.drafts.scripted import Script
+from seer.services.engine.vllm.drafts.scripted import DraftScript
 from seer.services.engine.vllm.requests import EXTRA, Extra
-from seer.services.engine.vllm.sampling.rows import RowParams, SamplingTable, sample_rows
+from seer.services.engine.vllm.sampling.rows import RowParams, SamplingTable
+from seer.services.engine.vllm.sampling.sampler import sample_rows
 from seer.services.engine.vllm.sampling.vectors import self_test
 
 if TYPE_CHECKING:
@@ -79,7 +80,7 @@ class SeerWorker:
         """See `GroupProposer.forget`."""
         self.model_runner.drafter.forget(groups)
 
-    def seer_script_drafts(self, script: Script | None) -> None:
+    def seer_script_drafts(self, script: DraftScript | None) -> None:
         """Draft what the script says; None: what the trees say."""
         self.model_runner.drafter.script = script
 
@@ -93,10 +94,10 @@ class SeerWorker:
         self.model_runner.drafter.budget = DraftBudget(costs, self.model_runner.num_spec_tokens)
         self.model_runner.drafter.seconds = 0.0  # of what was drafted to measure
 
-    def seer_take_learned(self, group: str) -> tuple[float, list[int], list[int]]:
-        """Return the seconds that this rank has drafted in all, and `GroupProposer.take_learned`."""
+    def seer_take_acceptance(self, group: str) -> tuple[float, list[int], list[int]]:
+        """Return the seconds that this rank has drafted in all, and `GroupProposer.take_acceptance`."""
         drafter = self.model_runner.drafter
-        return drafter.seconds, *drafter.take_learned(group)
+        return drafter.seconds, *drafter.take_acceptance(group)
 
     def seer_path_counts(self) -> dict[str, int]:
         """Return what became of paths after the first: `siblings`, and those `dropped`, `won`, `torn`."""

@@ -6,20 +6,15 @@ Invariant: workers hold a tree for every group that a running chunk belongs to.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from seer.common.config import DraftsConfig
+from seer.common.policy.draft_costs import StepCosts
 from seer.common.policy.draft_paths import most_paths
 from seer.services.dgds.client import StreamDelta
 from seer.services.engine.backend import Chunk
-from seer.services.engine.vllm.drafts.scratch_blocks import say_single
-from seer.services.engine.vllm.drafts.scripted import Kind, Script
-from seer.services.engine.vllm.drafts.step_times import step_costs
-
-if TYPE_CHECKING:
-    from vllm.config import VllmConfig
-
-    from seer.services.engine.vllm.backend import VllmBackend
+from seer.services.engine.vllm.drafts.scratch_blocks import log_single_path
+from seer.services.engine.vllm.drafts.scripted import DraftScript, Kind
 
 Rpc = Callable[..., list[Any]]
 
@@ -35,24 +30,22 @@ class Drafting:
         self.verifications = self.drafted = self.accepted = 0
         self.seconds = 0.0
 
-    def prepare(self, backend: VllmBackend, vllm_config: VllmConfig, scratch: bool) -> None:
-        """Find out what drafting costs on this engine, and begin to draft.
+    def start_random(self, paths: bool) -> None:
+        """Draft random tokens, with `paths` on two paths of a request: none is ever right but by chance."""
+        others: tuple[Kind, ...] = ("random",) if paths else ()
+        script = DraftScript(kind="random", vocab=self._vocab_size, siblings=others)
+        self._rpc("seer_script_drafts", script=script)
 
-        With `scratch` rows and blocks it can verify several paths of a request.
+    def start(self, costs: StepCosts, paths: bool) -> None:
+        """Draft from trees what pays, given this engine's step times.
+
+        `paths` says whether it can verify several draft paths of a request.
         """
-        config = self._config
-        if config.source == "random":
-            others: tuple[Kind, ...] = ("random",) if scratch else ()
-            backend.script_drafts(Script(kind="random", vocab=self._vocab_size, siblings=others))
-            return
-        costs = step_costs(backend, vllm_config, config.max_draft, config.cache, scratch)
-        paths = most_paths(costs, config.max_paths) if scratch else 1
-        if scratch and paths == 1:
-            say_single(f"another adds {costs.sibling:.2g} s to a step of {costs.seconds(1, 0):.2g} s")
-        self._rpc("seer_set_costs", costs=costs, max_paths=paths)
+        most = most_paths(costs, self._config.max_paths) if paths else 1
+        if paths and most == 1:
+            log_single_path(f"another adds {costs.sibling:.2g} s to a step of {costs.seconds(1, 0):.2g} s")
+        self._rpc("seer_set_costs", costs=costs, max_paths=most)
         self.clear()
-        self.verifications = self.drafted = self.accepted = 0
-        self.seconds = 0.0
 
     def begin(self, chunk: Chunk) -> str:
         """Return the name of the tree that a chunk drafts from; it is there from now on."""
@@ -65,14 +58,15 @@ class Drafting:
             self._rpc("seer_open_tree", group=name, prompt=chunk.tokens[: chunk.prompt_len])
         return name
 
-    def learned(self, name: str) -> tuple[list[int], list[int]]:
-        """Return tokens of a tree's drafts that were verified, and right, by cell, since last asked.
+    def take_acceptance(self, name: str) -> tuple[list[int], list[int]]:
+        """Return how many of a tree's draft tokens were verified and accepted since the last call, by cell.
 
-        Asked when a chunk ends, as every question goes to all ranks: what drafting took comes with it.
+        Called when a chunk ends: it is a call to every rank. The time that drafting took comes with it.
         """
-        answers = self._rpc("seer_take_learned", group=name)
-        self.seconds, drafted, right = max(answers, key=lambda answer: len(answer[1]))  # others learn nothing
-        return drafted, right
+        answers = self._rpc("seer_take_acceptance", group=name)
+        # Only the rank that drafts has any.
+        self.seconds, drafted, accepted = max(answers, key=lambda answer: len(answer[1]))
+        return drafted, accepted
 
     def end(self, name: str) -> None:
         """Note that a chunk ended. A response's own tree goes with it: it is soon made again."""

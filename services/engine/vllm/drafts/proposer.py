@@ -19,7 +19,7 @@ import numpy.typing as npt
 from seer import _native
 from seer.common.policy.draft_budget import Choice, DraftBudget
 from seer.services.engine.vllm.drafts.forks import Forks
-from seer.services.engine.vllm.drafts.scripted import Script
+from seer.services.engine.vllm.drafts.scripted import DraftScript
 from seer.services.engine.vllm.requests import EXTRA, Extra
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ class GroupProposer:
         self._runner: GPUModelRunner | None = None
         self._choice: Choice | None = None
         self.forks = Forks(0)
-        self.script: Script | None = None
+        self.script: DraftScript | None = None
         self.budget: DraftBudget | None = None
 
     def load_model(self, model: object) -> None:
@@ -180,12 +180,12 @@ class GroupProposer:
         if self.budget is not None:
             self.budget.learn(choice, np.array(right, np.int32))
 
-    def take_learned(self, group: str) -> tuple[list[int], list[int]]:
+    def take_acceptance(self, group: str) -> tuple[list[int], list[int]]:
         """Return how many drafted tokens of a group were verified, and right, by cell, since last asked."""
         return ([], []) if self.budget is None else self.budget.take_learned(group)
 
     def _scripted(
-        self, script: Script, sampled: list[list[int]], lengths: npt.NDArray[np.int32]
+        self, script: DraftScript, sampled: list[list[int]], lengths: npt.NDArray[np.int32]
     ) -> list[list[int]]:
         most = np.minimum(self._ends - lengths, self._drafts.shape[1])[: len(sampled)]
         rows = zip(self._extras, sampled, lengths[: len(sampled)].tolist(), most.tolist(), strict=True)

@@ -36,14 +36,14 @@ def scratch_blocks(drafts: DraftsConfig | None, block_size: int) -> int:
     return SIBLINGS * path_blocks(drafts.max_draft, block_size)
 
 
-def take_scratch(core: EngineCore, drafts: DraftsConfig | None, block_size: int) -> list[int]:
+def take_scratch_blocks(core: EngineCore, drafts: DraftsConfig | None, block_size: int) -> list[int]:
     """Take scratch blocks out of an idle engine's pool, and return their ids; none where of no use."""
     wanted = scratch_blocks(drafts, block_size)
     if not wanted:
         return []
     why = _obstacle(core)
     if why:
-        say_single(why)
+        log_single_path(why)
     pool = core.scheduler.kv_cache_manager.block_pool
     if core.vllm_config.cache_config.num_gpu_blocks_override is None:  # else they come beside what was told
         wanted = 0 if why else min(wanted, pool.num_gpu_blocks // MOST_SHARE)
@@ -52,7 +52,7 @@ def take_scratch(core: EngineCore, drafts: DraftsConfig | None, block_size: int)
     return [] if why else [block.block_id for block in blocks]
 
 
-def say_single(why: str) -> None:
+def log_single_path(why: str) -> None:
     """Log once, at start-up, that this engine verifies one draft path per request."""
     _log.info("one draft path per request", why=why)
 

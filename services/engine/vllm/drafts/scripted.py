@@ -15,7 +15,7 @@ from seer.services.engine.vllm.requests import Extra
 Kind = Literal["none", "random", "right", "wrong", "truncated"]
 
 
-class Script(msgspec.Struct, frozen=True, kw_only=True):
+class DraftScript(msgspec.Struct, frozen=True, kw_only=True):
     """What to draft. `known` has output tokens by response index: what is right.
 
     `random` drafts tokens under `vocab`, `right` the known ones, `wrong` others, `truncated` some right

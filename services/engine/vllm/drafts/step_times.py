@@ -21,7 +21,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 
@@ -30,12 +30,10 @@ from seer.common.policy.draft_costs import StepCosts
 from seer.common.process.log import get_logger
 from seer.common.types import Capacity, SamplingParams
 from seer.services.engine.backend import Chunk
-from seer.services.engine.vllm.drafts.scripted import Script
-
-if TYPE_CHECKING:
-    from vllm.config import VllmConfig
-
-    from seer.services.engine.vllm.backend import VllmBackend
+from seer.services.engine.vllm.core import CoreHandle
+from seer.services.engine.vllm.drafts.scripted import DraftScript
+from seer.services.engine.vllm.env import cache_folder
+from seer.services.engine.vllm.probe import Probe
 
 PROMPT, LENGTH = 16, 200
 """Tokens of the measured requests: short contexts, as most are when a rollout begins."""
@@ -60,19 +58,17 @@ POLL_SECONDS = 0.2
 _log = get_logger()
 
 
-def step_costs(
-    backend: VllmBackend, config: VllmConfig, max_draft: int, folder: str, paths: bool
-) -> StepCosts:
+def step_costs(probe: Probe, max_draft: int, folder: str, paths: bool) -> StepCosts:
     """Return the profile of this engine: the cached one, or one measured now (a few seconds).
 
     `paths` says whether it can verify several draft paths of a request.
     """
-    length = min(LENGTH, backend.capacity.max_model_len - PROMPT)
-    batches = _batches(backend.capacity, length)
+    length = min(LENGTH, probe.core.capacity.max_model_len - PROMPT)
+    batches = _batches(probe.core.capacity, length)
     path = (Path(folder) if folder else cache_folder()) / (
-        f"steps-{_key(config, backend, batches, max_draft, paths)}.json"
+        f"steps-{_key(probe.core, batches, max_draft, paths)}.json"
     )
-    return kept(path, lambda: _measure(backend, batches, length, max_draft, paths))
+    return kept(path, lambda: _measure(probe, batches, length, max_draft, paths))
 
 
 def kept(path: Path, measure: Callable[[], StepCosts]) -> StepCosts:
@@ -133,24 +129,19 @@ def _locked(lock: int) -> bool:
     return True
 
 
-def cache_folder() -> Path:
-    """Return where what is worth keeping between starts lies, unless told."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "seer"
-
-
 def _batches(capacity: Capacity, length: int) -> list[int]:
     room = capacity.kv_blocks // capacity.blocks_for(PROMPT, length)
     most = max(1, min(capacity.max_num_seqs, room))
     return [2**power for power in range(most.bit_length()) if 2**power <= most]
 
 
-def _key(config: VllmConfig, backend: VllmBackend, batches: list[int], max_draft: int, paths: bool) -> str:
+def _key(core: CoreHandle, batches: list[int], max_draft: int, paths: bool) -> str:
     facts: list[Any] = [
-        (Path(config.model_config.model) / "config.json").read_text(),
-        backend.versions,
+        (Path(core.vllm_config.model_config.model) / "config.json").read_text(),
+        core.versions,
         _device(),
         len(os.sched_getaffinity(0)),
-        backend.capacity.block_size,
+        core.capacity.block_size,
         batches,
         max_draft,
         paths,
@@ -171,56 +162,56 @@ def _device() -> str:
     return next((line for line in lines if line.startswith("model name")), platform.processor())
 
 
-def _measure(backend: VllmBackend, batches: list[int], length: int, max_draft: int, paths: bool) -> StepCosts:
+def _measure(probe: Probe, batches: list[int], length: int, max_draft: int, paths: bool) -> StepCosts:
     drafts = [0, *(2**power for power in range(max_draft.bit_length()) if 2**power <= max_draft)]
     try:
-        passes = [[_line(backend, batch, drafts, length) for batch in batches] for _ in range(PASSES)]
-        sibling = _sibling(backend, length) if paths and max_draft >= PAIR else 0.0
+        passes = [[_line(probe, batch, drafts, length) for batch in batches] for _ in range(PASSES)]
+        sibling = _sibling(probe, length) if paths and max_draft >= PAIR else 0.0
     finally:
-        backend.script_drafts(None)
+        probe.script_drafts(None)
     grid = tuple(tuple(map(min, *lines)) for lines in zip(*passes, strict=True))
     return StepCosts(batches=tuple(batches), drafts=tuple(drafts), grid=grid, sibling=sibling)
 
 
-def _line(backend: VllmBackend, batch: int, drafts: list[int], length: int) -> tuple[float, ...]:
+def _line(probe: Probe, batch: int, drafts: list[int], length: int) -> tuple[float, ...]:
     """Return the seconds of a step of `batch` requests for each number of drafts."""
-    vocab, times = backend.vocab_size, []
+    vocab, times = probe.core.vocab_size, []
     chunks = [_chunk(row, vocab, length) for row in range(batch)]
     for count in drafts:
-        backend.script_drafts(Script(kind="random", vocab=vocab, count=count))
+        probe.script_drafts(DraftScript(kind="random", vocab=vocab, count=count))
         for chunk in chunks:
-            backend.add(chunk)
+            probe.backend.add(chunk)
         seconds = []
         for _ in range(WARM + TIMED):
             begun = time.perf_counter()
-            backend.step()
+            probe.backend.step()
             seconds.append(time.perf_counter() - begun)
         for chunk in chunks:
-            backend.drop(chunk.request_id, chunk.attempt)
+            probe.backend.drop(chunk.request_id, chunk.attempt)
         times.append(min(seconds[WARM:]))
     return tuple(times)
 
 
-def _sibling(backend: VllmBackend, length: int) -> float:
+def _sibling(probe: Probe, length: int) -> float:
     """Return the seconds that two paths of a request take longer than one path of as many rows."""
-    vocab, chunk = backend.vocab_size, _chunk(0, backend.vocab_size, length)
+    vocab, chunk = probe.core.vocab_size, _chunk(0, probe.core.vocab_size, length)
     scripts = (
-        Script(kind="random", vocab=vocab, count=PAIR),
-        Script(kind="random", vocab=vocab, count=PAIR // 2, siblings=("random",)),
+        DraftScript(kind="random", vocab=vocab, count=PAIR),
+        DraftScript(kind="random", vocab=vocab, count=PAIR // 2, siblings=("random",)),
     )
     longer = []
     for _ in range(WARM + PAIRS):
-        backend.add(chunk)
-        backend.step()  # the prefill: too short a chunk would end while it is timed
+        probe.backend.add(chunk)
+        probe.backend.step()  # the prefill: too short a chunk would end while it is timed
         seconds = []
         for script in scripts:
-            backend.script_drafts(script)
-            backend.step()
+            probe.script_drafts(script)
+            probe.backend.step()
             begun = time.perf_counter()
-            backend.step()
+            probe.backend.step()
             seconds.append(time.perf_counter() - begun)
         longer.append(seconds[1] - seconds[0])
-        backend.drop(chunk.request_id, chunk.attempt)
+        probe.backend.drop(chunk.request_id, chunk.attempt)
     return max(0.0, statistics.median(longer[WARM:]))
 
 

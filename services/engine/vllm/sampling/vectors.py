@@ -19,7 +19,8 @@ import torch
 
 from seer.common.errors import EngineError
 from seer.common.types import SamplingParams
-from seer.services.engine.vllm.sampling.rows import RequestSampling, RowParams, Sampler, SamplingTable
+from seer.services.engine.vllm.sampling.rows import RequestSampling, RowParams, SamplingTable
+from seer.services.engine.vllm.sampling.sampler import SampleFunction
 from seer.services.engine.vllm.sampling.torch_sampler import philox_words
 
 _ROWS, _VOCAB = 96, 2_051  # a full block of the GPU's kernel and three tokens
@@ -27,7 +28,7 @@ _LOGPROB_ERROR = 1e-3
 """Logprobs hold to 1e-5 or so; a wrong distribution is further away."""
 
 
-def self_test(sample: Sampler, device: torch.device | str) -> None:
+def self_test(sample: SampleFunction, device: torch.device | str) -> None:
     """Raise `EngineError` unless `sample` draws the vectors' tokens.
 
     `sample` takes logits [rows, vocab] on `device` and `RowParams`, and should be the very path
@@ -37,7 +38,7 @@ def self_test(sample: Sampler, device: torch.device | str) -> None:
     _check_rows(sample, device)
 
 
-def _check_noise(sample: Sampler, device: torch.device | str) -> None:
+def _check_noise(sample: SampleFunction, device: torch.device | str) -> None:
     """Two tokens live in each row, their logits the negated noise, so both sum to zero and the
     lower id wins; with the other's logit one bit higher that one wins.
     """
@@ -65,7 +66,7 @@ def _check_noise(sample: Sampler, device: torch.device | str) -> None:
             )
 
 
-def _check_rows(sample: Sampler, device: torch.device | str) -> None:
+def _check_rows(sample: SampleFunction, device: torch.device | str) -> None:
     logits, params = row_cases()
     tokens, logprobs = sample(torch.from_numpy(logits).to(device), params)
     vectors = _vectors("row")
