@@ -1,11 +1,11 @@
-"""One engine on the buffer: chunks in, tokens out; tokens to the dgds as they come.
+"""One engine: takes chunks from the buffer, returns their tokens, and sends these to the dgds as they come.
 
 Invariants (tests/unit/test_engine_server.py asserts them):
-- every chunk taken ends in exactly one of: a result, a `ChunkFailed`, a drop by the buffer; a
-  repeated `RunChunk` changes nothing, one of a newer attempt replaces the older, an older is ignored;
-- results leave at once; all chunks that ended meanwhile share one `ChunksDone`;
-- a buffer that forgot us (restarted, or lost us for a while) counts on nothing we run: all chunks
-  are dropped and the engine registers again, before anything else is sent;
+- every chunk ends in exactly one of: a result, a `ChunkFailed`, a drop by the buffer; a repeated
+  `RunChunk` changes nothing, one of a newer attempt replaces the older one, an older one is ignored;
+- results are sent at once; those of chunks that end while a message is being sent share one `ChunksDone`;
+- when the buffer forgot this engine (it restarted, or could not reach it for a while), all chunks are
+  dropped, and the engine registers again before it sends anything else;
 - generation waits for neither the buffer nor the dgds;
 - while weights are read or loaded, or the engine goes to sleep, it still reports its status;
 - told to stop, it hands back what its chunks have so far (a chunk may end anywhere) and leaves; when
@@ -37,15 +37,15 @@ from seer.common.net.transport.base import Transport
 from seer.common.process.log import get_logger
 from seer.services.dgds.client import DgdsClient
 from seer.services.engine.backend import Backend, Chunk, ChunkEnd, StepOutput
-from seer.services.engine.chunks import Running, begin, chunk_of, done_message
+from seer.services.engine.chunks import RunningChunk, chunk_of, done_message, start_chunk
 from seer.services.engine.draft_groups import DraftGroups
-from seer.services.engine.driver import Driver, Facts, InlineDriver, ThreadDriver
+from seer.services.engine.driver import BackendInfo, Driver, InlineDriver, ThreadDriver
 from seer.services.engine.pace import Pace
 from seer.services.engine.replay.backend import ReplayBackend
 from seer.services.engine.weights.updater import Answer, WeightUpdater
 
 JOIN_SECONDS = 120.0
-"""How long a loaded engine waits for its buffer to appear: services start in any order."""
+"""Longest wait for the buffer once the engine is loaded: services start in any order."""
 
 RETRY_SECONDS = 1.0
 """Pause before a message that the buffer did not take is sent again."""
@@ -89,14 +89,14 @@ class EngineServer:
         self._buffer: Channel[wire.EngineToBuffer, wire.BufferToEngine] = Channel(
             transport, config.endpoints.engines, me, wire.BufferToEngine, clock
         )
-        self._shares = config.drafts.source == "grouped"
+        self._uses_dgds = config.drafts.source == "grouped"
         drafts = settings.backend != "replay"
-        self._draft_groups = DraftGroups() if self._shares and drafts else None
+        self._draft_groups = DraftGroups() if self._uses_dgds and drafts else None
         self.dgds = DgdsClient(transport, config.endpoints.dgds, me, clock, settings)
         self._pace = Pace()
-        self.running: dict[str, Running] = {}
+        self.running: dict[str, RunningChunk] = {}
         # Bounded by the chunks placed here: each leaves one entry, sent as soon as the buffer takes it.
-        self._ended: list[tuple[ChunkEnd, Running]] = []
+        self._ended: list[tuple[ChunkEnd, RunningChunk]] = []
         self._failed: list[wire.ChunkFailed] = []
         self._updater = WeightUpdater(self._driver, self, self._buffer.send, settings.weights_root)
         self._answers: list[Answer] = []
@@ -106,7 +106,7 @@ class EngineServer:
 
     async def start(self) -> dict[str, str]:
         """Load the model, join the buffer and register. Raises `EngineError` or `Unreachable`."""
-        self._facts: Facts = await self._driver.start(self._settings.load_seconds)
+        self._info: BackendInfo = await self._driver.start(self._settings.load_seconds)
         try:
             await self._updater.start(self._model)
             await self._buffer.open(JOIN_SECONDS)
@@ -129,7 +129,7 @@ class EngineServer:
                         self._updater.run(),
                         self._driver.run(),
                         self.dgds.run(),
-                        self._follow_siblings(),
+                        self._fetch_draft_tokens(),
                     )
                 ]
                 await self._finished.wait()
@@ -148,9 +148,9 @@ class EngineServer:
         while True:
             match await self._buffer.recv():
                 case wire.RunChunk() as order:
-                    self._take(order)
+                    self._start_chunk(order)
                 case wire.DropChunk() as drop:
-                    self._drop(drop.request_id, drop.attempt)
+                    self._drop_chunk(drop.request_id, drop.attempt)
                 case (wire.PrepareWeights() | wire.LoadWeights() | wire.Sleep()) as asked:
                     self._updater.order(asked)
                 case wire.DiscardWeights() as order:
@@ -164,34 +164,34 @@ class EngineServer:
                 case wire.Ping():
                     pass
 
-    def _take(self, order: wire.RunChunk) -> None:
-        known = self.running.get(order.request_id)
-        if known is not None:
-            if known.attempt >= order.attempt:
+    def _start_chunk(self, order: wire.RunChunk) -> None:
+        current = self.running.get(order.request_id)
+        if current is not None:
+            if current.attempt >= order.attempt:
                 return
-            self._drop(order.request_id, known.attempt)
+            self._drop_chunk(order.request_id, current.attempt)
         self._serial += 1
         try:
             if not self._updater.has_weights:
                 raise NotLoaded("it has no weights: the last load failed")
-            run = begin(order, self._serial)
+            run = start_chunk(order, self._serial)
         except (InvalidField, NotLoaded) as error:
             self._reject(order.request_id, order.attempt, error)
             return
         self.running[order.request_id] = run
         if self._draft_groups is not None:
-            self._draft_groups.began(run.group_id, run.index)
-        if self._shares:
+            self._draft_groups.chunk_started(run.group_id, run.index)
+        if self._uses_dgds:
             self.dgds.register(run.group_id, order.tokens[: order.prompt_len])
             self.dgds.begin(run.group_id, run.index, run.attempt, order.tokens[order.prompt_len :])
         self._driver.add(chunk_of(order, run))
 
-    def _drop(self, request_id: str, attempt: int) -> None:
-        known = self.running.get(request_id)
-        if known is not None and known.attempt == attempt:
-            self._gone(known, finished=False)
+    def _drop_chunk(self, request_id: str, attempt: int) -> None:
+        run = self.running.get(request_id)
+        if run is not None and run.attempt == attempt:
+            self._chunk_left(run, finished=False)
             del self.running[request_id]
-            self._driver.drop(request_id, known.serial)
+            self._driver.drop(request_id, run.serial)
 
     def _rejoin(self) -> None:
         self._log.warning("the buffer forgot this engine: registering again", dropped=len(self.running))
@@ -202,22 +202,22 @@ class EngineServer:
         self._updater.rejoined()
         self.register_again()
 
-    def _gone(self, run: Running, *, finished: bool) -> None:
+    def _chunk_left(self, run: RunningChunk, *, finished: bool) -> None:
         if self._draft_groups is not None:
-            self._draft_groups.ended(run.group_id, run.index, finished, self._clock.now())
+            self._draft_groups.chunk_ended(run.group_id, run.index, finished, self._clock.now())
 
-    async def _follow_siblings(self) -> None:
-        """Bring what siblings said elsewhere to the drafts of all that run here."""
-        siblings = self._draft_groups
-        while siblings is not None:
+    async def _fetch_draft_tokens(self) -> None:
+        """Feed the draft trees of groups that run here with what their other responses got elsewhere."""
+        groups = self._draft_groups
+        while groups is not None:
             await self._clock.sleep(self._settings.flush_seconds)
-            if gone := siblings.forget():
+            if gone := groups.evict():
                 self.dgds.forget(gone)
                 self._driver.forget(gone)
-            own = siblings.wanted(self._clock.now())
+            own = groups.to_fetch(self._clock.now())
             deltas = await self.dgds.fetch(own, own) if own else []
             for delta in deltas:
-                siblings.learnt(delta.group_id, len(delta.tokens))
+                groups.add_tokens(delta.group_id, len(delta.tokens))
             if deltas:
                 self._driver.feed(deltas)
 
@@ -225,8 +225,8 @@ class EngineServer:
 
     def drop_chunks(self) -> None:
         """See `updater.Engine`."""
-        for request_id, known in list(self.running.items()):
-            self._drop(request_id, known.attempt)
+        for request_id, run in list(self.running.items()):
+            self._drop_chunk(request_id, run.attempt)
 
     def weights_loaded(self) -> None:
         """See `updater.Engine`: drafts made of the old weights' tokens would seldom be accepted."""
@@ -247,35 +247,35 @@ class EngineServer:
 
     def output(self, out: StepOutput) -> None:
         """Take one step's output (see `driver.Sink`)."""
-        tokens = sum(len(news.token_ids) for news in out.generated)
+        tokens = sum(len(generated.token_ids) for generated in out.generated)
         self._pace.add(len(out.generated), tokens, out.seconds)
-        for news in out.generated:
-            known = self.running.get(news.request_id)
-            if known is None or known.serial != news.attempt:
+        for generated in out.generated:
+            run = self.running.get(generated.request_id)
+            if run is None or run.serial != generated.attempt:
                 continue
-            known.tokens += news.token_ids
-            known.logprobs += news.logprobs
-            if self._shares:
-                self.dgds.append(known.group_id, known.index, known.attempt, known.length, news.token_ids)
-            known.length += len(news.token_ids)
+            run.tokens += generated.token_ids
+            run.logprobs += generated.logprobs
+            if self._uses_dgds:
+                self.dgds.append(run.group_id, run.index, run.attempt, run.length, generated.token_ids)
+            run.length += len(generated.token_ids)
             if self._draft_groups is not None:
-                self._draft_groups.learnt(known.group_id, len(news.token_ids))
+                self._draft_groups.add_tokens(run.group_id, len(generated.token_ids))
         for end in out.ended:
-            known = self.running.get(end.request_id)
-            if known is not None and known.serial == end.attempt:
+            run = self.running.get(end.request_id)
+            if run is not None and run.serial == end.attempt:
                 del self.running[end.request_id]
-                self._gone(known, finished=bool(end.finish))
-                self._ended.append((end, known))
+                self._chunk_left(run, finished=bool(end.finish))
+                self._ended.append((end, run))
         if out.ended:
             self._wake()
 
     def rejected(self, chunk: Chunk, error: SeerError) -> None:
         """Tell the buffer that the backend will not run a chunk (see `driver.Sink`)."""
-        known = self.running.get(chunk.request_id)
-        if known is not None and known.serial == chunk.attempt:
+        run = self.running.get(chunk.request_id)
+        if run is not None and run.serial == chunk.attempt:
             del self.running[chunk.request_id]
-            self._gone(known, finished=False)
-            self._reject(chunk.request_id, known.attempt, error)
+            self._chunk_left(run, finished=False)
+            self._reject(chunk.request_id, run.attempt, error)
 
     def _reject(self, request_id: str, attempt: int, error: SeerError) -> None:
         self._failed.append(
@@ -319,22 +319,22 @@ class EngineServer:
         return None
 
     async def _deliver(self, message: wire.EngineToBuffer) -> None:
-        """Send until the buffer takes it; given up only when a rejoin makes it worthless."""
+        """Send until the buffer takes it, or forgot this engine: then only a registration counts."""
         sent = False
         while not sent and (isinstance(message, wire.Register) or not self._register_due):
             try:
                 await self._buffer.send(message)
                 sent = True
             except Unreachable as error:
-                self._log.warning("the buffer takes nothing; trying on", error=str(error))
+                self._log.warning("the buffer does not take messages; trying again", error=str(error))
                 await self._clock.sleep(RETRY_SECONDS)
 
     def _registration(self) -> wire.Register:
         live = self._updater.live
         return wire.Register(
-            capacity=self._facts.capacity,
+            capacity=self._info.capacity,
             weight_version=live.version,
-            versions=self._facts.versions,
+            versions=self._info.versions,
             weights_digest=live.digest,
             weights_source=live.source,
             asleep=self._updater.asleep,
@@ -347,10 +347,10 @@ class EngineServer:
             self._wake()
 
     async def _leave(self) -> None:
-        """Hand back what there is, say goodbye, free the backend."""
-        for request_id, known in self.running.items():
-            if known.tokens and self._finished.is_set():  # else something broke: trust only whole chunks
-                self._ended.append((ChunkEnd(request_id=request_id, attempt=known.serial, finish=""), known))
+        """Send the results there are, say goodbye, close the backend."""
+        for request_id, run in self.running.items():
+            if run.tokens and self._finished.is_set():  # else the backend failed: only complete chunks count
+                self._ended.append((ChunkEnd(request_id=request_id, attempt=run.serial, finish=""), run))
         self.running.clear()
         try:
             async with asyncio.timeout(LEAVE_SECONDS):
@@ -358,7 +358,7 @@ class EngineServer:
                     await self._buffer.send(done_message(self._ended, self._updater.live.version))
                 await self._buffer.send(wire.Goodbye(problem="" if self._finished.is_set() else "it failed"))
         except (TimeoutError, Unreachable) as error:
-            self._log.warning("left without a goodbye", error=str(error))
+            self._log.warning("left without saying goodbye to the buffer", error=str(error))
         self._buffer.close()
         await self._updater.close()
         await self.dgds.close(LEAVE_SECONDS)

@@ -38,7 +38,7 @@ from seer.common.net import stream
 from seer.common.net.transport.faulty import Faults
 from seer.common.wire import codec
 from seer.services.buffer.requests import deliveries
-from seer.services.engine.weights import fetcher as staging
+from seer.services.engine.weights import fetcher
 
 BOUND_SECONDS = 150.0
 """Longest time from the end of the last fault to the last trainer's, beyond that of the whole work done
@@ -251,7 +251,9 @@ def _determined(world: World) -> Iterator[None]:
             mock.patch.object(time, "time_ns", wall),
             mock.patch.object(tempfile, "tempdir", str(world.home)),
             mock.patch.object(tempfile, "_name_sequence", _names()),
-            mock.patch.object(staging, "_visible", _same(staging._visible, plan.same_machine)),
+            mock.patch.object(
+                fetcher, "_on_this_machine", _same(fetcher._on_this_machine, plan.same_machine)
+            ),
             mock.patch.object(wire, "SPOOL_BYTES", PART_BYTES),
             mock.patch.object(client_weights, "SPOOL_BYTES", PART_BYTES),
             mock.patch.object(os, "pwrite", _on_disk(world, os.pwrite)),

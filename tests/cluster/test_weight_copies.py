@@ -14,7 +14,7 @@ from seer.common import wire
 from seer.common.config import EngineConfig
 from seer.common.errors import ConfigError, InvalidField, Unreachable
 from seer.common.weights.digest import SPOOL_NOTES
-from seer.services.engine.weights import fetcher as staging
+from seer.services.engine.weights import fetcher
 from seer.services.engine.weights.updater import CheckedWeights
 
 LARGE = {"w": np.ones(wire.SPOOL_BYTES * 6, dtype=np.float32)}  # three windows
@@ -27,7 +27,7 @@ def copies(tmp_path, monkeypatch):
     place = tmp_path / "tmp"
     place.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(place))
-    monkeypatch.setattr(staging, "_visible", lambda state: False)
+    monkeypatch.setattr(fetcher, "_on_this_machine", lambda state: False)
     spools = ("spare", "v*")
     return lambda: [each for each in place.iterdir() if not any(list(each.glob(name)) for name in spools)]
 
@@ -113,10 +113,10 @@ async def test_a_full_disk_refuses_the_update_by_name(copies, monkeypatch, full)
 
         with monkeypatch.context() as patch:
             if full == "at a part":
-                patch.setattr(staging, "write_part", fail)
+                patch.setattr(fetcher, "write_part", fail)
             else:
                 usage = type("usage", (), {"free": 10})
-                patch.setattr(staging, "shutil", type("shutil", (), {"disk_usage": lambda path: usage}))
+                patch.setattr(fetcher, "shutil", type("shutil", (), {"disk_usage": lambda path: usage}))
             with pytest.raises(WeightsRefused, match=r"e\d: .*(No space left|do not fit into .*set TMPDIR)"):
                 await client.update_weights(1, SMALL)
         await eventually(lambda: not any(copying(cluster)))
@@ -145,10 +145,10 @@ async def test_a_buffer_that_reads_nothing_for_a_while_is_asked_again(tmp_path):
             raise Unreachable("peer reads nothing for 30 s")
         stage.arrived(wire.SpoolState(name="v1", size=4, have=4, folder=str(tmp_path), token="here"))
 
-    stage = staging.WeightFetcher(send)
+    stage = fetcher.WeightFetcher(send)
     (tmp_path / SPOOL_NOTES).write_text("here")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(staging, "_visible", lambda state: True)
+        patch.setattr(fetcher, "_on_this_machine", lambda state: True)
         assert await stage.folder(wire.SPOOL_SCHEME + "v1") == tmp_path
     assert len(asked) == 2
     for name in ("v1", "v2"):  # nobody waits for these any more
@@ -157,7 +157,7 @@ async def test_a_buffer_that_reads_nothing_for_a_while_is_asked_again(tmp_path):
 
 
 async def test_a_place_in_memory_of_another_size_is_not_read():
-    stage = staging.WeightFetcher(None)
+    stage = fetcher.WeightFetcher(None)
     stage.model_bytes = 100
     memory = '{"name":"v","session":"127.0.0.1:1","protocol":"tcp","pointer":1,"size":1000000000000}'
     with pytest.raises(InvalidField, match="the model's tensors have 100"):

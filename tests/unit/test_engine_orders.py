@@ -13,7 +13,7 @@ from seer.common.errors import EngineError, Unreachable
 from seer.common.types import SamplingParams
 from seer.services.engine.backend import Chunk
 from seer.services.engine.replay.backend import ReplayBackend
-from seer.services.engine.weights.manifest import inspect
+from seer.services.engine.weights.manifest import read_manifest
 from seer.services.engine.weights.updater import CheckedWeights
 
 
@@ -35,7 +35,9 @@ class Loading(ReplayBackend):
 
 
 def load(version, source, digest=None):
-    return wire.LoadWeights(version=version, digest=digest or inspect(source).digest, source=str(source))
+    return wire.LoadWeights(
+        version=version, digest=digest or read_manifest(source).digest, source=str(source)
+    )
 
 
 def prepare(version, source):
@@ -162,7 +164,7 @@ async def test_what_runs_is_dropped_before_new_weights_are_loaded(tmp_path):
 @virtual
 async def test_what_is_loaded_was_checked_for_this_load_and_in_this_place(tmp_path):
     first, other = folder(tmp_path / "first", 1.0), folder(tmp_path / "other", 2.0)
-    digest = inspect(first).digest
+    digest = read_manifest(first).digest
     backend = Loading()
     async with engine(backend=backend) as (buffer, *_):
         await buffer.send(prepare(1, first))

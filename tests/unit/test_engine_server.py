@@ -22,7 +22,7 @@ from seer.services.engine.backend import ChunkEnd, Generated, StepOutput
 from seer.services.engine.driver import InlineDriver
 from seer.services.engine.replay.backend import ReplayBackend
 from seer.services.engine.server import EngineServer, make
-from seer.services.engine.weights.manifest import inspect
+from seer.services.engine.weights.manifest import read_manifest
 
 
 @virtual
@@ -381,7 +381,7 @@ async def test_it_binds_the_weights_it_loaded_before_it_registers_or_fails(tmp_p
     else:
         await server.start()
         await eventually(lambda: bool(buffer.said))
-        assert backend.bound == [(inspect(tmp_path).digest, [])]
+        assert backend.bound == [(read_manifest(tmp_path).digest, [])]
     await buffer.kill()
 
 
@@ -426,7 +426,7 @@ class Hanging(ReplayBackend):
 async def test_an_engine_reports_while_it_loads_and_while_it_goes_to_sleep(tmp_path):
     header = json.dumps({"w": {"dtype": "U8", "shape": [1], "data_offsets": [0, 1]}}).encode()
     (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + b"7")
-    digest = inspect(tmp_path).digest
+    digest = read_manifest(tmp_path).digest
     config = EngineConfig(backend="vllm", name="e0", kv_blocks=200, status_seconds=0.01)
     backend = Hanging(config)
     async with engine(config, backend) as (buffer, *_):

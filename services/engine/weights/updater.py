@@ -22,7 +22,7 @@ from seer.common.errors import ConfigError, EngineError, SeerError
 from seer.common.weights.safetensors import stamps
 from seer.services.engine.driver import Driver
 from seer.services.engine.weights.fetcher import Send, WeightFetcher
-from seer.services.engine.weights.manifest import Manifest, differences, inspect
+from seer.services.engine.weights.manifest import Manifest, differences, read_manifest
 
 UNDEFINED = -1
 """Weight version of an engine whose last load failed: it must not generate."""
@@ -103,7 +103,7 @@ class WeightUpdater:
         """Read the model folder that the engine was started with, if it has one. Raises `SeerError`."""
         if not model:
             return
-        self._model = await asyncio.to_thread(inspect, Path(model))
+        self._model = await asyncio.to_thread(read_manifest, Path(model))
         self.live = LiveWeights(digest=self._model.digest)
         self.fetcher.model_bytes = self._model.size
         await self._driver.bind_weights(self.live.digest)
@@ -192,7 +192,7 @@ class WeightUpdater:
         folder = await self.fetcher.folder(source)
         stop = threading.Event()
         try:
-            found = await asyncio.to_thread(inspect, folder, stop.is_set)
+            found = await asyncio.to_thread(read_manifest, folder, stop.is_set)
         finally:
             stop.set()  # a thread cannot be cancelled
         self._checked = CheckedWeights(source, found.digest, found.stamps)
