@@ -34,7 +34,7 @@ from seer.services.engine.vllm.checks import budget, check
 from seer.services.engine.vllm.core import CoreHandle
 from seer.services.engine.vllm.drafts.control import Drafting
 from seer.services.engine.vllm.drafts.step_times import step_costs
-from seer.services.engine.vllm.kv_pool.sharing import Sharing
+from seer.services.engine.vllm.kv_pool.sharing import KvSharing
 from seer.services.engine.vllm.probe import Probe
 from seer.services.engine.vllm.requests import engine_request
 from seer.services.engine.vllm.stop_strings import StopStrings
@@ -91,7 +91,7 @@ class VllmBackend:
         self._config = config
         self._shared = shared
         self._pool = pool if pool is not None and pool.kind == "mooncake" else None
-        self._sharing: Sharing | None = None
+        self._sharing: KvSharing | None = None
         self._drafts = drafts if drafts is not None and drafts.source != "off" else None
         self._drafting: Drafting | None = None
         self._gate = ChunkGate()
@@ -126,7 +126,7 @@ class VllmBackend:
             if self._drafts is not None:
                 self._drafting = self._start_drafting(self._drafts)
             if self._pool is not None:
-                self._sharing = Sharing(self.core.rpc, Path(self._shared.model), self.core.vllm_config)
+                self._sharing = KvSharing(self.core.rpc, Path(self._shared.model), self.core.vllm_config)
         except SeerError:
             self.close()
             raise

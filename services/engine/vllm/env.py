@@ -233,9 +233,9 @@ def _arguments(
 
 def _transfer(pool: PoolConfig) -> object:
     """Return vLLM's configuration of our connector. Raises `EngineError` where the pool cannot be used."""
-    from seer.services.engine.vllm.kv_pool import shims
+    from seer.services.engine.vllm.kv_pool import vllm_patches
 
-    shims.prepare()
+    vllm_patches.prepare()
     try:
         import mooncake.store  # noqa: F401 - is it there?
     except ImportError as error:

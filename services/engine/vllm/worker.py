@@ -137,13 +137,13 @@ class SeerWorker:
         layout = runner.cache_config.get_resolved_kv_cache_layout()
         return [f"{backend} {layout} {unit}" for backend in backends]
 
-    def seer_pool_use(self, namespace: str) -> None:
-        """See `GuardedStore.use`."""
-        get_kv_transfer_group().store.use(namespace)
+    def seer_use_pool_namespace(self, namespace: str) -> None:
+        """See `GuardedStore.use_namespace`."""
+        get_kv_transfer_group().store.use_namespace(namespace)
 
-    def seer_pool_forget(self, hashes: list[str]) -> None:
-        """See `GuardedStore.forget`."""
-        get_kv_transfer_group().store.forget(hashes)
+    def seer_remove_from_pool(self, hashes: list[str]) -> None:
+        """See `GuardedStore.remove`."""
+        get_kv_transfer_group().store.remove(hashes)
 
     def seer_pool_counts(self) -> dict[str, int]:
         """See `GuardedStore.counts`."""

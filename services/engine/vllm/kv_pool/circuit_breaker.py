@@ -1,8 +1,8 @@
-"""When to leave a failing pool alone: a pure machine of time.
+"""A circuit breaker for calls to the pool. Time is an argument.
 
 Invariants:
-- after a failure nothing is tried for a pause that doubles up to `LONGEST_SECONDS`;
-- after the pause whatever comes is tried: one success ends the matter, one failure begins a longer pause.
+- after a failure no call is allowed during a pause, which doubles up to `LONGEST_SECONDS`;
+- after the pause calls are allowed again: a success resets the pause, a failure begins a longer one.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from dataclasses import dataclass
 
 FIRST_SECONDS = 0.5
 LONGEST_SECONDS = 15.0
-"""A restarted pool is found again within this; a dead one costs a call's deadline as often."""
+"""Longest pause: a restarted pool is used again within it; a dead one costs one call's deadline each time."""
 
 
 @dataclass(slots=True)
-class Breaker:
-    """`until` is the time, in monotonic seconds, before which nothing is tried."""
+class CircuitBreaker:
+    """No call is allowed before `until`, in monotonic seconds."""
 
     until: float = 0.0
     pause: float = FIRST_SECONDS
@@ -26,11 +26,11 @@ class Breaker:
         return now >= self.until
 
     def failed(self, now: float) -> None:
-        """Note a failed call; one of several that failed together lengthens the pause no further."""
+        """Note a failed call. Calls that fail during a pause do not lengthen it."""
         if self.allows(now):
             self.until = now + self.pause
             self.pause = min(2 * self.pause, LONGEST_SECONDS)
 
-    def worked(self) -> None:
-        """Note a call that worked."""
+    def succeeded(self) -> None:
+        """Note a successful call."""
         self.until, self.pause = 0.0, FIRST_SECONDS

@@ -1,8 +1,8 @@
-"""When to say that the pool takes nothing any more: a pure machine of time.
+"""When to log that the pool takes no blocks, and that it does again. Time is an argument.
 
 Invariants:
-- a pool that has taken nothing for `PATIENCE_SECONDS` of what it was given is said once, and once when
-  it takes something again; one that is full now and then is not.
+- if every block was dropped for `PATIENCE_SECONDS`, this is reported once, and once when a block is saved
+  again; a pool that is full now and then is not reported.
 """
 
 from __future__ import annotations
@@ -14,22 +14,22 @@ PATIENCE_SECONDS = 10.0
 
 
 @dataclass(slots=True)
-class Saves:
+class SaveMonitor:
     """`since`: when the first block after the last save was dropped, in monotonic seconds."""
 
     since: float | None = None
-    said: bool = False
+    reported: bool = False
 
     def dropped(self, now: float) -> bool:
-        """Note a dropped block; return whether to say now that nothing is saved."""
+        """Note a dropped block; return whether to report now that nothing is saved."""
         if self.since is None:
             self.since = now
-        if self.said or now - self.since < PATIENCE_SECONDS:
+        if self.reported or now - self.since < PATIENCE_SECONDS:
             return False
-        self.said = True
+        self.reported = True
         return True
 
     def saved(self) -> bool:
-        """Note a saved block; return whether to say that saving goes on."""
-        said, self.since, self.said = self.said, None, False
-        return said
+        """Note a saved block; return whether to report that blocks are saved again."""
+        reported, self.since, self.reported = self.reported, None, False
+        return reported
