@@ -2,7 +2,7 @@
 
 The tail of rollouts: of each group, seven responses are known to its tree, and the eighth is generated,
 with 1, 2, 4 and 8 of them running at once. Runs are interleaved; all must give the same tokens. Seconds
-are the process's CPU time. `cap` lets the policy choose siblings by measured costs; `free` takes rows to
+are the process's CPU time. `cap` lets the policy choose path_rows by measured costs; `free` takes rows to
 cost nothing, which shows what several paths bring where rows are free.
 
     python bench/draft_paths.py --out draft_paths.json
@@ -29,7 +29,7 @@ from seer.common.types import SamplingParams
 from seer.services.dgds.client import StreamDelta
 from seer.services.engine.backend import Chunk
 from seer.services.engine.vllm.backend import VllmBackend
-from seer.services.engine.vllm.drafts.scripted import DraftScript
+from seer.services.engine.vllm.drafts.draft_script import DraftScript
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "countdown"
 GROUP, PATHS = 8, (1, 2, 4)
@@ -88,7 +88,7 @@ class Bench:
     def roll(self, batch: int, paths: int, costs: StepCosts) -> dict[str, float]:
         """Generate the last response of every group, `batch` at once, from trees as others left them."""
         self.proposer.budget = DraftBudget(costs, self.proposer._drafts.shape[1])
-        self.proposer.forks.most_paths = paths
+        self.proposer.path_selector.most_paths = paths
         self.rows.counters.clear()
         steps, seconds, count = 0, 0.0, 0
         before = self.backend.stats()
@@ -111,7 +111,7 @@ class Bench:
             "acceptance_length": count / verified,
             "tokens_per_second": count / seconds,
             "drafted_per_step": (after.drafted_tokens - before.drafted_tokens) / verified,
-            "siblings": self.rows.counters["siblings"] / verified,
+            "siblings": self.rows.counters["rows"] / verified,
             "won": self.rows.counters["won"] / verified,
             "torn": self.rows.counters["torn"],
         }

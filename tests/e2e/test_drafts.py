@@ -21,7 +21,7 @@ from seer.common.types import SamplingParams
 from seer.local.system import LocalSystem
 from seer.services.dgds.client import StreamDelta
 from seer.services.engine.vllm.backend import VllmBackend
-from seer.services.engine.vllm.drafts.scripted import DraftScript
+from seer.services.engine.vllm.drafts.draft_script import DraftScript
 
 pytestmark = pytest.mark.vllm
 
@@ -199,15 +199,15 @@ def test_sampling_with_drafts_keeps_the_distribution(backend, monkeypatch):
     assert backend.stats().accepted_tokens > before.accepted_tokens
     monkeypatch.setattr(rejection_sampler, "rejection_sample", None)
     assert chi_square(backend) < limit
-    right_rows = worker.right_rows
+    accept_drafts = worker.accept_drafts
 
     def all_accepted(tokens, logprobs, counts, drafts):
         owners = np.repeat(np.arange(len(counts)), counts + 1)
         last = np.append(owners[1:] != owners[:-1], True)
         tokens[~last] = drafts
-        return right_rows(tokens, logprobs, counts, drafts)
+        return accept_drafts(tokens, logprobs, counts, drafts)
 
-    monkeypatch.setattr(worker, "right_rows", all_accepted)
+    monkeypatch.setattr(worker, "accept_drafts", all_accepted)
     with pytest.raises((ValueError, AssertionError)):
         assert chi_square(backend) < limit
 

@@ -318,7 +318,7 @@ def test_self_test_refuses_one_wrong_token(backend):
     from seer.services.engine.vllm import self_test
 
     backend.fault_position = 8
-    with pytest.raises(EngineError, match="reference sampler draws"):
+    with pytest.raises(EngineError, match="reference sampler samples"):
         self_test.check(backend.probe)
 
 

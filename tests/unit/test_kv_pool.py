@@ -97,7 +97,7 @@ def test_regions_refuse_addresses_that_are_no_blocks_and_no_slot_is_lost(pool):
     engine = Engine(pool)
     bad = [[9_000_001, 10_000], [9_000_000 + 24 * 3 * 2**14, 10_000], [5, 10_000]]
     for block in bad:
-        with pytest.raises(ValueError, match="no blocks"):
+        with pytest.raises(ValueError, match="not blocks of one KV region"):
             engine.store.batch_put_from_multi_buffers(["a"], [block], None, None)
     assert engine.free_slots == 8
 
@@ -437,5 +437,5 @@ def test_too_little_staging_memory_and_use_before_it_is_there_are_refused(pool):
     engine = Engine(pool, attach=False)
     with pytest.raises(EngineError, match=r"staging_mib = 1: one KV block has 0\.3 MiB; .* four"):
         engine.store.attach(store_module.KvRegions([]), 2**18 + 1)
-    with pytest.raises(EngineError, match="before KV memory is known"):
+    with pytest.raises(EngineError, match="used before `attach`"):
         engine.put(["a"], [0])

@@ -30,7 +30,7 @@ from seer.services.dgds.client import StreamDelta
 from seer.services.engine.backend import Chunk, ChunkEnd, Generated, StepOutput
 from seer.services.engine.chunk_gate import ChunkGate
 from seer.services.engine.vllm import env
-from seer.services.engine.vllm.checks import budget, check
+from seer.services.engine.vllm.checks import check_chunk, token_budget
 from seer.services.engine.vllm.core import CoreHandle
 from seer.services.engine.vllm.drafts.control import Drafting
 from seer.services.engine.vllm.drafts.step_times import step_costs
@@ -165,7 +165,7 @@ class VllmBackend:
         core, sampling = self.core, chunk.sampling
         eos_ids = () if sampling.ignore_eos else core.eos_ids
         stop_ids = tuple(dict.fromkeys((*sampling.stop_token_ids, *eos_ids)))
-        check(
+        check_chunk(
             chunk, vocab=core.vocab_size, capacity=core.capacity, stop_ids=stop_ids,
             has_tokenizer=core.tokenizer is not None,
         )  # fmt: skip
@@ -182,7 +182,7 @@ class VllmBackend:
             )
         )  # fmt: skip
         if chunk.wait_for_room:
-            self._gate.enter(engine_id, core.capacity.blocks_for(len(chunk.tokens), budget(chunk)))
+            self._gate.enter(engine_id, core.capacity.blocks_for(len(chunk.tokens), token_budget(chunk)))
         else:
             core.add(request)
         self._runs[engine_id] = _Run(chunk, request, sampling.max_tokens - len(output), stops, tree=tree)

@@ -172,7 +172,7 @@ class CoreHandle:
             if asleep:
                 self.reset_prefix_cache()
             if self.versions["device"] == "cpu":
-                self.rpc("seer_hold_kv", held=not asleep)
+                self.rpc("seer_set_kv_allocated", allocated=not asleep)
             elif asleep:
                 self._engine.sleep(level=1)
             else:

@@ -1,10 +1,10 @@
-"""How vLLM is started: its environment, its arguments, and what its refusals mean.
+"""Starting vLLM: its environment, its arguments, and what its errors mean.
 
 Invariants:
-- `prepare` runs before anything imports vllm: several settings are read at import, once;
+- `prepare` runs before anything imports vllm, which reads several settings once, at import;
 - model runner V1 and synchronous scheduling are forced: `worker.py` hooks into exactly those;
-- `auto` dtype is the checkpoint's own (vLLM's own `auto` would halve float32);
-- every refusal is an `EngineError` that names a field of the configuration and the fix.
+- `auto` dtype is the checkpoint's own (vLLM's own `auto` would make float32 half precision);
+- every error is an `EngineError` that names a field of the configuration and the fix.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ if TYPE_CHECKING:
     from vllm.v1.engine.core_client import InprocClient
 
 VLLM_SERIES = "0.32."
-"""The hooks are private API: another series may move them, so it is refused."""
+"""The only series that works: our hooks are private API, which another series may change."""
 
 EXTENSION = "seer.services.engine.vllm.worker.SeerWorker"
 
 PROPOSER = "seer.services.engine.vllm.drafts.proposer.GroupProposer"
 
 MAX_VLLM_TEXT = 300
-"""Characters kept of what vLLM says: its advice, further on, is about its own flags."""
+"""Characters kept of vLLM's error texts: what comes later is advice about its own flags."""
 
 _MAX_SOCKET_DIR = 70
-"""Bytes: vLLM adds 37, and a socket's path has 107 at most."""
+"""Longest TMPDIR for sockets. Bytes: vLLM adds 37, and a socket's path has 107 at most."""
 
 _FORCED = {
     "VLLM_USE_V2_MODEL_RUNNER": "0",
@@ -60,7 +60,7 @@ _DEFAULTS = {
 
 
 def prepare(config: EngineConfig) -> None:
-    """Set the environment that vllm reads, check its version, bind this thread's cores.
+    """Set the environment that vllm reads, check its version, bind this thread to its cores.
 
     Raises `EngineError` when vllm is missing or of another series.
     """
@@ -68,7 +68,7 @@ def prepare(config: EngineConfig) -> None:
     for name, value in _DEFAULTS.items():
         os.environ.setdefault(name, value)
     _keep_out_of_tmpdir()
-    # What vllm and torch say at import about each other is nothing the reader can act on.
+    # Warnings of vllm and torch about each other, which a user can do nothing about.
     warnings.filterwarnings("ignore", category=FutureWarning, module="vllm")
     logging.getLogger("torch._library.triton").setLevel(logging.ERROR)
     try:
@@ -94,9 +94,9 @@ def load(
 ) -> InprocClient:
     """Load the model and return the engine core; `prepare` must have run. Takes seconds to minutes.
 
-    With a `pool`, KV goes to and comes from there; with `drafts`, our proposer makes them.
+    With a `pool`, KV is saved there and loaded from there; with `drafts`, our proposer makes them.
     """
-    described = _described(shared)
+    described = _model_config(shared)
     from vllm.engine.arg_utils import EngineArgs
     from vllm.v1.engine.core_client import InprocClient
     from vllm.v1.executor import Executor
@@ -104,7 +104,7 @@ def load(
     extras = {} if pool is None else {"kv_transfer_config": _transfer(pool)}
     if drafts is not None:
         extras["speculative_config"] = speculation(drafts)
-    # vLLM collects garbage several times while it loads: half a second each over all it has imported.
+    # vLLM collects garbage several times while it loads: half a second each time, without this.
     gc.freeze()
     try:
         scratch = scratch_blocks(drafts, shared.block_size)
@@ -123,12 +123,12 @@ def speculation(drafts: DraftsConfig) -> dict[str, Any]:
 
 
 def cache_folder() -> Path:
-    """Return where what is worth keeping between starts lies, unless told."""
+    """Return the default folder for what is kept between starts."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "seer"
 
 
 def eos_ids(vllm_config: VllmConfig, tokenizer: TokenizerLike | None) -> tuple[int, ...]:
-    """Return the ids that end a response, as vLLM's input processor finds them."""
+    """Return the token ids that end a response, as vLLM's input processor determines them."""
     ids = vllm_config.model_config.try_get_generation_config().get("eos_token_id")
     found = {ids} if isinstance(ids, int) else set(ids or ())
     if tokenizer is not None and tokenizer.eos_token_id is not None:
@@ -137,7 +137,7 @@ def eos_ids(vllm_config: VllmConfig, tokenizer: TokenizerLike | None) -> tuple[i
 
 
 def _keep_out_of_tmpdir() -> None:
-    """Put elsewhere what outlives this process or needs a short name: TMPDIR is its own, and ends with it."""
+    """Keep compiled code and sockets out of TMPDIR: it is deleted with this process, and may be long."""
     with contextlib.suppress(OSError):
         compiled = cache_folder() / "torchinductor"
         compiled.mkdir(parents=True, exist_ok=True)
@@ -169,7 +169,7 @@ def _share_cores(ranks: int) -> str:
 
 
 def _bind_thread(text: str) -> None:
-    """Bind this thread, and the OpenMP threads it will start: vLLM binds workers of its own only."""
+    """Bind this thread and its future OpenMP threads to cores: vLLM binds only its own workers."""
     import torch
 
     cores: set[int] = set()
@@ -185,8 +185,8 @@ def _bind_thread(text: str) -> None:
     torch.set_num_threads(len(cores))
 
 
-def _described(shared: SharedConfig) -> dict[str, Any]:
-    """Return the model folder's config.json; raise `EngineError` when this is no model folder."""
+def _model_config(shared: SharedConfig) -> dict[str, Any]:
+    """Return the model folder's config.json. Raises `EngineError` if this is not a model folder."""
     problem = "is not a folder here"
     if shared.model and Path(shared.model).is_dir():
         try:
@@ -232,12 +232,12 @@ def _arguments(
 
 
 def _transfer(pool: PoolConfig) -> object:
-    """Return vLLM's configuration of our connector. Raises `EngineError` where the pool cannot be used."""
+    """Return vLLM's configuration of our KV connector. Raises `EngineError` if the pool cannot be used."""
     from seer.services.engine.vllm.kv_pool import vllm_patches
 
     vllm_patches.prepare()
     try:
-        import mooncake.store  # noqa: F401 - is it there?
+        import mooncake.store  # noqa: F401 - only to see whether it is installed
     except ImportError as error:
         raise EngineError(
             f"pool.kind = 'mooncake': Mooncake cannot be imported ({error}): install the extra cpu, cuda12 "
@@ -251,7 +251,7 @@ def _transfer(pool: PoolConfig) -> object:
         return KVTransferConfig(**transfer_config(pool))
     except OSError as error:
         raise EngineError(
-            f"pool.master = {pool.master!r}: no way there from this machine ({error}); give a host and port "
+            f"pool.master = {pool.master!r}: not reachable from this machine ({error}); give a host and port "
             "that it knows, or its own address as pool.host"
         ) from error
 
@@ -262,7 +262,7 @@ def _dtype(dtype: str, described: dict[str, Any]) -> str:
 
 
 def _cpu_kv_bytes(config: EngineConfig, vllm_config: VllmConfig, scratch: int) -> int:
-    """Return the KV memory of one rank: as told, or all that can be used, within a share of free memory."""
+    """Return a rank's KV memory: as configured, or what all sequences can use, if that much is free."""
     import torch
     from vllm.utils.cpu_resource_utils import get_allowed_cpu_list, get_memory_node_info
 
@@ -278,15 +278,15 @@ def _cpu_kv_bytes(config: EngineConfig, vllm_config: VllmConfig, scratch: int) -
 
 
 def explain(error: Exception, config: EngineConfig, shared: SharedConfig) -> str:
-    """Turn what vLLM raised while loading into one line that names the field to change."""
+    """Return one line for an error of vLLM while loading, which names the field to change."""
     text = " ".join(str(error).split()) or type(error).__name__
-    text = text.partition("Value error, ")[2] or text  # pydantic's way to begin
+    text = text.partition("Value error, ")[2] or text  # pydantic begins so
     lower = text.lower()
     if any(
         sign in lower
         for sign in ("out of memory", "allocate memory", "less than requested", "less than desired")
     ):
-        fix = f"lower {_kv_fields(config)}: the memory is not there"
+        fix = f"lower {_kv_fields(config)}: there is not enough memory"
     elif "kv cache" in lower or "cache blocks" in lower:
         fix = f"lower engine.max_model_len (now {config.max_model_len}), or raise {_kv_fields(config)}"
     elif "max_model_len" in lower:

@@ -16,7 +16,7 @@ from seer.common.errors import EngineError
 from seer.common.types import SamplingParams
 from seer.services.engine.backend import Backend, Chunk
 from seer.services.engine.vllm.core import CoreHandle
-from seer.services.engine.vllm.drafts.scripted import DraftScript
+from seer.services.engine.vllm.drafts.draft_script import DraftScript
 
 
 class CapturingBackend(Backend, Protocol):

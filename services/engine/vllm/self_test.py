@@ -1,9 +1,9 @@
-"""Proof at start that the tokens which leave the engine are drawn by our sampler.
+"""Proves at start that our sampler samples the tokens which leave the engine.
 
 Invariants:
-- an engine whose ranks do not reproduce the reference noise bit for bit does not start;
-- nor does one whose output differs from the reference implementation run on its own logits: that
-  is what another model runner, or a hook that no longer is where we put it, would look like.
+- an engine starts only if the noise of every rank equals the reference, bit for bit;
+- it starts only if its output equals what the reference implementation samples from the same logits. Another
+  model runner, or a hook that vLLM no longer calls, fails that test.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from seer.services.engine.vllm.sampling.torch_sampler import noisy_logits
 
 _KEY = 0x5EED_0F_5EE2_7E57
 _SAMPLING = SamplingParams(max_tokens=8, temperature=100.0, ignore_eos=True)
-"""Hot, so that the noise decides: a greedy engine cannot pass by being right about the model."""
+"""A high temperature, so that the noise decides: an engine that samples greedily cannot pass."""
 
 
 def check(probe: Probe) -> None:
@@ -37,14 +37,14 @@ def check(probe: Probe) -> None:
     for rank, logits in enumerate(ranks):
         if len(logits) != len(tokens):
             raise EngineError(
-                f"self-test, rank {rank}: the engine produced {len(tokens)} tokens, our sampler drew "
+                f"self-test, rank {rank}: the engine produced {len(tokens)} tokens, our sampler sampled "
                 f"{len(logits)}: vLLM samples by another path (is VLLM_USE_V2_MODEL_RUNNER overridden?)"
             )
         expected = _reference(logits, len(prompt), probe.core.vocab_size)
         if tokens != expected:
             raise EngineError(
                 f"self-test, rank {rank}: the engine produced tokens {tokens} where the reference "
-                f"sampler draws {expected} from the same logits"
+                f"sampler samples {expected} from the same logits"
             )
 
 

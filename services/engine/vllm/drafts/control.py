@@ -1,4 +1,4 @@
-"""The engine's side of drafting: opens and feeds the workers' trees, and counts what drafts were worth.
+"""The engine process's side of drafting: opens and feeds the workers' trees, counts accepted drafts.
 
 Invariant: workers hold a tree for every group that a running chunk belongs to.
 """
@@ -13,14 +13,14 @@ from seer.common.policy.draft_costs import StepCosts
 from seer.common.policy.draft_paths import most_paths
 from seer.services.dgds.client import StreamDelta
 from seer.services.engine.backend import Chunk
+from seer.services.engine.vllm.drafts.draft_script import DraftScript, Kind
 from seer.services.engine.vllm.drafts.scratch_blocks import log_single_path
-from seer.services.engine.vllm.drafts.scripted import DraftScript, Kind
 
 Rpc = Callable[..., list[Any]]
 
 
 class Drafting:
-    """Use `rpc(method, **arguments)` to reach every rank's `SeerWorker`. Counters are totals."""
+    """`rpc(method, **arguments)` calls every rank's `SeerWorker`; counters are totals."""
 
     def __init__(self, rpc: Rpc, config: DraftsConfig, vocab_size: int) -> None:
         self._rpc = rpc
@@ -31,9 +31,9 @@ class Drafting:
         self.seconds = 0.0
 
     def start_random(self, paths: bool) -> None:
-        """Draft random tokens, with `paths` on two paths of a request: none is ever right but by chance."""
+        """Draft random tokens, on two paths of a request if `paths`: they are accepted by chance only."""
         others: tuple[Kind, ...] = ("random",) if paths else ()
-        script = DraftScript(kind="random", vocab=self._vocab_size, siblings=others)
+        script = DraftScript(kind="random", vocab=self._vocab_size, others=others)
         self._rpc("seer_script_drafts", script=script)
 
     def start(self, costs: StepCosts, paths: bool) -> None:
@@ -43,12 +43,14 @@ class Drafting:
         """
         most = most_paths(costs, self._config.max_paths) if paths else 1
         if paths and most == 1:
-            log_single_path(f"another adds {costs.sibling:.2g} s to a step of {costs.seconds(1, 0):.2g} s")
+            log_single_path(
+                f"a second path adds {costs.sibling:.2g} s to a step of {costs.seconds(1, 0):.2g} s"
+            )
         self._rpc("seer_set_costs", costs=costs, max_paths=most)
         self.clear()
 
     def begin(self, chunk: Chunk) -> str:
-        """Return the name of the tree that a chunk drafts from; it is there from now on."""
+        """Open the tree that a chunk drafts from, if it is not open yet; return its name."""
         if not chunk.group_id:
             return ""
         grouped = self._config.source == "grouped"
@@ -69,18 +71,18 @@ class Drafting:
         return drafted, accepted
 
     def end(self, name: str) -> None:
-        """Note that a chunk ended. A response's own tree goes with it: it is soon made again."""
+        """Note that a chunk ended. A tree of one response is dropped: the next chunk builds it again."""
         if name and self._config.source == "own":
             self.forget([name])
 
     def feed(self, deltas: Iterable[StreamDelta]) -> None:
-        """Let the trees learn what siblings said elsewhere."""
-        known = [delta for delta in deltas if delta.group_id in self._open and self._sound(delta)]
+        """Add tokens of other responses, from the dgds, to the trees."""
+        known = [delta for delta in deltas if delta.group_id in self._open and self._valid(delta)]
         if known:
             self._rpc("seer_feed_trees", deltas=known)
 
-    def _sound(self, delta: StreamDelta) -> bool:
-        """Say whether these are tokens of this model: a drafted one becomes an index of its embeddings."""
+    def _valid(self, delta: StreamDelta) -> bool:
+        """Whether all are tokens of this model: drafts index its embeddings."""
         tokens = delta.tokens
         return not tokens.size or bool(tokens.min() >= 0 and tokens.max() < self._vocab_size)
 
@@ -94,7 +96,7 @@ class Drafting:
     def clear(self) -> None:
         """Drop all trees."""
         self.forget(list(self._open))
-        self._rpc("seer_share_trees", whole=self._config.source == "grouped")
+        self._rpc("seer_use_common_tree", enabled=self._config.source == "grouped")
 
     def counts(self) -> dict[str, Any]:
         """Return the counters by their name in `InstanceStats`."""
@@ -106,7 +108,7 @@ class Drafting:
         }
 
     def count(self, sampled: int, drafted: int) -> None:
-        """Count a step's tokens of one chunk, for which `drafted` were verified."""
+        """Count a step of one chunk: `sampled` tokens, after `drafted` were verified."""
         self.verifications += 1
         self.drafted += drafted
         self.accepted += min(sampled - 1, drafted)

@@ -1,12 +1,12 @@
-"""How long a decode step takes with how many drafts: measured on this engine, kept on disk.
+"""How long a decode step takes with how many drafts: measured on this engine at start, kept on disk.
 
 Invariants:
-- a profile is used by engines of the same model shape, device, versions and batch sizes alone; how
-  much KV they have, which the machine's free memory may decide, does not matter;
-- engines that start together on a machine measure one after the other, as steps take longer while another
-  engine measures, too, and those that share a profile measure once;
-- a cache that cannot be read, written or locked costs a measurement, never a start. Who waits for another's
-  for `WAIT_SECONDS` measures itself; a lock ends with the process that holds it.
+- a profile is used only by engines of the same model shape, device, versions and batch sizes; how
+  much KV they have, which may depend on the machine's free memory, does not matter;
+- engines that start together on a machine measure one after the other, since steps take longer while another
+  engine measures; those that share a profile measure once;
+- if the cache cannot be read, written or locked, the engine measures, and starts. It waits at most
+  `WAIT_SECONDS` for another engine's measurement; a lock ends with the process that holds it.
 """
 
 from __future__ import annotations
@@ -31,27 +31,27 @@ from seer.common.process.log import get_logger
 from seer.common.types import Capacity, SamplingParams
 from seer.services.engine.backend import Chunk
 from seer.services.engine.vllm.core import CoreHandle
-from seer.services.engine.vllm.drafts.scripted import DraftScript
+from seer.services.engine.vllm.drafts.draft_script import DraftScript
 from seer.services.engine.vllm.env import cache_folder
 from seer.services.engine.vllm.probe import Probe
 
 PROMPT, LENGTH = 16, 200
-"""Tokens of the measured requests: short contexts, as most are when a rollout begins."""
+"""Prompt and output tokens of the measured requests: short contexts, as at the beginning of a rollout."""
 
 PASSES, WARM, TIMED = 2, 2, 5
-"""Times that the grid is gone through, and steps per point of it.
+"""Passes over the grid, and untimed and timed steps per point.
 
-The least time counts: other work on the machine makes steps longer, for some points more than for others.
+The shortest time counts: other work on the machine makes some steps longer.
 """
 
 PAIR = 3
 """Entries of the shortest flat draft with two paths: one token each, and the separator."""
 
 PAIRS = 21
-"""Comparisons of such a draft with a single path: they differ by less than a step varies."""
+"""Comparisons of such a draft with a single path: the median of so many differences counts."""
 
 WAIT_SECONDS = 120.0
-"""Longest wait for another engine's measurement, which takes seconds: it may have been stopped meanwhile."""
+"""Longest wait for another engine's measurement, which takes seconds unless it was stopped."""
 
 POLL_SECONDS = 0.2
 
@@ -82,7 +82,7 @@ def kept(path: Path, measure: Callable[[], StepCosts]) -> StepCosts:
         costs = measure()
         _log.info("measured step times", seconds=round(time.monotonic() - begun, 1), kept=str(path))
         try:
-            new = path.with_name(f"{path.name}.{os.getpid()}")  # another machine may write it, too
+            new = path.with_name(f"{path.name}.{os.getpid()}")  # another machine may write the same file
             new.write_bytes(msgspec.json.encode(costs))
             new.replace(path)
         except OSError as error:
@@ -99,12 +99,16 @@ def _read(path: Path) -> StepCosts | None:
 
 @contextlib.contextmanager
 def _alone(file: Path) -> Iterator[None]:
-    """Hold a lock if it can be had."""
+    """Hold a lock, if that is possible."""
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         lock = os.open(file, os.O_WRONLY | os.O_CREAT, 0o666)
     except OSError as error:
-        _log.warning("engines that start together are not kept apart", lock=str(file), error=str(error))
+        _log.warning(
+            "no lock: engines that start together may measure at the same time",
+            lock=str(file),
+            error=str(error),
+        )
         yield
         return
     try:
@@ -125,7 +129,7 @@ def _locked(lock: int) -> bool:
     except BlockingIOError:
         return False
     except OSError as error:  # some network file systems have no locks
-        _log.warning("engines that start together are not kept apart", error=str(error))
+        _log.warning("no lock: engines that start together may measure at the same time", error=str(error))
     return True
 
 
@@ -193,16 +197,16 @@ def _line(probe: Probe, batch: int, drafts: list[int], length: int) -> tuple[flo
 
 
 def _sibling(probe: Probe, length: int) -> float:
-    """Return the seconds that two paths of a request take longer than one path of as many rows."""
+    """Return how many seconds longer a step with two paths takes than one with as many drafts on one path."""
     vocab, chunk = probe.core.vocab_size, _chunk(0, probe.core.vocab_size, length)
     scripts = (
         DraftScript(kind="random", vocab=vocab, count=PAIR),
-        DraftScript(kind="random", vocab=vocab, count=PAIR // 2, siblings=("random",)),
+        DraftScript(kind="random", vocab=vocab, count=PAIR // 2, others=("random",)),
     )
     longer = []
     for _ in range(WARM + PAIRS):
         probe.backend.add(chunk)
-        probe.backend.step()  # the prefill: too short a chunk would end while it is timed
+        probe.backend.step()  # the prefill
         seconds = []
         for script in scripts:
             probe.script_drafts(script)

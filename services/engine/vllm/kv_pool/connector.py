@@ -79,7 +79,7 @@ class SeerStoreConnector(MooncakeStoreConnector):
         tokens = request.num_computed_tokens // self.connector_scheduler._block_size
         tokens *= self.connector_scheduler._block_size
         ended = request.status == RequestStatus.FINISHED_LENGTH_CAPPED
-        if ended and request.sampling_params.extra_args[EXTRA].goes_on and tokens > self._pull_tokens:
+        if ended and request.sampling_params.extra_args[EXTRA].continues and tokens > self._pull_tokens:
             self._save(request, block_ids, tokens)
         return False, None
 

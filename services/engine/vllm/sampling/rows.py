@@ -53,7 +53,7 @@ _EMPTY_FLOAT = np.empty(0, np.float32)
 
 @dataclass(frozen=True, slots=True)
 class RequestSampling:
-    """How one request is sampled, packed once when it arrives; see `pack`."""
+    """How one request is sampled; see `pack`."""
 
     record: bytes
     stop_ids: tuple[int, ...]
@@ -67,7 +67,7 @@ class RequestSampling:
 
         `key` is its 64-bit noise key (`seer.common.ids.request_key`), `prompt_len` the length of
         the original prompt, whatever the engine now sees as one, and `stop_ids` every token id
-        that ends it: they are masked until `min_tokens` are out. Raises `InvalidField` for a value
+        that ends it: these are masked until `min_tokens` are generated. Raises `InvalidField` for a value
         that `SamplingParams.check` refuses or a bias on a token outside the vocabulary.
         """
         sampling.check()
@@ -140,7 +140,7 @@ class RowParams:
 
 
 class SamplingTable:
-    """The static parameters of one batch composition; build it anew when requests come or go."""
+    """What does not change between the steps of a batch; rebuild it when requests come or go."""
 
     def __init__(self, requests: Sequence[RequestSampling], slots: Sequence[int] | None = None) -> None:
         """Take the requests in row order; `slots` are their rows of the history, 0, 1, ... by default."""

@@ -26,7 +26,7 @@ LAUNCH = {"num_warps": 16, "enable_fp_fusion": False}
 """Options of every compilation; older Tritons fuse by default."""
 
 _SLAB_ELEMENTS = 1 << 26
-"""Most logits in one launch: their marks take 512 MiB where every row is edited."""
+"""Most logits in one launch: if every row has edits, their marks take 512 MiB."""
 
 _STOP = 1 << 31
 _RECORD_WORDS = RECORD.itemsize // 8
@@ -269,7 +269,7 @@ def _histories(
 
 
 def _marks(params: RowParams, vocab: int, device: torch.device) -> tuple[torch.Tensor, npt.NDArray[np.int64]]:
-    """Return what happens to each token of the edited rows, and each row's place there or -1.
+    """Return the edits (bias, mask, penalties) of the edited rows' tokens, and each row's place there or -1.
 
     int64 [edited rows * vocab]: the bits of the bias in the high half; in the low one bit 31 for a
     masked token, its occurrences in the output times 2, and 1 for a token of the history.
