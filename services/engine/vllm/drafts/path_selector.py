@@ -3,7 +3,7 @@
 Invariants (tests/unit/test_draft_path_selector.py asserts them):
 - the first path is chosen as if there were no others, and acceptance is learnt from it alone;
 - a flat draft is no longer than its request allows, and every other path has scratch blocks;
-- after `BARREN_STEPS` steps in which no other path paid, none are tried for `REST_STEPS`.
+- after `PAUSE_AFTER_STEPS` steps in which no other path paid, none are tried for `PAUSE_STEPS`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from seer.common.policy.draft_budget import BARREN_STEPS, HIGH_WEIGHT, REST_STEPS, Choice, DraftBudget
+from seer.common.policy.draft_budget import HIGH_WEIGHT, PAUSE_AFTER_STEPS, PAUSE_STEPS, Choice, DraftBudget
 from seer.common.policy.draft_paths import Fork, join, paths_of, siblings
 
 MAX_BATCH = 8
@@ -47,9 +47,9 @@ class PathSelector:
         self._firsts = {}
         if self.most_paths == 1 or batch > MAX_BATCH:
             return False
-        if self._barren >= BARREN_STEPS:
+        if self._barren >= PAUSE_AFTER_STEPS:
             self._rested += 1
-            if self._rested <= REST_STEPS:
+            if self._rested <= PAUSE_STEPS:
                 return False
             self._barren = self._rested = 0
         return True
