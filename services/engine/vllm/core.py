@@ -2,8 +2,8 @@
 
 Invariants:
 - workers are reached by `collective_rpc` alone, so that any number of tensor-parallel ranks does the same;
-- vLLM's private attributes are read here, and nowhere else in the engine process but in `env` and in
-  the scratch blocks' and the KV pool's own modules.
+- in the engine process, vLLM's private attributes are used here, in `env`, `drafts/scratch_blocks` and
+  `kv_pool` alone.
 """
 
 from __future__ import annotations
@@ -64,12 +64,12 @@ class CoreHandle:
 
     @property
     def engine_core(self) -> EngineCore:
-        """VLLM's own object. Raises `EngineError` after `close`."""
+        """The engine core itself. Raises `EngineError` after `close`."""
         return self._engine.engine_core
 
     @property
     def vllm_config(self) -> VllmConfig:
-        """VLLM's whole configuration, as it resolved it."""
+        """The configuration of vLLM, with all defaults resolved."""
         return self.engine_core.vllm_config
 
     @property

@@ -5,8 +5,8 @@ Invariants (tests/unit/test_engine_orders.py asserts them):
   load the engine has no weights, and runs nothing, until another load succeeds;
 - only what was checked is loaded: files that changed since then are read again;
 - copies of streamed weights are deleted after the load, or when the update fails or is cancelled;
-- orders of a buffer that is gone are not begun and not answered; one that is under way changes nothing
-  any more, unless it is loading or going to sleep already: then the next buffer is told of the result.
+- when the buffer is gone, its queued orders are dropped, and the current one is not answered. That changes
+  nothing any more, unless it is already loading or going to sleep: then the next buffer hears the result.
 """
 
 from __future__ import annotations

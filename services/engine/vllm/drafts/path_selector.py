@@ -76,7 +76,7 @@ class PathSelector:
         most: Ints,
         high: npt.NDArray[np.bool_] | None,
     ) -> list[list[int]]:
-        """Return flatten drafts of the trees taken, whose first paths `choice` keeps: `most` entries each."""
+        """Return flat drafts of the kept trees, of at most `most` entries; `choice` cuts the first paths."""
         forks = self._forks(budget, choice, most, high)
         batch = len(ids)
         seconds = budget.seconds(batch, int(most.sum())).tolist()
@@ -91,7 +91,7 @@ class PathSelector:
         return drafts
 
     def accepted(self, request: str, sampled: Sequence[int]) -> int:
-        """Return how many tokens of a request's first path the last step, which `sampled`, accepted."""
+        """Return how many tokens of a request's first path its last step, with tokens `sampled`, accepted."""
         first = self._firsts.get(request)
         if first is None:
             return len(sampled) - 1
@@ -114,7 +114,7 @@ class PathSelector:
                     mine[index] = min(mine[index], mine[parent])
             forks.append(
                 Fork(
-                    paths=tree.paths,  # as many as were asked of the tree
+                    paths=tree.paths,  # the tree has at most `most_paths`
                     chances=mine,
                     keep=keep,
                     room=int(most[row]) - keep if keep else 0,
