@@ -113,7 +113,7 @@ class Bench:
             "drafted_per_step": (after.drafted_tokens - before.drafted_tokens) / verified,
             "siblings": self.rows.counters["rows"] / verified,
             "won": self.rows.counters["won"] / verified,
-            "torn": self.rows.counters["torn"],
+            "torn": self.rows.counters["conflicts"],
         }
 
 

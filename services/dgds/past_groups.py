@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from seer.common.wire import TOKEN_BYTES
 
 OVERHEAD_TOKENS = 160
-"""Counted for each group, stream and prompt besides its tokens: objects of about 500 bytes, 3 a token."""
+"""Counted for each group, stream and prompt besides its tokens: about 500 bytes of objects, at 3 a token."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,7 +23,7 @@ RESEND_SECONDS = 1.0
 """A response is rewound at most this often: several gaps may be reported before a re-send arrives."""
 
 OVERHEAD_TOKENS = 128
-"""Counted for each response besides its tokens: its objects take about 500 bytes, 4 a token."""
+"""Counted for each response besides its tokens: about 500 bytes of objects, at 4 a token."""
 
 Key = tuple[int, int]
 """Group digest and response index."""

@@ -29,7 +29,7 @@ from seer.common.types import Capacity, InstanceStats
 from seer.services.dgds.client import StreamDelta
 from seer.services.engine.backend import Chunk, ChunkEnd, Generated, StepOutput
 from seer.services.engine.chunk_gate import ChunkGate
-from seer.services.engine.vllm import env
+from seer.services.engine.vllm import env, loading
 from seer.services.engine.vllm.checks import check_chunk, token_budget
 from seer.services.engine.vllm.core import CoreHandle
 from seer.services.engine.vllm.drafts.control import Drafting
@@ -115,7 +115,7 @@ class VllmBackend:
         # Only now: it imports torch and, through the workers, vllm.
         from seer.services.engine.vllm import self_test
 
-        client = env.load(self._config, self._shared, self._pool, self._drafts)
+        client = loading.load(self._config, self._shared, self._pool, self._drafts)
         self.core = CoreHandle(client, self._config.load_seconds)
         self.probe = Probe(self, self.core)
         try:
@@ -132,7 +132,7 @@ class VllmBackend:
             raise
         except Exception as error:  # whatever a first forward pass provokes inside vLLM
             self.close()
-            raise EngineError(env.explain(error, self._config, self._shared)) from error
+            raise EngineError(loading.explain(error, self._config, self._shared)) from error
         self.fault_position = self._config.fault_position
         self._reset_counters()  # of what was run to check and to measure
 

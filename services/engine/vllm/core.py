@@ -2,7 +2,7 @@
 
 Invariants:
 - workers are reached by `collective_rpc` alone, so that any number of tensor-parallel ranks does the same;
-- in the engine process, vLLM's private attributes are used here, in `env`, `drafts/scratch_blocks` and
+- in the engine process, vLLM's private attributes are used here, in `loading`, `drafts/scratch_blocks` and
   `kv_pool` alone.
 """
 
@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 from seer.common.config import DraftsConfig, SharedConfig
 from seer.common.errors import EngineError
 from seer.common.types import Capacity
-from seer.services.engine.vllm import env
 from seer.services.engine.vllm.drafts.scratch_blocks import take_scratch_blocks
+from seer.services.engine.vllm.loading import MAX_VLLM_TEXT, eos_ids
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -46,7 +46,7 @@ class CoreHandle:
         config = self.vllm_config
         self.vocab_size: int = config.model_config.get_vocab_size()
         tokenizer = cached_tokenizer_from_config(config.model_config)
-        self.eos_ids = env.eos_ids(config, tokenizer)
+        self.eos_ids = eos_ids(config, tokenizer)
         self.tokenizer: Tokenizer | None = getattr(tokenizer, "backend_tokenizer", None)
         self._block_pool = self.engine_core.scheduler.kv_cache_manager.block_pool
         self.capacity = Capacity(
@@ -160,7 +160,7 @@ class CoreHandle:
         try:
             self.rpc("reload_weights", weights_path=str(folder))
         except Exception as error:
-            raise EngineError(f"vLLM could not load {folder}: {str(error)[: env.MAX_VLLM_TEXT]}") from error
+            raise EngineError(f"vLLM could not load {folder}: {str(error)[:MAX_VLLM_TEXT]}") from error
         self.reset_prefix_cache()
 
     def sleep(self, asleep: bool) -> None:
@@ -179,7 +179,7 @@ class CoreHandle:
                 self._engine.wake_up()
         except Exception as error:
             doing = "free" if asleep else "take"
-            raise EngineError(f"vLLM could not {doing} memory: {str(error)[: env.MAX_VLLM_TEXT]}") from error
+            raise EngineError(f"vLLM could not {doing} memory: {str(error)[:MAX_VLLM_TEXT]}") from error
 
     def close(self) -> None:
         """Stop the workers and free the device; idempotent."""
