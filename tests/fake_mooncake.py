@@ -7,8 +7,8 @@ import time
 
 import torch
 
-from seer.services.engine.vllm.kv_pool.staging import Regions
-from seer.services.engine.vllm.kv_pool.store import GuardedStore, Settings
+from seer.services.engine.vllm.kv_pool.staging import KvRegions
+from seer.services.engine.vllm.kv_pool.store import GuardedStore, StoreSettings
 
 PATIENCE_SECONDS = 30.0
 """Bound on what a test waits for; nothing that works takes nearly as long."""
@@ -145,7 +145,7 @@ class Engine:
     """Bytes of a block in each region, by an address that is nowhere."""
 
     def __init__(self, pool, namespace="ns", call_seconds=PATIENCE_SECONDS, staging_mib=1, attach=True):
-        settings = Settings(
+        settings = StoreSettings(
             master="m:1", host="h", protocol="tcp", device="", lease_seconds=5.0,
             call_seconds=call_seconds, staging_mib=staging_mib,
         )  # fmt: skip
@@ -153,9 +153,9 @@ class Engine:
             start: torch.zeros((self.BLOCKS, size), dtype=torch.uint8) for start, size in self.STARTS.items()
         }
         self.store = GuardedStore(settings, pool.connect)
-        self.store.use(namespace)
+        self.store.use_namespace(namespace)
         if attach:
-            self.store.attach(Regions(self.kv.items()), sum(self.STARTS.values()))
+            self.store.attach(KvRegions(self.kv.items()), sum(self.STARTS.values()))
             until(lambda: self.calls.connected or pool.refuse)
 
     @property

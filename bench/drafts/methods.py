@@ -54,7 +54,7 @@ class Engine:
         from tokenizers import Tokenizer
 
         from seer.common.config import DraftsConfig, EngineConfig, SharedConfig
-        from seer.services.engine.vllm import env
+        from seer.services.engine.vllm import loading
         from seer.services.engine.vllm.backend import VllmBackend
 
         config = EngineConfig(
@@ -63,13 +63,13 @@ class Engine:
         drafts = DraftsConfig(source=kind, max_draft=DRAFT) if kind in ("own", "grouped") else None
         peer = KINDS[kind]
         if peer:
-            load = env.load
-            env.speculation = lambda drafts: {**peer, "num_speculative_tokens": DRAFT}
-            env.load = lambda config, shared, pool, drafts: load(config, shared, pool, DraftsConfig())
+            load = loading.load
+            loading.speculation = lambda drafts: {**peer, "num_speculative_tokens": DRAFT}
+            loading.load = lambda config, shared, pool, drafts: load(config, shared, pool, DraftsConfig())
         self._backend = VllmBackend(config, SharedConfig(model=model), None, drafts)
         self._backend.start()
         self._seconds = [0.0]
-        self._backend._rpc(watch, seconds=self._seconds)
+        self._backend.core.rpc(watch, seconds=self._seconds)
         tokenizer = Tokenizer.from_file(str(Path(model) / "tokenizer.json"))
         lines = [json.loads(line)["prompt"] for line in prompts.read_text().splitlines()]
         self._prompts = [tokenizer.encode(line).ids for line in lines]

@@ -2,7 +2,7 @@
 
 The tail of rollouts: of each group, seven responses are known to its tree, and the eighth is generated,
 with 1, 2, 4 and 8 of them running at once. Runs are interleaved; all must give the same tokens. Seconds
-are the process's CPU time. `cap` lets the policy choose siblings by measured costs; `free` takes rows to
+are the process's CPU time. `cap` lets the policy choose path_rows by measured costs; `free` takes rows to
 cost nothing, which shows what several paths bring where rows are free.
 
     python bench/drafts/paths.py --out draft_paths.json
@@ -30,7 +30,7 @@ from seer.common.types import SamplingParams
 from seer.services.dgds.client import StreamDelta
 from seer.services.engine.backend import Chunk
 from seer.services.engine.vllm.backend import VllmBackend
-from seer.services.engine.vllm.drafts.scripted import Script
+from seer.services.engine.vllm.drafts.draft_script import DraftScript
 
 GROUP, PATHS = 8, (1, 2, 4)
 FLAT = StepCosts(batches=(1,), drafts=(0,), grid=((1.0,),))
@@ -58,12 +58,12 @@ class Bench:
         drafts = DraftsConfig(max_draft=options.max_draft, max_paths=max(PATHS), cache=cache)
         self.backend = VllmBackend(config, SharedConfig(model=str(EXAMPLE / "model")), None, drafts)
         self.backend.start()
-        worker = self.backend._core.model_executor.driver_worker.worker
+        worker = self.backend.core.engine_core.model_executor.driver_worker.worker
         self.proposer, self.rows = worker.model_runner.drafter, worker.seer_paths
         self.costs: StepCosts = self.proposer.budget._costs
         self.sampling = SamplingParams(max_tokens=options.tokens, temperature=1.0)
         lines = (EXAMPLE / "prompts.jsonl").read_text().splitlines()[: options.groups]
-        tokenizer = self.backend._tokenizer
+        tokenizer = self.backend.core.tokenizer
         self.prompts = [tokenizer.encode(json.loads(line)["prompt"]).ids for line in lines]
         self.known = self._known()
 
@@ -77,25 +77,25 @@ class Bench:
         )  # fmt: skip
 
     def _known(self) -> list[list[list[int]]]:
-        self.backend.script_drafts(Script(kind="none", vocab=self.backend.vocab_size))
+        self.backend.probe.script_drafts(DraftScript(kind="none", vocab=self.backend.core.vocab_size))
         known = [
             responses(self.backend, [self.chunk(group, index) for index in range(GROUP)])[0]
             for group in range(len(self.prompts))
         ]
-        self.backend.script_drafts(None)
+        self.backend.probe.script_drafts(None)
         return known
 
     def roll(self, batch: int, paths: int, costs: StepCosts) -> dict[str, float]:
         """Generate the last response of every group, `batch` at once, from trees as others left them."""
         self.proposer.budget = DraftBudget(costs, self.proposer._drafts.shape[1])
-        self.proposer.forks.most_paths = paths
+        self.proposer.path_selector.most_paths = paths
         self.rows.counters.clear()
         steps, seconds, count = 0, 0.0, 0
         before = self.backend.stats()
         for first in range(0, len(self.prompts), batch):
             groups = range(first, min(first + batch, len(self.prompts)))
             for group in groups:
-                self.backend._rpc("seer_open_tree", group=str(group), prompt=self.prompts[group])
+                self.backend.core.rpc("seer_open_tree", group=str(group), prompt=self.prompts[group])
                 self.backend._drafting._open.add(str(group))
                 self.backend.feed(
                     StreamDelta(str(group), index, 0, np.array(tokens, np.int32))
@@ -111,9 +111,9 @@ class Bench:
             "acceptance_length": count / verified,
             "tokens_per_second": count / seconds,
             "drafted_per_step": (after.drafted_tokens - before.drafted_tokens) / verified,
-            "siblings": self.rows.counters["siblings"] / verified,
+            "siblings": self.rows.counters["rows"] / verified,
             "won": self.rows.counters["won"] / verified,
-            "torn": self.rows.counters["torn"],
+            "torn": self.rows.counters["conflicts"],
         }
 
 

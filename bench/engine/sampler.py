@@ -37,8 +37,9 @@ except ModuleNotFoundError:  # a machine for kernels alone
 
 from seer import _native
 from seer.common.types import SamplingParams
-from seer.services.engine.vllm.sampling import rows as sampling
-from seer.services.engine.vllm.sampling import torch_sampler as torch_sampler
+from seer.services.engine.vllm.sampling import torch_sampler
+from seer.services.engine.vllm.sampling.rows import RequestSampling, SamplingTable
+from seer.services.engine.vllm.sampling.sampler import SampleFunction, sample_rows
 
 INNER_TOKENS = 200_000  # draws this small are repeated inside one measurement
 ROWS = {66: (32,), 32_768: (8,), 151_936: (8,)}
@@ -65,16 +66,11 @@ def logits_of(kind: str, rows: int, vocab: int, device: str, dtype: torch.dtype)
     return x.to(device, dtype)
 
 
-def seer_draw(
-    logits: torch.Tensor, fields: dict[str, float], sample: sampling.Sampler
-) -> Callable[[], object]:
+def seer_draw(logits: torch.Tensor, fields: dict[str, float], sample: SampleFunction) -> Callable[[], object]:
     rows, vocab = logits.shape
     params = SamplingParams(max_tokens=1024, **fields)
-    table = sampling.SamplingTable(
-        [
-            sampling.RequestSampling.pack(params, key=k, prompt_len=1, stop_ids=(), vocab=vocab)
-            for k in range(rows)
-        ]
+    table = SamplingTable(
+        [RequestSampling.pack(params, key=k, prompt_len=1, stop_ids=(), vocab=vocab) for k in range(rows)]
     )
     positions = np.full(rows, 100)
 
@@ -144,7 +140,7 @@ def measure(
     vocab: int, rows: int, kind: str, device: str, dtype: torch.dtype, repeats: int
 ) -> dict[str, object]:
     x = logits_of(kind, rows, vocab, device, dtype)
-    samplers = {"seer": partial(sampling.sample_rows, check=False)}  # as the engine calls it
+    samplers = {"seer": partial(sample_rows, check=False)}  # as the engine calls it
     if device != "cpu" and rows <= TORCH_ROWS:
         samplers["seer_torch"] = torch_sampler.sample
     line: dict[str, object] = {"vocab": vocab, "rows": rows, "kind": kind}

@@ -94,7 +94,7 @@ def be_engine(text: str) -> None:
     backend.start()
     backend.bind_weights(given.weights)
     time.sleep(1)  # until it is connected
-    vocabulary = backend.vocab_size
+    vocabulary = backend.core.vocab_size
     serial = 0
 
     def chunk(name: int, tokens: list[int], prompt_len: int, most: int) -> Chunk:

@@ -1,9 +1,9 @@
 """What the buffer's log costs: microseconds and bytes a row, and the pause in which a segment begins.
 
 The fleet of `bench/services/decisions.py` with 10,000 unfinished requests on 102 full instances: chunks end,
-and every fourth row is a changed estimate of one group. What the machines are told and answer is kept, with the time
-they take (`decided`), and then written: to the ring in memory that a crash dumps, and to files. A snapshot
-begins each segment; `restored` is what its reader does, `replayed` the log run through the machines again.
+and every fourth row is a changed estimate of one group. What the machines are told and answer is kept, with
+the time they take (`decided`), and then written: to the ring in memory that a crash dumps, and to files. A
+snapshot begins each segment; `restored` is what its reader does, `replayed` the log run through the machines again.
 Prints JSON, in processor time: what else runs on the machine is left out.
 
     python bench/services/log.py

@@ -89,11 +89,11 @@ class Engine(EngineServer):
             self._answered = time.perf_counter()
         await super()._deliver(message)
 
-    def _take(self, order: wire.RunChunk) -> None:
+    def _start_chunk(self, order: wire.RunChunk) -> None:
         if self._answered:
             self.waits.append(time.perf_counter() - self._answered)
             self._answered = 0.0
-        super()._take(order)
+        super()._start_chunk(order)
 
 
 async def host(config: Config, first: int, count: int) -> None:

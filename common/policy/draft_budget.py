@@ -5,7 +5,7 @@ Invariants (tests/property/test_drafting.py asserts them):
 - the choice is the best there is: no other beginnings are worth more, by what `best` calls worth;
 - a likelier token is never dropped for a less likely one, high priority never served after low at equal
   chances, and better drafts never make the choice smaller;
-- where nothing pays nothing is drafted, and every `REST_STEPS` one draft is tried all the same;
+- where nothing pays nothing is drafted, and every `PAUSE_STEPS` one draft is tried all the same;
 - the compiled loops over tokens choose and count what the same lines in numpy do (test_draft_loops.py).
 
 The paper plans one draft length for all requests of a priority from average acceptance by position.
@@ -40,10 +40,10 @@ HIGH_WEIGHT = 2.0
 PRICE = 1.15
 """A row must bring this much more than it costs: chances are estimates, and 1.1 to 1.4 measure best."""
 
-BARREN_STEPS = 16
+PAUSE_AFTER_STEPS = 16
 """After so many steps in a row in which no draft was worth a row, drafting rests."""
 
-REST_STEPS = 32
+PAUSE_STEPS = 32
 """Steps of rest; then one draft is verified unasked, or nothing would ever be learned again."""
 
 PROBE_TOKENS = 4
@@ -151,10 +151,10 @@ class DraftBudget:
 
     def wanted(self) -> bool:
         """Say whether to draft in this step; asked once a step."""
-        if self._barren < BARREN_STEPS:
+        if self._barren < PAUSE_AFTER_STEPS:
             return True
         self._rested += 1
-        return self._rested > REST_STEPS
+        return self._rested > PAUSE_STEPS
 
     def choose(
         self,
@@ -173,7 +173,7 @@ class DraftBudget:
         keep = best(chances, self.seconds(batch, n * width), batch - n, weights)
         if np.count_nonzero(keep):  # any() takes a microsecond more
             self._barren = self._rested = 0
-        elif self._barren >= BARREN_STEPS:
+        elif self._barren >= PAUSE_AFTER_STEPS:
             self._rested = 0
             likeliest = int(chances[:, 0].argmax())
             keep[likeliest] = min(PROBE_TOKENS, int(lengths[likeliest]))

@@ -44,7 +44,6 @@ class Register(Message, tag=True):
 
     capacity: Capacity
     weight_version: int
-    vocab_size: int
     versions: dict[str, str] = {}
     weights_digest: ShortStr = ""
     weights_source: Folder = ""
@@ -92,7 +91,6 @@ class ChunkResult(msgspec.Struct, array_like=True):
     finish: str
     stop_reason: str
     preemptions: int
-    cached_tokens: int
     drafted: Counts = []
     accepted: Counts = []
 
@@ -126,10 +124,6 @@ class Ping(Message, tag=True):
     """Needs no answer: sending it reveals a peer whose connection is gone."""
 
 
-class Drain(Message, tag=True):
-    """No more work will come: finish what runs, then say `Goodbye`."""
-
-
 EngineToBuffer = (
     Hello
     | Register
@@ -149,7 +143,6 @@ BufferToEngine = (
     | RunChunk
     | DropChunk
     | Ping
-    | Drain
     | PrepareWeights
     | LoadWeights
     | SpoolState

@@ -141,7 +141,7 @@ struct Batch {
         }
     }
 
-    // Puts the common tree's draft in the view if more of it is expected to be right; returns the count there.
+    // Puts the common tree's draft in the view if more of it is expected to be accepted; returns its count.
     uint32_t better_of_common(size_t i, std::span<const int32_t> context, std::span<const int32_t> fresh,
                               const DraftOptions& options, const seer::DraftView& view, uint32_t count) const {
         const int64_t request = (*common_ids)(i);

@@ -6,7 +6,7 @@
 
 namespace seer {
 
-// prefix(h, t) is a polynomial in the tokens so far, so that of any context inside is a difference.
+// A polynomial hash of the tokens so far: that of any context within is a difference of two of them.
 inline constexpr uint64_t kBase = 0x9E3779B97F4A7C15;
 inline uint64_t prefix_hash(uint64_t hash, int32_t token) { return hash * kBase + static_cast<uint32_t>(token) + 1; }
 
@@ -20,7 +20,7 @@ constexpr std::array<uint64_t, kLevelCount> powers_of_base(const std::array<uint
     return powers;
 }
 
-// The context of `length` tokens between two prefixes; `power` is kBase^length.
+// The hash of the `length` tokens between two prefixes; `power` is kBase^length.
 inline uint32_t context_hash(uint64_t before, uint64_t after, uint64_t power, uint32_t length) {
     uint64_t h = after - before * power + length * 0xD1B54A32D192ED03;
     h = (h ^ h >> 32) * 0xBF58476D1CE4E5B9;

@@ -1,4 +1,4 @@
-// Hashes of contexts -> 32-bit values: extendible hashing.
+// A map from hashes of contexts to 32-bit values, by extendible hashing.
 //
 // Invariants:
 // - an insertion moves at most one segment's entries (and now and then the directory of pointers):
@@ -19,7 +19,7 @@ class ContextMap {
 
     ContextMap();
 
-    // The value of a hash, kEmpty if there is none. Two contexts of one hash share a value.
+    // The value of a hash, kEmpty if there is none. Contexts with equal hashes share a value.
     uint32_t find(uint32_t hash) const {
         const Table table = table_of(hash);
         for (uint32_t i = hash;; ++i) {
@@ -40,7 +40,7 @@ class ContextMap {
 
   private:
     static constexpr uint32_t kSegment = 128;
-    static constexpr uint32_t kFull = 104;  // of kSegment: beyond, probes grow long
+    static constexpr uint32_t kFull = 104;  // entries of kSegment at most: with more, probes grow long
 
     struct Slot {
         uint32_t hash;
@@ -65,7 +65,7 @@ class ContextMap {
     void split(uint32_t hash);
     Segment* add_segment(uint32_t depth);
 
-    std::unique_ptr<Slot[]> small_;  // until it outgrows a segment; doubles
+    std::unique_ptr<Slot[]> small_;  // doubles until it would outgrow a segment
     uint32_t small_size_ = 4;
     uint32_t small_count_ = 0;
     uint32_t depth_ = 0;  // the directory has 2^depth_ entries

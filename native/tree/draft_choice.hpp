@@ -1,8 +1,8 @@
-// The loops of common/policy/draft_budget.py: what drafted tokens are worth, and what became of them.
+// The loops of common/policy/draft_budget.py: how likely drafts are accepted, which to verify, and counts.
 //
 // Invariants (tests/property/test_draft_loops.py asserts them, and the choices of the same lines in numpy):
-// - what is kept of a draft is a beginning of it; of equal gains the earlier draft's goes first, then the
-//   earlier token's;
+// - a draft is cut at its end only; of equal gains the earlier draft's counts first, then the earlier
+//   token's;
 // - sums run in falling order of gains, so the same step has the same choice on every machine.
 #pragma once
 
@@ -20,8 +20,8 @@ struct Drafts {
     const int64_t* slots;  // rows of the rates' table
 };
 
-// What a token's score says of it: rates are [slots, cells], a token's cell is its place's first one
-// (`bases` [width]) plus the number of `edges` that its score reaches.
+// Acceptance rates [slots, cells]: a token's cell is the first one of its place (`bases` [width]) plus the
+// number of `edges` that its score reaches.
 struct Rates {
     std::span<const float> edges;
     const int64_t* bases;
@@ -29,7 +29,7 @@ struct Rates {
     size_t cells;
 };
 
-// Fill cells[n, width] and chances[n, width]: that a token and all before it are right, 0 past the end.
+// Fill cells[n, width] and chances[n, width]: that a token and all before it are accepted, 0 past the end.
 void rate_drafts(const Drafts& drafts, const Rates& rates, int32_t* cells, double* chances);
 
 // Fill keep[n] with how many tokens of each draft to verify. `chances` [n, width]
@@ -38,7 +38,7 @@ void rate_drafts(const Drafts& drafts, const Rates& rates, int32_t* cells, doubl
 void choose_drafts(std::span<const double> chances, size_t width, const double* weights, const double* seconds,
                       double others, double price, std::span<int32_t> keep);
 
-// A tally counts [slots, 2, cells] tokens: verified, right.
+// A tally counts [slots, 2, cells] tokens: verified, accepted.
 struct Tally {
     int64_t* counts;
     size_t cells;

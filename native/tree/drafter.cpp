@@ -7,9 +7,9 @@
 namespace seer {
 namespace {
 
-// Chosen by acceptance at equal drafted tokens (docs/drafts.md). Longer matches are surer.
+// Chosen by acceptance at equal drafted tokens (docs/drafts.md). Longer matches weigh more.
 constexpr uint32_t kEscape = 2;
-constexpr uint32_t kOwn = 2;  // a request repeats its own choices more than its siblings'
+constexpr uint32_t kOwn = 2;  // a request repeats itself more than it repeats others
 
 uint32_t weight(uint32_t length) {
     return length * length * length;

@@ -1,10 +1,11 @@
-// From the places where a context occurred to a draft of what follows.
+// Drafts what follows a context, from the places in the group's responses where it occurred.
 //
 // A place weighs more the longer its match; a token's probability is the weight of the places that
-// continue with it, over the weight of all and of something never seen (kEscape). Weights are integers,
-// so the order of summing does not matter. A request's own places weigh more than its siblings'. The best
-// token is taken, and the places that agree go on; where none is left, the drafted tokens are looked up as
-// context. A place keeps its weight along a path: what it matched by being followed proves nothing.
+// continue with it, over the weight of all places plus that of a token never seen (kEscape). Weights are
+// integers, so the order of summing does not matter. A request's own places weigh more than those of the
+// group's other responses. The most probable token is drafted, and the places that agree with it are followed;
+// where none is left, the drafted tokens are looked up as context. A place keeps its weight along a path: that
+// it agrees with tokens drafted from it is no evidence.
 #pragma once
 
 #include <array>
@@ -18,7 +19,7 @@ namespace seer {
 class Drafter {
   public:
     static constexpr uint32_t kMaxTokens = 128;  // of a draft
-    static constexpr uint32_t kMaxMatches = 16;  // places looked at; 32 take a third longer, for 0.2 % more acceptance
+    static constexpr uint32_t kMaxMatches = 16;  // places used; 32 take a third longer, for 0.2 % more acceptance
     static constexpr uint32_t kMaxForks = 4;     // alternatives after one token
 
     Drafter(const TokenStore& store, const ContextMap& contexts, const Occurrences& occurrences)

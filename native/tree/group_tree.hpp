@@ -1,9 +1,9 @@
-// What the responses of one group said, and what comes next: see docs/drafts.md.
+// The suffix tree of one group's responses, and drafts from it: see docs/drafts.md.
 //
 // Invariants:
-// - a level is a context length; level l + 1 learns an occurrence only if the list of level l was full,
-//   so an append touches one list and then only full ones: kLevels at most, loops included;
-// - a draft depends on the tokens appended and their order alone;
+// - a level is a context length; an occurrence is added at level l + 1 only if the list of level l was full, so
+//   an append changes at most kLevels lists, also in repetitive text;
+// - a draft depends only on the tokens appended and their order;
 // - any number of drafts run at once; an append runs alone.
 #pragma once
 
@@ -32,7 +32,7 @@ struct Match {
 
 struct DraftOptions {
     uint32_t max_tokens;
-    uint32_t top_k = 1;      // leaves at most
+    uint32_t top_k = 1;      // paths (leaves) at most
     uint32_t max_depth = 0;  // tokens of one path at most; 0: max_tokens
     double min_score = 0.0;  // of a token: the product of its path's probabilities
 };
@@ -48,19 +48,19 @@ class GroupTree {
     // The prompt comes before every request's first token.
     explicit GroupTree(std::span<const int32_t> prompt, size_t max_bytes);
 
-    // Adds the tokens that follow a request's first `previous` ones; what is known is skipped. Where they
-    // differ from what is known, the request goes on with them, and the old ones stay as a sibling.
-    // Throws std::invalid_argument on a gap or a negative token, std::length_error beyond max_bytes, with
-    // nothing appended.
+    // Adds the tokens that follow a request's first `previous` ones; known ones are skipped. From the first that
+    // differs, the request continues with the new ones; the old ones stay as another branch.
+    // Throws std::invalid_argument on a gap or a negative token, std::length_error beyond max_bytes; nothing is
+    // appended then.
     void append(int64_t request, int64_t previous, std::span<const int32_t> tokens);
 
     // Writes a draft of what follows the request's tokens, or the context, in which the tokens of request
-    // `own` weigh more (-1: nobody's); returns how many tokens. The view must have room for max_tokens.
+    // `own` weigh more (-1: no request); returns how many tokens. The view must have room for max_tokens.
     uint32_t draft(int64_t request, const DraftOptions& options, const DraftView& out) const;
     uint32_t draft(std::span<const int32_t> context, int64_t own, const DraftOptions& options,
                    const DraftView& out) const;
 
-    // (matched length, next token) of every occurrence a draft would begin from, longest level first.
+    // (matched length, next token) of every occurrence that a draft would start from, longest level first.
     std::vector<std::pair<uint32_t, int32_t>> matches(std::span<const int32_t> context) const;
 
     // Tokens of a request's current branch; -1 if it is unknown.

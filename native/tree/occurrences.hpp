@@ -1,8 +1,8 @@
-// Where a context occurred: the newest positions, in 4, 16 or 64 bytes.
+// Lists of the newest positions where a context occurred, in 4, 16 or 64 bytes each.
 //
 // Invariants:
-// - a list holds the newest kMost positions that were added to it;
-// - `overflowed` is true once one more than kMost was added.
+// - a list holds the newest kMost positions added to it;
+// - `overflowed` is true once more than kMost were added.
 #pragma once
 
 #include <cstdint>
@@ -105,7 +105,7 @@ class Occurrences {
 
     Chunked<Small, 1024> small_;
     Chunked<Large, 256> large_;
-    uint32_t free_small_ = kNone;  // a list of those that grew, linked by positions[0]
+    uint32_t free_small_ = kNone;  // free list of small lists that became large, linked by positions[0]
 };
 
 }  // namespace seer

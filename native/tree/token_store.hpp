@@ -1,9 +1,9 @@
-// The tokens of a group: streams that share their beginnings.
+// The tokens of a group: streams that share prefixes.
 //
 // Invariants:
-// - a position names one token for ever; tokens are never moved, changed or removed;
-// - going back from a position spells its stream up to the prompt's first token;
-// - a stream that leaves another mid-way begins a block of its own, the other one stays whole.
+// - a position always names the same token; tokens are never moved, changed or removed;
+// - going back from a position yields its stream up to the prompt's first token;
+// - a stream that diverges from another starts a block of its own; the other one stays as it is.
 #pragma once
 
 #include <cstdint>
@@ -25,7 +25,7 @@ class TokenStore {
     // The token before p in its stream; kNone at the beginning.
     Position before(Position p) const { return p % 16 > 0 ? p - 1 : block(p).previous; }
 
-    // The token that came after p first, kNone if there is none (streams that left here are found by context).
+    // The first token that was appended after p, kNone if there is none (diverging streams are found by context).
     Position after(Position p) const {
         const Block& b = block(p);
         const uint32_t offset = p % 16 + 1;
@@ -36,7 +36,7 @@ class TokenStore {
     // Which request a token was appended for.
     uint32_t owner(Position p) const { return block(p).owner; }
 
-    // Adds a token after `tail`. Streams go on in their owner's blocks only.
+    // Adds a token after `tail`. A stream grows only in blocks of its own request.
     Position append(Position tail, int32_t token, uint32_t owner) {
         const bool own = tail != kNone && block(tail).owner == owner;
         if (own && tail % 16 + 1 == block(tail).fill && block(tail).fill < kTokens) {
@@ -66,11 +66,11 @@ class TokenStore {
     }
 
     void prefetch(Position p) const { __builtin_prefetch(&block(p)); }
-    uint32_t room() const { return kMaxBlocks - blocks_.size(); }  // tokens that fit, whatever the blocks they start
+    uint32_t room() const { return kMaxBlocks - blocks_.size(); }  // tokens that surely fit: each may start a block
     size_t bytes() const { return blocks_.bytes(); }
 
   private:
-    static constexpr uint32_t kTokens = 13;  // what fits a cache line besides the links
+    static constexpr uint32_t kTokens = 13;  // as many as fit a cache line with the links
 
     struct alignas(64) Block {
         int32_t tokens[kTokens];

@@ -1,16 +1,18 @@
-"""What an engine embeds to feed and read the dgds. Generation never waits for it.
+"""An engine's client of the dgds: sends tokens as they come, fetches those of other engines.
+
+Generation never waits for it.
 
 Invariants (tests/unit/test_dgds_client.py asserts them):
 - `register`, `begin`, `append` and `forget` never block, never fail and hold bounded memory: past
   `max_retained_tokens`, the request that was not appended to for longest is dropped whole, counted;
 - one `AppendBatch` per flush and dgds carries the new tokens of all requests; a flush happens when a
   request has `flush_tokens` new ones, and at most `flush_seconds` after the first;
-- what was lost on the way is sent again: the dgds says what it lacks (`AppendGaps`) at a request's
-  next append, and a new life of it is sent everything retained;
-- an absent dgds costs a counter and a log line, and only the groups that it serves;
+- lost messages are sent again: at a request's next append the dgds says what it lacks (`AppendGaps`), and
+  after a restart it is sent everything retained;
+- while a dgds is absent, only the groups that it serves are affected; it is counted and logged once;
 - all clients agree which dgds serves a group: the digest of its prompt decides, so that the next group
-  of the same prompt finds its past there; of a group that was not registered, that of its id;
-- a token id that cannot be packed is told of once, and its response is given up: nothing else is.
+  of the same prompt finds the earlier one there; without a registration, the digest of the group's id;
+- a token id that cannot be packed is logged once, and only its response is given up.
 
 Everything but `run` must be called on `run`'s event loop.
 """
@@ -27,16 +29,16 @@ from seer.common.config import EngineConfig, shards
 from seer.common.net.channel import Identity
 from seer.common.net.transport.base import Transport
 from seer.common.process.log import get_logger
-from seer.services.dgds.link import MAX_GROUPS, Link, StreamDelta
+from seer.services.dgds.connection import MAX_GROUPS, DgdsConnection, StreamDelta
 from seer.services.dgds.packing import TOKEN_IDS, group_digest, prompt_digest, unpackable
 
 __all__ = ["DgdsClient", "StreamDelta"]
 
 MAX_RETAINED_TOKENS = 16_000_000
-"""64 MiB of outputs kept for re-sending: more than an engine's KV cache commonly holds."""
+"""Tokens kept for re-sending, 64 MiB: more than an engine's KV cache commonly holds."""
 
 FETCH_SECONDS = 1.0
-"""Default deadline of a fetch: stale drafts cost less than waiting longer."""
+"""Default deadline of a fetch: drafts from older tokens cost less than waiting longer."""
 
 
 class DgdsClient:
@@ -53,9 +55,9 @@ class DgdsClient:
     ) -> None:
         self.counters: Counter[str] = Counter()
         each = shards(endpoint)
-        self._links = [
-            Link(transport, one, identity, clock, config, max_retained_tokens // len(each), self.counters)
-            for one in each
+        retained = max_retained_tokens // len(each)
+        self._connections = [
+            DgdsConnection(transport, one, identity, clock, config, retained, self.counters) for one in each
         ]
         self._prompts: OrderedDict[str, int] = OrderedDict()
         self._log = get_logger()
@@ -63,10 +65,9 @@ class DgdsClient:
     # --- writing -------------------------------------------------------------------------
 
     def register(self, group_id: str, prompt: wire.Tokens, ttl_seconds: float = 0.0) -> None:
-        """Have a group with this prompt (int32) kept for `ttl_seconds` after it was last touched.
+        """Keep a group with this prompt (int32) for `ttl_seconds` after its last use; 0: the dgds's default.
 
-        Call it before the group's first `begin` or `fetch`; repeating it is harmless and cheap. 0
-        seconds: as the dgds is configured.
+        Call it before the group's first `begin` or `fetch`; repeating it is harmless and cheap.
         """
         digest = self._prompts.get(group_id)
         if digest is None:
@@ -74,37 +75,37 @@ class DgdsClient:
             if len(self._prompts) > MAX_GROUPS:
                 self._prompts.popitem(last=False)
         self._prompts.move_to_end(group_id)
-        group, link = self._place(group_id)
-        link.register(group, digest, ttl_seconds)
+        group, connection = self._place(group_id)
+        connection.register(group, digest, ttl_seconds)
 
     def begin(self, group_id: str, index: int, attempt: int, output: wire.Tokens) -> None:
         """Start following one attempt of a response that has `output` (int32) so far.
 
         `output` is kept to fill gaps, and not copied.
         """
-        group, link = self._place(group_id)
+        group, connection = self._place(group_id)
         if self._packable(index, output):
-            link.outputs.begin((group, index), attempt, output)
-            if link.outputs.unsent:
-                link.changed(0)
+            connection.outputs.begin((group, index), attempt, output)
+            if connection.outputs.unsent:
+                connection.changed(0)
 
     def append(self, group_id: str, index: int, attempt: int, previous: int, tokens: Sequence[int]) -> None:
         """Add the tokens that follow the first `previous` output tokens of an attempt."""
-        group, link = self._place(group_id)
+        group, connection = self._place(group_id)
         if self._packable(index, tokens):
-            link.changed(link.outputs.append((group, index), attempt, previous, tokens))
+            connection.changed(connection.outputs.append((group, index), attempt, previous, tokens))
 
     # --- connection ----------------------------------------------------------------------
 
     async def run(self) -> None:
         """Keep connected, flush and listen until cancelled."""
         async with asyncio.TaskGroup() as tasks:
-            for link in self._links:
-                tasks.create_task(link.run())
+            for connection in self._connections:
+                tasks.create_task(connection.run())
 
     async def close(self, seconds: float) -> None:
-        """Send what is unsent to each dgds that is there, say goodbye and disconnect. Never raises."""
-        await asyncio.gather(*(link.close(seconds) for link in self._links))
+        """Send what is unsent to each dgds that is connected, say goodbye and disconnect. Never raises."""
+        await asyncio.gather(*(connection.close(seconds) for connection in self._connections))
 
     # --- reading -------------------------------------------------------------------------
 
@@ -121,30 +122,32 @@ class DgdsClient:
         without an answer in `seconds`, what is known by then. The client remembers what it
         returned; `forget` groups that are no longer of interest.
         """
-        asked: dict[Link, dict[int, str]] = {}
+        asked: dict[DgdsConnection, dict[int, str]] = {}
         without: dict[int, Collection[int]] = {}
         for group_id in group_ids:
-            group, link = self._place(group_id)
-            asked.setdefault(link, {})[group] = group_id
+            group, connection = self._place(group_id)
+            asked.setdefault(connection, {})[group] = group_id
             if own is not None and group_id in own:
                 without[group] = own[group_id]
-        found = await asyncio.gather(*(link.fetch(names, without, seconds) for link, names in asked.items()))
+        found = await asyncio.gather(
+            *(connection.fetch(names, without, seconds) for connection, names in asked.items())
+        )
         return [delta for deltas in found for delta in deltas]
 
     def forget(self, group_ids: Iterable[str]) -> None:
         """Stop remembering what was fetched of these groups."""
         for group_id in group_ids:
-            group, link = self._place(group_id)
-            link.forget(group)
+            group, connection = self._place(group_id)
+            connection.forget(group)
 
     # --- groups and shards ---------------------------------------------------------------
 
-    def _place(self, group_id: str) -> tuple[int, Link]:
+    def _place(self, group_id: str) -> tuple[int, DgdsConnection]:
         group = group_digest(group_id)
-        return group, self._links[self._prompts.get(group_id, group) % len(self._links)]
+        return group, self._connections[self._prompts.get(group_id, group) % len(self._connections)]
 
     def _packable(self, index: int, tokens: Sequence[int] | wire.Tokens) -> bool:
-        """Without these tokens, what follows leaves a gap that is never filled."""
+        """Say whether all tokens can be packed; else what follows is a gap that is never filled."""
         wrong = unpackable(tokens)
         if wrong is None:
             return True

@@ -1,9 +1,9 @@
-"""What groups of earlier iterations said, by prompt: drafts for the prompt's next group.
+"""Responses of earlier groups, by prompt: what the prompt's next group drafts from at first.
 
 Invariants (tests/unit/test_dgds_memory.py and tests/property/test_dgds_store.py assert them):
-- the tokens held, with a charge per prompt and stream, never pass `max_tokens`: the prompts that were
-  not used for longest go first, and one that is too large alone is not taken;
-- a prompt has the streams of the group that was remembered last; equal ones keep their revision.
+- the tokens held, plus an overhead per prompt and stream, never exceed `max_tokens`: the least recently used
+  prompts are dropped first, and a group that alone is too large is not taken;
+- each prompt has the streams of its latest group; equal streams keep their revision.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from dataclasses import dataclass
 from seer.common.wire import TOKEN_BYTES
 
 OVERHEAD_TOKENS = 160
-"""Charge for an object of the dgds, a group, a stream or a prompt: about 500 bytes, in tokens of 3."""
+"""Counted for each group, stream and prompt besides its tokens: about 500 bytes of objects, at 3 a token."""
 
 
 @dataclass(frozen=True, slots=True)
-class Remembered:
+class PastGroup:
     """One prompt's streams, packed; `revision` as in `store.Delta`."""
 
     revision: int
@@ -27,34 +27,34 @@ class Remembered:
 
     @property
     def size(self) -> int:
-        """What it is charged for, in tokens."""
+        """Tokens that it counts as, overhead included."""
         held = sum(len(stream) // TOKEN_BYTES + OVERHEAD_TOKENS for stream in self.streams)
         return held + OVERHEAD_TOKENS
 
 
 class PastGroups:
-    """See the module's docstring. `changes` counts them; `counters` are totals."""
+    """See the module's docstring. `changes` counts the groups taken; `counters` are totals."""
 
     def __init__(self, max_tokens: int) -> None:
         self.counters: Counter[str] = Counter()
         self.held = 0
         self.changes = 0
         self._max_tokens = max_tokens
-        self._prompts: OrderedDict[int, Remembered] = OrderedDict()
+        self._prompts: OrderedDict[int, PastGroup] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._prompts)
 
-    def get(self, prompt: int) -> Remembered | None:
-        """Return what a prompt's last group said, and count it as used."""
+    def get(self, prompt: int) -> PastGroup | None:
+        """Return the streams of a prompt's latest group, and count it as used."""
         found = self._prompts.get(prompt)
         if found is not None:
             self._prompts.move_to_end(prompt)
         return found
 
     def put(self, prompt: int, streams: Sequence[bytes], revision: int) -> None:
-        """Remember a group's streams as those of its prompt, instead of what was there."""
-        new = Remembered(revision, tuple(streams))
+        """Keep a group's streams as those of its prompt; they replace an earlier group's."""
+        new = PastGroup(revision, tuple(streams))
         old = self._prompts.get(prompt)
         if not new.streams or (old is not None and old.streams == new.streams):
             return

@@ -1,9 +1,9 @@
-"""The file that keeps a dgds's `Memory` over restarts.
+"""The file that keeps a dgds's `PastGroups` over restarts.
 
 Invariants (tests/unit/test_dgds_memory.py asserts them):
-- the file is whole or was not written: it is replaced in one step;
-- what was not written by `save`, under the same `[shared]` settings, or has changed since, is not read;
-- a file that `save` never wrote is never overwritten.
+- the file is complete or was not written: it is replaced in one step;
+- only an undamaged file that `save` wrote under the same `[shared]` settings is read;
+- a file that `save` did not write is never overwritten.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def save(path: Path, shared: str, entries: Sequence[tuple[int, tuple[bytes, ...]
     new = path.with_name(f"{path.name}.new")
     try:
         if path.exists() and not _ours(path):
-            raise _problem(path, "another program's file; name one of its own")
+            raise _problem(path, "not a file of Seer's; give the dgds a file of its own")
         with new.open("wb") as file:
             file.writelines((_MAGIC, _digest(body), body))
             file.flush()
@@ -52,13 +52,13 @@ def load(path: Path, shared: str) -> Entries:
         raise _problem(path, f"{error.strerror}; name a file") from error
     head, body = data[: len(_MAGIC)], data[len(_MAGIC) + _DIGEST_BYTES :]
     if head != _MAGIC:
-        raise _problem(path, "another program's file; name one of its own")
+        raise _problem(path, "not a file of Seer's; give the dgds a file of its own")
     if data[len(_MAGIC) : len(_MAGIC) + _DIGEST_BYTES] != _digest(body):
-        raise _problem(path, "damaged; nothing of it is used")
+        raise _problem(path, "damaged; it is not used")
     written_for, entries = msgspec.msgpack.decode(body, type=tuple[str, Entries])
     if written_for != shared:
         raise ConfigError(
-            f"dgds.remember_path = {path}: of another model or [shared] section; nothing is used"
+            f"dgds.remember_path = {path}: written for another model or [shared] section; it is not used"
         )
     return entries
 

@@ -1,12 +1,12 @@
-"""The dgds's socket: batches of appends in, gaps and deltas out.
+"""The dgds's server: batches of appends in, gaps and deltas out.
 
 Invariants:
-- a message is checked whole before any of it is stored: a malformed one is counted, logged once per
-  peer and changes nothing; one that decodes but makes no sense is answered with the reason, too;
-- an answer waits for nobody: one that finds no room is lost, and asked for again. At most
-  `QUEUE_ANSWERS` wait for a peer that does not read;
-- one `Deltas` holds at most `MAX_DELTA_TOKENS`, and no more work than `MAX_LOOKS`; `done` tells the
-  asker what to ask for again.
+- a message is checked as a whole before any of it is stored: a malformed one is counted, logged once per
+  peer and changes nothing; one that decodes but is inconsistent is also answered with the reason;
+- answers never block: at most `QUEUE_ANSWERS` are queued for a peer that does not read, further ones are
+  dropped, and the peer asks again;
+- one `Deltas` holds at most `MAX_DELTA_TOKENS`, from at most `MAX_VISITED` groups and streams; `done` says
+  how many groups it covers, and the peer asks again for the rest.
 """
 
 from __future__ import annotations
@@ -29,25 +29,25 @@ from seer.services.dgds.past_groups import PastGroups
 from seer.services.dgds.store import Delta, Store
 
 MAX_DELTA_TOKENS = 2**16
-"""Tokens in one answer: 192 KiB, so that no asker holds up the others for long."""
+"""Most tokens in one answer: 192 KiB, so that no peer delays the others for long."""
 
-MAX_LOOKS = 4096
-"""Groups and streams looked at, and gaps told, in one answer, but for the last group: about a millisecond."""
+MAX_VISITED = 4096
+"""Most groups and streams read, or gaps reported, for one answer, but for its last group: about 1 ms."""
 
 QUEUE_ANSWERS = 32
-"""Messages queued for one peer: 6 MiB of answers, twice that if all are gaps."""
+"""Most messages queued for one peer: 6 MiB of deltas, twice that if all are gaps."""
 
 MAX_POSITION = 2**24
 """Bound on a stream's length, that of `SamplingParams.max_tokens`."""
 
 ROLES = frozenset({"engine", "status", "ping"})
-"""Who may speak here; the last two say Hello only."""
+"""Roles that may connect; the last two send `Hello` only."""
 
 SWEEP_SECONDS = 1.0
 """How often groups past their time to live are dropped."""
 
 SAVE_SECONDS = 60.0
-"""How often a changed memory is written: what a dgds that is killed loses of it."""
+"""How often past groups are saved if they changed: a dgds that is killed loses what came since."""
 
 
 def make(config: Config, transport: Transport, clock: Clock) -> DgdsServer:
@@ -71,10 +71,10 @@ class DgdsServer:
                 f"dgds.remember_path = {settings.remember_path!r}: nothing is remembered;"
                 " set dgds.remember_tokens, too"
             )
-        self._memory = PastGroups(settings.remember_tokens) if settings.remember_tokens > 0 else None
-        self._file = _file_of(settings, len(endpoints)) if self._memory is not None else None
+        self._past = PastGroups(settings.remember_tokens) if settings.remember_tokens > 0 else None
+        self._file = _file_of(settings, len(endpoints)) if self._past is not None else None
         self._saved = 0
-        self.store = Store(settings.max_tokens, settings.ttl_seconds, self._memory)
+        self.store = Store(settings.max_tokens, settings.ttl_seconds, self._past)
         self._transport = transport
         self._clock = clock
         self._shared = shared_hash(config.shared)
@@ -109,7 +109,7 @@ class DgdsServer:
         self._log.info("served", **self._hub.counters)
 
     def drain(self) -> None:
-        """Stop at once: streams only speed engines up."""
+        """Stop at once: nothing depends on the streams but speed."""
         self._drained.set()
 
     async def _sweep(self) -> None:
@@ -144,26 +144,26 @@ class DgdsServer:
             end = start + item.count * wire.TOKEN_BYTES
             have = append(item.group, item.index, item.attempt, item.previous, tokens[start:end], now)
             start = end
-            if have is not None and len(gaps) < MAX_LOOKS:  # what is left is found at its next append
+            if have is not None and len(gaps) < MAX_VISITED:  # further ones are reported at their next append
                 gaps.append(wire.Gap(item.group, item.index, item.attempt, have))
         return gaps
 
     def _fetch(self, fetch: wire.Fetch) -> wire.Deltas:
-        now, room, looks, done = self._clock.now(), MAX_DELTA_TOKENS, MAX_LOOKS, 0
+        now, room, visits, done = self._clock.now(), MAX_DELTA_TOKENS, MAX_VISITED, 0
         found: list[tuple[int, Delta]] = []
         missing = []
         for group in fetch.groups:
-            if looks <= 0:
+            if visits <= 0:
                 break
             news = self.store.deltas(group.group, group.have, room, now, group.leave_out)
             if news is None:
                 missing.append(group.group)
-                looks -= 1
+                visits -= 1
             else:
                 found += ((group.group, delta) for delta in news.deltas)
                 room -= sum(delta.count for delta in news.deltas)
-                looks -= news.looked
-                if not news.whole:
+                visits -= news.visited
+                if not news.complete:
                     break
             done += 1
         return wire.Deltas(
@@ -181,16 +181,16 @@ class DgdsServer:
         for entry in message.groups:
             self.store.register(entry.group, seconds, self._clock.now(), entry.prompt)
 
-    # --- memory --------------------------------------------------------------------------
+    # --- past groups ---------------------------------------------------------------------
 
     async def _load(self, path: Path) -> None:
         try:
             entries = await asyncio.to_thread(past_groups_file.load, path, self._shared)
         except ConfigError as error:
-            self._log.warning("starting without a memory", error=str(error))
+            self._log.warning("starting without the groups of earlier runs", error=str(error))
             return
         for prompt, streams in entries:
-            self.store.recall(prompt, streams)
+            self.store.restore(prompt, streams)
 
     async def _keep_saved(self) -> None:
         while self._file is not None:
@@ -198,14 +198,14 @@ class DgdsServer:
             await self._save()
 
     async def _save(self) -> None:
-        memory, path = self._memory, self._file
-        if memory is None or path is None or memory.changes == self._saved:
+        past, path = self._past, self._file
+        if past is None or path is None or past.changes == self._saved:
             return
-        self._saved = memory.changes
+        self._saved = past.changes
         try:
-            await asyncio.to_thread(past_groups_file.save, path, self._shared, list(memory.items()))
+            await asyncio.to_thread(past_groups_file.save, path, self._shared, list(past.items()))
         except ConfigError as error:
-            self._log.warning("the memory is not saved", error=str(error))
+            self._log.warning("the groups of this run are not saved", error=str(error))
             self._file = None
 
 

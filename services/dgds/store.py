@@ -1,21 +1,21 @@
-"""Token streams of all groups: appends from engines in, deltas for draft clients out.
+"""Token streams of all groups: engines append to them, and fetch what others appended as deltas.
 
 Invariants (tests/property/test_dgds_store.py asserts them):
-- a stream is what its newest attempt wrote, and beyond that what earlier attempts wrote, as long as
-  the two agree: at the first differing token all that older attempts wrote from there on is cut;
+- a stream holds what its newest attempt wrote, followed by what earlier attempts wrote beyond that, as long
+  as the two agree: from the first token on that differs, what older attempts wrote is cut;
 - appends are idempotent: known tokens are skipped, equal re-sends change nothing, appends of
-  older attempts are ignored; one that would leave a hole is refused with the length to resume from;
+  older attempts are ignored; one that would leave a gap is refused with the length to resume from;
 - a reader that applies every delta (cut to `previous` tokens, then append) holds exactly the
-  stream, however it interleaves with writers; deltas never pass the bound they were asked with;
-- the tokens held, with a charge per stream and group, never pass `max_tokens`: groups go whole,
-  least recently touched first; a group also goes when nobody touched it for its time to live;
-- with a `PastGroups`, a group that goes, or whose prompt another one is registered for, leaves its streams
-  there, and readers of a group get those of its prompt as further ones, from `MAX_GROUP_SIZE` on.
+  stream, however it interleaves with writers; deltas never exceed the bound that was asked for;
+- the tokens held, plus an overhead per stream and group, never exceed `max_tokens`: the least recently used
+  groups are dropped, and those that nobody used for their time to live;
+- with a `PastGroups`, a group's streams move there when it is dropped, or when another group of its prompt is
+  registered; readers of a group also get those of its prompt, as streams from `MAX_GROUP_SIZE` on.
 
-Cuts are told by revisions: each new stream and each cut takes the next number of the store, a
-reader shows the revision it holds, and gets everything from the first position that was cut since.
+A revision tells a reader of cuts: each new stream and each cut takes the next number of the store; a reader
+sends the revision it holds, and gets everything from the first position that was cut since.
 
-Streams are packed (see `packing`): what arrives is appended, and what is sent copied, as it is.
+Streams are packed (see `packing`): they are stored and sent as they arrived.
 """
 
 from __future__ import annotations
@@ -52,19 +52,22 @@ class Delta:
         return len(self.tokens) // TOKEN_BYTES
 
 
-class Found(NamedTuple):
-    """What a reader of a group lacks; `whole` unless it was cut short. `looked` streams were looked at."""
+class GroupDeltas(NamedTuple):
+    """The deltas that a reader of a group lacks; not `complete` if the bound cut them short.
+
+    `visited`: how many streams were read for it, plus one for the group.
+    """
 
     deltas: list[Delta]
-    whole: bool
-    looked: int
+    complete: bool
+    visited: int
 
 
 @dataclass(slots=True)
 class _Stream:
-    """`attempt` is the newest writer, `written` how far it wrote; `cuts` are (revision, position).
+    """`attempt` is the newest writer's, `written` how far it wrote; `cuts` are (revision, position).
 
-    Both rise along `cuts`: a cut makes later ones at or behind its position irrelevant.
+    Both rise along `cuts`: a cut replaces earlier ones at its position or behind it.
     """
 
     attempt: int
@@ -114,12 +117,12 @@ class Store:
     `now` is monotonic seconds; `counters` are totals.
     """
 
-    def __init__(self, max_tokens: int, ttl_seconds: float, memory: PastGroups | None = None) -> None:
+    def __init__(self, max_tokens: int, ttl_seconds: float, past: PastGroups | None = None) -> None:
         self.counters: Counter[str] = Counter()
         self.held = 0
         self._max_tokens = max_tokens
         self._ttl_seconds = ttl_seconds
-        self._memory = memory
+        self._past = past
         self._groups: OrderedDict[int, _Group] = OrderedDict()
         self._newest: dict[int, int] = {}  # the live group that was last registered for a prompt
         self._touched = -1  # the group that is the last of `_groups`
@@ -132,7 +135,7 @@ class Store:
         """Keep a group for `ttl_seconds` (0: the default) after it was last touched; `prompt` 0: unknown."""
         held = self._touch(group, now)
         held.ttl_seconds = ttl_seconds or self._ttl_seconds
-        if self._memory is not None and prompt and not held.prompt:
+        if self._past is not None and prompt and not held.prompt:
             if (earlier := self._newest.get(prompt)) is not None:
                 self._remember(self._groups[earlier])
             held.prompt, self._newest[prompt] = prompt, group
@@ -174,7 +177,7 @@ class Store:
         most_tokens: int,
         now: float,
         leave_out: Collection[int] = (),
-    ) -> Found | None:
+    ) -> GroupDeltas | None:
         """Return what a reader lacks, at most `most_tokens` of it; None: unknown group.
 
         `have` is stream index -> (revision, tokens) as of the deltas applied so far. Responses in
@@ -183,7 +186,7 @@ class Store:
         if group not in self._groups:
             return None
         held = self._touch(group, now)
-        found = Found([], True, len(held.streams) + 1)
+        found = GroupDeltas([], True, len(held.streams) + 1)
         for index, stream in held.streams.items():
             if index in leave_out:
                 continue
@@ -192,14 +195,14 @@ class Store:
             if start == end and (start == length or known == stream.revision):
                 continue
             if most_tokens <= 0:
-                return found._replace(whole=False)
+                return found._replace(complete=False)
             end = min(end, start + most_tokens)
             most_tokens -= end - start
             part = bytes(stream.tokens[start * TOKEN_BYTES : end * TOKEN_BYTES])
             found.deltas.append(Delta(index, stream.revision, start, part))
             if end < len(stream):
-                return found._replace(whole=False)
-        return self._remembered(held.prompt, have, most_tokens, found)
+                return found._replace(complete=False)
+        return self._add_past(held.prompt, have, most_tokens, found)
 
     def tokens(self, group: int, index: int) -> list[int] | None:
         """Return a copy of one stream, None if there is none."""
@@ -215,14 +218,14 @@ class Store:
         self.counters["expired"] += len(over)
 
     def remember_all(self) -> None:
-        """Leave all groups' streams in the memory."""
+        """Put all groups' streams into the `PastGroups`."""
         for group in self._groups.values():
             self._remember(group)
 
-    def recall(self, prompt: int, streams: tuple[bytes, ...]) -> None:
-        """Put into the memory what an earlier life of it held."""
-        if self._memory is not None:
-            self._memory.put(prompt, streams, self._next_revision())
+    def restore(self, prompt: int, streams: tuple[bytes, ...]) -> None:
+        """Put in the `PastGroups` what was saved before a restart."""
+        if self._past is not None:
+            self._past.put(prompt, streams, self._next_revision())
 
     def _merge(self, group: _Group, index: int, attempt: int, previous: int, tokens: Packed) -> int | None:
         stream = group.streams.get(index)
@@ -267,15 +270,15 @@ class Store:
         return count
 
     def _remember(self, group: _Group) -> None:
-        if self._memory is not None and group.prompt:
+        if self._past is not None and group.prompt:
             streams = [bytes(stream.tokens) for stream in group.streams.values() if stream.tokens]
-            self._memory.put(group.prompt, streams, self._next_revision())
+            self._past.put(group.prompt, streams, self._next_revision())
 
-    def _remembered(
-        self, prompt: int, have: Mapping[int, tuple[int, int]], most_tokens: int, found: Found
-    ) -> Found:
-        """Add what a reader lacks of the streams that its prompt's last group left."""
-        past = self._memory.get(prompt) if self._memory is not None and prompt else None
+    def _add_past(
+        self, prompt: int, have: Mapping[int, tuple[int, int]], most_tokens: int, found: GroupDeltas
+    ) -> GroupDeltas:
+        """Add what a reader lacks of the streams of its prompt's earlier group."""
+        past = self._past.get(prompt) if self._past is not None and prompt else None
         if past is None:
             return found
         for index, stream in enumerate(past.streams, MAX_GROUP_SIZE):
@@ -286,8 +289,8 @@ class Store:
                 most_tokens -= len(part) // TOKEN_BYTES
                 found.deltas.append(Delta(index, past.revision, start, part))
             if start * TOKEN_BYTES + len(part) < len(stream):
-                return found._replace(whole=False)
-        return found._replace(looked=found.looked + len(past.streams))
+                return found._replace(complete=False)
+        return found._replace(visited=found.visited + len(past.streams))
 
     def _gap(self, have: int) -> int:
         self.counters["gaps"] += 1

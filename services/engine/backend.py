@@ -1,4 +1,4 @@
-"""What an engine process asks of the thing that generates tokens.
+"""The interface between an engine's server and what generates its tokens: vLLM, or a model of it.
 
 Invariants:
 - `step` is the only method that takes long; all methods are called from one thread;
@@ -19,9 +19,9 @@ from seer.services.dgds.client import StreamDelta
 
 
 class Chunk(msgspec.Struct, frozen=True, kw_only=True):
-    """One chunk to run; see `messages.RunChunk`. `tokens` is prompt plus output so far.
+    """One chunk to run; see `wire.RunChunk`. `tokens` is prompt plus output so far.
 
-    It belongs to response `index` of its group; without a group it neither gives nor gets drafts.
+    It belongs to response `index` of its group; without a group it has no drafts and feeds none.
     """
 
     request_id: str
@@ -51,8 +51,8 @@ class ChunkEnd(msgspec.Struct, kw_only=True):
     """A chunk ended: `finish` is "stop", "length" (the request's own limit) or "" (boundary).
 
     `stop_reason` is the stop string or the stop token id as text; `preemptions` counts how often
-    the chunk was preempted; `cached_tokens` how many context tokens needed no prefill. `drafted`
-    tokens were verified, `accepted` of them right, both by cell (`common/policy/draft_costs.py`).
+    the chunk was preempted; `cached_tokens` how many context tokens needed no prefill. `drafted` and
+    `accepted` count draft tokens verified and accepted, by cell (`common/policy/draft_costs.py`).
     """
 
     request_id: str
@@ -66,7 +66,7 @@ class ChunkEnd(msgspec.Struct, kw_only=True):
 
 
 class StepOutput(msgspec.Struct, kw_only=True):
-    """What one step produced. `seconds` is what it took, or, of a modelled engine, what is still to pass."""
+    """What one step produced. `seconds` is how long it took; a modelled one is still to be waited for."""
 
     generated: list[Generated] = []
     ended: list[ChunkEnd] = []
@@ -74,7 +74,7 @@ class StepOutput(msgspec.Struct, kw_only=True):
 
 
 class Backend(Protocol):
-    """An engine: the real one (`vllm/backend.py`) or the model of one (`replay.py`)."""
+    """An engine: the real one (`vllm/backend.py`) or the model of one (`replay/backend.py`)."""
 
     def start(self) -> None:
         """Load everything. Raises `EngineError` naming the cause and the fix."""
@@ -83,11 +83,6 @@ class Backend(Protocol):
     @property
     def capacity(self) -> Capacity:
         """What this instance holds; valid after `start`."""
-        ...
-
-    @property
-    def vocab_size(self) -> int:
-        """Token ids are below this; valid after `start`."""
         ...
 
     @property
@@ -120,15 +115,15 @@ class Backend(Protocol):
         ...
 
     def feed(self, deltas: Iterable[StreamDelta]) -> None:
-        """Let drafts learn what other responses of the groups that run here said."""
+        """Give the draft trees tokens of other responses of the groups that run here."""
         ...
 
     def forget(self, group_ids: Iterable[str]) -> None:
-        """Drop what drafts know of these groups; none of their chunks runs here now."""
+        """Drop the draft trees of these groups; none of their chunks runs here now."""
         ...
 
     def bind_weights(self, digest: str) -> None:
-        """Say which weights were loaded at the start; empty: unknown. KV is shared by it."""
+        """Say which weights are live; empty: unknown. Engines with equal digests share KV."""
         ...
 
     def sleep(self, asleep: bool) -> None:

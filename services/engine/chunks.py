@@ -1,8 +1,8 @@
-"""A chunk's way between the wire and the backend: order, running, result.
+"""Chunks between the wire and the backend: the buffer's order, the running chunk, the result.
 
-Invariant: towards the backend a chunk's attempt is its `serial`, a number of this process. Attempts
-will not do: a restarted buffer counts them from 1 again, and late output of a chunk dropped before
-would pass for the new one's.
+Invariant: the backend is given the chunk's `serial`, a number that this process never reuses, as its attempt.
+The buffer's attempt would not do: a restarted buffer counts from 1 again, and late output of a dropped chunk
+could be mistaken for the new one's.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from seer.services.engine.backend import Chunk, ChunkEnd
 
 
 @dataclass(slots=True)
-class Running:
-    """A chunk under way; `length` is the response's output so far, this chunk's tokens included."""
+class RunningChunk:
+    """A running chunk; `length` counts the response's output tokens so far, this chunk's included."""
 
     group_id: str
     index: int
@@ -31,19 +31,19 @@ class Running:
     logprobs: list[float] = field(default_factory=list)
 
 
-def begin(order: wire.RunChunk, serial: int) -> Running:
-    """Check an order and return its books. Raises `InvalidField`."""
+def start_chunk(order: wire.RunChunk, serial: int) -> RunningChunk:
+    """Check an order and return its chunk, which has generated nothing yet. Raises `InvalidField`."""
     group_id, _, index = order.request_id.rpartition("#")
     if group_id != order.group_id or not index.isdecimal():
         raise InvalidField("request_id", order.request_id, f"must be {order.group_id}#<index>")
     if not 1 <= order.prompt_len <= len(order.tokens):
         raise InvalidField("prompt_len", order.prompt_len, f"must be in [1, {len(order.tokens)}] (tokens)")
     order.sampling.check()
-    return Running(group_id, int(index), order.attempt, serial, len(order.tokens) - order.prompt_len)
+    return RunningChunk(group_id, int(index), order.attempt, serial, len(order.tokens) - order.prompt_len)
 
 
-def chunk_of(order: wire.RunChunk, run: Running) -> Chunk:
-    """Return what the backend is to run."""
+def chunk_of(order: wire.RunChunk, run: RunningChunk) -> Chunk:
+    """Return the chunk as the backend takes it."""
     return Chunk(
         request_id=order.request_id,
         group_id=order.group_id,
@@ -60,7 +60,7 @@ def chunk_of(order: wire.RunChunk, run: Running) -> Chunk:
     )
 
 
-def done_message(ended: Sequence[tuple[ChunkEnd, Running]], weight_version: int) -> wire.ChunksDone:
+def done_message(ended: Sequence[tuple[ChunkEnd, RunningChunk]], weight_version: int) -> wire.ChunksDone:
     """Return the one message that carries these results."""
     return wire.ChunksDone(
         weight_version=weight_version,
@@ -72,7 +72,6 @@ def done_message(ended: Sequence[tuple[ChunkEnd, Running]], weight_version: int)
                 end.finish,
                 end.stop_reason,
                 end.preemptions,
-                end.cached_tokens,
                 end.drafted,
                 end.accepted,
             )

@@ -1,10 +1,10 @@
-"""Which groups this engine drafts for, and whose tokens it needs from elsewhere.
+"""Which groups this engine drafts for, and which of their responses it must fetch from the dgds.
 
 Invariants (tests/unit/test_draft_groups.py asserts them):
-- a group that runs here is wanted; one that runs here no more is remembered, since chunks come back,
-  until idle groups hold more than `max_idle_tokens`: then the one that ran longest ago is forgotten;
-- what runs here, ended here for good, or ended a chunk here just now is not asked for: its tokens are
-  known. What left for longer is, once, from its beginning on.
+- groups with chunks here are fetched; an idle group, without any, is kept, since its chunks may come back,
+  until idle groups hold more than `max_idle_tokens`: then the one that ran longest ago is evicted;
+- a response is not fetched while it runs here, after it finished here, nor for `RETURN_SECONDS` after a chunk
+  of it ended here: its tokens are known. One that runs elsewhere for longer is fetched from its beginning.
 """
 
 from __future__ import annotations
@@ -12,61 +12,61 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 MAX_IDLE_TOKENS = 8_000_000
-"""Tokens known of groups that do not run here: 140 MB of trees."""
+"""Most tokens of idle groups: 140 MB of trees."""
 
 RETURN_SECONDS = 2.0
-"""A response that went on elsewhere for so long will not be back with its next chunk."""
+"""A response whose next chunk did not start here within this time runs elsewhere."""
 
 
 @dataclass(slots=True)
 class _Group:
     tokens: int = 0
     running: set[int] = field(default_factory=set)
-    whole: set[int] = field(default_factory=set)
-    left: dict[int, float] = field(default_factory=dict)
+    finished: set[int] = field(default_factory=set)
+    left_at: dict[int, float] = field(default_factory=dict)
 
 
 class DraftGroups:
-    """Tell it of every chunk that comes and goes, and of tokens; `now` is monotonic seconds."""
+    """Must be told of every chunk that starts and ends, and of tokens; `now` is monotonic seconds."""
 
     def __init__(self, max_idle_tokens: int = MAX_IDLE_TOKENS) -> None:
         self._groups: dict[str, _Group] = {}  # in the order in which they ran last
         self._max_idle_tokens = max_idle_tokens
 
-    def began(self, group_id: str, index: int) -> None:
+    def chunk_started(self, group_id: str, index: int) -> None:
         """Note that a chunk of a response starts here."""
         group = self._groups.pop(group_id, None) or _Group()
         self._groups[group_id] = group
         group.running.add(index)
-        group.left.pop(index, None)
+        group.left_at.pop(index, None)
 
-    def ended(self, group_id: str, index: int, finished: bool, now: float) -> None:
+    def chunk_ended(self, group_id: str, index: int, finished: bool, now: float) -> None:
         """Note that a chunk ended or was dropped; `finished`: its response, too."""
         group = self._groups.get(group_id)
         if group is None or index not in group.running:
             return
         group.running.discard(index)
         if finished:
-            group.whole.add(index)
+            group.finished.add(index)
         else:
-            group.left[index] = now
+            group.left_at[index] = now
 
-    def learnt(self, group_id: str, tokens: int) -> None:
-        """Note that so many tokens of a group came, from here or elsewhere."""
+    def add_tokens(self, group_id: str, tokens: int) -> None:
+        """Count tokens of a group, generated here or fetched."""
         if (group := self._groups.get(group_id)) is not None:
             group.tokens += tokens
 
-    def wanted(self, now: float) -> dict[str, set[int]]:
-        """Return the groups that run here, with the responses that need not be asked for."""
+    def to_fetch(self, now: float) -> dict[str, set[int]]:
+        """Return the groups with chunks here, and for each the responses that need not be fetched."""
         wanted = {}
         for group_id, group in self._groups.items():
             if group.running:
-                near = {index for index, since in group.left.items() if now - since < RETURN_SECONDS}
-                wanted[group_id] = group.running | group.whole | near
+                near = {index for index, since in group.left_at.items() if now - since < RETURN_SECONDS}
+                wanted[group_id] = group.running | group.finished | near
         return wanted
 
-    def forget(self) -> list[str]:
-        """Return the groups that are to be forgotten by all: too much is known of idle ones."""
+    def evict(self) -> list[str]:
+        """Forget idle groups while they hold too many tokens; return them, for others to forget, too."""
         idle = {group_id: group.tokens for group_id, group in self._groups.items() if not group.running}
         gone, held = [], sum(idle.values())
         for group_id, tokens in idle.items():

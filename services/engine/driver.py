@@ -5,8 +5,8 @@ Invariants:
 - what a backend produced reaches the sink on the event loop, in order, once;
 - a failing backend ends `run` with `EngineError`: an engine that cannot generate must not linger.
 
-Queues are bounded by the chunks the buffer has placed here (at most `max_num_seqs` of them under
-an admission policy), each of which is one command and a bounded number of tokens.
+The queues are bounded by the chunks that the buffer has placed here, each of which is one command and a
+bounded number of tokens.
 """
 
 from __future__ import annotations
@@ -34,35 +34,34 @@ _log = get_logger()
 
 
 @dataclass(frozen=True, slots=True)
-class Facts:
-    """What a started backend says about itself."""
+class BackendInfo:
+    """What is known of a backend once it has started."""
 
     capacity: Capacity
-    vocab_size: int
     versions: dict[str, str]
 
 
 class Sink(Protocol):
-    """Who is told what happened; called on the event loop, must not block."""
+    """Takes what a backend produced; called on the event loop, must not block."""
 
     def output(self, out: StepOutput) -> None:
         """Take one step's output."""
         ...
 
     def rejected(self, chunk: Chunk, error: SeerError) -> None:
-        """Take note that the backend will not run a chunk."""
+        """Take a chunk back that the backend refused."""
         ...
 
 
 class Driver(Protocol):
-    """Owns a backend; everything here is called on the event loop."""
+    """Owns a backend and steps it; all methods are called on the event loop."""
 
     @property
     def stats(self) -> InstanceStats:
         """Return the backend's own report, as of the last step."""
         ...
 
-    async def start(self, seconds: float) -> Facts:
+    async def start(self, seconds: float) -> BackendInfo:
         """Load the backend. Raises `EngineError` if it fails or takes longer than `seconds`."""
         ...
 
@@ -71,7 +70,7 @@ class Driver(Protocol):
         ...
 
     def drop(self, request_id: str, attempt: int) -> None:
-        """Forget a chunk; output of it that is under way may still arrive."""
+        """Stop a chunk; output that was produced before may still arrive."""
         ...
 
     def feed(self, deltas: Iterable[StreamDelta]) -> None:
@@ -83,7 +82,7 @@ class Driver(Protocol):
         ...
 
     async def load_weights(self, folder: Path, digest: str) -> None:
-        """Replace the live weights (see `Backend.load_weights`); what still runs is dropped before."""
+        """Replace the live weights, see `Backend.load_weights`; drop all chunks before."""
         ...
 
     async def bind_weights(self, digest: str) -> None:
@@ -104,7 +103,7 @@ class Driver(Protocol):
 
 
 class InlineDriver:
-    """Steps on the event loop and waits modelled time: for backends that return at once."""
+    """Steps on the event loop, then waits as long as the step says it lasts: for modelled backends."""
 
     def __init__(self, backend: Backend, sink: Sink, clock: Clock) -> None:
         self._backend = backend
@@ -117,10 +116,10 @@ class InlineDriver:
         """See `Driver.stats`."""
         return self._backend.stats()
 
-    async def start(self, seconds: float) -> Facts:
+    async def start(self, seconds: float) -> BackendInfo:
         """See `Driver.start`; blocks the loop, so `seconds` cannot be enforced."""
         self._backend.start()
-        return _facts(self._backend)
+        return _info(self._backend)
 
     def add(self, chunk: Chunk) -> None:
         """See `Driver.add`."""
@@ -181,7 +180,7 @@ class InlineDriver:
         self._backend.close()
 
 
-_News = Facts | StepOutput | tuple[Chunk, SeerError] | EngineError
+_Event = BackendInfo | StepOutput | tuple[Chunk, SeerError] | EngineError
 
 
 class ThreadDriver:
@@ -192,24 +191,24 @@ class ThreadDriver:
         self._backend = backend
         self._sink = sink
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._news: asyncio.Queue[_News] = asyncio.Queue()
+        self._events: asyncio.Queue[_Event] = asyncio.Queue()
         self._stopping = False
         self._thread = threading.Thread(target=self._main, name="engine", daemon=True)
 
-    async def start(self, seconds: float) -> Facts:
+    async def start(self, seconds: float) -> BackendInfo:
         """See `Driver.start`."""
         self._loop = asyncio.get_running_loop()
         self._thread.start()
         try:
             async with asyncio.timeout(seconds):
-                news = await self._news.get()
+                event = await self._events.get()
         except TimeoutError as error:
             raise EngineError(
-                f"the model did not load within engine.load_seconds = {seconds:g}: raise it, or see why"
+                f"the model did not load within engine.load_seconds = {seconds:g}: raise it, or see the log"
             ) from error
-        if isinstance(news, Facts):
-            return news
-        raise news if isinstance(news, EngineError) else EngineError(f"unexpected {news!r}")
+        if isinstance(event, BackendInfo):
+            return event
+        raise event if isinstance(event, EngineError) else EngineError(f"unexpected {event!r}")
 
     def add(self, chunk: Chunk) -> None:
         """See `Driver.add`."""
@@ -240,15 +239,15 @@ class ThreadDriver:
         await self._call(lambda: self._backend.sleep(asleep))
 
     async def _call(self, work: Callable[[], None]) -> None:
-        """Have the thread do something between two steps. Raises what it failed with."""
+        """Run `work` on the thread, between two steps. Raises `EngineError` when it fails."""
         done: asyncio.Future[None] = self._loop.create_future()
-        self._commands.put(lambda: self._do(work, done))
+        self._commands.put(lambda: self._run_call(work, done))
         await done
 
     async def run(self) -> None:
         """See `Driver.run`."""
         while True:
-            match await self._news.get():
+            match await self._events.get():
                 case StepOutput() as out:
                     self._sink.output(out)
                 case (chunk, error):
@@ -267,19 +266,19 @@ class ThreadDriver:
     def _main(self) -> None:
         try:
             self._backend.start()
-            self._tell(_facts(self._backend))
+            self._emit(_info(self._backend))
             while not self._stopping:
-                self._obey()
+                self._run_commands()
                 if self._backend.has_work():
-                    self._tell(self._backend.step())
+                    self._emit(self._backend.step())
                 self.stats = self._backend.stats()
         except Exception as error:  # noqa: BLE001 - whatever it is, `run` must raise it
-            self._tell(_failure(error))
+            self._emit(_failure(error))
         finally:
             self._backend.close()
 
-    def _obey(self) -> None:
-        """Perform all commands; wait for one if there is nothing else to do."""
+    def _run_commands(self) -> None:
+        """Run all queued commands; wait for one if the backend has no work."""
         while not self._stopping:
             try:
                 command = self._commands.get(block=not self._backend.has_work())
@@ -294,19 +293,19 @@ class ThreadDriver:
         try:
             self._backend.add(chunk)
         except SeerError as error:
-            self._tell((chunk, error))
+            self._emit((chunk, error))
 
-    def _do(self, work: Callable[[], None], done: asyncio.Future[None]) -> None:
+    def _run_call(self, work: Callable[[], None], done: asyncio.Future[None]) -> None:
         problem: EngineError | None = None
         try:
             work()
-        except Exception as error:  # noqa: BLE001 - whatever it is, whoever asked must hear of it
+        except Exception as error:  # noqa: BLE001 - whatever it is, the caller must get it
             problem = _failure(error)
         self._loop.call_soon_threadsafe(_settle, done, problem)
 
-    def _tell(self, news: _News) -> None:
+    def _emit(self, event: _Event) -> None:
         try:
-            self._loop.call_soon_threadsafe(self._news.put_nowait, news)
+            self._loop.call_soon_threadsafe(self._events.put_nowait, event)
         except RuntimeError:  # the loop is closed: the process ends
             self._stopping = True
 
@@ -320,8 +319,8 @@ def _settle(done: asyncio.Future[None], problem: EngineError | None) -> None:
         done.set_result(None)
 
 
-def _facts(backend: Backend) -> Facts:
-    return Facts(backend.capacity, backend.vocab_size, backend.versions)
+def _info(backend: Backend) -> BackendInfo:
+    return BackendInfo(backend.capacity, backend.versions)
 
 
 def _failure(error: Exception) -> EngineError:

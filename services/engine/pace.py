@@ -1,23 +1,23 @@
-"""How fast this engine can be, by what was seen of it.
+"""How fast this engine is at best, measured while it works.
 
 Invariants (tests/unit/test_pace.py asserts them):
-- only time spent in steps counts: an idle engine learns nothing, and its figures stay;
-- the best rate never falls, the time of a token alone never rises.
+- only time spent in steps counts: while the engine is idle, its figures stay;
+- the best rate never falls, the time per token of a lone request never rises.
 """
 
 from __future__ import annotations
 
 WINDOW_SECONDS = 1.0
-"""Stepping time over which the best rate counts: shorter ones see the luck of single steps."""
+"""Time in steps over which a rate is measured: in less, single fast steps would count too much."""
 
 WINDOW_TOKENS = 64
-"""Tokens of a request alone over which its time per token counts, for the same reason."""
+"""Tokens of a lone request over which its time per token is measured, for the same reason."""
 
 
 class Pace:
-    """`rate`: most tokens/s over a window; `alone`: least seconds per token of a request alone.
+    """`rate`: most tokens/s; `alone`: least seconds per token while one request ran alone.
 
-    Both are 0 until a whole window was seen.
+    Both are 0 until the first window is over.
     """
 
     def __init__(self) -> None:
@@ -26,7 +26,7 @@ class Pace:
         self._seconds = self._alone_seconds = 0.0
 
     def add(self, requests: int, tokens: int, seconds: float) -> None:
-        """Count a step of `seconds` that brought `tokens` to `requests` in all."""
+        """Count a step of `seconds` that generated `tokens` for `requests`, all together."""
         self._tokens += tokens
         self._seconds += seconds
         if self._seconds >= WINDOW_SECONDS:

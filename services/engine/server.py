@@ -1,17 +1,17 @@
-"""One engine on the buffer: chunks in, tokens out; tokens to the dgds as they come.
+"""One engine: takes chunks from the buffer, returns their tokens, and sends these to the dgds as they come.
 
 Invariants (tests/unit/test_engine_server.py asserts them):
-- every chunk taken ends in exactly one of: a result, a `ChunkFailed`, a drop by the buffer; a
-  repeated `RunChunk` changes nothing, one of a newer attempt replaces the older, an older is ignored;
-- results leave at once; all chunks that ended meanwhile share one `ChunksDone`;
-- a buffer that forgot us (restarted, or lost us for a while) counts on nothing we run: all chunks
-  are dropped and the engine registers again, before anything else is sent;
+- every chunk ends in exactly one of: a result, a `ChunkFailed`, a drop by the buffer; a repeated
+  `RunChunk` changes nothing, one of a newer attempt replaces the older one, an older one is ignored;
+- results are sent at once; those of chunks that end while a message is being sent share one `ChunksDone`;
+- when the buffer forgot this engine (it restarted, or could not reach it for a while), all chunks are
+  dropped, and the engine registers again before it sends anything else;
 - generation waits for neither the buffer nor the dgds;
-- new weights are checked beside the live ones, and loaded while nothing runs; after a failed load
-  nothing runs until another one succeeded; what was copied for them is deleted however that ends;
-- neither reading, loading nor sleeping keeps it from reporting that it lives;
-- told to stop, it hands back what its chunks have so far (a chunk may end anywhere) and leaves; told
-  by the buffer to drain, it finishes them first; a failing backend says `Goodbye` and ends loudly.
+- while weights are read or loaded, or the engine goes to sleep, it still reports its status;
+- told to stop, it hands back what its chunks have so far (a chunk may end anywhere) and leaves; when
+  the backend fails it says `Goodbye` and ends with that error.
+
+Orders about weights and sleep are `weights/updater.py`'s.
 """
 
 from __future__ import annotations
@@ -19,8 +19,6 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
-import threading
-from pathlib import Path
 
 from msgspec import structs
 
@@ -29,7 +27,6 @@ from seer.common.clock import Clock
 from seer.common.config import Config, shared_hash
 from seer.common.errors import (
     ConfigError,
-    EngineError,
     InvalidField,
     NotLoaded,
     SeerError,
@@ -38,30 +35,17 @@ from seer.common.errors import (
 from seer.common.net.channel import Channel, Identity
 from seer.common.net.transport.base import Transport
 from seer.common.process.log import get_logger
-from seer.common.weights.safetensors import stamps
 from seer.services.dgds.client import DgdsClient
 from seer.services.engine.backend import Backend, Chunk, ChunkEnd, StepOutput
-from seer.services.engine.chunks import Running, begin, chunk_of, done_message
+from seer.services.engine.chunks import RunningChunk, chunk_of, done_message, start_chunk
 from seer.services.engine.draft_groups import DraftGroups
-from seer.services.engine.driver import Driver, Facts, InlineDriver, ThreadDriver
+from seer.services.engine.driver import BackendInfo, Driver, InlineDriver, ThreadDriver
 from seer.services.engine.pace import Pace
 from seer.services.engine.replay.backend import ReplayBackend
-from seer.services.engine.weights.fetcher import WeightFetcher
-from seer.services.engine.weights.manifest import Manifest, differences, inspect
-
-UNDEFINED = -1
-"""Weight version of an engine whose last load failed: it must not generate."""
-
-Order = wire.PrepareWeights | wire.DiscardWeights | wire.LoadWeights | wire.Sleep
-
-_NOTHING = ("", "", ())
-"""No source, digest and files: nothing was checked."""
-
-MAX_ORDERS = 64
-"""Bound on weight orders that wait: a buffer gives one or two per update."""
+from seer.services.engine.weights.updater import Answer, WeightUpdater
 
 JOIN_SECONDS = 120.0
-"""How long a loaded engine waits for its buffer to appear: services start in any order."""
+"""Longest wait for the buffer once the engine is loaded: services start in any order."""
 
 RETRY_SECONDS = 1.0
 """Pause before a message that the buffer did not take is sent again."""
@@ -90,9 +74,6 @@ class EngineServer:
         settings = config.engine
         if not settings.status_seconds > 0:
             raise ConfigError(f"engine.status_seconds = {settings.status_seconds}: must be positive")
-        if settings.weights_root and not Path(settings.weights_root).is_dir():
-            fix = "is no folder here; give the one that all weights lie beneath, or none"
-            raise ConfigError(f"engine.weights_root = {settings.weights_root!r}: {fix}")
         self._settings = settings
         self._model = config.shared.model
         self._clock = clock
@@ -108,39 +89,26 @@ class EngineServer:
         self._buffer: Channel[wire.EngineToBuffer, wire.BufferToEngine] = Channel(
             transport, config.endpoints.engines, me, wire.BufferToEngine, clock
         )
-        self._shares = config.drafts.source == "grouped"
+        self._uses_dgds = config.drafts.source == "grouped"
         drafts = settings.backend != "replay"
-        self._draft_groups = DraftGroups() if self._shares and drafts else None
+        self._draft_groups = DraftGroups() if self._uses_dgds and drafts else None
         self.dgds = DgdsClient(transport, config.endpoints.dgds, me, clock, settings)
         self._pace = Pace()
-        self.running: dict[str, Running] = {}
+        self.running: dict[str, RunningChunk] = {}
         # Bounded by the chunks placed here: each leaves one entry, sent as soon as the buffer takes it.
-        self._ended: list[tuple[ChunkEnd, Running]] = []
+        self._ended: list[tuple[ChunkEnd, RunningChunk]] = []
         self._failed: list[wire.ChunkFailed] = []
-        self._staging = WeightFetcher(self._buffer.send, settings.weights_root)
-        self._checked: tuple[str, str, tuple[object, ...]] = _NOTHING
-        self._preparing: asyncio.Task[wire.WeightsPrepared] | None = None
-        self._called_off = 0
-        self._weights = wire.LoadWeights(version=0, digest="", source="")
-        self._live_manifest: Manifest | None = None
-        self._orders: asyncio.Queue[Order] = asyncio.Queue(MAX_ORDERS)
-        self._answers: list[wire.WeightsPrepared | wire.WeightsLoaded | wire.Slept] = []
-        self._asleep = False
-        self._rejoins = 0
+        self._updater = WeightUpdater(self._driver, self, self._buffer.send, settings.weights_root)
+        self._answers: list[Answer] = []
         self._serial = 0
         self._register_due = self._status_due = False
         self._sendable, self._finished = asyncio.Event(), asyncio.Event()
-        self._draining = False
 
     async def start(self) -> dict[str, str]:
         """Load the model, join the buffer and register. Raises `EngineError` or `Unreachable`."""
-        self._facts: Facts = await self._driver.start(self._settings.load_seconds)
+        self._info: BackendInfo = await self._driver.start(self._settings.load_seconds)
         try:
-            if self._model:
-                self._live_manifest = await asyncio.to_thread(inspect, Path(self._model))
-                self._weights.digest = self._live_manifest.digest
-                self._staging.model_bytes = self._live_manifest.size
-                await self._driver.bind_weights(self._weights.digest)
+            await self._updater.start(self._model)
             await self._buffer.open(JOIN_SECONDS)
             await self._buffer.send(self._registration())
         except BaseException:
@@ -158,10 +126,10 @@ class EngineServer:
                         self._receive(),
                         self._send(),
                         self._report(),
-                        self._change_weights(),
+                        self._updater.run(),
                         self._driver.run(),
                         self.dgds.run(),
-                        self._follow_siblings(),
+                        self._fetch_draft_tokens(),
                     )
                 ]
                 await self._finished.wait()
@@ -180,233 +148,134 @@ class EngineServer:
         while True:
             match await self._buffer.recv():
                 case wire.RunChunk() as order:
-                    self._take(order)
+                    self._start_chunk(order)
                 case wire.DropChunk() as drop:
-                    self._drop(drop.request_id, drop.attempt)
+                    self._drop_chunk(drop.request_id, drop.attempt)
                 case (wire.PrepareWeights() | wire.LoadWeights() | wire.Sleep()) as asked:
-                    if not self._orders.full():  # else asked for again when its deadline is over
-                        self._orders.put_nowait(asked)
+                    self._updater.order(asked)
                 case wire.DiscardWeights() as order:
-                    self._call_off(order)
+                    self._updater.cancel(order)
                 case (wire.SpoolState() | wire.SpoolData()) as part:
-                    self._staging.arrived(part)
+                    self._updater.fetcher.arrived(part)
                 case wire.Welcome():
                     self._rejoin()
-                case wire.Drain():
-                    self._draining = True
-                    self._wake()
                 case wire.Refused() as refused:
                     self._log.warning("the buffer refused something", why=refused.message)
                 case wire.Ping():
                     pass
 
-    def _take(self, order: wire.RunChunk) -> None:
-        known = self.running.get(order.request_id)
-        if known is not None:
-            if known.attempt >= order.attempt:
+    def _start_chunk(self, order: wire.RunChunk) -> None:
+        current = self.running.get(order.request_id)
+        if current is not None:
+            if current.attempt >= order.attempt:
                 return
-            self._drop(order.request_id, known.attempt)
+            self._drop_chunk(order.request_id, current.attempt)
         self._serial += 1
         try:
-            if self._weights.version == UNDEFINED:
-                raise NotLoaded("it has no weights to trust")
-            run = begin(order, self._serial)
+            if not self._updater.has_weights:
+                raise NotLoaded("it has no weights: the last load failed")
+            run = start_chunk(order, self._serial)
         except (InvalidField, NotLoaded) as error:
             self._reject(order.request_id, order.attempt, error)
             return
         self.running[order.request_id] = run
         if self._draft_groups is not None:
-            self._draft_groups.began(run.group_id, run.index)
-        if self._shares:
+            self._draft_groups.chunk_started(run.group_id, run.index)
+        if self._uses_dgds:
             self.dgds.register(run.group_id, order.tokens[: order.prompt_len])
             self.dgds.begin(run.group_id, run.index, run.attempt, order.tokens[order.prompt_len :])
         self._driver.add(chunk_of(order, run))
 
-    def _drop(self, request_id: str, attempt: int) -> None:
-        known = self.running.get(request_id)
-        if known is not None and known.attempt == attempt:
-            self._gone(known, finished=False)
+    def _drop_chunk(self, request_id: str, attempt: int) -> None:
+        run = self.running.get(request_id)
+        if run is not None and run.attempt == attempt:
+            self._chunk_left(run, finished=False)
             del self.running[request_id]
-            self._driver.drop(request_id, known.serial)
-            self._wake()
+            self._driver.drop(request_id, run.serial)
 
     def _rejoin(self) -> None:
         self._log.warning("the buffer forgot this engine: registering again", dropped=len(self.running))
-        for request_id, known in list(self.running.items()):
-            self._drop(request_id, known.attempt)
+        self.drop_chunks()
         self._ended.clear()
         self._failed.clear()
         self._answers.clear()
-        self._rejoins += 1
-        while not self._orders.empty():
-            self._orders.get_nowait()
-        self._call_off(wire.DiscardWeights(version=0, ask=0))
-        self._register_due = True
-        self._wake()
+        self._updater.rejoined()
+        self.register_again()
 
-    def _gone(self, run: Running, *, finished: bool) -> None:
+    def _chunk_left(self, run: RunningChunk, *, finished: bool) -> None:
         if self._draft_groups is not None:
-            self._draft_groups.ended(run.group_id, run.index, finished, self._clock.now())
+            self._draft_groups.chunk_ended(run.group_id, run.index, finished, self._clock.now())
 
-    async def _follow_siblings(self) -> None:
-        """Bring what siblings said elsewhere to the drafts of all that run here."""
-        siblings = self._draft_groups
-        while siblings is not None:
+    async def _fetch_draft_tokens(self) -> None:
+        """Feed the draft trees of groups that run here with what their other responses got elsewhere."""
+        groups = self._draft_groups
+        while groups is not None:
             await self._clock.sleep(self._settings.flush_seconds)
-            if gone := siblings.forget():
+            if gone := groups.evict():
                 self.dgds.forget(gone)
                 self._driver.forget(gone)
-            own = siblings.wanted(self._clock.now())
+            own = groups.to_fetch(self._clock.now())
             deltas = await self.dgds.fetch(own, own) if own else []
             for delta in deltas:
-                siblings.learnt(delta.group_id, len(delta.tokens))
+                groups.add_tokens(delta.group_id, len(delta.tokens))
             if deltas:
                 self._driver.feed(deltas)
 
-    # --- weights -------------------------------------------------------------------------
+    # --- for the weight updater ----------------------------------------------------------
 
-    async def _change_weights(self) -> None:
-        while True:
-            order = await self._orders.get()
-            life, before = self._rejoins, (self._weights, self._asleep)
-            answer: wire.WeightsPrepared | wire.WeightsLoaded | wire.Slept | None = None
-            match order:
-                case wire.PrepareWeights():
-                    answer = await self._prepare_unless_off(order)
-                case wire.DiscardWeights():
-                    await self._discard()
-                case wire.LoadWeights():
-                    answer = await self._load_weights(order, life)
-                case wire.Sleep():
-                    answer = await self._sleep(order)
-            if answer is not None and life == self._rejoins:
-                self._answers.append(answer)
-            elif life != self._rejoins and before != (self._weights, self._asleep):
-                self._register_due = True  # who asked is no more; its successor must know what changed
-            self._wake()
+    def drop_chunks(self) -> None:
+        """See `updater.Engine`."""
+        for request_id, run in list(self.running.items()):
+            self._drop_chunk(request_id, run.attempt)
 
-    def _call_off(self, order: wire.DiscardWeights) -> None:
-        """Stop what an update that is off, or all that a buffer that is gone, had checked here."""
-        self._called_off = order.ask
-        if self._preparing is not None:
-            self._preparing.cancel()
-        if not self._orders.full():
-            self._orders.put_nowait(order)
+    def weights_loaded(self) -> None:
+        """See `updater.Engine`: drafts made of the old weights' tokens would seldom be accepted."""
+        if self._draft_groups is not None:
+            self.dgds.forget(self._draft_groups.clear())
 
-    async def _prepare_unless_off(self, order: wire.PrepareWeights) -> wire.WeightsPrepared | None:
-        if 0 < order.ask <= self._called_off:
-            return None
-        self._preparing = asyncio.create_task(self._prepare_weights(order))
-        try:
-            await asyncio.wait([self._preparing])
-            if not self._preparing.cancelled():
-                return self._preparing.result()
-            await self._discard()
-            return None
-        finally:
-            self._preparing.cancel()
-            self._preparing = None
+    def answer(self, message: Answer) -> None:
+        """See `updater.Engine`."""
+        self._answers.append(message)
+        self._wake()
 
-    async def _prepare_weights(self, order: wire.PrepareWeights) -> wire.WeightsPrepared:
-        answer = wire.WeightsPrepared(version=order.version, digest="", ask=order.ask)
-        try:
-            found = await self._inspect(order.source)
-            answer.digest = found.digest
-            answer.problem = differences(self._live_manifest, found) if self._live_manifest else ""
-        except SeerError as error:
-            answer.problem = str(error)
-        if answer.problem:
-            await self._discard()
-        return answer
-
-    async def _discard(self) -> None:
-        """Forget what was checked, and delete what was copied for it."""
-        self._checked = _NOTHING
-        await self._staging.discard()
-
-    async def _sleep(self, order: wire.Sleep) -> wire.Slept:
-        """Free or take the memory of KV. Raises `EngineError`: this engine is of no use any more."""
-        if order.asleep != self._asleep:
-            await self._driver.sleep(order.asleep)
-            self._asleep = order.asleep
-        return wire.Slept(asleep=order.asleep)
-
-    async def _inspect(self, source: str) -> Manifest:
-        folder = await self._staging.folder(source)
-        over = threading.Event()
-        try:
-            found = await asyncio.to_thread(inspect, folder, over.is_set)
-        finally:
-            over.set()  # a thread cannot be cancelled
-        self._checked = (source, found.digest, found.stamps)
-        return found
-
-    async def _load_weights(self, order: wire.LoadWeights, life: int) -> wire.WeightsLoaded:
-        try:
-            if (self._weights.version, self._weights.digest) == (order.version, order.digest):
-                return wire.WeightsLoaded(version=order.version)  # as an earlier buffer ordered, too
-            for request_id, known in list(self.running.items()):  # the buffer waits for none of them
-                self._drop(request_id, known.attempt)
-            if self._asleep:
-                raise EngineError("it sleeps: wake it first")
-            folder = await self._checked_folder(order)
-            if life != self._rejoins:  # what runs by now is that successor's, under the weights that are live
-                raise EngineError("the buffer that gave this order is gone")
-            self._weights = wire.LoadWeights(version=UNDEFINED, digest="", source="")
-            await self._driver.load_weights(folder, order.digest)
-            if await asyncio.to_thread(stamps, folder) != self._checked[2]:
-                raise EngineError(f"{order.source} changed while it was loaded")
-            if self._draft_groups is not None:
-                self.dgds.forget(self._draft_groups.clear())
-            self._weights = order
-        except SeerError as error:
-            return wire.WeightsLoaded(version=order.version, problem=str(error))
-        finally:
-            await self._discard()
-        return wire.WeightsLoaded(version=order.version)
-
-    async def _checked_folder(self, order: wire.LoadWeights) -> Path:
-        """Return the folder with these very weights. Raises `SeerError`; the live ones are untouched then."""
-        folder = await self._staging.folder(order.source)
-        if self._checked != (order.source, order.digest, await asyncio.to_thread(stamps, folder)):
-            await self._inspect(order.source)  # it was not there to prepare, or files changed since
-        if self._checked[1] != order.digest:
-            raise EngineError(f"{order.source} now has digest {self._checked[1]}, not {order.digest}")
-        return folder
+    def register_again(self) -> None:
+        """See `updater.Engine`."""
+        self._register_due = True
+        self._wake()
 
     # --- from the backend ----------------------------------------------------------------
 
     def output(self, out: StepOutput) -> None:
         """Take one step's output (see `driver.Sink`)."""
-        tokens = sum(len(news.token_ids) for news in out.generated)
+        tokens = sum(len(generated.token_ids) for generated in out.generated)
         self._pace.add(len(out.generated), tokens, out.seconds)
-        for news in out.generated:
-            known = self.running.get(news.request_id)
-            if known is None or known.serial != news.attempt:
+        for generated in out.generated:
+            run = self.running.get(generated.request_id)
+            if run is None or run.serial != generated.attempt:
                 continue
-            known.tokens += news.token_ids
-            known.logprobs += news.logprobs
-            if self._shares:
-                self.dgds.append(known.group_id, known.index, known.attempt, known.length, news.token_ids)
-            known.length += len(news.token_ids)
+            run.tokens += generated.token_ids
+            run.logprobs += generated.logprobs
+            if self._uses_dgds:
+                self.dgds.append(run.group_id, run.index, run.attempt, run.length, generated.token_ids)
+            run.length += len(generated.token_ids)
             if self._draft_groups is not None:
-                self._draft_groups.learnt(known.group_id, len(news.token_ids))
+                self._draft_groups.add_tokens(run.group_id, len(generated.token_ids))
         for end in out.ended:
-            known = self.running.get(end.request_id)
-            if known is not None and known.serial == end.attempt:
+            run = self.running.get(end.request_id)
+            if run is not None and run.serial == end.attempt:
                 del self.running[end.request_id]
-                self._gone(known, finished=bool(end.finish))
-                self._ended.append((end, known))
+                self._chunk_left(run, finished=bool(end.finish))
+                self._ended.append((end, run))
         if out.ended:
             self._wake()
 
     def rejected(self, chunk: Chunk, error: SeerError) -> None:
         """Tell the buffer that the backend will not run a chunk (see `driver.Sink`)."""
-        known = self.running.get(chunk.request_id)
-        if known is not None and known.serial == chunk.attempt:
+        run = self.running.get(chunk.request_id)
+        if run is not None and run.serial == chunk.attempt:
             del self.running[chunk.request_id]
-            self._gone(known, finished=False)
-            self._reject(chunk.request_id, known.attempt, error)
+            self._chunk_left(run, finished=False)
+            self._reject(chunk.request_id, run.attempt, error)
 
     def _reject(self, request_id: str, attempt: int, error: SeerError) -> None:
         self._failed.append(
@@ -431,8 +300,6 @@ class EngineServer:
             self._sendable.clear()
             while (message := self._next()) is not None:
                 await self._deliver(message)
-            if self._draining and not self.running:
-                self._finished.set()
 
     def _next(self) -> wire.EngineToBuffer | None:
         if self._register_due:
@@ -444,7 +311,7 @@ class EngineServer:
             return self._failed.pop(0)
         if self._ended:
             ended, self._ended = self._ended, []
-            return done_message(ended, self._weights.version)
+            return done_message(ended, self._updater.live.version)
         if self._status_due:
             self._status_due = False
             best = {"best_rate": self._pace.rate, "token_seconds_alone": self._pace.alone}
@@ -452,26 +319,25 @@ class EngineServer:
         return None
 
     async def _deliver(self, message: wire.EngineToBuffer) -> None:
-        """Send until the buffer takes it; given up only when a rejoin makes it worthless."""
+        """Send until the buffer takes it, or forgot this engine: then only a registration counts."""
         sent = False
         while not sent and (isinstance(message, wire.Register) or not self._register_due):
             try:
                 await self._buffer.send(message)
                 sent = True
             except Unreachable as error:
-                self._log.warning("the buffer takes nothing; trying on", error=str(error))
+                self._log.warning("the buffer does not take messages; trying again", error=str(error))
                 await self._clock.sleep(RETRY_SECONDS)
 
     def _registration(self) -> wire.Register:
-        facts = self._facts
+        live = self._updater.live
         return wire.Register(
-            capacity=facts.capacity,
-            weight_version=self._weights.version,
-            vocab_size=facts.vocab_size,
-            versions=facts.versions,
-            weights_digest=self._weights.digest,
-            weights_source=self._weights.source,
-            asleep=self._asleep,
+            capacity=self._info.capacity,
+            weight_version=live.version,
+            versions=self._info.versions,
+            weights_digest=live.digest,
+            weights_source=live.source,
+            asleep=self._updater.asleep,
         )
 
     async def _report(self) -> None:
@@ -481,19 +347,19 @@ class EngineServer:
             self._wake()
 
     async def _leave(self) -> None:
-        """Hand back what there is, say goodbye, free the backend."""
-        for request_id, known in self.running.items():
-            if known.tokens and self._finished.is_set():  # else something broke: trust only whole chunks
-                self._ended.append((ChunkEnd(request_id=request_id, attempt=known.serial, finish=""), known))
+        """Send the results there are, say goodbye, close the backend."""
+        for request_id, run in self.running.items():
+            if run.tokens and self._finished.is_set():  # else the backend failed: only complete chunks count
+                self._ended.append((ChunkEnd(request_id=request_id, attempt=run.serial, finish=""), run))
         self.running.clear()
         try:
             async with asyncio.timeout(LEAVE_SECONDS):
                 if self._ended:
-                    await self._buffer.send(done_message(self._ended, self._weights.version))
+                    await self._buffer.send(done_message(self._ended, self._updater.live.version))
                 await self._buffer.send(wire.Goodbye(problem="" if self._finished.is_set() else "it failed"))
         except (TimeoutError, Unreachable) as error:
-            self._log.warning("left without a goodbye", error=str(error))
+            self._log.warning("left without saying goodbye to the buffer", error=str(error))
         self._buffer.close()
-        await self._staging.discard()
+        await self._updater.close()
         await self.dgds.close(LEAVE_SECONDS)
         await self._driver.close()

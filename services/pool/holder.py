@@ -1,8 +1,8 @@
-"""The process that holds the pool's memory and disk: the only one of the pool's that imports Mooncake.
+"""The process that holds the pool's memory and disk: the only process of the pool that imports Mooncake.
 
 Invariants:
-- it says one line, `ready NAME` or why it cannot hold what it was told to, and then nothing more;
-- it serves until it is killed: there is nothing to save, and Mooncake takes seconds to say goodbye.
+- it prints one line, `ready NAME` or why it cannot mount its segment, and then nothing more;
+- it serves until it is killed: there is nothing to save, and a clean shutdown of Mooncake takes seconds.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ import msgspec
 READY = "ready "
 
 _TRANSFER_BYTES = 2**24
-"""Mooncake's buffer for what this process reads of others, which is nothing."""
+"""Mooncake's buffer for reads from other processes; this one makes none."""
 
 
-class Holding(msgspec.Struct, frozen=True, kw_only=True):
-    """What to hold, for which master. `host` is this machine as the pool's members reach it."""
+class SegmentConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """A Mooncake segment to mount, and its master. `host` is this machine as the pool's members reach it."""
 
     host: str
     master: str
@@ -31,8 +31,8 @@ class Holding(msgspec.Struct, frozen=True, kw_only=True):
     ssd_path: str = ""
 
 
-def hold(holding: Holding) -> str:
-    """Hold it for as long as this process lives; return the line to say."""
+def mount(segment: SegmentConfig) -> str:
+    """Mount it for as long as this process lives; return the line to print."""
     try:
         from mooncake.store import MooncakeDistributedStore
     except ImportError as error:
@@ -42,32 +42,32 @@ def hold(holding: Holding) -> str:
     global _store
     _store = MooncakeDistributedStore()
     code = _store.setup(
-        holding.host,
+        segment.host,
         "P2PHANDSHAKE",
-        holding.dram_bytes,
+        segment.dram_bytes,
         _TRANSFER_BYTES,
-        holding.protocol,
-        holding.device,
-        holding.master,
-        enable_ssd_offload=bool(holding.ssd_path),
-        ssd_offload_path=holding.ssd_path,
+        segment.protocol,
+        segment.device,
+        segment.master,
+        enable_ssd_offload=bool(segment.ssd_path),
+        ssd_offload_path=segment.ssd_path,
     )
     if code:
-        return f"Mooncake cannot hold {holding.dram_bytes} bytes at {holding.host} (code {code}): see its log"
+        return f"Mooncake cannot hold {segment.dram_bytes} bytes at {segment.host} (code {code}): see its log"
     return READY + str(_store.get_hostname())
 
 
 _store: Any = None
-"""What holds: for as long as it is referenced."""
+"""The segment is mounted for as long as this is referenced."""
 
 
 def main() -> None:
-    """Hold what the command line says, a `Holding` as JSON."""
-    line = hold(msgspec.json.decode(sys.argv[1], type=Holding))
+    """Mount the segment that the command line describes, a `SegmentConfig` as JSON."""
+    line = mount(msgspec.json.decode(sys.argv[1], type=SegmentConfig))
     os.write(1, line.encode() + b"\n")
     while line.startswith(READY):
         signal.pause()
-    os._exit(1)  # taking Mooncake down takes seconds
+    os._exit(1)  # a clean shutdown of Mooncake takes seconds
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
 """Runs Mooncake's master: which blocks the pool holds, and where.
 
 Invariants:
-- it is ready once the master answers its RPC port and its HTTP port;
-- when the master ends, or is silent for `SILENCE_SECONDS`, another one takes its place, with an empty
-  pool, as often as that takes; a stall of this process or of the whole machine is no silence;
+- the service is ready once the master answers on its RPC port and on its HTTP port;
+- when the master ends, or does not answer for `SILENCE_SECONDS`, it is restarted, as often as needed, with an
+  empty pool; a stall of this process or of the whole machine does not count as silence;
 - the master never outlives the service.
 """
 
@@ -17,12 +17,12 @@ from seer.common.errors import ConfigError, Unreachable
 from seer.common.net.transport.base import Transport
 from seer.common.pool import ask_master
 from seer.common.process.log import get_logger
-from seer.services.pool.keeping import PROBE_SECONDS, Absence, keep
 from seer.services.pool.program import Program, first_ended
 from seer.services.pool.settings import CLIENT_SECONDS, PoolError, check, listen_address, master_program
+from seer.services.pool.supervisor import PROBE_SECONDS, Watchdog, supervise
 
 START_SECONDS = 20.0
-"""It takes a tenth of a second on an idle machine."""
+"""Deadline for the master to answer; it takes a tenth of a second on an idle machine."""
 
 SILENCE_SECONDS = 10.0
 """A master that does not answer for this long hangs."""
@@ -65,16 +65,16 @@ class PoolMaster:
         return {"pool_master": f"{rpc[0]}:{rpc[1]}", "pool_metrics": f"{http[0]}:{http[1]}"}
 
     async def run(self) -> None:
-        """Keep the master until drained."""
+        """Keep the master running until drained."""
         try:
             await first_ended(
-                self._drained.wait(), keep("Mooncake's master", self._begin_anew, self._lost, self._clock)
+                self._drained.wait(), supervise("Mooncake's master", self._restart, self._lost, self._clock)
             )
         finally:
             await self._program.kill()
 
     def drain(self) -> None:
-        """End the master, and with it what the pool knows."""
+        """Stop the master; the pool's contents are lost with it."""
         self._drained.set()
 
     def _flags(self, rpc: tuple[str, int], http: tuple[str, int]) -> list[str]:
@@ -105,8 +105,8 @@ class PoolMaster:
         writer.close()
         return True
 
-    async def _begin_anew(self) -> None:
-        await self._program.kill()  # one that hangs has the ports
+    async def _restart(self) -> None:
+        await self._program.kill()  # one that hangs still holds the ports
         await self.start()
 
     async def _lost(self) -> str:
@@ -116,7 +116,7 @@ class PoolMaster:
         return f"it {await self._program.wait()}"
 
     async def _silence(self) -> str:
-        absence = Absence(SILENCE_SECONDS, self._clock.now())
+        watchdog = Watchdog(SILENCE_SECONDS, self._clock.now())
         while True:
             await self._clock.sleep(PROBE_SECONDS)
             try:
@@ -125,5 +125,5 @@ class PoolMaster:
             except Unreachable as error:
                 self._log.warning("the pool's master does not answer", error=str(error))
                 silent = True
-            if absence.gone(self._clock.now(), missing=silent):
+            if watchdog.expired(self._clock.now(), missing=silent):
                 return f"it did not answer for {SILENCE_SECONDS:g} s"

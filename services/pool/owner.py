@@ -1,13 +1,14 @@
 """Owns the pool's memory and disk, so that KV outlives the engines that computed it.
 
+The memory is a Mooncake segment, which a child process (`holder.py`) mounts.
+
 Invariants:
-- it is ready once the master counts on its memory; a master that is not there yet is waited for;
-- a master that is started again gets the memory back within seconds: Mooncake's own doing, and what
-  was in memory is forgotten;
-- memory that the master does not list for `MISSING_SECONDS`, or whose holder ended, is held anew in
-  place, empty, as often as that takes; a stall of this process or of the whole machine is no absence;
-- nothing is held twice: a disk folder has one owner, and what an earlier one left there is removed;
-- nothing is left behind: the folder is emptied on the way out.
+- the service is ready once the master lists its segment; it waits for a master that is not there yet;
+- a restarted master gets the segment back within seconds (Mooncake sees to that), with nothing in it;
+- when the master does not list it for `MISSING_SECONDS`, or the holder ended, the holder is restarted
+  with an empty segment, as often as needed; a stall of this process or of the whole machine does not count;
+- a disk folder has one owner; what an earlier owner left in it is removed;
+- the folder is emptied when the service ends.
 """
 
 from __future__ import annotations
@@ -30,31 +31,31 @@ from seer.common.pool import ask_master, read_figures
 from seer.common.process.log import get_logger
 from seer.common.process.memory import free_bytes
 from seer.common.weights.mooncake import own_address
-from seer.services.pool.holder import READY, Holding
-from seer.services.pool.keeping import PROBE_SECONDS, Absence, keep
+from seer.services.pool.holder import READY, SegmentConfig
 from seer.services.pool.program import Program, first_ended
 from seer.services.pool.settings import PoolError, check
+from seer.services.pool.supervisor import PROBE_SECONDS, Watchdog, supervise
 
 START_SECONDS = 50.0
-"""Deadline for the master to be there and the memory to be held; under the launcher's own."""
+"""Deadline for meeting the master and mounting the segment; shorter than the launcher's own."""
 
 RETRY_SECONDS = 0.5
 
 MISSING_SECONDS = 15.0
-"""Mooncake gives a new master the memory within 5 s."""
+"""Mooncake tells a new master of the segment within 5 s."""
 
 _BUFFER_BYTES = 2**28
-"""Mooncake's buffer for what is read of the disk. Its own 1.25 GiB takes seconds to be zeroed."""
+"""Mooncake's buffer for disk reads. Its default of 1.25 GiB takes seconds to be zeroed."""
 
 _BUCKET_BYTES = 2**24
-"""What is written at once, at most; nothing is written before so much is there, and nothing leaves
-memory before it is written. Mooncake's own 256 MiB is a quarter of a small pool."""
+"""Size of one write to disk. Mooncake writes only full buckets, and evicts nothing from memory before it is
+written: its default of 256 MiB would be a quarter of a small pool."""
 
 _BUCKETS = 16
-"""Memory holds at least so many: with 4, a pool of 64 MiB stayed full for 8 s."""
+"""Memory holds at least so many buckets: with 4, a pool of 64 MiB stayed full for 8 s."""
 
 _ENVIRONMENT = {"MC_LOG_LEVEL": "ERROR", "MC_RPC_TIMEOUT_MS": "2000", "MC_STORE_CLIENT_SETUP_RETRIES": "1"}
-"""A master that hangs holds a call for 30 s otherwise."""
+"""Without these, a call to a master that hangs takes 30 s."""
 
 
 def make(config: Config, transport: Transport, clock: Clock) -> PoolOwner:
@@ -76,7 +77,7 @@ class PoolOwner:
         self._log = get_logger()
 
     async def start(self) -> dict[str, str]:
-        """Hold the memory and the disk. Raises `SeerError` when either cannot be had."""
+        """Take the disk folder and mount the segment. Raises `SeerError` when either cannot be had."""
         if self._pool.ssd_gib:
             self._folder = Folder(self._pool.ssd_path, int(self._pool.ssd_gib * 2**30))
         try:
@@ -87,38 +88,38 @@ class PoolOwner:
         return {"pool_owner": self._name}
 
     async def run(self) -> None:
-        """Keep what is held until drained."""
+        """Keep the segment mounted until drained."""
         try:
             await first_ended(
-                self._drained.wait(), keep("the pool's memory", self._begin_anew, self._lost, self._clock)
+                self._drained.wait(), supervise("the pool's memory", self._restart, self._lost, self._clock)
             )
         finally:
             await self._release()
 
     def drain(self) -> None:
-        """Let go of all that is held. The pool notices within seconds."""
+        """Give up memory and disk. The master notices within seconds."""
         self._drained.set()
 
     async def _begin(self) -> None:
         try:
             async with asyncio.timeout(START_SECONDS):
-                host = await self._meet_master()
-                self._name = await self._hold(host)
+                host = await self._wait_for_master()
+                self._name = await self._mount(host)
         except TimeoutError:
             why = f"could not be joined in {START_SECONDS:g} s; is the master there?"
             raise Unreachable(f"pool.master = {self._pool.master!r}: {why}") from None
 
-    async def _begin_anew(self) -> None:
+    async def _restart(self) -> None:
         if self._program:
             await self._program.kill()
             if not self._program.ended:
-                raise PoolError("what held the pool's memory was killed and does not end")
+                raise PoolError("the process that holds the pool's memory was killed, but does not end")
         if self._folder:
             self._folder.empty()
         await self._begin()
 
-    async def _meet_master(self) -> str:
-        """Wait until the master's port answers; return this machine's address on the way there."""
+    async def _wait_for_master(self) -> str:
+        """Wait until the master's port answers; return the address by which this machine reaches it."""
         host, _, port = self._pool.master.rpartition(":")
         while True:
             try:
@@ -129,8 +130,8 @@ class PoolOwner:
                 self._log.debug("the pool's master is not there yet", error=str(error))
                 await asyncio.sleep(RETRY_SECONDS)
 
-    async def _hold(self, host: str) -> str:
-        holding = Holding(
+    async def _mount(self, host: str) -> str:
+        segment = SegmentConfig(
             host=host,
             master=self._pool.master,
             protocol=self._pool.protocol,
@@ -138,12 +139,12 @@ class PoolOwner:
             dram_bytes=self._dram_bytes,
             ssd_path=str(self._folder.path) if self._folder else "",
         )
-        command = [sys.executable, "-m", "seer.services.pool.holder", msgspec.json.encode(holding).decode()]
+        command = [sys.executable, "-m", "seer.services.pool.holder", msgspec.json.encode(segment).decode()]
         environment = _ENVIRONMENT | _disk_environment(self._pool, self._dram_bytes)
         program = self._program = await Program.start(command, environment)
         said = await program.line()
         if not said.startswith(READY):
-            raise PoolError(said or f"what was to hold the pool's memory {await program.wait()}")
+            raise PoolError(said or f"the process that should hold the pool's memory {await program.wait()}")
         return said.removeprefix(READY)
 
     async def _release(self) -> None:
@@ -156,28 +157,28 @@ class PoolOwner:
         return await first_ended(self._end(), self._missing())
 
     async def _end(self) -> str:
-        return f"what held it {await self._program.wait()}" if self._program else "nothing holds it"
+        return f"its holder {await self._program.wait()}" if self._program else "it has no holder"
 
     async def _missing(self) -> str:
-        absence, answers = Absence(MISSING_SECONDS, self._clock.now()), True
+        watchdog, answers = Watchdog(MISSING_SECONDS, self._clock.now()), True
         while True:
             await self._clock.sleep(PROBE_SECONDS)
             try:
                 listed = self._name in read_figures(await ask_master(self._pool.metrics)).owners
                 if listed and not answers:
-                    self._log.info("the pool's master counts on this memory again")
+                    self._log.info("the pool's master lists this memory again")
                 answers = answers or listed
                 missing = not listed
             except Unreachable as error:
                 if answers:
-                    self._log.warning("the pool's master does not tell what it counts on", error=str(error))
-                answers = missing = False  # nothing is known: that is not our end
-            if absence.gone(self._clock.now(), missing=missing):
-                return f"the master answers, but did not count on it for {MISSING_SECONDS:g} s"
+                    self._log.warning("the pool's master does not answer", error=str(error))
+                answers = missing = False  # the master's failure: our segment may be fine
+            if watchdog.expired(self._clock.now(), missing=missing):
+                return f"the master answers, but did not list it for {MISSING_SECONDS:g} s"
 
 
 class Folder:
-    """A part of `pool.ssd_path` that one owner has to itself, empty at first and removed in the end.
+    """A folder in `pool.ssd_path` for one owner alone, empty at first and removed in the end.
 
     Raises `ConfigError` when the folder cannot be used. An empty `path`: a temporary folder.
     """
@@ -222,7 +223,7 @@ def _dram_bytes(pool: PoolConfig) -> int:
             raise ConfigError("pool.dram_gib: this machine does not tell its free memory: give a number")
         return int(free * POOL_SHARE)
     wanted = int(pool.dram_gib * 2**30)
-    if free and wanted > free:  # it is only taken as it is used: Mooncake would notice when it is too late
+    if free and wanted > free:  # memory is only taken as it is used: Mooncake would fail too late
         fits = f"only {free / 2**30:.1f} GiB are free here; give less"
         raise ConfigError(f"pool.dram_gib = {pool.dram_gib:g}: {fits}")
     return wanted

@@ -1,7 +1,7 @@
-"""A program that a pool's service runs: Mooncake's master, or the process that holds the pool's memory.
+"""A child process of a pool's service: Mooncake's master, or the holder of the pool's memory.
 
 Invariants:
-- it dies with the service, however that ends (Linux);
+- it is killed when the service ends, however that ends (Linux);
 - it is in the service's process group, and logs to the service's stderr;
 - Mooncake itself is never imported here: its calls can hang, and a hung thread cannot be ended.
 """
@@ -22,7 +22,7 @@ T = TypeVar("T")
 _PR_SET_PDEATHSIG = 1
 
 END_SECONDS = 5.0
-"""A killed process is gone in milliseconds; one with much memory takes longer."""
+"""A killed process ends in milliseconds; one with much memory takes longer."""
 
 _libc = ctypes.CDLL(None)
 """Opened before any fork: nothing may be loaded between fork and exec."""
@@ -56,11 +56,11 @@ class Program:
 
     @property
     def ended(self) -> bool:
-        """Whether it is no more."""
+        """Whether it has ended."""
         return self._process.returncode is not None
 
     async def line(self) -> str:
-        """Return the next line it says; empty once it has ended."""
+        """Return the next line it prints; empty once it has ended."""
         if self._process.stdout is None:
             return ""
         return (await self._process.stdout.readline()).decode(errors="replace").strip()
@@ -73,7 +73,7 @@ class Program:
         return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
 
     async def kill(self) -> None:
-        """End it at once. Whatever it held is found missing by whoever asks for it."""
+        """Kill it, and wait until it has ended, `END_SECONDS` at most."""
         with contextlib.suppress(ProcessLookupError, TimeoutError):
             self._process.kill()
             async with asyncio.timeout(END_SECONDS):

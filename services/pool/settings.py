@@ -17,12 +17,12 @@ from seer.common.errors import ConfigError, SeerError
 MASTER_PROGRAM = "mooncake_master"
 
 CLIENT_SECONDS = 5
-"""A member of the pool that is silent for this long is out of it. Within that time, reads of what it
-held fail; a machine that stalls for longer loses what it held."""
+"""The master drops a member of the pool that is silent for this long. Until then, reads of its blocks fail;
+a machine that stalls for longer loses its blocks."""
 
 
 class PoolError(SeerError):
-    """The pool cannot be had, or cannot go on."""
+    """The pool's master or memory cannot be started, or failed."""
 
     code = "pool"
 
@@ -51,7 +51,7 @@ def listen_address(config: Config, field: str, address: str) -> tuple[str, int]:
     """Return host and port to listen on for `address`. Raises `ConfigError` when that cannot be."""
     host, _, port = address.rpartition(":")
     host = config.endpoints.bind_host or host
-    host = "0.0.0.0" if host == "*" else host  # noqa: S104 - said in the configuration
+    host = "0.0.0.0" if host == "*" else host  # noqa: S104 - the configuration says so
     try:
         with socket.create_server((host, int(port))):
             pass

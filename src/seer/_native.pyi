@@ -43,7 +43,7 @@ class Draft:
     def __len__(self) -> int: ...
 
 class GroupTree:
-    """What the responses of one group said, and what may come next. See docs/drafts.md.
+    """The suffix tree of one group's responses, and drafts from it. See docs/drafts.md.
 
     All methods may be called from any thread: drafts run at the same time, an `append` runs alone.
     """
@@ -56,8 +56,8 @@ class GroupTree:
     ) -> None:
         """Add the tokens that follow a request's first `prev_token_count` output tokens.
 
-        Known tokens are skipped. From the first that differs from what is known, the request goes
-        on with the new ones; the old ones stay as a sibling. Releases the GIL. Raises `ValueError`,
+        Known tokens are skipped. From the first that differs, the request continues with the new
+        ones; the old ones stay as another branch. Releases the GIL. Raises `ValueError`,
         with nothing appended, for negative tokens, for a gap (the message names the length to send
         from), and when the tree has reached `max_bytes`.
         """
@@ -117,8 +117,8 @@ def draft_batch(
     `trees[i]`; `appended[i]` is how many of its output tokens the tree was given before. A request
     id of -1 appends nothing. Drafts go to `out_token_ids[i, :out_counts[i]]` and, where given, to
     the other arrays [n, width] likewise; `max_tokens[i]` is at most the width. Request i is also
-    appended to `common`, as `common_ids[i]` (-1: no), and its draft is that tree's where more of it is
-    expected to be right, by the sum of its scores: `out_scores` is needed then. Buffers must not
+    appended to `common`, as `common_ids[i]` (-1: no), and its draft is that tree's where more of its tokens
+    are expected to be accepted, by the sum of scores: `out_scores` is needed then. Buffers must not
     change meanwhile. Raises `ValueError` for shapes and values that do not fit before anything is
     appended, and as `GroupTree.append` does, with what came before row i done.
     """
@@ -136,7 +136,7 @@ def rate_drafts(
     """Fill the cells of drafts' tokens and their chances, both [n, width] as `scores`.
 
     The cell of a token at place k is `bases[k]` plus how many of `edges` its score reaches. Its
-    chance, that it and all before it are right, is the least of `rates[slots[i], cell]` up to it, 0
+    chance, that it and all before it are accepted, is the least of `rates[slots[i], cell]` up to it, 0
     from `lengths[i]` on. Raises `ValueError` for shapes that do not fit, and slots and bases out of
     `rates`.
     """
@@ -162,8 +162,8 @@ def count_drafts(
     fresh: npt.NDArray[np.int64],
     untold: npt.NDArray[np.int64],
 ) -> None:
-    """Add to both tallies [slots, 2, cells] the `keep[i]` first tokens of each draft: verified, right.
+    """Add to both tallies [slots, 2, cells] the `keep[i]` first tokens of each draft: verified, accepted.
 
-    The first `accepted[i]` were right; -1 where none was verified. Raises `ValueError` for shapes
+    The first `accepted[i]` were accepted; -1 where none was verified. Raises `ValueError` for shapes
     that do not fit, and for slots, cells and `keep` out of range.
     """

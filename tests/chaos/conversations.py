@@ -32,11 +32,6 @@ UNIONS: dict[tuple[str, bool], object] = {
     ("dgds", False): wire.DgdsToEngine,
 }
 
-UNSENT: dict[tuple[str, bool, str], str] = {
-    ("engines", False, "Drain"): "no buffer sends it: an operator's tool may",
-}
-"""What nothing here sends, and why."""
-
 _NAMES = {endpoint: name for name, endpoint in asdict(Config().endpoints).items()}
 
 
@@ -51,7 +46,7 @@ def every() -> set[Way]:
         (name, upward, each.__name__)
         for (name, upward), union in UNIONS.items()
         for each in (get_args(union) or (union,))
-    } - UNSENT.keys()
+    }
 
 
 def missing(ways: Mapping[tuple[str, Way], int]) -> dict[str, list[str]]:

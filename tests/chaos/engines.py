@@ -98,6 +98,6 @@ def make(config: Config, transport: Transport, clock: Clock, nature: Nature) -> 
     """Build an engine that follows its chunks' siblings, as one that drafts does."""
     backend = ChaosBackend(config, nature)
     server = EngineServer(config, transport, clock, backend)
-    server._driver = ChaosDriver(backend, server, clock, nature)
+    server._driver = server._updater._driver = ChaosDriver(backend, server, clock, nature)
     server._draft_groups = DraftGroups()
     return server

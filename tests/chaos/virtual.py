@@ -42,7 +42,7 @@ from seer.services.buffer.log.replay import replay_life
 from seer.services.buffer.log.rows import LogError
 from seer.services.buffer.log.segments import lives
 from seer.services.buffer.requests import deliveries
-from seer.services.engine.weights import fetcher as staging
+from seer.services.engine.weights import fetcher
 
 BOUND_SECONDS = 150.0
 """Longest time from the end of the last fault to the last trainer's, beyond that of the whole work done
@@ -268,7 +268,9 @@ def _determined(world: World) -> Iterator[None]:
             mock.patch.object(time, "time_ns", wall),
             mock.patch.object(tempfile, "tempdir", str(world.home)),
             mock.patch.object(tempfile, "_name_sequence", _names()),
-            mock.patch.object(staging, "_visible", _same(staging._visible, plan.same_machine)),
+            mock.patch.object(
+                fetcher, "_on_this_machine", _same(fetcher._on_this_machine, plan.same_machine)
+            ),
             mock.patch.object(wire, "SPOOL_BYTES", PART_BYTES),
             mock.patch.object(client_weights, "SPOOL_BYTES", PART_BYTES),
             mock.patch.object(writer.Folder, "limit", SEGMENT_BYTES),

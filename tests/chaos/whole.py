@@ -81,9 +81,9 @@ def _rejoins(world: World) -> None:
         lives = world.buffers - process.buffers
         given_up = world.given_up[process.service._buffer._me.address()]
         waited = int(world.plan.clocks)  # for its name, in vain heard meanwhile: it seemed an earlier life
-        if process.service._rejoins > breaks + lives + given_up + waited:
+        if process.service._updater._rejoins > breaks + lives + given_up + waited:
             world.problem(
-                f"{process.life} registered {process.service._rejoins} times more than once: its road broke"
+                f"{process.life} registered {process.service._updater._rejoins} times more than once: its road broke"
                 f" {breaks} times, {lives} buffers were new, and it was given up {given_up} times"
             )
 
@@ -207,9 +207,9 @@ def _fleet(world: World) -> Iterator[str]:
         yield f"version {live.version} is live with digest {live.digest}"
     for name in sorted(living):
         engine = world.processes[name].service
-        if live is not None and engine._weights.version != live.version:
-            yield f"{name} has weights {engine._weights.version}, {live.version} is live"
-        if engine._asleep:
+        if live is not None and engine._updater.live.version != live.version:
+            yield f"{name} has weights {engine._updater.live.version}, {live.version} is live"
+        if engine._updater.asleep:
             yield f"{name} sleeps"
 
 
@@ -250,9 +250,9 @@ def _engines(world: World) -> Iterator[str]:
         for what in ("running", "_ended", "_failed", "_answers"):
             if getattr(engine, what):
                 yield f"{name} has {len(getattr(engine, what))} in {what}"
-        if not engine._orders.empty():
+        if not engine._updater._orders.empty():
             yield f"{name} has orders left"
-        if engine._staging._copy is not None:
+        if engine._updater.fetcher._copy is not None:
             yield f"{name} keeps a copy of weights"
 
 

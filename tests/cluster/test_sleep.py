@@ -13,7 +13,7 @@ SLOW = EngineConfig(backend="replay", kv_blocks=200, max_num_seqs=4, replay_step
 
 
 def sleepers(cluster):
-    return {name for name, each in cluster.services.items() if getattr(each, "_asleep", False)}
+    return {name for name, each in cluster.services.items() if name[0] == "e" and each._updater.asleep}
 
 
 @virtual

@@ -14,7 +14,8 @@ from seer.common import wire
 from seer.common.config import EngineConfig
 from seer.common.errors import ConfigError, InvalidField, Unreachable
 from seer.common.weights.digest import SPOOL_NOTES
-from seer.services.engine.weights import fetcher as staging
+from seer.services.engine.weights import fetcher
+from seer.services.engine.weights.updater import CheckedWeights
 
 LARGE = {"w": np.ones(wire.SPOOL_BYTES * 6, dtype=np.float32)}  # three windows
 SMALL = {"w": np.ones(6, dtype=np.float32)}
@@ -26,7 +27,7 @@ def copies(tmp_path, monkeypatch):
     place = tmp_path / "tmp"
     place.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(place))
-    monkeypatch.setattr(staging, "_visible", lambda state: False)
+    monkeypatch.setattr(fetcher, "_on_this_machine", lambda state: False)
     spools = ("spare", "v*")
     return lambda: [each for each in place.iterdir() if not any(list(each.glob(name)) for name in spools)]
 
@@ -46,7 +47,7 @@ def stall(cluster, after=10):
 
 
 def copying(cluster):
-    return [cluster.services[name]._staging._copy is not None for name in ("e0", "e1")]
+    return [cluster.services[name]._updater.fetcher._copy is not None for name in ("e0", "e1")]
 
 
 @virtual
@@ -54,14 +55,14 @@ async def test_an_update_that_another_engine_refuses_leaves_nothing(copies):
     async with running(engines=2) as cluster, cluster.client() as client:
 
         async def fail(source):
-            await eventually(lambda: cluster.services["e0"]._checked[1] != "")
+            await eventually(lambda: cluster.services["e0"]._updater._checked.digest != "")
             raise InvalidField("source", source, "this node cannot read it")
 
-        cluster.services["e1"]._inspect = fail
+        cluster.services["e1"]._updater._check = fail
         with pytest.raises(WeightsRefused, match="this node cannot read it"):
             await client.update_weights(1, SMALL)
         await eventually(lambda: not any(copying(cluster)))
-        assert cluster.services["e0"]._checked == ("", "", ())
+        assert cluster.services["e0"]._updater._checked == CheckedWeights()
         assert not copies()
 
 
@@ -112,10 +113,10 @@ async def test_a_full_disk_refuses_the_update_by_name(copies, monkeypatch, full)
 
         with monkeypatch.context() as patch:
             if full == "at a part":
-                patch.setattr(staging, "write_part", fail)
+                patch.setattr(fetcher, "write_part", fail)
             else:
                 usage = type("usage", (), {"free": 10})
-                patch.setattr(staging, "shutil", type("shutil", (), {"disk_usage": lambda path: usage}))
+                patch.setattr(fetcher, "shutil", type("shutil", (), {"disk_usage": lambda path: usage}))
             with pytest.raises(WeightsRefused, match=r"e\d: .*(No space left|do not fit into .*set TMPDIR)"):
                 await client.update_weights(1, SMALL)
         await eventually(lambda: not any(copying(cluster)))
@@ -127,10 +128,10 @@ async def test_a_full_disk_refuses_the_update_by_name(copies, monkeypatch, full)
 @virtual
 async def test_a_stream_of_another_size_is_not_copied():
     async with running(engines=1) as cluster, cluster.client() as client:
-        cluster.services["e0"]._staging.model_bytes = 100
+        cluster.services["e0"]._updater.fetcher.model_bytes = 100
         with pytest.raises(WeightsRefused, match="the model's tensors have 100"):
             await client.update_weights(1, SMALL)
-        cluster.services["e0"]._staging.model_bytes = 24
+        cluster.services["e0"]._updater.fetcher.model_bytes = 24
         assert (await client.update_weights(1, SMALL)).version == 1
 
 
@@ -144,10 +145,10 @@ async def test_a_buffer_that_reads_nothing_for_a_while_is_asked_again(tmp_path):
             raise Unreachable("peer reads nothing for 30 s")
         stage.arrived(wire.SpoolState(name="v1", size=4, have=4, folder=str(tmp_path), token="here"))
 
-    stage = staging.WeightFetcher(send)
+    stage = fetcher.WeightFetcher(send)
     (tmp_path / SPOOL_NOTES).write_text("here")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(staging, "_visible", lambda state: True)
+        patch.setattr(fetcher, "_on_this_machine", lambda state: True)
         assert await stage.folder(wire.SPOOL_SCHEME + "v1") == tmp_path
     assert len(asked) == 2
     for name in ("v1", "v2"):  # nobody waits for these any more
@@ -156,7 +157,7 @@ async def test_a_buffer_that_reads_nothing_for_a_while_is_asked_again(tmp_path):
 
 
 async def test_a_place_in_memory_of_another_size_is_not_read():
-    stage = staging.WeightFetcher(None)
+    stage = fetcher.WeightFetcher(None)
     stage.model_bytes = 100
     memory = '{"name":"v","session":"127.0.0.1:1","protocol":"tcp","pointer":1,"size":1000000000000}'
     with pytest.raises(InvalidField, match="the model's tensors have 100"):
@@ -174,7 +175,7 @@ async def test_folders_lie_beneath_the_root(tmp_path):
         assert (await client.update_weights(1, folder(root / "one", 1.0))).version == 1
         assert (await client.update_weights(2, SMALL)).version == 2
     missing = EngineConfig(backend="replay", weights_root=str(tmp_path / "missing"))
-    with pytest.raises(ConfigError, match=r"engine\.weights_root = .*no folder"):
+    with pytest.raises(ConfigError, match=r"engine\.weights_root = .*is not a folder"):
         async with running(engines=1, engine=missing):
             pass
 
@@ -198,11 +199,11 @@ async def test_a_folder_that_changes_while_it_is_loaded_is_not_believed(tmp_path
 async def test_an_engine_that_sleeps_loads_nothing(tmp_path):
     async with running(engines=1) as cluster:
         server = cluster.services["e0"]
-        server._asleep = True
+        server._updater.asleep = True
         one = folder(tmp_path / "one", 1.0)
-        answer = await server._load_weights(wire.LoadWeights(version=1, digest="d", source=str(one)), 0)
+        answer = await server._updater._load(wire.LoadWeights(version=1, digest="d", source=str(one)))
         assert "it sleeps" in answer.problem
-        assert server._weights.version == 0
+        assert server._updater.live.version == 0
 
 
 @virtual

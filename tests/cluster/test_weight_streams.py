@@ -11,7 +11,7 @@ from seer.client import WeightsRefused
 from seer.client.tensor_stream import TensorStream
 from seer.common import wire
 from seer.common.config import BufferConfig
-from seer.services.engine.weights import fetcher as staging
+from seer.services.engine.weights import fetcher
 
 LARGE = (
     wire.SPOOL_BYTES * 2 * wire.SPOOL_WINDOW // 4
@@ -25,7 +25,7 @@ def tensors(fill, size=6):
 @pytest.fixture(params=["same machine", "other machines"])
 def machines(request, monkeypatch):
     if request.param == "other machines":
-        monkeypatch.setattr(staging, "_visible", lambda state: False)
+        monkeypatch.setattr(fetcher, "_on_this_machine", lambda state: False)
     return request.param
 
 
@@ -41,7 +41,7 @@ async def test_a_stream_is_as_good_as_a_folder(tmp_path, machines):
         large = await client.update_weights(3, tensors(3.0, LARGE))
         assert large.digest == TensorStream(tensors(3.0, LARGE)).digest()
         assert (await roll(client))[1] == (3, large.digest)
-        assert all(cluster.services[name]._staging._copy is None for name in ("e0", "e1"))
+        assert all(cluster.services[name]._updater.fetcher._copy is None for name in ("e0", "e1"))
 
 
 @virtual
@@ -75,7 +75,7 @@ async def test_what_is_not_needed_any_more_is_deleted():
 
 @virtual
 async def test_damage_is_sent_again(monkeypatch, machines):
-    monkeypatch.setattr(staging, "write_part", _damaging(staging.write_part))
+    monkeypatch.setattr(fetcher, "write_part", _damaging(fetcher.write_part))
     sent = []
     async with running(engines=2) as cluster, cluster.client() as client:
         put = cluster.services["buffer"]._spool.put

@@ -89,7 +89,7 @@ async def test_a_late_engine_loads_before_it_works(tmp_path):
         await cluster.start("e1")
         server = cluster.services["buffer"]
         await eventually(lambda: set(server.machine.instances) == {"e0", "e1"})
-        assert cluster.services["e1"]._weights.digest == live.digest
+        assert cluster.services["e1"]._updater.live.digest == live.digest
         await cluster.kill("e0")
         assert await roll(client) == expected
 

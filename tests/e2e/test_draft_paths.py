@@ -21,7 +21,7 @@ from seer.common.policy.draft_costs import StepCosts
 from seer.common.types import SamplingParams
 from seer.services.dgds.client import StreamDelta
 from seer.services.engine.vllm.backend import VllmBackend
-from seer.services.engine.vllm.drafts.scripted import Script
+from seer.services.engine.vllm.drafts.draft_script import DraftScript
 
 pytestmark = pytest.mark.vllm
 
@@ -57,23 +57,23 @@ def engine(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
 @pytest.fixture
 def backend(engine: VllmBackend) -> Iterator[VllmBackend]:
     yield engine
-    engine.script_drafts(None)
+    engine.probe.script_drafts(None)
     engine.forget(["g"])
-    for request_id, attempt in list(engine._ids):
+    for request_id, attempt in list(engine._engine_ids):
         engine.drop(request_id, attempt)
     assert engine.stats().free_blocks == engine.capacity.kv_blocks == 36
-    runner = engine._core.model_executor.driver_worker.worker.model_runner
+    runner = engine.core.engine_core.model_executor.driver_worker.worker.model_runner
     assert not any("/" in name for name in (*runner.requests, *runner.input_batch.req_id_to_index))
 
 
 def script(backend: VllmBackend, plan: str, known: dict[int, list[int]] | None = None) -> None:
     first, *others = PLANS.get(plan, (plan,))
-    backend.script_drafts(Script(kind=first, vocab=VOCAB, known=known or {}, siblings=tuple(others)))
+    backend.probe.script_drafts(DraftScript(kind=first, vocab=VOCAB, known=known or {}, others=tuple(others)))
 
 
 def counts(backend: VllmBackend) -> dict[str, int]:
-    (found,) = backend._rpc("seer_path_counts")
-    return {name: found.get(name, 0) for name in ("siblings", "dropped", "won", "torn")}
+    (found,) = backend.core.rpc("seer_path_counts")
+    return {name: found.get(name, 0) for name in ("rows", "dropped", "won", "conflicts")}
 
 
 def gained(backend: VllmBackend, before: dict[str, int]) -> dict[str, int]:
@@ -95,8 +95,8 @@ def test_paths_at_every_offset_change_nothing(backend, case, plan):
         assert response.finish == whole.finish, sizes
         assert response.logprobs == pytest.approx(whole.logprobs, abs=1e-4), sizes
     after = gained(backend, before)
-    assert after["siblings"] > 0
-    assert after["torn"] == 0
+    assert after["rows"] > 0
+    assert after["conflicts"] == 0
     assert (after["won"] == 0) == (plan == "all_wrong")
 
 
@@ -110,7 +110,7 @@ def check_kv(backend: VllmBackend, plan: str, sizes: tuple[int, ...] = (70, 97))
     before, steps = counts(backend), backend.stats().steps
     known = {0: whole.tokens}
     for size in sizes:
-        assert backend._engine.reset_prefix_cache(), "no scratch block counts as used"
+        backend.core.reset_prefix_cache()  # raises if scratch blocks count as used
         script(backend, plan, known)
         begun = one_go(backend, LONG, max_new_tokens=size)
         assert begun.tokens == whole.tokens[:size]
@@ -122,7 +122,7 @@ def check_kv(backend: VllmBackend, plan: str, sizes: tuple[int, ...] = (70, 97))
         assert rest.logprobs == pytest.approx(whole.logprobs[size:], abs=1e-4)
     after = gained(backend, before)
     assert after["won"] > 10
-    assert after["torn"] == after["dropped"] == 0
+    assert after["conflicts"] == after["dropped"] == 0
     assert backend.stats().steps - steps < len(sizes) * len(whole.tokens)
 
 
@@ -169,7 +169,7 @@ def test_preempted_requests_with_paths_go_on_the_same(backend, plan):
     together = run(backend, chunks)
     assert backend.stats().preemptions > preempted
     after = gained(backend, before)
-    assert after["siblings"] > 0
+    assert after["rows"] > 0
     assert after["dropped"] > 0, "16 requests have more paths than there is scratch"
     assert all(together[name].tokens == response.tokens for name, response in alone.items())
 
@@ -193,7 +193,7 @@ def test_rows_of_prefills_and_paths_share_a_step(backend):
     sampling = SamplingParams(max_tokens=40, ignore_eos=True)
     chunks = [chunk(str(i), sampling, index=i, key=i, prompt=[1, *range(3 + i, 60)]) for i in range(6)]
     alone = {one.request_id: run(backend, [one])[one.request_id] for one in chunks}
-    backend._engine.reset_prefix_cache()
+    backend.core.reset_prefix_cache()
     before = counts(backend)
     script(backend, "right_second", {i: alone[str(i)].tokens for i in range(6)})
     got: dict[str, list[int]] = {one.request_id: [] for one in chunks}
@@ -212,10 +212,10 @@ def test_captured_requests_have_one_row(backend):
     whole = one_go(backend, BASE)
     script(backend, "right_second", {0: whole.tokens})
     before = counts(backend)
-    tokens, (rows,) = backend.captured(chunk("one", BASE))
+    tokens, (rows,) = backend.probe.capture(chunk("one", BASE))
     assert tokens == whole.tokens
     assert len(rows) == len(tokens)
-    assert gained(backend, before)["siblings"] == 0 < gained(backend, before)["dropped"]
+    assert gained(backend, before)["rows"] == 0 < gained(backend, before)["dropped"]
 
 
 def test_a_torn_request_keeps_its_own_row(backend, monkeypatch):
@@ -224,27 +224,29 @@ def test_a_torn_request_keeps_its_own_row(backend, monkeypatch):
 
     script(backend, "none")
     whole = one_go(backend, BASE)
-    backend.script_drafts(Script(kind="wrong", vocab=VOCAB, known={0: whole.tokens}, siblings=("right",)))
-    before, right_rows = counts(backend), worker.right_rows
+    backend.probe.script_drafts(
+        DraftScript(kind="wrong", vocab=VOCAB, known={0: whole.tokens}, others=("right",))
+    )
+    before, accept_drafts = counts(backend), worker.accept_drafts
 
     def torn(tokens, logprobs, counts, drafts):
         if len(counts) > 1:
             tokens[counts[0] + 1] ^= 1  # what the sibling's first row drew
-        return right_rows(tokens, logprobs, counts, drafts)
+        return accept_drafts(tokens, logprobs, counts, drafts)
 
-    monkeypatch.setattr(worker, "right_rows", torn)
+    monkeypatch.setattr(worker, "accept_drafts", torn)
     assert one_go(backend, BASE).tokens == whole.tokens
     after = gained(backend, before)
-    assert after["torn"] == after["siblings"] > 0
+    assert after["conflicts"] == after["rows"] > 0
     assert after["won"] == 0
 
 
 def test_one_path_takes_no_scratch(backend):
-    from seer.services.engine.vllm.drafts.scratch_blocks import scratch_blocks, take_scratch
+    from seer.services.engine.vllm.drafts.scratch_blocks import scratch_blocks, take_scratch_blocks
 
     one = DraftsConfig(max_paths=1)
     assert scratch_blocks(one, 32) == scratch_blocks(None, 32) == 0
-    assert take_scratch(backend._core, one, 32) == []
+    assert take_scratch_blocks(backend.core.engine_core, one, 32) == []
 
 
 def test_what_cannot_have_paths_is_said_once(backend, monkeypatch):
@@ -252,10 +254,10 @@ def test_what_cannot_have_paths_is_said_once(backend, monkeypatch):
 
     said = []
     monkeypatch.setattr(scratch._log, "info", lambda *text, **fields: said.append((text, fields)))
-    config = backend._core.vllm_config
+    config = backend.core.engine_core.vllm_config
     monkeypatch.setattr(config.cache_config, "num_gpu_blocks_override", None)
     monkeypatch.setattr(config.scheduler_config, "async_scheduling", True)
-    assert scratch.take_scratch(backend._core, DraftsConfig(), 32) == []
+    assert scratch.take_scratch_blocks(backend.core.engine_core, DraftsConfig(), 32) == []
     assert said == [(("one draft path per request",), {"why": "asynchronous scheduling"})]
 
 
@@ -265,7 +267,7 @@ from seer.common.config import DraftsConfig, EngineConfig, SharedConfig
 from seer.common.types import SamplingParams
 from seer.services.engine.backend import Chunk
 from seer.services.engine.vllm.backend import VllmBackend
-from seer.services.engine.vllm.drafts.scripted import Script
+from seer.services.engine.vllm.drafts.draft_script import DraftScript
 
 def roll(backend, prompt):
     sampling = SamplingParams(max_tokens=60, temperature=0.9, repetition_penalty=1.3, ignore_eos=True)
@@ -286,12 +288,12 @@ def main():
     backend = VllmBackend(config, SharedConfig(model=sys.argv[1]), None, drafts)
     backend.start()
     prompt, rolls = json.loads(sys.argv[2]), []
-    backend.script_drafts(Script(kind="none", vocab=200))
+    backend.probe.script_drafts(DraftScript(kind="none", vocab=200))
     rolls.append(roll(backend, prompt))
     known = {int(key): tokens for key, tokens in rolls[0].items()}
-    backend.script_drafts(Script(kind="wrong", vocab=200, known=known, siblings=("truncated", "right")))
+    backend.probe.script_drafts(DraftScript(kind="wrong", vocab=200, known=known, others=("truncated", "right")))
     rolls.append(roll(backend, prompt))
-    print(json.dumps([rolls, backend._rpc("seer_path_counts")]))
+    print(json.dumps([rolls, backend.core.rpc("seer_path_counts")]))
     backend.close()
 
 if __name__ == "__main__":
@@ -313,7 +315,7 @@ def test_two_ranks_choose_the_same_paths(tiny_model, tmp_path):
     assert drafted == plain
     assert ranks[0] == ranks[1]
     assert ranks[0]["won"] > 10
-    assert ranks[0].get("torn", 0) == 0
+    assert ranks[0].get("conflicts", 0) == 0
 
 
 def test_trees_give_several_paths_where_they_pay(backend):
@@ -322,12 +324,15 @@ def test_trees_give_several_paths_where_they_pay(backend):
     sampling = SamplingParams(max_tokens=60, temperature=0.8, ignore_eos=True)
     whole = one_go(backend, sampling, group_id="").tokens
     said = [[(token + add * (place == 1)) % VOCAB for place, token in enumerate(whole)] for add in range(3)]
-    runner = backend._core.model_executor.driver_worker.worker.model_runner
-    proposer, (budget, paths) = runner.drafter, (runner.drafter.budget, runner.drafter.forks.most_paths)
-    backend.script_drafts(None)
+    runner = backend.core.engine_core.model_executor.driver_worker.worker.model_runner
+    proposer, (budget, paths) = (
+        runner.drafter,
+        (runner.drafter.budget, runner.drafter.path_selector.most_paths),
+    )
+    backend.probe.script_drafts(None)
     try:
         proposer.budget = DraftBudget(StepCosts(batches=(1,), drafts=(0,), grid=((1.0,),)), 11)
-        proposer.forks.most_paths = 3
+        proposer.path_selector.most_paths = 3
         before, drafted = counts(backend), backend.stats()
         backend.add(chunk("again", sampling, index=9))
         backend.feed(
@@ -338,9 +343,9 @@ def test_trees_give_several_paths_where_they_pay(backend):
             for generated in backend.step().generated:
                 got += generated.token_ids
     finally:
-        proposer.budget, proposer.forks.most_paths = budget, paths
+        proposer.budget, proposer.path_selector.most_paths = budget, paths
     after, stats = gained(backend, before), backend.stats()
     assert got == whole
-    assert after["siblings"] >= after["won"] > 0
-    assert after["torn"] == 0
+    assert after["rows"] >= after["won"] > 0
+    assert after["conflicts"] == 0
     assert 0 < stats.accepted_tokens - drafted.accepted_tokens < stats.drafted_tokens - drafted.drafted_tokens

@@ -21,7 +21,7 @@ from seer.common.types import SamplingParams
 from seer.local.system import LocalSystem
 from seer.services.dgds.client import StreamDelta
 from seer.services.engine.vllm.backend import VllmBackend
-from seer.services.engine.vllm.drafts.scripted import Script
+from seer.services.engine.vllm.drafts.draft_script import DraftScript
 
 pytestmark = pytest.mark.vllm
 
@@ -45,14 +45,14 @@ def engine(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
 @pytest.fixture
 def backend(engine: VllmBackend) -> Iterator[VllmBackend]:
     yield engine
-    engine.script_drafts(None)
+    engine.probe.script_drafts(None)
     engine.forget(["g"])
-    for request_id, attempt in list(engine._ids):
+    for request_id, attempt in list(engine._engine_ids):
         engine.drop(request_id, attempt)
 
 
 def script(backend: VllmBackend, kind: str, known: dict[int, list[int]] | None = None) -> None:
-    backend.script_drafts(Script(kind=kind, vocab=VOCAB, known=known or {}))
+    backend.probe.script_drafts(DraftScript(kind=kind, vocab=VOCAB, known=known or {}))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -121,7 +121,7 @@ def test_drafts_take_no_block_that_was_not_reserved(backend, kind):
 def test_what_a_sibling_said_is_drafted(backend):
     script(backend, "none")
     whole = one_go(backend, BASE)
-    backend.script_drafts(None)
+    backend.probe.script_drafts(None)
     backend.forget(["g"])
     backend.add(chunk("again", BASE, index=1))
     backend.feed([StreamDelta("g", 4096, 0, np.array(whole.tokens, np.int32))])
@@ -138,7 +138,7 @@ def test_what_a_sibling_said_is_drafted(backend):
 def test_bad_feeds_cost_drafts_alone(backend):
     script(backend, "none")
     whole = one_go(backend, BASE)
-    backend.script_drafts(None)
+    backend.probe.script_drafts(None)
     backend.add(chunk("fed", BASE))
     tokens = np.array(whole.tokens, np.int32)
     backend.feed([
@@ -157,7 +157,7 @@ def test_two_chunks_under_one_name_draft_as_they_can(backend):
     script(backend, "none")
     keys = [KEY, KEY + 1]
     whole = [one_go(backend, BASE, key=key) for key in keys]
-    backend.script_drafts(None)
+    backend.probe.script_drafts(None)
     both = run(backend, [chunk(str(key), BASE, key=key, index=0) for key in keys])
     assert [both[str(key)].tokens for key in keys] == [response.tokens for response in whole]
 
@@ -170,7 +170,7 @@ def chi_square(backend: VllmBackend) -> float:
     seconds = [best_four(backend, [*PROMPT, int(token)]) for token in first]
     odds = np.array([one * second for one, (_, second) in zip(expected, seconds, strict=True)])
     known = {0: [int(first[0]), int(seconds[0][0][0]), 7]}
-    backend.script_drafts(Script(kind="right", vocab=VOCAB, known=known, count=2))
+    backend.probe.script_drafts(DraftScript(kind="right", vocab=VOCAB, known=known, count=2))
     for turn in range(40):
         keys = [turn * 32 + row for row in range(32)]
         drawn = run(backend, [chunk(str(key), sampling, key=key * 7919) for key in keys])
@@ -181,7 +181,7 @@ def chi_square(backend: VllmBackend) -> float:
 
 
 def best_four(backend: VllmBackend, tokens: list[int]) -> tuple[np.ndarray, np.ndarray]:
-    logits = backend.logits(tokens).astype(np.float64)
+    logits = backend.probe.logits(tokens).astype(np.float64)
     best = np.argsort(logits)[-4:]
     odds = np.exp(logits[best] - logits[best].max())
     return best, odds / odds.sum()
@@ -199,15 +199,15 @@ def test_sampling_with_drafts_keeps_the_distribution(backend, monkeypatch):
     assert backend.stats().accepted_tokens > before.accepted_tokens
     monkeypatch.setattr(rejection_sampler, "rejection_sample", None)
     assert chi_square(backend) < limit
-    right_rows = worker.right_rows
+    accept_drafts = worker.accept_drafts
 
     def all_accepted(tokens, logprobs, counts, drafts):
         owners = np.repeat(np.arange(len(counts)), counts + 1)
         last = np.append(owners[1:] != owners[:-1], True)
         tokens[~last] = drafts
-        return right_rows(tokens, logprobs, counts, drafts)
+        return accept_drafts(tokens, logprobs, counts, drafts)
 
-    monkeypatch.setattr(worker, "right_rows", all_accepted)
+    monkeypatch.setattr(worker, "accept_drafts", all_accepted)
     with pytest.raises((ValueError, AssertionError)):
         assert chi_square(backend) < limit
 

@@ -57,8 +57,8 @@ def engine(tiny_model: Path) -> Iterator[VllmBackend]:
 @pytest.fixture
 def backend(engine: VllmBackend) -> Iterator[VllmBackend]:
     yield engine
-    engine.plant_fault(None)
-    for request_id, attempt in list(engine._ids):
+    engine.fault_position = None
+    for request_id, attempt in list(engine._engine_ids):
         engine.drop(request_id, attempt)
 
 
@@ -137,7 +137,7 @@ def test_chunks_that_wait_for_room_are_never_preempted(backend):
 
 
 def test_a_chunk_that_would_wait_for_room_for_ever_is_refused(backend, monkeypatch):
-    monkeypatch.setattr(backend, "_capacity", msgspec.structs.replace(backend.capacity, kv_blocks=2))
+    monkeypatch.setattr(backend.core, "capacity", msgspec.structs.replace(backend.capacity, kv_blocks=2))
     with pytest.raises(InvalidField, match="KV blocks"):
         backend.add(chunk("r", SamplingParams(max_tokens=150), wait_for_room=True))
     assert not backend.has_work()
@@ -198,21 +198,21 @@ def test_greedy_is_the_argmax_of_a_plain_forward_pass(backend, tiny_model):
 
 def test_logits_are_the_raw_ones(backend, tiny_model):
     for tokens in (PROMPT, PROMPT * 8):  # the second crosses many blocks
-        row = backend.logits(tokens)
+        row = backend.probe.logits(tokens)
         assert row.dtype == np.float32
         np.testing.assert_allclose(row, forward(tiny_model, tokens)[-1], atol=1e-4)
     backend.add(chunk("busy", BASE))
     with pytest.raises(EngineError, match="idle"):
-        backend.logits(PROMPT)
+        backend.probe.logits(PROMPT)
     backend.drop("busy", 0)
 
 
 def test_a_planted_fault_changes_exactly_from_its_position(backend):
     clean = one_go(backend, CASES["temperature"])
     position = len(PROMPT) + 6
-    backend.plant_fault(position)
+    backend.fault_position = position
     faulty = one_go(backend, CASES["temperature"])
-    backend.plant_fault(None)
+    backend.fault_position = None
     assert faulty.tokens[:6] == clean.tokens[:6]
     assert faulty.tokens[6] != clean.tokens[6]
     assert one_go(backend, CASES["temperature"]).tokens == clean.tokens
@@ -305,21 +305,21 @@ def test_self_test_refuses_an_engine_that_samples_by_another_path(backend, monke
         ids = best.indices.int()
         return SamplerOutput(ids, LogprobsTensors(ids, best.values, ids[:, 0]))
 
-    self_test.check(backend)
-    runner = backend._core.model_executor.driver_worker.worker.model_runner
+    self_test.check(backend.probe)
+    runner = backend.core.engine_core.model_executor.driver_worker.worker.model_runner
     with monkeypatch.context() as patch:
         patch.setattr(runner, "_sample", greedy)
         with pytest.raises(EngineError, match="samples by another path"):
-            self_test.check(backend)
-    self_test.check(backend)
+            self_test.check(backend.probe)
+    self_test.check(backend.probe)
 
 
 def test_self_test_refuses_one_wrong_token(backend):
     from seer.services.engine.vllm import self_test
 
-    backend.plant_fault(8)
-    with pytest.raises(EngineError, match="reference sampler draws"):
-        self_test.check(backend)
+    backend.fault_position = 8
+    with pytest.raises(EngineError, match="reference sampler samples"):
+        self_test.check(backend.probe)
 
 
 def test_self_test_refuses_wrong_noise(backend, monkeypatch):
@@ -333,7 +333,7 @@ def test_self_test_refuses_wrong_noise(backend, monkeypatch):
 
     monkeypatch.setattr(worker, "_draw", off_by_one)
     with pytest.raises(EngineError, match="rank 0"):
-        self_test.check(backend)
+        self_test.check(backend.probe)
 
 
 def test_logits_that_are_no_numbers_end_the_engine_by_name(backend, monkeypatch):
@@ -349,7 +349,7 @@ def test_logits_that_are_no_numbers_end_the_engine_by_name(backend, monkeypatch)
 def test_versions_name_what_generates(backend):
     assert backend.versions["engine"].startswith("vllm 0.32.")
     assert backend.versions["dtype"] == "float32"  # the checkpoint's own, although dtype is auto
-    assert backend.vocab_size == 200
+    assert backend.core.vocab_size == 200
 
 
 def python(code: str, *arguments: str, timeout: float = 560) -> list[str]:
@@ -384,8 +384,8 @@ def main():
     while backend.has_work():
         for generated in backend.step().generated:
             tokens[generated.request_id] += generated.token_ids
-    row = backend.logits(prompt)
-    executor = backend._core.model_executor
+    row = backend.probe.logits(prompt)
+    executor = backend.core.engine_core.model_executor
     workers = [worker.proc for worker in executor.workers]
     backend.close()
     print(json.dumps([tokens, row.tolist(), len(workers), [worker.is_alive() for worker in workers]]))
@@ -410,7 +410,7 @@ def test_two_ranks_draw_what_one_draws(backend, tiny_model, tmp_path):
     sampling = SamplingParams(max_tokens=24, temperature=0.9, repetition_penalty=1.3, top_p=0.95)
     alone = run(backend, [chunk(str(key), sampling, key=key) for key in range(3)])
     assert tokens == {name: response.tokens for name, response in alone.items()}
-    np.testing.assert_allclose(row, backend.logits(PROMPT), atol=1e-4)
+    np.testing.assert_allclose(row, backend.probe.logits(PROMPT), atol=1e-4)
 
 
 REFUSALS = """

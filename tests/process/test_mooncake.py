@@ -21,10 +21,9 @@ from cluster_harness import folder, roll, running
 from seer.client import InvalidField, MooncakeSource, WeightsRefused
 from seer.client.tensor_stream import TensorStream
 from seer.common.weights.mooncake import RegisteredMemory, open_engine
-from seer.services.engine.weights import fetcher as staging
-from seer.services.engine.weights import mooncake_reader
+from seer.services.engine.weights import fetcher, mooncake_reader
 from seer.services.engine.weights.fetcher import WeightFetcher
-from seer.services.engine.weights.manifest import inspect
+from seer.services.engine.weights.manifest import read_manifest
 
 pytest.importorskip("mooncake.engine", reason="needs Mooncake and libibverbs1", exc_type=ImportError)
 
@@ -82,14 +81,14 @@ async def test_another_process_reads_the_very_bytes(stage):
         expected = {"w": np.arange(ELEMENTS, dtype=np.float32)}
         assert other.digest == TensorStream(expected).digest()
         copied = await stage.folder(other.source)
-        assert inspect(copied).digest == other.digest
+        assert read_manifest(copied).digest == other.digest
         assert await stage.folder(other.source) == copied
         source, digest = other.offer("second")  # into the same memory
         assert digest != other.digest
-        assert inspect(await stage.folder(source)).digest == digest
+        assert read_manifest(await stage.folder(source)).digest == digest
         assert not copied.exists()
         # What was offered before is no more: whoever still asks for it learns of it by the digest.
-        assert inspect(await stage.folder(other.source)).digest == digest
+        assert read_manifest(await stage.folder(other.source)).digest == digest
 
 
 async def test_a_trainer_that_died_is_named(stage):
@@ -97,7 +96,7 @@ async def test_a_trainer_that_died_is_named(stage):
         other.process.kill()
         other.process.wait(10)
         session = json.loads(other.source.removeprefix("mooncake:"))["session"]
-        with pytest.raises(InvalidField, match=f"the trainer at {session} gave no bytes 0 to"):
+        with pytest.raises(InvalidField, match=f"the trainer at {session} sent no bytes 0 to"):
             await stage.folder(other.source)
     assert stage._copy is None
 
@@ -117,7 +116,7 @@ def test_a_trainer_that_dies_while_it_is_read_is_refused(tmp_path, monkeypatch):
 
         monkeypatch.setattr(mooncake_reader.os, "write", killing)
         memory = msgspec.json.decode(other.source.removeprefix("mooncake:"), type=RegisteredMemory)
-        with pytest.raises(OSError, match=f"the trainer at {memory.session} gave no bytes"):
+        with pytest.raises(OSError, match=f"the trainer at {memory.session} sent no bytes"):
             mooncake_reader.read(open_engine("127.0.0.1", "tcp"), memory, tmp_path / "copy")
     assert written == [4096, len(mooncake_reader._PART)] * 3
 
@@ -126,7 +125,7 @@ async def test_memory_that_was_not_offered_is_out_of_reach(stage):
     with trainer(elements=10) as other:
         memory = json.loads(other.source.removeprefix("mooncake:"))
         for beyond in ({"size": memory["size"] + 1}, {"pointer": memory["pointer"] - 1}):
-            with pytest.raises(InvalidField, match="gave no bytes"):
+            with pytest.raises(InvalidField, match="sent no bytes"):
                 await stage.folder("mooncake:" + json.dumps(memory | beyond))
 
 
@@ -143,7 +142,7 @@ async def test_a_trainer_that_was_stopped_is_not_waited_for_ever(stage, monkeypa
 async def test_a_reader_that_crashes_is_an_error(stage, monkeypatch):
     monkeypatch.setattr(mooncake_reader, "__name__", "seer.no_such_module")
     memory = RegisteredMemory(name="v1", session="127.0.0.1:1", protocol="tcp", pointer=1, size=1)
-    with pytest.raises(InvalidField, match="the reader of its memory died"):
+    with pytest.raises(InvalidField, match="the process that read the trainer's memory died"):
         await stage.folder("mooncake:" + msgspec.json.encode(memory).decode())
 
 
@@ -151,7 +150,7 @@ async def test_a_reader_that_crashes_is_an_error(stage, monkeypatch):
     "text", ["", "{}", '{"name": 1}', '{"name":"a","session":"x:1","protocol":"ib","pointer":1,"size":1}']
 )
 async def test_what_is_no_place_in_memory_is_refused(stage, text):
-    with pytest.raises(InvalidField, match="is no place in a trainer's memory"):
+    with pytest.raises(InvalidField, match="is not an address in a trainer's memory"):
         await stage.folder("mooncake:" + text)
 
 
@@ -169,7 +168,7 @@ async def test_the_whole_way(tmp_path):
         changed = await client.update_weights(3, source)
         assert changed.digest == TensorStream(arrays).digest() != live.digest
         assert source._room.ctypes.data == pointer
-        assert all(cluster.services[name]._staging._copy is None for name in ("e0", "e1"))
+        assert all(cluster.services[name]._updater.fetcher._copy is None for name in ("e0", "e1"))
 
         arrays["w"] += 1  # the live version is what was laid out, and there for who comes later
         await cluster.start("e2")
@@ -187,7 +186,7 @@ async def test_the_whole_way(tmp_path):
         source.close()
         await cluster.start("e4")
         await _until(lambda: "e4" in weights.quarantined)
-        assert "gave no bytes" in weights.quarantined["e4"]
+        assert "sent no bytes" in weights.quarantined["e4"]
         assert (await roll(client))[1][0] == 4
 
 
@@ -198,7 +197,7 @@ async def test_bytes_damaged_on_the_way_change_nothing(monkeypatch):
             opened.seek(-1, os.SEEK_END)
             opened.write(b"\x7f")
 
-    monkeypatch.setitem(staging.FETCH, "mooncake:", damaging)
+    monkeypatch.setitem(fetcher.FETCH, "mooncake:", damaging)
     async with running(engines=1) as cluster, cluster.client() as client:
         expected = await roll(client)
         with pytest.raises(WeightsRefused, match=r"e0: reads weights with digest \w+, not"):
@@ -219,7 +218,7 @@ async def test_a_source_that_is_gone_changes_nothing(monkeypatch):
     async with running(engines=2) as cluster, cluster.client() as client:
         expected = await roll(client)
         monkeypatch.setattr(source, "offer", closing)
-        with pytest.raises(WeightsRefused, match=r"e[01]: source = .*gave no bytes"):
+        with pytest.raises(WeightsRefused, match=r"e[01]: source = .*sent no bytes"):
             await client.update_weights(1, source)
         assert await roll(client) == expected
         monkeypatch.undo()

@@ -22,7 +22,7 @@ from seer.common.pool import ask_master, read_figures
 from seer.local.pool_plan import _free_ports
 from seer.local.system import LocalSystem
 from seer.report.pool import figures_text
-from seer.services.pool.keeping import PROBE_SECONDS
+from seer.services.pool.supervisor import PROBE_SECONDS
 
 pytest.importorskip("mooncake.store", reason="needs Mooncake and libibverbs1", exc_type=ImportError)
 
@@ -194,7 +194,7 @@ def test_memory_whose_holder_was_killed_is_held_anew(tmp_path):
         assert client.works_with("before")
         os.kill(holder, signal.SIGKILL)
         until(lambda: "the pool's memory is back" in pool.log("pool-owner"))
-        assert "what held it was killed by SIGKILL" in pool.log("pool-owner")
+        assert "its holder was killed by SIGKILL" in pool.log("pool-owner")
         until(lambda: client.works_with(f"after{time.monotonic()}"))
         assert pool.processes["pool-owner"].poll() is None
         assert pool.child_of("pool-owner") != holder
@@ -254,7 +254,7 @@ def test_memory_that_does_not_answer_is_held_anew(tmp_path):
         holder = pool.child_of("pool-owner")
         os.kill(holder, signal.SIGSTOP)
         until(lambda: "the pool's memory is back" in pool.log("pool-owner"))
-        assert "did not count on it for 15 s" in pool.log("pool-owner")
+        assert "did not list it for 15 s" in pool.log("pool-owner")
         assert not alive(holder)
         assert client.get("before") == "miss"
         until(lambda: client.works_with(f"after{time.monotonic()}"))
@@ -391,9 +391,11 @@ async def test_a_local_system_has_a_pool_of_its_own():
 
 
 def test_the_holder_says_what_it_cannot_hold():
-    from seer.services.pool.holder import Holding
+    from seer.services.pool.holder import SegmentConfig
 
-    holding = Holding(host="127.0.0.1", master="127.0.0.1:1", protocol="tcp", device="", dram_bytes=2**24)
+    holding = SegmentConfig(
+        host="127.0.0.1", master="127.0.0.1:1", protocol="tcp", device="", dram_bytes=2**24
+    )
     holder = subprocess.run(
         [sys.executable, "-m", "seer.services.pool.holder", msgspec.json.encode(holding).decode()],
         capture_output=True, text=True, timeout=SECONDS, check=False,

@@ -173,7 +173,7 @@ class DgdsMemory(RuleBasedStateMachine):
     def __init__(self):
         super().__init__()
         self.memory = PastGroups(MEMORY_TOKENS)
-        self.store = Store(max_tokens=10**6, ttl_seconds=50.0, memory=self.memory)
+        self.store = Store(max_tokens=10**6, ttl_seconds=50.0, past=self.memory)
         self.naive = NaiveMemory()
         self.now = 0.0
         self.live = {}  # group -> [prompt, streams, last touch], in the order of the last touch

@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 
 from seer.common.errors import InvalidField
 from seer.common.policy.draft_budget import (
-    BARREN_STEPS,
+    PAUSE_AFTER_STEPS,
+    PAUSE_STEPS,
     PRICE,
     PROBE_TOKENS,
     REFRESH_STEPS,
-    REST_STEPS,
     DraftBudget,
     best,
 )
@@ -232,9 +232,9 @@ def test_drafts_that_are_never_right_end_and_are_tried_again_now_and_then():
         int(step_of(budget, 0.95, right=0).keep.sum()) if budget.wanted() else -1 for _ in range(3000)
     ]
     tail = verified[-330:]
-    assert tail.count(PROBE_TOKENS) == 330 // (REST_STEPS + 1)
+    assert tail.count(PROBE_TOKENS) == 330 // (PAUSE_STEPS + 1)
     assert tail.count(-1) == 330 - tail.count(PROBE_TOKENS)
-    assert verified.index(-1) >= BARREN_STEPS
+    assert verified.index(-1) >= PAUSE_AFTER_STEPS
 
 
 def test_what_became_good_is_used_again():
@@ -250,7 +250,7 @@ def test_what_became_good_is_used_again():
 
 def test_an_empty_tree_is_no_reason_to_rest():
     budget = DraftBudget(linear(0.001, 0.0001), 4)
-    for _ in range(3 * BARREN_STEPS):
+    for _ in range(3 * PAUSE_AFTER_STEPS):
         assert budget.wanted()
         none = np.zeros(2, dtype=np.int32)
         budget.choose(np.full(2, budget.slot("g")), np.zeros((2, 4), dtype=np.float32), none, 2)

@@ -55,11 +55,11 @@ class Play:
         return codes
 
     def forget(self, keys):
-        self.engine.store.forget([str(key) for key in keys])
+        self.engine.store.remove([str(key) for key in keys])
 
     def use(self, namespace):
         self.namespace = namespace
-        self.engine.store.use(str(namespace))
+        self.engine.store.use_namespace(str(namespace))
 
     def lie(self, how):
         some = list(self.pool.values.values())

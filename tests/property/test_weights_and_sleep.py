@@ -181,7 +181,6 @@ def register(engine):
     return wire.Register(
         capacity=Capacity(kv_blocks=20, block_size=16, max_num_seqs=8, max_model_len=256),
         weight_version=version,
-        vocab_size=100,
         weights_digest=f"d{version}" if version >= 0 else "",
         weights_source=f"/w{version}" if version > 0 else "",
         asleep=engine.asleep,

@@ -86,7 +86,7 @@ class Engine(Peer):
 
     async def register(self, seats=8):
         capacity = Capacity(kv_blocks=200, block_size=16, max_num_seqs=seats, max_model_len=256)
-        await self.say(wire.Register(capacity=capacity, weight_version=0, vocab_size=100))
+        await self.say(wire.Register(capacity=capacity, weight_version=0))
         return self
 
     async def again(self):
@@ -103,7 +103,7 @@ class Engine(Peer):
     async def end(self, chunk, tokens, counts=(), logprobs=None, version=0):
         """Answer a chunk, in as many results as there are counts."""
         results = [
-            wire.ChunkResult(chunk.request_id, chunk.attempt, count, "stop", "", 0, 0)
+            wire.ChunkResult(chunk.request_id, chunk.attempt, count, "stop", "", 0)
             for count in counts or [len(tokens)]
         ]
         scores = np.zeros(len(tokens) if logprobs is None else logprobs, np.float32)

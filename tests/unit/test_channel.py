@@ -16,9 +16,9 @@ from seer.common.net.transport.zmq import ZmqTransport
 from seer.common.process.log import _escape, printable
 from seer.common.wire import (
     BufferToEngine,
-    Drain,
     EngineToBuffer,
     Hello,
+    Ping,
     Refused,
     Welcome,
     version,
@@ -39,8 +39,8 @@ async def test_a_handshake_then_messages_both_ways():
     assert server.names() == ["Hello", "EngineStatus"]
     address, hello = server.got[0]
     assert (hello.role, hello.name, hello.incarnation, hello.config_hash) == ("engine", "e1", 1, "abc")
-    assert await server.hub.send(address, Drain())
-    assert await client.recv() == Drain()
+    assert await server.hub.send(address, Ping())
+    assert await client.recv() == Ping()
     assert client.counters == {"sent": 1, "received": 2, "malformed": 0, "hellos": 1}
     assert server.hub.counters["received"] == 2
     assert server.hub.counters["sent"] == 1
@@ -93,7 +93,7 @@ async def test_another_major_is_refused_loudly(monkeypatch):
         incarnation=1,
     )
     monkeypatch.setattr(Identity, "hello", lambda self, sent: newer)
-    with pytest.raises(ProtocolMismatch, match=r"buffer speaks protocol 1\.\d+, e1 speaks 2\.0"):
+    with pytest.raises(ProtocolMismatch, match=r"buffer speaks protocol 2\.\d+, e1 speaks 3\.0"):
         await client.open(5)
     assert server.got == []
     assert server.hub.counters["refused"] == 1
@@ -223,10 +223,10 @@ async def test_malformed_messages_are_counted_and_stop_nothing():
     for frames in ([b"\xc1"], [], [*encode(status()), b"extra"]):
         await raw.send(frames)
         await server.hub._router.send(identity().address(), frames)
-    await raw.send(encode(Drain()))
+    await raw.send(encode(Ping()))
     await raw.send(encode(status(5)))
-    await server.hub.send(identity().address(), Drain())
-    assert await client.recv() == Drain()
+    await server.hub.send(identity().address(), Ping())
+    assert await client.recv() == Ping()
     assert client.counters["malformed"] == 3
     await asyncio.sleep(0.1)
     assert server.names() == ["Hello", "Hello", "EngineStatus"]
@@ -288,7 +288,7 @@ async def test_sending_to_a_peer_that_is_gone_says_so():
     await client.open(5)
     client.close()
     client.close()
-    assert not await server.hub.send(identity().address(), Drain())
+    assert not await server.hub.send(identity().address(), Ping())
     assert server.hub.counters["undeliverable"] == 1
     with pytest.raises(Unreachable):
         await client.recv()
@@ -328,8 +328,8 @@ async def test_a_handshake_over_tcp():
         await opening
         await client.send(status(9))
         assert await hub.recv() == (address, status(9))
-        assert await hub.send(address, Drain())
-        assert await client.recv() == Drain()
+        assert await hub.send(address, Ping())
+        assert await client.recv() == Ping()
         client.close()
         hub.close()
         await transport.close()
@@ -345,10 +345,10 @@ async def _lossy(kind):
     if kind == "up":
         await client.send(status())
     elif kind == "down":
-        await server.hub.send(identity().address(), Drain())
+        await server.hub.send(identity().address(), Ping())
     transport.disconnect()
     if kind == "refused":
-        assert not await server.hub.send(identity().address(), Drain())
+        assert not await server.hub.send(identity().address(), Ping())
     transport.reconnect()
     return client
 

@@ -9,7 +9,7 @@ from virtual_time import virtual
 from seer.common.errors import Unreachable
 from seer.common.net.channel import CHECK_SECONDS, HELLO_FIRST, HELLO_SECONDS
 from seer.common.net.transport.memory import MemoryNetwork, MemoryTransport
-from seer.common.wire import Drain, EngineToBuffer, Hello, Refused, Welcome, version
+from seer.common.wire import EngineToBuffer, Hello, Ping, Refused, Welcome, version
 from seer.common.wire.codec import Decoder, encode
 
 
@@ -91,7 +91,7 @@ async def test_what_does_not_decode_is_no_lost_message():
     server = await Server(network).start()
     client = channel(network)
     await client.open(5)
-    await client.send(Drain())
+    await client.send(Ping())
     await server.hub.send(identity().address(), status())
     await quiet(client)
     assert (client.counters["malformed"], server.hub.counters["malformed"]) == (1, 1)

@@ -21,7 +21,6 @@ from seer.services.buffer.weights.machine import WeightsMachine
 REGISTER = wire.Register(
     capacity=Capacity(kv_blocks=20, block_size=16, max_num_seqs=8, max_model_len=256),
     weight_version=0,
-    vocab_size=100,
 )
 PROMPT = np.arange(5, dtype=np.int32)
 

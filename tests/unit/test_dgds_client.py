@@ -12,13 +12,13 @@ from seer.common.config import Config, DgdsConfig
 from seer.common.net.transport.faulty import Faults, FaultyTransport
 from seer.common.net.transport.memory import MemoryNetwork, MemoryTransport
 from seer.services.dgds import server as dgds_server
-from seer.services.dgds.link import MAX_BATCH_TOKENS, OPEN_SECONDS
-from seer.services.dgds.outputs import OVERHEAD_TOKENS, RESEND_SECONDS, Outputs
+from seer.services.dgds.connection import MAX_BATCH_TOKENS, OPEN_SECONDS
 from seer.services.dgds.packing import group_digest, pack
+from seer.services.dgds.resend_buffer import OVERHEAD_TOKENS, RESEND_SECONDS, ResendBuffer
 
 
 def test_several_reports_of_one_gap_rewind_once():
-    outputs, key = Outputs(10**6), (1, 0)
+    outputs, key = ResendBuffer(10**6), (1, 0)
     outputs.begin(key, 2, array(1, 2, 3))
     outputs.append(key, 2, 3, [4, 5])
 

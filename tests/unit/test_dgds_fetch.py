@@ -12,7 +12,7 @@ from seer.common.clock import LoopClock
 from seer.common.config import Config, DgdsConfig, Endpoints
 from seer.common.errors import ConfigError
 from seer.common.net.transport.memory import MemoryNetwork, MemoryTransport
-from seer.services.dgds import link, past_groups_file
+from seer.services.dgds import connection, past_groups_file
 from seer.services.dgds import server as dgds_server
 from seer.services.dgds.packing import group_digest, pack, prompt_digest
 from seer.services.dgds.server import make
@@ -90,7 +90,7 @@ async def test_ten_thousand_groups_are_answered_in_parts_and_nobody_else_waits()
             answer = await channel.recv()
             assert isinstance(answer, wire.Deltas)
             assert answer.question == answers
-            assert 0 < answer.done <= dgds_server.MAX_LOOKS
+            assert 0 < answer.done <= dgds_server.MAX_VISITED
             found += answer.deltas
             missing += len(answer.missing)
             raw, answers = raw[answer.done :], answers + 1
@@ -104,7 +104,7 @@ async def test_ten_thousand_groups_are_answered_in_parts_and_nobody_else_waits()
 
 @virtual
 async def test_late_and_false_answers_end_no_question_and_change_nothing(monkeypatch):
-    monkeypatch.setattr(link, "MAX_FETCH_GROUPS", 2)
+    monkeypatch.setattr(connection, "MAX_FETCH_GROUPS", 2)
     async with system() as it:
         client = it.client()
         names = [f"r/{number}" for number in range(5)]

@@ -25,7 +25,7 @@ def memory():
 
 @pytest.fixture
 def store(memory):
-    return Store(max_tokens=1_000_000, ttl_seconds=60.0, memory=memory)
+    return Store(max_tokens=1_000_000, ttl_seconds=60.0, past=memory)
 
 
 def read(store, group=LATER, have=None, most=1000):
@@ -166,7 +166,7 @@ def test_a_damaged_file_is_refused_and_replaced(tmp_path, place):
     else:
         data[place] ^= 1
     path.write_bytes(data)
-    with pytest.raises(ConfigError, match=r"dgds\.remember_path = .*(damaged|another program's)"):
+    with pytest.raises(ConfigError, match=r"dgds\.remember_path = .*(damaged|not a file of Seer's)"):
         past_groups_file.load(path, "model")
     if place != 0:
         past_groups_file.save(path, "model", ENTRIES)
@@ -186,7 +186,7 @@ def test_another_programs_file_is_neither_read_nor_overwritten(tmp_path):
         lambda: past_groups_file.load(path, "model"),
         lambda: past_groups_file.save(path, "model", ENTRIES),
     ):
-        with pytest.raises(ConfigError, match="another program's file"):
+        with pytest.raises(ConfigError, match="not a file of Seer's"):
             use()
     assert path.read_bytes() == b"years of work"
     with pytest.raises(ConfigError, match="name a file"):

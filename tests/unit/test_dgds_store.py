@@ -34,7 +34,7 @@ class Reader:
             assert delta.previous <= len(stream)
             stream[delta.previous :] = unpack(delta.tokens).tolist()
             self.have[delta.index] = (delta.revision, len(stream))
-        return found.whole
+        return found.complete
 
 
 def test_appends_are_kept_by_response_and_repeats_change_nothing(store):

@@ -9,9 +9,9 @@ from seer.common.policy.draft_budget import DraftBudget
 from seer.common.policy.draft_costs import CELLS, StepCosts
 from seer.services.dgds.client import StreamDelta
 from seer.services.engine.vllm.drafts import proposer as module
-from seer.services.engine.vllm.drafts.forks import Forks
+from seer.services.engine.vllm.drafts.path_selector import PathSelector
 from seer.services.engine.vllm.drafts.proposer import GroupProposer
-from seer.services.engine.vllm.requests import EXTRA, Extra
+from seer.services.engine.vllm.requests import EXTRA, ExtraArgs
 
 PROMPT = [1, 2, 3]
 SONG = [10, 11, 12, 13, 14, 15, 16, 17] * 6
@@ -30,12 +30,12 @@ class Rows:
         self.requests: dict[str, SimpleNamespace] = {}
         self.max_num_reqs, self.num_spec_tokens = ROWS, WIDTH
         self.proposer = GroupProposer(None)
-        self.proposer.bind(self, WIDTH, Forks(0))
+        self.proposer.bind(self, WIDTH, PathSelector(0))
         self.proposer.budget = DraftBudget(FREE, WIDTH)
         self.said: dict[str, list[int]] = {}
 
     def add(self, name: str, group: str = "g", index: int = 0, limit: int = 100) -> None:
-        extra = Extra(sampling=None, group=group, index=index, prompt_len=len(PROMPT), limit=limit)
+        extra = ExtraArgs(sampling=None, group=group, index=index, prompt_len=len(PROMPT), limit=limit)
         self.requests[name] = SimpleNamespace(sampling_params=SimpleNamespace(extra_args={EXTRA: extra}))
         self.said[name] = []
         if group:
@@ -122,12 +122,12 @@ def test_what_was_verified_is_told_once_by_group(rows):
     assert len(rows.step(a=[SONG[16]], b=[6])["a"]) == WIDTH
     rows.arrange(["b", "a"])
     rows.step(a=[*SONG[17:19], 99], b=[7])  # two of four were right
-    tried, right = rows.proposer.take_learned("g")
+    tried, right = rows.proposer.take_acceptance("g")
     assert (len(tried), len(right)) == (CELLS, CELLS)
     assert sum(right) < sum(tried)
     assert sum(right) >= 2
-    assert not any(map(sum, rows.proposer.take_learned("g")))
-    assert not any(map(sum, rows.proposer.take_learned("unknown")))
+    assert not any(map(sum, rows.proposer.take_acceptance("g")))
+    assert not any(map(sum, rows.proposer.take_acceptance("unknown")))
 
 
 def test_conflicts_and_gaps_cost_drafts_alone(rows):
@@ -170,16 +170,16 @@ def test_a_young_group_drafts_from_what_others_said(rows):
     rows.step(a=SONG[:16])
     rows.add("b", group="young")
     assert rows.step(b=SONG[:4])["b"] == []
-    rows.proposer.share(whole=True)
+    rows.proposer.use_common_tree(True)
     rows.step(a=[SONG[16]])  # shows all it said to the tree of all groups
     assert rows.step(b=[SONG[4]])["b"] == SONG[5:9]
-    rows.proposer.share(whole=False)
+    rows.proposer.use_common_tree(False)
     assert rows.step(b=[SONG[5]])["b"] == []
 
 
 def test_the_tree_of_all_groups_begins_anew_once_it_is_large(rows, monkeypatch):
     monkeypatch.setattr(module, "COMMON_TOKENS", 20)
-    rows.proposer.share(whole=True)
+    rows.proposer.use_common_tree(True)
     rows.add("a", group="old")
     rows.step(a=SONG[:24])
     rows.arrange([])

@@ -7,7 +7,7 @@ from seer.common import wire
 from seer.common.policy.draft_costs import CELLS
 from seer.common.types import SamplingParams
 from seer.services.engine.backend import ChunkEnd
-from seer.services.engine.chunks import begin, chunk_of, done_message
+from seer.services.engine.chunks import chunk_of, done_message, start_chunk
 
 
 def order(**fields):
@@ -20,12 +20,12 @@ def order(**fields):
 @pytest.mark.parametrize(("percent", "rates"), [([], ()), ([50] * CELLS, (0.5,) * CELLS), ([50], ())])
 def test_acceptance_reaches_the_backend_as_rates_or_not_at_all(percent, rates):
     sent = order(acceptance=percent, probe=True)
-    chunk = chunk_of(sent, begin(sent, 3))
+    chunk = chunk_of(sent, start_chunk(sent, 3))
     assert (chunk.acceptance, chunk.probe, chunk.index, chunk.attempt) == (rates, True, 1, 3)
 
 
 def test_counts_of_drafts_leave_with_the_result():
-    run = begin(order(), 3)
+    run = start_chunk(order(), 3)
     run.tokens, run.logprobs = [8, 9], [-0.5, -1.0]
     end = ChunkEnd(request_id="r/p#1", attempt=3, finish="stop", drafted=[5, 2], accepted=[4, 0])
     (result,) = done_message([(end, run)], 0).results

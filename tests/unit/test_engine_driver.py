@@ -18,7 +18,6 @@ class Counting:
     """A backend that counts up one token a step, and notes which thread calls it."""
 
     capacity = Capacity(kv_blocks=10, block_size=4, max_num_seqs=2, max_model_len=39)
-    vocab_size = 100
     versions = {"backend": "counting"}
 
     def __init__(self, fail=None, gate=None):

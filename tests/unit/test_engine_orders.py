@@ -13,7 +13,8 @@ from seer.common.errors import EngineError, Unreachable
 from seer.common.types import SamplingParams
 from seer.services.engine.backend import Chunk
 from seer.services.engine.replay.backend import ReplayBackend
-from seer.services.engine.weights.manifest import inspect
+from seer.services.engine.weights.manifest import read_manifest
+from seer.services.engine.weights.updater import CheckedWeights
 
 
 class Loading(ReplayBackend):
@@ -34,7 +35,9 @@ class Loading(ReplayBackend):
 
 
 def load(version, source, digest=None):
-    return wire.LoadWeights(version=version, digest=digest or inspect(source).digest, source=str(source))
+    return wire.LoadWeights(
+        version=version, digest=digest or read_manifest(source).digest, source=str(source)
+    )
 
 
 def prepare(version, source):
@@ -80,13 +83,13 @@ async def test_nothing_meant_for_a_buffer_that_is_gone_reaches_its_successor():
 async def test_orders_of_a_buffer_that_is_gone_are_neither_answered_nor_begun(tmp_path):
     model = folder(tmp_path / "model", 1.0)
     async with engine(backend=Loading()) as (buffer, server, _, network):
-        staged, gate = server._staging.folder, asyncio.Event()
+        staged, gate = server._updater.fetcher.folder, asyncio.Event()
 
         async def slow(source):
             await gate.wait()
             return await staged(source)
 
-        server._staging.folder = slow
+        server._updater.fetcher.folder = slow
         await buffer.send(load(1, model))
         await buffer.send(wire.Sleep(asleep=True))
         await asyncio.sleep(1)
@@ -161,7 +164,7 @@ async def test_what_runs_is_dropped_before_new_weights_are_loaded(tmp_path):
 @virtual
 async def test_what_is_loaded_was_checked_for_this_load_and_in_this_place(tmp_path):
     first, other = folder(tmp_path / "first", 1.0), folder(tmp_path / "other", 2.0)
-    digest = inspect(first).digest
+    digest = read_manifest(first).digest
     backend = Loading()
     async with engine(backend=backend) as (buffer, *_):
         await buffer.send(prepare(1, first))
@@ -217,30 +220,6 @@ async def test_a_new_buffer_counts_its_updates_anew(tmp_path):
 
 
 @virtual
-async def test_it_leaves_when_the_last_chunk_it_drained_for_is_dropped():
-    async with engine() as (buffer, _, running, _):
-        await buffer.run(new=1000)
-        await buffer.send(wire.Drain())
-        await asyncio.sleep(1.5)
-        await buffer.send(wire.DropChunk(request_id="r/p#0", attempt=1))
-        await asyncio.wait_for(running, 0.1)
-        assert kinds(buffer) == [wire.Register, wire.Goodbye]
-
-
-@virtual
-async def test_it_leaves_when_the_buffer_has_taken_what_it_drained_for():
-    async with engine() as (buffer, server, running, _):
-        real = server._buffer.send
-        server._buffer.send = stuck
-        await buffer.run(new=5)
-        await buffer.send(wire.Drain())
-        await asyncio.sleep(5)
-        server._buffer.send = real
-        await running
-        assert kinds(buffer) == [wire.Register, wire.ChunksDone, wire.Goodbye]
-
-
-@virtual
 async def test_a_chunk_without_a_token_is_not_handed_back():
     async with engine(structs.replace(REPLAY, replay_step_seconds=5.0)) as (buffer, server, running, _):
         await buffer.run(new=1000)
@@ -291,4 +270,4 @@ async def test_what_was_checked_for_weights_that_are_live_already_is_forgotten(t
             await asyncio.sleep(1)
         assert kinds(buffer)[-4:] == [wire.WeightsPrepared, wire.WeightsLoaded] * 2
         assert len(backend.loaded) == 1
-        assert server._checked == ("", "", ())
+        assert server._updater._checked == CheckedWeights()

@@ -22,7 +22,7 @@ from seer.services.engine.backend import ChunkEnd, Generated, StepOutput
 from seer.services.engine.driver import InlineDriver
 from seer.services.engine.replay.backend import ReplayBackend
 from seer.services.engine.server import EngineServer, make
-from seer.services.engine.weights.manifest import inspect
+from seer.services.engine.weights.manifest import read_manifest
 
 
 @virtual
@@ -30,7 +30,7 @@ async def test_it_registers_what_the_backend_is():
     async with engine() as (buffer, *_):
         (register,) = buffer.said
         assert (register.capacity.kv_blocks, register.capacity.max_num_seqs) == (200, 4)
-        assert (register.vocab_size, register.weight_version) == (REPLAY.replay_vocab_size, 0)
+        assert register.weight_version == 0
         assert register.versions["backend"] == "replay"
 
 
@@ -40,7 +40,7 @@ async def test_a_chunk_comes_back_with_its_tokens_and_goes_on_where_it_stopped()
         await buffer.run(new=8)
         await eventually(lambda: len(buffer.results()) == 1)
         (done,) = buffer.heard(wire.ChunksDone)
-        assert done.results == [wire.ChunkResult("r/p#0", 1, 8, "", "", 0, 0)]
+        assert done.results == [wire.ChunkResult("r/p#0", 1, 8, "", "", 0)]
         assert (done.tokens.dtype, done.logprobs.dtype, len(done.logprobs)) == ("int32", "float32", 8)
         await buffer.run(new=4, attempt=2, output=done.tokens)
         await eventually(lambda: len(buffer.results()) == 2)
@@ -244,8 +244,8 @@ def test_an_answer_to_a_buffer_that_is_gone_is_not_sent(order, tmp_path):
                 await release.wait()
                 raise EngineError("too late")
 
-            for name in ("_inspect", "_checked_folder"):
-                setattr(server, name, slowly)
+            for name in ("_check", "_checked_folder"):
+                setattr(server._updater, name, slowly)
             server._driver.sleep = lambda _: release.wait()
             await buffer.send(orders[order])
             await asyncio.sleep(1)
@@ -296,16 +296,6 @@ async def test_results_wait_for_a_buffer_that_takes_nothing_and_generation_does_
         assert server._driver.stats.generated_tokens == 5 + 6 + 7
         stuck.set()
         await eventually(lambda: len(buffer.results()) == 3)
-
-
-@virtual
-async def test_told_to_drain_by_the_buffer_it_finishes_and_says_goodbye():
-    async with engine() as (buffer, _, running, _):
-        await buffer.run(new=100)
-        await buffer.send(wire.Drain())
-        await running
-        assert [type(message) for message in buffer.said] == [wire.Register, wire.ChunksDone, wire.Goodbye]
-        assert buffer.results()["0", 1].count == 100
 
 
 @virtual
@@ -391,7 +381,7 @@ async def test_it_binds_the_weights_it_loaded_before_it_registers_or_fails(tmp_p
     else:
         await server.start()
         await eventually(lambda: bool(buffer.said))
-        assert backend.bound == [(inspect(tmp_path).digest, [])]
+        assert backend.bound == [(read_manifest(tmp_path).digest, [])]
     await buffer.kill()
 
 
@@ -409,12 +399,12 @@ async def test_make_chooses_the_backend_and_checks_settings():
 
 async def test_an_engine_on_a_thread_serves_the_buffer():
     config = EngineConfig(backend="vllm", name="e0", kv_blocks=200)
-    async with engine(config, ReplayBackend(config, Config().shared)) as (buffer, _, running, _):
+    async with engine(config, ReplayBackend(config, Config().shared)) as (buffer, server, running, _):
         for index in range(5):
             await buffer.run(index, new=20 + index)
         await eventually(lambda: len(buffer.results()) == 5)
         assert {result.count for result in buffer.results().values()} == {20, 21, 22, 23, 24}
-        await buffer.send(wire.Drain())
+        server.drain()
         await asyncio.wait_for(running, 10)
         assert isinstance(buffer.said[-1], wire.Goodbye)
 
@@ -436,7 +426,7 @@ class Hanging(ReplayBackend):
 async def test_an_engine_reports_while_it_loads_and_while_it_goes_to_sleep(tmp_path):
     header = json.dumps({"w": {"dtype": "U8", "shape": [1], "data_offsets": [0, 1]}}).encode()
     (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + b"7")
-    digest = inspect(tmp_path).digest
+    digest = read_manifest(tmp_path).digest
     config = EngineConfig(backend="vllm", name="e0", kv_blocks=200, status_seconds=0.01)
     backend = Hanging(config)
     async with engine(config, backend) as (buffer, *_):
@@ -464,7 +454,7 @@ async def test_an_update_that_is_off_is_not_checked_and_its_answer_says_which_it
             await asyncio.sleep(5)
             raise EngineError(f"no {source}")
 
-        server._inspect = slow
+        server._updater._check = slow
         for ask in (1, 2):
             await buffer.send(wire.PrepareWeights(version=1, source=f"/{ask}", ask=ask))
         await asyncio.sleep(1)

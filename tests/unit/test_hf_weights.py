@@ -15,7 +15,7 @@ from transformers import MixtralConfig, MixtralForCausalLM, Qwen3Config, Qwen3Fo
 from seer.client.tensor_stream import TensorStream
 from seer.common.errors import InvalidField
 from seer.integrations.hf import checkpoint_tensors
-from seer.services.engine.weights.manifest import inspect
+from seer.services.engine.weights.manifest import read_manifest
 
 pytestmark = pytest.mark.vllm
 
@@ -34,7 +34,7 @@ def qwen(folder: Path, tied: bool = False) -> Qwen3ForCausalLM:
 def assert_same(ours: dict, folder: Path) -> None:
     """What is streamed has the digest of the folder: names, types, shapes and contents."""
     assert ours.keys() == load_file(folder / "model.safetensors").keys()
-    assert TensorStream(ours).digest() == inspect(folder).digest
+    assert TensorStream(ours).digest() == read_manifest(folder).digest
 
 
 def test_tied_weights_are_sent_if_the_checkpoint_has_them(tmp_path):

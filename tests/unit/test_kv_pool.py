@@ -11,7 +11,7 @@ from fake_mooncake import LIES, Engine, FakePool, until  # noqa: E402 - after to
 
 from seer.common.errors import EngineError  # noqa: E402
 from seer.services.engine.vllm.kv_pool import store as store_module  # noqa: E402
-from seer.services.engine.vllm.kv_pool.saves import PATIENCE_SECONDS  # noqa: E402
+from seer.services.engine.vllm.kv_pool.save_monitor import PATIENCE_SECONDS  # noqa: E402
 
 pytestmark = pytest.mark.vllm
 
@@ -97,7 +97,7 @@ def test_regions_refuse_addresses_that_are_no_blocks_and_no_slot_is_lost(pool):
     engine = Engine(pool)
     bad = [[9_000_001, 10_000], [9_000_000 + 24 * 3 * 2**14, 10_000], [5, 10_000]]
     for block in bad:
-        with pytest.raises(ValueError, match="no blocks"):
+        with pytest.raises(ValueError, match="not blocks of one KV region"):
             engine.store.batch_put_from_multi_buffers(["a"], [block], None, None)
     assert engine.free_slots == 8
 
@@ -110,12 +110,12 @@ def test_nothing_is_found_under_another_namespace_or_without_one(pool, timers):
     saved(one, "k")
     assert set(pool.values) == {"a/k"}
     assert (two.has(["k"]), two.get(["k"], [0])) == ([0], [MISS])
-    two.store.use("a")
+    two.store.use_namespace("a")
     assert (two.has(["k"]), two.get(["k"], [0])[0] >= 0) == ([1], True)
     asked = list(pool.asked)
-    two.store.use("")
+    two.store.use_namespace("")
     assert (two.has(["k"]), two.get(["k"], [0]), two.put(["k"], [0])) == ([0], [MISS], [NO_ROOM])
-    two.store.forget(["k"])
+    two.store.remove(["k"])
     two.settle()
     assert pool.asked == asked
     assert two.counts() == {"saved_blocks": 0, "dropped_blocks": 1, "failures": 0, "corrupt": 0, "away": 0}
@@ -126,9 +126,9 @@ def test_an_old_namespace_is_removed_after_the_lease_and_nothing_else(pool, time
     saved(engine, "k")
     others = {"vx1/k": b"", "x/v.1/k": b"", "v.1": b"", "v.12/k": b""}
     pool.values |= others
-    engine.store.use("v.1")
+    engine.store.use_namespace("v.1")
     assert timers == []
-    engine.store.use("v.2")
+    engine.store.use_namespace("v.2")
     ((seconds, fire),) = timers
     engine.settle()
     assert (seconds, set(pool.values)) == (5.0, {"v.1/k", *others})
@@ -140,8 +140,8 @@ def test_an_old_namespace_is_removed_after_the_lease_and_nothing_else(pool, time
 def test_a_namespace_in_use_again_is_not_removed(pool, timers):
     engine = Engine(pool, "a")
     saved(engine, "k")
-    engine.store.use("")
-    engine.store.use("a")
+    engine.store.use_namespace("")
+    engine.store.use_namespace("a")
     timers[0][1]()
     engine.settle()
     assert engine.has(["k"]) == [1]
@@ -152,7 +152,7 @@ def test_forgotten_blocks_are_removed_and_no_others(pool):
     engine.store.key_prefix = "model@tp_rank:0"
     saved(engine, "model@tp_rank:0@00ff", "model@tp_rank:0@00fe", "model@tp_rank:1@00ff")
     pool.values["b/model@tp_rank:0@00ff"] = b""
-    engine.store.forget(["00ff", "abcd"])
+    engine.store.remove(["00ff", "abcd"])
     engine.settle()
     left = {"a/model@tp_rank:0@00fe", "a/model@tp_rank:1@00ff", "b/model@tp_rank:0@00ff"}
     assert set(pool.values) == left
@@ -267,7 +267,7 @@ def test_saves_that_are_dropped_for_long_are_said_once_and_their_return_too(pool
         now += 1.0
         engine.put(["last"], [0])
         engine.settle()
-    assert said == ["the KV pool takes nothing: all that is saved is dropped",
+    assert said == ["the KV pool takes no blocks: all saves are dropped",
                     "blocks are saved in the KV pool again"]  # fmt: skip
 
 
@@ -398,7 +398,7 @@ def test_a_pool_that_cannot_be_reached_at_first_is_found_later(pool):
 def test_memory_that_mooncake_does_not_register_is_never_used(pool):
     pool.fail["register"], pool.refuse = -600, 0
     engine = Engine(pool, attach=False)
-    engine.store.attach(store_module.Regions(engine.kv.items()), sum(Engine.STARTS.values()))
+    engine.store.attach(store_module.KvRegions(engine.kv.items()), sum(Engine.STARTS.values()))
     until(lambda: engine.counts()["failures"] == 1)
     assert (engine.has(["a"]), engine.counts()["away"]) == ([0], 1)
     assert pool.calls("exists") == []
@@ -408,7 +408,7 @@ def test_close_lets_go_after_puts_and_nothing_is_asked_any_more(pool, timers):
     engine = Engine(pool)
     engine.fill(0, 1)
     engine.put(["a"], [0])
-    engine.store.use("b")
+    engine.store.use_namespace("b")
     engine.store.close()
     engine.store.close()
     assert [name for name, _ in pool.asked] == ["register", "put", "close"]
@@ -436,6 +436,6 @@ def test_close_does_not_wait_for_a_call_that_hangs_and_connects_to_nothing(pool)
 def test_too_little_staging_memory_and_use_before_it_is_there_are_refused(pool):
     engine = Engine(pool, attach=False)
     with pytest.raises(EngineError, match=r"staging_mib = 1: one KV block has 0\.3 MiB; .* four"):
-        engine.store.attach(store_module.Regions([]), 2**18 + 1)
-    with pytest.raises(EngineError, match="before KV memory is known"):
+        engine.store.attach(store_module.KvRegions([]), 2**18 + 1)
+    with pytest.raises(EngineError, match="used before `attach`"):
         engine.put(["a"], [0])

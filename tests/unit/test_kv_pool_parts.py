@@ -1,4 +1,4 @@
-"""The parts of the KV pool's store: breaker, lane, staging memory, and what engines share by."""
+"""The parts of the KV pool's store: breaker, thread, staging memory, and what engines share by."""
 
 import queue
 import threading
@@ -13,12 +13,12 @@ pytest.importorskip("xxhash")
 
 from fake_mooncake import until  # noqa: E402 - after torch, which may be missing
 
-from seer.services.engine.vllm.kv_pool import lane as lane_module  # noqa: E402
+from seer.services.engine.vllm.kv_pool import call_thread as call_thread_module  # noqa: E402
 from seer.services.engine.vllm.kv_pool import sharing as sharing_module  # noqa: E402
-from seer.services.engine.vllm.kv_pool.breaker import FIRST_SECONDS, LONGEST_SECONDS, Breaker  # noqa: E402
-from seer.services.engine.vllm.kv_pool.lane import Lane  # noqa: E402
-from seer.services.engine.vllm.kv_pool.sharing import Sharing  # noqa: E402
-from seer.services.engine.vllm.kv_pool.staging import CHECKSUM_BYTES, Regions, Staging  # noqa: E402
+from seer.services.engine.vllm.kv_pool.call_thread import CallThread  # noqa: E402
+from seer.services.engine.vllm.kv_pool.circuit_breaker import FIRST_SECONDS, LONGEST_SECONDS, CircuitBreaker  # noqa: E402
+from seer.services.engine.vllm.kv_pool.sharing import KvSharing  # noqa: E402
+from seer.services.engine.vllm.kv_pool.staging import CHECKSUM_BYTES, KvRegions, StagingBuffer  # noqa: E402
 
 pytestmark = pytest.mark.vllm
 
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.vllm
 
 
 def test_each_failure_in_a_row_doubles_the_pause_up_to_a_limit():
-    breaker, now, pauses = Breaker(), 100.0, []
+    breaker, now, pauses = CircuitBreaker(), 100.0, []
     assert breaker.allows(now)
     for _ in range(8):
         breaker.failed(now)
@@ -39,11 +39,11 @@ def test_each_failure_in_a_row_doubles_the_pause_up_to_a_limit():
 
 @given(st.lists(st.tuples(st.sampled_from(["failed", "worked"]), st.floats(0, 20, allow_nan=False))))
 def test_nothing_is_tried_in_a_pause_and_a_success_ends_it(events):
-    breaker, now, until_, pause = Breaker(), 1.0, 0.0, FIRST_SECONDS
+    breaker, now, until_, pause = CircuitBreaker(), 1.0, 0.0, FIRST_SECONDS
     for event, later in events:
         now += later
         if event == "worked":
-            breaker.worked()
+            breaker.succeeded()
             until_, pause = 0.0, FIRST_SECONDS
         else:
             breaker.failed(now)
@@ -52,12 +52,12 @@ def test_nothing_is_tried_in_a_pause_and_a_success_ends_it(events):
         assert (breaker.allows(now), breaker.until) == (now >= until_, until_)
 
 
-# --- lane
+# --- thread
 
 
 def test_a_lane_keeps_order_and_passes_on_answers_and_errors():
-    lane, order = Lane("t"), []
-    futures = [lane.submit(lambda i=i: order.append(i) or 10 // i) for i in (5, 0, 2)]
+    thread, order = CallThread("t"), []
+    futures = [thread.submit(lambda i=i: order.append(i) or 10 // i) for i in (5, 0, 2)]
     assert (futures[0].result(10), futures[2].result(10)) == (2, 5)
     with pytest.raises(ZeroDivisionError):
         futures[1].result(10)
@@ -65,20 +65,20 @@ def test_a_lane_keeps_order_and_passes_on_answers_and_errors():
 
 
 def test_a_full_lane_refuses_and_says_since_when_it_is_busy(monkeypatch):
-    monkeypatch.setattr(lane_module, "MAX_WAITING", 2)
-    lane, begun, gate = Lane("t"), threading.Event(), threading.Event()
-    assert lane.busy_since == float("inf")
-    lane.submit(lambda: begun.set() or gate.wait(30))
+    monkeypatch.setattr(call_thread_module, "MAX_WAITING", 2)
+    thread, begun, gate = CallThread("t"), threading.Event(), threading.Event()
+    assert thread.busy_since == float("inf")
+    thread.submit(lambda: begun.set() or gate.wait(30))
     assert begun.wait(30)
-    first = lane.busy_since
+    first = thread.busy_since
     assert first < float("inf")
-    waiting = [lane.submit(lambda: None) for _ in range(2)]
+    waiting = [thread.submit(lambda: None) for _ in range(2)]
     with pytest.raises(queue.Full):
-        lane.submit(lambda: None)
-    assert lane.busy_since == first
+        thread.submit(lambda: None)
+    assert thread.busy_since == first
     gate.set()
     assert [future.result(30) for future in waiting] == [None, None]
-    until(lambda: lane.busy_since == float("inf"))
+    until(lambda: thread.busy_since == float("inf"))
 
 
 # --- staging memory
@@ -86,48 +86,48 @@ def test_a_full_lane_refuses_and_says_since_when_it_is_busy(monkeypatch):
 
 def test_a_row_enters_only_with_its_own_key_and_bytes():
     memory = torch.arange(60, dtype=torch.uint8).reshape(6, 10)
-    regions, staging = Regions([(500, memory)]), Staging(4, 10)
-    slots = staging.take(2, leave=0, seconds=1)
-    staging.fill(slots, ["a", "b"], regions, [[500], [510]])
-    assert staging.empty(slots, ["a", "b"], regions, [[540], [550]]) == [True, True]
+    regions, staging = KvRegions([(500, memory)]), StagingBuffer(4, 10)
+    slots = staging.acquire(2, leave=0, seconds=1)
+    staging.copy_in(slots, ["a", "b"], regions, [[500], [510]])
+    assert staging.copy_out(slots, ["a", "b"], regions, [[540], [550]]) == [True, True]
     assert memory[4:].tolist() == memory[:2].tolist()
     before = memory.clone()
-    assert staging.empty(slots, ["b", "a"], regions, [[520], [530]]) == [False, False]
+    assert staging.copy_out(slots, ["b", "a"], regions, [[520], [530]]) == [False, False]
     for at in range(CHECKSUM_BYTES + 10):
         staging._bytes[slots[0], at] ^= 1
-        assert staging.empty(slots[:1], ["a"], regions, [[520]]) == [False]
+        assert staging.copy_out(slots[:1], ["a"], regions, [[520]]) == [False]
         staging._bytes[slots[0], at] ^= 1
     assert torch.equal(memory, before)
-    assert staging.empty(slots[:1], ["a"], regions, [[520]]) == [True]
+    assert staging.copy_out(slots[:1], ["a"], regions, [[520]]) == [True]
 
 
 def test_slots_belong_to_one_taker_and_what_they_held_is_worth_nothing():
     memory = torch.zeros((2, 10), dtype=torch.uint8)
-    regions, staging = Regions([(0, memory)]), Staging(4, 10)
-    mine = staging.take(3, leave=1, seconds=1)
-    assert len({*mine, *staging.take(1, leave=0, seconds=1)}) == 4
-    assert staging.take(1, leave=0, seconds=0.01) == []
-    staging.fill(mine, ["a", "a", "a"], regions, [[0]] * 3)
-    staging.give_back(mine)
-    assert staging.take(3, leave=1, seconds=0.01) == []  # the fourth is taken still
-    assert staging.take(3, leave=0, seconds=1) == mine
-    assert staging.empty(mine, ["a", "a", "a"], regions, [[10]] * 3) == [False] * 3
+    regions, staging = KvRegions([(0, memory)]), StagingBuffer(4, 10)
+    mine = staging.acquire(3, leave=1, seconds=1)
+    assert len({*mine, *staging.acquire(1, leave=0, seconds=1)}) == 4
+    assert staging.acquire(1, leave=0, seconds=0.01) == []
+    staging.copy_in(mine, ["a", "a", "a"], regions, [[0]] * 3)
+    staging.release(mine)
+    assert staging.acquire(3, leave=1, seconds=0.01) == []  # the fourth is taken still
+    assert staging.acquire(3, leave=0, seconds=1) == mine
+    assert staging.copy_out(mine, ["a", "a", "a"], regions, [[10]] * 3) == [False] * 3
 
 
 def test_whoever_waits_for_slots_has_them_once_they_are_free():
-    staging, got = Staging(4, 10), []
-    mine = staging.take(4, leave=0, seconds=1)
-    waiting = threading.Thread(target=lambda: got.extend(staging.take(4, leave=0, seconds=30)))
+    staging, got = StagingBuffer(4, 10), []
+    mine = staging.acquire(4, leave=0, seconds=1)
+    waiting = threading.Thread(target=lambda: got.extend(staging.acquire(4, leave=0, seconds=30)))
     waiting.start()
     for slot in mine:
         assert got == []
-        staging.give_back([slot])
+        staging.release([slot])
     waiting.join(30)
     assert sorted(got) == sorted(mine)
 
 
 def test_rows_lie_one_after_the_other_in_one_piece():
-    staging = Staging(3, 10)
+    staging = StagingBuffer(3, 10)
     first, second, third = staging.addresses([0, 1, 2])
     assert (first, second - first, third - second) == (staging.address, staging.row_bytes, staging.row_bytes)
     assert staging.size == 3 * staging.row_bytes
@@ -167,13 +167,13 @@ def vllm_config(dtype="bfloat16", kv="auto", block=32, tp=2, pp=1, algo="sha256"
 def sharing_of(folder, ranks=None, config="{}", **facts):
     ranks = ranks or Ranks()
     (folder / "config.json").write_text(config)
-    return Sharing(ranks, folder, vllm_config(**facts)), ranks
+    return KvSharing(ranks, folder, vllm_config(**facts)), ranks
 
 
 def namespace_of(folder, digest="w", **how):
     sharing, ranks = sharing_of(folder, **how)
     sharing.bind(digest)
-    ((name,),) = (use.values() for use in ranks.given("seer_pool_use"))
+    ((name,),) = (use.values() for use in ranks.given("seer_use_pool_namespace"))
     return name
 
 
@@ -218,13 +218,13 @@ def test_what_a_response_alone_saved_is_removed_and_what_its_prompt_has_stays(tm
     sharing, ranks = sharing_of(tmp_path)
     sharing.bind("w")
     sharing.finished(request(1, 2, 3, 9), prompt_blocks=1, saved_blocks=3)
-    assert ranks.given("seer_pool_forget") == []
+    assert ranks.given("seer_remove_from_pool") == []
     sharing.finished(request(1, 4), prompt_blocks=1, saved_blocks=3)
-    assert ranks.given("seer_pool_forget") == [{"hashes": ["02", "03", "04"]}]
+    assert ranks.given("seer_remove_from_pool") == [{"hashes": ["02", "03", "04"]}]
     sharing.flush()
     sharing.finished(request(1, 5), prompt_blocks=1, saved_blocks=0)
     sharing.flush()
-    assert len(ranks.given("seer_pool_forget")) == 1
+    assert len(ranks.given("seer_remove_from_pool")) == 1
 
 
 def test_what_was_shared_before_is_not_removed_from_under_a_new_name(tmp_path):
@@ -233,7 +233,7 @@ def test_what_was_shared_before_is_not_removed_from_under_a_new_name(tmp_path):
     sharing.finished(request(1, 2), prompt_blocks=0, saved_blocks=2)
     sharing.bind("v")
     sharing.flush()
-    assert ranks.given("seer_pool_forget") == []
+    assert ranks.given("seer_remove_from_pool") == []
 
 
 def test_ranks_counters_are_added_up_and_not_asked_for_at_every_step(tmp_path, monkeypatch):

@@ -369,7 +369,7 @@ def test_peers_are_bounded_and_the_silent_go_first(monkeypatch):
 def test_an_engine_whose_books_cannot_be_kept_is_refused(changes, told):
     sound = {"kv_blocks": 1, "block_size": 1, "max_num_seqs": 1, "max_model_len": 1}
     capacity = Capacity(**sound | changes.pop("capacity", {}))
-    check_register(wire.Register(capacity=Capacity(**sound), weight_version=0, vocab_size=1))
+    check_register(wire.Register(capacity=Capacity(**sound), weight_version=0))
     with pytest.raises(InvalidField, match=r" = ") as info:
-        check_register(wire.Register(capacity=capacity, weight_version=0, vocab_size=1, **changes))
+        check_register(wire.Register(capacity=capacity, weight_version=0, **changes))
     assert told in str(info.value)

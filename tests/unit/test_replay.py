@@ -11,7 +11,7 @@ from seer.common.types import Capacity, SamplingParams
 from seer.services.engine.backend import Chunk
 from seer.services.engine.replay.backend import ReplayBackend
 from seer.services.engine.replay.kv_model import KvModel, Sequence
-from seer.services.engine.replay.responses import MadeUp
+from seer.services.engine.replay.responses import SyntheticResponses
 
 BLOCK = 4
 
@@ -77,7 +77,10 @@ def test_tokens_and_length_depend_on_key_and_prompt_only():
 
 def test_lengths_are_heavy_tailed_with_the_configured_mean_and_shared_by_siblings():
     lengths = [
-        [MadeUp(1000, 256).length(chunk(index=100 * group + i, prompt=(group,))) for i in range(8)]
+        [
+            SyntheticResponses(1000, 256).length(chunk(index=100 * group + i, prompt=(group,)))
+            for i in range(8)
+        ]
         for group in range(1, 500)
     ]
     every = [length for group in lengths for length in group]

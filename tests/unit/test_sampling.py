@@ -21,7 +21,8 @@ from seer.common.errors import EngineError, InvalidField  # noqa: E402
 from seer.common.types import SamplingParams  # noqa: E402
 from seer.services.engine.vllm.sampling import rows as sampling  # noqa: E402
 from seer.services.engine.vllm.sampling import torch_sampler  # noqa: E402
-from seer.services.engine.vllm.sampling.rows import SamplingTable, sample_rows  # noqa: E402
+from seer.services.engine.vllm.sampling.rows import SamplingTable  # noqa: E402
+from seer.services.engine.vllm.sampling.sampler import sample_rows  # noqa: E402
 
 pytestmark = pytest.mark.vllm
 

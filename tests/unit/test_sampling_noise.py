@@ -19,7 +19,8 @@ from seer.common.types import SamplingParams  # noqa: E402
 from seer.services.engine.vllm.sampling import rows as sampling  # noqa: E402
 from seer.services.engine.vllm.sampling import torch_sampler  # noqa: E402
 from seer.services.engine.vllm.sampling import vectors as sampler_check  # noqa: E402
-from seer.services.engine.vllm.sampling.rows import RequestSampling, SamplingTable, sample_rows  # noqa: E402
+from seer.services.engine.vllm.sampling.rows import RequestSampling, SamplingTable  # noqa: E402
+from seer.services.engine.vllm.sampling.sampler import sample_rows  # noqa: E402
 
 pytestmark = pytest.mark.vllm
 

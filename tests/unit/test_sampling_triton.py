@@ -26,9 +26,9 @@ if DEVICE == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
 
 from sampling_rows import pack, random_batch, random_logits  # noqa: E402 - after torch and triton
 
-from seer.services.engine.vllm.sampling import rows as sampling  # noqa: E402
-from seer.services.engine.vllm.sampling import torch_sampler, triton_kernels, triton_sampler, vectors  # noqa: E402
-from seer.services.engine.vllm.sampling.rows import SamplingTable, sample_rows  # noqa: E402
+from seer.services.engine.vllm.sampling import sampler, torch_sampler, triton_kernels, triton_sampler, vectors  # noqa: E402
+from seer.services.engine.vllm.sampling.rows import SamplingTable  # noqa: E402
+from seer.services.engine.vllm.sampling.sampler import sample_rows  # noqa: E402
 
 pytestmark = pytest.mark.vllm
 EXAMPLES = 300 if DEVICE == "cuda" else 20  # the interpreter takes 0.1 s a row
@@ -72,7 +72,7 @@ def test_it_draws_the_vectors():
 
 
 def test_it_is_what_gpus_sample_by():
-    assert sampling._triton_sampler() is triton_sampler.sample
+    assert sampler._triton_sampler() is triton_sampler.sample
 
 
 @given(st.integers(0, 2**32 - 1), st.sampled_from([1, 2, 66, 1000, 2048, 2049, 5003]), st.integers(1, 5))

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from seer.client.tensor_stream import TensorStream
 from seer.common.errors import InvalidField
-from seer.services.engine.weights.manifest import Tensor, inspect
+from seer.services.engine.weights.manifest import Tensor, read_manifest
 
 ARRAYS = {
     "b.half": np.arange(6, dtype=np.float16).reshape(2, 3),
@@ -27,7 +27,7 @@ def whole(stream):
 def test_a_file_of_these_bytes_holds_the_tensors(tmp_path):
     stream = TensorStream(ARRAYS)
     (tmp_path / "model.safetensors").write_bytes(whole(stream))
-    found = inspect(tmp_path)
+    found = read_manifest(tmp_path)
     assert found.digest == stream.digest()
     assert found.tensors["b.half"] == Tensor("F16", (2, 3))
     assert found.tensors["scalar"] == Tensor("F32", ())
@@ -79,7 +79,7 @@ def test_torch_tensors_and_tied_ones(tmp_path):
     loaded = pytest.importorskip("safetensors.torch").load_file(tmp_path / "model.safetensors")
     assert loaded.keys() == {"embed", "copy", "brain", "transposed"}
     assert all(torch.equal(loaded[name], tensors[name]) for name in loaded)
-    assert inspect(tmp_path).digest == stream.digest()
+    assert read_manifest(tmp_path).digest == stream.digest()
 
 
 @pytest.mark.parametrize(

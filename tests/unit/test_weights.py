@@ -9,7 +9,7 @@ import pytest
 
 from seer.common.errors import InvalidField
 from seer.common.weights import safetensors
-from seer.services.engine.weights.manifest import Tensor, beneath, differences, inspect
+from seer.services.engine.weights.manifest import Tensor, differences, read_manifest, resolve_beneath
 
 A, B = ("a", "F32", [2, 2], bytes(range(16))), ("b", "BF16", [3], b"abcdef")
 
@@ -31,12 +31,14 @@ def model(folder: Path, *files: tuple[tuple[str, str, list[int], bytes], ...]) -
 
 
 def test_the_digest_follows_from_the_tensors_alone(tmp_path):
-    one = inspect(model(tmp_path / "one", (A, B)))
+    one = read_manifest(model(tmp_path / "one", (A, B)))
     assert one.tensors == {"a": Tensor("F32", (2, 2)), "b": Tensor("BF16", (3,))}
     assert len(one.digest) == 32
-    assert inspect(model(tmp_path / "two", (B,), (A,))) == one
+    assert read_manifest(model(tmp_path / "two", (B,), (A,))) == one
     changes = [("a", "F32", [2, 2], bytes(16)), ("a", "F32", [4], A[3]), ("c", *A[1:]), ("a", "I32", *A[2:])]
-    digests = {inspect(model(tmp_path / str(i), (change, B))).digest for i, change in enumerate(changes)}
+    digests = {
+        read_manifest(model(tmp_path / str(i), (change, B))).digest for i, change in enumerate(changes)
+    }
     assert len(digests | {one.digest}) == len(changes) + 1
 
 
@@ -51,8 +53,8 @@ def test_the_digest_follows_from_the_tensors_alone(tmp_path):
     ],
 )
 def test_what_a_model_cannot_take(tmp_path, new, problem):
-    live = inspect(model(tmp_path / "live", (A, B)))
-    assert differences(live, inspect(model(tmp_path / "new", new))) == problem
+    live = read_manifest(model(tmp_path / "live", (A, B)))
+    assert differences(live, read_manifest(model(tmp_path / "new", new))) == problem
 
 
 def test_what_is_wrong_with_a_folder(tmp_path):
@@ -60,21 +62,21 @@ def test_what_is_wrong_with_a_folder(tmp_path):
     index = {"weight_map": {"a": "part-0.safetensors", "c": "part-9.safetensors"}}
     (good / "model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(InvalidField, match=r"lacks part-9\.safetensors"):
-        inspect(good)
+        read_manifest(good)
     with pytest.raises(InvalidField, match="two files"):
-        inspect(model(tmp_path / "twice", (A,), (A,)))
+        read_manifest(model(tmp_path / "twice", (A,), (A,)))
     with pytest.raises(InvalidField, match="has no"):
-        inspect(tmp_path / "nowhere")
+        read_manifest(tmp_path / "nowhere")
     cut = model(tmp_path / "cut", (A, B)) / "part-0.safetensors"
     whole = cut.read_bytes()
     for length in (0, 7, 20, len(whole) - 1):
         cut.write_bytes(whole[:length])
         with pytest.raises(InvalidField, match=r"part-0\.safetensors"):
-            inspect(cut.parent)
+            read_manifest(cut.parent)
     beyond = model(tmp_path / "beyond", (A, ("b", "BF16", [3], b""))) / "part-0.safetensors"
     beyond.write_bytes(beyond.read_bytes().replace(b"[16, 16]", b"[10, 99]"))
     with pytest.raises(InvalidField):
-        inspect(beyond.parent)
+        read_manifest(beyond.parent)
 
 
 def raw(folder: Path, header: object, data: bytes = b"", length: int | None = None) -> Path:
@@ -117,18 +119,18 @@ LIES = {
 @pytest.mark.parametrize("lie", LIES)
 def test_a_header_that_lies_is_an_error_that_names_the_file(tmp_path, lie):
     with pytest.raises(InvalidField, match=r"model\.safetensors"):
-        inspect(raw(tmp_path / "model", *LIES[lie]))
+        read_manifest(raw(tmp_path / "model", *LIES[lie]))
 
 
 def test_the_headers_of_a_folder_are_bounded_together(tmp_path, monkeypatch):
     folder = model(tmp_path / "model", *[((f"{i}", *A[1:]),) for i in range(20)])
     monkeypatch.setattr(safetensors, "MAX_HEADER_BYTES", 600)
     with pytest.raises(InvalidField, match=r"part-\d+\.safetensors"):
-        inspect(folder)
+        read_manifest(folder)
     monkeypatch.undo()
     monkeypatch.setattr(safetensors, "MAX_TENSORS", 10)
     with pytest.raises(InvalidField, match="more than 10 tensors"):
-        inspect(folder)
+        read_manifest(folder)
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "model.safetensors.index.json"])
@@ -136,20 +138,20 @@ def test_only_regular_files_are_opened(tmp_path, name):
     good = model(tmp_path / "good", (A,))
     os.mkfifo(good / name)
     with pytest.raises(InvalidField, match=f"{name}, which is no regular file"):
-        inspect(good)
+        read_manifest(good)
     (good / name).unlink()
     (good / name).mkdir()
     with pytest.raises(InvalidField, match=f"{name}, which is no regular file"):
-        inspect(good)
+        read_manifest(good)
     (good / name).rmdir()
     (good / name).symlink_to("/dev/zero")
     with pytest.raises(InvalidField, match=f"{name}, which is no regular file"):
-        inspect(good)
+        read_manifest(good)
 
 
 def test_reading_stops_when_it_is_not_wanted_any_more(tmp_path):
-    with pytest.raises(InvalidField, match="not wanted any more"):
-        inspect(model(tmp_path / "model", (A,)), lambda: True)
+    with pytest.raises(InvalidField, match="not needed any more"):
+        read_manifest(model(tmp_path / "model", (A,)), lambda: True)
 
 
 def test_a_folder_lies_beneath_the_root_once_links_are_resolved(tmp_path):
@@ -158,12 +160,12 @@ def test_a_folder_lies_beneath_the_root_once_links_are_resolved(tmp_path):
     inside = model(root / "inside", (A,))
     (root / "link").symlink_to(outside)
     (root / "alias").symlink_to(inside)
-    assert beneath(root / "alias", root) == inside.resolve()
+    assert resolve_beneath(root / "alias", root) == inside.resolve()
     linked = model(root / "linked", (A,))
     (linked / "more.safetensors").symlink_to(outside / "part-0.safetensors")
     (tmp_path / "root-not").mkdir()
     for folder in (outside, root / "link", root / ".." / "outside", linked, tmp_path / "root-not"):
         with pytest.raises(InvalidField, match=r"engine\.weights_root"):
-            beneath(folder, root)
+            resolve_beneath(folder, root)
     with pytest.raises(InvalidField, match=r"engine\.weights_root|cannot be read"):
-        beneath(Path("/proc/self/root"), root)
+        resolve_beneath(Path("/proc/self/root"), root)

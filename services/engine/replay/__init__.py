@@ -1,1 +1,1 @@
-"""An engine without a model, for tests and the simulator's comparisons."""
+"""A modelled engine without a model's weights, for tests and to compare the simulator with."""

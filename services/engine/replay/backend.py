@@ -1,12 +1,12 @@
-"""An engine without a model: vLLM's batching and memory behaviour over `responses.py`.
+"""An engine without a model: vLLM's batching and memory behaviour, with the tokens of `responses.py`.
 
 Invariants:
-- what a response holds is `Responses`' to say, from its key and the weights' digest, a fault planted
-  for `seer verify` apart: chunking, batching and preemption cannot change it;
-- memory and batching are `KvModel`'s, so preemptions are real and counted;
-- a step lasts `replay_step_seconds` + running * `replay_row_seconds`: reported, never slept;
-- max_tokens is kept, min_tokens and ignore_eos by made-up responses; stop strings and penalties have
-  nothing to act on.
+- a response is a function of its key and the weights' digest (see `Responses`), but for a fault planted for
+  `seer verify`: chunking, batching and preemption cannot change it;
+- `KvModel` decides on memory and batches, so preemptions happen, and are counted, as in vLLM;
+- a step lasts `replay_step_seconds` + running * `replay_row_seconds`: it is reported, not slept;
+- max_tokens is obeyed, by synthetic responses min_tokens and ignore_eos, too; stop strings and penalties
+  have no effect.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from seer.common.types import Capacity, InstanceStats
 from seer.services.dgds.client import StreamDelta
 from seer.services.engine.backend import Chunk, ChunkEnd, Generated, StepOutput
 from seer.services.engine.replay.kv_model import LOOKAHEAD_SLOTS, KvModel, Sequence
-from seer.services.engine.replay.responses import MadeUp, Recorded, Responses
+from seer.services.engine.replay.responses import Responses, SyntheticResponses, TraceResponses
 
 DEFAULT_KV_BLOCKS = 8192
 """Usable blocks when none are configured: 256k tokens at 32 a block."""
@@ -32,7 +32,7 @@ DEFAULT_KV_BLOCKS = 8192
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """A queued or running chunk and everything it will produce."""
+    """A queued or running chunk, and all that it will generate."""
 
     sequence: Sequence
     chunk: Chunk
@@ -79,19 +79,14 @@ class ReplayBackend:
             if value < 1:
                 raise EngineError(f"engine.{name} = {value}: must be 1 or more")
         if config.replay_trace:
-            self._responses = Recorded(Path(config.replay_trace), config.replay_vocab_size)
+            self._responses = TraceResponses(Path(config.replay_trace), config.replay_vocab_size)
         else:
-            self._responses = MadeUp(config.replay_vocab_size, config.replay_mean_tokens)
+            self._responses = SyntheticResponses(config.replay_vocab_size, config.replay_mean_tokens)
 
     @property
     def capacity(self) -> Capacity:
         """See `Backend.capacity`."""
         return self._capacity
-
-    @property
-    def vocab_size(self) -> int:
-        """See `Backend.vocab_size`."""
-        return self._config.replay_vocab_size
 
     @property
     def versions(self) -> dict[str, str]:
@@ -103,7 +98,7 @@ class ReplayBackend:
         if self._responses is None:
             raise EngineError("the replay engine was not started")
         if self._asleep:
-            raise EngineError("the replay engine sleeps")
+            raise EngineError("the replay engine sleeps: wake it first")
         self._check(chunk)
         chunk = structs.replace(chunk, key=chunk.key ^ self._salt)
         generated = len(chunk.tokens) - chunk.prompt_len
@@ -138,13 +133,14 @@ class ReplayBackend:
             raise InvalidField(
                 "max_new_tokens", new, f"max_model_len leaves {room} after {context} of context"
             )
-        if not (min(chunk.tokens) >= 0 and max(chunk.tokens) < self.vocab_size):
-            raise InvalidField("tokens", max(chunk.tokens), f"token ids must be in [0, {self.vocab_size})")
+        vocab = self._config.replay_vocab_size
+        if not (min(chunk.tokens) >= 0 and max(chunk.tokens) < vocab):
+            raise InvalidField("tokens", max(chunk.tokens), f"token ids must be in [0, {vocab})")
 
     def _plant_fault(self, chunk: Chunk, token_ids: list[int]) -> None:
         fault, first = self._config.fault_position, len(chunk.tokens)
         if fault is not None and first <= fault < first + len(token_ids):
-            token_ids[fault - first] = (token_ids[fault - first] + 1) % self.vocab_size
+            token_ids[fault - first] = (token_ids[fault - first] + 1) % self._config.replay_vocab_size
 
     def drop(self, request_id: str, attempt: int) -> None:
         """See `Backend.drop`."""
@@ -201,13 +197,13 @@ class ReplayBackend:
         """Do nothing: no KV is shared."""
 
     def load_weights(self, folder: Path, digest: str) -> None:
-        """See `Backend.load_weights`: made-up responses follow from the digest, too."""
+        """See `Backend.load_weights`: other weights give other responses."""
         if not folder.is_dir():
             raise EngineError(f"there is no folder {folder}")
         self._salt = salt_of(digest)
 
     def sleep(self, asleep: bool) -> None:
-        """See `Backend.sleep`: there is no memory to free, but what would need it is an error."""
+        """See `Backend.sleep`: there is no memory to free, but adding a chunk is an error then."""
         self._asleep = asleep
 
     def stats(self) -> InstanceStats:
@@ -227,5 +223,5 @@ class ReplayBackend:
 
 
 def salt_of(digest: str) -> int:
-    """Return what weights with this digest add to the keys of responses."""
+    """Return the number that is XORed into the keys of responses under weights with this digest."""
     return int.from_bytes(hashlib.blake2b(digest.encode(), digest_size=8).digest(), "little")

@@ -36,7 +36,7 @@ class Sequence:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What one call of `KvModel.step` did: every sequence in `ran` grew by `steps` tokens.
+    """What one call of `KvModel.step` did: every sequence in `ran` got `steps` tokens.
 
     `prefilled` counts context tokens computed on admission, recomputed ones included.
     """
@@ -49,7 +49,7 @@ class Step:
 
 @dataclass(slots=True)
 class KvModel:
-    """`blocks` are usable ones: vLLM allocates one more, its null block, that nobody gets."""
+    """`blocks` are usable ones: vLLM allocates one more, its null block."""
 
     blocks: int
     block_size: int
@@ -81,12 +81,12 @@ class KvModel:
             self.waiting.remove(sequence)
 
     def step(self, most: int = 1) -> Step:
-        """Run one step, and up to `most` - 1 more while they are sure to change nothing but lengths."""
+        """Run one step, and up to `most` - 1 more as long as these change nothing but lengths."""
         before = self.preemptions
         self._grow()
         quiet = self.preemptions == before
         prefilled = self._admit() if quiet else 0
-        steps = self._uneventful(most) if quiet and most > 1 else 1
+        steps = self._steps_without_events(most) if quiet and most > 1 else 1
         ran, ended = list(self.running), []
         for sequence in ran:
             sequence.length += steps
@@ -125,7 +125,7 @@ class KvModel:
             prefilled += sequence.length
         return prefilled
 
-    def _uneventful(self, most: int) -> int:
+    def _steps_without_events(self, most: int) -> int:
         # k more tokens cost a sequence at most ceil(k / block_size) more blocks; growth after the
         # first step is taken by the next call's _grow, so room for all of it must exist now.
         if not self.running:

@@ -1,16 +1,16 @@
-"""Responses for the replay engine: made up from the request's key, or read from a trace.
+"""Responses for the replay engine: synthetic ones that follow from the request's key, or those of a trace.
 
 Invariants:
-- a made-up token or logprob is a function of (key, absolute position), a made-up length of
-  (key, prompt): chunking, batching and preemption have nothing to change;
-- lengths are log-normal with the configured mean; siblings (equal prompts) share
+- a synthetic token or logprob is a function of (key, absolute position), a synthetic length of
+  (key, prompt): chunking, batching and preemption change nothing;
+- synthetic lengths are log-normal with the configured mean; responses to equal prompts share
   `PROMPT_SHARE` of the variance of their logarithm.
 
 A trace is JSON lines, one recorded response each:
 `{"id": "<prompt id>", "token_ids": [...], "index": 3, "logprobs": [...]}`. `index` defaults to the
 number of earlier lines of the same prompt; a request whose index was not recorded reads the one
-at its index modulo the number recorded. Without `logprobs` they are made up. What was recorded is
-replayed up to max_tokens, whatever min_tokens and ignore_eos ask for.
+at its index modulo the number recorded. Without `logprobs` they are synthetic. A recorded response is
+replayed up to max_tokens; min_tokens and ignore_eos have no effect on it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ LENGTH_SIGMA = 1.0
 """Spread of log length: the 99th percentile is 6 times the mean, as in the paper's workloads."""
 
 PROMPT_SHARE = 0.65
-"""Part of the variance of log length that siblings share (TailSieve, Qwen 2026)."""
+"""Part of the variance of log length that responses to one prompt share (TailSieve, Qwen 2026)."""
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _LOGPROB_STREAM = 0x6C6F6770726F6273
@@ -52,8 +52,8 @@ class Responses(Protocol):
         ...
 
 
-class MadeUp:
-    """Uniform tokens below `vocab_size`, heavy-tailed lengths of mean `mean_tokens`."""
+class SyntheticResponses:
+    """Uniform tokens below `vocab_size`; log-normal lengths of mean `mean_tokens`."""
 
     def __init__(self, vocab_size: int, mean_tokens: int) -> None:
         self._vocab_size = np.uint64(vocab_size)
@@ -72,7 +72,7 @@ class MadeUp:
     def part(self, chunk: Chunk, start: int, count: int) -> tuple[list[int], list[float]]:
         """See `Responses.part`."""
         tokens = _words(chunk.key, chunk.prompt_len + start, count) % self._vocab_size
-        return tokens.tolist(), made_up_logprobs(chunk, start, count)
+        return tokens.tolist(), synthetic_logprobs(chunk, start, count)
 
 
 class _Line(msgspec.Struct, forbid_unknown_fields=True):
@@ -82,7 +82,7 @@ class _Line(msgspec.Struct, forbid_unknown_fields=True):
     logprobs: list[float] | None = None
 
 
-class Recorded:
+class TraceResponses:
     """The responses of a trace file; raises `EngineError` naming the line that cannot be used."""
 
     def __init__(self, path: Path, vocab_size: int) -> None:
@@ -119,7 +119,7 @@ class Recorded:
     def part(self, chunk: Chunk, start: int, count: int) -> tuple[list[int], list[float]]:
         """See `Responses.part`."""
         line = self._line(chunk)
-        logprobs = made_up_logprobs(chunk, start, count) if line.logprobs is None else line.logprobs[start:]
+        logprobs = synthetic_logprobs(chunk, start, count) if line.logprobs is None else line.logprobs[start:]
         return line.token_ids[start : start + count], logprobs[:count]
 
     def _line(self, chunk: Chunk) -> _Line:
@@ -131,7 +131,7 @@ class Recorded:
         return known[number] if number in known else known[sorted(known)[number % len(known)]]
 
 
-def made_up_logprobs(chunk: Chunk, start: int, count: int) -> list[float]:
+def synthetic_logprobs(chunk: Chunk, start: int, count: int) -> list[float]:
     """Return logprobs in (-2, 0], functions of (key, absolute position) that float32 holds exactly."""
     words = _words(chunk.key ^ _LOGPROB_STREAM, chunk.prompt_len + start, count) >> np.uint64(41)
     logprobs: list[float] = (words.astype(np.float64) * -(2.0**-22)).tolist()

@@ -1,7 +1,7 @@
-"""What an engine refuses before vLLM sees it: a bad chunk must never reach a step of others.
+"""Refuses chunks that this engine cannot run, before vLLM sees them: they would fail a step of all others.
 
-Invariants:
-- a chunk that passes runs to an end: its tokens exist, it fits, and some token can always be drawn.
+Invariant: a chunk that passes runs to its end: its tokens exist, it fits, and some token can always be
+sampled.
 """
 
 from __future__ import annotations
@@ -9,16 +9,17 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from seer.common.errors import InvalidField
+from seer.common.types import Capacity
 from seer.services.engine.backend import Chunk
 
 
-def budget(chunk: Chunk) -> int:
-    """Return how many tokens the chunk may add: its own limit, or what the response's leaves."""
+def token_budget(chunk: Chunk) -> int:
+    """Return the most tokens that the chunk may generate, by its own limit and the response's."""
     return min(chunk.max_new_tokens, chunk.sampling.max_tokens - len(chunk.tokens) + chunk.prompt_len)
 
 
-def check(
-    chunk: Chunk, *, vocab: int, max_model_len: int, stop_ids: tuple[int, ...], has_tokenizer: bool
+def check_chunk(
+    chunk: Chunk, *, vocab: int, capacity: Capacity, stop_ids: tuple[int, ...], has_tokenizer: bool
 ) -> None:
     """Raise `InvalidField` naming what this engine cannot run; `stop_ids` includes the model's own."""
     sampling, known = chunk.sampling, len(chunk.tokens)
@@ -27,19 +28,23 @@ def check(
     _check_bounds("prompt_len", chunk.prompt_len, 1, known, "must be from 1 to the number of tokens")
     _check_bounds("max_new_tokens", chunk.max_new_tokens, 1, None, "must be at least 1")
     _check_bounds("key", chunk.key, 0, 2**64 - 1, "must be an unsigned 64-bit number")
-    if budget(chunk) < 1:
+    if token_budget(chunk) < 1:
         raise InvalidField("sampling.max_tokens", sampling.max_tokens, "the response has that many already")
-    if known + budget(chunk) > max_model_len:
-        fix = f"with {known} tokens before it exceeds engine.max_model_len = {max_model_len}"
+    if known + token_budget(chunk) > capacity.max_model_len:
+        fix = f"with {known} tokens before it exceeds engine.max_model_len = {capacity.max_model_len}"
+        raise InvalidField("max_new_tokens", chunk.max_new_tokens, fix)
+    worst = capacity.blocks_for(known, token_budget(chunk))
+    if chunk.wait_for_room and worst > capacity.kv_blocks:
+        fix = f"needs {worst} KV blocks, this engine has {capacity.kv_blocks}: it could never start"
         raise InvalidField("max_new_tokens", chunk.max_new_tokens, fix)
     _check_ids("tokens", chunk.tokens, vocab)
     _check_ids("sampling.stop_token_ids", sampling.stop_token_ids, vocab)
     _check_ids("sampling.logit_bias", sampling.logit_bias, vocab)
     if sampling.min_tokens and len(set(stop_ids)) == vocab:
-        fix = "leave a token that can be drawn before min_tokens"
+        fix = "leave a token that can be sampled before min_tokens"
         raise InvalidField("sampling.stop_token_ids", "every token", fix)
     if sampling.stop and not has_tokenizer:
-        fix = "the model folder has no tokenizer.json, which finding them needs"
+        fix = "the model folder has no tokenizer.json, which stop strings need"
         raise InvalidField("sampling.stop", sampling.stop, fix)
 
 

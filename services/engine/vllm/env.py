@@ -1,47 +1,25 @@
-"""How vLLM is started: its environment, its arguments, and what its refusals mean.
+"""The process environment of vLLM: variables, versions, CPU cores.
 
-Invariants:
-- `prepare` runs before anything imports vllm: several settings are read at import, once;
-- model runner V1 and synchronous scheduling are forced: `worker.py` hooks into exactly those;
-- `auto` dtype is the checkpoint's own (vLLM's own `auto` would halve float32);
-- every refusal is an `EngineError` that names a field of the configuration and the fix.
+Invariant: `prepare` runs before anything imports vllm, which reads several settings once, at import.
 """
 
 from __future__ import annotations
 
 import contextlib
-import gc
-import json
 import logging
 import os
 import tempfile
 import warnings
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
-from seer.common.config import CPU_KV_SHARE, DraftsConfig, EngineConfig, PoolConfig, SharedConfig
+from seer.common.config import EngineConfig
 from seer.common.errors import EngineError
-from seer.common.weights.digest import problem_of
-from seer.services.engine.vllm.drafts.scratch_blocks import scratch_blocks
-from seer.services.engine.vllm.drafts.step_times import cache_folder
-
-if TYPE_CHECKING:
-    from vllm.config import VllmConfig
-    from vllm.tokenizers import TokenizerLike
-    from vllm.v1.engine.core_client import InprocClient
 
 VLLM_SERIES = "0.32."
-"""The hooks are private API: another series may move them, so it is refused."""
-
-EXTENSION = "seer.services.engine.vllm.worker.SeerWorker"
-
-PROPOSER = "seer.services.engine.vllm.drafts.proposer.GroupProposer"
-
-MAX_VLLM_TEXT = 300
-"""Characters kept of what vLLM says: its advice, further on, is about its own flags."""
+"""The only series that works: our hooks are private API, which another series may change."""
 
 _MAX_SOCKET_DIR = 70
-"""Bytes: vLLM adds 37, and a socket's path has 107 at most."""
+"""Longest TMPDIR for sockets. Bytes: vLLM adds 37, and a socket's path has 107 at most."""
 
 _FORCED = {
     "VLLM_USE_V2_MODEL_RUNNER": "0",
@@ -61,7 +39,7 @@ _DEFAULTS = {
 
 
 def prepare(config: EngineConfig) -> None:
-    """Set the environment that vllm reads, check its version, bind this thread's cores.
+    """Set the environment that vllm reads, check its version, bind this thread to its cores.
 
     Raises `EngineError` when vllm is missing or of another series.
     """
@@ -69,7 +47,7 @@ def prepare(config: EngineConfig) -> None:
     for name, value in _DEFAULTS.items():
         os.environ.setdefault(name, value)
     _keep_out_of_tmpdir()
-    # What vllm and torch say at import about each other is nothing the reader can act on.
+    # Warnings of vllm and torch about each other, which a user can do nothing about.
     warnings.filterwarnings("ignore", category=FutureWarning, module="vllm")
     logging.getLogger("torch._library.triton").setLevel(logging.ERROR)
     try:
@@ -90,50 +68,13 @@ def prepare(config: EngineConfig) -> None:
         )
 
 
-def load(
-    config: EngineConfig, shared: SharedConfig, pool: PoolConfig | None, drafts: DraftsConfig | None
-) -> InprocClient:
-    """Load the model and return the engine core; `prepare` must have run. Takes seconds to minutes.
-
-    With a `pool`, KV goes to and comes from there; with `drafts`, our proposer makes them.
-    """
-    described = _described(shared)
-    from vllm.engine.arg_utils import EngineArgs
-    from vllm.v1.engine.core_client import InprocClient
-    from vllm.v1.executor import Executor
-
-    extras = {} if pool is None else {"kv_transfer_config": _transfer(pool)}
-    if drafts is not None:
-        extras["speculative_config"] = speculation(drafts)
-    # vLLM collects garbage several times while it loads: half a second each over all it has imported.
-    gc.freeze()
-    try:
-        scratch = scratch_blocks(drafts, shared.block_size)
-        arguments = _arguments(config, shared, described, scratch) | extras
-        vllm_config: VllmConfig = EngineArgs(**arguments).create_engine_config()
-        if vllm_config.device_config.device_type == "cpu":
-            vllm_config.cache_config.kv_cache_memory_bytes = _cpu_kv_bytes(config, vllm_config, scratch)
-        return InprocClient(vllm_config, Executor.get_class(vllm_config), log_stats=False)
-    except Exception as error:  # whatever a folder or a size provokes inside vLLM
-        raise EngineError(explain(error, config, shared)) from error
-
-
-def speculation(drafts: DraftsConfig) -> dict[str, Any]:
-    """Return vLLM's configuration of our proposer."""
-    return {"method": "custom_class", "model": PROPOSER, "num_speculative_tokens": drafts.max_draft}
-
-
-def eos_ids(vllm_config: VllmConfig, tokenizer: TokenizerLike | None) -> tuple[int, ...]:
-    """Return the ids that end a response, as vLLM's input processor finds them."""
-    ids = vllm_config.model_config.try_get_generation_config().get("eos_token_id")
-    found = {ids} if isinstance(ids, int) else set(ids or ())
-    if tokenizer is not None and tokenizer.eos_token_id is not None:
-        found.add(tokenizer.eos_token_id)
-    return tuple(sorted(found))
+def cache_folder() -> Path:
+    """Return the default folder for what is kept between starts."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "seer"
 
 
 def _keep_out_of_tmpdir() -> None:
-    """Put elsewhere what outlives this process or needs a short name: TMPDIR is its own, and ends with it."""
+    """Keep compiled code and sockets out of TMPDIR: it is deleted with this process, and may be long."""
     with contextlib.suppress(OSError):
         compiled = cache_folder() / "torchinductor"
         compiled.mkdir(parents=True, exist_ok=True)
@@ -165,7 +106,7 @@ def _share_cores(ranks: int) -> str:
 
 
 def _bind_thread(text: str) -> None:
-    """Bind this thread, and the OpenMP threads it will start: vLLM binds workers of its own only."""
+    """Bind this thread and its future OpenMP threads to cores: vLLM binds only its own workers."""
     import torch
 
     cores: set[int] = set()
@@ -179,123 +120,3 @@ def _bind_thread(text: str) -> None:
             f"engine.cpu_cores = {text!r}: {error}; give cores of this machine as 0-3,8"
         ) from error
     torch.set_num_threads(len(cores))
-
-
-def _described(shared: SharedConfig) -> dict[str, Any]:
-    """Return the model folder's config.json; raise `EngineError` when this is no model folder."""
-    problem = "is not a folder here"
-    if shared.model and Path(shared.model).is_dir():
-        try:
-            described = json.loads((Path(shared.model) / "config.json").read_text())
-        except (OSError, ValueError) as error:
-            problem = f"has no readable config.json ({error})"
-        else:
-            problem = "has a config.json that names no architectures"
-            if isinstance(described, dict) and described.get("architectures"):
-                problem = problem_of(Path(shared.model))
-                if not problem:
-                    return described
-    raise EngineError(f"shared.model = {shared.model!r} {problem}: give a Hugging Face model folder")
-
-
-def _arguments(
-    config: EngineConfig, shared: SharedConfig, described: dict[str, Any], scratch: int
-) -> dict[str, Any]:
-    from vllm.platforms import current_platform
-
-    return {
-        "model": shared.model,
-        "skip_tokenizer_init": not (Path(shared.model) / "tokenizer.json").is_file(),
-        "load_format": "safetensors",  # never pickles
-        "trust_remote_code": False,
-        "dtype": _dtype(config.dtype, described),
-        "max_model_len": config.max_model_len,
-        "block_size": shared.block_size,
-        "max_num_seqs": config.max_num_seqs,
-        "tensor_parallel_size": config.tensor_parallel,
-        "distributed_executor_backend": "mp" if config.tensor_parallel > 1 else "uni",
-        # vLLM keeps one block, its null block, for itself.
-        "num_gpu_blocks_override": None if config.kv_blocks is None else config.kv_blocks + 1 + scratch,
-        "gpu_memory_utilization": config.gpu_memory_utilization,
-        "enable_prefix_caching": True,
-        "enable_sleep_mode": current_platform.is_sleep_mode_available(),
-        "enforce_eager": current_platform.is_cpu(),
-        "async_scheduling": False,
-        "disable_log_stats": True,
-        "use_tqdm_on_load": False,
-        "worker_extension_cls": EXTENSION,
-    }
-
-
-def _transfer(pool: PoolConfig) -> object:
-    """Return vLLM's configuration of our connector. Raises `EngineError` where the pool cannot be used."""
-    from seer.services.engine.vllm.kv_pool import shims
-
-    shims.prepare()
-    try:
-        import mooncake.store  # noqa: F401 - is it there?
-    except ImportError as error:
-        raise EngineError(
-            f"pool.kind = 'mooncake': Mooncake cannot be imported ({error}): install the extra cpu, cuda12 "
-            "or cuda13, and libibverbs1, or set pool.kind = 'none'"
-        ) from error
-    from vllm.config import KVTransferConfig
-
-    from seer.services.engine.vllm.kv_pool.connector import transfer_config
-
-    try:
-        return KVTransferConfig(**transfer_config(pool))
-    except OSError as error:
-        raise EngineError(
-            f"pool.master = {pool.master!r}: no way there from this machine ({error}); give a host and port "
-            "that it knows, or its own address as pool.host"
-        ) from error
-
-
-def _dtype(dtype: str, described: dict[str, Any]) -> str:
-    own = described.get("dtype") or described.get("torch_dtype")
-    return "float32" if dtype == "auto" and own == "float32" else dtype
-
-
-def _cpu_kv_bytes(config: EngineConfig, vllm_config: VllmConfig, scratch: int) -> int:
-    """Return the KV memory of one rank: as told, or all that can be used, within a share of free memory."""
-    import torch
-    from vllm.utils.cpu_resource_utils import get_allowed_cpu_list, get_memory_node_info
-
-    if config.kv_cache_gib is not None:
-        return int(config.kv_cache_gib * 2**30)
-    model, parallel = vllm_config.model_config, vllm_config.parallel_config
-    per_token = 2 * model.get_num_layers(parallel) * model.get_num_kv_heads(parallel) * model.get_head_size()
-    longest = model.max_model_len + 2 * vllm_config.cache_config.block_size  # rounding, the null block
-    tokens = longest * config.max_num_seqs + scratch * vllm_config.cache_config.block_size
-    usable: int = per_token * torch.finfo(model.dtype).bits // 8 * tokens
-    node = get_memory_node_info(get_allowed_cpu_list()[0].numa_node)
-    return min(usable, int(node.available_memory * CPU_KV_SHARE / config.tensor_parallel))
-
-
-def explain(error: Exception, config: EngineConfig, shared: SharedConfig) -> str:
-    """Turn what vLLM raised while loading into one line that names the field to change."""
-    text = " ".join(str(error).split()) or type(error).__name__
-    text = text.partition("Value error, ")[2] or text  # pydantic's way to begin
-    lower = text.lower()
-    if any(
-        sign in lower
-        for sign in ("out of memory", "allocate memory", "less than requested", "less than desired")
-    ):
-        fix = f"lower {_kv_fields(config)}: the memory is not there"
-    elif "kv cache" in lower or "cache blocks" in lower:
-        fix = f"lower engine.max_model_len (now {config.max_model_len}), or raise {_kv_fields(config)}"
-    elif "max_model_len" in lower:
-        fix = f"lower engine.max_model_len (now {config.max_model_len})"
-    elif "tensor parallel" in lower or "divisible" in lower:
-        fix = f"change engine.tensor_parallel (now {config.tensor_parallel}) to divide the model's heads"
-    else:
-        fix = "give a model folder that vLLM can load, and an engine.dtype that it knows"
-    return f"shared.model = {shared.model!r} cannot be loaded: {fix}. vLLM says: {text[:MAX_VLLM_TEXT]}"
-
-
-def _kv_fields(config: EngineConfig) -> str:
-    return (
-        f"engine.kv_blocks (now {config.kv_blocks}), engine.kv_cache_gib (now {config.kv_cache_gib}) or "
-        f"engine.gpu_memory_utilization (now {config.gpu_memory_utilization})"
-    )

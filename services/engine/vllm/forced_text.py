@@ -1,8 +1,7 @@
-"""An engine forced along a given text: what its logits are at one context, and what they become.
+"""How much an engine's logits at one context vary with the way they are computed. For `seer verify`.
 
-Invariants:
-- every way below reaches the same context with the same weights, so that the logits differ by
-  arithmetic alone; their spread is this engine's error at this context.
+Invariant: all ways below reach the same context with the same weights, so that their logits differ by
+rounding alone; their spread is this engine's numerical error at this context.
 """
 
 from __future__ import annotations
@@ -14,38 +13,38 @@ from msgspec.structs import replace
 
 from seer.common.types import SamplingParams
 from seer.services.engine.backend import Chunk
-from seer.services.engine.vllm.backend import VllmBackend
+from seer.services.engine.vllm.probe import Probe
 from seer.services.engine.vllm.sampling.rows import RequestSampling, SamplingTable
 from seer.services.engine.vllm.sampling.torch_sampler import noisy_logits
 
 DECODED = 32
-"""Output tokens before the context's end that a decode starts from, as chunks do."""
+"""The decodes generate the last so many output tokens of the context."""
 
 COMPANY = 15
-"""Rows beside the decoded one: another batch size is another order of summation."""
+"""Other rows in the second decode: another batch size changes the order of summation."""
 
 
 def logits_by_ways(
-    backend: VllmBackend, context: list[int], prompt_len: int, key: int, sampling: SamplingParams
+    probe: Probe, context: list[int], prompt_len: int, key: int, sampling: SamplingParams
 ) -> npt.NDArray[np.float32]:
     """Return the raw logits after `context` [ways, vocab_size].
 
-    The ways: one prefill of it all (but for what this engine had cached of it); one more, which
-    finds all full blocks cached; and two decodes of its last `DECODED` output tokens, one by one,
-    drawn with the request's own key: alone, and beside `COMPANY` other rows. A decode that draws
-    other tokens is left out, since it reaches another context.
+    The ways: a prefill of the whole context (except what is cached); a second one, with all full blocks
+    cached; and two decodes of its last `DECODED` output tokens, one by one, sampled with the request's own
+    key: alone, and beside `COMPANY` other rows. A decode that samples other tokens is left out, as it
+    reaches another context.
     """
-    ways = [backend.logits(context), backend.logits(context)]
+    ways = [probe.logits(context), probe.logits(context)]
     start = max(prompt_len, len(context) - DECODED)
     if start < len(context):
         chunk = Chunk(
             request_id="", group_id="", attempt=0, key=key, prompt_len=prompt_len,
             max_new_tokens=len(context) - start + 1, sampling=sampling, tokens=context[:start],
         )  # fmt: skip
-        rows = min(COMPANY, backend.capacity.max_num_seqs - 1)
+        rows = min(COMPANY, probe.core.capacity.max_num_seqs - 1)
         company = [replace(chunk, request_id=f"beside {i}", key=i) for i in range(rows)]
         for beside in ([], company):
-            tokens, ranks = backend.captured(chunk, beside)
+            tokens, ranks = probe.capture(chunk, beside)
             if tokens[:-1] == context[start:]:
                 ways.append(ranks[0][-1])
     return np.stack(ways)
@@ -56,7 +55,8 @@ def noisy_values(
 ) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
     """Return logits [vocab_size] through the request's processors, without and with its noise.
 
-    By the reference sampler. Not truncated; stop ids are not masked: min_tokens must be 0.
+    Computed by the reference sampler, without truncation (top-p, top-k, min-p). Stop ids are not masked:
+    min_tokens must be 0.
     """
     whole = replace(sampling, top_p=1.0, top_k=0, min_p=0.0)
     request = RequestSampling.pack(whole, key=key, prompt_len=prompt_len, stop_ids=(), vocab=len(logits))

@@ -1,4 +1,4 @@
-"""How a chunk is put to vLLM, and what its request carries to every worker for our sampler."""
+"""The vLLM request of a chunk, and what it carries to the workers for our sampler and drafts."""
 
 from __future__ import annotations
 
@@ -7,24 +7,23 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from seer.services.engine.backend import Chunk
-from seer.services.engine.vllm.checks import budget
+from seer.services.engine.vllm.checks import token_budget
+from seer.services.engine.vllm.sampling.rows import RequestSampling
 
 if TYPE_CHECKING:
     from vllm.v1.engine import EngineCoreRequest
 
-    from seer.services.engine.vllm.sampling.rows import RequestSampling
-
 EXTRA = "seer"
-"""Key of `Extra` in vLLM's `SamplingParams.extra_args`."""
+"""Key of `ExtraArgs` in vLLM's `SamplingParams.extra_args`."""
 
 
-class Extra(msgspec.Struct, frozen=True, kw_only=True):
-    """How one request is sampled.
+class ExtraArgs(msgspec.Struct, frozen=True, kw_only=True):
+    """What workers must know of a request.
 
-    `capture` keeps the raw logits of its rows for `seer_take_captured`; `fault_position` is an
-    absolute position that is sampled with a wrong key; `goes_on` says that the response will, when
-    this chunk reaches its limit. For drafts: the tree that `group` names (empty: none) holds this
-    response as `index`; the chunk ends at the latest with `limit` tokens, prompt included.
+    With `capture`, the raw logits of its rows are kept for `seer_take_captured`; `fault_position` is an
+    absolute position that is sampled with a wrong key. `continues`: when the chunk reaches its limit, the
+    response goes on in another chunk. For drafts: `group` names the tree (empty: none), which knows this
+    response as `index`; the chunk has at most `limit` tokens, prompt included.
     """
 
     sampling: RequestSampling
@@ -34,7 +33,7 @@ class Extra(msgspec.Struct, frozen=True, kw_only=True):
     limit: int
     capture: bool = False
     fault_position: int | None = None
-    goes_on: bool = False
+    continues: bool = False
     acceptance: tuple[float, ...] = ()
     probe: bool = False
 
@@ -49,23 +48,21 @@ def engine_request(
     fault_position: int | None = None,
     group: str = "",
 ) -> EngineCoreRequest:
-    """Return the vLLM request of a chunk: greedy, ended by the token limit and stop ids alone."""
+    """Return the vLLM request of a chunk: greedy; only the token limit and stop ids end it."""
     from vllm import SamplingParams
     from vllm.v1.engine import EngineCoreRequest
-
-    from seer.services.engine.vllm.sampling.rows import RequestSampling
 
     sampling = RequestSampling.pack(
         chunk.sampling, key=chunk.key, prompt_len=chunk.prompt_len, stop_ids=stop_ids, vocab=vocab
     )
     left = chunk.sampling.max_tokens - (len(chunk.tokens) - chunk.prompt_len)
-    extra = Extra(
+    extra = ExtraArgs(
         sampling=sampling, group=group, index=chunk.index, prompt_len=chunk.prompt_len,
-        limit=len(chunk.tokens) + budget(chunk), capture=capture, fault_position=fault_position,
-        goes_on=budget(chunk) < left, acceptance=chunk.acceptance, probe=chunk.probe,
+        limit=len(chunk.tokens) + token_budget(chunk), capture=capture, fault_position=fault_position,
+        continues=token_budget(chunk) < left, acceptance=chunk.acceptance, probe=chunk.probe,
     )  # fmt: skip
     params = SamplingParams(
-        temperature=0.0, max_tokens=budget(chunk), stop_token_ids=list(stop_ids), ignore_eos=True,
+        temperature=0.0, max_tokens=token_budget(chunk), stop_token_ids=list(stop_ids), ignore_eos=True,
         detokenize=False, logprobs=0, extra_args={EXTRA: extra},
     )  # fmt: skip
     return EngineCoreRequest(

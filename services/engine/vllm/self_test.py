@@ -1,14 +1,12 @@
-"""Proof at start that the tokens which leave the engine are drawn by our sampler.
+"""Proves at start that our sampler samples the tokens which leave the engine.
 
 Invariants:
-- an engine whose ranks do not reproduce the reference noise bit for bit does not start;
-- nor does one whose output differs from the reference implementation run on its own logits: that
-  is what another model runner, or a hook that no longer is where we put it, would look like.
+- an engine starts only if the noise of every rank equals the reference, bit for bit;
+- it starts only if its output equals what the reference implementation samples from the same logits. Another
+  model runner, or a hook that vLLM no longer calls, fails that test.
 """
 
 from __future__ import annotations
-
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -16,39 +14,37 @@ import torch
 from seer.common.errors import EngineError
 from seer.common.types import SamplingParams
 from seer.services.engine.backend import Chunk
+from seer.services.engine.vllm.probe import Probe
 from seer.services.engine.vllm.sampling.rows import RequestSampling, SamplingTable
 from seer.services.engine.vllm.sampling.torch_sampler import noisy_logits
 
-if TYPE_CHECKING:
-    from seer.services.engine.vllm.backend import VllmBackend
-
 _KEY = 0x5EED_0F_5EE2_7E57
 _SAMPLING = SamplingParams(max_tokens=8, temperature=100.0, ignore_eos=True)
-"""Hot, so that the noise decides: a greedy engine cannot pass by being right about the model."""
+"""A high temperature, so that the noise decides: an engine that samples greedily cannot pass."""
 
 
-def check(backend: VllmBackend) -> None:
+def check(probe: Probe) -> None:
     """Raise `EngineError` when any rank's noise, or the engine's output, is not the reference's."""
-    for rank, problem in enumerate(backend.noise_errors()):
+    for rank, problem in enumerate(probe.noise_errors()):
         if problem:
             raise EngineError(f"self-test, rank {rank}: {problem}")
-    prompt = [token % backend.vocab_size for token in (3, 1, 4, 1, 5)]
+    prompt = [token % probe.core.vocab_size for token in (3, 1, 4, 1, 5)]
     chunk = Chunk(
         request_id="self-test", group_id="", attempt=0, key=_KEY, prompt_len=len(prompt),
         max_new_tokens=_SAMPLING.max_tokens, sampling=_SAMPLING, tokens=prompt,
     )  # fmt: skip
-    tokens, ranks = backend.captured(chunk)
+    tokens, ranks = probe.capture(chunk)
     for rank, logits in enumerate(ranks):
         if len(logits) != len(tokens):
             raise EngineError(
-                f"self-test, rank {rank}: the engine produced {len(tokens)} tokens, our sampler drew "
+                f"self-test, rank {rank}: the engine produced {len(tokens)} tokens, our sampler sampled "
                 f"{len(logits)}: vLLM samples by another path (is VLLM_USE_V2_MODEL_RUNNER overridden?)"
             )
-        expected = _reference(logits, len(prompt), backend.vocab_size)
+        expected = _reference(logits, len(prompt), probe.core.vocab_size)
         if tokens != expected:
             raise EngineError(
                 f"self-test, rank {rank}: the engine produced tokens {tokens} where the reference "
-                f"sampler draws {expected} from the same logits"
+                f"sampler samples {expected} from the same logits"
             )
 
 

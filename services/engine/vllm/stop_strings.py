@@ -1,10 +1,10 @@
-"""Stop strings of one request, found on the text of its whole output.
+"""Finds stop strings in the text of a request's whole output.
 
 Invariants:
-- the state is a function of the prompt and the output tokens: not of where chunks began;
+- the state depends on the prompt and the output tokens, not on where chunks began;
 - a match ends within the text that the newest token added; the one that ends first wins, then the
   one listed first, so several tokens at once give what one at a time gives;
-- nothing matches before `min_tokens` tokens are out.
+- nothing matches before `min_tokens` tokens are generated.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class StopStrings:
         try:
             fresh = self._stream.step(self._tokenizer, token) or ""
         except Exception as error:  # the library raises no narrower one
-            # Bytes that are no UTF-8 can make text that was already given out change (vllm#17448).
+            # Invalid UTF-8 can change text that was already returned (vllm#17448).
             if "Invalid prefix" not in str(error):
                 raise
             self._stream = DecodeStream(skip_special_tokens=True)

@@ -1,9 +1,9 @@
-"""What runs in every vLLM worker: our sampler in the place of vLLM's.
+"""Our part of every vLLM worker: our sampler in place of vLLM's, and access to drafts, KV and the pool.
 
 Invariants:
 - vLLM's sampler, log-softmax and ranks never run: `model_runner._sample` is replaced;
-- the position of a sampled token is the number of tokens known before it, whatever the schedule;
-- all ranks hold the same logits and rows, so all draw the same tokens without talking.
+- the position of a sampled token is the number of tokens before it, whatever the schedule;
+- all ranks hold the same logits and rows, so all sample the same tokens without communication.
 """
 
 from __future__ import annotations
@@ -20,12 +20,13 @@ from vllm.v1.outputs import LogprobsTensors, SamplerOutput
 from seer.common.errors import EngineError
 from seer.common.policy.draft_budget import DraftBudget
 from seer.common.policy.draft_costs import StepCosts
-from seer.services.engine.vllm.drafts.forks import Forks
+from seer.services.engine.vllm.drafts.draft_script import DraftScript
 from seer.services.engine.vllm.drafts.path_rows import PathRows
+from seer.services.engine.vllm.drafts.path_selector import PathSelector
 from seer.services.engine.vllm.drafts.scratch_blocks import path_blocks
-from seer.services.engine.vllm.drafts.scripted import Script
-from seer.services.engine.vllm.requests import EXTRA, Extra
-from seer.services.engine.vllm.sampling.rows import RowParams, SamplingTable, sample_rows
+from seer.services.engine.vllm.requests import EXTRA, ExtraArgs
+from seer.services.engine.vllm.sampling.rows import RowParams, SamplingTable
+from seer.services.engine.vllm.sampling.sampler import sample_rows
 from seer.services.engine.vllm.sampling.vectors import self_test
 
 if TYPE_CHECKING:
@@ -35,10 +36,10 @@ if TYPE_CHECKING:
     from seer.services.dgds.client import StreamDelta
 
 REJECTED = -1
-"""vLLM's sign for no token at all."""
+"""vLLM's mark for no token: what follows a rejected draft."""
 
-UNDRAWN = -2
-"""A token that cannot be drawn; no draft is equal to it."""
+UNSAMPLED = -2
+"""Stands for a token that could not be sampled; no draft equals it."""
 
 _NO_DRAFT = -3
 
@@ -56,15 +57,15 @@ class SeerWorker:
     def seer_install(self, max_draft: int, scratch: list[int]) -> None:
         """Put our sampler into the model runner, and ourselves into the proposer if there is one.
 
-        `scratch` KV blocks are ours, for verifying several paths of a draft; without, there is one path.
+        `scratch`: ids of the KV blocks for verifying several draft paths; if empty, one path is verified.
         """
         self.seer_paths = PathRows(self.model_runner, scratch) if scratch else None
         self.seer_sampler = RowSampler(self.model_runner, self.seer_paths)
         self.model_runner._sample = self.seer_sampler
         if max_draft and get_tp_group().is_first_rank:
             most = len(scratch) // path_blocks(max_draft, self.model_runner.cache_config.block_size)
-            self.model_runner.drafter.bind(self.model_runner, max_draft, Forks(most))
-        # Else the whole batch gets dummy drafts once a request nears the longest: ours end at the limit.
+            self.model_runner.drafter.bind(self.model_runner, max_draft, PathSelector(most))
+        # Else vLLM gives all requests dummy drafts once one nears max_model_len; our drafts end in time.
         self.model_runner._input_fits_in_drafter = lambda metadata: True
 
     def seer_open_tree(self, group: str, prompt: list[int]) -> None:
@@ -79,45 +80,45 @@ class SeerWorker:
         """See `GroupProposer.forget`."""
         self.model_runner.drafter.forget(groups)
 
-    def seer_script_drafts(self, script: Script | None) -> None:
-        """Draft what the script says; None: what the trees say."""
+    def seer_script_drafts(self, script: DraftScript | None) -> None:
+        """Draft what a script says; None: draft from the trees."""
         self.model_runner.drafter.script = script
 
-    def seer_share_trees(self, whole: bool) -> None:
-        """See `GroupProposer.share`."""
-        self.model_runner.drafter.share(whole)
+    def seer_use_common_tree(self, enabled: bool) -> None:
+        """See `GroupProposer.use_common_tree`."""
+        self.model_runner.drafter.use_common_tree(enabled)
 
     def seer_set_costs(self, costs: StepCosts, max_paths: int) -> None:
-        """Begin to draft from trees, as much as pays with these step times, on at most so many paths."""
-        self.model_runner.drafter.forks.most_paths = max_paths
+        """Draft from trees from now on, as many tokens as pay with these step times."""
+        self.model_runner.drafter.path_selector.most_paths = max_paths
         self.model_runner.drafter.budget = DraftBudget(costs, self.model_runner.num_spec_tokens)
         self.model_runner.drafter.seconds = 0.0  # of what was drafted to measure
 
-    def seer_take_learned(self, group: str) -> tuple[float, list[int], list[int]]:
-        """Return the seconds that this rank has drafted in all, and `GroupProposer.take_learned`."""
+    def seer_take_acceptance(self, group: str) -> tuple[float, list[int], list[int]]:
+        """Return the seconds that this rank spent on drafts so far, and `GroupProposer.take_acceptance`."""
         drafter = self.model_runner.drafter
-        return drafter.seconds, *drafter.take_learned(group)
+        return drafter.seconds, *drafter.take_acceptance(group)
 
     def seer_path_counts(self) -> dict[str, int]:
-        """Return what became of paths after the first: `siblings`, and those `dropped`, `won`, `torn`."""
+        """Return the counters of `PathRows`: `rows`, `dropped`, `won`, `conflicts`."""
         return dict(self.seer_paths.counters) if self.seer_paths is not None else {}
 
     def seer_check_noise(self) -> str:
-        """Compare what is drawn on this worker's device with the reference; empty when equal."""
+        """Compare samples on this worker's device with the reference; empty if they are equal."""
         try:
             self_test(_draw, self.model_runner.device)
         except EngineError as error:
             return str(error)
         return ""
 
-    def seer_hold_kv(self, held: bool) -> None:
-        """Free the memory of the KV cache, or take it again: its tensors are views of a few storages.
+    def seer_set_kv_allocated(self, allocated: bool) -> None:
+        """Free the memory of the KV cache, or allocate it again: its tensors are views of a few storages.
 
-        For CPUs, where vLLM has no sleep mode and no captured graph knows the addresses.
+        For CPUs, where vLLM has no sleep mode, and no CUDA graph holds the addresses.
         """
         tensors = self.model_runner.kv_caches
         storages = {storage.data_ptr(): storage for storage in (each.untyped_storage() for each in tensors)}
-        if not held:
+        if not allocated:
             self.seer_freed = [(storage, storage.nbytes()) for storage in storages.values()]
             for storage, _ in self.seer_freed:
                 storage.resize_(0)
@@ -125,10 +126,10 @@ class SeerWorker:
         for storage, size in self.seer_freed:
             storage.resize_(size)
         for tensor in tensors:
-            tensor.zero_()  # as vLLM begins: attention reads beyond what is valid, and masks it
+            tensor.zero_()  # as at start: attention reads beyond valid KV, and masks it
 
     def seer_kv_layout(self) -> list[str]:
-        """Describe how KV lies in this worker's memory: equal texts, equal bytes."""
+        """Describe the layout of KV in this worker's memory: equal texts mean equal bytes."""
         runner = self.model_runner
         backends = [group.backend.full_cls_name() for groups in runner.attn_groups for group in groups]
         device = runner.device.type
@@ -136,13 +137,13 @@ class SeerWorker:
         layout = runner.cache_config.get_resolved_kv_cache_layout()
         return [f"{backend} {layout} {unit}" for backend in backends]
 
-    def seer_pool_use(self, namespace: str) -> None:
-        """See `GuardedStore.use`."""
-        get_kv_transfer_group().store.use(namespace)
+    def seer_use_pool_namespace(self, namespace: str) -> None:
+        """See `GuardedStore.use_namespace`."""
+        get_kv_transfer_group().store.use_namespace(namespace)
 
-    def seer_pool_forget(self, hashes: list[str]) -> None:
-        """See `GuardedStore.forget`."""
-        get_kv_transfer_group().store.forget(hashes)
+    def seer_remove_from_pool(self, hashes: list[str]) -> None:
+        """See `GuardedStore.remove`."""
+        get_kv_transfer_group().store.remove(hashes)
 
     def seer_pool_counts(self) -> dict[str, int]:
         """See `GuardedStore.counts`."""
@@ -150,34 +151,34 @@ class SeerWorker:
         return counts
 
     def seer_take_captured(self) -> npt.NDArray[np.float32]:
-        """Return and forget the raw logits kept for rows that asked: [rows, vocab_size]."""
+        """Return and forget the raw logits of captured requests: [rows, vocab_size]."""
         kept, self.seer_sampler.captured = self.seer_sampler.captured, []
         return np.stack(kept) if kept else np.empty((0, 0), np.float32)
 
 
 class RowSampler:
-    """Draws a token per row of vLLM's input batch: stands in for `GPUModelRunner._sample`.
+    """Samples a token per row of vLLM's input batch, in place of `GPUModelRunner._sample`.
 
-    A request with d drafts has d + 1 rows, row j with the logits after its first j drafts. Each draws
-    its token; a draft is right if it is the token drawn in its place, and a row counts if all drafts
-    before it are right. So vLLM's rejection sampler never runs, and drafts cannot change a token.
+    A request with d drafts has d + 1 rows, row j with the logits after its first j drafts. Each row samples
+    its token; a draft is accepted if it equals the token sampled in its place, and a row counts if all drafts
+    before it are accepted. So vLLM's rejection sampler never runs, and drafts cannot change a token.
     """
 
     def __init__(self, runner: GPUModelRunner, paths: PathRows | None = None) -> None:
         self._runner = runner
         self._paths = paths
-        self._compose([])
+        self._set_batch([])
         self.captured: list[npt.NDArray[np.float32]] = []
 
     def __call__(self, logits: torch.Tensor, drafted: SpecDecodeMetadata | None) -> SamplerOutput:
         """Return tokens int32 [requests, most drafts + 1] and their logprobs, for logits [rows, vocab_size].
 
-        What was not sampled is -1. Rows of unfinished prefills are drawn too and thrown away, as with
-        vLLM's own sampler. A row that cannot be sampled holds token -2: the backend refuses it.
+        Places after a rejected draft hold -1. Rows of unfinished prefills are sampled, too, and discarded, as
+        with vLLM's own sampler. A row that cannot be sampled holds token -2, which the backend refuses.
         """
         batch = self._runner.input_batch
         if batch.req_ids != self._ids:
-            self._compose(batch.req_ids)
+            self._set_batch(batch.req_ids)
         positions = batch.num_tokens_no_spec[: len(self._ids)]
         if drafted is None:
             counts, drafts = np.zeros(len(self._ids), np.int32), _NO_DRAFTS
@@ -187,26 +188,28 @@ class RowSampler:
             drafts = drafted.draft_token_ids.cpu().numpy()
             params = self._table.step(positions, batch.token_ids_cpu, counts, drafts)
         if self._faults:
-            self._plant(params, counts)
+            self._inject_faults(params, counts)
         tokens, logprobs = _draw(logits, params)
-        tokens[tokens < 0] = UNDRAWN
+        tokens[tokens < 0] = UNSAMPLED
         if drafted is not None:
-            tokens, logprobs = right_rows(tokens.cpu().numpy(), logprobs.cpu().numpy(), counts, drafts)
+            tokens, logprobs = accept_drafts(tokens.cpu().numpy(), logprobs.cpu().numpy(), counts, drafts)
         if self._captures:
             self._capture(logits, counts, tokens)
         if drafted is not None and self._paths is not None:
-            tokens, logprobs = map(torch.from_numpy, self._paths.settle(tokens.numpy(), logprobs.numpy()))
+            tokens, logprobs = map(
+                torch.from_numpy, self._paths.keep_winners(tokens.numpy(), logprobs.numpy())
+            )
         sampled = tokens[:, None] if drafted is None else tokens
         flat = sampled.reshape(-1, 1)
         return SamplerOutput(
             sampled_token_ids=sampled,
-            # No ranks: nobody reads them.
+            # Token ranks are never read.
             logprobs_tensors=LogprobsTensors(flat, logprobs.reshape(-1, 1), torch.zeros_like(flat[:, 0])),
         )
 
-    def _compose(self, ids: list[str]) -> None:
+    def _set_batch(self, ids: list[str]) -> None:
         requests = self._runner.requests
-        extras: list[Extra] = [requests[i].sampling_params.extra_args[EXTRA] for i in ids]
+        extras: list[ExtraArgs] = [requests[i].sampling_params.extra_args[EXTRA] for i in ids]
         self._ids = list(ids)
         self._table = SamplingTable([extra.sampling for extra in extras])
         self._captures = [row for row, extra in enumerate(extras) if extra.capture]
@@ -222,36 +225,36 @@ class RowSampler:
                 rows = int((tokens[request] != REJECTED).sum())
                 self.captured.extend(logits[starts[request] :][:rows].float().cpu().numpy().copy())
 
-    def _plant(self, params: RowParams, counts: npt.NDArray[np.int32]) -> None:
+    def _inject_faults(self, params: RowParams, counts: npt.NDArray[np.int32]) -> None:
         requests = np.repeat(np.arange(len(counts)), counts + 1)
         for request, position in self._faults:
             hit = (requests == request) & (params.records["position"] == position)
             params.records["key"][hit] ^= np.uint64(1)
 
 
-def right_rows(
+def accept_drafts(
     tokens: npt.NDArray[np.int32],
     logprobs: npt.NDArray[np.float32],
     counts: npt.NDArray[np.int32],
     drafts: npt.NDArray[np.int32],
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Spread what was drawn [rows] over [requests, most drafts + 1]: -1 from the first wrong draft on.
+    """Spread samples [rows] over [requests, most drafts + 1]; -1 after the first rejected draft.
 
-    `counts` [requests] are drafts per request, `drafts` [sum(counts)] the drafts.
+    `counts` [requests] are numbers of drafts, `drafts` [sum(counts)] the drafts themselves.
     """
     requests = np.repeat(np.arange(len(counts)), counts + 1)
     starts = np.cumsum(counts + 1) - counts - 1
     column = np.arange(len(tokens)) - starts[requests]
     width = int(counts.max(initial=0)) + 1
-    drawn = np.full((len(counts), width), REJECTED, np.int32)
-    drawn[requests, column] = tokens
-    said = np.zeros((len(counts), width), np.float32)
-    said[requests, column] = logprobs
-    guessed = np.full((len(counts), width), _NO_DRAFT, np.int32)
-    guessed[requests[column > 0], column[column > 0] - 1] = drafts
-    reached = np.logical_and.accumulate(drawn == guessed, axis=1)
-    drawn[:, 1:][~reached[:, :-1]] = REJECTED
-    return torch.from_numpy(drawn), torch.from_numpy(said)
+    sampled = np.full((len(counts), width), REJECTED, np.int32)
+    sampled[requests, column] = tokens
+    values = np.zeros((len(counts), width), np.float32)
+    values[requests, column] = logprobs
+    drafted = np.full((len(counts), width), _NO_DRAFT, np.int32)
+    drafted[requests[column > 0], column[column > 0] - 1] = drafts
+    accepted = np.logical_and.accumulate(sampled == drafted, axis=1)
+    sampled[:, 1:][~accepted[:, :-1]] = REJECTED
+    return torch.from_numpy(sampled), torch.from_numpy(values)
 
 
 def _draw(logits: torch.Tensor, params: RowParams) -> tuple[torch.Tensor, torch.Tensor]:

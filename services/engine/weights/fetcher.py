@@ -1,16 +1,16 @@
-"""Where an engine finds the weights that an update names: a folder, or a stream that it copies.
+"""Fetches the weights of an update: returns the folder that holds them, copying a stream if necessary.
 
-A source's scheme, as in `spool:v7`, says how a stream is fetched; without one it is a folder.
+A source's scheme, as in `spool:v7`, says how a stream is fetched; without a scheme it is a folder.
 
 Invariants:
-- the spool's own folder is used where this machine sees it, told by its token; else a copy is made, of
-  parts that each came with the right checksum;
-- a copy, of whatever stream, is gone once it is loaded or no longer wanted, however its making ended, and
-  never stands for another source;
-- nothing is copied that cannot be this model (by its size), or does not fit into the temporary folder;
-- a folder lies beneath `engine.weights_root` if that is set, once links are resolved;
-- nothing waits for ever: a stream that brings nothing for `WAIT_SECONDS` is an error;
-- whatever is wrong is an `InvalidField` that names the source.
+- the buffer's own spool folder is used if this machine sees it (it holds the token that the buffer named);
+  otherwise the stream is copied, part by part, each with a checksum;
+- a copy is deleted once it is loaded or no longer needed, also when copying failed, and is never used for
+  another source;
+- a stream is not copied if its size shows that it is not this model, or if it does not fit on the disk;
+- a folder lies in `engine.weights_root` if that is set, once links are resolved;
+- nothing waits for ever: a stream that sends nothing for `WAIT_SECONDS` is an error;
+- every problem is an `InvalidField` that names the source.
 """
 
 from __future__ import annotations
@@ -29,31 +29,31 @@ from seer.common.weights.digest import SPOOL_FILE, SPOOL_NOTES, write_part
 from seer.common.weights.mooncake import SCHEME as MOONCAKE_SCHEME
 from seer.common.weights.safetensors import MAX_HEADER_BYTES
 from seer.services.engine.weights import mooncake_reader
-from seer.services.engine.weights.manifest import beneath
+from seer.services.engine.weights.manifest import resolve_beneath
 
 WAIT_SECONDS = 2 * wire.SPOOL_STALL_SECONDS
-"""Longer than the buffer itself waits for the trainer: it has more to say about the reason."""
+"""Longest wait for the buffer; longer than its own for the trainer, whose error says more."""
 
 ASK_SECONDS = 5.0
-"""Silence after which what is missing is asked for again: an answer may have been lost."""
+"""Wait for an answer before missing parts are requested again: messages can be lost."""
 
 POLL_SECONDS = 0.05
-"""Pause between two looks at a stream that still grows on this machine."""
+"""Pause between two questions about a stream that still grows on this machine."""
 
 Send = Callable[[wire.OpenSpool | wire.ReadSpool], Awaitable[None]]
 
 FETCH: dict[str, Callable[[str, Path], Awaitable[None]]] = {MOONCAKE_SCHEME: mooncake_reader.fetch}
-"""By scheme: writes the stream that the rest of a source names into a file, within its own deadlines.
+"""By scheme: copies the stream that the rest of a source names into a file, within its own deadlines.
 
 Raises `OSError` or `ValueError` saying what failed. The spool's scheme is `WeightFetcher`'s own.
 """
 
 SIZE: dict[str, Callable[[str], int]] = {MOONCAKE_SCHEME: mooncake_reader.size_of}
-"""By scheme: the size of a stream before it is fetched. Raises `ValueError`."""
+"""By scheme: returns the size of a stream before it is fetched. Raises `ValueError`."""
 
 
 class WeightFetcher:
-    """One engine's way to new weights; `send` reaches the buffer, `arrived` takes its answers."""
+    """See the module's docstring. `send` reaches the buffer; give its answers to `arrived`."""
 
     def __init__(self, send: Send, root: str = "") -> None:
         self._send = send
@@ -67,17 +67,17 @@ class WeightFetcher:
         self._copied = ""
 
     def arrived(self, message: wire.SpoolState | wire.SpoolData) -> None:
-        """Take an answer of the buffer; more than was asked for, or too late, is dropped."""
+        """Take an answer of the buffer; late and unexpected ones are dropped."""
         if message.name == self._expected:
             with contextlib.suppress(asyncio.QueueFull):
                 self._answers.put_nowait(message)
 
     async def folder(self, source: str) -> Path:
-        """Return the folder with these weights, whole. Raises `InvalidField`."""
+        """Return the folder with these weights once all of them are there. Raises `InvalidField`."""
         scheme = source.partition(":")[0] + ":"
         if scheme != wire.SPOOL_SCHEME and scheme not in FETCH:
             if self._root:
-                return await asyncio.to_thread(beneath, Path(source), Path(self._root))
+                return await asyncio.to_thread(resolve_beneath, Path(source), Path(self._root))
             return Path(source)
         if source == self._copied and self._copy is not None:
             return Path(self._copy.name)
@@ -91,7 +91,7 @@ class WeightFetcher:
             raise InvalidField("source", source, str(error)) from error
 
     async def discard(self) -> None:
-        """Delete the copy, if there is one; it is deleted also when nobody waits for this."""
+        """Delete the copy, if there is one; cancelling this does not keep it from being deleted."""
         copy, self._copy, self._copied = self._copy, None, ""
         if copy is not None:
             await asyncio.to_thread(copy.cleanup)
@@ -102,7 +102,9 @@ class WeightFetcher:
         self._copy = copy = tempfile.TemporaryDirectory(prefix="seer-weights-", ignore_cleanup_errors=True)
         try:
             if size > (free := shutil.disk_usage(copy.name).free):
-                raise ValueError(f"{size} bytes do not fit into {copy.name} ({free} free): set TMPDIR")
+                raise ValueError(
+                    f"{size} bytes do not fit into {copy.name} ({free} free): set TMPDIR to a larger disk"
+                )
             await fetch(Path(copy.name) / SPOOL_FILE)
         except BaseException:
             await self.discard()
@@ -111,7 +113,7 @@ class WeightFetcher:
         return Path(copy.name)
 
     def _check_size(self, size: int) -> None:
-        """Raise `ValueError` for a stream that cannot be this model: tensors, and a header before them."""
+        """Raise `ValueError` if a stream cannot be this model: a header, then exactly its tensors."""
         least = self.model_bytes + 8
         if self.model_bytes and size and not least <= size <= least + MAX_HEADER_BYTES:
             raise ValueError(f"has {size} bytes: the model's tensors have {self.model_bytes}")
@@ -128,7 +130,7 @@ class WeightFetcher:
     async def _received(self, name: str) -> Path:
         state = await self._state(name)
         self._check_size(state.size)
-        if await asyncio.to_thread(_visible, state):
+        if await asyncio.to_thread(_on_this_machine, state):
             while state.have < state.size:
                 await asyncio.sleep(POLL_SECONDS)
                 state = await self._state(name)
@@ -144,7 +146,7 @@ class WeightFetcher:
         return answer
 
     async def _fetch(self, name: str, size: int, file: Path) -> None:
-        """Copy a stream, a window of it under way at a time."""
+        """Copy a stream part by part, with `SPOOL_WINDOW` parts requested ahead."""
         asked, missing = 0, dict[int, wire.ReadSpool]()
         await asyncio.to_thread(file.touch, 0o600)
         while asked < size or missing:
@@ -162,14 +164,14 @@ class WeightFetcher:
                 await self._ask(missing[part.offset])
 
     async def _ask(self, question: wire.OpenSpool | wire.ReadSpool) -> None:
-        """Ask the buffer; one that reads nothing may stand still: it is asked again as if it were silent."""
+        """Ask the buffer. If it cannot be reached it may only be stopped: it is asked again later."""
         with contextlib.suppress(Unreachable):
             await self._send(question)
 
     async def _next(
         self, questions: Sequence[wire.OpenSpool | wire.ReadSpool]
     ) -> wire.SpoolState | wire.SpoolData:
-        """Return the next answer about a stream; ask again while there is none."""
+        """Return the next answer; repeat the `questions` while there is none. Raises `ValueError`."""
         waited = 0.0
         while waited < WAIT_SECONDS:
             try:
@@ -186,7 +188,8 @@ class WeightFetcher:
         raise ValueError(f"the buffer sent nothing of it for {WAIT_SECONDS:g} s")
 
 
-def _visible(state: wire.SpoolState) -> bool:
+def _on_this_machine(state: wire.SpoolState) -> bool:
+    """Whether the buffer's spool folder is readable here: it holds the token that the buffer named."""
     try:
         return state.token in (Path(state.folder) / SPOOL_NOTES).read_text()
     except (OSError, ValueError):

@@ -1,9 +1,9 @@
 """What weights a model folder holds: names, types, shapes and a digest of their bytes. No torch.
 
 Invariants:
-- the digest follows from the tensors alone: how they are spread over files does not matter;
-- whatever is wrong with a folder is an `InvalidField` that names the file;
-- nothing is believed of a folder that changes after it was read: `Manifest.stamps` tell;
+- the digest depends on the tensors alone, not on how they are spread over files;
+- every problem with a folder is an `InvalidField` that names the file;
+- a folder that changed after it was read is noticed by `Manifest.stamps`;
 - memory is bounded, whatever the size of the model.
 """
 
@@ -24,7 +24,7 @@ _READ_BYTES = 2**22
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """As safetensors has it, e.g. `BF16` and (4096, 128)."""
+    """A tensor's type and shape as safetensors writes them, e.g. `BF16` and (4096, 128)."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -32,9 +32,9 @@ class Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """A folder's tensors by name, and the digest (32 hex characters) of all they hold.
+    """A folder's tensors by name, and the digest (32 hex characters) of their bytes.
 
-    `size`: bytes of all tensors; `stamps`: of the files that were read.
+    `size`: bytes of all tensors; `stamps`: state of the files when they were read.
     """
 
     tensors: dict[str, Tensor]
@@ -43,7 +43,7 @@ class Manifest:
     stamps: tuple[object, ...] = field(default=(), compare=False)
 
 
-def beneath(folder: Path, root: Path) -> Path:
+def resolve_beneath(folder: Path, root: Path) -> Path:
     """Return a folder, links resolved. Raises `InvalidField` unless it and its files lie in `root`."""
     try:
         found, top = folder.resolve(), root.resolve(strict=True)
@@ -53,15 +53,13 @@ def beneath(folder: Path, root: Path) -> Path:
     except (OSError, RuntimeError, ValueError) as error:
         raise InvalidField("source", str(folder), f"cannot be read: {error}") from error
     if outside:
-        fix = (
-            f"{outside[0].name} does not lie in engine.weights_root = {str(root)!r}: give a folder that does"
-        )
+        fix = f"{outside[0].name} is not in engine.weights_root = {str(root)!r}: give a folder that is in it"
         raise InvalidField("source", str(folder), fix)
     return found
 
 
-def inspect(folder: Path, stop: Callable[[], bool] = lambda: False) -> Manifest:
-    """Read a folder's safetensors files, every byte, until `stop` says so. Raises `InvalidField`."""
+def read_manifest(folder: Path, stop: Callable[[], bool] = lambda: False) -> Manifest:
+    """Read a folder's safetensors files, every byte; give up when `stop()` is true. Raises `InvalidField`."""
     try:
         stamps = safetensors.stamps(folder)
         stored = safetensors.stored(folder)
@@ -73,13 +71,15 @@ def inspect(folder: Path, stop: Callable[[], bool] = lambda: False) -> Manifest:
     except ValueError as error:
         raise InvalidField("source", str(folder), f"{error}; give a folder with a whole model") from error
     if len(hashes) < len(stored):
-        raise InvalidField("source", str(folder), "has a tensor in two files; give a folder with one model")
+        raise InvalidField(
+            "source", str(folder), "has the same tensor in two files; give a folder with one model"
+        )
     tensors = {each.name: Tensor(each.dtype, each.shape) for each in stored}
     return Manifest(tensors, digest_of(hashes), sum(each.size for each in stored), stamps)
 
 
 def differences(live: Manifest, new: Manifest) -> str:
-    """Say why a model loaded from `live` cannot take `new`; empty when it can."""
+    """Return why a model loaded from `live` cannot load `new`; empty when it can."""
     for name in sorted(live.tensors.keys() | new.tensors.keys()):
         ours, theirs = live.tensors.get(name), new.tensors.get(name)
         if theirs is None:
@@ -103,7 +103,7 @@ def _hash(stored: Stored, stop: Callable[[], bool]) -> bytes:
             if not data:
                 raise ValueError(f"{stored.file.name} ends within tensor {stored.name}")
             if stop():
-                raise ValueError(f"{stored.file.name} is not wanted any more")
+                raise ValueError(f"{stored.file.name} is not needed any more: the update was cancelled")
             known.update(data)
             left -= len(data)
     return known.digest()

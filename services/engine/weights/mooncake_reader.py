@@ -1,10 +1,10 @@
 """Reads weights from a trainer's memory, with Mooncake's transfer engine, in a process of its own.
 
 Invariants:
-- a call into Mooncake that hangs, or crashes, costs this process and no engine: it cannot be ended,
-  nor the memory be freed that it writes to;
-- nothing waits longer than `SILENCE_SECONDS` for a part; a reader whose engine died ends as well;
-- a file is whole, or `fetch` raises.
+- a call into Mooncake that hangs or crashes takes down the reader process alone, never an engine: within an
+  engine it could not be ended, nor could the memory that it writes to be freed;
+- nothing waits longer than `SILENCE_SECONDS` for a part; a reader ends when its engine died;
+- the file is complete, or `fetch` raises.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from seer.common.errors import SeerError
 from seer.common.weights.mooncake import RegisteredMemory, TransferEngine, open_engine, own_address
 
 PART_BYTES = 2**24
-"""Read at once. On loopback smaller ones are slower; larger ones, or two at a time, are not faster."""
+"""Bytes per read. On loopback smaller ones are slower; larger ones, or two at a time, are not faster."""
 
 SILENCE_SECONDS = 90.0
-"""Longest wait for a part. Mooncake's own over TCP, 61 s for a peer's first answer, then 30, come first."""
+"""Longest wait for a part: longer than Mooncake's own over TCP (61 s for a first answer, then 30)."""
 
 _PART, _DONE = b"part\n", b"done\n"
-"""What the reader says; anything else is why it failed."""
+"""Lines that the reader prints; any other line says why it failed."""
 
 
 def size_of(address: str) -> int:
@@ -43,7 +43,7 @@ def _memory(address: str) -> RegisteredMemory:
     try:
         return msgspec.json.decode(address, type=RegisteredMemory)
     except msgspec.DecodeError as error:
-        raise ValueError(f"is no place in a trainer's memory: {error}") from error
+        raise ValueError(f"is not an address in a trainer's memory: {error}") from error
 
 
 async def fetch(address: str, file: Path) -> None:
@@ -63,7 +63,9 @@ async def fetch(address: str, file: Path) -> None:
             if not line:
                 died = last in (b"", _PART)
                 raise ValueError(
-                    "the reader of its memory died: see the log" if died else last.decode().strip()
+                    "the process that read the trainer's memory died: see the log"
+                    if died
+                    else last.decode().strip()
                 )
             last = line
     except TimeoutError as error:
@@ -79,9 +81,9 @@ async def fetch(address: str, file: Path) -> None:
 
 
 def read(engine: TransferEngine, memory: RegisteredMemory, file: Path) -> None:
-    """Copy a stream, and say so after each part. Raises `OSError`."""
-    room = mmap.mmap(-1, PART_BYTES)
-    view, start = memoryview(room), ctypes.addressof(ctypes.c_char.from_buffer(room))
+    """Copy a stream; print a line after each part. Raises `OSError`."""
+    buffer = mmap.mmap(-1, PART_BYTES)
+    view, start = memoryview(buffer), ctypes.addressof(ctypes.c_char.from_buffer(buffer))
     if code := engine.register_memory(start, PART_BYTES):
         raise OSError(f"Mooncake cannot register {PART_BYTES} bytes (code {code}): see its log")
     opened = os.open(file, os.O_WRONLY | os.O_CREAT, 0o600)
@@ -89,8 +91,8 @@ def read(engine: TransferEngine, memory: RegisteredMemory, file: Path) -> None:
         length = min(PART_BYTES, memory.size - offset)
         if engine.transfer_sync_read(memory.session, start, memory.pointer + offset, length):
             raise OSError(
-                f"the trainer at {memory.session} gave no bytes {offset} to {offset + length}:"
-                " it must be there, hold these weights still, and be reached from this machine"
+                f"the trainer at {memory.session} sent no bytes {offset} to {offset + length}:"
+                " it must be running, still hold these weights, and be reachable from this machine"
             )
         if (written := os.write(opened, view[:length])) < length:
             raise OSError(f"only {written} of {length} bytes fit into {file.parent}")
@@ -101,7 +103,7 @@ def read(engine: TransferEngine, memory: RegisteredMemory, file: Path) -> None:
 
 def main() -> None:
     """Read as the command line says: a `RegisteredMemory` as JSON, and a file."""
-    # Ends this process even within a call, and when its engine is no more.
+    # An alarm ends this process even within a call, and when its engine has died.
     signal.alarm(int(2 * SILENCE_SECONDS))
     text, file = sys.argv[1:]
     try:
@@ -112,7 +114,7 @@ def main() -> None:
     except (OSError, ValueError, SeerError) as error:
         last = " ".join(str(error).split()).encode() + b"\n"
     os.write(1, last)
-    os._exit(0)  # while `engine` is held: taking it down takes a second, or hangs with its calls
+    os._exit(0)  # without destroying `engine`: that takes a second, or hangs like its calls
 
 
 if __name__ == "__main__":

@@ -75,7 +75,7 @@ def judge(
             with _teacher(replace(config, engine=engine)) as backend:
                 for case in cases:
                     if engines[case.cell.name] == engine:
-                        case.own = backend.logits(case.context)[None]
+                        case.own = backend.probe.logits(case.context)[None]
     with _teacher(config) as backend:
         for case in cases:
             _judge(case, report, backend)
@@ -118,7 +118,7 @@ def _evidence(case: _Case, report: Report, backend: VllmBackend, key: int) -> Ev
     from seer.services.engine.vllm.forced_text import logits_by_ways, noisy_values
 
     context, prompt_len, sampling = case.context, len(case.prompt), report.sampling
-    logits = logits_by_ways(backend, context, prompt_len, key, sampling)
+    logits = logits_by_ways(backend.probe, context, prompt_len, key, sampling)
     processed, noisy = noisy_values(logits[0], context, prompt_len, key, sampling)
     ways = logits if case.own is None else np.concatenate([logits, case.own])
     return Evidence(ways, processed, noisy, report.dtype)

@@ -1,9 +1,9 @@
-"""What drafts in a vLLM worker: one group tree per group, fed by the rows that run here and by siblings.
+"""Drafts in a vLLM worker: a suffix tree per group, fed by the rows that run here and by the dgds.
 
 Invariants (tests/unit/test_draft_proposer.py asserts them):
 - a draft never goes beyond its chunk's limit, so it needs no KV block that the chunk has not reserved;
-- nothing here can fail a step: what a tree refuses costs drafts, and is counted;
-- only the rank whose drafts vLLM's scheduler reads drafts at all.
+- no error here fails a step: what a tree refuses costs drafts only, and is counted;
+- only the rank whose drafts vLLM's scheduler reads makes any.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ import numpy.typing as npt
 
 from seer import _native
 from seer.common.policy.draft_budget import Choice, DraftBudget
-from seer.services.engine.vllm.drafts.forks import Forks
-from seer.services.engine.vllm.drafts.scripted import Script
-from seer.services.engine.vllm.requests import EXTRA, Extra
+from seer.services.engine.vllm.drafts.draft_script import DraftScript
+from seer.services.engine.vllm.drafts.path_selector import PathSelector
+from seer.services.engine.vllm.requests import EXTRA, ExtraArgs
 
 if TYPE_CHECKING:
     from vllm.v1.worker.gpu_input_batch import CachedRequestState
@@ -29,14 +29,14 @@ if TYPE_CHECKING:
     from seer.services.dgds.client import StreamDelta
 
 TREE_BYTES = 2**30
-"""Memory of one tree; past it, it learns nothing more."""
+"""Most memory of one tree; a full one takes no more tokens."""
 
 COMMON_TOKENS = 4_000_000
-"""Tokens that the tree of all groups may hold, 70 MB; then it begins anew with what runs."""
+"""Most tokens of the common tree, 70 MB; it is then rebuilt from what runs."""
 
 
 class GroupProposer:
-    """vLLM's `custom_class` proposer; `bind` gives it what vLLM's constructor does not."""
+    """vLLM's `custom_class` proposer; `bind` gives it what vLLM does not pass to the constructor."""
 
     def __init__(self, vllm_config: object) -> None:
         self.counters: Counter[str] = Counter()
@@ -46,21 +46,21 @@ class GroupProposer:
         self._ids: list[str] = []
         self._runner: GPUModelRunner | None = None
         self._choice: Choice | None = None
-        self.forks = Forks(0)
-        self.script: Script | None = None
+        self.path_selector = PathSelector(0)
+        self.script: DraftScript | None = None
         self.budget: DraftBudget | None = None
 
     def load_model(self, model: object) -> None:
-        """Do nothing: there is no model."""
+        """Do nothing: there is no draft model."""
 
-    def bind(self, runner: GPUModelRunner, max_draft: int, forks: Forks) -> None:
+    def bind(self, runner: GPUModelRunner, max_draft: int, path_selector: PathSelector) -> None:
         """Begin to draft, at most `max_draft` tokens a request, for the rows of this runner."""
         self._runner = runner
-        self.forks = forks
+        self.path_selector = path_selector
         rows = runner.max_num_reqs
         self._rows = np.arange(rows, dtype=np.int32)
         self._prompts = np.zeros(rows, np.int32)
-        self._ends = np.zeros(rows, np.int32)  # no draft reaches there: the last token is sampled
+        self._ends = np.zeros(rows, np.int32)  # a draft ends before: the last token is sampled
         self._appended = np.zeros(rows, np.int32)
         self._indexes = np.zeros(rows, np.int64)
         self._names = np.zeros(rows, np.int64)
@@ -73,17 +73,17 @@ class GroupProposer:
     # --- trees ---------------------------------------------------------------------------
 
     def open(self, group: str, prompt: Sequence[int]) -> None:
-        """Begin a group's tree; its requests come after."""
+        """Create a group's tree, if there is none."""
         if group not in self._trees:
             self._trees[group] = _native.GroupTree(prompt, TREE_BYTES)
 
-    def share(self, whole: bool) -> None:
-        """Begin, or end, to draft from what all groups said here where a group's own tree knows less."""
-        self._common = _native.GroupTree((), TREE_BYTES) if whole else None
+    def use_common_tree(self, enabled: bool) -> None:
+        """Use, or do not use, one tree of all groups for drafts where a group's own tree has worse ones."""
+        self._common = _native.GroupTree((), TREE_BYTES) if enabled else None
         self._ids, self._choice = [], None
 
     def feed(self, deltas: Iterable[StreamDelta]) -> None:
-        """Let trees learn what siblings said; those of unknown groups are ignored."""
+        """Add tokens of other responses to the trees; those of unknown groups are ignored."""
         for delta in deltas:
             tree = self._trees.get(delta.group_id)
             if tree is None:
@@ -91,16 +91,16 @@ class GroupProposer:
             try:
                 tree.append(delta.index, delta.previous, delta.tokens)
                 self.counters["fed"] += len(delta.tokens)
-            except ValueError:  # full, or a gap after something refused before
+            except ValueError:  # the tree is full, or there is a gap after something it refused
                 self.counters["refused"] += 1
 
     def forget(self, groups: Iterable[str]) -> None:
-        """Drop trees: of groups that run here no more."""
+        """Drop the trees of groups that no longer run here."""
         for group in groups:
             self._trees.pop(group, None)
             if self.budget is not None:
                 self.budget.forget(group)
-        self._ids, self._choice = [], None  # rows hold trees and places in the budget's tables
+        self._ids, self._choice = [], None  # rows refer to trees and to slots of the budget
 
     # --- drafts --------------------------------------------------------------------------
 
@@ -111,11 +111,11 @@ class GroupProposer:
         token_ids_cpu: npt.NDArray[np.int32],
         slot_mappings: object = None,
     ) -> list[list[int]]:
-        """Return a draft per row; rows of unfinished prefills, which sampled nothing, get none."""
+        """Return a draft per row, empty for rows of unfinished prefills, which sampled nothing."""
         begun = perf_counter()
         try:
             return self._propose(sampled_token_ids, num_tokens_no_spec, token_ids_cpu)
-        except ValueError:  # of an append: the next step shows every tree its rows' whole output again
+        except ValueError:  # from an append: the next step appends every row's whole output again
             self._ids, self._choice = [], None
             self.counters["refused"] += 1
             return [[] for _ in sampled_token_ids]
@@ -135,7 +135,7 @@ class GroupProposer:
         if self._choice is not None:
             self._learn(self._choice, sampled, ids)
         if ids != self._ids:
-            self._compose(ids, runner.requests)
+            self._set_rows(ids, runner.requests)
         if self.script is not None:
             return self._scripted(self.script, sampled, lengths)
         indexes, names, unfinished = self._indexes[:n], self._names[:n], not all(sampled)
@@ -149,54 +149,56 @@ class GroupProposer:
             most[empty] = 0
             indexes = np.where(empty, -1, indexes)
             names = np.where(empty, -1, names)
-        forked = self.budget is not None and self.forks.wanted(n)
+        forked = self.budget is not None and self.path_selector.wanted(n)
         _native.draft_batch(
             self._of_row, indexes, self._rows[:n], tokens, self._prompts, lengths, self._appended[:n],
             most, self._drafts[:n], self._counts[:n], self._parents[:n], self._scores[:n],
-            top_k=self.forks.most_paths if forked else 1, common=self._common, common_ids=names,
+            top_k=self.path_selector.most_paths if forked else 1, common=self._common, common_ids=names,
         )  # fmt: skip
         learnt = lengths[:n] - self._prompts[:n]
         self._appended[:n] = np.where(indexes >= 0, learnt, self._appended[:n]) if unfinished else learnt
         if self.budget is None or not np.count_nonzero(self._counts[:n]):
             return [[] for _ in sampled]
         if forked:
-            self.forks.take(self._drafts[:n], self._scores[:n], self._parents[:n], self._counts[:n])
+            self.path_selector.split_first_paths(
+                self._drafts[:n], self._scores[:n], self._parents[:n], self._counts[:n]
+            )
         choice = self.budget.choose(self._slots[:n], self._scores[:n], self._counts[:n], n, self._high)
         self._choice = choice
         if forked:
-            return self.forks.flat(ids, self.budget, choice, most, self._high)
+            return self.path_selector.flatten(ids, self.budget, choice, most, self._high)
         return [
             row[:count] for row, count in zip(self._drafts[:n].tolist(), choice.keep.tolist(), strict=True)
         ]
 
     def _learn(self, choice: Choice, sampled: list[list[int]], ids: list[str]) -> None:
-        """Tell the budget what became of its last choice, made for the rows `_ids`."""
-        self._choice = None
+        """Tell the budget how many drafts of its last choice, for the rows `_ids`, were accepted."""
+        self._choice, count = None, self.path_selector.accepted
         if ids == self._ids:
-            right = [self.forks.right(i, row) for i, row in zip(ids, sampled, strict=True)]
+            accepted = [count(i, row) for i, row in zip(ids, sampled, strict=True)]
         else:
             row_of = {request_id: row for row, request_id in enumerate(ids)}
-            right = [self.forks.right(i, sampled[row_of[i]]) if i in row_of else -1 for i in self._ids]
+            accepted = [count(i, sampled[row_of[i]]) if i in row_of else -1 for i in self._ids]
         if self.budget is not None:
-            self.budget.learn(choice, np.array(right, np.int32))
+            self.budget.learn(choice, np.array(accepted, np.int32))
 
-    def take_learned(self, group: str) -> tuple[list[int], list[int]]:
-        """Return how many drafted tokens of a group were verified, and right, by cell, since last asked."""
+    def take_acceptance(self, group: str) -> tuple[list[int], list[int]]:
+        """Return how many drafts of a group were verified and accepted since the last call, by cell."""
         return ([], []) if self.budget is None else self.budget.take_learned(group)
 
     def _scripted(
-        self, script: Script, sampled: list[list[int]], lengths: npt.NDArray[np.int32]
+        self, script: DraftScript, sampled: list[list[int]], lengths: npt.NDArray[np.int32]
     ) -> list[list[int]]:
         most = np.minimum(self._ends - lengths, self._drafts.shape[1])[: len(sampled)]
         rows = zip(self._extras, sampled, lengths[: len(sampled)].tolist(), most.tolist(), strict=True)
         return [script.draft(extra, length, room) if new else [] for extra, new, length, room in rows]
 
-    def _compose(self, ids: list[str], requests: Mapping[str, CachedRequestState]) -> None:
-        """Look up the rows' requests: their order changed."""
+    def _set_rows(self, ids: list[str], requests: Mapping[str, CachedRequestState]) -> None:
+        """Look up the requests of the rows, which changed."""
         if self._common is not None and self._common.tokens > COMMON_TOKENS:
-            self.share(whole=True)
+            self.use_common_tree(True)
         before = dict(zip(self._ids, self._appended.tolist(), strict=False))
-        self._extras: list[Extra] = [requests[i].sampling_params.extra_args[EXTRA] for i in ids]
+        self._extras: list[ExtraArgs] = [requests[i].sampling_params.extra_args[EXTRA] for i in ids]
         self._of_row = [self._tree(extra.group) for extra in self._extras]
         for row, (request_id, extra) in enumerate(zip(ids, self._extras, strict=True)):
             self._prompts[row] = extra.prompt_len
@@ -204,9 +206,9 @@ class GroupProposer:
             tree = self._of_row[row]
             learns = tree is not _NO_TREE and tree.bytes < TREE_BYTES
             self._indexes[row] = extra.index if learns else -1
-            # The same for all chunks of a response: what it said before is known then.
+            # The same for all chunks of a response, so that the common tree knows its earlier output.
             self._names[row] = hash((extra.group, extra.index)) & _POSITIVE if extra.group else -1
-            # From the start for a new row: an earlier attempt may have said other things.
+            # A new row's output is appended from its start: an earlier attempt may have had other tokens.
             self._appended[row] = before.get(request_id, 0)
             if self.budget is not None:
                 told = () if request_id in before else extra.acceptance
@@ -222,4 +224,4 @@ class GroupProposer:
 _POSITIVE = 2**63 - 1
 
 _NO_TREE = _native.GroupTree()
-"""Of requests that belong to no group: it stays empty, so they get no drafts."""
+"""Tree of requests without a group: it stays empty, so they get no drafts."""

@@ -1,8 +1,8 @@
-"""KV blocks for verifying several draft paths at once: taken from vLLM's block pool for good.
+"""KV blocks for verifying several draft paths at once, taken out of vLLM's block pool for good.
 
 Invariants (tests/e2e/test_draft_paths.py asserts them):
-- nobody counts scratch blocks: not the scheduler, nor `Capacity`, free blocks or the prefix cache;
-- an engine that cannot verify several paths says so once, and verifies one.
+- scratch blocks are counted nowhere: not by the scheduler, in `Capacity`, free blocks or the prefix cache;
+- an engine that cannot verify several paths logs why, once, and verifies one.
 """
 
 from __future__ import annotations
@@ -15,50 +15,50 @@ from seer.common.process.log import get_logger
 if TYPE_CHECKING:
     from vllm.v1.engine.core import EngineCore
 
-SIBLINGS = 16
-"""Paths beside first ones that have room in a step: they pay in small batches alone."""
+MAX_PATH_ROWS = 16
+"""Most paths in a step besides each request's first: they pay in small batches only."""
 
-MOST_SHARE = 8
-"""At most one block in so many is scratch, where memory decides how many there are."""
+MIN_BLOCKS_PER_SCRATCH = 8
+"""At most one block in so many is scratch, if free memory determines the number of blocks."""
 
 _log = get_logger()
 
 
 def path_blocks(max_draft: int, block_size: int) -> int:
-    """Return the most blocks that a path and the token before it reach into."""
+    """Return the most blocks that the tokens of a path, and the one before it, lie in."""
     return (block_size - 1 + max_draft) // block_size + 1
 
 
 def scratch_blocks(drafts: DraftsConfig | None, block_size: int) -> int:
-    """Return how many KV blocks an engine needs beside those that it was told to have."""
+    """Return how many KV blocks an engine needs in addition to `engine.kv_blocks`."""
     if drafts is None or drafts.max_paths == 1:
         return 0
-    return SIBLINGS * path_blocks(drafts.max_draft, block_size)
+    return MAX_PATH_ROWS * path_blocks(drafts.max_draft, block_size)
 
 
-def take_scratch(core: EngineCore, drafts: DraftsConfig | None, block_size: int) -> list[int]:
-    """Take scratch blocks out of an idle engine's pool, and return their ids; none where of no use."""
+def take_scratch_blocks(core: EngineCore, drafts: DraftsConfig | None, block_size: int) -> list[int]:
+    """Take scratch blocks out of an idle engine's block pool; return their ids, none if of no use."""
     wanted = scratch_blocks(drafts, block_size)
     if not wanted:
         return []
     why = _obstacle(core)
     if why:
-        say_single(why)
+        log_single_path(why)
     pool = core.scheduler.kv_cache_manager.block_pool
-    if core.vllm_config.cache_config.num_gpu_blocks_override is None:  # else they come beside what was told
-        wanted = 0 if why else min(wanted, pool.num_gpu_blocks // MOST_SHARE)
+    if core.vllm_config.cache_config.num_gpu_blocks_override is None:  # else they were added
+        wanted = 0 if why else min(wanted, pool.num_gpu_blocks // MIN_BLOCKS_PER_SCRATCH)
     blocks = pool.get_new_blocks(wanted)
-    pool.num_gpu_blocks -= wanted  # or they would count as used for ever
+    pool.num_gpu_blocks -= wanted  # else they would count as used
     return [] if why else [block.block_id for block in blocks]
 
 
-def say_single(why: str) -> None:
+def log_single_path(why: str) -> None:
     """Log once, at start-up, that this engine verifies one draft path per request."""
     _log.info("one draft path per request", why=why)
 
 
 def _obstacle(core: EngineCore) -> str:
-    """Say why sibling rows cannot work under this configuration of vLLM; empty where they do."""
+    """Return what in vLLM's configuration rules out several paths; empty if nothing does."""
     from vllm.v1.kv_cache_interface import FullAttentionSpec
 
     config = core.vllm_config

@@ -1,12 +1,12 @@
-"""How long a decode step takes with how many drafts: measured on this engine, kept on disk.
+"""How long a decode step takes with how many drafts: measured on this engine at start, kept on disk.
 
 Invariants:
-- a profile is used by engines of the same model shape, device, versions and batch sizes alone; how
-  much KV they have, which the machine's free memory may decide, does not matter;
-- engines that start together on a machine measure one after the other, as steps take longer while another
-  engine measures, too, and those that share a profile measure once;
-- a cache that cannot be read, written or locked costs a measurement, never a start. Who waits for another's
-  for `WAIT_SECONDS` measures itself; a lock ends with the process that holds it.
+- a profile is used only by engines of the same model shape, device, versions and batch sizes; how
+  much KV they have, which may depend on the machine's free memory, does not matter;
+- engines that start together on a machine measure one after the other, since steps take longer while another
+  engine measures; those that share a profile measure once;
+- if the cache cannot be read, written or locked, the engine measures, and starts. It waits at most
+  `WAIT_SECONDS` for another engine's measurement; a lock ends with the process that holds it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 
@@ -30,49 +30,45 @@ from seer.common.policy.draft_costs import StepCosts
 from seer.common.process.log import get_logger
 from seer.common.types import Capacity, SamplingParams
 from seer.services.engine.backend import Chunk
-from seer.services.engine.vllm.drafts.scripted import Script
-
-if TYPE_CHECKING:
-    from vllm.config import VllmConfig
-
-    from seer.services.engine.vllm.backend import VllmBackend
+from seer.services.engine.vllm.core import CoreHandle
+from seer.services.engine.vllm.drafts.draft_script import DraftScript
+from seer.services.engine.vllm.env import cache_folder
+from seer.services.engine.vllm.probe import Probe
 
 PROMPT, LENGTH = 16, 200
-"""Tokens of the measured requests: short contexts, as most are when a rollout begins."""
+"""Prompt and output tokens of the measured requests: short contexts, as at the beginning of a rollout."""
 
 PASSES, WARM, TIMED = 2, 2, 5
-"""Times that the grid is gone through, and steps per point of it.
+"""Passes over the grid, and untimed and timed steps per point.
 
-The least time counts: other work on the machine makes steps longer, for some points more than for others.
+The shortest time counts: other work on the machine makes some steps longer.
 """
 
 PAIR = 3
 """Entries of the shortest flat draft with two paths: one token each, and the separator."""
 
 PAIRS = 21
-"""Comparisons of such a draft with a single path: they differ by less than a step varies."""
+"""Comparisons of such a draft with a single path: the median of so many differences counts."""
 
 WAIT_SECONDS = 120.0
-"""Longest wait for another engine's measurement, which takes seconds: it may have been stopped meanwhile."""
+"""Longest wait for another engine's measurement, which takes seconds unless it was stopped."""
 
 POLL_SECONDS = 0.2
 
 _log = get_logger()
 
 
-def step_costs(
-    backend: VllmBackend, config: VllmConfig, max_draft: int, folder: str, paths: bool
-) -> StepCosts:
+def step_costs(probe: Probe, max_draft: int, folder: str, paths: bool) -> StepCosts:
     """Return the profile of this engine: the cached one, or one measured now (a few seconds).
 
     `paths` says whether it can verify several draft paths of a request.
     """
-    length = min(LENGTH, backend.capacity.max_model_len - PROMPT)
-    batches = _batches(backend.capacity, length)
+    length = min(LENGTH, probe.core.capacity.max_model_len - PROMPT)
+    batches = _batches(probe.core.capacity, length)
     path = (Path(folder) if folder else cache_folder()) / (
-        f"steps-{_key(config, backend, batches, max_draft, paths)}.json"
+        f"steps-{_key(probe.core, batches, max_draft, paths)}.json"
     )
-    return kept(path, lambda: _measure(backend, batches, length, max_draft, paths))
+    return kept(path, lambda: _measure(probe, batches, length, max_draft, paths))
 
 
 def kept(path: Path, measure: Callable[[], StepCosts]) -> StepCosts:
@@ -86,7 +82,7 @@ def kept(path: Path, measure: Callable[[], StepCosts]) -> StepCosts:
         costs = measure()
         _log.info("measured step times", seconds=round(time.monotonic() - begun, 1), kept=str(path))
         try:
-            new = path.with_name(f"{path.name}.{os.getpid()}")  # another machine may write it, too
+            new = path.with_name(f"{path.name}.{os.getpid()}")  # another machine may write the same file
             new.write_bytes(msgspec.json.encode(costs))
             new.replace(path)
         except OSError as error:
@@ -103,12 +99,16 @@ def _read(path: Path) -> StepCosts | None:
 
 @contextlib.contextmanager
 def _alone(file: Path) -> Iterator[None]:
-    """Hold a lock if it can be had."""
+    """Hold a lock, if that is possible."""
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         lock = os.open(file, os.O_WRONLY | os.O_CREAT, 0o666)
     except OSError as error:
-        _log.warning("engines that start together are not kept apart", lock=str(file), error=str(error))
+        _log.warning(
+            "no lock: engines that start together may measure at the same time",
+            lock=str(file),
+            error=str(error),
+        )
         yield
         return
     try:
@@ -129,13 +129,8 @@ def _locked(lock: int) -> bool:
     except BlockingIOError:
         return False
     except OSError as error:  # some network file systems have no locks
-        _log.warning("engines that start together are not kept apart", error=str(error))
+        _log.warning("no lock: engines that start together may measure at the same time", error=str(error))
     return True
-
-
-def cache_folder() -> Path:
-    """Return where what is worth keeping between starts lies, unless told."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "seer"
 
 
 def _batches(capacity: Capacity, length: int) -> list[int]:
@@ -144,13 +139,13 @@ def _batches(capacity: Capacity, length: int) -> list[int]:
     return [2**power for power in range(most.bit_length()) if 2**power <= most]
 
 
-def _key(config: VllmConfig, backend: VllmBackend, batches: list[int], max_draft: int, paths: bool) -> str:
+def _key(core: CoreHandle, batches: list[int], max_draft: int, paths: bool) -> str:
     facts: list[Any] = [
-        (Path(config.model_config.model) / "config.json").read_text(),
-        backend.versions,
+        (Path(core.vllm_config.model_config.model) / "config.json").read_text(),
+        core.versions,
         _device(),
         len(os.sched_getaffinity(0)),
-        backend.capacity.block_size,
+        core.capacity.block_size,
         batches,
         max_draft,
         paths,
@@ -171,56 +166,56 @@ def _device() -> str:
     return next((line for line in lines if line.startswith("model name")), platform.processor())
 
 
-def _measure(backend: VllmBackend, batches: list[int], length: int, max_draft: int, paths: bool) -> StepCosts:
+def _measure(probe: Probe, batches: list[int], length: int, max_draft: int, paths: bool) -> StepCosts:
     drafts = [0, *(2**power for power in range(max_draft.bit_length()) if 2**power <= max_draft)]
     try:
-        passes = [[_line(backend, batch, drafts, length) for batch in batches] for _ in range(PASSES)]
-        sibling = _sibling(backend, length) if paths and max_draft >= PAIR else 0.0
+        passes = [[_line(probe, batch, drafts, length) for batch in batches] for _ in range(PASSES)]
+        sibling = _sibling(probe, length) if paths and max_draft >= PAIR else 0.0
     finally:
-        backend.script_drafts(None)
+        probe.script_drafts(None)
     grid = tuple(tuple(map(min, *lines)) for lines in zip(*passes, strict=True))
     return StepCosts(batches=tuple(batches), drafts=tuple(drafts), grid=grid, sibling=sibling)
 
 
-def _line(backend: VllmBackend, batch: int, drafts: list[int], length: int) -> tuple[float, ...]:
+def _line(probe: Probe, batch: int, drafts: list[int], length: int) -> tuple[float, ...]:
     """Return the seconds of a step of `batch` requests for each number of drafts."""
-    vocab, times = backend.vocab_size, []
+    vocab, times = probe.core.vocab_size, []
     chunks = [_chunk(row, vocab, length) for row in range(batch)]
     for count in drafts:
-        backend.script_drafts(Script(kind="random", vocab=vocab, count=count))
+        probe.script_drafts(DraftScript(kind="random", vocab=vocab, count=count))
         for chunk in chunks:
-            backend.add(chunk)
+            probe.backend.add(chunk)
         seconds = []
         for _ in range(WARM + TIMED):
             begun = time.perf_counter()
-            backend.step()
+            probe.backend.step()
             seconds.append(time.perf_counter() - begun)
         for chunk in chunks:
-            backend.drop(chunk.request_id, chunk.attempt)
+            probe.backend.drop(chunk.request_id, chunk.attempt)
         times.append(min(seconds[WARM:]))
     return tuple(times)
 
 
-def _sibling(backend: VllmBackend, length: int) -> float:
-    """Return the seconds that two paths of a request take longer than one path of as many rows."""
-    vocab, chunk = backend.vocab_size, _chunk(0, backend.vocab_size, length)
+def _sibling(probe: Probe, length: int) -> float:
+    """Return how many seconds longer a step with two paths takes than one with as many drafts on one path."""
+    vocab, chunk = probe.core.vocab_size, _chunk(0, probe.core.vocab_size, length)
     scripts = (
-        Script(kind="random", vocab=vocab, count=PAIR),
-        Script(kind="random", vocab=vocab, count=PAIR // 2, siblings=("random",)),
+        DraftScript(kind="random", vocab=vocab, count=PAIR),
+        DraftScript(kind="random", vocab=vocab, count=PAIR // 2, others=("random",)),
     )
     longer = []
     for _ in range(WARM + PAIRS):
-        backend.add(chunk)
-        backend.step()  # the prefill: too short a chunk would end while it is timed
+        probe.backend.add(chunk)
+        probe.backend.step()  # the prefill
         seconds = []
         for script in scripts:
-            backend.script_drafts(script)
-            backend.step()
+            probe.script_drafts(script)
+            probe.backend.step()
             begun = time.perf_counter()
-            backend.step()
+            probe.backend.step()
             seconds.append(time.perf_counter() - begun)
         longer.append(seconds[1] - seconds[0])
-        backend.drop(chunk.request_id, chunk.attempt)
+        probe.backend.drop(chunk.request_id, chunk.attempt)
     return max(0.0, statistics.median(longer[WARM:]))
 
 

@@ -6,13 +6,13 @@ import os
 from typing import Any
 
 from seer.common.errors import EngineError
-from seer.services.engine.vllm.kv_pool.store import Settings
+from seer.services.engine.vllm.kv_pool.store import StoreSettings
 
 BUFFER_BYTES = 2**24
-"""For copies that Mooncake's client makes; we give it addresses instead."""
+"""Mooncake's buffer for copies, which our calls do not use: they pass addresses."""
 
 
-def open_store(settings: Settings) -> Any:  # noqa: ANN401 - Mooncake has no types
+def open_store(settings: StoreSettings) -> Any:  # noqa: ANN401 - Mooncake has no types
     """Return a connected store. Raises `EngineError`; may block for as long as Mooncake likes."""
     os.environ.setdefault("MC_RPC_TIMEOUT_MS", str(int(settings.call_seconds * 1000)))
     if settings.protocol == "tcp":  # Mooncake would take RDMA wherever it finds a device

@@ -1,12 +1,12 @@
 """vLLM's MooncakeStoreConnector over our guarded store.
 
 Invariants:
-- how KV is keyed, copied, looked up and loaded is vLLM's; how that reaches Mooncake is `GuardedStore`'s;
-- a request waits for nobody: a load that fails is computed instead (`kv_load_failure_policy`), a
-  look-up that is not ready lets others go first;
-- KV, generated tokens' included, is saved when a chunk ends that is to go on, in one go: block by block
-  as vLLM's connector would do, each costs a round trip, and what ends for good is never asked for;
-- KV is pulled, and so saved, only when there is enough of it to be worth the way.
+- vLLM's connector decides how KV is keyed, copied, looked up and loaded; `GuardedStore` talks to Mooncake;
+- no request waits for the pool: if a load fails, its KV is computed (`kv_load_failure_policy`), and while a
+  look-up is not ready, other requests go first;
+- KV, also of generated tokens, is saved at the end of a chunk whose response continues, all at once: vLLM's
+  connector would save block by block, at a round trip each, also for responses that have finished;
+- KV is loaded, and so saved, only if it covers more than `pull_tokens`.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from vllm.v1.request import RequestStatus
 
 from seer.common.config import PoolConfig
 from seer.common.weights.mooncake import own_address
-from seer.services.engine.vllm.kv_pool import shims
+from seer.services.engine.vllm.kv_pool import vllm_patches
 from seer.services.engine.vllm.kv_pool.connect import open_store
-from seer.services.engine.vllm.kv_pool.staging import Regions
-from seer.services.engine.vllm.kv_pool.store import GuardedStore, Settings
+from seer.services.engine.vllm.kv_pool.staging import KvRegions
+from seer.services.engine.vllm.kv_pool.store import GuardedStore, StoreSettings
 from seer.services.engine.vllm.requests import EXTRA
 
 if TYPE_CHECKING:
@@ -47,23 +47,23 @@ class SeerStoreConnector(MooncakeStoreConnector):
     ) -> None:
         extra = vllm_config.kv_transfer_config.kv_connector_extra_config
         self._pull_tokens: int = extra[PULL_TOKENS]
-        settings = msgspec.convert(extra[SETTINGS], Settings)
-        with shims.replaced(lambda: GuardedStore(settings, open_store), extra[LOOKUP]):
+        settings = msgspec.convert(extra[SETTINGS], StoreSettings)
+        with vllm_patches.patched(lambda: GuardedStore(settings, open_store), extra[LOOKUP]):
             super().__init__(vllm_config, role, kv_cache_config)
-        if self.connector_scheduler is not None:  # it loads; what to save is said below
+        if self.connector_scheduler is not None:  # it only loads: we decide what to save
             self.connector_scheduler.kv_role = "kv_consumer"
             self.connector_scheduler.save_decode_cache = False
 
     @property
     def store(self) -> GuardedStore:
-        """The store of a worker's rank."""
+        """The store of this worker's rank."""
         store: GuardedStore = self.connector_worker.store
         return store
 
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        """Return how many tokens the pool has beyond those computed, None while it is asked."""
+        """Return how many tokens the pool has beyond those computed; None until the look-up is done."""
         if request.num_tokens - num_computed_tokens <= self._pull_tokens:
             return 0, False
         found, later = super().get_num_new_matched_tokens(request, num_computed_tokens)
@@ -75,16 +75,16 @@ class SeerStoreConnector(MooncakeStoreConnector):
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, None]:
-        """Save what was computed of a chunk that goes on; its blocks are pinned until they are copied."""
+        """Save the KV of a chunk whose response continues; its blocks are pinned until they are copied."""
         tokens = request.num_computed_tokens // self.connector_scheduler._block_size
         tokens *= self.connector_scheduler._block_size
         ended = request.status == RequestStatus.FINISHED_LENGTH_CAPPED
-        if ended and request.sampling_params.extra_args[EXTRA].goes_on and tokens > self._pull_tokens:
+        if ended and request.sampling_params.extra_args[EXTRA].continues and tokens > self._pull_tokens:
             self._save(request, block_ids, tokens)
         return False, None
 
     def _save(self, request: Request, block_ids: tuple[list[int], ...], tokens: int) -> None:
-        """Queue a save for the next step, as `register_finished_partial_tail` does for Mamba's states."""
+        """Queue a save for the next step, as `register_finished_partial_tail` does for Mamba states."""
         scheduler = self.connector_scheduler
         job, scheduler._next_store_job_id = scheduler._next_store_job_id, scheduler._next_store_job_id + 1
         groups = tuple(block_ids[group].copy() for group in scheduler._store_group_ids)
@@ -105,7 +105,7 @@ class SeerStoreConnector(MooncakeStoreConnector):
         )
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        """Let the store know KV memory as vLLM's connector addresses it."""
+        """Give the store the KV memory, with the addresses that vLLM's connector uses."""
         super().register_kv_caches(kv_caches)
         worker = self.connector_worker
         layout = worker.token_dbs[0].store_layout
@@ -118,10 +118,10 @@ class SeerStoreConnector(MooncakeStoreConnector):
             for start, size in zip(layout.kv_caches_base_addr, layout.block_len, strict=True)
         ]
         self.store.key_prefix = layout._key_prefix
-        self.store.attach(Regions(regions), sum(layout.block_len))
+        self.store.attach(KvRegions(regions), sum(layout.block_len))
 
     def reset_cache(self) -> bool:
-        """Do nothing: another namespace does it, and others use this pool too."""
+        """Do nothing: a new namespace does the same, and other engines use this pool, too."""
         return True
 
 
@@ -133,7 +133,7 @@ def _blocks(flat: dict[int, torch.Tensor], start: int, size: int, blocks: int) -
 
 def transfer_config(pool: PoolConfig) -> dict[str, Any]:
     """Return the fields of vLLM's `KVTransferConfig` for an engine that uses the pool."""
-    settings = Settings(
+    settings = StoreSettings(
         master=pool.master,
         host=pool.host or own_address(pool.master),
         protocol=pool.protocol,
@@ -152,7 +152,7 @@ def transfer_config(pool: PoolConfig) -> dict[str, Any]:
             "lookup_async": True,
             SETTINGS: msgspec.to_builtins(settings),
             PULL_TOKENS: pool.pull_tokens,
-            # Linux's abstract sockets leave no file behind.
+            # An abstract socket (Linux) leaves no file behind.
             LOOKUP: f"ipc://@seer-kv-lookup-{os.getpid()}",
         },
     }

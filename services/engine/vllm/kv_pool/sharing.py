@@ -1,10 +1,10 @@
-"""What one engine shares with others through the pool: under which name, and for how long.
+"""Which engines share KV through the pool, and for how long.
 
 Invariants:
-- engines find each other's KV only if all that it follows from is equal: weight bytes, the model's
+- engines find each other's KV only if everything that it depends on is equal: weight bytes, the model's
   configuration, types, block size, attention backend and its layout, tensor-parallel ranks, and the
   versions that hash blocks;
-- blocks that a finished response alone could use are removed soon after it ends.
+- blocks that only a finished response could use are removed soon after it ends.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 FORGET_BLOCKS = 256
-"""Blocks of finished responses that are removed together."""
+"""Blocks of finished responses are removed this many at a time."""
 
 COUNT_SECONDS = 0.5
-"""Counters are asked of all ranks this often, not at every step."""
+"""How often counters are fetched from all ranks: not at every step."""
 
 Rpc = Callable[..., list[Any]]
 
 
-class Sharing:
-    """Use `rpc(method, **arguments)` to reach every rank's `SeerWorker`."""
+class KvSharing:
+    """One engine's namespace in the pool; `rpc(method, **arguments)` calls every rank's `SeerWorker`."""
 
     def __init__(self, rpc: Rpc, model: Path, config: VllmConfig) -> None:
         import vllm  # only now: its environment is prepared before it is imported
@@ -49,38 +49,38 @@ class Sharing:
                 config.parallel_config.pipeline_parallel_size,
             ],
             "layout": sorted({text for texts in rpc("seer_kv_layout") for text in texts}),
-            # These hash blocks: they must come to the same keys.
+            # They hash blocks: all engines must compute the same keys.
             "versions": [vllm.__version__, *platform.python_version_tuple()[:2]],
             "hash": config.cache_config.prefix_caching_hash_algo,
         }
-        self._forgotten: list[str] = []
+        self._to_remove: list[str] = []
         self._counts: dict[str, int] = {}
         self._counted_at = 0.0
 
     def bind(self, digest: str) -> None:
-        """Share with engines that have the weights of this digest; what was shared before is dropped."""
-        self._forgotten.clear()
+        """Share KV with engines whose weights have this digest, from now on; empty: with none."""
+        self._to_remove.clear()
         facts = msgspec.json.encode({**self._facts, "weights": digest})
         namespace = "seer-" + hashlib.blake2b(facts, digest_size=16).hexdigest() if digest else ""
-        self._rpc("seer_pool_use", namespace=namespace)
+        self._rpc("seer_use_pool_namespace", namespace=namespace)
 
     def finished(self, request: Request, prompt_blocks: int, saved_blocks: int) -> None:
-        """Note that nobody needs a response's blocks any more; those of its prompt, others may.
+        """Have a finished response's blocks removed, without those of its prompt, which others may need.
 
-        `saved_blocks` of it are what chunks before this one may have saved.
+        Its first `saved_blocks` may be in the pool, saved by earlier chunks.
         """
-        self._forgotten += [digest.hex() for digest in request.block_hashes[prompt_blocks:saved_blocks]]
-        if len(self._forgotten) >= FORGET_BLOCKS:
+        self._to_remove += [digest.hex() for digest in request.block_hashes[prompt_blocks:saved_blocks]]
+        if len(self._to_remove) >= FORGET_BLOCKS:
             self.flush()
 
     def flush(self) -> None:
-        """Remove what is noted."""
-        if self._forgotten:
-            self._rpc("seer_pool_forget", hashes=self._forgotten)
-            self._forgotten = []
+        """Remove all noted blocks."""
+        if self._to_remove:
+            self._rpc("seer_remove_from_pool", hashes=self._to_remove)
+            self._to_remove = []
 
     def counts(self) -> dict[str, int]:
-        """Return all ranks' counters, added up; `away` is how many of them leave the pool alone."""
+        """Return the sums of all ranks' counters; `away`: how many ranks do not use the pool now."""
         if time.monotonic() - self._counted_at > COUNT_SECONDS:
             self._counted_at = time.monotonic()
             ranks: list[dict[str, int]] = self._rpc("seer_pool_counts")

@@ -1,10 +1,10 @@
-"""Memory in which KV blocks stop over between the engine and the pool.
+"""Host memory through which KV blocks pass between the engine and the pool.
 
 Invariants:
-- the pool never touches the engine's KV: a call that hangs, and goes on when its blocks belong to
-  others, reads and writes its slots here alone, which nobody else gets until it has returned;
-- a block leaves with a checksum over its bytes and its key, and enters the engine only if it still
-  has it: bytes that are wrong, torn or another key's are a miss.
+- the pool never touches the engine's KV: a call that hangs, and goes on when its blocks belong to other
+  requests, reads and writes its slots here alone, and these are not reused before it has returned;
+- a block is saved with a checksum over its bytes and its key, and loaded only if the checksum is right:
+  bytes that are damaged, incomplete or another key's are a miss.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ import xxhash
 CHECKSUM_BYTES = 16
 
 
-class Regions:
-    """The engine's KV memory, by the addresses under which vLLM's connector speaks of it.
+class KvRegions:
+    """The engine's KV memory, by the addresses that vLLM's connector has for it.
 
-    Addresses are names here, never used: after `sleep` the memory lies elsewhere.
+    Addresses only identify blocks here: after `sleep` the memory lies elsewhere.
     """
 
     def __init__(self, regions: Iterable[tuple[int, torch.Tensor]]) -> None:
@@ -32,19 +32,19 @@ class Regions:
         self._starts = [start for start, _ in self._regions]
 
     def column(self, addresses: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the region that holds one column of addresses, and the blocks [n] that they name."""
+        """Return the region that a column of addresses lies in, and the numbers of their blocks [n]."""
         start, memory = self._regions[bisect_right(self._starts, addresses[0]) - 1]
         blocks, rest = np.divmod(np.asarray(addresses) - start, memory.shape[1])
         if rest.any() or blocks.min() < 0 or blocks.max() >= len(memory):
-            raise ValueError("addresses that are no blocks of one KV region")
+            raise ValueError("these addresses are not blocks of one KV region")
         return memory, torch.from_numpy(blocks).to(memory.device)
 
 
-class Staging:
+class StagingBuffer:
     """`slots` rows of `CHECKSUM_BYTES` and `block_bytes` of data each, in host memory."""
 
     def __init__(self, slots: int, block_bytes: int) -> None:
-        # Pinned, where there is a GPU: copies to and from it are several times faster.
+        # Pinned where there is a GPU: copies are several times faster.
         self._rows = torch.zeros(
             (slots, CHECKSUM_BYTES + block_bytes), dtype=torch.uint8, pin_memory=torch.cuda.is_available()
         )
@@ -69,16 +69,16 @@ class Staging:
         """How many blocks fit at once."""
         return len(self._rows)
 
-    def take(self, count: int, *, leave: int, seconds: float) -> list[int]:
-        """Return that many slots, none after `seconds` in which not so many and `leave` more were free."""
+    def acquire(self, count: int, *, leave: int, seconds: float) -> list[int]:
+        """Return that many slots, as soon as `leave` more are free, too; none after `seconds`."""
         with self._changed:
             if not self._changed.wait_for(lambda: len(self._free) >= count + leave, seconds):
                 return []
             taken, self._free = self._free[:count], self._free[count:]
-        self._bytes[taken, :CHECKSUM_BYTES] = 0  # what lay there before is never taken for what comes
+        self._bytes[taken, :CHECKSUM_BYTES] = 0  # so that old contents have no valid checksum
         return taken
 
-    def give_back(self, slots: Sequence[int]) -> None:
+    def release(self, slots: Sequence[int]) -> None:
         """Free slots that no call uses any more."""
         with self._changed:
             self._free += slots
@@ -88,10 +88,10 @@ class Staging:
         """Return where each slot's row begins."""
         return [self.address + slot * self._rows.shape[1] for slot in slots]
 
-    def fill(
-        self, slots: Sequence[int], keys: Sequence[str], regions: Regions, blocks: Sequence[Sequence[int]]
+    def copy_in(
+        self, slots: Sequence[int], keys: Sequence[str], regions: KvRegions, blocks: Sequence[Sequence[int]]
     ) -> None:
-        """Copy blocks, each a list of the addresses of its parts, into slots."""
+        """Copy KV blocks, each a list of its parts' addresses, into slots, with their checksums."""
         rows = torch.tensor(slots)
         start = CHECKSUM_BYTES
         for column in zip(*blocks, strict=True):
@@ -102,13 +102,13 @@ class Staging:
         for slot, key in zip(slots, keys, strict=True):
             self._bytes[slot, :CHECKSUM_BYTES] = _checksum(self._bytes[slot, CHECKSUM_BYTES:], key)
 
-    def empty(
-        self, slots: Sequence[int], keys: Sequence[str], regions: Regions, blocks: Sequence[Sequence[int]]
+    def copy_out(
+        self, slots: Sequence[int], keys: Sequence[str], regions: KvRegions, blocks: Sequence[Sequence[int]]
     ) -> list[bool]:
-        """Copy what is in slots, if its checksum is right, to where blocks lie; return which were."""
-        sound = [self._is_sound(slot, key) for slot, key in zip(slots, keys, strict=True)]
-        rows = torch.tensor([slot for slot, good in zip(slots, sound, strict=True) if good], dtype=torch.long)
-        wanted = [block for block, good in zip(blocks, sound, strict=True) if good]
+        """Copy slots whose checksum is right to their KV blocks; return which were right."""
+        valid = [self._is_valid(slot, key) for slot, key in zip(slots, keys, strict=True)]
+        rows = torch.tensor([slot for slot, good in zip(slots, valid, strict=True) if good], dtype=torch.long)
+        wanted = [block for block, good in zip(blocks, valid, strict=True) if good]
         start = CHECKSUM_BYTES
         for column in zip(*wanted, strict=True):
             memory, ids = regions.column(column)
@@ -116,10 +116,10 @@ class Staging:
             memory[ids] = self._rows[rows, start:end].to(memory.device)
             start = end
         if self._rows.is_pinned():
-            torch.cuda.current_stream().synchronize()  # the model may read them once this returns
-        return sound
+            torch.cuda.current_stream().synchronize()  # the model may read the blocks once this returns
+        return valid
 
-    def _is_sound(self, slot: int, key: str) -> bool:
+    def _is_valid(self, slot: int, key: str) -> bool:
         checksum, data = np.split(self._bytes[slot], [CHECKSUM_BYTES])
         return bool((checksum == _checksum(data, key)).all())
 

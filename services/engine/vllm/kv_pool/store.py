@@ -1,17 +1,17 @@
-"""A Mooncake store that may be full, slow, away or wrong: to vLLM's connector it only ever misses.
+"""A Mooncake store that may be full, slow, unreachable or wrong: vLLM's connector only sees misses.
 
-`GuardedStore` stands where the connector expects a `MooncakeDistributedStore`.
+`GuardedStore` takes the place of the connector's `MooncakeDistributedStore`.
 
 Invariants:
-- a call that somebody waits for returns, whatever Mooncake does: what failed, or took longer than
-  `call_seconds` (each quarter of the staging memory, where more is moved), is a miss, and counted;
-- while the pool is away (see `calls`) nothing is asked of it;
-- keys begin with a namespace: KV of other weights, types or layouts cannot be found; without one
-  nothing is asked or kept;
-- a put returns once its blocks are copied: a slow pool holds no KV blocks, and a put that finds no
-  room in `Staging` is dropped;
-- nothing is removed but keys and namespaces of our own;
-- a pool that takes nothing for long is said, and when it does again: nothing is dropped in silence.
+- calls return, whatever Mooncake does: a failure, or more than `call_seconds` (for each quarter of the
+  staging buffer, where more is moved), is a miss, and counted;
+- while the pool is away (see `store_calls`) nothing is sent to it;
+- keys begin with a namespace, so that KV of other weights, types or layouts cannot be found; without a
+  namespace nothing is looked up or saved;
+- a put returns once its blocks are copied, so that a slow pool pins no KV blocks; it is dropped if the
+  staging buffer has no room;
+- only keys and namespaces of our own are removed;
+- it is logged when the pool has taken nothing for long, and when it does again.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ import msgspec
 
 from seer.common.errors import EngineError
 from seer.common.process.log import get_logger
-from seer.services.engine.vllm.kv_pool.calls import Away, Calls
-from seer.services.engine.vllm.kv_pool.saves import Saves
-from seer.services.engine.vllm.kv_pool.staging import Regions, Staging
+from seer.services.engine.vllm.kv_pool.save_monitor import SaveMonitor
+from seer.services.engine.vllm.kv_pool.staging import KvRegions, StagingBuffer
+from seer.services.engine.vllm.kv_pool.store_calls import PoolAway, StoreCalls
 
 MISSING, NO_ROOM = -704, -200
 """Mooncake's codes for a key that is not there, and for a full store."""
 
 FULL_SECONDS = 0.2
-"""A full store is spared further puts for so long: it evicts meanwhile."""
+"""Pause in puts after the store was full: it evicts meanwhile."""
 
 _log = get_logger()
 
 
-class Settings(msgspec.Struct, frozen=True, kw_only=True):
-    """Of `config.PoolConfig`, with `host` filled in."""
+class StoreSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """Fields of `config.PoolConfig`; `host` is never empty."""
 
     master: str
     host: str
@@ -54,50 +54,50 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
 class GuardedStore:
     """One rank's store. `connect` returns a ready `MooncakeDistributedStore`, or raises.
 
-    `key_prefix` is what this rank's keys have before a block's hash.
+    `key_prefix` comes before a block's hash in this rank's keys.
     """
 
-    def __init__(self, settings: Settings, connect: Callable[[Settings], Any]) -> None:
+    def __init__(self, settings: StoreSettings, connect: Callable[[StoreSettings], Any]) -> None:
         self.key_prefix = ""
         self._settings = settings
         self._connect = connect
         self._namespace = ""
-        self._staging: Staging | None = None
-        self._calls = Calls(settings.call_seconds, self._connected)
+        self._staging: StagingBuffer | None = None
+        self._calls = StoreCalls(settings.call_seconds, self._open)
         self._full_until = 0.0
-        self._saves, self._saving = Saves(), threading.Lock()
+        self._saves, self._saving = SaveMonitor(), threading.Lock()
 
     # --- for the engine ------------------------------------------------------------------
 
-    def attach(self, regions: Regions, block_bytes: int) -> None:
-        """Say where KV lies, and how many bytes of it a block has on this rank; begin to connect.
+    def attach(self, regions: KvRegions, block_bytes: int) -> None:
+        """Take the KV memory and the bytes of a block on this rank; begin to connect.
 
-        Raises `EngineError` when the staging memory holds too few blocks.
+        Raises `EngineError` when the staging buffer holds fewer than four blocks.
         """
-        room = self._settings.staging_mib * 2**20
-        if room < 4 * block_bytes:
+        size = self._settings.staging_mib * 2**20
+        if size < 4 * block_bytes:
             raise EngineError(
                 f"pool.staging_mib = {self._settings.staging_mib}: one KV block has "
                 f"{block_bytes / 2**20:.1f} MiB; give room for at least four"
             )
         self._regions = regions
-        self._staging = Staging(room // block_bytes, block_bytes)
-        self._calls.tell(lambda store: None)
+        self._staging = StagingBuffer(size // block_bytes, block_bytes)
+        self._calls.write_later(lambda store: None)
 
-    def use(self, namespace: str) -> None:
-        """Go by this namespace from now on; the one before is removed once nobody reads it."""
+    def use_namespace(self, namespace: str) -> None:
+        """Use this namespace from now on; the one before is removed once no lease on it is left."""
         before, self._namespace = self._namespace, namespace
         if before and before != namespace:
-            removal = threading.Timer(self._settings.lease_seconds, self._abandon, [before])
+            removal = threading.Timer(self._settings.lease_seconds, self._remove_namespace, [before])
             removal.daemon = True
             removal.start()
 
-    def forget(self, hashes: Sequence[str]) -> None:
-        """Remove blocks that nobody will ask for, by their hashes in hexadecimal."""
+    def remove(self, hashes: Sequence[str]) -> None:
+        """Remove blocks that nobody needs any more, by their hashes in hexadecimal."""
         if hashes and self._usable:
             keys = [self._key(f"{self.key_prefix}@{digest}") for digest in hashes]
-            # Forced: whoever still reads one sees a wrong checksum at worst.
-            self._calls.tell(lambda store: store.batch_remove(keys, True))
+            # Forced: an engine that still reads one sees a wrong checksum at worst.
+            self._calls.write_later(lambda store: store.batch_remove(keys, True))
 
     def counts(self) -> dict[str, int]:
         """Return totals since the start: `saved_blocks`, `dropped_blocks`, `failures`, `corrupt`; `away`."""
@@ -107,7 +107,7 @@ class GuardedStore:
     # --- what vLLM's connector calls -----------------------------------------------------
 
     def setup(self, *_: object, **__: object) -> int:
-        """Do nothing: our own settings count, and `attach` begins."""
+        """Do nothing: `attach` connects, by our own settings."""
         return 0
 
     def register_buffer(self, address: int, size: int) -> int:
@@ -115,21 +115,23 @@ class GuardedStore:
         return 0
 
     def batch_is_exist(self, keys: Sequence[str]) -> list[int]:
-        """Return 1 for each key that is there, else 0."""
+        """Return 1 for each key that is in the pool, else 0."""
         named = [self._key(key) for key in keys]
         if not self._usable:
             return [0] * len(keys)
         try:
-            codes = self._calls.answer(self._calls.ask(lambda store: store.batch_is_exist(named), len(keys)))
-        except Away:
+            codes = self._calls.wait_for(
+                self._calls.start_read(lambda store: store.batch_is_exist(named), len(keys))
+            )
+        except PoolAway:
             return [0] * len(keys)
-        self._calls.note(codes)
+        self._calls.record(codes)
         return [int(code == 1) for code in codes]
 
     def batch_put_from_multi_buffers(
         self, keys: Sequence[str], blocks: Sequence[Sequence[int]], sizes: object, config: object
     ) -> list[int]:
-        """Copy blocks, each a list of its parts' addresses, and have them put; 0 or `NO_ROOM` for each."""
+        """Copy blocks (lists of their parts' addresses), queue their put; return 0 or `NO_ROOM` for each."""
         done = 0
         for part in _parts(len(keys), self._attached().slots):
             if not self._put([self._key(key) for key in keys[part]], blocks[part], config):
@@ -141,67 +143,67 @@ class GuardedStore:
     def batch_get_into_multi_buffers(
         self, keys: Sequence[str], blocks: Sequence[Sequence[int]], sizes: object
     ) -> list[int]:
-        """Bring blocks to the addresses of their parts; return their bytes, or a negative code, for each."""
+        """Load blocks to the addresses of their parts; return their bytes, or a negative code, for each."""
         result: list[int] = []
         for part in _parts(len(keys), self._attached().slots):
             result += self._get([self._key(key) for key in keys[part]], blocks[part])
         return result
 
     def remove_all(self, force: bool = False) -> int:
-        """Refuse: others use this pool too."""
+        """Refuse: other engines use this pool, too."""
         raise EngineError("a shared pool is never emptied")
 
     def close(self) -> None:
-        """Let go of the pool, after puts under way, within a call's deadline."""
+        """Disconnect after queued puts, within a call's deadline."""
         self._namespace = ""
         self._calls.close()
 
-    # --- behind --------------------------------------------------------------------------
+    # --- internal ------------------------------------------------------------------------
 
     def _key(self, key: str) -> str:
         return f"{self._namespace}/{key}"
 
-    def _attached(self) -> Staging:
+    def _attached(self) -> StagingBuffer:
         if self._staging is None:
-            raise EngineError("the KV pool is used before KV memory is known")
+            raise EngineError("the KV pool was used before `attach`")
         return self._staging
 
     @property
     def _usable(self) -> bool:
         return bool(self._namespace) and self._calls.allowed
 
-    def _abandon(self, namespace: str) -> None:
+    def _remove_namespace(self, namespace: str) -> None:
         """Remove a namespace, unless it is in use again."""
         if namespace != self._namespace:
-            self._calls.tell(lambda store: store.remove_by_regex(f"^{re.escape(namespace)}/"))
+            self._calls.write_later(lambda store: store.remove_by_regex(f"^{re.escape(namespace)}/"))
 
-    def _connected(self) -> Any:  # noqa: ANN401 - Mooncake has no types
+    def _open(self) -> Any:  # noqa: ANN401 - Mooncake has no types
         staging = self._attached()
         store = self._connect(self._settings)
         if code := store.register_buffer(staging.address, staging.size):
-            raise Away(f"Mooncake cannot register {staging.size} bytes (code {code})")
+            raise PoolAway(f"Mooncake cannot register {staging.size} bytes (code {code})")
         _log.info("connected to the KV pool", master=self._settings.master)
         return store
 
-    def _room(self, count: int, leave: int) -> list[int]:
-        """Return that many slots. Raises `Away`."""
+    def _acquire_slots(self, count: int, leave: int) -> list[int]:
+        """Return that many slots of the staging buffer. Raises `PoolAway`."""
         if not self._usable:
-            raise Away
+            raise PoolAway
         seconds = self._calls.seconds
-        slots = self._attached().take(count, leave=leave, seconds=seconds)
+        slots = self._attached().acquire(count, leave=leave, seconds=seconds)
         if not slots:
-            self._calls.failed(f"no room in staging memory for {seconds:g} s")
-            raise Away
+            self._calls.failed(f"the staging buffer had no room for {seconds:g} s")
+            raise PoolAway
         return slots
 
     def _put(self, keys: list[str], blocks: Sequence[Sequence[int]], config: object) -> bool:
-        """Copy blocks and have them put; False when the pool is away, full, or too slow for it."""
+        """Copy blocks and queue their put; False when the pool is away, full, or too slow."""
         staging = self._attached()
         if time.monotonic() < self._full_until:
             return False
         try:
-            slots = self._room(len(keys), leave=staging.slots // 2)  # for gets
-        except Away:
+            slots = self._acquire_slots(len(keys), leave=staging.slots // 2)  # for gets
+        except PoolAway:
             return False
         saved = 0
 
@@ -212,70 +214,72 @@ class GuardedStore:
             saved = sum(code >= 0 for code in codes)
             if NO_ROOM in codes:
                 self._full_until = time.monotonic() + FULL_SECONDS
-            self._calls.note(codes, NO_ROOM)
+            self._calls.record(codes, NO_ROOM)
 
         def done() -> None:
             self._count_saves(saved, len(slots) - saved)
-            staging.give_back(slots)
+            staging.release(slots)
 
         try:
-            staging.fill(slots, keys, self._regions, blocks)
+            staging.copy_in(slots, keys, self._regions, blocks)
         except BaseException:
-            staging.give_back(slots)
+            staging.release(slots)
             raise
-        self._calls.tell(put, after=done)
+        self._calls.write_later(put, after=done)
         return True
 
     def _count_saves(self, saved: int, dropped: int) -> None:
         self._calls.count("saved_blocks", saved)
         self._calls.count("dropped_blocks", dropped)
-        if not self._namespace:  # nobody wants to save
+        if not self._namespace:  # nothing is to be saved now
             return
         with self._saving:
             if saved and self._saves.saved():
                 _log.info("blocks are saved in the KV pool again")
             if dropped and not saved and self._saves.dropped(time.monotonic()):
-                _log.warning("the KV pool takes nothing: all that is saved is dropped", **self.counts())
+                _log.warning("the KV pool takes no blocks: all saves are dropped", **self.counts())
 
     def _get(self, keys: list[str], blocks: Sequence[Sequence[int]]) -> list[int]:
         staging = self._attached()
         try:
-            slots = self._room(len(keys), leave=0)
-        except Away:
+            slots = self._acquire_slots(len(keys), leave=0)
+        except PoolAway:
             return [MISSING] * len(keys)
         lengths, addresses = [staging.row_bytes] * len(slots), staging.addresses(slots)
         try:
-            future = self._calls.ask(lambda store: store.batch_get_into(keys, addresses, lengths), len(keys))
-        except Away:
-            staging.give_back(slots)
+            future = self._calls.start_read(
+                lambda store: store.batch_get_into(keys, addresses, lengths), len(keys)
+            )
+        except PoolAway:
+            staging.release(slots)
             return [MISSING] * len(keys)
         try:
-            codes = self._calls.answer(future)
-        except Away:  # the call may still write to them
-            future.add_done_callback(lambda _: staging.give_back(slots))
+            codes = self._calls.wait_for(future)
+        except PoolAway:  # the call may still write to the slots
+            future.add_done_callback(lambda _: staging.release(slots))
             return [MISSING] * len(keys)
         try:
-            return self._take_in(keys, slots, blocks, codes)
+            return self._copy_out(keys, slots, blocks, codes)
         finally:
-            staging.give_back(slots)
+            staging.release(slots)
 
-    def _take_in(
+    def _copy_out(
         self, keys: list[str], slots: list[int], blocks: Sequence[Sequence[int]], codes: list[int]
     ) -> list[int]:
-        self._calls.note(codes, MISSING)
+        self._calls.record(codes, MISSING)
         came = [i for i, code in enumerate(codes) if code >= 0]
-        sound = self._attached().empty(
+        valid = self._attached().copy_out(
             [slots[i] for i in came], [keys[i] for i in came], self._regions, [blocks[i] for i in came]
         )
-        wrong = [i for i, good in zip(came, sound, strict=True) if not good]
-        if wrong:  # whoever asks next must not find them either
+        wrong = [i for i, good in zip(came, valid, strict=True) if not good]
+        if wrong:  # nobody else must find them
             self._calls.count("corrupt", len(wrong))
-            self._calls.tell(lambda store: store.batch_remove([keys[i] for i in wrong], True))
+            self._calls.write_later(lambda store: store.batch_remove([keys[i] for i in wrong], True))
         return [MISSING if i in wrong else code for i, code in enumerate(codes)]
 
 
 def _parts(count: int, slots: int) -> Iterator[slice]:
-    """Yield parts that use a quarter of the slots, so that copying and transfer overlap."""
+    """Yield slices of a quarter of the slots each, so that copying and transfer overlap."""
     step = max(1, slots // 4)
     for start in range(0, count, step):
         yield slice(start, min(start + step, count))

@@ -1,29 +1,20 @@
-"""The sampler's front: per-row parameters, and one call that draws a token for every row.
+"""What the sampler is told about each row of logits: its request's parameters, key and position.
 
-Invariants:
-- a token is a function of the row's logits, its record and its token history: nothing is kept
-  between calls, and other rows of the batch do not matter;
-- the native kernel (CPU), the Triton kernels (GPU) and the torch implementation (elsewhere) choose
-  the same tokens, bit for bit, as specified in `torch_sampler`;
-- logits are never modified.
+A request is packed once, when it arrives; a batch's table is built when requests come or go; each step
+fills in positions and token histories.
 """
 
 from __future__ import annotations
 
-import functools
-import importlib.util
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
-from seer import _native
-from seer.common.errors import EngineError, InvalidField
+from seer.common.errors import InvalidField
 from seer.common.types import SamplingParams
-from seer.services.engine.vllm.sampling import torch_sampler
 
 RECORD = np.dtype(
     [
@@ -56,16 +47,13 @@ GREEDY_BELOW = 1e-5
 """Temperatures below are greedy, as in vLLM: logits divided by less can overflow float32."""
 
 _RECORD_WORDS = RECORD.itemsize // 8  # structured arrays copy field by field: words are 10 times faster
-_RECORD_BYTES = np.dtype((np.uint8, (RECORD.itemsize,)))
 _EMPTY_INT = np.empty(0, np.int32)
 _EMPTY_FLOAT = np.empty(0, np.float32)
-
-Sampler = Callable[[torch.Tensor, "RowParams"], tuple[torch.Tensor, torch.Tensor]]
 
 
 @dataclass(frozen=True, slots=True)
 class RequestSampling:
-    """How one request is sampled, packed once when it arrives; see `pack`."""
+    """How one request is sampled; see `pack`."""
 
     record: bytes
     stop_ids: tuple[int, ...]
@@ -79,7 +67,7 @@ class RequestSampling:
 
         `key` is its 64-bit noise key (`seer.common.ids.request_key`), `prompt_len` the length of
         the original prompt, whatever the engine now sees as one, and `stop_ids` every token id
-        that ends it: they are masked until `min_tokens` are out. Raises `InvalidField` for a value
+        that ends it: these are masked until `min_tokens` are generated. Raises `InvalidField` for a value
         that `SamplingParams.check` refuses or a bias on a token outside the vocabulary.
         """
         sampling.check()
@@ -152,7 +140,7 @@ class RowParams:
 
 
 class SamplingTable:
-    """The static parameters of one batch composition; build it anew when requests come or go."""
+    """What does not change between the steps of a batch; rebuild it when requests come or go."""
 
     def __init__(self, requests: Sequence[RequestSampling], slots: Sequence[int] | None = None) -> None:
         """Take the requests in row order; `slots` are their rows of the history, 0, 1, ... by default."""
@@ -202,66 +190,3 @@ class SamplingTable:
         records["extra_len"] = draft
         extra = _EMPTY_INT if draft_tokens is None else draft_tokens
         return RowParams(records, self._stop_ids, self._bias_ids, self._bias_values, history, extra)
-
-
-def sample_rows(
-    logits: torch.Tensor, params: RowParams, *, check: bool = True
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Draw one token per row; return tokens int32 [rows] and logprobs float32 [rows].
-
-    `logits` is [rows, vocab] on any device, of any float type, whose values in float32 count; the
-    results are on the same device. Raises `EngineError` for rows that cannot be sampled (NaN or
-    infinite logits, every token masked). That reads the tokens back: with `check=False` nothing
-    waits for the device, and such rows hold token -1 and logprob NaN for a later `check_tokens`.
-    """
-    if len(logits) != len(params.records):
-        raise ValueError(f"logits have {len(logits)} rows, the parameters {len(params.records)}")
-    if logits.device.type == "cpu":
-        return _sample_native(logits, params, check)
-    sample = _triton_sampler() if logits.device.type == "cuda" else torch_sampler.sample
-    tokens, logprobs = sample(logits, params)
-    if check:
-        check_tokens(tokens.cpu().numpy(), params)
-    return tokens, logprobs
-
-
-@functools.cache
-def _triton_sampler() -> Sampler:
-    if importlib.util.find_spec("triton") is None:  # builds of torch for GPUs bring it
-        return torch_sampler.sample
-    from seer.services.engine.vllm.sampling import triton_sampler
-
-    return triton_sampler.sample
-
-
-def _sample_native(logits: torch.Tensor, params: RowParams, check: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    logits = logits.float()
-    if logits.stride(1) != 1:
-        logits = logits.contiguous()
-    tokens, logprobs = _native.sample(
-        logits.numpy(),
-        params.records.view(_RECORD_BYTES),
-        params.stop_ids,
-        params.bias_ids,
-        params.bias_values,
-        params.history,
-        params.extra,
-    )
-    if check:
-        check_tokens(tokens, params)
-    return torch.from_numpy(tokens), torch.from_numpy(logprobs)
-
-
-def check_tokens(tokens: npt.NDArray[np.int32], params: RowParams) -> None:
-    """Raise `EngineError` naming the first row that could not be sampled (token -1)."""
-    if tokens.min(initial=0) >= 0:
-        return
-    bad = np.flatnonzero(tokens < 0)
-    row = int(bad[0])
-    record = params.records[row]
-    where = f"row {row} (key {int(record['key']):#x}, position {int(record['position'])})"
-    raise EngineError(
-        f"{len(bad)} of {len(tokens)} rows cannot be sampled; the first is {where}: its logits hold NaN or "
-        "an infinite maximum, or every token is masked; check the weights, their dtype, and the request's "
-        "logit_bias and temperature"
-    )

@@ -1,9 +1,9 @@
 """Position-keyed Gumbel sampling: the specification, and its implementation in eager torch.
 
-`native/` implements the same specification for CPUs; a token is a function of the logits' bits
-and of the row's parameters, the same on every device. All arithmetic on logits and noise is IEEE
-binary32, every operation rounded on its own (no fused multiply-add), constants rounded from the
-decimals below; `a * b + c` is a product, rounded, then a sum.
+`native/` implements the same specification for CPUs, `triton_sampler.py` for GPUs; a token is a function of
+the logits' bits and of the row's parameters, the same on every device. All arithmetic on logits and noise is
+IEEE binary32, every operation rounded on its own (no fused multiply-add), constants rounded from the decimals
+below; `a * b + c` is a product, rounded, then a sum.
 
 Noise of token t, for a 64-bit key and the token's absolute position p in the sequence
 (original prompt length + output index):
@@ -54,7 +54,7 @@ if TYPE_CHECKING:
 _MASK = 0xFFFFFFFF
 _ROUNDS = 10
 _SLAB_ELEMENTS = 1 << 24
-"""Most logits worked on at once: a dozen temporaries of 8 bytes each stay below 2 GiB."""
+"""Most logits processed at once: a dozen temporaries of 8 bytes each stay below 2 GiB."""
 
 LOG_POLY = (
     7.0376836292e-2, -1.1514610310e-1, 1.1676998740e-1, -1.2420140846e-1, 1.4249322787e-1,

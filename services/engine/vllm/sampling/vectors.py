@@ -1,9 +1,9 @@
-"""Does a sampler draw the reference's tokens on its device? Vectors with known answers.
+"""Test vectors that show whether a sampler returns the reference's tokens on its device.
 
 Invariants:
-- any noise that is one bit off at a token of noise_vectors.json is seen;
-- row_vectors.json holds the reference's draws for rows with every parameter, ties, masked tokens and
-  rows that cannot be sampled; their logits are exact on any machine.
+- noise that is one bit off at any token of noise_vectors.json fails;
+- row_vectors.json holds the reference's samples for rows with every parameter, ties, masked tokens and
+  rows that cannot be sampled; their logits are the same bits on every machine.
 """
 
 from __future__ import annotations
@@ -19,27 +19,28 @@ import torch
 
 from seer.common.errors import EngineError
 from seer.common.types import SamplingParams
-from seer.services.engine.vllm.sampling.rows import RequestSampling, RowParams, Sampler, SamplingTable
+from seer.services.engine.vllm.sampling.rows import RequestSampling, RowParams, SamplingTable
+from seer.services.engine.vllm.sampling.sampler import SampleFunction
 from seer.services.engine.vllm.sampling.torch_sampler import philox_words
 
 _ROWS, _VOCAB = 96, 2_051  # a full block of the GPU's kernel and three tokens
 _LOGPROB_ERROR = 1e-3
-"""Logprobs hold to 1e-5 or so; a wrong distribution is further away."""
+"""Logprobs are accurate to about 1e-5; a wrong distribution is further off."""
 
 
-def self_test(sample: Sampler, device: torch.device | str) -> None:
-    """Raise `EngineError` unless `sample` draws the vectors' tokens.
+def self_test(sample: SampleFunction, device: torch.device | str) -> None:
+    """Raise `EngineError` unless `sample` returns the vectors' tokens.
 
-    `sample` takes logits [rows, vocab] on `device` and `RowParams`, and should be the very path
-    that the engine samples by; it must not raise for rows that cannot be sampled.
+    `sample` takes logits [rows, vocab] on `device` and `RowParams`, and should be the function that the
+    engine itself calls; it must not raise for rows that cannot be sampled.
     """
     _check_noise(sample, device)
     _check_rows(sample, device)
 
 
-def _check_noise(sample: Sampler, device: torch.device | str) -> None:
-    """Two tokens live in each row, their logits the negated noise, so both sum to zero and the
-    lower id wins; with the other's logit one bit higher that one wins.
+def _check_noise(sample: SampleFunction, device: torch.device | str) -> None:
+    """Two tokens of each row are not masked. Their logits are the negated noise: both sums are zero, and
+    the lower id wins; with the other's logit one bit higher, the other wins.
     """
     for case in _vectors("noise"):
         ids = np.array(case["tokens"])
@@ -60,12 +61,12 @@ def _check_noise(sample: Sampler, device: torch.device | str) -> None:
         if len(wrong):
             raise EngineError(
                 f"the sampler on {device} does not reproduce the reference noise: {len(wrong)} of "
-                f"{2 * pairs} draws differ at position {case['position']}; is vLLM using its own sampler "
+                f"{2 * pairs} samples differ at position {case['position']}; is vLLM using its own sampler "
                 "(set VLLM_USE_V2_MODEL_RUNNER=0)?"
             )
 
 
-def _check_rows(sample: Sampler, device: torch.device | str) -> None:
+def _check_rows(sample: SampleFunction, device: torch.device | str) -> None:
     logits, params = row_cases()
     tokens, logprobs = sample(torch.from_numpy(logits).to(device), params)
     vectors = _vectors("row")
@@ -79,7 +80,7 @@ def _check_rows(sample: Sampler, device: torch.device | str) -> None:
         raise EngineError(
             f"the sampler on {device} differs from the reference in {(~equal).sum()} of {len(equal)} rows of "
             f"row_vectors.json: row {row} has token {drawn[row]} with logprob {shown[row]:.4f}, not "
-            f"{expected[row]} with {known[row]:.4f}; its tokens would not be those of other engines"
+            f"{expected[row]} with {known[row]:.4f}; its tokens would differ from other engines'"
         )
 
 
@@ -89,7 +90,7 @@ def _vectors(kind: str) -> list[dict[str, Any]]:
 
 
 def row_cases() -> tuple[npt.NDArray[np.float32], RowParams]:
-    """Return the logits [96, 2051] and parameters whose draws row_vectors.json holds."""
+    """Return the logits [96, 2051] and parameters whose samples row_vectors.json holds."""
     rows = torch.arange(_ROWS)
     words = philox_words(rows, torch.zeros_like(rows), _VOCAB).numpy()
     logits = ((words >> 16) + (words & 0xFFFF) - 0xFFFF).astype(np.float32) * np.float32(2.0**-13)  # +-8

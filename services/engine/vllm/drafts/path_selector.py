@@ -1,9 +1,9 @@
 """Turns the proposer's drafted trees into flat drafts of several paths, where that pays.
 
-Invariants (tests/unit/test_draft_forks.py asserts them):
-- a first path is kept as if there were no others, and what it teaches is what became of it alone;
-- a flat draft is no longer than its request's room, and all siblings have scratch blocks;
-- where no path beside a first paid for a while, none are looked for for a while.
+Invariants (tests/unit/test_draft_path_selector.py asserts them):
+- the first path is chosen as if there were no others, and acceptance is learnt from it alone;
+- a flat draft is no longer than its request allows, and every other path has scratch blocks;
+- after `PAUSE_AFTER_STEPS` steps in which no other path paid, none are tried for `PAUSE_STEPS`.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from seer.common.policy.draft_budget import BARREN_STEPS, HIGH_WEIGHT, REST_STEPS, Choice, DraftBudget
+from seer.common.policy.draft_budget import HIGH_WEIGHT, PAUSE_AFTER_STEPS, PAUSE_STEPS, Choice, DraftBudget
 from seer.common.policy.draft_paths import Fork, join, paths_of, siblings
 
-MOST_BATCH = 8
-"""Requests of a step that may have several paths: with more, rows cost more than paths bring."""
+MAX_BATCH = 8
+"""Largest batch that may have several paths: in larger ones a row costs more than a path saves."""
 
 Ints = npt.NDArray[np.int32]
 
@@ -31,31 +31,33 @@ class _Tree:
     paths: list[list[int]]
 
 
-class Forks:
-    """One worker's choice of siblings: at most `most_paths` a request, `most_siblings` a step."""
+class PathSelector:
+    """Selects at most `most_paths` paths per request, and `max_extra` per step besides first ones."""
 
     most_paths = 1
 
-    def __init__(self, most_siblings: int) -> None:
-        self._most_siblings = most_siblings
+    def __init__(self, max_extra: int) -> None:
+        self._max_extra = max_extra
         self._barren = self._rested = 0
         self._trees: list[_Tree] = []
         self._firsts: dict[str, list[int]] = {}
 
     def wanted(self, batch: int) -> bool:
-        """Say whether to draft trees for a step of `batch` requests; asked once a step, after `right`."""
+        """Whether to draft trees for a step of `batch` requests; call it once a step, after `accepted`."""
         self._firsts = {}
-        if self.most_paths == 1 or batch > MOST_BATCH:
+        if self.most_paths == 1 or batch > MAX_BATCH:
             return False
-        if self._barren >= BARREN_STEPS:
+        if self._barren >= PAUSE_AFTER_STEPS:
             self._rested += 1
-            if self._rested <= REST_STEPS:
+            if self._rested <= PAUSE_STEPS:
                 return False
             self._barren = self._rested = 0
         return True
 
-    def take(self, tokens: Ints, scores: npt.NDArray[np.float32], parents: Ints, counts: Ints) -> None:
-        """Take drafted trees [n, width]; leave their first paths in `tokens`, `scores` and `counts`."""
+    def split_first_paths(
+        self, tokens: Ints, scores: npt.NDArray[np.float32], parents: Ints, counts: Ints
+    ) -> None:
+        """Keep drafted trees [n, width], and cut the arrays to the trees' first paths."""
         self._trees = []
         for row, count in enumerate(counts.tolist()):
             above = parents[row, :count].tolist()
@@ -66,7 +68,7 @@ class Forks:
             tokens[row, : len(first)] = tokens[row, first]
             scores[row, : len(first)] = scores[row, first]
 
-    def flat(
+    def flatten(
         self,
         ids: Sequence[str],
         budget: DraftBudget,
@@ -74,11 +76,11 @@ class Forks:
         most: Ints,
         high: npt.NDArray[np.bool_] | None,
     ) -> list[list[int]]:
-        """Return flat drafts of the trees taken, whose first paths `choice` keeps: `most` entries each."""
+        """Return flat drafts of the kept trees, of at most `most` entries; `choice` cuts the first paths."""
         forks = self._forks(budget, choice, most, high)
         batch = len(ids)
         seconds = budget.seconds(batch, int(most.sum())).tolist()
-        chosen = siblings(forks, seconds, budget.sibling_seconds, batch, self._most_siblings)
+        chosen = siblings(forks, seconds, budget.sibling_seconds, batch, self._max_extra)
         self._barren = 0 if any(chosen) else self._barren + 1
         drafts, self._firsts = [], {}
         for request, tree, fork, others in zip(ids, self._trees, forks, chosen, strict=True):
@@ -88,12 +90,12 @@ class Forks:
             drafts.append(join([first, *([tree.tokens[i] for i in path] for path in others)]))
         return drafts
 
-    def right(self, request: str, sampled: Sequence[int]) -> int:
-        """Return how many tokens of a request's first path were right, given what its last step said."""
+    def accepted(self, request: str, sampled: Sequence[int]) -> int:
+        """Return how many tokens of a request's first path its last step, with tokens `sampled`, accepted."""
         first = self._firsts.get(request)
         if first is None:
             return len(sampled) - 1
-        wrong = (i for i, (guess, said) in enumerate(zip(first, sampled, strict=False)) if guess != said)
+        wrong = (i for i, (draft, token) in enumerate(zip(first, sampled, strict=False)) if draft != token)
         return next(wrong, min(len(first), len(sampled)))
 
     def _forks(
@@ -112,7 +114,7 @@ class Forks:
                     mine[index] = min(mine[index], mine[parent])
             forks.append(
                 Fork(
-                    paths=tree.paths,  # as many as were asked of the tree
+                    paths=tree.paths,  # the tree has at most `most_paths`
                     chances=mine,
                     keep=keep,
                     room=int(most[row]) - keep if keep else 0,
@@ -123,7 +125,7 @@ class Forks:
 
 
 def _places(parents: Sequence[int]) -> list[int]:
-    """Return each token's place in its path."""
+    """Return each token's place in its path, from 0."""
     places: list[int] = []
     for parent in parents:
         places.append(places[parent] + 1 if parent >= 0 else 0)

@@ -1,4 +1,4 @@
-"""What a link to a dgds makes of its answers, and what it keeps to send again."""
+"""What a connection to a dgds makes of its answers, and what it keeps to send again."""
 
 import asyncio
 
@@ -7,27 +7,27 @@ from dgds_system import GROUP, system
 from virtual_time import virtual
 
 from seer.common import wire
-from seer.services.dgds.link import OPEN_SECONDS
-from seer.services.dgds.outputs import OVERHEAD_TOKENS, Outputs
+from seer.services.dgds.connection import OPEN_SECONDS
 from seer.services.dgds.packing import group_digest, pack
+from seer.services.dgds.resend_buffer import OVERHEAD_TOKENS, ResendBuffer
 
 KEY, OTHER, THIRD = (1, 0), (1, 1), (1, 2)
 
 
 def take(client, revision, previous, *tokens, missing=()):
     """Have an answer come; return what of it is told."""
-    (link,) = client._links
+    (connection,) = client._connections
     group = group_digest(GROUP)
-    link._names[group] = GROUP
+    connection._names[group] = GROUP
     deltas = [wire.Delta(group, 0, revision, previous, len(tokens))] if tokens else []
-    link._take(
+    connection._add_deltas(
         wire.Deltas(
             deltas=deltas, tokens=pack(np.array(tokens, np.int32)), question=0, done=0,
             missing=[group] if missing else [],
         )
     )  # fmt: skip
-    fresh, link._fresh = link._fresh, []
-    return [(delta.previous, delta.tokens.tolist()) for delta in fresh]
+    deltas, connection._deltas = connection._deltas, []
+    return [(delta.previous, delta.tokens.tolist()) for delta in deltas]
 
 
 @virtual
@@ -53,10 +53,10 @@ async def test_a_welcome_of_the_same_life_changes_nothing():
             await it.kill()
             await it.start()
             await asyncio.sleep(10)
-        (link,) = client._links
+        (connection,) = client._connections
         take(client, 1, 0, 1)
-        link._join(link._channel.peer)
-        assert link._have
+        connection._welcomed(connection._channel.peer)
+        assert connection._fetched
 
 
 @virtual
@@ -74,7 +74,7 @@ def sent(outputs):
 
 
 def test_what_cannot_be_filled_is_given_up_until_the_dgds_is_another():
-    outputs = Outputs(1000)
+    outputs = ResendBuffer(1000)
     outputs.append(KEY, 1, 5, [1])
     assert sent(outputs) == [(KEY, 5, [1])]
     outputs.rewind(KEY, 1, 0, 1.0)
@@ -88,7 +88,7 @@ def test_what_cannot_be_filled_is_given_up_until_the_dgds_is_another():
 
 
 def test_the_response_that_was_not_added_to_for_longest_is_dropped():
-    outputs = Outputs(3 * OVERHEAD_TOKENS)
+    outputs = ResendBuffer(3 * OVERHEAD_TOKENS)
     for key, previous in ((KEY, 0), (OTHER, 0), (KEY, 1), (THIRD, 0)):
         outputs.append(key, 1, previous, [7])
     assert sorted(key for key, _, _ in sent(outputs)) == [KEY, THIRD]

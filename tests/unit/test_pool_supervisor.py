@@ -18,10 +18,10 @@ from seer.common.pool import ANSWER_SECONDS
 from seer.services.pool import master as master_module
 from seer.services.pool import owner as owner_module
 from seer.services.pool.holder import READY
-from seer.services.pool.keeping import HEALTHY_SECONDS, LONGEST_SECONDS, Absence, keep
 from seer.services.pool.master import PoolMaster
 from seer.services.pool.owner import MISSING_SECONDS, Folder, PoolOwner
 from seer.services.pool.settings import CLIENT_SECONDS, PoolError
+from seer.services.pool.supervisor import HEALTHY_SECONDS, LONGEST_SECONDS, Watchdog, supervise
 
 STOPS = (5.0, 15.0, 45.0, 90.0)
 BACK_SECONDS = 60.0
@@ -134,7 +134,7 @@ async def owner_of(mooncake: Mooncake, monkeypatch: pytest.MonkeyPatch, **settin
 
     monkeypatch.setattr(owner_module.Program, "start", start)
     monkeypatch.setattr(owner_module, "ask_master", mooncake.answer)
-    monkeypatch.setattr(PoolOwner, "_meet_master", there)
+    monkeypatch.setattr(PoolOwner, "_wait_for_master", there)
     owner = PoolOwner(PoolConfig(dram_gib=0.001, **settings), LoopClock())
     await owner.start()
     return owner
@@ -246,7 +246,7 @@ async def test_what_cannot_be_begun_is_tried_for_ever_ever_more_rarely():
         await asyncio.sleep(next(lives, 0.0))
         return "it ended"
 
-    keeper = asyncio.create_task(keep("it", begin, lost, LoopClock()))
+    keeper = asyncio.create_task(supervise("it", begin, lost, LoopClock()))
     await asyncio.sleep(3600.0)
     assert not keeper.done()
     keeper.cancel()
@@ -256,13 +256,18 @@ async def test_what_cannot_be_begun_is_tried_for_ever_ever_more_rarely():
     assert len(tried) < 3600 / LONGEST_SECONDS + 20
 
 
-def test_a_look_that_was_late_is_worth_one_look():
-    absence = Absence(limit=15.0, looked=0.0)
-    assert not absence.gone(1000.0, missing=True)
-    assert not absence.gone(1009.0, missing=True)
-    assert not absence.gone(1010.0, missing=False)
-    assert not absence.gone(1012.0, missing=True)
-    assert [absence.gone(1012.0 + 4 * i, missing=True) for i in range(1, 5)] == [False, False, False, True]
+def test_a_late_probe_counts_as_one_probe():
+    watchdog = Watchdog(limit=15.0, probed=0.0)
+    assert not watchdog.expired(1000.0, missing=True)
+    assert not watchdog.expired(1009.0, missing=True)
+    assert not watchdog.expired(1010.0, missing=False)
+    assert not watchdog.expired(1012.0, missing=True)
+    assert [watchdog.expired(1012.0 + 4 * i, missing=True) for i in range(1, 5)] == [
+        False,
+        False,
+        False,
+        True,
+    ]
 
 
 def test_a_folder_can_be_emptied_while_it_is_held(tmp_path):

@@ -1,7 +1,7 @@
-"""What vLLM's Mooncake connector must be told, in vLLM 0.32, to work on CPUs and over our store.
+"""Patches for vLLM 0.32, so that its Mooncake connector works on CPUs and uses our store.
 
-Everything here replaces a name inside vLLM for this process. `env.prepare` refuses other series of vLLM;
-a name that moved within this one is an error, not a silent default.
+Each replaces a name inside vLLM in this process. `env.prepare` refuses other series of vLLM; a name that is
+missing is an error.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ HASH_SEED = "0"
 
 
 class _NoEvent:
-    """For `torch.cuda.Event`, a fence before saves: a CPU has computed when the step returns."""
+    """Stands for `torch.cuda.Event`, which vLLM waits for before saves: on a CPU, KV is ready by then."""
 
     def record(self) -> None:
         """Do nothing."""
@@ -31,20 +31,20 @@ class _NoEvent:
 
 
 def prepare() -> None:
-    """Set what is read before the connector exists; idempotent."""
-    # Block hashes are keys in the pool: the chain begins alike in every engine.
+    """Set the environment that is read before the connector exists; idempotent."""
+    # Block hashes are keys in the pool: they must be the same in every engine.
     os.environ["PYTHONHASHSEED"] = HASH_SEED
     os.environ.setdefault("MC_LOG_LEVEL", "ERROR")  # read as Mooncake is imported
 
 
 @contextmanager
-def replaced(make_store: Callable[[], Any], lookup_path: str) -> Iterator[None]:
-    """Have a connector that is made meanwhile use our store, and look-ups go through `lookup_path`."""
+def patched(make_store: Callable[[], Any], lookup_path: str) -> Iterator[None]:
+    """Have a connector that is created meanwhile use our store, and `lookup_path` for look-ups."""
     import mooncake.store
 
     if not torch.cuda.is_available():
         torch.cuda.Event = _NoEvent
-    # Read only to call `setup`, which our store answers by its own settings.
+    # vLLM only passes it to `setup`, which our store ignores.
     unused = MooncakeStoreConfig("", "", "", "", mode="standalone-store", global_segment_size=0)
     changes = [
         (mooncake.store, "MooncakeDistributedStore", make_store),

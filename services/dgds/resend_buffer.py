@@ -1,10 +1,10 @@
-"""Outputs an engine keeps until the dgds surely has them: what to send next, what to send again.
+"""Output tokens that an engine keeps until the dgds surely has them, so that they can be sent again.
 
 Invariants:
-- the tokens kept never pass `max_tokens`: the response that was not added to for longest goes whole;
-- `batch` hands out every kept token once, in order per response, until a gap or a new life of the
-  dgds rewinds it;
-- a response whose gap lies in what was dropped is given up: nothing more of it is handed out.
+- the tokens kept never exceed `max_tokens`: the response that got no token for longest is dropped whole;
+- `batch` hands out every kept token once, in order per response; it does so again from where a gap was
+  reported, and from the start after a restart of the dgds;
+- when the dgds lacks tokens that were dropped here, nothing more of that response is handed out.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ RESEND_SECONDS = 1.0
 """A response is rewound at most this often: several gaps may be reported before a re-send arrives."""
 
 OVERHEAD_TOKENS = 128
-"""Charge for a response's objects: about 500 bytes, in tokens of 4 bytes."""
+"""Counted for each response besides its tokens: about 500 bytes of objects, at 4 a token."""
 
 Key = tuple[int, int]
 """Group digest and response index."""
@@ -69,8 +69,8 @@ class _Output:
         return part
 
 
-class Outputs:
-    """See the module's docstring. `counters` are totals."""
+class ResendBuffer:
+    """See the module's docstring. `held` tokens are kept; `counters` are totals."""
 
     def __init__(self, max_tokens: int, counters: Counter[str] | None = None) -> None:
         self.counters: Counter[str] = Counter() if counters is None else counters
@@ -87,7 +87,7 @@ class Outputs:
     def begin(self, key: Key, attempt: int, context: Tokens) -> None:
         """Follow an attempt of a response that has `context` (int32) so far; kept, not copied.
 
-        Who generated the context has sent it; what is still unsent here stays so.
+        The engine that generated `context` has sent it; what this one did not send yet stays unsent.
         """
         known = self._release(key)
         sent = len(context) if known is None else min(known.sent, len(context))

@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 
-from seer.common.policy.draft_budget import BARREN_STEPS, REST_STEPS, Choice, DraftBudget
+from seer.common.policy.draft_budget import PAUSE_AFTER_STEPS, PAUSE_STEPS, Choice, DraftBudget
 from seer.common.policy.draft_costs import StepCosts
 from seer.common.policy.draft_paths import SEPARATOR as S
-from seer.services.engine.vllm.drafts.forks import MOST_BATCH, Forks
+from seer.services.engine.vllm.drafts.path_selector import MAX_BATCH, PathSelector
 
 WIDTH = 8
 # Two paths 10 11 12 and 10 20 21, and a third one, 30.
@@ -26,24 +26,26 @@ class Trees:
         size = len(TOKENS)
         self.tokens[:, :size], self.scores[:, :size], self.parents[:, :size] = TOKENS, SCORES, PARENTS
 
-    def flat(self, forks: Forks, budget: DraftBudget, room: int = WIDTH) -> tuple[Choice, list[list[int]]]:
+    def flatten(
+        self, selector: PathSelector, budget: DraftBudget, room: int = WIDTH
+    ) -> tuple[Choice, list[list[int]]]:
         n = len(self.counts)
-        forks.take(self.tokens, self.scores, self.parents, self.counts)
+        selector.split_first_paths(self.tokens, self.scores, self.parents, self.counts)
         slots = np.array([budget.slot(str(i)) for i in range(n)])
         choice = budget.choose(slots, self.scores, self.counts, n)
         ids = [str(i) for i in range(n)]
-        return choice, forks.flat(ids, budget, choice, np.full(n, room, np.int32), None)
+        return choice, selector.flatten(ids, budget, choice, np.full(n, room, np.int32), None)
 
 
-def made(most_paths: int = 3, most_siblings: int = 16) -> Forks:
-    forks = Forks(most_siblings)
-    forks.most_paths = most_paths
-    return forks
+def made(most_paths: int = 3, max_extra: int = 16) -> PathSelector:
+    selector = PathSelector(max_extra)
+    selector.most_paths = most_paths
+    return selector
 
 
 def test_where_rows_cost_nothing_all_paths_are_drafted():
     trees = Trees()
-    choice, (draft,) = trees.flat(made(), DraftBudget(costs(0.0), WIDTH), room=12)
+    choice, (draft,) = trees.flatten(made(), DraftBudget(costs(0.0), WIDTH), room=12)
     assert draft == [10, 11, 12, S, 10, 20, 21, S, 30]
     assert trees.tokens[0, :3].tolist() == [10, 11, 12]
     assert trees.counts.tolist() == choice.keep.tolist() == [3]
@@ -61,36 +63,36 @@ def test_where_rows_cost_nothing_all_paths_are_drafted():
     ],
 )
 def test_a_flat_draft_is_as_long_as_pays_and_fits(row, sibling, room, most, expected):
-    _, (draft,) = Trees().flat(made(most_siblings=most), DraftBudget(costs(row, sibling), WIDTH), room=room)
+    _, (draft,) = Trees().flatten(made(max_extra=most), DraftBudget(costs(row, sibling), WIDTH), room=room)
     assert draft == expected
 
 
 def test_a_first_path_learns_what_became_of_it_alone():
-    forks = made()
-    assert forks.right("0", [7, 7, 7]) == 2, "it was the only path"
-    Trees().flat(forks, DraftBudget(costs(0.0), WIDTH), room=12)
-    assert forks.right("0", [10, 20, 21, 5]) == 1, "another path won"
-    assert forks.right("0", [10, 11, 12, 5]) == 3
-    assert forks.right("0", [30, 5]) == 0
-    assert forks.wanted(1)
-    assert forks.right("0", [10, 20, 21]) == 2, "in the step after, there were no siblings"
+    selector = made()
+    assert selector.accepted("0", [7, 7, 7]) == 2, "it was the only path"
+    Trees().flatten(selector, DraftBudget(costs(0.0), WIDTH), room=12)
+    assert selector.accepted("0", [10, 20, 21, 5]) == 1, "another path won"
+    assert selector.accepted("0", [10, 11, 12, 5]) == 3
+    assert selector.accepted("0", [30, 5]) == 0
+    assert selector.wanted(1)
+    assert selector.accepted("0", [10, 20, 21]) == 2, "in the step after, there were no siblings"
 
 
 def test_siblings_of_a_step_have_scratch():
-    _, drafts = Trees(4).flat(made(most_siblings=5), DraftBudget(costs(0.0), WIDTH), room=12)
+    _, drafts = Trees(4).flatten(made(max_extra=5), DraftBudget(costs(0.0), WIDTH), room=12)
     assert sum(draft.count(S) for draft in drafts) == 5
     assert all(draft[:3] == [10, 11, 12] for draft in drafts)
 
 
 def test_large_batches_and_single_paths_are_left_alone():
-    assert made().wanted(MOST_BATCH)
-    assert not made().wanted(MOST_BATCH + 1)
+    assert made().wanted(MAX_BATCH)
+    assert not made().wanted(MAX_BATCH + 1)
     assert not made(1).wanted(1)
 
 
 def test_where_no_sibling_pays_none_is_looked_for_for_a_while():
-    forks, budget = made(), DraftBudget(costs(0.0, 9.0), WIDTH)
-    for _ in range(BARREN_STEPS):
-        assert forks.wanted(1)
-        Trees().flat(forks, budget)
-    assert [forks.wanted(1) for _ in range(REST_STEPS + 1)] == [False] * REST_STEPS + [True]
+    selector, budget = made(), DraftBudget(costs(0.0, 9.0), WIDTH)
+    for _ in range(PAUSE_AFTER_STEPS):
+        assert selector.wanted(1)
+        Trees().flatten(selector, budget)
+    assert [selector.wanted(1) for _ in range(PAUSE_STEPS + 1)] == [False] * PAUSE_STEPS + [True]

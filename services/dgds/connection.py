@@ -1,6 +1,6 @@
-"""One engine's connection to one dgds: what `DgdsClient` is made of, with its invariants.
+"""One engine's connection to one dgds process. A `DgdsClient` has one per shard; its invariants hold here.
 
-Groups are digests here (see `packing`).
+Groups are named by their digests (see `packing`).
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from seer.common.errors import SeerError, Unreachable
 from seer.common.net.channel import Channel, Identity
 from seer.common.net.transport.base import Transport
 from seer.common.process.log import get_logger
-from seer.services.dgds.outputs import Outputs
 from seer.services.dgds.packing import pack, unpack
+from seer.services.dgds.resend_buffer import ResendBuffer
 
 MAX_BATCH_TOKENS = 2**18
-"""Tokens in one message: 768 KiB; only re-sends come near."""
+"""Most tokens in one message: 768 KiB; only re-sends reach it."""
 
 MAX_FETCH_GROUPS = 1000
 """Groups asked for in one message; a larger fetch asks several times."""
@@ -32,7 +32,7 @@ MAX_GROUPS = 10_000
 """Groups whose registration is remembered, to repeat it to a dgds that was restarted."""
 
 OPEN_SECONDS = 10.0
-"""Longest handshake before the dgds counts as absent for now."""
+"""Longest handshake; after that the dgds counts as absent until the next try."""
 
 RETRY_SECONDS = 1.0
 """Pause before an absent dgds is tried again."""
@@ -48,8 +48,8 @@ class StreamDelta:
     tokens: wire.Tokens
 
 
-class Link:
-    """See the module's docstring. `counters` may be shared with other links."""
+class DgdsConnection:
+    """Sends what `outputs` holds, and fetches deltas. `counters` may be shared with other connections."""
 
     def __init__(
         self,
@@ -61,7 +61,7 @@ class Link:
         max_retained_tokens: int,
         counters: Counter[str],
     ) -> None:
-        self.outputs = Outputs(max_retained_tokens, counters)
+        self.outputs = ResendBuffer(max_retained_tokens, counters)
         self._counters = counters
         self._channel: Channel[wire.EngineToDgds, wire.DgdsToEngine] = Channel(
             transport, endpoint, identity, wire.DgdsToEngine, clock
@@ -71,19 +71,19 @@ class Link:
         self._log = get_logger()
         self._groups: OrderedDict[int, tuple[int, float]] = OrderedDict()
         self._registering: dict[int, None] = {}
-        self._some, self._urgent = asyncio.Event(), asyncio.Event()
-        self._present = False
-        self._life: int | None = None
+        self._to_send, self._send_now = asyncio.Event(), asyncio.Event()
+        self._connected = False
+        self._incarnation: int | None = None
         self._names: dict[int, str] = {}
-        self._have: dict[int, dict[int, tuple[int, int]]] = {}
-        self._fresh: list[StreamDelta] = []
+        self._fetched: dict[int, dict[int, tuple[int, int]]] = {}
+        self._deltas: list[StreamDelta] = []
         self._fetching, self._answered = asyncio.Lock(), asyncio.Event()
-        self._question = self._done = 0
+        self._question = self._groups_answered = 0
 
     # --- writing -------------------------------------------------------------------------
 
     def register(self, group: int, prompt: int, ttl_seconds: float) -> None:
-        """Have a group kept; repeated to every new life of the dgds."""
+        """Register a group; repeated whenever the dgds was restarted."""
         if self._groups.get(group) == (prompt, ttl_seconds):
             self._groups.move_to_end(group)
             return
@@ -93,13 +93,13 @@ class Link:
             dropped, _ = self._groups.popitem(last=False)
             self._registering.pop(dropped, None)
             self._counters["dropped_registrations"] += 1
-        self._some.set()
+        self._to_send.set()
 
     def changed(self, unsent: int) -> None:
-        """Have `outputs` flushed soon, at once if one response has `unsent` tokens enough."""
-        self._some.set()
+        """Flush `outputs` soon, or at once if a response has `flush_tokens` or more `unsent` ones."""
+        self._to_send.set()
         if unsent >= self._config.flush_tokens:
-            self._urgent.set()
+            self._send_now.set()
 
     # --- connection ----------------------------------------------------------------------
 
@@ -108,7 +108,7 @@ class Link:
         absent = False
         while True:
             try:
-                self._join(await self._channel.open(OPEN_SECONDS))
+                self._welcomed(await self._channel.open(OPEN_SECONDS))
                 async with asyncio.TaskGroup() as tasks:
                     tasks.create_task(self._listen())
                     tasks.create_task(self._flush_for_ever())
@@ -117,7 +117,7 @@ class Link:
                     self._log.warning("dgds absent, running on without it", error=str(group.exceptions[0]))
                 absent = True
                 self._counters["absences"] += 1
-            self._present = False
+            self._connected = False
             task = asyncio.current_task()
             if task is not None and task.cancelling():
                 # A task group that fails while it is cancelled reports the failure alone (before 3.13).
@@ -128,60 +128,60 @@ class Link:
         """Send what is unsent if the dgds is there, say goodbye and disconnect. Never raises."""
         try:
             async with asyncio.timeout(seconds):
-                if self._present:
+                if self._connected:
                     await self._flush()
                     await self._channel.send(wire.Goodbye())
         except (TimeoutError, Unreachable):
             self._counters["absences"] += 1
-        self._present = False
+        self._connected = False
         self._channel.close()
 
-    def _join(self, welcome: wire.Welcome) -> None:
-        self._present = True
-        if welcome.incarnation == self._life:
+    def _welcomed(self, welcome: wire.Welcome) -> None:
+        self._connected = True
+        if welcome.incarnation == self._incarnation:
             return
-        self._have.clear()
-        if self._life is not None:
+        self._fetched.clear()
+        if self._incarnation is not None:
             self._registering.update(dict.fromkeys(self._groups))
             self.outputs.rewind_all()
-            self._some.set()
-        self._life = welcome.incarnation
+            self._to_send.set()
+        self._incarnation = welcome.incarnation
 
     async def _listen(self) -> None:
         while True:
             match await self._channel.recv():
                 case wire.AppendGaps() as found:
-                    self._fill(found.gaps)
+                    self._resend(found.gaps)
                 case wire.Deltas() as deltas:
-                    self._take(deltas)
+                    self._add_deltas(deltas)
                 case wire.Welcome() as welcome:
-                    self._join(welcome)
+                    self._welcomed(welcome)
                 case wire.NotTaken() as refusal:
                     if not self._counters["refused"]:
                         self._log.warning("the dgds refused a message", problem=refusal.problem)
                     self._counters["refused"] += 1
 
-    def _fill(self, gaps: Iterable[wire.Gap]) -> None:
+    def _resend(self, gaps: Iterable[wire.Gap]) -> None:
         for gap in gaps:
             self.outputs.rewind((gap.group, gap.index), gap.attempt, gap.have, self._clock.now())
-            if gap.have == 0 and gap.group in self._groups:  # it may have dropped the group
+            if gap.have == 0 and gap.group in self._groups:  # it may have dropped the whole group
                 self._registering[gap.group] = None
-        self._some.set()
-        self._urgent.set()
+        self._to_send.set()
+        self._send_now.set()
 
     async def _flush_for_ever(self) -> None:
         while True:
-            await self._some.wait()
+            await self._to_send.wait()
             try:
                 async with asyncio.timeout(self._config.flush_seconds):
-                    await self._urgent.wait()
+                    await self._send_now.wait()
             except TimeoutError:
                 pass
             await self._flush()
 
     async def _flush(self) -> None:
-        self._some.clear()
-        self._urgent.clear()
+        self._to_send.clear()
+        self._send_now.clear()
         registering = [(group, *self._groups[group]) for group in self._registering]
         self._registering = {}
         for seconds in {ttl for _, _, ttl in registering}:
@@ -206,55 +206,55 @@ class Link:
             self._names.update(names)
             try:
                 async with asyncio.timeout(seconds):
-                    await self._ask(list(names), own)
+                    await self._send_fetches(list(names), own)
             except (TimeoutError, Unreachable):
                 self._counters["unanswered_fetches"] += 1
-            fresh, self._fresh = self._fresh, []
-            return fresh
+            deltas, self._deltas = self._deltas, []
+            return deltas
 
     def forget(self, group: int) -> None:
         """Stop remembering what was fetched of this group."""
-        self._have.pop(group, None)
+        self._fetched.pop(group, None)
         name = self._names.pop(group, None)
-        self._fresh = [delta for delta in self._fresh if delta.group_id != name]
+        self._deltas = [delta for delta in self._deltas if delta.group_id != name]
 
-    async def _ask(self, groups: list[int], own: Mapping[int, Collection[int]]) -> None:
-        while groups and self._present:
+    async def _send_fetches(self, groups: list[int], own: Mapping[int, Collection[int]]) -> None:
+        while groups and self._connected:
             self._answered.clear()
             self._question += 1
             await self._channel.send(
                 wire.Fetch(
                     groups=[
-                        wire.FetchGroup(group, self._have.get(group, {}), sorted(own.get(group, ())))
+                        wire.FetchGroup(group, self._fetched.get(group, {}), sorted(own.get(group, ())))
                         for group in groups[:MAX_FETCH_GROUPS]
                     ],
                     question=self._question,
                 )
             )
             await self._answered.wait()
-            groups = groups[self._done :]
+            groups = groups[self._groups_answered :]
 
-    def _take(self, answer: wire.Deltas) -> None:
+    def _add_deltas(self, answer: wire.Deltas) -> None:
         tokens, start = unpack(answer.tokens), 0
         for item in answer.deltas:
             part = tokens[start : start + item.count]
             start += item.count
             if item.group in self._names and len(part) == item.count:
-                self._apply(item, part)
+                self._add_delta(item, part)
         for group in answer.missing:
-            self._have.pop(group, None)
+            self._fetched.pop(group, None)
         if answer.question == self._question:
-            self._done = answer.done
+            self._groups_answered = answer.done
             self._answered.set()
 
-    def _apply(self, item: wire.Delta, tokens: wire.Tokens) -> None:
-        have = self._have.setdefault(item.group, {})
+    def _add_delta(self, item: wire.Delta, tokens: wire.Tokens) -> None:
+        have = self._fetched.setdefault(item.group, {})
         revision, length = have.get(item.index, (0, 0))
-        # A late answer may repeat what an earlier one brought; a revision only ever grows.
+        # A late answer may repeat an earlier one; revisions only grow.
         known = length - item.previous if item.revision == revision else 0
         repeated = item.revision == revision and item.count <= known
         if repeated or item.revision < revision or item.previous > length:
             return
         have[item.index] = (item.revision, item.previous + item.count)
         name = self._names[item.group]
-        self._fresh.append(StreamDelta(name, item.index, item.previous + known, tokens[known:]))
+        self._deltas.append(StreamDelta(name, item.index, item.previous + known, tokens[known:]))

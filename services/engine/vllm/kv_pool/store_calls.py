@@ -1,9 +1,9 @@
-"""Calls of a Mooncake store that may fail, hang or be away.
+"""Calls to a Mooncake store that may fail, hang or be unreachable.
 
 Invariants:
-- whoever waits for an answer has it, or `Away`, within `seconds`;
-- nothing is asked while the pool is away: for a pause after a failure (`Breaker`), and while a call
-  has been under way for longer than `seconds`;
+- `wait_for` returns within `seconds`, or raises `PoolAway`;
+- no call begins while the pool is away: during a pause after a failure (`CircuitBreaker`), and while a call
+  has been running for longer than `seconds`;
 - every failure is counted.
 """
 
@@ -19,68 +19,68 @@ from queue import Full
 from typing import Any
 
 from seer.common.process.log import get_logger
-from seer.services.engine.vllm.kv_pool.breaker import Breaker
-from seer.services.engine.vllm.kv_pool.lane import Lane
+from seer.services.engine.vllm.kv_pool.call_thread import CallThread
+from seer.services.engine.vllm.kv_pool.circuit_breaker import CircuitBreaker
 
 _log = get_logger()
 
 
-class Away(Exception):  # noqa: N818 - what it says of the pool
-    """The pool did not answer, or is being left alone."""
+class PoolAway(Exception):  # noqa: N818 - a state of the pool
+    """The pool did not answer, or is not used for a while after it failed."""
 
 
-class Calls:
-    """Calls of the store that `connect` returns: one thread for those waited for, one for others."""
+class StoreCalls:
+    """Calls to the store that `connect` returns: reads on one thread, writes on another."""
 
     def __init__(self, seconds: float, connect: Callable[[], Any]) -> None:
         self.seconds = seconds
         self._connect = connect
         self._store: Any = None
         self._closed = False
-        self._reads, self._writes = Lane("kv-pool-reads"), Lane("kv-pool-writes")
-        self._breaker = Breaker()
+        self._reads, self._writes = CallThread("kv-pool-reads"), CallThread("kv-pool-writes")
+        self._breaker = CircuitBreaker()
         self._counts: Counter[str] = Counter()
         self._counting = threading.Lock()
 
     @property
     def connected(self) -> bool:
-        """Whether there is a store to ask."""
+        """Whether the store is connected."""
         return self._store is not None
 
     @property
     def allowed(self) -> bool:
-        """Whether the pool may be asked: no pause, no call that hangs."""
+        """Whether calls may begin: no pause, and no call that hangs."""
         now = time.monotonic()
-        hangs = any(lane.busy_since + self.seconds < now for lane in (self._reads, self._writes))
+        hangs = any(thread.busy_since + self.seconds < now for thread in (self._reads, self._writes))
         return not hangs and self._breaker.allows(now)
 
-    def ask(self, call: Callable[[Any], list[int]], count: int) -> Future[list[int]]:
-        """Begin a call of the store that gives so many codes. Raises `Away`."""
+    def start_read(self, call: Callable[[Any], list[int]], count: int) -> Future[list[int]]:
+        """Begin a read that returns `count` codes. Raises `PoolAway`."""
         store = self._store
         if store is None or not self.allowed:
-            raise Away
+            raise PoolAway
 
         def read() -> list[int]:
             codes = call(store)
             if len(codes) != count:
-                raise Away(f"{len(codes)} answers to {count} questions")
+                raise PoolAway(f"Mooncake returned {len(codes)} codes for {count} keys")
             return codes
 
         try:
             return self._reads.submit(read)
         except Full as error:
-            raise Away from error
+            raise PoolAway from error
 
-    def answer(self, future: Future[list[int]]) -> list[int]:
-        """Return what a call gave. Raises `Away`."""
+    def wait_for(self, future: Future[list[int]]) -> list[int]:
+        """Return the codes of a read. Raises `PoolAway`."""
         try:
             return future.result(self.seconds)
         except Exception as error:
             self.failed(error if future.done() else f"no answer in {self.seconds:g} s")
-            raise Away from error
+            raise PoolAway from error
 
-    def tell(self, call: Callable[[Any], object], after: Callable[[], object] = lambda: None) -> None:
-        """Have a call made later, unless the pool is away then; nobody waits. Then `after`, in any case."""
+    def write_later(self, call: Callable[[Any], object], after: Callable[[], object] = lambda: None) -> None:
+        """Queue a write, which is skipped if the pool is away then; `after` is called in any case."""
 
         def write() -> None:
             try:
@@ -98,22 +98,22 @@ class Calls:
             self._writes.submit(write)
         except Full:
             after()
-            self.failed("too many calls wait for it")
+            self.failed("too many writes are queued")
 
-    def note(self, codes: Sequence[int], *harmless: int) -> None:
-        """Take codes as a success, or as a failure where one is negative and not harmless."""
+    def record(self, codes: Sequence[int], *harmless: int) -> None:
+        """Count codes as a success, or as a failure if one is negative and not `harmless`."""
         bad = Counter(code for code in codes if code < 0 and code not in harmless)
         if bad:
-            self.failed(f"Mooncake says {bad.most_common(1)[0][0]}")
+            self.failed(f"Mooncake returned code {bad.most_common(1)[0][0]}")
         else:
-            self._breaker.worked()
+            self._breaker.succeeded()
 
     def failed(self, why: object) -> None:
-        """Count a failure, and leave the pool alone for a while."""
+        """Count a failure, and begin a pause."""
         now = time.monotonic()
         self.count("failures", 1)
         if self._breaker.allows(now):
-            _log.warning("the KV pool failed: left alone for a while", why=str(why))
+            _log.warning("the KV pool failed: not used for a while", why=str(why))
         self._breaker.failed(now)
 
     def count(self, name: str, number: int) -> None:
@@ -127,7 +127,7 @@ class Calls:
             return dict(self._counts)
 
     def close(self) -> None:
-        """Let go of the store, after what is under way, within `seconds`."""
+        """Close the store after queued writes; wait `seconds` at most."""
         with suppress(Full):
             wait([self._writes.submit(self._end)], self.seconds)
 

@@ -1,7 +1,7 @@
-"""Calls that may hang, made on a thread of their own.
+"""A thread for calls that may hang.
 
-`concurrent.futures` would do but for one thing: at exit it joins its threads, and with them the call
-that hangs.
+Unlike the threads of `concurrent.futures`, it is not joined when the process exits: a call that hangs would
+keep the process from ending.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from typing import TypeVar
 T = TypeVar("T")
 
 MAX_WAITING = 1024
-"""Bound on calls that wait for their turn; what they hold is bounded by the staging memory."""
+"""Most queued calls; the memory that they hold is bounded by the staging buffer."""
 
 
-class Lane:
-    """One daemon thread that makes one call after the other.
+class CallThread:
+    """A daemon thread that makes one call after the other.
 
-    `busy_since` is when the call under way began, in monotonic seconds; infinite when there is none.
+    `busy_since`: when the running call began, in monotonic seconds; infinite if none is running.
     """
 
     def __init__(self, name: str) -> None:
@@ -32,13 +32,13 @@ class Lane:
         threading.Thread(target=self._run, name=name, daemon=True).start()
 
     def submit(self, call: Callable[[], T]) -> Future[T]:
-        """Have a call made. Raises `queue.Full` when too many wait."""
+        """Queue a call. Raises `queue.Full` when `MAX_WAITING` are queued."""
         future: Future[T] = Future()
 
         def make() -> None:
             try:
                 future.set_result(call())
-            except Exception as error:  # noqa: BLE001 - whatever a native call raises is its caller's
+            except Exception as error:  # noqa: BLE001 - the caller gets whatever a native call raises
                 future.set_exception(error)
 
         self._calls.put_nowait(make)
@@ -50,4 +50,4 @@ class Lane:
             self.busy_since = time.monotonic()
             call()
             self.busy_since = math.inf
-            del call  # with what it holds, while there is nothing to do
+            del call  # frees what it holds

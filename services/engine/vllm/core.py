@@ -1,0 +1,198 @@
+"""vLLM's engine core, in this process: its requests, its KV blocks, its workers.
+
+Invariants:
+- workers are reached by `collective_rpc` alone, so that any number of tensor-parallel ranks does the same;
+- in the engine process, vLLM's private attributes are used here, in `loading`, `drafts/scratch_blocks` and
+  `kv_pool` alone.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from seer.common.config import DraftsConfig, SharedConfig
+from seer.common.errors import EngineError
+from seer.common.types import Capacity
+from seer.services.engine.vllm.drafts.scratch_blocks import take_scratch_blocks
+from seer.services.engine.vllm.loading import MAX_VLLM_TEXT, eos_ids
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+    from vllm.config import VllmConfig
+    from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest
+    from vllm.v1.engine.core import EngineCore
+    from vllm.v1.engine.core_client import InprocClient
+    from vllm.v1.request import Request
+
+
+class CoreHandle:
+    """A loaded engine core; call `describe` before anything but `close`.
+
+    `scratch`: ids of KV blocks for verifying several draft paths. `eos_ids` end a response. `tokenizer` is
+    None for a model folder without tokenizer.json.
+    """
+
+    def __init__(self, client: InprocClient, rpc_seconds: float) -> None:
+        self._client: InprocClient | None = client
+        self._rpc_seconds = rpc_seconds
+        self.scratch: list[int] = []
+
+    def describe(self, shared: SharedConfig, drafts: DraftsConfig | None) -> None:
+        """Take scratch blocks, then read what the engine can hold. Raises `EngineError`."""
+        from vllm.tokenizers import cached_tokenizer_from_config
+
+        self.scratch = take_scratch_blocks(self.engine_core, drafts, shared.block_size)
+        config = self.vllm_config
+        self.vocab_size: int = config.model_config.get_vocab_size()
+        tokenizer = cached_tokenizer_from_config(config.model_config)
+        self.eos_ids = eos_ids(config, tokenizer)
+        self.tokenizer: Tokenizer | None = getattr(tokenizer, "backend_tokenizer", None)
+        self._block_pool = self.engine_core.scheduler.kv_cache_manager.block_pool
+        self.capacity = Capacity(
+            kv_blocks=self._block_pool.num_gpu_blocks - 1,  # without vLLM's null block
+            block_size=config.cache_config.block_size,
+            max_num_seqs=config.scheduler_config.max_num_seqs,
+            max_model_len=config.model_config.max_model_len,
+            draft_tokens=drafts.max_draft if drafts else 0,
+        )
+        if self.capacity.block_size != shared.block_size:
+            raise EngineError(
+                f"shared.block_size = {shared.block_size}: vLLM uses {self.capacity.block_size} for this "
+                "model on this device; set that"
+            )
+
+    @property
+    def engine_core(self) -> EngineCore:
+        """The engine core itself. Raises `EngineError` after `close`."""
+        return self._engine.engine_core
+
+    @property
+    def vllm_config(self) -> VllmConfig:
+        """The configuration of vLLM, with all defaults resolved."""
+        return self.engine_core.vllm_config
+
+    @property
+    def versions(self) -> dict[str, str]:
+        """Names and versions of what generates, for reports."""
+        import torch
+        import vllm
+
+        config = self.vllm_config
+        return {
+            "engine": f"vllm {vllm.__version__}",
+            "torch": str(torch.__version__),  # a TorchVersion otherwise
+            "device": config.device_config.device_type,
+            "dtype": str(config.model_config.dtype).removeprefix("torch."),
+            "tensor_parallel": str(config.parallel_config.tensor_parallel_size),
+        }
+
+    def rpc(self, method: str, **arguments: object) -> list[Any]:
+        """Call a method of `SeerWorker` on every rank; return their answers in rank order."""
+        answers: list[Any] = self._engine.collective_rpc(method, timeout=self._rpc_seconds, kwargs=arguments)
+        return answers
+
+    # --- requests ------------------------------------------------------------------------
+
+    def request_of(self, described: EngineCoreRequest) -> Request:
+        """Return the scheduler's form of a request, with its block hashes."""
+        request, _ = self.engine_core.preprocess_add_request(described)
+        return request
+
+    def add(self, request: Request) -> None:
+        """Have a request scheduled from the next step on."""
+        self.engine_core.add_request(request)
+
+    def abort(self, engine_id: str) -> None:
+        """End a request; its blocks are free at once, but for those that saves to the KV pool pin."""
+        self._engine.abort_requests([engine_id])
+
+    def step(self) -> list[EngineCoreOutput]:
+        """Run one step of all scheduled requests; return what each produced."""
+        outputs: list[EngineCoreOutput] = self._engine.get_output().outputs
+        return outputs
+
+    def request_counts(self) -> tuple[int, int]:
+        """Return how many requests run, and how many wait in vLLM's scheduler."""
+        running, waiting = self.engine_core.scheduler.get_request_counts()
+        return running, waiting
+
+    # --- KV ------------------------------------------------------------------------------
+
+    @property
+    def free_blocks(self) -> int:
+        """Blocks that the scheduler could give out now, cached ones that nobody references included."""
+        free: int = self._block_pool.get_num_free_blocks()
+        return free
+
+    @property
+    def has_pending_saves(self) -> bool:
+        """Whether blocks are still pinned because they are being saved to the KV pool."""
+        connector = self.engine_core.scheduler.connector
+        return connector is not None and connector.has_pending_push_work()
+
+    def blocks_of(self, engine_id: str) -> int:
+        """Return how many blocks a request has now."""
+        return sum(len(manager.req_to_blocks.get(engine_id, ())) for manager in self._managers())
+
+    def pinned_blocks(self) -> int:
+        """Return the blocks in use that no running request has; one that several share counts once."""
+        if not self.has_pending_saves:
+            return 0
+        used = {
+            block.block_id
+            for manager in self._managers()
+            for blocks in manager.req_to_blocks.values()
+            for block in blocks
+            if not block.is_null
+        }
+        return max(0, self.capacity.kv_blocks - self.free_blocks - len(used))
+
+    def reset_prefix_cache(self) -> None:
+        """Forget all cached KV. Raises `EngineError` when something still holds a block."""
+        if not self._engine.reset_prefix_cache():
+            raise EngineError("vLLM could not empty its prefix cache: some blocks are still in use")
+
+    # --- weights and memory --------------------------------------------------------------
+
+    def load_weights(self, folder: Path) -> None:
+        """Load weights in place: the KV cache's memory and all settings stay. Raises `EngineError`."""
+        try:
+            self.rpc("reload_weights", weights_path=str(folder))
+        except Exception as error:
+            raise EngineError(f"vLLM could not load {folder}: {str(error)[:MAX_VLLM_TEXT]}") from error
+        self.reset_prefix_cache()
+
+    def sleep(self, asleep: bool) -> None:
+        """Free the memory of KV or take it again; on a GPU, weights move to host memory, too.
+
+        Raises `EngineError`.
+        """
+        try:
+            if asleep:
+                self.reset_prefix_cache()
+            if self.versions["device"] == "cpu":
+                self.rpc("seer_set_kv_allocated", allocated=not asleep)
+            elif asleep:
+                self._engine.sleep(level=1)
+            else:
+                self._engine.wake_up()
+        except Exception as error:
+            doing = "free" if asleep else "take"
+            raise EngineError(f"vLLM could not {doing} memory: {str(error)[:MAX_VLLM_TEXT]}") from error
+
+    def close(self) -> None:
+        """Stop the workers and free the device; idempotent."""
+        client, self._client = self._client, None
+        if client is not None:
+            client.shutdown()
+
+    @property
+    def _engine(self) -> InprocClient:
+        if self._client is None:
+            raise EngineError("the engine is closed")
+        return self._client
+
+    def _managers(self) -> list[Any]:
+        managers: list[Any] = self.engine_core.scheduler.kv_cache_manager.coordinator.single_type_managers
+        return managers

@@ -1,0 +1,76 @@
+"""Looking into a loaded engine: its logits, its noise, and drafts made up on request.
+
+For the self-test at start, for measuring step times, and for `seer verify`. Logits are captured on an
+idle engine only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from seer.common.errors import EngineError
+from seer.common.types import SamplingParams
+from seer.services.engine.backend import Backend, Chunk
+from seer.services.engine.vllm.core import CoreHandle
+from seer.services.engine.vllm.drafts.draft_script import DraftScript
+
+
+class CapturingBackend(Backend, Protocol):
+    """A backend that can keep the raw logits of a chunk."""
+
+    def add(self, chunk: Chunk, *, capture: bool = False) -> None:
+        """See `Backend.add`; with `capture`, `Probe.capture` fetches the logits."""
+        ...
+
+
+class Probe:
+    """Measures `backend`, which runs chunks on the engine core that `core` holds."""
+
+    def __init__(self, backend: CapturingBackend, core: CoreHandle) -> None:
+        self.backend = backend
+        self.core = core
+
+    def logits(self, tokens: list[int]) -> npt.NDArray[np.float32]:
+        """Return the raw next-token logits after `tokens`: shape [vocab_size].
+
+        Raises `EngineError` while chunks are running.
+        """
+        sampling = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
+        chunk = Chunk(
+            request_id="", group_id="", attempt=0, key=0, prompt_len=len(tokens), max_new_tokens=1,
+            sampling=sampling, tokens=tokens,
+        )  # fmt: skip
+        row: npt.NDArray[np.float32] = self.capture(chunk)[1][0][0]
+        return row
+
+    def capture(
+        self, chunk: Chunk, company: Sequence[Chunk] = ()
+    ) -> tuple[list[int], list[npt.NDArray[np.float32]]]:
+        """Run one chunk; return its tokens, and each rank's raw logits [tokens, vocab_size].
+
+        The chunks of `company`, under other request ids, run in the same batch. Raises `EngineError` while
+        other chunks are running.
+        """
+        if self.backend.has_work():
+            raise EngineError("the engine is running chunks: capture logits on an idle engine")
+        for other in company:
+            self.backend.add(other)
+        self.backend.add(chunk, capture=True)
+        tokens: list[int] = []
+        while self.backend.has_work():
+            for generated in self.backend.step().generated:
+                if generated.request_id == chunk.request_id:
+                    tokens += generated.token_ids
+        return tokens, self.core.rpc("seer_take_captured")
+
+    def noise_errors(self) -> list[str]:
+        """Let every rank compare its noise with the reference; an empty text is a pass."""
+        return self.core.rpc("seer_check_noise")
+
+    def script_drafts(self, script: DraftScript | None) -> None:
+        """Draft what a script says; None: draft from the trees again."""
+        self.core.rpc("seer_script_drafts", script=script)

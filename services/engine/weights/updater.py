@@ -1,0 +1,239 @@
+"""New weights for one engine, and sleep: a buffer's orders, carried out one after the other.
+
+Invariants (tests/unit/test_engine_orders.py asserts them):
+- new weights are checked while the live ones generate, and loaded while nothing runs; after a failed
+  load the engine has no weights, and runs nothing, until another load succeeds;
+- only what was checked is loaded: files that changed since then are read again;
+- copies of streamed weights are deleted after the load, or when the update fails or is cancelled;
+- when the buffer is gone, its queued orders are dropped, and the current one is not answered. That changes
+  nothing any more, unless it is already loading or going to sleep: then the next buffer hears the result.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from seer.common import wire
+from seer.common.errors import ConfigError, EngineError, SeerError
+from seer.common.weights.safetensors import stamps
+from seer.services.engine.driver import Driver
+from seer.services.engine.weights.fetcher import Send, WeightFetcher
+from seer.services.engine.weights.manifest import Manifest, differences, read_manifest
+
+UNDEFINED = -1
+"""Weight version of an engine whose last load failed: it must not generate."""
+
+MAX_ORDERS = 64
+"""Bound on orders that wait: a buffer gives one or two per update."""
+
+Order = wire.PrepareWeights | wire.DiscardWeights | wire.LoadWeights | wire.Sleep
+Answer = wire.WeightsPrepared | wire.WeightsLoaded | wire.Slept
+
+
+class Engine(Protocol):
+    """What the updater asks of its engine; nothing here blocks."""
+
+    def drop_chunks(self) -> None:
+        """Stop all chunks: new weights are about to be loaded."""
+        ...
+
+    def weights_loaded(self) -> None:
+        """Forget what followed from the old weights."""
+        ...
+
+    def answer(self, message: Answer) -> None:
+        """Send an answer to the buffer."""
+        ...
+
+    def register_again(self) -> None:
+        """Tell the buffer which weights are live and whether the engine sleeps: it did not order it."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class LiveWeights:
+    """The weights an engine generates with; `source` is empty for the model it was started with."""
+
+    version: int = 0
+    digest: str = ""
+    source: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class CheckedWeights:
+    """What was read last: a source, the digest of its tensors, and the state of its files then."""
+
+    source: str = ""
+    digest: str = ""
+    stamps: tuple[object, ...] = ()
+
+
+class WeightUpdater:
+    """Owns the order queue, the live and the checked weights, and whether the engine sleeps.
+
+    `send` reaches the buffer; `root`: the folder that all weights must lie in, if not empty.
+    """
+
+    def __init__(self, driver: Driver, engine: Engine, send: Send, root: str) -> None:
+        if root and not Path(root).is_dir():
+            fix = "is not a folder on this machine; give the one that all weights lie in, or leave it empty"
+            raise ConfigError(f"engine.weights_root = {root!r}: {fix}")
+        self.live = LiveWeights()
+        self.asleep = False
+        self.fetcher = WeightFetcher(send, root)
+        self._driver = driver
+        self._engine = engine
+        self._checked = CheckedWeights()
+        self._model: Manifest | None = None
+        self._orders: asyncio.Queue[Order] = asyncio.Queue(MAX_ORDERS)
+        self._preparing: asyncio.Task[wire.WeightsPrepared] | None = None
+        self._cancelled_ask = 0
+        self._rejoins = 0
+
+    @property
+    def has_weights(self) -> bool:
+        """Whether the engine may generate: false after a failed load."""
+        return self.live.version != UNDEFINED
+
+    async def start(self, model: str) -> None:
+        """Read the model folder that the engine was started with, if it has one. Raises `SeerError`."""
+        if not model:
+            return
+        self._model = await asyncio.to_thread(read_manifest, Path(model))
+        self.live = LiveWeights(digest=self._model.digest)
+        self.fetcher.model_bytes = self._model.size
+        await self._driver.bind_weights(self.live.digest)
+
+    def order(self, order: wire.PrepareWeights | wire.LoadWeights | wire.Sleep) -> None:
+        """Queue an order. With a full queue it is lost: the buffer repeats it after its deadline."""
+        if not self._orders.full():
+            self._orders.put_nowait(order)
+
+    def cancel(self, order: wire.DiscardWeights) -> None:
+        """Stop checking the weights of a cancelled update, and queue the deletion of its copies."""
+        self._cancelled_ask = order.ask
+        if self._preparing is not None:
+            self._preparing.cancel()
+        if not self._orders.full():
+            self._orders.put_nowait(order)
+
+    def rejoined(self) -> None:
+        """Forget all orders: the buffer that gave them is gone, or forgot this engine."""
+        self._rejoins += 1
+        while not self._orders.empty():
+            self._orders.get_nowait()
+        self.cancel(wire.DiscardWeights(version=0, ask=0))
+
+    async def run(self) -> None:
+        """Carry out orders until cancelled. Raises `EngineError` when sleeping or waking fails."""
+        while True:
+            order = await self._orders.get()
+            rejoins, before = self._rejoins, (self.live, self.asleep)
+            answer = await self._carry_out(order)
+            if rejoins == self._rejoins:
+                if answer is not None:
+                    self._engine.answer(answer)
+            elif before != (self.live, self.asleep):
+                self._engine.register_again()
+
+    async def close(self) -> None:
+        """Delete what was copied."""
+        await self.fetcher.discard()
+
+    async def _carry_out(self, order: Order) -> Answer | None:
+        match order:
+            case wire.PrepareWeights():
+                return await self._prepare_unless_cancelled(order)
+            case wire.DiscardWeights():
+                await self._discard()
+                return None
+            case wire.LoadWeights():
+                return await self._load(order)
+            case wire.Sleep():
+                return await self._sleep(order)
+
+    async def _prepare_unless_cancelled(self, order: wire.PrepareWeights) -> wire.WeightsPrepared | None:
+        if 0 < order.ask <= self._cancelled_ask:
+            return None
+        self._preparing = asyncio.create_task(self._prepare(order))
+        try:
+            await asyncio.wait([self._preparing])
+            if not self._preparing.cancelled():
+                return self._preparing.result()
+            await self._discard()
+            return None
+        finally:
+            self._preparing.cancel()
+            self._preparing = None
+
+    async def _prepare(self, order: wire.PrepareWeights) -> wire.WeightsPrepared:
+        answer = wire.WeightsPrepared(version=order.version, digest="", ask=order.ask)
+        try:
+            found = await self._check(order.source)
+            answer.digest = found.digest
+            answer.problem = differences(self._model, found) if self._model else ""
+        except SeerError as error:
+            answer.problem = str(error)
+        if answer.problem:
+            await self._discard()
+        return answer
+
+    async def _discard(self) -> None:
+        """Forget what was checked, and delete what was copied for it."""
+        self._checked = CheckedWeights()
+        await self.fetcher.discard()
+
+    async def _check(self, source: str) -> Manifest:
+        """Read weights, byte by byte. Raises `SeerError`."""
+        folder = await self.fetcher.folder(source)
+        stop = threading.Event()
+        try:
+            found = await asyncio.to_thread(read_manifest, folder, stop.is_set)
+        finally:
+            stop.set()  # a thread cannot be cancelled
+        self._checked = CheckedWeights(source, found.digest, found.stamps)
+        return found
+
+    async def _load(self, order: wire.LoadWeights) -> wire.WeightsLoaded:
+        rejoins = self._rejoins
+        try:
+            if (self.live.version, self.live.digest) == (order.version, order.digest):
+                return wire.WeightsLoaded(version=order.version)  # an earlier buffer ordered it, too
+            self._engine.drop_chunks()  # the buffer waits for none of them
+            if self.asleep:
+                raise EngineError("it sleeps: wake it first")
+            folder = await self._checked_folder(order)
+            if rejoins != self._rejoins:  # the next buffer already relies on the live weights
+                raise EngineError("the buffer that gave this order is gone")
+            self.live = LiveWeights(version=UNDEFINED)
+            await self._driver.load_weights(folder, order.digest)
+            if await asyncio.to_thread(stamps, folder) != self._checked.stamps:
+                raise EngineError(f"{order.source} changed while it was loaded")
+            self._engine.weights_loaded()
+            self.live = LiveWeights(order.version, order.digest, order.source)
+        except SeerError as error:
+            return wire.WeightsLoaded(version=order.version, problem=str(error))
+        finally:
+            await self._discard()
+        return wire.WeightsLoaded(version=order.version)
+
+    async def _checked_folder(self, order: wire.LoadWeights) -> Path:
+        """Return the folder, once it was checked to hold exactly these weights. Raises `SeerError`."""
+        folder = await self.fetcher.folder(order.source)
+        now = await asyncio.to_thread(stamps, folder)
+        if self._checked != CheckedWeights(order.source, order.digest, now):
+            await self._check(order.source)  # it was never prepared here, or files changed since
+        if self._checked.digest != order.digest:
+            raise EngineError(f"{order.source} now has digest {self._checked.digest}, not {order.digest}")
+        return folder
+
+    async def _sleep(self, order: wire.Sleep) -> wire.Slept:
+        """Free the memory of KV, or take it again. Raises `EngineError`: the engine is broken then."""
+        if order.asleep != self.asleep:
+            await self._driver.sleep(order.asleep)
+            self.asleep = order.asleep
+        return wire.Slept(asleep=order.asleep)
