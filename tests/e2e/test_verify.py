@@ -1,5 +1,6 @@
 """`seer verify` on the real engine: clean cells agree, a planted fault is called a bug, rounding is not."""
 
+import asyncio
 import importlib.util
 import json
 import os
@@ -12,7 +13,11 @@ import pytest
 if importlib.util.find_spec("vllm") is None:
     pytest.skip("needs the engine extra", allow_module_level=True)
 
+from seer.client import Prompt, RolloutClient, SamplingParams
+from seer.common.config import load
 from seer.local.pool_plan import import_problem
+from seer.verify import cell_run
+from seer.verify.cell_run import Job, Runner
 from seer.verify.cells import CELLS
 
 pytestmark = pytest.mark.vllm
@@ -61,6 +66,41 @@ def test_a_planted_fault_is_called_a_bug_and_a_clean_cell_agrees(tmp_path):
     assert clean["bug"] == 0
     assert clean["comparison"]["tokens"] == report["reference"]["counters"]["tokens"]
     assert report["dtype"] == "float32"
+
+
+async def test_engines_that_go_on_to_the_next_cell_keep_no_kv(tiny_model, monkeypatch):
+    settings = [
+        f"shared.model={tiny_model}",
+        "pool.kind=none",
+        "engine.max_model_len=200",
+        "engine.kv_blocks=60",
+    ]
+    job = Job(
+        prompts=tiny_model, n=1, sampling=SamplingParams(max_tokens=40, ignore_eos=True), seed=0,
+        config=load(None, {}, [*settings, *ONE_CORE[1:]]),
+    )  # fmt: skip
+    prompts = [Prompt(str(i), token_ids=[10 + i] * 70) for i in range(6)]  # none begins like another
+    pids, cached, said = [], [0], []
+
+    async def reused(name: str) -> int:
+        """Run a cell; return how many tokens of prompts and of what chunks began with were not computed."""
+        found = await runner.run(CELLS[name], CELLS[name].config(job.config), 1)
+        said.append([group.responses[0].token_ids.tolist() for group in found.groups])
+        assert runner._system is not None
+        pids.append(runner._system.pids["engine-0"])
+        async with RolloutClient(runner._system.endpoint) as client:
+            cached.append(sum(each.stats.cached_tokens for each in (await client.status()).instances))
+        return cached[-1] - cached[-2]
+
+    async with Runner(job, prompts, lambda line: None) as runner:
+        assert await reused("one-go") == 0
+        of_its_own = await reused("chunk-16")
+        assert await reused("one-go") == 0
+        assert await reused("chunk-16") == of_its_own
+        monkeypatch.setattr(cell_run, "_forget_kv", lambda *_: asyncio.sleep(0))
+        assert await reused("one-go") == 6 * 64  # two whole blocks each
+    assert len(set(pids)) == 1
+    assert all(tokens == said[0] for tokens in said)
 
 
 @pytest.mark.slow
