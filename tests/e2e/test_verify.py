@@ -103,6 +103,7 @@ async def test_engines_that_go_on_to_the_next_cell_keep_no_kv(tiny_model, monkey
     assert all(tokens == said[0] for tokens in said)
 
 
+@pytest.mark.breadth
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_the_whole_matrix_passes(tmp_path):
@@ -130,6 +131,7 @@ def test_a_single_short_response_is_made_to_preempt_and_is_compared(tmp_path):
     assert cell["comparison"]["responses"] == cell["n"] == report["n"] > 1
 
 
+@pytest.mark.breadth
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_rounding_of_bfloat16_is_numeric_not_a_bug(tmp_path):
