@@ -8,6 +8,7 @@ Invariants (tests/e2e/test_shared_engines.py):
 from __future__ import annotations
 
 import asyncio
+import os
 from pathlib import Path
 
 from seer.client import RolloutClient
@@ -17,6 +18,9 @@ from seer.common.wire import Status
 from seer.local.system import LocalSystem
 
 JOIN_SECONDS = 120.0
+
+ONE_CORE = (f"engine.cpu_cores={min(os.sched_getaffinity(0))}",)
+"""For an engine by itself: threads that wait for each other are slow beside other work."""
 
 
 class SharedEngines:
@@ -28,7 +32,8 @@ class SharedEngines:
     def __init__(self, model: Path, instances: int, *settings: str) -> None:
         self._model = model
         self._instances = instances
-        config = load(None, {}, [f"shared.model={model}", "pool.kind=none", "drafts.source=off", *settings])
+        usual = [f"shared.model={model}", "pool.kind=none", "drafts.source=off"]
+        config = load(None, {}, [*usual, *(ONE_CORE if instances == 1 else ()), *settings])
         self.system = LocalSystem(config, instances)
         self._thread = LoopThread()
         self._thread.call(self.system.__aenter__())

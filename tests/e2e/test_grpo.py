@@ -14,7 +14,7 @@ import pytest
 if any(importlib.util.find_spec(name) is None for name in ("vllm", "matplotlib")):
     pytest.skip("needs the engine extra and matplotlib", allow_module_level=True)
 
-from shared_engines import SharedEngines
+from shared_engines import ONE_CORE, SharedEngines
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -91,7 +91,7 @@ async def test_a_run_killed_in_every_phase_has_the_curve_of_an_undisturbed_one(
     endpoint = pair.anew(chunk_size=32)
     for phase in ("metrics", "rollout", "train", "update", "checkpoint", ""):
         await run(killed, phase, "--connect", endpoint)
-    await run(undisturbed, "", "--instances", "1", "--set", "buffer.policy=static")
+    await run(undisturbed, "", "--instances", "1", "--set", "buffer.policy=static", "--set", *ONE_CORE)
 
     expected = curve(undisturbed)
     assert learnt(curve(killed)) == learnt(expected)

@@ -3,12 +3,12 @@
 import asyncio
 import importlib.util
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from shared_engines import ONE_CORE
 
 if importlib.util.find_spec("vllm") is None:
     pytest.skip("needs the engine extra", allow_module_level=True)
@@ -23,8 +23,6 @@ from seer.verify.cells import CELLS
 pytestmark = pytest.mark.vllm
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "countdown"
-ONE_CORE = ("--set", f"engine.cpu_cores={min(os.sched_getaffinity(0))}")
-"""Threads that wait for each other are slow beside other work."""
 
 
 def verify(folder: Path, prompts: int, *options: object) -> tuple[int, dict, str]:
@@ -53,7 +51,7 @@ def verify(folder: Path, prompts: int, *options: object) -> tuple[int, dict, str
 def test_a_planted_fault_is_called_a_bug_and_a_clean_cell_agrees(tmp_path):
     size = ("-n", 2, "--max-tokens", 128, "--min-tokens", 1000)
     code, report, text = verify(
-        tmp_path, 12, *size, "--matrix", "chunk-16,migrate", "--plant-fault", *ONE_CORE
+        tmp_path, 12, *size, "--matrix", "chunk-16,migrate", "--plant-fault", "--set", *ONE_CORE
     )
     assert code == 1
     assert "the planted fault was found (in chunk-16" in text
@@ -77,7 +75,7 @@ async def test_engines_that_go_on_to_the_next_cell_keep_no_kv(tiny_model, monkey
     ]
     job = Job(
         prompts=tiny_model, n=1, sampling=SamplingParams(max_tokens=40, ignore_eos=True), seed=0,
-        config=load(None, {}, [*settings, *ONE_CORE[1:]]),
+        config=load(None, {}, [*settings, *ONE_CORE]),
     )  # fmt: skip
     prompts = [Prompt(str(i), token_ids=[10 + i] * 70) for i in range(6)]  # none begins like another
     pids, cached, said = [], [0], []
@@ -122,9 +120,8 @@ def test_the_whole_matrix_passes(tmp_path):
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_a_single_short_response_is_made_to_preempt_and_is_compared(tmp_path):
-    code, report, text = verify(
-        tmp_path, 1, "-n", 1, "--max-tokens", 128, "--min-tokens", 1, "--matrix", "preempt", *ONE_CORE
-    )
+    size = ("-n", 1, "--max-tokens", 128, "--min-tokens", 1)
+    code, report, text = verify(tmp_path, 1, *size, "--matrix", "preempt", "--set", *ONE_CORE)
     assert code == 0, text
     (cell,) = report["cells"]
     assert cell["counters"]["preemptions"] > 0

@@ -16,7 +16,7 @@ if importlib.util.find_spec("vllm") is None:
     pytest.skip("needs the engine extra", allow_module_level=True)
 
 from safetensors.torch import load_file, save_file
-from shared_engines import SharedEngines
+from shared_engines import ONE_CORE, SharedEngines
 
 from seer.client import MooncakeSource, RolloutClient, SamplingParams, WeightsRefused
 from seer.common.config import load
@@ -41,7 +41,8 @@ def changed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def system(model: Path, ranks: int = 1) -> LocalSystem:
     settings = {"shared.model": model, "engine.max_model_len": 400, "engine.kv_blocks": 200}
     settings |= {"engine.tensor_parallel": ranks, "buffer.chunk_size": 32}
-    return LocalSystem(load(None, {}, [f"{key}={value}" for key, value in settings.items()]), 1)
+    cores = ONE_CORE if ranks == 1 else ()
+    return LocalSystem(load(None, {}, [*cores, *(f"{key}={value}" for key, value in settings.items())]), 1)
 
 
 async def roll(client: RolloutClient) -> tuple[list[list[int]], list[list[float]], tuple[int, str]]:
@@ -145,7 +146,7 @@ def resident(pid: int) -> int:
 
 
 async def test_a_sleeping_engine_gives_its_memory_back(changed: Path) -> None:
-    settings = ["engine.kv_blocks=8000", "engine.max_model_len=400", f"shared.model={MODEL}"]
+    settings = ["engine.kv_blocks=8000", "engine.max_model_len=400", f"shared.model={MODEL}", *ONE_CORE]
     config = load(None, {}, settings)
     async with LocalSystem(config, 1) as started, RolloutClient(started.endpoint, tokenizer=MODEL) as client:
         pid = started.pids["engine-0"]
