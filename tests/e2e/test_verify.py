@@ -101,6 +101,19 @@ async def test_engines_that_go_on_to_the_next_cell_keep_no_kv(tiny_model, monkey
     assert all(tokens == said[0] for tokens in said)
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_a_killed_engine_and_a_disk_below_the_pool_change_no_token(tmp_path):
+    if problem := import_problem():
+        pytest.skip(f"Mooncake cannot be imported ({problem})")
+    size = ("-n", 4, "--max-tokens", 192, "--min-tokens", 10_000)
+    code, report, text = verify(tmp_path, 8, *size, "--matrix", "pool-warm,pool-ssd", "--set", *ONE_CORE)
+    assert code == 0, text
+    warm, disk = report["cells"]
+    assert warm["counters"]["restarts"] > 0 < warm["counters"]["pool_tokens"]
+    assert disk["counters"]["pool_ssd_reads"] > 0
+
+
 @pytest.mark.breadth
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
