@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: setup demo grpo test sanitize chaos mutants kernel-test compose-test systemd-test lint format lock clean
+.PHONY: setup demo grpo test test-all sanitize chaos mutants kernel-test compose-test systemd-test lint format lock clean
 
 setup: $(STAMP)
 
@@ -22,8 +22,11 @@ demo: setup
 grpo: setup  # an RL run, e.g. make grpo SEED=1; goes on where a killed one was
 	OMP_WAIT_POLICY=passive $(BIN)/python examples/grpo/train.py --seed $(SEED)
 
-test: setup
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+test: setup  # every claim; a part of it, as pytest takes it: make test PYTEST_ARGS="tests/unit -q"
+	$(BIN)/python $(if $(PYTEST_ARGS),-m pytest $(PYTEST_ARGS),tests/parts.py)
+
+test-all: setup  # the same with more sizes and seeds; goes on where it was stopped: make test-all PART="matrix offsets" AGAIN=1
+	$(BIN)/python tests/parts.py --all $(if $(AGAIN),,--resume) $(PART)
 
 TREE := native/tree/group_tree.cpp native/tree/drafter.cpp native/tree/context_map.cpp
 SANITIZE := $(CXX) -std=c++20 -O1 -g -Wall -Wextra -Werror -Inative -fno-sanitize-recover=all

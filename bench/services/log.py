@@ -3,8 +3,8 @@
 The fleet of `bench/services/decisions.py` with 10,000 unfinished requests on 102 full instances: chunks end,
 and every fourth row is a changed estimate of one group. What the machines are told and answer is kept, with
 the time they take (`decided`), and then written: to the ring in memory that a crash dumps, and to files. A
-snapshot begins each segment; `restored` is what its reader does, `replayed` the log run through the machines again.
-Prints JSON, in processor time: what else runs on the machine is left out.
+snapshot begins each segment; `restored` is what its reader does, `replayed` the log run through the machines
+again. Prints JSON, in processor time: what else runs on the machine is left out.
 
     python bench/services/log.py
 """

@@ -1,10 +1,14 @@
-"""A tiny random model, made anew for each session: tests of the engine depend on no shipped weights."""
+"""A tiny random model, made anew for each session; and two engines of the shipped one that tests share."""
 
+import importlib.util
 import string
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from shared_engines import SharedEngines
 
+MODEL = Path(__file__).parents[2] / "examples" / "countdown" / "model"
 TINY_VOCAB = 200
 TINY_EOS = 2
 
@@ -47,3 +51,13 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     _make_model(folder)
     _make_tokenizer(folder)
     return folder
+
+
+@pytest.fixture(scope="session")
+def pair() -> Iterator[SharedEngines]:
+    """Two engines of the shipped model, for tests that need none of their own; begin with `pair.anew()`."""
+    if importlib.util.find_spec("vllm") is None:
+        pytest.skip("needs the engine extra")
+    shared = SharedEngines(MODEL, 2, "engine.max_model_len=400", "engine.kv_blocks=400")
+    yield shared
+    shared.close()

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from engine_cases import BASE, CASES, KEY, LENGTH, PROMPT, chunk, in_chunks, one_go, run
+from engine_cases import BASE, CASES, KEY, LENGTH, PROMPT, chunk, in_chunks, one_go, products, run
 
 if importlib.util.find_spec("vllm") is None:
     pytest.skip("needs the engine extra", allow_module_level=True)
@@ -80,8 +80,9 @@ def gained(backend: VllmBackend, before: dict[str, int]) -> dict[str, int]:
     return {name: count - before[name] for name, count in counts(backend).items()}
 
 
-@pytest.mark.parametrize("plan", ["right_third", "all_wrong", "forks"])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    ("case", "plan"), products(CASES, ["right_third", "all_wrong", "forks"], "everything", "right_third")
+)
 def test_paths_at_every_offset_change_nothing(backend, case, plan):
     script(backend, "none")
     sampling = CASES[case](backend) if callable(CASES[case]) else CASES[case]

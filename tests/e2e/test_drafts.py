@@ -5,12 +5,12 @@ import importlib.util
 import json
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
-from engine_cases import BASE, CASES, KEY, LENGTH, PROMPT, Response, chunk, in_chunks, one_go, run
+from engine_cases import BASE, CASES, KEY, LENGTH, PROMPT, Response, chunk, in_chunks, one_go, products, run
 
 if importlib.util.find_spec("vllm") is None:
     pytest.skip("needs the engine extra", allow_module_level=True)
@@ -55,8 +55,7 @@ def script(backend: VllmBackend, kind: str, known: dict[int, list[int]] | None =
     backend.probe.script_drafts(DraftScript(kind=kind, vocab=VOCAB, known=known or {}))
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(("case", "kind"), products(CASES, KINDS, "everything", "right"))
 def test_drafts_at_every_offset_change_nothing(backend, case, kind):
     script(backend, "none")
     sampling = CASES[case](backend) if callable(CASES[case]) else CASES[case]
@@ -214,35 +213,35 @@ def test_sampling_with_drafts_keeps_the_distribution(backend, monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-async def test_siblings_draft_across_engines_and_a_killed_dgds_costs_drafts_alone():
-    async def roll(drafts: str, *, kill: bool = False) -> tuple[list[list[int]], int, int]:
-        settings = [
-            f"shared.model={EXAMPLE / 'model'}", "engine.max_model_len=400", "engine.max_num_seqs=8",
-            "buffer.chunk_size=32", "buffer.policy=migrate", "pool.kind=none", f"drafts.source={drafts}",
-        ]  # fmt: skip
+async def test_siblings_draft_across_engines_and_a_killed_dgds_costs_drafts_alone(pair):
+    async def roll(endpoint: str, kill: Callable[[], None] | None = None) -> tuple[list[list[int]], int]:
         lines = (EXAMPLE / "prompts.jsonl").read_text().splitlines()[:3]
-        async with (
-            LocalSystem(load(None, {}, settings), 2) as system,
-            RolloutClient(system.endpoint, tokenizer=EXAMPLE / "model") as client,
-        ):
+        async with RolloutClient(endpoint, tokenizer=EXAMPLE / "model") as client:
             rollout = await client.submit(
                 [json.loads(line)["prompt"] for line in lines], n=8,
-                sampling=SamplingParams(max_tokens=160, ignore_eos=True),
+                sampling=SamplingParams(max_tokens=160, ignore_eos=True), rollout_number=0,
             )  # fmt: skip
             done = asyncio.create_task(rollout.result())
             while kill and (rollout.progress is None or rollout.progress.tokens < 3 * 8 * 60):
                 await asyncio.sleep(0.02)
             if kill:
-                os.kill(system.pids["dgds"], signal.SIGKILL)
+                kill()
             groups = await done
             await asyncio.sleep(2.0)  # for the last reports
             stats = [instance.stats for instance in (await client.status()).instances]
             tokens = [response.token_ids.tolist() for group in groups for response in group.responses]
-            return tokens, sum(each.accepted_tokens for each in stats), system.restarts["dgds"]
+            return tokens, sum(each.accepted_tokens for each in stats)
 
-    plain, none, _ = await roll("off")
+    plain, none = await roll(pair.anew(chunk_size=32, policy="migrate"))
     assert none == 0
-    disturbed, accepted, restarts = await roll("grouped", kill=True)
+    settings = [
+        f"shared.model={EXAMPLE / 'model'}", "engine.max_model_len=400", "engine.max_num_seqs=8",
+        "buffer.chunk_size=32", "buffer.policy=migrate", "pool.kind=none", "drafts.source=grouped",
+    ]  # fmt: skip
+    async with LocalSystem(load(None, {}, settings), 2) as system:
+        disturbed, accepted = await roll(
+            system.endpoint, lambda: os.kill(system.pids["dgds"], signal.SIGKILL)
+        )
+        assert system.restarts["dgds"] >= 1
     assert disturbed == plain
     assert accepted > 0
-    assert restarts >= 1

@@ -14,13 +14,11 @@ import pytest
 if any(importlib.util.find_spec(name) is None for name in ("vllm", "matplotlib")):
     pytest.skip("needs the engine extra and matplotlib", allow_module_level=True)
 
-from seer.common.config import load
-from seer.local.system import LocalSystem
+from shared_engines import ONE_CORE, SharedEngines
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(900)]
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-MODEL = EXAMPLES / "countdown" / "model"
 SIZES = {"iterations": 3, "prompts": 6, "responses": 6, "held-out": 4, "max-tokens": 128}
 SMALL = [f"--{name}={value}" for name, value in SIZES.items()]
 
@@ -85,19 +83,15 @@ def learnt(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [{name: value for name, value in row.items() if name not in left_out} for row in rows]
 
 
-async def test_a_run_killed_in_every_phase_has_the_curve_of_an_undisturbed_one(tmp_path: Path) -> None:
+async def test_a_run_killed_in_every_phase_has_the_curve_of_an_undisturbed_one(
+    tmp_path: Path, pair: SharedEngines
+) -> None:
     """The disturbed run shares a `seer` system of two engines, the other has a `static` one to itself."""
-    settings = [
-        f"shared.model={MODEL}",
-        "engine.max_model_len=192",
-        "engine.kv_blocks=200",
-        "buffer.chunk_size=32",
-    ]
     killed, undisturbed = tmp_path / "killed", tmp_path / "undisturbed"
-    async with LocalSystem(load(None, {}, settings), 2) as system:
-        for phase in ("metrics", "rollout", "train", "update", "checkpoint", ""):
-            await run(killed, phase, "--connect", system.endpoint)
-    await run(undisturbed, "", "--instances", "1", "--set", "buffer.policy=static")
+    endpoint = pair.anew(chunk_size=32)
+    for phase in ("metrics", "rollout", "train", "update", "checkpoint", ""):
+        await run(killed, phase, "--connect", endpoint)
+    await run(undisturbed, "", "--instances", "1", "--set", "buffer.policy=static", "--set", *ONE_CORE)
 
     expected = curve(undisturbed)
     assert learnt(curve(killed)) == learnt(expected)

@@ -6,8 +6,7 @@ import json
 import os
 import shutil
 import signal
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -17,9 +16,9 @@ if importlib.util.find_spec("vllm") is None:
 pytest.importorskip("mooncake.store", reason="needs Mooncake and libibverbs1", exc_type=ImportError)
 
 from safetensors.torch import load_file, save_file
+from shared_engines import SharedEngines
 
 from seer.client import RolloutClient, SamplingParams
-from seer.common.config import load
 from seer.common.pool import ask_master
 from seer.common.types import InstanceStats
 from seer.local.system import LocalSystem
@@ -35,7 +34,7 @@ Tokens = list[list[int]]
 
 
 class System:
-    """A running system and a client of it."""
+    """A running system, of which others may have been clients, and a client of it."""
 
     def __init__(self, local: LocalSystem, client: RolloutClient) -> None:
         self.local = local
@@ -70,42 +69,75 @@ class System:
         os.killpg(self.local.pids[child], number)
 
 
-@asynccontextmanager
-async def system(model: Path = MODEL, instances: int = 2, **settings: object) -> AsyncIterator[System]:
-    given = {
-        "shared.model": model, "engine.max_model_len": 400, "engine.kv_blocks": 300,
-        "engine.max_num_seqs": 16, "buffer.chunk_size": 32, "buffer.policy": "migrate",
-        "pool.kind": "mooncake", "pool.pull_tokens": 0, "pool.dram_gib": 0.25, "pool.call_seconds": 1,
-    } | {key.replace("__", "."): value for key, value in settings.items()}  # fmt: skip
-    config = load(None, {}, [f"{key}={value}" for key, value in given.items()])
-    async with (
-        LocalSystem(config, instances) as local,
-        RolloutClient(local.endpoint, tokenizer=model) as client,
-    ):
-        yield System(local, client)
+@pytest.fixture(scope="module")
+def changed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The shipped model with other weights."""
+    folder = tmp_path_factory.mktemp("changed") / "model"
+    shutil.copytree(MODEL, folder)
+    tensors = load_file(folder / "model.safetensors")
+    save_file({name: tensor * 1.02 for name, tensor in tensors.items()}, folder / "model.safetensors")
+    return folder
 
 
 @pytest.fixture(scope="module")
-def undisturbed() -> list[Tokens]:
-    """The tokens of each rollout, by number, without a pool or a move."""
+def undisturbed(pair: SharedEngines, changed: Path) -> list[Tokens]:
+    """The tokens of each rollout, by number, without a pool or a move; those of the changed weights last."""
 
     async def plain() -> list[Tokens]:
-        async with system(instances=1, pool__kind="none", buffer__policy="static") as quiet:
-            return [await quiet.roll(number) for number in range(ROLLOUTS)]
+        async with RolloutClient(pair.anew(policy="static"), tokenizer=MODEL) as client:
+            quiet = System(pair.system, client)
+            tokens = [await quiet.roll(number) for number in range(ROLLOUTS)]
+            await client.update_weights((await client.status()).weight_version + 1, changed)
+            return [*tokens, await quiet.roll(0)]
 
     return asyncio.run(plain())
 
 
-async def test_a_moving_chunk_brings_its_kv(undisturbed: list[Tokens]) -> None:
-    async with system() as moving:
-        assert await moving.roll(0) == undisturbed[0]
-        stats = await moving.stats()
+@pytest.fixture(scope="module")
+def engines() -> Iterator[SharedEngines]:
+    settings = {
+        "engine.max_model_len": 400, "engine.kv_blocks": 300, "engine.max_num_seqs": 16,
+        "pool.kind": "mooncake", "pool.pull_tokens": 0, "pool.dram_gib": 0.25, "pool.call_seconds": 1,
+        "pool.lease_seconds": 1,
+    }  # fmt: skip
+    shared = SharedEngines(MODEL, 2, *(f"{key}={value}" for key, value in settings.items()))
+    yield shared
+    shared.close()
+
+
+@pytest.fixture
+async def moving(engines: SharedEngines) -> AsyncIterator[System]:
+    """A system with a pool in which every chunk moves; the pool has what earlier tests left there."""
+    endpoint = engines.anew(chunk_size=32, policy="migrate")
+    async with RolloutClient(endpoint, tokenizer=MODEL) as client:
+        yield System(engines.system, client)
+
+
+async def test_a_moving_chunk_brings_its_kv(undisturbed: list[Tokens], moving: System) -> None:
+    assert await moving.roll(0) == undisturbed[0]
+    stats = await moving.stats()
     assert (stats.pool_failures, stats.pool_corrupt, stats.pool_dropped_blocks, stats.preemptions) == (0,) * 4
     assert stats.pool_tokens > 0
     assert stats.pool_saved_blocks > 0
 
 
-async def test_whatever_befalls_the_pool_changes_no_token(undisturbed: list[Tokens]) -> None:
+async def test_after_an_update_old_kv_is_neither_found_nor_kept(
+    undisturbed: list[Tokens], changed: Path, moving: System
+) -> None:
+    *_, expected = undisturbed
+    assert await moving.roll(0) == undisturbed[0] != expected
+    old = await namespaces(moving)
+    await moving.client.update_weights((await moving.client.status()).weight_version + 1, changed)
+    before = (await moving.stats()).pool_tokens
+    assert await moving.roll(0) == expected
+    assert (await moving.stats()).pool_tokens > before
+    async with asyncio.timeout(30):
+        while old & await namespaces(moving):
+            await asyncio.sleep(0.5)
+    assert await namespaces(moving)
+
+
+async def test_whatever_befalls_the_pool_changes_no_token(undisturbed: list[Tokens], moving: System) -> None:
     numbers = iter(range(ROLLOUTS))
 
     async def pulls(meanwhile: Callable[[], None] = lambda: None) -> bool:
@@ -118,46 +150,25 @@ async def test_whatever_befalls_the_pool_changes_no_token(undisturbed: list[Toke
         while not await pulls():  # StopIteration is a failure
             pass
 
-    async with system() as moving:
+    await recovers()
+    for child in ("pool-owner", "pool-master"):
+        before = moving.local.restarts[child]
+        await pulls(lambda child=child: moving.signal(child, signal.SIGKILL))
+        async with asyncio.timeout(60):
+            while moving.local.restarts[child] == before:
+                await asyncio.sleep(0.1)
         await recovers()
-        for child in ("pool-owner", "pool-master"):
-            before = moving.local.restarts[child]
-            await pulls(lambda child=child: moving.signal(child, signal.SIGKILL))
-            async with asyncio.timeout(60):
-                while moving.local.restarts[child] == before:
-                    await asyncio.sleep(0.1)
-            await recovers()
-        for child in ("pool-owner", "pool-master"):
-            failures = (await moving.stats()).pool_failures
-            await pulls(lambda child=child: moving.signal(child, signal.SIGSTOP))
-            while True:  # a put that hangs is a failure once it ends
-                stats = await moving.stats()
-                if stats.pool_failures > failures or stats.pool_away:
-                    break
-                await pulls()
-            moving.signal(child, signal.SIGCONT)
-            await recovers()
-        assert (await moving.stats()).pool_corrupt == 0
-
-
-async def test_after_an_update_old_kv_is_neither_found_nor_kept(tmp_path: Path) -> None:
-    changed = tmp_path / "changed"
-    shutil.copytree(MODEL, changed)
-    tensors = load_file(changed / "model.safetensors")
-    save_file({name: tensor * 1.02 for name, tensor in tensors.items()}, changed / "model.safetensors")
-    async with system(changed, instances=1, pool__kind="none", buffer__policy="static") as fresh:
-        expected = await fresh.roll(0)
-    async with system(pool__lease_seconds=1) as updated:
-        assert await updated.roll(0) != expected
-        old = await namespaces(updated)
-        await updated.client.update_weights(version=1, source=changed)
-        before = (await updated.stats()).pool_tokens
-        assert await updated.roll(0) == expected
-        assert (await updated.stats()).pool_tokens > before
-        async with asyncio.timeout(30):
-            while old & await namespaces(updated):
-                await asyncio.sleep(0.5)
-        assert await namespaces(updated)
+    for child in ("pool-owner", "pool-master"):
+        failures = (await moving.stats()).pool_failures
+        await pulls(lambda child=child: moving.signal(child, signal.SIGSTOP))
+        while True:  # a put that hangs is a failure once it ends
+            stats = await moving.stats()
+            if stats.pool_failures > failures or stats.pool_away:
+                break
+            await pulls()
+        moving.signal(child, signal.SIGCONT)
+        await recovers()
+    assert (await moving.stats()).pool_corrupt == 0
 
 
 async def namespaces(running: System) -> set[str]:

@@ -9,15 +9,16 @@ import time
 from pathlib import Path
 
 import pytest
+from shared_engines import SharedEngines
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "countdown"
 RESPONSES = 4
 SCHEDULES = {  # tests/e2e/test_verify.py has more, and compares token by token
-    "chunks of 16, two instances": ("--chunk-size", "16"),
-    "static, short of KV": ("--policy", "static", "--kv-blocks", "48", "--instances", "1"),
-    "the default, short of KV": ("--chunk-size", "64", "--kv-blocks", "48", "--instances", "1"),
+    "chunks of 16, two instances": {"chunk_size": 16},
+    "static, short of KV": {"policy": "static"},
+    "the default, short of KV": {"chunk_size": 64},
 }
 
 
@@ -56,9 +57,17 @@ def reference(tmp_path_factory):
     return rollout(tmp_path_factory.mktemp("reference") / "run")[0]
 
 
+@pytest.fixture(scope="module")
+def scarce():
+    shared = SharedEngines(EXAMPLE / "model", 1, "engine.max_model_len=400", "engine.kv_blocks=48")
+    yield shared
+    shared.close()
+
+
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_no_schedule_changes_a_token(schedule, reference, tmp_path):
-    tokens, report = rollout(tmp_path / "run", *SCHEDULES[schedule])
+def test_no_schedule_changes_a_token(schedule, reference, tmp_path, request):
+    engines = request.getfixturevalue("scarce" if "short" in schedule else "pair")
+    tokens, report = rollout(tmp_path / "run", "--connect", engines.anew(**SCHEDULES[schedule]))
     assert tokens == reference
     assert report["requests"] == 10 * RESPONSES
     assert report["tokens"] == sum(len(response) for group in tokens for response in group)
@@ -67,8 +76,8 @@ def test_no_schedule_changes_a_token(schedule, reference, tmp_path):
 
 
 @pytest.mark.parametrize("option", ["--seed", "--rollout-number"])
-def test_another_seed_or_rollout_number_gives_other_tokens(option, reference, tmp_path):
-    tokens, _ = rollout(tmp_path / "run", option, "7")
+def test_another_seed_or_rollout_number_gives_other_tokens(option, reference, tmp_path, pair):
+    tokens, _ = rollout(tmp_path / "run", "--connect", pair.anew(), option, "7")
     assert tokens != reference
 
 

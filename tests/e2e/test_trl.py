@@ -27,7 +27,6 @@ pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(400)]
 
 ROOT = Path(__file__).parents[2]
 HERE = Path(__file__).parent
-MODEL = ROOT / "examples" / "countdown" / "model"
 ENDPOINTS = ("trainers", "engines", "events", "event_snapshots", "estimates", "estimate_snapshots", "dgds")
 G = 4
 TOKENS = 24
@@ -231,20 +230,17 @@ def test_two_processes_share_whole_groups_and_every_error(system, tiny_model, tm
         assert again == calls[0]["completion_ids"]
 
 
-def test_the_example_of_the_docs_runs(tmp_path):
-    other = System(MODEL, 1)
-    try:
+def test_the_example_of_the_docs_runs(pair, tmp_path):
+    endpoint = pair.anew()
+    with SyncRolloutClient(endpoint) as client:
+        before = client.status().weight_version
         (text,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "trl.md").read_text(), re.DOTALL)
         assert text.count("tcp://127.0.0.1:7101") == text.count("runs/trl") == 1
-        text = text.replace("tcp://127.0.0.1:7101", other.endpoint).replace("runs/trl", str(tmp_path))
+        text = text.replace("tcp://127.0.0.1:7101", endpoint).replace("runs/trl", str(tmp_path))
         (tmp_path / "example.py").write_text(text)
-        other.wait()
         out = run([str(tmp_path / "example.py")], HF_DATASETS_CACHE=str(tmp_path / "cache"))
         assert len(re.findall(r"'loss': ", out)) == 3
-        with SyncRolloutClient(other.endpoint) as client:
-            assert client.status().weight_version == 3
-    finally:
-        other.stop()
+        assert client.status().weight_version == before + 3
 
 
 def run(command: list[str], **environ: str) -> str:

@@ -1,25 +1,28 @@
 """`seer verify` on the real engine: clean cells agree, a planted fault is called a bug, rounding is not."""
 
+import asyncio
 import importlib.util
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from shared_engines import ONE_CORE
 
 if importlib.util.find_spec("vllm") is None:
     pytest.skip("needs the engine extra", allow_module_level=True)
 
+from seer.client import Prompt, RolloutClient, SamplingParams
+from seer.common.config import load
 from seer.local.pool_plan import import_problem
+from seer.verify import cell_run
+from seer.verify.cell_run import Job, Runner
 from seer.verify.cells import CELLS
 
 pytestmark = pytest.mark.vllm
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "countdown"
-ONE_CORE = ("--set", f"engine.cpu_cores={min(os.sched_getaffinity(0))}")
-"""Threads that wait for each other are slow beside other work."""
 
 
 def verify(folder: Path, prompts: int, *options: object) -> tuple[int, dict, str]:
@@ -48,7 +51,7 @@ def verify(folder: Path, prompts: int, *options: object) -> tuple[int, dict, str
 def test_a_planted_fault_is_called_a_bug_and_a_clean_cell_agrees(tmp_path):
     size = ("-n", 2, "--max-tokens", 128, "--min-tokens", 1000)
     code, report, text = verify(
-        tmp_path, 12, *size, "--matrix", "chunk-16,migrate", "--plant-fault", *ONE_CORE
+        tmp_path, 12, *size, "--matrix", "chunk-16,migrate", "--plant-fault", "--set", *ONE_CORE
     )
     assert code == 1
     assert "the planted fault was found (in chunk-16" in text
@@ -63,6 +66,55 @@ def test_a_planted_fault_is_called_a_bug_and_a_clean_cell_agrees(tmp_path):
     assert report["dtype"] == "float32"
 
 
+async def test_engines_that_go_on_to_the_next_cell_keep_no_kv(tiny_model, monkeypatch):
+    settings = [
+        f"shared.model={tiny_model}",
+        "pool.kind=none",
+        "engine.max_model_len=200",
+        "engine.kv_blocks=60",
+    ]
+    job = Job(
+        prompts=tiny_model, n=1, sampling=SamplingParams(max_tokens=40, ignore_eos=True), seed=0,
+        config=load(None, {}, [*settings, *ONE_CORE]),
+    )  # fmt: skip
+    prompts = [Prompt(str(i), token_ids=[10 + i] * 70) for i in range(6)]  # none begins like another
+    pids, cached, said = [], [0], []
+
+    async def reused(name: str) -> int:
+        """Run a cell; return how many tokens of prompts and of what chunks began with were not computed."""
+        found = await runner.run(CELLS[name], CELLS[name].config(job.config), 1)
+        said.append([group.responses[0].token_ids.tolist() for group in found.groups])
+        assert runner._system is not None
+        pids.append(runner._system.pids["engine-0"])
+        async with RolloutClient(runner._system.endpoint) as client:
+            cached.append(sum(each.stats.cached_tokens for each in (await client.status()).instances))
+        return cached[-1] - cached[-2]
+
+    async with Runner(job, prompts, lambda line: None) as runner:
+        assert await reused("one-go") == 0
+        of_its_own = await reused("chunk-16")
+        assert await reused("one-go") == 0
+        assert await reused("chunk-16") == of_its_own
+        monkeypatch.setattr(cell_run, "_forget_kv", lambda *_: asyncio.sleep(0))
+        assert await reused("one-go") == 6 * 64  # two whole blocks each
+    assert len(set(pids)) == 1
+    assert all(tokens == said[0] for tokens in said)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_a_killed_engine_and_a_disk_below_the_pool_change_no_token(tmp_path):
+    if problem := import_problem():
+        pytest.skip(f"Mooncake cannot be imported ({problem})")
+    size = ("-n", 4, "--max-tokens", 192, "--min-tokens", 10_000)
+    code, report, text = verify(tmp_path, 8, *size, "--matrix", "pool-warm,pool-ssd", "--set", *ONE_CORE)
+    assert code == 0, text
+    warm, disk = report["cells"]
+    assert warm["counters"]["restarts"] > 0 < warm["counters"]["pool_tokens"]
+    assert disk["counters"]["pool_ssd_reads"] > 0
+
+
+@pytest.mark.breadth
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_the_whole_matrix_passes(tmp_path):
@@ -81,15 +133,15 @@ def test_the_whole_matrix_passes(tmp_path):
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_a_single_short_response_is_made_to_preempt_and_is_compared(tmp_path):
-    code, report, text = verify(
-        tmp_path, 1, "-n", 1, "--max-tokens", 128, "--min-tokens", 1, "--matrix", "preempt", *ONE_CORE
-    )
+    size = ("-n", 1, "--max-tokens", 128, "--min-tokens", 1)
+    code, report, text = verify(tmp_path, 1, *size, "--matrix", "preempt", "--set", *ONE_CORE)
     assert code == 0, text
     (cell,) = report["cells"]
     assert cell["counters"]["preemptions"] > 0
     assert cell["comparison"]["responses"] == cell["n"] == report["n"] > 1
 
 
+@pytest.mark.breadth
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_rounding_of_bfloat16_is_numeric_not_a_bug(tmp_path):

@@ -1,5 +1,6 @@
 """Weight updates of the real engine: after one, a system is as one that was started with those weights."""
 
+import asyncio
 import importlib.util
 import json
 import os
@@ -15,6 +16,7 @@ if importlib.util.find_spec("vllm") is None:
     pytest.skip("needs the engine extra", allow_module_level=True)
 
 from safetensors.torch import load_file, save_file
+from shared_engines import ONE_CORE, SharedEngines
 
 from seer.client import MooncakeSource, RolloutClient, SamplingParams, WeightsRefused
 from seer.common.config import load
@@ -36,10 +38,11 @@ def changed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def system(model: Path, instances: int = 1, ranks: int = 1) -> LocalSystem:
+def system(model: Path, ranks: int = 1) -> LocalSystem:
     settings = {"shared.model": model, "engine.max_model_len": 400, "engine.kv_blocks": 200}
     settings |= {"engine.tensor_parallel": ranks, "buffer.chunk_size": 32}
-    return LocalSystem(load(None, {}, [f"{key}={value}" for key, value in settings.items()]), instances)
+    cores = ONE_CORE if ranks == 1 else ()
+    return LocalSystem(load(None, {}, [*cores, *(f"{key}={value}" for key, value in settings.items())]), 1)
 
 
 async def roll(client: RolloutClient) -> tuple[list[list[int]], list[list[float]], tuple[int, str]]:
@@ -59,24 +62,27 @@ def assert_same(got: Sequence[Any], expected: Sequence[Any]) -> None:
         assert ours == pytest.approx(theirs, abs=1e-4)
 
 
-async def fresh(model: Path) -> tuple[list[list[int]], list[list[float]]]:
-    async with system(model) as started, RolloutClient(started.endpoint, tokenizer=model) as client:
-        return (await roll(client))[:2]
+@pytest.fixture(scope="module")
+def expected(changed: Path) -> tuple[list[list[int]], list[list[float]]]:
+    """What a system says that was started with the other weights."""
+
+    async def fresh() -> tuple[list[list[int]], list[list[float]]]:
+        async with system(changed) as started, RolloutClient(started.endpoint, tokenizer=changed) as client:
+            return (await roll(client))[:2]
+
+    return asyncio.run(fresh())
 
 
-async def test_an_updated_system_is_as_a_fresh_one(changed: Path) -> None:
-    expected = await fresh(changed)
-    async with (
-        system(MODEL, instances=2) as started,
-        RolloutClient(started.endpoint, tokenizer=MODEL) as client,
-    ):
+async def test_an_updated_system_is_as_a_fresh_one(
+    changed: Path, expected: tuple[list[list[int]], list[list[float]]], pair: SharedEngines
+) -> None:
+    async with RolloutClient(pair.anew(chunk_size=32), tokenizer=MODEL) as client:
         *before, (version, digest) = await roll(client)
-        assert version == 0
-        live = await client.update_weights(1, changed)
+        live = await client.update_weights(version + 1, changed)
         assert not live.quarantined
         *after, seen = await roll(client)  # the same prompts: their prefixes were cached
         assert_same(after, expected)
-        assert seen == (1, live.digest)
+        assert seen == (version + 1, live.digest)
         assert after[0] != before[0]
 
         wrong = changed.parent / "wrong"
@@ -84,10 +90,10 @@ async def test_an_updated_system_is_as_a_fresh_one(changed: Path) -> None:
         whole = (wrong / "model.safetensors").read_bytes()
         (wrong / "model.safetensors").write_bytes(whole[:-4])
         with pytest.raises(WeightsRefused, match=r"engine-[01]: .*model\.safetensors"):
-            await client.update_weights(2, wrong)
+            await client.update_weights(version + 2, wrong)
         assert (await roll(client))[0] == after[0]
 
-        back = await client.update_weights(2, MODEL)
+        back = await client.update_weights(version + 2, MODEL)
         assert back.digest == digest
         assert_same((await roll(client))[:2], before)
 
@@ -102,32 +108,32 @@ async def test_an_updated_system_is_as_a_fresh_one(changed: Path) -> None:
             # A stream of another size is not even copied.
             told = rf"engine-[01]: .*({re.escape(why)}|the model's tensors have)"
             with pytest.raises(WeightsRefused, match=told):
-                await client.update_weights(3, {key: value.clone() for key, value in bad.items()})
-        streamed = await client.update_weights(3, tensors)
+                await client.update_weights(version + 3, {key: value.clone() for key, value in bad.items()})
+        streamed = await client.update_weights(version + 3, tensors)
         assert streamed.digest == live.digest
         assert_same((await roll(client))[:2], expected)
 
 
-async def test_weights_that_engines_read_are_as_good_as_a_folder(changed: Path) -> None:
+async def test_weights_that_engines_read_are_as_good_as_a_folder(changed: Path, pair: SharedEngines) -> None:
     pytest.importorskip("mooncake.engine", reason="needs Mooncake and libibverbs1", exc_type=ImportError)
-    async with (
-        system(MODEL, instances=2) as started,
-        RolloutClient(started.endpoint, tokenizer=MODEL) as client,
-    ):
-        live = await client.update_weights(1, changed)
+    async with RolloutClient(pair.anew(chunk_size=32), tokenizer=MODEL) as client:
+        version = (await client.status()).weight_version
+        live = await client.update_weights(version + 1, changed)
         expected = (await roll(client))[:2]
         source = MooncakeSource(load_file(MODEL / "model.safetensors"))
-        await client.update_weights(2, source)
+        await client.update_weights(version + 2, source)
         assert (await roll(client))[0] != expected[0]
         source.tensors = load_file(changed / "model.safetensors")
-        held = await client.update_weights(3, source)
+        held = await client.update_weights(version + 3, source)
         assert not held.quarantined
         assert held.digest == live.digest
         assert_same((await roll(client))[:2], expected)
 
 
-async def test_two_ranks_take_new_weights_too(changed: Path) -> None:
-    expected = await fresh(changed)
+@pytest.mark.breadth
+async def test_two_ranks_take_new_weights_too(
+    changed: Path, expected: tuple[list[list[int]], list[list[float]]]
+) -> None:
     async with system(MODEL, ranks=2) as started, RolloutClient(started.endpoint, tokenizer=MODEL) as client:
         await roll(client)
         assert not (await client.update_weights(1, changed)).quarantined
@@ -140,7 +146,7 @@ def resident(pid: int) -> int:
 
 
 async def test_a_sleeping_engine_gives_its_memory_back(changed: Path) -> None:
-    settings = ["engine.kv_blocks=8000", "engine.max_model_len=400", f"shared.model={MODEL}"]
+    settings = ["engine.kv_blocks=8000", "engine.max_model_len=400", f"shared.model={MODEL}", *ONE_CORE]
     config = load(None, {}, settings)
     async with LocalSystem(config, 1) as started, RolloutClient(started.endpoint, tokenizer=MODEL) as client:
         pid = started.pids["engine-0"]

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from seer.common.config import Config, Endpoints, EngineConfig, load, shards
+from seer.common.config import BufferConfig, Config, Endpoints, EngineConfig, load, shards
 from seer.common.errors import ConfigError, InvalidField
 from seer.local import child, pool_plan, restarts
 from seer.local import system as launch
@@ -132,6 +132,26 @@ async def test_all_children_run_and_none_is_left() -> None:
         assert await system.run(asyncio.sleep(0, "done")) == "done"
     assert await gone(pids)
     assert not folder.exists()
+
+
+async def test_another_buffer_leaves_everything_else_as_it_is() -> None:
+    async with LocalSystem(REPLAY, 2) as system:
+        before = system.pids
+        folder = Path(system.endpoint.removeprefix("ipc://")).parent
+        spool = system.config.buffer.spool
+        await system.restart_buffer(BufferConfig(chunk_size=7))
+        assert {name for name, pid in system.pids.items() if pid != before[name]} == {"buffer"}
+        assert not alive(before["buffer"])
+        assert (
+            system.config.buffer
+            == load(folder / "buffer.toml").buffer
+            == BufferConfig(chunk_size=7, spool=spool)
+        )
+        os.kill(system.pids["buffer"], signal.SIGKILL)
+        async with asyncio.timeout(20):
+            while not system.restarts["buffer"]:
+                await asyncio.sleep(0.01)
+        assert load(folder / "buffer.toml").buffer.chunk_size == 7
 
 
 async def test_the_environment_is_not_applied_twice(monkeypatch: pytest.MonkeyPatch) -> None:

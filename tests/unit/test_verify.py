@@ -21,8 +21,8 @@ from seer.common.errors import SeerError
 from seer.common.types import SamplingParams
 from seer.local.system import LaunchError
 from seer.verify import run
-from seer.verify.cell_run import CellRun, Job
-from seer.verify.cells import CELLS
+from seer.verify.cell_run import CellRun, Job, Runner
+from seer.verify.cells import CELLS, Cell
 from seer.verify.compare import (
     Evidence,
     Mismatch,
@@ -297,7 +297,11 @@ def test_a_fault_is_planted_where_most_is_open():
 def run_matrix(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, perform: Callable[[str], CellRun]) -> Report:
     (tmp_path / "prompts.jsonl").write_text('{"id": "a", "prompt_token_ids": [1, 2, 3]}')
     (tmp_path / "config.json").write_text("{}")
-    monkeypatch.setattr(run, "_perform", lambda cell, *rest: perform(cell.name))
+
+    async def run_cell(self, cell: Cell, *rest: object) -> CellRun:
+        return perform(cell.name)
+
+    monkeypatch.setattr(Runner, "run", run_cell)
     job = Job(
         prompts=tmp_path / "prompts.jsonl", n=1, sampling=PLAIN, seed=0, matrix="chunk-1,preempt", min_tokens=1,
         config=Config(shared=SharedConfig(model=str(tmp_path)), engine=EngineConfig(backend="replay")),

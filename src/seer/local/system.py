@@ -26,7 +26,7 @@ from typing import Any, Self, TypeVar
 
 from msgspec.structs import asdict, replace
 
-from seer.common.config import Config, Endpoints, shards
+from seer.common.config import BufferConfig, Config, Endpoints, shards
 from seer.common.errors import ConfigError
 from seer.common.process.scratch import Scratch, sweep
 from seer.local.child import Child, LaunchError, StartError
@@ -208,6 +208,19 @@ class LocalSystem:
             task.cancel()
             await asyncio.wait([task])
         return task.result()
+
+    async def restart_buffer(self, settings: BufferConfig) -> None:
+        """End the buffer and start one with these settings; everything else stays.
+
+        Engines notice within seconds, drop what they run and register again. Raises `LaunchError`.
+        """
+        (slot,) = (slot for slot in self._slots if slot.service == "buffer")
+        await self._end_keepers("buffer")
+        await self._end(self._children("buffer"), LEAVE_SECONDS)
+        settings = replace(settings, spool=settings.spool or self.config.buffer.spool)
+        slot.config = self.config = replace(self.config, buffer=settings)
+        await self._bring_up(slot)
+        slot.keeper = asyncio.create_task(self._keep(slot))
 
     # --- starting ------------------------------------------------------------------------
 

@@ -1,7 +1,11 @@
-"""One cell of `seer verify`: a system of its own, and the prompts through it.
+"""The cells of `seer verify`: for each one a system, and the prompts through it.
 
 Invariants:
 - every cell draws from the same keys: same seed, same rollout number, same prompt ids;
+- one system is there at a time; cells that differ in the buffer alone follow each other on the same engines,
+  each with a buffer of its own;
+- engines that go on to the next cell have slept in between: they keep no KV, so each cell computes all of
+  its prompts and prefixes itself;
 - the counters of a cell that runs twice are of both runs;
 - what an engine counted before it was killed is not in the counters: what they say of the pool, the
   engine that came back did.
@@ -14,13 +18,18 @@ import contextlib
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import AsyncExitStack
+from functools import partial
 from pathlib import Path
+from typing import Self
 
 import msgspec
+from msgspec.structs import replace
 
 from seer.client import Group, Prompt, RolloutClient
-from seer.common.config import Config
+from seer.common.config import BufferConfig, Config
+from seer.common.errors import SeerError
 from seer.common.pool import ask_master, read_figures
 from seer.common.types import SamplingParams
 from seer.common.wire import InstanceStatus, Progress
@@ -30,6 +39,9 @@ from seer.rollout.progress import Show, showing
 from seer.verify.cells import Cell
 
 ROLLOUT_NUMBER = 0
+
+REGISTER_SECONDS = 60.0
+"""How long engines may take to notice that their buffer is another one."""
 
 STATUS_WAIT_SECONDS = 10.0
 """How long the engines' last counters may take to reach the buffer."""
@@ -57,41 +69,111 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CellRun(msgspec.Struct, frozen=True, kw_only=True):
-    """What a cell produced. `kv_blocks` are an engine's; `seconds` from submission to the end."""
+    """What a cell produced. `kv_blocks` are an engine's; `seconds` from submission to the end.
+
+    `generated`: tokens that each engine has generated since it started, by name.
+    """
 
     groups: list[Group]
     counters: dict[str, int]
     versions: dict[str, str]
     seconds: float
     kv_blocks: int = 0
+    generated: dict[str, int] = {}
 
 
-async def run_cell(
-    cell: Cell, config: Config, job: Job, prompts: list[Prompt], say: Say, halfway: int
-) -> CellRun:
-    """Run the prompts through a system of its own; `halfway` in tokens is when an engine is killed.
+class Runner:
+    """Runs cells one after the other; use as `async with Runner(job, prompts, say) as runner`."""
 
-    Raises `SeerError`s when the system cannot start or go on, or the rollout fails.
-    """
-    async with LocalSystem(config, cell.instances, say=say) as system:
+    def __init__(self, job: Job, prompts: list[Prompt], say: Say) -> None:
+        self.job, self.say = job, say
+        self._prompts = prompts
+        self._started = AsyncExitStack()
+        self._system: LocalSystem | None = None
+        self._engines: tuple[int, Config] | None = None
+        self._generated: dict[str, int] = {}
 
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        await self._end()
+
+    async def run(self, cell: Cell, config: Config, n: int, halfway: int = 0) -> CellRun:
+        """Run the prompts, with n responses each; `halfway` in tokens is when an engine is killed.
+
+        Raises `SeerError`s when the system cannot start or go on, or the rollout fails; the next cell
+        then has new engines.
+        """
+        self.say(f"{cell.name}: {cell.about}")
+        try:
+            found = await self._run(await self._ready(cell, config), cell, n, halfway)
+        except BaseException as error:
+            await self._end(error)
+            raise
+        self.say(f"{cell.name}: {found.counters['tokens']} tokens in {found.seconds:.1f} s")
+        return found
+
+    async def _ready(self, cell: Cell, config: Config) -> LocalSystem:
+        """Return a system whose engines hold no KV: the one that is there if only its buffer differs."""
+        engines = (cell.instances, replace(config, buffer=BufferConfig())) if cell.shares_engines else None
+        if self._system is not None and engines is not None and engines == self._engines:
+            await self._system.restart_buffer(config.buffer)
+            await self._system.run(_forget_kv(self._system.endpoint, cell.instances))
+            return self._system
+        await self._end()
+        system = LocalSystem(config, cell.instances, say=self.say)
+        self._system = await self._started.enter_async_context(system)
+        self._engines, self._generated = engines, {}
+        return self._system
+
+    async def _end(self, error: BaseException | None = None) -> None:
+        """Stop the system that is there; in order, unless there was an error."""
+        self._system = None
+        started, self._started = self._started, AsyncExitStack()
+        await started.__aexit__(type(error) if error else None, error, None)
+
+    async def _run(self, system: LocalSystem, cell: Cell, n: int, halfway: int) -> CellRun:
         def kill() -> None:
-            say(f"{cell.name}: killing engine-0")
+            self.say(f"{cell.name}: killing engine-0")
             with contextlib.suppress(ProcessLookupError):  # it was lost just now
                 os.kill(system.pids["engine-0"], signal.SIGKILL)
 
+        job = replace(self.job, n=n)
         if cell.again:
-            await system.run(_roll(system.endpoint, job, prompts, None, halfway))
-        found = await system.run(_roll(system.endpoint, job, prompts, kill if cell.killed else None, halfway))
+            await system.run(_roll(system.endpoint, job, self._prompts, {}))
+        watch = partial(_and_once, act=kill, tokens=halfway) if cell.killed else None
+        found = await system.run(_roll(system.endpoint, job, self._prompts, self._generated, watch))
+        self._generated = found.generated
         if cell.disk:
             figures = read_figures(await ask_master(system.config.pool.metrics))
             found.counters["pool_ssd_reads"] = figures.ssd_reads
         return found
 
 
+async def _forget_kv(endpoint: str, instances: int) -> None:
+    """Wait until so many engines registered, and have them drop all the KV that they keep.
+
+    Raises `SeerError` when they are not there in time, or fail.
+    """
+    async with RolloutClient(endpoint) as client:
+        deadline = time.monotonic() + REGISTER_SECONDS
+        while len((await client.status()).instances) < instances:
+            if time.monotonic() > deadline:
+                raise SeerError(f"not all engines registered within {REGISTER_SECONDS:g} s of a new buffer")
+            await asyncio.sleep(0.1)
+        await client.sleep()
+        await client.wake()
+
+
 async def _roll(
-    endpoint: str, job: Job, prompts: list[Prompt], kill: Callable[[], None] | None, halfway: int
+    endpoint: str,
+    job: Job,
+    prompts: list[Prompt],
+    before: Mapping[str, int],
+    watch: Callable[[Show], Show] | None = None,
 ) -> CellRun:
+    """Run the prompts; `before`: tokens that each engine had generated, by name."""
     async with RolloutClient(endpoint) as client:
         started = time.monotonic()
         rollout = await client.submit(
@@ -103,18 +185,21 @@ async def _roll(
             deadline_seconds=job.cell_seconds,
         )
         with showing(len(prompts) * job.n) as show:
-            rollout.on_progress = show if kill is None else _and_once(show, kill, halfway)
+            rollout.on_progress = show if watch is None else watch(show)
             groups = await rollout.result()
         seconds = time.monotonic() - started
         tokens = sum(response.token_ids.size for group in groups for response in group.responses)
-        instances = await _final_status(client, tokens)
+        instances = await _final_status(client, tokens + sum(before.values()))
+    generated = {instance.name: instance.stats.generated_tokens for instance in instances}
     counters = _counters(groups, instances) | {"tokens": tokens}
+    counters["engines_used"] = sum(total > before.get(name, 0) for name, total in generated.items())
     return CellRun(
         groups=groups,
         counters=counters,
         versions=instances[0].versions,
         seconds=seconds,
         kv_blocks=instances[0].capacity.kv_blocks,
+        generated=generated,
     )
 
 
@@ -137,7 +222,6 @@ def _counters(groups: list[Group], instances: list[InstanceStatus]) -> dict[str,
         "chunks": sum(group.chunks for group in groups),
         "migrations": sum(group.migrations for group in groups),
         "preemptions": sum(group.preemptions for group in groups),
-        "engines_used": sum(instance.stats.generated_tokens > 0 for instance in instances),
         "restarts": sum(instance.restarts for instance in instances),
         "tensor_parallel": int(instances[0].versions.get("tensor_parallel", 1)),
         "verifications": sum(instance.stats.verifications for instance in instances),

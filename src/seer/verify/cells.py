@@ -4,6 +4,8 @@ Invariants:
 - the first cell is the reference, and every other one differs from it in what its name says;
 - only cells with `pool` have a KV pool, each one of its own that is empty at first, and only those
   with `drafts` draft;
+- a cell with a pool or drafts, or whose engine is killed, has engines of its own; others may share them, and
+  find no KV of each other there;
 - a cell that did not do what it is there for (`needs`) proves nothing, and never counts as passed.
 """
 
@@ -66,6 +68,11 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True):
     drafts: Literal["off", "grouped", "random"] = "off"
     again: bool = False
     exact: bool = False
+
+    @property
+    def shares_engines(self) -> bool:
+        """Whether its engines may have run another cell: nothing beside them keeps KV or drafts."""
+        return not (self.pool or self.killed) and self.drafts == "off"
 
     def config(self, base: Config, lengths: Sequence[int] = ()) -> Config:
         """Return the configuration that this cell runs.

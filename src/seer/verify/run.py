@@ -3,6 +3,7 @@
 Invariants:
 - nothing is started before the whole input was checked;
 - cells run one after the other, the teacher after all of them: each has the machine to itself;
+- a planted fault is in the engine of its cell: no other cell runs on that engine;
 - every response of every cell is compared with the reference's: where cells need more responses than
   were asked for, the reference is run with as many.
 """
@@ -32,7 +33,7 @@ from seer.rollout.files import (
     tokenizer_of,
     write_report,
 )
-from seer.verify.cell_run import ROLLOUT_NUMBER, CellRun, Job, Say, run_cell
+from seer.verify.cell_run import ROLLOUT_NUMBER, CellRun, Job, Runner, Say
 from seer.verify.cells import Cell, choose
 from seer.verify.compare import LOGPROB_TOLERANCE, compare
 from seer.verify.fitting import Fit, Work, fit, n_for_tokens
@@ -70,55 +71,62 @@ def verify(job: Job, say: Say) -> Report:
     cannot run; what befalls other cells is in the report.
     """
     config, prompts = _prepare(job)
-    (reference, *others), skipped = choose(job.matrix, config, Hardware.here())
+    cells, skipped = choose(job.matrix, config, Hardware.here())
     files = _files(config)
-    first = _reference(reference, config, job, prompts, say)
-    fits, cannot = _fits(others, config, job, first)
-    most = max((each.n for each in fits), default=job.n)
-    if most > job.n:
-        say(f"{most} responses per prompt, so that all cells have something to do")
-        job = msgspec.structs.replace(job, n=most)
-        first = _reference(reference, config, job, prompts, say)
-    for name, why in cannot.items():
-        say(f"{name} is left out: {why}")
-    cell_report = _cell_report(Fit(cell=reference, n=job.n), first)
-    report = _new_report(job, len(prompts), skipped | cannot, cell_report, first.versions)
-    if job.plant_fault and fits:
-        report.fault = Fault(cell=fits[0].cell.name, position=most_random_position(first.groups))
-        say(f"planting a fault: {report.fault.cell} draws absolute position {report.fault.position} wrongly")
-    runs = {}
-    for each in fits:
-        ours = _first(first.groups, each.n)
-        try:
-            found = _exercise(each, config, job, prompts, ours, report, say)
-        except (InvalidField, ConfigError):
-            raise
-        except SeerError as error:
-            say(f"{each.cell.name} failed: {error}")
-            report.cells.append(CellReport(name=each.cell.name, about=each.cell.about, error=str(error)))
-            continue
-        runs[each.cell.name] = found.groups
+    report, reference, runs = launch.run(_run_cells(cells, skipped, config, Runner(job, prompts, say)))
     if _files(config) != files:
         raise SeerError(f"{config.shared.model} was changed while it was verified: run again")
     if config.engine.backend == "vllm":
-        engines = {
-            each.cell.name: msgspec.structs.replace(config.engine, **each.cell.engine) for each in fits
-        }
-        judge(report, reference.config(config), engines, first.groups, runs, say)
+        engines = {cell.name: msgspec.structs.replace(config.engine, **cell.engine) for cell in cells}
+        judge(report, cells[0].config(config), engines, reference, runs, say)
     return report
 
 
-def _reference(cell: Cell, config: Config, job: Job, prompts: list[Prompt], say: Say) -> CellRun:
+async def _run_cells(
+    cells: Sequence[Cell], skipped: dict[str, str], config: Config, runner: Runner
+) -> tuple[Report, list[Group], dict[str, list[Group]]]:
+    """Run all cells that can be exercised, and compare; return the reference's groups and those of others."""
+    async with runner:
+        reference, *others = cells
+        job, say = runner.job, runner.say
+        first = await _reference(reference, config, job.n, runner)
+        fits, cannot = _fits(others, config, job, first)
+        most = max((each.n for each in fits), default=job.n)
+        if most > job.n:
+            say(f"{most} responses per prompt, so that all cells have something to do")
+            job = msgspec.structs.replace(job, n=most)
+            first = await _reference(reference, config, most, runner)
+        for name, why in cannot.items():
+            say(f"{name} is left out: {why}")
+        report = _new_report(job, skipped | cannot, _cell_report(Fit(cell=reference, n=job.n), first), first)
+        if job.plant_fault and fits:
+            report.fault = Fault(cell=fits[0].cell.name, position=most_random_position(first.groups))
+            where = f"{report.fault.cell} draws absolute position {report.fault.position}"
+            say(f"planting a fault: {where} wrongly")
+        runs = {}
+        for each in fits:
+            name, about = each.cell.name, each.cell.about
+            try:
+                runs[name] = await _exercise(each, config, _first(first.groups, each.n), report, runner)
+            except (InvalidField, ConfigError):
+                raise
+            except SeerError as error:
+                say(f"{name} failed: {error}")
+                report.cells.append(CellReport(name=name, about=about, error=str(error)))
+    return report, first.groups, runs
+
+
+async def _reference(cell: Cell, config: Config, n: int, runner: Runner) -> CellRun:
     """Run the reference, once more with fewer sequences at once where it was short of KV memory."""
-    found = _perform(cell, cell.config(config), job, prompts, say)
+    found = await runner.run(cell, cell.config(config), n)
     if found.counters["preemptions"] and found.kv_blocks:
         block = config.shared.block_size
-        longest = max(max(prompt + output for prompt, output in _work(found.groups).grown(job.n)) + 1, block)
+        longest = max(max(prompt + output for prompt, output in _work(found.groups).grown(n)) + 1, block)
         seqs = max(1, found.kv_blocks // -(-longest // block))
-        say(f"{cell.name} was preempted: once more, {seqs} sequences at once")
+        runner.say(f"{cell.name} was preempted: once more, {seqs} sequences at once")
         engine = msgspec.structs.replace(config.engine, max_num_seqs=min(seqs, config.engine.max_num_seqs))
         config = msgspec.structs.replace(config, engine=engine)
-        found = _perform(cell, cell.config(config), job, prompts, say)
+        found = await runner.run(cell, cell.config(config), n)
     return found
 
 
@@ -146,36 +154,34 @@ def _first(groups: Sequence[Group], n: int) -> list[Group]:
     return [dataclasses.replace(group, responses=group.responses[:n]) for group in groups]
 
 
-def _exercise(
-    fit: Fit, config: Config, job: Job, prompts: list[Prompt], ours: list[Group], report: Report, say: Say
-) -> CellRun:
+async def _exercise(
+    fit: Fit, config: Config, ours: list[Group], report: Report, runner: Runner
+) -> list[Group]:
     """Run a cell, twice if it first did not do what it is there for, and report what it found."""
     lengths = [g.prompt_token_ids.size + r.token_ids.size for g in ours for r in g.responses]
     tokens = sum(response.token_ids.size for group in ours for response in group.responses)
     its = _planted(fit.cell, fit.cell.config(config, lengths), report.fault)
     for left in range(TRIES - 1, -1, -1):
-        found = _perform(fit.cell, its, msgspec.structs.replace(job, n=fit.n), prompts, say, tokens)
+        found = await runner.run(fit.cell, its, fit.n, tokens // 2)
         cell = _cell_report(fit, found)
-        cell.comparison = compare(ours, found.groups, job.sampling.temperature, report.logprob_tolerance)
+        cell.comparison = compare(ours, found.groups, report.sampling.temperature, report.logprob_tolerance)
         if not cell.unmet or cell.mismatches or not left:
             break
-        say(f"{fit.cell.name} did not exercise {', '.join(cell.unmet)}: once more")
+        runner.say(f"{fit.cell.name} did not exercise {', '.join(cell.unmet)}: once more")
     report.cells.append(cell)
-    return found
+    return found.groups
 
 
-def _new_report(
-    job: Job, prompts: int, skipped: dict[str, str], reference: CellReport, versions: dict[str, str]
-) -> Report:
-    dtype = versions.get("dtype", "")
+def _new_report(job: Job, skipped: dict[str, str], reference: CellReport, first: CellRun) -> Report:
+    dtype = first.versions.get("dtype", "")
     tolerance = job.logprob_tolerance
     return Report(
-        versions=versions,
+        versions=first.versions,
         dtype=dtype,
         seed=job.seed,
         rollout_number=ROLLOUT_NUMBER,
         n=job.n,
-        prompts=prompts,
+        prompts=len(first.groups),
         sampling=job.sampling,
         min_tokens=job.min_tokens,
         logprob_tolerance=LOGPROB_TOLERANCE.get(dtype, 0.0) if tolerance is None else tolerance,
@@ -230,15 +236,6 @@ def _planted(cell: Cell, config: Config, fault: Fault | None) -> Config:
         return config
     engine = msgspec.structs.replace(config.engine, fault_position=fault.position)
     return msgspec.structs.replace(config, engine=engine)
-
-
-def _perform(
-    cell: Cell, config: Config, job: Job, prompts: list[Prompt], say: Say, tokens: int = 0
-) -> CellRun:
-    say(f"{cell.name}: {cell.about}")
-    found = launch.run(run_cell(cell, config, job, prompts, say, tokens // 2))
-    say(f"{cell.name}: {found.counters['tokens']} tokens in {found.seconds:.1f} s")
-    return found
 
 
 def _cell_report(fit: Fit, found: CellRun) -> CellReport:

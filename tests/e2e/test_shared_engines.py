@@ -1,0 +1,61 @@
+"""That tests may share engines: whatever one leaves behind, the next finds them as if new."""
+
+import importlib.util
+import shutil
+from pathlib import Path
+
+import pytest
+
+if importlib.util.find_spec("vllm") is None:
+    pytest.skip("needs the engine extra", allow_module_level=True)
+
+from safetensors.torch import load_file, save_file
+from shared_engines import SharedEngines
+
+from seer.client import RolloutClient, SamplingParams
+from seer.common.wire import Status
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
+
+MODEL = Path(__file__).parents[2] / "examples" / "countdown" / "model"
+PROMPTS = [[10 + i] * 70 for i in range(6)]
+SAMPLING = SamplingParams(max_tokens=24, ignore_eos=True)
+
+
+def computed(status: Status) -> int:
+    """How many tokens of prompts the engines have computed so far."""
+    return sum(each.stats.prompt_tokens - each.stats.cached_tokens for each in status.instances)
+
+
+async def roll(endpoint: str) -> tuple[list[list[int]], Status]:
+    """Return the tokens, and the status once all engines have reported."""
+    async with RolloutClient(endpoint) as client:
+        rollout = await client.submit(PROMPTS, n=1, sampling=SAMPLING, rollout_number=0)
+        tokens = [group.responses[0].token_ids.tolist() for group in await rollout.result()]
+        while True:
+            status = await client.status()
+            stats = [each.stats for each in status.instances]
+            if all(each.steps and not each.running for each in stats):
+                return tokens, status
+
+
+async def test_engines_are_as_if_new_whatever_was_left(pair: SharedEngines, tmp_path: Path) -> None:
+    changed = tmp_path / "model"
+    shutil.copytree(MODEL, changed)
+    tensors = load_file(changed / "model.safetensors")
+    save_file({name: tensor * 1.02 for name, tensor in tensors.items()}, changed / "model.safetensors")
+
+    first, before = await roll(pair.anew(policy="static"))
+    pids = pair.system.pids
+    async with RolloutClient(pair.system.endpoint) as client:
+        await client.update_weights(before.weight_version + 1, changed)
+        assert (await roll(pair.system.endpoint))[0] != first
+        await client.submit(PROMPTS, n=4, sampling=SamplingParams(max_tokens=300), rollout_number=1)
+        await client.sleep()  # nobody wakes them
+    _, left = await roll(pair.anew(policy="static"))
+    again, after = await roll(pair.anew(chunk_size=64))
+    assert again == first
+    assert (after.policy, after.weights_digest) == ("seer", before.weights_digest)
+    assert computed(after) - computed(left) == sum(map(len, PROMPTS))
+    changed_pids = {name for name, pid in pair.system.pids.items() if pid != pids[name]}
+    assert changed_pids == {"buffer"}
