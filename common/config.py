@@ -77,7 +77,7 @@ class BufferConfig(_Section, frozen=True):
     update_seconds: float = 3600.0
     """Deadline of each phase of a weight update: checking, finishing what runs, loading."""
     log: str = ""
-    """Folder for the log of what happened and was decided, at most 1 GiB: docs/log.md.
+    """Folder for the log of what happened and was decided, at most 2 GiB: docs/log.md.
 
     Default: one of the run's own in `seer up` and `seer rollout`; else the last minutes are in memory, and a
     crash writes them to the temporary folder.

@@ -11,13 +11,15 @@ def again(machine: BufferMachine) -> BufferMachine:
     requests = machine.requests
     new = restored(parse(text), RequestMachine(requests.policy, requests.limits))
     assert parse(snapshot(new)) == parse(text)
-    assert ordered(snapshot(new)) == ordered(text)
+    assert ordered(new) == ordered(machine)
     return new
 
 
-def ordered(text: bytes) -> list[list[object]]:
-    """Return the orders that dicts in a snapshot have."""
-    state = parse(text)
-    machine, sleep = state.machine, state.sleep
-    dicts = (machine.suspects, machine.accused, *machine._running.values(), machine._mourned)
-    return [list(each) for each in (*dicts, sleep._ordered, sleep._waiting)]
+def ordered(machine: BufferMachine) -> list[list[object]]:
+    """Return what is kept in an order that decisions depend on."""
+    requests, registry, sleep = machine.requests, machine.requests.registry, machine.sleep
+    groups = (registry.rollouts, registry.groups, registry.held, registry.finished, registry._partial.items())
+    running = (requests._running[name] for name in requests.instances)
+    waiting = (requests.queue, requests.suspects, requests.accused, requests._mourned)
+    members = (rollout.members for rollout in registry.rollouts.values())
+    return [list(each) for each in (*groups, *members, *running, *waiting, sleep._ordered, sleep._waiting)]

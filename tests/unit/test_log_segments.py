@@ -6,6 +6,7 @@ from log_lives import Life
 from seer.services.buffer.events import Tick
 from seer.services.buffer.log import segments, writer
 from seer.services.buffer.log.replay import replay_life
+from seer.services.buffer.requests import events
 
 
 @pytest.fixture(autouse=True)
@@ -32,6 +33,15 @@ def test_what_concerns_the_newest_rollouts_is_kept_and_no_more(tmp_path):
     assert ("r3", 3) not in found
     [paths] = segments.lives(tmp_path)
     list(replay_life(paths))
+
+
+def test_what_is_about_a_rollout_that_goes_on_is_kept_from_its_begin(tmp_path):
+    life = Life(tmp_path)
+    life.tell(events.GroupsSubmitted("t", "long", 1, 30, [events.GroupSpec("0", 10)], use=9))
+    for number in range(1, 9):
+        life.roll(number)
+    life.log.close()
+    assert uses(tmp_path)[0] == ("long", 9)
 
 
 def test_as_long_as_there_are_few_rollouts_all_is_kept(tmp_path):
@@ -84,6 +94,16 @@ def test_what_another_buffer_writes_and_what_is_no_segment_stays(tmp_path, monke
     Life(tmp_path, incarnation=3).log.close()
     assert [path.name[:16] for path in segments.segments(tmp_path)] == [f"{3:016x}"]
     assert len(list(tmp_path.iterdir())) == 4
+
+
+def test_another_buffer_that_deletes_at_the_same_time_does_not_end_a_log(tmp_path, monkeypatch):
+    lives = segments.lives
+    gone = tmp_path / f"{0:016x}-000000.jsonl"
+    monkeypatch.setattr(segments, "lives", lambda folder: [*lives(folder), [gone]])
+    life = Life(tmp_path)
+    life.roll(1)
+    life.log.close()
+    assert len(segments.segments(tmp_path)) > 2
 
 
 def test_what_cannot_be_read_goes_first(tmp_path, monkeypatch):

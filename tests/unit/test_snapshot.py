@@ -3,14 +3,16 @@
 from dataclasses import fields
 
 import pytest
-from buffer_events import make, submit
+from buffer_events import end, make, pick, submit
 from snapshots import again
 
 from seer.common.policy.request import RequestView
 from seer.services.buffer.events import Joined
 from seer.services.buffer.log import snapshot
 from seer.services.buffer.machine import BufferMachine
+from seer.services.buffer.requests.events import GroupsAcknowledged, RolloutCancelled
 from seer.services.buffer.requests.group_registry import GroupRegistry
+from seer.services.buffer.requests.instructions import Dispatch
 from seer.services.buffer.requests.machine import RequestMachine
 from seer.services.buffer.requests.state import GroupState, RequestState, RolloutState
 from seer.services.buffer.sleep import SleepMachine
@@ -60,6 +62,25 @@ def test_parts_that_machines_share_are_shared_by_restored_ones():
     assert new.requests["r/p#0"].group is new.groups["r/p"]
     assert new.groups["r/p"].rollout is new.rollouts["r"]
     assert new.rollouts["r"].members == new.groups
+
+
+def test_orders_and_what_a_collected_part_leaves_are_kept():
+    machine = make()
+    groups = [f"{name}{number}" for name in "zya" for number in (3, 2, 1, 0)]
+    out = submit(machine, *groups, n=2, max_tokens=8)
+    for dispatch in pick(out, Dispatch)[:4]:
+        end(machine, dispatch)
+    finished = list(machine.registry.finished)
+    assert finished == ["r/z3", "r/z2"]
+    assert list(machine.queue) != sorted(machine.queue)
+    new = again(BufferMachine(machine, WeightsMachine(), SleepMachine())).requests
+    assert list(new.registry.finished) == finished
+    assert list(new.queue) == list(machine.queue)
+    machine.apply(GroupsAcknowledged("t", "r", ["z3", "z2"]), 2.0)
+    machine.apply(RolloutCancelled("t", "r", []), 3.0)
+    assert machine.registry._partial
+    new = again(BufferMachine(machine, WeightsMachine(), SleepMachine())).requests
+    assert new.registry._partial == machine.registry._partial
 
 
 def test_who_has_joined_is_known_again():

@@ -24,7 +24,7 @@ from seer.services.buffer.requests.events import GroupsSubmitted
 ROLLOUTS = 20
 """An incident is noticed within a few iterations."""
 
-KEPT_BYTES = 2**30
+KEPT_BYTES = 2**31
 """The rows of 20 rollouts of half an hour, at 100,000 tokens/s in chunks of 512."""
 
 _NAME = re.compile(r"[0-9a-f]{16}-[0-9]{6}\.jsonl")
