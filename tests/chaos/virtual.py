@@ -311,8 +311,10 @@ def quiet() -> Iterator[None]:
     """Log nothing: faults are what this is about."""
     before = structlog.get_config()
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))
-    yield
-    structlog.configure(**before)
+    try:
+        yield
+    finally:
+        structlog.configure(**before)
 
 
 def story(seed: int) -> list[str]:

@@ -50,6 +50,9 @@ def check_now(world: World) -> None:
     if service.machine.counters["lost"] and calm_for_engines(world.plan):
         lost = service.machine.counters["lost"]
         world.problem(f"{lost} chunks were lost, and no engine was away")
+    for name, why in service.weights.quarantined.items():
+        if "it sleeps" in why:  # it tries again, and so is well in the end
+            world.problem(f"{name} was told to load weights while asleep")
     _rejoins(world)
     _leases(world)
     for life, waiting in queued_bytes(service).items():
