@@ -39,7 +39,8 @@ from seer.common.errors import (
     Unreachable,
 )
 from seer.common.ids import new_incarnation
-from seer.common.net.channel import Channel, Identity, error_of
+from seer.common.net.channel import Channel
+from seer.common.net.handshake import Identity, error_of
 from seer.common.net.transport.base import Transport
 from seer.common.net.transport.zmq import ZmqTransport
 from seer.common.types import SamplingParams

@@ -10,7 +10,8 @@ import numpy as np
 
 from seer.client import RolloutClient
 from seer.common.ids import new_incarnation
-from seer.common.net.channel import Hub, Identity
+from seer.common.net.handshake import Identity
+from seer.common.net.hub import Hub
 from seer.common.net.transport.memory import MemoryNetwork, MemoryTransport
 from seer.common.wire import (
     Accepted,

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
-from seer.common.net.channel import Hub
+from seer.common.net.hub import Hub
 from seer.common.net.transport.base import FAIR_EVERY, Frame
 from seer.common.wire import Message
 from seer.common.wire.codec import encode

@@ -20,7 +20,8 @@ from seer.common import ids, wire
 from seer.common.clock import Clock
 from seer.common.config import Config, shared_hash
 from seer.common.errors import ConfigError, InvalidField, NotLoaded, RequestRefused
-from seer.common.net.channel import MAX_PEERS, Hub, Identity
+from seer.common.net.handshake import Identity
+from seer.common.net.hub import MAX_PEERS, Hub
 from seer.common.net.outbox import Outbox
 from seer.common.net.stream import QUEUE_PAGES, StreamPublisher, StreamSubscriber
 from seer.common.net.transport.base import Transport

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from seer.common import wire
-from seer.common.net.channel import Identity
+from seer.common.net.handshake import Identity
 from seer.common.net.stream import page_count, page_of
 from seer.common.types import InstanceStats
 from seer.services.buffer.requests import instructions, state

@@ -15,7 +15,7 @@ from seer.common import ids, wire
 from seer.common.clock import Clock
 from seer.common.config import Config, shared_hash
 from seer.common.errors import ConfigError
-from seer.common.net.channel import Identity
+from seer.common.net.handshake import Identity
 from seer.common.net.stream import QUEUE_PAGES, StreamPublisher, StreamSubscriber, page_count, page_of
 from seer.common.net.transport.base import Transport
 from seer.common.policy.length import ESTIMATORS, Estimate

@@ -21,7 +21,8 @@ from seer.common import ids, wire
 from seer.common.clock import Clock
 from seer.common.config import Config, DgdsConfig, shards, shared_hash
 from seer.common.errors import ConfigError, InvalidField
-from seer.common.net.channel import Hub, Identity
+from seer.common.net.handshake import Identity
+from seer.common.net.hub import Hub
 from seer.common.net.transport.base import Transport
 from seer.common.process.log import get_logger
 from seer.services.dgds import past_groups_file

@@ -20,7 +20,8 @@ from chaos.virtual import run_plan
 from seer.client.client import RolloutClient
 from seer.client.rollout import Rollout
 from seer.common import ids, wire
-from seer.common.net.channel import Channel, Hub
+from seer.common.net.channel import Channel
+from seer.common.net.hub import Hub
 from seer.services.buffer import views
 from seer.services.buffer.conductor import Conductor
 from seer.services.buffer.liveness import Liveness

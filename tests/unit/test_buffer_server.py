@@ -13,7 +13,7 @@ from seer.common import wire
 from seer.common.clock import LoopClock
 from seer.common.config import BufferConfig, Config, shared_hash
 from seer.common.errors import NotLoaded
-from seer.common.net.channel import HELLO_FIRST, Identity
+from seer.common.net.handshake import HELLO_FIRST, Identity
 from seer.common.net.transport.memory import MemoryNetwork, MemoryTransport
 from seer.common.types import Capacity, InstanceStats, SamplingParams
 from seer.common.wire.codec import Decoder, encode

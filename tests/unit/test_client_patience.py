@@ -13,7 +13,7 @@ from seer.client import rollout as rollouts
 from seer.client.rollout import submissions
 from seer.common import wire
 from seer.common.errors import InvalidField, Unreachable
-from seer.common.net.channel import CHECK_SECONDS
+from seer.common.net.handshake import CHECK_SECONDS
 
 
 async def restart(buffer):

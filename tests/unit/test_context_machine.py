@@ -11,7 +11,7 @@ from seer.common import wire
 from seer.common.clock import LoopClock
 from seer.common.config import BufferConfig, Config, ContextConfig, shared_hash
 from seer.common.errors import ConfigError
-from seer.common.net.channel import Identity
+from seer.common.net.handshake import Identity
 from seer.common.net.stream import StreamPublisher, StreamSubscriber
 from seer.common.net.transport.memory import MemoryNetwork, MemoryTransport
 from seer.common.policy.draft_costs import ALL_GROUPS, CELLS, PRIOR, to_percent

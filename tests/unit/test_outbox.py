@@ -13,7 +13,9 @@ from seer.common.clock import LoopClock
 from seer.common.errors import InvalidField
 from seer.common.ids import new_incarnation
 from seer.common.net import outbox
-from seer.common.net.channel import CHECK_SECONDS, Channel, Hub, Identity
+from seer.common.net.channel import Channel
+from seer.common.net.handshake import CHECK_SECONDS, Identity
+from seer.common.net.hub import Hub
 from seer.common.net.outbox import Outbox
 from seer.common.net.transport.base import FAIR_EVERY, SEND_SECONDS
 from seer.common.net.transport.memory import MemoryNetwork, MemoryTransport

@@ -13,7 +13,8 @@ import sys
 
 from seer.common.clock import LoopClock
 from seer.common.errors import SeerError
-from seer.common.net.channel import Channel, Identity
+from seer.common.net.channel import Channel
+from seer.common.net.handshake import Identity
 from seer.common.net.transport.zmq import ZmqTransport
 from seer.common.pool import ask_master
 from seer.common.process.log import printable

@@ -11,7 +11,8 @@ from seer.common.clock import LoopClock
 from seer.common.config import shards
 from seer.common.errors import SeerError, Unreachable
 from seer.common.ids import new_incarnation
-from seer.common.net.channel import Channel, Identity
+from seer.common.net.channel import Channel
+from seer.common.net.handshake import Identity
 from seer.common.net.transport.zmq import ZmqTransport
 from seer.common.pool import PoolFigures, ask_master, read_figures
 from seer.common.process.log import printable
