@@ -15,7 +15,7 @@ KEPT = (
     r"_lives$|_peers$|_engines\.registered$|_ended$|_retired$|_complained$",  # bounded: of those who were here lately
     r"^ContextServer\.machine\.estimator",  # what lengths were like
     r"^DgdsServer\.store\._groups",  # for their time to live
-    r"^EngineServer\.(_siblings|dgds)\.",  # bounded by tokens, for groups whose chunks come back
+    r"^EngineServer\.(_draft_groups|dgds)\.",  # bounded by tokens, for groups whose chunks come back
 )
 """Tables that outlive what they speak of, each with a bound of its own."""
 
