@@ -10,17 +10,19 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import click
 
 from seer import __version__
 
 if TYPE_CHECKING:
+    import msgspec
+
     from seer.common.config import Config
-    from seer.common.types import SamplingParams
 
 F = TypeVar("F", bound=Callable[..., Any])
+J = TypeVar("J", bound="msgspec.Struct")
 
 _FILE = click.Path(path_type=Path, dir_okay=False)
 _FOLDER = click.Path(path_type=Path, file_okay=False)
@@ -51,65 +53,91 @@ def main() -> None:
     """Fast, strictly on-policy rollouts for LLM reinforcement learning."""
 
 
-def _config_options(command: F) -> F:
-    sets = click.option(
+def _together(*options: Callable[[F], F]) -> Callable[[F], F]:
+    """Return one decorator for several options, which help lists in this order."""
+
+    def decorate(command: F) -> F:
+        for option in reversed(options):
+            command = option(command)
+        return command
+
+    return decorate
+
+
+# An option named `section__key` is the setting `section.key` of the configuration; see `_config`.
+_MODEL = click.option(
+    "--model", "shared__model", type=click.Path(path_type=Path, file_okay=False, resolve_path=True),
+    help="Hugging Face model folder.",
+)  # fmt: skip
+_BACKEND = click.option(
+    "--backend", "engine__backend", type=click.Choice(["vllm", "replay"]),
+    help="Engine backend.  [default: vllm]",
+)  # fmt: skip
+_INSTANCES = click.option(
+    "--instances", type=_POSITIVE, default=2, show_default=True, help="Engines to start."
+)
+_SAMPLING = _together(
+    click.option("-n", "n", default=8, show_default=True, help="Responses per prompt."),
+    click.option("--max-tokens", default=512, show_default=True, help="Longest response."),
+    click.option("--temperature", default=1.0, show_default=True, help="0: greedy."),
+    click.option("--top-p", default=1.0, show_default=True),
+    click.option("--top-k", default=0, show_default=True, help="0: all tokens."),
+)
+_SEED = click.option("--seed", default=0, show_default=True, help="Noise of the responses.")
+_POOL_AND_DRAFTS = _together(
+    click.option(
+        "--kv-pool", "pool__kind", type=click.Choice(["auto", "mooncake", "none"]),
+        help="Where engines share KV.  [default: auto, Mooncake where it is installed]",
+    ),
+    click.option(
+        "--drafts", "drafts__source", type=click.Choice(["off", "own", "grouped"]),
+        help="Whose tokens drafts come from.  [default: grouped, all of the same prompt]",
+    ),
+    click.option(
+        "--max-draft", "drafts__max_draft", type=click.IntRange(1, 128),
+        help="Most tokens drafted per request and step.  [default: 8]",
+    ),
+    click.option(
+        "--max-paths", "drafts__max_paths", type=_POSITIVE,
+        help="Most draft paths verified per request and step.  [default: as many as pay]",
+    ),
+)  # fmt: skip
+_CONFIG = _together(
+    click.option("--config", "config_file", type=_FILE, help="TOML configuration file."),
+    click.option(
         "--set", "sets", multiple=True, metavar="A.B=C", help="Override a setting, e.g. engine.kv_blocks=48."
-    )
-    file = click.option("--config", "config_file", type=_FILE, help="TOML configuration file.")
-    return file(sets(command))
+    ),
+)
 
 
-def _load(config_file: Path | None, overrides: list[str], sets: tuple[str, ...]) -> Config:
+def _config(options: dict[str, object]) -> Config:
+    """Load the configuration, and take what went into it out of a command's options."""
     from seer.common.config import load
 
-    return load(config_file, os.environ, [*overrides, *sets])
+    file = cast("Path | None", options.pop("config_file"))
+    sets = cast("tuple[str, ...]", options.pop("sets"))
+    settings = {name: options.pop(name) for name in list(options) if "__" in name}
+    given = [f"{name.replace('__', '.')}={value}" for name, value in settings.items() if value is not None]
+    return load(file, os.environ, [*given, *sets])
 
 
-def _sampling(values: dict[str, object]) -> SamplingParams:
+def _job(kind: type[J], options: dict[str, object]) -> J:
+    """Make a command's job of its options: those that are no field of it are sampling parameters."""
     import msgspec
 
     from seer.common.types import SamplingParams
 
-    return msgspec.convert(values, SamplingParams)
-
-
-def _overrides(**values: object) -> list[str]:
-    """Turn the options that were given into overrides; `buffer__policy` sets buffer.policy."""
-    given = {key.replace("__", "."): value for key, value in values.items() if value is not None}
-    return [f"{key}={value}" for key, value in given.items()]
-
-
-_KV_POOL = click.option(
-    "--kv-pool", type=click.Choice(["auto", "mooncake", "none"]),
-    help="Where engines share KV.  [default: auto, Mooncake where it is installed]",
-)  # fmt: skip
-
-
-def _draft_options(command: F) -> F:
-    source = click.option(
-        "--drafts", type=click.Choice(["off", "own", "grouped"]),
-        help="Whose tokens drafts come from.  [default: grouped, all of the same prompt]",
-    )  # fmt: skip
-    most = click.option(
-        "--max-draft", type=click.IntRange(1, 128),
-        help="Most tokens drafted per request and step.  [default: 8]",
-    )  # fmt: skip
-    paths = click.option(
-        "--max-paths", type=_POSITIVE,
-        help="Most draft paths verified per request and step.  [default: as many as pay]",
-    )  # fmt: skip
-    return source(most(paths(command)))
+    config = _config(options)
+    fields = {name: options.pop(name) for name in kind.__struct_fields__ if name in options}
+    sampling = msgspec.convert(options, SamplingParams)
+    return msgspec.convert(fields | {"config": config, "sampling": sampling}, kind)
 
 
 @main.command()
 @click.argument("prompts", type=_FILE)
-@click.option("--model", type=_FOLDER, help="Hugging Face model folder.")
+@_MODEL
 @click.option("--out", type=_FILE, required=True, help="Output: one JSON line per prompt, in input order.")
-@click.option("-n", "n", default=8, show_default=True, help="Responses per prompt.")
-@click.option("--max-tokens", default=512, show_default=True, help="Longest response.")
-@click.option("--temperature", default=1.0, show_default=True, help="0: greedy.")
-@click.option("--top-p", default=1.0, show_default=True)
-@click.option("--top-k", default=0, show_default=True, help="0: all tokens.")
+@_SAMPLING
 @click.option("--min-p", default=0.0, show_default=True)
 @click.option("--stop", multiple=True, help="Stop string; may be repeated.")
 @click.option("--ignore-eos", is_flag=True, help="Generate max-tokens tokens whatever comes.")
@@ -117,96 +145,49 @@ def _draft_options(command: F) -> F:
     "--logprobs", type=click.Choice(["scaled", "raw", "processed"]), default="scaled", show_default=True,
     help="Distribution under which logprobs are returned.",
 )  # fmt: skip
-@click.option("--seed", default=0, show_default=True, help="Noise of the responses.")
+@_SEED
 @click.option("--rollout-number", default=0, show_default=True, help="Use another for every iteration.")
-@click.option("--instances", type=_POSITIVE, default=2, show_default=True, help="Engines to start.")
-@click.option("--tensor-parallel", type=_POSITIVE, help="Ranks per engine.  [default: 1]")
+@_INSTANCES
 @click.option(
-    "--chunk-size", type=_POSITIVE, help="Tokens per chunk.  [default: a 32nd of --max-tokens, at least 256]"
+    "--tensor-parallel", "engine__tensor_parallel", type=_POSITIVE, help="Ranks per engine.  [default: 1]"
 )
-@click.option("--policy", help="Scheduling policy.  [default: seer]")
-@click.option("--max-num-seqs", type=_POSITIVE, help="Requests an engine runs at once.  [default: 64]")
-@click.option("--kv-blocks", type=_POSITIVE, help="KV blocks per engine; default: what the memory gives.")
-@_KV_POOL
-@_draft_options
-@click.option("--backend", type=click.Choice(["vllm", "replay"]), help="Engine backend.  [default: vllm]")
+@click.option(
+    "--chunk-size", "buffer__chunk_size", type=_POSITIVE,
+    help="Tokens per chunk.  [default: a 32nd of --max-tokens, at least 256]",
+)  # fmt: skip
+@click.option("--policy", "buffer__policy", help="Scheduling policy.  [default: seer]")
+@click.option(
+    "--max-num-seqs", "engine__max_num_seqs", type=_POSITIVE,
+    help="Requests an engine runs at once.  [default: 64]",
+)  # fmt: skip
+@click.option(
+    "--kv-blocks", "engine__kv_blocks", type=_POSITIVE,
+    help="KV blocks per engine; default: what the memory gives.",
+)  # fmt: skip
+@_POOL_AND_DRAFTS
+@_BACKEND
 @click.option("--report", type=_FILE, help="Write counts and timings as JSON.")
 @click.option("--resume", is_flag=True, help="Continue an interrupted run from OUT.journal, if there is one.")
 @click.option("--connect", default="", metavar="ENDPOINT", help="Use a running system; start none.")
-@_config_options
-def rollout(
-    prompts: Path,
-    model: Path | None,
-    out: Path,
-    n: int,
-    seed: int,
-    rollout_number: int,
-    instances: int,
-    tensor_parallel: int | None,
-    chunk_size: int | None,
-    policy: str | None,
-    max_num_seqs: int | None,
-    kv_blocks: int | None,
-    kv_pool: str | None,
-    drafts: str | None,
-    max_draft: int | None,
-    max_paths: int | None,
-    backend: str | None,
-    report: Path | None,
-    resume: bool,
-    connect: str,
-    config_file: Path | None,
-    sets: tuple[str, ...],
-    **sampling: object,
-) -> None:
+@_CONFIG
+def rollout(**options: object) -> None:
     """Generate n responses to every prompt of PROMPTS.jsonl.
 
     A line is {"id": ..., "prompt": ... or "prompt_token_ids": [...]}; other fields come back as metadata.
     """
     from seer.rollout.job import Job, perform
 
-    overrides = _overrides(
-        shared__model=model and model.resolve(),
-        engine__backend=backend,
-        engine__tensor_parallel=tensor_parallel,
-        engine__max_num_seqs=max_num_seqs,
-        engine__kv_blocks=kv_blocks,
-        buffer__policy=policy,
-        buffer__chunk_size=chunk_size,
-        pool__kind=kv_pool,
-        drafts__source=drafts,
-        drafts__max_draft=max_draft,
-        drafts__max_paths=max_paths,
-    )
-    if connect and len(overrides) > (model is not None):
+    settings = {name for name, value in options.items() if "__" in name and value is not None}
+    if options["connect"] and settings - {"shared__model"}:
         click.echo("warning: with --connect, engine and scheduling options have no effect", err=True)
-    config = _load(config_file, overrides, sets)
-    job = Job(
-        prompts=prompts,
-        out=out,
-        report=report,
-        model=Path(config.shared.model) if config.shared.model else None,
-        n=n,
-        sampling=_sampling(sampling),
-        seed=seed,
-        rollout_number=rollout_number,
-        instances=instances,
-        connect=connect,
-        resume=resume,
-        config=config,
-    )
-    sys.exit(perform(job))
+    sys.exit(perform(_job(Job, options)))
 
 
 @main.command()
 @click.argument("prompts", type=_FILE)
-@click.option("--model", type=_FOLDER, help="Hugging Face model folder.")
-@click.option("-n", "n", default=8, show_default=True, help="Responses per prompt.")
-@click.option("--max-tokens", default=512, show_default=True, help="Longest response.")
-@click.option("--temperature", default=1.0, show_default=True, help="0: greedy.")
-@click.option("--top-p", default=1.0, show_default=True)
-@click.option("--top-k", default=0, show_default=True, help="0: all tokens.")
-@click.option("--seed", default=0, show_default=True, help="Noise of the responses.")
+@_MODEL
+@_SAMPLING
+@_SEED
 @click.option(
     "--matrix", default="", metavar="CELLS", help="Comma-separated; default: all that can run here."
 )
@@ -214,27 +195,14 @@ def rollout(
 @click.option(
     "--logprob-tolerance", type=click.FloatRange(min=0), help="In raw logits; default: by the model's dtype."
 )
-@click.option("--deadline", default=3600.0, show_default=True, help="Seconds for one cell's rollout.")
+@click.option(
+    "--deadline", "cell_seconds", default=3600.0, show_default=True, help="Seconds for one cell's rollout."
+)
 @click.option("--plant-fault", is_flag=True, help="Spoil one position in one cell: the check must fail.")
-@click.option("--backend", type=click.Choice(["vllm", "replay"]), help="Engine backend.  [default: vllm]")
+@_BACKEND
 @click.option("--json", "json_file", type=_FILE, help="Write the whole report.")
-@_config_options
-def verify(
-    prompts: Path,
-    model: Path | None,
-    n: int,
-    seed: int,
-    matrix: str,
-    min_tokens: int,
-    logprob_tolerance: float | None,
-    deadline: float,
-    plant_fault: bool,
-    backend: str | None,
-    json_file: Path | None,
-    config_file: Path | None,
-    sets: tuple[str, ...],
-    **sampling: object,
-) -> None:
+@_CONFIG
+def verify(json_file: Path | None, **options: object) -> None:
     """Check that no schedule changes a token: PROMPTS.jsonl through a matrix of schedules.
 
     Exits 0 only with no bug, every cell named in --matrix exercised and enough tokens compared.
@@ -243,49 +211,19 @@ def verify(
     from seer.verify.cell_run import Job
     from seer.verify.run import perform
 
-    overrides = _overrides(shared__model=model and model.resolve(), engine__backend=backend)
-    job = Job(
-        prompts=prompts,
-        n=n,
-        sampling=_sampling(sampling),
-        seed=seed,
-        config=_load(config_file, overrides, sets),
-        matrix=matrix,
-        min_tokens=min_tokens,
-        logprob_tolerance=logprob_tolerance,
-        cell_seconds=deadline,
-        plant_fault=plant_fault,
-    )
-    sys.exit(perform(job, json_file))
+    sys.exit(perform(_job(Job, options), json_file))
 
 
 @main.command()
-@click.option("--model", type=_FOLDER, help="Hugging Face model folder.")
-@click.option("--instances", type=_POSITIVE, default=2, show_default=True, help="Engines to start.")
-@_KV_POOL
-@_draft_options
-@_config_options
-def up(
-    model: Path | None,
-    instances: int,
-    kv_pool: str | None,
-    drafts: str | None,
-    max_draft: int | None,
-    max_paths: int | None,
-    config_file: Path | None,
-    sets: tuple[str, ...],
-) -> None:
+@_MODEL
+@_INSTANCES
+@_POOL_AND_DRAFTS
+@_CONFIG
+def up(instances: int, **options: object) -> None:
     """Run a whole system on this machine until Ctrl-C, which drains it; a second one stops it at once."""
     from seer.local.up import serve
 
-    overrides = _overrides(
-        shared__model=model and model.resolve(),
-        pool__kind=kv_pool,
-        drafts__source=drafts,
-        drafts__max_draft=max_draft,
-        drafts__max_paths=max_paths,
-    )
-    serve(_load(config_file, overrides, sets), instances)
+    serve(_config(options), instances)
 
 
 @main.command()
@@ -340,19 +278,17 @@ def sim(**options: object) -> None:
 
 def _service(name: str, help_text: str, module: str = "") -> None:
     @main.command(name, help=help_text)
-    @_config_options
+    @_CONFIG
     @click.option("--ready-fd", type=int, help="Write one line there when ready.")
     @click.option("--parent-pid", type=int, hidden=True)
-    def command(
-        config_file: Path | None, sets: tuple[str, ...], ready_fd: int | None, parent_pid: int | None
-    ) -> None:
+    def command(ready_fd: int | None, parent_pid: int | None, **options: object) -> None:
         if parent_pid is not None:
             from seer.local.child import die_with
 
             die_with(parent_pid)
         from seer.common.process.service import run_process
 
-        config = _load(config_file, [], sets)
+        config = _config(options)
         make = importlib.import_module(f"seer.services.{module or f'{name}.server'}").make
         label = config.engine.name if name == "engine" and config.engine.name else name
         sys.exit(run_process(label, make, config, ready_fd))

@@ -65,7 +65,6 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     prompts: Path
     out: Path
     report: Path | None
-    model: Path | None
     n: int
     sampling: SamplingParams
     seed: int
@@ -74,6 +73,11 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     connect: str
     resume: bool
     config: Config
+
+    @property
+    def model(self) -> Path | None:
+        """The model folder; None where the engines need none, or are somebody else's."""
+        return Path(self.config.shared.model) if self.config.shared.model else None
 
 
 class Outcome(msgspec.Struct):
