@@ -18,11 +18,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import count
 
+from seer.common.group_events import GroupClosed, GroupEvent, GroupOpened, RequestProgress
 from seer.common.policy.length import ESTIMATORS
 from seer.common.policy.schedule import Policy
 from seer.services.buffer.requests import events, instructions, state
 from seer.services.buffer.requests.machine import RequestMachine
-from seer.services.context.machine import Closed, EstimateMachine, Event, Opened, Progressed
+from seer.services.context.machine import EstimateMachine
 from seer.sim.drafting import Drafting, kind_of
 from seer.sim.instance import Chunk, Instance
 from seer.sim.workload import Workload
@@ -135,16 +136,12 @@ class Cluster:
             match item:
                 case instructions.Dispatch():
                     self._dispatch(item)
-                case instructions.PublishProgress():
-                    self._learn(Progressed(item.group_id, item.index, item.generated, item.finished))
-                case instructions.PublishOpened():
-                    self._learn(Opened(item.group_id, item.size, item.cap))
-                case instructions.PublishClosed():
-                    self._learn(Closed(item.group_id))
+                case GroupOpened() | RequestProgress() | GroupClosed():
+                    self._learn(item)
                 case instructions.Refuse():
                     raise ValueError(f"the buffer refused prompts: {item.message}")
 
-    def _learn(self, event: Event) -> None:
+    def _learn(self, event: GroupEvent) -> None:
         self.context.handle(event)
         if not self._publishing and self.context.dirty:
             self._publishing = True

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 from seer.common import wire
 from seer.common.clock import Clock
+from seer.common.group_events import GroupClosed, GroupOpened, RequestProgress
 from seer.common.process.log import get_logger
 from seer.services.buffer import sleep, views
 from seer.services.buffer.liveness import Liveness
@@ -197,11 +198,7 @@ class Conductor:
                 case instructions.Forget():
                     self._store.forget(item.group_id)
                     self._deliver(self._deliveries.forget(item.group_id))
-                case (
-                    instructions.PublishOpened()
-                    | instructions.PublishProgress()
-                    | instructions.PublishClosed()
-                ):
+                case GroupOpened() | RequestProgress() | GroupClosed():
                     self._publish(views.published(item))
         if self._weights.updating and not self._machine.requests:
             self.weigh(weight_events.Tick())

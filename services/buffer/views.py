@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from seer.common import wire
+from seer.common.group_events import GroupClosed, GroupEvent, GroupOpened, RequestProgress
 from seer.common.net.handshake import Identity
 from seer.common.net.stream import page_count, page_of
 from seer.common.types import InstanceStats
@@ -83,14 +84,12 @@ def snapshot(machine: RequestMachine, incarnation: int, sequence: int) -> Iterat
     )
 
 
-def published(
-    item: instructions.PublishOpened | instructions.PublishProgress | instructions.PublishClosed,
-) -> wire.BufferPublished:
-    """Return one piece of news for the event stream."""
+def published(item: GroupEvent) -> wire.BufferPublished:
+    """Return the message of an event, for the event stream."""
     match item:
-        case instructions.PublishOpened(group_id, size, prompt_len, cap):
+        case GroupOpened(group_id, size, prompt_len, cap):
             return wire.GroupOpened(group_id=group_id, size=size, prompt_len=prompt_len, cap=cap)
-        case instructions.PublishProgress():
+        case RequestProgress():
             return wire.RequestProgress(
                 group_id=item.group_id,
                 index=item.index,
@@ -99,7 +98,7 @@ def published(
                 drafted=list(item.drafted),
                 accepted=list(item.accepted),
             )
-        case instructions.PublishClosed(group_id):
+        case GroupClosed(group_id):
             return wire.GroupClosed(group_id=group_id)
 
 

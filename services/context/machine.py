@@ -22,6 +22,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+from seer.common.group_events import GroupClosed, GroupEvent, GroupOpened, RequestProgress
 from seer.common.policy.draft_costs import ALL_GROUPS, GROUP_WEIGHT, Acceptance, to_percent
 from seer.common.policy.length import Estimate, EstimateError, Estimator, Evidence, Longest
 from seer.services.context.past_prompts import PastPrompts
@@ -35,40 +36,6 @@ NOTABLE_LOG = 0.05
 Lengths spread by 0.3 or more within any group: 5 % changes no decision for the better, and every
 estimate that is said has the buffer sort that group's waiting requests anew.
 """
-
-
-@dataclass(frozen=True, slots=True)
-class Opened:
-    """A group of `size` requests began; no response is longer than `cap` tokens."""
-
-    group_id: str
-    size: int
-    cap: int
-
-
-@dataclass(frozen=True, slots=True)
-class Progressed:
-    """Response `index` has `generated` tokens, and no more to come if `finished`.
-
-    `drafted` tokens were verified on the way, `accepted` of them right, both by cell.
-    """
-
-    group_id: str
-    index: int
-    generated: int
-    finished: bool
-    drafted: Sequence[int] = ()
-    accepted: Sequence[int] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class Closed:
-    """A group is over."""
-
-    group_id: str
-
-
-Event = Opened | Progressed | Closed
 
 
 @dataclass(slots=True)
@@ -105,14 +72,14 @@ class EstimateMachine:
     def __len__(self) -> int:
         return len(self._groups)
 
-    def handle(self, event: Event) -> None:
+    def handle(self, event: GroupEvent) -> None:
         """Apply one event."""
         match event:
-            case Opened():
+            case GroupOpened():
                 self._open(event)
-            case Progressed():
+            case RequestProgress():
                 self._progress(event)
-            case Closed():
+            case GroupClosed():
                 self._dirty.pop(event.group_id, None)
                 self._drafted.pop(event.group_id, None)
                 group = self._groups.pop(event.group_id, None)
@@ -121,7 +88,7 @@ class EstimateMachine:
                 else:
                     self._remember(event.group_id, group)
 
-    def replace(self, events: Iterable[Event]) -> None:
+    def replace(self, events: Iterable[GroupEvent]) -> None:
         """Start over from a snapshot: the open groups and their requests' progress."""
         before, self._groups, self._dirty, self._drafted = self._groups, {}, {}, {}
         for group_id, group in before.items():
@@ -182,14 +149,14 @@ class EstimateMachine:
         said = {group_id: group.rates for group_id, group in self._groups.items() if group.rates}
         return {ALL_GROUPS: self._rates, **said}
 
-    def _open(self, event: Opened) -> None:
+    def _open(self, event: GroupOpened) -> None:
         if event.group_id not in self._groups:
             known = Evidence(event.cap, before=self.memory.recall(_prompt(event.group_id)))
             self._groups[event.group_id] = _Group(event.size, known, _assumed(event.cap))
             self.estimator.opened(known)
             self._dirty[event.group_id] = None
 
-    def _progress(self, event: Progressed) -> None:
+    def _progress(self, event: RequestProgress) -> None:
         group = self._groups.get(event.group_id)
         if group is None or not 0 <= event.index < group.size or event.index in group.known.finished:
             self.ignored += 1
@@ -210,7 +177,7 @@ class EstimateMachine:
         if len(group.known.finished) == group.size:
             self.memory.keep(_prompt(group_id), group.known.finished.values())
 
-    def _count(self, group: _Group, event: Progressed) -> None:
+    def _count(self, group: _Group, event: RequestProgress) -> None:
         ahead = event.generated > group.known.unfinished.get(event.index, 0)
         if event.drafted and ahead and group.acceptance.add(event.drafted, event.accepted):
             self._acceptance.add(event.drafted, event.accepted)

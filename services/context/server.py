@@ -15,13 +15,14 @@ from seer.common import ids, wire
 from seer.common.clock import Clock
 from seer.common.config import Config, shared_hash
 from seer.common.errors import ConfigError
+from seer.common.group_events import GroupClosed, GroupEvent, GroupOpened, RequestProgress
 from seer.common.net.handshake import Identity
 from seer.common.net.stream import QUEUE_PAGES, StreamPublisher, StreamSubscriber, page_count, page_of
 from seer.common.net.transport.base import Transport
 from seer.common.policy.length import ESTIMATORS, Estimate
 from seer.common.policy.schedule import POLICIES
 from seer.common.process.log import get_logger
-from seer.services.context.machine import Closed, EstimateMachine, Event, Opened, Progressed
+from seer.services.context.machine import EstimateMachine
 
 BATCH = 10_000
 """Groups per broadcast: under 1 MiB with ids of ordinary length."""
@@ -138,17 +139,17 @@ def _spreads(said: Iterable[tuple[str, Estimate]]) -> dict[str, float]:
     return {group_id: estimate.spread for group_id, estimate in said if estimate.spread}
 
 
-def _events_of(snapshot: wire.BufferSnapshot) -> Iterator[Event]:
+def _events_of(snapshot: wire.BufferSnapshot) -> Iterator[GroupEvent]:
     yield from map(_event_of, snapshot.opened)
     yield from map(_event_of, snapshot.progress)
 
 
-def _event_of(message: wire.BufferPublished) -> Event:
+def _event_of(message: wire.BufferPublished) -> GroupEvent:
     match message:
         case wire.GroupOpened():
-            return Opened(message.group_id, message.size, message.cap)
+            return GroupOpened(message.group_id, message.size, message.prompt_len, message.cap)
         case wire.RequestProgress():
-            return Progressed(
+            return RequestProgress(
                 message.group_id,
                 message.index,
                 message.generated,
@@ -157,4 +158,4 @@ def _event_of(message: wire.BufferPublished) -> Event:
                 message.accepted,
             )
         case wire.GroupClosed():
-            return Closed(message.group_id)
+            return GroupClosed(message.group_id)

@@ -20,6 +20,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable
 
 from seer.common import ids
+from seer.common.group_events import GroupClosed
 from seer.common.policy.fleet import Fleet
 from seer.services.buffer.requests.admission import misfit
 from seer.services.buffer.requests.events import (
@@ -33,7 +34,6 @@ from seer.services.buffer.requests.instructions import (
     Deliver,
     Forget,
     Instruction,
-    PublishClosed,
     Refuse,
     Take,
 )
@@ -258,7 +258,7 @@ class GroupRegistry:
         self.unfinished_tokens -= group.kept
         self.finished[group.group_id] = group
         self.finished_tokens += group.tokens
-        out.append(PublishClosed(group.group_id))
+        out.append(GroupClosed(group.group_id))
         if group.use == group.rollout.use:  # else its trainer is about to ask for it again, or never will
             out.append(Deliver(group.rollout.life, group.group_id))
         while self.finished_tokens > self._limits.result_tokens and len(self.finished) > 1:
@@ -357,7 +357,7 @@ class GroupRegistry:
             self.finished_tokens -= group.tokens
         else:
             self._drop(group, out)
-            out.append(PublishClosed(group.group_id))
+            out.append(GroupClosed(group.group_id))
         if not group.done:
             self.unfinished_requests -= group.size
             self.unfinished_tokens -= group.kept

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
+
+from seer.common.group_events import GroupClosed, GroupOpened, RequestProgress
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,35 +84,6 @@ class Forget:
     group_id: str
 
 
-@dataclass(frozen=True, slots=True)
-class PublishOpened:
-    """Publish that a group was accepted."""
-
-    group_id: str
-    size: int
-    prompt_len: int
-    cap: int
-
-
-@dataclass(frozen=True, slots=True)
-class PublishProgress:
-    """Publish how far a request is, and what became of its drafts."""
-
-    group_id: str
-    index: int
-    generated: int
-    finished: bool
-    drafted: Sequence[int] = ()
-    accepted: Sequence[int] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class PublishClosed:
-    """Publish that a group needs no estimate any more."""
-
-    group_id: str
-
-
 Instruction = (
     Dispatch
     | Drop
@@ -121,7 +93,7 @@ Instruction = (
     | Refuse
     | Deliver
     | Forget
-    | PublishOpened
-    | PublishProgress
-    | PublishClosed
+    | GroupOpened
+    | RequestProgress
+    | GroupClosed
 )
