@@ -5,9 +5,7 @@ Invariants:
   the other, nor the buffer;
 - a buffer that was restarted, or forgot us, is sent every unfinished prompt again under the same
   rollout id: keys depend on neither, so the tokens are the same;
-- every group that arrives is acknowledged, wanted or not; it is taken once, and only as an answer to
-  the very submission that waits for it;
-- work that this client gave up is cancelled, again if need be; never that of another life or use;
+- what arrives is acknowledged, and what was given up is cancelled (`open_rollouts.py`);
 - nothing waits for ever: a rollout ends by its results, its deadline or the buffer's silence.
 """
 
@@ -17,38 +15,32 @@ import asyncio
 import os
 import secrets
 import socket
-import weakref
-from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from seer.client.open_rollouts import OpenRollouts
 from seer.client.prompts import Prompt, check_request, check_rollout_id, prepare
 from seer.client.rollout import BufferLost, Rollout, submissions
 from seer.client.text import Tokenizer, load_tokenizer
 from seer.client.weight_update import InFlight, Source, Update, answers, new_ask
 from seer.common.clock import LoopClock
 from seer.common.errors import (
-    DeadlineExceeded,
     InvalidField,
-    RequestRefused,
-    RolloutCancelled,
     RolloutFailed,
     SeerError,
     Unreachable,
 )
 from seer.common.ids import new_incarnation
 from seer.common.net.channel import Channel
-from seer.common.net.handshake import Identity, error_of
+from seer.common.net.handshake import Identity
 from seer.common.net.transport.base import Transport
 from seer.common.net.transport.zmq import ZmqTransport
 from seer.common.types import SamplingParams
 from seer.common.wire import (
     Accepted,
-    Acknowledge,
     BufferToTrainer,
-    Cancel,
     Goodbye,
     GroupDone,
     Progress,
@@ -67,9 +59,6 @@ from seer.common.wire import (
 
 PING_SECONDS = 5.0
 """A buffer that says nothing for this long is asked for its status: work may wait for an engine."""
-
-GIVEN_UP = 1_000
-"""Uses of rollout ids that are remembered as given up: what of them still runs is cancelled again."""
 
 GOODBYE_SECONDS = 2.0
 """Longest time that leaving may take when the buffer is gone."""
@@ -102,12 +91,7 @@ class RolloutClient:
         self._task: asyncio.Task[None] | None = None
         self._next_number = 0
         self._next_use = 0
-        self._rollouts: weakref.WeakValueDictionary[str, Rollout] = weakref.WeakValueDictionary()
-        self._active: dict[str, Rollout] = {}
-        self._deadlines: dict[str, float] = {}
-        self._acknowledge: dict[tuple[str, int], list[str]] = {}
-        self._given_up: OrderedDict[int, str] = OrderedDict()
-        self._cancel_again: set[int] = set()
+        self._open = OpenRollouts(self.tokenizer)
         self._resubmit = False
         self._heard = 0.0
         self._wake = asyncio.Event()
@@ -145,9 +129,9 @@ class RolloutClient:
             return
         try:
             async with asyncio.timeout(GOODBYE_SECONDS):
-                for rollout in list(self._active.values()):
+                for rollout in self._open:
                     await self._cancel(rollout, ())
-                await self._send_acknowledgements()
+                await self._send_all(self._open.owed())
                 await self._channel.send(Goodbye())
         except (Unreachable, TimeoutError):
             pass  # a buffer that is gone needs no goodbye
@@ -187,21 +171,19 @@ class RolloutClient:
             raise InvalidField("deadline_seconds", deadline_seconds, "must be positive")
         prepared = prepare(prompts, self.tokenizer)
         rollout_id = secrets.token_hex(8) if rollout_id is None else check_rollout_id(rollout_id)
-        if rollout_id in self._active:
+        if rollout_id in self._open:
             raise InvalidField("rollout_id", rollout_id, "is under way here; await it, or give another")
         self._next_use += 1
         use = self._next_use
         rollout = Rollout(rollout_id, number, seed, n, sampling, prepared, use, version, self._cancel)
         self._next_number = max(self._next_number, number + 1)
         now = asyncio.get_running_loop().time()
-        self._heard = self._heard if self._active else now
-        self._rollouts[rollout.id] = self._active[rollout.id] = rollout
-        if deadline_seconds is not None:
-            self._deadlines[rollout.id] = now + deadline_seconds
+        self._heard = self._heard if self._open else now
+        self._open.add(rollout, None if deadline_seconds is None else now + deadline_seconds)
         try:
             await self._send_prompts(rollout)
         except BaseException:
-            self._deadlines[rollout.id] = now  # nobody will wait for it: the tending task cancels it
+            self._open.expire(rollout, now)  # nobody will wait for it: the tending task cancels it
             raise
         finally:
             self._wake.set()
@@ -297,9 +279,7 @@ class RolloutClient:
             error = error.exceptions[0]
         cls = BufferLost if isinstance(error, SeerError) else RolloutFailed
         why = repr(error) if cls is RolloutFailed else str(error)
-        for rollout in self._active.values():
-            rollout.fail(rollout.unfinished, cls, why if error else "the client was closed")
-        self._active.clear()
+        self._open.fail(cls, why if error else "the client was closed")
         if self._update is not None:
             self._update.fail(Unreachable(f"{self.endpoint}: {why if error else 'the client was closed'}"))
         if self._resting is not None and not self._resting[1].done():
@@ -311,12 +291,10 @@ class RolloutClient:
             message = await self._channel.recv()
             self._heard = asyncio.get_running_loop().time()
             match message:
-                case GroupDone() | Accepted():
-                    self._answered(message)
-                case Progress():
-                    self._progressed(message)
-                case Refused():
-                    self._refused(message)
+                case Accepted() | GroupDone() | Progress() | Refused():
+                    self._open.take(message)
+                    if self._open.owes:
+                        self._wake.set()
                 case Status():
                     self._answer_status(message)
                 case Welcome():
@@ -342,34 +320,24 @@ class RolloutClient:
         pinged = 0.0
         while True:
             before = loop.time()
-            until = min([before + ping, *self._deadlines.values()])
             try:
-                async with asyncio.timeout_at(until):
+                async with asyncio.timeout_at(self._open.next_deadline(before + ping)):
                     await self._wake.wait()
             except TimeoutError:
                 pass
             self._wake.clear()
             if loop.time() - before > 2 * ping:
                 self._heard = loop.time()  # this loop stood still: the silence was not the buffer's
-            await self._send_acknowledgements()
+            await self._send_all(self._open.owed())
             await self._send_again()
-            await self._expire(loop.time())
+            await self._send_all(self._open.expired(loop.time()))
             quiet = loop.time() - self._heard
-            waiting = self._active or self._update or self._resting
-            if self._active and quiet > self._silence_seconds:
-                self._give_up(f"{self.endpoint}: the buffer said nothing for {quiet:.0f} s")
+            waiting = self._open or self._update or self._resting
+            if self._open and quiet > self._silence_seconds:
+                self._open.fail(BufferLost, f"{self.endpoint}: the buffer said nothing for {quiet:.0f} s")
             elif waiting and min(quiet, loop.time() - pinged) >= ping:
                 pinged = loop.time()
                 await self._channel.send(StatusRequest())
-
-    async def _send_acknowledgements(self) -> None:
-        while self._acknowledge:
-            (rollout_id, use), prompt_ids = self._acknowledge.popitem()
-            await self._channel.send(Acknowledge(rollout_id=rollout_id, prompt_ids=prompt_ids, use=use))
-        while self._cancel_again:
-            use = self._cancel_again.pop()
-            if rollout_id := self._given_up.get(use, ""):
-                await self._channel.send(Cancel(rollout_id=rollout_id, use=use))
 
     async def _send_again(self) -> None:
         if not self._resubmit:
@@ -381,82 +349,19 @@ class RolloutClient:
             await self._channel.send(self._resting[0])
         if self._status_waiters:
             await self._channel.send(StatusRequest())
-        for rollout in list(self._active.values()):
+        for rollout in self._open:
             await self._send_prompts(rollout)
-
-    async def _expire(self, now: float) -> None:
-        for rollout_id in [key for key, deadline in self._deadlines.items() if deadline <= now]:
-            del self._deadlines[rollout_id]
-            rollout = self._active.get(rollout_id)
-            if rollout is not None:
-                rollout.fail(rollout.unfinished, DeadlineExceeded, "unfinished when the deadline passed")
-                self._settle(rollout_id)
-                await self._channel.send(Cancel(rollout_id=rollout_id, use=rollout.use))
 
     # --- what they share -----------------------------------------------------------------
 
-    def _waiting(self, rollout_id: str, use: int) -> Rollout | None:
-        """Return the rollout that an answer is meant for, if anybody waits for it."""
-        rollout = self._active.get(rollout_id)
-        return rollout if rollout is not None and rollout.concerns(use) else None
-
-    def _answered(self, message: GroupDone | Accepted) -> None:
-        rollout = self._waiting(message.rollout_id, message.use)
-        if isinstance(message, Accepted):
-            if rollout is not None:
-                rollout.began(message.weight_version)
-            return
-        self._acknowledge.setdefault((message.rollout_id, message.use), []).append(message.prompt_id)
-        self._wake.set()
-        if rollout is not None:
-            rollout.deliver(message, self.tokenizer)
-            self._settle(rollout.id)
-
-    def _progressed(self, progress: Progress) -> None:
-        rollout = self._rollouts.get(progress.rollout_id)
-        if rollout is not None and rollout.concerns(progress.use):
-            rollout.report(progress)
-        if progress.use in self._given_up and progress.finished < progress.requests:
-            self._cancel_again.add(progress.use)  # the first time did not arrive
-            self._wake.set()
-
-    def _give_up_use(self, rollout: Rollout) -> None:
-        self._given_up[rollout.use] = rollout.id
-        while len(self._given_up) > GIVEN_UP:
-            self._given_up.popitem(last=False)
-
-    def _refused(self, message: Refused) -> None:
-        rollout = self._waiting(message.rollout_id, message.use)
-        if rollout is None:
-            return
-        error = error_of(message)
-        cls = RequestRefused if message.code == InvalidField.code else RolloutFailed
-        if isinstance(error, RequestRefused):
-            cls = type(error)
-        rollout.fail(message.prompt_ids or rollout.unfinished, cls, message.message)
-        self._settle(rollout.id)
-
-    def _settle(self, rollout_id: str) -> None:
-        if not self._active[rollout_id].unfinished:
-            rollout = self._active.pop(rollout_id)
-            self._deadlines.pop(rollout_id, None)
-            if rollout.failures:  # a buffer that stood still, or heard of no cancelling, goes on with it
-                self._give_up_use(rollout)
-
-    def _give_up(self, why: str) -> None:
-        for rollout in list(self._active.values()):
-            rollout.fail(rollout.unfinished, BufferLost, why)
-            self._settle(rollout.id)
-
     async def _cancel(self, rollout: Rollout, prompt_ids: Sequence[str]) -> None:
-        if rollout.id not in self._active:
-            return
-        rollout.fail(prompt_ids or rollout.unfinished, RolloutCancelled, "cancelled by the trainer")
-        self._settle(rollout.id)
-        await self._channel.send(Cancel(rollout_id=rollout.id, prompt_ids=list(prompt_ids), use=rollout.use))
+        await self._send_all(self._open.cancel(rollout, prompt_ids))
 
     async def _send_prompts(self, rollout: Rollout) -> None:
-        for message in submissions(rollout):
+        await self._send_all(submissions(rollout))
+
+    async def _send_all(self, messages: Iterable[TrainerToBuffer]) -> None:
+        for message in messages:
             await self._channel.send(message)
 
     def _check_open(self) -> None:

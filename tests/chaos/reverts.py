@@ -17,7 +17,7 @@ from unittest import mock
 
 from chaos.plan import Fault, Pause, Plan, Renew, Rest, Roll, draw
 from chaos.virtual import run_plan
-from seer.client.client import RolloutClient
+from seer.client.open_rollouts import OpenRollouts
 from seer.client.rollout import Rollout
 from seer.common import ids, wire
 from seer.common.net.channel import Channel
@@ -225,15 +225,14 @@ def _second_trainer_waits() -> Patches:
 def _unknown_is_cancelled() -> Patches:
     def progressed(original: Any, self: Any, progress: wire.Progress) -> None:
         original(self, progress)
-        if progress.rollout_id not in self._active and progress.finished < progress.requests:
+        if progress.rollout_id not in self and progress.finished < progress.requests:
             self._given_up[0] = progress.rollout_id
             self._cancel_again.add(0)
-            self._wake.set()
 
     def tell(original: Any, self: Any, address: bytes, message: Any) -> None:
         self._tell_trainer(address.decode().split("/")[1], message)
 
-    yield _around(RolloutClient, "_progressed", progressed)
+    yield _around(OpenRollouts, "_progressed", progressed)
     yield _around(BufferServer, "_tell_life", tell)
 
 

@@ -63,7 +63,7 @@ async def test_a_group_is_acknowledged_when_it_arrives_and_before_leaving():
         await buffer.say(group(submitted, "0"))
         await asyncio.sleep(0.01)
         assert buffer.of(wire.Acknowledge)
-        client._acknowledge["r", 1] = ["left"]
+        client._open._acknowledge["r", 1] = ["left"]
     assert [type(message) for message in buffer.got[-2:]] == [wire.Acknowledge, wire.Goodbye]
     assert buffer.got[-2].prompt_ids == ["left"]
 

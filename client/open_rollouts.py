@@ -1,0 +1,155 @@
+"""The rollouts that wait for the buffer: what its answers mean for them, what it must be told. No IO.
+
+Invariants:
+- every group that arrives is acknowledged, wanted or not; it is taken once, and only as an answer to
+  the very submission that waits for it;
+- work that this client gave up is cancelled, again if need be; never that of another life or use.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+
+from seer.client.rollout import Rollout
+from seer.client.text import Tokenizer
+from seer.common.errors import DeadlineExceeded, InvalidField, RequestRefused, RolloutCancelled, RolloutFailed
+from seer.common.net.handshake import error_of
+from seer.common.wire import Accepted, Acknowledge, Cancel, GroupDone, Progress, Refused
+
+GIVEN_UP = 1_000
+"""Uses of rollout ids that are remembered as given up: what still runs of them is cancelled again."""
+
+
+class OpenRollouts:
+    """`tokenizer` makes the text of responses; None: they have none."""
+
+    def __init__(self, tokenizer: Tokenizer | None) -> None:
+        self._tokenizer = tokenizer
+        self._open: dict[str, Rollout] = {}
+        self._latest: weakref.WeakValueDictionary[str, Rollout] = weakref.WeakValueDictionary()
+        self._deadlines: dict[str, float] = {}
+        self._acknowledge: dict[tuple[str, int], list[str]] = {}
+        self._given_up: OrderedDict[int, str] = OrderedDict()
+        self._cancel_again: set[int] = set()
+
+    def __bool__(self) -> bool:
+        return bool(self._open)
+
+    def __contains__(self, rollout_id: str) -> bool:
+        return rollout_id in self._open
+
+    def __iter__(self) -> Iterator[Rollout]:
+        return iter(list(self._open.values()))
+
+    def add(self, rollout: Rollout, deadline: float | None) -> None:
+        """Wait for a rollout's results, until `deadline` in the loop's time if there is one."""
+        self._latest[rollout.id] = self._open[rollout.id] = rollout
+        if deadline is not None:
+            self._deadlines[rollout.id] = deadline
+
+    def expire(self, rollout: Rollout, now: float) -> None:
+        """End a rollout at once, as if its deadline had passed."""
+        self._deadlines[rollout.id] = now
+
+    def next_deadline(self, otherwise: float) -> float:
+        """Return the earliest deadline, or `otherwise` where that is earlier."""
+        return min([otherwise, *self._deadlines.values()])
+
+    def take(self, message: Accepted | GroupDone | Progress | Refused) -> None:
+        """Take what the buffer says of a rollout."""
+        match message:
+            case Accepted():
+                self._accepted(message)
+            case GroupDone():
+                self._finished(message)
+            case Progress():
+                self._progressed(message)
+            case Refused():
+                self._refused(message)
+
+    @property
+    def owes(self) -> bool:
+        """Whether `owed` has something to send."""
+        return bool(self._acknowledge or self._cancel_again)
+
+    def owed(self) -> Iterator[Acknowledge | Cancel]:
+        """Yield what the buffer must be told of groups that arrived and of work that was given up."""
+        while self._acknowledge:
+            (rollout_id, use), prompt_ids = self._acknowledge.popitem()
+            yield Acknowledge(rollout_id=rollout_id, prompt_ids=prompt_ids, use=use)
+        while self._cancel_again:
+            use = self._cancel_again.pop()
+            if rollout_id := self._given_up.get(use, ""):
+                yield Cancel(rollout_id=rollout_id, use=use)
+
+    def expired(self, now: float) -> Iterator[Cancel]:
+        """Fail what passed its deadline; yield what tells the buffer to drop it."""
+        for rollout_id in [key for key, deadline in self._deadlines.items() if deadline <= now]:
+            del self._deadlines[rollout_id]
+            rollout = self._open.get(rollout_id)
+            if rollout is not None:
+                rollout.fail(rollout.unfinished, DeadlineExceeded, "unfinished when the deadline passed")
+                self._settle(rollout)
+                yield Cancel(rollout_id=rollout_id, use=rollout.use)
+
+    def cancel(self, rollout: Rollout, prompt_ids: Sequence[str]) -> Iterator[Cancel]:
+        """Give up unfinished prompts, or all; yield what tells the buffer, unless the rollout has ended."""
+        if self._open.get(rollout.id) is rollout:
+            rollout.fail(prompt_ids or rollout.unfinished, RolloutCancelled, "cancelled by the trainer")
+            self._settle(rollout)
+            yield Cancel(rollout_id=rollout.id, prompt_ids=list(prompt_ids), use=rollout.use)
+
+    def fail(self, cls: type[RequestRefused], reason: str) -> None:
+        """End all rollouts in an error."""
+        for rollout in self:
+            rollout.fail(rollout.unfinished, cls, reason)
+            self._settle(rollout)
+
+    def _waiting(self, rollout_id: str, use: int) -> Rollout | None:
+        """Return the rollout that an answer is meant for, if anybody waits for it."""
+        rollout = self._open.get(rollout_id)
+        return rollout if rollout is not None and rollout.concerns(use) else None
+
+    def _accepted(self, message: Accepted) -> None:
+        rollout = self._waiting(message.rollout_id, message.use)
+        if rollout is not None:
+            rollout.began(message.weight_version)
+
+    def _finished(self, message: GroupDone) -> None:
+        rollout = self._waiting(message.rollout_id, message.use)
+        self._acknowledge.setdefault((message.rollout_id, message.use), []).append(message.prompt_id)
+        if rollout is not None:
+            rollout.deliver(message, self._tokenizer)
+            self._settle(rollout)
+
+    def _progressed(self, progress: Progress) -> None:
+        rollout = self._latest.get(progress.rollout_id)
+        if rollout is not None and rollout.concerns(progress.use):
+            rollout.report(progress)
+        if progress.use in self._given_up and progress.finished < progress.requests:
+            self._cancel_again.add(progress.use)  # the first time did not arrive
+
+    def _refused(self, message: Refused) -> None:
+        rollout = self._waiting(message.rollout_id, message.use)
+        if rollout is None:
+            return
+        error = error_of(message)
+        cls = RequestRefused if message.code == InvalidField.code else RolloutFailed
+        if isinstance(error, RequestRefused):
+            cls = type(error)
+        rollout.fail(message.prompt_ids or rollout.unfinished, cls, message.message)
+        self._settle(rollout)
+
+    def _settle(self, rollout: Rollout) -> None:
+        if not rollout.unfinished:
+            del self._open[rollout.id]
+            self._deadlines.pop(rollout.id, None)
+            if rollout.failures:  # a buffer that stood still, or heard of no cancelling, goes on with it
+                self._give_up(rollout)
+
+    def _give_up(self, rollout: Rollout) -> None:
+        self._given_up[rollout.use] = rollout.id
+        while len(self._given_up) > GIVEN_UP:
+            self._given_up.popitem(last=False)
