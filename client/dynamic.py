@@ -17,14 +17,13 @@ import itertools
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from concurrent.futures import Executor
-from types import TracebackType
-from typing import Self, TypeAlias
+from typing import TypeAlias
 
 from seer.client.client import GOODBYE_SECONDS, RolloutClient
 from seer.client.prompts import Prompt, prepare
 from seer.client.rewards import RewardFailed, Scored
 from seer.client.rollout import Group, Rollout, told
-from seer.client.scorer import MAX_CONCURRENT, TIMEOUT_SECONDS, Reward, Scorer, Unrewarded
+from seer.client.scorer import MAX_CONCURRENT, TIMEOUT_SECONDS, Reward, Scorer, ScoringScope, Unrewarded
 from seer.client.selection import Outcome, Selection
 from seer.common.errors import DeadlineExceeded, InvalidField, RequestRefused, RolloutFailed, Unreachable
 from seer.common.types import SamplingParams
@@ -41,7 +40,7 @@ def mixed(scored: Scored) -> bool:
     return len(set(scored.rewards)) > 1
 
 
-class DynamicSampling:
+class DynamicSampling(ScoringScope):
     """Use as `async with DynamicSampling(client, prompts, reward, target=64) as sampled`; iterate, or
     `await sampled.result()`.
 
@@ -76,7 +75,7 @@ class DynamicSampling:
             raise InvalidField("n", n, "the rewards of one response cannot differ: give 2 or more")
         limit = MAX_DRAWN * target if max_prompts is None else max_prompts
         self._selection = Selection(target, oversample, limit, first_finished_biased)
-        self._scorer = Scorer(reward, executor, max_concurrent, timeout_seconds)
+        super().__init__(Scorer(reward, executor, max_concurrent, timeout_seconds))
         self._client = client
         self._source = iter(prompts)
         self._keep = keep
@@ -89,19 +88,6 @@ class DynamicSampling:
         self._failures: dict[int, RequestRefused | Unrewarded] = {}
         self._weights: tuple[int, str] | None = None
         self._waves: list[Rollout] = []
-        self._changed = asyncio.Event()
-
-    async def __aenter__(self) -> Self:
-        self._task = asyncio.create_task(self._run())
-        self._task.add_done_callback(lambda task: self._wake())
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._task.cancel()
-        await asyncio.wait([self._task])
-        self._scorer.close()
 
     @property
     def rollout_number(self) -> int | None:
@@ -288,7 +274,3 @@ class DynamicSampling:
                         await rollout.cancel()
         except (Unreachable, TimeoutError):
             pass  # the buffer is gone, and its work with it
-
-    def _wake(self) -> None:
-        self._changed.set()
-        self._changed = asyncio.Event()

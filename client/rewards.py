@@ -12,8 +12,6 @@ import asyncio
 from collections.abc import AsyncIterator
 from concurrent.futures import Executor
 from dataclasses import dataclass
-from types import TracebackType
-from typing import Self
 
 from seer.client.rollout import Group, Rollout, told
 from seer.client.scorer import (
@@ -22,6 +20,7 @@ from seer.client.scorer import (
     Reward,
     RewardMetrics,
     Scorer,
+    ScoringScope,
     Unrewarded,
     measure,
 )
@@ -42,7 +41,7 @@ class Scored:
     rewards: tuple[float, ...]
 
 
-class Scores:
+class Scores(ScoringScope):
     """Use as `async with Scores(rollout, reward) as scores`: iterate, or `in_order()`, or `result()`.
 
     A plain `reward` runs in a thread, or in `executor` (a process pool for checkers that need CPU: it
@@ -62,23 +61,10 @@ class Scores:
         timeout_seconds: float = TIMEOUT_SECONDS,
     ) -> None:
         self._rollout = rollout
-        self._scorer = Scorer(reward, executor, max_concurrent, timeout_seconds)
+        super().__init__(Scorer(reward, executor, max_concurrent, timeout_seconds))
         self._scored: dict[str, Scored] = {}
         self._unrewarded: dict[str, Unrewarded] = {}
         self._rollout_end: float | None = None
-        self._changed = asyncio.Event()
-
-    async def __aenter__(self) -> Self:
-        self._task = asyncio.create_task(self._run())
-        self._task.add_done_callback(lambda task: self._wake())
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._task.cancel()
-        await asyncio.wait([self._task])
-        self._scorer.close()
 
     @property
     def scored(self) -> list[Scored]:
@@ -172,10 +158,6 @@ class Scores:
         failure = self.failure
         if failure is not None:
             raise failure
-
-    def _wake(self) -> None:
-        self._changed.set()
-        self._changed = asyncio.Event()
 
 
 async def _next(groups: AsyncIterator[Group]) -> Group | None:

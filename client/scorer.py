@@ -16,7 +16,8 @@ import time
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from types import TracebackType
+from typing import Any, Self, TypeAlias
 
 from seer.client.rollout import Group, Response
 from seer.common.errors import InvalidField, SeerError
@@ -121,6 +122,36 @@ class Scorer:
         """Start no more work; a thread that runs is not waited for, as nothing can interrupt it."""
         if self._own is not None:
             self._own.shutdown(wait=False, cancel_futures=True)
+
+
+class ScoringScope:
+    """What `Scores` and `DynamicSampling` share: a task, `_run`, that lives as long as their `async with`.
+
+    `_wake` wakes whoever waits for `_changed`, and so does the task's end.
+    """
+
+    def __init__(self, scorer: Scorer) -> None:
+        self._scorer = scorer
+        self._changed = asyncio.Event()
+
+    async def __aenter__(self) -> Self:
+        self._task = asyncio.create_task(self._run())
+        self._task.add_done_callback(lambda task: self._wake())
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._task.cancel()
+        await asyncio.wait([self._task])
+        self._scorer.close()
+
+    async def _run(self) -> None:
+        raise NotImplementedError
+
+    def _wake(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
 
 
 def _is_async(call: Callable[..., object]) -> bool:
