@@ -24,7 +24,7 @@ from seer.client.open_rollouts import OpenRollouts
 from seer.client.prompts import Prompt, check_request, check_rollout_id, prepare
 from seer.client.rollout import BufferLost, Rollout, submissions
 from seer.client.text import Tokenizer, load_tokenizer
-from seer.client.weight_update import InFlight, Source, Update, answers, new_ask
+from seer.client.weight_update import InFlight, Source, Update, answers, new_call_id
 from seer.common.clock import LoopClock
 from seer.common.errors import (
     InvalidField,
@@ -90,7 +90,7 @@ class RolloutClient:
         self._given_transport = transport
         self._task: asyncio.Task[None] | None = None
         self._next_number = 0
-        self._next_use = 0
+        self._next_submission = 0
         self._open = OpenRollouts(self.tokenizer)
         self._resubmit = False
         self._heard = 0.0
@@ -103,7 +103,7 @@ class RolloutClient:
     async def __aenter__(self) -> Self:
         self._transport = self._given_transport or ZmqTransport()
         incarnation = new_incarnation()
-        self._next_use = incarnation >> 1  # leaves room to count up
+        self._next_submission = incarnation >> 1  # leaves room to count up
         me = Identity(role="trainer", name=self.name, incarnation=incarnation)
         self._channel: Channel[TrainerToBuffer, BufferToTrainer] = Channel(
             self._transport, self.endpoint, me, BufferToTrainer, LoopClock()
@@ -173,9 +173,9 @@ class RolloutClient:
         rollout_id = secrets.token_hex(8) if rollout_id is None else check_rollout_id(rollout_id)
         if rollout_id in self._open:
             raise InvalidField("rollout_id", rollout_id, "is under way here; await it, or give another")
-        self._next_use += 1
-        use = self._next_use
-        rollout = Rollout(rollout_id, number, seed, n, sampling, prepared, use, version, self._cancel)
+        self._next_submission += 1
+        submission = self._next_submission
+        rollout = Rollout(rollout_id, number, seed, n, sampling, prepared, submission, version, self._cancel)
         self._next_number = max(self._next_number, number + 1)
         now = asyncio.get_running_loop().time()
         self._heard = self._heard if self._open else now
@@ -239,7 +239,7 @@ class RolloutClient:
         if self._resting is not None:
             raise SeerError("engines are being put to sleep or woken: await that first")
         answer: asyncio.Future[Slept] = asyncio.get_running_loop().create_future()
-        self._resting = (Sleep(asleep=asleep, ask=new_ask()), answer)
+        self._resting = (Sleep(asleep=asleep, call_id=new_call_id()), answer)
         try:
             async with asyncio.timeout(seconds):
                 await self._channel.send(self._resting[0])

@@ -77,12 +77,12 @@ class OpenRollouts:
     def owed(self) -> Iterator[Acknowledge | Cancel]:
         """Yield what the buffer must be told of groups that arrived and of work that was given up."""
         while self._acknowledge:
-            (rollout_id, use), prompt_ids = self._acknowledge.popitem()
-            yield Acknowledge(rollout_id=rollout_id, prompt_ids=prompt_ids, use=use)
+            (rollout_id, submission), prompt_ids = self._acknowledge.popitem()
+            yield Acknowledge(rollout_id=rollout_id, prompt_ids=prompt_ids, submission=submission)
         while self._cancel_again:
-            use = self._cancel_again.pop()
-            if rollout_id := self._given_up.get(use, ""):
-                yield Cancel(rollout_id=rollout_id, use=use)
+            submission = self._cancel_again.pop()
+            if rollout_id := self._given_up.get(submission, ""):
+                yield Cancel(rollout_id=rollout_id, submission=submission)
 
     def expired(self, now: float) -> Iterator[Cancel]:
         """Fail what passed its deadline; yield what tells the buffer to drop it."""
@@ -92,14 +92,14 @@ class OpenRollouts:
             if rollout is not None:
                 rollout.fail(rollout.unfinished, DeadlineExceeded, "unfinished when the deadline passed")
                 self._settle(rollout)
-                yield Cancel(rollout_id=rollout_id, use=rollout.use)
+                yield Cancel(rollout_id=rollout_id, submission=rollout.submission)
 
     def cancel(self, rollout: Rollout, prompt_ids: Sequence[str]) -> Iterator[Cancel]:
         """Give up unfinished prompts, or all; yield what tells the buffer, unless the rollout has ended."""
         if self._open.get(rollout.id) is rollout:
             rollout.fail(prompt_ids or rollout.unfinished, RolloutCancelled, "cancelled by the trainer")
             self._settle(rollout)
-            yield Cancel(rollout_id=rollout.id, prompt_ids=list(prompt_ids), use=rollout.use)
+            yield Cancel(rollout_id=rollout.id, prompt_ids=list(prompt_ids), submission=rollout.submission)
 
     def fail(self, cls: type[RequestRefused], reason: str) -> None:
         """End all rollouts in an error."""
@@ -107,32 +107,32 @@ class OpenRollouts:
             rollout.fail(rollout.unfinished, cls, reason)
             self._settle(rollout)
 
-    def _waiting(self, rollout_id: str, use: int) -> Rollout | None:
+    def _waiting(self, rollout_id: str, submission: int) -> Rollout | None:
         """Return the rollout that an answer is meant for, if anybody waits for it."""
         rollout = self._open.get(rollout_id)
-        return rollout if rollout is not None and rollout.concerns(use) else None
+        return rollout if rollout is not None and rollout.concerns(submission) else None
 
     def _accepted(self, message: Accepted) -> None:
-        rollout = self._waiting(message.rollout_id, message.use)
+        rollout = self._waiting(message.rollout_id, message.submission)
         if rollout is not None:
             rollout.began(message.weight_version)
 
     def _finished(self, message: GroupDone) -> None:
-        rollout = self._waiting(message.rollout_id, message.use)
-        self._acknowledge.setdefault((message.rollout_id, message.use), []).append(message.prompt_id)
+        rollout = self._waiting(message.rollout_id, message.submission)
+        self._acknowledge.setdefault((message.rollout_id, message.submission), []).append(message.prompt_id)
         if rollout is not None:
             rollout.deliver(message, self._tokenizer)
             self._settle(rollout)
 
     def _progressed(self, progress: Progress) -> None:
         rollout = self._latest.get(progress.rollout_id)
-        if rollout is not None and rollout.concerns(progress.use):
+        if rollout is not None and rollout.concerns(progress.submission):
             rollout.report(progress)
-        if progress.use in self._given_up and progress.finished < progress.requests:
-            self._cancel_again.add(progress.use)  # the first time did not arrive
+        if progress.submission in self._given_up and progress.finished < progress.requests:
+            self._cancel_again.add(progress.submission)  # the first time did not arrive
 
     def _refused(self, message: Refused) -> None:
-        rollout = self._waiting(message.rollout_id, message.use)
+        rollout = self._waiting(message.rollout_id, message.submission)
         if rollout is None:
             return
         error = error_of(message)
@@ -150,6 +150,6 @@ class OpenRollouts:
                 self._give_up(rollout)
 
     def _give_up(self, rollout: Rollout) -> None:
-        self._given_up[rollout.use] = rollout.id
+        self._given_up[rollout.submission] = rollout.id
         while len(self._given_up) > GIVEN_UP:
             self._given_up.popitem(last=False)

@@ -19,7 +19,7 @@ import numpy as np
 from seer.client.prompts import Prepared
 from seer.client.text import Tokenizer, response_text
 from seer.common.errors import InvalidField, RequestRefused, RolloutFailed, Unreachable
-from seer.common.ids import asked
+from seer.common.ids import params_digest
 from seer.common.types import FinishReason, SamplingParams
 from seer.common.wire import GroupDone, Logprobs, Progress, Submit, Tokens
 
@@ -75,8 +75,8 @@ class Rollout:
 
     `on_progress` is called in the client's loop with every `Progress`; it must not raise.
     `finish_times` are seconds since submission, one per finished request. `weight_version` is what
-    the trainer asked for, or those that the buffer began with; -1: not known yet. `use` tells this use of
-    the rollout's id from others.
+    the trainer asked for, or those that the buffer began with; -1: not known yet. `submission` is
+    the number that answers to it repeat.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class Rollout:
         n: int,
         sampling: SamplingParams,
         prompts: dict[str, Prepared],
-        use: int,
+        submission: int,
         weight_version: int,
         cancel: Callable[[Rollout, Sequence[str]], Awaitable[None]],
     ) -> None:
@@ -97,9 +97,9 @@ class Rollout:
         self.n = n
         self.sampling = sampling
         self.prompts = prompts
-        self.use = use
+        self.submission = submission
         self.weight_version = weight_version
-        self._asked = asked(seed, rollout_number, n, sampling)
+        self._params_digest = params_digest(seed, rollout_number, n, sampling)
         self.progress: Progress | None = None
         self.on_progress: Callable[[Progress], None] | None = None
         self.finish_times: list[float] = []
@@ -187,9 +187,9 @@ class Rollout:
 
     # --- for the client ------------------------------------------------------------------
 
-    def concerns(self, use: int) -> bool:
+    def concerns(self, submission: int) -> bool:
         """Say whether an answer is to this use of the id; one of an older buffer names none."""
-        return use in (0, self.use)
+        return submission in (0, self.submission)
 
     def began(self, weight_version: int) -> None:
         """Note the weights that the buffer began with: what is asked for again has them, too."""
@@ -224,7 +224,7 @@ class Rollout:
 
     def _foreign(self, message: GroupDone) -> str:
         """Say why a group was not made for this rollout; empty when it was."""
-        if message.asked not in (0, self._asked):
+        if message.params_digest not in (0, self._params_digest):
             return "made for another seed, rollout number, n or sampling"
         if message.weight_version != self.weight_version:
             return f"made by weight version {message.weight_version}, not {self.weight_version}"
@@ -266,7 +266,7 @@ def submissions(rollout: Rollout) -> Iterator[Submit]:
             lengths=[prompt.token_ids.size for prompt in batch],
             tokens=np.concatenate([prompt.token_ids for prompt in batch]),
             weight_version=rollout.weight_version,
-            use=rollout.use,
+            submission=rollout.submission,
         )
 
 

@@ -67,7 +67,7 @@ class Update:
         elif self.stream is None:
             where = str(Path(str(source)).absolute())
         self.asked = UpdateWeights(
-            version=version, source=where, digest=digest, in_flight=in_flight, ask=new_ask()
+            version=version, source=where, digest=digest, in_flight=in_flight, call_id=new_call_id()
         )
         self._asked = False
         self._answer: asyncio.Future[WeightsLive | WeightsFailed] = asyncio.get_running_loop().create_future()
@@ -103,7 +103,7 @@ class Update:
                 await asyncio.wait([upload])
         if isinstance(message, WeightsFailed):
             raise WeightsRefused(message.version, message.reasons)
-        return structs.replace(message, ask=0)
+        return structs.replace(message, call_id=0)
 
     def answer(self, message: WeightsLive | WeightsFailed | SpoolState) -> None:
         """Take an answer; one to another update, or a second one, changes nothing."""
@@ -156,14 +156,14 @@ class Update:
                 sent = confirmed
 
 
-def new_ask() -> int:
+def new_call_id() -> int:
     """Return what a question goes by: no earlier one does, also of another life of this trainer."""
     return secrets.randbits(62) + 1
 
 
 def answers(asked: UpdateWeights | Sleep, message: WeightsLive | WeightsFailed | Slept) -> bool:
     """Say whether a message is the answer to a question; a buffer of an earlier release does not tell."""
-    return message.ask in (0, asked.ask)
+    return message.call_id in (0, asked.call_id)
 
 
 def _part(stream: TensorStream, offset: int) -> tuple[Bytes, int]:

@@ -37,7 +37,7 @@ def request_key(seed: int, rollout_number: int, prompt_id: str, response_index: 
     return int.from_bytes(digest, "little")
 
 
-def asked(seed: int, rollout_number: int, n: int, sampling: SamplingParams) -> int:
+def params_digest(seed: int, rollout_number: int, n: int, sampling: SamplingParams) -> int:
     """Return a 63-bit digest of what a submission asks for each of its prompts."""
     packed = msgspec.msgpack.encode((seed, rollout_number, n, sampling), order="sorted")
     return int.from_bytes(hashlib.blake2b(packed, digest_size=8).digest(), "little") >> 1

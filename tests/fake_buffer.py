@@ -101,10 +101,10 @@ def connect(buffer: FakeBuffer, **options: float) -> RolloutClient:
     return RolloutClient(ENDPOINT, transport=buffer.transport, **options)
 
 
-def progress(rollout_id: str, use: int) -> Progress:
+def progress(rollout_id: str, submission: int) -> Progress:
     return Progress(
         rollout_id=rollout_id, requests=2, finished=1, groups=1, groups_finished=0, tokens=5, chunks=1,
-        migrations=0, preemptions=0, running=1, use=use,
+        migrations=0, preemptions=0, running=1, submission=submission,
     )  # fmt: skip
 
 

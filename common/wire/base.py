@@ -42,8 +42,8 @@ MAX_GROUP_SIZE = 4096
 """Bound on n: one prompt's responses are assembled in memory before they are sent."""
 
 
-Use = Annotated[int, msgspec.Meta(ge=0)]
-"""A number of its own for each of a trainer's submissions, as answers name it; 0: none, or any."""
+SubmissionNumber = Annotated[int, msgspec.Meta(ge=0)]
+"""A number of its own for each `submit` of a trainer, which every answer repeats; 0: none, or any."""
 
 
 class Message(msgspec.Struct, kw_only=True):
@@ -91,14 +91,15 @@ class Welcome(Message, tag=True):
 class Refused(Message, tag=True):
     """A request that cannot be served, with the error's class code.
 
-    `rollout_id`, `prompt_ids` and `use` say what it concerns; the first two empty: the connection itself.
+    `rollout_id`, `prompt_ids` and `submission` say what it concerns; without the first two it is the
+    connection itself.
     """
 
     code: ShortStr
     message: str
     rollout_id: ShortStr = ""
     prompt_ids: list[str] = []
-    use: Use = 0
+    submission: SubmissionNumber = 0
 
 
 class Goodbye(Message, tag=True):

@@ -24,8 +24,8 @@ SPOOL_SCHEME = "spool:"
 """Begins a `source` of weights that is not a folder but the name of a stream in the buffer's spool."""
 
 
-Ask = Annotated[int, msgspec.Meta(ge=0)]
-"""What a question goes by; its answer says it again. 0: the sender gives none."""
+CallId = Annotated[int, msgspec.Meta(ge=0)]
+"""Number of a call, which its answer repeats. 0: the sender gives none."""
 
 
 class UpdateWeights(Message, tag=True):
@@ -40,7 +40,7 @@ class UpdateWeights(Message, tag=True):
     source: Folder
     digest: ShortStr = ""
     in_flight: Literal["finish", "abort", "error"] = "finish"
-    ask: Ask = 0
+    call_id: CallId = 0
 
 
 class WeightsLive(Message, tag=True):
@@ -49,7 +49,7 @@ class WeightsLive(Message, tag=True):
     version: int
     digest: ShortStr
     quarantined: dict[str, str] = {}
-    ask: Ask = 0
+    call_id: CallId = 0
 
 
 class WeightsFailed(Message, tag=True):
@@ -57,7 +57,7 @@ class WeightsFailed(Message, tag=True):
 
     version: int
     reasons: dict[str, str]
-    ask: Ask = 0
+    call_id: CallId = 0
 
 
 class PrepareWeights(Message, tag=True):
@@ -65,14 +65,14 @@ class PrepareWeights(Message, tag=True):
 
     version: int
     source: Folder
-    ask: Ask = 0
+    call_id: CallId = 0
 
 
 class DiscardWeights(Message, tag=True):
     """The update that `PrepareWeights` was about is off: stop checking, and delete what was copied."""
 
     version: int
-    ask: Ask
+    call_id: CallId
 
 
 class LoadWeights(Message, tag=True):
@@ -89,7 +89,7 @@ class WeightsPrepared(Message, tag=True):
     version: int
     digest: ShortStr
     problem: str = ""
-    ask: Ask = 0
+    call_id: CallId = 0
 
 
 class WeightsLoaded(Message, tag=True):
@@ -142,7 +142,7 @@ class Sleep(Message, tag=True):
     """Have all engines free the memory that KV takes, or, with `asleep` false, take it again."""
 
     asleep: bool
-    ask: Ask = 0
+    call_id: CallId = 0
 
 
 class Slept(Message, tag=True):
@@ -150,4 +150,4 @@ class Slept(Message, tag=True):
 
     asleep: bool
     problem: str = ""
-    ask: Ask = 0
+    call_id: CallId = 0

@@ -253,9 +253,8 @@ class Conductor:
                 case sleep.GiveUp():
                     self.give_up([item.instance], "it was told to sleep or wake, and does not answer")
                 case sleep.Tell():
-                    self._to_trainer(
-                        item.trainer, wire.Slept(asleep=item.asleep, problem=item.problem, ask=item.ask)
-                    )
+                    slept = wire.Slept(asleep=item.asleep, problem=item.problem, call_id=item.call_id)
+                    self._to_trainer(item.trainer, slept)
         if held != self._sleep.held:
             self._hold()
         if awake != self._sleep.awake:  # who is awake may load, and work

@@ -209,17 +209,17 @@ class BufferServer:
         match message:
             case wire.Submit():
                 return self._submit(name, address, message)
-            case wire.Acknowledge(rollout_id=rollout_id, prompt_ids=prompt_ids, use=use):
-                self.conductor.handle(events.GroupsAcknowledged(name, rollout_id, prompt_ids, use))
-            case wire.Cancel(rollout_id=rollout_id, prompt_ids=prompt_ids, use=use):
-                self.conductor.handle(events.RolloutCancelled(name, rollout_id, prompt_ids, use))
+            case wire.Acknowledge(rollout_id=rollout_id, prompt_ids=prompt_ids, submission=submission):
+                self.conductor.handle(events.GroupsAcknowledged(name, rollout_id, prompt_ids, submission))
+            case wire.Cancel(rollout_id=rollout_id, prompt_ids=prompt_ids, submission=submission):
+                self.conductor.handle(events.RolloutCancelled(name, rollout_id, prompt_ids, submission))
             case wire.StatusRequest():
                 return self._status()
             case wire.Sleep() if self.weights.updating:
                 busy = "a weight update is under way: wait for that"
-                return wire.Slept(asleep=message.asleep, problem=busy, ask=message.ask)
+                return wire.Slept(asleep=message.asleep, problem=busy, call_id=message.call_id)
             case wire.Sleep():
-                self.conductor.rest(sleep.Asked(name, message.asleep, message.ask))
+                self.conductor.rest(sleep.Asked(name, message.asleep, message.call_id))
             case wire.UpdateWeights():
                 return self._update(name, address, message)
             case wire.OpenSpool() | wire.SpoolData():
@@ -233,10 +233,10 @@ class BufferServer:
         self._spool.name(message.source)
         if self._sleep.wanted:
             reasons = {"": "engines sleep: wake them first"}
-            return wire.WeightsFailed(version=message.version, reasons=reasons, ask=message.ask)
+            return wire.WeightsFailed(version=message.version, reasons=reasons, call_id=message.call_id)
         mode = weight_events.InFlight(message.in_flight)
         asked = weight_events.UpdateAsked(
-            name, message.version, message.source, message.digest, mode, message.ask
+            name, message.version, message.source, message.digest, mode, message.call_id
         )
         self.conductor.weigh(asked)
         return None
@@ -268,7 +268,7 @@ class BufferServer:
                 message=str(error),
                 rollout_id=submit.rollout_id,
                 prompt_ids=submit.prompt_ids,
-                use=submit.use,
+                submission=submit.submission,
             )
         event = submissions.event(trainer, address, submit, prompts, self.store)
         self.conductor.handle(event, Submitted(submit, prompts))
@@ -312,7 +312,7 @@ class BufferServer:
             case wire.WeightsPrepared():
                 self.conductor.weigh(
                     weight_events.Prepared(
-                        name, message.version, message.digest, message.problem, message.ask
+                        name, message.version, message.digest, message.problem, message.call_id
                     )
                 )
             case wire.WeightsLoaded():

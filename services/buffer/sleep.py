@@ -42,11 +42,11 @@ class Lost:
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """A trainer wants all engines asleep, or awake. `ask`: its own number for the answer."""
+    """A trainer wants all engines asleep, or awake. `call_id`: its own number for the answer."""
 
     trainer: str
     asleep: bool
-    ask: int = 0
+    call_id: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +87,7 @@ class Tell:
     trainer: str
     asleep: bool
     problem: str = ""
-    ask: int = 0
+    call_id: int = 0
 
 
 Instruction = Order | GiveUp | Tell
@@ -160,12 +160,12 @@ class SleepMachine:
         if self._waiting and event.asleep != self._wanted:
             doing = "puts engines to sleep" if self._wanted else "wakes engines"
             problem = f"{next(iter(self._waiting))} {doing}: wait for that"
-            out.append(Tell(event.trainer, event.asleep, problem, event.ask))
+            out.append(Tell(event.trainer, event.asleep, problem, event.call_id))
             return
         self._wanted, self._decided = event.asleep, True
         if not self._waiting:
             self._asked_at = now
-        self._waiting[event.trainer] = event.ask
+        self._waiting[event.trainer] = event.call_id
 
     def _go_on(self, now: float, idle: bool, loading: Collection[str], out: list[Instruction]) -> None:
         for name, asleep in sorted(self._asleep.items()):
@@ -177,5 +177,7 @@ class SleepMachine:
         if there and not self._ordered and all(asleep == self._wanted for asleep in self._asleep.values()):
             # Who is gone is as good as asleep, but not awake: it may be back, asleep, after this buffer.
             problem = "" if self._wanted or self._asleep else NOBODY
-            out += [Tell(trainer, self._wanted, problem, ask) for trainer, ask in self._waiting.items()]
+            out += [
+                Tell(trainer, self._wanted, problem, call_id) for trainer, call_id in self._waiting.items()
+            ]
             self._waiting.clear()

@@ -117,8 +117,8 @@ class Store:
             chunks=state.counters["chunks"],
             migrations=state.counters["migrations"],
             preemptions=state.counters["preemptions"],
-            use=state.use,
-            asked=ids.asked(group.seed, group.rollout_number, group.size, group.sampling),
+            submission=state.submission,
+            params_digest=ids.params_digest(group.seed, group.rollout_number, group.size, group.sampling),
         )
 
     def forget(self, group_id: str) -> None:

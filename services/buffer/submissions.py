@@ -27,10 +27,10 @@ def event(
         GroupSpec(prompt_id, len(tokens), store.same(ids.group_id(submit.rollout_id, prompt_id), tokens))
         for prompt_id, tokens in prompts.items()
     ]
-    asked = ids.asked(submit.seed, submit.rollout_number, submit.n, submit.sampling)
+    params_digest = ids.params_digest(submit.seed, submit.rollout_number, submit.n, submit.sampling)
     return GroupsSubmitted(
         trainer, submit.rollout_id, submit.n, submit.sampling.max_tokens, specs, submit.weight_version,
-        submit.use, asked, life,
+        submit.submission, params_digest, life,
     )  # fmt: skip
 
 

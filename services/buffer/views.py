@@ -30,7 +30,7 @@ def progress(machine: RequestMachine, rollout: state.RolloutState) -> wire.Progr
         preemptions=rollout.counters["preemptions"],
         running=machine.instances.chunks,
         finish_times=finish_times,
-        use=rollout.use,
+        submission=rollout.submission,
     )
 
 
@@ -40,7 +40,7 @@ def answer(item: instructions.Accept | instructions.Refuse) -> wire.Accepted | w
         return wire.Accepted(
             rollout_id=item.rollout_id,
             prompt_ids=item.prompt_ids,
-            use=item.use,
+            submission=item.submission,
             weight_version=item.weight_version,
         )
     return wire.Refused(
@@ -48,7 +48,7 @@ def answer(item: instructions.Accept | instructions.Refuse) -> wire.Accepted | w
         message=item.message,
         rollout_id=item.rollout_id,
         prompt_ids=item.prompt_ids,
-        use=item.use,
+        submission=item.submission,
     )
 
 
@@ -107,9 +107,9 @@ def order(
 ) -> wire.PrepareWeights | wire.DiscardWeights | wire.LoadWeights:
     """Return what an engine is to do with weights."""
     if isinstance(item, weight_instructions.Prepare):
-        return wire.PrepareWeights(version=item.version, source=item.source, ask=item.ask)
+        return wire.PrepareWeights(version=item.version, source=item.source, call_id=item.call_id)
     if isinstance(item, weight_instructions.Discard):
-        return wire.DiscardWeights(version=item.version, ask=item.ask)
+        return wire.DiscardWeights(version=item.version, call_id=item.call_id)
     weights = item.weights
     return wire.LoadWeights(version=weights.version, digest=weights.digest, source=weights.source)
 
@@ -119,10 +119,10 @@ def outcome(
 ) -> wire.WeightsLive | wire.WeightsFailed:
     """Return what a trainer hears of its update."""
     if isinstance(item, weight_instructions.Fail):
-        return wire.WeightsFailed(version=item.version, reasons=item.reasons, ask=item.ask)
+        return wire.WeightsFailed(version=item.version, reasons=item.reasons, call_id=item.call_id)
     weights = item.weights
     return wire.WeightsLive(
-        version=weights.version, digest=weights.digest, quarantined=item.quarantined, ask=item.ask
+        version=weights.version, digest=weights.digest, quarantined=item.quarantined, call_id=item.call_id
     )
 
 

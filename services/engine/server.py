@@ -241,7 +241,7 @@ class EngineServer:
         self._rejoins += 1
         while not self._orders.empty():
             self._orders.get_nowait()
-        self._call_off(wire.DiscardWeights(version=0, ask=0))
+        self._call_off(wire.DiscardWeights(version=0, call_id=0))
         self._register_due = True
         self._wake()
 
@@ -288,14 +288,14 @@ class EngineServer:
 
     def _call_off(self, order: wire.DiscardWeights) -> None:
         """Stop what an update that is off, or all that a buffer that is gone, had checked here."""
-        self._called_off = order.ask
+        self._called_off = order.call_id
         if self._preparing is not None:
             self._preparing.cancel()
         if not self._orders.full():
             self._orders.put_nowait(order)
 
     async def _prepare_unless_off(self, order: wire.PrepareWeights) -> wire.WeightsPrepared | None:
-        if 0 < order.ask <= self._called_off:
+        if 0 < order.call_id <= self._called_off:
             return None
         self._preparing = asyncio.create_task(self._prepare_weights(order))
         try:
@@ -309,7 +309,7 @@ class EngineServer:
             self._preparing = None
 
     async def _prepare_weights(self, order: wire.PrepareWeights) -> wire.WeightsPrepared:
-        answer = wire.WeightsPrepared(version=order.version, digest="", ask=order.ask)
+        answer = wire.WeightsPrepared(version=order.version, digest="", call_id=order.call_id)
         try:
             found = await self._inspect(order.source)
             answer.digest = found.digest

@@ -397,7 +397,7 @@ class World:
             (group, self.trainers[group.rollout.trainer], rollout)
             for group in held
             if (rollout := self.trainers[group.rollout.trainer].waiting.get(group.rollout.rollout_id))
-            and rollout.use == group.use
+            and rollout.submission == group.submission
         ]
 
         def check() -> None:

@@ -90,7 +90,7 @@ class World:
             case "lose":
                 self.lose(name)
             case "update" if not self.sleep.wanted:
-                self.conductor.weigh(weight_events.UpdateAsked("t", number, f"/w{number}", ask=number))
+                self.conductor.weigh(weight_events.UpdateAsked("t", number, f"/w{number}", call_id=number))
             case "sleep" | "wake" if not self.weights.updating:
                 self.conductor.rest(sleep.Asked("t", kind == "sleep"))
             case "answer" | "fail" if engine is not None and engine.orders:
@@ -116,7 +116,9 @@ class World:
                 self.conductor.rest(sleep.Answered(name, order.asleep))
             case wire.PrepareWeights():
                 digest = f"d{order.version}"
-                self.conductor.weigh(weight_events.Prepared(name, order.version, digest, problem, order.ask))
+                self.conductor.weigh(
+                    weight_events.Prepared(name, order.version, digest, problem, order.call_id)
+                )
             case wire.LoadWeights():
                 assert not engine.asleep
                 engine.version = -1 if problem else order.version

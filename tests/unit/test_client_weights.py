@@ -7,7 +7,7 @@ import pytest
 from virtual_time import eventually, virtual
 
 from seer.client import WeightsRefused
-from seer.client.weight_update import Update, answers, new_ask
+from seer.client.weight_update import Update, answers, new_call_id
 from seer.common import wire
 
 TENSORS = {"w": np.arange(wire.SPOOL_BYTES, dtype=np.float32)}  # four parts and a header
@@ -32,8 +32,8 @@ class Buffer:
         told = wire.SpoolState(name=self.update._name, size=stream.size, have=self.have, **fields)
         self.update.answer(told)
 
-    def live(self, ask):
-        return wire.WeightsLive(version=self.update.asked.version, digest="d", ask=ask)
+    def live(self, call_id):
+        return wire.WeightsLive(version=self.update.asked.version, digest="d", call_id=call_id)
 
 
 @virtual
@@ -44,12 +44,12 @@ async def test_an_answer_to_an_earlier_question_is_not_taken(early):
     buffer = Buffer()
     await asyncio.sleep(1)
     (asked,) = buffer.sent
-    assert asked.ask > 0
-    early.ask = new_ask()  # of an update to this version that was given up
+    assert asked.call_id > 0
+    early.call_id = new_call_id()  # of an update to this version that was given up
     buffer.update.answer(early)
     await asyncio.sleep(1)
     assert not buffer.task.done()
-    buffer.update.answer(buffer.live(asked.ask))
+    buffer.update.answer(buffer.live(asked.call_id))
     assert (await buffer.task).digest == "d"
 
 
@@ -60,16 +60,16 @@ async def test_a_question_that_is_asked_again_keeps_its_number():
     await buffer.update.ask_again(buffer.send)
     first, second = buffer.sent
     assert first == second
-    buffer.update.answer(wire.WeightsFailed(version=7, reasons={"": "no"}, ask=first.ask))
+    buffer.update.answer(wire.WeightsFailed(version=7, reasons={"": "no"}, call_id=first.call_id))
     with pytest.raises(WeightsRefused, match="no"):
         await buffer.task
 
 
 def test_a_buffer_that_says_no_number_is_believed():
-    asked = wire.Sleep(asleep=True, ask=new_ask())
+    asked = wire.Sleep(asleep=True, call_id=new_call_id())
     assert answers(asked, wire.Slept(asleep=True))
-    assert answers(asked, wire.Slept(asleep=True, ask=asked.ask))
-    assert not answers(asked, wire.Slept(asleep=True, ask=new_ask()))
+    assert answers(asked, wire.Slept(asleep=True, call_id=asked.call_id))
+    assert not answers(asked, wire.Slept(asleep=True, call_id=new_call_id()))
 
 
 @virtual
@@ -84,7 +84,7 @@ async def test_a_buffer_that_lost_a_whole_stream_is_sent_all_of_it_again():
     await eventually(lambda: buffer.have == size)
     assert not buffer.task.done()
     asked = [message for message in buffer.sent if isinstance(message, wire.UpdateWeights)]
-    buffer.update.answer(buffer.live(asked[0].ask))
+    buffer.update.answer(buffer.live(asked[0].call_id))
     assert (await buffer.task).version == 7
 
 

@@ -47,7 +47,7 @@ class GroupSpec:
 class GroupsSubmitted:
     """A trainer submitted prompts, n responses each. Known ones are accepted again.
 
-    New ones wait until `weight_version` is live; -1: the rollout's own, or whatever is live. `use`
+    New ones wait until `weight_version` is live; -1: the rollout's own, or whatever is live. `submission`
     numbers the trainer's calls, the rest is as in `RolloutState`.
     """
 
@@ -57,8 +57,8 @@ class GroupsSubmitted:
     max_tokens: int
     groups: list[GroupSpec]
     weight_version: int = -1
-    use: int = 0
-    asked: int = 0
+    submission: int = 0
+    params_digest: int = 0
     life: bytes = b""
 
 
@@ -69,7 +69,7 @@ class GroupsAcknowledged:
     trainer: str
     rollout_id: str
     prompt_ids: list[str]
-    use: int = 0
+    submission: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +79,7 @@ class RolloutCancelled:
     trainer: str
     rollout_id: str
     prompt_ids: list[str]
-    use: int = 0
+    submission: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -53,7 +53,7 @@ class Accept:
     life: bytes
     rollout_id: str
     prompt_ids: list[str]
-    use: int = 0
+    submission: int = 0
     weight_version: int = -1
 
 
@@ -66,7 +66,7 @@ class Refuse:
     prompt_ids: list[str]
     code: str
     message: str
-    use: int = 0
+    submission: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ class Prepare:
     instance: str
     version: int
     source: str
-    ask: int = 0
+    call_id: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +23,7 @@ class Discard:
 
     instance: str
     version: int
-    ask: int
+    call_id: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +70,7 @@ class Report:
     trainer: str
     weights: Weights
     quarantined: dict[str, str]
-    ask: int = 0
+    call_id: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +80,7 @@ class Fail:
     trainer: str
     version: int
     reasons: dict[str, str]
-    ask: int = 0
+    call_id: int = 0
 
 
 Instruction = Prepare | Discard | Load | Admit | Expel | Hold | Release | Abort | Report | Fail
