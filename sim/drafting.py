@@ -11,7 +11,7 @@ from bisect import bisect_right
 
 import numpy as np
 
-from seer.common.policy.draft_budget import HIGH_WEIGHT, best
+from seer.common.policy.draft_budget import HIGH_WEIGHT, choose_lengths
 from seer.sim.workload import Model
 
 SIBLINGS = (0, 1, 5, 15)
@@ -79,7 +79,7 @@ def _choose(model: Model, counts: tuple[int, ...], kv_tokens: float) -> tuple[li
     read = np.maximum(model.kv, model.attend * (1 + rows / batch)) * kv_tokens
     compute = np.maximum(0.0, model.row * (batch + rows) - model.weights)
     seconds = (1 + DRAFT_SHARE) * (model.step + model.request * (batch + rows) + compute + read)
-    keep = best(np.ascontiguousarray(_CHANCES[kinds]), seconds, 0.0, _WEIGHTS[kinds])
+    keep = choose_lengths(np.ascontiguousarray(_CHANCES[kinds]), seconds, 0.0, _WEIGHTS[kinds])
     kept = np.bincount(kinds, weights=GAINS[kinds, keep], minlength=CLASSES)
     rates = [float(total / n) if n else 1.0 for total, n in zip(kept, counts, strict=True)]
     return rates, float(keep.sum())

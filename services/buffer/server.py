@@ -397,7 +397,7 @@ class BufferServer:
                 group_id: Estimate(tokens, news.spreads.get(group_id, 0.0))
                 for group_id, tokens in news.estimates.items()
             }
-            sound = {group_id: told for group_id, told in estimates.items() if told.sound}
+            sound = {group_id: told for group_id, told in estimates.items() if told.valid}
             self.conductor.handle(events.EstimatesChanged(sound, news.acceptance))
 
     async def _tick(self) -> None:

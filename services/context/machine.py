@@ -151,7 +151,7 @@ class EstimateMachine:
 
     def _open(self, event: GroupOpened) -> None:
         if event.group_id not in self._groups:
-            known = Evidence(event.cap, before=self.memory.recall(_prompt(event.group_id)))
+            known = Evidence(event.cap, past=self.memory.recall(_prompt(event.group_id)))
             self._groups[event.group_id] = _Group(event.size, known, _assumed(event.cap))
             self.estimator.opened(known)
             self._dirty[event.group_id] = None

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection
 
-from seer.common.policy.length import Remembered
+from seer.common.policy.length import PastLengths
 
 DECAY = 0.5
 """What a group counts against the next one of its prompt: a policy that is trained drifts."""
@@ -22,12 +22,12 @@ class PastPrompts:
 
     def __init__(self, bound: int) -> None:
         self._bound = bound
-        self._prompts: dict[str, Remembered] = {}  # least recently used first
+        self._prompts: dict[str, PastLengths] = {}  # least recently used first
 
     def __len__(self) -> int:
         return len(self._prompts)
 
-    def recall(self, prompt_id: str) -> Remembered | None:
+    def recall(self, prompt_id: str) -> PastLengths | None:
         """Return what is remembered of a prompt."""
         known = self._prompts.pop(prompt_id, None)
         if known is not None:
@@ -41,10 +41,10 @@ class PastPrompts:
         mean, count = math.fsum(math.log(max(tokens, 1)) for tokens in lengths) / len(lengths), len(lengths)
         known = self._prompts.pop(prompt_id, None)
         if known is None:
-            self._prompts[prompt_id] = Remembered(mean, count)
+            self._prompts[prompt_id] = PastLengths(mean, count)
         else:
             old = DECAY * known.responses
             total = old + count
-            self._prompts[prompt_id] = Remembered((old * known.mean + count * mean) / total, total)
+            self._prompts[prompt_id] = PastLengths((old * known.mean + count * mean) / total, total)
         while len(self._prompts) > self._bound:
             del self._prompts[next(iter(self._prompts))]

@@ -5,7 +5,7 @@ import math
 import pytest
 
 from seer.common.group_events import GroupClosed, GroupOpened, RequestProgress
-from seer.common.policy.length import Posterior, Remembered
+from seer.common.policy.length import PastLengths, Posterior
 from seer.services.context.machine import EstimateMachine
 from seer.services.context.past_prompts import DECAY, PastPrompts
 
@@ -32,11 +32,11 @@ def played(machine, *events):
 def test_an_earlier_group_counts_half():
     memory = PastPrompts(2)
     memory.keep("p", [100, 10_000])
-    assert memory.recall("p") == Remembered(pytest.approx(math.log(1000)), 2)
+    assert memory.recall("p") == PastLengths(pytest.approx(math.log(1000)), 2)
     memory.keep("p", [10] * 4)
     old = 2 * DECAY
     mean = (old * math.log(1000) + 4 * math.log(10)) / (old + 4)
-    assert memory.recall("p") == Remembered(pytest.approx(mean), old + 4)
+    assert memory.recall("p") == PastLengths(pytest.approx(mean), old + 4)
 
 
 def test_the_least_recently_used_prompt_goes_first():

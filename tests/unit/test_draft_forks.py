@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from seer.common.policy.draft_budget import BARREN_STEPS, REST_STEPS, Choice, DraftBudget
+from seer.common.policy.draft_budget import PAUSE_AFTER_STEPS, PAUSE_STEPS, Choice, DraftBudget
 from seer.common.policy.draft_costs import StepCosts
 from seer.common.policy.draft_paths import SEPARATOR as S
 from seer.services.engine.vllm.drafts.forks import MOST_BATCH, Forks
@@ -90,7 +90,7 @@ def test_large_batches_and_single_paths_are_left_alone():
 
 def test_where_no_sibling_pays_none_is_looked_for_for_a_while():
     forks, budget = made(), DraftBudget(costs(0.0, 9.0), WIDTH)
-    for _ in range(BARREN_STEPS):
+    for _ in range(PAUSE_AFTER_STEPS):
         assert forks.wanted(1)
         Trees().flat(forks, budget)
-    assert [forks.wanted(1) for _ in range(REST_STEPS + 1)] == [False] * REST_STEPS + [True]
+    assert [forks.wanted(1) for _ in range(PAUSE_STEPS + 1)] == [False] * PAUSE_STEPS + [True]

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from seer.common.policy.draft_budget import BARREN_STEPS, HIGH_WEIGHT, REST_STEPS, Choice, DraftBudget
-from seer.common.policy.draft_paths import Fork, join, paths_of, siblings
+from seer.common.policy.draft_budget import HIGH_WEIGHT, PAUSE_AFTER_STEPS, PAUSE_STEPS, Choice, DraftBudget
+from seer.common.policy.draft_paths import Fork, extra_paths, join, paths_of
 
 MOST_BATCH = 8
 """Requests of a step that may have several paths: with more, rows cost more than paths bring."""
@@ -47,9 +47,9 @@ class Forks:
         self._firsts = {}
         if self.most_paths == 1 or batch > MOST_BATCH:
             return False
-        if self._barren >= BARREN_STEPS:
+        if self._barren >= PAUSE_AFTER_STEPS:
             self._rested += 1
-            if self._rested <= REST_STEPS:
+            if self._rested <= PAUSE_STEPS:
                 return False
             self._barren = self._rested = 0
         return True
@@ -78,7 +78,7 @@ class Forks:
         forks = self._forks(budget, choice, most, high)
         batch = len(ids)
         seconds = budget.seconds(batch, int(most.sum())).tolist()
-        chosen = siblings(forks, seconds, budget.sibling_seconds, batch, self._most_siblings)
+        chosen = extra_paths(forks, seconds, budget.sibling_seconds, batch, self._most_siblings)
         self._barren = 0 if any(chosen) else self._barren + 1
         drafts, self._firsts = [], {}
         for request, tree, fork, others in zip(ids, self._trees, forks, chosen, strict=True):
