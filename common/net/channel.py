@@ -5,9 +5,9 @@ Invariants:
 - a message that was lost, either way, is revealed: a `Welcome` follows on `Channel.recv`, within
   `CHECK_SECONDS` and a round trip of a working connection. TCP loses nothing, but a connection that
   breaks takes with it what was under way, and ZeroMQ reconnects without telling anyone;
-- one event, one such `Welcome`: only one that names another session than the last is handed out, or one
-  that reveals a loss. So neither what is queued at the time, nor latency, nor a lost `Refused` or
-  `Welcome` adds to it or hides it.
+- each loss is revealed by exactly one such `Welcome`: `recv` returns only those that name another session
+  than the last, or reveal a loss by their counts. Neither what is queued at the time, nor latency, nor a
+  lost `Refused` or `Welcome` changes that.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ _log = get_logger()
 
 
 class Channel(Generic[Out, In]):
-    """The client's side. One task may receive while others send.
+    """A connection to a server. One task may receive while others send.
 
-    `incoming` is the union that the server sends; it includes `Welcome` and `Refused`.
+    `incoming` is the union of messages that the server sends; it includes `Welcome` and `Refused`.
     """
 
     def __init__(
@@ -47,11 +47,13 @@ class Channel(Generic[Out, In]):
         self._decoder: Decoder[In] = Decoder(incoming)
         self._clock = clock
         self._socket: Socket | None = None
-        self._sending = asyncio.Lock()  # a Hello must say what was sent before it, also if it waits for room
+        self._sending = (
+            asyncio.Lock()
+        )  # a Hello has the count of what was sent before it, also if it waits for room
         self._last_hello = float("-inf")
         self._sent = self._arrived = 0  # as in `Hello.sent` and `Welcome.sent`
-        self._session = (0, 0)  # the server's incarnation, and its number of our admission
-        self._complained: set[str] = set()
+        self._session = (0, 0)  # the server's incarnation, and the session it gave us
+        self._warned: set[str] = set()
 
     async def open(self, deadline_seconds: float) -> Welcome:
         """Shake hands; may be called again. What arrives before the `Welcome` is dropped.
@@ -68,7 +70,7 @@ class Channel(Generic[Out, In]):
                     await self._say_hello()
                     await self._receive(HELLO_SECONDS)
         except TimeoutError as error:
-            self.close()  # with the Hellos that nobody took
+            self.close()  # drops the Hellos that nobody read
             self._socket = None
             raise Unreachable(
                 f"{self._endpoint} did not answer within {deadline_seconds:g} s:"
@@ -86,9 +88,8 @@ class Channel(Generic[Out, In]):
     async def recv(self) -> In:
         """Return the next message; raises the error of a `Refused` that concerns the connection.
 
-        A `Welcome` appears here when the peer had forgotten us, is another life of it, or when a
-        message was lost: those sent before, either way, may not have arrived. May be cancelled
-        without losing a message.
+        Returns a `Welcome` when the server was restarted, had forgotten us, or when a message was lost: those
+        sent before, either way, may not have arrived. May be cancelled without losing a message.
         """
         while True:
             pause = HELLO_SECONDS if self.peer is None else CHECK_SECONDS
@@ -134,7 +135,7 @@ class Channel(Generic[Out, In]):
             return self._decoder.decode(frames)
         except WireError as error:
             self.counters["malformed"] += 1
-            self._complain("message dropped", str(error))
+            self._warn_once("message dropped", str(error))
             return None
 
     async def _concerns_caller(self, message: In) -> bool:
@@ -150,17 +151,17 @@ class Channel(Generic[Out, In]):
         return False
 
     def _welcomed(self, welcome: Welcome) -> bool:
-        """Say whether something happened since the last one: the caller must hear of it."""
+        """Return whether the caller must see it: something was lost since the last one."""
         self.peer = welcome
         if welcome.schema_hash != SCHEMA_HASH:
-            self._complain("peer has another schema of the same protocol", welcome.schema_hash)
+            self._warn_once("peer has another schema of the same protocol", welcome.schema_hash)
         missed = welcome.sent not in (-1, self._arrived)
         self._arrived = welcome.sent
         known, self._session = self._session, (welcome.incarnation, welcome.session)
-        lost = welcome.lost and not welcome.session  # of a server that does not number sessions
+        lost = welcome.lost and not welcome.session  # from a server that does not number sessions
         return known != self._session or missed or lost
 
-    def _complain(self, problem: str, detail: str) -> None:
-        if problem not in self._complained:
-            self._complained.add(problem)
+    def _warn_once(self, problem: str, detail: str) -> None:
+        if problem not in self._warned:
+            self._warned.add(problem)
             _log.warning(problem, endpoint=self._endpoint, detail=detail)

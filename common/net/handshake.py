@@ -25,7 +25,7 @@ HELLO_FIRST = "hello"
 
 
 class Identity(msgspec.Struct, frozen=True, kw_only=True):
-    """Who this process is. At most one channel per identity may lead to an endpoint.
+    """Who this process is. At most one channel per identity may connect to an endpoint.
 
     `config_hash` is `config.shared_hash`, empty for a process that need not know it.
     """
@@ -36,11 +36,13 @@ class Identity(msgspec.Struct, frozen=True, kw_only=True):
     config_hash: str = ""
 
     def address(self) -> bytes:
-        """Return the ROUTER identity: another life is another address, so it gets no old mail."""
+        """Return the ROUTER identity. A restarted process has another, so it gets no messages of the old
+        one.
+        """
         return f"{self.role}/{self.name}".encode()[:200] + f"/{self.incarnation:x}".encode()
 
     def hello(self, sent: int = 0) -> Hello:
-        """Return the first message of a connection, or its repetition after `sent` others."""
+        """Return a `Hello`; `sent` counts the messages sent before it."""
         return Hello(
             major=MAJOR,
             minor=MINOR,

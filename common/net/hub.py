@@ -1,13 +1,13 @@
 """The accepting end of many typed, counted connections: a ROUTER socket that admits peers.
 
 Invariants:
-- a Hub hands out messages only of peers that sent `Hello` in this life of the Hub; others are told to,
-  so peers of a restarted server shake hands again by themselves, idle ones within `CHECK_SECONDS`;
+- `recv` returns messages only of peers that sent `Hello` to this process; others are asked to send it, so
+  peers of a restarted server shake hands again by themselves, idle ones within `CHECK_SECONDS`;
 - another protocol major, or another shared configuration where required, is refused with the reason;
 - a `Hello` counts only at the address that its role, name and incarnation make; `Goodbye` ends a
   handshake;
 - what does not decode, or is refused, is counted, logged once per peer and dropped; it never stops a
-  loop, and what a Hub answers waits for nobody: a peer that does not read holds up no other;
+  loop, and `reply` waits for nobody: a peer that does not read delays no other;
 - each admission of a peer is a session with a number of its own, which every `Welcome` names. A lost
   message, either way, begins a new one: that is how a `Channel` learns of it, once.
 """
@@ -43,11 +43,14 @@ _log = get_logger()
 
 
 class _Peer(msgspec.Struct):
-    """`session` is 0 while it is not admitted; `told` is when it last heard that it is not."""
+    """`session` is 0 while it is not admitted; `refused_at` is when it was last asked to send `Hello`.
+
+    `sent` and `arrived` count messages to and from it, as in `Welcome.sent` and `Hello.sent`.
+    """
 
     session: int = 0
-    told: float = float("-inf")
-    complained: bool = False
+    refused_at: float = float("-inf")
+    warned: bool = False
     sent: int = 0
     arrived: int = 0
 
@@ -91,7 +94,7 @@ class Hub(Generic[Out, In]):
     async def recv(self) -> tuple[bytes, In]:
         """Return the next message and its sender's address.
 
-        An accepted `Hello` is answered and also returned, each time it is said: a client repeats it.
+        An accepted `Hello` is answered and also returned, each time: a client repeats it.
         """
         while True:
             identity, frames = await self._router.recv()
@@ -106,7 +109,7 @@ class Hub(Generic[Out, In]):
                 await self._answer(identity, peer, message)
             elif not peer.session:
                 self.counters["strangers"] += 1
-                await self._tell_stranger(identity, peer)
+                await self._refuse_stranger(identity, peer)
             if peer.session:
                 if isinstance(message, Goodbye):
                     self.dismiss(identity)
@@ -128,26 +131,26 @@ class Hub(Generic[Out, In]):
         return True
 
     async def offer_frames(self, identity: bytes, frames: list[Frame]) -> bool:
-        """Queue an encoded message if there is room now; else nothing happened, and False says so."""
+        """Queue an encoded message if there is room now; False: there is none, and nothing was sent."""
         if not await self._fits(identity, frames):
             return False
         self._count(identity, sent=True)
         return True
 
-    async def reaches(self, identity: bytes) -> bool:
-        """Say whether a peer is connected, or was a moment ago. It is told what it knows already."""
+    async def is_connected(self, identity: bytes) -> bool:
+        """Return whether a peer is connected, or was a moment ago. Sends it a message that it ignores."""
         peer = self._peers.get(identity)
         if peer is None:
             return False
-        news = self._welcome(peer, lost=False) if peer.session else _STRANGER
+        known = self._welcome(peer, lost=False) if peer.session else _STRANGER
         try:
             async with asyncio.timeout(0):
-                await self._router.send(identity, encode(news))
+                await self._router.send(identity, encode(known))
         except Unreachable:
             return False
         except TimeoutError:
             return True  # it has no room
-        peer.sent += news is _STRANGER
+        peer.sent += known is _STRANGER
         return True
 
     async def reply(self, identity: bytes, message: Out | Message) -> None:
@@ -166,18 +169,18 @@ class Hub(Generic[Out, In]):
         return True
 
     def refuse(self, identity: bytes, error: SeerError) -> None:
-        """Count a message that makes no sense; the first one of a peer is logged."""
+        """Count an invalid message; the first one of a peer is logged."""
         self.counters["malformed"] += 1
-        self._complain(self._peer(identity), "message dropped", identity, str(error))
+        self._warn_once(self._peer(identity), "message dropped", identity, str(error))
 
     def dismiss(self, identity: bytes) -> None:
-        """Have a peer shake hands again before anything more of it counts.
+        """Ignore a peer until it shakes hands again.
 
-        It is told so at its next message, whatever it is, and once a second while it sends others.
+        It is asked to at its next message, whatever that is, and once a second while it sends others.
         """
         peer = self._peers.get(identity)
         if peer is not None and peer.session:
-            peer.session, peer.told = 0, float("-inf")
+            peer.session, peer.refused_at = 0, float("-inf")
 
     def session(self, identity: bytes) -> int:
         """Return the number of a peer's admission, 0 while it is not admitted."""
@@ -189,18 +192,18 @@ class Hub(Generic[Out, In]):
         self._router.close()
 
     async def _answer(self, identity: bytes, peer: _Peer, hello: Hello) -> None:
-        reason = self._objection(identity, hello)
+        reason = self._refusal_reason(identity, hello)
         if reason:
             peer.session = 0
             self.counters["refused"] += 1
-            self._complain(peer, "peer refused", identity, reason)
+            self._warn_once(peer, "peer refused", identity, reason)
             await self.reply(identity, Refused(code=ProtocolMismatch.code, message=reason))
             return
         if not peer.session:
             _log.info("peer connected", role=hello.role, name=hello.name)
         if hello.schema_hash != SCHEMA_HASH:
             schema = hello.schema_hash[:_SHOWN]
-            self._complain(peer, "peer has another schema of the same protocol", identity, schema)
+            self._warn_once(peer, "peer has another schema of the same protocol", identity, schema)
         lost = not peer.session or hello.sent not in (-1, peer.arrived - 1)  # this Hello arrived, too
         peer.arrived = hello.sent
         if lost:
@@ -221,13 +224,13 @@ class Hub(Generic[Out, In]):
             session=peer.session,
         )
 
-    async def _tell_stranger(self, identity: bytes, peer: _Peer) -> None:
+    async def _refuse_stranger(self, identity: bytes, peer: _Peer) -> None:
         now = asyncio.get_running_loop().time()
-        if now - peer.told >= HELLO_SECONDS:
-            peer.told = now
+        if now - peer.refused_at >= HELLO_SECONDS:
+            peer.refused_at = now
             await self.reply(identity, _STRANGER)
 
-    def _objection(self, identity: bytes, hello: Hello) -> str:
+    def _refusal_reason(self, identity: bytes, hello: Hello) -> str:
         if hello.major != MAJOR:
             return (
                 f"{self._me.name} speaks protocol {MAJOR}.{MINOR}, {hello.name} speaks"
@@ -247,7 +250,7 @@ class Hub(Generic[Out, In]):
             )
         claimed = Identity(role=hello.role, name=hello.name, incarnation=hello.incarnation)
         if claimed.address() != identity:
-            return f"{hello.name} has another address than its Hello says: somebody repeats it"
+            return f"{hello.name} has another address than its Hello makes: somebody else repeats its Hello"
         return ""
 
     def _count(self, identity: bytes, *, sent: bool, counted: bool = True) -> None:
@@ -262,7 +265,7 @@ class Hub(Generic[Out, In]):
             self._peers.popitem(last=False)
         return peer
 
-    def _complain(self, peer: _Peer, problem: str, identity: bytes, detail: str) -> None:
-        if not peer.complained:
-            peer.complained = True
+    def _warn_once(self, peer: _Peer, problem: str, identity: bytes, detail: str) -> None:
+        if not peer.warned:
+            peer.warned = True
             _log.warning(problem, peer=identity.decode(errors="replace"), detail=detail)

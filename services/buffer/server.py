@@ -195,7 +195,7 @@ class BufferServer:
     async def _greet(self, hub: Hub[Any, Any], peers: Peers, address: bytes, hello: wire.Hello) -> None:
         waited = peers.name(address) is not None and peers.at(hello.name) != address
         holder = peers.greet(address, hello, self._clock.now())
-        if holder is not None and not await hub.reaches(holder):
+        if holder is not None and not await hub.is_connected(holder):
             peers.leave(holder)
             hub.dismiss(holder)  # it misses what is said from now on: if it comes back, it has to hear so
             holder = peers.greet(address, hello, self._clock.now())

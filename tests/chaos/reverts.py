@@ -104,7 +104,7 @@ class _Any(dict[Any, Any]):
 
 def _each_message_rejoins() -> Patches:
     async def tell(original: Any, self: Any, identity: bytes, peer: Any) -> None:
-        peer.told = -math.inf
+        peer.refused_at = -math.inf
         await original(self, identity, peer)
 
     def welcomed(original: Any, self: Any, welcome: wire.Welcome) -> bool:
@@ -115,7 +115,7 @@ def _each_message_rejoins() -> Patches:
         init(self)
         self.registered = _Any()
 
-    yield _around(Hub, "_tell_stranger", tell)
+    yield _around(Hub, "_refuse_stranger", tell)
     yield _around(Channel, "_welcomed", welcomed)
     yield _around(Peers, "__init__", made)
     yield mock.patch.object(BufferServer, "_part", return_value=None)
@@ -267,7 +267,7 @@ def _no_window() -> Patches:
 
 
 def _clocks_decide() -> Patches:
-    async def reaches(self: Any, identity: bytes) -> bool:
+    async def connected(self: Any, identity: bytes) -> bool:
         return True
 
     def takes(self: Any, life: Any, holder: Any, first: bool) -> bool:
@@ -275,7 +275,7 @@ def _clocks_decide() -> Patches:
 
     yield mock.patch.object(Peers, "_takes", takes)
     yield mock.patch.object(Peers, "doubtful", return_value=False)
-    yield mock.patch.object(Hub, "reaches", reaches)
+    yield mock.patch.object(Hub, "is_connected", connected)
 
 
 def _sleep_before_load() -> Patches:

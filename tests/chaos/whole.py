@@ -62,7 +62,7 @@ def _follows(world: World) -> None:
     """Note a context service that cannot synchronise, though nothing disturbs it."""
     context = world.processes.get("context")
     now, over = world.loop.time(), world.disturbed_until()
-    if context is None or context.service is None or context.service._events._in_step:
+    if context is None or context.service is None or context.service._events._synced:
         world.in_step_at = now
     elif now - max(over, world.in_step_at) > STEP_SECONDS:
         world.problem(f"context is out of step since {world.in_step_at:.1f}")
@@ -153,7 +153,7 @@ def queued_bytes(service: Any) -> dict[bytes, int]:
     """Return the bytes of arrays that wait for each trainer, headers apart."""
     return {
         address: sum(len(frame) for _, frames, _ in line.messages for frame in frames[1:])
-        for address, line in service._to_trainers._lines.items()
+        for address, line in service._to_trainers._queues.items()
     }
 
 
@@ -238,7 +238,7 @@ def _buffer(world: World) -> Iterator[str]:
     if machine.instances.chunks:
         yield f"{machine.instances.chunks} chunks are on the books"
     for name, box in (("trainers", service._to_trainers), ("engines", service._to_engines)):
-        if box._lines:
+        if box._queues:
             yield f"messages wait for {name}"
 
 

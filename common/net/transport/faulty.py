@@ -1,4 +1,4 @@
-"""Any transport with faults, reproducible by seed.
+"""A transport that injects faults into another one, reproducible by seed. For tests.
 
 Invariants:
 - the faults of a socket are a function of (seed, socket kind, endpoint, identity), of how many such
