@@ -1,6 +1,6 @@
 """Between trainers and the buffer: prompts in, finished groups out.
 
-What they say about weights and sleep is in `weights.py`.
+Messages about weights and sleep are in `weights.py`.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ from seer.common.wire.weights import (
 )
 
 MAX_PROMPTS = 4096
-"""Prompts of one `Submit`: what one message asks for must not hold up the others."""
+"""Most prompts of one `Submit`: handling one message must not delay the others."""
 
 
 class Submit(Message, tag=True):
     """A batch of prompts of one rollout, at most `MAX_PROMPTS`. `tokens` is flat, split by `lengths`.
 
     A rollout may be submitted in several messages; `prompt_ids` must be unique over all of them.
-    Resubmitting a known prompt id with equal content is harmless: it is answered again. It waits
-    for weights of `weight_version`, and is refused when they are past; -1: those that the rollout began
-    with, or whatever is live. `submission` numbers the trainer's calls of `submit`, and every answer
+    Submitting a prompt id again with the same content is harmless: it is answered again. It waits for weights
+    of `weight_version`, and is refused when the live ones are later; -1: those that the rollout began with,
+    or whatever is live. `submission` numbers the trainer's calls of `submit`, and every answer
     repeats it: a rollout id that is submitted again with other content ends its earlier submission. 0: the
     client does not number them, and has one.
     """
@@ -70,9 +70,9 @@ class Accepted(Message, tag=True):
 
 
 class Cancel(Message, tag=True):
-    """Drop a rollout's unfinished prompts: the named ones, or all when the list is empty.
+    """Abort a rollout's unfinished prompts: the named ones, or all when the list is empty.
 
-    Only those of this submission; 0: of whichever it is.
+    Only those of this `submission`; 0: of whichever it is.
     """
 
     rollout_id: ShortStr
@@ -117,7 +117,7 @@ class GroupDone(Message, tag=True):
 
 
 class Progress(Message, tag=True):
-    """A rollout's counters, sent to its trainer at a bounded rate.
+    """A rollout's counters, sent to its trainer from time to time.
 
     `finish_times` are seconds since submission at which requests finished since the last
     `Progress`, for tail statistics.
@@ -138,7 +138,7 @@ class Progress(Message, tag=True):
 
 
 class InstanceStatus(Message, tag=True):
-    """One registered instance as the buffer sees it; `restarts`: lives it had before this one."""
+    """One registered instance as the buffer sees it; `restarts`: its earlier incarnations."""
 
     name: ShortStr
     capacity: Capacity
@@ -152,11 +152,10 @@ class InstanceStatus(Message, tag=True):
 class Status(Message, tag=True):
     """A buffer's state; answer to `StatusRequest`. Counters are totals since it started.
 
-    `quarantined` engines, which get no work, have a reason each. `asleep`: a trainer has them free memory.
-
-    `requests_held` wait to be opened, for weights, an engine, or the end of sleep.
-    `services` are the other services' endpoints as the buffer's configuration has them; `pool` is the
-    address where the KV pool's master tells its figures.
+    `quarantined`: engines that get no work, with the reason. `asleep`: a trainer has put all engines to
+    sleep. `requests_held` wait to be opened: for weights, an engine, or the end of sleep. `services` are
+    the other services' endpoints as the buffer's configuration has them; `pool` in it is the KV pool
+    master's metrics address.
     """
 
     name: ShortStr

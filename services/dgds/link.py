@@ -79,7 +79,7 @@ class Link:
         self._have: dict[int, dict[int, tuple[int, int]]] = {}
         self._fresh: list[StreamDelta] = []
         self._fetching, self._answered = asyncio.Lock(), asyncio.Event()
-        self._question = self._done = 0
+        self._call_id = self._done = 0
 
     # --- writing -------------------------------------------------------------------------
 
@@ -157,7 +157,7 @@ class Link:
                     self._take(deltas)
                 case wire.Welcome() as welcome:
                     self._join(welcome)
-                case wire.NotTaken() as refusal:
+                case wire.MessageRejected() as refusal:
                     if not self._counters["refused"]:
                         self._log.warning("the dgds refused a message", problem=refusal.problem)
                     self._counters["refused"] += 1
@@ -222,14 +222,14 @@ class Link:
     async def _ask(self, groups: list[int], own: Mapping[int, Collection[int]]) -> None:
         while groups and self._present:
             self._answered.clear()
-            self._question += 1
+            self._call_id += 1
             await self._channel.send(
                 wire.Fetch(
                     groups=[
                         wire.FetchGroup(group, self._have.get(group, {}), sorted(own.get(group, ())))
                         for group in groups[:MAX_FETCH_GROUPS]
                     ],
-                    question=self._question,
+                    call_id=self._call_id,
                 )
             )
             await self._answered.wait()
@@ -244,7 +244,7 @@ class Link:
                 self._apply(item, part)
         for group in answer.missing:
             self._have.pop(group, None)
-        if answer.question == self._question:
+        if answer.call_id == self._call_id:
             self._done = answer.done
             self._answered.set()
 

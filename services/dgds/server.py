@@ -134,7 +134,7 @@ class DgdsServer:
                         pass
             except InvalidField as error:
                 self._hub.refuse(identity, error)
-                await self._hub.reply(identity, wire.NotTaken(problem=str(error)))
+                await self._hub.reply(identity, wire.MessageRejected(problem=str(error)))
 
     def _append(self, batch: wire.AppendBatch) -> list[wire.Gap]:
         _check(batch)
@@ -156,7 +156,7 @@ class DgdsServer:
         for group in fetch.groups:
             if looks <= 0:
                 break
-            news = self.store.deltas(group.group, group.have, room, now, group.leave_out)
+            news = self.store.deltas(group.group, group.have, room, now, group.exclude)
             if news is None:
                 missing.append(group.group)
                 looks -= 1
@@ -171,7 +171,7 @@ class DgdsServer:
             deltas=[wire.Delta(group, it.index, it.revision, it.previous, it.count) for group, it in found],
             tokens=np.frombuffer(b"".join(delta.tokens for _, delta in found), dtype=np.uint8),
             missing=missing,
-            question=fetch.question,
+            call_id=fetch.call_id,
             done=done,
         )
 
