@@ -1,9 +1,10 @@
-"""The rollouts that wait for the buffer: what its answers mean for them, what it must be told. No IO.
+"""The client's unfinished rollouts: takes the buffer's messages, returns those to send. No IO.
 
 Invariants:
-- every group that arrives is acknowledged, wanted or not; it is taken once, and only as an answer to
-  the very submission that waits for it;
-- work that this client gave up is cancelled, again if need be; never that of another life or use.
+- every group that arrives is acknowledged, needed or not; it is delivered once, and only to the submission
+  that it answers;
+- work that this client gave up is cancelled, again if the buffer still runs it; never the work of another
+  submission or process.
 """
 
 from __future__ import annotations
@@ -19,11 +20,11 @@ from seer.common.net.handshake import error_of
 from seer.common.wire import Accepted, Acknowledge, Cancel, GroupDone, Progress, Refused
 
 GIVEN_UP = 1_000
-"""Uses of rollout ids that are remembered as given up: what still runs of them is cancelled again."""
+"""Submissions remembered as given up: if the buffer still runs one, it is cancelled again."""
 
 
 class OpenRollouts:
-    """`tokenizer` makes the text of responses; None: they have none."""
+    """`tokenizer` decodes the text of responses; None: they have no text."""
 
     def __init__(self, tokenizer: Tokenizer | None) -> None:
         self._tokenizer = tokenizer
@@ -71,11 +72,11 @@ class OpenRollouts:
 
     @property
     def owes(self) -> bool:
-        """Whether `owed` has something to send."""
+        """Whether `owed` has messages to send."""
         return bool(self._acknowledge or self._cancel_again)
 
     def owed(self) -> Iterator[Acknowledge | Cancel]:
-        """Yield what the buffer must be told of groups that arrived and of work that was given up."""
+        """Yield acknowledgements of groups that arrived, and cancels of work that still runs."""
         while self._acknowledge:
             (rollout_id, submission), prompt_ids = self._acknowledge.popitem()
             yield Acknowledge(rollout_id=rollout_id, prompt_ids=prompt_ids, submission=submission)
@@ -85,7 +86,7 @@ class OpenRollouts:
                 yield Cancel(rollout_id=rollout_id, submission=submission)
 
     def expired(self, now: float) -> Iterator[Cancel]:
-        """Fail what passed its deadline; yield what tells the buffer to drop it."""
+        """Fail rollouts whose deadline passed; yield their cancels."""
         for rollout_id in [key for key, deadline in self._deadlines.items() if deadline <= now]:
             del self._deadlines[rollout_id]
             rollout = self._open.get(rollout_id)
@@ -95,7 +96,7 @@ class OpenRollouts:
                 yield Cancel(rollout_id=rollout_id, submission=rollout.submission)
 
     def cancel(self, rollout: Rollout, prompt_ids: Sequence[str]) -> Iterator[Cancel]:
-        """Give up unfinished prompts, or all; yield what tells the buffer, unless the rollout has ended."""
+        """Give up these unfinished prompts, or all; yield the cancel, unless the rollout has ended."""
         if self._open.get(rollout.id) is rollout:
             rollout.fail(prompt_ids or rollout.unfinished, RolloutCancelled, "cancelled by the trainer")
             self._settle(rollout)
@@ -110,7 +111,7 @@ class OpenRollouts:
     def _waiting(self, rollout_id: str, submission: int) -> Rollout | None:
         """Return the rollout that an answer is meant for, if anybody waits for it."""
         rollout = self._open.get(rollout_id)
-        return rollout if rollout is not None and rollout.concerns(submission) else None
+        return rollout if rollout is not None and rollout.matches(submission) else None
 
     def _accepted(self, message: Accepted) -> None:
         rollout = self._waiting(message.rollout_id, message.submission)
@@ -126,10 +127,10 @@ class OpenRollouts:
 
     def _progressed(self, progress: Progress) -> None:
         rollout = self._latest.get(progress.rollout_id)
-        if rollout is not None and rollout.concerns(progress.submission):
+        if rollout is not None and rollout.matches(progress.submission):
             rollout.report(progress)
         if progress.submission in self._given_up and progress.finished < progress.requests:
-            self._cancel_again.add(progress.submission)  # the first time did not arrive
+            self._cancel_again.add(progress.submission)  # the first cancel did not arrive
 
     def _refused(self, message: Refused) -> None:
         rollout = self._waiting(message.rollout_id, message.submission)
@@ -146,7 +147,7 @@ class OpenRollouts:
         if not rollout.unfinished:
             del self._open[rollout.id]
             self._deadlines.pop(rollout.id, None)
-            if rollout.failures:  # a buffer that stood still, or heard of no cancelling, goes on with it
+            if rollout.failures:  # a buffer that hung, or did not get the cancel, may go on with it
                 self._give_up(rollout)
 
     def _give_up(self, rollout: Rollout) -> None:

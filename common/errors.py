@@ -96,8 +96,7 @@ class DeadlineExceeded(RequestRefused):
 
 
 class WeightsRefused(SeerError):  # noqa: N818 - reads as what it says at the call site
-    """A weight update that failed and changed nothing. `reasons` by instance; empty name: the update
-    itself."""
+    """A weight update that failed and changed nothing. `reasons` by instance; empty name: the update."""
 
     code = "weights"
 

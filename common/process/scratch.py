@@ -90,8 +90,7 @@ def private_temporary_folder() -> Iterator[None]:
 
 
 def sweep(parent: str | Path | None = None) -> list[Path]:
-    """Remove folders of killed processes in `parent` (default: the temporary folder); return those
-    removed."""
+    """Remove folders of killed processes in `parent` (default: the temporary one); return those removed."""
     swept = []
     for folder in _ours(Path(parent or tempfile.gettempdir())):
         with contextlib.suppress(OSError), _held(folder):

@@ -237,7 +237,7 @@ def _unknown_is_cancelled() -> Patches:
 
 
 def _use_unchecked() -> Patches:
-    yield mock.patch.object(Rollout, "concerns", return_value=True)
+    yield mock.patch.object(Rollout, "matches", return_value=True)
     yield mock.patch.object(Rollout, "_foreign", return_value="")
 
 

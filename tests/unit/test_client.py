@@ -351,7 +351,7 @@ async def test_a_group_made_for_something_else_is_an_error_not_a_result(
             for name, value in fields.items():
                 setattr(done, name, value)
             await buffer.say(done)
-        with pytest.raises(RolloutFailed, match="made"):
+        with pytest.raises(RolloutFailed, match="generated"):
             await rollout.result()
         assert [found.prompt_id for found in rollout.groups] == ["0"]
 
