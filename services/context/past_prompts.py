@@ -1,9 +1,9 @@
-"""What earlier groups of a prompt were like. It only orders work: no token depends on it.
+"""Response lengths of earlier groups of the same prompts. They only order work: no token depends on them.
 
 Invariants (tests/unit/test_context_memory.py asserts them):
-- only groups whose responses all finished are remembered: of others, the short ones are known;
-- at most `bound` prompts are, the most recently opened or closed ones;
-- an earlier group counts `DECAY` as much as the one after it, whatever both held.
+- only groups whose responses all finished are remembered: in others the short responses finished first;
+- at most `bound` prompts are remembered, the most recently opened or closed ones;
+- a group weighs `DECAY` times as much as the next one of its prompt, whatever their sizes.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from collections.abc import Collection
 from seer.common.policy.length import PastLengths
 
 DECAY = 0.5
-"""What a group counts against the next one of its prompt: a policy that is trained drifts."""
+"""Weight of a group relative to the next one of its prompt: lengths drift as the model is trained."""
 
 
 class PastPrompts:
-    """Remembers prompts by id; one id must mean one prompt over all rollouts."""
+    """Remembers prompts by id; a prompt id must be the same prompt in all rollouts."""
 
     def __init__(self, bound: int) -> None:
         self._bound = bound

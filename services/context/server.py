@@ -1,9 +1,9 @@
 """The context service's sockets: the buffer's event stream in, estimates and acceptance out.
 
 Invariants:
-- every estimate is the machine's; this file translates and publishes;
-- a snapshot of the buffer (on joining, after a gap, after its restart) replaces all state;
-- changes are gathered for `publish_interval_seconds`, so a burst of events costs one broadcast.
+- every estimate is the machine's; this file only translates and publishes;
+- a snapshot of the buffer (when this service joins, after a gap, after a restart) replaces all state;
+- changes are collected for `publish_interval_seconds`, so a burst of events causes one message.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from seer.common.process.log import get_logger
 from seer.services.context.machine import EstimateMachine
 
 BATCH = 10_000
-"""Groups per broadcast: under 1 MiB with ids of ordinary length."""
+"""Most groups per message: under 1 MiB with ids of ordinary length."""
 
 
 def make(config: Config, transport: Transport, clock: Clock) -> ContextServer:
@@ -94,11 +94,11 @@ class ContextServer:
 
     async def _follow(self) -> None:
         while True:
-            news = await self._events.recv()
-            if isinstance(news, wire.BufferSnapshot):
-                self.machine.replace(_events_of(news))
+            message = await self._events.recv()
+            if isinstance(message, wire.BufferSnapshot):
+                self.machine.replace(_events_of(message))
             else:
-                self.machine.handle(_event_of(news))
+                self.machine.handle(_event_of(message))
             if self.machine.dirty:
                 self._changed.set()
 
@@ -111,23 +111,23 @@ class ContextServer:
             rates = list(self.machine.acceptance_changes().items())
             for start in range(0, max(len(changes), len(rates)), BATCH):
                 end = start + BATCH
-                news = wire.Estimates(
+                message = wire.Estimates(
                     estimates={group_id: estimate.tokens for group_id, estimate in changes[start:end]},
                     acceptance=dict(rates[start:end]),
                     spreads=_spreads(changes[start:end]),
                 )
-                await self._estimates.publish(news)
+                await self._estimates.publish(message)
 
     def _snapshot(self, incarnation: int, sequence: int) -> Iterator[wire.ContextSnapshot]:
-        said, rates = list(self.machine.estimates().items()), list(self.machine.acceptance().items())
-        pages = page_count(len(said), len(rates))
+        estimates, rates = list(self.machine.estimates().items()), list(self.machine.acceptance().items())
+        pages = page_count(len(estimates), len(rates))
         return (
             wire.ContextSnapshot(
                 incarnation=incarnation,
                 sequence=sequence,
-                estimates={group_id: estimate.tokens for group_id, estimate in page_of(said, page)},
+                estimates={group_id: estimate.tokens for group_id, estimate in page_of(estimates, page)},
                 acceptance=dict(page_of(rates, page)),
-                spreads=_spreads(page_of(said, page)),
+                spreads=_spreads(page_of(estimates, page)),
                 page=page,
                 pages=pages,
             )
@@ -135,8 +135,8 @@ class ContextServer:
         )
 
 
-def _spreads(said: Iterable[tuple[str, Estimate]]) -> dict[str, float]:
-    return {group_id: estimate.spread for group_id, estimate in said if estimate.spread}
+def _spreads(estimates: Iterable[tuple[str, Estimate]]) -> dict[str, float]:
+    return {group_id: estimate.spread for group_id, estimate in estimates if estimate.spread}
 
 
 def _events_of(snapshot: wire.BufferSnapshot) -> Iterator[GroupEvent]:

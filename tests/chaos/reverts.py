@@ -238,7 +238,7 @@ def _unknown_is_cancelled() -> Patches:
 
 def _use_unchecked() -> Patches:
     yield mock.patch.object(Rollout, "matches", return_value=True)
-    yield mock.patch.object(Rollout, "_foreign", return_value="")
+    yield mock.patch.object(Rollout, "_mismatch", return_value="")
 
 
 def _attempts_restart() -> Patches:
