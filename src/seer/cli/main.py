@@ -1,4 +1,4 @@
-"""The command line. Only click is imported before a command runs: `seer --help` must be quick.
+"""The command line. Only click is imported before a command runs, so that `seer --help` is fast.
 
 Exit codes: 0 done; 1 some or all of the work failed; 2 bad input or configuration.
 """
@@ -38,7 +38,7 @@ class _Cli(click.Group):
         try:
             return super().invoke(ctx)
         except SeerError as error:
-            from seer.common.process.log import printable  # services word errors, too
+            from seer.common.process.log import printable  # errors may contain texts of other processes
 
             click.echo(printable(f"error: {error}"), err=True)
             sys.exit(2 if isinstance(error, ConfigError | InvalidField) else 1)
@@ -78,20 +78,20 @@ _INSTANCES = click.option(
 )
 _SAMPLING = _together(
     click.option("-n", "n", default=8, show_default=True, help="Responses per prompt."),
-    click.option("--max-tokens", default=512, show_default=True, help="Longest response."),
+    click.option("--max-tokens", default=512, show_default=True, help="Most tokens of a response."),
     click.option("--temperature", default=1.0, show_default=True, help="0: greedy."),
     click.option("--top-p", default=1.0, show_default=True),
     click.option("--top-k", default=0, show_default=True, help="0: all tokens."),
 )
-_SEED = click.option("--seed", default=0, show_default=True, help="Noise of the responses.")
+_SEED = click.option("--seed", default=0, show_default=True, help="Seed of the responses' noise.")
 _POOL_AND_DRAFTS = _together(
     click.option(
         "--kv-pool", "pool__kind", type=click.Choice(["auto", "mooncake", "none"]),
-        help="Where engines share KV.  [default: auto, Mooncake where it is installed]",
+        help="KV pool that engines share.  [default: auto, Mooncake if it is installed]",
     ),
     click.option(
         "--drafts", "drafts__source", type=click.Choice(["off", "own", "grouped"]),
-        help="Whose tokens drafts come from.  [default: grouped, all of the same prompt]",
+        help="Source of draft tokens: none, the request's own, or all of its group.  [default: grouped]",
     ),
     click.option(
         "--max-draft", "drafts__max_draft", type=click.IntRange(1, 128),
@@ -99,7 +99,7 @@ _POOL_AND_DRAFTS = _together(
     ),
     click.option(
         "--max-paths", "drafts__max_paths", type=_POSITIVE,
-        help="Most draft paths verified per request and step.  [default: as many as pay]",
+        help="Most draft paths per request and step.  [default: as many as pay]",
     ),
 )  # fmt: skip
 _CONFIG = _together(
@@ -140,13 +140,20 @@ def _job(kind: type[J], options: dict[str, object]) -> J:
 @_SAMPLING
 @click.option("--min-p", default=0.0, show_default=True)
 @click.option("--stop", multiple=True, help="Stop string; may be repeated.")
-@click.option("--ignore-eos", is_flag=True, help="Generate max-tokens tokens whatever comes.")
+@click.option(
+    "--ignore-eos", is_flag=True, help="Generate --max-tokens tokens, also after an end-of-sequence token."
+)
 @click.option(
     "--logprobs", type=click.Choice(["scaled", "raw", "processed"]), default="scaled", show_default=True,
-    help="Distribution under which logprobs are returned.",
+    help="Distribution of the returned logprobs.",
 )  # fmt: skip
 @_SEED
-@click.option("--rollout-number", default=0, show_default=True, help="Use another for every iteration.")
+@click.option(
+    "--rollout-number",
+    default=0,
+    show_default=True,
+    help="Part of the noise key: use another for every iteration.",
+)
 @_INSTANCES
 @click.option(
     "--tensor-parallel", "engine__tensor_parallel", type=_POSITIVE, help="Ranks per engine.  [default: 1]"
@@ -158,17 +165,19 @@ def _job(kind: type[J], options: dict[str, object]) -> J:
 @click.option("--policy", "buffer__policy", help="Scheduling policy.  [default: seer]")
 @click.option(
     "--max-num-seqs", "engine__max_num_seqs", type=_POSITIVE,
-    help="Requests an engine runs at once.  [default: 64]",
+    help="Most requests that an engine runs at once.  [default: 64]",
 )  # fmt: skip
 @click.option(
     "--kv-blocks", "engine__kv_blocks", type=_POSITIVE,
-    help="KV blocks per engine; default: what the memory gives.",
+    help="KV blocks per engine.  [default: as many as fit]",
 )  # fmt: skip
 @_POOL_AND_DRAFTS
 @_BACKEND
-@click.option("--report", type=_FILE, help="Write counts and timings as JSON.")
+@click.option("--report", type=_FILE, help="Write counts and timings to a JSON file.")
 @click.option("--resume", is_flag=True, help="Continue an interrupted run from OUT.journal, if there is one.")
-@click.option("--connect", default="", metavar="ENDPOINT", help="Use a running system; start none.")
+@click.option(
+    "--connect", default="", metavar="ENDPOINT", help="Use a running system instead of starting one."
+)
 @_CONFIG
 def rollout(**options: object) -> None:
     """Generate n responses to every prompt of PROMPTS.jsonl.
@@ -189,24 +198,35 @@ def rollout(**options: object) -> None:
 @_SAMPLING
 @_SEED
 @click.option(
-    "--matrix", default="", metavar="CELLS", help="Comma-separated; default: all that can run here."
-)
-@click.option("--min-tokens", default=10_000, show_default=True, help="Pass only if this many are compared.")
-@click.option(
-    "--logprob-tolerance", type=click.FloatRange(min=0), help="In raw logits; default: by the model's dtype."
+    "--matrix", default="", metavar="CELLS", help="Comma-separated.  [default: all that can run here]"
 )
 @click.option(
-    "--deadline", "cell_seconds", default=3600.0, show_default=True, help="Seconds for one cell's rollout."
+    "--min-tokens",
+    default=10_000,
+    show_default=True,
+    help="Pass only if at least this many tokens are compared.",
 )
-@click.option("--plant-fault", is_flag=True, help="Spoil one position in one cell: the check must fail.")
+@click.option(
+    "--logprob-tolerance",
+    type=click.FloatRange(min=0),
+    help="In raw logits.  [default: by the model's dtype]",
+)
+@click.option(
+    "--deadline",
+    "cell_seconds",
+    default=3600.0,
+    show_default=True,
+    help="Most seconds for one cell's rollout.",
+)
+@click.option("--plant-fault", is_flag=True, help="Change one token in one cell: the check must find it.")
 @_BACKEND
-@click.option("--json", "json_file", type=_FILE, help="Write the whole report.")
+@click.option("--json", "json_file", type=_FILE, help="Write the whole report as JSON.")
 @_CONFIG
 def verify(json_file: Path | None, **options: object) -> None:
-    """Check that no schedule changes a token: PROMPTS.jsonl through a matrix of schedules.
+    """Check that no schedule changes a token: run PROMPTS.jsonl under a matrix of schedules (cells).
 
-    Exits 0 only with no bug, every cell named in --matrix exercised and enough tokens compared.
-    More responses than -n are made where a cell needs them.
+    Exits with 0 only if there is no bug, every cell named in --matrix was exercised and enough tokens were
+    compared. Cells that need more responses than -n generate more.
     """
     from seer.verify.cell_run import Job
     from seer.verify.run import perform
@@ -220,7 +240,7 @@ def verify(json_file: Path | None, **options: object) -> None:
 @_POOL_AND_DRAFTS
 @_CONFIG
 def up(instances: int, **options: object) -> None:
-    """Run a whole system on this machine until Ctrl-C, which drains it; a second one stops it at once."""
+    """Run a whole system on this machine. Ctrl-C drains it; a second Ctrl-C stops it at once."""
     from seer.local.up import serve
 
     serve(_config(options), instances)
@@ -230,7 +250,7 @@ def up(instances: int, **options: object) -> None:
 @click.option("--connect", required=True, metavar="ENDPOINT", help="The buffer's endpoint for trainers.")
 @click.option("--json", "as_json", is_flag=True, help="Print the whole status as JSON.")
 def status(connect: str, as_json: bool) -> None:
-    """Show what a running system does; exits with 1 when a part of it does not answer."""
+    """Show the state of a running system; exits with 1 if a service does not answer."""
     from seer.cli.status import show
 
     sys.exit(show(connect, as_json))
@@ -245,27 +265,31 @@ def _names(context: click.Context, option: click.Parameter, text: str) -> tuple[
     "--workload", "workloads", default="", callback=_names, metavar="NAME|FILE[,...]",
     help="moonlight, qwen2-vl-72b, kimi-k2, a TOML file, or a JSONL trace.  [default: the paper's three]",
 )  # fmt: skip
-@click.option("--cluster", metavar="NAME|FILE", help="The workload on whose instances a trace runs.")
+@click.option("--cluster", metavar="NAME|FILE", help="The workload whose instances run a trace.")
 @click.option(
     "--policy", "policies", default="", callback=_names, metavar="NAME[,...]",
-    help="What to compare, always with static.  "
+    help="Policies to compare, always with static.  "
     "[default: static,least-loaded,divided,least-generated,seer-paper,seer,oracle]",
 )  # fmt: skip
-@click.option("--group-size", type=_POSITIVE, help="Responses per prompt, of as many in all.")
-@click.option("--between", type=click.FloatRange(0, 1), help="Share of the variance between prompts.")
+@click.option("--group-size", type=_POSITIVE, help="Responses per prompt, with the same total number.")
+@click.option(
+    "--between", type=click.FloatRange(0, 1), help="Share of the lengths' variance that lies between prompts."
+)
 @click.option(
     "--chunk-size", type=_POSITIVE, help="Tokens per chunk.  [default: a 32nd of the cap, at least 256]"
 )
-@click.option("--drafts", is_flag=True, help="Run every policy with drafts as well.")
-@click.option("--seeds", type=_POSITIVE, default=3, show_default=True, help="Draws of lengths to compare on.")
+@click.option("--drafts", is_flag=True, help="Run every policy also with drafts.")
+@click.option(
+    "--seeds", type=_POSITIVE, default=3, show_default=True, help="Number of random draws of lengths."
+)
 @click.option("--plan", type=click.FloatRange(min=0, min_open=True), metavar="SECONDS",
-    help="Find the least number of instances that end a rollout in this time.",
+    help="Find the least number of instances that finish a rollout in this time.",
 )  # fmt: skip
-@click.option("--workers", type=_POSITIVE, help="Processes to simulate with.  [default: one per CPU]")
-@click.option("--json", "json_file", type=_FILE, help="Write everything found.")
-@click.option("--plot", type=_FOLDER, help="Draw into this folder; needs the extra `plot`.")
+@click.option("--workers", type=_POSITIVE, help="Worker processes.  [default: one per CPU]")
+@click.option("--json", "json_file", type=_FILE, help="Write all results as JSON.")
+@click.option("--plot", type=_FOLDER, help="Write plots to this folder; needs the extra `plot`.")
 def sim(**options: object) -> None:
-    """Compare scheduling policies on simulated clusters, beside what the paper measured on real ones.
+    """Compare scheduling policies on simulated clusters, beside the paper's measurements on real ones.
 
     docs/simulator.md describes the model, workload files and traces.
     """
@@ -279,7 +303,7 @@ def sim(**options: object) -> None:
 def _service(name: str, help_text: str, module: str = "") -> None:
     @main.command(name, help=help_text)
     @_CONFIG
-    @click.option("--ready-fd", type=int, help="Write one line there when ready.")
+    @click.option("--ready-fd", type=int, help="File descriptor to write one line to when ready.")
     @click.option("--parent-pid", type=int, hidden=True)
     def command(ready_fd: int | None, parent_pid: int | None, **options: object) -> None:
         if parent_pid is not None:
@@ -294,12 +318,12 @@ def _service(name: str, help_text: str, module: str = "") -> None:
         sys.exit(run_process(label, make, config, ready_fd))
 
 
-_service("buffer", "Run the buffer: requests, their chunks and where they run.")
-_service("context", "Run the context service: what groups teach of their lengths and drafts.")
-_service("dgds", "Run the dgds: grouped token streams, shared between engines.")
+_service("buffer", "Run the buffer: it has all requests, and schedules their chunks on engines.")
+_service("context", "Run the context service: estimates of response lengths and of draft acceptance.")
+_service("dgds", "Run the dgds: token streams of groups, shared between engines for drafts.")
 _service("engine", "Run an engine: one model replica.")
-_service("pool-master", "Run the KV pool's master: Mooncake's own, watched.", "pool.master")
-_service("pool-owner", "Run the owner of the KV pool's memory and disk.", "pool.owner")
+_service("pool-master", "Run the KV pool's master: supervises Mooncake's own.", "pool.master")
+_service("pool-owner", "Run the process that provides the KV pool's memory and disk.", "pool.owner")
 
 
 if __name__ == "__main__":
