@@ -336,7 +336,7 @@ class RolloutClient:
             quiet = loop.time() - self._last_heard
             waiting = self._open or self._update or self._sleep_call
             if self._open and quiet > self._silence_seconds:
-                self._open.fail(BufferLost, f"{self.endpoint}: the buffer said nothing for {quiet:.0f} s")
+                self._open.fail(BufferLost, f"{self.endpoint}: the buffer sent nothing for {quiet:.0f} s")
             elif waiting and min(quiet, loop.time() - pinged) >= ping:
                 pinged = loop.time()
                 await self._channel.send(StatusRequest())
