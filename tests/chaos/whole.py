@@ -32,7 +32,7 @@ LEASE_SLACK_SECONDS = 5.0
 """What a lease may take longer: ticks of a loop that is busy."""
 
 
-COSTLY = r"aborted by|said nothing|client was closed|no sign of life|times in a row|ran on|hold over"
+COSTLY = r"aborted by|sent nothing|client was closed|no sign of life|times in a row|ran on|hold over"
 """Why prompts that had begun may end, and begin anew."""
 
 
