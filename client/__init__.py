@@ -1,6 +1,6 @@
-"""The trainer's side: submit prompts to a buffer, iterate over finished groups.
+"""The trainer's client: submit prompts, iterate over finished groups, update weights.
 
-Needs neither torch nor vllm. `RolloutClient` is asyncio's, `SyncRolloutClient` the plain face.
+Needs neither torch nor vllm. `RolloutClient` is for asyncio, `SyncRolloutClient` for plain Python.
 """
 
 from seer.client.client import RolloutClient

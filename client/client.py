@@ -1,14 +1,12 @@
 """The asyncio client of a buffer: one connection, any number of rollouts.
 
 Invariants:
-- one task receives and never sends, one task sends what receiving asks for: neither can block
-  the other, nor the buffer;
-- a buffer that was restarted, or forgot us, is sent every unfinished prompt again under the same
-  rollout id: keys depend on neither, so the tokens are the same;
-- every group that arrives is acknowledged, wanted or not; it is taken once, and only as an answer to
-  the very submission that waits for it;
-- work that this client gave up is cancelled, again if need be; never that of another life or use;
-- nothing waits for ever: a rollout ends by its results, its deadline or the buffer's silence.
+- one task receives and never sends, another sends what received messages require: neither can block the
+  other, nor the buffer;
+- when the buffer was restarted, or lost a message, every unfinished prompt is submitted again, under the
+  same rollout id: noise keys are the same, so the tokens are too;
+- groups that arrive are acknowledged, and work that was given up is cancelled (`open_rollouts.py`);
+- nothing waits for ever: a rollout ends with its results, its deadline or the buffer's silence.
 """
 
 from __future__ import annotations
@@ -17,37 +15,32 @@ import asyncio
 import os
 import secrets
 import socket
-import weakref
-from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from seer.client.open_rollouts import OpenRollouts
 from seer.client.prompts import Prompt, check_request, check_rollout_id, prepare
 from seer.client.rollout import BufferLost, Rollout, submissions
 from seer.client.text import Tokenizer, load_tokenizer
-from seer.client.weight_update import InFlight, Source, Update, answers, new_ask
+from seer.client.weight_update import InFlight, Source, Update, is_answer, new_call_id
 from seer.common.clock import LoopClock
 from seer.common.errors import (
-    DeadlineExceeded,
     InvalidField,
-    RequestRefused,
-    RolloutCancelled,
     RolloutFailed,
     SeerError,
     Unreachable,
 )
 from seer.common.ids import new_incarnation
-from seer.common.net.channel import Channel, Identity, error_of
+from seer.common.net.channel import Channel
+from seer.common.net.handshake import Identity
 from seer.common.net.transport.base import Transport
 from seer.common.net.transport.zmq import ZmqTransport
 from seer.common.types import SamplingParams
 from seer.common.wire import (
     Accepted,
-    Acknowledge,
     BufferToTrainer,
-    Cancel,
     Goodbye,
     GroupDone,
     Progress,
@@ -65,21 +58,19 @@ from seer.common.wire import (
 )
 
 PING_SECONDS = 5.0
-"""A buffer that says nothing for this long is asked for its status: work may wait for an engine."""
-
-GIVEN_UP = 1_000
-"""Uses of rollout ids that are remembered as given up: what of them still runs is cancelled again."""
+"""A buffer that sends nothing for this long is asked for its status, since it may only have nothing to
+say."""
 
 GOODBYE_SECONDS = 2.0
-"""Longest time that leaving may take when the buffer is gone."""
+"""Longest time that `close` takes when the buffer is gone."""
 
 
 class RolloutClient:
     """Use as `async with RolloutClient(endpoint) as client`; one event loop, any task.
 
-    `tokenizer` (a model folder, a tokenizer.json, or an object with encode and decode) is needed
-    for text only. A buffer silent for `silence_seconds` while work is out has lost it:
-    `BufferLost`. Entering raises `Unreachable` when it does not answer in `connect_seconds`.
+    `tokenizer` (a model folder, a tokenizer.json, or an object with encode and decode) is needed for text
+    only. Rollouts fail with `BufferLost` when the buffer sends nothing for `silence_seconds`. Entering raises
+    `Unreachable` when the buffer does not answer in `connect_seconds`.
     """
 
     def __init__(
@@ -100,25 +91,20 @@ class RolloutClient:
         self._given_transport = transport
         self._task: asyncio.Task[None] | None = None
         self._next_number = 0
-        self._next_use = 0
-        self._rollouts: weakref.WeakValueDictionary[str, Rollout] = weakref.WeakValueDictionary()
-        self._active: dict[str, Rollout] = {}
-        self._deadlines: dict[str, float] = {}
-        self._acknowledge: dict[tuple[str, int], list[str]] = {}
-        self._given_up: OrderedDict[int, str] = OrderedDict()
-        self._cancel_again: set[int] = set()
+        self._next_submission = 0
+        self._open = OpenRollouts(self.tokenizer)
         self._resubmit = False
-        self._heard = 0.0
+        self._last_heard = 0.0
         self._wake = asyncio.Event()
         self._status_waiters: list[asyncio.Future[Status]] = []
         self._update: Update | None = None
-        self._resting: tuple[Sleep, asyncio.Future[Slept]] | None = None
+        self._sleep_call: tuple[Sleep, asyncio.Future[Slept]] | None = None
         self.weight_version = -1
 
     async def __aenter__(self) -> Self:
         self._transport = self._given_transport or ZmqTransport()
         incarnation = new_incarnation()
-        self._next_use = incarnation >> 1  # leaves room to count up
+        self._next_submission = incarnation >> 1  # leaves room to count up
         me = Identity(role="trainer", name=self.name, incarnation=incarnation)
         self._channel: Channel[TrainerToBuffer, BufferToTrainer] = Channel(
             self._transport, self.endpoint, me, BufferToTrainer, LoopClock()
@@ -129,7 +115,7 @@ class RolloutClient:
             await self._close_sockets()
             raise
         self._task = asyncio.create_task(self._run())
-        self._task.add_done_callback(self._ended)
+        self._task.add_done_callback(self._on_end)
         return self
 
     async def __aexit__(
@@ -144,9 +130,9 @@ class RolloutClient:
             return
         try:
             async with asyncio.timeout(GOODBYE_SECONDS):
-                for rollout in list(self._active.values()):
+                for rollout in self._open:
                     await self._cancel(rollout, ())
-                await self._send_acknowledgements()
+                await self._send_all(self._open.owed())
                 await self._channel.send(Goodbye())
         except (Unreachable, TimeoutError):
             pass  # a buffer that is gone needs no goodbye
@@ -167,15 +153,15 @@ class RolloutClient:
         rollout_id: str | None = None,
         weight_version: int | None = None,
     ) -> Rollout:
-        """Send prompts for n responses each; plain prompts get their position as id.
+        """Submit prompts for n responses each; prompts without an id get their position as id.
 
-        `rollout_number` is a coordinate of the noise key and defaults to one more than the highest so
-        far. `weight_version` defaults to that of this client's last update, before one to whatever is live.
-        A trainer that was killed and submits the same prompts again, under the same `name` and
-        `rollout_id`, gets what is finished at once and waits only for the rest, which has the same weights
-        or does not run. An id that is used again for anything else ends its earlier use.
-        Raises `InvalidField` before anything is sent, `Unreachable` when the buffer takes nothing;
-        what becomes of single prompts is for the returned rollout to say.
+        `rollout_number` is part of the noise key and defaults to one more than the highest so far.
+        `weight_version` defaults to that of this client's last update, before the first to the live one.
+        A trainer that was killed may submit the same prompts again, under the same `name` and `rollout_id`:
+        it gets finished groups at once, and the others with the same weights, or an error. Other content
+        under an id that is in use ends the earlier submission. Raises `InvalidField` before anything is
+        sent, `Unreachable` when the buffer reads nothing; errors of single prompts are raised by the
+        `Rollout`.
         """
         self._check_open()
         number = self._next_number if rollout_number is None else rollout_number
@@ -186,21 +172,19 @@ class RolloutClient:
             raise InvalidField("deadline_seconds", deadline_seconds, "must be positive")
         prepared = prepare(prompts, self.tokenizer)
         rollout_id = secrets.token_hex(8) if rollout_id is None else check_rollout_id(rollout_id)
-        if rollout_id in self._active:
+        if rollout_id in self._open:
             raise InvalidField("rollout_id", rollout_id, "is under way here; await it, or give another")
-        self._next_use += 1
-        use = self._next_use
-        rollout = Rollout(rollout_id, number, seed, n, sampling, prepared, use, version, self._cancel)
+        self._next_submission += 1
+        submission = self._next_submission
+        rollout = Rollout(rollout_id, number, seed, n, sampling, prepared, submission, version, self._cancel)
         self._next_number = max(self._next_number, number + 1)
         now = asyncio.get_running_loop().time()
-        self._heard = self._heard if self._active else now
-        self._rollouts[rollout.id] = self._active[rollout.id] = rollout
-        if deadline_seconds is not None:
-            self._deadlines[rollout.id] = now + deadline_seconds
+        self._last_heard = self._last_heard if self._open else now
+        self._open.add(rollout, None if deadline_seconds is None else now + deadline_seconds)
         try:
             await self._send_prompts(rollout)
         except BaseException:
-            self._deadlines[rollout.id] = now  # nobody will wait for it: the tending task cancels it
+            self._open.expire(rollout, now)  # nobody will wait for it: `_send_due` cancels it
             raise
         finally:
             self._wake.set()
@@ -215,19 +199,20 @@ class RolloutClient:
         in_flight: InFlight = "finish",
         timeout_seconds: float = 3600.0,
     ) -> WeightsLive:
-        """Bring every engine to other weights: a folder that all nodes see, or tensors by name.
+        """Have every engine load new weights: from a folder that all nodes can read, or tensors by name.
 
-        Tensors (a `state_dict()`, or numpy arrays) are sent to the buffer, or read from here by the
-        engines (`MooncakeSource`); leave them as they are until this returns. Weights are checked
-        everywhere before any engine loads them: on `WeightsRefused` nothing changed, and it names
-        instance and reason. `in_flight`: what becomes of unfinished requests of any trainer. Later
-        submissions of this client run with this version or not at all. Engines in `quarantined`
-        failed to load and get no work. Raises `Unreachable` after `timeout_seconds`.
+        Tensors (a `state_dict()`, or numpy arrays) are sent to the buffer, or read from this process by the
+        engines (`MooncakeSource`); do not change them until this returns. All engines check the weights
+        before any of them loads: after `WeightsRefused`, which names instances and reasons, nothing has
+        changed. `in_flight`: what happens to unfinished requests, of all trainers: `finish`, `abort` or
+        `error` (refuse the update if there are any). Later submissions of this client run with this version
+        or fail. Engines in `quarantined` could not load and get no work. Raises `Unreachable` after
+        `timeout_seconds`.
         """
         self._check_open()
         if self._update is not None:
-            asked = self._update.asked.version
-            raise InvalidField("version", version, f"await the update to version {asked} first")
+            version_asked = self._update.request.version
+            raise InvalidField("version", version, f"await the update to version {version_asked} first")
         self._update = update = Update(version, source, digest, in_flight)
         try:
             async with asyncio.timeout(timeout_seconds):
@@ -240,36 +225,36 @@ class RolloutClient:
         return live
 
     async def sleep(self, timeout_seconds: float = 600.0) -> None:
-        """Have all engines free their KV memory (on GPUs weights go to host memory, too) until `wake`.
+        """Have all engines free their KV memory (on GPUs also move weights to host memory) until `wake`.
 
-        What is unfinished is finished first; what is submitted, by any trainer, waits. Raises
-        `SeerError` when another trainer, or a weight update, is in the way, `Unreachable` in time.
+        Unfinished requests are finished first; new submissions, of any trainer, wait. Raises `SeerError` when
+        another trainer or a weight update prevents it, `Unreachable` after `timeout_seconds`.
         """
-        await self._rest(asleep=True, seconds=timeout_seconds)
+        await self._set_asleep(asleep=True, seconds=timeout_seconds)
 
     async def wake(self, timeout_seconds: float = 600.0) -> None:
-        """Have all engines take their memory again, and work; see `sleep`."""
-        await self._rest(asleep=False, seconds=timeout_seconds)
+        """Have all engines allocate their memory again and go on; see `sleep`."""
+        await self._set_asleep(asleep=False, seconds=timeout_seconds)
 
-    async def _rest(self, *, asleep: bool, seconds: float) -> None:
+    async def _set_asleep(self, *, asleep: bool, seconds: float) -> None:
         self._check_open()
-        if self._resting is not None:
-            raise SeerError("engines are being put to sleep or woken: await that first")
+        if self._sleep_call is not None:
+            raise SeerError("another sleep or wake of this client is not finished: await it first")
         answer: asyncio.Future[Slept] = asyncio.get_running_loop().create_future()
-        self._resting = (Sleep(asleep=asleep, ask=new_ask()), answer)
+        self._sleep_call = (Sleep(asleep=asleep, call_id=new_call_id()), answer)
         try:
             async with asyncio.timeout(seconds):
-                await self._channel.send(self._resting[0])
+                await self._channel.send(self._sleep_call[0])
                 slept = await answer
         except TimeoutError as error:
             raise Unreachable(f"{self.endpoint}: not all engines answered within {seconds:g} s") from error
         finally:
-            self._resting = None
+            self._sleep_call = None
         if slept.problem:
             raise SeerError(slept.problem)
 
     async def status(self, timeout_seconds: float = 10.0) -> Status:
-        """Ask the buffer how it is. Raises `Unreachable` when no answer comes in time."""
+        """Return the buffer's state. Raises `Unreachable` when no answer comes in time."""
         self._check_open()
         waiter: asyncio.Future[Status] = asyncio.get_running_loop().create_future()
         self._status_waiters.append(waiter)
@@ -287,35 +272,31 @@ class RolloutClient:
     async def _run(self) -> None:
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._receive())
-            tasks.create_task(self._tend())
+            tasks.create_task(self._send_due())
 
-    def _ended(self, task: asyncio.Task[None]) -> None:
-        """Whatever ended the connection ends the rollouts on it."""
+    def _on_end(self, task: asyncio.Task[None]) -> None:
+        """End all rollouts and calls with the error that ended the connection."""
         error = None if task.cancelled() else task.exception()
         while isinstance(error, BaseExceptionGroup):
             error = error.exceptions[0]
         cls = BufferLost if isinstance(error, SeerError) else RolloutFailed
         why = repr(error) if cls is RolloutFailed else str(error)
-        for rollout in self._active.values():
-            rollout.fail(rollout.unfinished, cls, why if error else "the client was closed")
-        self._active.clear()
+        self._open.fail(cls, why if error else "the client was closed")
         if self._update is not None:
             self._update.fail(Unreachable(f"{self.endpoint}: {why if error else 'the client was closed'}"))
-        if self._resting is not None and not self._resting[1].done():
+        if self._sleep_call is not None and not self._sleep_call[1].done():
             ended = why if error else "the client was closed"
-            self._resting[1].set_exception(Unreachable(f"{self.endpoint}: {ended}"))
+            self._sleep_call[1].set_exception(Unreachable(f"{self.endpoint}: {ended}"))
 
     async def _receive(self) -> None:
         while True:
             message = await self._channel.recv()
-            self._heard = asyncio.get_running_loop().time()
+            self._last_heard = asyncio.get_running_loop().time()
             match message:
-                case GroupDone() | Accepted():
-                    self._answered(message)
-                case Progress():
-                    self._progressed(message)
-                case Refused():
-                    self._refused(message)
+                case Accepted() | GroupDone() | Progress() | Refused():
+                    self._open.take(message)
+                    if self._open.owes:
+                        self._wake.set()
                 case Status():
                     self._answer_status(message)
                 case Welcome():
@@ -323,9 +304,9 @@ class RolloutClient:
                     self._wake.set()
                 case WeightsLive() | WeightsFailed() | SpoolState() if self._update is not None:
                     self._update.answer(message)
-                case Slept() if self._resting is not None:
-                    asked, answer = self._resting
-                    if message.asleep == asked.asleep and answers(asked, message) and not answer.done():
+                case Slept() if self._sleep_call is not None:
+                    request, answer = self._sleep_call
+                    if message.asleep == request.asleep and is_answer(request, message) and not answer.done():
                         answer.set_result(message)
                 case _:
                     pass
@@ -335,127 +316,54 @@ class RolloutClient:
             if not waiter.done():
                 waiter.set_result(status)
 
-    async def _tend(self) -> None:
+    async def _send_due(self) -> None:
         loop = asyncio.get_running_loop()
         ping = min(PING_SECONDS, self._silence_seconds / 4)
         pinged = 0.0
         while True:
             before = loop.time()
-            until = min([before + ping, *self._deadlines.values()])
             try:
-                async with asyncio.timeout_at(until):
+                async with asyncio.timeout_at(self._open.next_deadline(before + ping)):
                     await self._wake.wait()
             except TimeoutError:
                 pass
             self._wake.clear()
             if loop.time() - before > 2 * ping:
-                self._heard = loop.time()  # this loop stood still: the silence was not the buffer's
-            await self._send_acknowledgements()
+                self._last_heard = loop.time()  # this loop was blocked: the buffer was not silent
+            await self._send_all(self._open.owed())
             await self._send_again()
-            await self._expire(loop.time())
-            quiet = loop.time() - self._heard
-            waiting = self._active or self._update or self._resting
-            if self._active and quiet > self._silence_seconds:
-                self._give_up(f"{self.endpoint}: the buffer said nothing for {quiet:.0f} s")
+            await self._send_all(self._open.expired(loop.time()))
+            quiet = loop.time() - self._last_heard
+            waiting = self._open or self._update or self._sleep_call
+            if self._open and quiet > self._silence_seconds:
+                self._open.fail(BufferLost, f"{self.endpoint}: the buffer sent nothing for {quiet:.0f} s")
             elif waiting and min(quiet, loop.time() - pinged) >= ping:
                 pinged = loop.time()
                 await self._channel.send(StatusRequest())
-
-    async def _send_acknowledgements(self) -> None:
-        while self._acknowledge:
-            (rollout_id, use), prompt_ids = self._acknowledge.popitem()
-            await self._channel.send(Acknowledge(rollout_id=rollout_id, prompt_ids=prompt_ids, use=use))
-        while self._cancel_again:
-            use = self._cancel_again.pop()
-            if rollout_id := self._given_up.get(use, ""):
-                await self._channel.send(Cancel(rollout_id=rollout_id, use=use))
 
     async def _send_again(self) -> None:
         if not self._resubmit:
             return
         self._resubmit = False
         if self._update is not None:
-            await self._update.ask_again(self._channel.send)
-        if self._resting is not None:
-            await self._channel.send(self._resting[0])
+            await self._update.send_again(self._channel.send)
+        if self._sleep_call is not None:
+            await self._channel.send(self._sleep_call[0])
         if self._status_waiters:
             await self._channel.send(StatusRequest())
-        for rollout in list(self._active.values()):
+        for rollout in self._open:
             await self._send_prompts(rollout)
 
-    async def _expire(self, now: float) -> None:
-        for rollout_id in [key for key, deadline in self._deadlines.items() if deadline <= now]:
-            del self._deadlines[rollout_id]
-            rollout = self._active.get(rollout_id)
-            if rollout is not None:
-                rollout.fail(rollout.unfinished, DeadlineExceeded, "unfinished when the deadline passed")
-                self._settle(rollout_id)
-                await self._channel.send(Cancel(rollout_id=rollout_id, use=rollout.use))
-
-    # --- what they share -----------------------------------------------------------------
-
-    def _waiting(self, rollout_id: str, use: int) -> Rollout | None:
-        """Return the rollout that an answer is meant for, if anybody waits for it."""
-        rollout = self._active.get(rollout_id)
-        return rollout if rollout is not None and rollout.concerns(use) else None
-
-    def _answered(self, message: GroupDone | Accepted) -> None:
-        rollout = self._waiting(message.rollout_id, message.use)
-        if isinstance(message, Accepted):
-            if rollout is not None:
-                rollout.began(message.weight_version)
-            return
-        self._acknowledge.setdefault((message.rollout_id, message.use), []).append(message.prompt_id)
-        self._wake.set()
-        if rollout is not None:
-            rollout.deliver(message, self.tokenizer)
-            self._settle(rollout.id)
-
-    def _progressed(self, progress: Progress) -> None:
-        rollout = self._rollouts.get(progress.rollout_id)
-        if rollout is not None and rollout.concerns(progress.use):
-            rollout.report(progress)
-        if progress.use in self._given_up and progress.finished < progress.requests:
-            self._cancel_again.add(progress.use)  # the first time did not arrive
-            self._wake.set()
-
-    def _give_up_use(self, rollout: Rollout) -> None:
-        self._given_up[rollout.use] = rollout.id
-        while len(self._given_up) > GIVEN_UP:
-            self._given_up.popitem(last=False)
-
-    def _refused(self, message: Refused) -> None:
-        rollout = self._waiting(message.rollout_id, message.use)
-        if rollout is None:
-            return
-        error = error_of(message)
-        cls = RequestRefused if message.code == InvalidField.code else RolloutFailed
-        if isinstance(error, RequestRefused):
-            cls = type(error)
-        rollout.fail(message.prompt_ids or rollout.unfinished, cls, message.message)
-        self._settle(rollout.id)
-
-    def _settle(self, rollout_id: str) -> None:
-        if not self._active[rollout_id].unfinished:
-            rollout = self._active.pop(rollout_id)
-            self._deadlines.pop(rollout_id, None)
-            if rollout.failures:  # a buffer that stood still, or heard of no cancelling, goes on with it
-                self._give_up_use(rollout)
-
-    def _give_up(self, why: str) -> None:
-        for rollout in list(self._active.values()):
-            rollout.fail(rollout.unfinished, BufferLost, why)
-            self._settle(rollout.id)
+    # --- sending -------------------------------------------------------------------------
 
     async def _cancel(self, rollout: Rollout, prompt_ids: Sequence[str]) -> None:
-        if rollout.id not in self._active:
-            return
-        rollout.fail(prompt_ids or rollout.unfinished, RolloutCancelled, "cancelled by the trainer")
-        self._settle(rollout.id)
-        await self._channel.send(Cancel(rollout_id=rollout.id, prompt_ids=list(prompt_ids), use=rollout.use))
+        await self._send_all(self._open.cancel(rollout, prompt_ids))
 
     async def _send_prompts(self, rollout: Rollout) -> None:
-        for message in submissions(rollout):
+        await self._send_all(submissions(rollout))
+
+    async def _send_all(self, messages: Iterable[TrainerToBuffer]) -> None:
+        for message in messages:
             await self._channel.send(message)
 
     def _check_open(self) -> None:

@@ -1,13 +1,13 @@
 """Dynamic sampling, as DAPO does it: draw prompts until enough groups have rewards that differ.
 
 Invariants:
-- all waves share one rollout number and prompt ids are unique over all of them: no key is ever used for
-  two contents, and a group is the same in whichever wave it runs;
-- which groups are accepted, in which order, and which are dropped follow from the stream of prompts, the
-  weights and the seed alone, unless `first_finished_biased` was asked for (`seer.client.selection`);
-- all groups have one weight version, or there is an error;
-- every prompt drawn ends in one outcome; those that were not needed come back in `unused`;
-- leaving the scope leaves neither a task here nor work at the buffer.
+- all waves (submissions) have the same rollout number, and prompt ids are unique over all of them: no noise
+  key is used for two prompts, and a group is the same in whichever wave it runs;
+- which groups are accepted, in which order, and which are dropped depends only on the stream of prompts, the
+  weights and the seed, unless `first_finished_biased` is set (`seer.client.selection`);
+- all groups have the same weight version, or there is an error;
+- every prompt drawn has one outcome; those that were not needed are in `unused`;
+- after the `async with` no task is left here, and no work at the buffer.
 """
 
 from __future__ import annotations
@@ -17,45 +17,46 @@ import itertools
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from concurrent.futures import Executor
-from types import TracebackType
-from typing import Self, TypeAlias
+from typing import TypeAlias
 
 from seer.client.client import GOODBYE_SECONDS, RolloutClient
 from seer.client.prompts import Prompt, prepare
 from seer.client.rewards import RewardFailed, Scored
-from seer.client.rollout import Group, Rollout, told
-from seer.client.scorer import MAX_CONCURRENT, TIMEOUT_SECONDS, Reward, Scorer, Unrewarded
+from seer.client.rollout import Group, Rollout, summary_of
+from seer.client.scorer import MAX_CONCURRENT, TIMEOUT_SECONDS, Reward, RewardError, Scorer, ScoringScope
 from seer.client.selection import Outcome, Selection
 from seer.common.errors import DeadlineExceeded, InvalidField, RequestRefused, RolloutFailed, Unreachable
 from seer.common.types import SamplingParams
 from seer.common.wire import Tokens
 
-Given: TypeAlias = Prompt | str | Sequence[int] | Tokens
+PromptLike: TypeAlias = Prompt | str | Sequence[int] | Tokens
 
 MAX_DRAWN = 8
-"""Prompts drawn at most, in targets: a model that always fails must not empty an endless stream."""
+"""Default bound on prompts drawn, in multiples of `target`: a model that always fails must not draw for
+ever."""
 
 
 def mixed(scored: Scored) -> bool:
-    """Say whether the rewards differ: a group of equal ones has no advantage to learn from."""
+    """Return whether rewards differ: a group with equal ones has no advantages to learn from."""
     return len(set(scored.rewards)) > 1
 
 
-class DynamicSampling:
+class DynamicSampling(ScoringScope):
     """Use as `async with DynamicSampling(client, prompts, reward, target=64) as sampled`; iterate, or
     `await sampled.result()`.
 
-    `prompts` is drawn from as needed, at most `max_prompts` times (8 * target by default); `oversample`
-    times what is missing is under way. Accepted are the first `target` groups of the stream that `keep`
-    says yes to. `first_finished_biased` accepts them as they finish instead, and cancels the rest: sooner,
-    but short responses are preferred (docs/rewards.md has figures). Rewards as in `Scores`; other options
-    as in `RolloutClient.submit`, `deadline_seconds` for all waves together.
+    Prompts are drawn from `prompts` as needed, at most `max_prompts` (default 8 * target), so that
+    `oversample` times as many as are still missing are in progress. Accepted are the first `target` groups,
+    in the order of `prompts`, for which `keep` is true. With `first_finished_biased` they are accepted as
+    they finish, and the rest is cancelled: this ends sooner, but prefers short responses (docs/rewards.md
+    has figures). Rewards as in `Scores`; other options as in `RolloutClient.submit`; `deadline_seconds` is
+    for all waves.
     """
 
     def __init__(
         self,
         client: RolloutClient,
-        prompts: Iterable[Given],
+        prompts: Iterable[PromptLike],
         reward: Reward,
         *,
         target: int,
@@ -76,41 +77,28 @@ class DynamicSampling:
             raise InvalidField("n", n, "the rewards of one response cannot differ: give 2 or more")
         limit = MAX_DRAWN * target if max_prompts is None else max_prompts
         self._selection = Selection(target, oversample, limit, first_finished_biased)
-        self._scorer = Scorer(reward, executor, max_concurrent, timeout_seconds)
+        super().__init__(Scorer(reward, executor, max_concurrent, timeout_seconds))
         self._client = client
         self._source = iter(prompts)
         self._keep = keep
         self._n, self._sampling, self._seed = n, sampling, seed
         self._number = rollout_number
         self._deadline_seconds = deadline_seconds
-        self._given: list[Given] = []
+        self._given: list[PromptLike] = []
         self._positions: dict[str, int] = {}
         self._scored: dict[int, Scored] = {}
-        self._failures: dict[int, RequestRefused | Unrewarded] = {}
+        self._failures: dict[int, RequestRefused | RewardError] = {}
         self._weights: tuple[int, str] | None = None
         self._waves: list[Rollout] = []
-        self._changed = asyncio.Event()
-
-    async def __aenter__(self) -> Self:
-        self._task = asyncio.create_task(self._run())
-        self._task.add_done_callback(lambda task: self._wake())
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._task.cancel()
-        await asyncio.wait([self._task])
-        self._scorer.close()
 
     @property
     def rollout_number(self) -> int | None:
-        """The number that went into all noise keys; None until the first wave is out."""
+        """The rollout number of all noise keys; None until the first wave is submitted."""
         return self._number
 
     @property
     def complete(self) -> bool:
-        """Whether `target` groups are accepted; False at the end: stream or `max_prompts` is exhausted."""
+        """Whether `target` groups are accepted; False at the end: `prompts` or `max_prompts` is exhausted."""
         return self._selection.complete
 
     @property
@@ -120,10 +108,9 @@ class DynamicSampling:
 
     @property
     def outcomes(self) -> dict[str, Outcome]:
-        """What became of every prompt, by id in the stream's order; complete once iteration has ended.
+        """The outcome of every prompt by id, in the stream's order; complete once iteration has ended.
 
-        Only whether what was not needed is `surplus` or `cancelled`, and how much there is of it, depends
-        on the schedule.
+        Only which prompts were not needed (`surplus` or `cancelled`), and how many, depends on the schedule.
         """
         positions = dict(self._positions)  # another thread may look, while more are drawn
         ended = self._selection.outcomes()
@@ -139,8 +126,8 @@ class DynamicSampling:
         return Counter(self.outcomes.values())
 
     @property
-    def unused(self) -> list[Given]:
-        """Prompts that were drawn and not needed, as they were given: put them before the next ones."""
+    def unused(self) -> list[PromptLike]:
+        """Prompts that were drawn and not needed, as they were given: use them first next time."""
         unused = ("surplus", "cancelled")
         outcomes = self._selection.outcomes()
         return [given for given, outcome in zip(self._given, outcomes, strict=True) if outcome in unused]
@@ -152,14 +139,14 @@ class DynamicSampling:
         if not ids:
             return None
         errors = {prompt_id: self._failures[self._positions[prompt_id]] for prompt_id in ids}
-        unrewarded = [error for error in errors.values() if isinstance(error, Unrewarded)]
-        why = told({prompt_id: str(error) for prompt_id, error in errors.items()})
+        unrewarded = [error for error in errors.values() if isinstance(error, RewardError)]
+        why = summary_of({prompt_id: str(error) for prompt_id, error in errors.items()})
         failure = (RewardFailed if unrewarded else RequestRefused)(f"{len(ids)} prompts: {why}", tuple(ids))
         failure.__cause__ = unrewarded[0].__cause__ if unrewarded else None
         return failure
 
     def __aiter__(self) -> AsyncIterator[Scored]:
-        """Yield groups as they are accepted; then raise what ended the sampling early, or `failure`."""
+        """Yield groups as they are accepted; then raise the error that ended sampling, or `failure`."""
         return self._as_accepted()
 
     async def _as_accepted(self) -> AsyncIterator[Scored]:
@@ -172,16 +159,16 @@ class DynamicSampling:
                 break
             await self._changed.wait()
         if self._task.cancelled():
-            raise RolloutFailed("the scope of DynamicSampling was left", tuple(self._positions))
+            raise RolloutFailed("the `async with` of DynamicSampling has ended", tuple(self._positions))
         self._task.result()
         failure = self.failure
         if failure is not None:
             raise failure
 
     async def result(self) -> list[Scored]:
-        """Wait for the end and return all accepted groups, or raise as iterating does.
+        """Wait for the end and return all accepted groups, or raise as iteration does.
 
-        What was accepted before an error is still in `accepted`.
+        After an error, groups accepted before it are in `accepted`.
         """
         return [scored async for scored in self]
 
@@ -223,7 +210,7 @@ class DynamicSampling:
                 fix = "was drawn before; ids must be unique in one sampling"
                 raise InvalidField(f"prompts[{position}].id", prompt.id, fix)
         if first and seconds is not None and seconds <= 0:
-            why = "not submitted: the deadline passed before enough groups were kept"
+            why = "not submitted: the deadline passed before enough groups were accepted"
             raise DeadlineExceeded(why, tuple(prompt.id for prompt in prompts))
         rollout = await self._client.submit(
             [Prompt(prompt.id, token_ids=prompt.token_ids, metadata=prompt.metadata) for prompt in prompts],
@@ -238,7 +225,7 @@ class DynamicSampling:
         return rollout
 
     async def _follow(self, rollout: Rollout) -> None:
-        """Judge every prompt of a wave. Raises the rollout's error unless single prompts were refused."""
+        """Score every group of a wave. Raises the rollout's error unless single prompts were refused."""
         taken = 0
         async with asyncio.TaskGroup() as tasks:
             while True:
@@ -254,7 +241,7 @@ class DynamicSampling:
                     break
                 await rollout.changed()
 
-    def _fail(self, position: int, error: RequestRefused | Unrewarded) -> None:
+    def _fail(self, position: int, error: RequestRefused | RewardError) -> None:
         if position not in self._failures:
             self._failures[position] = error
             self._judge(position, keep=False)
@@ -268,7 +255,7 @@ class DynamicSampling:
         position = self._positions[group.prompt_id]
         try:
             scored = Scored(group, await self._scorer.rewards(group))
-        except Unrewarded as error:
+        except RewardError as error:
             self._fail(position, error)
             return
         keep = bool(self._keep(scored))
@@ -288,7 +275,3 @@ class DynamicSampling:
                         await rollout.cancel()
         except (Unreachable, TimeoutError):
             pass  # the buffer is gone, and its work with it
-
-    def _wake(self) -> None:
-        self._changed.set()
-        self._changed = asyncio.Event()

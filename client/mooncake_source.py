@@ -1,10 +1,10 @@
 """Weights that engines read from the trainer's memory themselves, with Mooncake's transfer engine.
 
 Invariants:
-- engines read a copy of the tensors that is laid out as a stream: training goes on once an update is over;
-- its memory is registered once, and again only for tensors that need more;
-- an update's copy is whole before an engine hears of it, and is there until the next one or `close`;
-- who reads it later, or while it changes, sees another digest and says so.
+- engines read a copy of the tensors, laid out as a stream: training may go on once the update is over;
+- the copy's memory is registered once, and again only if tensors need more;
+- the copy is complete before an engine is told of it, and stays until the next update or `close`;
+- an engine that reads it later, or while it changes, finds a wrong digest and reports it.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ _COPY_BYTES = 2**25
 
 
 class MooncakeSource:
-    """A source for `update_weights`: `tensors` (numpy or torch) by name, read anew at each update.
+    """A source for `update_weights`: `tensors` (numpy or torch) by name, copied at each update.
 
-    Keep one for all updates. `host` is this machine's address as engines reach it; `device` names
-    RDMA devices, all by default. Takes memory for one copy of the tensors. Anybody who reaches the
-    ports that Mooncake opens, on all interfaces, can read that copy, and write it: keep them inside
-    the cluster's own network. Raises `InvalidField`.
+    Use one object for all updates. `host` is this machine's address for the engines; `device` names RDMA
+    devices, default all. Needs memory for one copy of the tensors. Mooncake opens ports on all interfaces,
+    and whoever reaches them can read and write that copy: keep them inside the cluster's own network.
+    Raises `InvalidField`.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class MooncakeSource:
         self._room: Bytes = np.empty(0, dtype=np.uint8)
 
     def offer(self, name: str) -> tuple[str, str]:
-        """Lay out what the tensors hold now; return where engines find it, and its digest. Blocks."""
+        """Copy the tensors; return the source that engines read from, and the digest. Blocks."""
         stream = TensorStream(self.tensors)
         engine = self._engine = self._engine or open_engine(self._host, self._protocol, self._device)
         if stream.size > len(self._room):
@@ -66,7 +66,7 @@ class MooncakeSource:
         return SCHEME + msgspec.json.encode(memory).decode(), stream.digest()
 
     def close(self) -> None:
-        """Give the copy's memory back: no engine can load it any more."""
+        """Free the copy's memory: no engine can read it any more."""
         if self._engine is not None and len(self._room):
             self._engine.unregister_memory(self._room.ctypes.data)
             self._room = self._room[:0].copy()
@@ -75,6 +75,8 @@ class MooncakeSource:
         self.close()
         room = np.empty(size, dtype=np.uint8)
         if code := engine.register_memory(room.ctypes.data, size):
-            fix = f"Mooncake cannot register so many bytes (code {code}): see its log, and ulimit -l for RDMA"
+            fix = (
+                f"Mooncake cannot register this many bytes (code {code}): see its log, and ulimit -l for RDMA"
+            )
             raise InvalidField("source", size, fix)
         self._room = room

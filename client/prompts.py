@@ -18,7 +18,7 @@ from seer.common.types import SamplingParams
 from seer.common.wire import MAX_GROUP_SIZE, Tokens
 
 MAX_ID_BYTES = 400
-"""A request id (512 at most on the wire) is the rollout's id, the prompt's id and an index."""
+"""A request id, of at most 512 bytes, consists of the rollout's id, the prompt's id and an index."""
 
 MAX_ROLLOUT_ID_BYTES = 64
 
@@ -48,9 +48,8 @@ class Prepared:
 def prepare(
     prompts: Iterable[Prompt | str | Sequence[int] | Tokens], tokenizer: Tokenizer | None, first: int = 0
 ) -> dict[str, Prepared]:
-    """Check and tokenize prompts; plain ones get their position as id. Keeps the order.
+    """Check and tokenize prompts, in order; those without an id get their position, counted from `first`.
 
-    Positions are counted from `first`.
     Raises `InvalidField` naming the first prompt and field that cannot be accepted.
     """
     if isinstance(prompts, str):
@@ -74,19 +73,19 @@ def prepare(
 def check_request(
     n: int, sampling: SamplingParams, seed: int, rollout_number: int, weight_version: int = -1
 ) -> None:
-    """Raise `InvalidField` naming what the buffer would refuse."""
+    """Raise `InvalidField` naming the field that the buffer would refuse."""
     if not 1 <= n <= MAX_GROUP_SIZE:
         raise InvalidField("n", n, f"must be in [1, {MAX_GROUP_SIZE}]")
     for name, value in (("seed", seed), ("rollout_number", rollout_number)):
         if value not in _INT64:
             raise InvalidField(name, value, "must fit in 64 signed bits")
     if not -1 <= weight_version < 2**63:
-        raise InvalidField("weight_version", weight_version, "give a version, or -1 for whatever is live")
+        raise InvalidField("weight_version", weight_version, "give a version, or -1 for the live one")
     sampling.check()
 
 
 def check_rollout_id(rollout_id: str) -> str:
-    """Return the id. Raises `InvalidField` unless it can be the first part of a request's id."""
+    """Return the id. Raises `InvalidField` if it is empty, too long, or has a '/'."""
     if not 1 <= len(rollout_id.encode()) <= MAX_ROLLOUT_ID_BYTES or "/" in rollout_id:
         raise InvalidField("rollout_id", rollout_id, f"give 1 to {MAX_ROLLOUT_ID_BYTES} bytes without '/'")
     return rollout_id

@@ -1,9 +1,9 @@
-"""Rewards beside the rollout: each group is scored while others are still generated.
+"""Rewards computed beside the rollout: each group is scored while others are still generated.
 
 Invariants:
-- every group ends exactly once: in a `Scored`, or in `failure`, which names it and the reason;
-- a reward that fails loses no other group: an iteration yields every scored group first and raises only then;
-- leaving the scope leaves no task behind.
+- every group ends exactly once: as a `Scored`, or in `failure`, which names it and the reason;
+- a reward that fails costs no other group: iteration yields every scored group first and raises only then;
+- no task is left after the `async with`.
 """
 
 from __future__ import annotations
@@ -12,17 +12,16 @@ import asyncio
 from collections.abc import AsyncIterator
 from concurrent.futures import Executor
 from dataclasses import dataclass
-from types import TracebackType
-from typing import Self
 
-from seer.client.rollout import Group, Rollout, told
+from seer.client.rollout import Group, Rollout, summary_of
 from seer.client.scorer import (
     MAX_CONCURRENT,
     TIMEOUT_SECONDS,
     Reward,
+    RewardError,
     RewardMetrics,
     Scorer,
-    Unrewarded,
+    ScoringScope,
     measure,
 )
 from seer.common.errors import RequestRefused, RolloutFailed
@@ -42,14 +41,14 @@ class Scored:
     rewards: tuple[float, ...]
 
 
-class Scores:
+class Scores(ScoringScope):
     """Use as `async with Scores(rollout, reward) as scores`: iterate, or `in_order()`, or `result()`.
 
-    A plain `reward` runs in a thread, or in `executor` (a process pool for checkers that need CPU: it
-    and what it returns are pickled then); an async one in the event loop. `timeout_seconds` counts the
-    wait for a worker of the executor: give `max_concurrent` no more than it has. A thread cannot be
-    interrupted: one that hangs is given up, not ended. Leaving the scope gives up the rewards that are
-    missing, never the rollout.
+    A plain `reward` runs in a thread, or in `executor` (e.g. a process pool for checkers that need CPU;
+    arguments and results are pickled then); an async one runs in the event loop. `timeout_seconds` includes
+    the wait for a worker of the executor: `max_concurrent` should not exceed its workers. A thread cannot be
+    interrupted: one that hangs is abandoned. Leaving the `async with` abandons missing rewards, not the
+    rollout.
     """
 
     def __init__(
@@ -62,42 +61,29 @@ class Scores:
         timeout_seconds: float = TIMEOUT_SECONDS,
     ) -> None:
         self._rollout = rollout
-        self._scorer = Scorer(reward, executor, max_concurrent, timeout_seconds)
+        super().__init__(Scorer(reward, executor, max_concurrent, timeout_seconds))
         self._scored: dict[str, Scored] = {}
-        self._unrewarded: dict[str, Unrewarded] = {}
+        self._unrewarded: dict[str, RewardError] = {}
         self._rollout_end: float | None = None
-        self._changed = asyncio.Event()
-
-    async def __aenter__(self) -> Self:
-        self._task = asyncio.create_task(self._run())
-        self._task.add_done_callback(lambda task: self._wake())
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._task.cancel()
-        await asyncio.wait([self._task])
-        self._scorer.close()
 
     @property
     def scored(self) -> list[Scored]:
-        """What has its rewards so far, in the order in which they came."""
+        """The groups scored so far, in the order in which their rewards came."""
         return list(self._scored.values())
 
     @property
     def unrewarded(self) -> list[Group]:
-        """Groups whose reward failed so far: finished all the same, without rewards."""
+        """Finished groups whose reward failed so far."""
         return [group for group in self._rollout.groups if group.prompt_id in self._unrewarded]
 
     @property
     def metrics(self) -> RewardMetrics:
-        """What the rewards took so far."""
+        """Times of the rewards so far."""
         return measure(self._scorer.calls, self._rollout_end)
 
     @property
     def failure(self) -> RequestRefused | None:
-        """One error that names every prompt without rewards so far; the rollout's own if no reward failed."""
+        """One error that names every prompt without rewards so far; the rollout's, if no reward failed."""
         reasons = {prompt_id: str(error) for prompt_id, error in list(self._unrewarded.items())}
         if self._task.done():
             ended = {group.prompt_id for group in self._rollout.groups} - reasons.keys()
@@ -107,7 +93,7 @@ class Scores:
         if not reasons:
             return lost
         of = len(self._rollout.prompts)
-        message = f"{len(reasons)} of {of} prompts have no rewards: {told(reasons)}"
+        message = f"{len(reasons)} of {of} prompts have no rewards: {summary_of(reasons)}"
         named = {*reasons, *(lost.prompt_ids if lost else ())}
         error = RewardFailed(
             f"{message}; {lost}" if lost else message,
@@ -162,7 +148,7 @@ class Scores:
         try:
             rewards = await self._scorer.rewards(group)
             self._scored[group.prompt_id] = Scored(group, rewards)
-        except Unrewarded as error:
+        except RewardError as error:
             self._unrewarded[group.prompt_id] = error
         self._wake()
 
@@ -173,13 +159,9 @@ class Scores:
         if failure is not None:
             raise failure
 
-    def _wake(self) -> None:
-        self._changed.set()
-        self._changed = asyncio.Event()
-
 
 async def _next(groups: AsyncIterator[Group]) -> Group | None:
-    """Return the next group; None at the end, whose error stays in `Rollout.failure`."""
+    """Return the next group; None at the end: an error is in `Rollout.failure`."""
     try:
         return await anext(groups, None)
     except RequestRefused:

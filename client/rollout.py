@@ -1,11 +1,11 @@
-"""One rollout as its trainer holds it.
+"""One rollout: the groups that arrived, and the prompts that failed.
 
 Invariants:
-- every prompt ends exactly once: as one whole group, or in one error that names it;
-- a group has n responses, each of at least one token, and was made for what this rollout asked for, with
-  the weights of its first one; anything else is an error, not a result;
-- what the buffer says to another use of the rollout's id changes nothing;
-- an iteration yields every finished group first and raises only then.
+- every prompt ends exactly once: with one complete group, or with one error that names it;
+- a group has n responses, each of at least one token, generated with the parameters of this rollout and the
+  same weights as its first group; anything else is an error, not a result;
+- answers to another submission of the rollout's id change nothing;
+- iteration yields every finished group first and raises only then.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ import numpy as np
 from seer.client.prompts import Prepared
 from seer.client.text import Tokenizer, response_text
 from seer.common.errors import InvalidField, RequestRefused, RolloutFailed, Unreachable
-from seer.common.ids import asked
+from seer.common.ids import params_digest
 from seer.common.types import FinishReason, SamplingParams
 from seer.common.wire import GroupDone, Logprobs, Progress, Submit, Tokens
 
 _SHOWN = 8
-"""Prompt ids of a reason, and reasons, spelled out in an error's text; `prompt_ids` has all ids."""
+"""Most reasons, and prompt ids per reason, that an error's text lists; its `prompt_ids` has all ids."""
 
 BATCH_TOKENS = 2**20
-"""Prompt tokens per `Submit` (4 MiB): a large rollout must not stall the buffer's loop."""
+"""Most prompt tokens per `Submit` (4 MiB): a large rollout must not block the buffer's loop."""
 
 BATCH_PROMPTS = 1024
-"""Prompts per `Submit`, for the same reason; the buffer takes `MAX_PROMPTS`."""
+"""Most prompts per `Submit`, for the same reason; the buffer accepts `MAX_PROMPTS`."""
 
 
 class BufferLost(RolloutFailed, Unreachable):
-    """The buffer fell silent; these prompts were not finished."""
+    """The buffer does not answer any more; these prompts were not finished."""
 
     code = "buffer_lost"
 
@@ -57,7 +57,7 @@ class Response:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """All n responses to one prompt, in index order, and what they took to make."""
+    """All n responses to one prompt, in index order, and how they were scheduled."""
 
     prompt_id: str
     prompt_token_ids: Tokens
@@ -74,9 +74,9 @@ class Rollout:
     """Iterate over groups as they finish, or `in_order()`; or await `result()`.
 
     `on_progress` is called in the client's loop with every `Progress`; it must not raise.
-    `finish_times` are seconds since submission, one per finished request. `weight_version` is what
-    the trainer asked for, or those that the buffer began with; -1: not known yet. `use` tells this use of
-    the rollout's id from others.
+    `finish_times` are seconds since submission, one per finished request. `weight_version` is the one that
+    was asked for, or that the buffer chose; -1: not known yet. `submission` is the number that the buffer's
+    answers repeat.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class Rollout:
         n: int,
         sampling: SamplingParams,
         prompts: dict[str, Prepared],
-        use: int,
+        submission: int,
         weight_version: int,
         cancel: Callable[[Rollout, Sequence[str]], Awaitable[None]],
     ) -> None:
@@ -97,9 +97,9 @@ class Rollout:
         self.n = n
         self.sampling = sampling
         self.prompts = prompts
-        self.use = use
+        self.submission = submission
         self.weight_version = weight_version
-        self._asked = asked(seed, rollout_number, n, sampling)
+        self._params_digest = params_digest(seed, rollout_number, n, sampling)
         self.progress: Progress | None = None
         self.on_progress: Callable[[Progress], None] | None = None
         self.finish_times: list[float] = []
@@ -128,7 +128,7 @@ class Rollout:
         classes = {cls for cls, _ in self._failures.values()}
         cls = classes.pop() if len(classes) == 1 else RolloutFailed
         failed = tuple(prompt_id for prompt_id in self.prompts if prompt_id in self._failures)
-        return cls(f"{len(failed)} of {len(self.prompts)} prompts: {told(self.failures)}", failed)
+        return cls(f"{len(failed)} of {len(self.prompts)} prompts: {summary_of(self.failures)}", failed)
 
     @property
     def failures(self) -> dict[str, str]:
@@ -187,21 +187,21 @@ class Rollout:
 
     # --- for the client ------------------------------------------------------------------
 
-    def concerns(self, use: int) -> bool:
-        """Say whether an answer is to this use of the id; one of an older buffer names none."""
-        return use in (0, self.use)
+    def matches(self, submission: int) -> bool:
+        """Return whether an answer is to this submission; one of an older buffer names none."""
+        return submission in (0, self.submission)
 
     def began(self, weight_version: int) -> None:
-        """Note the weights that the buffer began with: what is asked for again has them, too."""
+        """Set the weight version that the buffer chose: prompts that are submitted again ask for it."""
         if self.weight_version < 0:
             self.weight_version = weight_version
 
     def deliver(self, message: GroupDone, tokenizer: Tokenizer | None) -> None:
-        """Take a finished group; one that was taken before changes nothing."""
+        """Add a finished group; one that was added before changes nothing."""
         if message.prompt_id not in self._unfinished:
             return
         self.began(message.weight_version)
-        problem = self._foreign(message) or _malformed(message, self.n)
+        problem = self._mismatch(message) or _malformed(message, self.n)
         if problem:
             self.fail([message.prompt_id], RolloutFailed, f"the buffer sent a malformed group: {problem}")
             return
@@ -222,16 +222,16 @@ class Rollout:
         del self._unfinished[prompt.id]
         self._wake()
 
-    def _foreign(self, message: GroupDone) -> str:
-        """Say why a group was not made for this rollout; empty when it was."""
-        if message.asked not in (0, self._asked):
-            return "made for another seed, rollout number, n or sampling"
+    def _mismatch(self, message: GroupDone) -> str:
+        """Return why a group does not belong to this rollout; empty if it does."""
+        if message.params_digest not in (0, self._params_digest):
+            return "generated for another seed, rollout number, n or sampling"
         if message.weight_version != self.weight_version:
-            return f"made by weight version {message.weight_version}, not {self.weight_version}"
+            return f"generated by weight version {message.weight_version}, not {self.weight_version}"
         return ""
 
     def fail(self, prompt_ids: Iterable[str], cls: type[RequestRefused], message: str) -> None:
-        """End unfinished prompts in an error; others of `prompt_ids` are left as they are."""
+        """End those of `prompt_ids` that are unfinished in an error."""
         for prompt_id in prompt_ids:
             if prompt_id in self._unfinished:
                 del self._unfinished[prompt_id]
@@ -239,7 +239,7 @@ class Rollout:
         self._wake()
 
     def report(self, progress: Progress) -> None:
-        """Take the buffer's counters."""
+        """Update the counters."""
         self.progress = progress
         self.finish_times += progress.finish_times
         if self.on_progress is not None:
@@ -251,7 +251,7 @@ class Rollout:
 
 
 def submissions(rollout: Rollout) -> Iterator[Submit]:
-    """Return messages of bounded size with all prompts that are unfinished when they are taken."""
+    """Yield messages of bounded size with all prompts that are unfinished at that time."""
     for planned in _batches([rollout.prompts[prompt_id] for prompt_id in rollout.unfinished]):
         batch = [prompt for prompt in planned if prompt.id in rollout._unfinished]
         if not batch:
@@ -266,7 +266,7 @@ def submissions(rollout: Rollout) -> Iterator[Submit]:
             lengths=[prompt.token_ids.size for prompt in batch],
             tokens=np.concatenate([prompt.token_ids for prompt in batch]),
             weight_version=rollout.weight_version,
-            use=rollout.use,
+            submission=rollout.submission,
         )
 
 
@@ -282,8 +282,8 @@ def _batches(prompts: Sequence[Prepared]) -> Iterator[list[Prepared]]:
     yield batch
 
 
-def told(reasons: Mapping[str, str]) -> str:
-    """Say which prompts failed for which reason: the reason of each by prompt id; long lists are cut."""
+def summary_of(reasons: Mapping[str, str]) -> str:
+    """Return a text with the reasons and their prompts, given reasons by prompt id; long lists are cut."""
     prompts: dict[str, list[str]] = {}
     for prompt_id, reason in reasons.items():
         prompts.setdefault(reason, []).append(prompt_id)

@@ -1,9 +1,9 @@
-"""One group's rewards: how a callable is run, bounded, timed and believed.
+"""Runs a reward function on one group: concurrency, timeout, timing and checks of the result.
 
 Invariants:
 - at most `max_concurrent` rewards run at once, and each ends within `timeout_seconds`;
-- no plain callable runs in the event loop;
-- what counts as rewards is one finite number per response; anything else is `Unrewarded`.
+- no plain (not async) function runs in the event loop;
+- a result must be one finite number per response; anything else is a `RewardError`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ import time
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from types import TracebackType
+from typing import Any, Self, TypeAlias
 
 from seer.client.rollout import Group, Response
 from seer.common.errors import InvalidField, SeerError
@@ -28,18 +29,18 @@ ResponseReward: TypeAlias = Callable[[Group, Response], float | Coroutine[object
 
 MAX_CONCURRENT = 8
 TIMEOUT_SECONDS = 120.0
-"""Long for a checker, short beside a rollout: one that hangs must not hold the training step."""
+"""Long for a checker, short compared to a rollout: one that hangs must not block the training step."""
 
 
-class Unrewarded(SeerError):  # noqa: N818 - reads as what it says
+class RewardError(SeerError):
     """Why one group has no rewards."""
 
 
 @dataclass(frozen=True, slots=True)
 class RewardMetrics:
-    """`seconds`: summed over calls. `hidden_seconds`: of these, while the rollout still ran.
+    """`seconds`: of all calls. `hidden_seconds`: those of them while the rollout still ran.
 
-    `after_seconds`: wall time from the rollout's end to the last reward, what a trainer waits for.
+    `after_seconds`: wall time from the rollout's end to the last reward, which the trainer waits for.
     """
 
     calls: int
@@ -49,7 +50,7 @@ class RewardMetrics:
 
     @property
     def overlap(self) -> float:
-        """Share of the reward work that the rollout hid; 1 when there was none."""
+        """Share of the reward time that ran beside the rollout; 1 if there were no rewards."""
         return self.hidden_seconds / self.seconds if self.seconds else 1.0
 
 
@@ -65,14 +66,14 @@ def measure(calls: Sequence[tuple[float, float]], rollout_end: float | None) -> 
 
 
 def per_response(reward: ResponseReward) -> Reward:
-    """Return a group's reward made of one response's: `reward(group, response)`, plain or async."""
+    """Return the `Reward` of a function of one response, `reward(group, response)`, plain or async."""
     return functools.partial(_each_async if _is_async(reward) else _each, reward)
 
 
 class Scorer:
-    """Calls a reward within its bounds. Raises `InvalidField` for bounds that cannot be.
+    """Calls a reward with its limits. Raises `InvalidField` for invalid limits.
 
-    `calls`: (start, end) of every reward in the loop's seconds, without the wait for a worker.
+    `calls`: (start, end) of every call in the loop's time, without the wait for a worker.
     """
 
     def __init__(
@@ -89,24 +90,24 @@ class Scorer:
         self._reward = reward
         self._timeout_seconds = timeout_seconds
         self._slots = asyncio.Semaphore(max_concurrent)
-        # Threads of its own: the loop's are shared and may be fewer than max_concurrent.
+        # Own threads: the loop's are shared and may be fewer than max_concurrent.
         self._own = None if executor is not None else ThreadPoolExecutor(max_concurrent, "seer-reward")
         self._executor = executor or self._own
 
     async def rewards(self, group: Group) -> tuple[float, ...]:
-        """Return the rewards of one group. Raises `Unrewarded`, with what the reward raised as cause."""
+        """Return the rewards of one group. Raises `RewardError`, with what the reward raised as cause."""
         async with self._slots:
             clock = asyncio.get_running_loop().time
             start, seconds = clock(), None
             try:
                 async with asyncio.timeout(self._timeout_seconds) as limit:
                     rewards, seconds = await self._call(group)
-            except Unrewarded:
+            except RewardError:
                 raise
             except Exception as error:
                 if limit.expired():
-                    raise Unrewarded(f"no reward within {self._timeout_seconds:g} s") from error
-                raise Unrewarded(f"the reward raised {error!r:.200}") from error
+                    raise RewardError(f"no reward within {self._timeout_seconds:g} s") from error
+                raise RewardError(f"the reward raised {error!r:.200}") from error
             finally:
                 end = clock()
                 self.calls.append((start if seconds is None else end - seconds, end))
@@ -118,9 +119,39 @@ class Scorer:
         return await asyncio.get_running_loop().run_in_executor(self._executor, _timed, self._reward, group)
 
     def close(self) -> None:
-        """Start no more work; a thread that runs is not waited for, as nothing can interrupt it."""
+        """Start no more calls; running threads are not waited for, as nothing can interrupt them."""
         if self._own is not None:
             self._own.shutdown(wait=False, cancel_futures=True)
+
+
+class ScoringScope:
+    """What `Scores` and `DynamicSampling` share: a task, `_run`, that lives as long as their `async with`.
+
+    `_wake` wakes whoever waits for `_changed`, and so does the task's end.
+    """
+
+    def __init__(self, scorer: Scorer) -> None:
+        self._scorer = scorer
+        self._changed = asyncio.Event()
+
+    async def __aenter__(self) -> Self:
+        self._task = asyncio.create_task(self._run())
+        self._task.add_done_callback(lambda task: self._wake())
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._task.cancel()
+        await asyncio.wait([self._task])
+        self._scorer.close()
+
+    async def _run(self) -> None:
+        raise NotImplementedError
+
+    def _wake(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
 
 
 def _is_async(call: Callable[..., object]) -> bool:
@@ -132,7 +163,7 @@ def _timed(reward: Reward, group: Group) -> tuple[tuple[float, ...], float]:
     start = time.perf_counter()
     try:
         rewards = _checked(reward(group), len(group.responses))
-    except StopIteration as error:  # a future cannot carry it: the caller would wait for its deadline
+    except StopIteration as error:  # a future cannot hold it: the caller would wait until the timeout
         raise RuntimeError("StopIteration") from error
     return rewards, time.perf_counter() - start
 
@@ -141,12 +172,12 @@ def _checked(values: object, n: int) -> tuple[float, ...]:
     try:
         rewards = tuple(float(value) for value in values)  # type: ignore[attr-defined]  # TypeError says so
     except (TypeError, ValueError) as error:
-        raise Unrewarded(f"the reward gave {values!r:.80}; give {n} numbers") from error
+        raise RewardError(f"the reward gave {values!r:.80}; give {n} numbers") from error
     if len(rewards) != n:
-        raise Unrewarded(f"the reward gave {len(rewards)} numbers for {n} responses")
+        raise RewardError(f"the reward gave {len(rewards)} numbers for {n} responses")
     for index, value in enumerate(rewards):
         if not math.isfinite(value):
-            raise Unrewarded(f"the reward of response {index} is {value}; give a finite number")
+            raise RewardError(f"the reward of response {index} is {value}; give a finite number")
     return rewards
 
 

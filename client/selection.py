@@ -1,9 +1,10 @@
-"""Which groups of a stream of prompts are accepted, and when to draw more: pure, positions in, decisions out.
+"""Which groups of a stream of prompts are accepted, and when to draw more prompts. Pure decisions on
+positions.
 
 Invariants:
-- by default the accepted are the first `target` positions of the stream that are kept, whatever the order
-  in which they are judged: neither the schedule nor the length of a response has a say;
-- with `first_finished_biased` they are the first `target` that were judged, and both have;
+- by default the first `target` positions of the stream that are kept are accepted, whatever the order in
+  which they finish: neither the schedule nor the length of responses has an influence;
+- with `first_finished_biased` the first `target` kept that finish are accepted, so both have an influence;
 - a position is accepted at most once, at most `target` are, and at most `max_prompts` are drawn.
 """
 
@@ -17,17 +18,17 @@ from seer.common.errors import InvalidField
 Outcome = Literal["accepted", "dropped", "failed", "surplus", "cancelled"]
 """`dropped`: not kept (by default: its rewards do not differ). `failed`: no group, or no rewards.
 
-`surplus`: complete, and not needed. `cancelled`: given up before it was complete.
+`surplus`: finished, but not needed. `cancelled`: cancelled before it finished.
 """
 
 REFILL_SHARE = 8
-"""A refill is at least target / 8 prompts, or as many as are under way: each is a rollout of its own."""
+"""A new wave has at least target / 8 prompts, or as many as are in progress: each wave is a submission."""
 
 
 class Selection:
-    """Raises `InvalidField` for a target, an oversampling factor or a limit that cannot be.
+    """Raises `InvalidField` for an invalid target, oversampling factor or limit.
 
-    `accepted`: positions accepted so far, in the order in which that was decided; it is never revised.
+    `accepted`: positions accepted so far, in the order of these decisions, which are final.
     """
 
     def __init__(self, target: int, oversample: float, max_prompts: int, first_finished_biased: bool) -> None:
@@ -55,12 +56,12 @@ class Selection:
 
     @property
     def done(self) -> bool:
-        """Whether no verdict can change anything any more."""
+        """Whether the selection is final."""
         exhausted = self._ended or self.drawn == self._max_prompts
         return self.complete or (exhausted and len(self._verdicts) == self.drawn)
 
     def wanted(self) -> int:
-        """Return how many prompts to draw now: `oversample` times what is missing shall be under way."""
+        """Return how many prompts to draw now, so that `oversample` x the missing groups are in progress."""
         if self.done or self._ended:
             return 0
         pending = self.drawn - len(self._verdicts)
@@ -69,12 +70,12 @@ class Selection:
         return more if more >= min(self._target / REFILL_SHARE, max(1, pending)) else 0
 
     def draw(self, count: int, ended: bool) -> None:
-        """Take note that `count` more positions are under way; `ended`: the stream has no more."""
+        """Add `count` positions in progress; `ended`: the stream has no more."""
         self.drawn += count
         self._ended = ended
 
     def judge(self, position: int, keep: bool) -> None:
-        """Take the verdict on a drawn position; there is one for each."""
+        """Record whether a drawn position is kept; call it once for each."""
         self._verdicts[position] = keep
         self._keeping += keep
         if self._biased:
@@ -87,7 +88,7 @@ class Selection:
             self._next += 1
 
     def outcomes(self) -> list[Outcome]:
-        """Return what became of every drawn position, if nothing more is judged."""
+        """Return the outcome of every drawn position if no more are judged."""
         accepted = set(self.accepted)
         counted = self._next if self.complete and not self._biased else self.drawn
         outcomes: list[Outcome] = []

@@ -1,4 +1,4 @@
-"""The same client without asyncio: a loop of its own in a background thread.
+"""The client without asyncio: it runs an event loop in a background thread.
 
 Invariants:
 - every call runs in that loop and raises what the asyncio client raises;
@@ -64,7 +64,7 @@ class SyncRollout:
 
     @property
     def rollout_number(self) -> int:
-        """The number that went into the noise keys."""
+        """The rollout number of the noise keys."""
         return self._rollout.rollout_number
 
     @property

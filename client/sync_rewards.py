@@ -2,7 +2,7 @@
 
 Invariants:
 - every call runs in that loop and raises what the asyncio class raises;
-- no reward blocks the caller, who may do other work inside the scope.
+- rewards do not block the caller, who may do other work inside the `with`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from concurrent.futures import Executor
 from types import TracebackType
 from typing import Any, Self
 
-from seer.client.dynamic import DynamicSampling, Given
+from seer.client.dynamic import DynamicSampling, PromptLike
 from seer.client.rewards import Scored, Scores
 from seer.client.rollout import Group
 from seer.client.scorer import MAX_CONCURRENT, TIMEOUT_SECONDS, Reward, RewardMetrics
@@ -23,7 +23,7 @@ from seer.common.errors import RequestRefused
 
 
 class _Scope:
-    """What the two have in common: a scope to enter, leave and iterate in."""
+    """What both share: a `with` block in which one iterates."""
 
     def __init__(self, thread: LoopThread, scope: Scores | DynamicSampling) -> None:
         self._thread = thread
@@ -99,7 +99,7 @@ class SyncDynamicSampling(_Scope):
     def __init__(
         self,
         client: SyncRolloutClient,
-        prompts: Iterable[Given],
+        prompts: Iterable[PromptLike],
         reward: Reward,
         *,
         target: int,
@@ -134,6 +134,6 @@ class SyncDynamicSampling(_Scope):
         return self._sampled.counts
 
     @property
-    def unused(self) -> list[Given]:
+    def unused(self) -> list[PromptLike]:
         """See `DynamicSampling.unused`."""
         return self._sampled.unused

@@ -1,10 +1,10 @@
-"""A trainer's tensors as one stream of bytes in the safetensors format, made as it is read.
+"""A trainer's tensors as one stream of bytes in the safetensors format, generated as it is read.
 
 Invariants:
-- memory beyond the tensors is one part of the stream, and on a device one tensor's copy;
-- a tensor that shares its memory with an earlier one (tied embeddings) is left out, as checkpoints do;
-- the digest is what engines find in these bytes: names, types, shapes and contents;
-- torch is imported for torch tensors only. Nobody changes a tensor while it is read.
+- extra memory is one part of the stream, and for tensors on a device a copy of one tensor;
+- a tensor that shares its memory with an earlier one (tied embeddings) is left out, as in checkpoints;
+- the digest is the one that engines compute from these bytes: names, types, shapes and contents;
+- torch is imported for torch tensors only. Tensors must not change while they are read.
 """
 
 from __future__ import annotations
@@ -46,16 +46,16 @@ class _Entry:
 
 
 class TensorStream:
-    """`tensors`: numpy arrays or torch tensors by the names that the model folder has.
+    """`tensors`: numpy arrays or torch tensors, with the names of the model folder's tensors.
 
-    Raises `InvalidField` for what has no place in a model folder.
+    Raises `InvalidField` for values that cannot be stored in a safetensors file.
     """
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         entries = [_entry(name, tensor) for name, tensor in _untied(tensors).items()]
         if not entries:
             raise InvalidField("source", dict(tensors), "give at least one tensor, by name")
-        # Wide types first: every tensor is aligned, as readers of the format expect.
+        # Widest types first, so that every tensor is aligned, as readers of the format expect.
         entries.sort(key=lambda entry: (-entry.tensor.dtype.itemsize, entry.name))
         ends = [0, *itertools.accumulate(entry.size for entry in entries)]
         described = {

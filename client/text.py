@@ -1,9 +1,8 @@
-"""Text in and out: only for callers who want it, the system itself speaks token ids.
+"""Text of prompts and responses, for callers who need it: the system itself uses token ids only.
 
 Invariants:
-- a prompt's ids are those of the tokenizer's own call on it, special tokens added (as vLLM does);
-- a response that a stop string ended has that string and what follows cut from its text, never
-  from its tokens.
+- a prompt's ids are those that the tokenizer returns for it, with special tokens (as in vLLM);
+- the text of a response that a stop string ended is cut before that string; its tokens are not.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from seer.common.errors import InvalidField
 
 
 class Tokenizer(Protocol):
-    """What text needs; a Hugging Face tokenizer is one."""
+    """The methods that are used; Hugging Face tokenizers have them."""
 
     def encode(self, text: str) -> Sequence[int]:
         """Return the ids of a prompt."""
@@ -37,7 +36,7 @@ class _TokenizerFile:
             self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
         except Exception as error:
             raise InvalidField("tokenizer", str(path), f"not a tokenizer.json: {error}") from error
-        # A file may ask for padding or truncation: neither belongs in a prompt.
+        # The file may enable padding or truncation, which prompts must not have.
         self._tokenizer.no_padding()
         self._tokenizer.no_truncation()
 
@@ -73,7 +72,7 @@ def response_text(
     text = tokenizer.decode(token_ids)
     if stop_reason not in stop:
         return text
-    # The stop string ends within the last token; earlier ones were passed over for min_tokens.
+    # The stop string ends in the last token; earlier occurrences were ignored because of min_tokens.
     before = len(tokenizer.decode(token_ids[:-1]))
     cut = text.find(stop_reason, max(0, before - len(stop_reason) + 1))
     return text if cut < 0 else text[:cut]

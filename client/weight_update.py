@@ -1,11 +1,11 @@
-"""One weight update as its trainer asks for it, and the upload of tensors that it may take.
+"""The client's side of one weight update, with the upload of tensors if there is one.
 
 Invariants:
-- a stream is sent once, in order, `SPOOL_WINDOW` parts ahead of what the buffer confirmed;
-- what was lost, damaged, or forgotten by a restarted buffer is sent again from there on;
-- an update ends in one answer, or one error; an upload ends with it, and not before: a buffer that is
-  restarted may need all of it again;
-- an answer counts only if it says the number of the question: an earlier one may have had this version.
+- a stream is sent once, in order, at most `SPOOL_WINDOW` parts ahead of what the buffer confirmed;
+- what was lost or damaged, or is missing in a restarted buffer, is sent again from there on;
+- an update ends with one answer or one error; the upload ends with it and not before, since a restarted
+  buffer may need all of it again;
+- an answer counts only if it repeats the call's id: an earlier call may have had the same version.
 """
 
 from __future__ import annotations
@@ -41,17 +41,17 @@ from seer.common.wire import (
 InFlight = Literal["finish", "abort", "error"]
 
 Source = str | Path | Mapping[str, Any] | MooncakeSource
-"""A folder that all nodes see; tensors (numpy or torch) by name, as `model.state_dict()` gives them, to
-be streamed; or tensors that engines read from this process."""
+"""A folder that all nodes can read; tensors (numpy or torch) by name, as in `model.state_dict()`, which are
+streamed; or a `MooncakeSource`, from which engines read."""
 
 Send = Callable[[UpdateWeights | OpenSpool | SpoolData], Awaitable[None]]
 
-ASK_SECONDS = 5.0
-"""Silence after which the buffer is asked how far a stream has come."""
+POLL_SECONDS = 5.0
+"""Silence after which the buffer is asked how much of a stream it has."""
 
 
 class Update:
-    """What was asked, and the answer once it is there. Raises `InvalidField` for what cannot be asked."""
+    """A request, and its answer once it is there. Raises `InvalidField` for an invalid request."""
 
     def __init__(self, version: int, source: Source, digest: str, in_flight: InFlight) -> None:
         if not 0 <= version < 2**63:
@@ -59,39 +59,39 @@ class Update:
         if in_flight not in ("finish", "abort", "error"):
             raise InvalidField("in_flight", in_flight, "choose finish, abort or error")
         self.stream = TensorStream(source) if isinstance(source, Mapping) else None
-        self._held = source if isinstance(source, MooncakeSource) else None
+        self._mooncake = source if isinstance(source, MooncakeSource) else None
         self._name = f"v{version}-{secrets.token_hex(6)}"
         where = SPOOL_SCHEME + self._name
-        if self._held is not None:
-            where = ""  # known once the tensors are laid out
+        if self._mooncake is not None:
+            where = ""  # known once the tensors are copied
         elif self.stream is None:
             where = str(Path(str(source)).absolute())
-        self.asked = UpdateWeights(
-            version=version, source=where, digest=digest, in_flight=in_flight, ask=new_ask()
+        self.request = UpdateWeights(
+            version=version, source=where, digest=digest, in_flight=in_flight, call_id=new_call_id()
         )
-        self._asked = False
+        self._requested = False
         self._answer: asyncio.Future[WeightsLive | WeightsFailed] = asyncio.get_running_loop().create_future()
-        # An answer per part under way, and to each opening.
+        # Answers to parts in flight, and to `OpenSpool`.
         self._states: asyncio.Queue[SpoolState] = asyncio.Queue(4 * SPOOL_WINDOW)
 
-    async def ask_again(self, send: Send) -> None:
-        """Ask a buffer that may not have heard it."""
-        if self._asked:
-            await self._ask(send)
+    async def send_again(self, send: Send) -> None:
+        """Send the request again, if it was sent: the buffer may not have it."""
+        if self._requested:
+            await self._send_request(send)
 
     async def run(self, send: Send) -> WeightsLive:
-        """Ask, send the tensors if there are any, and wait for the answer.
+        """Send the request, and the tensors if there are any, and wait for the answer.
 
-        Raises `WeightsRefused`, or what the connection failed with.
+        Raises `WeightsRefused`, or the error of the connection.
         """
         upload = None
         if self.stream is not None:
-            self._bind(await asyncio.to_thread(self.stream.digest))
-        if self._held is not None:
-            self.asked.source, found = await asyncio.to_thread(self._held.offer, self._name)
-            self._bind(found)
-        self._asked = True
-        await self._ask(send)
+            self._set_digest(await asyncio.to_thread(self.stream.digest))
+        if self._mooncake is not None:
+            self.request.source, found = await asyncio.to_thread(self._mooncake.offer, self._name)
+            self._set_digest(found)
+        self._requested = True
+        await self._send_request(send)
         if self.stream is not None:
             upload = asyncio.create_task(self._upload(self.stream, send))
             upload.add_done_callback(self._uploaded)
@@ -103,34 +103,35 @@ class Update:
                 await asyncio.wait([upload])
         if isinstance(message, WeightsFailed):
             raise WeightsRefused(message.version, message.reasons)
-        return structs.replace(message, ask=0)
+        return structs.replace(message, call_id=0)
 
     def answer(self, message: WeightsLive | WeightsFailed | SpoolState) -> None:
-        """Take an answer; one to another update, or a second one, changes nothing."""
+        """Handle an answer; one to another update, or a second one, changes nothing."""
         if isinstance(message, SpoolState):
             if message.name == self._name:
                 with contextlib.suppress(asyncio.QueueFull):
                     self._states.put_nowait(message)
-        elif (
-            message.version == self.asked.version and answers(self.asked, message) and not self._answer.done()
-        ):
+        elif not self._answer.done() and self._is_answer(message):
             self._answer.set_result(message)
 
+    def _is_answer(self, message: WeightsLive | WeightsFailed) -> bool:
+        return message.version == self.request.version and is_answer(self.request, message)
+
     def fail(self, error: BaseException) -> None:
-        """There will be no answer."""
+        """End the update with an error."""
         if not self._answer.done():
             self._answer.set_exception(error)
 
-    async def _ask(self, send: Send) -> None:
+    async def _send_request(self, send: Send) -> None:
         if self.stream is not None:
             await send(OpenSpool(name=self._name, size=self.stream.size))
-        await send(self.asked)
+        await send(self.request)
 
-    def _bind(self, found: str) -> None:
-        """Have engines take weights of this digest alone."""
-        if self.asked.digest not in ("", found):
-            raise InvalidField("digest", self.asked.digest, f"the tensors have digest {found}")
-        self.asked.digest = found
+    def _set_digest(self, found: str) -> None:
+        """Have engines accept only weights with this digest."""
+        if self.request.digest not in ("", found):
+            raise InvalidField("digest", self.request.digest, f"the tensors have digest {found}")
+        self.request.digest = found
 
     def _uploaded(self, upload: asyncio.Task[None]) -> None:
         if not upload.cancelled() and (error := upload.exception()) is not None:
@@ -144,26 +145,26 @@ class Update:
                 await send(SpoolData(name=self._name, offset=sent, checksum=checksum, data=data))
                 sent += len(data)
             try:
-                async with asyncio.timeout(ASK_SECONDS if confirmed < stream.size else None):
+                async with asyncio.timeout(POLL_SECONDS if confirmed < stream.size else None):
                     state = await self._states.get()
             except TimeoutError:
                 await send(OpenSpool(name=self._name, size=stream.size))
                 continue
             if state.problem:
-                raise WeightsRefused(self.asked.version, {"": f"the upload failed: {state.problem}"})
+                raise WeightsRefused(self.request.version, {"": f"the upload failed: {state.problem}"})
             confirmed = state.have
             if state.resend:
                 sent = confirmed
 
 
-def new_ask() -> int:
-    """Return what a question goes by: no earlier one does, also of another life of this trainer."""
+def new_call_id() -> int:
+    """Return a random id for a call: no earlier one has it, of this process or another."""
     return secrets.randbits(62) + 1
 
 
-def answers(asked: UpdateWeights | Sleep, message: WeightsLive | WeightsFailed | Slept) -> bool:
-    """Say whether a message is the answer to a question; a buffer of an earlier release does not tell."""
-    return message.ask in (0, asked.ask)
+def is_answer(request: UpdateWeights | Sleep, message: WeightsLive | WeightsFailed | Slept) -> bool:
+    """Return whether a message answers a request; an older buffer does not repeat the call's id."""
+    return message.call_id in (0, request.call_id)
 
 
 def _part(stream: TensorStream, offset: int) -> tuple[Bytes, int]:

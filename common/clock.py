@@ -1,7 +1,7 @@
 """Time as a dependency: services take a `Clock`, machines take `now`.
 
-Under asyncio both `now` and `sleep` follow the running loop's clock, so a virtual-time loop
-drives a whole in-process cluster without a second implementation.
+`LoopClock` is the running event loop's clock, so a loop with virtual time runs a whole in-process cluster
+with the same code.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Configuration: one TOML file for all services, overridden by environment and `--set`.
 
 Invariants:
-- an unknown key is refused with the nearest valid name; a wrong type names the dotted key;
+- an unknown key is an error that suggests the nearest valid name; a wrong type is an error that names the
+  key;
 - precedence: defaults < file < environment (`SEER_ENGINE__KV_BLOCKS=48`) < `--set engine.kv_blocks=48`;
 - `shared_hash` covers only what must agree everywhere, never a node's own ports and sizes.
 """
@@ -25,19 +26,19 @@ class _Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 class SharedConfig(_Section, frozen=True):
-    """What every process of a system must agree on; hashed into the handshake."""
+    """Settings that must be equal in all processes of a system; their hash is part of the handshake."""
 
     model: str = ""
-    """Hugging Face model folder, its weights in safetensors files (pickles are not read); its name and tokens
-    must mean the same on every node."""
+    """Hugging Face model folder with safetensors files (pickles are not read). Nodes may have it at different
+    paths, but it must have the same name and tokenizer."""
     block_size: int = 32
     """Tokens per KV block."""
 
 
 class Endpoints(_Section, frozen=True):
-    """Where services are reached. The owner binds there; everyone else connects.
+    """Addresses of the services. The owner binds there, the others connect.
 
-    `tcp://host:port` or `ipc://path`; port 0 asks the system for a free one (the owner reports it).
+    `tcp://host:port` or `ipc://path`; port 0: the operating system chooses one, and the owner reports it.
     """
 
     trainers: str = "tcp://127.0.0.1:7101"
@@ -47,13 +48,14 @@ class Endpoints(_Section, frozen=True):
     events: str = "tcp://127.0.0.1:7103"
     """Buffer, PUB: progress of groups and requests."""
     event_snapshots: str = "tcp://127.0.0.1:7104"
-    """Buffer, ROUTER: whole state for subscribers that join or miss something."""
+    """Buffer, ROUTER: snapshots for subscribers of `events` that join or miss a message."""
     estimates: str = "tcp://127.0.0.1:7105"
     """Context, PUB: length estimates."""
     estimate_snapshots: str = "tcp://127.0.0.1:7106"
-    """Context, ROUTER: all estimates."""
+    """Context, ROUTER: snapshots for subscribers of `estimates`."""
     dgds: str = "tcp://127.0.0.1:7107"
-    """Dgds, ROUTER: token streams. Several, separated by commas: groups are spread over as many dgds."""
+    """Dgds, ROUTER: token streams. Several, separated by commas: groups are sharded over as many
+    processes."""
     bind_host: str = ""
     """Replaces the host when binding TCP, e.g. `*`; empty binds the host as written."""
 
@@ -63,19 +65,19 @@ class BufferConfig(_Section, frozen=True):
 
     policy: str = "seer"
     chunk_size: int | None = None
-    """Tokens of one placement; default: a 32nd of a response's `max_tokens`, 256 at least."""
+    """Most tokens of a chunk; default: a 32nd of a response's `max_tokens`, but at least 256."""
     max_requests: int = 200_000
-    """Bound on unfinished requests held at once."""
+    """Bound on unfinished requests."""
     engine_wait_seconds: float = 600.0
     """How long accepted work may wait for a first engine before it is failed."""
     engine_silence_seconds: float = 20.0
-    """An engine silent for this long is lost; its chunks run elsewhere."""
+    """An engine that sends nothing for this long counts as lost; its chunks run on other engines."""
     max_attempts: int = 8
-    """A request whose chunk failed this often in a row is failed, not retried for ever."""
+    """A request whose chunk failed this many times in a row is failed."""
     result_ttl_seconds: float = 3600.0
     """How long a finished group waits for its trainer's acknowledgement."""
     update_seconds: float = 3600.0
-    """Deadline of each phase of a weight update: checking, finishing what runs, loading."""
+    """Deadline of each phase of a weight update: checking, finishing running requests, loading."""
     log: str = ""
     """Folder for the log of what happened and was decided, at most 2 GiB: docs/log.md.
 
@@ -85,25 +87,26 @@ class BufferConfig(_Section, frozen=True):
     keep_chunks: bool = False
     """Keep responses in that folder, 8 bytes a token: after it was killed, the buffer goes on from them."""
     spool: str = ""
-    """Weights that trainers stream lie in a folder `seer-spool` in here, of their size twice; default: a
-    temporary one."""
+    """Folder for weights that trainers stream, in `seer-spool`: room for two versions. Default: a temporary
+    one."""
     result_bytes: int = 8 * 2**30
-    """Bound on finished groups that wait; past it the oldest is forgotten, and made again if asked for."""
+    """Bound on finished groups that wait; beyond it the oldest is dropped, and generated again if asked
+    for."""
     unfinished_bytes: int = 16 * 2**30
-    """Bound on tokens and logprobs of unfinished groups, 8 bytes each; past it the youngest fail."""
+    """Bound on tokens and logprobs of unfinished groups, 8 bytes each; beyond it the newest groups fail."""
     trainer_lease_seconds: float = 3600.0
-    """A trainer that gives no sign of life for this long is given up: its unfinished work ends."""
+    """The unfinished work of a trainer that sends nothing for this long is dropped."""
 
 
 class ContextConfig(_Section, frozen=True):
     """Length estimates."""
 
     publish_interval_seconds: float = 0.05
-    """Changed estimates are gathered this long before they are broadcast."""
+    """Changed estimates are collected this long before they are published."""
     remember_prompts: int = 0
-    """Bound on prompts whose responses' lengths are remembered for their next groups; 0: none are.
+    """Most prompts whose response lengths are remembered for their next groups; 0: none.
 
-    For policies that estimate from a posterior; one prompt id must mean one prompt over all rollouts.
+    For policies with the `posterior` estimator. A prompt id must be the same prompt in all rollouts.
     """
 
 
@@ -111,39 +114,40 @@ class DgdsConfig(_Section, frozen=True):
     """Grouped token streams."""
 
     ttl_seconds: float = 600.0
-    """Default life of a group after its last touch."""
+    """How long a group is kept after its last use, unless the engine says otherwise."""
     max_tokens: int = 50_000_000
-    """Bound on tokens held (3 bytes each); least recently touched groups go first."""
+    """Bound on tokens kept (3 bytes each); the least recently used groups are dropped first."""
     shard: int = 0
     """Which of `endpoints.dgds` this process serves, counted from 0."""
     remember_tokens: int = 0
-    """Bound on tokens kept of past groups, to draft for their prompts' next ones; 0: none are kept."""
+    """Bound on tokens kept of past groups, to draft from for the same prompts' next groups; 0: none."""
     remember_path: str = ""
-    """File that keeps them over restarts; default: none."""
+    """File in which they survive restarts; default: none."""
 
 
 MAX_DRAFT = 128
-"""Bound on `drafts.max_draft`: every request is given KV for as many tokens more than it keeps."""
+"""Bound on `drafts.max_draft`: every running request reserves KV for this many more tokens."""
 
 
 class DraftsConfig(_Section, frozen=True):
     """Speculative decoding: responses of one group draft for each other. Never changes a token."""
 
     source: Literal["off", "own", "grouped", "random"] = "grouped"
-    """Whose tokens drafts come from: a request's own, or those of its whole group from all engines.
+    """Whose tokens drafts come from: `own`, the request's; `grouped`, those of its whole group, from all
+    engines.
 
-    `random`: nobody's. For `seer verify`: not even such drafts change a token.
+    `random`: random tokens, for `seer verify`: not even such drafts change a token.
     """
     max_draft: int = 8
-    """Most tokens drafted per request and step (K_max); how many pay is decided step by step."""
+    """Most tokens drafted per request and step (K_max); each step chooses how many of them pay."""
     max_paths: int | None = None
-    """Most draft paths verified per request and step; default: as many as pay. 1: never more."""
+    """Most draft paths verified per request and step; default: as many as pay."""
     cache: str = ""
     """Folder of step-time profiles; default: `seer` in the user's cache folder."""
 
 
 CPU_KV_SHARE = 0.1
-"""Share of free memory that all CPU engines here take for KV unless told; zeroing it costs seconds a GiB."""
+"""Default share of free memory for the KV of all CPU engines of a machine; zeroing a GiB takes seconds."""
 
 
 class EngineConfig(_Section, frozen=True):
@@ -154,71 +158,71 @@ class EngineConfig(_Section, frozen=True):
     backend: Literal["vllm", "replay"] = "vllm"
     tensor_parallel: int = 1
     kv_blocks: int | None = None
-    """Usable KV blocks; default: what the memory budget gives."""
+    """Usable KV blocks; default: as many as fit the memory budget."""
     kv_cache_gib: float | None = None
     """KV memory budget on CPU; default: a share of free memory."""
     gpu_memory_utilization: float = 0.9
     max_num_seqs: int = 64
     max_model_len: int | None = None
-    """Longest sequence, prompt + output + slack; default: the model's own limit."""
+    """Longest sequence: prompt, output and room for drafts; default: the model's own limit."""
     dtype: str = "auto"
     weights_root: str = ""
-    """Folders of new weights must lie beneath this one, links resolved; default: they may lie anywhere."""
+    """Only folders below this one, with links resolved, are accepted as new weights; default: any folder."""
     load_seconds: float = 900.0
     """Deadline for loading the model."""
     flush_tokens: int = 64
-    """New tokens of one request that trigger a flush to the dgds."""
+    """New tokens of a request that trigger a flush to the dgds."""
     flush_seconds: float = 0.05
-    """Longest time that generated tokens wait for a flush."""
+    """Longest time that generated tokens wait to be sent to the dgds."""
     status_seconds: float = 1.0
     """Interval of status reports."""
     cpu_cores: str = ""
-    """Cores for a CPU engine's threads, vLLM syntax (`0-3`); default: vLLM's own choice."""
+    """Cores for a CPU engine's threads, in vLLM's syntax (`0-3`); default: vLLM's own choice."""
     fault_position: int | None = None
-    """Sample this absolute position wrongly: `seer verify --plant-fault` must notice. Not for rollouts."""
+    """Sample a wrong token at this absolute position, for `seer verify --plant-fault`. Not for rollouts."""
     replay_trace: str = ""
-    """Replay backend: JSONL of recorded responses; empty: tokens are a function of the key."""
+    """Replay backend: JSONL of recorded responses; empty: tokens and lengths are a function of the key."""
     replay_step_seconds: float = 0.002
     """Replay backend: duration of a step at batch 1."""
     replay_row_seconds: float = 0.0001
     """Replay backend: added duration per running request."""
     replay_vocab_size: int = 151_936
     replay_mean_tokens: int = 256
-    """Replay backend without a trace: mean response length (heavy-tailed)."""
+    """Replay backend without a trace: mean length of responses, which are heavy-tailed."""
 
 
 POOL_SHARE = 0.1
-"""Share of free memory that a pool's owner takes at most unless told; it is taken as it is used."""
+"""Default bound on a pool owner's memory, as a share of free memory; it is allocated as it is used."""
 
 
 class PoolConfig(_Section, frozen=True):
-    """A pool of KV that all engines share: Mooncake Store. Its ports are open to whoever reaches them."""
+    """A KV pool that all engines share: Mooncake Store. Its ports have no authentication."""
 
     kind: Literal["auto", "mooncake", "none"] = "auto"
-    """`auto`: where a whole system starts on one machine, Mooncake if it can be imported; else none."""
+    """`auto`: Mooncake for a whole system on one machine if it can be imported, else none."""
     master: str = "127.0.0.1:7108"
     """Host and port of Mooncake's master."""
     metrics: str = "127.0.0.1:7109"
-    """Host and port at which the master tells its figures over HTTP."""
+    """Host and port of the master's HTTP metrics."""
     host: str = ""
-    """This machine's address towards the pool's other members; default: the one that reaches the master."""
+    """This machine's address for other members of the pool; default: the one used to reach the master."""
     protocol: Literal["tcp", "rdma"] = "tcp"
     device: str = ""
     """RDMA devices, comma-separated; default: all."""
     dram_gib: float | None = None
-    """Memory that the pool's owner gives; default: a share of what is free."""
+    """Memory that the pool's owner provides; default: a share of free memory."""
     ssd_gib: float = 0.0
-    """Disk below that memory; 0: none."""
+    """Size of a disk tier below that memory; 0: none."""
     ssd_path: str = ""
-    """Folder for it; default: a temporary one of the owner's."""
+    """Folder of the disk tier; default: a temporary one."""
     lease_seconds: float = 5.0
-    """For so long after a look-up or read, nothing is removed."""
+    """Blocks are not evicted for this long after a look-up or read."""
     call_seconds: float = 2.0
-    """Deadline of each call of an engine into the pool; a miss after it."""
+    """Deadline of each call of an engine into the pool; later it counts as a miss."""
     staging_mib: int = 128
-    """Memory of each engine rank for KV on its way to and from the pool."""
+    """Memory of each engine rank for KV that is copied to or from the pool."""
     pull_tokens: int = 512
-    """Fewer missing tokens than this are computed again, not pulled (paper, OSDI version)."""
+    """Fewer tokens than this are computed again instead of read from the pool (paper, OSDI version)."""
 
 
 class LogConfig(_Section, frozen=True):
@@ -265,7 +269,7 @@ def load(
         if name.startswith(ENV_PREFIX) and "__" in name:
             _put(table, name[len(ENV_PREFIX) :].lower().replace("__", "."), text, f"environment {name}")
         elif name.startswith(tuple(f"{ENV_PREFIX}{section.upper()}_" for section in _fields(Config))):
-            raise ConfigError(f"environment {name}: put two underscores after the section's name")
+            raise ConfigError(f"environment {name}: write two underscores after the section's name")
     for item in overrides:
         key, equals, text = item.partition("=")
         if not equals:
@@ -300,7 +304,7 @@ def shards(endpoint: str) -> list[str]:
 
 
 def check_endpoint(field: str, endpoint: str) -> None:
-    """Raise `ConfigError` unless this is an address that sockets take."""
+    """Raise `ConfigError` unless this is a valid address of a socket."""
     scheme, _, address = endpoint.partition("://")
     host, _, port = address.rpartition(":")
     sound = bool(address)
@@ -330,7 +334,7 @@ def dump(config: Config) -> str:
 
 
 def shared_hash(shared: SharedConfig) -> str:
-    """Digest what must agree everywhere; a model is named by its folder, not by its path."""
+    """Digest what must be equal everywhere; of the model's path only the folder's name counts."""
     agreed = msgspec.structs.replace(shared, model=Path(shared.model).name)
     return hashlib.blake2b(msgspec.json.encode(agreed, order="sorted"), digest_size=8).hexdigest()
 

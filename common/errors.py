@@ -1,6 +1,6 @@
 """Typed errors. Every message names the field, the value and the fix.
 
-`SeerError.code` travels on the wire, so a client raises the same class that the service meant.
+`SeerError.code` is sent with a `Refused`, so a client raises the same class as the service.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from collections.abc import Mapping
 
 
 class SeerError(Exception):
-    """Base of every error that Seer raises on purpose."""
+    """Base of all errors that Seer raises deliberately."""
 
     code = "error"
 
@@ -59,7 +59,7 @@ class EngineError(SeerError):
 
 
 class NotLoaded(EngineError):  # noqa: N818 - reads as what it says at the call site
-    """An engine has no weights to run a chunk with: that says nothing of the chunk."""
+    """An engine has no weights loaded: the chunk did not run, and is not to blame."""
 
     code = "not_loaded"
 
@@ -96,13 +96,13 @@ class DeadlineExceeded(RequestRefused):
 
 
 class WeightsRefused(SeerError):  # noqa: N818 - reads as what it says at the call site
-    """A weight update that changed nothing. `reasons` by instance; the empty name is the update itself."""
+    """A weight update that failed and changed nothing. `reasons` by instance; empty name: the update."""
 
     code = "weights"
 
     def __init__(self, version: int, reasons: Mapping[str, str]) -> None:
-        told = "; ".join(f"{name}: {why}" if name else why for name, why in reasons.items())
-        super().__init__(f"weight version {version}: {told}")
+        listed = "; ".join(f"{name}: {why}" if name else why for name, why in reasons.items())
+        super().__init__(f"weight version {version}: {listed}")
         self.reasons = dict(reasons)
 
 

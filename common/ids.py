@@ -4,8 +4,8 @@ Invariants:
 - a request's id is a function of (rollout id, prompt id, response index) and is unique in a rollout;
 - a request's key is a function of (seed, rollout number, prompt id, response index) and of
   nothing else: not of the schedule, the instance, or the order of submission;
-- what a submission asks for, its prompts apart, has one digest;
-- no two lives of a process share an incarnation, and while clocks are not set back, later is greater.
+- `params_digest` is the same for two submissions that ask for the same of each prompt;
+- no two incarnations of a process are equal, and later ones are greater unless clocks are set back.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from seer.common.types import SamplingParams
 
 _KEY_PERSON = b"seer-key-v1"
 _INT64 = range(-(2**63), 2**63)
-_CHANCE_BITS = 20  # leaves the milliseconds until the year 2248
+_RANDOM_BITS = 20  # leaves room for milliseconds until the year 2248
 
 
 def request_key(seed: int, rollout_number: int, prompt_id: str, response_index: int) -> int:
-    """Return the 64-bit key of one response's noise: BLAKE2b of the four coordinates.
+    """Return the 64-bit key of one response's noise: a BLAKE2b hash of the four arguments.
 
-    The prompt id is length-prefixed by position (it comes last), so no two tuples share an
-    encoding. Raises `ValueError` when seed or rollout number does not fit 64 signed bits.
+    The prompt id comes last, so no two tuples have the same encoding. Raises `ValueError` when seed or
+    rollout number does not fit 64 signed bits.
     """
     if seed not in _INT64 or rollout_number not in _INT64:
         raise ValueError("seed and rollout_number must fit in 64 signed bits")
@@ -37,7 +37,7 @@ def request_key(seed: int, rollout_number: int, prompt_id: str, response_index: 
     return int.from_bytes(digest, "little")
 
 
-def asked(seed: int, rollout_number: int, n: int, sampling: SamplingParams) -> int:
+def params_digest(seed: int, rollout_number: int, n: int, sampling: SamplingParams) -> int:
     """Return a 63-bit digest of what a submission asks for each of its prompts."""
     packed = msgspec.msgpack.encode((seed, rollout_number, n, sampling), order="sorted")
     return int.from_bytes(hashlib.blake2b(packed, digest_size=8).digest(), "little") >> 1
@@ -54,10 +54,10 @@ def request_id(group: str, index: int) -> str:
 
 
 def not_before(incarnation: int, other: int) -> bool:
-    """Say whether a life did not start before another one, as far as their milliseconds tell."""
-    return incarnation >> _CHANCE_BITS >= other >> _CHANCE_BITS
+    """Return whether a process started no earlier than another, by the milliseconds of their incarnations."""
+    return incarnation >> _RANDOM_BITS >= other >> _RANDOM_BITS
 
 
 def new_incarnation() -> int:
-    """Return a 63-bit number that tells one life of a process from the next: milliseconds, then chance."""
-    return time.time_ns() // 10**6 << _CHANCE_BITS | secrets.randbits(_CHANCE_BITS)
+    """Return a 63-bit number that identifies this run of a process: milliseconds, then random bits."""
+    return time.time_ns() // 10**6 << _RANDOM_BITS | secrets.randbits(_RANDOM_BITS)

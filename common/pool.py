@@ -1,8 +1,8 @@
-"""What is known of the KV pool without being a part of it: its master's address, and what that tells.
+"""Metrics of the KV pool, from its master's HTTP endpoint.
 
 Invariants:
 - mooncake is never imported here;
-- every question has a deadline; an answer that makes no sense is no answer.
+- every request has a deadline; an answer that cannot be read counts as none.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ ANSWER_SECONDS = 3.0
 """Deadline of the master's answer over HTTP; it takes about a millisecond."""
 
 _SAMPLE = re.compile(r'^(?P<name>\w+)(?:\{segment="(?P<segment>[^"]*)"\})? (?P<value>[0-9.e+]+)$', re.M)
-"""A line of Prometheus' text format; other labels than `segment` are of no interest."""
+"""A line in Prometheus' text format; of labels only `segment` is read."""
 
 
 class PoolFigures(msgspec.Struct, frozen=True, kw_only=True):
-    """What a pool's master tells. Bytes of values; `owners`: memory in bytes by the owner's name.
+    """Metrics of a pool's master. Sizes in bytes; `owners`: memory in bytes by the owner's name.
 
-    `ssd_reads`: look-ups since the master started of blocks that only disk had.
+    `ssd_reads`: look-ups, since the master started, of blocks that were only on disk.
     """
 
     keys: int = 0
@@ -38,7 +38,7 @@ class PoolFigures(msgspec.Struct, frozen=True, kw_only=True):
 
 
 async def ask_master(metrics: str, path: str = "/metrics", seconds: float = ANSWER_SECONDS) -> str:
-    """Return what the master answers at `metrics` (`host:port`). Raises `Unreachable`."""
+    """Return the body of the master's answer at `metrics` (`host:port`). Raises `Unreachable`."""
     host, _, port = metrics.rpartition(":")
     try:
         async with asyncio.timeout(seconds):
@@ -63,7 +63,7 @@ async def ask_master(metrics: str, path: str = "/metrics", seconds: float = ANSW
 
 
 def read_figures(text: str) -> PoolFigures:
-    """Read what the master answers at `/metrics`; what it does not say is 0."""
+    """Read the master's answer at `/metrics`; missing metrics are 0."""
     values: dict[str, float] = {}
     owners: dict[str, int] = {}
     for sample in _SAMPLE.finditer(text):

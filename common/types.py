@@ -1,7 +1,7 @@
-"""The nouns: sampling parameters, instances, requests as policies see them.
+"""Types that all parts share: sampling parameters, an instance's capacity and its statistics.
 
 Invariants:
-- everything here is a frozen value or a plain counter record; no IO, no clock, no arrays;
+- everything here is a frozen value; no IO, no clock, no arrays;
 - `SamplingParams.check` accepts exactly what the engine's sampler implements.
 """
 
@@ -18,10 +18,10 @@ LogprobMode = Literal["scaled", "raw", "processed"]
 FinishReason = Literal["stop", "length"]
 
 MAX_STOP_STRINGS = 16
-"""Bound on stop strings per request: each is searched after every token."""
+"""Bound on stop strings per request: each is searched for after every token."""
 
 MAX_BIAS_ENTRIES = 1024
-"""Bound on logit_bias and stop_token_ids entries: they travel with every chunk."""
+"""Bound on logit_bias and stop_token_ids entries: they are sent with every chunk."""
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -92,8 +92,8 @@ _RANGES: tuple[tuple[str, float, float, bool], ...] = (
 class Capacity(msgspec.Struct, frozen=True, kw_only=True):
     """What an instance can hold.
 
-    `kv_blocks` counts blocks that requests can really use (vLLM's null block is not one);
-    `draft_tokens` is K_max, the most tokens one step may draft.
+    `kv_blocks` counts blocks that requests can use, without vLLM's null block; `draft_tokens` is K_max, the
+    most tokens that one step may draft for a request.
     """
 
     kv_blocks: int
@@ -103,30 +103,29 @@ class Capacity(msgspec.Struct, frozen=True, kw_only=True):
     draft_tokens: int = 0
 
     def blocks_for(self, context: int, chunk: int) -> int:
-        """Return the blocks that a chunk can need at worst: ceil((context+chunk+K_max+1)/block)."""
+        """Return the most blocks that a chunk can need: ceil((context + chunk + K_max + 1) / block_size)."""
         return -(-(context + chunk + self.draft_tokens + 1) // self.block_size)
 
     def holds(self, context: int, chunk: int) -> bool:
-        """Say whether a chunk fits an empty instance."""
+        """Return whether a chunk fits an empty instance."""
         return (
-            context + chunk <= self.max_model_len  # drafts end where the chunk does
+            context + chunk <= self.max_model_len  # drafts never reach beyond the chunk
             and self.blocks_for(context, chunk) <= self.kv_blocks
         )
 
 
 class InstanceStats(msgspec.Struct, frozen=True, kw_only=True):
-    """An instance's own report. Counters are totals since it started.
+    """An instance's own statistics. Counters are totals since it started.
 
-    `free_blocks` are really free (cached but unreferenced ones included); `pinned_blocks` are
-    held by pool saves after their request ended and cannot be given out. `cached_tokens` of
-    `prompt_tokens` were not computed: `pool_tokens` of them came from the KV pool.
-    `pool_failures` are calls into it that failed or took too long, `pool_corrupt` blocks whose
-    checksum was wrong; all of these cost a computation and nothing else. `pool_away`: it is left
-    alone for a while, after such failures. `verifications` counts tokens sampled from the model's own
-    word, one per request and step: each may confirm drafts, of which `accepted_tokens` of
-    `drafted_tokens` were right. `draft_seconds` of `step_seconds` went into drafting. `best_rate` is the
-    most tokens/s, over a second of steps, and `token_seconds_alone` the least seconds per token of a
-    request alone, that were seen of it; 0: not yet.
+    `free_blocks` include cached blocks that no request references; `pinned_blocks` are held by saves to the
+    KV pool after their request ended, and cannot be allocated. Of `prompt_tokens`, `cached_tokens` were not
+    computed, and `pool_tokens` of these came from the KV pool. `pool_failures` are calls into the pool that
+    failed or took too long, `pool_corrupt` blocks with a wrong checksum; in both cases KV is computed
+    instead. `pool_away`: after such failures the pool is not used for a while. `verifications` counts
+    request-steps, each of which generates one token and may verify drafts; of `drafted_tokens`,
+    `accepted_tokens` were accepted. `draft_seconds` of `step_seconds` were spent drafting. `best_rate` is the
+    highest tokens/s over a second of steps, `token_seconds_alone` the least seconds per token of a request
+    that ran alone; 0: not measured yet.
     """
 
     steps: int = 0

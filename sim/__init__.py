@@ -1,1 +1,1 @@
-"""The simulator: production policies and machines on modelled engines, in virtual time."""
+"""The simulator: the production's policies and state machines with models of engines, in virtual time."""

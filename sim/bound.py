@@ -1,8 +1,8 @@
-"""The least time that a rollout can take.
+"""A lower bound on the time of a rollout.
 
 Invariants (tests/unit/test_sim_study.py asserts them):
 - no schedule of `Model`'s engines ends before `of_rollout(...).seconds(instances)`;
-- more instances, and drafts, never make it longer; the longest response alone never makes it shorter.
+- more instances, and drafts, never raise it; a longer longest response never lowers it.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ Floats = NDArray[np.float64]
 
 
 def lower_bound(tokens: int, longest: int, capacity: float, seconds_per_token: float) -> float:
-    """Return the seconds below which no schedule gets: all work at full speed, or the longest response alone.
+    """Return the larger of the seconds for all work at full capacity, and for the longest response alone.
 
-    `tokens` of all responses and of the `longest` one; `capacity`: tokens/s of all instances together,
-    each at the best batch that its KV holds; `seconds_per_token` of a request that has an instance to
-    itself. Both are the best that the engines reach with the drafts they make. Raises `InvalidField`.
+    `tokens` of all responses, and of the `longest` one; `capacity`: tokens/s of all instances together,
+    each at the best batch that its KV holds; `seconds_per_token`: of a request that runs alone on an
+    instance. Both with the drafts that the engines use. Raises `InvalidField`.
     """
     for name, value in (("tokens", tokens), ("longest", longest), ("seconds_per_token", seconds_per_token)):
         if value < 0:
@@ -39,7 +39,7 @@ def lower_bound(tokens: int, longest: int, capacity: float, seconds_per_token: f
 
 @dataclass(frozen=True, slots=True)
 class Least:
-    """What a rollout needs at least: `work` seconds of instances, `alone` those of its longest response."""
+    """What a rollout needs at least: `work` in instance-seconds, `alone` seconds for its longest response."""
 
     tokens: int
     longest: int
@@ -47,23 +47,23 @@ class Least:
     alone: float
 
     def seconds(self, instances: int) -> float:
-        """Return the lower bound on so many instances."""
+        """Return the lower bound in seconds on this number of instances."""
         return lower_bound(
             self.tokens, self.longest, self.tokens * instances / self.work, self.alone / self.longest
         )
 
 
 def of_rollout(load: Workload, lengths: Sequence[Sequence[int]], drafts: bool) -> Least:
-    """Return the least that responses of these lengths take on engines such as the workload's.
+    """Return the least that responses of these lengths (by group) need on the workload's engines.
 
-    Every row takes its time and every token of KV that of reading it; steps are as few as memory
-    (`kv_tokens`, `max_num_seqs`) allows, all of them full. With drafts every token comes at the draft
-    length that makes it cheapest there, each draft as good as with all siblings in the tree.
+    Every row and every token of KV that is read takes its time; there are as few steps as memory
+    (`kv_tokens`, `max_num_seqs`) allows, all with full batches. With drafts each token uses the draft length
+    that is cheapest for it, accepted as often as with all responses of the group in the tree.
     """
     model = load.model
     flat = np.array([length for group in lengths for length in group])
     longest = int(flat.max())
-    # Responses that have a token 0, 1, 2, ... and the context in the middle of that step.
+    # How many responses have a token 0, 1, 2, ..., and their context in the middle of that step.
     alive = flat.size - np.bincount(flat).cumsum()[:-1]
     context: Floats = load.prompt + np.arange(longest, dtype=np.float64) + 0.5
     gains = GAINS[kind_of(max(map(len, lengths)) - 1, probe=False)] if drafts else np.ones(1)
@@ -87,9 +87,9 @@ def _cheapest(
     share: Floats,
     part: float,
 ) -> Floats:
-    """Return the seconds of a token at each context, with the draft length that is best there.
+    """Return the seconds of a token at each context length, with the draft length that is best there.
 
-    `share` of a step is the request's; `part` of what computing takes beyond reading weights is counted.
+    `share` is the request's share of a step; `part` is the part of compute beyond reading weights to count.
     """
     least = np.full(len(context), np.inf)
     for drafted, gain in enumerate(gains):

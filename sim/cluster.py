@@ -1,13 +1,14 @@
-"""One rollout in virtual time: the production's buffer and context machines over simulated engines.
+"""One rollout in virtual time: the production's buffer and context machines with simulated engines.
 
-Nothing is copied: `services/buffer/requests/machine.py` and `services/context/machine.py` get the events that
-their servers would hand them, and their instructions are performed on `Instance`s. What the network
-and the pool take is charged: a dispatch, a broadcast of estimates, and KV that a chunk finds elsewhere.
+Both machines are the production code: `services/buffer/requests/machine.py` and
+`services/context/machine.py` get the events that their servers would pass them, and their instructions are
+performed on `Instance`s. Delays are modelled: of a dispatch, of publishing estimates, and of KV that a chunk
+reads from the pool.
 
 Invariants (tests/unit/test_sim_cluster.py asserts them):
-- every response ends, once, as long as the workload says, under every policy;
-- the same workload, policy and seed have the same result, to the last bit;
-- no run ends before its lower bound, and none under a policy with admission preempts.
+- every response ends once, with the length that the workload says, under every policy;
+- the same workload, policy and seed give the same result, bit for bit;
+- no run ends before its lower bound, and nothing is preempted under a policy with admission.
 """
 
 from __future__ import annotations
@@ -18,21 +19,22 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 
+from seer.common.group_events import GroupClosed, GroupEvent, GroupOpened, RequestProgress
 from seer.common.policy.length import ESTIMATORS
 from seer.common.policy.schedule import Policy
 from seer.services.buffer.events import Joined
 from seer.services.buffer.requests import events, instructions, state
 from seer.services.buffer.requests.machine import RequestMachine
-from seer.services.context.machine import Closed, EstimateMachine, Event, Opened, Progressed
+from seer.services.context.machine import EstimateMachine
 from seer.sim.drafting import Drafting, kind_of
 from seer.sim.instance import Chunk, Instance
 from seer.sim.workload import Workload
 
 DISPATCH_SECONDS = 0.01
-"""From a chunk's end to the first step of the next: two messages and a scheduler pass."""
+"""From the end of a chunk to the first step of the next: two messages and a scheduler step."""
 
 PUBLISH_SECONDS = 0.05
-"""The context service gathers news this long: the default of `context.publish_interval_seconds`."""
+"""How long the context service collects changes: the default of `context.publish_interval_seconds`."""
 
 SAMPLES = 400
 """Points of each curve over time."""
@@ -40,7 +42,7 @@ SAMPLES = 400
 
 @dataclass(slots=True)
 class Sample:
-    """The state of all instances at one time, in the order of their names."""
+    """The state of all instances at one time, ordered by name."""
 
     time: float
     running: list[int]
@@ -49,7 +51,7 @@ class Sample:
 
 @dataclass(slots=True)
 class Outcome:
-    """What a rollout took. Times in seconds since submission; `finished` is sorted."""
+    """The result of a rollout. Times in seconds since submission; `finished` (of all responses) is sorted."""
 
     total: float
     tail: float
@@ -94,17 +96,17 @@ class Cluster:
             for name in (f"e{index:04}" for index in range(load.instances))
         }
         self.now = 0.0
-        self._agenda: list[tuple[float, int, Callable[..., None], tuple[object, ...]]] = []
+        self._events: list[tuple[float, int, Callable[..., None], tuple[object, ...]]] = []
         self._order = count()
         self._wakes = dict.fromkeys(self.instances, math.inf)
         self._publishing = False
-        self._began: dict[str, int] = {}  # responses of a group that have begun
+        self._began: dict[str, int] = {}  # how many responses of each group have started
         self._since: dict[str, float] = {}
         self.counts = dict.fromkeys(("pulled_tokens", "prefilled_tokens"), 0.0)
         self._outcome = Outcome(0.0, 0.0, sum(self.lengths.values()), self.counts, [])
 
     def run(self) -> Outcome:
-        """Return what the rollout took, from submission to the last response."""
+        """Run until the last response has finished; return the result."""
         for instance in self.instances.values():
             self._tell(Joined(instance.name, self.load.capacity))
         by_size: dict[int, list[events.GroupSpec]] = {}
@@ -115,7 +117,7 @@ class Cluster:
         if self.every:
             self._sample()
         while len(self._outcome.finished) < len(self.lengths):
-            self.now, _, action, values = heapq.heappop(self._agenda)
+            self.now, _, action, values = heapq.heappop(self._events)
             action(*values)
         return self._close()
 
@@ -134,9 +136,9 @@ class Cluster:
         return outcome
 
     def _at(self, time: float, action: Callable[..., None], *values: object) -> None:
-        heapq.heappush(self._agenda, (time, next(self._order), action, values))
+        heapq.heappush(self._events, (time, next(self._order), action, values))
 
-    # --- what the machines ask for -----------------------------------------------------------
+    # --- instructions of the machines --------------------------------------------------------
 
     def _tell(self, event: events.Event) -> None:
         answered = self.buffer.apply(event, self.now)
@@ -146,16 +148,12 @@ class Cluster:
             match item:
                 case instructions.Dispatch():
                     self._dispatch(item)
-                case instructions.PublishProgress():
-                    self._learn(Progressed(item.group_id, item.index, item.generated, item.finished))
-                case instructions.PublishOpened():
-                    self._learn(Opened(item.group_id, item.size, item.cap))
-                case instructions.PublishClosed():
-                    self._learn(Closed(item.group_id))
+                case GroupOpened() | RequestProgress() | GroupClosed():
+                    self._learn(item)
                 case instructions.Refuse():
                     raise ValueError(f"the buffer refused prompts: {item.message}")
 
-    def _learn(self, event: Event) -> None:
+    def _learn(self, event: GroupEvent) -> None:
         self.context.apply(event)
         if not self._publishing and self.context.dirty:
             self._publishing = True
@@ -166,30 +164,30 @@ class Cluster:
         if changes := self.context.changes():
             self._tell(events.EstimatesChanged(changes))
 
-    def _dispatch(self, order: instructions.Dispatch) -> None:
-        request = self.buffer.requests[order.request_id]
-        view, instance = request.view, self.instances[order.instance]
+    def _dispatch(self, item: instructions.Dispatch) -> None:
+        request = self.buffer.requests[item.request_id]
+        view, instance = request.view, self.instances[item.instance]
         start = self.now + DISPATCH_SECONDS
         chunk = Chunk(
-            order.request_id,
-            order.attempt,
+            item.request_id,
+            item.attempt,
             float(view.context),
-            view.prompt_len + min(view.generated + order.max_new_tokens, self.lengths[order.request_id]),
+            view.prompt_len + min(view.generated + item.max_new_tokens, self.lengths[item.request_id]),
         )
         group = request.group.group_id
         if not view.generated:
             chunk.prefill = float(view.context)
             self.counts["prefilled_tokens"] += view.context
             self._began[group] = self._began.get(group, 0) + 1
-        elif (missing := view.context - instance.take(order.request_id)) > 0:
+        elif (missing := view.context - instance.take(item.request_id)) > 0:
             begins = max(self.now, instance.link_free_at)
             instance.link_free_at = begins + missing * self.load.model.pull
             start += instance.link_free_at - self.now
             self.counts["pulled_tokens"] += missing
         if self.drafts:
-            chunk.kind = kind_of(self._began[group] - 1, order.probe)
+            chunk.kind = kind_of(self._began[group] - 1, item.probe)
         if self.every:
-            self._since[order.request_id] = start
+            self._since[item.request_id] = start
         self._at(start, self._add, instance, chunk)
 
     # --- engines -----------------------------------------------------------------------------

@@ -1,8 +1,8 @@
-"""What drafts bring in simulated engines: acceptance tables and the production's choice of drafts.
+"""Drafts in simulated engines: acceptance from the paper, and the production's choice of draft lengths.
 
-A drafted token at place k is right with chance alpha^k; alpha follows from the paper's mean acceptance
-length with n siblings in the tree (its linear drafts on Qwen2-VL). Which tokens are worth a row is for
-`common/policy/draft_budget.best` to say, with this instance's step times.
+A drafted token at place k is accepted with probability alpha^k; alpha follows from the paper's mean
+acceptance length with n other responses of the group in the tree (its linear drafts on Qwen2-VL). Draft
+lengths are chosen by `common/policy/draft_budget.choose_lengths`, with the instance's step times.
 """
 
 from __future__ import annotations
@@ -11,32 +11,32 @@ from bisect import bisect_right
 
 import numpy as np
 
-from seer.common.policy.draft_budget import HIGH_WEIGHT, best
+from seer.common.policy.draft_budget import HIGH_WEIGHT, choose_lengths
 from seer.sim.workload import Model
 
 SIBLINGS = (0, 1, 5, 15)
-"""Numbers of siblings of which acceptance was published."""
+"""Numbers of siblings (other responses of the group in the tree) with a published acceptance length."""
 
 ACCEPTANCE_LENGTH = (1.70, 2.04, 2.32, 2.53)
-"""Mean tokens a step, the bonus token included, with that many siblings."""
+"""Mean tokens per step with that many siblings, the bonus token included."""
 
 MAX_DRAFT = 8
-"""Most tokens drafted per request and step, in the tables as here."""
+"""Most tokens drafted per request and step, in the paper's tables as here."""
 
 CLASSES = 2 * len(SIBLINGS)
-"""Kinds of chunks: by siblings, and twice that for probes, whose drafts come first."""
+"""Classes of chunks: one per number of siblings, and the same again for probes, whose drafts come first."""
 
 DRAFT_SHARE = 0.02
-"""Part of a step that drafting takes: 1.9 to 2.6 % were measured (docs/drafts.md)."""
+"""Time of drafting as a share of the step: 1.9 to 2.6 % were measured (docs/drafts.md)."""
 
 
 def kind_of(siblings: int, probe: bool) -> int:
-    """Return the class of a chunk with so many siblings begun."""
+    """Return the class of a chunk whose group has this many other responses started."""
     return bisect_right(SIBLINGS, siblings) - 1 + len(SIBLINGS) * probe
 
 
 def _alpha(mean: float) -> float:
-    """Return the alpha whose drafts of `MAX_DRAFT` tokens bring `mean` tokens a step."""
+    """Return the alpha with which drafts of `MAX_DRAFT` tokens give `mean` tokens per step."""
     low, high = 0.0, 1.0
     for _ in range(50):
         alpha = (low + high) / 2
@@ -47,17 +47,17 @@ def _alpha(mean: float) -> float:
 _CHANCES = np.array([[_alpha(mean) ** k for k in range(1, MAX_DRAFT + 1)] for mean in ACCEPTANCE_LENGTH] * 2)
 _WEIGHTS = np.array([1.0] * len(SIBLINGS) + [HIGH_WEIGHT] * len(SIBLINGS))
 GAINS = np.concatenate([np.ones((CLASSES, 1)), 1 + _CHANCES.cumsum(axis=1)], axis=1)
-"""Tokens a step [class, drafted tokens], the model's own included."""
+"""Tokens per step [class, drafted tokens], the bonus token included."""
 
 
 class Drafting:
-    """Rates by class, remembered: batches that differ by a few percent draft alike."""
+    """Tokens per step by class, cached: batches that differ by a few percent share an entry."""
 
     def __init__(self) -> None:
         self._known: dict[tuple[int, ...], tuple[list[float], float]] = {}
 
     def rates(self, model: Model, counts: list[int], kv_tokens: float) -> tuple[list[float], float]:
-        """Return the tokens a step of each class, and the rows beyond one each that a step verifies."""
+        """Return the tokens per step of each class, and how many drafted tokens a step verifies."""
         key = (_coarse(int(kv_tokens)), *map(_coarse, counts))
         known = self._known.get(key)
         if known is None:
@@ -79,7 +79,7 @@ def _choose(model: Model, counts: tuple[int, ...], kv_tokens: float) -> tuple[li
     read = np.maximum(model.kv, model.attend * (1 + rows / batch)) * kv_tokens
     compute = np.maximum(0.0, model.row * (batch + rows) - model.weights)
     seconds = (1 + DRAFT_SHARE) * (model.step + model.request * (batch + rows) + compute + read)
-    keep = best(np.ascontiguousarray(_CHANCES[kinds]), seconds, 0.0, _WEIGHTS[kinds])
+    keep = choose_lengths(np.ascontiguousarray(_CHANCES[kinds]), seconds, 0.0, _WEIGHTS[kinds])
     kept = np.bincount(kinds, weights=GAINS[kinds, keep], minlength=CLASSES)
     rates = [float(total / n) if n else 1.0 for total, n in zip(kept, counts, strict=True)]
     return rates, float(keep.sum())

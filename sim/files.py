@@ -1,13 +1,14 @@
 """Workloads from files: TOML descriptions, and recorded rollouts.
 
-A description has the fields of `Workload` but for its name and lengths, `model` is a table of `Model`'s.
-With `like = "moonlight"` what it leaves out is as there; `trace = "FILE"`, relative to it, gives lengths.
+A description has the fields of `Workload` except name and lengths; `model` is a table with `Model`'s fields.
+With `like = "moonlight"` fields that are left out are that workload's; `trace = "FILE"`, relative to the
+description, gives lengths.
 
 A trace is JSON lines, of responses `{"id": "<prompt>", "length": n}` or `{"id", "token_ids": [...]}`
 (what the replay engine reads), or of groups `{"id", "responses": [{"token_ids": [...]}, ...]}` (what
-`seer rollout` writes). Other fields are ignored; `index`, if given, must not come twice.
+`seer rollout` writes). Other fields are ignored; `index`, if given, must be unique in its group.
 
-Every complaint names the file, the line or field, and the fix.
+Every error names the file, the line or field, and the fix.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ def load_workload(named: str, cluster: str | None = None) -> Workload:
     path = Path(named)
     is_trace = path.suffix == ".jsonl"
     if cluster is not None and not is_trace:
-        raise InvalidField("--cluster", cluster, f"is for traces, FILE.jsonl; {named} says where it runs")
+        raise InvalidField("--cluster", cluster, f"is for traces, FILE.jsonl; {named} has its own cluster")
     if named in WORKLOADS:
         return WORKLOADS[named]()
     if is_trace:
@@ -132,7 +133,7 @@ def _described(path: Path) -> Workload:
 
 
 def _unknown(table: dict[str, object]) -> Iterator[str]:
-    """Yield what is wrong with the keys of a description."""
+    """Yield an error for each wrong key of a description."""
     model = table.get("model", {})
     if not isinstance(model, dict):
         yield f"model = {model!r}: give a table, [model]"

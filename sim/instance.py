@@ -1,18 +1,18 @@
-"""One engine as a fluid: all its requests advance together, at the pace of its steps.
+"""A fluid model of one engine: all its requests advance together, at the speed of its steps.
 
-Between two events (a chunk comes, ends or is preempted) nothing but lengths changes, so the time of
-k steps is k x T + c x R x k² / 2, where T is the first step's time, R the tokens that each step adds,
-and c the time to read one token's KV. Steps are not counted one by one: whole rollouts take seconds.
+Between two events (a chunk arrives, ends or is preempted) only lengths change, so the time of k steps is
+k x T + c x R x k² / 2, where T is the first step's time, R the tokens that each step adds, and c the time to
+read one token's KV. Steps are not simulated one by one, so a whole rollout takes seconds.
 
-Batching and memory follow vLLM as `services/engine/replay/kv_model.py` does step by step, of which this is
-the limit (tests/property/test_sim_instance.py compares them): first come, first served; a waiting
-chunk is admitted when all tokens it has fit; when memory is full the last admitted is preempted,
-goes to the head of the queue, and is prefilled again.
+Batching and memory follow vLLM, as in `services/engine/replay/kv_model.py`, which simulates single steps
+(tests/property/test_sim_instance.py compares both): first come, first served; a waiting chunk is admitted
+when all its tokens fit; when memory is full the last admitted chunk is preempted, goes to the head of the
+queue, and is prefilled again.
 
 Invariants (the same test asserts them):
-- KV in use never passes `kv_tokens`, and is the sum over running chunks;
-- every chunk ends, exactly as long as it was asked to become;
-- time moves forward, and the same calls have the same results.
+- KV in use never exceeds `kv_tokens`, and is the sum over running chunks;
+- every chunk ends at exactly its `end`;
+- time never goes back, and the same calls have the same results.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from itertools import count
 from seer.sim.drafting import CLASSES, DRAFT_SHARE, Drafting
 from seer.sim.workload import Model
 
-_LITTLE = 1e-6  # tokens: rounding of clocks
+_EPSILON = 1e-6  # tokens: rounding errors
 
 
 @dataclass(slots=True, eq=False)
 class Chunk:
-    """A chunk of a request: `length` tokens of context and output when it came, `end` when it is over.
+    """A chunk of a request: `length` tokens of prompt and output now, `end` tokens when it ends.
 
-    `prefill` tokens of its context must be computed on admission; `kind` is its class of drafts.
+    `prefill` tokens must be computed on admission; `kind` is its class of drafts (`drafting.kind_of`).
     """
 
     request_id: str
@@ -43,17 +43,17 @@ class Chunk:
     prefill: float = 0.0
     kind: int = 0
     preemptions: int = 0
-    base: float = 0.0  # length less its class' clock, while it runs
+    base: float = 0.0  # length minus its class's clock, while it runs
 
 
 class Instance:
-    """See the module's docstring. `admission`: the buffer promised room, so nothing is preempted."""
+    """See the module's docstring. `drafting`: None without drafts."""
 
     def __init__(self, name: str, model: Model, drafting: Drafting | None) -> None:
         self.name, self.model = name, model
         self._drafting = drafting
         self._now = 0.0
-        self._debt = 0.0  # seconds of prefill before the next step
+        self._prefill_seconds = 0.0  # of prefill before the next step
         classes = CLASSES if drafting else 1
         self._clocks = [0.0] * classes
         self._rates = [1.0] * classes
@@ -63,8 +63,8 @@ class Instance:
         self._running: OrderedDict[str, Chunk] = OrderedDict()
         self._waiting: deque[Chunk] = deque()
         self._step, self._gain, self._rise = model.step, 0.0, 0.0
-        self._tuned = True
-        self._cached: OrderedDict[str, float] = OrderedDict()  # left by requests that may come back
+        self._up_to_date = True
+        self._cached: OrderedDict[str, float] = OrderedDict()  # KV of requests that may come back
         self._cached_tokens = 0.0
         self.kv_tokens = 0.0
         self.link_free_at = 0.0
@@ -72,24 +72,24 @@ class Instance:
 
     @property
     def running(self) -> int:
-        """Chunks that decode."""
+        """Number of running chunks."""
         return len(self._running)
 
     @property
     def waiting(self) -> int:
-        """Chunks in the engine's own queue."""
+        """Number of chunks in the engine's own queue."""
         return len(self._waiting)
 
     # --- the cache of requests that left ---------------------------------------------------
 
     def leave(self, request_id: str, tokens: float) -> None:
-        """Remember that a request's KV lies here until its memory is needed."""
+        """Keep a request's KV as cached until its memory is needed."""
         self._cached[request_id] = tokens
         self._cached_tokens += tokens
         self._evict()
 
     def take(self, request_id: str) -> float:
-        """Return, and no longer count as cached, the tokens of a request whose KV still lies here."""
+        """Return how many tokens of a request are cached here; they are not cached any more."""
         tokens = self._cached.pop(request_id, 0.0)
         self._cached_tokens -= tokens
         return tokens
@@ -101,7 +101,7 @@ class Instance:
     # --- chunks ------------------------------------------------------------------------------
 
     def add(self, chunk: Chunk, now: float) -> None:
-        """Take a chunk in at `now`."""
+        """Add a chunk to the queue at `now`."""
         self.advance(now)
         self._waiting.append(chunk)
         self._admit()
@@ -109,19 +109,19 @@ class Instance:
     def _admit(self) -> None:
         while self._waiting and len(self._running) < self.model.max_num_seqs:
             chunk = self._waiting[0]
-            ahead = 1 + len(self._running)  # a slot each for the tokens that the next step samples
-            if chunk.length + ahead > self.model.kv_tokens - self.kv_tokens + _LITTLE:
+            ahead = 1 + len(self._running)  # one slot for each token that the next step samples
+            if chunk.length + ahead > self.model.kv_tokens - self.kv_tokens + _EPSILON:
                 break
             self._waiting.popleft()
             self.kv_tokens += chunk.length
-            self._debt += chunk.prefill * self.model.prefill
+            self._prefill_seconds += chunk.prefill * self.model.prefill
             chunk.prefill = 0.0
             chunk.base = chunk.length - self._clocks[chunk.kind]
             self._running[chunk.request_id] = chunk
             self._counts[chunk.kind] += 1
             heapq.heappush(self._ends[chunk.kind], (chunk.end - chunk.base, next(self._order), chunk))
         self._evict()
-        self._tuned = False
+        self._up_to_date = False
 
     def _remove(self, chunk: Chunk) -> None:
         chunk.length = self._clocks[chunk.kind] + chunk.base
@@ -131,9 +131,9 @@ class Instance:
         if not self._running:
             self.kv_tokens = 0.0
 
-    def _tune(self) -> None:
-        """Compute the step's time, and what it brings, for the batch that runs now."""
-        self._tuned = True
+    def _update_step(self) -> None:
+        """Compute the step's time and tokens for the running batch."""
+        self._up_to_date = True
         drafted, self._gain = 0.0, float(len(self._running))
         if self._drafting is not None:
             self._rates, drafted = self._drafting.rates(self.model, self._counts, self.kv_tokens)
@@ -149,8 +149,8 @@ class Instance:
         """Return when the next chunk ends or is preempted; infinity if none runs."""
         if not self._running:
             return math.inf
-        if not self._tuned:
-            self._tune()
+        if not self._up_to_date:
+            self._update_step()
         steps = (self.model.kv_tokens - self.kv_tokens) / self._gain
         for kind, ends in enumerate(self._ends):
             while ends and self._stale(*ends[0]):
@@ -158,7 +158,7 @@ class Instance:
             if ends:
                 steps = min(steps, (ends[0][0] - self._clocks[kind]) / self._rates[kind])
         steps = max(steps, 0.0)
-        return self._now + self._debt + steps * (self._step + self._rise * steps / 2)
+        return self._now + self._prefill_seconds + steps * (self._step + self._rise * steps / 2)
 
     def advance(self, now: float) -> None:
         """Let time pass until `now`, which must not be after `next_event`."""
@@ -166,11 +166,11 @@ class Instance:
         self._now = now
         if not self._running or seconds <= 0:
             return
-        if not self._tuned:
-            self._tune()
+        if not self._up_to_date:
+            self._update_step()
         self.busy_seconds += seconds
-        paid = min(self._debt, seconds)
-        self._debt -= paid
+        paid = min(self._prefill_seconds, seconds)
+        self._prefill_seconds -= paid
         seconds -= paid
         steps = 2 * seconds / (self._step + math.sqrt(self._step**2 + 2 * self._rise * seconds))
         for kind, n in enumerate(self._counts):
@@ -185,25 +185,25 @@ class Instance:
         self.advance(now)
         ended: list[tuple[int, Chunk]] = []
         for kind, ends in enumerate(self._ends):
-            while ends and ends[0][0] <= self._clocks[kind] + _LITTLE:
+            while ends and ends[0][0] <= self._clocks[kind] + _EPSILON:
                 key, order, chunk = heapq.heappop(ends)
                 if not self._stale(key, order, chunk):
                     self._remove(chunk)
                     chunk.length = chunk.end
                     ended.append((order, chunk))
-        while self.kv_tokens >= self.model.kv_tokens - _LITTLE and len(self._running) > 1:
+        while self.kv_tokens >= self.model.kv_tokens - _EPSILON and len(self._running) > 1:
             self._preempt()
         self._admit()
         return [chunk for _, chunk in sorted(ended, key=lambda item: item[0])]
 
     def _stale(self, key: float, order: int, chunk: Chunk) -> bool:
-        """Say whether an entry is of a run before a preemption."""
+        """Return whether an entry is from before a preemption of its chunk."""
         return self._running.get(chunk.request_id) is not chunk or chunk.end - chunk.base != key
 
     def _preempt(self) -> None:
         chunk = self._running[next(reversed(self._running))]
         self._remove(chunk)
-        chunk.length = float(math.floor(chunk.length + _LITTLE))
+        chunk.length = float(math.floor(chunk.length + _EPSILON))
         chunk.prefill = chunk.length
         chunk.preemptions += 1
         self.preempted += 1

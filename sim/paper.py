@@ -1,6 +1,6 @@
-"""What the paper measured, to print beside what the simulator says (arXiv 2511.14617 v3).
+"""The paper's measurements, to print beside simulated ones (arXiv 2511.14617 v3).
 
-Only `static`'s two times were used to fit the simulator; all else here it has never seen.
+Only the two times of `static` were used to fit the simulator, and none of the other figures.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from seer.sim.workload import Workload
 
 
 class Figures(msgspec.Struct, frozen=True, kw_only=True):
-    """Published of one variant: seconds, and throughput and tail relative to the baseline's."""
+    """The paper's figures of one variant: seconds; throughput and tail relative to the baseline's."""
 
     total: float | None = None
     tail: float | None = None
@@ -21,7 +21,7 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
 
 
 GROUP_SIZES = {"moonlight": 8, "qwen2-vl-72b": 16, "kimi-k2": 8}
-"""Responses a prompt of the published iterations."""
+"""Responses per prompt in the published iterations."""
 
 _SEER = Variant("seer-paper", drafts=True)
 
@@ -56,11 +56,11 @@ _BY_GROUP_SIZE = {
     "qwen2-vl-72b": {8: 1.82, 16: 2.04},
     "kimi-k2": {8: 1.48, 16: 1.44},
 }
-"""Throughput of the whole of the paper's Seer, by responses a prompt."""
+"""Speedup of the paper's complete Seer, by responses per prompt."""
 
 
 def figures(load: Workload, variant: Variant) -> Figures:
-    """Return what was published of a variant on a workload: nothing, if it is not the paper's."""
+    """Return the paper's figures of a variant on a workload; all None if there are none."""
     if load.group_size == GROUP_SIZES.get(load.name):
         return _FIGURES[load.name].get(variant, Figures())
     if variant == _SEER:

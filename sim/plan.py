@@ -1,4 +1,4 @@
-"""How many instances a rollout needs to end within a time."""
+"""How many instances a rollout needs to end within a given time."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from seer.sim.study import Run, Task, Variant, run_all
 from seer.sim.workload import Workload
 
 GROWTH = 1.25
-"""The search goes up by this much until the time is met; the bound, where it starts, is seldom far off."""
+"""The search starts at the lower bound, which is seldom far off, and grows by this factor until the time
+is met."""
 
 
 def instances_for(
@@ -24,11 +25,11 @@ def instances_for(
     seeds: int,
     chunk_size: int,
     workers: int,
-    told: Callable[[int, float], None],
+    on_result: Callable[[int, float], None],
 ) -> int:
     """Return the least number of instances with which the median rollout ends within `seconds`.
 
-    Found by bisection, so a number below it that does as well by chance may be missed. `told` hears
+    Found by bisection, so a smaller number that suffices by chance may be missed. `on_result` is called with
     (instances, seconds) of each number tried. Raises `InvalidField` if no number suffices.
     """
     seeds = 1 if load.lengths else seeds
@@ -41,7 +42,7 @@ def instances_for(
     def median(instances: int) -> float:
         tasks = [Task(replace(load, instances=instances), variant, seed, chunk_size) for seed in range(seeds)]
         found = statistics.median(run.total for run in run_all(tasks, workers, _ignore))
-        told(instances, found)
+        on_result(instances, found)
         return found
 
     most = max(sum(map(len, load.draw(seed))) for seed in range(seeds))  # one for each response

@@ -1,6 +1,6 @@
-"""Pictures of one simulated rollout: completion of all policies, instances over time, the tail.
+"""Plots of one simulated rollout: completion of all policies, instances over time, the tail.
 
-Imported only where they are asked for: needs matplotlib, the extra `plot`.
+Imported only when needed: requires matplotlib, the extra `plot`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,9 @@ _COLOURS = mpl.color_sequences["tab10"]
 
 
 def draw(load: Workload, runs: Sequence[Run], folder: Path) -> list[Path]:
-    """Draw the runs of one seed into a folder; return the files. Instances only of runs with a trace."""
+    """Plot the runs of one seed into a folder; return the files. Instances are plotted of runs with a
+    trace.
+    """
     traced = [(run.variant.label, run.trace) for run in runs if run.trace is not None]
     figures = {
         "completion": _completion(load, runs),
@@ -38,7 +40,7 @@ def draw(load: Workload, runs: Sequence[Run], folder: Path) -> list[Path]:
 
 
 def _completion(load: Workload, runs: Sequence[Run]) -> Figure:
-    """Draw which share of the responses had ended when, for every variant."""
+    """Plot the share of responses that have ended over time, for every variant."""
     figure = Figure(figsize=(8, 5), layout="constrained")
     axes = figure.add_subplot()
     colours = {
@@ -62,7 +64,7 @@ def _completion(load: Workload, runs: Sequence[Run]) -> Figure:
 
 
 def _instances(load: Workload, traced: Sequence[tuple[str, Outcome]]) -> Figure:
-    """Draw KV in use and requests that run, a thin line for each instance and a thick one for their mean."""
+    """Plot KV in use and running requests: thin lines for instances, a thick one for their mean."""
     figure = Figure(figsize=(6 * len(traced), 6), layout="constrained")
     axes = figure.subplots(2, len(traced), sharex=True, sharey="row", squeeze=False)
     for column, (label, outcome) in enumerate(traced):
@@ -90,7 +92,7 @@ def _lines(axes: Axes, times: Sequence[float], by_time: Sequence[Sequence[float]
 
 
 def _tails(load: Workload, traced: Sequence[tuple[str, Outcome]]) -> Figure:
-    """Draw when the last tenth of the responses were at instances, one line each, one colour an instance."""
+    """Plot when the last tenth of the responses ran: one line per response, one colour per instance."""
     figure = Figure(figsize=(6 * len(traced), 6), layout="constrained")
     axes = figure.subplots(1, len(traced), sharex=True, squeeze=False)
     for column, (label, outcome) in enumerate(traced):

@@ -1,8 +1,8 @@
-"""Policies compared on one workload, on the same lengths: runs over seeds, and what they say together.
+"""Comparison of policies on one workload: runs over several seeds, and their summary.
 
 Invariants (tests/unit/test_sim_study.py asserts them):
-- every variant meets the same lengths under the same seed, and all ratios are of such pairs;
-- the same study has the same results, with however many worker processes;
+- with the same seed every variant has the same lengths, and all ratios are of such pairs;
+- results do not depend on the number of worker processes;
 - the baseline, `static` without drafts, is always among the variants.
 """
 
@@ -30,16 +30,16 @@ from seer.sim.cluster import Cluster, Outcome
 from seer.sim.workload import Workload
 
 ORACLE = "oracle"
-"""Knows all lengths; not in `POLICIES`, as no system can have it."""
+"""The policy that knows all lengths; not in `POLICIES`, as no real system can have it."""
 
 CURVE = 100
-"""Parts of a completion curve."""
+"""Points of a completion curve."""
 
 _T_975 = (
     12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23,
     2.20, 2.18, 2.16, 2.14, 2.13, 2.12, 2.11, 2.10, 2.09, 2.09,
 )  # fmt: skip
-"""Student's t at 97.5 %, by degrees of freedom from 1; more are taken for the last."""
+"""Student's t at 97.5 %, by degrees of freedom from 1; the last value is used for more."""
 
 
 class Variant(msgspec.Struct, frozen=True):
@@ -58,7 +58,7 @@ BASELINE = Variant("static")
 
 
 class Task(msgspec.Struct, frozen=True):
-    """One run. `traced`: keep what instances did over time."""
+    """One run. `traced`: keep samples and spans of all instances."""
 
     load: Workload
     variant: Variant
@@ -68,7 +68,7 @@ class Task(msgspec.Struct, frozen=True):
 
 
 class Run(msgspec.Struct, omit_defaults=True):
-    """What one run took, in seconds; `bound` is the least it could, `curve` when 0, 1, ... % had ended."""
+    """The result of one run, in seconds; `bound` is its lower bound, `curve` when 0, 1, ... % had ended."""
 
     variant: Variant
     seed: int
@@ -83,13 +83,15 @@ class Run(msgspec.Struct, omit_defaults=True):
 
 
 class Timed(Protocol):
-    """Whatever took `total` seconds."""
+    """Anything that took `total` seconds."""
 
     total: float
 
 
 class Ratio(msgspec.Struct):
-    """How many times faster: geometric mean over seeds, its paired 95 % confidence interval from two on."""
+    """A speedup: geometric mean over seeds, and its paired 95 % confidence interval if there are two or
+    more.
+    """
 
     mean: float
     low: float | None = None
@@ -99,7 +101,7 @@ class Ratio(msgspec.Struct):
 class Summary(msgspec.Struct, kw_only=True):
     """A variant over all seeds. Seconds; `tail_ratio`: of mean tails, None if the baseline's is 0.
 
-    `error` is the mean |ln(length / what was foretold)|, of the `predicted` share of responses.
+    `error` is the mean |ln(length / estimate)| over the `predicted` share of responses.
     """
 
     variant: Variant
@@ -164,19 +166,19 @@ def _log(cluster: Cluster, file: BinaryIO) -> None:
     cluster.record = record
 
 
-def run_all(tasks: Sequence[Task], workers: int, told: Callable[[Run], None]) -> list[Run]:
-    """Return the runs in the tasks' order; `told` hears of each when it ends."""
+def run_all(tasks: Sequence[Task], workers: int, on_run: Callable[[Run], None]) -> list[Run]:
+    """Return the runs in the tasks' order; `on_run` is called with each when it ends."""
     if workers == 1 or len(tasks) == 1:
-        return [_tell(perform(task), told) for task in tasks]
-    # Not forked: the parent shows progress from a thread of its own.
+        return [_report(perform(task), on_run) for task in tasks]
+    # Spawned, not forked: the parent shows progress from another thread.
     spawn = multiprocessing.get_context("spawn")
     pool = ProcessPoolExecutor(min(workers, len(tasks)), mp_context=spawn)
     try:
         futures = {pool.submit(perform, task): index for index, task in enumerate(tasks)}
-        done = {futures[future]: _tell(future.result(), told) for future in as_completed(futures)}
+        done = {futures[future]: _report(future.result(), on_run) for future in as_completed(futures)}
     except BrokenProcessPool as error:
         raise SeerError("a worker process of the simulation died; is there memory for --workers?") from error
-    except BaseException:  # nobody waits for the runs that go on
+    except BaseException:  # stop the runs that still go on
         for process in multiprocessing.active_children():
             process.terminate()
         raise
@@ -185,18 +187,18 @@ def run_all(tasks: Sequence[Task], workers: int, told: Callable[[Run], None]) ->
     return [done[index] for index in range(len(tasks))]
 
 
-def _tell(run: Run, told: Callable[[Run], None]) -> Run:
-    told(run)
+def _report(run: Run, on_run: Callable[[Run], None]) -> Run:
+    on_run(run)
     return run
 
 
 def cpus() -> int:
-    """Return how many processors this process may use."""
+    """Return how many CPUs this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def variants(policies: Sequence[str], drafts: bool) -> list[Variant]:
-    """Return what to compare: the policies named, with drafts too if asked, and always the baseline."""
+    """Return the variants to compare: these policies, with `drafts` also with drafts, always the baseline."""
     for name in policies:
         if name not in POLICIES and name != ORACLE:
             raise InvalidField("--policy", name, f"choose from {', '.join([*POLICIES, ORACLE])}")
@@ -207,7 +209,7 @@ def variants(policies: Sequence[str], drafts: bool) -> list[Variant]:
 
 
 def tasks(load: Workload, compared: Sequence[Variant], seeds: int, chunk_size: int) -> Iterator[Task]:
-    """Yield the runs of a study: all variants of a seed after another."""
+    """Yield the runs of a study, seed by seed."""
     for seed in range(seeds):
         yield from (Task(load, variant, seed, chunk_size) for variant in compared)
 
@@ -250,7 +252,7 @@ def _deviation(values: Sequence[float]) -> float:
 
 
 def ratio(slow: Iterable[Timed], fast: Iterable[Timed]) -> Ratio:
-    """Return by how much the second runs are faster than the first, seed by seed."""
+    """Return the speedup of the `fast` runs over the `slow` ones, compared seed by seed."""
     logs = [math.log(a.total / b.total) for a, b in zip(slow, fast, strict=True)]
     mean = statistics.fmean(logs)
     if len(logs) == 1:

@@ -1,13 +1,13 @@
 """Workloads: how long responses are, and the clusters that generate them.
 
-Lengths are two-level truncated log-normal: log L = prompt effect + sample effect, the prompt's share
-of the variance is `between`; `outliers` of the samples are `OUTLIER` times as long; what passes
-`cap` is cut. The median is solved for such that the mean is `mean`.
+Lengths are log-normal on two levels: log L = prompt effect + sample effect, where the prompt's share of the
+variance is `between`. A share `outliers` of the samples is `OUTLIER` times as long; lengths above `cap` are
+cut. The median is chosen such that the mean is `mean`.
 
 Invariants (tests/unit/test_sim_workload.py asserts them):
 - lengths are a function of (workload, seed), the same for every policy;
-- their mean over many seeds is `mean`, and none is below 1 or above `cap`;
-- the times of `Model` never fall with more requests, more rows or more KV.
+- their mean over many seeds is `mean`, and all are from 1 to `cap`;
+- a step of `Model` never gets faster with more requests, more rows or more KV.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ from seer.common.errors import InvalidField
 from seer.common.types import Capacity
 
 OUTLIER = 2.5
-"""How much longer an outlier is than it would be (spec of the lengths model)."""
+"""Factor by which outliers are longer."""
 
 TUNING_SEED = 1000
-"""Seeds from here on are for fitting and for choosing between policies; results use those below."""
+"""Seeds from here on are for fitting and for tuning policies; results use smaller ones."""
 
 _NORMAL = statistics.NormalDist()
 
 
 class Model(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a step takes: T = a + b x rows + max(0, f x rows - w) + KV tokens x max(c, d x rows a request).
+    """Time of a step: T = a + b x rows + max(0, f x rows - w) + KV tokens x max(c, d x rows per request).
 
-    Seconds. `step` (a) and `request` (b) are fitted, the rest follows from the hardware. A row is a
-    request's, or one of its drafted tokens'. `row` (f) computes one, and those that fit in `weights`
-    (w), the time to read all weights, are free; `kv` (c) reads one token's KV, once for all rows of its
-    request, `attend` (d) computes one row's attention to it, which is more where KV is compressed.
-    `prefill` computes one context token, `pull` brings one token's KV from the pool. `kv_tokens` fit
-    beside the weights, of `kv_bytes` each, which only reports need (0: unknown).
+    All in seconds. `step` (a) and `request` (b) are fitted, the others follow from the hardware. Each request
+    has a row, and one for each drafted token. `row` (f) is the compute of a row; it overlaps with reading
+    the weights, which takes `weights` (w). `kv` (c) reads the KV of one token, once for all rows of its
+    request; `attend` (d) computes one row's attention to it, which dominates where KV is compressed.
+    `prefill` computes one prompt token, `pull` reads one token's KV from the pool. `kv_tokens` tokens of
+    `kv_bytes` each fit beside the weights; `kv_bytes` is used in reports only (0: unknown).
     """
 
     step: float
@@ -70,15 +70,15 @@ class Model(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         return self.step + self.request * rows + compute + self.read(requests, drafted) * kv_tokens
 
     def read(self, requests: int, drafted: float) -> float:
-        """Return what a token of KV adds to the time of such a step."""
+        """Return the seconds that each token of KV adds to such a step."""
         return max(self.kv, self.attend * (requests + drafted) / max(requests, 1))
 
 
 class Workload(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A rollout of `groups` prompts x `group_size` responses on `instances` engines.
 
-    `lengths` are recorded ones, by group; without them they are made from `mean`, `cap`, `sigma`
-    (of log length), `between` and `outliers`. Raises `InvalidField`.
+    `lengths` are recorded lengths by group; if empty they are drawn from `mean`, `cap`, `sigma` (of log
+    length), `between` and `outliers`. Raises `InvalidField`.
     """
 
     name: str
@@ -115,7 +115,7 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     @property
     def capacity(self) -> Capacity:
-        """What one instance holds, as the buffer is told."""
+        """An instance's capacity, as it would register at the buffer."""
         return Capacity(
             kv_blocks=self.model.kv_tokens // self.model.block_size,
             block_size=self.model.block_size,
@@ -124,7 +124,7 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         )
 
     def draw(self, seed: int) -> list[list[int]]:
-        """Return the output lengths by group."""
+        """Return output lengths by group."""
         if self.lengths:
             return [list(group) for group in self.lengths]
         rng = np.random.default_rng(seed)
@@ -158,11 +158,11 @@ def _mean_cut(mu: float, sigma: float, cap: int) -> float:
 
 
 _GPU_READ = 0.6 * 3.35e12
-"""Bytes a second that an H800 really reads: 60 % of its memory's peak."""
+"""Bytes/s that an H800 reads in practice: 60 % of its memory's peak."""
 _GPU_COMPUTE = 0.45 * 990e12
-"""Operations a second that an H800 really does in bfloat16: 45 % of its peak."""
+"""Operations/s of an H800 in practice in bfloat16: 45 % of its peak."""
 _GPU_LINK = 24e9
-"""Bytes a second and GPU of KV from the pool: a node of 8 moves 190 GB/s over 8 x 400 Gbit/s."""
+"""Bytes/s of KV per GPU from the pool: a node of 8 moves 190 GB/s over 8 x 400 Gbit/s."""
 
 
 def _h800s(
@@ -175,10 +175,10 @@ def _h800s(
     attention: float,
     share: float,
 ) -> Model:
-    """Return the model of an instance of `gpus`.
+    """Return the model of an instance with this many GPUs.
 
-    `weights` in bytes, `active` parameters a token, `attention` operations for a row and a token of KV;
-    `share` of the memory beside the weights is for KV.
+    `weights` in bytes, `active` parameters per token, `attention` operations per row and token of KV; `share`
+    of the memory left by the weights is for KV.
     """
     return Model(
         step=step,
@@ -208,7 +208,7 @@ WORKLOADS: dict[str, Callable[[], Workload]] = {
         model=_h800s(32, 42.8e-3, 145e-6, 1e12, 32e9, 69 * 1024, 61 * 64 * 2 * 1088, 0.5),
     ),
 }  # fmt: skip
-"""The paper's iterations (its table 1); `step` and `request` fitted on the baseline's two times alone.
+"""The paper's iterations (its table 1); only `step` and `request` are fitted, to the baseline's two times.
 
 `attention` is layers x heads x 2 x the numbers that a head multiplies with a token's key and value:
 576 + 512 where they are compressed, 128 + 128 otherwise.

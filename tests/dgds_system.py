@@ -9,7 +9,8 @@ from msgspec.structs import replace
 from seer.common import wire
 from seer.common.clock import LoopClock
 from seer.common.config import Config, EngineConfig, SharedConfig, shards, shared_hash
-from seer.common.net.channel import Channel, Identity
+from seer.common.net.channel import Channel
+from seer.common.net.handshake import Identity
 from seer.common.net.transport.memory import MemoryNetwork, MemoryTransport
 from seer.services.dgds.client import DgdsClient
 from seer.services.dgds.packing import group_digest

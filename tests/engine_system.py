@@ -9,7 +9,8 @@ from virtual_time import eventually
 from seer.common import wire
 from seer.common.clock import LoopClock
 from seer.common.config import Config, EngineConfig, SharedConfig, shared_hash
-from seer.common.net.channel import Hub, Identity
+from seer.common.net.handshake import Identity
+from seer.common.net.hub import Hub
 from seer.common.net.transport.memory import MemoryNetwork, MemoryTransport
 from seer.common.types import SamplingParams
 from seer.services.engine.replay.backend import ReplayBackend

@@ -10,7 +10,8 @@ import numpy as np
 
 from seer.client import RolloutClient
 from seer.common.ids import new_incarnation
-from seer.common.net.channel import Hub, Identity
+from seer.common.net.handshake import Identity
+from seer.common.net.hub import Hub
 from seer.common.net.transport.memory import MemoryNetwork, MemoryTransport
 from seer.common.wire import (
     Accepted,
@@ -100,10 +101,10 @@ def connect(buffer: FakeBuffer, **options: float) -> RolloutClient:
     return RolloutClient(ENDPOINT, transport=buffer.transport, **options)
 
 
-def progress(rollout_id: str, use: int) -> Progress:
+def progress(rollout_id: str, submission: int) -> Progress:
     return Progress(
         rollout_id=rollout_id, requests=2, finished=1, groups=1, groups_finished=0, tokens=5, chunks=1,
-        migrations=0, preemptions=0, running=1, use=use,
+        migrations=0, preemptions=0, running=1, submission=submission,
     )  # fmt: skip
 
 

@@ -38,7 +38,7 @@ class Life:
     def roll(self, number, prompts=4):
         """Run a whole rollout, with news and ticks in between."""
         specs = [events.GroupSpec(str(each), 10) for each in range(prompts)]
-        todo = self.tell(events.GroupsSubmitted("t", f"r{number}", 2, 30, specs, use=number))
+        todo = self.tell(events.GroupsSubmitted("t", f"r{number}", 2, 30, specs, submission=number))
         while todo:
             chunk = todo.pop(0)
             count = min(chunk.max_new_tokens, 7)

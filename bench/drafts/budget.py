@@ -29,7 +29,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from seer._native import GroupTree
-from seer.common.policy.draft_budget import DraftBudget, best
+from seer.common.policy.draft_budget import DraftBudget, choose_lengths
 from seer.common.policy.draft_costs import MIN_SCORE, StepCosts
 
 DEPTH = 8
@@ -124,7 +124,7 @@ class ByToken:
 
     def keep(self, drafts: Drafts) -> Tokens:
         """Return how many tokens of each draft to verify."""
-        if not self._budget.wanted():
+        if not self._budget.should_draft():
             self._choice = None
             return np.zeros_like(drafts.lengths)
         slots, batch = drafts.slots, len(drafts.lengths)
@@ -147,7 +147,7 @@ class Oracle:
         """Return how many tokens of each draft to verify."""
         right = np.arange(DEPTH) < np.minimum(drafts.right, drafts.lengths)[:, None]
         seconds = np.array(self._costs.by_rows(len(right), right.size))
-        return best(right.astype(np.float64), seconds, 0.0)
+        return choose_lengths(right.astype(np.float64), seconds, 0.0)
 
     def learn(self, keep: Tokens, drafts: Drafts) -> None:
         """There is nothing to learn."""

@@ -35,7 +35,8 @@ from seer.common import wire
 from seer.common.clock import LoopClock
 from seer.common.config import Config, DgdsConfig, Endpoints, EngineConfig, LogConfig
 from seer.common.ids import new_incarnation
-from seer.common.net.channel import Channel, Identity
+from seer.common.net.channel import Channel
+from seer.common.net.handshake import Identity
 from seer.common.net.transport.base import Frame, Socket
 from seer.common.net.transport.zmq import ZmqTransport
 from seer.local.child import Child

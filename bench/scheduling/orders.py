@@ -24,7 +24,7 @@ from seer.common.policy.fleet import Fleet
 from seer.common.policy.length import Estimate
 from seer.common.policy.placement import BALANCE_SPREAD, Place
 from seer.common.policy.request import RequestView
-from seer.common.policy.schedule import POLICIES, Order, OrderKey, Policy, plausible
+from seer.common.policy.schedule import POLICIES, Order, OrderKey, Policy, length_quantile
 from seer.sim import study
 from seer.sim.cluster import Cluster, Outcome
 from seer.sim.workload import TUNING_SEED, WORKLOADS
@@ -35,7 +35,7 @@ BY_ESTIMATE = replace(BASE, estimator="posterior")
 
 def quantile(chance: float) -> Order:
     def order(request: RequestView, estimate: Estimate) -> OrderKey:
-        still = plausible(estimate, request.generated, request.max_tokens, chance) - request.generated
+        still = length_quantile(estimate, request.generated, request.max_tokens, chance) - request.generated
         return (-round(still), request.generated, request.queued)
 
     return order
@@ -43,10 +43,9 @@ def quantile(chance: float) -> Order:
 
 def expected(request: RequestView, estimate: Estimate) -> OrderKey:
     # The mean of equally likely quantiles: cheaper than the integral, and close enough to sort by.
-    still = (
-        fmean(plausible(estimate, request.generated, request.max_tokens, (i + 0.5) / 8) for i in range(8))
-        - request.generated
-    )
+    chances = [(i + 0.5) / 8 for i in range(8)]
+    lengths = [length_quantile(estimate, request.generated, request.max_tokens, chance) for chance in chances]
+    still = fmean(lengths) - request.generated
     return (-round(still), request.generated, request.queued)
 
 
@@ -54,7 +53,7 @@ def share_done(power: float) -> Order:
     def order(request: RequestView, estimate: Estimate) -> OrderKey:
         return (
             (request.generated + 1)
-            / plausible(estimate, request.generated, request.max_tokens, 0.5) ** power,
+            / length_quantile(estimate, request.generated, request.max_tokens, 0.5) ** power,
             request.queued,
         )
 

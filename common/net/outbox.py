@@ -1,11 +1,11 @@
-"""What a server sends through a `Hub`, in order per peer: one that does not read delays no other.
+"""Queues of what a server sends through a `Hub`, one per peer: a peer that does not read delays no other.
 
 Invariants:
-- messages to one address leave in the order in which they were put, and none that was put before its
-  peer was dismissed leaves after that: it would reach one that starts over;
-- at most `MAX_LATE` messages and `MAX_BYTES` wait for one peer, a single larger message apart. A peer
-  for which more would, that takes none for `SEND_SECONDS`, or that is gone, is dismissed: it shakes
-  hands again, and then hears that something was lost.
+- messages to one address are sent in the order of `put`; what was put before its peer was dismissed is not
+  sent after that: the peer has started over;
+- at most `MAX_QUEUED` messages and `MAX_BYTES` wait for one peer, a single larger message apart. A peer with
+  more, or that reads nothing for `SEND_SECONDS`, or that is gone, is dismissed: it shakes hands again, and
+  then learns that something was lost.
 """
 
 from __future__ import annotations
@@ -16,110 +16,112 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
-from seer.common.net.channel import Hub
+from seer.common.net.hub import Hub
 from seer.common.net.transport.base import FAIR_EVERY, Frame
 from seer.common.wire import Message
 from seer.common.wire.codec import encode
 
 Out = TypeVar("Out", bound=Message)
 
-MAX_LATE = 50_000
-"""Bound on messages that wait for one peer: the groups of a large rollout, several times."""
+MAX_QUEUED = 50_000
+"""Bound on messages that wait for one peer: several times the groups of a large rollout."""
 
 MAX_BYTES = 256 * 2**20
-"""Bound on the bytes that wait for one peer: an engine's chunks at full context, several times."""
+"""Bound on bytes that wait for one peer: several times an engine's chunks at full context."""
 
 
 @dataclass(slots=True)
-class _Line:
-    """What waits for one peer: (session, frames, bytes). `late`: it has no room, and is waited for."""
+class _PeerQueue:
+    """Messages for one peer: (session, frames, bytes). `blocked`: its socket is full; `failed`: dismiss
+    it.
+    """
 
     messages: deque[tuple[int, list[Frame], int]] = field(default_factory=deque)
     size: int = 0
-    late: bool = False
-    over: bool = False
+    blocked: bool = False
+    failed: bool = False
 
 
 class Outbox(Generic[Out]):
-    """`failed(address)` is told, from `run`, of a peer that was dismissed."""
+    """`failed(address)` is called, from `run`, for each peer that was dismissed."""
 
     def __init__(self, hub: Hub[Out, Any], failed: Callable[[bytes], None]) -> None:
         self._hub = hub
         self._failed = failed
-        self._lines: dict[bytes, _Line] = {}
+        self._queues: dict[bytes, _PeerQueue] = {}
         self._due: asyncio.Queue[bytes] = asyncio.Queue()  # each address at most once
 
     @property
     def idle(self) -> bool:
-        """Whether nothing waits, slow peers apart."""
-        return all(line.late for line in self._lines.values())
+        """Whether nothing waits, except for peers whose sockets are full."""
+        return all(queue.blocked for queue in self._queues.values())
 
     def keeps_up(self, address: bytes) -> bool:
-        """Say whether a peer takes what it is sent: to one that does not, news can be spared."""
-        line = self._lines.get(address)
-        return line is None or not (line.late or line.over)
+        """Return whether a peer reads what it is sent. Callers skip updates that can be spared if not."""
+        queue = self._queues.get(address)
+        return queue is None or not (queue.blocked or queue.failed)
 
     def put(self, address: bytes, message: Out) -> None:
-        """Send a message soon; never waits. To a peer that is not admitted nothing is sent."""
+        """Queue a message; never waits. A peer that is not admitted gets none."""
         session = self._hub.session(address)
         if not session:
             return
-        line = self._lines.get(address)
-        if line is None:
-            line = self._lines[address] = _Line()
+        queue = self._queues.get(address)
+        if queue is None:
+            queue = self._queues[address] = _PeerQueue()
             self._due.put_nowait(address)
-        if line.over:
+        if queue.failed:
             return
         frames = encode(message)
         size = sum(len(frame) for frame in frames)
-        if len(line.messages) >= MAX_LATE or (line.size and line.size + size > MAX_BYTES):
-            line.over, line.size = True, 0
-            line.messages.clear()
+        if len(queue.messages) >= MAX_QUEUED or (queue.size and queue.size + size > MAX_BYTES):
+            queue.failed, queue.size = True, 0
+            queue.messages.clear()
             return
-        line.messages.append((session, frames, size))
-        line.size += size
+        queue.messages.append((session, frames, size))
+        queue.size += size
 
     async def run(self) -> None:
         """Send until cancelled."""
         async with asyncio.TaskGroup() as tasks:
             while True:
                 address = await self._due.get()
-                if await self._send_on(address):
-                    self._end(address)
+                if await self._send_now(address):
+                    self._finish(address)
                 else:
-                    self._lines[address].late = True
-                    tasks.create_task(self._catch_up(address))
+                    self._queues[address].blocked = True
+                    tasks.create_task(self._send_blocked(address))
 
-    async def _send_on(self, address: bytes) -> bool:
-        """Send what waits for a peer; False when it has no room, and a message waits."""
-        line, sent = self._lines[address], 0
-        while line.messages:
-            session, frames, size = line.messages[0]
+    async def _send_now(self, address: bytes) -> bool:
+        """Send a peer's messages; False when its socket is full, and a message waits."""
+        queue, sent = self._queues[address], 0
+        while queue.messages:
+            session, frames, size = queue.messages[0]
             if session == self._hub.session(address) and not await self._hub.offer_frames(address, frames):
                 return False
-            self._took(line, size)
+            self._dequeue(queue, size)
             sent += 1
             if sent % FAIR_EVERY == 0:
                 await asyncio.sleep(0)
         return True
 
-    async def _catch_up(self, address: bytes) -> None:
-        line = self._lines[address]
-        while line.messages:
-            session, frames, size = line.messages[0]
+    async def _send_blocked(self, address: bytes) -> None:
+        queue = self._queues[address]
+        while queue.messages:
+            session, frames, size = queue.messages[0]
             if session == self._hub.session(address) and not await self._hub.send_frames(address, frames):
-                line.over = line.over or session == self._hub.session(address)
-            if line.over:
+                queue.failed = queue.failed or session == self._hub.session(address)
+            if queue.failed:
                 break
-            self._took(line, size)
-        self._end(address)
+            self._dequeue(queue, size)
+        self._finish(address)
 
-    def _took(self, line: _Line, size: int) -> None:
-        if line.messages:  # else it was over meanwhile
-            line.messages.popleft()
-            line.size -= size
+    def _dequeue(self, queue: _PeerQueue, size: int) -> None:
+        if queue.messages:  # else it failed meanwhile
+            queue.messages.popleft()
+            queue.size -= size
 
-    def _end(self, address: bytes) -> None:
-        if self._lines.pop(address).over:
+    def _finish(self, address: bytes) -> None:
+        if self._queues.pop(address).failed:
             self._hub.dismiss(address)
             self._failed(address)

@@ -1,13 +1,14 @@
-"""A published stream that a subscriber can join late, lose messages of, and follow exactly.
+"""A PUB/SUB stream of changes that a subscriber can join late and follow exactly, though messages may be
+lost.
 
 Invariants:
 - every published message carries the publisher's incarnation and a gapless sequence number;
-- a subscriber is handed a snapshot first, then exactly the messages after it, in order; on a gap or
-  another life of the publisher it is handed a new snapshot, which replaces all it knew;
+- a subscriber gets a snapshot first, then exactly the messages after it, in order; after a gap, or a
+  restart of the publisher, it gets a new snapshot, which replaces all state;
 - a lost last message is noticed too: beacons repeat the latest number every `BEACON_SECONDS`;
 - a publisher that is absent is waited for; one of another protocol major is an error;
-- a snapshot travels in pages of `PAGE_ROWS`, all of one state: no state is too large to be told. Of a
-  reader that takes none for `PAGE_SECONDS` at most `QUEUE_PAGES` are held, and it asks again.
+- a snapshot is sent in pages of `PAGE_ROWS`, all of the same state, so its size is not limited. For a reader
+  that reads none for `PAGE_SECONDS` at most `QUEUE_PAGES` are queued, and it requests a snapshot again.
 
 While a snapshot is fetched, the SUB socket's own queue holds the deltas.
 """
@@ -22,45 +23,47 @@ from msgspec import structs
 
 from seer.common.clock import Clock
 from seer.common.errors import Unreachable, WireError
-from seer.common.net.channel import Channel, Hub, Identity
+from seer.common.net.channel import Channel
+from seer.common.net.handshake import Identity
+from seer.common.net.hub import Hub
 from seer.common.net.transport.base import Frame, Publisher, Router, Subscriber, Transport
 from seer.common.process.log import get_logger
 from seer.common.wire import Message, Refused, Sequenced, SnapshotAsked, SnapshotRequest, Welcome
 from seer.common.wire.codec import Decoder, encode
 
 BEACON_SECONDS = 1.0
-"""A lost last message, or a new life of the publisher, is noticed this soon."""
+"""Interval of beacons: a lost last message, or a restart of the publisher, is noticed this soon."""
 
 SNAPSHOT_SECONDS = 0.05
-"""Pause after a snapshot: one serves all who asked meanwhile, however often, for it may be large."""
+"""Pause between two snapshots, which may be large: one answers all requests that came meanwhile."""
 
-READERS = frozenset({"buffer", "context", "status", "ping"})
-"""Roles that may ask for snapshots."""
+READER_ROLES = frozenset({"buffer", "context", "status", "ping"})
+"""Roles that may request snapshots."""
 
 PAGE_ROWS = 4000
-"""Entries of each kind in a page: half a megabyte, and less than a header's bound with the longest ids."""
+"""Entries of each kind in a page: half a megabyte; with the longest ids it still fits a message's header."""
 
 PAGE_SECONDS = 1.0
-"""Longest wait for room for a page: whoever does not read must ask again."""
+"""Longest wait for room for a page: a reader that does not read must request again."""
 
 QUEUE_PAGES = 16
-"""Bound on what is queued for one reader of snapshots."""
+"""Bound on pages queued for one reader of snapshots."""
 
 FETCH_SECONDS = 5.0
-"""Longest wait for a snapshot, or its next page, before all of it is asked for again."""
+"""Longest wait for a snapshot, or its next page, before all of it is requested again."""
 
 RETRY_SECONDS = (0.1, 5.0)
 """First and longest pause after a snapshot could not be fetched."""
 
 RETIRED_SECONDS = 5.0
-"""Messages of a past life may lie in the queue and are ignored this long; not for ever, so that a
-life taken for past by mistake is followed again at one of its beacons."""
+"""Messages of a publisher's earlier incarnation may still be queued, and are ignored this long. Not for ever:
+one that was taken for an earlier one by mistake is followed again at its next beacon."""
 
 _log = get_logger()
 
 
-class Numbered(Protocol):
-    """A page of a snapshot: the state after message `sequence` of life `incarnation`."""
+class SnapshotPage(Protocol):
+    """A page of a snapshot: the state after message `sequence` of the publisher's `incarnation`."""
 
     incarnation: int
     sequence: int
@@ -69,29 +72,28 @@ class Numbered(Protocol):
 
 
 P = TypeVar("P", bound=Message)
-S = TypeVar("S", bound=Numbered)
+S = TypeVar("S", bound=SnapshotPage)
 T = TypeVar("T")
 
 
 class StreamPublisher(Generic[P, S]):
     """Publishes deltas and serves snapshots.
 
-    `snapshot(incarnation, sequence)` copies the state after message `sequence` at once, and returns
-    its pages, which may be made one by one. `publish` never
-    suspends, so a server that changes its state and publishes the change without awaiting anything
-    else in between never serves a snapshot that is ahead of its number.
+    `snapshot(incarnation, sequence)` copies the state after message `sequence` at once, and returns its
+    pages, which may be encoded one by one. `publish` never suspends: a server that changes its state and
+    publishes the change without another await in between never serves a snapshot ahead of its number.
     """
 
     def __init__(
         self, publisher: Publisher, router: Router, me: Identity, snapshot: Callable[[int, int], Iterable[S]]
     ) -> None:
         self._publisher = publisher
-        self._hub: Hub[Message, SnapshotAsked] = Hub(router, me, SnapshotAsked, True, READERS)
+        self._hub: Hub[Message, SnapshotAsked] = Hub(router, me, SnapshotAsked, True, READER_ROLES)
         self._incarnation = me.incarnation
         self._sequence = 0
         self._snapshot = snapshot
-        self._askers: set[bytes] = set()
-        self._asked = asyncio.Event()
+        self._requesters: set[bytes] = set()
+        self._requested = asyncio.Event()
 
     @property
     def counters(self) -> dict[str, int]:
@@ -122,30 +124,30 @@ class StreamPublisher(Generic[P, S]):
         while True:
             identity, message = await self._hub.recv()
             if isinstance(message, SnapshotRequest):
-                self._askers.add(identity)
-                self._asked.set()
+                self._requesters.add(identity)
+                self._requested.set()
 
     async def _answer(self) -> None:
         while True:
-            await self._asked.wait()
-            self._asked.clear()
-            askers, self._askers = self._askers, set()
+            await self._requested.wait()
+            self._requested.clear()
+            requesters, self._requesters = self._requesters, set()
             began = asyncio.get_running_loop().time()
             for page in self._snapshot(self._incarnation, self._sequence):
                 frames = encode(cast("Message", page))
-                took = await asyncio.gather(*(self._send_page(asker, frames) for asker in askers))
-                askers = {asker for asker, taken in zip(askers, took, strict=True) if taken}
-                if not askers:
+                took = await asyncio.gather(*(self._send_page(requester, frames) for requester in requesters))
+                requesters = {requester for requester, taken in zip(requesters, took, strict=True) if taken}
+                if not requesters:
                     break
                 await asyncio.sleep(0)
-            # Making one takes time from all else: no more than half of it.
+            # Snapshots are made in the event loop: they take at most half of its time.
             took_seconds = asyncio.get_running_loop().time() - began
             await asyncio.sleep(max(SNAPSHOT_SECONDS, took_seconds))
 
-    async def _send_page(self, asker: bytes, frames: list[Frame]) -> bool:
+    async def _send_page(self, requester: bytes, frames: list[Frame]) -> bool:
         try:
             async with asyncio.timeout(PAGE_SECONDS):
-                return await self._hub.send_frames(asker, frames)
+                return await self._hub.send_frames(requester, frames)
         except TimeoutError:
             return False
 
@@ -156,7 +158,7 @@ class StreamPublisher(Generic[P, S]):
 
 
 class StreamSubscriber(Generic[P, S]):
-    """Follows a stream. One task may receive; cancelling it loses nothing but time."""
+    """Follows a stream. One task may receive; it may be cancelled."""
 
     def __init__(
         self,
@@ -177,11 +179,11 @@ class StreamSubscriber(Generic[P, S]):
         self._snapshot_union = snapshot_union
         self._clock = clock
         self._socket: Subscriber | None = None
-        self._at: Sequenced | None = None
-        self._in_step = False
-        self._doubtful: set[int] = set()
+        self._position: Sequenced | None = None
+        self._synced = False
+        self._suspect: set[int] = set()
         self._retired: dict[int, float] = {}
-        self._complained: set[str] = set()
+        self._warned: set[str] = set()
 
     def __aiter__(self) -> AsyncIterator[S | P]:
         return self
@@ -196,13 +198,13 @@ class StreamSubscriber(Generic[P, S]):
         """
         if self._socket is None:
             self._socket = await self._transport.subscriber(self._endpoints[0])
-        while self._in_step:
+        while self._synced:
             delta = self._follow(await self._socket.recv())
             if delta is not None:
                 self.counters["deltas"] += 1
                 return delta
         snapshot = await self._fetch()
-        self._step_into(snapshot)
+        self._start_from(snapshot)
         self.counters["snapshots"] += 1
         return snapshot
 
@@ -212,54 +214,54 @@ class StreamSubscriber(Generic[P, S]):
             self._socket.close()
 
     def _follow(self, frames: list[Frame]) -> P | None:
-        """Return the delta if it is the next one; leave step when something is missing."""
+        """Return the delta if it is the next one; request a snapshot when something is missing."""
         try:
             number = self._numbers.decode(frames[:1])
-            at = self._at
+            at = self._position
             if at is None or self._clock.now() < self._retired.get(number.incarnation, 0.0):
                 return None
             beacon = len(frames) == 1
             expected = at.sequence if beacon else at.sequence + 1
             if number.incarnation != at.incarnation:
-                self._lose_step("restarts", number)
+                self._resync("restarts", number)
             elif number.sequence > expected:
-                self._lose_step("gaps", number)
+                self._resync("gaps", number)
             elif number.sequence == expected and not beacon:
-                self._at = number
+                self._position = number
                 return self._deltas.decode(frames[1:])
         except WireError as error:
             self.counters["malformed"] += 1
-            self._complain("message dropped", str(error))
+            self._warn_once("message dropped", str(error))
         return None
 
-    def _lose_step(self, why: str, number: Sequenced) -> None:
-        self._in_step = False
-        self._doubtful = {number.incarnation}
+    def _resync(self, why: str, number: Sequenced) -> None:
+        self._synced = False
+        self._suspect = {number.incarnation}
         self.counters[why] += 1
         _log.info("fetching a snapshot", endpoint=self._endpoints[0], why=why)
 
-    def _step_into(self, snapshot: S) -> None:
-        # The snapshot was asked for after these lives were seen: if it is of another, they are past.
+    def _start_from(self, snapshot: S) -> None:
+        # The snapshot was requested after these incarnations were seen: if it has another, they are past.
         until = self._clock.now() + RETIRED_SECONDS
-        past = self._doubtful | ({self._at.incarnation} if self._at else set())
+        past = self._suspect | ({self._position.incarnation} if self._position else set())
         self._retired = dict.fromkeys(past - {snapshot.incarnation}, until)
-        self._at = Sequenced(incarnation=snapshot.incarnation, sequence=snapshot.sequence)
-        self._in_step = True
+        self._position = Sequenced(incarnation=snapshot.incarnation, sequence=snapshot.sequence)
+        self._synced = True
 
     async def _fetch(self) -> S:
         pause, longest = RETRY_SECONDS
         while True:
             try:
-                return await self._ask()
+                return await self._request_snapshot()
             except (Unreachable, TimeoutError) as error:
                 self.counters["retries"] += 1
                 detail = str(error) or f"no snapshot within {FETCH_SECONDS:g} s"
-                self._complain("publisher does not answer, trying on", detail)
+                self._warn_once("publisher does not answer, trying again", detail)
             await self._clock.sleep(pause)
             pause = min(2 * pause, longest)
 
-    async def _ask(self) -> S:
-        # A connection per snapshot: what it answers was certainly asked after the gap was seen.
+    async def _request_snapshot(self) -> S:
+        # A connection per snapshot: then the snapshot was certainly made after the gap was seen.
         channel: Channel[SnapshotRequest, Message] = Channel(
             self._transport, self._endpoints[1], self._me, self._snapshot_union, self._clock
         )
@@ -289,14 +291,14 @@ class StreamSubscriber(Generic[P, S]):
             if page.page + 1 >= page.pages or len(pages) > page.pages:
                 raise Unreachable(f"of {page.pages} pages {len(pages)} arrived")
 
-    def _complain(self, problem: str, detail: str) -> None:
-        if problem not in self._complained:
-            self._complained.add(problem)
+    def _warn_once(self, problem: str, detail: str) -> None:
+        if problem not in self._warned:
+            self._warned.add(problem)
             _log.warning(problem, endpoint=self._endpoints[0], detail=detail)
 
 
 def page_count(*rows: int) -> int:
-    """Return how many pages hold so many entries of each kind: at least one."""
+    """Return how many pages these numbers of entries take: at least one."""
     return max(1, -(-max(rows) // PAGE_ROWS))
 
 
@@ -305,7 +307,7 @@ def page_of(rows: Sequence[T], page: int) -> Sequence[T]:
     return rows[page * PAGE_ROWS : (page + 1) * PAGE_ROWS]
 
 
-def _version(page: Numbered) -> tuple[int, int, int]:
+def _version(page: SnapshotPage) -> tuple[int, int, int]:
     return page.incarnation, page.sequence, page.pages
 
 

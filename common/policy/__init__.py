@@ -1,1 +1,1 @@
-"""Pure decisions: functions of state, event and time, shared by the services and the simulator."""
+"""Pure decisions, shared by the services and the simulator. Time and randomness are arguments."""

@@ -1,13 +1,14 @@
-"""What drafting costs and how often drafts are right: measured step times, learned acceptance.
+"""What drafting costs and how often drafts are accepted: measured step times, acceptance statistics.
 
 Invariants (tests/property/test_drafting.py asserts them):
 - a step never gets faster with more requests or longer drafts, whatever noise was measured;
 - acceptance rates are in (0, 1), and with no data they are the prior's;
-- counts that do not fit (other lengths, more right than drafted) change nothing.
+- counts that are inconsistent (other lengths, more accepted than drafted) change nothing.
 
-Whether a drafted token is right depends on the score its tree gave it, and on where in the draft it
-stands: the deeper one has the longer match behind it. So acceptance is kept by cell, one per place
-class and score class. On our workloads the scores alone are right 0.6 to 0.85 times where they say 0.97.
+Whether a drafted token is accepted depends on the score that its tree gave it, and on its place in the
+draft: a later one has the longer match behind it. So acceptance is counted by cell, one per place class and
+score class. Scores alone are too optimistic: on our workloads tokens with a score of 0.97 are accepted 0.6
+to 0.85 times.
 """
 
 from __future__ import annotations
@@ -22,13 +23,13 @@ import msgspec
 from seer.common.errors import InvalidField
 
 SCORE_EDGES = (0.02, 0.05, 0.1, 0.2, 0.4, 0.6, 0.8, 0.9)
-"""Score classes begin here; the first one at 0."""
+"""Lower bounds of the score classes but the first, which begins at 0."""
 
 MIN_SCORE = SCORE_EDGES[0]
-"""Ask trees for nothing below: such tokens are right once in a hundred times."""
+"""Trees draft no token with a lower score: one in a hundred of them is accepted."""
 
 PLACES = (0, 1, 3)
-"""Place classes begin at these draft positions: the first token, the next two, the rest."""
+"""First draft positions of the place classes: the first token, the next two, the rest."""
 
 CELLS = len(PLACES) * (len(SCORE_EDGES) + 1)
 """Cell of a token = place class x score classes + score class."""
@@ -36,19 +37,19 @@ CELLS = len(PLACES) * (len(SCORE_EDGES) + 1)
 _CENTRES = (0.01, 0.035, 0.075, 0.15, 0.3, 0.5, 0.7, 0.85, 0.97)
 
 PRIOR: tuple[float, ...] = tuple(0.75 * score for _ in PLACES for score in _CENTRES)
-"""Rates before anything was tried: scores are believed to three quarters, so the good ones are tried."""
+"""Acceptance rates before there is data: three quarters of the score, so that good drafts are tried."""
 
 PRIOR_WEIGHT = 8.0
-"""Drafted tokens per cell that the prior counts as."""
+"""Weight of the prior, in drafted tokens per cell."""
 
 ALL_GROUPS = ""
 """Stands for all groups where rates are listed by group id."""
 
 GROUP_WEIGHT = 32.0
-"""The same for what all groups together say of one group."""
+"""Weight of the rates of all groups as the prior of one group's, in drafted tokens per cell."""
 
 HALF_LIFE = 12_000.0
-"""Drafted tokens after which what was learned counts half: siblings come, matches grow."""
+"""Drafted tokens after which counts weigh half: acceptance changes as trees get more responses."""
 
 
 _FAR = 2**20  # requests, or tokens of a draft
@@ -127,7 +128,7 @@ def _line(axis: Sequence[int], values: Sequence[float], at: float) -> float:
 
 
 class Acceptance:
-    """Learns by cell how many drafted tokens were right, forgetting what is `HALF_LIFE` tokens old."""
+    """Counts, by cell, drafted tokens and how many were accepted; older counts decay by `HALF_LIFE`."""
 
     __slots__ = ("drafted", "right")
 
@@ -136,7 +137,7 @@ class Acceptance:
         self.right = [0.0] * CELLS
 
     def add(self, drafted: Sequence[int], accepted: Sequence[int]) -> bool:
-        """Count drafted tokens and those accepted, both by cell; say whether they fitted."""
+        """Add drafted and accepted tokens, both by cell. False: inconsistent, nothing is added."""
         total = sum(drafted)
         fits = len(drafted) == len(accepted) == CELLS and all(
             0 <= right <= tried for right, tried in zip(accepted, drafted, strict=True)
@@ -150,7 +151,7 @@ class Acceptance:
         return True
 
     def rates(self, prior: Sequence[float] = PRIOR, weight: float = PRIOR_WEIGHT) -> tuple[float, ...]:
-        """Return P(a token of the cell, and all before it, is right); `prior` counts `weight` tokens."""
+        """Return P(a token of the cell and all before it are accepted); `prior` weighs `weight` tokens."""
         return tuple(
             (right + weight * before) / (drafted + weight)
             for drafted, right, before in zip(self.drafted, self.right, prior, strict=True)
@@ -158,11 +159,11 @@ class Acceptance:
 
 
 def to_percent(rates: Sequence[float]) -> list[int]:
-    """Return rates as they travel: whole percent, a byte each; never 0, for nothing is hopeless for ever."""
+    """Return rates as they are sent: whole percent, 1 to 99; never 0, so that drafts are tried again."""
     return [min(99, max(1, round(100 * rate))) for rate in rates]
 
 
 def from_percent(percent: Sequence[int]) -> tuple[float, ...]:
-    """Read what `to_percent` wrote; what no policy of this version wrote is taken as nothing."""
+    """Read what `to_percent` wrote; empty for anything that it cannot have written."""
     sound = len(percent) == CELLS and all(0 < value < 100 for value in percent)
     return tuple(value / 100 for value in percent) if sound else ()

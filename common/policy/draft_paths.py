@@ -1,8 +1,8 @@
-"""Several draft paths of one request: which pay, and how they travel as one flat draft.
+"""Several draft paths of one request: which pay, and how they are sent as one flat draft.
 
-A flat draft is all that vLLM's scheduler knows of. A path beside the first costs its tokens, the
-token before them once more, and the bookkeeping of a row; it gains where the first path fails and it
-holds. So it pays in small batches, at uncertain forks, on hardware where rows are cheap.
+vLLM's scheduler only knows flat drafts. An extra path, beside the first, costs its tokens, the token before
+them once more, and the bookkeeping of a row; it gains where it is accepted and the first path is not. So it
+pays in small batches, at uncertain forks, on hardware where rows are cheap.
 
 Invariants (tests/property/test_draft_paths.py asserts them):
 - `split(join(paths))` is `paths` without empty ones, and a flat draft cut off anywhere keeps whole
@@ -16,23 +16,24 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from seer.common.policy.draft_budget import PRICE
+from seer.common.policy.draft_budget import COST_FACTOR
 from seer.common.policy.draft_costs import StepCosts
 
 SEPARATOR = -2
-"""Between two paths; no token, and not vLLM's -1, which pads drafts."""
+"""Stands between two paths: neither a token id nor vLLM's -1, which pads drafts."""
 
 DEFAULT_PATHS = 3
-"""Paths of a request where nobody says how many: more bring little."""
+"""Most paths of a request unless configured: more bring little."""
 
-CHEAP = 0.05
-"""Share of a step that a sibling may add for paths to be looked for by default: looking costs 1 or 2 %."""
+CHEAP_SHARE = 0.05
+"""By default there are extra paths only if one adds no more than this share of a step: choosing them costs
+1 or 2 %."""
 
 
-def most_paths(costs: StepCosts, told: int | None) -> int:
-    """Return how many paths a request may have: as told, by default one where siblings are not cheap."""
-    cheap = costs.sibling <= CHEAP * costs.seconds(1, 0)
-    return told or (DEFAULT_PATHS if cheap else 1)
+def most_paths(costs: StepCosts, configured: int | None) -> int:
+    """Return how many paths a request may have: as configured, else 1 unless extra paths are cheap."""
+    cheap = costs.sibling <= CHEAP_SHARE * costs.seconds(1, 0)
+    return configured or (DEFAULT_PATHS if cheap else 1)
 
 
 def join(paths: Iterable[Sequence[int]]) -> list[int]:
@@ -59,8 +60,8 @@ def split(flat: Sequence[int]) -> list[list[int]]:
 class Fork:
     """One request's drafted tree: `paths` of token indices, the first one kept for `keep` tokens.
 
-    `chances` by index, that the token and all before it are right; `room` flat entries are left for
-    further paths, a token counts `weight`.
+    `chances` by index: P(the token and all before it are accepted). Extra paths may take `room` entries of
+    the flat draft; each token of this request weighs `weight`.
     """
 
     paths: Sequence[Sequence[int]]
@@ -94,25 +95,25 @@ def paths_of(parents: Sequence[int]) -> list[list[int]]:
     return paths
 
 
-def siblings(
+def extra_paths(
     forks: Sequence[Fork], seconds: Sequence[float], extra: float, others: float, most: int
 ) -> list[list[list[int]]]:
     """Return the paths to verify beside each fork's first, cut where their tokens stop paying.
 
-    `seconds[k]` is the step's time with k drafted rows, to which every sibling adds `extra`; `others`
-    are the tokens that the step brings to all requests without drafts, `most` how many siblings there
-    may be. A sibling's gain are the chances of those of its tokens that no chosen path has; it must
-    bring `PRICE` times the tokens that its rows' seconds, and `extra`, are worth at the step's rate.
+    `seconds[k]` is the step's time with k drafted rows, to which every extra path adds `extra`; `others` is
+    how many tokens the step generates without drafts, `most` how many extra paths there may be. The gain of a
+    path is the sum of the chances of those of its tokens that no chosen path has. It must be `COST_FACTOR`
+    times the tokens that the step would generate in the seconds that the path adds.
     """
     chosen: list[list[list[int]]] = [[] for _ in forks]
     held = [set(fork.paths[0][: fork.keep]) if fork.paths else set() for fork in forks]
     drafted = sum(map(len, held))
     gains = (fork.weight * sum(fork.chances[i] for i in kept) for fork, kept in zip(forks, held, strict=True))
-    price = PRICE * (others + sum(gains)) / seconds[drafted]
+    price = COST_FACTOR * (others + sum(gains)) / seconds[drafted]
     rooms = [fork.room for fork in forks]
 
     def cut(at: int, path: Sequence[int]) -> tuple[float, int]:
-        """Return the best worth of a path's beginnings, and that beginning's length."""
+        """Return the highest value of a path's prefixes, and that prefix's length."""
         gain, best = 0.0, (0.0, 0)
         for length in range(1, min(len(path), rooms[at] - 1) + 1):
             token = path[length - 1]

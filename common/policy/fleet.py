@@ -1,9 +1,9 @@
-"""The instances as policies see them: what each can hold, and what is promised there.
+"""The instances as policies see them: what each can hold, and what is reserved there.
 
 Invariants:
-- an instance's books are the sums of what was reserved and not yet released;
-- arrays, rows in the order of names, say what the books say; questions are answered from them in one
-  pass, quickest in a full fleet: a buffer asks several thousand times a second.
+- an instance's counts are the sums of what was reserved and not yet released;
+- arrays, rows in the order of names, hold the same counts; queries read them in one pass, fastest in a
+  full fleet: a buffer makes several thousand a second.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from numpy.typing import NDArray
 
 from seer.common.types import Capacity
 
-_CHUNK = 2**40  # a chunk more is a greater load than any number of free blocks less
-_NEVER = 2**62  # more than any number of blocks, any load
+_CHUNK = 2**40  # weight of a chunk in `_load`: more than that of any number of blocks
+_NEVER = 2**62  # more blocks than any instance has
 
 
 @dataclass(slots=True)
 class InstanceView:
-    """An instance as the books show it: what is promised to running chunks counts as used.
+    """An instance, with what its running chunks have reserved counted as used.
 
-    Of one that is in a `Fleet`, only the fleet changes the books.
+    Only the `Fleet` that an instance is in changes its counts.
     """
 
     name: str
@@ -34,16 +34,16 @@ class InstanceView:
     chunks: int = 0
     reserved_blocks: int = 0
     pinned_blocks: int = 0
-    closed: bool = False  # to new chunks
+    closed: bool = False  # takes no new chunks
 
     @property
     def free_blocks(self) -> int:
-        """Blocks that no running chunk was promised and no pool save pins."""
+        """Blocks that no running chunk has reserved and no save to the KV pool pins."""
         return self.capacity.kv_blocks - self.reserved_blocks - self.pinned_blocks
 
     def has_room(self, context: int, chunk: int) -> bool:
-        """Say whether a chunk's worst case fits now."""
-        capacity = self.capacity  # `capacity.holds`, but for blocks that are free
+        """Return whether a chunk's worst case fits now."""
+        capacity = self.capacity  # as `capacity.holds`, with the free blocks only
         return (
             not self.closed
             and self.chunks < capacity.max_num_seqs
@@ -62,13 +62,13 @@ class Fleet(Mapping[str, InstanceView]):
         self._capacities: Counter[Capacity] = Counter()
         self._rows: dict[str, int] = {}
         self._kinds: list[Capacity] = []
-        self._kind = np.zeros(0, dtype=np.intp)  # of each instance, its place in `_kinds`
-        self._load = np.zeros(0, dtype=np.int64)  # chunks, then blocks that are not free
-        self._room = np.zeros(0, dtype=np.int64)  # free blocks; -1 without a free seat
+        self._kind = np.zeros(0, dtype=np.intp)  # index into `_kinds` of each instance
+        self._load = np.zeros(0, dtype=np.int64)  # sorts by chunks, then by blocks that are not free
+        self._room = np.zeros(0, dtype=np.int64)  # free blocks; -1 if no chunk more may run
         self._seats = np.zeros(0, dtype=np.int64)
         for instance in instances:
-            self._enter(instance)
-        self._lay_out()
+            self._insert(instance)
+        self._rebuild()
 
     def __getitem__(self, name: str) -> InstanceView:
         return self._views[name]
@@ -89,56 +89,56 @@ class Fleet(Mapping[str, InstanceView]):
         """The different capacities."""
         return self._capacities
 
-    # --- the books -----------------------------------------------------------------------
+    # --- changes -------------------------------------------------------------------------
 
     def add(self, instance: InstanceView) -> None:
-        """Take in an instance; its name must be new."""
-        self._enter(instance)
-        self._lay_out()
+        """Add an instance; its name must be new."""
+        self._insert(instance)
+        self._rebuild()
 
     def remove(self, *names: str) -> None:
-        """Let go of instances and all that was promised there."""
+        """Remove instances, with all that is reserved there."""
         for name in names:
             instance = self._views.pop(name)
             del self._names[bisect_left(self._names, name)]
             self._capacities -= Counter([instance.capacity])
             self.chunks -= instance.chunks
-        self._lay_out()
+        self._rebuild()
 
     def reserve(self, name: str, blocks: int) -> None:
-        """Promise blocks to one more chunk."""
-        self._book(self._views[name], 1, blocks)
+        """Reserve blocks for one more chunk."""
+        self._count(self._views[name], 1, blocks)
 
     def release(self, name: str, blocks: int) -> None:
-        """Take back what one chunk was promised."""
-        self._book(self._views[name], -1, -blocks)
+        """Release what one chunk had reserved."""
+        self._count(self._views[name], -1, -blocks)
 
     def pin(self, name: str, blocks: int) -> None:
-        """Note how many blocks saves to the pool hold: what an engine says, as far as it can be true."""
+        """Set how many blocks saves to the KV pool hold, as an engine reports it, within what is possible."""
         instance = self._views[name]
         instance.pinned_blocks = min(max(blocks, 0), instance.capacity.kv_blocks)
         self._write(self._rows[name], instance)
 
     def close(self, name: str, closed: bool = True) -> None:
-        """Have an instance take no more chunks, or take them again."""
+        """Let an instance take no new chunks, or take them again."""
         instance = self._views[name]
         instance.closed = closed
         self._write(self._rows[name], instance)
 
-    def _book(self, instance: InstanceView, chunks: int, blocks: int) -> None:
+    def _count(self, instance: InstanceView, chunks: int, blocks: int) -> None:
         instance.chunks += chunks
         instance.reserved_blocks += blocks
         self.chunks += chunks
         self._write(self._rows[instance.name], instance)
 
-    def _enter(self, instance: InstanceView) -> None:
+    def _insert(self, instance: InstanceView) -> None:
         self._views[instance.name] = instance
         insort(self._names, instance.name)
         self._capacities[instance.capacity] += 1
         self.chunks += instance.chunks
 
-    def _lay_out(self) -> None:
-        """Make the arrays anew: instances join and leave rarely."""
+    def _rebuild(self) -> None:
+        """Rebuild the arrays: instances join and leave rarely."""
         self._rows = {name: row for row, name in enumerate(self._names)}
         self._kinds = list(self._capacities)
         places = {capacity: place for place, capacity in enumerate(self._kinds)}
@@ -154,7 +154,7 @@ class Fleet(Mapping[str, InstanceView]):
         self._room[row] = free if seats > 0 else -1
         self._seats[row] = seats
 
-    # --- questions -----------------------------------------------------------------------
+    # --- queries -------------------------------------------------------------------------
 
     def holding(self, context: int, chunk: int) -> Sequence[str]:
         """Return the names of those that could hold a chunk if they were empty, sorted."""
@@ -164,7 +164,7 @@ class Fleet(Mapping[str, InstanceView]):
         return [name for name in self._names if self._views[name].capacity in able]
 
     def has_room(self, name: str, context: int, chunk: int) -> bool:
-        """Say whether this instance lives and has room for a chunk's worst case."""
+        """Return whether this instance is there and has room for a chunk's worst case."""
         instance = self._views.get(name)
         return instance is not None and instance.has_room(context, chunk)
 
@@ -179,7 +179,7 @@ class Fleet(Mapping[str, InstanceView]):
         return self._least_loaded(self._room >= np.array(needs, dtype=np.int64)[self._kind])
 
     def least_loaded(self, context: int, chunk: int) -> InstanceView | None:
-        """Return the one with the fewest chunks that has a seat left and could hold this one if empty."""
+        """Return the one with the fewest chunks of those below `max_num_seqs` that could hold it if empty."""
         holds = np.array([capacity.holds(context, chunk) for capacity in self._kinds], dtype=np.bool_)
         return self._least_loaded((self._seats > 0) & holds[self._kind])
 

@@ -1,17 +1,17 @@
 """Length estimates: how long a group's responses will be.
 
-An estimator sees what is known of groups and says what to expect of a response that has not begun.
-It never changes a token: a bad estimate costs time, not correctness.
+An estimator sees the lengths of a group's responses so far, and estimates the length of one that has not
+begun. It never changes a token: a bad estimate costs time, not correctness.
 
-`Posterior` says what the responses of a group, finished or not, make likely (`length_model.py` has the
-density), given what all groups had in common so far: how far lengths vary between groups, and within.
+`Longest` is the paper's estimator. `Posterior` is ours: a Bayesian estimate from all responses of the group,
+finished or not (`length_model.py` has the density), with parameters that are fitted over all groups: how
+far lengths vary between groups, and within one.
 
 Invariants (tests/property/test_length.py asserts them):
 - an estimate is from 1 token to the cap, and a function of what the estimator was shown, in order;
-- `Longest` says the cap until a response finishes, then the longest finished one: it falls once,
+- `Longest` returns the cap until a response finishes, then the longest finished one: it falls once,
   and only rises from there;
-- `Posterior` forgets: it learns from the `RETAINED` groups opened last, from at most `FIT_RESPONSES`
-  responses at a time.
+- `Posterior` forgets: it is fitted to the last `RETAINED` groups, at most `FIT_RESPONSES` responses at once.
 """
 
 from __future__ import annotations
@@ -25,37 +25,37 @@ from typing import Protocol
 
 import numpy as np
 
-from seer.common.policy.length_model import Floats, Model, Parameters, Responses, fitted, responses
+from seer.common.policy.length_model import Floats, Model, Observations, Parameters, fit, observations
 
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """The median length in tokens, at most the cap; `spread` is the deviation of its natural log.
+    """The median length in tokens, at most the cap; `spread` is the standard deviation of its natural log.
 
-    A `spread` of 0 says nothing of how sure it is: the paper's plain number.
+    A `spread` of 0: the estimator gives none, as the paper's.
     """
 
     tokens: float
     spread: float = 0.0
 
     @property
-    def sound(self) -> bool:
-        """Whether a policy can reckon with it; what comes over the wire may be anything."""
+    def valid(self) -> bool:
+        """Whether a policy can compute with it; what comes over the wire may be anything."""
         return 0 < self.tokens < math.inf and 0 <= self.spread < math.inf
 
 
 QUANTILE_90 = 1.2816
-"""Nine of ten draws of a normal distribution lie below so many deviations above its middle."""
+"""The 90 % quantile of the standard normal distribution."""
 
 
 @dataclass(slots=True)
 class EstimateError:
-    """How far responses that finished were from what was foretold.
+    """How far the lengths of finished responses were from their groups' estimates.
 
-    `absolute` and `signed` are sums of ln(actual / foretold) over `responses`; `beyond` of them were
-    longer than the 90 % quantile. Of `unpredicted` ones nothing had been said but the cap.
+    `absolute` and `signed` are sums of ln(actual / estimated) over `responses`; `beyond` of them were
+    longer than the estimate's 90 % quantile. For `unpredicted` ones there was no estimate but the cap.
 
-    It tells how an estimator does under a schedule, not which one is better: where the short finish
+    It tells how an estimator does under a schedule, not which estimator is better: where the short finish
     before the long, the longest finished response is always near the next one to finish.
     """
 
@@ -65,16 +65,16 @@ class EstimateError:
     signed: float = 0.0
     beyond: int = 0
 
-    def count(self, foretold: Estimate | None, tokens: int) -> None:
-        """Add one response; None: of its group nothing was foretold."""
-        if foretold is None or tokens < 1:
+    def count(self, predicted: Estimate | None, tokens: int) -> None:
+        """Add one response; `predicted` is its group's estimate, None if there was none but the cap."""
+        if predicted is None or tokens < 1:
             self.unpredicted += 1
             return
-        log = math.log(tokens / foretold.tokens)
+        log = math.log(tokens / predicted.tokens)
         self.responses += 1
         self.absolute += abs(log)
         self.signed += log
-        self.beyond += log > QUANTILE_90 * foretold.spread
+        self.beyond += log > QUANTILE_90 * predicted.spread
 
     def summary(self) -> dict[str, float]:
         """Return both counts, the means of absolute and signed error, and the share beyond."""
@@ -89,8 +89,8 @@ class EstimateError:
 
 
 @dataclass(frozen=True, slots=True)
-class Remembered:
-    """What an earlier group of the same prompt was like: the mean log length of `responses` ones."""
+class PastLengths:
+    """Earlier groups of the same prompt: mean log length of their responses, and how many they count as."""
 
     mean: float
     responses: float
@@ -98,40 +98,40 @@ class Remembered:
 
 @dataclass(slots=True)
 class Evidence:
-    """What is known of one group: tokens by response index. No response is longer than `cap`.
+    """The lengths of one group's responses so far: tokens by response index. None is longer than `cap`.
 
-    `before` is what was known of its prompt when it opened.
+    `past` is what earlier groups of its prompt were like, where that is remembered.
     """
 
     cap: int
     finished: dict[int, int] = field(default_factory=dict)
     unfinished: dict[int, int] = field(default_factory=dict)
-    before: Remembered | None = None
+    past: PastLengths | None = None
 
     def forget(self) -> None:
-        """Take everything back."""
+        """Drop all lengths of this group."""
         self.finished.clear()
         self.unfinished.clear()
 
 
 class Estimator(Protocol):
-    """What tells lengths. Whoever owns the evidence changes it and says so here."""
+    """Estimates lengths. The evidence's owner changes it, and calls `opened` and `ended` when it does."""
 
     @property
     def share(self) -> float:
-        """How much a group tells: the share of the variance of log lengths that lies between groups."""
+        """Share of the variance of log lengths that lies between groups: 1 if all of a group are as long."""
 
     def opened(self, group: Evidence) -> None:
-        """Take note of a new group."""
+        """Add a new group."""
 
     def ended(self) -> None:
-        """Take note that a response of some group finished."""
+        """Count a response, of any group, that finished."""
 
     def refit(self) -> bool:
-        """Learn what groups have in common if it is time; True: all estimates may have changed."""
+        """Fit what all groups share, if enough is new; True: all estimates may have changed."""
 
     def estimates(self, groups: Sequence[Evidence]) -> list[Estimate]:
-        """Return what to expect of a response of each group that has not begun."""
+        """Return, for each group, the estimated length of a response that has not begun."""
 
 
 class Longest:
@@ -140,10 +140,10 @@ class Longest:
     share = 1.0
 
     def opened(self, group: Evidence) -> None:
-        """Nothing is common to groups."""
+        """Do nothing: groups share no parameters."""
 
     def ended(self) -> None:
-        """Nor learnt from them."""
+        """Do nothing."""
 
     def refit(self) -> bool:
         """Return False."""
@@ -158,37 +158,37 @@ class Longest:
 
 
 RETAINED = 2048
-"""Groups whose evidence is kept to learn from: the last ones opened, as lengths drift over rollouts."""
+"""Groups that parameters are fitted to: the last ones opened, as lengths drift over rollouts."""
 
 FIT_GROUPS = 256
-"""Groups that a fit looks at, spread evenly over those retained: deviations are then known within 5 %."""
+"""Groups that a fit uses, spread evenly over those retained: deviations are then known within 5 %."""
 
 FIT_RESPONSES = 8192
-"""Responses that are looked at at once: 4 MiB a table."""
+"""Responses that one fit, or one batch of estimates, uses: 4 MiB a table."""
 
 FIT_GROWTH = 0.15
-"""A fit follows when so many more responses have finished: what is learnt moves with their logarithm."""
+"""Fit again when this share more responses have finished: what a fit finds moves with their logarithm."""
 
-FIT_LEAST = 8
-"""Finished responses before the first fit: as many as the parameters assumed before any data weigh."""
+MIN_FIT_RESPONSES = 8
+"""Finished responses before the first fit: as many as the prior parameters weigh."""
 
 DRIFT = 0.2
-"""Deviation by which a prompt's typical length, in natural log, moves from one of its groups to the next."""
+"""Standard deviation by which a prompt's typical log length moves from one of its groups to the next."""
 
 
 class Posterior:
-    """Ours: what is likely, from finished responses and from how far the others have come."""
+    """Ours: the posterior, from finished responses and from how far the others have come."""
 
     def __init__(self) -> None:
         self._groups: deque[Evidence] = deque(maxlen=RETAINED)
-        self._before: Parameters | None = None
+        self._prior: Parameters | None = None
         self._model: Model | None = None
         self._fresh = 0
-        self._due = FIT_LEAST
+        self._due = MIN_FIT_RESPONSES
 
     @property
     def parameters(self) -> Parameters | None:
-        """What groups have in common, as far as known; None before the first one."""
+        """The parameters that all groups share, as last fitted; None before the first group."""
         return None if self._model is None else self._model.parameters
 
     @property
@@ -197,11 +197,11 @@ class Posterior:
         return 0.0 if self._model is None else self._model.parameters.share
 
     def opened(self, group: Evidence) -> None:
-        """Keep the group. The first one's cap says what to assume before any data."""
+        """Keep the group. The prior parameters follow from the first group's cap."""
         self._groups.append(group)
         if self._model is None:
-            self._before = Parameters(math.log(max(group.cap / 6, 1.0)), between=0.7, sigma=0.55)
-            self._model = Model(self._before)
+            self._prior = Parameters(math.log(max(group.cap / 6, 1.0)), between=0.7, sigma=0.55)
+            self._model = Model(self._prior)
 
     def ended(self) -> None:
         """Count towards the next fit."""
@@ -209,44 +209,45 @@ class Posterior:
 
     def refit(self) -> bool:
         """Fit the parameters again if enough finished since."""
-        if self._fresh < self._due or self._model is None or self._before is None:
+        if self._fresh < self._due or self._model is None or self._prior is None:
             return False
         known = [group for group in self._groups if group.finished or group.unfinished]
         size = sum(len(group.finished) + len(group.unfinished) for group in known)
         stride = math.ceil(max(len(known) / FIT_GROUPS, size / FIT_RESPONSES, 1))
-        self._model = fitted(self._model, _responses(list(islice(known, 0, None, stride))), self._before)
+        self._model = fit(self._model, _observations(list(islice(known, 0, None, stride))), self._prior)
         finished = sum(len(group.finished) for group in known)
-        self._due = max(FIT_LEAST, math.ceil(FIT_GROWTH * finished))
+        self._due = max(MIN_FIT_RESPONSES, math.ceil(FIT_GROWTH * finished))
         self._fresh = 0
         return True
 
     def estimates(self, groups: Sequence[Evidence]) -> list[Estimate]:
         """See `Estimator`."""
-        told: list[Estimate] = []
+        found: list[Estimate] = []
         start = size = 0
         for end, group in enumerate(groups, 1):
             size += len(group.finished) + len(group.unfinished)
             if size >= FIT_RESPONSES or end == len(groups):
-                told += self._estimates(groups[start:end])
+                found += self._estimates(groups[start:end])
                 start, size = end, 0
-        return told
+        return found
 
-    def _remembered(self, model: Model, groups: Sequence[Evidence]) -> Floats | float:
-        before = [(i, group.before) for i, group in enumerate(groups) if group.before is not None]
-        if not before:
+    def _past_log_likelihood(self, model: Model, groups: Sequence[Evidence]) -> Floats | float:
+        past = [(i, group.past) for i, group in enumerate(groups) if group.past is not None]
+        if not past:
             return 0.0
-        means = np.array([known.mean for _, known in before])
-        counts = np.array([known.responses for _, known in before])
+        means = np.array([known.mean for _, known in past])
+        counts = np.array([known.responses for _, known in past])
         variances = model.parameters.within**2 / counts + DRIFT**2
         logs = np.zeros((len(groups), len(model.grid)))
-        logs[[i for i, _ in before]] = -((model.grid - means[:, None]) ** 2) / (2 * variances[:, None])
+        logs[[i for i, _ in past]] = -((model.grid - means[:, None]) ** 2) / (2 * variances[:, None])
         return logs
 
     def _estimates(self, groups: Sequence[Evidence]) -> list[Estimate]:
         model = self._model
         if model is None:
             raise ValueError("an estimate of a group that was never opened")
-        means, variances = model.moments(model.weights(_responses(groups), self._remembered(model, groups)))
+        past = self._past_log_likelihood(model, groups)
+        means, variances = model.moments(model.weights(_observations(groups), past))
         spreads = np.sqrt(variances + model.parameters.within**2)
         return [
             Estimate(min(max(math.exp(mean), 1.0), float(group.cap)), spread)
@@ -254,16 +255,16 @@ class Posterior:
         ]
 
 
-def _responses(groups: Sequence[Evidence]) -> Responses:
+def _observations(groups: Sequence[Evidence]) -> Observations:
     tokens: list[int] = []
-    bounds: list[int] = []
+    censored: list[int] = []
     for group in groups:
         tokens += group.finished.values()
-        bounds += [length >= group.cap for length in group.finished.values()]
+        censored += [length >= group.cap for length in group.finished.values()]
         tokens += group.unfinished.values()
-        bounds += [1] * len(group.unfinished)
+        censored += [1] * len(group.unfinished)
     sizes = [len(group.finished) + len(group.unfinished) for group in groups]
-    return responses(np.array(tokens, np.intp), np.array(bounds, np.intp), np.array(sizes, np.intp))
+    return observations(np.array(tokens, np.intp), np.array(censored, np.intp), np.array(sizes, np.intp))
 
 
 ESTIMATORS: dict[str, Callable[[], Estimator]] = {"longest": Longest, "posterior": Posterior}

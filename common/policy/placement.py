@@ -1,5 +1,7 @@
 """Where a request's next chunk runs: pure functions (request, chunk, fleet) -> an instance's name, or None.
 
+None: no instance has room, the request waits.
+
 Invariants (tests/property/test_placement.py asserts them):
 - `stay_or_least_loaded` leaves no request waiting that fits anywhere, and moves one only if its instance
   has no room or runs more than `BALANCE_SPREAD` chunks beyond the least loaded of those that have;
@@ -25,7 +27,7 @@ The paper's OSDI version says 32; 2 ended simulated rollouts 0.2 to 3 % sooner, 
 
 
 def whole_group(request: RequestView, chunk: int, fleet: Fleet) -> str | None:
-    """Keep a group together and spread groups in turn; room is the engine's business."""
+    """Keep a group on one instance, groups in turn (round robin). The engine preempts if KV runs out."""
     names = fleet.holding(request.context, chunk)
     if not names:
         return None
@@ -34,15 +36,15 @@ def whole_group(request: RequestView, chunk: int, fleet: Fleet) -> str | None:
 
 
 def least_loaded(request: RequestView, chunk: int, fleet: Fleet) -> str | None:
-    """Take the instance with the fewest chunks that has a seat left; KV is the engine's business."""
+    """Take the instance with the fewest chunks below `max_num_seqs`. The engine preempts if KV runs out."""
     view = fleet.least_loaded(request.context, chunk)
     return view.name if view else None
 
 
 def stay_or_least_loaded(request: RequestView, chunk: int, fleet: Fleet) -> str | None:
-    """Stay where the prefix is cached, unless the least loaded with room has much less to do."""
-    # Siblings are not drawn together for their first chunk: it would save prefills of their prompt, at
-    # most half a percent of the time, but an instance with the long ones ends late.
+    """Stay where the prefix is cached, unless the least loaded instance with room has far fewer chunks."""
+    # The first chunks of a group are not placed together: that would save prefills of their prompt, at most
+    # half a percent of the time, but an instance with a group of long responses ends late.
     emptiest = fleet.emptiest(request.context, chunk)
     if emptiest is None:
         return None
@@ -55,8 +57,8 @@ def stay_or_least_loaded(request: RequestView, chunk: int, fleet: Fleet) -> str 
     return emptiest.name
 
 
-def elsewhere(request: RequestView, chunk: int, fleet: Fleet) -> str | None:
-    """Take the instance after the last one, by name, to force migrations."""
+def always_migrate(request: RequestView, chunk: int, fleet: Fleet) -> str | None:
+    """Take the instance whose name follows that of the last one: every chunk migrates. For tests."""
     if request.last_instance not in fleet:
         return stay_or_least_loaded(request, chunk, fleet)
     following = fleet.names[(bisect_left(fleet.names, request.last_instance) + 1) % len(fleet)]

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 
 @dataclass(slots=True)
 class RequestView:
-    """`group_number` counts groups in order of arrival.
+    """`group_number` counts groups in order of arrival; `index` is the response's in its group.
 
-    `queued` grows with every time any request starts waiting; `last_instance` ran its last chunk.
+    `queued` numbers the times at which requests started to wait, so it orders them by arrival in the queue.
+    `last_instance` ran the last chunk; empty before the first.
     """
 
     request_id: str
@@ -23,7 +24,7 @@ class RequestView:
 
     @property
     def context(self) -> int:
-        """Tokens whose KV the next chunk starts from."""
+        """Tokens before the next chunk: prompt and output so far."""
         return self.prompt_len + self.generated
 
     @property

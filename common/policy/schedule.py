@@ -1,13 +1,13 @@
 """Scheduling policies: which waiting request goes next, where, and for how many tokens.
 
-A policy is a set of pure functions of what it is shown. The buffer's machine owns the queue and
-the books; it asks `order` when a request starts waiting or its group's estimate changes (smaller goes
-first), `place` for the request at the head of the queue, and `chunk` for the length of its next run.
-docs/scheduling.md says why each is as it is, and what it measured.
+A policy is a set of pure functions. The buffer's machine owns the queue and counts what is reserved; it
+calls `order` when a request starts waiting or its group's estimate changes (smaller goes first), `place` for
+the request at the head of the queue, and `chunk` for the length of its next chunk. docs/scheduling.md has
+the reasons and the measurements.
 
 Invariants (tests/property/test_schedule.py and test_buffer_machine.py assert them):
-- with `admission`, a chunk is placed only where its worst case fits in free blocks and a
-  sequence slot is left, so nothing placed under such a policy is ever preempted;
+- with `admission`, a chunk is placed only where its worst case fits in free blocks and fewer than
+  `max_num_seqs` chunks run, so nothing placed under such a policy is ever preempted;
 - `order` ends in the request's own queue number, so it is total and first come, first served
   among equals;
 - under `fair` policies a request that waits is dispatched at the latest with the
@@ -23,7 +23,13 @@ from dataclasses import dataclass
 from statistics import NormalDist
 
 from seer.common.policy.length import Estimate
-from seer.common.policy.placement import Place, elsewhere, least_loaded, stay_or_least_loaded, whole_group
+from seer.common.policy.placement import (
+    Place,
+    always_migrate,
+    least_loaded,
+    stay_or_least_loaded,
+    whole_group,
+)
 from seer.common.policy.request import RequestView
 
 OrderKey = tuple[float, ...]
@@ -31,40 +37,41 @@ Order = Callable[[RequestView, Estimate], OrderKey]
 
 CHUNKS_TO_CAP = 32
 LEAST_CHUNK = 256
-"""A response that reaches its cap takes so many chunks, of so many tokens or more, unless a size is given.
+"""Unless a chunk size is given, it is a response's cap / `CHUNKS_TO_CAP`, and at least `LEAST_CHUNK` tokens.
 
-Shorter ones promise less room that stays unused, and come back more often: 256 of 40,960 tokens ended a
-rollout of Qwen's 5 % sooner than 2,048 with a KV pool, but moved 7 times as much KV, and 60 % later
-without one. 8,192 took 3 to 19 % longer (bench/scheduling/placement.py).
+Shorter chunks reserve less KV that stays unused, but there are more of them: for Qwen's cap of 40,960, chunks
+of 256 ended a rollout 5 % sooner than chunks of 2,048 with a KV pool, moved 7 times as much KV, and ended
+it 60 % later without a pool. Chunks of 8,192 took 3 to 19 % longer (bench/scheduling/placement.py).
 """
 
 FAIR_DISPATCHES = 512
-"""One dispatch in so many goes to whoever has waited longest: a bound on waiting for 0.2 % of them."""
+"""One dispatch in this many goes to the request that has waited longest, which bounds waiting."""
 
-LONGER = 1e-6
-"""Chance with which a response may be longer than `plausible` says: one in a hundred rollouts of the paper's.
+TAIL_PROBABILITY = 1e-6
+"""Requests are ordered by the length that they exceed with this probability.
 
-The end of a rollout is that of its longest response, so what counts is who could be that one: a single
-response held back by mistake may cost a tenth of the time. At 1e-6 groups that tell much are sorted as by
-Algorithm 2, those that tell little as by least generated first. Over ten seeds of Qwen's workload 1e-4 took
-4 % longer than the latter and 0.01 12 % (prompt's share of the variance 0.65, outliers;
+A rollout ends with its longest response, so what counts is which requests could be that one: a single
+response that starts late may cost a tenth of the time. At 1e-6, one in a hundred of the paper's rollouts
+has a longer one. Groups that say much of their responses' lengths are then ordered as by Algorithm 2, those
+that say little by least generated first. Over ten seeds of Qwen's workload 1e-4 took 4 % longer than the
+latter, and 0.01 12 % (prompt's share of the variance 0.65, outliers;
 bench/scheduling/orders.py).
 """
 
 _NORMAL = NormalDist()
-_SURE = 1e-12
-"""Chances below are not told apart from 0: a response of which nothing else is known may reach its cap."""
+_SMALLEST = 1e-12
+"""Smaller probabilities count as 0: then nothing is known but the cap, and the response may reach it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """A named bundle of decisions.
+    """A scheduling policy.
 
-    `order(request, estimate)` gets the group's length estimate; `place(request, chunk,
-    fleet)` gets the living instances and returns one's name, or None to wait.
-    `chunked` policies run at most a chunk's tokens at a time; `admission` promises room;
-    `fair` ones bound waiting. `estimator` names the entry of `length.ESTIMATORS` that its estimates
-    come from; of each group the first `probes` responses are probes, whose drafts come first.
+    `order(request, estimate)` gets the group's length estimate; `place(request, chunk, fleet)` gets the
+    living instances and returns the name of one, or None to wait. `chunked`: requests run a chunk at a time,
+    else to their end. `admission`: only where the worst case fits. `fair`: waiting is bounded.
+    `estimator` names the entry of `length.ESTIMATORS` that estimates come from; the first `probes`
+    responses of each group are probes, whose drafts come first.
     """
 
     name: str
@@ -77,21 +84,21 @@ class Policy:
     probes: int = 0
 
     def chunk(self, request: RequestView, chunk_size: int | None) -> int:
-        """Return the number of tokens of the next run (paper, 3.2)."""
+        """Return the number of tokens of the request's next chunk (paper, 3.2)."""
         if not self.chunked:
             return request.remaining
         return min(chunk_size or default_chunk(request.max_tokens), request.remaining)
 
 
 def default_chunk(cap: int) -> int:
-    """Return a chunk's tokens where no size is given."""
+    """Return a chunk's tokens where no size is configured, for responses of at most `cap` tokens."""
     return max(LEAST_CHUNK, cap // CHUNKS_TO_CAP)
 
 
-def plausible(estimate: Estimate, generated: int, cap: int, chance: float = LONGER) -> float:
-    """Return the length that a response passes with this chance, given that it passed `generated`.
+def length_quantile(estimate: Estimate, generated: int, cap: int, chance: float = TAIL_PROBABILITY) -> float:
+    """Return the length that a response exceeds with this probability, given that it exceeds `generated`.
 
-    Without a spread the estimate is believed until it is passed; then the response may reach its cap.
+    Without a spread it is the estimate until the response is longer; then it is the cap.
     """
     if not estimate.spread:
         return min(estimate.tokens, cap) if generated < estimate.tokens else cap
@@ -99,7 +106,7 @@ def plausible(estimate: Estimate, generated: int, cap: int, chance: float = LONG
     left = 1.0
     if generated > 0:
         left = _NORMAL.cdf((typical - math.log(generated)) / estimate.spread)
-    if left * chance < _SURE:
+    if left * chance < _SMALLEST:
         return cap
     # Compared as logarithms: what came over the wire may be beyond any float.
     log = typical - estimate.spread * _NORMAL.inv_cdf(left * chance)
@@ -121,14 +128,14 @@ def _probes_then_longest(request: RequestView, estimate: Estimate) -> OrderKey:
     return (1, -estimate.tokens, request.queued)
 
 
-def _longest_plausible(request: RequestView, estimate: Estimate) -> OrderKey:
-    # Whole tokens, and the least generated first among equals: before anything is known all are equal.
-    still = plausible(estimate, request.generated, request.max_tokens) - request.generated
+def _longest_first(request: RequestView, estimate: Estimate) -> OrderKey:
+    # Whole tokens, and the least generated first among equals: without any evidence all are equal.
+    still = length_quantile(estimate, request.generated, request.max_tokens) - request.generated
     return (-round(still), request.generated, request.queued)
 
 
 def oracle(lengths: Mapping[str, int]) -> Policy:
-    """Return the policy that knows all output lengths: longest remaining first. For simulations."""
+    """Return a policy that knows all output lengths: longest remaining first. For simulations."""
 
     def longest_remaining(request: RequestView, estimate: Estimate) -> OrderKey:
         return (request.generated - lengths[request.request_id], request.queued)
@@ -139,19 +146,19 @@ def oracle(lengths: Mapping[str, int]) -> Policy:
 POLICIES: dict[str, Policy] = {
     policy.name: policy
     for policy in (
-        # Ours: whoever could still take longest goes first.
-        Policy("seer", _longest_plausible, stay_or_least_loaded, True, True, "posterior", fair=True),
+        # Ours: the request that could still generate most goes first.
+        Policy("seer", _longest_first, stay_or_least_loaded, True, True, "posterior", fair=True),
         # The paper's Algorithm 2, to the letter.
         Policy("seer-paper", _probes_then_longest, stay_or_least_loaded, True, True, fair=True, probes=1),
-        # Keeps everyone progressing and asks nobody's context.
+        # All requests advance at the same pace; uses no estimates.
         Policy("least-generated", _least_generated, stay_or_least_loaded, True, True),
         # The paper's "No-Context": chunks, re-queued at the back, placed by KV room.
         Policy("divided", _arrival, stay_or_least_loaded, True, True),
-        # A router in front of engines: each request where the fewest are, the engine preempts as it likes.
+        # A router in front of engines: least loaded instance, whole requests; engines preempt.
         Policy("least-loaded", _arrival, least_loaded, chunked=False, admission=False),
-        # veRL's baseline: whole groups in turn, the engine preempts as it likes.
+        # veRL's way: whole groups, instances in turn; engines preempt.
         Policy("static", _arrival, whole_group, chunked=False, admission=False),
         # Every chunk on another instance than the one before: for `seer verify`.
-        Policy("migrate", _arrival, elsewhere, chunked=True, admission=True),
+        Policy("migrate", _arrival, always_migrate, chunked=True, admission=True),
     )
 }

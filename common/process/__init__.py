@@ -1,1 +1,1 @@
-"""What every service process needs beside its work: its life, its log, its temporary files."""
+"""What every service process needs: start and stop, systemd, logs, temporary files."""

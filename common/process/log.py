@@ -1,7 +1,7 @@
 """Structured logs on stderr: stdout belongs to the program's own output.
 
-Without `configure`, as in a trainer that uses the client, lines follow the program's own structlog
-settings, still on stderr.
+Without `configure`, e.g. in a trainer that uses the client, the program's own structlog settings apply, still
+on stderr.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from seer.common.config import LogConfig
 
 
 class _Stderr:
-    """Looks up stderr for each line, so that whoever redirects it gets them."""
+    """Looks up `sys.stderr` for each line, so that it may be redirected later."""
 
     def msg(self, line: str) -> None:
         with contextlib.suppress(OSError):  # a full disk costs log lines, not the service
@@ -28,15 +28,15 @@ class _Stderr:
 
 
 class _Forward(logging.Handler):
-    """Passes on what libraries log, so that JSON logs hold nothing but JSON."""
+    """Passes on what libraries log to `logging`, so that JSON logs hold nothing but JSON."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        level = min(record.levelno // 10 * 10, logging.CRITICAL)  # structlog knows the named ones alone
+        level = min(record.levelno // 10 * 10, logging.CRITICAL)  # structlog knows only the named levels
         get_logger().log(level, record.getMessage(), logger=record.name, exc_info=record.exc_info)
 
 
 def printable(value: object) -> object:
-    """Return a value with all control characters of its texts escaped: peers' texts reach terminals."""
+    """Return a value with control characters in its texts escaped: texts of peers are shown on terminals."""
     match value:
         case str():
             return "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in value)

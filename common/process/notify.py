@@ -1,12 +1,12 @@
-"""Tells systemd how a service fares (sd_notify(3)); elsewhere nothing is sent.
+"""Tells systemd the state of a service (sd_notify(3)); without systemd nothing is sent.
 
 Invariants:
-- while a service starts, its start deadline moves on for as long as the event loop turns: a model
-  may load for minutes, a hung start is noticed;
-- once ready, the watchdog is fed by the event loop, at twice the rate asked for, so a hung loop is
+- while a service starts, its start timeout is extended as long as the event loop runs: a model may load for
+  minutes, but a hung start is noticed;
+- once ready, the event loop feeds the watchdog at twice the rate that systemd asks for, so a hung loop is
   noticed;
-- what cannot be sent is dropped: nothing here delays or fails a service;
-- processes that the service starts inherit none of it.
+- what cannot be sent is dropped: nothing here delays a service or makes it fail;
+- processes that the service starts do not inherit the environment variables.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ import socket
 from collections.abc import MutableMapping
 
 START_BEAT_SECONDS = 5.0
-"""Interval of signs of life while starting."""
+"""Interval of extensions of the start timeout."""
 
 START_GRACE_SECONDS = 60.0
-"""A start that shows none for this long has failed; importing torch may hold the loop for seconds."""
+"""A start without an extension for this long has failed; importing torch may block the loop for seconds."""
 
 
 class Notifier:
@@ -30,8 +30,8 @@ class Notifier:
     def __init__(self, environ: MutableMapping[str, str]) -> None:
         address = environ.pop("NOTIFY_SOCKET", "")
         usec, pid = environ.pop("WATCHDOG_USEC", ""), environ.pop("WATCHDOG_PID", "")
-        meant = usec.isdecimal() and pid in ("", str(os.getpid()))
-        self._watchdog_seconds = int(usec) / 1e6 if meant else 0.0
+        for_us = usec.isdecimal() and pid in ("", str(os.getpid()))
+        self._watchdog_seconds = int(usec) / 1e6 if for_us else 0.0
         self._address = "\0" + address[1:] if address.startswith("@") else address
         self._ready = asyncio.Event()
         self._socket: socket.socket | None = None
@@ -40,16 +40,16 @@ class Notifier:
             self._socket.setblocking(False)
 
     def ready(self) -> None:
-        """Say that the service serves; from now on the watchdog counts."""
+        """Tell systemd that the service is ready; from now on the watchdog applies."""
         self._send("READY=1")
         self._ready.set()
 
     def stopping(self) -> None:
-        """Say that the service takes no new work."""
+        """Tell systemd that the service is stopping."""
         self._send("STOPPING=1")
 
     async def beat(self) -> None:
-        """Show that the event loop turns, for ever; return when nobody wants to know."""
+        """Send extensions, then watchdog messages, for ever; return at once where nobody waits for them."""
         if self._socket is None:
             return
         while not self._ready.is_set():

@@ -1,12 +1,12 @@
-"""Temporary folders that a killed process cannot leave behind for good: the next one to start removes them.
+"""Temporary folders. Those of a killed process are removed by the next process that starts.
 
 Invariants:
-- a folder is private (0700) and held by a lock on a file in it for as long as its process lives; the
-  kernel gives that lock back however the process ends;
-- `sweep` removes folders that carry our name and our mark, belong to this user and are held by nobody.
-  It follows no link, and touches nothing else, whatever it is called;
-- a mark is never seen without its lock, so a folder that is just being made is safe from sweepers; of
-  several sweepers one removes a folder, and the mark goes last: what is cut off goes on at the next sweep.
+- a folder is private (0700) and locked, by a marker file in it, as long as its process lives; the kernel
+  releases the lock however the process ends;
+- `sweep` removes folders that have our name and a marker, belong to this user and are not locked. It follows
+  no links, and touches nothing else;
+- a marker is never seen without its lock, so a folder that is just being made is not swept; of several
+  sweeps one removes a folder, and the marker last: what was interrupted is done by the next sweep.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from typing import Self
 
 _NAME = re.compile(r"seer-[a-z]+-[a-z0-9_]{8}")
 _MARK = ".seer-scratch"
-_MARK_TEXT = "A temporary folder of Seer's, removed when no process holds the lock of this file.\n"
+_MARK_TEXT = "A temporary folder of Seer, removed when no process holds the lock of this file.\n"
 
 
 class Scratch:
-    """A new folder `seer-<kind>-XXXXXXXX` in `parent` (default: the temporary folder), empty but for a mark.
+    """A new folder `seer-<kind>-XXXXXXXX` in `parent` (default: the temporary folder), with only a marker.
 
     Use as a context manager, or `close` it. Raises `OSError`.
     """
@@ -52,26 +52,26 @@ class Scratch:
         self.close()
 
     def close(self) -> None:
-        """Remove the folder, as far as that can be done."""
+        """Remove the folder, as far as possible."""
         _remove(self.path)
         os.close(self._mark)
 
     def keep(self) -> None:
-        """Leave the folder, with what is in it, to the user: it is never swept."""
+        """Leave the folder and its files to the user: it will never be swept."""
         (self.path / _MARK).unlink(missing_ok=True)
         os.close(self._mark)
 
 
 @contextlib.contextmanager
 def private_temporary_folder() -> Iterator[None]:
-    """Have all that this process, and what it starts, takes for temporary lie in a `Scratch`.
+    """Put temporary files of this process, and of those that it starts, into a `Scratch`.
 
-    Removes what killed processes left beside it, meanwhile. Where no folder can be made, e.g. on a full disk,
-    all stays as it is: who needs one will say so.
+    Meanwhile removes folders of killed processes beside it. If no folder can be made, e.g. on a full disk,
+    nothing changes: whatever needs temporary files will report it.
     """
-    told, parent = os.environ.get("TMPDIR"), tempfile.gettempdir()
-    # A full disk is none for `tempfile`, which takes another then; what was left there is what fills it.
-    for place in {parent, told or parent}:
+    configured, parent = os.environ.get("TMPDIR"), tempfile.gettempdir()
+    # `tempfile` skips a full disk for another, but leftovers may be what fills it: sweep both.
+    for place in {parent, configured or parent}:
         threading.Thread(target=sweep, args=(place,), name="seer-sweep", daemon=True).start()
     try:
         scratch = Scratch("proc", parent)
@@ -84,8 +84,8 @@ def private_temporary_folder() -> Iterator[None]:
     finally:
         tempfile.tempdir = parent
         os.environ.pop("TMPDIR")
-        if told is not None:
-            os.environ["TMPDIR"] = told
+        if configured is not None:
+            os.environ["TMPDIR"] = configured
         scratch.close()
 
 
@@ -96,7 +96,7 @@ def lasting_temporary_folder() -> Path:
 
 
 def sweep(parent: str | Path | None = None) -> list[Path]:
-    """Remove what killed processes left in `parent` (default: the temporary folder); return what is gone."""
+    """Remove folders of killed processes in `parent` (default: the temporary one); return those removed."""
     swept = []
     for folder in _ours(Path(parent or tempfile.gettempdir())):
         with contextlib.suppress(OSError), _held(folder):
@@ -107,7 +107,7 @@ def sweep(parent: str | Path | None = None) -> list[Path]:
 
 
 def _mark(folder: Path) -> int:
-    """Mark a new folder as ours, locked before it can be seen; return the lock's file."""
+    """Put a marker into a new folder, locked before it can be seen; return its file descriptor."""
     new = folder / f"{_MARK}.new"
     mark = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     try:
@@ -131,7 +131,7 @@ def _ours(parent: Path) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def _held(folder: Path) -> Iterator[None]:
-    """Hold the lock of a folder that nobody uses. Raises `OSError` if it has no mark, or is in use."""
+    """Lock a folder that no process uses. Raises `OSError` if it has no marker, or is in use."""
     mark = os.open(folder / _MARK, os.O_WRONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     try:
         found = os.fstat(mark)

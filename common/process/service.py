@@ -1,12 +1,12 @@
 """Runs one service as a process.
 
 Invariants:
-- the first SIGTERM or SIGINT drains, the second stops at once, and so does the first one while the
-  service still starts;
+- the first SIGTERM or SIGINT drains; the second stops at once, and so does the first while the service
+  still starts;
 - an expected failure (`SeerError`) is one log line and exit code 2, never a traceback;
-- a supervisor that asks (`--ready-fd`, systemd) learns when it is ready, or why it cannot start, and
-  systemd that it lives;
-- whatever it and its libraries take for temporary is gone with it, at the latest when another one starts;
+- a supervisor (`--ready-fd`, systemd) is told when it is ready, or why it cannot start; systemd also gets
+  watchdog messages;
+- temporary files of it and its libraries are removed when it ends, or when the next service starts;
 - uvloop is chosen here and nowhere else, so everything also runs on a plain or virtual-time loop.
 """
 
@@ -104,7 +104,7 @@ class _Process:
         beating = asyncio.create_task(self._systemd.beat())
         transport = ZmqTransport(bind_host=config.endpoints.bind_host)
         try:
-            await asyncio.sleep(0)  # the first beat: what comes next may import torch
+            await asyncio.sleep(0)  # lets the first beat be sent: what follows may import torch, which blocks
             try:
                 service = make(config, transport, LoopClock())
                 endpoints = await service.start()
@@ -121,7 +121,7 @@ class _Process:
                 raise
             return EXIT_SIGNAL + self._signals[-1]
         finally:
-            self._closing = True  # bounded: a signal now would only replace what ended this by a traceback
+            self._closing = True  # ends within a bounded time; a signal would only add a traceback
             self._systemd.stopping()
             await transport.close()
             beating.cancel()
@@ -146,10 +146,10 @@ class _Process:
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, caught, number)
 
-    def _report(self, news: dict[str, object], ready_fd: int | None) -> None:
+    def _report(self, outcome: dict[str, object], ready_fd: int | None) -> None:
         if ready_fd is None:
             return
-        line = json.dumps({"service": self._name, "pid": os.getpid(), **news})
+        line = json.dumps({"service": self._name, "pid": os.getpid(), **outcome})
         try:
             os.write(ready_fd, line.encode() + b"\n")
             os.close(ready_fd)

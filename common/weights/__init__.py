@@ -1,1 +1,1 @@
-"""What trainers, buffer and engines agree on about weights."""
+"""Weights as trainers, buffer and engines exchange them: digests, safetensors files, Mooncake."""

@@ -1,9 +1,9 @@
-"""What trainers, buffer and engines agree on about weights: digests, and whether a folder is whole.
+"""Digests of weights, the format of streams of weights, and a check that a model folder is complete.
 
 Invariants:
-- a digest follows from the tensors' names, types, shapes and bytes alone;
-- what `problem_of` refuses, from file names and headers alone, could not be loaded; the rest is for
-  the loader to judge.
+- a digest depends only on the tensors' names, types, shapes and bytes;
+- `problem_of` reads file names and headers only: what it rejects could not be loaded, and what it does not
+  reject may still fail to load.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from seer.common.weights.safetensors import stored
 from seer.common.wire import Bytes, SpoolData
 
 SPOOL_FILE = "model.safetensors"
-"""A stream of weights in the buffer's spool; whoever sees that folder may read it there."""
+"""File of a stream of weights in the buffer's spool; who can read that folder may read it there."""
 
 SPOOL_NOTES = "stream.json"
-"""Beside it: its size, and the token that tells a reader that it is that very folder."""
+"""File beside it: its size, and a token by which a reader knows that it sees the same folder."""
 
 
 def tensor_hash(name: str, dtype: str, shape: Sequence[int]) -> hashlib.blake2b:
-    """Begin a tensor's hash; its bytes follow. `dtype` as safetensors has it."""
+    """Return a tensor's hash, to be updated with its bytes. `dtype` as in safetensors, e.g. `BF16`."""
     return hashlib.blake2b(json.dumps([name, dtype, list(shape)]).encode())
 
 
@@ -39,14 +39,14 @@ def digest_of(hashes: Mapping[str, bytes]) -> str:
 
 
 def checksum(data: Bytes) -> int:
-    """Return what goes with a part of a stream: its CRC-32."""
+    """Return the CRC-32 of a part of a stream."""
     return zlib.crc32(data.data)
 
 
 def write_part(file: Path, part: SpoolData) -> bool:
-    """Write a part of a stream at its place in a file that is there, unless it is damaged.
+    """Write a part of a stream into an existing file, at its offset; False if its checksum is wrong.
 
-    Opens the file for each part: who calls this on a thread may stop waiting for it. Raises `OSError`.
+    Opens the file for each part, so that a caller may abandon the thread that this runs on. Raises `OSError`.
     """
     if checksum(part.data) != part.checksum:
         return False
@@ -62,7 +62,7 @@ def write_part(file: Path, part: SpoolData) -> bool:
 
 
 def problem_of(folder: Path) -> str:
-    """Say what is wrong with the weights, naming the file; empty when nothing is."""
+    """Return what is wrong with a folder's weights, with the file's name; empty when nothing is."""
     try:
         stored(folder)
     except OSError as error:

@@ -1,9 +1,9 @@
-"""What trainer and engines agree on when weights go through Mooncake's transfer engine.
+"""Weights that engines read from a trainer's memory with Mooncake's transfer engine: what both sides use.
 
 Invariants:
-- the transport is the one that was asked for, or an error: left to itself, Mooncake takes RDMA wherever
-  it finds a device, and TCP without a word where it finds none;
-- mooncake is imported when a transfer engine is opened.
+- the transport is the requested one, or there is an error: by default Mooncake uses RDMA wherever it finds a
+  device, and silently TCP where it finds none;
+- mooncake is imported only when a transfer engine is opened.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ import msgspec
 from seer.common.errors import InvalidField
 
 SCHEME = "mooncake:"
-"""Begins a `source` of weights that is a `RegisteredMemory` as JSON."""
+"""Prefix of a `source` of weights that is a `RegisteredMemory` as JSON."""
 
 Transport = Literal["tcp", "rdma"]
 
 
 class RegisteredMemory(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a trainer holds a stream of weights; `name` is another one for each update."""
+    """The memory of a trainer that holds a stream of weights; `name` is unique for each update."""
 
     name: str
     session: str
@@ -35,29 +35,29 @@ class RegisteredMemory(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TransferEngine(Protocol):
-    """What is used of `mooncake.engine.TransferEngine`. Returns 0, or the code of a failure."""
+    """The part of `mooncake.engine.TransferEngine` that is used. Calls return 0, or an error code."""
 
     def get_rpc_port(self) -> int:
-        """Return the port that others reach this engine at."""
+        """Return the port at which other transfer engines reach this one."""
         ...
 
     def register_memory(self, buffer_addr: int, capacity: int) -> int:
-        """Let others read and write these bytes, and this engine use them for its own transfers."""
+        """Register memory for transfers: of this engine, and for reads and writes by others."""
         ...
 
     def unregister_memory(self, buffer_addr: int, /) -> int:
-        """Take that back."""
+        """Undo `register_memory`."""
         ...
 
     def transfer_sync_read(
         self, target_hostname: str, buffer: int, peer_buffer_address: int, length: int
     ) -> int:
-        """Copy bytes of a peer's registered memory to registered memory here; frees the GIL."""
+        """Copy bytes of a peer's registered memory to registered memory here; releases the GIL."""
         ...
 
 
 def own_address(peer: str) -> str:
-    """Return this machine's address on the way to a peer, `host:port`. Raises `OSError`, `ValueError`."""
+    """Return the local IP address used to reach a peer (`host:port`). Raises `OSError`, `ValueError`."""
     host, _, port = peer.rpartition(":")
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((host, int(port)))
@@ -68,7 +68,7 @@ def open_engine(host: str, protocol: Transport, device: str = "") -> TransferEng
     """Return a transfer engine that needs no metadata server.
 
     `host`: this machine's address; `device`: RDMA devices, comma-separated, all by default.
-    Raises `InvalidField` where Mooncake, or the transport, is not there.
+    Raises `InvalidField` if Mooncake, or the transport, is not available.
     """
     try:
         from mooncake import engine as mooncake
@@ -97,5 +97,5 @@ def open_engine(host: str, protocol: Transport, device: str = "") -> TransferEng
 
 
 def _devices(topology: str) -> set[str]:
-    """Return the RDMA devices in Mooncake's description: preferred and other ones by place of memory."""
+    """Return the RDMA devices in Mooncake's topology: lists of preferred and other devices by location."""
     return {device for places in json.loads(topology).values() for devices in places for device in devices}

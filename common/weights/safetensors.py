@@ -1,11 +1,11 @@
-"""What a folder's safetensors files say that they hold; files that others made are opened with care.
+"""The tensors in a folder's safetensors files, from their headers. Files are untrusted.
 
 Invariants (tests/unit/test_weights.py):
-- only regular files are opened: a FIFO would hold its reader for ever;
-- what a header says is believed only where it adds up: tensors lie one after the other, without gaps, up
-  to the end of the file, each as long as its type and shape say;
-- memory is bounded: `MAX_HEADER_BYTES` and `MAX_TENSORS` are those of a whole folder;
-- whatever is wrong is a `ValueError` that names the file, or an `OSError`.
+- only regular files are opened: a FIFO would block its reader for ever;
+- a header must be consistent: tensors follow each other without gaps up to the end of the file, and each is
+  as long as its type and shape require;
+- memory is bounded: `MAX_HEADER_BYTES` and `MAX_TENSORS` are bounds for the whole folder;
+- any error is a `ValueError` that names the file, or an `OSError`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import msgspec
 PATTERN = "*.safetensors"
 
 MAX_HEADER_BYTES = 100_000_000
-"""Bound that the safetensors format sets for one file."""
+"""The safetensors format's own bound for one file."""
 
 MAX_TENSORS = 1_000_000
 """The largest models have a tenth of that."""
@@ -60,16 +60,16 @@ class Stored:
 
 
 def open_regular(path: Path) -> BinaryIO:
-    """Open a file to read it, links followed; anything but a regular one is a `ValueError`."""
+    """Open a file for reading, following links. Raises `ValueError` if it is not a regular file."""
     opened = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     if not stat.S_ISREG(os.fstat(opened).st_mode):
         os.close(opened)
-        raise ValueError(f"holds {path.name}, which is no regular file")
+        raise ValueError(f"holds {path.name}, which is not a regular file")
     return os.fdopen(opened, "rb")
 
 
 def stamps(folder: Path) -> tuple[tuple[object, ...], ...]:
-    """Return what changes when a folder's files do; empty when they cannot be seen."""
+    """Return a fingerprint that changes when a folder's files do; empty if they cannot be read."""
     try:
         found = [(path.name, path.stat()) for path in sorted(folder.glob(PATTERN))]
     except OSError:
@@ -78,7 +78,7 @@ def stamps(folder: Path) -> tuple[tuple[object, ...], ...]:
 
 
 def stored(folder: Path) -> list[Stored]:
-    """Return every tensor of a folder, from names and headers alone. Raises `ValueError` or `OSError`."""
+    """Return every tensor of a folder, reading headers only. Raises `ValueError` or `OSError`."""
     files = {path.name: path for path in folder.glob(PATTERN)}
     if not files:
         raise ValueError(f"has no weights ({PATTERN})")
@@ -101,7 +101,7 @@ def stored(folder: Path) -> list[Stored]:
 
 
 def _listed(index: Path) -> set[str]:
-    """Return the files that a sharded model consists of; none when it has no (sound) index."""
+    """Return the files in a sharded model's index; none if it has no (valid) index."""
     try:
         with open_regular(index) as opened:
             text = opened.read(_MAX_INDEX_BYTES + 1)

@@ -1,6 +1,6 @@
 """Every message between Seer's processes: one tagged union per socket direction.
 
-Each conversation has a module of its own in this room; import from here, whichever it is.
+Each pair of peers has a module; import names from here, whichever module they are in.
 
 Evolution rules (tests/unit/test_wire_evolution.py holds old and new readers to them):
 - a new field goes last in its Struct and has a default; unknown fields are ignored by readers;
@@ -39,7 +39,7 @@ from seer.common.wire.drafts import Fetch as Fetch
 from seer.common.wire.drafts import FetchGroup as FetchGroup
 from seer.common.wire.drafts import Gap as Gap
 from seer.common.wire.drafts import GroupEntry as GroupEntry
-from seer.common.wire.drafts import NotTaken as NotTaken
+from seer.common.wire.drafts import MessageRejected as MessageRejected
 from seer.common.wire.drafts import RegisterGroups as RegisterGroups
 from seer.common.wire.engines import BufferToEngine as BufferToEngine
 from seer.common.wire.engines import ChunkFailed as ChunkFailed

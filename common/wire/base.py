@@ -1,6 +1,6 @@
-"""What all messages share: their base, the types of their fields, and the handshake.
+"""What all messages share: their base class, the types of their fields, and the handshake.
 
-A peer says `Hello` first, in every direction, and may leave with `Goodbye`.
+A connecting peer sends `Hello` first, and may leave with `Goodbye`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Folder = Annotated[str, msgspec.Meta(max_length=4096)]
 """A path, as long as Linux has them."""
 
 MAX_CELLS = 256
-"""Bound on the cells by which drafts' acceptance is kept; `common/policy/draft_costs.py` says which."""
+"""Bound on the cells by which acceptance of drafts is counted (`common/policy/draft_costs.py`)."""
 
 Counts = Annotated[list[Annotated[int, msgspec.Meta(ge=0)]], msgspec.Meta(max_length=MAX_CELLS)]
 """Drafted tokens by cell; empty: none."""
@@ -42,8 +42,8 @@ MAX_GROUP_SIZE = 4096
 """Bound on n: one prompt's responses are assembled in memory before they are sent."""
 
 
-Use = Annotated[int, msgspec.Meta(ge=0)]
-"""A number of its own for each of a trainer's submissions, as answers name it; 0: none, or any."""
+SubmissionNumber = Annotated[int, msgspec.Meta(ge=0)]
+"""A number of its own for each `submit` of a trainer, which every answer repeats; 0: none, or any."""
 
 
 class Message(msgspec.Struct, kw_only=True):
@@ -55,8 +55,7 @@ class Hello(Message, tag=True):
 
     `config_hash` covers only what must agree everywhere (see `config.SharedConfig`); empty from
     a trainer, which need not know it. `schema_hash` digests the sender's message schema. `sent`
-    counts the sender's messages so far, Hellos apart: one that got lost is noticed by it (-1: not
-    counted).
+    counts the sender's messages so far, Hellos apart, so that a lost one is noticed (-1: not counted).
     """
 
     major: int
@@ -70,11 +69,11 @@ class Hello(Message, tag=True):
 
 
 class Welcome(Message, tag=True):
-    """The answer to `Hello`: the peer may go on.
+    """The answer to `Hello`: the peer is admitted.
 
     `lost`: something that the peer sent may not have arrived. `sent` counts the sender's messages to
     this peer, Welcomes apart, as in `Hello`. `session` numbers this admission of the peer, from 1: a
-    new one means that something was lost, however often it is said (0: not numbered).
+    new number means that something was lost, once, however often it is repeated (0: not numbered).
     """
 
     major: int
@@ -91,17 +90,18 @@ class Welcome(Message, tag=True):
 class Refused(Message, tag=True):
     """A request that cannot be served, with the error's class code.
 
-    `rollout_id`, `prompt_ids` and `use` say what it concerns; the first two empty: the connection itself.
+    `rollout_id`, `prompt_ids` and `submission` name what is refused; if the first two are empty it is the
+    connection.
     """
 
     code: ShortStr
     message: str
     rollout_id: ShortStr = ""
     prompt_ids: list[str] = []
-    use: Use = 0
+    submission: SubmissionNumber = 0
 
 
 class Goodbye(Message, tag=True):
-    """The sender leaves; what it still holds may run elsewhere. With a `problem` it did not mean to."""
+    """The sender leaves; its unfinished work may run elsewhere. `problem`: why, if it had to."""
 
     problem: str = ""

@@ -1,8 +1,8 @@
 """Messages to frames and back: frame 0 is the msgpack header, each array is a frame of its own.
 
 Invariants:
-- arrays are never copied: `encode` hands out views of them, `decode` returns read-only views of the
-  received frames (but for unaligned frames, and arrays above `SPLIT_BYTES`, which are joined);
+- arrays are never copied: `encode` returns views of them, `decode` returns read-only views of the received
+  frames (except unaligned frames, and arrays above `SPLIT_BYTES`, which are joined);
 - whatever bytes arrive, `decode` returns a message of its union or raises `WireError`;
 - every frame is accounted for: exactly one array refers to it, with the dtype its field names.
 """
@@ -26,7 +26,7 @@ M = TypeVar("M")
 
 _Array = npt.NDArray[Any]
 _MAX_TEXT = 200
-"""Characters kept of what msgspec says: it quotes what it was sent."""
+"""Most characters of msgspec's error texts: they quote what was received."""
 
 _DTYPE_OF_FIELD: dict[object, str] = {wire.Tokens: "i4", wire.Logprobs: "f4", wire.Bytes: "u1"}
 _DTYPES = ("<i4", "<f4", "|u1")
@@ -57,7 +57,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
 _DEFAULT = Limits()
 
 SPLIT_BYTES = 32 * 2**20
-"""Larger arrays travel in several frames: a stranger makes libzmq hold no more than one frame at once."""
+"""Larger arrays are sent in several frames: libzmq holds at most one frame of an unknown peer at once."""
 
 
 def encode(message: wire.Message) -> list[Frame]:

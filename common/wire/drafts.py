@@ -1,7 +1,7 @@
-"""Between engines and the dgds: tokens as they come, and what to draft from.
+"""Between engines and the dgds: tokens as they are generated, and tokens of other engines to draft from.
 
-Token ids are packed here, 3 bytes each, little-endian, in a `Bytes` array (`services/dgds/packing.py`),
-and groups are named by the 63-bit digest of their id: a hot header of 20 bytes, whatever the id.
+Token ids are packed here, 3 bytes each, little-endian, in a `Bytes` array (`services/dgds/packing.py`), and
+groups are named by a 63-bit digest of their id: an entry takes 20 bytes, however long the id.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ TOKEN_BYTES = 3
 """Bytes of one packed token id: vocabularies end below 2^24."""
 
 Digest = Annotated[int, msgspec.Meta(ge=0)]
-"""A 63-bit digest. Two ids with one digest would share drafts, never tokens of an answer."""
+"""A 63-bit digest. Two ids with the same digest would share drafts, which never changes a token."""
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**24)]
 """A number of tokens of one response; the bound is that of `SamplingParams.max_tokens`."""
@@ -27,7 +27,7 @@ StreamIndex = Annotated[int, msgspec.Meta(ge=0, lt=2 * MAX_GROUP_SIZE)]
 """A response of the group, or from `MAX_GROUP_SIZE` on one of an earlier group of the same prompt."""
 
 Revision = Annotated[int, msgspec.Meta(ge=0)]
-"""The number of a stream's last cut; the dgds numbers them itself."""
+"""Number of a stream's last truncation, as the dgds counts them."""
 
 
 class GroupEntry(msgspec.Struct, array_like=True):
@@ -45,10 +45,10 @@ class RegisterGroups(Message, tag=True):
 
 
 class Append(msgspec.Struct, array_like=True, gc=False):
-    """One request's new tokens in an `AppendBatch` (positional: hot).
+    """One request's new tokens in an `AppendBatch` (positional, since sent often).
 
-    `previous` is the number of output tokens that precede them: a re-sent append is recognised
-    by it, a gap is asked for again.
+    `previous` is the number of output tokens before them: by it the dgds recognises an append that is sent
+    again, or a gap, which it asks for.
     """
 
     group: Digest
@@ -66,7 +66,7 @@ class AppendBatch(Message, tag=True):
 
 
 class Gap(msgspec.Struct, array_like=True):
-    """The dgds holds only `have` tokens of this request: send again from there."""
+    """The dgds has only the first `have` tokens of this request: send again from there."""
 
     group: Digest
     index: ResponseIndex
@@ -75,31 +75,31 @@ class Gap(msgspec.Struct, array_like=True):
 
 
 class AppendGaps(Message, tag=True):
-    """Answer to an `AppendBatch` that left gaps; the rest of it was taken."""
+    """Answer to an `AppendBatch` with gaps; the rest of it was applied."""
 
     gaps: list[Gap]
 
 
 class FetchGroup(msgspec.Struct, array_like=True):
-    """What a draft client already holds of one group: stream index -> (revision, tokens).
+    """What a draft client already has of one group: stream index -> (revision, tokens).
 
-    Responses in `leave_out` are not sent: the asker generates them itself.
+    Responses in `exclude` are not sent: the client generates them itself.
     """
 
     group: Digest
     have: dict[StreamIndex, tuple[Revision, Count]]
-    leave_out: list[ResponseIndex] = []
+    exclude: list[ResponseIndex] = []
 
 
 class Fetch(Message, tag=True):
-    """Ask for what is new in these groups. `question` tells an answer from that to an earlier one."""
+    """Ask for what is new in these groups. The answer repeats `call_id`."""
 
     groups: list[FetchGroup]
-    question: int = 0
+    call_id: int = 0
 
 
 class Delta(msgspec.Struct, array_like=True):
-    """Cut a stream to `previous` tokens, then append `count`; it is then at `revision`."""
+    """Truncate a stream to `previous` tokens, then append `count`; it is then at `revision`."""
 
     group: Digest
     index: StreamIndex
@@ -109,24 +109,24 @@ class Delta(msgspec.Struct, array_like=True):
 
 
 class Deltas(Message, tag=True):
-    """Answer to `Fetch`: what brings the asker up to date, its tokens packed one after the other.
+    """Answer to `Fetch`: all that the client does not have yet, tokens packed one after the other.
 
-    It covers the first `done` groups asked for, and perhaps a part of the next: ask again for the
-    rest. `missing` groups are unknown.
+    It covers the first `done` groups of the `Fetch`, and perhaps a part of the next: fetch the rest again.
+    The dgds does not know the groups in `missing`.
     """
 
     deltas: list[Delta]
     tokens: Bytes
     missing: list[Digest] = []
-    question: int = 0
+    call_id: int = 0
     done: int = 0
 
 
-class NotTaken(Message, tag=True):
-    """A message to the dgds made no sense, for this reason; nothing of it was applied."""
+class MessageRejected(Message, tag=True):
+    """A message to the dgds was invalid, for this reason; nothing of it was applied."""
 
     problem: str
 
 
 EngineToDgds = Hello | RegisterGroups | AppendBatch | Fetch | Goodbye
-DgdsToEngine = Welcome | Refused | AppendGaps | Deltas | NotTaken
+DgdsToEngine = Welcome | Refused | AppendGaps | Deltas | MessageRejected

@@ -1,6 +1,6 @@
-"""Between engines and the buffer: chunks to run, and what came of them.
+"""Between engines and the buffer: chunks to run, and their results.
 
-What they say about weights and sleep is in `weights.py`.
+Messages about weights and sleep are in `weights.py`.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from seer.common.wire.weights import (
 class Register(Message, tag=True):
     """An engine is loaded and ready for work, with these weights.
 
-    `weights_source` is where an update had them from; empty: the model it was started with.
+    `weights_source` is the `source` of the update that they are from; empty: the model it was started with.
     """
 
     capacity: Capacity
@@ -54,9 +54,9 @@ class RunChunk(Message, tag=True):
     """Run one chunk of one request: generate up to `max_new_tokens` after `tokens`.
 
     `tokens` is the prompt (`prompt_len` ids) and all output so far; `key` is the request's noise
-    key; `attempt` fences late answers. `wait_for_room`: start it only once its worst case fits free
-    blocks, so that it preempts nobody. `acceptance` is how often drafts were right in this group, or
-    in all if nothing is known of it; drafts of a `probe` come first.
+    key; an answer counts only if its `attempt` is the current one. `wait_for_room`: start only once the
+    chunk's worst case fits free blocks, so that nothing is preempted. `acceptance` are the acceptance rates
+    of drafts of this group, or of all groups if it has none yet; drafts of a `probe` come first.
     """
 
     request_id: ShortStr
@@ -73,16 +73,17 @@ class RunChunk(Message, tag=True):
 
 
 class DropChunk(Message, tag=True):
-    """Stop a chunk; its answer is no longer wanted."""
+    """Abort a chunk; its result is not needed any more."""
 
     request_id: ShortStr
     attempt: int
 
 
 class ChunkResult(msgspec.Struct, array_like=True):
-    """One ended chunk in a `ChunksDone` (positional: hot). `count` new tokens in the flat arrays.
+    """One ended chunk in a `ChunksDone` (positional, since sent often): `count` tokens of the flat arrays.
 
-    `finish` is empty at a chunk boundary. `drafted` tokens were verified, `accepted` of them right.
+    `finish` is the finish reason, empty if the response goes on. Of `drafted` tokens `accepted` were, by
+    cell.
     """
 
     request_id: str
@@ -96,7 +97,7 @@ class ChunkResult(msgspec.Struct, array_like=True):
 
 
 class ChunksDone(Message, tag=True):
-    """All chunks that ended in one engine flush; `tokens`/`logprobs` are flat over `results`."""
+    """All chunks that ended in the same flush of an engine; `tokens`/`logprobs` are flat over `results`."""
 
     weight_version: int
     results: list[ChunkResult]
@@ -105,7 +106,7 @@ class ChunksDone(Message, tag=True):
 
 
 class ChunkFailed(Message, tag=True):
-    """A chunk this engine cannot run, whoever asks again (`fatal`), or could not run this time."""
+    """A chunk that failed. `fatal`: it would fail anywhere, and again; else another attempt may work."""
 
     request_id: ShortStr
     attempt: int
@@ -115,13 +116,13 @@ class ChunkFailed(Message, tag=True):
 
 
 class EngineStatus(Message, tag=True):
-    """An engine's periodic report; also its application-level sign of life."""
+    """An engine's periodic report; also its heartbeat."""
 
     stats: InstanceStats
 
 
 class Ping(Message, tag=True):
-    """Needs no answer: sending it reveals a peer whose connection is gone."""
+    """Needs no answer: sending it reveals whether the peer is still connected."""
 
 
 EngineToBuffer = (

@@ -1,6 +1,6 @@
-"""Between the buffer and the context service: how far groups are, how long their responses will be.
+"""Between the buffer and the context service: progress of groups one way, length estimates the other.
 
-Both publish, each message after a `Sequenced`, and tell their whole state to a subscriber that asks.
+Both publish, each message after a `Sequenced`, and send their whole state to a subscriber that requests it.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from seer.common.wire.base import Counts, Hello, Message, Percent, Refused, Shor
 
 
 class GroupOpened(Message, tag=True):
-    """A group was accepted. `cap` is max_tokens: the estimate until a response finishes."""
+    """A group was accepted. `cap` is `max_tokens`: the estimate until there is a better one."""
 
     group_id: ShortStr
     size: int
@@ -20,7 +20,7 @@ class GroupOpened(Message, tag=True):
 class RequestProgress(Message, tag=True):
     """A request reached `generated` tokens at a chunk boundary, or finished there.
 
-    `drafted` and `accepted` count what was verified since it was last heard of; not in snapshots.
+    `drafted` and `accepted` count tokens verified since its last message, by cell; empty in snapshots.
     """
 
     group_id: ShortStr
@@ -38,10 +38,10 @@ class GroupClosed(Message, tag=True):
 
 
 class Estimates(Message, tag=True):
-    """What changed: group id -> median output tokens of its responses; `common/policy/length.py` says more.
+    """Estimates that changed: group id -> median output tokens of its responses (`common/policy/length.py`).
 
-    `acceptance` likewise says how often its drafts are right; the empty id stands for all groups.
-    `spreads` are those of estimates, in natural log; 0 where none is given.
+    `spreads` are their standard deviations in natural log; 0 where left out. `acceptance` are acceptance
+    rates of drafts by cell, of groups, and under the empty id of all groups together.
     """
 
     estimates: dict[str, float]
@@ -50,18 +50,18 @@ class Estimates(Message, tag=True):
 
 
 class Sequenced(Message, tag=True):
-    """Header of every PUB message: the publisher's life and a gapless sequence number."""
+    """Header of every PUB message: the publisher's incarnation and a gapless sequence number."""
 
     incarnation: int
     sequence: int
 
 
 class SnapshotRequest(Message, tag=True):
-    """A subscriber saw a gap (or just joined) and asks for the whole state."""
+    """A subscriber saw a gap (or just joined) and requests the whole state."""
 
 
 class BufferSnapshot(Message, tag=True):
-    """Every open group with its requests' progress, as of `sequence`; `page` of `pages`, each a part."""
+    """`page` of `pages` of the state after message `sequence`: open groups, their requests' progress."""
 
     incarnation: int
     sequence: int
@@ -72,10 +72,7 @@ class BufferSnapshot(Message, tag=True):
 
 
 class ContextSnapshot(Message, tag=True):
-    """All estimates that differ from their cap, as of `sequence`, and all acceptance worth saying.
-
-    `page` of `pages`, each a part.
-    """
+    """`page` of `pages` of the state after message `sequence`: estimates other than the cap, acceptance."""
 
     incarnation: int
     sequence: int

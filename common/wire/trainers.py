@@ -1,6 +1,6 @@
 """Between trainers and the buffer: prompts in, finished groups out.
 
-What they say about weights and sleep is in `weights.py`.
+Messages about weights and sleep are in `weights.py`.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from seer.common.wire.base import (
     Message,
     Refused,
     ShortStr,
+    SubmissionNumber,
     Tokens,
-    Use,
     Welcome,
 )
 from seer.common.wire.weights import (
@@ -34,17 +34,18 @@ from seer.common.wire.weights import (
 )
 
 MAX_PROMPTS = 4096
-"""Prompts of one `Submit`: what one message asks for must not hold up the others."""
+"""Most prompts of one `Submit`: handling one message must not delay the others."""
 
 
 class Submit(Message, tag=True):
     """A batch of prompts of one rollout, at most `MAX_PROMPTS`. `tokens` is flat, split by `lengths`.
 
     A rollout may be submitted in several messages; `prompt_ids` must be unique over all of them.
-    Resubmitting a known prompt id with equal content is harmless: it is answered again. It waits
-    for weights of `weight_version`, and is refused when they are past; -1: those that the rollout began
-    with, or whatever is live. `use` numbers the trainer's calls, and every answer names it: a rollout id
-    that is used again for something else ends its earlier use. 0: an older client, which has one.
+    Submitting a prompt id again with the same content is harmless: it is answered again. It waits for weights
+    of `weight_version`, and is refused when the live ones are later; -1: those that the rollout began with,
+    or whatever is live. `submission` numbers the trainer's calls of `submit`, and every answer
+    repeats it: a rollout id that is submitted again with other content ends its earlier submission. 0: the
+    client does not number them, and has one.
     """
 
     rollout_id: ShortStr
@@ -56,7 +57,7 @@ class Submit(Message, tag=True):
     lengths: list[int]
     tokens: Tokens
     weight_version: int = -1
-    use: Use = 0
+    submission: SubmissionNumber = 0
 
 
 class Accepted(Message, tag=True):
@@ -64,27 +65,27 @@ class Accepted(Message, tag=True):
 
     rollout_id: ShortStr
     prompt_ids: list[ShortStr]
-    use: Use = 0
+    submission: SubmissionNumber = 0
     weight_version: int = -1
 
 
 class Cancel(Message, tag=True):
-    """Drop a rollout's unfinished prompts: the named ones, or all when the list is empty.
+    """Abort a rollout's unfinished prompts: the named ones, or all when the list is empty.
 
-    Of this `use` alone; 0: of whichever it is.
+    Only those of this `submission`; 0: of whichever it is.
     """
 
     rollout_id: ShortStr
     prompt_ids: list[ShortStr] = []
-    use: Use = 0
+    submission: SubmissionNumber = 0
 
 
 class Acknowledge(Message, tag=True):
-    """The trainer holds these groups, as `use` asked for them (0: any); the buffer may forget them."""
+    """The trainer holds these groups of this submission (0: any); the buffer may forget them."""
 
     rollout_id: ShortStr
     prompt_ids: list[ShortStr]
-    use: Use = 0
+    submission: SubmissionNumber = 0
 
 
 class StatusRequest(Message, tag=True):
@@ -95,8 +96,8 @@ class GroupDone(Message, tag=True):
     """All responses of one prompt, in index order; `tokens`/`logprobs` are flat over responses.
 
     `stop_reasons[i]` is the stop string or the stop token id (as text) that ended response i,
-    empty when it ran to max_tokens. One weight version for the whole group, by construction. `use` is
-    that of the `Submit` it answers, `asked` the digest of what was asked for (`ids.asked`).
+    empty when it ran to max_tokens. One weight version for the whole group, by construction. `submission` is
+    that of the `Submit` it answers, `params_digest` the digest of what was asked for (`ids.params_digest`).
     """
 
     rollout_id: ShortStr
@@ -111,12 +112,12 @@ class GroupDone(Message, tag=True):
     migrations: int = 0
     preemptions: int = 0
     weights_digest: ShortStr = ""
-    use: Use = 0
-    asked: int = 0
+    submission: SubmissionNumber = 0
+    params_digest: int = 0
 
 
 class Progress(Message, tag=True):
-    """A rollout's counters, sent to its trainer at a bounded rate.
+    """A rollout's counters, sent to its trainer from time to time.
 
     `finish_times` are seconds since submission at which requests finished since the last
     `Progress`, for tail statistics.
@@ -133,11 +134,11 @@ class Progress(Message, tag=True):
     preemptions: int
     running: int
     finish_times: list[float] = []
-    use: Use = 0
+    submission: SubmissionNumber = 0
 
 
 class InstanceStatus(Message, tag=True):
-    """One registered instance as the buffer sees it; `restarts`: lives it had before this one."""
+    """One registered instance as the buffer sees it; `restarts`: its earlier incarnations."""
 
     name: ShortStr
     capacity: Capacity
@@ -151,11 +152,10 @@ class InstanceStatus(Message, tag=True):
 class Status(Message, tag=True):
     """A buffer's state; answer to `StatusRequest`. Counters are totals since it started.
 
-    `quarantined` engines, which get no work, have a reason each. `asleep`: a trainer has them free memory.
-
-    `requests_held` wait to be opened, for weights, an engine, or the end of sleep.
-    `services` are the other services' endpoints as the buffer's configuration has them; `pool` is the
-    address where the KV pool's master tells its figures.
+    `quarantined`: engines that get no work, with the reason. `asleep`: a trainer has put all engines to
+    sleep. `requests_held` wait to be opened: for weights, an engine, or the end of sleep. `services` are
+    the other services' endpoints as the buffer's configuration has them; `pool` in it is the KV pool
+    master's metrics address.
     """
 
     name: ShortStr

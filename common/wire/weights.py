@@ -1,6 +1,6 @@
-"""New weights, their way to the engines, and sleep: what a trainer asks of all engines at once.
+"""Weight updates, the transfer of weights to the engines, and sleep: what a trainer asks of all engines.
 
-Both of the buffer's sockets carry these: a trainer asks, the buffer orders each engine.
+A trainer asks the buffer, and the buffer tells each engine; most messages are used on both sockets.
 """
 
 from __future__ import annotations
@@ -12,67 +12,66 @@ import msgspec
 from seer.common.wire.base import Bytes, Folder, Message, ShortStr
 
 SPOOL_BYTES = 2**21
-"""Data of one `SpoolData`, the last one of a stream apart: small enough to let other messages through."""
+"""Data of one `SpoolData`, the last one of a stream apart: small enough not to delay other messages."""
 
 SPOOL_WINDOW = 8
-"""Most `SpoolData` under way to one peer."""
+"""Most `SpoolData` in flight to one peer."""
 
 SPOOL_STALL_SECONDS = 30.0
-"""A stream that does not grow for this long, before it is whole, is given up."""
+"""An incomplete stream that does not grow for this long is given up."""
 
 SPOOL_SCHEME = "spool:"
-"""Begins a `source` of weights that is not a folder but the name of a stream in the buffer's spool."""
+"""Prefix of a `source` of weights that is the name of a stream in the buffer's spool, not a folder."""
 
 
-Ask = Annotated[int, msgspec.Meta(ge=0)]
-"""What a question goes by; its answer says it again. 0: the sender gives none."""
+CallId = Annotated[int, msgspec.Meta(ge=0)]
+"""Number of a call, which its answer repeats. 0: the sender gives none."""
 
 
 class UpdateWeights(Message, tag=True):
-    """Bring all engines to the weights in `source`: a folder that every node sees, or a stream.
+    """Have all engines load the weights in `source`: a folder that every node can read, or a stream.
 
-    A stream's source begins with a scheme: `SPOOL_SCHEME`, or another that engines know.
-
-    `digest` is checked unless empty. `in_flight` says what becomes of unfinished requests.
+    A stream's source begins with a scheme: `SPOOL_SCHEME`, or another that engines know. `digest` is checked
+    unless empty. `in_flight` says what happens to unfinished requests.
     """
 
     version: Annotated[int, msgspec.Meta(ge=0)]
     source: Folder
     digest: ShortStr = ""
     in_flight: Literal["finish", "abort", "error"] = "finish"
-    ask: Ask = 0
+    call_id: CallId = 0
 
 
 class WeightsLive(Message, tag=True):
-    """The answer to `UpdateWeights`: they are live. `quarantined` instances have a reason each."""
+    """Answer to `UpdateWeights`: they are live. `quarantined` instances failed to load, with the reason."""
 
     version: int
     digest: ShortStr
     quarantined: dict[str, str] = {}
-    ask: Ask = 0
+    call_id: CallId = 0
 
 
 class WeightsFailed(Message, tag=True):
-    """The other answer: nothing changed. Reasons by instance; the empty name is the update itself."""
+    """Answer to a failed `UpdateWeights`: nothing changed. Reasons by instance; empty name: the update."""
 
     version: int
     reasons: dict[str, str]
-    ask: Ask = 0
+    call_id: CallId = 0
 
 
 class PrepareWeights(Message, tag=True):
-    """Check new weights beside the live ones; answered by `WeightsPrepared`."""
+    """Fetch and check new weights while the live ones are in use; answered by `WeightsPrepared`."""
 
     version: int
     source: Folder
-    ask: Ask = 0
+    call_id: CallId = 0
 
 
 class DiscardWeights(Message, tag=True):
-    """The update that `PrepareWeights` was about is off: stop checking, and delete what was copied."""
+    """The update of an earlier `PrepareWeights` was cancelled: stop checking, and delete what was copied."""
 
     version: int
-    ask: Ask
+    call_id: CallId
 
 
 class LoadWeights(Message, tag=True):
@@ -84,33 +83,33 @@ class LoadWeights(Message, tag=True):
 
 
 class WeightsPrepared(Message, tag=True):
-    """What the weights digest to, or the `problem` with them."""
+    """The digest of the weights, or the `problem` with them."""
 
     version: int
     digest: ShortStr
     problem: str = ""
-    ask: Ask = 0
+    call_id: CallId = 0
 
 
 class WeightsLoaded(Message, tag=True):
-    """The weights are live in this engine; with a `problem`, none are that can be trusted."""
+    """The weights are live in this engine; with a `problem`, the engine has no usable weights."""
 
     version: int
     problem: str = ""
 
 
 class OpenSpool(Message, tag=True):
-    """Begin or resume a stream of weights of `size` bytes; 0 only asks. Answered by `SpoolState`."""
+    """Begin or resume a stream of weights of `size` bytes; 0: only ask. Answered by `SpoolState`."""
 
     name: ShortStr
     size: Annotated[int, msgspec.Meta(ge=0)] = 0
 
 
 class SpoolState(Message, tag=True):
-    """The buffer has the first `have` of a stream's `size` bytes; `resend`: give what follows again.
+    """The buffer has the first `have` of a stream's `size` bytes; `resend`: send again from there.
 
-    It keeps them as a safetensors file in `folder`, on its own machine: a reader that finds `token`
-    in there needs no copy. A `problem` ends the stream.
+    It keeps them as a safetensors file in `folder`, on its own machine: a reader that finds `token` there
+    sees the same folder, and needs no copy. A `problem` ends the stream.
     """
 
     name: ShortStr
@@ -132,22 +131,22 @@ class SpoolData(Message, tag=True):
 
 
 class ReadSpool(Message, tag=True):
-    """Ask for `SPOOL_BYTES` of a stream from `offset` on; answered by `SpoolData` once they are there."""
+    """Ask for `SPOOL_BYTES` of a stream from `offset` on; answered by `SpoolData` as soon as it can be."""
 
     name: ShortStr
     offset: Annotated[int, msgspec.Meta(ge=0)]
 
 
 class Sleep(Message, tag=True):
-    """Have all engines free the memory that KV takes, or, with `asleep` false, take it again."""
+    """Have all engines free their KV memory, or, with `asleep` false, allocate it again."""
 
     asleep: bool
-    ask: Ask = 0
+    call_id: CallId = 0
 
 
 class Slept(Message, tag=True):
-    """The answer to `Sleep`; with a `problem` nothing was done."""
+    """Answer to `Sleep`; with a `problem` nothing was done."""
 
     asleep: bool
     problem: str = ""
-    ask: Ask = 0
+    call_id: CallId = 0

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 from seer.common import wire
 from seer.common.clock import Clock
+from seer.common.group_events import GroupClosed, GroupOpened, RequestProgress
 from seer.common.process.log import get_logger
 from seer.services.buffer import sleep, views
 from seer.services.buffer.events import Drained, Joined, Left, Tick, Weights
@@ -213,7 +214,7 @@ class Conductor:
                 self._deliver(self._deliveries.forget(item.group_id))
             case instructions.Accept() | instructions.Refuse():
                 self._to_life(item.life, views.answer(item))
-            case instructions.PublishOpened() | instructions.PublishProgress() | instructions.PublishClosed():
+            case GroupOpened() | RequestProgress() | GroupClosed():
                 self._publish(views.published(item))
             case _:
                 self._perform_for_all(item)
@@ -232,7 +233,7 @@ class Conductor:
                 self._engines.forget(item.instance)
                 self._log_loss(item.instance, "it was told to sleep or wake, and does not answer")
             case sleep.Tell():
-                told = wire.Slept(asleep=item.asleep, problem=item.problem, ask=item.ask)
+                told = wire.Slept(asleep=item.asleep, problem=item.problem, call_id=item.call_id)
                 self._to_trainer(item.trainer, told)
 
     def _deliver(self, ready: Sequence[Sent]) -> None:

@@ -19,7 +19,8 @@ from msgspec import structs
 
 from seer.common import ids
 from seer.common.errors import InvalidField
-from seer.common.net.channel import CHECK_SECONDS, MAX_PEERS
+from seer.common.net.handshake import CHECK_SECONDS
+from seer.common.net.hub import MAX_PEERS
 from seer.common.wire import MAX_ID, Hello, Register
 
 MAX_SIZE = 2**31 - 1

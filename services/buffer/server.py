@@ -22,7 +22,8 @@ from seer.common import ids, wire
 from seer.common.clock import Clock
 from seer.common.config import Config, shared_hash
 from seer.common.errors import ConfigError, InvalidField, NotLoaded, RequestRefused, SeerError
-from seer.common.net.channel import MAX_PEERS, Hub, Identity
+from seer.common.net.handshake import Identity
+from seer.common.net.hub import MAX_PEERS, Hub
 from seer.common.net.outbox import Outbox
 from seer.common.net.stream import QUEUE_PAGES, StreamPublisher, StreamSubscriber
 from seer.common.net.transport.base import Transport
@@ -219,7 +220,7 @@ class BufferServer:
     async def _greet(self, hub: Hub[Any, Any], peers: Peers, address: bytes, hello: wire.Hello) -> None:
         waited = peers.name(address) is not None and peers.at(hello.name) != address
         holder = peers.greet(address, hello, self._clock.now())
-        if holder is not None and not await hub.reaches(holder):
+        if holder is not None and not await hub.is_connected(holder):
             peers.leave(holder)
             hub.dismiss(holder)  # it misses what is said from now on: if it comes back, it has to hear so
             holder = peers.greet(address, hello, self._clock.now())
@@ -233,17 +234,17 @@ class BufferServer:
         match message:
             case wire.Submit():
                 return self._submit(name, address, message)
-            case wire.Acknowledge(rollout_id=rollout_id, prompt_ids=prompt_ids, use=use):
-                self.conductor.apply(events.GroupsAcknowledged(name, rollout_id, prompt_ids, use))
-            case wire.Cancel(rollout_id=rollout_id, prompt_ids=prompt_ids, use=use):
-                self.conductor.apply(events.RolloutCancelled(name, rollout_id, prompt_ids, use))
+            case wire.Acknowledge(rollout_id=rollout_id, prompt_ids=prompt_ids, submission=submission):
+                self.conductor.apply(events.GroupsAcknowledged(name, rollout_id, prompt_ids, submission))
+            case wire.Cancel(rollout_id=rollout_id, prompt_ids=prompt_ids, submission=submission):
+                self.conductor.apply(events.RolloutCancelled(name, rollout_id, prompt_ids, submission))
             case wire.StatusRequest():
                 return self._status()
             case wire.Sleep() if self.weights.updating:
                 busy = "a weight update is under way: wait for that"
-                return wire.Slept(asleep=message.asleep, problem=busy, ask=message.ask)
+                return wire.Slept(asleep=message.asleep, problem=busy, call_id=message.call_id)
             case wire.Sleep():
-                self.conductor.apply(sleep.SleepAsked(name, message.asleep, message.ask))
+                self.conductor.apply(sleep.SleepAsked(name, message.asleep, message.call_id))
             case wire.UpdateWeights():
                 return self._update(name, address, message)
             case wire.OpenSpool() | wire.SpoolData():
@@ -257,10 +258,10 @@ class BufferServer:
         self._spool.name(message.source)
         if self._sleep.wanted:
             reasons = {"": "engines sleep: wake them first"}
-            return wire.WeightsFailed(version=message.version, reasons=reasons, ask=message.ask)
+            return wire.WeightsFailed(version=message.version, reasons=reasons, call_id=message.call_id)
         mode = weight_events.InFlight(message.in_flight)
         asked = weight_events.UpdateAsked(
-            name, message.version, message.source, message.digest, mode, message.ask
+            name, message.version, message.source, message.digest, mode, message.call_id
         )
         self.conductor.apply(asked)
         return None
@@ -292,7 +293,7 @@ class BufferServer:
                 message=str(error),
                 rollout_id=submit.rollout_id,
                 prompt_ids=submit.prompt_ids,
-                use=submit.use,
+                submission=submit.submission,
             )
         event = submissions.event(trainer, address, submit, prompts, self.store, self._kept)
         self.conductor.apply(event, Submitted(submit, prompts))
@@ -336,7 +337,7 @@ class BufferServer:
             case wire.WeightsPrepared():
                 self.conductor.apply(
                     weight_events.Prepared(
-                        name, message.version, message.digest, message.problem, message.ask
+                        name, message.version, message.digest, message.problem, message.call_id
                     )
                 )
             case wire.WeightsLoaded():
@@ -422,7 +423,7 @@ class BufferServer:
                 group_id: Estimate(tokens, news.spreads.get(group_id, 0.0))
                 for group_id, tokens in news.estimates.items()
             }
-            sound = {group_id: told for group_id, told in estimates.items() if told.sound}
+            sound = {group_id: told for group_id, told in estimates.items() if told.valid}
             self.conductor.apply(events.EstimatesChanged(sound, news.acceptance))
 
     async def _tick(self) -> None:

@@ -31,11 +31,11 @@ GRACE_SECONDS = 10.0
 
 
 class SleepAsked(events.Row, frozen=True):
-    """A trainer wants all engines asleep, or awake. `ask`: its own number for the answer."""
+    """A trainer wants all engines asleep, or awake. `call_id`: its own number for the answer."""
 
     trainer: str
     asleep: bool
-    ask: int = 0
+    call_id: int = 0
 
 
 class SleepAnswered(events.Row, frozen=True):
@@ -67,7 +67,7 @@ class Tell(events.Row, frozen=True):
     trainer: str
     asleep: bool
     problem: str = ""
-    ask: int = 0
+    call_id: int = 0
 
 
 Instruction = Order | GiveUp | Tell
@@ -143,12 +143,12 @@ class SleepMachine(msgspec.Struct):
         if self._waiting and event.asleep != self._wanted:
             doing = "puts engines to sleep" if self._wanted else "wakes engines"
             problem = f"{next(iter(self._waiting))} {doing}: wait for that"
-            out.append(Tell(event.trainer, event.asleep, problem, event.ask))
+            out.append(Tell(event.trainer, event.asleep, problem, event.call_id))
             return
         self._wanted, self._decided = event.asleep, True
         if not self._waiting:
             self._asked_at = now
-        self._waiting[event.trainer] = event.ask
+        self._waiting[event.trainer] = event.call_id
 
     def _go_on(self, now: float, idle: bool, loading: Collection[str], out: list[Instruction]) -> None:
         for name, asleep in sorted(self._asleep.items()):
@@ -160,5 +160,7 @@ class SleepMachine(msgspec.Struct):
         if there and not self._ordered and all(asleep == self._wanted for asleep in self._asleep.values()):
             # Who is gone is as good as asleep, but not awake: it may be back, asleep, after this buffer.
             problem = "" if self._wanted or self._asleep else NOBODY
-            out += [Tell(trainer, self._wanted, problem, ask) for trainer, ask in self._waiting.items()]
+            out += [
+                Tell(trainer, self._wanted, problem, call_id) for trainer, call_id in self._waiting.items()
+            ]
             self._waiting.clear()

@@ -94,7 +94,7 @@ class Store:
     def identity(self, group_id: str) -> tuple[int, wire.Tokens]:
         """Return the digest of what was asked for each prompt of a group's submission, and its prompt."""
         group = self._groups[group_id]
-        return ids.asked(group.seed, group.rollout_number, group.size, group.sampling), group.prompt
+        return ids.params_digest(group.seed, group.rollout_number, group.size, group.sampling), group.prompt
 
     def chunk(self, dispatch: Dispatch, group_id: str, index: int, *, wait_for_room: bool) -> wire.RunChunk:
         """Return the message that runs a request's next chunk."""
@@ -133,8 +133,8 @@ class Store:
             chunks=state.counters["chunks"],
             migrations=state.counters["migrations"],
             preemptions=state.counters["preemptions"],
-            use=state.use,
-            asked=ids.asked(group.seed, group.rollout_number, group.size, group.sampling),
+            submission=state.submission,
+            params_digest=ids.params_digest(group.seed, group.rollout_number, group.size, group.sampling),
         )
 
     def forget(self, group_id: str) -> None:

@@ -29,20 +29,20 @@ def event(
     kept: KeptChunks,
 ) -> GroupsSubmitted:
     """Return what a submission is to the machine."""
-    asked = ids.asked(submit.seed, submit.rollout_number, submit.n, submit.sampling)
+    params_digest = ids.params_digest(submit.seed, submit.rollout_number, submit.n, submit.sampling)
     rollout_id = submit.rollout_id
     specs = [
         GroupSpec(
             prompt_id,
             len(tokens),
             store.same(ids.group_id(rollout_id, prompt_id), tokens),
-            kept.offer(rollout_id, prompt_id, asked, tokens),
+            kept.offer(rollout_id, prompt_id, params_digest, tokens),
         )
         for prompt_id, tokens in prompts.items()
     ]
     return GroupsSubmitted(
         trainer, submit.rollout_id, submit.n, submit.sampling.max_tokens, specs, submit.weight_version,
-        submit.use, asked, life,
+        submit.submission, params_digest, life,
     )  # fmt: skip
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from seer.common import wire
-from seer.common.net.channel import Identity
+from seer.common.group_events import GroupClosed, GroupEvent, GroupOpened, RequestProgress
+from seer.common.net.handshake import Identity
 from seer.common.net.stream import page_count, page_of
 from seer.common.types import InstanceStats
 from seer.services.buffer.requests import instructions, state
@@ -29,7 +30,7 @@ def progress(machine: RequestMachine, rollout: state.RolloutState) -> wire.Progr
         preemptions=rollout.counters["preemptions"],
         running=machine.instances.chunks,
         finish_times=finish_times,
-        use=rollout.use,
+        submission=rollout.submission,
     )
 
 
@@ -39,7 +40,7 @@ def answer(item: instructions.Accept | instructions.Refuse) -> wire.Accepted | w
         return wire.Accepted(
             rollout_id=item.rollout_id,
             prompt_ids=item.prompt_ids,
-            use=item.use,
+            submission=item.submission,
             weight_version=item.weight_version,
         )
     return wire.Refused(
@@ -47,7 +48,7 @@ def answer(item: instructions.Accept | instructions.Refuse) -> wire.Accepted | w
         message=item.message,
         rollout_id=item.rollout_id,
         prompt_ids=item.prompt_ids,
-        use=item.use,
+        submission=item.submission,
     )
 
 
@@ -83,14 +84,12 @@ def snapshot(machine: RequestMachine, incarnation: int, sequence: int) -> Iterat
     )
 
 
-def published(
-    item: instructions.PublishOpened | instructions.PublishProgress | instructions.PublishClosed,
-) -> wire.BufferPublished:
-    """Return one piece of news for the event stream."""
+def published(item: GroupEvent) -> wire.BufferPublished:
+    """Return the message of an event, for the event stream."""
     match item:
-        case instructions.PublishOpened(group_id, size, prompt_len, cap):
+        case GroupOpened(group_id, size, prompt_len, cap):
             return wire.GroupOpened(group_id=group_id, size=size, prompt_len=prompt_len, cap=cap)
-        case instructions.PublishProgress():
+        case RequestProgress():
             return wire.RequestProgress(
                 group_id=item.group_id,
                 index=item.index,
@@ -99,7 +98,7 @@ def published(
                 drafted=list(item.drafted),
                 accepted=list(item.accepted),
             )
-        case instructions.PublishClosed(group_id):
+        case GroupClosed(group_id):
             return wire.GroupClosed(group_id=group_id)
 
 
@@ -108,9 +107,9 @@ def order(
 ) -> wire.PrepareWeights | wire.DiscardWeights | wire.LoadWeights:
     """Return what an engine is to do with weights."""
     if isinstance(item, weight_instructions.Prepare):
-        return wire.PrepareWeights(version=item.version, source=item.source, ask=item.ask)
+        return wire.PrepareWeights(version=item.version, source=item.source, call_id=item.call_id)
     if isinstance(item, weight_instructions.Discard):
-        return wire.DiscardWeights(version=item.version, ask=item.ask)
+        return wire.DiscardWeights(version=item.version, call_id=item.call_id)
     weights = item.weights
     return wire.LoadWeights(version=weights.version, digest=weights.digest, source=weights.source)
 
@@ -120,10 +119,10 @@ def outcome(
 ) -> wire.WeightsLive | wire.WeightsFailed:
     """Return what a trainer hears of its update."""
     if isinstance(item, weight_instructions.Fail):
-        return wire.WeightsFailed(version=item.version, reasons=item.reasons, ask=item.ask)
+        return wire.WeightsFailed(version=item.version, reasons=item.reasons, call_id=item.call_id)
     weights = item.weights
     return wire.WeightsLive(
-        version=weights.version, digest=weights.digest, quarantined=item.quarantined, ask=item.ask
+        version=weights.version, digest=weights.digest, quarantined=item.quarantined, call_id=item.call_id
     )
 
 

@@ -1,9 +1,9 @@
-"""What earlier groups of a prompt were like. It only orders work: no token depends on it.
+"""Response lengths of earlier groups of the same prompts. They only order work: no token depends on them.
 
 Invariants (tests/unit/test_context_memory.py asserts them):
-- only groups whose responses all finished are remembered: of others, the short ones are known;
-- at most `bound` prompts are, the most recently opened or closed ones;
-- an earlier group counts `DECAY` as much as the one after it, whatever both held.
+- only groups whose responses all finished are remembered: in others the short responses finished first;
+- at most `bound` prompts are remembered, the most recently opened or closed ones;
+- a group weighs `DECAY` times as much as the next one of its prompt, whatever their sizes.
 """
 
 from __future__ import annotations
@@ -11,23 +11,23 @@ from __future__ import annotations
 import math
 from collections.abc import Collection
 
-from seer.common.policy.length import Remembered
+from seer.common.policy.length import PastLengths
 
 DECAY = 0.5
-"""What a group counts against the next one of its prompt: a policy that is trained drifts."""
+"""Weight of a group relative to the next one of its prompt: lengths drift as the model is trained."""
 
 
 class PastPrompts:
-    """Remembers prompts by id; one id must mean one prompt over all rollouts."""
+    """Remembers prompts by id; a prompt id must be the same prompt in all rollouts."""
 
     def __init__(self, bound: int) -> None:
         self._bound = bound
-        self._prompts: dict[str, Remembered] = {}  # least recently used first
+        self._prompts: dict[str, PastLengths] = {}  # least recently used first
 
     def __len__(self) -> int:
         return len(self._prompts)
 
-    def recall(self, prompt_id: str) -> Remembered | None:
+    def recall(self, prompt_id: str) -> PastLengths | None:
         """Return what is remembered of a prompt."""
         known = self._prompts.pop(prompt_id, None)
         if known is not None:
@@ -41,10 +41,10 @@ class PastPrompts:
         mean, count = math.fsum(math.log(max(tokens, 1)) for tokens in lengths) / len(lengths), len(lengths)
         known = self._prompts.pop(prompt_id, None)
         if known is None:
-            self._prompts[prompt_id] = Remembered(mean, count)
+            self._prompts[prompt_id] = PastLengths(mean, count)
         else:
             old = DECAY * known.responses
             total = old + count
-            self._prompts[prompt_id] = Remembered((old * known.mean + count * mean) / total, total)
+            self._prompts[prompt_id] = PastLengths((old * known.mean + count * mean) / total, total)
         while len(self._prompts) > self._bound:
             del self._prompts[next(iter(self._prompts))]

@@ -1,9 +1,9 @@
 """The context service's sockets: the buffer's event stream in, estimates and acceptance out.
 
 Invariants:
-- every estimate is the machine's; this file translates and publishes;
-- a snapshot of the buffer (on joining, after a gap, after its restart) replaces all state;
-- changes are gathered for `publish_interval_seconds`, so a burst of events costs one broadcast.
+- every estimate is the machine's; this file only translates and publishes;
+- a snapshot of the buffer (when this service joins, after a gap, after a restart) replaces all state;
+- changes are collected for `publish_interval_seconds`, so a burst of events causes one message.
 """
 
 from __future__ import annotations
@@ -15,16 +15,17 @@ from seer.common import ids, wire
 from seer.common.clock import Clock
 from seer.common.config import Config, shared_hash
 from seer.common.errors import ConfigError
-from seer.common.net.channel import Identity
+from seer.common.group_events import GroupClosed, GroupEvent, GroupOpened, RequestProgress
+from seer.common.net.handshake import Identity
 from seer.common.net.stream import QUEUE_PAGES, StreamPublisher, StreamSubscriber, page_count, page_of
 from seer.common.net.transport.base import Transport
 from seer.common.policy.length import ESTIMATORS, Estimate
 from seer.common.policy.schedule import POLICIES
 from seer.common.process.log import get_logger
-from seer.services.context.machine import Closed, EstimateMachine, Event, Opened, Progressed
+from seer.services.context.machine import EstimateMachine
 
 BATCH = 10_000
-"""Groups per broadcast: under 1 MiB with ids of ordinary length."""
+"""Most groups per message: under 1 MiB with ids of ordinary length."""
 
 
 def make(config: Config, transport: Transport, clock: Clock) -> ContextServer:
@@ -93,11 +94,11 @@ class ContextServer:
 
     async def _follow(self) -> None:
         while True:
-            news = await self._events.recv()
-            if isinstance(news, wire.BufferSnapshot):
-                self.machine.replace(_events_of(news))
+            message = await self._events.recv()
+            if isinstance(message, wire.BufferSnapshot):
+                self.machine.replace(_events_of(message))
             else:
-                self.machine.apply(_event_of(news))
+                self.machine.apply(_event_of(message))
             if self.machine.dirty:
                 self._changed.set()
 
@@ -110,23 +111,23 @@ class ContextServer:
             rates = list(self.machine.acceptance_changes().items())
             for start in range(0, max(len(changes), len(rates)), BATCH):
                 end = start + BATCH
-                news = wire.Estimates(
+                message = wire.Estimates(
                     estimates={group_id: estimate.tokens for group_id, estimate in changes[start:end]},
                     acceptance=dict(rates[start:end]),
                     spreads=_spreads(changes[start:end]),
                 )
-                await self._estimates.publish(news)
+                await self._estimates.publish(message)
 
     def _snapshot(self, incarnation: int, sequence: int) -> Iterator[wire.ContextSnapshot]:
-        said, rates = list(self.machine.estimates().items()), list(self.machine.acceptance().items())
-        pages = page_count(len(said), len(rates))
+        estimates, rates = list(self.machine.estimates().items()), list(self.machine.acceptance().items())
+        pages = page_count(len(estimates), len(rates))
         return (
             wire.ContextSnapshot(
                 incarnation=incarnation,
                 sequence=sequence,
-                estimates={group_id: estimate.tokens for group_id, estimate in page_of(said, page)},
+                estimates={group_id: estimate.tokens for group_id, estimate in page_of(estimates, page)},
                 acceptance=dict(page_of(rates, page)),
-                spreads=_spreads(page_of(said, page)),
+                spreads=_spreads(page_of(estimates, page)),
                 page=page,
                 pages=pages,
             )
@@ -134,21 +135,21 @@ class ContextServer:
         )
 
 
-def _spreads(said: Iterable[tuple[str, Estimate]]) -> dict[str, float]:
-    return {group_id: estimate.spread for group_id, estimate in said if estimate.spread}
+def _spreads(estimates: Iterable[tuple[str, Estimate]]) -> dict[str, float]:
+    return {group_id: estimate.spread for group_id, estimate in estimates if estimate.spread}
 
 
-def _events_of(snapshot: wire.BufferSnapshot) -> Iterator[Event]:
+def _events_of(snapshot: wire.BufferSnapshot) -> Iterator[GroupEvent]:
     yield from map(_event_of, snapshot.opened)
     yield from map(_event_of, snapshot.progress)
 
 
-def _event_of(message: wire.BufferPublished) -> Event:
+def _event_of(message: wire.BufferPublished) -> GroupEvent:
     match message:
         case wire.GroupOpened():
-            return Opened(message.group_id, message.size, message.cap)
+            return GroupOpened(message.group_id, message.size, message.prompt_len, message.cap)
         case wire.RequestProgress():
-            return Progressed(
+            return RequestProgress(
                 message.group_id,
                 message.index,
                 message.generated,
@@ -157,4 +158,4 @@ def _event_of(message: wire.BufferPublished) -> Event:
                 message.accepted,
             )
         case wire.GroupClosed():
-            return Closed(message.group_id)
+            return GroupClosed(message.group_id)

@@ -16,7 +16,8 @@ from seer.common import wire
 from seer.common.clock import Clock
 from seer.common.config import EngineConfig
 from seer.common.errors import SeerError, Unreachable
-from seer.common.net.channel import Channel, Identity
+from seer.common.net.channel import Channel
+from seer.common.net.handshake import Identity
 from seer.common.net.transport.base import Transport
 from seer.common.process.log import get_logger
 from seer.services.dgds.packing import pack, unpack
@@ -78,7 +79,7 @@ class DgdsConnection:
         self._fetched: dict[int, dict[int, tuple[int, int]]] = {}
         self._deltas: list[StreamDelta] = []
         self._fetching, self._answered = asyncio.Lock(), asyncio.Event()
-        self._question = self._groups_answered = 0
+        self._call_id = self._groups_answered = 0
 
     # --- writing -------------------------------------------------------------------------
 
@@ -156,7 +157,7 @@ class DgdsConnection:
                     self._add_deltas(deltas)
                 case wire.Welcome() as welcome:
                     self._welcomed(welcome)
-                case wire.NotTaken() as refusal:
+                case wire.MessageRejected() as refusal:
                     if not self._counters["refused"]:
                         self._log.warning("the dgds refused a message", problem=refusal.problem)
                     self._counters["refused"] += 1
@@ -221,14 +222,14 @@ class DgdsConnection:
     async def _send_fetches(self, groups: list[int], own: Mapping[int, Collection[int]]) -> None:
         while groups and self._connected:
             self._answered.clear()
-            self._question += 1
+            self._call_id += 1
             await self._channel.send(
                 wire.Fetch(
                     groups=[
                         wire.FetchGroup(group, self._fetched.get(group, {}), sorted(own.get(group, ())))
                         for group in groups[:MAX_FETCH_GROUPS]
                     ],
-                    question=self._question,
+                    call_id=self._call_id,
                 )
             )
             await self._answered.wait()
@@ -243,7 +244,7 @@ class DgdsConnection:
                 self._add_delta(item, part)
         for group in answer.missing:
             self._fetched.pop(group, None)
-        if answer.question == self._question:
+        if answer.call_id == self._call_id:
             self._groups_answered = answer.done
             self._answered.set()
 

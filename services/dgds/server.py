@@ -21,7 +21,8 @@ from seer.common import ids, wire
 from seer.common.clock import Clock
 from seer.common.config import Config, DgdsConfig, shards, shared_hash
 from seer.common.errors import ConfigError, InvalidField
-from seer.common.net.channel import Hub, Identity
+from seer.common.net.handshake import Identity
+from seer.common.net.hub import Hub
 from seer.common.net.transport.base import Transport
 from seer.common.process.log import get_logger
 from seer.services.dgds import past_groups_file
@@ -133,7 +134,7 @@ class DgdsServer:
                         pass
             except InvalidField as error:
                 self._hub.refuse(identity, error)
-                await self._hub.reply(identity, wire.NotTaken(problem=str(error)))
+                await self._hub.reply(identity, wire.MessageRejected(problem=str(error)))
 
     def _append(self, batch: wire.AppendBatch) -> list[wire.Gap]:
         _check(batch)
@@ -155,7 +156,7 @@ class DgdsServer:
         for group in fetch.groups:
             if visits <= 0:
                 break
-            news = self.store.deltas(group.group, group.have, room, now, group.leave_out)
+            news = self.store.deltas(group.group, group.have, room, now, group.exclude)
             if news is None:
                 missing.append(group.group)
                 visits -= 1
@@ -170,7 +171,7 @@ class DgdsServer:
             deltas=[wire.Delta(group, it.index, it.revision, it.previous, it.count) for group, it in found],
             tokens=np.frombuffer(b"".join(delta.tokens for _, delta in found), dtype=np.uint8),
             missing=missing,
-            question=fetch.question,
+            call_id=fetch.call_id,
             done=done,
         )
 

@@ -176,19 +176,19 @@ class Store:
         have: Mapping[int, tuple[int, int]],
         most_tokens: int,
         now: float,
-        leave_out: Collection[int] = (),
+        exclude: Collection[int] = (),
     ) -> GroupDeltas | None:
         """Return what a reader lacks, at most `most_tokens` of it; None: unknown group.
 
         `have` is stream index -> (revision, tokens) as of the deltas applied so far. Responses in
-        `leave_out` are not wanted.
+        `exclude` are not wanted.
         """
         if group not in self._groups:
             return None
         held = self._touch(group, now)
         found = GroupDeltas([], True, len(held.streams) + 1)
         for index, stream in held.streams.items():
-            if index in leave_out:
+            if index in exclude:
                 continue
             known, length = have.get(index, (0, 0))
             start, end = stream.valid(known, length), len(stream)

@@ -32,7 +32,8 @@ from seer.common.errors import (
     SeerError,
     Unreachable,
 )
-from seer.common.net.channel import Channel, Identity
+from seer.common.net.channel import Channel
+from seer.common.net.handshake import Identity
 from seer.common.net.transport.base import Transport
 from seer.common.process.log import get_logger
 from seer.services.dgds.client import DgdsClient

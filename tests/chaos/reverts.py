@@ -17,10 +17,11 @@ from unittest import mock
 
 from chaos.plan import Fault, Pause, Plan, Renew, Rest, Roll, draw
 from chaos.virtual import run_plan
-from seer.client.client import RolloutClient
+from seer.client.open_rollouts import OpenRollouts
 from seer.client.rollout import Rollout
 from seer.common import ids, wire
-from seer.common.net.channel import Channel, Hub
+from seer.common.net.channel import Channel
+from seer.common.net.hub import Hub
 from seer.services.buffer import views
 from seer.services.buffer.conductor import Conductor
 from seer.services.buffer.liveness import Liveness
@@ -103,7 +104,7 @@ class _Any(dict[Any, Any]):
 
 def _each_message_rejoins() -> Patches:
     async def tell(original: Any, self: Any, identity: bytes, peer: Any) -> None:
-        peer.told = -math.inf
+        peer.refused_at = -math.inf
         await original(self, identity, peer)
 
     def welcomed(original: Any, self: Any, welcome: wire.Welcome) -> bool:
@@ -114,7 +115,7 @@ def _each_message_rejoins() -> Patches:
         init(self)
         self.registered = _Any()
 
-    yield _around(Hub, "_tell_stranger", tell)
+    yield _around(Hub, "_refuse_stranger", tell)
     yield _around(Channel, "_welcomed", welcomed)
     yield _around(Peers, "__init__", made)
     yield mock.patch.object(BufferServer, "_part", return_value=None)
@@ -224,21 +225,20 @@ def _second_trainer_waits() -> Patches:
 def _unknown_is_cancelled() -> Patches:
     def progressed(original: Any, self: Any, progress: wire.Progress) -> None:
         original(self, progress)
-        if progress.rollout_id not in self._active and progress.finished < progress.requests:
+        if progress.rollout_id not in self and progress.finished < progress.requests:
             self._given_up[0] = progress.rollout_id
             self._cancel_again.add(0)
-            self._wake.set()
 
     def tell(original: Any, self: Any, address: bytes, message: Any) -> None:
         self._tell_trainer(address.decode().split("/")[1], message)
 
-    yield _around(RolloutClient, "_progressed", progressed)
+    yield _around(OpenRollouts, "_progressed", progressed)
     yield _around(BufferServer, "_tell_life", tell)
 
 
 def _use_unchecked() -> Patches:
-    yield mock.patch.object(Rollout, "concerns", return_value=True)
-    yield mock.patch.object(Rollout, "_foreign", return_value="")
+    yield mock.patch.object(Rollout, "matches", return_value=True)
+    yield mock.patch.object(Rollout, "_mismatch", return_value="")
 
 
 def _attempts_restart() -> Patches:
@@ -267,7 +267,7 @@ def _no_window() -> Patches:
 
 
 def _clocks_decide() -> Patches:
-    async def reaches(self: Any, identity: bytes) -> bool:
+    async def connected(self: Any, identity: bytes) -> bool:
         return True
 
     def takes(self: Any, life: Any, holder: Any, first: bool) -> bool:
@@ -275,7 +275,7 @@ def _clocks_decide() -> Patches:
 
     yield mock.patch.object(Peers, "_takes", takes)
     yield mock.patch.object(Peers, "doubtful", return_value=False)
-    yield mock.patch.object(Hub, "reaches", reaches)
+    yield mock.patch.object(Hub, "is_connected", connected)
 
 
 def _sleep_before_load() -> Patches:

@@ -32,7 +32,7 @@ LEASE_SLACK_SECONDS = 5.0
 """What a lease may take longer: ticks of a loop that is busy."""
 
 
-COSTLY = r"aborted by|said nothing|client was closed|no sign of life|times in a row|ran on|hold over"
+COSTLY = r"aborted by|sent nothing|client was closed|no sign of life|times in a row|ran on|hold over"
 """Why prompts that had begun may end, and begin anew."""
 
 
@@ -65,7 +65,7 @@ def _follows(world: World) -> None:
     """Note a context service that cannot synchronise, though nothing disturbs it."""
     context = world.processes.get("context")
     now, over = world.loop.time(), world.disturbed_until()
-    if context is None or context.service is None or context.service._events._in_step:
+    if context is None or context.service is None or context.service._events._synced:
         world.in_step_at = now
     elif now - max(over, world.in_step_at) > STEP_SECONDS:
         world.problem(f"context is out of step since {world.in_step_at:.1f}")
@@ -156,7 +156,7 @@ def queued_bytes(service: Any) -> dict[bytes, int]:
     """Return the bytes of arrays that wait for each trainer, headers apart."""
     return {
         address: sum(len(frame) for _, frames, _ in line.messages for frame in frames[1:])
-        for address, line in service._to_trainers._lines.items()
+        for address, line in service._to_trainers._queues.items()
     }
 
 
@@ -241,7 +241,7 @@ def _buffer(world: World) -> Iterator[str]:
     if machine.instances.chunks:
         yield f"{machine.instances.chunks} chunks are on the books"
     for name, box in (("trainers", service._to_trainers), ("engines", service._to_engines)):
-        if box._lines:
+        if box._queues:
             yield f"messages wait for {name}"
 
 

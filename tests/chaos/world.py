@@ -34,7 +34,8 @@ from seer.common import ids, wire
 from seer.common.clock import LoopClock
 from seer.common.config import BufferConfig, Config, DgdsConfig, EngineConfig, SharedConfig, shared_hash
 from seer.common.errors import Unreachable
-from seer.common.net.channel import Channel, Identity
+from seer.common.net.channel import Channel
+from seer.common.net.handshake import Identity
 from seer.common.net.transport.faulty import Faults, FaultyTransport
 from seer.common.net.transport.memory import MemoryNetwork, MemoryTransport
 from seer.common.process.service import Service
@@ -402,7 +403,7 @@ class World:
             (group, self.trainers[group.rollout.trainer], rollout)
             for group in held
             if (rollout := self.trainers[group.rollout.trainer].waiting.get(group.rollout.rollout_id))
-            and rollout.use == group.use
+            and rollout.submission == group.submission
         ]
 
         def check() -> None:

@@ -184,7 +184,7 @@ async def test_leaving_the_scope_frees_everything():
             await anext(aiter(sampled))
             assert tasks_of("DynamicSampling") > 2
         assert tasks_of("DynamicSampling") == 0
-        with pytest.raises(RolloutFailed, match="scope of DynamicSampling was left"):
+        with pytest.raises(RolloutFailed, match="of DynamicSampling has ended"):
             await sampled.result()
         counts = sampled.counts
         assert counts["accepted"] >= 1

@@ -10,7 +10,8 @@ from virtual_time import PROCESS, virtual
 
 from seer.common import ids, wire
 from seer.common.clock import LoopClock
-from seer.common.net.channel import Channel, Identity
+from seer.common.net.channel import Channel
+from seer.common.net.handshake import Identity
 from seer.common.net.transport.memory import MemoryTransport
 
 

@@ -19,7 +19,7 @@ import numpy as np
 from msgspec import inspect
 
 from seer.common import wire
-from seer.common.net.channel import Identity
+from seer.common.net.handshake import Identity
 from seer.common.weights.digest import checksum
 from seer.common.wire.version import MAJOR
 from seer.services.dgds.packing import group_digest

@@ -188,7 +188,7 @@ def test_a_bad_option_is_named(folder: Path, options: tuple[str, ...], told: str
     [
         ("SEER_ENGINE__KV_BLOCK", "unknown key engine.kv_block; did you mean engine.kv_blocks?"),
         ("SEER_ENGIN__KV_BLOCKS", "unknown key engin; did you mean engine?"),
-        ("SEER_ENGINE_KV_BLOCKS", "put two underscores after the section's name"),
+        ("SEER_ENGINE_KV_BLOCKS", "write two underscores after the section's name"),
     ],
 )
 @pytest.mark.parametrize("command", [rollout(*REPLAY), ("up",), ("dgds",)])

@@ -93,7 +93,7 @@ class BufferModel(RuleBasedStateMachine):
                         assert self.kept[request.view.request_id] == request.view.generated
                         assert request.finish
                 case instructions.Refuse():
-                    names = {(item.rollout_id, prompt, item.use) for prompt in item.prompt_ids}
+                    names = {(item.rollout_id, prompt, item.submission) for prompt in item.prompt_ids}
                     assert item.message
                     assert not refused & names
                     refused |= names
@@ -197,7 +197,9 @@ class BufferModel(RuleBasedStateMachine):
             )
             assert group.group_id in self.machine.groups
             self.send(
-                events.GroupsAcknowledged(rollout.trainer, rollout.rollout_id, [group.prompt_id], group.use)
+                events.GroupsAcknowledged(
+                    rollout.trainer, rollout.rollout_id, [group.prompt_id], group.submission
+                )
             )
             assert group.group_id not in self.machine.groups
 
@@ -209,7 +211,7 @@ class BufferModel(RuleBasedStateMachine):
             self.send(events.RolloutCancelled("x", rollout.rollout_id, []))
             self.send(events.RolloutCancelled(rollout.trainer, rollout.rollout_id, [], 10**6))
             assert group.group_id in self.machine.groups
-            number = rollout.use if use else 0
+            number = rollout.submission if use else 0
             self.send(events.RolloutCancelled(rollout.trainer, rollout.rollout_id, [group.prompt_id], number))
             assert group.group_id not in self.machine.groups
 

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from seer import _native
-from seer.common.policy.draft_budget import PRICE, best
+from seer.common.policy.draft_budget import COST_FACTOR, choose_lengths
 
 EDGES, WIDTH, SLOTS = np.array([0.25, 0.5, 0.75], dtype=np.float32), 3, 2
 BASES = np.array([0, 4, 4])
@@ -38,7 +38,7 @@ def chosen(chances, seconds, others, weights):
     order = (-gains).argsort(kind="stable")
     start = others + (len(chances) if weights is None else weights.sum())
     tokens = np.concatenate([[start], gains[order]]).cumsum()
-    price = PRICE * (tokens / seconds).max()
+    price = COST_FACTOR * (tokens / seconds).max()
     taken = order[: (tokens - price * seconds).argmax()]
     return np.bincount(taken // WIDTH, minlength=len(chances))
 
@@ -53,18 +53,18 @@ def test_the_compiled_loops_do_what_numpy_does(step, data, others):
         assert np.array_equal(got, expected)
     some = st.lists(st.sampled_from((0.5, 0.6, 1.0, 1.5)), min_size=scores.size + 1, max_size=scores.size + 1)
     seconds = np.cumsum(data.draw(some)) if data.draw(st.booleans()) else np.sort(data.draw(some))
-    keep = best(chances, seconds, float(others), weights)
+    keep = choose_lengths(chances, seconds, float(others), weights)
     assert np.array_equal(keep, chosen(chances, seconds, float(others), weights))
 
     accepted = np.array([data.draw(st.integers(-1, kept)) for kept in keep], dtype=np.int32)
-    fresh, untold = np.zeros((SLOTS, 2, 8), dtype=np.int64), np.ones((SLOTS, 2, 8), dtype=np.int64)
-    _native.count_drafts(cells, keep, accepted, slots, fresh, untold)
+    fresh, unreported = np.zeros((SLOTS, 2, 8), dtype=np.int64), np.ones((SLOTS, 2, 8), dtype=np.int64)
+    _native.count_drafts(cells, keep, accepted, slots, fresh, unreported)
     rows, at = np.nonzero(np.arange(WIDTH) < np.where(accepted < 0, 0, keep)[:, None])
     expected = np.zeros_like(fresh)
     np.add.at(expected, (slots[rows], 0, cells[rows, at]), 1)
     np.add.at(expected, (slots[rows], 1, cells[rows, at]), at < accepted[rows])
     assert np.array_equal(fresh, expected)
-    assert np.array_equal(untold, expected + 1)
+    assert np.array_equal(unreported, expected + 1)
 
 
 def arrays(**changed):
@@ -96,9 +96,9 @@ def test_arrays_that_cannot_be_chosen_from_or_counted_are_refused():
     keep, cells = np.zeros(2, dtype=np.int32), np.zeros((2, WIDTH), dtype=np.int32)
     slots, tally = np.zeros(2, dtype=np.int64), np.zeros((SLOTS, 2, 8), dtype=np.int64)
     with pytest.raises(ValueError, match="seconds must reach"):
-        best(np.zeros((2, WIDTH)), np.ones(2 * WIDTH), 0.0)
+        choose_lengths(np.zeros((2, WIDTH)), np.ones(2 * WIDTH), 0.0)
     with pytest.raises(ValueError, match="weights and out_keep"):
-        best(np.zeros((2, WIDTH)), np.ones(2 * WIDTH + 1), 0.0, np.ones(3))
+        choose_lengths(np.zeros((2, WIDTH)), np.ones(2 * WIDTH + 1), 0.0, np.ones(3))
     with pytest.raises(ValueError, match="keep has 4"):
         _native.count_drafts(cells, keep + WIDTH + 1, keep, slots, tally, tally.copy())
     with pytest.raises(ValueError, match="cells has 8"):

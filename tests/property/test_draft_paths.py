@@ -7,13 +7,13 @@ from hypothesis import strategies as st
 
 from seer.common.policy.draft_costs import StepCosts
 from seer.common.policy.draft_paths import (
-    CHEAP,
+    CHEAP_SHARE,
     SEPARATOR,
     Fork,
+    extra_paths,
     join,
     most_paths,
     paths_of,
-    siblings,
     split,
 )
 
@@ -82,7 +82,7 @@ def forks(draw):
 def test_chosen_siblings_fit_and_raise_tokens_per_second(given_forks, slope, extra, most):
     seconds = [1.0 + slope * rows for rows in range(sum(fork.keep + fork.room for fork in given_forks) + 1)]
     others = float(len(given_forks))
-    chosen = siblings(given_forks, seconds, extra, others, most)
+    chosen = extra_paths(given_forks, seconds, extra, others, most)
     count = sum(map(len, chosen))
     assert count <= most
     rows = kept = sum(fork.keep for fork in given_forks)
@@ -103,7 +103,7 @@ def test_chosen_siblings_fit_and_raise_tokens_per_second(given_forks, slope, ext
 @given(st.lists(forks(), min_size=1, max_size=4))
 def test_rows_that_cost_nothing_leave_no_path_with_a_chance_out(given_forks):
     given_forks = [Fork(fork.paths, fork.chances, fork.keep, 200 if fork.keep else 0) for fork in given_forks]
-    chosen = siblings(given_forks, [1.0] * 1_000, 0.0, len(given_forks), 100)
+    chosen = extra_paths(given_forks, [1.0] * 1_000, 0.0, len(given_forks), 100)
     for fork, paths in zip(given_forks, chosen, strict=True):
         if fork.keep:
             held = {*fork.paths[0][: fork.keep], *(i for path in paths for i in path)}
@@ -113,12 +113,12 @@ def test_rows_that_cost_nothing_leave_no_path_with_a_chance_out(given_forks):
 
 def test_the_likelier_fork_is_taken_where_one_fits():
     likely, unlikely = (Fork([[0, 2], [1]], [0.4, chance, 0.2], 2, 2) for chance in (0.5, 0.3))
-    assert siblings([unlikely, likely], [1.0] * 20, 0.0, 2.0, 1) == [[], [[1]]]
+    assert extra_paths([unlikely, likely], [1.0] * 20, 0.0, 2.0, 1) == [[], [[1]]]
 
 
 @given(st.floats(0.0, 2.0), st.sampled_from([None, 1, 2, 5]))
 def test_by_default_several_paths_are_for_engines_on_which_they_are_cheap(sibling, told):
     costs = StepCosts(batches=(1,), drafts=(0, 8), grid=((1.0, 2.0),), sibling=sibling)
     assert most_paths(costs, told) == told or (
-        told is None and (most_paths(costs, None) > 1) == (sibling <= CHEAP)
+        told is None and (most_paths(costs, None) > 1) == (sibling <= CHEAP_SHARE)
     )

@@ -10,13 +10,13 @@ from hypothesis import strategies as st
 
 from seer.common.errors import InvalidField
 from seer.common.policy.draft_budget import (
+    COST_FACTOR,
     PAUSE_AFTER_STEPS,
     PAUSE_STEPS,
-    PRICE,
     PROBE_TOKENS,
     REFRESH_STEPS,
     DraftBudget,
-    best,
+    choose_lengths,
 )
 from seer.common.policy.draft_costs import (
     CELLS,
@@ -160,7 +160,7 @@ def worth(chances, seconds, weights, others, keep, rate):
         + weights.sum()
         + sum(w * row[:k].sum() for w, row, k in zip(weights, chances, keep, strict=True))
     )
-    return tokens, tokens - PRICE * rate * seconds[sum(keep)]
+    return tokens, tokens - COST_FACTOR * rate * seconds[sum(keep)]
 
 
 @settings(max_examples=300)
@@ -171,22 +171,22 @@ def test_no_other_choice_of_beginnings_is_worth_more(step, weights):
     every = list(itertools.product(range(chances.shape[1] + 1), repeat=len(chances)))
     rate = max(worth(chances, seconds, weights, others, keep, 0.0)[0] / seconds[sum(keep)] for keep in every)
     most = max(worth(chances, seconds, weights, others, keep, rate)[1] for keep in every)
-    got = worth(chances, seconds, weights, others, best(chances, seconds, others, weights), rate)[1]
+    got = worth(chances, seconds, weights, others, choose_lengths(chances, seconds, others, weights), rate)[1]
     assert got == pytest.approx(most, rel=1e-9, abs=1e-9 * rate)
 
 
 @given(steps(), st.floats(0.1, 1.0))
 def test_more_is_verified_where_drafts_are_better(step, factor):
     chances, seconds, others = step
-    worse = best(chances * factor, seconds, others).sum()
-    better = best(chances, seconds, others).sum()
+    worse = choose_lengths(chances * factor, seconds, others).sum()
+    better = choose_lengths(chances, seconds, others).sum()
     assert worse <= better
 
 
 @given(steps())
 def test_a_likelier_token_is_never_dropped_for_a_less_likely_one(step):
     chances, seconds, others = step
-    kept = np.arange(chances.shape[1]) < best(chances, seconds, others)[:, None]
+    kept = np.arange(chances.shape[1]) < choose_lengths(chances, seconds, others)[:, None]
     assert chances[kept].min(initial=1.0) >= chances[~kept].max(initial=0.0)
 
 
@@ -194,24 +194,24 @@ def test_a_likelier_token_is_never_dropped_for_a_less_likely_one(step):
 def test_high_priority_is_never_served_after_low(draft, base, row):
     draft = np.minimum.accumulate(np.array(draft))
     chances, seconds = np.stack([draft, draft]), base + row * np.arange(2 * len(draft) + 1)
-    low, high = best(chances, seconds, 0.0, np.array([1.0, 2.0]))
+    low, high = choose_lengths(chances, seconds, 0.0, np.array([1.0, 2.0]))
     assert high >= low
 
 
 def test_all_is_verified_where_rows_are_free_and_nothing_where_they_cost_as_much_as_steps():
     chances = np.full((4, 8), 0.1)
-    assert best(chances, np.full(33, 0.01), 0.0).tolist() == [8] * 4
-    assert best(chances, 0.001 * np.arange(4, 37), 0.0).tolist() == [0] * 4
+    assert choose_lengths(chances, np.full(33, 0.01), 0.0).tolist() == [8] * 4
+    assert choose_lengths(chances, 0.001 * np.arange(4, 37), 0.0).tolist() == [0] * 4
 
 
 def test_a_row_may_pay_for_high_priority_alone():
     chances, seconds = np.full((2, 1), 0.5), np.array([1.0, 1.1, 1.3])
-    assert best(chances, seconds, 0.0, np.array([1.0, 2.0])).tolist() == [0, 1]
+    assert choose_lengths(chances, seconds, 0.0, np.array([1.0, 2.0])).tolist() == [0, 1]
 
 
 def test_nothing_is_verified_past_a_drafts_end():
     chances = np.array([[0.9, 0.8, 0.0], [0.0, 0.0, 0.0]])
-    assert best(chances, np.full(7, 0.01), 0.0).tolist() == [2, 0]
+    assert choose_lengths(chances, np.full(7, 0.01), 0.0).tolist() == [2, 0]
 
 
 # --- an engine's budget ----------------------------------------------------------------------
@@ -229,7 +229,7 @@ def step_of(budget, score, right, n=4, width=4, group="g"):
 def test_drafts_that_are_never_right_end_and_are_tried_again_now_and_then():
     budget = DraftBudget(linear(0.0001, 0.001), 4)
     verified = [
-        int(step_of(budget, 0.95, right=0).keep.sum()) if budget.wanted() else -1 for _ in range(3000)
+        int(step_of(budget, 0.95, right=0).keep.sum()) if budget.should_draft() else -1 for _ in range(3000)
     ]
     tail = verified[-330:]
     assert tail.count(PROBE_TOKENS) == 330 // (PAUSE_STEPS + 1)
@@ -240,10 +240,10 @@ def test_drafts_that_are_never_right_end_and_are_tried_again_now_and_then():
 def test_what_became_good_is_used_again():
     budget = DraftBudget(linear(0.004, 0.0002), 4)
     for _ in range(3000):
-        if budget.wanted():
+        if budget.should_draft():
             step_of(budget, 0.95, right=0)
     for _ in range(3000):
-        if budget.wanted():
+        if budget.should_draft():
             choice = step_of(budget, 0.95, right=4)
     assert choice.keep.tolist() == [4] * 4
 
@@ -251,7 +251,7 @@ def test_what_became_good_is_used_again():
 def test_an_empty_tree_is_no_reason_to_rest():
     budget = DraftBudget(linear(0.001, 0.0001), 4)
     for _ in range(3 * PAUSE_AFTER_STEPS):
-        assert budget.wanted()
+        assert budget.should_draft()
         none = np.zeros(2, dtype=np.int32)
         budget.choose(np.full(2, budget.slot("g")), np.zeros((2, 4), dtype=np.float32), none, 2)
 
@@ -260,7 +260,7 @@ def test_a_group_is_judged_by_itself_then_by_what_it_was_told_then_by_all():
     budget = DraftBudget(linear(0.004, 0.0005), 4)
     for _ in range(400):
         step_of(budget, 0.7, right=4, group="good")
-        step_of(budget, 0.7, right=0, group="bad") if budget.wanted() else None
+        step_of(budget, 0.7, right=0, group="bad") if budget.should_draft() else None
     assert step_of(budget, 0.7, right=4, group="good").keep.sum() == 16
     assert step_of(budget, 0.7, right=0, group="bad").keep.sum() <= PROBE_TOKENS
     budget.slot("told", from_percent([99] * CELLS))
@@ -311,7 +311,7 @@ def test_slots_are_given_out_again_clean():
     slots = {budget.slot(f"g{i}") for i in range(40)}
     assert len(slots) == 40
     for _ in range(300):
-        step_of(budget, 0.7, right=0, group="g3") if budget.wanted() else None
+        step_of(budget, 0.7, right=0, group="g3") if budget.should_draft() else None
     used = budget.slot("g3")
     budget.forget("g3")
     budget.forget("never known")

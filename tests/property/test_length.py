@@ -7,34 +7,37 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from seer.common.policy.length import ESTIMATORS, Evidence, Posterior, Remembered
+from seer.common.policy.length import ESTIMATORS, Evidence, PastLengths, Posterior
 from seer.common.policy.length_model import (
-    HIGHEST,
-    LOWEST,
+    MAX_DEVIATION,
+    MIN_DEVIATION,
     ROWS,
     STEP,
     VARIANCE,
     Model,
     Parameters,
     density,
-    responses,
+    observations,
 )
 
 CAP = 5000
 TOKENS = st.integers(1, CAP)
 PARAMETERS = st.builds(
-    Parameters, st.floats(0, ROWS * STEP), st.floats(LOWEST, HIGHEST), st.floats(LOWEST, HIGHEST)
+    Parameters,
+    st.floats(0, ROWS * STEP),
+    st.floats(MIN_DEVIATION, MAX_DEVIATION),
+    st.floats(MIN_DEVIATION, MAX_DEVIATION),
 )
 GROUPS = st.lists(st.lists(st.tuples(TOKENS, st.booleans()), max_size=12), min_size=1, max_size=12)
 REPEATED = st.lists(st.tuples(st.integers(0, 2**24), st.booleans(), st.integers(1, 30)), min_size=1)
-MEMORIES = st.none() | st.builds(Remembered, st.floats(0, 17), st.floats(0.1, 1e4))
+MEMORIES = st.none() | st.builds(PastLengths, st.floats(0, 17), st.floats(0.1, 1e4))
 
 
 def shown(estimator, groups, memories):
     """An estimator that saw these groups, and them: (tokens, whether finished) of each response."""
     known = []
     for group, before in zip(groups, memories, strict=True):
-        known.append(Evidence(CAP, before=before))
+        known.append(Evidence(CAP, past=before))
         estimator.opened(known[-1])
         for index, (tokens, finished) in enumerate(group):
             (known[-1].finished if finished else known[-1].unfinished)[index] = tokens
@@ -49,9 +52,9 @@ def shown(estimator, groups, memories):
 def test_estimates_lie_within_bounds_and_are_a_function_of_what_was_shown(name, groups, data):
     memories = [data.draw(MEMORIES) for _ in groups]
     first, second = ESTIMATORS[name](), ESTIMATORS[name]()
-    told = first.estimates(shown(first, groups, memories))
-    assert told == second.estimates(shown(second, groups, memories))
-    for estimate in told:
+    estimates = first.estimates(shown(first, groups, memories))
+    assert estimates == second.estimates(shown(second, groups, memories))
+    for estimate in estimates:
         assert 1 <= estimate.tokens <= CAP
         assert 0 <= estimate.spread < 10
     assert 0 <= first.share <= 1
@@ -61,13 +64,13 @@ def test_estimates_lie_within_bounds_and_are_a_function_of_what_was_shown(name, 
 def test_the_papers_estimate_is_the_longest_finished_one(groups):
     estimator = ESTIMATORS["longest"]()
     known = shown(estimator, groups, [None] * len(groups))
-    for group, told in zip(groups, estimator.estimates(known), strict=True):
-        assert told.tokens == max((tokens for tokens, finished in group if finished), default=CAP)
-        assert told.spread == 0
+    for group, estimates in zip(groups, estimator.estimates(known), strict=True):
+        assert estimates.tokens == max((tokens for tokens, finished in group if finished), default=CAP)
+        assert estimates.spread == 0
 
 
-def mean(model, tokens, bounds):
-    known = responses(np.array(tokens), np.array(bounds, int), np.array([len(tokens)]))
+def mean(model, tokens, censored):
+    known = observations(np.array(tokens), np.array(censored, int), np.array([len(tokens)]))
     means, variances = model.moments(model.weights(known))
     assert np.isfinite(means).all()
     assert np.isfinite(variances).all()
@@ -77,30 +80,30 @@ def mean(model, tokens, bounds):
 @given(PARAMETERS, st.lists(st.tuples(TOKENS, st.booleans()), min_size=1, max_size=12), st.data())
 def test_more_and_longer_evidence_never_lowers_the_mean(parameters, evidence, data):
     model = Model(parameters)
-    tokens, bounds = [list(each) for each in zip(*evidence, strict=True)]
-    before = mean(model, tokens, bounds)
+    tokens, censored = [list(each) for each in zip(*evidence, strict=True)]
+    before = mean(model, tokens, censored)
     slack = 1e-9
     # One more response of which only a bound from below is known.
-    assert mean(model, [*tokens, data.draw(TOKENS)], [*bounds, True]) >= before - slack
+    assert mean(model, [*tokens, data.draw(TOKENS)], [*censored, True]) >= before - slack
     # One more that finished, longer than anything that is thought possible.
     beyond = math.exp(min(model.grid[-1] + STEP, 16.6))
-    assert mean(model, [*tokens, beyond], [*bounds, False]) >= before - slack
+    assert mean(model, [*tokens, beyond], [*censored, False]) >= before - slack
     # One that went on, or that finished later.
     place = data.draw(st.integers(0, len(tokens) - 1))
     tokens[place] = data.draw(st.integers(tokens[place], 2**24))
-    assert mean(model, tokens, bounds) >= before - slack
+    assert mean(model, tokens, censored) >= before - slack
 
 
 @given(PARAMETERS, PARAMETERS, REPEATED)
 def test_parameters_stay_within_bounds(parameters, before, groups):
     tokens = [tokens for tokens, _, size in groups for _ in range(size)]
-    bounds = [bound for _, bound, size in groups for _ in range(size)]
-    known = responses(np.array(tokens), np.array(bounds, int), np.array([size for *_, size in groups]))
-    better = Model(parameters).improved(known, before)
+    censored = [bound for _, bound, size in groups for _ in range(size)]
+    known = observations(np.array(tokens), np.array(censored, int), np.array([size for *_, size in groups]))
+    better = Model(parameters).em_step(known, before)
     for each in (better, Parameters.of(better.vector() * 3)):
-        assert LOWEST <= each.between <= HIGHEST
-        assert LOWEST <= each.sigma <= HIGHEST
-        assert math.isfinite(each.middle)
+        assert MIN_DEVIATION <= each.between <= MAX_DEVIATION
+        assert MIN_DEVIATION <= each.sigma <= MAX_DEVIATION
+        assert math.isfinite(each.mean)
 
 
 def test_the_density_and_the_probability_above_agree():
@@ -121,4 +124,4 @@ def test_it_learns_from_the_latest_groups_only(monkeypatch):
     estimator = Posterior()
     for length in (100, 3000):
         shown(estimator, [[(length, True)] * 4] * 40, [None] * 40)
-    assert math.exp(estimator.parameters.middle) > 2000
+    assert math.exp(estimator.parameters.mean) > 2000

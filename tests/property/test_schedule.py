@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from seer.common.policy.fleet import Fleet, InstanceView
 from seer.common.policy.length import Estimate
 from seer.common.policy.request import RequestView
-from seer.common.policy.schedule import FAIR_DISPATCHES, POLICIES, oracle, plausible
+from seer.common.policy.schedule import FAIR_DISPATCHES, POLICIES, length_quantile, oracle
 from seer.common.types import Capacity
 from seer.services.buffer.events import Joined
 from seer.services.buffer.requests import events, instructions, state
@@ -89,7 +89,7 @@ def test_an_admitted_chunk_fits_where_it_is_placed(policy, request, views, chunk
 @given(ESTIMATES, st.integers(0, CAP - 1), st.integers(0, CAP - 1))
 def test_plausible_is_from_what_is_there_to_the_cap_and_grows_with_it(estimate, generated, more):
     low, high = sorted((generated, more))
-    shorter, longer = (plausible(estimate, tokens, CAP) for tokens in (low, high))
+    shorter, longer = (length_quantile(estimate, tokens, CAP) for tokens in (low, high))
     assert low * (1 - 1e-9) <= shorter <= CAP
     assert high * (1 - 1e-9) <= longer <= CAP
     assert shorter <= longer * (1 + 1e-9)

@@ -112,7 +112,7 @@ class World:
             case "lose":
                 self.lose(name)
             case "update" if not self.sleep.wanted:
-                self.conductor.apply(weight_events.UpdateAsked("t", number, f"/w{number}", ask=number))
+                self.conductor.apply(weight_events.UpdateAsked("t", number, f"/w{number}", call_id=number))
             case "sleep" | "wake" if not self.weights.updating:
                 self.conductor.apply(sleep.SleepAsked("t", kind == "sleep"))
             case "answer" | "fail" if engine is not None and engine.orders:
@@ -140,7 +140,9 @@ class World:
                 self.conductor.apply(sleep.SleepAnswered(name, order.asleep))
             case wire.PrepareWeights():
                 digest = f"d{order.version}"
-                self.conductor.apply(weight_events.Prepared(name, order.version, digest, problem, order.ask))
+                self.conductor.apply(
+                    weight_events.Prepared(name, order.version, digest, problem, order.call_id)
+                )
             case wire.LoadWeights():
                 assert not engine.asleep
                 engine.version = -1 if problem else order.version

@@ -68,7 +68,7 @@ class World:
                 case weight_instructions.Abort():
                     self.idle, ran_old = True, False
                 case weight_instructions.Report() | weight_instructions.Fail():
-                    if self.open.get(item.trainer) == item.ask:
+                    if self.open.get(item.trainer) == item.call_id:
                         del self.open[item.trainer]
         self.check(event, before, ran_old, quarantined)
 
@@ -116,7 +116,9 @@ class World:
     def answer(self, name, order, failing):
         problem = "broken" if failing else ""
         if isinstance(order, weight_instructions.Prepare):
-            self.handle(weight_events.Prepared(name, order.version, f"d{order.version}", problem, order.ask))
+            self.handle(
+                weight_events.Prepared(name, order.version, f"d{order.version}", problem, order.call_id)
+            )
         elif isinstance(order, weight_instructions.Load):
             self.loaded[name] = None if failing else order.weights
             self.handle(weight_events.Loaded(name, order.weights.version, problem))

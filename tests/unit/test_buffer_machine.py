@@ -2,6 +2,7 @@ import pytest
 from buffer_events import CAPACITY, LARGE, end, make, pick, run_to_end, submit
 from invariants import check
 
+from seer.common.group_events import RequestProgress
 from seer.common.policy.draft_costs import ALL_GROUPS
 from seer.common.policy.length import Estimate
 from seer.common.policy.schedule import POLICIES
@@ -312,7 +313,7 @@ def test_acceptance_travels_from_ended_chunks_and_back_with_the_next():
     known = {ALL_GROUPS: [50], "r/p": [70], "r/unknown": [1]}
     machine.apply(events.EstimatesChanged({}, known), 0.5)
     out = end(machine, first, drafted=[8, 2], accepted=[4, 0])
-    (progress,) = pick(out, instructions.PublishProgress)
+    (progress,) = pick(out, RequestProgress)
     assert (progress.drafted, progress.accepted) == ([8, 2], [4, 0])
     assert [dispatch.acceptance for dispatch in pick(out, instructions.Dispatch)] == [[70]]
     machine.apply(events.EstimatesChanged({}, {"r/p": [80]}), 0.6)
@@ -339,7 +340,7 @@ def test_requests_go_on_where_an_earlier_life_had_them():
     assert {(d.request_id, d.max_new_tokens) for d in pick(out, instructions.Dispatch)} == {
         ("r/p#0", 12), ("r/p#1", 16),
     }  # fmt: skip
-    news = {(each.index, each.generated, each.finished) for each in pick(out, instructions.PublishProgress)}
+    news = {(each.index, each.generated, each.finished) for each in pick(out, RequestProgress)}
     assert news == {(0, 20, False), (2, 7, True)}
     last, _ = run_to_end(machine, out)
     assert pick(last, instructions.Deliver) == [instructions.Deliver(b"", "r/p")]

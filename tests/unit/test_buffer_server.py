@@ -13,7 +13,7 @@ from seer.common import wire
 from seer.common.clock import LoopClock
 from seer.common.config import BufferConfig, Config, shared_hash
 from seer.common.errors import NotLoaded
-from seer.common.net.channel import HELLO_FIRST, Identity
+from seer.common.net.handshake import HELLO_FIRST, Identity
 from seer.common.net.transport.memory import MemoryNetwork, MemoryTransport
 from seer.common.types import Capacity, InstanceStats, SamplingParams
 from seer.common.wire.codec import Decoder, encode
@@ -451,9 +451,9 @@ async def test_weights_are_not_updated_while_engines_sleep():
         trainer, engine = await world.trainer(), await world.engine()
         await trainer.say(wire.Sleep(asleep=True))
         await engine.say(wire.Slept(asleep=True))
-        await trainer.say(wire.UpdateWeights(version=1, source="/new", ask=5))
+        await trainer.say(wire.UpdateWeights(version=1, source="/new", call_id=5))
         (answer,) = await trainer.hear(wire.WeightsFailed)
-        assert (answer.version, answer.ask) == (1, 5)
+        assert (answer.version, answer.call_id) == (1, 5)
         assert await engine.hear(wire.PrepareWeights) == []
 
 
@@ -462,9 +462,9 @@ async def test_engines_are_not_put_to_sleep_during_an_update():
     async with buffer() as world:
         trainer, engine = await world.trainer(), await world.engine()
         await trainer.say(wire.UpdateWeights(version=1, source="/new"))
-        await trainer.say(wire.Sleep(asleep=True, ask=5))
+        await trainer.say(wire.Sleep(asleep=True, call_id=5))
         (answer,) = await trainer.hear(wire.Slept)
-        assert (bool(answer.problem), answer.ask) == (True, 5)
+        assert (bool(answer.problem), answer.call_id) == (True, 5)
         assert await engine.hear(wire.Sleep) == []
 
 

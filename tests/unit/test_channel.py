@@ -9,7 +9,9 @@ from virtual_time import virtual
 
 from seer.common.clock import LoopClock
 from seer.common.errors import ProtocolMismatch, RequestRefused, RolloutFailed, SeerError, Unreachable
-from seer.common.net.channel import CHECK_SECONDS, HELLO_FIRST, Channel, Hub, Identity, error_of
+from seer.common.net.channel import Channel
+from seer.common.net.handshake import CHECK_SECONDS, HELLO_FIRST, Identity, error_of
+from seer.common.net.hub import Hub
 from seer.common.net.transport.faulty import Faults, FaultyTransport
 from seer.common.net.transport.memory import MemoryNetwork, MemoryTransport
 from seer.common.net.transport.zmq import ZmqTransport
@@ -201,7 +203,7 @@ async def test_idle_hellos_are_answered_quietly():
 
 @virtual
 async def test_a_forgotten_peer_learns_that_something_was_lost(monkeypatch):
-    monkeypatch.setattr("seer.common.net.channel.MAX_PEERS", 2)
+    monkeypatch.setattr("seer.common.net.hub.MAX_PEERS", 2)
     network = MemoryNetwork()
     await Server(network).start()
     clients = [channel(network, identity(name=f"e{n}")) for n in range(3)]

@@ -7,7 +7,7 @@ from channel_server import ENDPOINT, Server, channel, identity, status
 from virtual_time import virtual
 
 from seer.common.errors import Unreachable
-from seer.common.net.channel import CHECK_SECONDS, HELLO_FIRST, HELLO_SECONDS
+from seer.common.net.handshake import CHECK_SECONDS, HELLO_FIRST, HELLO_SECONDS
 from seer.common.net.transport.memory import MemoryNetwork, MemoryTransport
 from seer.common.wire import EngineToBuffer, Hello, Ping, Refused, Welcome, version
 from seer.common.wire.codec import Decoder, encode
@@ -124,7 +124,7 @@ async def test_a_hello_counts_only_at_its_own_address_and_a_refused_one_ends_a_h
 
 @virtual
 async def test_of_too_many_peers_the_longest_silent_one_is_forgotten(monkeypatch):
-    monkeypatch.setattr("seer.common.net.channel.MAX_PEERS", 2)
+    monkeypatch.setattr("seer.common.net.hub.MAX_PEERS", 2)
     network = MemoryNetwork()
     server = await Server(network).start()
     busy, silent, new = (channel(network, identity(name=name)) for name in ("busy", "silent", "new"))
@@ -171,7 +171,7 @@ async def test_to_ask_whether_a_peer_is_there_tells_it_of_no_loss():
     server = await Server(network).start()
     client = channel(network)
     await client.open(5)
-    assert await server.hub.reaches(identity().address())
+    assert await server.hub.is_connected(identity().address())
     await quiet(client)
     client.close()
-    assert not await server.hub.reaches(identity().address())
+    assert not await server.hub.is_connected(identity().address())

@@ -294,20 +294,20 @@ async def test_what_was_given_up_is_cancelled_again_and_nothing_else_ever(buffer
         await buffer.until(Submit)
         await rollout.cancel()
         (cancel,) = await buffer.until(Cancel)
-        assert (cancel.rollout_id, cancel.use) == ("r", rollout.use)
+        assert (cancel.rollout_id, cancel.submission) == ("r", rollout.submission)
         again = await client.submit([[1]], n=2, rollout_id="r")
         await buffer.until(Submit, 2)
-        assert again.use != rollout.use
-        for use in (
+        assert again.submission != rollout.submission
+        for submission in (
             0,
             5,
-            again.use,
-            rollout.use,
+            again.submission,
+            rollout.submission,
         ):  # an older buffer, another life, the one at work, the one before
-            await buffer.say(progress("r", use))
+            await buffer.say(progress("r", submission))
         await buffer.until(Cancel, 2)
         await asyncio.sleep(0.1)
-        assert [cancel.use for cancel in buffer.of(Cancel)] == [rollout.use] * 2
+        assert [cancel.submission for cancel in buffer.of(Cancel)] == [rollout.submission] * 2
 
 
 async def test_an_answer_to_another_use_of_the_id_changes_nothing_and_is_acknowledged(
@@ -320,20 +320,26 @@ async def test_an_answer_to_another_use_of_the_id_changes_nothing_and_is_acknowl
         rollout = await client.submit([[1]], n=1, seed=1, rollout_id="r")
         _, submit = await buffer.until(Submit, 2)
         late = group(submit, "0")
-        late.use = before.use
+        late.submission = before.submission
         await buffer.say(late)
-        gone = Refused(code="cancelled", message="x", rollout_id="r", prompt_ids=["0"], use=before.use)
+        gone = Refused(
+            code="cancelled",
+            message="x",
+            rollout_id="r",
+            prompt_ids=["0"],
+            submission=before.submission,
+        )
         await buffer.say(gone)
         (acknowledge,) = await buffer.until(Acknowledge)
-        assert (acknowledge.use, acknowledge.prompt_ids) == (before.use, ["0"])
+        assert (acknowledge.submission, acknowledge.prompt_ids) == (before.submission, ["0"])
         assert rollout.unfinished == ["0"]
         mine = group(submit, "0", lengths=(3,))
-        mine.use = rollout.use
+        mine.submission = rollout.submission
         await buffer.say(mine)
         assert len((await rollout.result())[0].responses[0].token_ids) == 3
 
 
-@pytest.mark.parametrize("wrong", [{"asked": 77}, {"weight_version": 4}])
+@pytest.mark.parametrize("wrong", [{"params_digest": 77}, {"weight_version": 4}])
 async def test_a_group_made_for_something_else_is_an_error_not_a_result(
     buffer: FakeBuffer, wrong: dict[str, int]
 ) -> None:
@@ -345,7 +351,7 @@ async def test_a_group_made_for_something_else_is_an_error_not_a_result(
             for name, value in fields.items():
                 setattr(done, name, value)
             await buffer.say(done)
-        with pytest.raises(RolloutFailed, match="made"):
+        with pytest.raises(RolloutFailed, match="generated"):
             await rollout.result()
         assert [found.prompt_id for found in rollout.groups] == ["0"]
 
@@ -355,13 +361,15 @@ async def test_what_is_submitted_again_asks_for_the_weights_that_it_began_with(b
         rollout = await client.submit([[1]], n=1)
         (submit,) = await buffer.until(Submit)
         assert submit.weight_version == -1
-        await buffer.say(Accepted(rollout_id=rollout.id, prompt_ids=["0"], use=rollout.use, weight_version=7))
+        await buffer.say(
+            Accepted(rollout_id=rollout.id, prompt_ids=["0"], submission=rollout.submission, weight_version=7)
+        )
         async with asyncio.timeout(5):
             while rollout.weight_version != 7:
                 await asyncio.sleep(0.01)
         await client._send_prompts(rollout)
         _, again = await buffer.until(Submit, 2)
-        assert (again.weight_version, again.use) == (7, submit.use)
+        assert (again.weight_version, again.submission) == (7, submit.submission)
 
 
 async def test_a_refused_connection_ends_everything_with_the_reason(buffer: FakeBuffer) -> None:

@@ -13,7 +13,7 @@ from seer.client import rollout as rollouts
 from seer.client.rollout import submissions
 from seer.common import wire
 from seer.common.errors import InvalidField, Unreachable
-from seer.common.net.channel import CHECK_SECONDS
+from seer.common.net.handshake import CHECK_SECONDS
 
 
 async def restart(buffer):
@@ -49,9 +49,9 @@ async def test_a_buffer_given_up_for_its_silence_is_told_so_when_it_speaks_again
         rollout = await client.submit([[1]], n=2)
         with pytest.raises(BufferLost):
             await rollout.result()
-        await buffer.say(progress(rollout.id, rollout.use))
+        await buffer.say(progress(rollout.id, rollout.submission))
         (cancel,) = await buffer.until(wire.Cancel)
-        assert (cancel.rollout_id, cancel.use) == (rollout.id, rollout.use)
+        assert (cancel.rollout_id, cancel.submission) == (rollout.id, rollout.submission)
 
 
 @virtual
@@ -63,7 +63,7 @@ async def test_a_group_is_acknowledged_when_it_arrives_and_before_leaving():
         await buffer.say(group(submitted, "0"))
         await asyncio.sleep(0.01)
         assert buffer.of(wire.Acknowledge)
-        client._acknowledge["r", 1] = ["left"]
+        client._open._acknowledge["r", 1] = ["left"]
     assert [type(message) for message in buffer.got[-2:]] == [wire.Acknowledge, wire.Goodbye]
     assert buffer.got[-2].prompt_ids == ["left"]
 
@@ -73,10 +73,10 @@ async def test_what_is_finished_is_not_cancelled_nor_what_is_left_of_a_rollout()
     async with connected() as (buffer, client):
         rollout = await client.submit([[1], [2]], n=1)
         await rollout.cancel(["0"])
-        await buffer.say(progress(rollout.id, rollout.use))
+        await buffer.say(progress(rollout.id, rollout.submission))
         await asyncio.sleep(1)
         await rollout.cancel()
-        await buffer.say(structs.replace(progress(rollout.id, rollout.use), finished=2))
+        await buffer.say(structs.replace(progress(rollout.id, rollout.submission), finished=2))
         await asyncio.sleep(1)
         assert [cancel.prompt_ids for cancel in buffer.of(wire.Cancel)] == [["0"], []]
 
@@ -87,7 +87,7 @@ async def test_a_group_whose_prompt_was_given_up_is_no_result_and_progress_of_an
         rollout = await client.submit([[1], [2]], n=1)
         (submitted,) = await buffer.until(wire.Submit)
         await rollout.cancel(["0"])
-        await buffer.say(progress(rollout.id, rollout.use + 1))
+        await buffer.say(progress(rollout.id, rollout.submission + 1))
         for prompt_id in ("0", "1"):
             await buffer.say(group(submitted, prompt_id))
         await asyncio.sleep(1)
@@ -118,7 +118,7 @@ async def test_the_default_number_is_above_all_and_uses_of_later_lives_are_later
         assert [rollout.rollout_number for rollout in numbers] == [40, 5, 41]
         time.sleep(0.002)
         async with connect(buffer) as other:
-            assert (await other.submit([[1]])).use > max(rollout.use for rollout in numbers)
+            assert (await other.submit([[1]])).submission > max(rollout.submission for rollout in numbers)
 
 
 @virtual
@@ -166,13 +166,13 @@ async def test_a_late_answer_to_another_question_of_sleep_is_not_taken():
         with pytest.raises(Unreachable):
             await client.sleep(timeout_seconds=5)
         (first,) = buffer.of(wire.Sleep)
-        for asleep, late in ((True, first.ask), (False, 0)):
-            task = asyncio.create_task(client._rest(asleep=asleep, seconds=60))
+        for asleep, late in ((True, first.call_id), (False, 0)):
+            task = asyncio.create_task(client._set_asleep(asleep=asleep, seconds=60))
             await asyncio.sleep(1)
-            await buffer.say(wire.Slept(asleep=True, ask=late))
+            await buffer.say(wire.Slept(asleep=True, call_id=late))
             await asyncio.sleep(1)
             assert not task.done()
-            await buffer.say(wire.Slept(asleep=asleep, ask=buffer.of(wire.Sleep)[-1].ask))
+            await buffer.say(wire.Slept(asleep=asleep, call_id=buffer.of(wire.Sleep)[-1].call_id))
             await task
 
 
@@ -226,6 +226,6 @@ async def test_single_prompts_whose_cancel_was_lost_are_cancelled_once_nobody_wa
         await buffer.until(wire.Cancel)  # and loses it
         await buffer.say(group(submitted, "0"))
         await asyncio.sleep(1)
-        await buffer.say(progress(rollout.id, rollout.use))
+        await buffer.say(progress(rollout.id, rollout.submission))
         _, cancel = await buffer.until(wire.Cancel, 2)
-        assert (cancel.prompt_ids, cancel.use) == ([], rollout.use)
+        assert (cancel.prompt_ids, cancel.submission) == ([], rollout.submission)

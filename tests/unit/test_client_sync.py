@@ -19,7 +19,8 @@ from seer.client import (
     SyncScores,
     Unreachable,
 )
-from seer.common.net.channel import Hub, Identity
+from seer.common.net.handshake import Identity
+from seer.common.net.hub import Hub
 from seer.common.net.transport.zmq import ZmqTransport
 from seer.common.wire import (
     BufferToTrainer,

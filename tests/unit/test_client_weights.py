@@ -7,7 +7,7 @@ import pytest
 from virtual_time import eventually, virtual
 
 from seer.client import WeightsRefused
-from seer.client.weight_update import Update, answers, new_ask
+from seer.client.weight_update import Update, is_answer, new_call_id
 from seer.common import wire
 
 TENSORS = {"w": np.arange(wire.SPOOL_BYTES, dtype=np.float32)}  # four parts and a header
@@ -29,11 +29,11 @@ class Buffer:
 
     def state(self, **fields):
         stream = self.update.stream
-        told = wire.SpoolState(name=self.update._name, size=stream.size, have=self.have, **fields)
-        self.update.answer(told)
+        state = wire.SpoolState(name=self.update._name, size=stream.size, have=self.have, **fields)
+        self.update.answer(state)
 
-    def live(self, ask):
-        return wire.WeightsLive(version=self.update.asked.version, digest="d", ask=ask)
+    def live(self, call_id):
+        return wire.WeightsLive(version=self.update.request.version, digest="d", call_id=call_id)
 
 
 @virtual
@@ -43,13 +43,13 @@ class Buffer:
 async def test_an_answer_to_an_earlier_question_is_not_taken(early):
     buffer = Buffer()
     await asyncio.sleep(1)
-    (asked,) = buffer.sent
-    assert asked.ask > 0
-    early.ask = new_ask()  # of an update to this version that was given up
+    (request,) = buffer.sent
+    assert request.call_id > 0
+    early.call_id = new_call_id()  # of an update to this version that was given up
     buffer.update.answer(early)
     await asyncio.sleep(1)
     assert not buffer.task.done()
-    buffer.update.answer(buffer.live(asked.ask))
+    buffer.update.answer(buffer.live(request.call_id))
     assert (await buffer.task).digest == "d"
 
 
@@ -57,19 +57,19 @@ async def test_an_answer_to_an_earlier_question_is_not_taken(early):
 async def test_a_question_that_is_asked_again_keeps_its_number():
     buffer = Buffer()
     await asyncio.sleep(1)
-    await buffer.update.ask_again(buffer.send)
+    await buffer.update.send_again(buffer.send)
     first, second = buffer.sent
     assert first == second
-    buffer.update.answer(wire.WeightsFailed(version=7, reasons={"": "no"}, ask=first.ask))
+    buffer.update.answer(wire.WeightsFailed(version=7, reasons={"": "no"}, call_id=first.call_id))
     with pytest.raises(WeightsRefused, match="no"):
         await buffer.task
 
 
 def test_a_buffer_that_says_no_number_is_believed():
-    asked = wire.Sleep(asleep=True, ask=new_ask())
-    assert answers(asked, wire.Slept(asleep=True))
-    assert answers(asked, wire.Slept(asleep=True, ask=asked.ask))
-    assert not answers(asked, wire.Slept(asleep=True, ask=new_ask()))
+    request = wire.Sleep(asleep=True, call_id=new_call_id())
+    assert is_answer(request, wire.Slept(asleep=True))
+    assert is_answer(request, wire.Slept(asleep=True, call_id=request.call_id))
+    assert not is_answer(request, wire.Slept(asleep=True, call_id=new_call_id()))
 
 
 @virtual
@@ -79,12 +79,12 @@ async def test_a_buffer_that_lost_a_whole_stream_is_sent_all_of_it_again():
     await eventually(lambda: buffer.have == size)
     await asyncio.sleep(60)  # engines take their time
     buffer.have = 0  # it was restarted
-    await buffer.update.ask_again(buffer.send)
+    await buffer.update.send_again(buffer.send)
     buffer.state(resend=True)
     await eventually(lambda: buffer.have == size)
     assert not buffer.task.done()
-    asked = [message for message in buffer.sent if isinstance(message, wire.UpdateWeights)]
-    buffer.update.answer(buffer.live(asked[0].ask))
+    request = [message for message in buffer.sent if isinstance(message, wire.UpdateWeights)]
+    buffer.update.answer(buffer.live(request[0].call_id))
     assert (await buffer.task).version == 7
 
 
@@ -109,13 +109,13 @@ async def test_a_stream_is_opened_first_bound_to_its_digest_and_not_asked_for_be
         sent.append(message)
 
     update = Update(7, TENSORS, "", "finish")
-    await update.ask_again(send)
+    await update.send_again(send)
     assert sent == []
     buffer = Buffer(TENSORS)
     await asyncio.sleep(1)
-    opened, asked = buffer.sent[:2]
-    assert (opened.name, asked.source) == (buffer.update._name, wire.SPOOL_SCHEME + buffer.update._name)
-    assert asked.digest == buffer.update.stream.digest()
+    opened, request = buffer.sent[:2]
+    assert (opened.name, request.source) == (buffer.update._name, wire.SPOOL_SCHEME + buffer.update._name)
+    assert request.digest == buffer.update.stream.digest()
     buffer.task.cancel()
 
 

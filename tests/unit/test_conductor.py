@@ -262,7 +262,7 @@ def test_what_ends_last_lets_an_update_and_sleep_go_on_at_once():
     world.end("a", chunk, [7])
     assert [name for name, _ in world.take(wire.LoadWeights)] == ["a"]
     world.conductor.apply(weight_events.Loaded("a", 1))
-    world.submit(["q"], weight_version=1, use=1)
+    world.submit(["q"], weight_version=1, submission=1)
     [(_, chunk)] = world.take(wire.RunChunk)
     world.conductor.apply(sleep.SleepAsked("t", True))
     world.end("a", chunk, [7])

@@ -11,16 +11,17 @@ from seer.common import wire
 from seer.common.clock import LoopClock
 from seer.common.config import BufferConfig, Config, ContextConfig, shared_hash
 from seer.common.errors import ConfigError
-from seer.common.net.channel import Identity
+from seer.common.group_events import GroupClosed, GroupOpened, RequestProgress
+from seer.common.net.handshake import Identity
 from seer.common.net.stream import StreamPublisher, StreamSubscriber
 from seer.common.net.transport.memory import MemoryNetwork, MemoryTransport
 from seer.common.policy.draft_costs import ALL_GROUPS, CELLS, PRIOR, to_percent
 from seer.common.policy.length import Estimate, Longest, Posterior
 from seer.common.policy.schedule import POLICIES
-from seer.services.context.machine import Closed, EstimateMachine, Opened, Progressed
+from seer.services.context.machine import EstimateMachine
 from seer.services.context.server import make
 
-CAP = 1000
+PROMPT, CAP = 100, 1000
 
 
 def machine_with(*events):
@@ -31,15 +32,15 @@ def machine_with(*events):
 
 
 def opened(group_id="r/a", size=4):
-    return Opened(group_id, size, CAP)
+    return GroupOpened(group_id, size, PROMPT, CAP)
 
 
 def done(index, generated, group_id="r/a"):
-    return Progressed(group_id, index, generated, finished=True)
+    return RequestProgress(group_id, index, generated, finished=True)
 
 
 def at(index, generated, group_id="r/a"):
-    return Progressed(group_id, index, generated, finished=False)
+    return RequestProgress(group_id, index, generated, finished=False)
 
 
 def test_estimate_is_the_cap_until_a_response_finishes_then_the_longest_finished():
@@ -82,12 +83,12 @@ def test_repeated_and_reordered_events_change_nothing():
 
 
 def test_events_of_unknown_groups_and_responses_are_counted():
-    machine = machine_with(done(0, 10), Closed("r/a"), opened(), done(4, 10), done(-1, 10))
+    machine = machine_with(done(0, 10), GroupClosed("r/a"), opened(), done(4, 10), done(-1, 10))
     assert (machine.changes(), machine.ignored) == ({}, 4)
 
 
 def test_closing_forgets_and_reopening_starts_from_the_cap():
-    machine = machine_with(opened(), done(0, 10), Closed("r/a"))
+    machine = machine_with(opened(), done(0, 10), GroupClosed("r/a"))
     assert (len(machine), machine.changes(), machine.estimates()) == (0, {}, {})
     machine.apply(opened())
     assert machine.changes() == {}
@@ -189,7 +190,7 @@ def tally(drafted, right):
 
 
 def with_drafts(index, generated, drafted, right, group_id="r/a"):
-    return Progressed(group_id, index, generated, False, *tally(drafted, right))
+    return RequestProgress(group_id, index, generated, False, *tally(drafted, right))
 
 
 def test_acceptance_is_said_when_it_moved_notably_first_of_all_groups():
@@ -218,7 +219,7 @@ def test_nothing_is_said_of_acceptance_before_drafts_came():
 def test_drafts_count_once_and_only_of_known_requests_that_came_further():
     machine = machine_with(opened(), with_drafts(0, 10, 100, 90))
     once = machine.acceptance_changes()
-    strange = Progressed("r/a", 1, 5, False, [1], [1])
+    strange = RequestProgress("r/a", 1, 5, False, [1], [1])
     wrong = with_drafts(2, 5, 10, 20)
     again = (
         with_drafts(0, 10, 10_000, 0),
@@ -246,7 +247,7 @@ def test_acceptance_survives_a_snapshot_and_is_said_once_more():
 def test_a_closed_groups_acceptance_is_forgotten():
     machine = machine_with(opened(), opened("r/b"), with_drafts(0, 10, 1000, 950))
     machine.apply(with_drafts(0, 10, 1000, 0, "r/b"))
-    machine.apply(Closed("r/b"))
+    machine.apply(GroupClosed("r/b"))
     assert set(machine.acceptance_changes()) <= {ALL_GROUPS, "r/a"}
     assert set(machine.acceptance()) <= {ALL_GROUPS, "r/a"}
 

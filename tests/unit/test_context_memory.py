@@ -4,18 +4,23 @@ import math
 
 import pytest
 
-from seer.common.policy.length import Posterior, Remembered
-from seer.services.context.machine import Closed, EstimateMachine, Opened, Progressed
+from seer.common.group_events import GroupClosed, GroupOpened, RequestProgress
+from seer.common.policy.length import PastLengths, Posterior
+from seer.services.context.machine import EstimateMachine
 from seer.services.context.past_prompts import DECAY, PastPrompts
 
-CAP = 40_000
+PROMPT, CAP = 512, 40_000
 
 
 def group(rollout, prompt, lengths, size=None):
     """All events of a group, to its end."""
     group_id = f"{rollout}/{prompt}"
-    ended = [Progressed(group_id, index, length, finished=True) for index, length in enumerate(lengths)]
-    return [Opened(group_id, len(lengths) if size is None else size, CAP), *ended, Closed(group_id)]
+    ended = [RequestProgress(group_id, index, length, finished=True) for index, length in enumerate(lengths)]
+    return [
+        GroupOpened(group_id, len(lengths) if size is None else size, PROMPT, CAP),
+        *ended,
+        GroupClosed(group_id),
+    ]
 
 
 def played(machine, *events):
@@ -27,11 +32,11 @@ def played(machine, *events):
 def test_an_earlier_group_counts_half():
     memory = PastPrompts(2)
     memory.keep("p", [100, 10_000])
-    assert memory.recall("p") == Remembered(pytest.approx(math.log(1000)), 2)
+    assert memory.recall("p") == PastLengths(pytest.approx(math.log(1000)), 2)
     memory.keep("p", [10] * 4)
     old = 2 * DECAY
     mean = (old * math.log(1000) + 4 * math.log(10)) / (old + 4)
-    assert memory.recall("p") == Remembered(pytest.approx(mean), old + 4)
+    assert memory.recall("p") == PastLengths(pytest.approx(mean), old + 4)
 
 
 def test_the_least_recently_used_prompt_goes_first():
@@ -64,7 +69,12 @@ def test_a_remembered_prompt_begins_with_what_it_was_like():
     machine = EstimateMachine(Posterior(), remember_prompts=10)
     for prompt, length in (("short", 300), ("long", 9000)):
         played(machine, *group("r1", prompt, [length] * 8))
-    played(machine, Opened("r2/short", 8, CAP), Opened("r2/long", 8, CAP), Opened("r2/new", 8, CAP))
+    played(
+        machine,
+        GroupOpened("r2/short", 8, PROMPT, CAP),
+        GroupOpened("r2/long", 8, PROMPT, CAP),
+        GroupOpened("r2/new", 8, PROMPT, CAP),
+    )
     now = machine.changes()
     assert now["r2/short"].tokens < 900 < now["r2/new"].tokens < 6000 < now["r2/long"].tokens
     assert now["r2/short"].spread < now["r2/new"].spread
@@ -72,10 +82,10 @@ def test_a_remembered_prompt_begins_with_what_it_was_like():
 
 def test_what_a_group_does_outweighs_memory():
     machine = played(EstimateMachine(Posterior(), remember_prompts=10), *group("r1", "p", [300] * 8))
-    played(machine, Opened("r2/p", 16, CAP))
+    played(machine, GroupOpened("r2/p", 16, PROMPT, CAP))
     before = machine.changes()["r2/p"].tokens
     for index in range(16):
-        machine.apply(Progressed("r2/p", index, 20_000, finished=False))
+        machine.apply(RequestProgress("r2/p", index, 20_000, finished=False))
     assert machine.changes()["r2/p"].tokens > 10 * before
 
 

@@ -296,7 +296,7 @@ async def test_malformed_batches_change_nothing_and_are_counted():
         for named, message in answered.items():
             await channel.send(message)
             refusal = await asyncio.wait_for(channel.recv(), 5)
-            assert isinstance(refusal, wire.NotTaken)
+            assert isinstance(refusal, wire.MessageRejected)
             assert refusal.problem.startswith(named)
         assert it.server._hub.counters["malformed"] == len(undecodable) + len(answered)
         assert len(it.server.store) == 0

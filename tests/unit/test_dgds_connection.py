@@ -22,7 +22,7 @@ def take(client, revision, previous, *tokens, missing=()):
     deltas = [wire.Delta(group, 0, revision, previous, len(tokens))] if tokens else []
     connection._add_deltas(
         wire.Deltas(
-            deltas=deltas, tokens=pack(np.array(tokens, np.int32)), question=0, done=0,
+            deltas=deltas, tokens=pack(np.array(tokens, np.int32)), call_id=0, done=0,
             missing=[group] if missing else [],
         )
     )  # fmt: skip

@@ -85,11 +85,11 @@ async def test_ten_thousand_groups_are_answered_in_parts_and_nobody_else_waits()
         raw = [wire.FetchGroup(group_digest(name), {}) for name in names]
         found, missing, answers = [], 0, 0
         while raw:
-            await channel.send(wire.Fetch(groups=raw, question=answers))
+            await channel.send(wire.Fetch(groups=raw, call_id=answers))
             other = asyncio.create_task(client.fetch(names[:1]))
             answer = await channel.recv()
             assert isinstance(answer, wire.Deltas)
-            assert answer.question == answers
+            assert answer.call_id == answers
             assert 0 < answer.done <= dgds_server.MAX_VISITED
             found += answer.deltas
             missing += len(answer.missing)
@@ -117,7 +117,7 @@ async def test_late_and_false_answers_end_no_question_and_change_nothing(monkeyp
         await asyncio.sleep(0.1)
         unasked = wire.Delta(group_digest("r/unasked"), 0, 10**6, 0, 1)
         lying = wire.Delta(group_digest(names[0]), 0, 10**6, 0, 5)
-        late = wire.Deltas(deltas=[unasked, lying], tokens=pack(array(3)), question=0, done=5)
+        late = wire.Deltas(deltas=[unasked, lying], tokens=pack(array(3)), call_id=0, done=5)
         for address in list(it.server._hub._peers):
             await it.server._hub.send(address, late)
         assert await asking == []

@@ -1,6 +1,6 @@
 """What is said of drafts, and where."""
 
-from seer.cli.status import Seen, _text
+from seer.cli.status import SystemStatus, _text
 from seer.common.types import Capacity, InstanceStats
 from seer.common.wire import InstanceStatus, Status
 from seer.report.drafts import draft_text, draft_use
@@ -40,4 +40,4 @@ def test_status_shows_drafts_of_engines_that_count_them_only():
             name="b", incarnation=1, policy="divided", instances=[instance(stats)], rollouts=0,
             requests_waiting=0, requests_running=0,
         )  # fmt: skip
-        assert ("acceptance length 3.00" in _text(Seen(services=[], buffer=status))) == shown
+        assert ("acceptance length 3.00" in _text(SystemStatus(services=[], buffer=status))) == shown

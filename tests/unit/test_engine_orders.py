@@ -211,10 +211,10 @@ async def test_what_is_loaded_is_not_loaded_again_and_other_weights_of_its_versi
 async def test_a_new_buffer_counts_its_updates_anew(tmp_path):
     model = folder(tmp_path / "model", 1.0)
     async with engine() as (buffer, _, _, network):
-        await buffer.send(wire.DiscardWeights(version=1, ask=5))
+        await buffer.send(wire.DiscardWeights(version=1, call_id=5))
         reborn = await restarted(buffer, network)
         await eventually(lambda: bool(reborn.said))
-        await reborn.send(wire.PrepareWeights(version=1, source=str(model), ask=1))
+        await reborn.send(wire.PrepareWeights(version=1, source=str(model), call_id=1))
         await eventually(lambda: bool(reborn.heard(wire.WeightsPrepared)))
         await reborn.kill()
 

@@ -455,14 +455,14 @@ async def test_an_update_that_is_off_is_not_checked_and_its_answer_says_which_it
             raise EngineError(f"no {source}")
 
         server._updater._check = slow
-        for ask in (1, 2):
-            await buffer.send(wire.PrepareWeights(version=1, source=f"/{ask}", ask=ask))
+        for call_id in (1, 2):
+            await buffer.send(wire.PrepareWeights(version=1, source=f"/{call_id}", call_id=call_id))
         await asyncio.sleep(1)
-        for ask in (1, 2):  # 1 is checked, 2 waits
-            await buffer.send(wire.DiscardWeights(version=1, ask=ask))
-        await buffer.send(wire.PrepareWeights(version=1, source="/3", ask=3))
+        for call_id in (1, 2):  # 1 is checked, 2 waits
+            await buffer.send(wire.DiscardWeights(version=1, call_id=call_id))
+        await buffer.send(wire.PrepareWeights(version=1, source="/3", call_id=3))
         await eventually(lambda: buffer.heard(wire.WeightsPrepared) != [])
         assert buffer.heard(wire.WeightsPrepared) == [
-            wire.WeightsPrepared(version=1, digest="", problem="no /3", ask=3)
+            wire.WeightsPrepared(version=1, digest="", problem="no /3", call_id=3)
         ]
         assert checked == ["/1", "/3"]

@@ -32,43 +32,47 @@ def test_a_second_trainer_of_a_held_rollout_is_refused_at_once():
 
 def test_a_later_use_of_an_id_ends_the_earlier_one_and_answers_name_theirs():
     machine = make(engines=("a",))
-    (first,) = pick(submit(machine, "p", n=1, use=1, asked=10, life=b"1"), instructions.Dispatch)
-    out = submit(machine, "p", n=1, use=2, asked=20, life=b"1")
+    (first,) = pick(
+        submit(machine, "p", n=1, submission=1, params_digest=10, life=b"1"), instructions.Dispatch
+    )
+    out = submit(machine, "p", n=1, submission=2, params_digest=20, life=b"1")
     assert pick(out, instructions.Drop) == [instructions.Drop("a", first.request_id, first.attempt)]
     assert [kind for kind in out if isinstance(kind, instructions.Forget | instructions.Take)] == [
         instructions.Forget("r/p"), instructions.Take("r/p", "p"),
     ]  # fmt: skip
-    assert [item.use for item in pick(out, instructions.Accept)] == [2]
+    assert [item.submission for item in pick(out, instructions.Accept)] == [2]
     assert end(machine, first) == []
-    machine.apply(events.RolloutCancelled("t", "r", [], use=1), 1.0)
-    machine.apply(events.GroupsAcknowledged("t", "r", ["p"], use=1), 1.0)
+    machine.apply(events.RolloutCancelled("t", "r", [], submission=1), 1.0)
+    machine.apply(events.GroupsAcknowledged("t", "r", ["p"], submission=1), 1.0)
     assert "r/p" in machine.groups
-    (refused,) = pick(machine.apply(events.RolloutCancelled("t", "r", [], use=2), 1.0), instructions.Refuse)
-    assert refused.use == 2
+    (refused,) = pick(
+        machine.apply(events.RolloutCancelled("t", "r", [], submission=2), 1.0), instructions.Refuse
+    )
+    assert refused.submission == 2
     assert not machine.groups
 
 
 def test_the_same_use_cannot_ask_for_two_things():
     machine = make(engines=("a",))
-    submit(machine, "p", use=1, asked=10)
-    (refused,) = pick(submit(machine, "q", use=1, asked=20), instructions.Refuse)
+    submit(machine, "p", submission=1, params_digest=10)
+    (refused,) = pick(submit(machine, "q", submission=1, params_digest=20), instructions.Refuse)
     assert "another seed" in refused.message
-    (refused,) = pick(submit(machine, "p", use=1, asked=10, same=False), instructions.Refuse)
+    (refused,) = pick(submit(machine, "p", submission=1, params_digest=10, same=False), instructions.Refuse)
     assert "other tokens" in refused.message
     assert set(machine.groups) == {"r/p"}
-    out = submit(machine, "p", use=2, asked=10, same=False)
+    out = submit(machine, "p", submission=2, params_digest=10, same=False)
     assert pick(out, instructions.Take) == [instructions.Take("r/p", "p")]
 
 
 def test_a_reattached_trainer_gets_all_answers_in_its_new_life_only():
     machine = make(engines=("a",))
-    out = submit(machine, "p", "q", n=1, max_tokens=16, use=1, life=b"1")
+    out = submit(machine, "p", "q", n=1, max_tokens=16, submission=1, life=b"1")
     first, second = pick(out, instructions.Dispatch)
     end(machine, first)
-    out = submit(machine, "p", n=1, max_tokens=16, use=9, life=b"2")
+    out = submit(machine, "p", n=1, max_tokens=16, submission=9, life=b"2")
     assert pick(out, instructions.Deliver) == [instructions.Deliver(b"2", "r/p")]
     assert not pick(end(machine, second), instructions.Deliver)  # it has not been asked for yet
-    out = submit(machine, "q", n=1, max_tokens=16, use=9, life=b"2")
+    out = submit(machine, "q", n=1, max_tokens=16, submission=9, life=b"2")
     assert pick(out, instructions.Deliver) == [instructions.Deliver(b"2", "r/q")]
 
 
@@ -77,12 +81,14 @@ def test_a_rollout_has_one_weight_version():
     out = submit(machine, "p", n=1, max_tokens=16)
     run_to_end(machine, out)
     machine.apply(events.WeightsChanged(1), 1.0)
-    out = submit(machine, "p", "q", n=1, max_tokens=16, use=3)
+    out = submit(machine, "p", "q", n=1, max_tokens=16, submission=3)
     (refused,) = pick(out, instructions.Refuse)
     assert refused.prompt_ids == ["q"]
     assert "began under weight version 0" in refused.message
     assert pick(out, instructions.Deliver)
-    out = submit(machine, "q", n=1, max_tokens=16, use=4, weight_version=1)  # says what it wants: another use
+    out = submit(
+        machine, "q", n=1, max_tokens=16, submission=4, weight_version=1
+    )  # says what it wants: another use
     assert set(machine.groups) == {"r/q"}
 
 
@@ -168,12 +174,12 @@ def test_the_first_version_is_past_like_any_other():
     assert "weight version 0 is past" in refused.message
 
 
-@pytest.mark.parametrize(("trainer", "use"), [("other", 0), ("other", 2), ("t", 1)])
-def test_only_its_own_trainer_and_use_acknowledge_a_group_and_only_a_finished_one(trainer, use):
+@pytest.mark.parametrize(("trainer", "submission"), [("other", 0), ("other", 2), ("t", 1)])
+def test_only_its_own_trainer_and_use_acknowledge_a_group_and_only_a_finished_one(trainer, submission):
     machine = make(engines=("a",))
-    finished(machine, "p", use=2)
-    submit(machine, "q", n=1, use=2)
-    machine.apply(events.GroupsAcknowledged(trainer, "r", ["p", "q"], use), 2.0)
+    finished(machine, "p", submission=2)
+    submit(machine, "q", n=1, submission=2)
+    machine.apply(events.GroupsAcknowledged(trainer, "r", ["p", "q"], submission), 2.0)
     assert set(machine.groups) == {"r/p", "r/q"}
     machine.apply(events.GroupsAcknowledged("t", "r", ["p", "q"], 2), 2.0)
     assert set(machine.groups) == {"r/q"}
@@ -198,8 +204,8 @@ def test_a_results_time_begins_when_it_is_finished():
 def half_collected():
     """Return a machine with a later version live; of a rollout one group was collected, one failed."""
     machine = make(engines=("a",))
-    finished(machine, "p", asked=7)
-    submit(machine, "q", n=1, asked=7)
+    finished(machine, "p", params_digest=7)
+    submit(machine, "q", n=1, params_digest=7)
     machine.apply(events.GroupsAcknowledged("t", "r", ["p"]), 2.0)
     machine.apply(events.RolloutCancelled("t", "r", ["q"]), 2.0)
     assert not machine.rollouts
@@ -209,32 +215,36 @@ def half_collected():
 def test_what_is_left_of_a_half_collected_rollout_has_its_weights_or_is_refused():
     machine = half_collected()
     machine.apply(events.WeightsChanged(1), 2.0)
-    (refused,) = pick(submit(machine, "q", n=1, asked=7), instructions.Refuse)
+    (refused,) = pick(submit(machine, "q", n=1, params_digest=7), instructions.Refuse)
     assert "began under weight version 0" in refused.message
-    assert pick(submit(machine, "q", n=1, asked=8), instructions.Dispatch), "another question under its id"
+    assert pick(submit(machine, "q", n=1, params_digest=8), instructions.Dispatch), (
+        "another question under its id"
+    )
 
 
 def test_a_rollout_that_was_collected_in_the_end_leaves_its_id_free():
     machine = half_collected()
-    finished(machine, "q", asked=7)
+    finished(machine, "q", params_digest=7)
     machine.apply(events.GroupsAcknowledged("t", "r", ["q"]), 2.0)
     machine.apply(events.WeightsChanged(1), 2.0)
-    assert pick(submit(machine, "q", n=1, asked=7), instructions.Dispatch)
+    assert pick(submit(machine, "q", n=1, params_digest=7), instructions.Dispatch)
 
 
 def test_what_was_asked_for_again_goes_to_who_asked_last():
     machine = make(engines=("a",))
-    (dispatch,) = pick(submit(machine, "p", n=1, max_tokens=16, use=1, life=b"1"), instructions.Dispatch)
-    submit(machine, "p", n=1, max_tokens=16, use=2, life=b"2")
+    (dispatch,) = pick(
+        submit(machine, "p", n=1, max_tokens=16, submission=1, life=b"1"), instructions.Dispatch
+    )
+    submit(machine, "p", n=1, max_tokens=16, submission=2, life=b"2")
     assert pick(end(machine, dispatch), instructions.Deliver) == [instructions.Deliver(b"2", "r/p")]
 
 
 def test_each_refusal_names_the_use_that_its_prompts_belong_to():
     machine = make(engines=("a",))
-    submit(machine, "p", "q", n=1, use=1)
-    submit(machine, "q", n=1, use=2)
+    submit(machine, "p", "q", n=1, submission=1)
+    submit(machine, "q", n=1, submission=2)
     refused = pick(machine.apply(events.RolloutsAborted("no"), 1.0), instructions.Refuse)
-    assert [(item.prompt_ids, item.use) for item in refused] == [(["p"], 1), (["q"], 2)]
+    assert [(item.prompt_ids, item.submission) for item in refused] == [(["p"], 1), (["q"], 2)]
 
 
 def test_neither_an_abort_nor_a_lost_trainer_costs_more_than_what_runs():
@@ -274,13 +284,13 @@ def test_what_many_rollouts_hold_is_opened_in_one_pass():
 
 def test_what_is_held_waits_for_the_weights_that_were_asked_for_last():
     machine = make(engines=("a",))
-    submit(machine, "p", n=1, weight_version=7, use=1)
-    out = submit(machine, "p", n=1, weight_version=0, use=2)
+    submit(machine, "p", n=1, weight_version=7, submission=1)
+    out = submit(machine, "p", n=1, weight_version=0, submission=2)
     (accepted,) = pick(out, instructions.Accept)
-    assert (accepted.use, accepted.weight_version) == (2, 0)
+    assert (accepted.submission, accepted.weight_version) == (2, 0)
     assert len(pick(out, instructions.Dispatch)) == 1
-    submit(machine, "q", n=1, weight_version=7, use=2, rollout="s")
-    submit(machine, "q", n=1, weight_version=5, use=3, rollout="s")
+    submit(machine, "q", n=1, weight_version=7, submission=2, rollout="s")
+    submit(machine, "q", n=1, weight_version=5, submission=3, rollout="s")
     out = machine.apply(events.WeightsChanged(5), 2.0)
     check(machine)
     assert [item.prompt_ids for item in pick(out, instructions.Accept)] == [["q"]]
@@ -288,22 +298,22 @@ def test_what_is_held_waits_for_the_weights_that_were_asked_for_last():
 
 def test_a_use_of_which_nothing_was_known_begins_with_what_is_live():
     machine = make(engines=("a",))
-    run_to_end(machine, submit(machine, "p", n=1, use=1))
+    run_to_end(machine, submit(machine, "p", n=1, submission=1))
     machine.apply(events.WeightsChanged(1), 2.0)
-    out = submit(machine, "p", n=1, use=2, same=False)
+    out = submit(machine, "p", n=1, submission=2, same=False)
     check(machine)
     assert not pick(out, instructions.Refuse)
-    assert [(item.use, item.weight_version) for item in pick(out, instructions.Accept)] == [(2, 1)]
+    assert [(item.submission, item.weight_version) for item in pick(out, instructions.Accept)] == [(2, 1)]
     assert (machine.rollouts["r"].groups, machine.rollouts["r"].finished) == (1, 0)
 
 
 def test_a_submission_of_an_earlier_use_that_comes_late_changes_nothing():
     machine = make(engines=("a",))
-    submit(machine, "p", n=1, use=5, asked=1, life=b"1")
-    for asked in (1, 2):
-        assert submit(machine, "p", n=1, use=4, asked=asked, life=b"1") == []
+    submit(machine, "p", n=1, submission=5, params_digest=1, life=b"1")
+    for params_digest in (1, 2):
+        assert submit(machine, "p", n=1, submission=4, params_digest=params_digest, life=b"1") == []
     run_to_end(machine, [instructions.Dispatch("a", "r/p#0", machine.requests["r/p#0"].attempt, 16)])
-    assert machine.groups["r/p"].use == 5
+    assert machine.groups["r/p"].submission == 5
     assert pick(
-        submit(machine, "p", n=1, use=4, asked=1, life=b"2"), instructions.Deliver
+        submit(machine, "p", n=1, submission=4, params_digest=1, life=b"2"), instructions.Deliver
     )  # another life counts anew

@@ -37,7 +37,7 @@ def test_what_concerns_the_newest_rollouts_is_kept_and_no_more(tmp_path):
 
 def test_what_is_about_a_rollout_that_goes_on_is_kept_from_its_begin(tmp_path):
     life = Life(tmp_path)
-    life.tell(events.GroupsSubmitted("t", "long", 1, 30, [events.GroupSpec("0", 10)], use=9))
+    life.tell(events.GroupsSubmitted("t", "long", 1, 30, [events.GroupSpec("0", 10)], submission=9))
     for number in range(1, 9):
         life.roll(number)
     life.log.close()

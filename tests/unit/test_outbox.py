@@ -13,7 +13,9 @@ from seer.common.clock import LoopClock
 from seer.common.errors import InvalidField
 from seer.common.ids import new_incarnation
 from seer.common.net import outbox
-from seer.common.net.channel import CHECK_SECONDS, Channel, Hub, Identity
+from seer.common.net.channel import Channel
+from seer.common.net.handshake import CHECK_SECONDS, Identity
+from seer.common.net.hub import Hub
 from seer.common.net.outbox import Outbox
 from seer.common.net.transport.base import FAIR_EVERY, SEND_SECONDS
 from seer.common.net.transport.memory import MemoryNetwork, MemoryTransport
@@ -84,7 +86,7 @@ async def test_a_peer_that_does_not_read_delays_no_other_and_gets_all_in_order()
 @virtual
 async def test_one_that_never_reads_is_dismissed_and_hears_of_it_later(most):
     if most is not None:
-        outbox.MAX_LATE, before = most, outbox.MAX_LATE
+        outbox.MAX_QUEUED, before = most, outbox.MAX_QUEUED
     network = MemoryNetwork()
     buffer = await Buffer(network).start()
     deaf, channel = await joined(network, "deaf")
@@ -92,7 +94,7 @@ async def test_one_that_never_reads_is_dismissed_and_hears_of_it_later(most):
         buffer.outbox.put(deaf, accepted(number))
     await asyncio.sleep(SEND_SECONDS + 1)
     if most is not None:
-        outbox.MAX_LATE = before
+        outbox.MAX_QUEUED = before
     assert buffer.failed == [deaf]
     while not isinstance(message := await channel.recv(), wire.Welcome):
         assert isinstance(message, wire.Accepted)
@@ -202,7 +204,7 @@ async def test_one_that_reads_in_time_may_be_sent_any_amount_in_order(monkeypatc
 
 @virtual
 async def test_one_that_is_too_many_messages_behind_is_dismissed_though_it_reads(monkeypatch):
-    monkeypatch.setattr(outbox, "MAX_LATE", 100)
+    monkeypatch.setattr(outbox, "MAX_QUEUED", 100)
     network = MemoryNetwork()
     buffer = await Buffer(network).start()
     address, channel = await joined(network, "t")

@@ -33,7 +33,7 @@ def broken(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def none(said: str = "") -> PoolPlan:
-    return PoolPlan(config=PoolConfig(kind="none"), said=said)
+    return PoolPlan(config=PoolConfig(kind="none"), note=said)
 
 
 @pytest.mark.parametrize(("kind", "engine"), [("none", VLLM), ("none", REPLAY), ("auto", REPLAY)])
@@ -61,8 +61,8 @@ def test_a_pool_of_this_machine_is_started(kind: str, optional: bool) -> None:
     plan = plan_pool(PoolConfig(kind=kind, dram_gib=2), VLLM, private=False)
     assert plan.config == PoolConfig(kind="mooncake", dram_gib=2)
     assert (plan.starts, plan.optional) == (True, optional)
-    assert plan.said.startswith(f"KV pool: mooncake at {PoolConfig().master}")
-    assert plan.said.endswith(", at most 2 GiB of memory")
+    assert plan.note.startswith(f"KV pool: mooncake at {PoolConfig().master}")
+    assert plan.note.endswith(", at most 2 GiB of memory")
 
 
 def test_a_private_one_has_free_ports_of_its_own() -> None:
@@ -86,7 +86,7 @@ def test_one_elsewhere_is_joined(private: bool) -> None:
     pool = PoolConfig(master=ELSEWHERE)
     plan = plan_pool(pool, VLLM, private=private)
     assert (plan.config.kind, plan.config.master, plan.starts) == ("mooncake", ELSEWHERE, False)
-    assert plan.said == f"KV pool: mooncake, joined at {ELSEWHERE}"
+    assert plan.note == f"KV pool: mooncake, joined at {ELSEWHERE}"
 
 
 def test_what_python_says_of_the_import(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,8 +9,10 @@ from virtual_time import virtual
 
 from seer.common import wire
 from seer.common.clock import LoopClock
-from seer.common.net import channel as channels
-from seer.common.net.channel import CHECK_SECONDS, HELLO_FIRST, HELLO_SECONDS, Channel, Hub, Identity
+from seer.common.net import hub
+from seer.common.net.channel import Channel
+from seer.common.net.handshake import CHECK_SECONDS, HELLO_FIRST, HELLO_SECONDS, Identity
+from seer.common.net.hub import Hub
 from seer.common.net.transport.memory import MemoryNetwork, MemoryTransport
 from seer.common.types import InstanceStats
 from seer.common.wire.codec import encode
@@ -204,7 +206,7 @@ async def test_a_server_that_numbers_no_sessions_is_followed_as_before():
 
 @virtual
 async def test_sessions_are_never_given_twice(monkeypatch):
-    monkeypatch.setattr(channels, "MAX_PEERS", 1)
+    monkeypatch.setattr(hub, "MAX_PEERS", 1)
     network = MemoryNetwork()
     server = await Server(network).start()
     seen = []

@@ -30,9 +30,11 @@ CAPACITY = Capacity(kv_blocks=10, block_size=16, max_num_seqs=4, max_model_len=2
 HEADER = rows.Header(incarnation=7, policy="seer", limits=Limits(32), update_seconds=1, started=1e9, clock=50)
 
 
-def submitted(prompts: str = "a", *, use: int = 1, n: int = 1, most: int = 64) -> events.GroupsSubmitted:
+def submitted(
+    prompts: str = "a", *, submission: int = 1, n: int = 1, most: int = 64
+) -> events.GroupsSubmitted:
     groups = [events.GroupSpec(prompt, 8) for prompt in prompts]
-    return events.GroupsSubmitted("t", "r", n, most, groups, use=use)
+    return events.GroupsSubmitted("t", "r", n, most, groups, submission=submission)
 
 
 def dispatch(engine: str, request: str, attempt: int, most: int = 32) -> instructions.Dispatch:
@@ -174,7 +176,7 @@ def test_a_log_begins_with_what_the_machines_hold() -> None:
     part.finish()
     for reader in (whole, part):
         (rollout,) = reader.timeline.rollouts
-        assert (rollout.trainer, rollout.use, len(rollout.responses)) == ("t", 1, 6)
+        assert (rollout.trainer, rollout.submission, len(rollout.responses)) == ("t", 1, 6)
         assert {each.generated for each in rollout.responses} == {64}
         assert {chunk.how for chunk in rollout.chunks} == {End.KEPT}
     ends = [
@@ -203,11 +205,11 @@ def test_what_is_refused_is_no_open_response_and_a_second_use_is_another_rollout
     refused = instructions.Refuse(b"", "r", ["a"], "cancelled", "", 1)
     ended = events.ChunkEnded("e0", "r/a#0", 1, 32)
     timeline = told(
-        *beginning(), (2.0, ended, []), (2.0, Tick(), [refused]), (3.0, submitted("a", use=2), [])
+        *beginning(), (2.0, ended, []), (2.0, Tick(), [refused]), (3.0, submitted("a", submission=2), [])
     )
     first, second = timeline.rollouts
     assert ("32", "tokens") in RolloutView(timeline, first).figures()
-    assert (first.use, second.use) == (1, 2)
+    assert (first.submission, second.submission) == (1, 2)
     assert (first.responses[0].finish, second.responses[0].finish) == ("cancelled", "")
 
 

@@ -7,7 +7,7 @@ from seer.common.policy.fleet import Fleet, InstanceView
 from seer.common.policy.length import Estimate
 from seer.common.policy.placement import BALANCE_SPREAD
 from seer.common.policy.request import RequestView
-from seer.common.policy.schedule import LONGER, POLICIES, oracle, plausible
+from seer.common.policy.schedule import POLICIES, TAIL_PROBABILITY, length_quantile, oracle
 from seer.common.types import Capacity
 
 CAPACITY = Capacity(kv_blocks=10, block_size=16, max_num_seqs=4, max_model_len=4096)
@@ -110,14 +110,14 @@ def test_plausible_is_rarely_passed(spread):
     drawn = [math.exp(math.log(300.0) + spread * rng.gauss(0, 1)) for _ in range(200_000)]
     for generated in (0, 200, 500):
         beyond = [length for length in drawn if length > generated]
-        passed = sum(length > plausible(estimate, generated, cap) for length in beyond)
-        assert passed <= 2 * LONGER * len(beyond) + 5
+        passed = sum(length > length_quantile(estimate, generated, cap) for length in beyond)
+        assert passed <= 2 * TAIL_PROBABILITY * len(beyond) + 5
 
 
 def test_plausible_is_beyond_what_is_there_and_within_the_cap():
     for spread in (0.0, 0.01, 0.3, 2.0):
         for generated in (0, 1, 299, 300, 301, 5_000, 63_999):
-            length = plausible(Estimate(300.0, spread), generated, 64_000)
+            length = length_quantile(Estimate(300.0, spread), generated, 64_000)
             assert generated < length <= 64_000
 
 

@@ -169,7 +169,7 @@ def test_the_papers_figures_are_of_its_workloads_alone() -> None:
 def planned(seconds: float, load: Workload = LOAD) -> tuple[int, dict[int, float]]:
     tried: dict[int, float] = {}
     found = instances_for(
-        load, Variant("seer"), seconds, seeds=3, chunk_size=64, workers=1, told=tried.__setitem__
+        load, Variant("seer"), seconds, seeds=3, chunk_size=64, workers=1, on_result=tried.__setitem__
     )
     return found, tried
 

@@ -31,7 +31,7 @@ def test_a_result_names_what_it_was_made_for_and_by_however_often_it_is_delivere
     again = store.result(group)
     for done in (first, again):
         assert (done.weight_version, done.weights_digest) == (1, "d1")
-        assert done.asked == ids.asked(4, 5, 1, SAMPLING)
+        assert done.params_digest == ids.params_digest(4, 5, 1, SAMPLING)
 
 
 def test_what_is_kept_is_no_view_of_a_message_and_what_is_unknown_differs_from_nothing():

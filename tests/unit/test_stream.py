@@ -12,7 +12,7 @@ from virtual_time import eventually, virtual
 from seer.common.clock import LoopClock
 from seer.common.errors import ProtocolMismatch
 from seer.common.net import stream as streams
-from seer.common.net.channel import Identity
+from seer.common.net.handshake import Identity
 from seer.common.net.stream import BEACON_SECONDS, StreamPublisher, StreamSubscriber
 from seer.common.net.transport.faulty import Faults, FaultyTransport
 from seer.common.net.transport.memory import MemoryNetwork, MemoryTransport

@@ -137,15 +137,15 @@ def test_the_headers_of_a_folder_are_bounded_together(tmp_path, monkeypatch):
 def test_only_regular_files_are_opened(tmp_path, name):
     good = model(tmp_path / "good", (A,))
     os.mkfifo(good / name)
-    with pytest.raises(InvalidField, match=f"{name}, which is no regular file"):
+    with pytest.raises(InvalidField, match=f"{name}, which is not a regular file"):
         read_manifest(good)
     (good / name).unlink()
     (good / name).mkdir()
-    with pytest.raises(InvalidField, match=f"{name}, which is no regular file"):
+    with pytest.raises(InvalidField, match=f"{name}, which is not a regular file"):
         read_manifest(good)
     (good / name).rmdir()
     (good / name).symlink_to("/dev/zero")
-    with pytest.raises(InvalidField, match=f"{name}, which is no regular file"):
+    with pytest.raises(InvalidField, match=f"{name}, which is not a regular file"):
         read_manifest(good)
 
 

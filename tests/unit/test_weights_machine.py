@@ -399,19 +399,19 @@ def test_what_was_prepared_for_an_update_that_ended_while_its_engine_registered_
 
 def test_the_answer_says_the_number_of_the_question():
     machine = make("a")
-    ask(machine, ask=5)
-    assert ask(machine, ask=5) == []
+    ask(machine, call_id=5)
+    assert ask(machine, call_id=5) == []
     prepare(machine, "a")
     assert load(machine, "a")[-1] == weight_instructions.Report("t", NEW, {}, 5)
-    assert ask(machine, ask=6) == [weight_instructions.Report("t", NEW, {}, 6)]
-    (fail,) = ask(machine, version=0, ask=7)
-    assert fail.ask == 7
+    assert ask(machine, call_id=6) == [weight_instructions.Report("t", NEW, {}, 6)]
+    (fail,) = ask(machine, version=0, call_id=7)
+    assert fail.call_id == 7
 
 
 def test_who_asks_the_same_again_gets_the_one_answer():
     machine = make("a")
-    ask(machine, ask=5)
-    assert ask(machine, ask=6) == []  # it stopped waiting, or was killed
+    ask(machine, call_id=5)
+    assert ask(machine, call_id=6) == []  # it stopped waiting, or was killed
     prepare(machine, "a")
     assert load(machine, "a")[-1] == weight_instructions.Report("t", NEW, {}, 6)
 
@@ -419,8 +419,8 @@ def test_who_asks_the_same_again_gets_the_one_answer():
 def test_who_asks_again_waits_for_those_that_still_load():
     machine = make("a", weights=NEW)  # as a restarted buffer finds it
     machine.apply(Joined("b", weights=OLD), 1.0, idle=True)
-    assert ask(machine, ask=6) == [weight_instructions.Hold()]
-    assert ask(machine, ask=7) == []
+    assert ask(machine, call_id=6) == [weight_instructions.Hold()]
+    assert ask(machine, call_id=7) == []
     assert load(machine, "b") == [
         weight_instructions.Admit("b"),
         weight_instructions.Release(),
@@ -435,7 +435,7 @@ def test_who_asks_again_has_those_that_could_not_load_try_again():
     load(machine, "a")
     load(machine, "b", problem="disk full")
     again = Weights(1, "d1", "/again")
-    assert ask(machine, source="/again", digest="d1", ask=6) == [
+    assert ask(machine, source="/again", digest="d1", call_id=6) == [
         weight_instructions.Hold(),
         weight_instructions.Load("b", again),
     ]
@@ -445,7 +445,7 @@ def test_who_asks_again_has_those_that_could_not_load_try_again():
         weight_instructions.Release(),
         weight_instructions.Report("t", NEW, reason, 6),
     ]
-    ask(machine, source="/again", digest="d1", ask=7)
+    ask(machine, source="/again", digest="d1", call_id=7)
     assert load(machine, "b") == [
         weight_instructions.Admit("b"),
         weight_instructions.Release(),
@@ -456,7 +456,7 @@ def test_who_asks_again_has_those_that_could_not_load_try_again():
 def test_who_cannot_load_from_where_the_weights_came_tries_where_a_trainer_has_them_now():
     machine = make("a", weights=NEW)  # as a restarted buffer finds it
     machine.apply(Joined("b", weights=OLD), 1.0, idle=True)
-    assert ask(machine, source="spool:v1", digest="d1", ask=6) == [weight_instructions.Hold()]
+    assert ask(machine, source="spool:v1", digest="d1", call_id=6) == [weight_instructions.Hold()]
     assert machine.sources == {"/new", "spool:v1"}
     there = Weights(1, "d1", "spool:v1")
     assert load(machine, "b", problem="/new is gone") == [weight_instructions.Load("b", there)]
@@ -478,13 +478,13 @@ def test_the_source_of_a_later_version_is_not_tried_for_the_live_one():
 
 def test_a_trainer_may_ask_for_something_else_until_engines_load():
     machine = make("a")
-    ask(machine, ask=5)
-    out = ask(machine, source="/other", ask=6)
-    assert [item.ask for item in out if isinstance(item, weight_instructions.Fail)] == [5]
+    ask(machine, call_id=5)
+    out = ask(machine, source="/other", call_id=6)
+    assert [item.call_id for item in out if isinstance(item, weight_instructions.Fail)] == [5]
     assert out[-1] == weight_instructions.Prepare("a", 1, "/other", 2)
     machine.apply(weight_events.Prepared("a", 1, "d1", "", 2), 1.0, idle=True)
-    (fail,) = ask(machine, version=2, source="/third", ask=7)
-    assert (fail.ask, "wait for that" in fail.reasons[""]) == (7, True)
+    (fail,) = ask(machine, version=2, source="/third", call_id=7)
+    assert (fail.call_id, "wait for that" in fail.reasons[""]) == (7, True)
 
 
 # --- who sleeps ----------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Any transport with faults, reproducible by seed.
+"""A transport that injects faults into another one, reproducible by seed. For tests.
 
 Invariants:
 - the faults of a socket are a function of (seed, socket kind, endpoint, identity), of how many such
@@ -128,26 +128,6 @@ class _Line:
                 after = self._last = late
 
 
-class _FaultyDealer:
-    def __init__(self, inner: Socket, node: FaultyTransport, endpoint: str, identity: bytes) -> None:
-        self._inner = inner
-        self._node = node
-        self._endpoint = endpoint
-        self._line = _Line(node, "dealer", endpoint, identity)
-
-    async def send(self, frames: Sequence[Frame]) -> None:
-        await self._line.send(self._endpoint, lambda: self._inner.send(frames))
-
-    async def recv(self) -> list[Frame]:
-        while True:
-            frames = await self._inner.recv()
-            if not self._node.is_cut(self._endpoint):
-                return frames
-
-    def close(self) -> None:
-        self._inner.close()
-
-
 class _FaultyRouter:
     def __init__(self, inner: Router, node: FaultyTransport) -> None:
         self.endpoint = inner.endpoint
@@ -195,3 +175,13 @@ class _FaultySubscriber:
 
     def close(self) -> None:
         self._inner.close()
+
+
+class _FaultyDealer(_FaultySubscriber):
+    def __init__(self, inner: Socket, node: FaultyTransport, endpoint: str, identity: bytes) -> None:
+        super().__init__(inner, node, endpoint)
+        self._socket = inner
+        self._line = _Line(node, "dealer", endpoint, identity)
+
+    async def send(self, frames: Sequence[Frame]) -> None:
+        await self._line.send(self._endpoint, lambda: self._socket.send(frames))

@@ -5,11 +5,11 @@ Invariants beyond `base`:
 - what was queued to a ROUTER that closes is lost, as with a process that dies; what was queued to an
   endpoint nobody binds yet waits, as in ZeroMQ;
 - a DEALER with a known identity replaces the older one;
-- `disconnect` breaks a process's connections as a network does: what was under way is lost, and on the
-  same sockets things go on after `reconnect` as if nothing had happened;
-- with `Roads`, messages take time, in order per connection and direction. A cut road holds them up and
-  loses none; a connection that is reset loses what was under way and what its roads say of what was
-  not read yet; it is made again by itself. What a closed socket had sent before still arrives.
+- `disconnect` breaks a process's connections as a network does: messages in flight are lost; after
+  `reconnect` the same sockets work again;
+- with `Roads` (pipes.py), messages take time, in order per connection and direction. A cut road delays them
+  and loses none; a connection that is reset loses messages in flight and some of those unread, and connects
+  again by itself. What a closed socket had sent before still arrives.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class MemoryNetwork:
         self.publishers: dict[str, _MemoryPublisher] = {}
         self.dealers: dict[str, list[_MemoryDealer]] = {}
         self.subscribers: dict[str, list[_MemorySubscriber]] = {}
-        # Those whose ends do not both know yet that it is over, too; with the other end's host.
+        # With the other end's host; also connections of which only one end knows that the other is gone.
         self.connected: dict[_MemoryDealer | _MemorySubscriber, str] = {}
         self._next_port = _FIRST_FREE_PORT
 
@@ -58,12 +58,12 @@ class MemoryNetwork:
         return endpoint
 
     def halt(self, source: str, target: str) -> None:
-        """Hold up what travels from one host to another: the road was cut."""
+        """Hold messages in flight from one host to another: the road was cut."""
         for pipe in self._pipes(source, target):
             pipe.halt()
 
     def resume(self, source: str, target: str) -> None:
-        """Let messages travel again, and missing connections be made."""
+        """Send held messages, and connect what is not connected."""
         for pipe in self._pipes(source, target):
             pipe.resume()
         for dealers in self.dealers.values():
@@ -79,7 +79,7 @@ class MemoryNetwork:
             link.reset()
 
     def attempt(self, link: _MemoryDealer | _MemorySubscriber) -> None:
-        """Have a missing connection made, soon."""
+        """Connect, after a pause, if it is not connected."""
         if self.roads is None:
             link.connect()
         elif link.missing:
@@ -107,13 +107,13 @@ class _MemoryDealer:
         self._network = network
         self._endpoint = endpoint
         self._router: _MemoryRouter | None = None
-        self._parted = False
+        self._disconnected = False
         network.attempt(self)
 
     @property
     def missing(self) -> bool:
-        """Whether it wants a connection and has none."""
-        return self._router is None and not self._parted and not self.down.closed
+        """Whether it should be connected and is not."""
+        return self._router is None and not self._disconnected and not self.down.closed
 
     def pipes(self) -> list[Pipe]:
         return [self.up, self.down]
@@ -122,7 +122,7 @@ class _MemoryDealer:
         return [] if self.down.closed else [self]
 
     def connect(self) -> None:
-        """Make the connection if it is missing and can be made."""
+        """Connect if it is not connected and the network allows it."""
         router = self._network.routers.get(self._endpoint)
         if not self.missing or router is None:
             return
@@ -136,7 +136,7 @@ class _MemoryDealer:
         self.up.open(self.host, router.host)
 
     def reset(self) -> None:
-        """Break the connection; it is made again by itself."""
+        """Break the connection; it connects again by itself."""
         router, self._router = self._router, None
         if router is None:
             return
@@ -150,13 +150,13 @@ class _MemoryDealer:
         router.leave(self)
         self._network.attempt(self)
 
-    def part(self) -> None:
-        self._parted = True
+    def disconnect(self) -> None:
+        self._disconnected = True
         self.reset()
         self.up.lose(len(self.up))  # what waited for a connection
 
-    def mend(self) -> None:
-        self._parted = False
+    def reconnect(self) -> None:
+        self._disconnected = False
         self._network.attempt(self)
 
     def _arrived(self) -> None:
@@ -164,7 +164,7 @@ class _MemoryDealer:
             self._router.arrived.push(self)
 
     def _ended(self) -> None:
-        """Part: the other side is gone, or this one, and all it sent has arrived."""
+        """Disconnect: one side is gone, and all that it sent has arrived."""
         router, self._router = self._router, None
         if router is not None:
             del self._network.connected[self]
@@ -174,7 +174,7 @@ class _MemoryDealer:
         self._network.attempt(self)
 
     def lost(self, router: _MemoryRouter) -> None:
-        """Take note that a router is gone; what it had sent still arrives."""
+        """Handle that a router is gone; what it had sent still arrives."""
         if router is self._router:
             self.up.lose()
             self.down.end()
@@ -224,7 +224,7 @@ class _MemoryRouter:
         dealer = self._peers.get(identity)
         if dealer is None or self.arrived.closed:
             raise Unreachable(f"{self.endpoint}: no peer {identity!r} is connected")
-        if dealer.down.closed:  # it is gone, and nobody knows yet
+        if dealer.down.closed:  # it is gone, and the router does not know yet
             return
         await dealer.down.put(list(frames))
 
@@ -251,15 +251,15 @@ class _MemorySubscriber:
         self._network = network
         self._endpoint = endpoint
         self._publisher: _MemoryPublisher | None = None
-        self._parted = False
+        self._disconnected = False
         self._peers = network.subscribers.setdefault(endpoint, [])
         self._peers.append(self)
         network.attempt(self)
 
     @property
     def missing(self) -> bool:
-        """Whether it wants a connection and has none."""
-        return self._publisher is None and not self._parted and not self.queue.closed
+        """Whether it should be connected and is not."""
+        return self._publisher is None and not self._disconnected and not self.queue.closed
 
     def pipes(self) -> list[Pipe]:
         return [self.queue]
@@ -268,7 +268,7 @@ class _MemorySubscriber:
         return [self]
 
     def connect(self) -> None:
-        """Make the connection if it is missing and can be made."""
+        """Connect if it is not connected and the network allows it."""
         publisher, roads = self._network.publishers.get(self._endpoint), self._network.roads
         if not self.missing or publisher is None:
             return
@@ -279,7 +279,7 @@ class _MemorySubscriber:
             self.queue.open(publisher.host, self.host)
 
     def reset(self) -> None:
-        """Break the connection; it is made again by itself."""
+        """Break the connection; it connects again by itself."""
         publisher, self._publisher = self._publisher, None
         if publisher is not None:
             del self._network.connected[self]
@@ -287,12 +287,12 @@ class _MemorySubscriber:
             self.queue.lose(len(self.queue))
             self._network.attempt(self)
 
-    def part(self) -> None:
-        self._parted = True
+    def disconnect(self) -> None:
+        self._disconnected = True
         self.reset()
 
-    def mend(self) -> None:
-        self._parted = False
+    def reconnect(self) -> None:
+        self._disconnected = False
         self._network.attempt(self)
 
     async def recv(self) -> list[Frame]:
@@ -318,21 +318,21 @@ class _MemoryPublisher:
     def links(self) -> list[_MemorySubscriber]:
         return list(self._network.subscribers.get(self.endpoint, []))
 
-    def joined(self) -> list[_MemorySubscriber]:
-        """Return who listens."""
+    def listeners(self) -> list[_MemorySubscriber]:
+        """Return the connected subscribers."""
         return list(self.audience)
 
     async def send(self, frames: Sequence[Frame]) -> None:
         if self._network.publishers.get(self.endpoint) is not self:
             raise Unreachable(f"{self.endpoint}: closed")
-        for subscriber in self.joined():
+        for subscriber in self.listeners():
             if not subscriber.queue.full():
                 subscriber.queue.push(list(frames))
 
     def close(self) -> None:
         if self._network.publishers.get(self.endpoint) is self:
             del self._network.publishers[self.endpoint]
-            for subscriber in self.joined():
+            for subscriber in self.listeners():
                 subscriber.queue.end()
 
 
@@ -369,14 +369,14 @@ class MemoryTransport:
         return subscriber
 
     def disconnect(self) -> None:
-        """Break every connection of this process; what is under way is lost, sends to it fail."""
+        """Break every connection of this process; messages in flight are lost, sends to it fail."""
         for link in self._links():
-            link.part()
+            link.disconnect()
 
     def reconnect(self) -> None:
         """Connect again; what its peers tried to send meanwhile arrives, as with ZeroMQ's DEALER."""
         for link in self._links():
-            link.mend()
+            link.reconnect()
 
     def _links(self) -> list[_MemoryDealer | _MemorySubscriber]:
         return [link for socket in self._made for link in socket.links()]

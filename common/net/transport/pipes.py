@@ -1,9 +1,9 @@
-"""Queues of the `memory` transport, and how messages travel in them from host to host.
+"""Queues of the `memory` transport, and the simulated network that messages pass between hosts.
 
 Invariants:
-- a pipe is one direction of a connection: in order, bounded with what is under way;
-- with `Roads`, messages take time; a cut road holds them up and loses none; a reset loses what was under
-  way, and of what was not read yet what the roads say.
+- a pipe is one direction of a connection: in order, and bounded, messages in flight included;
+- with `Roads`, a model of the network between hosts, messages take time; a cut road delays them and loses
+  none; a reset loses messages in flight, and of those that were not read yet as many as the roads decide.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ T = TypeVar("T")
 
 
 class Roads(Protocol):
-    """How messages travel between hosts. Times are the running loop's."""
+    """A model of the network between hosts: latency, cuts, resets. Times are the running loop's."""
 
     def arrival(self, source: str, target: str) -> float:
-        """Return when a message that leaves now arrives; `math.inf` while the road is cut."""
+        """Return when a message that is sent now arrives; `math.inf` while the road is cut."""
         ...
 
     def joined(self, one: str, other: str) -> bool:
-        """Say whether a connection can be made now."""
+        """Return whether these hosts can connect now."""
         ...
 
     def pause(self) -> float:
-        """Return the seconds until a connection that is missing is made."""
+        """Return the seconds until the next attempt to connect."""
         ...
 
     def kept(self, unread: int) -> int:
@@ -41,12 +41,12 @@ class Roads(Protocol):
         ...
 
     def saw(self, fate: str, endpoint: str, upward: bool, frames: list[Frame]) -> None:
-        """Take note of a message that is `sent`, `held` up by a cut, or `lost` in a reset."""
+        """Record a message that was `sent`, is `held` by a cut, or was `lost` in a reset."""
         ...
 
 
 class Network(Protocol):
-    """What a pipe knows of its network: its roads, and a context that is no process's."""
+    """What a pipe needs of its network: its roads, and a context that belongs to no simulated process."""
 
     roads: Roads | None
     context: contextvars.Context
@@ -67,7 +67,7 @@ class Queue(Generic[T]):
         return len(self._items)
 
     def full(self) -> bool:
-        """Say whether a sender has to wait."""
+        """Return whether a sender has to wait."""
         return self.bound is not None and len(self._items) >= self.bound
 
     def push(self, item: T) -> None:
@@ -76,7 +76,7 @@ class Queue(Generic[T]):
         self._wake()
 
     def pop(self) -> T:
-        """Take the oldest item, which is there."""
+        """Take the oldest item; there must be one."""
         item = self._items.popleft()
         self._wake()
         return item
@@ -112,7 +112,7 @@ class Queue(Generic[T]):
         return self.pop()
 
     def close(self) -> None:
-        """Wake all who wait, in vain."""
+        """Close the queue: all waiting `put` and `get` raise `Unreachable`."""
         self.closed = True
         self._wake()
 
@@ -137,9 +137,10 @@ class Queue(Generic[T]):
 
 
 class Pipe(Queue[list[Frame]]):
-    """One direction of a connection: its queue has what arrived; the rest is under way, or waits for one.
+    """One direction of a connection: the queue holds what arrived; other messages are in flight, or wait for
+    a connection.
 
-    `on_arrival` is called for each message that arrived, `on_end` when all was read that the sender sent.
+    `on_arrival` is called for each message that arrives, `on_end` after the last message of a closed sender.
     """
 
     def __init__(self, network: Network, endpoint: str, bound: int, *, upward: bool) -> None:
@@ -153,23 +154,23 @@ class Pipe(Queue[list[Frame]]):
         self._timer: asyncio.TimerHandle | None = None
 
     def full(self) -> bool:
-        """See `Queue.full`; what is under way counts."""
+        """See `Queue.full`; messages in flight count."""
         return self.bound is not None and len(self._items) + len(self._under_way) >= self.bound
 
     def push(self, item: list[Frame]) -> None:
-        """Send a message on its way, whatever the bound."""
+        """Send a message, whatever the bound."""
         self._tell("sent", item)
         self._send(item)
 
     def end(self) -> None:
-        """Let what was sent arrive, and then the end: the sender is gone."""
+        """Close the sender's side: what was sent still arrives, and then `on_end` is called."""
         if self._road is None:
             self.lose(len(self._items))
         else:
             self._send(None)
 
     def open(self, source: str, target: str) -> None:
-        """Let messages travel, those first that wait."""
+        """Connect: messages that waited are sent first."""
         self._road = (source, target)
         waiting, self._under_way = self._under_way, deque()
         for _, item in waiting:
@@ -181,22 +182,24 @@ class Pipe(Queue[list[Frame]]):
         self._wake()
 
     def travels(self, source: str, target: str) -> bool:
-        """Say whether this direction leads from one host to the other now."""
+        """Return whether this pipe is connected from `source` to `target`."""
         return self._road == (source, target)
 
     def halt(self) -> None:
-        """Hold up what is under way: the road was cut."""
+        """Hold messages in flight: the road was cut."""
         self._under_way = deque((math.inf, item) for _, item in self._under_way)
         for _, item in self._under_way:
             self._tell("held", item)
 
     def resume(self) -> None:
-        """Send again what was held up: the road is mended."""
+        """Send what was held: the road is repaired."""
         if self._road is not None:
             self.open(*self._road)
 
     def lose(self, kept: int = 0) -> int:
-        """Break off: all under way is lost, and all but the first `kept` unread; return how many of these."""
+        """Disconnect: messages in flight are lost, and unread ones but the first `kept`; return how many
+        of these.
+        """
         self._road = None
         for _, item in self._under_way:
             self._tell("lost", item)
@@ -224,7 +227,7 @@ class Pipe(Queue[list[Frame]]):
 
     def _await_next(self) -> None:
         if self._timer is None and self._under_way and self._under_way[0][0] < math.inf:
-            # In no process's context: a network goes on while processes stand still.
+            # Not in a simulated process's context: the network runs on while processes are stopped.
             self._timer = asyncio.get_running_loop().call_at(
                 self._under_way[0][0], self._due, context=self._network.context
             )

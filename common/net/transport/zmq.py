@@ -1,12 +1,12 @@
 """The ZeroMQ transport, over TCP and IPC.
 
 Invariants beyond `base`:
-- a peer whose host vanishes is noticed by TCP itself, whatever Python does: within about
-  `GONE_SECONDS` it is unknown to a ROUTER, and sends to it are `Unreachable`; one that merely stands
-  still is for those above to notice, by its silence;
+- a peer whose host vanishes is noticed by TCP itself, even while Python is busy: within about
+  `GONE_SECONDS` a ROUTER does not know it any more, and sends to it are `Unreachable`. A process that hangs
+  is noticed by the services, by its silence;
 - a connection with a known identity replaces the older one;
 - an address in use is a `ConfigError`, for IPC too, where ZeroMQ itself would take it over;
-- an orderly end leaves no IPC socket file behind.
+- `close` leaves no IPC socket file behind.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from seer.common.net.transport.base import FAIR_EVERY, SEND_SECONDS, Frame
 from seer.common.wire.codec import Limits
 
 GONE_SECONDS = 10
-"""A host that acknowledges nothing for this long is gone: sent data, or probes of an idle connection.
+"""A host that acknowledges neither data nor probes of an idle connection for this long is gone.
 
-Not by ZMTP heartbeats: libzmq 4.3.5 aborts the whole process when one is due on a connection that
-broke while its full queue was not read (`!_io_error`), which any peer can bring about.
+TCP keepalive, not ZMTP heartbeats: libzmq 4.3.5 aborts the whole process when one is due on a connection
+that broke while its full queue was not read (`!_io_error`), which any peer can bring about.
 """
 
 PROBE_SECONDS = 2
@@ -52,11 +52,11 @@ STREAM_MESSAGES = 100_000
 """Bound per subscriber: small messages, and opening a rollout publishes thousands at once."""
 
 SMALL_BYTES = 64 * 1024
-"""Frames up to this size are copied: cheaper than sharing their memory with the IO thread."""
+"""Frames up to this size are copied, which is cheaper than sharing their memory with the IO thread."""
 
 QUEUE_BYTES = 64 * 2**20
-"""Bound per peer of a ROUTER on the bytes of large frames that libzmq has not yet given to the kernel,
-a single larger message apart: it bounds messages alone, and `QUEUE_MESSAGES` may be of any size."""
+"""Bound per peer of a ROUTER on the bytes of large frames that libzmq has not yet given to the kernel, a
+single larger message apart. libzmq itself bounds only the number of messages, whatever their size."""
 
 _ROOM_SECONDS = (0.001, 0.05)
 _BIND_FIX = {
@@ -175,13 +175,13 @@ class _RouterSocket(_ZmqSocket):
             pause = min(2 * pause, longest)
 
     def _queued(self, identity: bytes) -> int:
-        for peer in [identity, *itertools.islice(self._large, 2)]:  # of those that left, little by little
+        for peer in [identity, *itertools.islice(self._large, 2)]:  # two others, to forget peers that left
             queue = self._large.get(peer)
             while queue and queue[0][1].done:
                 queue.popleft()
             if queue is not None:
                 del self._large[peer]
-                if queue:  # last: all get their turn
+                if queue:  # to the end, so that all get their turn
                     self._large[peer] = queue
         return sum(size for size, _ in self._large.get(identity, ()))
 

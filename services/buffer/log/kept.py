@@ -182,7 +182,7 @@ class KeptChunks:
         weights: Weights,
     ) -> None:
         """Note a chunk. `finish` is how its response ended and by which stop, empty if it goes on; `identity`
-        the digest of what was asked for (`ids.asked`), and the prompt.
+        the digest of what was asked for (`ids.params_digest`), and the prompt.
         """
         rollout_id, _, prompt_id = group_id.partition("/")
         file = self._files.get(rollout_id)

@@ -17,6 +17,7 @@ from typing import NamedTuple
 import msgspec
 
 from seer.common.errors import SeerError
+from seer.common.group_events import GroupClosed, GroupOpened, RequestProgress
 from seer.common.policy.schedule import POLICIES
 from seer.services.buffer.log.snapshot import parse, restored
 from seer.services.buffer.machine import BufferMachine, Event, Instruction
@@ -33,9 +34,9 @@ SAID = frozenset(
         instructions.Keep,
         instructions.Take,
         instructions.Forget,
-        instructions.PublishOpened,
-        instructions.PublishProgress,
-        instructions.PublishClosed,
+        GroupOpened,
+        RequestProgress,
+        GroupClosed,
     )
 )
 """Instructions that no row holds: they follow from the event, and are most of all."""

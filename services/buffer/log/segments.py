@@ -60,7 +60,7 @@ def submitted(path: Path) -> list[Use]:
                 except msgspec.MsgspecError:
                     break
                 if isinstance(event, GroupsSubmitted):
-                    uses[event.rollout_id, event.use] = None
+                    uses[event.rollout_id, event.submission] = None
     return list(uses)
 
 

@@ -62,7 +62,7 @@ class GroupFields(msgspec.Struct, array_like=True):
     prompt_len: int
     max_tokens: int
     awaits: int
-    use: int
+    submission: int
     held_since: float | None
     unfinished: int
     kept: int
@@ -90,8 +90,8 @@ class RolloutFields(msgspec.Struct, array_like=True):
     rollout_id: str
     trainer: str
     life: bytes
-    use: int
-    asked: int
+    submission: int
+    params_digest: int
     submitted: float
     weight_version: int
     groups: int

@@ -129,7 +129,7 @@ class LogWriter:
             return
         self._text += rows.line(now, event, out)
         if isinstance(event, GroupsSubmitted):
-            self._submitted[event.rollout_id, event.use] = None
+            self._submitted[event.rollout_id, event.submission] = None
         if self._size + len(self._text) > self._limit:
             self.flush()
             self._begin_next(now)
@@ -185,7 +185,7 @@ class LogWriter:
             self._header,
             started=time.time(),
             clock=now,
-            open=[(each.rollout_id, each.use) for each in self._machine.requests.rollouts.values()],
+            open=[(each.rollout_id, each.submission) for each in self._machine.requests.rollouts.values()],
             state=msgspec.Raw(snapshot(self._machine)),
         )
         text = rows.header_line(header)

@@ -44,7 +44,7 @@ class GroupSpec(events.Row, frozen=True):
 class GroupsSubmitted(events.Row, frozen=True):
     """A trainer submitted prompts, n responses each. Known ones are accepted again.
 
-    New ones wait until `weight_version` is live; -1: the rollout's own, or whatever is live. `use`
+    New ones wait until `weight_version` is live; -1: the rollout's own, or whatever is live. `submission`
     numbers the trainer's calls, the rest is as in `RolloutState`.
     """
 
@@ -54,8 +54,8 @@ class GroupsSubmitted(events.Row, frozen=True):
     max_tokens: int
     groups: list[GroupSpec]
     weight_version: int = -1
-    use: int = 0
-    asked: int = 0
+    submission: int = 0
+    params_digest: int = 0
     life: bytes = b""
 
 
@@ -65,7 +65,7 @@ class GroupsAcknowledged(events.Row, frozen=True):
     trainer: str
     rollout_id: str
     prompt_ids: list[str]
-    use: int = 0
+    submission: int = 0
 
 
 class RolloutCancelled(events.Row, frozen=True):
@@ -74,7 +74,7 @@ class RolloutCancelled(events.Row, frozen=True):
     trainer: str
     rollout_id: str
     prompt_ids: list[str]
-    use: int = 0
+    submission: int = 0
 
 
 class TrainerLost(events.Row, frozen=True):

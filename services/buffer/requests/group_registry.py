@@ -20,6 +20,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable
 
 from seer.common import ids
+from seer.common.group_events import GroupClosed
 from seer.common.policy.fleet import Fleet
 from seer.services.buffer.requests.admission import misfit
 from seer.services.buffer.requests.events import (
@@ -33,7 +34,6 @@ from seer.services.buffer.requests.instructions import (
     Deliver,
     Forget,
     Instruction,
-    PublishClosed,
     Refuse,
     Take,
 )
@@ -85,10 +85,10 @@ class GroupRegistry:
         again, fresh = self._sort(rollout, event, out)
         if known and not rollout.members and not any(spec.same for spec in known):  # nothing is left to match
             rollout = self._begin(event, now)
-        rollout.life, rollout.use = event.life, event.use
+        rollout.life, rollout.submission = event.life, event.submission
         accepted = []
         for group in again:
-            group.use = event.use
+            group.submission = event.submission
             if group.held_since is None:
                 accepted.append(group.prompt_id)
             if group.done:
@@ -103,10 +103,10 @@ class GroupRegistry:
         if rollout is not None and rollout.trainer != event.trainer:
             self._refuse(event, event.groups, "another trainer uses this rollout id: give another", out)
             return None
-        if rollout is not None and rollout.life == event.life and 0 < event.use < rollout.use:
+        if rollout is not None and rollout.life == event.life and 0 < event.submission < rollout.submission:
             return None  # it was overtaken, and nobody waits for it any more
         if rollout is not None and _conflict(rollout, event):
-            if rollout.use == event.use:
+            if rollout.submission == event.submission:
                 fix = "already submitted with another seed, rollout number, n, sampling or weight version"
                 self._refuse(event, event.groups, f"rollout_id = {event.rollout_id!r}: {fix}", out)
                 return None
@@ -120,7 +120,9 @@ class GroupRegistry:
         return rollout
 
     def _begin(self, event: GroupsSubmitted, now: float) -> RolloutState:
-        return RolloutState(event.rollout_id, event.trainer, event.life, event.use, event.asked, now)
+        return RolloutState(
+            event.rollout_id, event.trainer, event.life, event.submission, event.params_digest, now
+        )
 
     def _sort(
         self, rollout: RolloutState, event: GroupsSubmitted, out: Out
@@ -133,7 +135,7 @@ class GroupRegistry:
             known = self.groups.get(ids.group_id(rollout.rollout_id, spec.prompt_id))
             if known is None:
                 fresh.append(spec)
-            elif not spec.same and known.use == event.use:
+            elif not spec.same and known.submission == event.submission:
                 clashing.append(spec)
             elif not spec.same or (known.held_since is not None and known.awaits != event.weight_version):
                 self.remove(known, out)
@@ -157,7 +159,7 @@ class GroupRegistry:
         for spec in fresh[:room]:
             group = GroupState(
                 ids.group_id(rollout.rollout_id, spec.prompt_id), spec.prompt_id, rollout, event.n,
-                spec.prompt_len, event.max_tokens, event.weight_version, event.use, earlier=spec.kept,
+                spec.prompt_len, event.max_tokens, event.weight_version, event.submission, earlier=spec.kept,
             )  # fmt: skip
             problem = self._obstacle(group)
             if problem:
@@ -231,7 +233,7 @@ class GroupRegistry:
     def _accept(self, rollout: RolloutState, prompt_ids: list[str], out: Out) -> None:
         if prompt_ids:
             version = rollout.weight_version
-            out.append(Accept(rollout.life, rollout.rollout_id, prompt_ids, rollout.use, version))
+            out.append(Accept(rollout.life, rollout.rollout_id, prompt_ids, rollout.submission, version))
 
     # --- what becomes of open groups -----------------------------------------------------
 
@@ -259,8 +261,10 @@ class GroupRegistry:
         self.unfinished_tokens -= group.kept
         self.finished[group.group_id] = group
         self.finished_tokens += group.tokens
-        out.append(PublishClosed(group.group_id))
-        if group.use == group.rollout.use:  # else its trainer is about to ask for it again, or never will
+        out.append(GroupClosed(group.group_id))
+        if (
+            group.submission == group.rollout.submission
+        ):  # else its trainer is about to ask for it again, or never will
             out.append(Deliver(group.rollout.life, group.group_id))
         while self.finished_tokens > self._limits.result_tokens and len(self.finished) > 1:
             self._expire(next(iter(self.finished.values())), out)
@@ -272,7 +276,7 @@ class GroupRegistry:
             return
         for prompt_id in event.prompt_ids:
             group = self.groups.get(ids.group_id(event.rollout_id, prompt_id))
-            if group is not None and group.done and event.use in (0, group.use):
+            if group is not None and group.done and event.submission in (0, group.submission):
                 rollout.collected = True
                 self.remove(group, out)
 
@@ -281,7 +285,11 @@ class GroupRegistry:
     def cancelled(self, event: RolloutCancelled, out: Out) -> None:
         """End what a trainer gives up; what is finished stays."""
         rollout = self.rollouts.get(event.rollout_id)
-        if rollout is None or rollout.trainer != event.trainer or event.use not in (0, rollout.use):
+        if (
+            rollout is None
+            or rollout.trainer != event.trainer
+            or event.submission not in (0, rollout.submission)
+        ):
             return
         named = [ids.group_id(event.rollout_id, prompt_id) for prompt_id in event.prompt_ids]
         groups = [rollout.members[name] for name in named or list(rollout.members) if name in rollout.members]
@@ -321,12 +329,12 @@ class GroupRegistry:
 
     def fail(self, groups: Iterable[GroupState], code: str, message: str, out: Out) -> None:
         """End unfinished groups in an error."""
-        by_use: dict[tuple[str, int], list[GroupState]] = {}
+        by_submission: dict[tuple[str, int], list[GroupState]] = {}
         for group in groups:
-            by_use.setdefault((group.rollout.rollout_id, group.use), []).append(group)
-        for (rollout_id, use), failed in by_use.items():
+            by_submission.setdefault((group.rollout.rollout_id, group.submission), []).append(group)
+        for (rollout_id, submission), failed in by_submission.items():
             names = [group.prompt_id for group in failed]
-            self._tell_refused(failed[0].rollout.life, rollout_id, names, code, message, use, out)
+            self._tell_refused(failed[0].rollout.life, rollout_id, names, code, message, submission, out)
             for group in failed:
                 group.rollout.failed = True
                 self.remove(group, out)
@@ -335,15 +343,22 @@ class GroupRegistry:
         self, event: GroupsSubmitted, specs: list[GroupSpec], message: str, out: Out, code: str = "refused"
     ) -> None:
         names = [spec.prompt_id for spec in specs]
-        self._tell_refused(event.life, event.rollout_id, names, code, message, event.use, out)
+        self._tell_refused(event.life, event.rollout_id, names, code, message, event.submission, out)
 
     def _tell_refused(
-        self, life: bytes, rollout_id: str, names: list[str], code: str, message: str, use: int, out: Out
+        self,
+        life: bytes,
+        rollout_id: str,
+        names: list[str],
+        code: str,
+        message: str,
+        submission: int,
+        out: Out,
     ) -> None:
         self._counters["refused"] += len(names)
         for start in range(0, len(names), REFUSED_AT_ONCE):
             part = names[start : start + REFUSED_AT_ONCE]
-            out.append(Refuse(life, rollout_id, part, code, message, use))
+            out.append(Refuse(life, rollout_id, part, code, message, submission))
 
     def _expire(self, group: GroupState, out: Out) -> None:
         self._counters["expired"] += 1
@@ -358,7 +373,7 @@ class GroupRegistry:
             self.finished_tokens -= group.tokens
         else:
             self._drop(group, out)
-            out.append(PublishClosed(group.group_id))
+            out.append(GroupClosed(group.group_id))
         if not group.done:
             self.unfinished_requests -= group.size
             self.unfinished_tokens -= group.kept
@@ -379,7 +394,7 @@ class GroupRegistry:
 
 
 def _key(rollout: RolloutState) -> _Key:
-    return rollout.trainer, rollout.rollout_id, rollout.asked
+    return rollout.trainer, rollout.rollout_id, rollout.params_digest
 
 
 def no_engine(seconds: float) -> str:
@@ -392,4 +407,4 @@ def _conflict(rollout: RolloutState, event: GroupsSubmitted) -> bool:
     other_weights = -1 not in (rollout.weight_version, event.weight_version) and (
         rollout.weight_version != event.weight_version
     )
-    return rollout.asked != event.asked or other_weights
+    return rollout.params_digest != event.params_digest or other_weights

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
+from seer.common.group_events import GroupClosed, GroupOpened, RequestProgress
 from seer.services.buffer import events
 
 
@@ -56,7 +55,7 @@ class Accept(events.Row, frozen=True):
     life: bytes
     rollout_id: str
     prompt_ids: list[str]
-    use: int = 0
+    submission: int = 0
     weight_version: int = -1
 
 
@@ -68,7 +67,7 @@ class Refuse(events.Row, frozen=True):
     prompt_ids: list[str]
     code: str
     message: str
-    use: int = 0
+    submission: int = 0
 
 
 class Deliver(events.Row, frozen=True):
@@ -84,32 +83,6 @@ class Forget(events.Row, frozen=True):
     group_id: str
 
 
-class PublishOpened(events.Row, frozen=True):
-    """Publish that a group was accepted."""
-
-    group_id: str
-    size: int
-    prompt_len: int
-    cap: int
-
-
-class PublishProgress(events.Row, frozen=True):
-    """Publish how far a request is, and what became of its drafts."""
-
-    group_id: str
-    index: int
-    generated: int
-    finished: bool
-    drafted: Sequence[int] = ()
-    accepted: Sequence[int] = ()
-
-
-class PublishClosed(events.Row, frozen=True):
-    """Publish that a group needs no estimate any more."""
-
-    group_id: str
-
-
 Instruction = (
     Dispatch
     | Drop
@@ -120,7 +93,7 @@ Instruction = (
     | Refuse
     | Deliver
     | Forget
-    | PublishOpened
-    | PublishProgress
-    | PublishClosed
+    | GroupOpened
+    | RequestProgress
+    | GroupClosed
 )

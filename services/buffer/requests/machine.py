@@ -20,6 +20,7 @@ from __future__ import annotations
 from collections import OrderedDict
 
 from seer.common import ids
+from seer.common.group_events import GroupOpened, RequestProgress
 from seer.common.policy.draft_costs import ALL_GROUPS
 from seer.common.policy.fleet import Fleet, InstanceView
 from seer.common.policy.length import Estimate
@@ -46,8 +47,6 @@ from seer.services.buffer.requests.instructions import (
     Drop,
     Instruction,
     Keep,
-    PublishOpened,
-    PublishProgress,
     Restore,
 )
 from seer.services.buffer.requests.queue import WaitingQueue
@@ -172,7 +171,7 @@ class RequestMachine:
         """Have the requests of new groups wait."""
         for group in groups:
             self.estimates[group.group_id] = Estimate(float(group.max_tokens))
-            out.append(PublishOpened(group.group_id, group.size, group.prompt_len, group.max_tokens))
+            out.append(GroupOpened(group.group_id, group.size, group.prompt_len, group.max_tokens))
             for index in range(group.size):
                 request_id = ids.request_id(group.group_id, index)
                 view = RequestView(request_id, self._group_number, index, group.prompt_len, group.max_tokens)
@@ -365,7 +364,7 @@ class RequestMachine:
         group = request.group
         drafts = (chunk.drafted, chunk.accepted) if chunk is not None else ((), ())
         reached = (group.group_id, request.view.index, request.view.generated, bool(finish))
-        out.append(PublishProgress(*reached, *drafts))
+        out.append(RequestProgress(*reached, *drafts))
         if finish:
             request.finish, request.stop_reason = finish, stop_reason
             group.unfinished -= 1

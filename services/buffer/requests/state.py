@@ -26,8 +26,8 @@ class Limits:
 class RolloutState:
     """One use of a rollout id. `finish_times` are seconds since `submitted`, drained by the server.
 
-    Answers go to `life`, the address of the trainer's process that asked last, and name its `use`.
-    `asked` digests seed, rollout number, n and sampling: a use has one. `weight_version` is that of the
+    Answers go to `life`, the address of the trainer's process that asked last, and name its `submission`.
+    `params_digest` digests seed, rollout number, n and sampling. `weight_version` is that of the
     groups opened so far; -1: none was. `members` are its groups that are not forgotten yet, held ones,
     too; `groups` and `requests` count those opened. Some of them were `collected` by the trainer, or
     `failed`.
@@ -36,8 +36,8 @@ class RolloutState:
     rollout_id: str
     trainer: str
     life: bytes
-    use: int
-    asked: int
+    submission: int
+    params_digest: int
     submitted: float
     weight_version: int = -1
     members: dict[str, GroupState] = field(default_factory=dict)
@@ -56,7 +56,7 @@ class GroupState:
     """All requests of one prompt. `results` holds them, in index order, once all finished.
 
     `held_since` is set while it waits to be opened, for weights of `awaits` (-1: any) or an engine.
-    `use` asked for it last.
+    `submission` asked for it last.
     `kept` counts output tokens of all its requests; `earlier` is what a life of the buffer before this one
     kept of them, until the group is opened. `acceptance` says how often drafts were right in
     it, by cell; empty: unknown.
@@ -69,7 +69,7 @@ class GroupState:
     prompt_len: int
     max_tokens: int
     awaits: int = -1
-    use: int = 0
+    submission: int = 0
     held_since: float | None = None
     unfinished: int = 0
     kept: int = 0

@@ -16,27 +16,27 @@ class InFlight(Enum):
 
 
 class UpdateAsked(events.Row, frozen=True):
-    """A trainer wants a version; `digest` is checked if it is given. `ask`: its own number for the answer."""
+    """A trainer wants a version; `digest` is checked if it is given. The answer repeats `call_id`."""
 
     trainer: str
     version: int
     source: str
     digest: str = ""
     in_flight: InFlight = InFlight.FINISH
-    ask: int = 0
+    call_id: int = 0
 
 
 class Prepared(events.Row, frozen=True):
     """An instance checked weights beside its live ones; `problem` is empty when it can load them.
 
-    `ask` is that of the `Prepare` it answers; 0: an instance of an earlier release, which does not say.
+    `call_id` is that of the `Prepare` it answers; 0: an instance of an earlier release, which does not say.
     """
 
     instance: str
     version: int
     digest: str
     problem: str = ""
-    ask: int = 0
+    call_id: int = 0
 
 
 class Loaded(events.Row, frozen=True):

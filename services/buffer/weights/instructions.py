@@ -12,7 +12,7 @@ class Prepare(events.Row, frozen=True):
     instance: str
     version: int
     source: str
-    ask: int = 0
+    call_id: int = 0
 
 
 class Discard(events.Row, frozen=True):
@@ -20,7 +20,7 @@ class Discard(events.Row, frozen=True):
 
     instance: str
     version: int
-    ask: int
+    call_id: int
 
 
 class Load(events.Row, frozen=True):
@@ -60,7 +60,7 @@ class Report(events.Row, frozen=True):
     trainer: str
     weights: Weights
     quarantined: dict[str, str]
-    ask: int = 0
+    call_id: int = 0
 
 
 class Fail(events.Row, frozen=True):
@@ -69,7 +69,7 @@ class Fail(events.Row, frozen=True):
     trainer: str
     version: int
     reasons: dict[str, str]
-    ask: int = 0
+    call_id: int = 0
 
 
 Instruction = Prepare | Discard | Load | Admit | Expel | Hold | Release | Abort | Report | Fail

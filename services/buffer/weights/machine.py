@@ -258,7 +258,7 @@ class WeightsMachine(msgspec.Struct):
     def _asked(self, event: UpdateAsked, now: float, idle: bool, out: list[Instruction]) -> None:
         busy, live = self._update, self.live
         if busy is not None:
-            if structs.replace(busy.asked, ask=event.ask) == event:
+            if structs.replace(busy.asked, call_id=event.call_id) == event:
                 # Said again, as to a buffer that may have lost it, or by a later life of the trainer.
                 busy.asked = event
                 return
@@ -268,7 +268,7 @@ class WeightsMachine(msgspec.Struct):
             self._ask_again(event, live, out)
             return
         if problem := self._objection(event, idle):
-            out.append(Fail(event.trainer, event.version, {"": problem}, event.ask))
+            out.append(Fail(event.trainer, event.version, {"": problem}, event.call_id))
             return
         self._updates += 1
         self._update = update = _Update(event, self._updates, now + self.seconds, digest=event.digest)
@@ -288,7 +288,7 @@ class WeightsMachine(msgspec.Struct):
             self._coming |= {name: _Coming(source=event.source) for name in self.quarantined}
             self.quarantined.clear()
         if not self._coming:
-            out.append(Report(event.trainer, live, dict(self.quarantined), event.ask))
+            out.append(Report(event.trainer, live, dict(self.quarantined), event.call_id))
             return
         self._updates += 1
         self._update = _Update(event, self._updates, NEVER, set(self._coming), committing=True)
@@ -324,11 +324,11 @@ class WeightsMachine(msgspec.Struct):
         update = self._update
         if update is None or event.instance not in update.told:
             if event.instance in self and not event.problem:  # it registered anew, and kept what it was told
-                out.append(Discard(event.instance, event.version, event.ask))
+                out.append(Discard(event.instance, event.version, event.call_id))
             return
         if update.committing or event.instance not in update.awaited:
             return
-        if event.version != update.asked.version or event.ask not in (0, update.number):
+        if event.version != update.asked.version or event.call_id not in (0, update.number):
             return  # of an update that is over: its weights may be others
         problem = event.problem
         if not problem and update.digest not in ("", event.digest):
@@ -345,7 +345,7 @@ class WeightsMachine(msgspec.Struct):
         if update is not None:
             asked = update.asked
             out += [Discard(name, asked.version, update.number) for name in sorted(update.told)]
-            out += [Release(), Fail(asked.trainer, asked.version, reasons, asked.ask)]
+            out += [Release(), Fail(asked.trainer, asked.version, reasons, asked.call_id)]
 
     def _go_on(self, now: float, idle: bool, out: list[Instruction]) -> bool:
         """Enter the next phase of an update whose instances have all answered; say if that was to load."""
@@ -359,7 +359,7 @@ class WeightsMachine(msgspec.Struct):
         if update.committing:
             self._update = None
             asked = update.asked
-            out += [Release(), Report(asked.trainer, self._current(), dict(self.quarantined), asked.ask)]
+            out += [Release(), Report(asked.trainer, self._current(), dict(self.quarantined), asked.call_id)]
         elif not update.told:
             self._fail({"": "no engine is left"}, out)
         elif idle:

@@ -91,7 +91,7 @@ class WeightUpdater:
         self._model: Manifest | None = None
         self._orders: asyncio.Queue[Order] = asyncio.Queue(MAX_ORDERS)
         self._preparing: asyncio.Task[wire.WeightsPrepared] | None = None
-        self._cancelled_ask = 0
+        self._cancelled_call_id = 0
         self._rejoins = 0
 
     @property
@@ -115,7 +115,7 @@ class WeightUpdater:
 
     def cancel(self, order: wire.DiscardWeights) -> None:
         """Stop checking the weights of a cancelled update, and queue the deletion of its copies."""
-        self._cancelled_ask = order.ask
+        self._cancelled_call_id = order.call_id
         if self._preparing is not None:
             self._preparing.cancel()
         if not self._orders.full():
@@ -126,7 +126,7 @@ class WeightUpdater:
         self._rejoins += 1
         while not self._orders.empty():
             self._orders.get_nowait()
-        self.cancel(wire.DiscardWeights(version=0, ask=0))
+        self.cancel(wire.DiscardWeights(version=0, call_id=0))
 
     async def run(self) -> None:
         """Carry out orders until cancelled. Raises `EngineError` when sleeping or waking fails."""
@@ -157,7 +157,7 @@ class WeightUpdater:
                 return await self._sleep(order)
 
     async def _prepare_unless_cancelled(self, order: wire.PrepareWeights) -> wire.WeightsPrepared | None:
-        if 0 < order.ask <= self._cancelled_ask:
+        if 0 < order.call_id <= self._cancelled_call_id:
             return None
         self._preparing = asyncio.create_task(self._prepare(order))
         try:
@@ -171,7 +171,7 @@ class WeightUpdater:
             self._preparing = None
 
     async def _prepare(self, order: wire.PrepareWeights) -> wire.WeightsPrepared:
-        answer = wire.WeightsPrepared(version=order.version, digest="", ask=order.ask)
+        answer = wire.WeightsPrepared(version=order.version, digest="", call_id=order.call_id)
         try:
             found = await self._check(order.source)
             answer.digest = found.digest

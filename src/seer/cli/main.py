@@ -1,4 +1,4 @@
-"""The command line. Only click is imported before a command runs: `seer --help` must be quick.
+"""The command line. Only click is imported before a command runs, so that `seer --help` is fast.
 
 Exit codes: 0 done; 1 some or all of the work failed; 2 bad input or configuration.
 """
@@ -10,17 +10,19 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import click
 
 from seer import __version__
 
 if TYPE_CHECKING:
+    import msgspec
+
     from seer.common.config import Config
-    from seer.common.types import SamplingParams
 
 F = TypeVar("F", bound=Callable[..., Any])
+J = TypeVar("J", bound="msgspec.Struct")
 
 _FILE = click.Path(path_type=Path, dir_okay=False)
 _FOLDER = click.Path(path_type=Path, file_okay=False)
@@ -36,7 +38,7 @@ class _Cli(click.Group):
         try:
             return super().invoke(ctx)
         except SeerError as error:
-            from seer.common.process.log import printable  # services word errors, too
+            from seer.common.process.log import printable  # errors may contain texts of other processes
 
             click.echo(printable(f"error: {error}"), err=True)
             sys.exit(2 if isinstance(error, ConfigError | InvalidField) else 1)
@@ -51,251 +53,205 @@ def main() -> None:
     """Fast, strictly on-policy rollouts for LLM reinforcement learning."""
 
 
-def _config_options(command: F) -> F:
-    sets = click.option(
+def _together(*options: Callable[[F], F]) -> Callable[[F], F]:
+    """Return one decorator for several options, which help lists in this order."""
+
+    def decorate(command: F) -> F:
+        for option in reversed(options):
+            command = option(command)
+        return command
+
+    return decorate
+
+
+# An option named `section__key` is the setting `section.key` of the configuration; see `_config`.
+_MODEL = click.option(
+    "--model", "shared__model", type=click.Path(path_type=Path, file_okay=False, resolve_path=True),
+    help="Hugging Face model folder.",
+)  # fmt: skip
+_BACKEND = click.option(
+    "--backend", "engine__backend", type=click.Choice(["vllm", "replay"]),
+    help="Engine backend.  [default: vllm]",
+)  # fmt: skip
+_INSTANCES = click.option(
+    "--instances", type=_POSITIVE, default=2, show_default=True, help="Engines to start."
+)
+_SAMPLING = _together(
+    click.option("-n", "n", default=8, show_default=True, help="Responses per prompt."),
+    click.option("--max-tokens", default=512, show_default=True, help="Most tokens of a response."),
+    click.option("--temperature", default=1.0, show_default=True, help="0: greedy."),
+    click.option("--top-p", default=1.0, show_default=True),
+    click.option("--top-k", default=0, show_default=True, help="0: all tokens."),
+)
+_SEED = click.option("--seed", default=0, show_default=True, help="Seed of the responses' noise.")
+_POOL_AND_DRAFTS = _together(
+    click.option(
+        "--kv-pool", "pool__kind", type=click.Choice(["auto", "mooncake", "none"]),
+        help="KV pool that engines share.  [default: auto, Mooncake if it is installed]",
+    ),
+    click.option(
+        "--drafts", "drafts__source", type=click.Choice(["off", "own", "grouped"]),
+        help="Source of draft tokens: none, the request's own, or all of its group.  [default: grouped]",
+    ),
+    click.option(
+        "--max-draft", "drafts__max_draft", type=click.IntRange(1, 128),
+        help="Most tokens drafted per request and step.  [default: 8]",
+    ),
+    click.option(
+        "--max-paths", "drafts__max_paths", type=_POSITIVE,
+        help="Most draft paths per request and step.  [default: as many as pay]",
+    ),
+)  # fmt: skip
+_CONFIG = _together(
+    click.option("--config", "config_file", type=_FILE, help="TOML configuration file."),
+    click.option(
         "--set", "sets", multiple=True, metavar="A.B=C", help="Override a setting, e.g. engine.kv_blocks=48."
-    )
-    file = click.option("--config", "config_file", type=_FILE, help="TOML configuration file.")
-    return file(sets(command))
+    ),
+)
 
 
-def _load(config_file: Path | None, overrides: list[str], sets: tuple[str, ...]) -> Config:
+def _config(options: dict[str, object]) -> Config:
+    """Load the configuration, and take what went into it out of a command's options."""
     from seer.common.config import load
 
-    return load(config_file, os.environ, [*overrides, *sets])
+    file = cast("Path | None", options.pop("config_file"))
+    sets = cast("tuple[str, ...]", options.pop("sets"))
+    settings = {name: options.pop(name) for name in list(options) if "__" in name}
+    given = [f"{name.replace('__', '.')}={value}" for name, value in settings.items() if value is not None]
+    return load(file, os.environ, [*given, *sets])
 
 
-def _sampling(values: dict[str, object]) -> SamplingParams:
+def _job(kind: type[J], options: dict[str, object]) -> J:
+    """Make a command's job of its options: those that are no field of it are sampling parameters."""
     import msgspec
 
     from seer.common.types import SamplingParams
 
-    return msgspec.convert(values, SamplingParams)
-
-
-def _overrides(**values: object) -> list[str]:
-    """Turn the options that were given into overrides; `buffer__policy` sets buffer.policy."""
-    given = {key.replace("__", "."): value for key, value in values.items() if value is not None}
-    return [f"{key}={value}" for key, value in given.items()]
-
-
-_KV_POOL = click.option(
-    "--kv-pool", type=click.Choice(["auto", "mooncake", "none"]),
-    help="Where engines share KV.  [default: auto, Mooncake where it is installed]",
-)  # fmt: skip
-
-
-def _draft_options(command: F) -> F:
-    source = click.option(
-        "--drafts", type=click.Choice(["off", "own", "grouped"]),
-        help="Whose tokens drafts come from.  [default: grouped, all of the same prompt]",
-    )  # fmt: skip
-    most = click.option(
-        "--max-draft", type=click.IntRange(1, 128),
-        help="Most tokens drafted per request and step.  [default: 8]",
-    )  # fmt: skip
-    paths = click.option(
-        "--max-paths", type=_POSITIVE,
-        help="Most draft paths verified per request and step.  [default: as many as pay]",
-    )  # fmt: skip
-    return source(most(paths(command)))
+    config = _config(options)
+    fields = {name: options.pop(name) for name in kind.__struct_fields__ if name in options}
+    sampling = msgspec.convert(options, SamplingParams)
+    return msgspec.convert(fields | {"config": config, "sampling": sampling}, kind)
 
 
 @main.command()
 @click.argument("prompts", type=_FILE)
-@click.option("--model", type=_FOLDER, help="Hugging Face model folder.")
+@_MODEL
 @click.option("--out", type=_FILE, required=True, help="Output: one JSON line per prompt, in input order.")
-@click.option("-n", "n", default=8, show_default=True, help="Responses per prompt.")
-@click.option("--max-tokens", default=512, show_default=True, help="Longest response.")
-@click.option("--temperature", default=1.0, show_default=True, help="0: greedy.")
-@click.option("--top-p", default=1.0, show_default=True)
-@click.option("--top-k", default=0, show_default=True, help="0: all tokens.")
+@_SAMPLING
 @click.option("--min-p", default=0.0, show_default=True)
 @click.option("--stop", multiple=True, help="Stop string; may be repeated.")
-@click.option("--ignore-eos", is_flag=True, help="Generate max-tokens tokens whatever comes.")
+@click.option(
+    "--ignore-eos", is_flag=True, help="Generate --max-tokens tokens, also after an end-of-sequence token."
+)
 @click.option(
     "--logprobs", type=click.Choice(["scaled", "raw", "processed"]), default="scaled", show_default=True,
-    help="Distribution under which logprobs are returned.",
+    help="Distribution of the returned logprobs.",
 )  # fmt: skip
-@click.option("--seed", default=0, show_default=True, help="Noise of the responses.")
-@click.option("--rollout-number", default=0, show_default=True, help="Use another for every iteration.")
-@click.option("--instances", type=_POSITIVE, default=2, show_default=True, help="Engines to start.")
-@click.option("--tensor-parallel", type=_POSITIVE, help="Ranks per engine.  [default: 1]")
+@_SEED
 @click.option(
-    "--chunk-size", type=_POSITIVE, help="Tokens per chunk.  [default: a 32nd of --max-tokens, at least 256]"
+    "--rollout-number",
+    default=0,
+    show_default=True,
+    help="Part of the noise key: use another for every iteration.",
 )
-@click.option("--policy", help="Scheduling policy.  [default: seer]")
-@click.option("--max-num-seqs", type=_POSITIVE, help="Requests an engine runs at once.  [default: 64]")
-@click.option("--kv-blocks", type=_POSITIVE, help="KV blocks per engine; default: what the memory gives.")
-@_KV_POOL
-@_draft_options
-@click.option("--backend", type=click.Choice(["vllm", "replay"]), help="Engine backend.  [default: vllm]")
-@click.option("--report", type=_FILE, help="Write counts and timings as JSON.")
-@click.option("--report-html", type=_FILE, help="Draw what ran when and where, whether or not all finishes.")
+@_INSTANCES
+@click.option(
+    "--tensor-parallel", "engine__tensor_parallel", type=_POSITIVE, help="Ranks per engine.  [default: 1]"
+)
+@click.option(
+    "--chunk-size", "buffer__chunk_size", type=_POSITIVE,
+    help="Tokens per chunk.  [default: a 32nd of --max-tokens, at least 256]",
+)  # fmt: skip
+@click.option("--policy", "buffer__policy", help="Scheduling policy.  [default: seer]")
+@click.option(
+    "--max-num-seqs", "engine__max_num_seqs", type=_POSITIVE,
+    help="Most requests that an engine runs at once.  [default: 64]",
+)  # fmt: skip
+@click.option(
+    "--kv-blocks", "engine__kv_blocks", type=_POSITIVE,
+    help="KV blocks per engine.  [default: as many as fit]",
+)  # fmt: skip
+@_POOL_AND_DRAFTS
+@_BACKEND
+@click.option("--report", type=_FILE, help="Write counts and timings to a JSON file.")
+@click.option("--report-html", type=_FILE, help="Draw what ran when and where, also of a run that failed.")
 @click.option("--resume", is_flag=True, help="Continue an interrupted run from OUT.journal, if there is one.")
-@click.option("--connect", default="", metavar="ENDPOINT", help="Use a running system; start none.")
-@_config_options
-def rollout(
-    prompts: Path,
-    model: Path | None,
-    out: Path,
-    n: int,
-    seed: int,
-    rollout_number: int,
-    instances: int,
-    tensor_parallel: int | None,
-    chunk_size: int | None,
-    policy: str | None,
-    max_num_seqs: int | None,
-    kv_blocks: int | None,
-    kv_pool: str | None,
-    drafts: str | None,
-    max_draft: int | None,
-    max_paths: int | None,
-    backend: str | None,
-    report: Path | None,
-    report_html: Path | None,
-    resume: bool,
-    connect: str,
-    config_file: Path | None,
-    sets: tuple[str, ...],
-    **sampling: object,
-) -> None:
+@click.option(
+    "--connect", default="", metavar="ENDPOINT", help="Use a running system instead of starting one."
+)
+@_CONFIG
+def rollout(**options: object) -> None:
     """Generate n responses to every prompt of PROMPTS.jsonl.
 
     A line is {"id": ..., "prompt": ... or "prompt_token_ids": [...]}; other fields come back as metadata.
     """
     from seer.rollout.job import Job, perform
 
-    overrides = _overrides(
-        shared__model=model and model.resolve(),
-        engine__backend=backend,
-        engine__tensor_parallel=tensor_parallel,
-        engine__max_num_seqs=max_num_seqs,
-        engine__kv_blocks=kv_blocks,
-        buffer__policy=policy,
-        buffer__chunk_size=chunk_size,
-        pool__kind=kv_pool,
-        drafts__source=drafts,
-        drafts__max_draft=max_draft,
-        drafts__max_paths=max_paths,
-    )
-    if connect and len(overrides) > (model is not None):
+    settings = {name for name, value in options.items() if "__" in name and value is not None}
+    if options["connect"] and settings - {"shared__model"}:
         click.echo("warning: with --connect, engine and scheduling options have no effect", err=True)
-    config = _load(config_file, overrides, sets)
-    job = Job(
-        prompts=prompts,
-        out=out,
-        report=report,
-        report_html=report_html,
-        model=Path(config.shared.model) if config.shared.model else None,
-        n=n,
-        sampling=_sampling(sampling),
-        seed=seed,
-        rollout_number=rollout_number,
-        instances=instances,
-        connect=connect,
-        resume=resume,
-        config=config,
-    )
-    sys.exit(perform(job))
+    sys.exit(perform(_job(Job, options)))
 
 
 @main.command()
 @click.argument("prompts", type=_FILE)
-@click.option("--model", type=_FOLDER, help="Hugging Face model folder.")
-@click.option("-n", "n", default=8, show_default=True, help="Responses per prompt.")
-@click.option("--max-tokens", default=512, show_default=True, help="Longest response.")
-@click.option("--temperature", default=1.0, show_default=True, help="0: greedy.")
-@click.option("--top-p", default=1.0, show_default=True)
-@click.option("--top-k", default=0, show_default=True, help="0: all tokens.")
-@click.option("--seed", default=0, show_default=True, help="Noise of the responses.")
+@_MODEL
+@_SAMPLING
+@_SEED
 @click.option(
-    "--matrix", default="", metavar="CELLS", help="Comma-separated; default: all that can run here."
+    "--matrix", default="", metavar="CELLS", help="Comma-separated.  [default: all that can run here]"
 )
-@click.option("--min-tokens", default=10_000, show_default=True, help="Pass only if this many are compared.")
 @click.option(
-    "--logprob-tolerance", type=click.FloatRange(min=0), help="In raw logits; default: by the model's dtype."
+    "--min-tokens",
+    default=10_000,
+    show_default=True,
+    help="Pass only if at least this many tokens are compared.",
 )
-@click.option("--deadline", default=3600.0, show_default=True, help="Seconds for one cell's rollout.")
-@click.option("--plant-fault", is_flag=True, help="Spoil one position in one cell: the check must fail.")
-@click.option("--backend", type=click.Choice(["vllm", "replay"]), help="Engine backend.  [default: vllm]")
-@click.option("--json", "json_file", type=_FILE, help="Write the whole report.")
-@_config_options
-def verify(
-    prompts: Path,
-    model: Path | None,
-    n: int,
-    seed: int,
-    matrix: str,
-    min_tokens: int,
-    logprob_tolerance: float | None,
-    deadline: float,
-    plant_fault: bool,
-    backend: str | None,
-    json_file: Path | None,
-    config_file: Path | None,
-    sets: tuple[str, ...],
-    **sampling: object,
-) -> None:
-    """Check that no schedule changes a token: PROMPTS.jsonl through a matrix of schedules.
+@click.option(
+    "--logprob-tolerance",
+    type=click.FloatRange(min=0),
+    help="In raw logits.  [default: by the model's dtype]",
+)
+@click.option(
+    "--deadline",
+    "cell_seconds",
+    default=3600.0,
+    show_default=True,
+    help="Most seconds for one cell's rollout.",
+)
+@click.option("--plant-fault", is_flag=True, help="Change one token in one cell: the check must find it.")
+@_BACKEND
+@click.option("--json", "json_file", type=_FILE, help="Write the whole report as JSON.")
+@_CONFIG
+def verify(json_file: Path | None, **options: object) -> None:
+    """Check that no schedule changes a token: run PROMPTS.jsonl under a matrix of schedules (cells).
 
-    Exits 0 only with no bug, every cell named in --matrix exercised and enough tokens compared.
-    More responses than -n are made where a cell needs them.
+    Exits with 0 only if there is no bug, every cell named in --matrix was exercised and enough tokens were
+    compared. Cells that need more responses than -n generate more.
     """
     from seer.verify.cell_run import Job
     from seer.verify.run import perform
 
-    overrides = _overrides(shared__model=model and model.resolve(), engine__backend=backend)
-    job = Job(
-        prompts=prompts,
-        n=n,
-        sampling=_sampling(sampling),
-        seed=seed,
-        config=_load(config_file, overrides, sets),
-        matrix=matrix,
-        min_tokens=min_tokens,
-        logprob_tolerance=logprob_tolerance,
-        cell_seconds=deadline,
-        plant_fault=plant_fault,
-    )
-    sys.exit(perform(job, json_file))
+    sys.exit(perform(_job(Job, options), json_file))
 
 
 @main.command()
-@click.option("--model", type=_FOLDER, help="Hugging Face model folder.")
-@click.option("--instances", type=_POSITIVE, default=2, show_default=True, help="Engines to start.")
-@_KV_POOL
-@_draft_options
-@_config_options
-def up(
-    model: Path | None,
-    instances: int,
-    kv_pool: str | None,
-    drafts: str | None,
-    max_draft: int | None,
-    max_paths: int | None,
-    config_file: Path | None,
-    sets: tuple[str, ...],
-) -> None:
-    """Run a whole system on this machine until Ctrl-C, which drains it; a second one stops it at once."""
+@_MODEL
+@_INSTANCES
+@_POOL_AND_DRAFTS
+@_CONFIG
+def up(instances: int, **options: object) -> None:
+    """Run a whole system on this machine. Ctrl-C drains it; a second Ctrl-C stops it at once."""
     from seer.local.up import serve
 
-    overrides = _overrides(
-        shared__model=model and model.resolve(),
-        pool__kind=kv_pool,
-        drafts__source=drafts,
-        drafts__max_draft=max_draft,
-        drafts__max_paths=max_paths,
-    )
-    serve(_load(config_file, overrides, sets), instances)
+    serve(_config(options), instances)
 
 
 @main.command()
 @click.option("--connect", required=True, metavar="ENDPOINT", help="The buffer's endpoint for trainers.")
 @click.option("--json", "as_json", is_flag=True, help="Print the whole status as JSON.")
 def status(connect: str, as_json: bool) -> None:
-    """Show what a running system does; exits with 1 when a part of it does not answer."""
+    """Show the state of a running system; exits with 1 if a service does not answer."""
     from seer.cli.status import show
 
     sys.exit(show(connect, as_json))
@@ -340,30 +296,34 @@ def _names(context: click.Context, option: click.Parameter, text: str) -> tuple[
     "--workload", "workloads", default="", callback=_names, metavar="NAME|FILE[,...]",
     help="moonlight, qwen2-vl-72b, kimi-k2, a TOML file, or a JSONL trace.  [default: the paper's three]",
 )  # fmt: skip
-@click.option("--cluster", metavar="NAME|FILE", help="The workload on whose instances a trace runs.")
+@click.option("--cluster", metavar="NAME|FILE", help="The workload whose instances run a trace.")
 @click.option(
     "--policy", "policies", default="", callback=_names, metavar="NAME[,...]",
-    help="What to compare, always with static.  "
+    help="Policies to compare, always with static.  "
     "[default: static,least-loaded,divided,least-generated,seer-paper,seer,oracle]",
 )  # fmt: skip
-@click.option("--group-size", type=_POSITIVE, help="Responses per prompt, of as many in all.")
-@click.option("--between", type=click.FloatRange(0, 1), help="Share of the variance between prompts.")
+@click.option("--group-size", type=_POSITIVE, help="Responses per prompt, with the same total number.")
+@click.option(
+    "--between", type=click.FloatRange(0, 1), help="Share of the lengths' variance that lies between prompts."
+)
 @click.option(
     "--chunk-size", type=_POSITIVE, help="Tokens per chunk.  [default: a 32nd of the cap, at least 256]"
 )
-@click.option("--drafts", is_flag=True, help="Run every policy with drafts as well.")
-@click.option("--seeds", type=_POSITIVE, default=3, show_default=True, help="Draws of lengths to compare on.")
+@click.option("--drafts", is_flag=True, help="Run every policy also with drafts.")
+@click.option(
+    "--seeds", type=_POSITIVE, default=3, show_default=True, help="Number of random draws of lengths."
+)
 @click.option("--plan", type=click.FloatRange(min=0, min_open=True), metavar="SECONDS",
-    help="Find the least number of instances that end a rollout in this time.",
+    help="Find the least number of instances that finish a rollout in this time.",
 )  # fmt: skip
-@click.option("--workers", type=_POSITIVE, help="Processes to simulate with.  [default: one per CPU]")
-@click.option("--json", "json_file", type=_FILE, help="Write everything found.")
+@click.option("--workers", type=_POSITIVE, help="Worker processes.  [default: one per CPU]")
+@click.option("--json", "json_file", type=_FILE, help="Write all results as JSON.")
 @click.option(
     "--log", type=_FILE, help="Simulate one rollout, with the first policy, and write a buffer's log of it."
 )
-@click.option("--plot", type=_FOLDER, help="Draw into this folder; needs the extra `plot`.")
+@click.option("--plot", type=_FOLDER, help="Write plots to this folder; needs the extra `plot`.")
 def sim(**options: object) -> None:
-    """Compare scheduling policies on simulated clusters, beside what the paper measured on real ones.
+    """Compare scheduling policies on simulated clusters, beside the paper's measurements on real ones.
 
     docs/simulator.md describes the model, workload files and traces.
     """
@@ -376,30 +336,28 @@ def sim(**options: object) -> None:
 
 def _service(name: str, help_text: str, module: str = "") -> None:
     @main.command(name, help=help_text)
-    @_config_options
-    @click.option("--ready-fd", type=int, help="Write one line there when ready.")
+    @_CONFIG
+    @click.option("--ready-fd", type=int, help="File descriptor to write one line to when ready.")
     @click.option("--parent-pid", type=int, hidden=True)
-    def command(
-        config_file: Path | None, sets: tuple[str, ...], ready_fd: int | None, parent_pid: int | None
-    ) -> None:
+    def command(ready_fd: int | None, parent_pid: int | None, **options: object) -> None:
         if parent_pid is not None:
             from seer.local.child import die_with
 
             die_with(parent_pid)
         from seer.common.process.service import run_process
 
-        config = _load(config_file, [], sets)
+        config = _config(options)
         make = importlib.import_module(f"seer.services.{module or f'{name}.server'}").make
         label = config.engine.name if name == "engine" and config.engine.name else name
         sys.exit(run_process(label, make, config, ready_fd))
 
 
-_service("buffer", "Run the buffer: requests, their chunks and where they run.")
-_service("context", "Run the context service: what groups teach of their lengths and drafts.")
-_service("dgds", "Run the dgds: grouped token streams, shared between engines.")
+_service("buffer", "Run the buffer: it has all requests, and schedules their chunks on engines.")
+_service("context", "Run the context service: estimates of response lengths and of draft acceptance.")
+_service("dgds", "Run the dgds: token streams of groups, shared between engines for drafts.")
 _service("engine", "Run an engine: one model replica.")
-_service("pool-master", "Run the KV pool's master: Mooncake's own, watched.", "pool.master")
-_service("pool-owner", "Run the owner of the KV pool's memory and disk.", "pool.owner")
+_service("pool-master", "Run the KV pool's master: supervises Mooncake's own.", "pool.master")
+_service("pool-owner", "Run the process that provides the KV pool's memory and disk.", "pool.owner")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""`python -m seer.cli.ping ENDPOINT`: whether the service behind a socket answers a Hello; for health checks.
+"""`python -m seer.cli.ping ENDPOINT`: checks that a service answers a `Hello`; for health checks.
 
-Any `tcp://` endpoint of `[endpoints]` that a service answers on will do, so not `events` and `estimates`;
-and `http://` with `pool.metrics` for the KV pool's master.
+ENDPOINT is any of `[endpoints]` except `events` and `estimates`, which do not answer, or `http://` with
+`pool.metrics` for the KV pool's master.
 Exit codes: 0 it answers; 1 it does not.
 """
 
@@ -13,7 +13,8 @@ import sys
 
 from seer.common.clock import LoopClock
 from seer.common.errors import SeerError
-from seer.common.net.channel import Channel, Identity
+from seer.common.net.channel import Channel
+from seer.common.net.handshake import Identity
 from seer.common.net.transport.zmq import ZmqTransport
 from seer.common.pool import ask_master
 from seer.common.process.log import printable
@@ -28,7 +29,7 @@ async def ping(endpoint: str, seconds: float = ANSWER_SECONDS) -> None:
         await ask_master(endpoint.removeprefix("http://"), "/health", seconds)
         return
     transport = ZmqTransport()
-    # One address per host: a check every few seconds must not look like ever new peers.
+    # The same address for all checks of a host, which would be new peers every few seconds otherwise.
     me = Identity(role="ping", name=socket.gethostname(), incarnation=0)
     channel: Channel[SnapshotAsked, BufferSnapshotReply] = Channel(
         transport, endpoint, me, BufferSnapshotReply, LoopClock()
@@ -41,7 +42,7 @@ async def ping(endpoint: str, seconds: float = ANSWER_SECONDS) -> None:
 
 
 def main(arguments: list[str]) -> int:
-    """Ping the one endpoint named; return the exit code."""
+    """Ping an endpoint; return the exit code."""
     if len(arguments) != 1:
         print("usage: python -m seer.cli.ping ENDPOINT", file=sys.stderr)
         return 1

@@ -57,7 +57,7 @@ def _told(header: Header, paths: Sequence[Path]) -> str:
         rows, last = rows + 1, line.time
         match line.event:
             case GroupsSubmitted():
-                rollouts.add((line.event.rollout_id, line.event.use))
+                rollouts.add((line.event.rollout_id, line.event.submission))
             case Joined():
                 engines.add(line.event.instance)
     seconds = last - header.clock

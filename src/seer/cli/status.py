@@ -1,4 +1,4 @@
-"""`seer status`: what a running system does, and what of it does not answer."""
+"""`seer status`: the state of a running system, and which services do not answer."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from seer.common.clock import LoopClock
 from seer.common.config import shards
 from seer.common.errors import SeerError, Unreachable
 from seer.common.ids import new_incarnation
-from seer.common.net.channel import Channel, Identity
+from seer.common.net.channel import Channel
+from seer.common.net.handshake import Identity
 from seer.common.net.transport.zmq import ZmqTransport
 from seer.common.pool import PoolFigures, ask_master, read_figures
 from seer.common.process.log import printable
@@ -28,13 +29,13 @@ from seer.report.pool import figures_text, pool_use, use_text
 
 CONNECT_SECONDS = 5.0
 RATE_SECONDS = 1.0
-"""Rates are the difference of two answers this far apart."""
+"""Rates are computed from two answers this many seconds apart."""
 
 _UNIONS = {"context": ContextSnapshotReply, "dgds": DgdsToEngine}
 
 
 class Service(msgspec.Struct, frozen=True, kw_only=True):
-    """One service as seen from here; `error` is empty when it answered."""
+    """One service; `error` is empty if it answered."""
 
     name: str
     endpoint: str
@@ -42,10 +43,10 @@ class Service(msgspec.Struct, frozen=True, kw_only=True):
     error: str = ""
 
 
-class Seen(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything `seer status` knows. `rates` are per second; `buffer` is None when it does not answer.
+class SystemStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything that `seer status` shows. `rates` are per second; `buffer` is None if it does not answer.
 
-    `pool` is what the KV pool's master counts; None where there is none, or it does not answer.
+    `pool` are the metrics of the KV pool's master; None if there is no pool, or it does not answer.
     """
 
     services: list[Service]
@@ -55,14 +56,14 @@ class Seen(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def show(endpoint: str, as_json: bool) -> int:
-    """Print what answers at and behind a buffer; return 1 when anything does not, or a pool has no memory."""
+    """Print a system's state; return 1 if a service does not answer, or a pool has no memory."""
     seen = asyncio.run(_look(endpoint))
     print(msgspec.json.format(msgspec.json.encode(seen)).decode() if as_json else printable(_text(seen)))
     ownerless = seen.pool is not None and not seen.pool.owners
     return int(ownerless or any(service.error for service in seen.services))
 
 
-async def _look(endpoint: str) -> Seen:
+async def _look(endpoint: str) -> SystemStatus:
     try:
         async with RolloutClient(endpoint, connect_seconds=CONNECT_SECONDS) as client:
             before = await client.status(CONNECT_SECONDS)
@@ -78,7 +79,7 @@ async def _look(endpoint: str) -> Seen:
             )
             status = await client.status(CONNECT_SECONDS)
     except Unreachable as error:
-        return Seen(services=[Service(name="buffer", endpoint=endpoint, error=str(error))])
+        return SystemStatus(services=[Service(name="buffer", endpoint=endpoint, error=str(error))])
     buffer = Service(name="buffer", endpoint=endpoint, uptime_seconds=status.uptime_seconds)
     seconds = max(status.uptime_seconds - before.uptime_seconds, 1e-3)
     rates: dict[str, float] = {
@@ -86,7 +87,7 @@ async def _look(endpoint: str) -> Seen:
         for name in ("tokens", "chunks")
         if name in status.counters
     }
-    return Seen(services=[buffer, *services, *pool], buffer=status, rates=rates, pool=figures)
+    return SystemStatus(services=[buffer, *services, *pool], buffer=status, rates=rates, pool=figures)
 
 
 async def _ask_pool(metrics: str) -> tuple[list[Service], PoolFigures | None]:
@@ -113,7 +114,7 @@ async def _probe(name: str, endpoint: str) -> Service:
         await transport.close()
 
 
-def _text(seen: Seen) -> str:
+def _text(seen: SystemStatus) -> str:
     lines = [_service(service, seen.pool) for service in seen.services]
     status = seen.buffer
     if status is None:

@@ -1,1 +1,1 @@
-"""Seer as the rollout side of trainers that people use; each module needs that trainer installed."""
+"""Seer in existing trainers; each module needs its trainer installed."""

@@ -1,8 +1,8 @@
-"""A Hugging Face model's weights as its checkpoint has them: what `update_weights` takes.
+"""A Hugging Face model's weights with the names and types of its checkpoint, for `update_weights`.
 
 Invariants:
-- names and types are the checkpoint's, whatever the trainer wraps, ties, fuses or upcasts;
-- a tensor that only one side has is an error that names it.
+- names and types are the checkpoint's, however the trainer wraps, ties, fuses or upcasts tensors;
+- a tensor that only the trainer or only the checkpoint has is an error that names it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 WRAPPERS = ("module.", "_orig_mod.")
-"""What data parallelism and `torch.compile` put before names."""
+"""Prefixes that data parallelism and `torch.compile` add to names."""
 
 
 def checkpoint_tensors(
@@ -40,7 +40,7 @@ def checkpoint_tensors(
     for name in sorted(known.keys() - types.keys() - unsaved):
         raise InvalidField("model", str(folder), f"lacks a tensor {name}, which the trainer's has; {fix}")
     tensors = {name: known[name].to(dtype) for name, dtype in types.items()}
-    # Some checkpoints store both names of a tied tensor: the stream leaves out what shares memory.
+    # Some checkpoints store a tied tensor twice; copy it, as streams leave out what shares memory.
     return tensors | {name: tensors[name].clone() for name in types.keys() & model.all_tied_weights_keys}
 
 
@@ -62,7 +62,11 @@ def _types(folder: Path) -> dict[str, object]:
             for name in opened.keys():  # noqa: SIM118 - not a mapping
                 dtype = opened.get_slice(name).get_dtype()
                 if dtype not in floats:
-                    raise InvalidField("model", str(folder), f"tensor {name} is {dtype}: not of plain floats")
+                    raise InvalidField(
+                        "model",
+                        str(folder),
+                        f"tensor {name} is {dtype}: not a plain float",
+                    )
                 types[name] = floats[dtype]
     if not types:
         raise InvalidField("model", str(folder), "give the folder of safetensors that the engines load")

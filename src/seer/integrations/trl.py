@@ -1,12 +1,12 @@
 """TRL: `GRPOTrainer(..., rollout_func=SeerRollout("tcp://head:7101"))`.
 
 Invariants:
-- one completion for each prompt given, in that order. Copies of a prompt are distinct samples: the k-th is
+- one completion for each prompt, in the same order. Copies of a prompt are distinct samples: the k-th is
   response k % num_generations of that prompt's group k // num_generations, counted over all processes;
-- noise keys follow from the seed, the global step (the rollout number), and the call's number within that
-  step. Processes, resumption and weight versions do not enter;
-- every completion has the weights that the trainer has when it asks;
-- only the main process talks to Seer; what fails there is raised in every process.
+- noise keys depend on the seed, the global step (the rollout number), and the call's number within that step,
+  not on processes, resumption or weight versions;
+- every completion is generated with the trainer's current weights;
+- only the main process talks to Seer; its errors are raised in every process.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ Ids = tuple[int, ...]
 GENERATION_KWARGS = {
     "frequency_penalty", "logit_bias", "min_tokens", "presence_penalty", "stop", "stop_token_ids",
 }  # fmt: skip
-"""What `GRPOConfig.generation_kwargs` may hold: sampling parameters that GRPOConfig has no field for."""
+"""Allowed keys of `GRPOConfig.generation_kwargs`: sampling parameters for which GRPOConfig has no field."""
 
 
 class SeerRollout:
-    """A `rollout_func`. `client` is the buffer's endpoint, or a client that its owner closes.
+    """A `rollout_func`. `client` is the buffer's endpoint, or a client that the caller closes.
 
-    `model` is the folder that the engines were started with; the trainer's own unless given. `seed`
-    is the trainer's unless given. A rollout that takes over `deadline_seconds` raises
-    `DeadlineExceeded`. `live` is what the last update made live. Use in a `with`, or `close()` it.
+    `model` is the folder that the engines were started with, by default the trainer's; `seed` is by default
+    the trainer's. A rollout that takes longer than `deadline_seconds` raises `DeadlineExceeded`. `live` is
+    the result of the last weight update. Use in a `with`, or `close()` it.
     """
 
     def __init__(
@@ -71,27 +71,27 @@ class SeerRollout:
         self.close()
 
     def close(self) -> None:
-        """Leave the buffer; idempotent. A later call connects again."""
+        """Disconnect from the buffer; idempotent. A later call connects again."""
         own, self._own = self._own, None
         if own is not None:
             own.close()
 
     def __call__(self, prompts: Sequence[Any], trainer: GRPOTrainer) -> dict[str, list[Any]]:
-        """Sample for prompts, strings or lists of messages, as TRL asks.
+        """Generate completions for prompts (strings or lists of messages); TRL calls this.
 
-        Returns `prompt_ids`, `completion_ids` and `logprobs`: a list for each completion. The logprobs
-        are of the temperature-scaled distribution, untruncated. Raises `InvalidField` for what Seer
-        cannot do, and what the client raises.
+        Returns `prompt_ids`, `completion_ids` and `logprobs`: a list for each completion. Logprobs are of the
+        temperature-scaled distribution, before truncation. Raises `InvalidField` for unsupported settings,
+        and the client's errors.
         """
         check_supported(trainer)
         sampling = sampling_params(trainer)
         everyone = _gathered(trainer, token_ids(prompts, trainer))
-        self._bring_weights(trainer)
+        self._sync_weights(trainer)
         mode = "train" if trainer.model.training else "eval"
         size = trainer.num_generations if mode == "train" else trainer.num_generations_eval
         given = sum(map(len, everyone))
         if mode == "train" and given * size == trainer.args.generation_batch_size:
-            # TRL's documentation says that prompts come once each, its code repeats them: count.
+            # By TRL's documentation prompts come once each, but its code repeats them: count them.
             everyone = [[ids for ids in theirs for _ in range(size)] for theirs in everyone]
         wanted = [ids for theirs in everyone for ids in theirs]
         sampled = _on_main(trainer, lambda: self._sample(trainer, mode, wanted, size, sampling))
@@ -128,15 +128,15 @@ class SeerRollout:
 
     # --- weights -------------------------------------------------------------------------
 
-    def _bring_weights(self, trainer: GRPOTrainer) -> None:
-        """Send the trainer's weights unless the engines have them."""
+    def _sync_weights(self, trainer: GRPOTrainer) -> None:
+        """Update the engines' weights unless they have the trainer's."""
         state, step = trainer.state, trainer.state.global_step
         live_version = _on_main(trainer, lambda: self._client.status().weight_version)
         moved = state is not self._state or step != self._step  # each train() has a state of its own
         if not moved and self.live is not None and self.live.version == live_version:
             return
         weights = trainer.accelerator.get_state_dict(trainer.model_wrapped)  # all processes take part
-        # What is live may be later than our step: after a resumption, or by another trainer.
+        # The live version may be higher than our step: after a resumption, or by another trainer.
         version = max(step, live_version) + 1
         self.live = _on_main(trainer, lambda: self._send(trainer, version, weights))
         if moved:
@@ -160,7 +160,7 @@ class SeerRollout:
 
 
 def arrange(prompts: Sequence[Ids], size: int) -> tuple[list[tuple[Ids, int]], list[tuple[int, int]]]:
-    """Sort copies of prompts into groups of at most `size`.
+    """Put copies of prompts into groups of at most `size`.
 
     Returns each group's prompt and number of copies, and for each prompt given its group and the
     index of its response there.
@@ -181,7 +181,7 @@ def arrange(prompts: Sequence[Ids], size: int) -> tuple[list[tuple[Ids, int]], l
 
 
 def sampling_params(trainer: GRPOTrainer) -> SamplingParams:
-    """Return what GRPOConfig says of sampling. Raises `InvalidField` for what Seer does not do."""
+    """Return GRPOConfig's sampling parameters. Raises `InvalidField` for those that Seer does not have."""
     args = trainer.args
     extra = dict(args.generation_kwargs or {})
     for name in extra.keys() - GENERATION_KWARGS:
@@ -190,7 +190,7 @@ def sampling_params(trainer: GRPOTrainer) -> SamplingParams:
     if args.max_completion_length is None:
         raise InvalidField("GRPOConfig.max_completion_length", None, "give a number of tokens")
     extra["stop_token_ids"] = [*trainer.eos_token_ids, *extra.get("stop_token_ids", ())]
-    said = {
+    given = {
         "max_tokens": args.max_completion_length,
         "temperature": args.temperature,
         "top_p": args.top_p,
@@ -199,15 +199,15 @@ def sampling_params(trainer: GRPOTrainer) -> SamplingParams:
         "repetition_penalty": args.repetition_penalty,
     }
     try:
-        sampling = msgspec.convert({**said, **extra}, SamplingParams)
+        sampling = msgspec.convert({**given, **extra}, SamplingParams)
     except msgspec.ValidationError as error:
-        raise InvalidField("GRPOConfig", {**said, **extra}, str(error)) from error
+        raise InvalidField("GRPOConfig", {**given, **extra}, str(error)) from error
     sampling.check("GRPOConfig")
     return sampling
 
 
 def check_supported(trainer: GRPOTrainer) -> None:
-    """Raise `InvalidField` for a trainer that Seer cannot generate everything for."""
+    """Raise `InvalidField` for settings of the trainer that Seer does not support."""
     if trainer.use_vllm:
         raise InvalidField("GRPOConfig.use_vllm", True, "Seer has the engines: leave it False")
     if trainer.tools:
@@ -220,7 +220,9 @@ def check_supported(trainer: GRPOTrainer) -> None:
 
 
 def token_ids(prompts: Sequence[Any], trainer: GRPOTrainer) -> list[Ids]:
-    """Return the ids of strings or of lists of messages, exactly as TRL makes them for its own engines."""
+    """Return the ids of strings or of lists of messages, exactly as TRL tokenizes them for its own
+    engines.
+    """
     if all(isinstance(prompt, str) for prompt in prompts):
         return [tuple(ids) for ids in trainer.processing_class(text=list(prompts))["input_ids"]]
     for position, prompt in enumerate(prompts):
@@ -238,7 +240,7 @@ def token_ids(prompts: Sequence[Any], trainer: GRPOTrainer) -> list[Ids]:
 
 
 def _gathered(trainer: GRPOTrainer, mine: list[Ids]) -> list[list[Ids]]:
-    """Return what each process has, by rank."""
+    """Return the prompts of each process, by rank."""
     if trainer.accelerator.num_processes == 1:
         return [mine]
     from accelerate.utils import gather_object
@@ -248,24 +250,24 @@ def _gathered(trainer: GRPOTrainer, mine: list[Ids]) -> list[list[Ids]]:
 
 
 def _on_main(trainer: GRPOTrainer, work: Callable[[], T]) -> T:
-    """Run `work` in the main process and return its result in all.
+    """Run `work` in the main process and return its result in all processes.
 
-    Elsewhere what it raised there is a `RolloutFailed`, so that no process waits for another.
+    If it raises, the other processes raise `RolloutFailed`, so that none waits for ever.
     """
     if trainer.accelerator.num_processes == 1:
         return work()
     from accelerate.utils import broadcast_object_list
 
-    said: list[Any] = [None, "the main process was interrupted"]
+    sent: list[Any] = [None, "the main process was interrupted"]
     try:
         if trainer.accelerator.is_main_process:
-            said = [work(), ""]
+            sent = [work(), ""]
     except Exception as error:
-        said[1] = f"the main process failed: {error!r}"
+        sent[1] = f"the main process failed: {error!r}"
         raise
     finally:
-        broadcast_object_list(said)
-    if said[1]:
-        raise RolloutFailed(said[1])
-    result: T = said[0]
+        broadcast_object_list(sent)
+    if sent[1]:
+        raise RolloutFailed(sent[1])
+    result: T = sent[0]
     return result

@@ -1,12 +1,12 @@
 """One service as a child process.
 
 Invariants:
-- a child is ready, or says why it cannot start, on its own pipe; it is gone as soon as that pipe or
-  it ends;
-- it leads a session, and so a process group, of its own: what a terminal sends to ours does not
-  reach it, and what it started ends with it;
-- it dies with its parent (Linux);
-- its log holds what its earlier lives wrote, too.
+- a child reports on a pipe of its own that it is ready, or why it cannot start; if the pipe closes first, the
+  child has ended;
+- it has its own session and process group: signals from our terminal do not reach it, and its whole group
+  is killed when it ends;
+- it is killed when its parent ends (Linux);
+- its log is appended to when it is started again.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from seer.common.config import ENV_PREFIX, Config, dump
 from seer.common.errors import ConfigError, SeerError
 
 COMMAND = (sys.executable, "-m", "seer.cli.main")
-"""What a child runs: its service's subcommand follows."""
+"""The command of a child; its service's subcommand follows."""
 
 TAIL_BYTES, TAIL_LINES = 16_384, 15
-"""How much of a lost child's log is shown."""
+"""How much is shown of the log of a child that ended unexpectedly."""
 
 _PR_SET_PDEATHSIG = 1
 
@@ -42,33 +42,33 @@ class LaunchError(SeerError):
 
 
 class StartError(LaunchError):
-    """A child said why it cannot start: its log has nothing to add."""
+    """A child reported why it cannot start, so its log need not be shown."""
 
 
 class SettingError(StartError, ConfigError):
-    """What it said was about its configuration."""
+    """A child cannot start because of its configuration."""
 
     code = "config"
 
 
-class _Said(msgspec.Struct):
-    """The line that a child writes once it is ready, or refuses to start."""
+class _StartReport(msgspec.Struct):
+    """The line that a child writes when it is ready, or cannot start."""
 
     error: str = ""
     code: str = ""
 
 
 def die_with(parent_pid: int) -> None:
-    """Have the kernel kill this process when its parent ends (Linux; elsewhere a no-op)."""
+    """Have the kernel kill this process when its parent ends (Linux; elsewhere nothing)."""
     if sys.platform != "linux":
         return
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent_pid:  # it ended before the request was made
+    if os.getppid() != parent_pid:  # the parent ended before the call
         sys.exit(1)
 
 
 class Child:
-    """`log` is None when it writes to our stderr. `ready` is the pipe's reading end."""
+    """`log` is None if it writes to our stderr. `ready` is the reading end of its pipe."""
 
     def __init__(self, name: str, process: asyncio.subprocess.Process, log: Path | None, ready: int) -> None:
         self.name = name
@@ -87,7 +87,7 @@ class Child:
         *,
         logged: bool,
     ) -> Self:
-        """Start `service`; its configuration, and with `logged` its log, go into `folder`."""
+        """Start `service`. Its configuration, and with `logged` its log, are files in `folder`."""
         file = folder / f"{name}.toml"
         try:
             file.write_text(dump(config))
@@ -96,7 +96,7 @@ class Child:
                 f"TMPDIR: cannot write {file}: {error.strerror}; give it a disk with room"
             ) from error
         log = folder / f"{name}.log" if logged else None
-        # The file holds what the environment said: it must not be said again.
+        # The file contains what the environment set, so the child must not read that again.
         inherited = {key: value for key, value in os.environ.items() if not _is_setting(key)}
         ready, write = os.pipe()
         sink = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600) if log else os.dup(2)
@@ -116,7 +116,9 @@ class Child:
         return cls(name, process, log, ready)
 
     async def ready(self, seconds: float) -> None:
-        """Wait until the child is ready; once. Raises `LaunchError` when it refuses, ends or is late."""
+        """Wait until the child is ready; call once. Raises `LaunchError` when it cannot start, ends or is
+        late.
+        """
         reader = asyncio.StreamReader()
         pipe, _ = await asyncio.get_running_loop().connect_read_pipe(
             lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(self._ready, "rb", buffering=0)
@@ -126,11 +128,11 @@ class Child:
                 line = await reader.readline()
                 if not line:
                     await self.process.wait()
-                    raise LaunchError(self.obituary())
-                said = msgspec.json.decode(line, type=_Said)
-                if said.error:
-                    cls = SettingError if said.code == ConfigError.code else StartError
-                    raise cls(f"{self.name} cannot start: {said.error}")
+                    raise LaunchError(self.exit_report())
+                report = msgspec.json.decode(line, type=_StartReport)
+                if report.error:
+                    cls = SettingError if report.code == ConfigError.code else StartError
+                    raise cls(f"{self.name} cannot start: {report.error}")
         except TimeoutError:
             raise LaunchError(f"{self.name} was not ready in {seconds:.0f} s{self._last_lines()}") from None
         finally:
@@ -138,11 +140,11 @@ class Child:
 
     @property
     def alive(self) -> bool:
-        """Whether it still runs."""
+        """Whether the process still runs."""
         return self.process.returncode is None
 
-    def obituary(self) -> str:
-        """Say how it ended, with the end of its log."""
+    def exit_report(self) -> str:
+        """Return a text of how it ended, with the end of its log."""
         code = self.process.returncode or 0
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
         return f"{self.name} {how}{self._last_lines()}"
@@ -154,13 +156,13 @@ class Child:
                 self.process.terminate()
 
     async def gone(self, seconds: float) -> None:
-        """Wait for its end, at most so long."""
+        """Wait until it ends, at most `seconds`."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 await self.process.wait()
 
     def kill_group(self) -> None:
-        """Kill what is left, the process's own children included."""
+        """Kill its process group: the process and its own children."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
 

@@ -1,8 +1,8 @@
-"""How a machine is divided between the engines of one local system.
+"""Divides a machine between the engines of one local system.
 
 Invariants:
-- CPU engines get disjoint cores while there are enough, whole physical ones where possible;
-- engines get devices of their own while there are enough, and else share one's memory evenly.
+- CPU engines get disjoint cores if there are enough, whole physical cores where possible;
+- engines get their own devices if there are enough, and otherwise share a device's memory evenly.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from seer.common.errors import ConfigError, InvalidField
 from seer.common.process.memory import free_bytes
 
 MAX_KV_GIB = 4.0
-"""Bound on that share per engine: prefix reuse rarely gains from more on a CPU."""
+"""Bound on the default KV memory of a CPU engine: more rarely improves prefix reuse."""
 
 
 class EnginePlan(msgspec.Struct, frozen=True):
@@ -36,7 +36,7 @@ class EnginePlan(msgspec.Struct, frozen=True):
 
 
 class Hardware(msgspec.Struct, frozen=True):
-    """What there is to divide. `cores` are ordered so that neighbours share a physical core."""
+    """Cores, devices and memory. `cores` are ordered so that those of one physical core are neighbours."""
 
     cores: Sequence[int]
     devices: Sequence[str]
@@ -44,14 +44,14 @@ class Hardware(msgspec.Struct, frozen=True):
 
     @classmethod
     def here(cls) -> Hardware:
-        """Look at this machine."""
+        """Return this machine's."""
         return cls(_cores(), _devices(), free_bytes())
 
 
 def plan_engines(engine: EngineConfig, instances: int, machine: Hardware | None = None) -> list[EnginePlan]:
-    """Divide the machine. What the configuration says already is left as it is.
+    """Return a plan for each engine. Settings that are configured are kept.
 
-    Raises `InvalidField` or `ConfigError` for what cannot be placed.
+    Raises `InvalidField` or `ConfigError` if the engines do not fit the machine.
     """
     if instances < 1:
         raise InvalidField("instances", instances, "give at least 1")

@@ -1,8 +1,8 @@
-"""Whether a system on this machine has a KV pool, and who runs it.
+"""Whether a system on this machine uses a KV pool, and whether it starts one.
 
 Invariants:
 - `pool.kind = auto` is decided here, once for all processes of the system;
-- a pool whose master has an address of this machine is started with the system; another one is joined;
+- a pool whose master has an address of this machine is started with the system; another one is only used;
 - Mooncake is not imported in this process.
 """
 
@@ -23,39 +23,39 @@ from seer.common.process.memory import free_bytes
 POOL_SERVICES = ("pool-master", "pool-owner")
 
 IMPORT_SECONDS = 60.0
-"""It takes a tenth of a second once its files were read."""
+"""Deadline of the import; it takes a tenth of a second once its files are in the page cache."""
 
 FIX = "install the extra cpu, cuda12 or cuda13, and Debian's libibverbs1; or choose none"
 
 
 class PoolPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """The decision. `starts`: the system runs the pool itself; `optional`: it may fail to.
+    """The decision. `starts`: the system starts the pool; `optional`: it goes on if that fails.
 
-    `said` is one line for the user; empty when there was nothing to decide.
+    `note` is a line for the user, empty if there was nothing to decide.
     """
 
     config: PoolConfig
     starts: bool = False
     optional: bool = False
-    said: str = ""
+    note: str = ""
 
 
 def plan_pool(pool: PoolConfig, engine: EngineConfig, *, private: bool) -> PoolPlan:
-    """Decide. With `private`, a pool that is started has loopback ports of its own.
+    """Decide. With `private`, a pool that is started listens on free loopback ports.
 
-    Raises `InvalidField` when a pool is asked for and cannot be had.
+    Raises `InvalidField` when a pool is configured that cannot be used.
     """
     auto = pool.kind == "auto"
     if pool.kind == "none" or (auto and engine.backend != "vllm"):
         return PoolPlan(config=replace(pool, kind="none"))
     if problem := import_problem():
         if auto:
-            said = f"KV pool: none, as Mooncake cannot be imported ({problem})"
-            return PoolPlan(config=replace(pool, kind="none"), said=said)
+            note = f"KV pool: none, as Mooncake cannot be imported ({problem})"
+            return PoolPlan(config=replace(pool, kind="none"), note=note)
         raise InvalidField("pool.kind", "mooncake", f"Mooncake cannot be imported ({problem}): {FIX}")
     pool = replace(pool, kind="mooncake")
     if not _is_here(pool.master):
-        return PoolPlan(config=pool, said=f"KV pool: mooncake, joined at {pool.master}")
+        return PoolPlan(config=pool, note=f"KV pool: mooncake, joined at {pool.master}")
     if private:
         master, metrics = (f"127.0.0.1:{port}" for port in _free_ports(2))
         pool = replace(pool, master=master, metrics=metrics)
@@ -65,8 +65,8 @@ def plan_pool(pool: PoolConfig, engine: EngineConfig, *, private: bool) -> PoolP
     memory = f", at most {pool.dram_gib:g} GiB of memory" if pool.dram_gib else ""
     disk = f" and {pool.ssd_gib:g} GiB of disk" if pool.ssd_gib else ""
     at = "" if private else f" at {pool.master}"
-    said = f"KV pool: mooncake{at}{why}{memory}{disk}"
-    return PoolPlan(config=pool, starts=True, optional=auto, said=said)
+    note = f"KV pool: mooncake{at}{why}{memory}{disk}"
+    return PoolPlan(config=pool, starts=True, optional=auto, note=note)
 
 
 def import_problem() -> str:
@@ -82,7 +82,7 @@ def import_problem() -> str:
 
 
 def _is_here(address: str) -> bool:
-    """Say whether this is an address of this machine: one that can be listened on."""
+    """Return whether this is an address of this machine: whether one can listen on it."""
     host, _, _ = address.rpartition(":")
     with contextlib.suppress(OSError), socket.create_server((host, 0)):
         return True
@@ -90,6 +90,6 @@ def _is_here(address: str) -> bool:
 
 
 def _free_ports(count: int) -> list[int]:
-    with contextlib.ExitStack() as stack:  # all open at once, so that no two are equal
+    with contextlib.ExitStack() as stack:  # open at the same time, so that all differ
         taken = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
         return [int(each.getsockname()[1]) for each in taken]

@@ -1,8 +1,8 @@
-"""When a lost child is started again: pure, so that it can be read and tested in a minute.
+"""When a child that ended unexpectedly is started again.
 
 Invariants:
-- a child that ran for `HEALTHY_SECONDS` has its failures forgiven;
-- after `LIMIT` failures in a row it is given up; before that the pauses grow.
+- after `HEALTHY_SECONDS` of running, earlier failures do not count;
+- after `LIMIT` failures in a row the child is given up; until then the pauses grow.
 """
 
 from __future__ import annotations
@@ -10,25 +10,26 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 LIMIT = 4
-"""Failures in a row, a failed start included, that a child survives."""
+"""Failures in a row, failed starts included, after which a child is still restarted."""
 
 PAUSES = (0.2, 1.0, 5.0, 15.0)
-"""Seconds before each start in a row: short first, for whoever waits; long last, for what must recover."""
+"""Seconds before each restart in a row: short at first, as others wait for it; then longer, so that it can
+recover."""
 
 HEALTHY_SECONDS = 60.0
 
 
 @dataclass(slots=True)
 class Restarts:
-    """One child's record. `total` counts the starts granted."""
+    """The restarts of one child; `total` counts all of them, `in_a_row` failures since it was healthy."""
 
     total: int = 0
     in_a_row: int = 0
 
     def pause(self, lived: float) -> float | None:
-        """Return the seconds to wait after a child ended `lived` seconds after being ready (0: it never was).
+        """Return the seconds to wait before a restart; None: give it up.
 
-        None: it is given up.
+        `lived`: seconds from being ready to its end (0: it was never ready).
         """
         self.in_a_row = 1 if lived >= HEALTHY_SECONDS else self.in_a_row + 1
         if self.in_a_row > LIMIT:

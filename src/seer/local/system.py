@@ -1,15 +1,16 @@
 """A whole system on this machine: buffer, context, dgds, engines and a KV pool as child processes.
 
 Invariants:
-- no child outlives this process: each dies with it (on Linux), and on the way out the whole process
-  group of each is killed;
-- a child that ends before it is told to is noticed at once, with the last lines it logged, and
-  started again as `restarts` allows; one that cannot start at first ends the whole;
-- one that is given up is survived, but for the buffer and the last engine;
-- a KV pool that nobody asked for by name (`pool.kind = auto`) is not waited for, and may fail to start;
+- no child outlives this process: each is killed with it (on Linux), and when the system stops, the whole
+  process group of each is killed;
+- a child that ends unexpectedly is noticed at once, reported with the end of its log, and started again as
+  `restarts` allows; if one cannot start at first, the whole system stops;
+- after too many restarts a child is given up, and the system goes on without it, except without the buffer or
+  any engine;
+- a KV pool that was chosen by `pool.kind = auto` is not waited for, and may fail to start;
 - starting and stopping have deadlines;
-- all that children take for temporary lies in one folder of the run (`seer.common.process.scratch`):
-  it goes with the run, or, if that was killed, when the next one starts.
+- all temporary files of children are in one folder of the run (`seer.common.process.scratch`), which is
+  removed with the run, or, if that was killed, when the next one starts.
 """
 
 from __future__ import annotations
@@ -39,35 +40,35 @@ T = TypeVar("T")
 SERVICES = ("buffer", "context", "dgds")
 
 SERVICE_START_SECONDS = 60.0
-"""Deadline for a light service to be ready; generous, since engines load at the same time."""
+"""Deadline for a service other than an engine to be ready; generous, as engines load at the same time."""
 
 ENGINE_START_SLACK_SECONDS = 60.0
-"""An engine gets this beyond `engine.load_seconds`, for importing its libraries."""
+"""Time beyond `engine.load_seconds` for an engine to import its libraries."""
 
 DRAIN_SECONDS = 3600.0
-"""Longest that a buffer told to drain may have its engines go on."""
+"""Longest time that a draining buffer may keep its engines running."""
 
 LEAVE_SECONDS = 10.0
-"""Longest orderly end of a child that has nothing left to do."""
+"""Longest time for a child without work to end after SIGTERM."""
 
 STOP_SECONDS = 5.0
-"""After a second SIGTERM; then the process group is killed."""
+"""Time to end after a second SIGTERM; then the process group is killed."""
 
 SPOOL = "weights"
-"""Where a system keeps weights that trainers stream, unless told: in its own folder, never longer than it."""
+"""Default folder of the buffer's spool, in the folder of the run."""
 
 LOG = "log"
 """Likewise for the buffer's log."""
 
 POOL_DISK = "pool"
-"""Likewise for the KV pool's disk tier."""
+"""Default folder of the KV pool's disk tier, likewise."""
 
 _MAX_IPC_DIR = 60
 """Unix socket paths are at most 107 bytes long."""
 
 
 def run(work: Coroutine[Any, Any, T]) -> T:
-    """`asyncio.run` in which SIGTERM, too, cancels the work; the exit code then is a shell's 143."""
+    """`asyncio.run` in which SIGTERM, too, cancels the work; the exit code is then 143, as in a shell."""
     terminated = False
 
     async def guarded() -> T:
@@ -89,7 +90,7 @@ def run(work: Coroutine[Any, Any, T]) -> T:
 
 
 class _Slot:
-    """One service's place: the child that fills it now, and its record."""
+    """One service of the system: its current child process, and its restarts."""
 
     def __init__(
         self,
@@ -112,16 +113,16 @@ class _Slot:
         self.ready_at: float | None = None
         self.restarts = Restarts()
         self.given_up = False
-        self.keeper: asyncio.Task[None] | None = None
+        self.watcher: asyncio.Task[None] | None = None
 
 
 class LocalSystem:
     """Use as `async with LocalSystem(config, instances) as system`; then `system.endpoint`.
 
-    With `private`, endpoints are ipc sockets in a directory of the run, and children log into files
-    there, which are kept when something went wrong. Otherwise the configured endpoints are used and
-    children log to stderr. With `drain`, leaving waits until all accepted work was collected. `say`
-    gets one line per thing worth knowing.
+    With `private`, endpoints are ipc sockets in a folder of the run, and children log into files there, which
+    are kept if something failed. Otherwise the configured endpoints are used and children log to stderr.
+    With `drain`, leaving waits until trainers have all accepted work. `say` is called with lines for the
+    user.
     """
 
     def __init__(
@@ -140,7 +141,7 @@ class LocalSystem:
         self._drain = drain
         self._say = say
         self._slots: list[_Slot] = []
-        self._lost = False
+        self._keep_logs = False
         if not private:
             _refuse_free_ports(config.endpoints)
 
@@ -156,7 +157,7 @@ class LocalSystem:
 
     @property
     def restarts(self) -> dict[str, int]:
-        """How often each child was started again."""
+        """How often each child was restarted, by name."""
         return {slot.name: slot.restarts.total for slot in self._slots}
 
     async def __aenter__(self) -> Self:
@@ -181,12 +182,12 @@ class LocalSystem:
         if self._pool.starts and self.config.pool.ssd_gib and not self.config.pool.ssd_path:
             disk = replace(self.config.pool, ssd_path=str(self._dir / POOL_DISK))
             self.config = replace(self.config, pool=disk)
-        if self._pool.said:
-            self._say(self._pool.said)
+        if self._pool.note:
+            self._say(self._pool.note)
         try:
             await self._start()
         except BaseException as error:
-            self._lost = not isinstance(error, StartError)
+            self._keep_logs = not isinstance(error, StartError)
             await self._stop(orderly=False)
             raise
         return self
@@ -197,7 +198,7 @@ class LocalSystem:
         await self._stop(orderly=error is None)
 
     async def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """Await `work`; raises `LaunchError`, and cancels it, when the system cannot go on."""
+        """Await `work`; when the system cannot go on, cancel it and raise `LaunchError`."""
         task = asyncio.create_task(work)
         try:
             either: list[asyncio.Future[Any]] = [task, self._failure]
@@ -215,12 +216,13 @@ class LocalSystem:
         Engines notice within seconds, drop what they run and register again. Raises `LaunchError`.
         """
         (slot,) = (slot for slot in self._slots if slot.service == "buffer")
-        await self._end_keepers("buffer")
+        await self._end_watchers("buffer")
         await self._end(self._children("buffer"), LEAVE_SECONDS)
-        settings = replace(settings, spool=settings.spool or self.config.buffer.spool)
+        now = self.config.buffer
+        settings = replace(settings, spool=settings.spool or now.spool, log=settings.log or now.log)
         slot.config = self.config = replace(self.config, buffer=settings)
         await self._bring_up(slot)
-        slot.keeper = asyncio.create_task(self._keep(slot))
+        slot.watcher = asyncio.create_task(self._watch(slot))
 
     # --- starting ------------------------------------------------------------------------
 
@@ -233,24 +235,24 @@ class LocalSystem:
             config = replace(self.config, engine=plan.config)
             seconds = plan.config.load_seconds + ENGINE_START_SLACK_SECONDS
             slot = _Slot("engine", plan.config.name, config, plan.environ, seconds)
-            if plan.shares_device:  # they measure its free memory as they start: one after the other
+            if plan.shares_device:  # one after the other: engines measure free memory as they start
                 slot.gate = shared
             self._slots.append(slot)
         for name in POOL_SERVICES if self._pool.starts else ():
             optional = self._pool.optional
             self._slots.append(_Slot(name, name, self.config, {}, SERVICE_START_SECONDS, optional=optional))
-        waited = [slot for slot in self._slots if not slot.optional]
+        required = [slot for slot in self._slots if not slot.optional]
         for slot in self._slots:
             if slot.optional:
-                slot.keeper = asyncio.create_task(self._begin(slot))
+                slot.watcher = asyncio.create_task(self._start_and_watch(slot))
         try:
             async with asyncio.TaskGroup() as tasks:
-                for slot in waited:
+                for slot in required:
                     tasks.create_task(self._bring_up(slot))
         except ExceptionGroup as group:
             raise group.exceptions[0] from None
-        for slot in waited:
-            slot.keeper = asyncio.create_task(self._keep(slot))
+        for slot in required:
+            slot.watcher = asyncio.create_task(self._watch(slot))
 
     async def _bring_up(self, slot: _Slot) -> None:
         slot.ready_at = None
@@ -262,11 +264,11 @@ class LocalSystem:
             await slot.child.ready(slot.start_seconds)
         slot.ready_at = asyncio.get_running_loop().time()
 
-    # --- keeping up ----------------------------------------------------------------------
+    # --- watching ------------------------------------------------------------------------
 
-    async def _begin(self, slot: _Slot) -> None:
+    async def _start_and_watch(self, slot: _Slot) -> None:
         await self._try(slot)
-        await self._keep(slot)
+        await self._watch(slot)
 
     async def _try(self, slot: _Slot) -> bool:
         try:
@@ -274,28 +276,29 @@ class LocalSystem:
         except LaunchError as error:
             self._say(str(error))
             if slot.child is not None:
-                slot.child.kill_group()  # when it was only late
+                slot.child.kill_group()  # it may still be starting
             return False
         return True
 
-    async def _keep(self, slot: _Slot) -> None:
+    async def _watch(self, slot: _Slot) -> None:
         while slot.child is not None:
             await slot.child.process.wait()
-            self._lost = True
-            slot.child.kill_group()  # what it had started must not outlive it
+            self._keep_logs = True
+            slot.child.kill_group()  # its own children must not outlive it
             now = asyncio.get_running_loop().time()
             pause = slot.restarts.pause(now - slot.ready_at if slot.ready_at else 0.0)
             if pause is None:
                 self._give_up(slot, slot.child)
                 return
-            self._say(f"{slot.child.obituary()}\n{slot.name} starts again in {pause:g} s")
+            self._say(f"{slot.child.exit_report()}\n{slot.name} starts again in {pause:g} s")
             await asyncio.sleep(pause)
             if await self._try(slot):
                 self._say(f"{slot.name} is back")
 
     def _give_up(self, slot: _Slot, child: Child) -> None:
         slot.given_up = True
-        end = f"{child.obituary()}\n{slot.name} is given up after {slot.restarts.in_a_row} failures in a row"
+        failures = slot.restarts.in_a_row
+        end = f"{child.exit_report()}\n{slot.name} is given up after {failures} failures in a row"
         engines = [each for each in self._slots if each.service == "engine"]
         left = sum(not each.given_up for each in engines)
         if slot.service in ("context", "dgds", *POOL_SERVICES):
@@ -312,43 +315,43 @@ class LocalSystem:
 
     async def _stop(self, *, orderly: bool) -> None:
         try:
-            if self._drain and orderly:  # engines that are lost meanwhile still come back
-                await self._end_keepers("buffer")
+            if self._drain and orderly:  # engines that end meanwhile are still restarted
+                await self._end_watchers("buffer")
                 await self._end(self._children("buffer"), DRAIN_SECONDS)
-            await self._end_keepers(*SERVICES, *POOL_SERVICES, "engine")
-            # Engines next: they say goodbye to services that are still there.
+            await self._end_watchers(*SERVICES, *POOL_SERVICES, "engine")
+            # Engines next: they send `Goodbye` to the services.
             for services in (("engine",), (*SERVICES, *POOL_SERVICES)):
                 await self._end(self._children(*services), LEAVE_SECONDS if orderly else 0.0)
         finally:
             for slot in self._slots:
-                if slot.keeper is not None:
-                    slot.keeper.cancel()
+                if slot.watcher is not None:
+                    slot.watcher.cancel()
                 if slot.child is not None:
                     slot.child.kill_group()
             self._clean_up()
 
-    async def _end_keepers(self, *services: str) -> None:
-        ending = [slot.keeper for slot in self._slots if slot.keeper and slot.service in services]
-        for keeper in ending:
-            keeper.cancel()
+    async def _end_watchers(self, *services: str) -> None:
+        ending = [slot.watcher for slot in self._slots if slot.watcher and slot.service in services]
+        for watcher in ending:
+            watcher.cancel()
         await asyncio.gather(*ending, return_exceptions=True)
 
     async def _end(self, children: list[Child], seconds: float) -> None:
-        """Have children drain for so long, then stop, then kill them."""
+        """Give children `seconds` to drain, then stop them, then kill them."""
         for patience in (seconds, STOP_SECONDS):
             for child in children:
                 child.terminate()
             await asyncio.gather(*(child.gone(patience) for child in children))
         stuck = [child.name for child in children if child.alive]
         if stuck:
-            self._lost = True
+            self._keep_logs = True
             self._say(f"{', '.join(stuck)} did not end {seconds + STOP_SECONDS:g} s after SIGTERM: killed")
         for child in children:
             child.kill_group()
         await asyncio.gather(*(child.gone(STOP_SECONDS) for child in children))
 
     def _clean_up(self) -> None:
-        if not (self._lost and self._private):
+        if not (self._keep_logs and self._private):
             self._scratch.close()
             return
         self._say(f"logs are kept in {self._dir}")

@@ -1,1 +1,1 @@
-"""What a run was good for, in words and numbers."""
+"""Texts about the KV pool and drafts, for `seer status` and the end of a rollout."""

@@ -1,4 +1,4 @@
-"""What drafts were good for, in words: the same for `seer status` and after a rollout."""
+"""What drafts achieved, as text: for `seer status` and the end of a rollout."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ class DraftUse(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def acceptance_length(self) -> float:
-        """Tokens per request and step, the model's own one included; 0 where nothing is counted."""
+        """Tokens per request and step, the bonus token included; 0 without data."""
         return self.tokens / self.verifications if self.verifications else 0.0
 
 
 def draft_use(stats: Sequence[InstanceStats]) -> DraftUse:
-    """Add up what instances report."""
+    """Sum the statistics of instances."""
     return DraftUse(
         tokens=sum(each.generated_tokens for each in stats),
         verifications=sum(each.verifications for each in stats),
@@ -38,7 +38,7 @@ def draft_use(stats: Sequence[InstanceStats]) -> DraftUse:
 
 
 def draft_text(use: DraftUse) -> str:
-    """Say what drafts brought, and what making them took."""
+    """Return a text: acceptance, and the time that drafting took."""
     share = use.draft_seconds / use.step_seconds if use.step_seconds else 0.0
     return (
         f"acceptance length {use.acceptance_length:.2f}, {use.accepted} of {use.drafted} drafted tokens "

@@ -53,7 +53,7 @@ class LogReader:
         self._offset = 0.0
         self._engines: dict[str, _Engine] = defaultdict(_Engine)
         self._running: dict[str, Chunk] = {}  # by request id
-        self._responses: dict[str, Response] = {}  # by request id, of the latest use
+        self._responses: dict[str, Response] = {}  # by request id, of the latest submission
         self._rollouts: dict[tuple[str, str, int], Rollout] = {}
         self._kept: dict[str, events.Kept] = {}  # by group id: what an earlier life of the buffer kept
         self._updates: dict[tuple[str, int], Span] = {}
@@ -115,7 +115,7 @@ class LogReader:
             case Left(instances, died):
                 for name in instances:
                     self._left(name, died=died)
-            case weight_events.UpdateAsked(trainer, version, ask=ask):
+            case weight_events.UpdateAsked(trainer, version, call_id=ask):
                 now = self.timeline.end
                 span = Span(SpanKind.WEIGHTS, now, now, f"weights {version}")
                 self._updates[trainer, ask] = span
@@ -134,9 +134,9 @@ class LogReader:
                 self._refused(item)
             case sleep.GiveUp(instance):
                 self._left(instance, died=True)
-            case weight_instructions.Report(trainer, ask=ask):
+            case weight_instructions.Report(trainer, call_id=ask):
                 self._updated(trainer, ask, "")
-            case weight_instructions.Fail(trainer, ask=ask, reasons=reasons):
+            case weight_instructions.Fail(trainer, call_id=ask, reasons=reasons):
                 self._updated(trainer, ask, "; ".join(filter(None, reasons.values())) or "failed")
             case sleep.Tell(problem="", asleep=asleep):
                 self._slept(asleep)
@@ -152,7 +152,9 @@ class LogReader:
 
     def _take_over_group(self, machine: BufferMachine, group: GroupState) -> None:
         owner = group.rollout
-        rollout = self._rollout(owner.trainer, owner.rollout_id, owner.use, self._offset + owner.submitted)
+        rollout = self._rollout(
+            owner.trainer, owner.rollout_id, owner.submission, self._offset + owner.submitted
+        )
         for index in range(group.size):
             request_id = ids.request_id(group.group_id, index)
             response = self._response(rollout, group.prompt_id, index, request_id)
@@ -168,7 +170,7 @@ class LogReader:
     # --- requests --------------------------------------------------------------------------
 
     def _submitted(self, event: events.GroupsSubmitted) -> None:
-        rollout = self._rollout(event.trainer, event.rollout_id, event.use, self.timeline.end)
+        rollout = self._rollout(event.trainer, event.rollout_id, event.submission, self.timeline.end)
         for spec in event.groups:
             group_id = ids.group_id(event.rollout_id, spec.prompt_id)
             if spec.kept is not None:
@@ -179,11 +181,11 @@ class LogReader:
                 if response.finished is None:
                     response.finish = ""
 
-    def _rollout(self, trainer: str, rollout_id: str, use: int, submitted: float) -> Rollout:
-        known = self._rollouts.get((trainer, rollout_id, use))
+    def _rollout(self, trainer: str, rollout_id: str, submission: int, submitted: float) -> Rollout:
+        known = self._rollouts.get((trainer, rollout_id, submission))
         if known is None:
-            known = Rollout(rollout_id, trainer, use, submitted)
-            self._rollouts[trainer, rollout_id, use] = known
+            known = Rollout(rollout_id, trainer, submission, submitted)
+            self._rollouts[trainer, rollout_id, submission] = known
             self.timeline.rollouts.append(known)
         return known
 
@@ -200,7 +202,7 @@ class LogReader:
             group_id = ids.group_id(item.rollout_id, prompt_id)
             index = 0
             while (response := self._responses.get(ids.request_id(group_id, index))) is not None:
-                if response.finished is None and response.rollout.use == item.use:
+                if response.finished is None and response.rollout.submission == item.submission:
                     response.finish = item.code
                 index += 1
 

@@ -1,4 +1,4 @@
-"""What the KV pool was good for, in words: the same for `seer status` and after a rollout."""
+"""What the KV pool achieved, as text: for `seer status` and the end of a rollout."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ NOBODY = "NOBODY: saves are dropped until an owner holds memory again, which it 
 
 
 class PoolUse(msgspec.Struct, frozen=True, kw_only=True):
-    """Totals over instances, as `InstanceStats` counts them; `away`: instances that leave it alone now."""
+    """Totals over instances, as `InstanceStats` counts them; `away`: instances that do not use it for now."""
 
     prompt_tokens: int = 0
     cached_tokens: int = 0
@@ -28,12 +28,12 @@ class PoolUse(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def used(self) -> bool:
-        """Whether there is, or was, a pool."""
+        """Whether a pool was used."""
         return bool(self.pool_tokens or self.saved_blocks or self.dropped_blocks or self.failures)
 
 
 def pool_use(stats: Sequence[InstanceStats]) -> PoolUse:
-    """Add up what instances report."""
+    """Sum the statistics of instances."""
     return PoolUse(
         prompt_tokens=sum(each.prompt_tokens for each in stats),
         cached_tokens=sum(each.cached_tokens for each in stats),
@@ -47,7 +47,9 @@ def pool_use(stats: Sequence[InstanceStats]) -> PoolUse:
 
 
 def use_text(use: PoolUse) -> str:
-    """Say where prompt tokens came from, and what went wrong. A chunk's prompt is all before it."""
+    """Return a text: where prompt tokens came from, and failures. A chunk's prompt is all tokens before
+    it.
+    """
     whole = max(use.prompt_tokens, 1)
     away = ", LEFT ALONE for now: saves are dropped" if use.away else ""
     return (
@@ -59,7 +61,7 @@ def use_text(use: PoolUse) -> str:
 
 
 def figures_text(figures: PoolFigures) -> str:
-    """Say what the pool's master counts."""
+    """Return a text with the metrics of the pool's master."""
     disk = (
         f", {figures.ssd_used / GIB:.2f} of {figures.ssd_total / GIB:.2f} GiB of disk"
         if figures.ssd_total

@@ -24,14 +24,14 @@ class End(Enum):
 
 @dataclass(slots=True, eq=False)
 class Rollout:
-    """One use of a rollout id by a trainer. `responses` and `prompts` are in the order of their submission.
+    """One submission of a rollout by its trainer. `responses` and `prompts` are in order of arrival.
 
     `prompts` numbers the ids of its prompts.
     """
 
     rollout_id: str
     trainer: str
-    use: int
+    submission: int
     submitted: float
     prompts: dict[str, int] = field(default_factory=dict)
     responses: list[Response] = field(default_factory=list)

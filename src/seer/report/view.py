@@ -124,7 +124,7 @@ class RolloutView:
 
 
 def choose_rollout(timeline: Timeline, rollout_id: str = "") -> Rollout:
-    """Return the last use of a rollout id; without one, the last rollout of which a chunk ran.
+    """Return the last submission of a rollout id; without one, the last rollout of which a chunk ran.
 
     Raises `InvalidField` when there is none.
     """

@@ -1,8 +1,8 @@
 """The files of `seer rollout`: prompts in, responses out.
 
 Invariants:
-- every complaint about a prompt starts with `FILE:LINE: field`;
-- a file written here appears whole or not at all.
+- every error about a prompt starts with `FILE:LINE: field`;
+- a file that is written here appears complete or not at all.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ _FIELDS = ("id", "prompt", "prompt_token_ids")
 
 
 class PromptLine(msgspec.Struct, frozen=True):
-    """A prompt and where it stands (`FILE:LINE`)."""
+    """A prompt and its place in the file (`FILE:LINE`)."""
 
     where: str
     prompt: Prepared
 
 
 class ModelFacts(msgspec.Struct, frozen=True):
-    """What a model folder tells without loading it. Zero: unknown, the engine will check.
+    """Limits of a model from its config.json. 0: unknown, the engine will check.
 
-    `context` is the longest sequence, `vocab_size` the bound of token ids.
+    `context` is the longest sequence, `vocab_size` the bound on token ids.
     """
 
     context: int = 0
@@ -64,14 +64,14 @@ def model_facts(folder: Path) -> ModelFacts:
 
 
 def check_weights(folder: Path) -> None:
-    """Raise `InvalidField` when weights are missing or cut short: an engine would find out much later."""
+    """Raise `InvalidField` when weights are missing or truncated: an engine would find out much later."""
     problem = problem_of(folder)
     if problem:
         raise InvalidField("--model", str(folder), f"{problem}; give a complete Hugging Face model folder")
 
 
 def tokenizer_of(folder: Path | None) -> Tokenizer | None:
-    """Return a model folder's tokenizer, None when it has none."""
+    """Return a model folder's tokenizer, None if it has none."""
     if folder is None or not (folder / "tokenizer.json").is_file():
         return None
     return load_tokenizer(folder)
@@ -163,7 +163,7 @@ def encode_group(group: Group) -> bytes:
 
 
 def write_report(path: Path, report: dict[str, object]) -> None:
-    """Write a report as indented JSON, atomically. Raises `InvalidField` when the disk refuses it."""
+    """Write a report as indented JSON, atomically. Raises `InvalidField` when it cannot be written."""
     try:
         with replacing(path) as partial:
             partial.write_text(json.dumps(report, indent=2) + "\n")
@@ -173,7 +173,7 @@ def write_report(path: Path, report: dict[str, object]) -> None:
 
 
 def check_writable(option: str, path: Path) -> None:
-    """Raise `InvalidField` unless a file can be put there: before the work, not after it."""
+    """Raise `InvalidField` unless a file can be written there; called before the work starts."""
     taken = path.exists() and not path.is_file()
     if taken or not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
         raise InvalidField(option, str(path), "give a file in an existing folder that can be written to")
@@ -200,7 +200,7 @@ def _record(group: Group) -> dict[str, object]:
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Yield a file beside `path` that takes its place when the block succeeds."""
+    """Yield a file beside `path` that replaces it when the block succeeds."""
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
         yield partial

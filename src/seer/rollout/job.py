@@ -2,8 +2,8 @@
 
 Invariants:
 - nothing is started before the whole input was checked;
-- OUT holds every prompt or does not appear; what finished is kept in its journal for `--resume`,
-  what did not is named and makes the exit code 1.
+- OUT has all prompts or does not appear; finished prompts are kept in its journal for `--resume`, unfinished
+  ones are listed and make the exit code 1.
 """
 
 from __future__ import annotations
@@ -51,20 +51,21 @@ from seer.rollout.progress import showing
 from seer.sim.bound import lower_bound
 
 SLACK_TOKENS = 32
-"""Room beyond prompt and output, for tokens that an engine drafts and then rejects."""
+"""Length beyond prompt and output, for drafted tokens that are rejected."""
 
 CONNECT_SECONDS = 30.0
 """Deadline for the buffer's first answer."""
 
 
 class Job(msgspec.Struct, frozen=True, kw_only=True):
-    """What to do. `connect` is a running system's endpoint; empty: start one with `config`."""
+    """The command's options. `connect` is a running system's endpoint; empty: start a system with
+    `config`.
+    """
 
     prompts: Path
     out: Path
     report: Path | None
     report_html: Path | None = None
-    model: Path | None
     n: int
     sampling: SamplingParams
     seed: int
@@ -74,14 +75,20 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     resume: bool
     config: Config
 
+    @property
+    def model(self) -> Path | None:
+        """The model folder; None if none is given, which is possible with `--connect` and the replay
+        backend.
+        """
+        return Path(self.config.shared.model) if self.config.shared.model else None
+
 
 class Outcome(msgspec.Struct):
-    """How far it came; `resumed` prompts were done before it began.
+    """The result so far; `resumed` prompts were finished by an earlier run.
 
-    `name` is the trainer's and the rollout's towards the buffer: whoever resumes a killed run gets
-    what went on without it.
-
-    Seconds are wall time; `seconds` from submission to the last response.
+    `name` is the name of both trainer and rollout at the buffer. It is a function of the job: a run that
+    resumes a killed one gets what the system has finished meanwhile. Seconds are wall time; `seconds` from
+    submission to the last response.
     """
 
     name: str
@@ -113,7 +120,7 @@ def perform(job: Job) -> int:
         raise InvalidField("--model", "", "give a Hugging Face model folder")
     if job.resume and job.model is None and job.connect:
         raise InvalidField(
-            "--resume", True, "with --connect, give --model: a run is known by its model's bytes"
+            "--resume", True, "with --connect, give --model: a run is identified by its model's bytes"
         )
     if embedded and job.config.buffer.policy not in POLICIES:
         raise InvalidField("--policy", job.config.buffer.policy, f"choose one of {', '.join(POLICIES)}")
@@ -142,12 +149,12 @@ def perform(job: Job) -> int:
                 run(_roll(job, job.connect, prompts, tokenizer, journal, outcome))
         finally:
             if 0 < len(journal.done) < len(lines):
-                _say(f"what finished is kept in {journal.path}: the same command with --resume does the rest")
+                _say(f"finished groups are in {journal.path}: the same command with --resume does the rest")
         return _finish(job, journal, [line.prompt.id for line in lines], outcome)
 
 
 def _run_of(job: Job, lines: Sequence[PromptLine]) -> dict[str, str]:
-    """Return everything that the job's tokens follow from, by name, for its journal."""
+    """Return everything that the job's tokens depend on, by name, for its journal."""
     parameters = msgspec.to_builtins(job.sampling, str_keys=True)
     return {
         "model": "" if job.model is None else model_digest(job.model),
@@ -251,7 +258,7 @@ async def _roll(
         try:
             outcome.instances = (await client.status()).instances
         except Unreachable as error:
-            _say(f"no versions for the report: {error}")
+            _say(f"the report has no instances: {error}")
 
 
 def _finish(job: Job, journal: Journal, prompt_ids: Sequence[str], outcome: Outcome) -> int:
@@ -262,7 +269,7 @@ def _finish(job: Job, journal: Journal, prompt_ids: Sequence[str], outcome: Outc
         + (", {efficiency:.0%} of what these engines can".format_map(report) if report["efficiency"] else "")
     )
     use = pool_use([instance.stats for instance in outcome.instances])
-    if use.used and not job.connect:  # a running system's counts are of more than this run
+    if use.used and not job.connect:  # a running system's counts include other runs
         _say(f"KV pool: {use_text(use)}")
     drafts = draft_use([instance.stats for instance in outcome.instances])
     if drafts.verifications and not job.connect:
@@ -273,13 +280,13 @@ def _finish(job: Job, journal: Journal, prompt_ids: Sequence[str], outcome: Outc
         _say(f"not finished ({len(missing)} of {len(prompt_ids)}): {' '.join(missing)}")
     else:
         journal.publish(prompt_ids)
-    if job.report is not None:  # last: no trouble with it may cost the responses
+    if job.report is not None:  # last, so that an error with it does not cost the responses
         write_report(job.report, report)
     return int(bool(missing))
 
 
 def _report(outcome: Outcome) -> dict[str, object]:
-    """Return counts and timings of what this run did; `resumed` prompts are not among them."""
+    """Return counts and timings of this run; they do not include `resumed` prompts."""
     rollout = outcome.rollout
     groups = rollout.groups if rollout else []
     tokens = sum(_lengths(outcome))
@@ -323,9 +330,9 @@ def _bound(outcome: Outcome) -> float | None:
 
 
 def bound_seconds(lengths: Sequence[int], stats: Sequence[InstanceStats]) -> float | None:
-    """Return the least time for responses of these lengths on instances as fast as they were at best.
+    """Return a lower bound on the time for responses of these lengths, at each instance's best speed.
 
-    An instance that never ran for a second counts as the fastest one. None: none of them did.
+    An instance that never ran for a second counts as fast as the fastest. None: none of them did.
     """
     fastest = max((each.best_rate for each in stats), default=0.0)
     if not lengths or not fastest:

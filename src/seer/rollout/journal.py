@@ -1,10 +1,10 @@
-"""The finished groups of a `seer rollout`, kept beside OUT until OUT can appear whole.
+"""The finished groups of a `seer rollout`, kept in OUT.journal until OUT can be written completely.
 
 Invariants:
-- a line is written once a group is whole and is the very line that OUT gets; a torn last line is
-  dropped;
-- a journal is continued only by the run that began it: same model bytes, parameters and prompts;
-- OUT appears whole, in input order, and only then does the journal go.
+- the journal gets a group's line when the group has finished, the same line that OUT will have; an
+  incomplete last line is dropped;
+- a journal is continued only by the same run: same model bytes, parameters and prompts;
+- OUT appears complete, in input order, and only then is the journal removed.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _DIGEST_BYTES = 16
 
 
 class _Head(msgspec.Struct, forbid_unknown_fields=True):
-    """First line of a journal: what its run is a function of."""
+    """First line of a journal: all that its run's tokens depend on."""
 
     journal: dict[str, str]
 
@@ -40,7 +40,7 @@ class _Id(msgspec.Struct):
 
 
 class Journal:
-    """Append-only; `done` holds the ids whose groups are in it. `path` is OUT's name + `.journal`."""
+    """Append-only. `done`: ids of the groups in it; `path`: OUT's name + `.journal`."""
 
     def __init__(self, out: Path, file: BinaryIO) -> None:
         self.path = _beside(out)
@@ -54,8 +54,8 @@ class Journal:
     def open(cls, out: Path, run: Mapping[str, str], *, resume: bool) -> Self:
         """Begin a journal, or with `resume` continue the one that is there.
 
-        `run` names everything the tokens follow from. Raises `InvalidField` when another run's
-        journal is there, when one is there and `resume` is not asked for, or when its run goes on.
+        `run` is everything that the tokens depend on, by name. Raises `InvalidField` when the journal is of
+        another run, when there is one but not `resume`, or when its run is still going on.
         """
         path = _beside(out)
         with contextlib.ExitStack() as on_error:
@@ -71,11 +71,11 @@ class Journal:
 
     @property
     def done(self) -> frozenset[str]:
-        """Prompt ids whose groups are kept."""
+        """Prompt ids of the groups in the journal."""
         return frozenset(self._lines)
 
     def add(self, group: Group) -> None:
-        """Keep a finished group. Raises `InvalidField` when it cannot be written, or is of other weights."""
+        """Add a finished group. Raises `InvalidField` when it cannot be written, or has other weights."""
         self._same_weights(group.prompt_id, group.weight_version)
         line = encode_group(group)
         try:
@@ -83,7 +83,7 @@ class Journal:
             self._file.write(line)
             self._file.flush()
         except OSError as error:
-            fix = f"{self.path}: {error.strerror}; mend that and go on with --resume"
+            fix = f"{self.path}: {error.strerror}; fix that and continue with --resume"
             raise InvalidField("--out", str(self._out), fix) from error
         self._lines[group.prompt_id] = (start, len(line))
 
@@ -98,28 +98,28 @@ class Journal:
                 out.flush()
                 os.fsync(out.fileno())
         except OSError as error:
-            fix = f"{error.strerror}; every group is kept in {self.path}: mend that and go on with --resume"
+            fix = f"{error.strerror}; all groups are in {self.path}: fix that and continue with --resume"
             raise InvalidField("--out", str(self._out), fix) from error
         self.path.unlink()
 
     def close(self) -> None:
-        """Release the file; a journal that this run began and added nothing to is removed."""
+        """Close the file; a new journal without groups is removed."""
         if self._began and not self._lines:
             self.path.unlink(missing_ok=True)
-        with contextlib.suppress(OSError):  # what a full disk refused is refused again
+        with contextlib.suppress(OSError):  # on a full disk it fails again
             self._file.close()
 
     def _lock(self) -> None:
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            fix = "another run is writing it; wait for it, or give another file"
+            fix = "another run is writing it; wait for that, or give another file"
             raise InvalidField("--out", str(self._out), fix) from error
 
     def _begin(self, run: dict[str, str], resume: bool) -> None:
         self._file.seek(0)
         head = self._file.readline()
-        if not head.endswith(b"\n"):  # empty, or torn before anything was kept
+        if not head.endswith(b"\n"):  # empty, or interrupted before any group
             self._began = True
             self._file.truncate(0)
             self._file.write(msgspec.json.encode(_Head(run)) + b"\n")
@@ -135,7 +135,7 @@ class Journal:
         try:
             known = msgspec.json.decode(head, type=_Head).journal
         except msgspec.DecodeError as error:
-            raise InvalidField("--resume", str(self.path), f"is no journal ({error}); delete it") from error
+            raise InvalidField("--resume", str(self.path), f"not a journal ({error}); delete it") from error
         other = [
             f"{name} {run.get(name, 'none')}, there {known.get(name, 'none')}"
             for name in sorted(known | run)
@@ -176,7 +176,7 @@ def model_digest(folder: Path) -> str:
 
 
 def prompts_digest(lines: Iterable[PromptLine]) -> str:
-    """Digest what goes in and comes back: ids, token ids, metadata, in order."""
+    """Digest the prompts: ids, token ids and metadata, in order."""
     whole = hashlib.blake2b(digest_size=_DIGEST_BYTES)
     for line in lines:
         prompt = line.prompt

@@ -1,4 +1,4 @@
-"""What a person sees while a rollout runs: a live bar on a terminal, plain lines elsewhere."""
+"""Progress of a rollout on stderr: a bar on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from seer.common.wire import Progress
 
 PLAIN_SECONDS = 5.0
-"""Interval of plain lines: they end up in log files."""
+"""Interval of plain lines, which usually go to log files."""
 
 Show = Callable[[Progress], None]
 

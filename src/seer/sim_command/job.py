@@ -43,17 +43,17 @@ from seer.sim.study import perform as perform_one
 from seer.sim.workload import WORKLOADS, Workload
 
 POLICIES = ("static", "least-loaded", "divided", "least-generated", "seer-paper", "seer", "oracle")
-"""What is compared by default."""
+"""Policies that are compared by default."""
 
 DEFAULT = "seer"
-"""The policy that is planned with, and traced beside the baseline, by default."""
+"""The default policy for `--plan`, and for plots beside the baseline."""
 
 TABLE_WIDTH = 240
 """A table is not cut to a narrower terminal, or to a pipe's 80 columns."""
 
 
 class Job(msgspec.Struct, frozen=True, kw_only=True):
-    """What to simulate; empty `workloads` are the paper's, empty `policies` are `POLICIES`."""
+    """What to simulate. No `workloads`: the paper's; no `policies`: `POLICIES`."""
 
     workloads: tuple[str, ...]
     cluster: str | None
@@ -116,7 +116,7 @@ def _adjusted(load: Workload, job: Job) -> Workload:
             raise InvalidField(option, value, f"{load.name} has recorded lengths: leave it out")
     if job.between is not None:
         load = replace(load, between=job.between)
-    if job.group_size is not None:  # as many responses, of fewer or more prompts
+    if job.group_size is not None:  # the same number of responses, of fewer or more prompts
         groups = max(1, round(load.groups * load.group_size / job.group_size))
         load = replace(load, groups=groups, group_size=job.group_size)
     return load
@@ -135,13 +135,13 @@ def _check_plot(folder: Path) -> None:
 def _study(
     load: Workload, compared: Sequence[Variant], first: Variant, job: Job, console: Console
 ) -> dict[str, object]:
-    seeds = 1 if load.lengths else job.seeds  # recorded lengths are what they are
+    seeds = 1 if load.lengths else job.seeds  # recorded lengths do not depend on seeds
     planned = list(tasks(load, compared, seeds, job.chunk(load)))
     if job.plot is not None:
         traced = _traced(compared)
         planned = [replace(task, traced=task.seed == 0 and task.variant in traced) for task in planned]
-    with _progress(load.name, len(planned)) as told:
-        runs = run_all(planned, job.workers or cpus(), told)
+    with _progress(load.name, len(planned)) as on_run:
+        runs = run_all(planned, job.workers or cpus(), on_run)
     summaries = summarize(runs, first)
     console.print(table_of(load, summaries, job))
     if job.plot is not None:
@@ -162,7 +162,7 @@ def _study(
 
 
 def _traced(compared: Sequence[Variant]) -> list[Variant]:
-    """Return the baseline and ours, or else what was named last: what is drawn instance by instance."""
+    """Return the variants whose instances are plotted: the baseline, and `DEFAULT` or the last one named."""
     plain = [each for each in compared if not each.drafts]
     ours = Variant(DEFAULT) if Variant(DEFAULT) in plain else plain[-1]
     return list(dict.fromkeys([BASELINE, ours]))
@@ -170,7 +170,7 @@ def _traced(compared: Sequence[Variant]) -> list[Variant]:
 
 @contextlib.contextmanager
 def _progress(name: str, runs: int) -> Iterator[Callable[[Run], None]]:
-    """Yield a function that shows on stderr that a run ended: a bar on a terminal, lines elsewhere."""
+    """Yield a function to call with each run that ended: shows a bar on a terminal, else lines, on stderr."""
     ended = 0
 
     def last(run: Run) -> str:
@@ -197,7 +197,7 @@ def _progress(name: str, runs: int) -> Iterator[Callable[[Run], None]]:
 
 
 def table_of(load: Workload, summaries: Sequence[Summary], job: Job) -> Table:
-    """Return what a study found, beside what the paper did."""
+    """Return a table of the results of a study, beside the paper's."""
     responses = f"{load.groups} prompts, {load.groups * load.group_size} responses"
     if load.lengths:
         responses = f"{len(load.lengths)} prompts, {sum(map(len, load.lengths))} recorded responses"
@@ -219,7 +219,7 @@ def table_of(load: Workload, summaries: Sequence[Summary], job: Job) -> Table:
 
 
 def _cells(found: Summary, paper: Figures) -> dict[str, str]:
-    """Return a row by its headings; cells without a figure are empty."""
+    """Return a row by headings; cells without a value are empty."""
     speedup = f"{found.speedup.mean:.2f}"
     if found.speedup.low is not None and found.variant != BASELINE:
         speedup += f" ({found.speedup.low:.2f}-{found.speedup.high:.2f})"
@@ -248,7 +248,7 @@ def _spread(mean: float, deviation: float, seeds: int) -> str:
 
 
 def _beside(published: float | None, found: float | None, form: str) -> str:
-    """Return a published figure and the error of ours."""
+    """Return a published figure, and how far ours is from it."""
     if published is None:
         return ""
     if not published or found is None:
@@ -261,12 +261,12 @@ def _plan(load: Workload, job: Job, console: Console) -> dict[str, object]:
     variant = Variant(job.policies[0] if job.policies else DEFAULT, job.drafts)
     tried: dict[int, float] = {}
 
-    def told(instances: int, took: float) -> None:
+    def on_result(instances: int, took: float) -> None:
         tried[instances] = took
         print(f"{load.name}: {took:.0f} s on {instances}", file=sys.stderr, flush=True)
 
     workers = job.workers or cpus()
-    needed = instances_for(load, variant, seconds, job.seeds, job.chunk(load), workers, told)
+    needed = instances_for(load, variant, seconds, job.seeds, job.chunk(load), workers, on_result)
     console.print(
         f"{load.name}: within {seconds:.0f} s with {variant.label}: {needed} of its instances "
         f"({tried[needed]:.0f} s); the workload has {load.instances}",

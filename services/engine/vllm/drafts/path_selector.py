@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from seer.common.policy.draft_budget import HIGH_WEIGHT, PAUSE_AFTER_STEPS, PAUSE_STEPS, Choice, DraftBudget
-from seer.common.policy.draft_paths import Fork, join, paths_of, siblings
+from seer.common.policy.draft_paths import Fork, extra_paths, join, paths_of
 
 MAX_BATCH = 8
 """Largest batch that may have several paths: in larger ones a row costs more than a path saves."""
@@ -80,7 +80,7 @@ class PathSelector:
         forks = self._forks(budget, choice, most, high)
         batch = len(ids)
         seconds = budget.seconds(batch, int(most.sum())).tolist()
-        chosen = siblings(forks, seconds, budget.sibling_seconds, batch, self._max_extra)
+        chosen = extra_paths(forks, seconds, budget.sibling_seconds, batch, self._max_extra)
         self._barren = 0 if any(chosen) else self._barren + 1
         drafts, self._firsts = [], {}
         for request, tree, fork, others in zip(ids, self._trees, forks, chosen, strict=True):

@@ -142,7 +142,7 @@ class GroupProposer:
         most = self._ends[:n] - lengths[:n]
         np.maximum(most, 0, out=most)  # np.clip takes longer than both
         np.minimum(most, self._drafts.shape[1], out=most)
-        if self.budget is None or not self.budget.wanted():
+        if self.budget is None or not self.budget.should_draft():
             most[:] = 0
         if unfinished:
             empty = np.array([not row for row in sampled])

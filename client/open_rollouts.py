@@ -1,0 +1,156 @@
+"""The client's unfinished rollouts: takes the buffer's messages, returns those to send. No IO.
+
+Invariants:
+- every group that arrives is acknowledged, needed or not; it is delivered once, and only to the submission
+  that it answers;
+- work that this client gave up is cancelled, again if the buffer still runs it; never the work of another
+  submission or process.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+
+from seer.client.rollout import Rollout
+from seer.client.text import Tokenizer
+from seer.common.errors import DeadlineExceeded, InvalidField, RequestRefused, RolloutCancelled, RolloutFailed
+from seer.common.net.handshake import error_of
+from seer.common.wire import Accepted, Acknowledge, Cancel, GroupDone, Progress, Refused
+
+GIVEN_UP = 1_000
+"""Submissions remembered as given up: if the buffer still runs one, it is cancelled again."""
+
+
+class OpenRollouts:
+    """`tokenizer` decodes the text of responses; None: they have no text."""
+
+    def __init__(self, tokenizer: Tokenizer | None) -> None:
+        self._tokenizer = tokenizer
+        self._open: dict[str, Rollout] = {}
+        self._latest: weakref.WeakValueDictionary[str, Rollout] = weakref.WeakValueDictionary()
+        self._deadlines: dict[str, float] = {}
+        self._acknowledge: dict[tuple[str, int], list[str]] = {}
+        self._given_up: OrderedDict[int, str] = OrderedDict()
+        self._cancel_again: set[int] = set()
+
+    def __bool__(self) -> bool:
+        return bool(self._open)
+
+    def __contains__(self, rollout_id: str) -> bool:
+        return rollout_id in self._open
+
+    def __iter__(self) -> Iterator[Rollout]:
+        return iter(list(self._open.values()))
+
+    def add(self, rollout: Rollout, deadline: float | None) -> None:
+        """Wait for a rollout's results, until `deadline` in the loop's time if there is one."""
+        self._latest[rollout.id] = self._open[rollout.id] = rollout
+        if deadline is not None:
+            self._deadlines[rollout.id] = deadline
+
+    def expire(self, rollout: Rollout, now: float) -> None:
+        """End a rollout at once, as if its deadline had passed."""
+        self._deadlines[rollout.id] = now
+
+    def next_deadline(self, otherwise: float) -> float:
+        """Return the earliest deadline, or `otherwise` where that is earlier."""
+        return min([otherwise, *self._deadlines.values()])
+
+    def take(self, message: Accepted | GroupDone | Progress | Refused) -> None:
+        """Take what the buffer says of a rollout."""
+        match message:
+            case Accepted():
+                self._accepted(message)
+            case GroupDone():
+                self._finished(message)
+            case Progress():
+                self._progressed(message)
+            case Refused():
+                self._refused(message)
+
+    @property
+    def owes(self) -> bool:
+        """Whether `owed` has messages to send."""
+        return bool(self._acknowledge or self._cancel_again)
+
+    def owed(self) -> Iterator[Acknowledge | Cancel]:
+        """Yield acknowledgements of groups that arrived, and cancels of work that still runs."""
+        while self._acknowledge:
+            (rollout_id, submission), prompt_ids = self._acknowledge.popitem()
+            yield Acknowledge(rollout_id=rollout_id, prompt_ids=prompt_ids, submission=submission)
+        while self._cancel_again:
+            submission = self._cancel_again.pop()
+            if rollout_id := self._given_up.get(submission, ""):
+                yield Cancel(rollout_id=rollout_id, submission=submission)
+
+    def expired(self, now: float) -> Iterator[Cancel]:
+        """Fail rollouts whose deadline passed; yield their cancels."""
+        for rollout_id in [key for key, deadline in self._deadlines.items() if deadline <= now]:
+            del self._deadlines[rollout_id]
+            rollout = self._open.get(rollout_id)
+            if rollout is not None:
+                rollout.fail(rollout.unfinished, DeadlineExceeded, "unfinished when the deadline passed")
+                self._settle(rollout)
+                yield Cancel(rollout_id=rollout_id, submission=rollout.submission)
+
+    def cancel(self, rollout: Rollout, prompt_ids: Sequence[str]) -> Iterator[Cancel]:
+        """Give up these unfinished prompts, or all; yield the cancel, unless the rollout has ended."""
+        if self._open.get(rollout.id) is rollout:
+            rollout.fail(prompt_ids or rollout.unfinished, RolloutCancelled, "cancelled by the trainer")
+            self._settle(rollout)
+            yield Cancel(rollout_id=rollout.id, prompt_ids=list(prompt_ids), submission=rollout.submission)
+
+    def fail(self, cls: type[RequestRefused], reason: str) -> None:
+        """End all rollouts in an error."""
+        for rollout in self:
+            rollout.fail(rollout.unfinished, cls, reason)
+            self._settle(rollout)
+
+    def _waiting(self, rollout_id: str, submission: int) -> Rollout | None:
+        """Return the rollout that an answer is meant for, if anybody waits for it."""
+        rollout = self._open.get(rollout_id)
+        return rollout if rollout is not None and rollout.matches(submission) else None
+
+    def _accepted(self, message: Accepted) -> None:
+        rollout = self._waiting(message.rollout_id, message.submission)
+        if rollout is not None:
+            rollout.began(message.weight_version)
+
+    def _finished(self, message: GroupDone) -> None:
+        rollout = self._waiting(message.rollout_id, message.submission)
+        self._acknowledge.setdefault((message.rollout_id, message.submission), []).append(message.prompt_id)
+        if rollout is not None:
+            rollout.deliver(message, self._tokenizer)
+            self._settle(rollout)
+
+    def _progressed(self, progress: Progress) -> None:
+        rollout = self._latest.get(progress.rollout_id)
+        if rollout is not None and rollout.matches(progress.submission):
+            rollout.report(progress)
+        if progress.submission in self._given_up and progress.finished < progress.requests:
+            self._cancel_again.add(progress.submission)  # the first cancel did not arrive
+
+    def _refused(self, message: Refused) -> None:
+        rollout = self._waiting(message.rollout_id, message.submission)
+        if rollout is None:
+            return
+        error = error_of(message)
+        cls = RequestRefused if message.code == InvalidField.code else RolloutFailed
+        if isinstance(error, RequestRefused):
+            cls = type(error)
+        rollout.fail(message.prompt_ids or rollout.unfinished, cls, message.message)
+        self._settle(rollout)
+
+    def _settle(self, rollout: Rollout) -> None:
+        if not rollout.unfinished:
+            del self._open[rollout.id]
+            self._deadlines.pop(rollout.id, None)
+            if rollout.failures:  # a buffer that hung, or did not get the cancel, may go on with it
+                self._give_up(rollout)
+
+    def _give_up(self, rollout: Rollout) -> None:
+        self._given_up[rollout.submission] = rollout.id
+        while len(self._given_up) > GIVEN_UP:
+            self._given_up.popitem(last=False)
