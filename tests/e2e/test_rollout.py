@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
-from shared_engines import SharedEngines
+from shared_engines import ONE_CORE, SharedEngines
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
@@ -54,7 +54,8 @@ def rollout(folder: Path, *options: str) -> tuple[list[list[list[int]]], dict]:
 
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory):
-    return rollout(tmp_path_factory.mktemp("reference") / "run")[0]
+    folder = tmp_path_factory.mktemp("reference") / "run"
+    return rollout(folder, "--instances", "1", "--set", *ONE_CORE)[0]
 
 
 @pytest.fixture(scope="module")
