@@ -1,9 +1,11 @@
 """Kept chunks, file by file: what is read again is what was written, or nothing."""
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from seer.common.errors import ConfigError
 from seer.services.buffer.events import Weights
 from seer.services.buffer.log.kept import KeptChunks
 
@@ -170,3 +172,19 @@ def test_damage_anywhere_leaves_a_beginning_of_what_was_kept(tmp_path_factory, d
     kept.close()
     again = begun(path).offer("r", "p", ASKED, PROMPT)  # what follows the damage is read, too
     assert again.responses[0].count == next(e.count for e in offered.responses if e.index == 0) + 4
+
+
+def test_a_folder_is_one_buffers_at_a_time(tmp_path):
+    file = written(tmp_path)
+    first = begun(tmp_path, "p")
+    with pytest.raises(ConfigError, match="another buffer keeps its chunks in"):
+        begun(tmp_path)
+    first.close()
+    assert file.exists()
+    begun(tmp_path).close()
+
+
+def test_a_folder_that_cannot_be_made_is_refused(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=r"buffer\.log: no chunks can be kept there"):
+        begun(tmp_path / "file" / "chunks")

@@ -7,11 +7,13 @@ Invariants (tests/unit/test_kept.py):
 - what is restored is what was kept: damage ends a file where it is found, and so does a killed writer;
 - other weights, sampling, seed, n or prompt restore nothing;
 - a file goes with the last of its rollout's groups, or after `ttl_seconds` if nobody asks for it again;
+- a folder is one buffer's at a time;
 - a buffer never waits for the disk's surface (no fsync), nor fails with it: a full one costs time, later.
 """
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import mmap
 import os
@@ -26,6 +28,7 @@ import msgspec
 import numpy as np
 
 from seer.common import wire
+from seer.common.errors import ConfigError
 from seer.common.process.log import get_logger
 from seer.services.buffer.events import Weights
 from seer.services.buffer.requests.events import Kept, KeptResponse
@@ -96,7 +99,7 @@ class _File:
 
 
 class KeptChunks:
-    """Without a `folder` nothing is kept; raises `OSError` where it cannot be made. `now` is monotonic."""
+    """Without a `folder` nothing is kept. Raises `ConfigError` where it cannot be taken. `now`: monotonic."""
 
     def __init__(self, folder: str, ttl_seconds: float, now: float) -> None:
         self._log = get_logger()
@@ -104,8 +107,9 @@ class KeptChunks:
         self._files: dict[str, _File] = {}
         self._changed: set[str] = set()
         self._until = now + ttl_seconds
+        self._lock: int | None = None
         if self._folder is not None:
-            self._folder.mkdir(parents=True, exist_ok=True)
+            self._lock = _claimed(self._folder)
             for path in sorted(self._folder.glob(f"*{SUFFIX}")):
                 self._read(path)
 
@@ -246,12 +250,31 @@ class KeptChunks:
         for file in self._files.values():
             if file.out is not None:
                 file.out.close()
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
 
     def _drop(self, rollout_id: str) -> None:
         file = self._files.pop(rollout_id)
         if file.out is not None:
             file.out.close()
         file.path.unlink(missing_ok=True)
+
+
+def _claimed(folder: Path) -> int:
+    """Take a folder until what is returned is closed, or the process ends."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    except OSError as error:
+        raise ConfigError(f"buffer.log: no chunks can be kept there: {error}") from error
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(lock)
+        fix = "give each one a folder of its own, or say buffer.keep_chunks=false"
+        raise ConfigError(f"buffer.log: another buffer keeps its chunks in {folder}: {fix}") from None
+    return lock
 
 
 def _digest(prompt: wire.Tokens) -> bytes:
