@@ -191,7 +191,8 @@ class RequestMachine:
         for each in kept:
             request = self.requests[ids.request_id(group.group_id, each.index)]
             request.view.generated = each.count
-            self._reached(request, each.finish, each.stop_reason, now, out)
+            request.finish, request.stop_reason = each.finish, each.stop_reason
+            self._reached(request, now, out)
         for index in range(group.size):
             request_id = ids.request_id(group.group_id, index)
             if not self.requests[request_id].finish:
@@ -343,7 +344,9 @@ class RequestMachine:
             self._count(request, "preemptions", event.preemptions)
         finish = event.finish or ("" if request.view.remaining else "length")
         out.append(Keep(event.request_id, finish, event.stop_reason))
-        self._reached(request, finish, event.stop_reason, now, out, event)
+        if finish:
+            request.finish, request.stop_reason = finish, event.stop_reason
+        self._reached(request, now, out, event)
         if not finish:
             self._wait(event.request_id)
         group = request.group
@@ -352,21 +355,13 @@ class RequestMachine:
             self._finish(group, now, out)
 
     def _reached(
-        self,
-        request: RequestState,
-        finish: str,
-        stop_reason: str,
-        now: float,
-        out: list[Instruction],
-        chunk: ChunkEnded | None = None,
+        self, request: RequestState, now: float, out: list[Instruction], chunk: ChunkEnded | None = None
     ) -> None:
         """Publish how far a request is, with what became of the drafts of its `chunk`; note its end."""
-        group = request.group
+        group, view = request.group, request.view
         drafts = (chunk.drafted, chunk.accepted) if chunk is not None else ((), ())
-        reached = (group.group_id, request.view.index, request.view.generated, bool(finish))
-        out.append(RequestProgress(*reached, *drafts))
-        if finish:
-            request.finish, request.stop_reason = finish, stop_reason
+        out.append(RequestProgress(group.group_id, view.index, view.generated, bool(request.finish), *drafts))
+        if request.finish:
             group.unfinished -= 1
             group.rollout.finish_times.append(now - group.rollout.submitted)
             group.rollout.finished += 1
@@ -489,12 +484,8 @@ class RequestMachine:
         self.registry.tick(now, out)
         stood = 0.0 if self._last_tick is None else max(0.0, now - self._last_tick - STALL_SECONDS)
         self._last_tick = now
-        for request_id, (
-            name,
-            life,
-            since,
-        ) in self.accused.items():  # who came back meanwhile is not read yet
-            self.accused[request_id] = (name, life, min(now, since + stood))
+        for request_id, (name, life, since) in self.accused.items():
+            self.accused[request_id] = (name, life, min(now, since + stood))  # who is back is not read yet
         self._judge("", 0, now, out)
         overdue = now - self.limits.engine_wait_seconds
         late: list[GroupState] = []
