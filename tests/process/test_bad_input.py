@@ -245,7 +245,7 @@ def test_an_engine_that_cannot_get_its_memory(folder: Path) -> None:
     options = ("--model", str(shipped), "--instances", "1", "--kv-blocks", str(10**9))
     last = refused(*rollout(*options), code=1)
     assert "lower engine.kv_blocks (now 1000000000)" in last
-    assert "the memory is not there" in last
+    assert "there is not enough memory" in last
     assert not list(folder.glob("out.jsonl*"))
 
 
