@@ -140,7 +140,7 @@ async def test_after_an_update_old_kv_is_neither_found_nor_kept(
 async def test_whatever_befalls_the_pool_changes_no_token(undisturbed: list[Tokens], moving: System) -> None:
     numbers = iter(range(ROLLOUTS))
 
-    async def pulls(meanwhile: Callable[[], None] = lambda: None) -> bool:
+    async def pulls(meanwhile: Callable[[], None] | None = None) -> bool:
         """Roll on, and say whether KV came from the pool."""
         before, number = await moving.stats(), next(numbers)
         assert await moving.roll(number, meanwhile) == undisturbed[number]
