@@ -82,6 +82,7 @@ def keeping(chunks: int) -> dict[str, Any]:
         start = time.thread_time()
         later = KeptChunks(folder, 1.0, 0.0)
         later.open("r", "p")
+        later.offer("r", "p", 1, PROMPT)
         later.restore("r/p")
         reading = time.thread_time() - start
     total = chunks * CHUNK

@@ -91,11 +91,13 @@ def test_a_forgotten_group_is_offered_no_more_and_the_last_takes_the_file_along(
     file = written(tmp_path)
     kept = begun(tmp_path, "p", "q")
     for group in "pq":
+        kept.offer("r", group, ASKED, PROMPT)
         kept.restore(f"r/{group}")
     kept.forget("r/p")
     kept.close()
     later = begun(tmp_path, "q")
     assert later.offer("r", "p", ASKED, PROMPT) is None
+    later.offer("r", "q", ASKED, PROMPT)
     later.restore("r/q")
     later.forget("r/q")
     assert not file.exists()
@@ -126,13 +128,44 @@ def test_a_full_disk_ends_the_keeping_of_a_rollout_alone(tmp_path, monkeypatch):
     kept._files["r"].out = Full()
     keep(kept, "p", 0, chunk(3, 8))
     kept.flush()
-    assert list(tmp_path.iterdir()) == []
     keep(kept, "p", 0, chunk(3, 8))
-    kept.forget("r/p")
     kept.open("r2", "p")
     kept.keep("r2/p", 0, *chunk(1, 6), ("", ""), (ASKED, PROMPT), WEIGHTS)
     kept.close()
+    assert len(list(tmp_path.iterdir())) == 2
+    later = begun(tmp_path, "p")
+    assert later.offer("r", "p", ASKED, PROMPT).responses[0].count == 6  # what was written stays good
+    later.restore("r/p")
+    later.forget("r/p")
     assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_what_was_offered_is_given_whatever_becomes_of_the_file(tmp_path):
+    file = written(tmp_path)
+    kept = begun(tmp_path)
+    assert kept.offer("r", "p", ASKED, PROMPT) is not None
+    kept.open("r", "p")
+    file.unlink()
+    kept.tick(1000.0)
+    assert len(kept.restore("r/p")[0][0]) == 14
+
+
+def test_what_was_offered_and_refused_is_dropped(tmp_path):
+    written(tmp_path)
+    kept = begun(tmp_path)
+    assert kept.offer("r", "p", ASKED, PROMPT) is not None
+    kept.tick(1.0)
+    assert not kept._files["r"].offered
+    assert kept.offer("r", "p", ASKED, PROMPT) is not None  # it may be asked for again
+
+
+def test_a_file_that_is_gone_offers_nothing(tmp_path):
+    file = written(tmp_path)
+    kept = begun(tmp_path, "p")
+    file.write_bytes(b"")
+    assert kept.offer("r", "p", ASKED, PROMPT) is None
+    file.unlink()
+    assert kept.offer("r", "p", ASKED, PROMPT) is None
 
 
 def test_without_a_folder_nothing_is_kept(tmp_path, monkeypatch):

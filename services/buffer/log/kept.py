@@ -34,6 +34,10 @@ from seer.services.buffer.events import Weights
 from seer.services.buffer.requests.events import Kept, KeptResponse
 
 SUFFIX = ".chunks"
+
+Outputs = dict[int, tuple[wire.Tokens, wire.Logprobs]]
+"""Tokens and logprobs by the index of their response."""
+
 _NONE = np.empty(0, np.int32)
 _HEAD = struct.Struct("<III")
 """Bytes of a record's head, tokens that follow it, CRC-32 of both."""
@@ -85,17 +89,19 @@ class _Group:
 
 @dataclass(slots=True)
 class _File:
-    """A rollout's file. `earlier` are groups of an earlier life that nobody asked for yet; `live` of this
-    one, of which some are `written` in the file.
+    """A rollout's file. `earlier` are groups of an earlier life that nobody asked for yet; `offered` has the
+    arrays of those that somebody did. `live` are this life's, of which some are `written` in the file.
     """
 
     path: Path
     out: BinaryIO | None = None
     earlier: dict[str, _Group] = field(default_factory=dict)
+    offered: dict[str, Outputs] = field(default_factory=dict)
     live: set[str] = field(default_factory=set)
     written: set[str] = field(default_factory=set)
     waiting: list[bytes] = field(default_factory=list)
     begun: bool = False
+    failed: bool = False
 
 
 class KeptChunks:
@@ -147,7 +153,14 @@ class KeptChunks:
         """Return what an earlier life kept of a prompt that is submitted again, None if nothing of use."""
         file = self._files.get(rollout_id)
         group = file.earlier.get(prompt_id) if file is not None else None
-        if group is None or (group.opened.asked, group.opened.prompt) != (asked, _digest(prompt)):
+        if file is None or group is None:
+            return None
+        if (group.opened.asked, group.opened.prompt) != (asked, _digest(prompt)):
+            return None
+        try:
+            file.offered[prompt_id] = _outputs(file.path, group)
+        except (OSError, ValueError) as error:
+            self._log.warning("kept chunks cannot be read", file=str(file.path), error=str(error))
             return None
         responses = [
             KeptResponse(index, sum(count for _, count in chunks), *group.ends.get(index, ("", "")))
@@ -155,14 +168,13 @@ class KeptChunks:
         ]
         return Kept(group.opened.version, group.opened.digest, responses)
 
-    def restore(self, group_id: str) -> dict[int, tuple[wire.Tokens, wire.Logprobs]]:
+    def restore(self, group_id: str) -> Outputs:
         """Return by response the tokens and logprobs that were offered; the file goes on from there."""
         rollout_id, _, prompt_id = group_id.partition("/")
         file = self._files[rollout_id]
-        group = file.earlier.pop(prompt_id)
+        file.earlier.pop(prompt_id, None)
         file.written.add(prompt_id)
-        with file.path.open("rb") as data, mmap.mmap(data.fileno(), 0, access=mmap.ACCESS_READ) as view:
-            return {index: _arrays(view, chunks) for index, chunks in group.chunks.items()}
+        return file.offered.pop(prompt_id)
 
     # --- this life ---------------------------------------------------------------------------
 
@@ -190,7 +202,7 @@ class KeptChunks:
         """
         rollout_id, _, prompt_id = group_id.partition("/")
         file = self._files.get(rollout_id)
-        if file is None or prompt_id not in file.live:
+        if file is None or file.failed or prompt_id not in file.live:
             return
         if prompt_id not in file.written:
             if not file.begun:
@@ -198,6 +210,7 @@ class KeptChunks:
                 file.waiting.append(_record(_Rollout(rollout_id)))
             file.written.add(prompt_id)
             file.earlier.pop(prompt_id, None)
+            file.offered.pop(prompt_id, None)
             asked, prompt = identity
             opened = _Opened(prompt_id, asked, _digest(prompt), weights.version, weights.digest)
             file.waiting.append(_record(opened))
@@ -208,7 +221,7 @@ class KeptChunks:
         """Write what was noted since the last call."""
         for rollout_id in self._changed:
             file = self._files.get(rollout_id)
-            if file is None or not file.waiting:
+            if file is None or file.failed or not file.waiting:
                 continue
             text, file.waiting = b"".join(file.waiting), []
             try:
@@ -218,7 +231,7 @@ class KeptChunks:
                     raise OSError("written in part")
             except OSError as error:
                 self._log.warning("chunks are kept no more", file=str(file.path), error=str(error))
-                self._drop(rollout_id)
+                file.failed = True  # what it has stays good: it is a beginning of what would be generated
         self._changed.clear()
 
     def forget(self, group_id: str) -> None:
@@ -228,6 +241,7 @@ class KeptChunks:
         if file is None:
             return
         file.live.discard(prompt_id)
+        file.offered.pop(prompt_id, None)
         if not file.live and not file.earlier:
             self._drop(rollout_id)
         elif prompt_id in file.written:
@@ -236,13 +250,15 @@ class KeptChunks:
             self._changed.add(rollout_id)
 
     def tick(self, now: float) -> None:
-        """Delete what an earlier life left and nobody asked for."""
-        if now < self._until:
-            return
+        """Delete what an earlier life left and nobody asked for, or nobody was given."""
+        over = now >= self._until
         for rollout_id, file in list(self._files.items()):
-            file.earlier.clear()
-            if not file.live:
-                self._drop(rollout_id)
+            for prompt_id in file.offered.keys() - file.live:
+                del file.offered[prompt_id]  # it was refused
+            if over:
+                file.earlier.clear()
+                if not file.live:
+                    self._drop(rollout_id)
 
     def close(self) -> None:
         """Write what waits, and close all files: a successor reads them."""
@@ -312,6 +328,11 @@ def _records(path: Path) -> Iterator[tuple[_Head, int, int, int]]:
                     return
             yield record, head + size, count, end
             at = end
+
+
+def _outputs(path: Path, group: _Group) -> Outputs:
+    with path.open("rb") as data, mmap.mmap(data.fileno(), 0, access=mmap.ACCESS_READ) as view:
+        return {index: _arrays(view, chunks) for index, chunks in group.chunks.items()}
 
 
 def _arrays(view: mmap.mmap, chunks: list[tuple[int, int]]) -> tuple[wire.Tokens, wire.Logprobs]:
