@@ -141,6 +141,7 @@ class World:
                 result_bytes=plan.result_bytes,
                 max_requests=plan.max_requests,
                 log=str(self.logs),
+                keep_chunks=plan.seed % 2 == 1,
                 spool=str(self.spool) if plan.spool else "",
             ),
             dgds=DgdsConfig(ttl_seconds=20.0),
@@ -570,3 +571,6 @@ def _close_files(service: Service | None) -> None:
         log, service._rows._segments = service._rows._segments, None
         if log is not None:
             log.close()
+        for file in service._kept._files.values():
+            file.waiting.clear()  # what was not written is lost
+        service._kept.close()
