@@ -74,7 +74,7 @@ def keeping(chunks: int) -> dict[str, Any]:
         kept.open("r", "p")
         start = time.thread_time()
         for number in range(chunks):
-            kept.keep("r/p", number % 64, tokens, logprobs, ("", ""), (1, PROMPT), Weights(0, "d"))
+            kept.keep("r/p", number % 64, tokens, logprobs, ("", ""), lambda: (1, PROMPT), Weights(0, "d"))
             kept.flush()
         writing = time.thread_time() - start
         kept.close()

@@ -12,6 +12,7 @@ import asyncio
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from seer.common import wire
 from seer.common.clock import Clock
@@ -189,7 +190,7 @@ class Conductor:
         self._store.keep(group_id, index, ended.tokens, ended.logprobs, live)
         self._kept.keep(
             group_id, index, ended.tokens, ended.logprobs, (item.finish, item.stop_reason),
-            self._store.identity(group_id), live,
+            partial(self._store.identity, group_id), live,
         )  # fmt: skip
 
     def _perform(self, item: Instruction) -> None:

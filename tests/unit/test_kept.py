@@ -20,7 +20,7 @@ def chunk(seed, count):
 
 
 def keep(kept, group, index, arrays, finish=("", "")):
-    kept.keep(f"r/{group}", index, *arrays, finish, (ASKED, PROMPT), WEIGHTS)
+    kept.keep(f"r/{group}", index, *arrays, finish, lambda: (ASKED, PROMPT), WEIGHTS)
 
 
 def begun(path, *groups, ttl=100.0):
@@ -130,7 +130,7 @@ def test_a_full_disk_ends_the_keeping_of_a_rollout_alone(tmp_path, monkeypatch):
     kept.flush()
     keep(kept, "p", 0, chunk(3, 8))
     kept.open("r2", "p")
-    kept.keep("r2/p", 0, *chunk(1, 6), ("", ""), (ASKED, PROMPT), WEIGHTS)
+    kept.keep("r2/p", 0, *chunk(1, 6), ("", ""), lambda: (ASKED, PROMPT), WEIGHTS)
     kept.close()
     assert len(list(tmp_path.iterdir())) == 2
     later = begun(tmp_path, "p")
@@ -221,3 +221,19 @@ def test_a_folder_that_cannot_be_made_is_refused(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match=r"buffer\.log: no chunks can be kept there"):
         begun(tmp_path / "file" / "chunks")
+
+
+def test_what_a_group_is_of_is_asked_once_and_not_at_all_without_a_folder(tmp_path):
+    asked = []
+
+    def identity():
+        asked.append("p")
+        return ASKED, PROMPT
+
+    for folder, times in (("", 0), (tmp_path, 1)):
+        kept = begun(folder, "p") if folder else KeptChunks("", 1.0, 0.0)
+        kept.open("r", "p")
+        for _ in range(3):
+            kept.keep("r/p", 0, *chunk(1, 6), ("", ""), identity, WEIGHTS)
+        kept.close()
+        assert len(asked) == times

@@ -19,7 +19,7 @@ import mmap
 import os
 import struct
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
@@ -39,7 +39,7 @@ Outputs = dict[int, tuple[wire.Tokens, wire.Logprobs]]
 """Tokens and logprobs by the index of their response."""
 
 _NONE = np.empty(0, np.int32)
-_HEAD = struct.Struct("<III")
+_PREFIX = struct.Struct("<III")
 """Bytes of a record's head, tokens that follow it, CRC-32 of both."""
 
 
@@ -51,7 +51,7 @@ class _Opened(msgspec.Struct, array_like=True, tag=1):
     """A group begins, anew if the file has it already: what it is of, and by which weights."""
 
     prompt_id: str
-    asked: int
+    params_digest: int
     prompt: bytes
     version: int
     digest: str
@@ -149,13 +149,13 @@ class KeptChunks:
             return
         self._files[name] = file
 
-    def offer(self, rollout_id: str, prompt_id: str, asked: int, prompt: wire.Tokens) -> Kept | None:
+    def offer(self, rollout_id: str, prompt_id: str, params_digest: int, prompt: wire.Tokens) -> Kept | None:
         """Return what an earlier life kept of a prompt that is submitted again, None if nothing of use."""
         file = self._files.get(rollout_id)
         group = file.earlier.get(prompt_id) if file is not None else None
         if file is None or group is None:
             return None
-        if (group.opened.asked, group.opened.prompt) != (asked, _digest(prompt)):
+        if (group.opened.params_digest, group.opened.prompt) != (params_digest, _digest(prompt)):
             return None
         try:
             file.offered[prompt_id] = _outputs(file.path, group)
@@ -194,11 +194,11 @@ class KeptChunks:
         tokens: wire.Tokens,
         logprobs: wire.Logprobs,
         finish: tuple[str, str],
-        identity: tuple[int, wire.Tokens],
+        identity: Callable[[], tuple[int, wire.Tokens]],
         weights: Weights,
     ) -> None:
         """Note a chunk. `finish` is how its response ended and by which stop, empty if it goes on; `identity`
-        the digest of what was asked for (`ids.params_digest`), and the prompt.
+        returns the digest of the parameters (`ids.params_digest`) and the prompt, once a group.
         """
         rollout_id, _, prompt_id = group_id.partition("/")
         file = self._files.get(rollout_id)
@@ -211,8 +211,8 @@ class KeptChunks:
             file.written.add(prompt_id)
             file.earlier.pop(prompt_id, None)
             file.offered.pop(prompt_id, None)
-            asked, prompt = identity
-            opened = _Opened(prompt_id, asked, _digest(prompt), weights.version, weights.digest)
+            params_digest, prompt = identity()
+            opened = _Opened(prompt_id, params_digest, _digest(prompt), weights.version, weights.digest)
             file.waiting.append(_record(opened))
         file.waiting.append(_record(_Chunk(prompt_id, index, *finish), tokens, logprobs))
         self._changed.add(rollout_id)
@@ -305,7 +305,7 @@ def _record(
     text = _encoder.encode(head)
     data = tokens.astype("<i4").tobytes() + logprobs.astype("<f4").tobytes()
     crc = zlib.crc32(data, zlib.crc32(text))
-    return _HEAD.pack(len(text), len(data) // 8, crc) + text + data
+    return _PREFIX.pack(len(text), len(data) // 8, crc) + text + data
 
 
 def _records(path: Path) -> Iterator[tuple[_Head, int, int, int]]:
@@ -314,9 +314,9 @@ def _records(path: Path) -> Iterator[tuple[_Head, int, int, int]]:
         return
     with path.open("rb") as data, mmap.mmap(data.fileno(), 0, access=mmap.ACCESS_READ) as view:
         at = 0
-        while at + _HEAD.size <= len(view):
-            size, count, crc = _HEAD.unpack_from(view, at)
-            head, end = at + _HEAD.size, at + _HEAD.size + size + 8 * count
+        while at + _PREFIX.size <= len(view):
+            size, count, crc = _PREFIX.unpack_from(view, at)
+            head, end = at + _PREFIX.size, at + _PREFIX.size + size + 8 * count
             if end > len(view):
                 return
             with memoryview(view) as whole, whole[head:end] as part:

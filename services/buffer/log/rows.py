@@ -48,8 +48,8 @@ class LogError(SeerError):
     code = "log"
 
 
-Use = tuple[str, int]
-"""A rollout: its id, and the number of its use."""
+Submission = tuple[str, int]
+"""A rollout's id, and the number of one of its submissions."""
 
 
 NO_STATE = msgspec.Raw(b"null")
@@ -76,8 +76,8 @@ class Header(msgspec.Struct, frozen=True, kw_only=True):
     clock: float = 0.0
     engine: str = ""
     number: int = 0
-    open: list[Use] = []
-    before: list[Use] = []
+    open: list[Submission] = []
+    before: list[Submission] = []
     state: msgspec.Raw = NO_STATE
 
     def machine(self) -> BufferMachine:

@@ -18,7 +18,7 @@ from typing import BinaryIO, NamedTuple
 
 import msgspec
 
-from seer.services.buffer.log.rows import Header, Line, Use
+from seer.services.buffer.log.rows import Header, Line, Submission
 from seer.services.buffer.requests.events import GroupsSubmitted
 
 ROLLOUTS = 20
@@ -49,9 +49,9 @@ def lives(folder: Path) -> list[list[Path]]:
     return list(found.values())
 
 
-def submitted(path: Path) -> list[Use]:
+def submitted(path: Path) -> list[Submission]:
     """Return the rollouts that were submitted in a segment, as far as it can be read."""
-    uses: dict[Use, None] = {}
+    submissions: dict[Submission, None] = {}
     with path.open("rb") as file:
         for text in file:
             if _SUBMITTED in text:  # few are: to decode all takes ten times as long
@@ -60,8 +60,8 @@ def submitted(path: Path) -> list[Use]:
                 except msgspec.MsgspecError:
                     break
                 if isinstance(event, GroupsSubmitted):
-                    uses[event.rollout_id, event.submission] = None
-    return list(uses)
+                    submissions[event.rollout_id, event.submission] = None
+    return list(submissions)
 
 
 def create(path: Path) -> BinaryIO:
@@ -78,8 +78,8 @@ class _Head(msgspec.Struct):
     """What of a `Header` says when a segment began, and what it and the one before are about."""
 
     started: float = 0.0
-    open: list[Use] = []
-    before: list[Use] = []
+    open: list[Submission] = []
+    before: list[Submission] = []
 
 
 _line = msgspec.json.Decoder(Line)
@@ -90,7 +90,7 @@ class _Segment(NamedTuple):
     started: float
     path: Path
     size: int
-    uses: list[Use]
+    submissions: list[Submission]
 
 
 class Keeper:
@@ -99,25 +99,27 @@ class Keeper:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._heads: dict[Path, _Head] = {}
-        self._uses: dict[Path, tuple[int, list[Use]]] = {}  # and the size of the segment by then
+        self._submissions: dict[
+            Path, tuple[int, list[Submission]]
+        ] = {}  # and the size of the segment by then
 
     def trim(self) -> None:
         """Delete what nobody needs. Raises `OSError`."""
         found = self._segments()
-        newest: dict[Use, None] = {}
+        newest: dict[Submission, None] = {}
         for segment in reversed(found):
-            newest |= dict.fromkeys(reversed(segment.uses))
+            newest |= dict.fromkeys(reversed(segment.submissions))
         needed = set(islice(newest, ROLLOUTS))
         total = sum(segment.size for segment in found)
         begun = len(newest) <= ROLLOUTS
         for segment in found:
-            begun = begun or not needed.isdisjoint(segment.uses)
+            begun = begun or not needed.isdisjoint(segment.submissions)
             if begun and total <= KEPT_BYTES:
                 return
             if _deleted(segment.path):
                 total -= segment.size
                 self._heads.pop(segment.path)
-                self._uses.pop(segment.path, None)
+                self._submissions.pop(segment.path, None)
 
     def _segments(self) -> list[_Segment]:
         """Return all segments, the oldest first; what cannot be read is oldest."""
@@ -138,10 +140,10 @@ class Keeper:
                     self._heads[path] = _Head()
         return self._heads[path]
 
-    def _submitted(self, path: Path, size: int) -> list[Use]:
-        if self._uses.get(path, (-1,))[0] != size:
-            self._uses[path] = size, submitted(path)
-        return self._uses[path][1]
+    def _submitted(self, path: Path, size: int) -> list[Submission]:
+        if self._submissions.get(path, (-1,))[0] != size:
+            self._submissions[path] = size, submitted(path)
+        return self._submissions[path][1]
 
 
 def _deleted(path: Path) -> bool:

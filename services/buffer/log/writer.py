@@ -112,7 +112,7 @@ class LogWriter:
         self._header, self._machine = header, machine
         self._text = bytearray()
         self._size = self._limit = 0
-        self._submitted: dict[rows.Use, None] = {}
+        self._submitted: dict[rows.Submission, None] = {}
         self._segments: Ring | Folder | None = None
         try:
             self._segments = Folder(Path(folder)) if folder else Ring()

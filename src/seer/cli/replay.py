@@ -11,7 +11,7 @@ from seer.common.errors import InvalidField
 from seer.common.process.log import printable
 from seer.services.buffer.events import Joined
 from seer.services.buffer.log.replay import replay_life
-from seer.services.buffer.log.rows import Header, LogError, Use, read
+from seer.services.buffer.log.rows import Header, LogError, Submission, read
 from seer.services.buffer.log.segments import lives
 from seer.services.buffer.requests.events import GroupsSubmitted
 
@@ -50,7 +50,7 @@ def _replay(paths: Sequence[Path]) -> int:
 
 def _told(header: Header, paths: Sequence[Path]) -> str:
     """Replay a life and return its figures."""
-    rollouts: set[Use] = set(header.open)
+    rollouts: set[Submission] = set(header.open)
     engines = set(header.machine().engines)
     rows, last = 0, header.clock
     for _, line in replay_life(paths):
