@@ -19,6 +19,7 @@ from typing import Literal
 import msgspec
 
 from seer.common.errors import ConfigError
+from seer.common.types import LogprobMode
 
 
 class _Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -225,6 +226,43 @@ class PoolConfig(_Section, frozen=True):
     """Fewer tokens than this are computed again instead of read from the pool (paper, OSDI version)."""
 
 
+class GatewayConfig(_Section, frozen=True):
+    """HTTP for trainers and agents: docs/gateway.md."""
+
+    data: str = "127.0.0.1:7110"
+    """Host and port for generation alone; port 0: the operating system chooses one. No authentication."""
+    control: str = "127.0.0.1:7111"
+    """Host and port for all routes, also those that pause, update weights and put engines to sleep."""
+    workers: int = 1
+    """Processes that serve both addresses."""
+    model_name: str = ""
+    """The model's name in requests and answers; default: the name of `shared.model`'s folder.
+
+    The path of that folder is accepted, too.
+    """
+    on_update: Literal["restart", "abort", "refuse"] = "restart"
+    """What an update does to requests under way: start them again with the new weights, or end them in
+    an error; `refuse`: the update is refused while there are any."""
+    logprobs: LogprobMode = "scaled"
+    """Distribution of returned logprobs: `SamplingParams` explains it."""
+    tool_parser: Literal["", "hermes"] = ""
+    """How tool calls are read from a chat's text, by vLLM's name; empty: requests with `tool_choice` auto are
+    refused."""
+    trust_chat_templates: bool = False
+    """Run chat templates that requests bring."""
+    max_requests: int = 4096
+    """Bound on open requests of each process; further ones get 503."""
+    max_body_bytes: int = 32 * 2**20
+    """Bound on a request's body."""
+    request_seconds: float = 3600.0
+    """Deadline of a generation request; it goes on while generation is paused."""
+    client_seconds: float = 60.0
+    """An HTTP client that takes longer to send a request, or reads nothing of its answer for as long, is
+    disconnected."""
+    update_seconds: float = 3600.0
+    """Deadline of a weight update, of sleep, of waking, and of a pause that waits for requests under way."""
+
+
 class LogConfig(_Section, frozen=True):
     """Structured logs on stderr."""
 
@@ -243,6 +281,7 @@ class Config(_Section, frozen=True):
     engine: EngineConfig = EngineConfig()
     drafts: DraftsConfig = DraftsConfig()
     pool: PoolConfig = PoolConfig()
+    gateway: GatewayConfig = GatewayConfig()
     log: LogConfig = LogConfig()
 
 
@@ -296,6 +335,19 @@ def _check_addresses(config: Config) -> None:
         raise ConfigError(f"drafts.max_paths = {config.drafts.max_paths}: {fix}")
     check_address("pool.master", config.pool.master)
     check_address("pool.metrics", config.pool.metrics)
+    for name in ("data", "control"):
+        address = getattr(config.gateway, name)
+        check_endpoint(f"gateway.{name}", f"tcp://{address}", written="host:port")
+    for name in (
+        "workers",
+        "max_requests",
+        "max_body_bytes",
+        "request_seconds",
+        "client_seconds",
+        "update_seconds",
+    ):
+        if not getattr(config.gateway, name) > 0:
+            raise ConfigError(f"gateway.{name} = {getattr(config.gateway, name)}: must be positive")
 
 
 def shards(endpoint: str) -> list[str]:
@@ -303,7 +355,7 @@ def shards(endpoint: str) -> list[str]:
     return [each.strip() for each in endpoint.split(",")]
 
 
-def check_endpoint(field: str, endpoint: str) -> None:
+def check_endpoint(field: str, endpoint: str, written: str = "tcp://host:port or ipc://path") -> None:
     """Raise `ConfigError` unless this is a valid address of a socket."""
     scheme, _, address = endpoint.partition("://")
     host, _, port = address.rpartition(":")
@@ -311,9 +363,7 @@ def check_endpoint(field: str, endpoint: str) -> None:
     if scheme == "tcp":  # ZeroMQ would take a port modulo 2^16
         sound = bool(host) and port.isascii() and port.isdecimal() and int(port) < 2**16
     if scheme not in ("tcp", "ipc") or not sound:
-        raise ConfigError(
-            f"{field} = {endpoint!r}: write tcp://host:port or ipc://path, with a port below 65536"
-        )
+        raise ConfigError(f"{field} = {endpoint!r}: write {written}, with a port below 65536")
 
 
 def check_address(field: str, address: str) -> None:

@@ -39,8 +39,14 @@ def request_key(seed: int, rollout_number: int, prompt_id: str, response_index: 
 
 def params_digest(seed: int, rollout_number: int, n: int, sampling: SamplingParams) -> int:
     """Return a 63-bit digest of what a submission asks for each of its prompts."""
-    packed = msgspec.msgpack.encode((seed, rollout_number, n, sampling), order="sorted")
+    packed = msgspec.msgpack.encode((seed, rollout_number, n, sortable(sampling)), order="sorted")
     return int.from_bytes(hashlib.blake2b(packed, digest_size=8).digest(), "little") >> 1
+
+
+def sortable(sampling: SamplingParams) -> dict[str, object]:
+    """Return the parameters by name, in a form that msgspec encodes in sorted order: all keys are text."""
+    biases = {str(token): bias for token, bias in sampling.logit_bias.items()}
+    return msgspec.structs.asdict(sampling) | {"logit_bias": biases}
 
 
 def group_id(rollout_id: str, prompt_id: str) -> str:

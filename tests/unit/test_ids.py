@@ -4,7 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from seer.common.ids import group_id, new_incarnation, request_id, request_key
+from seer.common.ids import group_id, new_incarnation, params_digest, request_id, request_key
+from seer.common.types import SamplingParams
 
 INT64 = st.integers(-(2**63), 2**63 - 1)
 INDEX = st.integers(0, 4095)
@@ -60,3 +61,13 @@ def test_a_later_life_has_a_greater_incarnation(monkeypatch):
         assert earlier < 2**63
         monkeypatch.setattr("time.time_ns", lambda now=now: (now + 1) * 10**6)
         assert min(new_incarnation() for _ in range(100)) > earlier
+
+
+def test_a_digest_depends_on_every_parameter_and_not_on_the_order_of_biases():
+    """The first two are frozen: a client and a buffer of different versions compare them."""
+    assert params_digest(0, 0, 1, SamplingParams()) == 5900145312030465417
+    assert params_digest(5, 2, 8, SamplingParams(stop=("a",), temperature=0.5)) == 2840198648669002388
+    biased = params_digest(0, 0, 1, SamplingParams(logit_bias={1: 2.0, 10: 3.0}))
+    assert params_digest(0, 0, 1, SamplingParams(logit_bias={10: 3.0, 1: 2.0})) == biased
+    others = [SamplingParams(), SamplingParams(logit_bias={1: 3.0, 10: 2.0}), SamplingParams(logprobs="raw")]
+    assert len({biased, *(params_digest(0, 0, 1, each) for each in others)}) == 4

@@ -14,6 +14,7 @@ HEAVY = ("torch", "vllm", "transformers", "mooncake", "trl", "accelerate")
         "seer.client",
         "seer.integrations.trl",
         "seer.cli.main",
+        "seer.gateway.server",
         "seer.local.system",
         "seer.services.buffer.server",
         "seer.services.context.server",

@@ -2,6 +2,8 @@ import math
 
 import msgspec
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from seer.common import errors
 from seer.common.errors import InvalidField, RequestRefused, SeerError, error_class
@@ -86,3 +88,13 @@ def test_every_code_leads_back_to_its_class():
 def test_errors_say_what_they_concern():
     assert RequestRefused("no", ("a", "b")).prompt_ids == ("a", "b")
     assert str(InvalidField("x.y", "v" * 500, "shorten it")).endswith("...: shorten it")
+
+
+@given(st.integers(1, 9), st.integers(1, 20), st.integers(1, 120), st.integers(0, 8), st.integers(1, 90))
+def test_room_is_the_longest_chunk_that_is_held(blocks, size, length, drafts, context):
+    capacity = Capacity(
+        kv_blocks=blocks, block_size=size, max_num_seqs=1, max_model_len=length, draft_tokens=drafts
+    )
+    room = capacity.room(context)
+    assert capacity.holds(context, room)
+    assert not capacity.holds(context, room + 1)

@@ -347,7 +347,7 @@ def _service(name: str, help_text: str, module: str = "") -> None:
         from seer.common.process.service import run_process
 
         config = _config(options)
-        make = importlib.import_module(f"seer.services.{module or f'{name}.server'}").make
+        make = importlib.import_module(f"seer.{module or f'services.{name}.server'}").make
         label = config.engine.name if name == "engine" and config.engine.name else name
         sys.exit(run_process(label, make, config, ready_fd))
 
@@ -356,8 +356,9 @@ _service("buffer", "Run the buffer: it has all requests, and schedules their chu
 _service("context", "Run the context service: estimates of response lengths and of draft acceptance.")
 _service("dgds", "Run the dgds: token streams of groups, shared between engines for drafts.")
 _service("engine", "Run an engine: one model replica.")
-_service("pool-master", "Run the KV pool's master: supervises Mooncake's own.", "pool.master")
-_service("pool-owner", "Run the process that provides the KV pool's memory and disk.", "pool.owner")
+_service("pool-master", "Run the KV pool's master: supervises Mooncake's own.", "services.pool.master")
+_service("pool-owner", "Run the process that provides the KV pool's memory and disk.", "services.pool.owner")
+_service("gateway", "Run the gateway: vLLM's HTTP for trainers and agents.", "gateway.server")
 
 
 if __name__ == "__main__":

@@ -1,0 +1,284 @@
+"""Bodies of requests: what is read, what is refused by name, what is left aside. Pure.
+
+Invariants:
+- a field that would change the answer and that Seer does not have is refused with its name and value, unless
+  it has the value that changes nothing;
+- a field of the wrong type, or out of range, is refused with its name, value and fix;
+- other fields that vLLM does not know either, or that change no answer, are left aside, as vLLM does;
+- whatever bytes a body has, the outcome is a body or an `HttpError`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+import msgspec
+
+from seer.common.errors import InvalidField
+from seer.common.types import LogprobMode, SamplingParams
+from seer.common.wire import MAX_GROUP_SIZE
+from seer.gateway.errors import HttpError, bad
+
+MAX_BODY_PROMPTS = 4096
+"""Bound on the prompts of one body: their answers are assembled in memory."""
+
+MAX_TOKENS = 2**24
+"""Bound on `max_tokens`, as `SamplingParams` has it."""
+
+_NONE: tuple[object, ...] = (None,)
+_OFF: tuple[object, ...] = (None, False)
+_EMPTY: tuple[object, ...] = (None, [], {}, "")
+_ONE: tuple[object, ...] = (None, 0, 1)
+
+REFUSED: dict[str, tuple[tuple[object, ...], str]] = {
+    "prompt_logprobs": (_NONE, "logprobs of prompt tokens are not computed"),
+    "echo": (_OFF, "prepend the prompt yourself"),
+    "suffix": (_EMPTY, "text after the completion is not supported"),
+    "best_of": (_ONE, "give n, and choose yourself"),
+    "use_beam_search": (_OFF, "beam search is not supported"),
+    "length_penalty": ((None, 1, 1.0), "beam search is not supported"),
+    "bad_words": (_EMPTY, "give their token ids in logit_bias, with -100"),
+    "allowed_token_ids": (_EMPTY, "the sampler has no such mask"),
+    "logits_processors": (_EMPTY, "the sampler has none"),
+    "logprob_token_ids": (_EMPTY, "only the sampled token has a logprob"),
+    "top_logprobs": (_ONE, "only the sampled token has a logprob: give 0, 1 or null"),
+    "structured_outputs": (_EMPTY, "constrained decoding is not supported"),
+    "guided_json": (_EMPTY, "constrained decoding is not supported"),
+    "guided_regex": (_EMPTY, "constrained decoding is not supported"),
+    "guided_choice": (_EMPTY, "constrained decoding is not supported"),
+    "guided_grammar": (_EMPTY, "constrained decoding is not supported"),
+    "response_format": ((None, {"type": "text"}), "constrained decoding is not supported"),
+    "repetition_detection": (_EMPTY, "the sampler has none"),
+    "thinking_token_budget": ((None, -1), "give max_tokens"),
+    "watermarking": (_OFF, "the sampler has none"),
+    "truncate_prompt_tokens": (_NONE, "shorten the prompt yourself"),
+    "prompt_embeds": (_EMPTY, "give token ids or text"),
+    "features": (_EMPTY, "images and other media are not supported"),
+    "content_parts": (_EMPTY, "images and other media are not supported"),
+    "multi_modal_data": (_EMPTY, "images and other media are not supported"),
+    "kv_transfer_params": (_EMPTY, "Seer moves KV by itself"),
+    "ec_transfer_params": (_EMPTY, "images and other media are not supported"),
+    "continue_final_message": (_OFF, "give the prompt as token ids to /v1/completions"),
+    "output_mode": ((None, "tokens"), "give tokens; /v1/completions answers with text"),
+    "functions": (_EMPTY, "give tools"),
+    "function_call": ((None, "none"), "give tool_choice"),
+}
+"""Fields that would change the answer: the values that change nothing, and what to do instead."""
+
+
+class SamplingFields(msgspec.Struct, kw_only=True):
+    """Sampling as vLLM names it; null is the default. What is missing follows `SamplingParams`."""
+
+    n: int | None = None
+    max_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool | None = None
+    min_tokens: int | None = None
+    seed: int | None = None
+    skip_special_tokens: bool | None = None
+    include_stop_str_in_output: bool | None = None
+
+    def sampling(self, mode: LogprobMode, where: str = "") -> SamplingParams:
+        """Return these parameters; `max_tokens` null is the most that there can be.
+
+        `where` precedes a field's name in errors, as in `sampling_params.`.
+        """
+        given: dict[str, Any] = {
+            name: getattr(self, name) for name in _SAME_NAMES if getattr(self, name) is not None
+        }
+        if given.get("top_k") == -1:
+            given["top_k"] = 0
+        stop = self.stop or []
+        given["stop"] = (stop,) if isinstance(stop, str) else tuple(stop)
+        given["stop_token_ids"] = tuple(self.stop_token_ids or ())
+        given["logit_bias"] = self._biases(where)
+        given.setdefault("max_tokens", MAX_TOKENS)
+        sampling = SamplingParams(logprobs=mode, **given)
+        try:
+            sampling.check(where.removesuffix(".") or "sampling")
+        except InvalidField as error:
+            field = error.field if where else error.field.removeprefix("sampling.")
+            raise HttpError(
+                400, str(error) if where else str(error).removeprefix("sampling."), field
+            ) from error
+        return sampling
+
+    def _biases(self, where: str) -> dict[int, float]:
+        biases: dict[int, float] = {}
+        for token, bias in (self.logit_bias or {}).items():
+            if not (token.isascii() and token.isdecimal()):
+                raise bad(f"{where}logit_bias", token, "keys must be token ids")
+            biases[int(token)] = bias
+        return biases
+
+    def group_size(self, where: str = "") -> int:
+        """Return n."""
+        n = 1 if self.n is None else self.n
+        if not 1 <= n <= MAX_GROUP_SIZE:
+            raise bad(f"{where}n", n, f"must be in [1, {MAX_GROUP_SIZE}]")
+        return n
+
+
+_SAME_NAMES = (
+    "max_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "frequency_penalty",
+    "presence_penalty", "ignore_eos", "min_tokens",
+)  # fmt: skip
+
+
+class GenerateSampling(SamplingFields, kw_only=True):
+    """`sampling_params` of `/inference/v1/generate`."""
+
+    max_tokens: int | None = 16
+    logprobs: int | None = None
+
+
+class StreamOptions(msgspec.Struct, kw_only=True):
+    """`include_usage`: the stream ends with the counts of tokens."""
+
+    include_usage: bool | None = None
+
+
+class GenerateBody(msgspec.Struct, kw_only=True):
+    """`POST /inference/v1/generate`."""
+
+    token_ids: list[int]
+    sampling_params: GenerateSampling
+    request_id: str | None = None
+    model: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+
+
+class CompletionBody(SamplingFields, kw_only=True):
+    """`POST /v1/completions`."""
+
+    prompt: str | list[str | int | list[int]]
+    max_tokens: int | None = 16
+    model: str | None = None
+    logprobs: int | None = None
+    add_special_tokens: bool | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+
+    def prompts(self) -> list[str] | list[list[int]]:
+        """Return the prompts, all as text or all as token ids."""
+        given: list[Any] = [self.prompt] if isinstance(self.prompt, str) else self.prompt
+        if given and all(type(each) is int for each in given):
+            given = [given]
+        kinds = {type(each) for each in given}
+        if len(kinds) != 1 or int in kinds or not all(given):
+            raise bad(
+                "prompt", self.prompt, "give text, token ids, or a list of one of these, none of them empty"
+            )
+        if len(given) > MAX_BODY_PROMPTS:
+            raise bad("prompt", f"{len(given)} prompts", f"give at most {MAX_BODY_PROMPTS}")
+        return given
+
+
+class ChatBody(SamplingFields, kw_only=True):
+    """`POST /v1/chat/completions`."""
+
+    messages: list[dict[str, Any]]
+    model: str | None = None
+    max_completion_tokens: int | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    chat_template: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    documents: list[dict[str, Any]] | None = None
+    add_generation_prompt: bool | None = None
+    add_special_tokens: bool | None = None
+    logprobs: bool | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+
+
+class TokenizeBody(msgspec.Struct, kw_only=True):
+    """`POST /tokenize`: a prompt, or messages."""
+
+    prompt: str | None = None
+    messages: list[dict[str, Any]] | None = None
+    tools: list[dict[str, Any]] | None = None
+    chat_template: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool | None = None
+    add_special_tokens: bool | None = None
+    return_token_strs: bool | None = None
+    model: str | None = None
+
+
+class DetokenizeBody(msgspec.Struct, kw_only=True):
+    """`POST /detokenize`."""
+
+    tokens: list[int]
+    model: str | None = None
+
+
+class UpdateBody(msgspec.Struct, kw_only=True):
+    """`POST /update_weights`. `weight_dir` null: the trainer would send the weights by NCCL."""
+
+    weight_dir: str | None = None
+
+
+class ArealUpdateBody(msgspec.Struct, kw_only=True):
+    """`POST /areal_update_weights`."""
+
+    model_path: str
+
+
+B = TypeVar("B", bound=msgspec.Struct)
+
+
+def read_body(kind: type[B], body: bytes) -> B:
+    """Return a body. Raises `HttpError` for whatever cannot be read or must be refused."""
+    try:
+        raw = msgspec.json.decode(body)
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
+        raise HttpError(400, f"the body is not JSON: {error}") from error
+    if not isinstance(raw, dict):
+        raise bad("body", raw, "give a JSON object")
+    refuse(raw)
+    sampling = raw.get("sampling_params")
+    if isinstance(sampling, dict):
+        refuse(sampling, "sampling_params.")
+    try:
+        return msgspec.convert(raw, kind)
+    except (msgspec.ValidationError, RecursionError) as error:
+        raise _misfit(raw, str(error)) from error
+
+
+def refuse(fields: Mapping[str, object], where: str = "") -> None:
+    """Raise `HttpError` naming the first field that would change the answer and is not supported."""
+    for name in fields.keys() & REFUSED.keys():
+        neutral, fix = REFUSED[name]
+        if fields[name] not in neutral:
+            raise bad(where + name, fields[name], fix)
+    logprobs = fields.get("logprobs")
+    if logprobs not in _ONE and isinstance(logprobs, int):
+        raise bad(f"{where}logprobs", logprobs, "only the sampled token has a logprob: give 0, 1 or null")
+
+
+def _misfit(raw: dict[str, Any], problem: str) -> HttpError:
+    """Turn msgspec's `Expected int, got str - at `$.a.b`` into an error that names field and value."""
+    what, _, path = problem.partition(" - at ")
+    field = path.strip("`").removeprefix("$").removeprefix(".")
+    value: Any = raw
+    for part in field.replace("[...]", "").split("."):
+        value = value.get(part) if isinstance(value, dict) else value
+    if "missing required field" in what:
+        return HttpError(400, f"{what}: give it", what.split("`")[1])
+    return HttpError(400, str(InvalidField(field or "body", value, what)), field or None)

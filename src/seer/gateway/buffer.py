@@ -1,0 +1,150 @@
+"""The gateway's side of a buffer: one client that is kept connected, and rollouts of single requests.
+
+Invariants:
+- while the buffer does not answer, or no engine can work, `check` raises a 503 at once;
+- a client that lost its buffer is replaced, for as long as the gateway runs; a buffer that comes back in
+  time goes on with what was submitted;
+- every wait has a deadline.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from seer.client import Group, Prompt, Rollout, RolloutCancelled, RolloutClient, SamplingParams
+from seer.common.errors import SeerError
+from seer.common.net.transport.base import Transport
+from seer.common.process.log import get_logger
+from seer.common.types import Capacity
+from seer.common.wire import Status
+from seer.gateway.errors import HttpError
+
+STATUS_SECONDS = 1.0
+"""How often the buffer is asked for its status; it is away when it does not answer in three times that."""
+
+SILENCE_SECONDS = 60.0
+"""A buffer that sends nothing for this long is lost: what was submitted fails, and a new client is opened."""
+
+CANCEL_SECONDS = 5.0
+"""Longest time to tell the buffer that something is cancelled; it ends what it is not told of by itself."""
+
+_log = get_logger()
+
+
+@dataclass
+class Sample:
+    """What came of prompts, by their ids.
+
+    A weight update ended those that are not in `groups`, and `discarded` tokens with them, as last reported.
+    """
+
+    groups: dict[str, Group] = field(default_factory=dict)
+    discarded: int = 0
+
+
+class Buffer:
+    """Use as `async with Buffer(endpoint, transport)`."""
+
+    def __init__(self, endpoint: str, transport: Transport) -> None:
+        self._endpoint = endpoint
+        self._transport = transport
+        self._client: RolloutClient | None = None
+        self._problem = "no answer yet"
+        self._keeper: asyncio.Task[None] | None = None
+        self.status: Status | None = None
+
+    async def __aenter__(self) -> Buffer:
+        self._keeper = asyncio.create_task(self._keep())
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        if self._keeper is not None:
+            self._keeper.cancel()
+            await asyncio.wait([self._keeper])
+
+    @property
+    def client(self) -> RolloutClient:
+        """The connected client. Raises a 503 while the buffer is away."""
+        if self._client is None or self._problem:
+            raise HttpError(503, f"the buffer at {self._endpoint} is away: {self._problem}")
+        return self._client
+
+    def capacities(self) -> list[Capacity]:
+        """Return those of the engines that can work. Raises a 503 while there is none."""
+        _ = self.client
+        status = self.status
+        if status is None or not status.instances:
+            raise HttpError(503, "no engine is there: start one")
+        able = [each.capacity for each in status.instances if each.name not in status.quarantined]
+        if not able:
+            raise HttpError(503, "all engines are in quarantine: seer status says why")
+        return able
+
+    async def generate(
+        self, prompts: Mapping[str, Sequence[int]], *, n: int, sampling: SamplingParams, seed: int
+    ) -> Sample:
+        """Return n responses to each prompt, given by id. Cancelled, it cancels them in the buffer, too."""
+        rollout = await self.client.submit(
+            [Prompt(name, token_ids=ids) for name, ids in prompts.items()],
+            n=n, sampling=sampling, seed=seed, rollout_number=0, weight_version=-1,
+        )  # fmt: skip
+        sample = Sample()
+        try:
+            async for group in rollout:
+                sample.groups[group.prompt_id] = group
+        except RolloutCancelled:
+            sample.discarded = _discarded(rollout)
+        finally:
+            if rollout.unfinished:
+                with contextlib.suppress(SeerError, TimeoutError):
+                    async with asyncio.timeout(CANCEL_SECONDS):
+                        await rollout.cancel()
+        return sample
+
+    async def fresh_status(self) -> Status:
+        """Ask the buffer. Raises `Unreachable`."""
+        return await self.client.status(3 * STATUS_SECONDS)
+
+    async def _keep(self) -> None:
+        while True:
+            try:
+                async with RolloutClient(
+                    self._endpoint, transport=self._transport, silence_seconds=SILENCE_SECONDS,
+                    connect_seconds=3 * STATUS_SECONDS,
+                ) as client:  # fmt: skip
+                    self._client = client
+                    await self._watch(client)
+            except SeerError as error:
+                self._lost(str(error))
+            finally:
+                self._client = None
+            await asyncio.sleep(STATUS_SECONDS)
+
+    async def _watch(self, client: RolloutClient) -> None:
+        """Ask for the status until there was none for `SILENCE_SECONDS`."""
+        loop = asyncio.get_running_loop()
+        heard = loop.time()
+        while loop.time() < heard + SILENCE_SECONDS:
+            try:
+                self.status = await client.status(3 * STATUS_SECONDS)
+                heard = loop.time()
+                if self._problem:
+                    _log.info("the buffer is there", endpoint=self._endpoint)
+                self._problem = ""
+            except SeerError as error:
+                self._lost(str(error))
+            await asyncio.sleep(STATUS_SECONDS)
+
+    def _lost(self, problem: str) -> None:
+        if not self._problem:
+            _log.warning("the buffer is away", endpoint=self._endpoint, problem=problem)
+        self._problem = problem
+
+
+def _discarded(rollout: Rollout) -> int:
+    """Return how many tokens the buffer has reported of prompts that did not finish."""
+    kept = sum(response.token_ids.size for group in rollout.groups for response in group.responses)
+    return 0 if rollout.progress is None else max(0, rollout.progress.tokens - kept)

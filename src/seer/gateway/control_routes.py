@@ -1,0 +1,172 @@
+"""Routes of the control address, beside those of the data address: pause, weights, sleep, what runs.
+
+Invariants:
+- a route that would promise what Seer does not do refuses by name;
+- query parameters that Seer does not need are left aside, those of another meaning are refused.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Protocol, TypeVar, get_args
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from seer import __version__
+from seer.common.config import Config
+from seer.gateway.bodies import ArealUpdateBody, UpdateBody, read_body
+from seer.gateway.control import PauseMode
+from seer.gateway.errors import HttpError, bad
+from seer.gateway.http import answer, body_of, endpoint
+
+B = TypeVar("B", bound=msgspec.Struct)
+
+NO_NCCL = "weights by NCCL are not received: send them with Seer's own client, or name a folder"
+
+NO_ADAPTERS = "adapters are not supported: merge them, and update the weights"
+
+UNSUPPORTED = {
+    "/v1/load_lora_adapter": NO_ADAPTERS,
+    "/v1/unload_lora_adapter": NO_ADAPTERS,
+    "/init_weight_transfer_engine": NO_NCCL,
+    "/start_weight_update": NO_NCCL,
+    "/finish_weight_update": NO_NCCL,
+    "/collective_rpc": NO_NCCL,
+}
+"""Routes that trainers call and that are refused with 501 and a reason."""
+
+
+class ControlCalls(Protocol):
+    """What routes ask of the gateway as a whole: `Control`, or the way to it from a worker process."""
+
+    async def pause(self, mode: PauseMode) -> None: ...  # noqa: D102 - see `Control`
+    async def resume(self) -> None: ...  # noqa: D102
+    async def is_paused(self) -> bool: ...  # noqa: D102
+    async def update(self, folder: str, field: str) -> str: ...  # noqa: D102
+    async def sleep(self, mode: PauseMode) -> None: ...  # noqa: D102
+    async def wake(self) -> None: ...  # noqa: D102
+    async def weight_version(self) -> int: ...  # noqa: D102
+    async def instances(self) -> int: ...  # noqa: D102
+    async def counts(self) -> dict[str, int]: ...  # noqa: D102
+
+
+class ControlRoutes:
+    """`routes` are to be served; see the module's docstring."""
+
+    def __init__(self, config: Config, control: ControlCalls, counters: Counter[str]) -> None:
+        self._config = config
+        self._control = control
+        self._counters = counters
+
+    @property
+    def routes(self) -> list[Route]:
+        """The routes with their handlers."""
+        handlers = [
+            ("POST", "/pause", self.pause),
+            ("POST", "/resume", self.resume),
+            ("GET", "/is_paused", self.is_paused),
+            ("POST", "/areal_pause_generation", self.areal_pause),
+            ("POST", "/areal_continue_generation", self.areal_continue),
+            ("POST", "/update_weights", self.update_weights),
+            ("POST", "/areal_update_weights", self.areal_update_weights),
+            ("GET", "/weight_info", self.weight_info),
+            ("POST", "/sleep", self.sleep),
+            ("POST", "/wake_up", self.wake_up),
+            ("POST", "/reset_prefix_cache", self.reset_prefix_cache),
+            ("GET", "/get_world_size", self.world_size),
+            ("GET", "/server_info", self.server_info),
+            *(("POST", path, self.unsupported) for path in UNSUPPORTED),
+        ]
+        return [
+            Route(path, endpoint(handler, self._counters), methods=[how]) for how, path, handler in handlers
+        ]
+
+    async def pause(self, request: Request) -> Response:
+        """`/pause?mode=abort|wait|keep`."""
+        await self._control.pause(_mode(request))
+        return answer({"status": "paused"})
+
+    async def resume(self, request: Request) -> Response:
+        """`/resume`."""
+        await self._control.resume()
+        return answer({"status": "resumed"})
+
+    async def is_paused(self, request: Request) -> Response:
+        """`/is_paused`."""
+        return answer({"is_paused": await self._control.is_paused()})
+
+    async def areal_pause(self, request: Request) -> Response:
+        """`/areal_pause_generation`: keeps requests under way, as no answer may mix weights."""
+        await self._control.pause("keep")
+        return answer({"success": True, "message": "Generation paused"})
+
+    async def areal_continue(self, request: Request) -> Response:
+        """`/areal_continue_generation`."""
+        await self._control.resume()
+        return answer({"success": True, "message": "Generation continued"})
+
+    async def update_weights(self, request: Request) -> Response:
+        """`/update_weights`, from a folder."""
+        body = await self._read(request, UpdateBody)
+        if body.weight_dir is None:
+            raise bad("weight_dir", None, NO_NCCL)
+        version = await self._control.update(body.weight_dir, "weight_dir")
+        return answer({"message": "Weights updated", "weight_version": version})
+
+    async def areal_update_weights(self, request: Request) -> Response:
+        """`/areal_update_weights`, from a folder."""
+        body = await self._read(request, ArealUpdateBody)
+        version = await self._control.update(body.model_path, "model_path")
+        return answer({"success": True, "message": "Weights updated", "weight_version": version})
+
+    async def weight_info(self, request: Request) -> Response:
+        """`/weight_info`: the live version."""
+        return answer({"weight_version": str(await self._control.weight_version())})
+
+    async def sleep(self, request: Request) -> Response:
+        """`/sleep?level=&mode=`; all levels free the KV memory."""
+        level = request.query_params.get("level", "1")
+        if level not in ("0", "1", "2"):
+            raise bad("level", level, "choose 0, 1 or 2")
+        await self._control.sleep(_mode(request))
+        return answer({"status": "sleeping", "level": int(level)})
+
+    async def wake_up(self, request: Request) -> Response:
+        """`/wake_up`; whatever the tags, all is allocated."""
+        await self._control.wake()
+        return answer({"status": "awake", "tags": request.query_params.getlist("tags") or None})
+
+    async def reset_prefix_cache(self, request: Request) -> Response:
+        """`/reset_prefix_cache`: engines drop it themselves whenever weights change."""
+        return answer({"success": True})
+
+    async def world_size(self, request: Request) -> Response:
+        """`/get_world_size`: the number of engines."""
+        return answer({"world_size": await self._control.instances()})
+
+    async def server_info(self, request: Request) -> Response:
+        """`/server_info`: no weight transfer engine, as vLLM says it; and how requests ended so far."""
+        shown = {"model": self._config.shared.model, "weight_transfer_config": None}
+        gateway = msgspec.to_builtins(self._config.gateway)
+        counters = await self._control.counts()
+        seer = {"version": __version__, "gateway": gateway, "counters": counters}
+        text = request.query_params.get("config_format", "text") == "text"
+        return answer({"vllm_config": str(shown) if text else shown, "vllm_env": {}, "seer": seer})
+
+    async def unsupported(self, request: Request) -> Response:
+        """Refuse by name."""
+        raise HttpError(501, f"{request.url.path}: {UNSUPPORTED[request.url.path]}")
+
+    async def _read(self, request: Request, kind: type[B]) -> B:
+        settings = self._config.gateway
+        return read_body(kind, await body_of(request, settings.max_body_bytes, settings.client_seconds))
+
+
+def _mode(request: Request) -> PauseMode:
+    mode = request.query_params.get("mode", "abort")
+    if mode not in get_args(PauseMode):
+        raise bad("mode", mode, "choose abort, wait or keep")
+    return mode  # type: ignore[return-value]

@@ -1,0 +1,284 @@
+"""Routes of the data address: generation, models, tokens and text.
+
+Invariants:
+- a request is submitted once it was read and checked as a whole: one that is refused costs no engine time;
+- `model` is this system's, or left out; adapters are refused by name;
+- tokenizing runs on one thread of its own, so that a long text does not hold up other requests.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
+from starlette.routing import Route
+
+from seer import __version__
+from seer.client import Group, SamplingParams
+from seer.common.config import Config
+from seer.gateway import answers
+from seer.gateway.answers import Choice, Json, Style
+from seer.gateway.bodies import (
+    ChatBody,
+    CompletionBody,
+    DetokenizeBody,
+    GenerateBody,
+    SamplingFields,
+    StreamOptions,
+    TokenizeBody,
+    read_body,
+)
+from seer.gateway.buffer import Buffer
+from seer.gateway.desk import Desk
+from seer.gateway.errors import HttpError, bad
+from seer.gateway.http import answer, body_of, endpoint, unless_gone
+from seer.gateway.noise import NoiseIds, request_hash
+from seer.gateway.text import ModelText
+
+T = TypeVar("T")
+B = TypeVar("B", bound=msgspec.Struct)
+
+
+class DataRoutes:
+    """`routes` are to be served; see the module's docstring."""
+
+    def __init__(self, config: Config, buffer: Buffer, desk: Desk, text: ModelText) -> None:
+        self._settings = config.gateway
+        self._model = config.shared.model
+        self.model_name = config.gateway.model_name or Path(self._model).name
+        self._buffer = buffer
+        self._desk = desk
+        self._text = text
+        self._noise = NoiseIds()
+        self._thread = ThreadPoolExecutor(1, "tokenizer")
+        self._started = int(time.time())
+
+    @property
+    def routes(self) -> list[Route]:
+        """The routes with their handlers."""
+        handlers = [
+            ("POST", "/inference/v1/generate", self.generate),
+            ("POST", "/v1/completions", self.completions),
+            ("POST", "/v1/chat/completions", self.chat),
+            ("GET", "/v1/models", self.models),
+            ("GET", "/health", self.health),
+            ("GET", "/version", self.version),
+            ("POST", "/tokenize", self.tokenize),
+            ("POST", "/detokenize", self.detokenize),
+        ]
+        counters = self._desk.counters
+        return [Route(path, endpoint(handler, counters), methods=[how]) for how, path, handler in handlers]
+
+    # --- generation ----------------------------------------------------------------------
+
+    async def generate(self, request: Request) -> Response:
+        """`/inference/v1/generate`: token ids in, token ids out."""
+        body = await self._read(request, GenerateBody)
+        fields = body.sampling_params
+        self._text.check(body.token_ids, "token_ids")
+        where = "sampling_params."
+        sampling = fields.sampling(self._settings.logprobs, where)
+        n = fields.group_size(where)
+        choices = await self._choices(request, [body.token_ids], n, sampling, fields, textual=False)
+        head = self._head("request_id", body.request_id or secrets.token_hex(16))
+        style = Style(logprobs=fields.logprobs is not None, token_ids=True)
+        return _respond(answers.generate_answer(head, choices, n, style), body)
+
+    async def completions(self, request: Request) -> Response:
+        """`/v1/completions`: prompts of text or token ids, answers of both."""
+        body = await self._read(request, CompletionBody)
+        sampling, n = body.sampling(self._settings.logprobs), body.group_size()
+        prompts = await self._on_thread(self._prompt_ids, body)
+        choices = await self._choices(request, prompts, n, sampling, body)
+        style = self._style(body, shown=body.logprobs is not None)
+        head = self._head("id", f"cmpl-{secrets.token_hex(16)}")
+        return _respond(answers.completion_answer(head, choices, n, style), body)
+
+    async def chat(self, request: Request) -> Response:
+        """`/v1/chat/completions`: messages in, a message out."""
+        body = await self._read(request, ChatBody)
+        parse = self._parses_tools(body)
+        if body.max_completion_tokens is not None:
+            body.max_tokens = body.max_completion_tokens
+        sampling, n = body.sampling(self._settings.logprobs), body.group_size()
+        prompt = await self._on_thread(self._chat_ids, body)
+        choices = await self._choices(request, [prompt], n, sampling, body)
+        style = self._style(body, shown=bool(body.logprobs))
+        head = self._head("id", f"chatcmpl-{secrets.token_hex(16)}")
+        return _respond(answers.chat_answer(head, choices, n, style, tools=parse), body)
+
+    async def _choices(
+        self,
+        request: Request,
+        prompts: Sequence[list[int]],
+        n: int,
+        sampling: SamplingParams,
+        fields: SamplingFields,
+        *,
+        textual: bool = True,
+    ) -> list[Choice]:
+        """Generate, and return n choices for each prompt, in order; with `textual`, with their text."""
+        named = request.headers.get("idempotency-key") or request.headers.get("x-request-id") or ""
+        hashes = [request_hash(prompt, sampling) for prompt in prompts]
+        ids = self._noise.prompt_ids(hashes, fields.seed, named)
+        work = self._desk.run(dict(zip(ids, prompts, strict=True)), n=n, sampling=sampling, seed=fields.seed)
+        groups = await unless_gone(request, work)
+        shown = fields if textual else None
+        return [choice for name in ids for choice in self._choices_of(groups[name], sampling, shown)]
+
+    def _choices_of(
+        self, group: Group, sampling: SamplingParams, fields: SamplingFields | None
+    ) -> list[Choice]:
+        prompt = group.prompt_token_ids.tolist()
+        choices = []
+        for response in group.responses:
+            token_ids = response.token_ids.tolist()
+            text = ""
+            if fields is not None:
+                skip = fields.skip_special_tokens is not False
+                whole = bool(fields.include_stop_str_in_output)
+                text = self._text.text(
+                    token_ids, response.stop_reason, sampling.stop, skip_special=skip, whole=whole
+                )
+            choices.append(
+                Choice(
+                    prompt_token_ids=prompt,
+                    token_ids=token_ids,
+                    logprobs=response.logprobs.tolist(),
+                    text=text,
+                    finish_reason=response.finish_reason,
+                    stop_reason=_stop_reason(response.stop_reason, sampling),
+                    weight_version=group.weight_version,
+                )
+            )
+        return choices
+
+    def _prompt_ids(self, body: CompletionBody) -> list[list[int]]:
+        prompts = []
+        for position, prompt in enumerate(body.prompts()):
+            ids = prompt
+            if isinstance(prompt, str):
+                ids = self._text.encode(prompt, special=body.add_special_tokens is not False)
+            self._text.check(ids, f"prompt[{position}]")  # type: ignore[arg-type]
+            prompts.append(ids)
+        return prompts  # type: ignore[return-value]
+
+    def _chat_ids(self, body: ChatBody | TokenizeBody) -> list[int]:
+        text = self._text.render(
+            body.messages or [],
+            tools=body.tools,
+            template=body.chat_template,
+            arguments=body.chat_template_kwargs,
+            documents=body.documents if isinstance(body, ChatBody) else None,
+            generation_prompt=body.add_generation_prompt is not False,
+        )
+        ids = self._text.encode(text, special=bool(body.add_special_tokens))
+        self._text.check(ids, "messages")
+        return ids
+
+    def _parses_tools(self, body: ChatBody) -> bool:
+        """Return whether tool calls are read from the text. Raises `HttpError` for an unknown choice."""
+        choice = body.tool_choice or ("auto" if body.tools else "none")
+        if choice == "none" or not body.tools:
+            return False
+        if choice != "auto":
+            raise bad("tool_choice", choice, "give auto or none: constrained decoding is not supported")
+        if not self._settings.tool_parser:
+            raise bad(
+                "tool_choice", choice, "set gateway.tool_parser, or give none and read the calls yourself"
+            )
+        return True
+
+    def _style(self, body: CompletionBody | ChatBody, *, shown: bool) -> Style:
+        texts = None if body.return_tokens_as_token_ids else self._text.tokens
+        return Style(logprobs=shown, token_ids=bool(body.return_token_ids), token_texts=texts)
+
+    def _head(self, key: str, name: str) -> Json:
+        return {key: name, "model": self.model_name, "created": int(time.time())}
+
+    # --- models, tokens and text ---------------------------------------------------------
+
+    async def models(self, request: Request) -> Response:
+        """`/v1/models`."""
+        card = {
+            "id": self.model_name, "object": "model", "created": self._started, "owned_by": "seer",
+            "root": self._model, "parent": None, "max_model_len": self._max_model_len(), "permission": [],
+        }  # fmt: skip
+        return answer({"object": "list", "data": [card]})
+
+    async def health(self, request: Request) -> Response:
+        """`/health`: 200 if generation is possible, else 503 that says why not."""
+        self._buffer.capacities()
+        return Response()
+
+    async def version(self, request: Request) -> Response:
+        """`/version`: Seer's."""
+        return answer({"version": __version__})
+
+    async def tokenize(self, request: Request) -> Response:
+        """`/tokenize`: token ids of a text or a chat."""
+        body = await self._read(request, TokenizeBody)
+        if (body.prompt is None) == (body.messages is None):
+            raise bad("prompt", body.prompt, "give either prompt or messages")
+        if body.prompt is None:
+            ids = await self._on_thread(self._chat_ids, body)
+        else:
+            special = body.add_special_tokens is not False
+            ids = await self._on_thread(lambda text: self._text.encode(text, special=special), body.prompt)
+        texts = self._text.tokens(ids) if body.return_token_strs else None
+        shown = {"count": len(ids), "max_model_len": self._max_model_len(), "tokens": ids}
+        return answer({**shown, "token_strs": texts})
+
+    async def detokenize(self, request: Request) -> Response:
+        """`/detokenize`: the text of token ids."""
+        body = await self._read(request, DetokenizeBody)
+        if body.tokens:
+            self._text.check(body.tokens, "tokens")
+        text = self._text.text(body.tokens, "", (), skip_special=False, whole=True)
+        return answer({"prompt": text})
+
+    # --- shared --------------------------------------------------------------------------
+
+    async def _read(self, request: Request, kind: type[B]) -> B:
+        settings = self._settings
+        body = read_body(kind, await body_of(request, settings.max_body_bytes, settings.client_seconds))
+        model = getattr(body, "model", None)
+        if model not in (None, "", self.model_name, self._model):
+            raise HttpError(404, f"model = {model!r}: this system has {self.model_name!r} alone", "model")
+        return body
+
+    async def _on_thread(self, work: Callable[[Any], T], argument: object) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, work, argument)
+
+    def _max_model_len(self) -> int | None:
+        status = self._buffer.status
+        lengths = [each.capacity.room(0) for each in status.instances] if status else []
+        return max(lengths, default=None)
+
+
+def _stop_reason(reason: str, sampling: SamplingParams) -> int | str | None:
+    """Return what vLLM does: a stop string, the number of a stop token, None for an end-of-sequence token."""
+    if reason in sampling.stop:
+        return reason
+    return int(reason) if reason.isdecimal() and int(reason) in sampling.stop_token_ids else None
+
+
+def _respond(whole: Json, body: GenerateBody | CompletionBody | ChatBody) -> Response:
+    if not body.stream:
+        return answer(whole)
+    options: StreamOptions | None = body.stream_options
+    parts = answers.stream_of(whole, include_usage=bool(options and options.include_usage))
+    return StreamingResponse(_each(list(parts)), media_type="text/event-stream")
+
+
+async def _each(parts: Sequence[bytes]) -> Any:  # noqa: ANN401
+    for part in parts:
+        yield part

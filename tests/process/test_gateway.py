@@ -1,0 +1,464 @@
+"""The gateway over real sockets, with replay engines: every route, and what goes wrong around it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import socket
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+import httpx
+import msgspec
+import pytest
+from gateway_system import ENDLESS, GatewaySystem, wait_for
+
+from seer.client import Prompt, RolloutClient, SamplingParams
+from seer.gateway.noise import request_hash
+
+GATEWAYS = {
+    "gateway": ("gateway.tool_parser=hermes",),
+    "aborting": ("gateway.on_update=abort", "gateway.client_seconds=1", "gateway.max_body_bytes=20000"),
+    "refusing": ("gateway.on_update=refuse", "gateway.max_requests=4", "gateway.request_seconds=4"),
+}
+
+
+@pytest.fixture(scope="module")
+def system() -> Iterator[GatewaySystem]:
+    with GatewaySystem() as running:
+        running.start("buffer")
+        for name in ("engine-0", "engine-1"):
+            running.start(name)
+        running.start_gateways(GATEWAYS)
+        yield running
+
+
+@pytest.fixture
+async def http(system: GatewaySystem) -> AsyncIterator[httpx.AsyncClient]:
+    async with httpx.AsyncClient(base_url=system.urls["gateway"]["control"], timeout=120) as client:
+        yield client
+
+
+def other(system: GatewaySystem, name: str) -> httpx.AsyncClient:
+    return httpx.AsyncClient(base_url=system.urls[name]["control"], timeout=120)
+
+
+async def ok(response: Any) -> dict[str, Any]:
+    got = await response
+    assert got.status_code == 200, got.text
+    body: dict[str, Any] = got.json()
+    return body
+
+
+def refused(response: httpx.Response, status: int) -> str:
+    assert response.status_code == status, response.text
+    error = response.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error["code"] == status
+    assert ("retry-after" in response.headers) == (status == 503)
+    message: str = error["message"]
+    return message
+
+
+async def under_way(system: GatewaySystem, name: str = "gateway", count: int = 1) -> None:
+    await asyncio.to_thread(wait_for, lambda: system.counts(name)["under_way"] == count, system)
+
+
+# --- generation ------------------------------------------------------------------------------
+
+
+async def test_the_same_tokens_as_seer_s_own_client(system: GatewaySystem, http: httpx.AsyncClient) -> None:
+    sampling = SamplingParams(max_tokens=30, temperature=0.5)
+    name = f"seed-{request_hash([4, 5], sampling)}"
+    async with RolloutClient(system.endpoint) as client:
+        rollout = await client.submit(
+            [Prompt(name, token_ids=[4, 5])], n=2, sampling=sampling, seed=11, rollout_number=0
+        )
+        (expected,) = await rollout.result()
+    fields = {"max_tokens": 30, "temperature": 0.5, "seed": 11, "n": 2}
+    body = {"token_ids": [4, 5], "sampling_params": {**fields, "logprobs": 1}}
+    got = await ok(http.post("/inference/v1/generate", json=body))
+    text = await ok(
+        http.post(
+            "/v1/completions", json={"prompt": "1 2", "return_token_ids": True, "logprobs": 0, **fields}
+        )
+    )
+    for choice, flat, response in zip(got["choices"], text["choices"], expected.responses, strict=True):
+        assert choice["token_ids"] == flat["token_ids"] == response.token_ids.tolist()
+        logprobs = [entry["logprob"] for entry in choice["logprobs"]["content"]]
+        assert logprobs == flat["logprobs"]["token_logprobs"] == response.logprobs.tolist()
+        assert choice["finish_reason"] == flat["finish_reason"] == response.finish_reason
+        version = str(expected.weight_version)
+        assert choice["weight_versions"] == [{"version": version, "start": 0, "end": len(logprobs)}]
+        assert flat["weight_version"] == version
+        detokenized = await ok(http.post("/detokenize", json={"tokens": choice["token_ids"]}))
+        assert flat["text"].split() == [
+            word
+            for word in detokenized["prompt"].split()
+            if not word.startswith(("<bos", "<eos", "<pad", "<unk"))
+        ]
+
+
+async def test_completions_take_prompts_in_four_forms(http: httpx.AsyncClient) -> None:
+    for prompt in ("1 2", ["1 2", "3"], [4, 5], [[4, 5], [6], [4, 5]]):
+        body = {"prompt": prompt, "n": 2, "max_tokens": 5, "return_token_ids": True}
+        got = await ok(http.post("/v1/completions", json=body))
+        prompts = [each["prompt_token_ids"] for each in got["choices"]]
+        assert prompts[::2] == prompts[1::2]
+        assert prompts[0] == [4, 5]
+        assert [each["index"] for each in got["choices"]] == list(range(len(prompts)))
+        assert len({tuple(each["token_ids"]) for each in got["choices"]}) == len(prompts)
+
+
+async def test_a_chat(http: httpx.AsyncClient) -> None:
+    messages = [{"role": "user", "content": [{"type": "text", "text": "1 2"}]}]
+    tools = [{"type": "function", "function": {"name": "S4", "parameters": {}}}]
+    for extra, words in (({}, "1 2 ="), ({"tools": tools}, "ans S4 1 2 =")):
+        expected = await ok(http.post("/tokenize", json={"prompt": words}))
+        got = await ok(http.post("/tokenize", json={"messages": messages, **extra}))
+        assert got["tokens"] == expected["tokens"]
+        assert got["count"] == len(got["tokens"])
+        body = {"messages": messages, "max_completion_tokens": 8, "return_token_ids": True, "logprobs": True}
+        answer = await ok(http.post("/v1/chat/completions", json=body | extra))
+        assert answer["prompt_token_ids"] == expected["tokens"]
+        (choice,) = answer["choices"]
+        assert choice["message"]["role"] == "assistant"
+        assert len(choice["token_ids"]) == len(choice["logprobs"]["content"]) <= 8
+    refusals = (
+        ({"tools": tools, "tool_choice": "required"}, "tool_choice"),
+        ({"chat_template": "x"}, "chat_template"),
+        ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs.messages"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0].type"),
+        ({"messages": []}, "messages"),
+    )
+    for extra, param in refusals:
+        response = await http.post("/v1/chat/completions", json={"messages": messages, "n": 1} | extra)
+        refused(response, 400)
+        assert response.json()["error"]["param"] == param or param == "messages"
+
+
+async def test_a_chat_fills_the_context_by_default(http: httpx.AsyncClient) -> None:
+    body = {"messages": [{"role": "user", "content": "1"}], "seed": 1}
+    got = await ok(http.post("/v1/chat/completions", json=body))
+    assert got["choices"][0]["finish_reason"] == "stop"
+
+
+async def test_a_stream_has_what_the_whole_answer_has(http: httpx.AsyncClient) -> None:
+    fields = {"seed": 5, "max_tokens": 9, "n": 2}
+    for path, body in (
+        ("/v1/completions", {"prompt": "1", **fields}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "1"}], **fields}),
+        ("/inference/v1/generate", {"token_ids": [4], "sampling_params": fields}),
+    ):
+        whole = await ok(http.post(path, json=body))
+        response = await http.post(
+            path, json=body | {"stream": True, "stream_options": {"include_usage": True}}
+        )
+        assert response.headers["content-type"].startswith("text/event-stream")
+        lines = response.text.strip().split("\n\n")
+        assert lines[-1] == "data: [DONE]"
+        parts = [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
+        choices = [each for part in parts for each in part["choices"]]
+        for choice in choices:
+            if "delta" in choice:
+                delta = choice.pop("delta")
+                choice["message"] = {**delta, "refusal": None, "reasoning": None}
+        assert choices == whole["choices"]
+        assert parts[-1]["usage"] == whole["usage"]
+        bad = await http.post(path, json=body | {"stream": True, "n": 0, "sampling_params": {"n": 0}})
+        refused(bad, 400)
+
+
+async def test_noise(system: GatewaySystem, http: httpx.AsyncClient) -> None:
+    async def tokens(
+        client: httpx.AsyncClient, headers: dict[str, str] | None = None, **fields: object
+    ) -> str:
+        body = {"prompt": [7, 8], "max_tokens": 20, "ignore_eos": True, **fields}
+        return str(
+            (await ok(client.post("/v1/completions", json=body, headers=headers)))["choices"][0]["text"]
+        )
+
+    async with other(system, "aborting") as second:
+        anonymous = await asyncio.gather(*(tokens(client) for client in (http, second) for _ in range(6)))
+        assert len(set(anonymous)) == 12
+        seeded = {await tokens(client, seed=3) for client in (http, second) for _ in range(2)}
+        assert len(seeded) == 1
+        for header in ("X-Request-Id", "Idempotency-Key"):
+            named = {await tokens(client, {header: "r"}) for client in (http, second)}
+            assert len(named) == 1
+            assert await tokens(http, {header: "s"}) not in named | seeded
+
+
+# --- the rest of the routes ------------------------------------------------------------------
+
+
+async def test_what_is_there(system: GatewaySystem, http: httpx.AsyncClient) -> None:
+    (card,) = (await ok(http.get("/v1/models")))["data"]
+    assert card["id"] == "model"
+    assert card["root"] == str(system.model)
+    assert card["max_model_len"] > 1000
+    for name in ("model", str(system.model)):
+        await ok(http.post("/v1/completions", json={"prompt": "1", "max_tokens": 1, "model": name}))
+    response = await http.post("/v1/completions", json={"prompt": "1", "model": "lora"})
+    assert "this system has 'model' alone" in refused(response, 404)
+    assert (await ok(http.get("/get_world_size")))["world_size"] == 2
+    assert set(await ok(http.get("/version"))) == {"version"}
+    info = await ok(http.get("/server_info", params={"config_format": "json"}))
+    assert info["vllm_config"]["weight_transfer_config"] is None
+    assert await ok(http.post("/reset_prefix_cache")) == {"success": True}
+    strings = (await ok(http.post("/tokenize", json={"prompt": "1 2", "return_token_strs": True})))[
+        "token_strs"
+    ]
+    assert strings == ["1", "2"]
+
+
+async def test_the_data_address_has_no_control_routes(system: GatewaySystem) -> None:
+    async with httpx.AsyncClient(base_url=system.urls["gateway"]["data"]) as data:
+        assert (await data.get("/health")).status_code == 200
+        for method, path in (
+            ("POST", "/pause"), ("POST", "/resume"), ("POST", "/update_weights"), ("POST", "/sleep"),
+            ("POST", "/areal_update_weights"), ("GET", "/server_info"), ("POST", "/v1/load_lora_adapter"),
+        ):  # fmt: skip
+            refused(await data.request(method, path), 404)
+        await ok(data.post("/v1/completions", json={"prompt": "1", "max_tokens": 2}))
+
+
+async def test_refusals_by_name(http: httpx.AsyncClient) -> None:
+    assert "adapters" in refused(await http.post("/v1/load_lora_adapter", json={}), 501)
+    assert "NCCL" in refused(await http.post("/init_weight_transfer_engine", json={}), 501)
+    assert "NCCL" in refused(await http.post("/update_weights", json={"weight_dir": None}), 400)
+    assert "mode = 'later'" in refused(await http.post("/pause?mode=later"), 400)
+    refused(await http.get("/v1/completions"), 405)
+    refused(await http.get("/nowhere"), 404)
+    for content in (b"", b"{", b"[1]", b"\xff", b"[" * 9999):
+        for path in ("/v1/completions", "/v1/chat/completions", "/inference/v1/generate", "/tokenize"):
+            refused(await http.post(path, content=content), 400)
+    body = {"prompt": [999]}
+    assert "token ids are in [0, 66)" in refused(await http.post("/v1/completions", json=body), 400)
+    for extra in ({"echo": True}, {"prompt_logprobs": 1}, {"logprobs": 5}, {"seed": 2**64}):
+        refused(await http.post("/v1/completions", json={"prompt": "1"} | extra), 400)
+    long = await http.post("/v1/completions", json={"prompt": [4] * 300_000})
+    assert "longer than any engine" in refused(long, 400)
+
+
+# --- pause and update ------------------------------------------------------------------------
+
+
+async def test_a_pause_holds_what_comes(system: GatewaySystem, http: httpx.AsyncClient) -> None:
+    assert await ok(http.post("/pause?mode=keep")) == {"status": "paused"}
+    held = asyncio.create_task(ok(http.post("/v1/completions", json={"prompt": "1", "max_tokens": 2})))
+    await asyncio.to_thread(wait_for, lambda: system.counts("gateway")["open_requests"] == 1, system)
+    assert system.counts("gateway")["under_way"] == 0
+    assert await ok(http.get("/is_paused")) == {"is_paused": True}
+    assert not held.done()
+    assert await ok(http.post("/resume")) == {"status": "resumed"}
+    assert (await held)["usage"]["completion_tokens"] <= 2
+    assert await ok(http.get("/is_paused")) == {"is_paused": False}
+
+
+async def test_pauses_that_abort_and_that_wait(system: GatewaySystem, http: httpx.AsyncClient) -> None:
+    endless = asyncio.create_task(http.post("/v1/completions", json={"prompt": "1", **ENDLESS}))
+    await under_way(system)
+    await ok(http.post("/pause"))  # abort is vLLM's default
+    assert "aborted" in refused(await endless, 503)
+    await ok(http.post("/resume"))
+    short = asyncio.create_task(ok(http.post("/v1/completions", json={"prompt": "1", "max_tokens": 100})))
+    await under_way(system)
+    await ok(http.post("/pause?mode=wait"))
+    assert system.counts("gateway")["under_way"] == 0
+    await ok(http.post("/resume"))
+    await short
+
+
+async def test_an_update_while_paused_starts_requests_again(
+    system: GatewaySystem, http: httpx.AsyncClient
+) -> None:
+    before = system.counts("gateway")
+    version = int((await ok(http.get("/weight_info")))["weight_version"])
+    body = {"token_ids": [4], "sampling_params": {"max_tokens": 400, "ignore_eos": True, "seed": 1}}
+    task = asyncio.create_task(ok(http.post("/inference/v1/generate", json=body)))
+    await under_way(system)
+    await ok(http.post("/pause?mode=keep&clear_cache=false"))
+    updated = await ok(http.post("/update_weights", json={"weight_dir": str(system.model)}))
+    assert updated["weight_version"] == str(version + 1)
+    assert not task.done()
+    assert system.counts("gateway")["under_way"] == 0
+    await ok(http.post("/resume"))
+    (choice,) = (await task)["choices"]
+    assert choice["weight_versions"] == [{"version": str(version + 1), "start": 0, "end": 400}]
+    assert system.counts("gateway")["restarted"] == before["restarted"] + 1
+    again = await ok(http.post("/inference/v1/generate", json=body))
+    assert again["choices"][0]["token_ids"] == choice["token_ids"]
+
+
+async def test_areal_s_routes(system: GatewaySystem, http: httpx.AsyncClient) -> None:
+    assert (await ok(http.post("/areal_pause_generation", json={})))["success"]
+    held = asyncio.create_task(ok(http.post("/v1/completions", json={"prompt": [4], "max_tokens": 2})))
+    answer = await ok(http.post("/areal_update_weights", json={"model_path": str(system.model)}))
+    assert answer["success"]
+    assert await ok(http.get("/is_paused")) == {"is_paused": True}
+    assert (await ok(http.post("/areal_continue_generation", json={})))["success"]
+    assert (await held)["choices"][0]["weight_version"] == answer["weight_version"]
+    response = await http.post("/areal_update_weights", json={"model_path": "/nowhere"})
+    assert "model_path = '/nowhere'" in refused(response, 400)
+
+
+async def test_an_update_may_abort_or_be_refused(system: GatewaySystem) -> None:
+    body = {"prompt": "1", **ENDLESS}
+    update = {"weight_dir": str(system.model)}
+    async with other(system, "aborting") as http:
+        task = asyncio.create_task(http.post("/v1/completions", json=body))
+        await under_way(system, "aborting")
+        await ok(http.post("/update_weights", json=update))
+        assert "gateway.on_update = abort" in refused(await task, 503)
+    async with other(system, "refusing") as http:
+        version = await ok(http.get("/weight_info"))
+        task = asyncio.create_task(http.post("/v1/completions", json={"prompt": "1", **ENDLESS}))
+        await under_way(system, "refusing")
+        assert "1 requests are under way" in refused(await http.post("/update_weights", json=update), 409)
+        assert await ok(http.get("/weight_info")) == version
+        assert "within 4 s" in refused(await task, 504)
+
+
+async def test_updates_at_once(system: GatewaySystem, http: httpx.AsyncClient) -> None:
+    version = int((await ok(http.get("/weight_info")))["weight_version"])
+    update = {"weight_dir": str(system.model)}
+    answers = await asyncio.gather(*(http.post("/update_weights", json=update) for _ in range(6)))
+    done = [answer for answer in answers if answer.status_code == 200]
+    assert {answer.status_code for answer in answers} <= {200, 409}
+    assert done
+    assert int((await ok(http.get("/weight_info")))["weight_version"]) == version + len(done)
+
+
+async def test_sleep_and_wake(http: httpx.AsyncClient) -> None:
+    assert await ok(http.post("/sleep?level=1")) == {"status": "sleeping", "level": 1}
+    asleep = asyncio.create_task(ok(http.post("/v1/completions", json={"prompt": "1", "max_tokens": 2})))
+    await asyncio.sleep(0)
+    assert await ok(http.post("/wake_up?tags=weights")) == {"status": "awake", "tags": ["weights"]}
+    await asleep
+
+
+# --- clients that misbehave ------------------------------------------------------------------
+
+
+async def test_a_disconnect_cancels_in_the_buffer(system: GatewaySystem, http: httpx.AsyncClient) -> None:
+    before = system.counts("gateway")["cancelled"]
+    task = asyncio.create_task(http.post("/v1/completions", json={"prompt": "1", "n": 3, **ENDLESS}))
+    await under_way(system)
+    task.cancel()
+    await asyncio.wait([task])
+    await under_way(system, count=0)
+    assert system.counts("gateway")["cancelled"] == before + 1
+    async with RolloutClient(system.endpoint) as client:
+        while (status := await client.status()).requests_running + status.requests_waiting:
+            await asyncio.sleep(0.05)
+
+
+def speak(url: str, *parts: bytes) -> socket.socket:
+    connection = socket.create_connection((httpx.URL(url).host, httpx.URL(url).port or 0), timeout=60)
+    for part in parts:
+        connection.sendall(part)
+    return connection
+
+
+def test_bodies_that_are_too_long_or_never_come(system: GatewaySystem) -> None:
+    url = system.urls["aborting"]["data"]
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+    said = {}
+    for name, parts in {
+        "declared": (head + b"content-length: 20001\r\n\r\n",),
+        "chunked": (
+            head + b"transfer-encoding: chunked\r\n\r\n",
+            (b"2000\r\n" + b"x" * 0x2000 + b"\r\n") * 4,
+        ),
+        "late": (head + b"content-length: 100\r\n\r\n{",),
+        "half a head": (head,),
+        "nothing": (),
+        "no http": (b"hello\r\n\r\n",),
+    }.items():
+        with speak(url, *parts) as connection:
+            data = b""
+            while part := connection.recv(65536):  # the gateway closes each of them
+                data += part
+        said[name] = data.split(b"\r\n")[0]
+    assert b" 413 " in said["declared"]
+    assert b" 413 " in said["chunked"]
+    assert b" 408 " in said["late"]
+    assert said["half a head"] == said["nothing"] == b""
+    assert b" 400 " in said["no http"]
+
+
+async def test_open_requests_are_bounded(system: GatewaySystem) -> None:
+    async with other(system, "refusing") as http:
+        body = {"prompt": "1", **ENDLESS}
+        answers = await asyncio.gather(*(http.post("/v1/completions", json=body) for _ in range(6)))
+        assert sorted(answer.status_code for answer in answers) == [503, 503, 504, 504, 504, 504]
+
+
+# --- what goes away --------------------------------------------------------------------------
+
+
+async def test_all_engines_away(system: GatewaySystem, http: httpx.AsyncClient) -> None:
+    for name in ("engine-0", "engine-1"):
+        system.processes[name].send_signal(signal.SIGTERM)
+        system.processes[name].wait()
+    await asyncio.to_thread(wait_for, lambda: httpx.get(f"{http.base_url}/health").status_code == 503, system)
+    response = await http.post("/v1/completions", json={"prompt": "1", "max_tokens": 2})
+    assert "no engine is there" in refused(response, 503)
+    for name in ("engine-0", "engine-1"):
+        system.kill(name)
+        system.start(name)
+    await asyncio.to_thread(system.healthy, "gateway")
+    await ok(http.post("/v1/completions", json={"prompt": "1", "max_tokens": 2}))
+
+
+async def test_a_buffer_that_is_killed_and_comes_back(system: GatewaySystem, http: httpx.AsyncClient) -> None:
+    body = {"prompt": "1", "max_tokens": 300, "ignore_eos": True, "seed": 2, "return_token_ids": True}
+    expected = await ok(http.post("/v1/completions", json=body))
+    task = asyncio.create_task(ok(http.post("/v1/completions", json=body)))
+    await under_way(system)
+    system.kill("buffer")
+    await asyncio.to_thread(wait_for, lambda: httpx.get(f"{http.base_url}/health").status_code == 503, system)
+    response = await http.post("/v1/completions", json={"prompt": "1"})
+    assert "is away" in refused(response, 503)
+    assert "is away" in refused(await http.post("/update_weights", json={"weight_dir": "/w"}), 503)
+    system.start("buffer")
+    await asyncio.to_thread(system.healthy, "gateway")
+    assert (await task)["choices"][0]["token_ids"] == expected["choices"][0]["token_ids"]
+
+
+async def test_a_gateway_that_stops_answers_what_it_has(system: GatewaySystem) -> None:
+    system.start_gateways({"stopping": ()})
+    async with other(system, "stopping") as http:
+        body = {"prompt": "1", "max_tokens": 150, "ignore_eos": True}
+        task = asyncio.create_task(http.post("/v1/completions", json=body))
+        await under_way(system, "stopping")
+        await ok(http.post("/pause?mode=keep"))
+        held = asyncio.create_task(http.post("/v1/completions", json=body))
+        await asyncio.to_thread(wait_for, lambda: system.counts("stopping")["open_requests"] == 2, system)
+        os.kill(system.processes["stopping"].pid, signal.SIGTERM)
+        assert "stops" in refused(await held, 503)
+        assert (await task).json()["usage"]["completion_tokens"] == 150
+    assert await asyncio.to_thread(system.processes["stopping"].wait, 60) == 0
+
+
+def test_a_gateway_that_cannot_start_says_why(system: GatewaySystem) -> None:
+    taken = httpx.URL(system.urls["gateway"]["data"])
+    for setting, why in {
+        f"gateway.data=127.0.0.1:{taken.port}": "gateway.data",
+        "shared.model=/nowhere": "shared.model",
+        "gateway.control=here": "gateway.control",
+    }.items():
+        settings = {"gateway.data": "127.0.0.1:0", "gateway.control": "127.0.0.1:0"}
+        name, _, value = setting.partition("=")
+        given = [f"{key}={each}" for key, each in (settings | {name: value}).items()]
+        system.start("failing", *given, gateway=True)
+        assert system.processes["failing"].wait(60) == 2
+        os.close(int(system.urls["failing"]["fd"]))
+        assert why in system.log
+
+
+def test_all_text_of_answers_is_json(system: GatewaySystem) -> None:
+    assert msgspec.json.decode(httpx.get(f"{system.urls['gateway']['control']}/nope").content)

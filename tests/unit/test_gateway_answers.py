@@ -1,0 +1,146 @@
+"""Answers and tool calls: the lists in `seer.gateway.answers` and `seer.gateway.tools`."""
+
+from __future__ import annotations
+
+import json
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from seer.gateway.answers import (
+    Choice,
+    Style,
+    chat_answer,
+    completion_answer,
+    generate_answer,
+    stream_of,
+)
+from seer.gateway.errors import HttpError
+from seer.gateway.tools import hermes_calls
+
+HEAD = {"id": "x", "model": "m", "created": 1}
+
+
+def choice(*token_ids: int, text: str = "t", prompt: tuple[int, ...] = (1, 2), version: int = 7) -> Choice:
+    logprobs = [-token / 8 for token in token_ids]
+    return Choice([*prompt], [*token_ids], logprobs, text, "stop", None, version)
+
+
+PAIR = [choice(3, 4), choice(5)]
+TWO_PROMPTS = [*PAIR, choice(6, prompt=(9,)), choice(7, prompt=(9,))]
+
+
+def events(answer: dict[str, object], *, include_usage: bool) -> list[dict[str, object]]:
+    lines = b"".join(stream_of(answer, include_usage=include_usage)).decode().split("\n\n")
+    assert lines[-2:] == ["data: [DONE]", ""]
+    return [json.loads(line.removeprefix("data: ")) for line in lines[:-2]]
+
+
+def test_generate() -> None:
+    answer = generate_answer({"request_id": "r"}, PAIR, 2, Style(logprobs=True))
+    assert answer["request_id"] == "r"
+    assert answer["output_mode"] == "tokens"
+    assert [each["index"] for each in answer["choices"]] == [0, 1]
+    first = answer["choices"][0]
+    assert first["token_ids"] == [3, 4]
+    assert first["weight_versions"] == [{"version": "7", "start": 0, "end": 2}]
+    assert first["logprobs"]["content"][1] == {
+        "token_id": 4, "token": "token_id:4", "logprob": -0.5, "rank": None, "top_logprobs": [],
+    }  # fmt: skip
+    assert answer["usage"] == {"prompt_tokens": 2, "completion_tokens": 3, "total_tokens": 5}
+    assert generate_answer({}, PAIR, 2, Style())["choices"][0]["logprobs"] is None
+
+
+def test_completions_are_prompt_major_and_count_each_prompt_once() -> None:
+    style = Style(logprobs=True, token_ids=True)
+    answer = completion_answer(HEAD, TWO_PROMPTS, 2, style)
+    assert [each["index"] for each in answer["choices"]] == [0, 1, 2, 3]
+    assert [each["prompt_token_ids"] for each in answer["choices"]] == [[1, 2], [1, 2], [9], [9]]
+    assert answer["usage"]["prompt_tokens"] == 3
+    logprobs = answer["choices"][0]["logprobs"]
+    assert logprobs["tokens"] == ["token_id:3", "token_id:4"]
+    assert logprobs["token_logprobs"] == [-0.375, -0.5]
+    assert logprobs["top_logprobs"] == [{"token_id:3": -0.375}, {"token_id:4": -0.5}]
+    assert logprobs["text_offset"] == [0, 10]
+    assert {each["weight_version"] for each in answer["choices"]} == {"7"}
+
+
+def test_tokens_are_shown_as_text_unless_ids_are_asked_for() -> None:
+    style = Style(logprobs=True, token_texts=lambda ids: [f"<{token}>" for token in ids])
+    answer = completion_answer(HEAD, PAIR, 2, style)
+    assert answer["choices"][0]["logprobs"]["tokens"] == ["<3>", "<4>"]
+    assert answer["choices"][0]["token_ids"] is None
+    chat = chat_answer(HEAD, PAIR, 2, style, tools=False)
+    entry = chat["choices"][0]["logprobs"]["content"][0]
+    assert entry == {"token": "<3>", "logprob": -0.375, "bytes": [60, 51, 62], "top_logprobs": []}
+
+
+def test_chat() -> None:
+    answer = chat_answer(HEAD, PAIR, 2, Style(token_ids=True), tools=True)
+    assert answer["object"] == "chat.completion"
+    assert answer["prompt_token_ids"] == [1, 2]
+    message = answer["choices"][0]["message"]
+    assert (message["role"], message["content"]) == ("assistant", "t")
+    assert "tool_calls" not in message
+    assert answer["choices"][1]["token_ids"] == [5]
+
+
+def test_a_chat_with_tool_calls() -> None:
+    text = 'so <tool_call>\n{"name": "f", "arguments": {"a": "é"}}\n</tool_call><tool_call>{"name": "g"}'
+    answer = chat_answer(HEAD, [choice(3, text=text)], 1, Style(), tools=True)
+    got = answer["choices"][0]
+    assert got["finish_reason"] == "tool_calls"
+    assert got["message"]["content"] == "so "
+    called = [call["function"] for call in got["message"]["tool_calls"]]
+    assert called == [{"name": "f", "arguments": '{"a": "é"}'}, {"name": "g", "arguments": "{}"}]
+    plain = chat_answer(HEAD, [choice(3, text=text)], 1, Style(), tools=False)
+    assert plain["choices"][0]["message"]["content"] == text
+    delta = events(answer, include_usage=False)[0]["choices"][0]["delta"]
+    assert [call["index"] for call in delta["tool_calls"]] == [0, 1]
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "plain", "<tool_call>", "<tool_call>{}</tool_call>", '<tool_call>{"name": 1}</tool_call>',
+     '<tool_call>{"name": "f"}</tool_call> <tool_call>{', "<tool_call>[1]</tool_call>"],
+)  # fmt: skip
+def test_without_a_well_formed_call_all_is_content(text: str) -> None:
+    assert hermes_calls(text) == (text, [])
+
+
+@given(st.text(), st.text(alphabet="<>tool_call/{}\"name:f, '"))
+def test_any_text_has_a_reading(before: str, after: str) -> None:
+    for text in (before + after, before + "<tool_call>" + after):
+        content, calls = hermes_calls(text)
+        assert calls or content == text
+
+
+@pytest.mark.parametrize("include_usage", [False, True])
+def test_a_stream_has_what_the_whole_answer_has(include_usage: bool) -> None:
+    style = Style(logprobs=True, token_ids=True)
+    for answer in (
+        completion_answer(HEAD, TWO_PROMPTS, 2, style),
+        generate_answer({"request_id": "r"}, PAIR, 2, style),
+    ):
+        parts = events(answer, include_usage=include_usage)
+        assert [each for part in parts for each in part["choices"]] == answer["choices"]
+        assert [part["usage"] for part in parts if "usage" in part] == [answer["usage"]] * include_usage
+    chat = chat_answer(HEAD, PAIR, 2, style, tools=False)
+    parts = events(chat, include_usage=include_usage)
+    deltas = [part["choices"][0] for part in parts if part["choices"]]
+    assert [each["delta"]["content"] for each in deltas] == ["t", "t"]
+    assert [each["token_ids"] for each in deltas] == [[3, 4], [5]]
+    assert [part.get("prompt_token_ids") for part in parts][:2] == [[1, 2], None]
+
+
+def test_errors_have_openai_s_form() -> None:
+    error = HttpError(503, "away")
+    assert error.body == {
+        "error": {"message": "away", "type": "ServiceUnavailableError", "param": None, "code": 503}
+    }
+    assert int(error.headers["retry-after"]) > 0
+    assert HttpError(413, "long").headers == {"connection": "close"}
+    assert HttpError(504, "late").headers == {}
+    assert msgspec.json.encode(HttpError(418, "x", "p").body)

@@ -1,0 +1,200 @@
+"""Bodies: what is refused by name, what is left aside, and that no bytes do more than that."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from seer.common.types import SamplingParams
+from seer.gateway.bodies import (
+    MAX_TOKENS,
+    REFUSED,
+    ChatBody,
+    CompletionBody,
+    DetokenizeBody,
+    GenerateBody,
+    TokenizeBody,
+    UpdateBody,
+    read_body,
+)
+from seer.gateway.errors import HttpError
+
+KINDS = (ChatBody, CompletionBody, DetokenizeBody, GenerateBody, TokenizeBody, UpdateBody)
+
+STRANGE = {
+    "prompt_logprobs": 1, "echo": True, "suffix": "x", "best_of": 2, "use_beam_search": True,
+    "length_penalty": 0.5, "response_format": {"type": "json_object"}, "thinking_token_budget": 5,
+    "output_mode": "text", "function_call": "auto", "top_logprobs": 2, "watermarking": True,
+    "continue_final_message": True, "truncate_prompt_tokens": 0,
+}  # fmt: skip
+
+
+def completion(**fields: object) -> CompletionBody:
+    return read_body(CompletionBody, json.dumps({"prompt": [1, 2]} | fields).encode())
+
+
+def outcome(work: Callable[[], object]) -> int:
+    """Return 200, or the status of the `HttpError`, which must be one that can be sent."""
+    try:
+        work()
+    except HttpError as error:
+        msgspec.json.encode(error.body)
+        return error.status
+    return 200
+
+
+def refused(kind: type[msgspec.Struct], fields: object) -> HttpError:
+    with pytest.raises(HttpError) as info:
+        read_body(kind, json.dumps(fields).encode())
+    assert info.value.status == 400
+    return info.value
+
+
+@pytest.mark.parametrize("name", sorted(REFUSED))
+def test_what_would_change_the_answer_is_refused_by_name(name: str) -> None:
+    value = STRANGE.get(name, ["x"])
+    error = refused(CompletionBody, {"prompt": "a", name: value})
+    assert error.param == name
+    assert str(error).startswith(f"{name} = ")
+    nested = refused(GenerateBody, {"token_ids": [1], "sampling_params": {name: value}})
+    assert nested.param == f"sampling_params.{name}"
+
+
+@pytest.mark.parametrize("name", sorted(REFUSED))
+def test_what_changes_nothing_is_accepted(name: str) -> None:
+    for neutral in REFUSED[name][0]:
+        completion(**{name: neutral})
+
+
+def test_alternatives_to_the_sampled_token_are_refused() -> None:
+    for fine in (None, 0, 1):
+        completion(logprobs=fine)
+    assert refused(CompletionBody, {"prompt": "a", "logprobs": 5}).param == "logprobs"
+    sampling = {"logprobs": 2}
+    error = refused(GenerateBody, {"token_ids": [1], "sampling_params": sampling})
+    assert error.param == "sampling_params.logprobs"
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"prompt": [1], "temperature": "hot"}, "temperature"),
+        ({"prompt": [1], "max_tokens": 1.5}, "max_tokens"),
+        ({"prompt": [1], "stop": [1]}, "stop[0]"),
+        ({"prompt": {"a": 1}}, "prompt"),
+        ({}, "prompt"),
+        ({"prompt": [1], "stream": "yes"}, "stream"),
+        ({"prompt": [1], "stream_options": {"include_usage": 3}}, "stream_options.include_usage"),
+        ({"prompt": [1], "logit_bias": {"a": 1}}, None),
+    ],
+)
+def test_a_wrong_type_is_refused_by_name(fields: dict[str, object], param: str | None) -> None:
+    if param is None:
+        with pytest.raises(HttpError, match=r"logit_bias = 'a': keys must be token ids"):
+            completion(**fields).sampling("scaled")
+    else:
+        assert refused(CompletionBody, fields).param == param
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"temperature": -1}, "temperature = -1.0: must be in"),
+        ({"top_p": 0}, "top_p = 0.0: must be in"),
+        ({"max_tokens": 0}, "max_tokens = 0: must be in"),
+        ({"min_tokens": 20}, "min_tokens = 20: must not exceed max_tokens"),
+        ({"stop": [""]}, "stop = "),
+        ({"logit_bias": {"3": 1000}}, r"logit_bias\[3\] = 1000.0: must be in"),
+        ({"stop_token_ids": [-1]}, "stop_token_ids = "),
+    ],
+)
+def test_a_value_out_of_range_is_refused_by_name(fields: dict[str, object], message: str) -> None:
+    with pytest.raises(HttpError, match=f"^{message}") as info:
+        completion(**fields).sampling("scaled")
+    assert info.value.param == message.split(" ")[0].replace("\\", "")
+    body = {"token_ids": [1], "sampling_params": fields}
+    with pytest.raises(HttpError, match=f"^sampling_params.{message}") as info:
+        params = read_body(GenerateBody, json.dumps(body).encode()).sampling_params
+        params.sampling("scaled", "sampling_params.")
+    assert str(info.value.param).startswith("sampling_params.")
+
+
+@pytest.mark.parametrize("n", [0, -1, 5000])
+def test_n_is_bounded(n: int) -> None:
+    with pytest.raises(HttpError, match=f"n = {n}: must be in"):
+        completion(n=n).group_size()
+
+
+def test_sampling_follows_vllm() -> None:
+    body = completion(
+        temperature=0.5, top_k=-1, stop="x", stop_token_ids=None, logit_bias={"7": 2}, n=3, min_p=0.1
+    )
+    assert body.group_size() == 3
+    assert body.sampling("raw") == SamplingParams(
+        max_tokens=16, temperature=0.5, stop=("x",), logit_bias={7: 2.0}, min_p=0.1, logprobs="raw"
+    )
+    assert completion(max_tokens=None).sampling("scaled").max_tokens == MAX_TOKENS
+    chat = read_body(ChatBody, b'{"messages": []}')
+    assert chat.sampling("scaled").max_tokens == MAX_TOKENS
+
+
+def test_fields_that_nobody_knows_are_left_aside() -> None:
+    completion(user="me", priority=3, cache_salt="s", output_kind=2, detokenize=False, made_up=[1])
+
+
+@pytest.mark.parametrize(
+    ("prompt", "prompts"),
+    [("a b", ["a b"]), (["a", "b"], ["a", "b"]), ([1, 2], [[1, 2]]), ([[1], [2, 3]], [[1], [2, 3]])],
+)
+def test_prompts_come_in_four_forms(prompt: object, prompts: object) -> None:
+    assert completion(prompt=prompt).prompts() == prompts
+
+
+@pytest.mark.parametrize("prompt", ["", [], [[]], ["a", [1]], ["a", ""], [1, "a"], [[1], 2], [[1]] * 5000])
+def test_other_prompts_are_refused(prompt: object) -> None:
+    with pytest.raises(HttpError, match=r"^prompt = "):
+        completion(prompt=prompt).prompts()
+
+
+@pytest.mark.parametrize(
+    "body",
+    [b"", b"{", b"[]", b"3", b"\xff\xfe", b'{"prompt": "\\ud800"}', b"[" * 100_000, b'{"a":' * 100_000],
+)
+def test_what_is_not_an_object_is_refused(body: bytes) -> None:
+    for kind in KINDS:
+        with pytest.raises(HttpError) as info:
+            read_body(kind, body)
+        assert info.value.status == 400
+
+
+NAMES = st.sampled_from(sorted({*REFUSED, *(f.name for kind in KINDS for f in msgspec.structs.fields(kind))}))
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=6,
+)
+
+
+@given(st.sampled_from(KINDS), st.dictionaries(NAMES, VALUES | st.dictionaries(NAMES, VALUES), max_size=5))
+def test_any_fields_are_a_body_or_an_http_error(
+    kind: type[msgspec.Struct], fields: dict[str, object]
+) -> None:
+    def use() -> None:
+        body = read_body(kind, json.dumps(fields).encode(errors="replace"))
+        if isinstance(body, CompletionBody | ChatBody):
+            body.sampling("scaled")
+        if isinstance(body, CompletionBody):
+            body.prompts()
+
+    assert outcome(use) in (200, 400)
+
+
+@given(st.binary(max_size=200))
+def test_any_bytes_are_a_body_or_an_http_error(body: bytes) -> None:
+    for kind in KINDS:
+        assert outcome(lambda kind=kind: read_body(kind, body)) in (200, 400)

@@ -1,0 +1,386 @@
+"""Requests, pauses and updates of a gateway process: the lists in `seer.gateway.desk` and `.control`."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from typing import Literal
+
+import numpy as np
+import pytest
+from virtual_time import virtual
+
+from seer.client import BufferLost, Group, Response, RolloutFailed
+from seer.common.config import GatewayConfig
+from seer.common.errors import SeerError, WeightsRefused
+from seer.common.types import Capacity, SamplingParams
+from seer.common.wire import Status, WeightsLive
+from seer.gateway.buffer import Sample
+from seer.gateway.control import Control
+from seer.gateway.desk import Desk
+from seer.gateway.errors import HttpError
+from seer.gateway.local import LocalProcess
+
+SAMPLING = SamplingParams(max_tokens=10)
+CAPACITY = Capacity(kv_blocks=4, block_size=16, max_num_seqs=8, max_model_len=40)
+
+
+def group(prompt_id: str, version: int) -> Group:
+    tokens = np.array([5], np.int32)
+    response = Response(0, tokens, np.zeros(1, np.float32), None, "stop", "")
+    return Group(prompt_id, tokens, {}, version, "", (response,), 1, 0, 0)
+
+
+class FakeBuffer:
+    """Takes `seconds` for each submission; `end_all` does what a weight update does."""
+
+    def __init__(self, seconds: float = 10.0) -> None:
+        self.seconds = seconds
+        self.version = 0
+        self.asked: list[tuple[list[str], SamplingParams, int]] = []
+        self.cancelled: list[str] = []
+        self.error: SeerError | None = None
+        self.there = True
+        self.client = self
+        self.updates: list[tuple[int, str, str]] = []
+        self.update_seconds = 5.0
+        self.refuse: dict[str, str] = {}
+        self._ends = asyncio.Event()
+
+    def capacities(self) -> list[Capacity]:
+        if not self.there:
+            raise HttpError(503, "away")
+        return [CAPACITY]
+
+    async def generate(
+        self, prompts: Mapping[str, Sequence[int]], *, n: int, sampling: SamplingParams, seed: int
+    ) -> Sample:
+        self.asked.append((list(prompts), sampling, seed))
+        ends, version = self._ends, self.version
+        try:
+            async with asyncio.timeout(self.seconds):
+                await ends.wait()
+        except TimeoutError:
+            if self.error is not None:
+                raise self.error from None
+            return Sample({name: group(name, version) for name in prompts})
+        except asyncio.CancelledError:
+            self.cancelled += prompts
+            raise
+        done = list(prompts)[:1] if len(prompts) > 1 else []  # the first of several had finished
+        return Sample({name: group(name, version) for name in done}, discarded=7)
+
+    def end_all(self) -> None:
+        self._ends.set()
+        self._ends = asyncio.Event()
+
+    async def fresh_status(self) -> Status:
+        return Status(
+            name="b", incarnation=1, policy="seer", instances=[], rollouts=0, requests_waiting=0,
+            requests_running=0, weight_version=self.version,
+        )  # fmt: skip
+
+    async def update_weights(
+        self, version: int, folder: str, *, in_flight: Literal["abort", "error"], timeout_seconds: float
+    ) -> WeightsLive:
+        self.updates.append((version, folder, in_flight))
+        await asyncio.sleep(self.update_seconds)
+        if self.refuse:
+            raise WeightsRefused(version, self.refuse)
+        self.version = version
+        self.end_all()
+        return WeightsLive(version=version, digest="d")
+
+
+def desk_of(buffer: FakeBuffer, *, most: int = 8, seconds: float = 100.0, restart: bool = True) -> Desk:
+    return Desk(buffer, most=most, seconds=seconds, restart=restart)  # type: ignore[arg-type]
+
+
+def ask(desk: Desk, *names: str, prompt: Sequence[int] = (1, 2)) -> asyncio.Task[dict[str, Group]]:
+    prompts = dict.fromkeys(names or ("a",), prompt)
+    return asyncio.create_task(desk.run(prompts, n=1, sampling=SAMPLING, seed=3))
+
+
+async def status_of(task: asyncio.Task[dict[str, Group]]) -> int:
+    with pytest.raises(HttpError) as info:
+        await task
+    return info.value.status
+
+
+@virtual
+async def test_a_request_gets_its_groups() -> None:
+    buffer = FakeBuffer()
+    got = await ask(desk_of(buffer), "a", "b")
+    assert set(got) == {"a", "b"}
+    assert buffer.asked == [(["a", "b"], SAMPLING, 3)]
+
+
+@virtual
+async def test_max_tokens_is_lowered_to_what_fits() -> None:
+    buffer = FakeBuffer()
+    desk = desk_of(buffer)
+    prompts = {"short": [1] * 5, "long": [1] * 35, "longer": [1] * 38}
+    await desk.run(prompts, n=1, sampling=SAMPLING, seed=None)
+    limits = {name: sampling.max_tokens for names, sampling, _ in buffer.asked for name in names}
+    assert limits == {"short": 10, "long": 5, "longer": 2}
+    assert await status_of(ask(desk, prompt=[1] * 40)) == 400
+    floor = SamplingParams(max_tokens=10, min_tokens=6)
+    with pytest.raises(HttpError, match="min_tokens = 6: must not exceed"):
+        await desk.run({"long": [1] * 35}, n=1, sampling=floor, seed=None)
+
+
+@virtual
+async def test_an_update_restarts_what_is_not_done_and_counts_what_was_thrown_away() -> None:
+    buffer = FakeBuffer()
+    desk = desk_of(buffer)
+    task = ask(desk, "a", "b", "c")
+    await asyncio.sleep(1)
+    buffer.version = 1
+    buffer.end_all()
+    got = await task
+    assert {name: each.weight_version for name, each in got.items()} == {"a": 0, "b": 1, "c": 1}
+    assert [names for names, _, _ in buffer.asked] == [["a", "b", "c"], ["b", "c"]]
+    assert (desk.counters["restarted"], desk.counters["discarded_tokens"]) == (2, 7)
+
+
+@virtual
+async def test_or_aborts_it() -> None:
+    buffer = FakeBuffer()
+    desk = desk_of(buffer, restart=False)
+    task = ask(desk)
+    await asyncio.sleep(1)
+    buffer.end_all()
+    assert await status_of(task) == 503
+    assert desk.counters["discarded_tokens"] == 7
+    assert desk.under_way == 0
+
+
+@virtual
+async def test_nothing_is_submitted_while_paused() -> None:
+    buffer = FakeBuffer()
+    desk = desk_of(buffer)
+    before = ask(desk, "before")
+    await asyncio.sleep(1)
+    desk.pause(abort=False)
+    during = ask(desk, "during")
+    await asyncio.sleep(50)
+    assert before.done()
+    assert [names for names, _, _ in buffer.asked] == [["before"]]
+    desk.resume()
+    assert set(await during) == {"during"}
+
+
+@virtual
+async def test_what_an_update_ended_during_a_pause_waits_for_its_end() -> None:
+    buffer = FakeBuffer()
+    desk = desk_of(buffer)
+    task = ask(desk)
+    await asyncio.sleep(1)
+    desk.pause(abort=False)
+    buffer.version = 1
+    buffer.end_all()
+    await asyncio.sleep(20)
+    assert len(buffer.asked) == 1
+    assert await desk.idle(0.1)
+    desk.resume()
+    assert (await task)["a"].weight_version == 1
+
+
+@virtual
+async def test_a_pause_that_aborts_leaves_what_waited() -> None:
+    buffer = FakeBuffer()
+    desk = desk_of(buffer)
+    desk.pause(abort=False)
+    waiting = ask(desk, "waiting")
+    await asyncio.sleep(1)
+    desk.resume()
+    await asyncio.sleep(1)
+    desk.pause(abort=False)
+    held = ask(desk, "held")
+    await asyncio.sleep(1)
+    desk.pause(abort=True)
+    assert await status_of(waiting) == 503
+    assert buffer.cancelled == ["waiting"]
+    desk.resume()
+    assert set(await held) == {"held"}
+
+
+@virtual
+async def test_a_pause_without_end_ends_with_the_request_s_deadline() -> None:
+    buffer = FakeBuffer()
+    desk = desk_of(buffer, seconds=30)
+    desk.pause(abort=False)
+    task = ask(desk)
+    assert await status_of(task) == 503
+    assert asyncio.get_running_loop().time() == 30
+    assert desk.open_requests == 0
+
+
+@virtual
+async def test_a_request_that_takes_too_long_is_cancelled() -> None:
+    buffer = FakeBuffer(seconds=1000)
+    task = ask(desk_of(buffer, seconds=30))
+    assert await status_of(task) == 504
+    assert buffer.cancelled == ["a"]
+
+
+@virtual
+async def test_a_caller_that_leaves_cancels_its_prompts() -> None:
+    buffer = FakeBuffer()
+    desk = desk_of(buffer)
+    task = ask(desk, "a", "b")
+    await asyncio.sleep(1)
+    task.cancel()
+    await asyncio.wait([task])
+    assert buffer.cancelled == ["a", "b"]
+    assert (desk.open_requests, desk.under_way) == (0, 0)
+
+
+@virtual
+async def test_open_requests_are_bounded() -> None:
+    desk = desk_of(FakeBuffer(), most=2)
+    tasks = [ask(desk, str(i)) for i in range(3)]
+    assert await status_of(tasks[2]) == 503
+    assert [set(await task) for task in tasks[:2]] == [{"0"}, {"1"}]
+
+
+@virtual
+async def test_errors_say_whether_to_come_again() -> None:
+    buffer = FakeBuffer()
+    desk = desk_of(buffer)
+    for error, status in ((BufferLost("gone"), 503), (RolloutFailed("8 attempts"), 500)):
+        buffer.error = error
+        assert await status_of(ask(desk)) == status
+    buffer.there = False
+    assert await status_of(ask(desk)) == 503
+
+
+@virtual
+async def test_a_gateway_that_stops_answers_what_waits() -> None:
+    desk = desk_of(FakeBuffer())
+    under_way = ask(desk, "under way")
+    await asyncio.sleep(1)
+    desk.pause(abort=False)
+    held = ask(desk, "held")
+    await asyncio.sleep(1)
+    desk.close()
+    assert await status_of(held) == 503
+    assert await status_of(ask(desk)) == 503
+    assert set(await under_way) == {"under way"}
+
+
+# --- control ---------------------------------------------------------------------------------
+
+
+def control_of(buffer: FakeBuffer, *desks: Desk, **settings: object) -> Control:
+    config = GatewayConfig(**settings)  # type: ignore[arg-type]
+    return Control(config, buffer, [LocalProcess(desk) for desk in desks])  # type: ignore[arg-type]
+
+
+@virtual
+async def test_pause_and_resume_reach_every_process() -> None:
+    buffer = FakeBuffer()
+    desks = [desk_of(buffer), desk_of(buffer)]
+    control = control_of(buffer, *desks)
+    await control.pause("keep")
+    assert await control.is_paused()
+    tasks = [ask(desk) for desk in desks]
+    await asyncio.sleep(20)
+    assert buffer.asked == []
+    assert (await control.counts())["open_requests"] == 2
+    await control.resume()
+    await asyncio.gather(*tasks)
+    assert not await control.is_paused()
+
+
+@virtual
+async def test_a_pause_can_wait_for_what_is_under_way_but_not_for_ever() -> None:
+    buffer = FakeBuffer()
+    desk = desk_of(buffer)
+    control = control_of(buffer, desk, update_seconds=50.0)
+    task = ask(desk)
+    await asyncio.sleep(1)
+    await control.pause("wait")
+    assert task.done() or desk.under_way == 0
+    await control.resume()
+    buffer.seconds = 90.0
+    await task
+    later = ask(desk)
+    await asyncio.sleep(1)
+    with pytest.raises(HttpError, match="still under way after 50 s") as info:
+        await control.pause("wait")
+    assert info.value.status == 504
+    assert await control.is_paused()
+    await later
+
+
+@virtual
+async def test_an_update_while_paused_waits_for_nothing() -> None:
+    buffer = FakeBuffer(seconds=1000)
+    desk = desk_of(buffer, seconds=5000)
+    control = control_of(buffer, desk)
+    task = ask(desk)
+    await asyncio.sleep(1)
+    await control.pause("keep")
+    held = ask(desk, "held")
+    assert await control.update("/w/1", "weight_dir") == "1"
+    assert asyncio.get_running_loop().time() == 6
+    assert desk.under_way == 0
+    await control.resume()
+    versions = [each.weight_version for got in await asyncio.gather(task, held) for each in got.values()]
+    assert versions == [1, 1]
+    assert buffer.updates == [(1, "/w/1", "abort")]
+
+
+@virtual
+async def test_updates_do_not_overlap() -> None:
+    buffer = FakeBuffer()
+    control = control_of(buffer, desk_of(buffer))
+    first = asyncio.create_task(control.update("/w/1", "weight_dir"))
+    await asyncio.sleep(1)
+    with pytest.raises(HttpError, match="another weight update") as info:
+        await control.update("/w/2", "weight_dir")
+    assert info.value.status == 409
+    assert await first == "1"
+    assert await control.update("/w/2", "weight_dir") == "2"
+    assert [folder for _, folder, _ in buffer.updates] == ["/w/1", "/w/2"]
+
+
+@virtual
+async def test_an_update_goes_on_when_its_asker_leaves() -> None:
+    buffer = FakeBuffer()
+    control = control_of(buffer, desk_of(buffer))
+    asker = asyncio.create_task(control.update("/w/1", "weight_dir"))
+    await asyncio.sleep(1)
+    asker.cancel()
+    await asyncio.sleep(10)
+    assert buffer.version == 1
+    assert await control.update("/w/2", "weight_dir") == "2"
+
+
+@virtual
+async def test_an_update_may_be_refused_while_requests_are_under_way() -> None:
+    buffer = FakeBuffer()
+    desk = desk_of(buffer)
+    control = control_of(buffer, desk, on_update="refuse")
+    task = ask(desk)
+    await asyncio.sleep(1)
+    with pytest.raises(HttpError, match="1 requests are under way") as info:
+        await control.update("/w/1", "weight_dir")
+    assert info.value.status == 409
+    assert buffer.updates == []
+    await task
+    assert await control.update("/w/1", "weight_dir") == "1"
+    assert buffer.updates == [(1, "/w/1", "error")]
+
+
+@virtual
+async def test_weights_that_are_refused_name_the_field() -> None:
+    buffer = FakeBuffer()
+    buffer.refuse = {"engine-0": "no such folder"}
+    control = control_of(buffer, desk_of(buffer))
+    with pytest.raises(HttpError, match=r"model_path = '/w': .*engine-0: no such folder") as info:
+        await control.update("/w", "model_path")
+    assert (info.value.status, info.value.param) == (400, "model_path")
+    with pytest.raises(HttpError, match="give an absolute path"):
+        await control.update("w", "weight_dir")
