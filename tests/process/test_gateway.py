@@ -8,6 +8,7 @@ import os
 import signal
 import socket
 from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -427,6 +428,69 @@ async def test_a_buffer_that_is_killed_and_comes_back(system: GatewaySystem, htt
     system.start("buffer")
     await asyncio.to_thread(system.healthy, "gateway")
     assert (await task)["choices"][0]["token_ids"] == expected["choices"][0]["token_ids"]
+
+
+async def test_several_processes(system: GatewaySystem) -> None:
+    system.start_gateways({"several": ("gateway.workers=3",)})
+    body = {"prompt": "1", "max_tokens": 250, "ignore_eos": True}
+    before = children(system.processes["several"].pid)
+    assert len(before) == 3
+    async with other(system, "several") as http:
+        tasks = [asyncio.create_task(ok(http.post("/v1/completions", json=body))) for _ in range(30)]
+        await under_way(system, "several", 30)
+        await ok(http.post("/pause?mode=keep"))
+        assert {(await ok(http.get("/is_paused")))["is_paused"] for _ in range(10)} == {True}
+        held = [asyncio.create_task(ok(http.post("/v1/completions", json=body))) for _ in range(10)]
+        await asyncio.to_thread(wait_for, lambda: system.counts("several")["open_requests"] == 40, system)
+        updated = await ok(http.post("/update_weights", json={"weight_dir": str(system.model)}))
+        assert system.counts("several")["under_way"] == 0
+        await ok(http.post("/resume"))
+        answers = await asyncio.gather(*tasks, *held)
+        assert {each["choices"][0]["weight_version"] for each in answers} == {updated["weight_version"]}
+        assert len({each["choices"][0]["text"] for each in answers}) == 40
+        assert system.counts("several")["restarted"] == 30
+        # One dies while generation is paused: the one that takes its place begins paused.
+        await ok(http.post("/pause?mode=keep"))
+        os.kill(before[0], signal.SIGKILL)
+    alive = lambda: len(children(system.processes["several"].pid)) == 3  # noqa: E731
+    await asyncio.to_thread(wait_for, lambda: alive() and system.counts("several")["processes"] == 3, system)
+    async with other(system, "several") as http:
+        held = [asyncio.create_task(ok(http.post("/v1/completions", json=body))) for _ in range(12)]
+        await asyncio.to_thread(wait_for, lambda: system.counts("several")["open_requests"] == 12, system)
+        assert system.counts("several")["under_way"] == 0
+        await ok(http.post("/resume"))
+        await asyncio.gather(*held)
+    system.processes["several"].send_signal(signal.SIGTERM)
+    assert await asyncio.to_thread(system.processes["several"].wait, 60) == 0
+    assert not any(alive_as_worker(pid) for pid in before)
+
+
+async def test_processes_end_with_the_first_one(system: GatewaySystem) -> None:
+    system.start_gateways({"orphans": ("gateway.workers=2",)})
+    workers = children(system.processes["orphans"].pid)
+    assert len(workers) == 2
+    system.kill("orphans")
+    await asyncio.to_thread(wait_for, lambda: not any(alive_as_worker(pid) for pid in workers), system)
+
+
+def alive_as_worker(pid: int) -> bool:
+    try:
+        return b"seer.gateway.worker" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return False
+
+
+def children(pid: int) -> list[int]:
+    """Living children of a process."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        try:
+            stat = (entry / "stat").read_text().rpartition(")")[2].split()
+        except OSError:
+            continue
+        if stat[1] == str(pid) and stat[0] != "Z":
+            found.append(int(entry.name))
+    return sorted(found)
 
 
 async def test_a_gateway_that_stops_answers_what_it_has(system: GatewaySystem) -> None:

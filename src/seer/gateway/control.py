@@ -47,7 +47,7 @@ class Process(Protocol):
         ...
 
     async def counts(self) -> dict[str, int]:
-        """Return the counters, `open_requests` and `under_way`."""
+        """Return the counters, and what is there now: `processes` (1), `open_requests`, `under_way`."""
         ...
 
 

@@ -28,6 +28,6 @@ class LocalProcess:
         self._desk.resume()
 
     async def counts(self) -> dict[str, int]:
-        """Return the counters, `open_requests` and `under_way`."""
-        now = {"open_requests": self._desk.open_requests, "under_way": self._desk.under_way}
+        """Return the counters, and what is there now: `processes`, `open_requests`, `under_way`."""
+        now = {"processes": 1, "open_requests": self._desk.open_requests, "under_way": self._desk.under_way}
         return {**self._desk.counters, **now}

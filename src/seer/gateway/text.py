@@ -43,9 +43,10 @@ class ModelText:
         if not Path(model).is_dir():
             raise ConfigError(f"shared.model = {model!r}: give the model's folder, for its tokenizer")
         try:
-            from transformers import AutoTokenizer
+            # The class of all tokenizer.json files: others would import torch, where it is installed.
+            from transformers import PreTrainedTokenizerFast
 
-            tokenizer = AutoTokenizer.from_pretrained(model)
+            tokenizer = PreTrainedTokenizerFast.from_pretrained(model)
             config = json.loads((Path(model) / "config.json").read_text())
         except ImportError as error:
             raise ConfigError(

@@ -1,0 +1,240 @@
+"""A gateway of several processes: the first starts the others, which serve, and tells them of pauses.
+
+Invariants:
+- every process that serves is told of a pause, abort or resume before the call that asked for it returns; one
+  that does not answer is killed, and one that starts is paused until it was told the present state;
+- a process that ends is replaced, with growing pauses; the gateway ends when none is left;
+- the addresses are the gateway's own: processes share them, nothing else may have them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import sys
+
+from msgspec import to_builtins
+from msgspec.structs import replace
+
+from seer.common.config import Config
+from seer.common.errors import ConfigError, SeerError
+from seer.common.net.transport.base import Transport
+from seer.common.process.log import get_logger
+from seer.gateway.buffer import Buffer
+from seer.gateway.control import Control
+from seer.gateway.link import Link, LinkLost
+from seer.gateway.sockets import listen_on_both, url_of
+from seer.gateway.worker import CALL_SECONDS
+from seer.local.restarts import Restarts
+
+START_SECONDS = 120.0
+"""Deadline for a process to import its libraries and read the tokenizer."""
+
+STOP_SECONDS = 10.0
+"""Time that a draining process may take beyond the deadline of its requests."""
+
+_log = get_logger()
+
+
+class RemoteProcess:
+    """A process that serves, behind `control.Process`. One that has ended has done whatever it is asked."""
+
+    def __init__(self, link: Link, process: asyncio.subprocess.Process) -> None:
+        self._link = link
+        self._process = process
+
+    async def pause(self, *, abort: bool) -> None:
+        """See `Process.pause`."""
+        await self._call("pause", abort)
+
+    async def abort(self) -> None:
+        """See `Process.abort`."""
+        await self._call("abort")
+
+    async def idle(self, seconds: float) -> bool:
+        """See `Process.idle`."""
+        return await self._call("idle", seconds, seconds=seconds + CALL_SECONDS) is not False
+
+    async def resume(self) -> None:
+        """See `Process.resume`."""
+        await self._call("resume")
+
+    async def counts(self) -> dict[str, int]:
+        """See `Process.counts`."""
+        counts = await self._call("counts")
+        return counts if isinstance(counts, dict) else {}
+
+    async def drain(self) -> None:
+        """Have it accept no more connections."""
+        await self._call("drain")
+
+    async def _call(self, name: str, *arguments: object, seconds: float = CALL_SECONDS) -> object:
+        try:
+            return await self._link.call(name, *arguments, seconds=seconds)
+        except LinkLost:
+            return None
+        except TimeoutError:
+            _log.error("a process of the gateway does not answer: killed", pid=self._process.pid, call=name)
+            kill(self._process)
+            return None
+
+
+class Fleet:
+    """The service with several processes."""
+
+    def __init__(self, config: Config, transport: Transport) -> None:
+        self._config = config
+        self._buffer = Buffer(config.endpoints.trainers, transport)
+        self._serving: set[RemoteProcess] = set()
+        self._control = Control(config.gateway, self._buffer, self._serving)
+        self._reserved: dict[str, socket.socket] = {}
+        self._keepers: list[asyncio.Task[None]] = []
+        self._draining = False
+        self._left = config.gateway.workers
+
+    async def start(self) -> dict[str, str]:
+        """Reserve the addresses, and start the processes."""
+        addresses = {}
+        for name, alone in listen_on_both(self._config.gateway).items():  # fails if anything else has them
+            addresses[name] = url_of(alone).removeprefix("http://")
+            alone.close()
+        self._config = replace(self._config, gateway=replace(self._config.gateway, **addresses))
+        self._reserved = listen_on_both(self._config.gateway, shared=True)
+        ready = [asyncio.get_running_loop().create_future() for _ in range(self._config.gateway.workers)]
+        self._keepers = [asyncio.create_task(self._keep(each)) for each in ready]
+        try:
+            async with asyncio.timeout(START_SECONDS):
+                await asyncio.gather(*ready)
+        except BaseException as error:
+            await self._stop()
+            if isinstance(error, TimeoutError):
+                raise SeerError(f"the gateway's processes were not ready in {START_SECONDS:g} s") from error
+            raise
+        return {f"gateway.{name}": f"http://{address}" for name, address in addresses.items()}
+
+    async def run(self) -> None:
+        """Serve until drained. Raises `SeerError` when no process can be kept running."""
+        try:
+            async with self._buffer:
+                await asyncio.gather(*self._keepers)
+        finally:
+            await self._stop()
+
+    def drain(self) -> None:
+        """Have all processes answer what they have."""
+        self._draining = True
+        self._drains = [asyncio.create_task(each.drain()) for each in self._serving]
+
+    async def _stop(self) -> None:
+        for keeper in self._keepers:
+            keeper.cancel()
+        if self._keepers:
+            await asyncio.wait(self._keepers)
+
+    # --- one process ---------------------------------------------------------------------
+
+    async def _keep(self, ready: asyncio.Future[None]) -> None:
+        """Run a process, and another one when it ends, until the gateway is drained."""
+        loop = asyncio.get_running_loop()
+        restarts = Restarts()
+        while not self._draining:
+            began: list[float] = []
+            problem = await self._run_one(ready, began)
+            if self._draining:
+                return
+            if not ready.done():
+                ready.set_exception(ConfigError(problem) if problem else SeerError("a process of it ended"))
+                return
+            pause = restarts.pause(loop.time() - began[0] if began else 0.0)
+            if pause is None:
+                self._left -= 1
+                if not self._left:
+                    raise SeerError("no process of the gateway can be kept running")
+                return
+            _log.error("a process of the gateway ended, and starts again", seconds=pause, problem=problem)
+            await asyncio.sleep(pause)
+
+    async def _run_one(self, ready: asyncio.Future[None], began: list[float]) -> str:
+        """Run one process to its end. Appends the time when it was ready to `began`; returns its problem."""
+        ours, theirs = socket.socketpair()
+        with theirs:
+            process = await asyncio.create_subprocess_exec(
+                sys.executable, "-m", "seer.gateway.worker", str(theirs.fileno()),
+                pass_fds=(theirs.fileno(),), start_new_session=True,
+            )  # fmt: skip
+        problem = ""
+        admitted = asyncio.Event()
+
+        async def serve(name: str, arguments: list[object]) -> object:
+            nonlocal problem
+            if name == "configuration":
+                return to_builtins(self._config)
+            if name == "failed":
+                problem = str(arguments[0])
+                return None
+            if name == "ready":
+                began.append(asyncio.get_running_loop().time())
+                admitted.set()
+                return None
+            return await self._serve(name, arguments)
+
+        link = await Link.over(ours, serve)
+        remote = RemoteProcess(link, process)
+        try:
+            admission = asyncio.create_task(self._admit(remote, admitted, ready))
+            await link.run()
+            admission.cancel()
+            async with asyncio.timeout(STOP_SECONDS):
+                await process.wait()
+        except TimeoutError:
+            pass
+        finally:
+            self._serving.discard(remote)
+            kill(process)
+            await process.wait()
+        return problem
+
+    async def _admit(
+        self, remote: RemoteProcess, admitted: asyncio.Event, ready: asyncio.Future[None]
+    ) -> None:
+        await admitted.wait()
+        self._serving.add(remote)
+        if not self._control.paused:
+            await remote.resume()
+        if self._draining:
+            await remote.drain()
+        if not ready.done():
+            ready.set_result(None)
+
+    async def _serve(self, name: str, arguments: list[object]) -> object:
+        """Do what a process asks of the gateway as a whole."""
+        control = self._control
+        match name, arguments:
+            case "pause", ["abort" | "wait" | "keep" as mode]:
+                return await control.pause(mode)  # type: ignore[func-returns-value]
+            case "resume", []:
+                return await control.resume()  # type: ignore[func-returns-value]
+            case "is_paused", []:
+                return await control.is_paused()
+            case "update", [str() as folder, str() as field]:
+                return await control.update(folder, field)
+            case "sleep", ["abort" | "wait" | "keep" as mode]:
+                return await control.sleep(mode)  # type: ignore[func-returns-value]
+            case "wake", []:
+                return await control.wake()  # type: ignore[func-returns-value]
+            case "weight_version", []:
+                return await control.weight_version()
+            case "instances", []:
+                return await control.instances()
+            case "counts", []:
+                return await control.counts()
+            case _:
+                raise SeerError(f"unknown call {name} {arguments}")
+
+
+def kill(process: asyncio.subprocess.Process) -> None:
+    """Kill a process, if it still runs."""
+    if process.returncode is None:
+        os.kill(process.pid, signal.SIGKILL)

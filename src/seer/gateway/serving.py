@@ -1,0 +1,145 @@
+"""What one process of a gateway serves: its part of the requests, on both addresses.
+
+Invariants:
+- the data address has no control route;
+- a connection whose request does not begin in `gateway.client_seconds` is closed;
+- a process that is drained accepts no more connections, and answers those that it has.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import Iterator, Mapping, Sequence
+
+from seer.common.config import Config, GatewayConfig
+from seer.common.errors import ConfigError
+from seer.common.net.transport.base import Transport
+from seer.gateway.buffer import Buffer
+from seer.gateway.desk import Desk
+from seer.gateway.errors import HttpError
+from seer.gateway.local import LocalProcess
+from seer.gateway.text import ModelText
+
+try:
+    import uvicorn
+    from starlette.applications import Starlette
+    from starlette.exceptions import HTTPException
+    from starlette.requests import Request
+    from starlette.responses import Response
+    from starlette.routing import Route
+    from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+    from seer.gateway.control_routes import ControlCalls, ControlRoutes
+    from seer.gateway.data_routes import DataRoutes
+    from seer.gateway.http import refusal
+except ImportError as missing:
+    raise ConfigError(f"the gateway needs an extra: pip install '.[gateway]' ({missing})") from missing
+
+BACKLOG = 2048
+"""Connections that wait to be accepted."""
+
+KEEP_ALIVE_SECONDS = 75
+"""How long an idle connection is kept: longer than clients keep theirs, so that they close it."""
+
+
+class Serving:
+    """`buffer` is entered by `run`."""
+
+    def __init__(self, config: Config, transport: Transport) -> None:
+        self._config = config
+        settings = config.gateway
+        self.buffer = Buffer(config.endpoints.trainers, transport)
+        self.desk = Desk(
+            self.buffer, most=settings.max_requests, seconds=settings.request_seconds,
+            restart=settings.on_update != "abort",
+        )  # fmt: skip
+        self.process = LocalProcess(self.desk)
+        self._servers: dict[str, _Server] = {}
+
+    def load(self, control: ControlCalls) -> None:
+        """Read the tokenizer, and make the routes. Raises `ConfigError`."""
+        settings = self._config.gateway
+        text = ModelText.load(self._config.shared.model, trust_templates=settings.trust_chat_templates)
+        data = DataRoutes(self._config, self.buffer, self.desk, text).routes
+        everything = [*data, *ControlRoutes(self._config, control, self.desk.counters).routes]
+        routes = {"data": data, "control": everything}
+        self._servers = {
+            name: _Server(_uvicorn_config(_app(each), settings)) for name, each in routes.items()
+        }
+
+    async def run(self, sockets: Mapping[str, socket.socket]) -> None:
+        """Serve until drained."""
+        async with self.buffer, asyncio.TaskGroup() as tasks:
+            for name, server in self._servers.items():
+                tasks.create_task(server.serve([sockets[name]]))
+
+    def drain(self) -> None:
+        """Accept no more connections; let `run` return once requests under way are answered."""
+        self.desk.close()
+        for server in self._servers.values():
+            server.should_exit = True
+
+
+def _app(routes: Sequence[Route]) -> Starlette:
+    async def elsewhere(request: Request, error: Exception) -> Response:
+        status = error.status_code if isinstance(error, HTTPException) else 500
+        what = (
+            "has no such route here: docs/gateway.md lists them" if status == 404 else "is not to be asked so"
+        )
+        return refusal(HttpError(status, f"{request.method} {request.url.path} {what}"))
+
+    return Starlette(routes=list(routes), exception_handlers={HTTPException: elsewhere})
+
+
+def _uvicorn_config(app: Starlette, settings: GatewayConfig) -> uvicorn.Config:
+    seconds = settings.client_seconds
+
+    class Protocol(_Hurried):
+        header_seconds = seconds
+
+    return uvicorn.Config(
+        app, http=Protocol, ws="none", lifespan="off", log_config=None, access_log=False, server_header=False,
+        backlog=BACKLOG, timeout_keep_alive=KEEP_ALIVE_SECONDS,
+    )  # fmt: skip
+
+
+class _Hurried(HttpToolsProtocol):
+    """Closes a connection whose request's head does not arrive in `header_seconds`."""
+
+    header_seconds = 60.0
+    _late: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._hurry()
+
+    def on_message_begin(self) -> None:
+        if self._late is None:
+            self._hurry()
+        super().on_message_begin()
+
+    def on_headers_complete(self) -> None:
+        self._relax()
+        super().on_headers_complete()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._relax()
+        super().connection_lost(exc)
+
+    def _hurry(self) -> None:
+        self._late = asyncio.get_running_loop().call_later(self.header_seconds, self.transport.close)
+
+    def _relax(self) -> None:
+        if self._late is not None:
+            self._late.cancel()
+            self._late = None
+
+
+class _Server(uvicorn.Server):
+    """Leaves signals to `seer.common.process.service`."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
