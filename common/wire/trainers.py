@@ -155,7 +155,8 @@ class Status(Message, tag=True):
     `quarantined`: engines that get no work, with the reason. `asleep`: a trainer has put all engines to
     sleep. `requests_held` wait to be opened: for weights, an engine, or the end of sleep. `services` are
     the other services' endpoints as the buffer's configuration has them; `pool` in it is the KV pool
-    master's metrics address.
+    master's metrics address. `engines` counts those that are there: `instances`, and those that load weights,
+    sleep or are quarantined (0: an older buffer does not count them).
     """
 
     name: ShortStr
@@ -173,6 +174,7 @@ class Status(Message, tag=True):
     quarantined: dict[str, str] = {}
     asleep: bool = False
     requests_held: int = 0
+    engines: int = 0
 
 
 TrainerToBuffer = (

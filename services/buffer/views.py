@@ -165,4 +165,5 @@ def status(
         services=services,
         asleep=asleep,
         requests_held=sum(group.size for group in machine.registry.held.values()),
+        engines=len(weights.known),
     )

@@ -336,9 +336,13 @@ async def test_updates_at_once(system: GatewaySystem, http: httpx.AsyncClient) -
 async def test_sleep_and_wake(http: httpx.AsyncClient) -> None:
     assert await ok(http.post("/sleep?level=1")) == {"status": "sleeping", "level": 1}
     asleep = asyncio.create_task(ok(http.post("/v1/completions", json={"prompt": "1", "max_tokens": 2})))
-    await asyncio.sleep(0)
+    await asyncio.sleep(2.5)  # engines that sleep are not away: not after the next status either
+    later = asyncio.create_task(ok(http.post("/v1/completions", json={"prompt": "1", "max_tokens": 2})))
+    assert (await http.get("/health")).status_code == 200
+    assert (await ok(http.get("/get_world_size")))["world_size"] == 2
+    assert not asleep.done()
     assert await ok(http.post("/wake_up?tags=weights")) == {"status": "awake", "tags": ["weights"]}
-    await asleep
+    await asyncio.gather(asleep, later)
 
 
 # --- clients that misbehave ------------------------------------------------------------------

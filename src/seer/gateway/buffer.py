@@ -55,6 +55,7 @@ class Buffer:
         self._problem = "no answer yet"
         self._keeper: asyncio.Task[None] | None = None
         self.status: Status | None = None
+        self._capacities: list[Capacity] = []
 
     async def __aenter__(self) -> Buffer:
         self._keeper = asyncio.create_task(self._keep())
@@ -72,16 +73,31 @@ class Buffer:
             raise HttpError(503, f"the buffer at {self._endpoint} is away: {self._problem}")
         return self._client
 
-    def capacities(self) -> list[Capacity]:
-        """Return those of the engines that can work. Raises a 503 while there is none."""
+    def engines(self) -> int:
+        """Return how many engines there are, with those that load weights or sleep, but not quarantined ones.
+
+        Raises a 503 if there is none.
+        """
         _ = self.client
         status = self.status
-        if status is None or not status.instances:
+        if status is None or not (status.engines or status.instances):
             raise HttpError(503, "no engine is there: start one")
-        able = [each.capacity for each in status.instances if each.name not in status.quarantined]
-        if not able:
+        able = status.engines - len(status.quarantined) if status.engines else len(status.instances)
+        if able < 1:
             raise HttpError(503, "all engines are in quarantine: seer status says why")
         return able
+
+    def capacities(self) -> list[Capacity]:
+        """Return the engines' capacities, the last ones while all load or sleep. Raises like `engines`."""
+        self.engines()
+        if not self._capacities:
+            raise HttpError(503, "no engine is ready yet")
+        return self._capacities
+
+    @property
+    def max_model_len(self) -> int | None:
+        """Return the longest sequence that an engine takes; None: none has been there yet."""
+        return max((each.room(0) for each in self._capacities), default=None)
 
     async def generate(
         self, prompts: Mapping[str, Sequence[int]], *, n: int, sampling: SamplingParams, seed: int
@@ -129,7 +145,7 @@ class Buffer:
         heard = loop.time()
         while loop.time() < heard + SILENCE_SECONDS:
             try:
-                self.status = await client.status(3 * STATUS_SECONDS)
+                self._take(await client.status(3 * STATUS_SECONDS))
                 heard = loop.time()
                 if self._problem:
                     _log.info("the buffer is there", endpoint=self._endpoint)
@@ -137,6 +153,11 @@ class Buffer:
             except SeerError as error:
                 self._lost(str(error))
             await asyncio.sleep(STATUS_SECONDS)
+
+    def _take(self, status: Status) -> None:
+        self.status = status
+        if status.instances:
+            self._capacities = [each.capacity for each in status.instances]
 
     def _lost(self, problem: str) -> None:
         if not self._problem:

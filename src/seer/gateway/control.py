@@ -147,4 +147,4 @@ class Control:
 
     async def instances(self) -> int:
         """Return how many engines there are. Raises a 503 while there is none."""
-        return len(self._buffer.capacities())
+        return self._buffer.engines()

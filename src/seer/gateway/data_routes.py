@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -69,13 +70,16 @@ class DataRoutes:
             ("POST", "/v1/completions", self.completions),
             ("POST", "/v1/chat/completions", self.chat),
             ("GET", "/v1/models", self.models),
-            ("GET", "/health", self.health),
             ("GET", "/version", self.version),
             ("POST", "/tokenize", self.tokenize),
             ("POST", "/detokenize", self.detokenize),
         ]
         counters = self._desk.counters
-        return [Route(path, endpoint(handler, counters), methods=[how]) for how, path, handler in handlers]
+        served = [Route(path, endpoint(handler, counters), methods=[how]) for how, path, handler in handlers]
+        return [
+            *served,
+            Route("/health", endpoint(self.health, Counter()), methods=["GET"]),
+        ]  # asked all the time
 
     # --- generation ----------------------------------------------------------------------
 
@@ -259,9 +263,7 @@ class DataRoutes:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work, argument)
 
     def _max_model_len(self) -> int | None:
-        status = self._buffer.status
-        lengths = [each.capacity.room(0) for each in status.instances] if status else []
-        return max(lengths, default=None)
+        return self._buffer.max_model_len
 
 
 def _stop_reason(reason: str, sampling: SamplingParams) -> int | str | None:
