@@ -5,8 +5,8 @@ tests, linters, pictures and the trainers tested against. Each pins the closure 
 earlier file pins; install them with `--no-deps`. `gateway.lock`: `seer gateway` on top of `core.lock` alone;
 `cpu.lock` has all of it, too.
 
-With the argument `gateway-clients` it writes the file of that name instead, from the environment of the clients
-that `make gateway-test` runs.
+With the argument `gateway-clients` it writes the file of that name instead, from the environment of the
+clients that `make gateway-test` runs.
 """
 
 from __future__ import annotations

@@ -278,9 +278,13 @@ async def test_an_update_while_paused_starts_requests_again(
 ) -> None:
     before = system.counts("gateway")
     version = int((await ok(http.get("/weight_info")))["weight_version"])
-    body = {"token_ids": [4], "sampling_params": {"max_tokens": 400, "ignore_eos": True, "seed": 1}}
-    task = asyncio.create_task(ok(http.post("/inference/v1/generate", json=body)))
-    await under_way(system)
+    body = {"token_ids": [4], "sampling_params": {"max_tokens": 600, "ignore_eos": True, "seed": 1}}
+    async with RolloutClient(system.endpoint) as client:
+        tokens = (await client.status()).counters["tokens"]
+        task = asyncio.create_task(ok(http.post("/inference/v1/generate", json=body)))
+        await under_way(system)
+        while (await client.status()).counters["tokens"] < tokens + 200:  # and progress was reported
+            await asyncio.sleep(0.05)
     await ok(http.post("/pause?mode=keep&clear_cache=false"))
     updated = await ok(http.post("/update_weights", json={"weight_dir": str(system.model)}))
     assert updated["weight_version"] == str(version + 1)
@@ -288,8 +292,10 @@ async def test_an_update_while_paused_starts_requests_again(
     assert system.counts("gateway")["under_way"] == 0
     await ok(http.post("/resume"))
     (choice,) = (await task)["choices"]
-    assert choice["weight_versions"] == [{"version": str(version + 1), "start": 0, "end": 400}]
-    assert system.counts("gateway")["restarted"] == before["restarted"] + 1
+    assert choice["weight_versions"] == [{"version": str(version + 1), "start": 0, "end": 600}]
+    after = system.counts("gateway")
+    assert after["restarted"] == before["restarted"] + 1
+    assert after["discarded_tokens"] > before["discarded_tokens"]
     again = await ok(http.post("/inference/v1/generate", json=body))
     assert again["choices"][0]["token_ids"] == choice["token_ids"]
 

@@ -265,6 +265,7 @@ async def test_a_gateway_that_stops_answers_what_waits() -> None:
     await asyncio.sleep(1)
     desk.close()
     assert await status_of(held) == 503
+    assert asyncio.get_running_loop().time() == 2  # at once
     assert await status_of(ask(desk)) == 503
     assert set(await under_way) == {"under way"}
 

@@ -38,7 +38,9 @@ def test_a_seed_makes_equal_requests_equal() -> None:
 
 
 def test_a_request_id_makes_a_retry_equal_and_prompts_distinct() -> None:
-    first = ids("a").prompt_ids(["h", "h", "g"], None, "r1")
+    one = ids("a")
+    first = one.prompt_ids(["h", "h", "g"], None, "r1")
+    assert one.prompt_ids(["h", "h", "g"], None, "r1") == first
     assert ids("b").prompt_ids(["h", "h", "g"], None, "r1") == first
     assert len({*first, *ids("a").prompt_ids(["h", "h", "g"], None, "r2")}) == 6
 

@@ -201,6 +201,7 @@ class ChatBody(SamplingFields, kw_only=True):
     add_generation_prompt: bool | None = None
     add_special_tokens: bool | None = None
     logprobs: bool | None = None
+    top_logprobs: int | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     stream: bool | None = None

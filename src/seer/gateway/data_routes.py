@@ -14,6 +14,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -115,7 +116,7 @@ class DataRoutes:
         sampling, n = body.sampling(self._settings.logprobs), body.group_size()
         prompt = await self._on_thread(self._chat_ids, body)
         choices = await self._choices(request, [prompt], n, sampling, body)
-        style = self._style(body, shown=bool(body.logprobs))
+        style = replace(self._style(body, shown=bool(body.logprobs)), top_logprobs=bool(body.top_logprobs))
         head = self._head("id", f"chatcmpl-{secrets.token_hex(16)}")
         return _respond(answers.chat_answer(head, choices, n, style, tools=parse), body)
 
