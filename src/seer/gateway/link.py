@@ -95,7 +95,7 @@ class Link:
 
     def _take(self, message: _Message) -> None:
         if message.name:
-            task = asyncio.create_task(self._answer(message))
+            task = asyncio.create_task(self._answer(message, full=len(self._served) >= MOST_CALLS))
             self._served.add(task)
             task.add_done_callback(self._served.discard)
             return
@@ -107,9 +107,9 @@ class Link:
         else:
             answer.set_result(message.result)
 
-    async def _answer(self, call: _Message) -> None:
+    async def _answer(self, call: _Message, *, full: bool) -> None:
         try:
-            if len(self._served) > MOST_CALLS:
+            if full:
                 raise HttpError(503, f"{MOST_CALLS} calls of this process are under way")
             reply = _Message(call.number, result=await self._serve(call.name, call.arguments))
         except SeerError as error:

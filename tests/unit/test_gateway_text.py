@@ -1,0 +1,88 @@
+"""Text and chat: the list in `seer.gateway.text`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from seer.common.errors import ConfigError
+from seer.gateway.errors import HttpError
+from seer.gateway.text import ModelText, plain_message
+
+MODEL = str(Path(__file__).parents[2] / "examples" / "countdown" / "model")
+USER = {"role": "user", "content": "1 2"}
+
+
+@pytest.fixture(scope="module")
+def text() -> ModelText:
+    return ModelText.load(MODEL, trust_templates=True)
+
+
+def test_a_response_is_cut_before_the_stop_string_that_ended_it(text: ModelText) -> None:
+    ids = text.encode("1 2 3 2", special=False)
+
+    def shown(reason: str, *, whole: bool = False) -> str:
+        return text.text(ids, reason, ("2",), skip_special=True, whole=whole)
+
+    assert shown("2") == "1 2 3 "
+    assert shown("2", whole=True) == shown("") == "1 2 3 2"
+    assert text.text([4, 2], "", (), skip_special=True, whole=False) == "1"
+    assert text.text([4, 2], "", (), skip_special=False, whole=False) == "1 <eos>"
+
+
+def test_token_ids_must_be_the_model_s(text: ModelText) -> None:
+    text.check([0, 65], "prompt")
+    for ids, shown in (([66], "66"), ([-1], "-1"), ([], r"\[\]")):
+        with pytest.raises(HttpError, match=f"prompt = {shown}: "):
+            text.check(ids, "prompt")
+
+
+def test_a_chat_without_a_template_is_refused(text: ModelText) -> None:
+    with pytest.raises(HttpError, match="no chat template"):
+        text.render([USER])
+
+
+def test_templates_of_requests_are_run_only_if_trusted(text: ModelText) -> None:
+    template = "{% for m in messages %}{{ m.content }}{% endfor %}{% if add_generation_prompt %}!{% endif %}"
+    assert text.render([USER], template=template) == "1 2!"
+    assert text.render([USER], template=template, generation_prompt=False) == "1 2"
+    careful = ModelText(text._tokenizer, 66, trust_templates=False)
+    with pytest.raises(HttpError, match=r"set gateway\.trust_chat_templates"):
+        careful.render([USER], template=template)
+    for broken in ("{% for %}", "{{ raise_exception('no') }}", "{{ 1 / 0 }}"):
+        with pytest.raises(HttpError, match="the chat template cannot take this"):
+            text.render([USER], template=broken)
+
+
+def test_messages_become_what_templates_expect() -> None:
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
+    plain = plain_message({"role": "assistant", "content": None, "tool_calls": [call]}, 0)
+    assert plain["tool_calls"][0]["function"] == {"name": "f", "arguments": {"a": 1}}
+    assert call["function"]["arguments"] == '{"a": 1}'  # type: ignore[index]
+    parts = [{"type": "text", "text": "a"}, "b"]
+    assert plain_message({"role": "user", "content": parts}, 0)["content"] == "a\nb"
+
+
+@pytest.mark.parametrize(
+    ("message", "param"),
+    [
+        ({"content": "a"}, "messages[3].role"),
+        ({"role": "user", "content": ["a", {"type": "image_url"}]}, "messages[3].content[1].type"),
+        ({"role": "user", "tool_calls": [1]}, "messages[3].tool_calls"),
+        (
+            {"role": "user", "tool_calls": [{"function": {"arguments": "{"}}]},
+            "messages[3].tool_calls.function.arguments",
+        ),
+    ],
+)
+def test_other_messages_are_refused_by_name(message: dict[str, object], param: str) -> None:
+    with pytest.raises(HttpError) as info:
+        plain_message(message, 3)
+    assert info.value.param == param
+
+
+def test_a_folder_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
+    for folder in ("", "/nowhere", str(tmp_path)):
+        with pytest.raises(ConfigError, match=r"shared\.model"):
+            ModelText.load(folder, trust_templates=False)
