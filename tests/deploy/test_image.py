@@ -32,6 +32,13 @@ NEED_EXTRA = {
     f"{ENGINE}.sampling.vectors": "torch",
     f"{ENGINE}.self_test": "torch",
     f"{ENGINE}.forced_text": "torch",
+    "seer.gateway.control_routes": "starlette",
+    "seer.gateway.data_routes": "starlette",
+    "seer.gateway.fleet": "uvicorn",
+    "seer.gateway.http": "starlette",
+    "seer.gateway.server": "uvicorn",
+    "seer.gateway.serving": "uvicorn",
+    "seer.gateway.worker": "uvicorn",
     "seer.sim.plots": "matplotlib",
 }
 """All modules that need an extra, with the one package of it that they miss first."""

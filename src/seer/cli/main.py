@@ -347,7 +347,12 @@ def _service(name: str, help_text: str, module: str = "") -> None:
         from seer.common.process.service import run_process
 
         config = _config(options)
-        make = importlib.import_module(f"seer.{module or f'services.{name}.server'}").make
+        try:
+            make = importlib.import_module(f"seer.{module or f'services.{name}.server'}").make
+        except ModuleNotFoundError as error:
+            from seer.common.errors import ConfigError
+
+            raise ConfigError(f"seer {name} needs an extra, '.[{name}]': {error}") from error
         label = config.engine.name if name == "engine" and config.engine.name else name
         sys.exit(run_process(label, make, config, ready_fd))
 

@@ -13,29 +13,24 @@ import contextlib
 import socket
 from collections.abc import Iterator, Mapping, Sequence
 
+import uvicorn
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
 from seer.common.config import Config, GatewayConfig
-from seer.common.errors import ConfigError
 from seer.common.net.transport.base import Transport
 from seer.gateway.buffer import Buffer
+from seer.gateway.control_routes import ControlCalls, ControlRoutes
+from seer.gateway.data_routes import DataRoutes
 from seer.gateway.desk import Desk
 from seer.gateway.errors import HttpError
+from seer.gateway.http import refusal
 from seer.gateway.local import LocalProcess
 from seer.gateway.text import ModelText
-
-try:
-    import uvicorn
-    from starlette.applications import Starlette
-    from starlette.exceptions import HTTPException
-    from starlette.requests import Request
-    from starlette.responses import Response
-    from starlette.routing import Route
-    from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
-
-    from seer.gateway.control_routes import ControlCalls, ControlRoutes
-    from seer.gateway.data_routes import DataRoutes
-    from seer.gateway.http import refusal
-except ImportError as missing:
-    raise ConfigError(f"the gateway needs an extra: pip install '.[gateway]' ({missing})") from missing
 
 BACKLOG = 2048
 """Connections that wait to be accepted."""
