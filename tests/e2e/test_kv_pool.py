@@ -16,7 +16,7 @@ if importlib.util.find_spec("vllm") is None:
 pytest.importorskip("mooncake.store", reason="needs Mooncake and libibverbs1", exc_type=ImportError)
 
 from safetensors.torch import load_file, save_file
-from shared_engines import SharedEngines
+from shared_engines import SharedEngines, until_generated
 
 from seer.client import RolloutClient, SamplingParams
 from seer.common.pool import ask_master
@@ -51,9 +51,8 @@ class System:
         rollout = await self.client.submit(prompts, n=GROUP, sampling=sampling, rollout_number=number)
         done = asyncio.create_task(rollout.result())
         if meanwhile is not None:
-            while rollout.progress is None or rollout.progress.tokens < PROMPTS * GROUP * TOKENS // 2:
-                await asyncio.sleep(0.02)
-                assert not done.done()
+            await until_generated(self.client, PROMPTS * GROUP * TOKENS // 2)
+            assert not done.done()
             meanwhile()
         return [response.token_ids.tolist() for group in await done for response in group.responses]
 
