@@ -572,5 +572,5 @@ def _close_files(service: Service | None) -> None:
         if log is not None:
             log.close()
         for file in service._kept._files.values():
-            file.waiting.clear()  # what was not written is lost
+            file.pending.clear()  # what was not written is lost
         service._kept.close()

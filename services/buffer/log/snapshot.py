@@ -1,12 +1,13 @@
-"""The whole state of the buffer's machines as plain data, and machines made of it again.
+"""Snapshots of the whole state of the buffer's machines, and machines restored from them.
 
 Invariants (tests/property/test_buffer_machine.py and test_weights_and_sleep.py, tests/unit/test_snapshot.py):
-- restored machines answer every further event as those that the snapshot is of, to the last bit;
-- every field of the machines' state is in a snapshot, or follows from what is;
-- orders that decisions depend on are kept: of rollouts and groups, of those who wait, run or are suspects.
+- restored machines return the same instructions for every further event, to the last bit;
+- every field of the machines' state is in a snapshot, or follows from fields that are;
+- every order that decisions depend on is restored: of rollouts, groups, and requests that wait, run or are
+  suspects.
 
-Left out are the times at which responses finished: they are the server's, who takes them away. What decides
-who goes next follows from the requests and their estimates, as policies are pure.
+The times at which responses finished are left out: the server takes them away. The keys of waiting requests
+are left out, too: they follow from the requests and their estimates, as policies are pure.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from seer.services.buffer.weights.machine import WeightsMachine
 
 
 class Response(msgspec.Struct, array_like=True):
-    """A `RequestState` and its view, without what is their group's."""
+    """A `RequestState` and its view, without what its group has."""
 
     generated: int
     queued: int
@@ -50,7 +51,7 @@ class Response(msgspec.Struct, array_like=True):
 
 
 VIEW = ("generated", "queued", "last_instance")
-"""The fields of a `Response` that are its view's."""
+"""The fields of a `Response` that are in the view of a `RequestState`."""
 
 
 class GroupFields(msgspec.Struct, array_like=True):
@@ -73,9 +74,9 @@ class GroupFields(msgspec.Struct, array_like=True):
 
 
 class Group(msgspec.Struct, array_like=True):
-    """A group: its rollout's id, its `number` in order of opening, and its responses in index order.
+    """A group: its rollout's id, its `number` in the order of opening, and its responses in index order.
 
-    One that is held has no responses yet.
+    A held group has no responses yet.
     """
 
     fields: GroupFields
@@ -104,7 +105,7 @@ class RolloutFields(msgspec.Struct, array_like=True):
 
 
 class RegistryFields(msgspec.Struct):
-    """What a `GroupRegistry` has beside rollouts and groups."""
+    """The state of a `GroupRegistry` beside rollouts and groups."""
 
     finished_tokens: int
     unfinished_tokens: int
@@ -116,7 +117,7 @@ class RegistryFields(msgspec.Struct):
 
 
 class MachineFields(msgspec.Struct):
-    """What a `RequestMachine` has beside what others of this file hold."""
+    """The state of a `RequestMachine` that no other Struct here has."""
 
     estimates: dict[str, Estimate]
     acceptance: list[int]
@@ -139,7 +140,7 @@ class MachineFields(msgspec.Struct):
 class State(msgspec.Struct):
     """The state of a `BufferMachine`.
 
-    `queue` has those that wait, the one that has waited longest first; `finished` groups in that order.
+    `queue`: waiting requests, the longest waiting one first; `finished`: groups in the order of finishing.
     """
 
     machine: MachineFields
@@ -160,7 +161,7 @@ _decoder = msgspec.json.Decoder(State)
 
 
 def _getter(kind: type[msgspec.Struct], *of_view: str) -> attrgetter[Any]:
-    """Return what makes a tuple of an object's fields for a row: it is encoded as the row would be."""
+    """Return a function that makes a tuple of an object's fields; it is encoded as a `kind` would be."""
     return attrgetter(*(f"view.{name}" if name in of_view else name for name in kind.__struct_fields__))
 
 
@@ -199,12 +200,15 @@ def _group_of(machine: RequestMachine, group: GroupState) -> Group:
 
 
 def parse(data: bytes | msgspec.Raw) -> State:
-    """Return a snapshot's state. Raises `msgspec.MsgspecError` for what is none."""
+    """Return a snapshot's state. Raises `msgspec.MsgspecError` if it is not a snapshot."""
     return _decoder.decode(data)
 
 
 def restored(state: State, empty: RequestMachine) -> BufferMachine:
-    """Return machines of a state, which is theirs then; `empty`: a new one of its policy and limits."""
+    """Return machines in this state; `empty` is a new machine with its policy and limits.
+
+    The machines keep and change parts of `state`.
+    """
     _fill(empty, state.machine)
     _fill(empty.registry, state.registry)
     empty.registry._partial.update(state.partial)
@@ -221,7 +225,7 @@ def restored(state: State, empty: RequestMachine) -> BufferMachine:
 def _fill(target: RequestMachine | GroupRegistry, values: msgspec.Struct) -> None:
     for name in values.__struct_fields__:
         value = getattr(values, name)
-        if isinstance(value, dict | set):  # several parts of a machine may hold it
+        if isinstance(value, dict | set):  # several parts of a machine may refer to it
             getattr(target, name).update(value)
         else:
             setattr(target, name, value)
