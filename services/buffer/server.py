@@ -433,7 +433,7 @@ class BufferServer:
             self._rows.flush()
             self._kept.flush()
             self._kept.tick(self._clock.now())
-            self._spool.tidy(self.weights.sources)
+            self._spool.remove_unneeded(self.weights.sources)
             if self._to_engines.idle:
                 for name in sorted(self.weights.known):
                     self._tell_engine(name, wire.Ping())

@@ -31,7 +31,7 @@ from seer.services.buffer.requests.group_registry import GroupRegistry
 from seer.services.buffer.requests.machine import RequestMachine
 from seer.services.buffer.server import BufferServer
 from seer.services.buffer.sleep import Joined, SleepMachine
-from seer.services.buffer.weights.machine import WeightsMachine, _Coming
+from seer.services.buffer.weights.machine import WeightsMachine, _Pending
 from seer.services.buffer.weights.spool import Spool
 from seer.services.buffer.weights.spool_folder import SpoolFolder
 from seer.services.context import server as context
@@ -126,10 +126,10 @@ def _each_message_rejoins() -> Patches:
 
 def _loading_not_told() -> Patches:
     def live(original: Any, self: Any, weights: Any, out: Any) -> None:
-        loading = {name: coming for name, coming in self._coming.items() if coming.told is not None}
+        loading = {name: pending for name, pending in self._pending.items() if pending.sent is not None}
         original(self, weights, out)
-        for name, coming in loading.items():
-            self._coming[name] = _Coming(told=weights, deadline=coming.deadline)
+        for name, pending in loading.items():
+            self._pending[name] = _Pending(sent=weights, deadline=pending.deadline)
 
     yield _around(WeightsMachine, "_go_live", live)
 
@@ -142,7 +142,7 @@ def _spool_takes_all() -> Patches:
         return Path(self._configured) if self._configured else root(self)
 
     yield mock.patch.object(SpoolFolder, "root", property(shared))
-    yield mock.patch.object(SpoolFolder, "_claim", return_value=None)
+    yield mock.patch.object(SpoolFolder, "_lock_root", return_value=None)
 
 
 def _disk_errors_raised() -> Patches:
@@ -156,12 +156,12 @@ def _disk_errors_raised() -> Patches:
 
 
 def _unnamed_streams_end() -> Patches:
-    async def tidy(original: Any, self: Any, needed: Any) -> None:
+    async def remove(original: Any, self: Any, needed: Any) -> None:
         for each in self._streams.values():
             each.named = True
         await original(self, needed)
 
-    yield _around(Spool, "_tidy", tidy)
+    yield _around(Spool, "_remove_unneeded", remove)
 
 
 # --- 4, 10, 11, 12: submissions ------------------------------------------------------------------
@@ -282,7 +282,7 @@ def _sleep_before_load() -> Patches:
     def rest(original: Any, self: Any, event: Any, now: float, *, idle: bool, loading: Any = ()) -> Any:
         out = original(self, event, now, idle=idle)
         if isinstance(event, Joined):
-            self._go_on(now, idle, (), out)
+            self._advance(now, idle, (), out)
         return out
 
     def weigh(original: Any, self: Any, event: Any, now: float, *, idle: bool, awake: Any = None) -> Any:
