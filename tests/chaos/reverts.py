@@ -24,6 +24,7 @@ from seer.common.net.channel import Channel
 from seer.common.net.hub import Hub
 from seer.services.buffer import views
 from seer.services.buffer.conductor import Conductor
+from seer.services.buffer.engines import EngineConnections
 from seer.services.buffer.liveness import Liveness
 from seer.services.buffer.peers import Peers
 from seer.services.buffer.requests import deliveries, instructions
@@ -69,7 +70,7 @@ def _around(cls: type, name: str, replaced: Callable[..., Any]) -> Any:
 def _stall_is_silence() -> Patches:
     def made(init: Any, self: Any, seconds: float, tick_seconds: float) -> None:
         init(self, seconds, tick_seconds)
-        self._most = math.inf
+        self._max_step = math.inf
 
     yield _around(Liveness, "__init__", made)
 
@@ -118,7 +119,7 @@ def _each_message_rejoins() -> Patches:
     yield _around(Hub, "_refuse_stranger", tell)
     yield _around(Channel, "_welcomed", welcomed)
     yield _around(Peers, "__init__", made)
-    yield mock.patch.object(BufferServer, "_part", return_value=None)
+    yield mock.patch.object(EngineConnections, "require_registration", return_value=None)
 
 
 # --- 2, 3, 5, 13: weights and their streams ------------------------------------------------------
@@ -230,10 +231,10 @@ def _unknown_is_cancelled() -> Patches:
             self._cancel_again.add(0)
 
     def tell(original: Any, self: Any, address: bytes, message: Any) -> None:
-        self._tell_trainer(address.decode().split("/")[1], message)
+        self._send_to_trainer(address.decode().split("/")[1], message)
 
     yield _around(OpenRollouts, "_progressed", progressed)
-    yield _around(BufferServer, "_tell_life", tell)
+    yield _around(BufferServer, "_send_to_address", tell)
 
 
 def _use_unchecked() -> Patches:
@@ -274,7 +275,7 @@ def _clocks_decide() -> Patches:
         return first and ids.not_before(life.incarnation, holder.incarnation)
 
     yield mock.patch.object(Peers, "_takes", takes)
-    yield mock.patch.object(Peers, "doubtful", return_value=False)
+    yield mock.patch.object(Peers, "holder_may_be_dead", return_value=False)
     yield mock.patch.object(Hub, "is_connected", connected)
 
 

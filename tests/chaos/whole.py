@@ -240,7 +240,7 @@ def _buffer(world: World) -> Iterator[str]:
         yield f"the store has {sorted(set(service.store._groups) ^ set(machine.groups))} more or less"
     if machine.instances.chunks:
         yield f"{machine.instances.chunks} chunks are on the books"
-    for name, box in (("trainers", service._to_trainers), ("engines", service._to_engines)):
+    for name, box in (("trainers", service._to_trainers), ("engines", service._engines.outbox)):
         if box._queues:
             yield f"messages wait for {name}"
 

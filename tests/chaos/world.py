@@ -468,14 +468,14 @@ class World:
     def _attend(self, service: buffer.BufferServer) -> None:
         """Count the engines that a buffer gives up."""
         self.served.append(service)
-        parted = service.conductor._parted
+        on_loss = service.conductor._on_loss
 
         def counted(name: str) -> None:
-            if address := service._registered_at.get(name):
+            if address := service._engines._registered_at.get(name):
                 self.given_up[address] += 1
-            parted(name)
+            on_loss(name)
 
-        service.conductor._parted = counted
+        service.conductor._on_loss = counted
 
     def _breach(self, name: str, what: str) -> None:
         if not self.noisy:  # an order that comes late or twice is no fault of who gave it

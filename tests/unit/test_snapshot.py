@@ -47,7 +47,7 @@ def test_every_attribute_is_in_a_snapshot():
     given = {"_limits", "_fleet", "_counters", "_drop"} | BY_NAME
     assert vars(machine.registry).keys() - given == set(snapshot.RegistryFields.__struct_fields__)
     whole = BufferMachine(machine, WeightsMachine(), SleepMachine())
-    assert vars(whole).keys() == {"requests", "weights", "sleep", "engines", "_idle", "_stirred", "_seen"}
+    assert vars(whole).keys() == {"requests", "weights", "sleep", "engines", "_idle", "_changed", "_shared"}
 
 
 def test_parts_that_machines_share_are_shared_by_restored_ones():
