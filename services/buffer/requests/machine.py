@@ -160,10 +160,10 @@ class RequestMachine:
                 registry.drain(out)
             case SubmissionsHeld():
                 registry.holding = event.held
-                self._open(registry.check_again(out), now, out)
+                self._open(registry.open_held(out), now, out)
             case WeightsChanged():
                 registry.weight_version, registry.weights_digest = event.version, event.digest
-                self._open(registry.check_again(out), now, out)
+                self._open(registry.open_held(out), now, out)
 
     # --- groups --------------------------------------------------------------------------
 
@@ -424,7 +424,7 @@ class RequestMachine:
             else:
                 self._push(request_id)
         if first:
-            self._open(self.registry.check_again(out), now, out)
+            self._open(self.registry.open_held(out), now, out)
 
     def _engines_left(self, event: Left, now: float, out: list[Instruction]) -> None:
         """Have what ran on engines that are gone wait again: before anything is placed anew."""
