@@ -13,7 +13,7 @@ are left out, too: they follow from the requests and their estimates, as policie
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from operator import attrgetter
 from typing import Any
 
@@ -26,7 +26,6 @@ from seer.common.policy.request import RequestView
 from seer.services.buffer.events import Joined
 from seer.services.buffer.machine import BufferMachine
 from seer.services.buffer.requests.events import Kept
-from seer.services.buffer.requests.group_registry import GroupRegistry
 from seer.services.buffer.requests.machine import RequestMachine
 from seer.services.buffer.requests.state import GroupState, RequestState, RolloutState
 from seer.services.buffer.sleep import SleepMachine
@@ -117,7 +116,10 @@ class RegistryFields(msgspec.Struct):
 
 
 class MachineFields(msgspec.Struct):
-    """The state of a `RequestMachine` that no other Struct here has."""
+    """The state of a `RequestMachine` and its parts that no other Struct here has.
+
+    Fields are encoded under the names that they have in earlier logs.
+    """
 
     estimates: dict[str, Estimate]
     acceptance: list[int]
@@ -125,16 +127,21 @@ class MachineFields(msgspec.Struct):
     parked: set[str]
     suspects: dict[str, None]
     emptied: str
-    accused: dict[str, tuple[str, int, float]]
+    lost_alone: dict[str, tuple[str, int, float]] = msgspec.field(name="accused")
     _attempt: int
-    _doubted: set[str]
+    _maybe_damaged: set[str] = msgspec.field(name="_doubted")
     _running: dict[str, dict[str, None]]
     _lives: dict[str, int]
-    _mourned: dict[int, set[str]]
+    _dead_lives: dict[int, set[str]] = msgspec.field(name="_mourned")
     _no_engine_since: float | None
     _last_tick: float | None
     _queued: int
     _group_number: int
+
+
+OF_SCHEDULER = ("parked", "suspects", "emptied", "_queued")
+OF_DEATHS = ("lost_alone", "_maybe_damaged", "_dead_lives", "_last_tick")
+"""The fields of `MachineFields` that are in the machine's `scheduler` and `deaths`."""
 
 
 class State(msgspec.Struct):
@@ -160,15 +167,20 @@ _encoder = msgspec.json.Encoder()
 _decoder = msgspec.json.Decoder(State)
 
 
-def _getter(kind: type[msgspec.Struct], *of_view: str) -> attrgetter[Any]:
-    """Return a function that makes a tuple of an object's fields; it is encoded as a `kind` would be."""
-    return attrgetter(*(f"view.{name}" if name in of_view else name for name in kind.__struct_fields__))
+def _getter(kind: type[msgspec.Struct], **parts: tuple[str, ...]) -> attrgetter[Any]:
+    """Return a function that makes a tuple of an object's fields; it is encoded as a `kind` would be.
+
+    `parts`: by attribute of the object, the fields that are attributes of that part.
+    """
+    paths = {name: f"{part}.{name}" for part, names in parts.items() for name in names}
+    return attrgetter(*(paths.get(name, name) for name in kind.__struct_fields__))
 
 
-_response: Callable[[RequestState], Response] = _getter(Response, *VIEW)
+_response: Callable[[RequestState], Response] = _getter(Response, view=VIEW)
 _group: Callable[[GroupState], GroupFields] = _getter(GroupFields)
 _rollout: Callable[[RolloutState], RolloutFields] = _getter(RolloutFields)
-_registry, _machine = _getter(RegistryFields), _getter(MachineFields)
+_registry = _getter(RegistryFields)
+_machine = _getter(MachineFields, scheduler=OF_SCHEDULER, deaths=OF_DEATHS)
 
 
 def snapshot(machine: BufferMachine) -> bytes:
@@ -181,7 +193,7 @@ def snapshot(machine: BufferMachine) -> bytes:
         rollouts=[_rollout(each) for each in registry.rollouts.values()],
         groups=[_group_of(requests, each) for each in registry.groups.values()],
         finished=list(registry.finished),
-        queue=list(requests.queue),
+        queue=list(requests.scheduler.queue),
         fleet=list(requests.instances.values()),
         engines=machine.engines,
         weights=machine.weights,
@@ -209,21 +221,27 @@ def restored(state: State, empty: RequestMachine) -> BufferMachine:
 
     The machines keep and change parts of `state`.
     """
-    _fill(empty, state.machine)
-    _fill(empty.registry, state.registry)
+    of_machine = set(MachineFields.__struct_fields__).difference(OF_SCHEDULER, OF_DEATHS)
+    for target, values, names in (
+        (empty, state.machine, of_machine),
+        (empty.scheduler, state.machine, OF_SCHEDULER),
+        (empty.deaths, state.machine, OF_DEATHS),
+        (empty.registry, state.registry, RegistryFields.__struct_fields__),
+    ):
+        _fill(target, values, names)
     empty.registry._partial.update(state.partial)
     for instance in state.fleet:
         empty.instances.add(instance)
     _fill_groups(empty, state)
     for request_id in state.queue:
-        empty._push(request_id)
+        empty.scheduler.push(request_id)
     machine = BufferMachine(empty, state.weights, state.sleep)
     machine.engines = state.engines
     return machine
 
 
-def _fill(target: RequestMachine | GroupRegistry, values: msgspec.Struct) -> None:
-    for name in values.__struct_fields__:
+def _fill(target: object, values: msgspec.Struct, names: Iterable[str]) -> None:
+    for name in names:
         value = getattr(values, name)
         if isinstance(value, dict | set):  # several parts of a machine may refer to it
             getattr(target, name).update(value)

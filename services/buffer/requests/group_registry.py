@@ -84,9 +84,7 @@ class GroupRegistry:
             spec for spec in event.groups if ids.group_id(event.rollout_id, spec.prompt_id) in self.groups
         ]
         known, new = self._match(rollout, event, out)
-        if (
-            earlier and not rollout.members and not any(spec.same for spec in earlier)
-        ):  # nothing of the earlier use is left
+        if earlier and not rollout.members and not any(spec.same for spec in earlier):  # all were removed
             rollout = self._begin(event, now)
         rollout.life, rollout.submission = event.life, event.submission
         accepted = []
