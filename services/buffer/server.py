@@ -199,9 +199,8 @@ class BufferServer:
             if name is None:
                 self._trainer_hub.dismiss(address)
                 continue
-            if self._trainers.address_of(name) != address and not isinstance(
-                message, wire.Hello | wire.Goodbye
-            ):
+            holds_name = self._trainers.address_of(name) == address
+            if not holds_name and not isinstance(message, wire.Hello | wire.Goodbye):
                 if not self._trainers.holder_may_be_dead(address):  # else it is refused once that is known
                     other = f"another life of trainer {name} is connected: give each client a name of its own"
                     await self._trainer_hub.reply(
