@@ -1,5 +1,4 @@
-"""Which peers are connected: the name of each address, and for each name the address of the life that holds
-it.
+"""Which peers are connected: the name of each address, and the address of the life that holds each name.
 
 Invariants (tests/unit/test_outbox.py):
 - an earlier life never takes a name from a later one that is still connected and not silent for
@@ -30,8 +29,7 @@ MAX_SIZE = 2**31 - 1
 """Bound on every number of a capacity: blocks, tokens, requests."""
 
 MAX_VERSIONS = 64
-"""Bound on the entries of `Register.versions`: they travel with every `Status`."""
-
+"""Bound on the entries of `Register.versions`: every `Status` has them."""
 
 SILENT_SECONDS = 15.0
 """A life that sends no `Hello` for this long loses its name to one that does. Peers send it every 5 s."""
@@ -57,8 +55,7 @@ class _Life(msgspec.Struct):
 
 
 class Peers:
-    """Lives of peers of one kind. Every `Hello` goes to `hello`; a connected peer repeats it every few
-    seconds.
+    """Lives of peers of one kind. Every `Hello` goes to `hello`; peers repeat it every few seconds.
 
     `registered`: by address, the session of the hub in which that life registered last.
     """

@@ -65,9 +65,8 @@ class _Update(msgspec.Struct):
     prepared, and instances load.
     """
 
-    request: UpdateAsked = field(
-        name="asked"
-    )  # fields are encoded under the names in logs of earlier versions
+    # Fields are encoded under the names that they have in earlier logs.
+    request: UpdateAsked = field(name="asked")
     number: int
     deadline: float
     awaited: set[str] = field(default_factory=set)
@@ -77,7 +76,7 @@ class _Update(msgspec.Struct):
 
 
 class _Pending(msgspec.Struct):
-    """An instance that gets no work until it has loaded the live weights.
+    """An instance that gets no work before it has loaded the live weights.
 
     `loaded`: the weights that it has; None: unknown. `sent`: those of the last `Load` sent to it. `source`:
     where to load the live weights from, if their own source failed; empty: from that.
@@ -291,8 +290,7 @@ class WeightsMachine(msgspec.Struct):
             self._prepare(update, name, out)
 
     def _requested_again(self, event: UpdateAsked, live: Weights, out: list[Instruction]) -> None:
-        """Answer an update to the weights that are live already: a trainer that missed the answer sends it
-        again.
+        """Answer a request for the live weights, as a trainer sends that missed the first answer.
 
         The answer waits for instances that still load: a restarted buffer has a stream only as long as its
         trainer waits. Quarantined instances try again, from the source in this request.
