@@ -1,4 +1,4 @@
-"""A submission taken apart: what makes no sense in it is refused before any machine hears of it."""
+"""Validates submissions and turns them into events; a malformed one never reaches a machine."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from seer.services.buffer.store import Store
 
 
 def prompts(submit: wire.Submit) -> dict[str, wire.Tokens]:
-    """Return each prompt's tokens by id, views of all. Raises `InvalidField` for what makes no sense."""
+    """Return each prompt's tokens by id, as views. Raises `InvalidField` for a malformed submission."""
     _check(submit)
     pieces = np.split(submit.tokens, np.cumsum(submit.lengths)[:-1])
     return dict(zip(submit.prompt_ids, pieces, strict=True))
@@ -28,7 +28,7 @@ def event(
     store: Store,
     kept: KeptChunks,
 ) -> GroupsSubmitted:
-    """Return what a submission is to the machine."""
+    """Return the event of a valid submission, with what `kept` has of its prompts."""
     params_digest = ids.params_digest(submit.seed, submit.rollout_number, submit.n, submit.sampling)
     rollout_id = submit.rollout_id
     specs = [
@@ -56,7 +56,7 @@ def _check(submit: wire.Submit) -> None:
         value = getattr(submit, name)
         if not -(2**63) <= value < 2**63:
             raise InvalidField(name, value, "must fit in 64 signed bits")
-    if not submit.rollout_id or "/" in submit.rollout_id:  # two pairs of ids must not make one group's
+    if not submit.rollout_id or "/" in submit.rollout_id:  # else group ids are ambiguous
         raise InvalidField("rollout_id", submit.rollout_id, "give a non-empty string without '/'")
     longest = max(submit.prompt_ids, key=len, default="")
     if len(ids.request_id(ids.group_id(submit.rollout_id, longest), submit.n)) > wire.MAX_ID:
@@ -64,8 +64,8 @@ def _check(submit: wire.Submit) -> None:
     if len(set(submit.prompt_ids)) != len(submit.prompt_ids):
         raise InvalidField("prompt_ids", submit.prompt_ids, "must be unique")
     total = len(submit.tokens)
-    sound = len(submit.lengths) == len(submit.prompt_ids) and min(submit.lengths, default=1) >= 1
-    if not sound or sum(submit.lengths) != total:
+    valid = len(submit.lengths) == len(submit.prompt_ids) and min(submit.lengths, default=1) >= 1
+    if not valid or sum(submit.lengths) != total:
         raise InvalidField("lengths", submit.lengths, f"give one >= 1 per prompt, {total} in all")
     if total and submit.tokens.min() < 0:
         raise InvalidField("tokens", int(submit.tokens.min()), "token ids must be >= 0")

@@ -72,8 +72,8 @@ class World:
         self.conductor = Conductor(
             self, BufferMachine(self.machine, self.weights, self.sleep), self.store, KeptChunks("", 1.0, 0.0), 1e9, 1e9,
             to_engine=self.hear, to_trainer=lambda name, message: self.answers.append(message),
-            to_life=lambda life, message: self.answers.append(message),
-            publish=lambda message: None, parted=lambda name: None, record=self.tell_twin,
+            to_address=lambda life, message: self.answers.append(message),
+            publish=lambda message: None, on_loss=lambda name: None, record=self.tell_twin,
         )  # fmt: skip
         twin = RequestMachine(self.machine.policy, self.machine.limits)
         self.twin = BufferMachine(twin, WeightsMachine(50.0), sleep.SleepMachine(50.0))

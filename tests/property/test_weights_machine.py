@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from seer.services.buffer.events import Joined, Left, Tick, Weights
 from seer.services.buffer.weights import events as weight_events
 from seer.services.buffer.weights import instructions as weight_instructions
-from seer.services.buffer.weights.machine import AGAIN_SECONDS, WeightsMachine
+from seer.services.buffer.weights.machine import RETRY_SECONDS, WeightsMachine
 
 NAMES = ("a", "b", "c")
 STEPS = st.lists(
@@ -152,7 +152,7 @@ def test_only_live_weights_work_and_every_update_ends(steps):
     assert not world.machine.loading
     assert world.admitted | world.machine.quarantined.keys() == world.loaded.keys()
     if world.machine.live is not None and world.machine.live.source:  # what failed is tried again
-        world.now += AGAIN_SECONDS
+        world.now += RETRY_SECONDS
         world.settle()
         assert world.admitted == world.loaded.keys()
         assert not world.machine.quarantined
