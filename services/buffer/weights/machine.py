@@ -208,10 +208,12 @@ class WeightsMachine(msgspec.Struct):
             if self._is_live(pending.loaded):
                 if ready:
                     self._admit(name, out)
+            elif self._is_live(pending.sent):
+                pass  # it is loading them, from wherever they were when that was sent
             elif not (source := pending.source or live.source):
                 why = f"has other weights than version {live.version} ({live.digest})"
                 self._quarantine(name, f"{why}: start it with the same model", now)
-            elif not self._is_live(pending.sent) and ready:
+            elif ready:
                 weights = structs.replace(live, source=source)
                 self._pending[name] = _Pending(sent=weights, deadline=now + self.seconds)
                 out.append(Load(name, weights))
