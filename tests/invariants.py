@@ -75,7 +75,8 @@ def check_registry(machine: RequestMachine) -> None:
         assert registry.rollouts[group.rollout.rollout_id] is group.rollout
         if states[0]:
             continue
-        assert 0 <= group.rollout.weight_version <= registry.weight_version
+        least = -1 if group.rollout.open else 0
+        assert least <= group.rollout.weight_version <= (-1 if least else registry.weight_version)
         requests = group.results or [
             machine.requests[ids.request_id(group.group_id, index)] for index in range(group.size)
         ]

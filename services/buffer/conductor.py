@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from seer.common import wire
+from seer.common import ids, wire
 from seer.common.clock import Clock
 from seer.common.group_events import GroupClosed, GroupOpened, RequestProgress
 from seer.common.process.log import get_logger
@@ -25,7 +25,7 @@ from seer.services.buffer.log.kept import KeptChunks
 from seer.services.buffer.machine import BufferMachine, Event, Instruction
 from seer.services.buffer.requests import events, instructions
 from seer.services.buffer.requests.deliveries import Deliveries, Sent
-from seer.services.buffer.store import TOKEN_BYTES, Store
+from seer.services.buffer.store import TOKEN_BYTES, Store, SubmittedPrompt
 from seer.services.buffer.weights import instructions as weight_instructions
 
 COLLECT_SECONDS = 10.0
@@ -45,10 +45,10 @@ class Ended:
 
 @dataclass(frozen=True, slots=True)
 class Submitted:
-    """A submission, and the tokens of its prompts by id."""
+    """A submission, and its prompts by id."""
 
     submit: wire.Submit
-    prompts: dict[str, wire.Tokens]
+    prompts: dict[str, SubmittedPrompt]
 
 
 class Conductor:
@@ -177,7 +177,7 @@ class Conductor:
                 case instructions.Keep() if isinstance(arrays, Ended):
                     self._keep(item, arrays, live)
                 case instructions.Take() if isinstance(arrays, Submitted):
-                    self._store.open(arrays.submit, item.prompt_id, arrays.prompts[item.prompt_id])
+                    self._store.open(item.group_id, arrays.prompts[item.prompt_id])
                     self._kept.open(arrays.submit.rollout_id, item.prompt_id)
                 case _:
                     self._perform(item)
@@ -193,6 +193,27 @@ class Conductor:
             group_id, index, ended.tokens, ended.logprobs, (item.finish, item.stop_reason),
             partial(self._store.identity, group_id), live,
         )  # fmt: skip
+        if self._store.streams(group_id):
+            self._send_tokens(group_id, index, ended)
+
+    def _send_tokens(self, group_id: str, index: int, ended: Ended) -> None:
+        """Send the tokens of a chunk to a trainer that wants them before its group has finished."""
+        request = self._requests.requests.get(ids.request_id(group_id, index))
+        if request is None:  # its group has finished, and is sent as a whole
+            return
+        group = request.group
+        self._to_address(
+            group.rollout.life,
+            wire.TokensGenerated(
+                rollout_id=group.rollout.rollout_id,
+                prompt_id=group.prompt_id,
+                index=index,
+                start=request.view.generated - len(ended.tokens),
+                tokens=ended.tokens,
+                logprobs=ended.logprobs,
+                submission=group.submission,
+            ),
+        )
 
     def _perform(self, item: Instruction) -> None:
         match item:

@@ -318,8 +318,11 @@ class BufferServer:
 
     def _send_to_address(self, address: bytes, message: wire.BufferToTrainer) -> None:
         # Another life of the trainer gets its finished groups when it submits them again under its name.
-        if self._trainers.name_of(address) is not None:
-            self._to_trainers.put(address, message)
+        if self._trainers.name_of(address) is None:
+            return
+        if isinstance(message, wire.TokensGenerated) and not self._to_trainers.keeps_up(address):
+            return  # its group has them, too
+        self._to_trainers.put(address, message)
 
     async def _publish(self) -> None:
         while True:

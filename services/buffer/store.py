@@ -8,7 +8,7 @@ Invariants:
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -30,15 +30,30 @@ class _Output:
     logprobs: list[wire.Logprobs] = field(default_factory=list)
 
 
-@dataclass(slots=True)
-class _Group:
-    prompt: wire.Tokens
-    prompt_id: str
+@dataclass(frozen=True, slots=True)
+class SubmittedPrompt:
+    """One prompt of a submission, and what is to be generated for it.
+
+    Its responses are those from `first_index` on of `group`, by default its own group; `shared_id` is that
+    group's id if the trainer named it, else empty. `params_digest` is `ids.params_digest` of all this.
+    """
+
+    tokens: wire.Tokens
+    group: str
+    shared_id: str
+    first_index: int
+    n: int
     sampling: SamplingParams
     seed: int
     rollout_number: int
-    outputs: dict[int, _Output]
-    size: int
+    stream: bool
+    params_digest: int
+
+
+@dataclass(slots=True)
+class _Group:
+    prompt: SubmittedPrompt
+    outputs: dict[int, _Output] = field(default_factory=dict)
     weights: Weights = _NO_WEIGHTS
 
 
@@ -54,16 +69,17 @@ class Store:
     def __contains__(self, group_id: object) -> bool:
         return group_id in self._groups
 
-    def open(self, submit: wire.Submit, prompt_id: str, prompt: wire.Tokens) -> None:
-        """Store one prompt of a submission: a copy, as the tokens are a view of the whole message."""
-        self._groups[ids.group_id(submit.rollout_id, prompt_id)] = _Group(
-            prompt.copy(), prompt_id, submit.sampling, submit.seed, submit.rollout_number, {}, submit.n
-        )
+    def open(self, group_id: str, prompt: SubmittedPrompt) -> None:
+        """Store a prompt: a copy, as its tokens are a view of a message."""
+        self._groups[group_id] = _Group(replace(prompt, tokens=prompt.tokens.copy()))
 
-    def same(self, group_id: str, prompt: wire.Tokens) -> bool:
-        """Return whether a group is unknown, or has exactly this prompt."""
-        known = self._groups.get(group_id)
-        return known is None or np.array_equal(known.prompt, prompt)
+    def same(self, group_id: str, prompt: SubmittedPrompt) -> bool:
+        """Return whether a group is unknown, or was submitted with this prompt, parameters and place."""
+        group = self._groups.get(group_id)
+        if group is None:
+            return True
+        known = group.prompt
+        return known.params_digest == prompt.params_digest and np.array_equal(known.tokens, prompt.tokens)
 
     def keep(
         self,
@@ -92,31 +108,38 @@ class Store:
 
     def identity(self, group_id: str) -> tuple[int, wire.Tokens]:
         """Return the parameters' digest (`ids.params_digest`) and the prompt of a group."""
-        group = self._groups[group_id]
-        return ids.params_digest(group.seed, group.rollout_number, group.size, group.sampling), group.prompt
+        prompt = self._groups[group_id].prompt
+        return prompt.params_digest, prompt.tokens
+
+    def streams(self, group_id: str) -> bool:
+        """Return whether the trainer wants a group's tokens before it has finished."""
+        return self._groups[group_id].prompt.stream
 
     def chunk(self, dispatch: Dispatch, group_id: str, index: int, *, wait_for_room: bool) -> wire.RunChunk:
         """Return the message that runs a request's next chunk."""
         group = self._groups[group_id]
-        output = group.outputs.get(index)
+        prompt, output = group.prompt, group.outputs.get(index)
+        place = prompt.first_index + index
         return wire.RunChunk(
             request_id=dispatch.request_id,
             group_id=group_id,
             attempt=dispatch.attempt,
-            key=ids.request_key(group.seed, group.rollout_number, group.prompt_id, index),
-            prompt_len=len(group.prompt),
+            key=ids.request_key(prompt.seed, prompt.rollout_number, prompt.group, place),
+            prompt_len=len(prompt.tokens),
             max_new_tokens=dispatch.max_new_tokens,
-            sampling=group.sampling,
-            tokens=np.concatenate([group.prompt, *(output.tokens if output else ())]),
+            sampling=prompt.sampling,
+            tokens=np.concatenate([prompt.tokens, *(output.tokens if output else ())]),
             wait_for_room=wait_for_room,
             acceptance=dispatch.acceptance,
             probe=dispatch.probe,
+            draft_group=prompt.shared_id,
+            draft_index=place if prompt.shared_id else 0,
         )
 
     def result(self, state: GroupState) -> wire.GroupDone:
         """Return the message that delivers a finished group, with the weights that generated it."""
         group = self._groups[state.group_id]
-        outputs = [group.outputs[index] for index in range(group.size)]
+        outputs = [group.outputs[index] for index in range(group.prompt.n)]
         tokens = [array for output in outputs for array in output.tokens]
         logprobs = [array for output in outputs for array in output.logprobs]
         return wire.GroupDone(
@@ -133,7 +156,7 @@ class Store:
             migrations=state.counters["migrations"],
             preemptions=state.counters["preemptions"],
             submission=state.submission,
-            params_digest=ids.params_digest(group.seed, group.rollout_number, group.size, group.sampling),
+            params_digest=group.prompt.params_digest,
         )
 
     def forget(self, group_id: str) -> None:

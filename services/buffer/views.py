@@ -55,7 +55,7 @@ def answer(item: instructions.Accept | instructions.Refuse) -> wire.Accepted | w
 def snapshot(machine: RequestMachine, incarnation: int, sequence: int) -> Iterator[wire.BufferSnapshot]:
     """Return every open group and its requests' progress, in pages; the state is copied before it returns."""
     opened = [
-        (group.group_id, group.size, group.prompt_len, group.max_tokens)
+        (group.group_id, group.size, group.prompt_len, group.max_tokens, group.shared_id, group.first_index)
         for group in machine.groups.values()
         if not group.done and group.held_since is None
     ]
@@ -70,8 +70,15 @@ def snapshot(machine: RequestMachine, incarnation: int, sequence: int) -> Iterat
             incarnation=incarnation,
             sequence=sequence,
             opened=[
-                wire.GroupOpened(group_id=group_id, size=size, prompt_len=prompt_len, cap=cap)
-                for group_id, size, prompt_len, cap in page_of(opened, page)
+                wire.GroupOpened(
+                    group_id=group_id,
+                    size=size,
+                    prompt_len=prompt_len,
+                    cap=cap,
+                    shared_id=shared,
+                    first=first,
+                )
+                for group_id, size, prompt_len, cap, shared, first in page_of(opened, page)
             ],
             progress=[
                 wire.RequestProgress(group_id=group_id, index=index, generated=generated, finished=finished)
@@ -87,8 +94,10 @@ def snapshot(machine: RequestMachine, incarnation: int, sequence: int) -> Iterat
 def published(item: GroupEvent) -> wire.BufferPublished:
     """Return the message of a group's event for the event stream."""
     match item:
-        case GroupOpened(group_id, size, prompt_len, cap):
-            return wire.GroupOpened(group_id=group_id, size=size, prompt_len=prompt_len, cap=cap)
+        case GroupOpened(group_id, size, prompt_len, cap, shared, first):
+            return wire.GroupOpened(
+                group_id=group_id, size=size, prompt_len=prompt_len, cap=cap, shared_id=shared, first=first
+            )
         case RequestProgress():
             return wire.RequestProgress(
                 group_id=item.group_id,

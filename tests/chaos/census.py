@@ -16,7 +16,7 @@ KEPT = (
     r"^ContextServer\.machine\.estimator",  # what lengths were like
     r"^BufferServer\._rows\.",  # bounded by a segment's bytes
     r"^DgdsServer\.store\._groups",  # for their time to live
-    r"^BufferServer\._kept\._files(\[\]\.earlier|$)",  # of prompts that nobody asked for again, for results' time to live
+    r"^BufferServer\._kept\._files(\[\]|\[\]\[\]\.earlier|$)",  # of prompts that nobody asked for again, for results' time to live
     r"^EngineServer\.(_draft_groups|dgds)\.",  # bounded by tokens, for groups whose chunks come back
 )
 """Tables that outlive what they speak of, each with a bound of its own."""

@@ -17,7 +17,7 @@ from unittest import mock
 
 from chaos.plan import Fault, Pause, Plan, Renew, Rest, Roll, draw
 from chaos.virtual import run_plan
-from seer.client.open_rollouts import OpenRollouts
+from seer.client.active_rollouts import ActiveRollouts
 from seer.client.rollout import Rollout
 from seer.common import ids, wire
 from seer.common.net.channel import Channel
@@ -233,7 +233,7 @@ def _unknown_is_cancelled() -> Patches:
     def tell(original: Any, self: Any, address: bytes, message: Any) -> None:
         self._send_to_trainer(address.decode().split("/")[1], message)
 
-    yield _around(OpenRollouts, "_progressed", progressed)
+    yield _around(ActiveRollouts, "_progressed", progressed)
     yield _around(BufferServer, "_send_to_address", tell)
 
 

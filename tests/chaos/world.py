@@ -374,7 +374,7 @@ class World:
             machine = process.service.machine
             groups = process.service.store._groups
             accepted = [name for name, group in machine.groups.items() if group.held_since is None]
-            self.draining = {name: groups[name].seed for name in accepted}
+            self.draining = {name: groups[name].prompt.seed for name in accepted}
             self._expect_refusals(list(machine.registry.held.values()))
         self.loop.call_soon(process.service.drain, context=process.context)
         try:
@@ -571,6 +571,6 @@ def _close_files(service: Service | None) -> None:
         log, service._rows._segments = service._rows._segments, None
         if log is not None:
             log.close()
-        for file in service._kept._files.values():
+        for file in (file for files in service._kept._files.values() for file in files):
             file.pending.clear()  # what was not written is lost
         service._kept.close()

@@ -1,4 +1,4 @@
-"""Chunks that are kept on disk: a file per rollout, read when the buffer is started again.
+"""Chunks that are kept on disk, in files of one rollout each, read when the buffer is started again.
 
 A response is a function of weights, prompt, sampling and key, so what a killed buffer had kept is what its
 successor would generate again. Once a client submits the same prompt for the same weights, its responses
@@ -7,8 +7,10 @@ continue from there.
 Invariants (tests/unit/test_kept.py):
 - what is restored is what was kept; a file counts up to the first damaged record (`chunk_file.py`);
 - nothing is restored for other weights, sampling, seed, n or prompt;
-- a file is deleted with the last group of its rollout, or after `ttl_seconds` if no client submits the
-  rollout again;
+- a file is deleted with the last of its groups, or after `ttl_seconds` if no client submits its rollout
+  again;
+- a file of `FILE_BYTES` gets no more groups: what a rollout that takes prompts for ever has on disk is
+  bounded by what goes on;
 - only one buffer at a time uses a folder;
 - the buffer never waits for data to reach the disk (no fsync), and a full disk does not stop it: what could
   not be written is generated again if the buffer is killed.
@@ -44,16 +46,19 @@ from seer.services.buffer.requests.events import Kept
 
 SUFFIX = ".chunks"
 
+FILE_BYTES = 2**28
+"""Size from which a file gets no more groups."""
 
-@dataclass(slots=True)
+
+@dataclass(slots=True, eq=False)
 class _File:
-    """A rollout's file; all sets and dicts are by prompt id.
+    """A file of a rollout; all sets and dicts are by prompt id.
 
     `earlier`: groups that an earlier life of the buffer wrote and nobody has submitted again.
     `offered`: outputs of those that were submitted again and are not restored yet.
     `live`: groups that this life has; `written` are those of them that the file has.
     `pending`: records to be written. `started`: the file has its first record, or that is pending.
-    `failed`: writing failed, so nothing more is written.
+    `failed`: writing failed, so nothing more is written. `size` counts bytes that this life has written.
     """
 
     path: Path
@@ -65,6 +70,7 @@ class _File:
     pending: list[bytes] = field(default_factory=list)
     started: bool = False
     failed: bool = False
+    size: int = 0
 
 
 class KeptChunks:
@@ -76,8 +82,9 @@ class KeptChunks:
     def __init__(self, folder: str, ttl_seconds: float, now: float) -> None:
         self._log = get_logger()
         self._folder = Path(folder) if folder else None
-        self._files: dict[str, _File] = {}
-        self._changed: set[str] = set()
+        self._files: dict[str, list[_File]] = {}  # by rollout id, the one for new groups last
+        self._changed: set[_File] = set()
+        self._named = 0
         self._expires = now + ttl_seconds
         self._lock: int | None = None
         if self._folder is not None:
@@ -99,14 +106,15 @@ class KeptChunks:
         except OSError as error:
             self._log.warning("kept chunks cannot be read", file=str(path), error=str(error))
             return
-        self._files[rollout_id] = _File(path, earlier=groups, started=True)
+        file = _File(path, earlier=groups, started=True, size=end)
+        self._files.setdefault(rollout_id, []).append(file)
 
     def offer(self, rollout_id: str, prompt_id: str, params_digest: int, prompt: wire.Tokens) -> Kept | None:
         """Return what an earlier life kept of a prompt that is submitted again; None: nothing of use."""
-        file = self._files.get(rollout_id)
-        group = file.earlier.get(prompt_id) if file is not None else None
-        if file is None or group is None:
+        file = next((file for file in self._files.get(rollout_id, ()) if prompt_id in file.earlier), None)
+        if file is None:
             return None
+        group = file.earlier[prompt_id]
         if (group.record.params_digest, group.record.prompt) != (params_digest, prompt_digest(prompt)):
             return None
         try:
@@ -119,21 +127,33 @@ class KeptChunks:
     def restore(self, group_id: str) -> Outputs:
         """Return the outputs that were offered; further chunks of the group are appended to its file."""
         rollout_id, _, prompt_id = group_id.partition("/")
-        file = self._files[rollout_id]
+        for file in self._files[rollout_id]:
+            file.live.discard(prompt_id)
+        file = next(file for file in self._files[rollout_id] if prompt_id in file.offered)
         file.earlier.pop(prompt_id, None)
+        file.live.add(prompt_id)
         file.written.add(prompt_id)
+        self._delete_unneeded(rollout_id)
         return file.offered.pop(prompt_id)
 
     # --- this life ---------------------------------------------------------------------------
 
     def open(self, rollout_id: str, prompt_id: str) -> None:
-        """Record that the buffer has a group: the file of its rollout stays until it is forgotten."""
+        """Record that the buffer has a group: a file of its rollout stays until it is forgotten."""
         if self._folder is None:
             return
-        if rollout_id not in self._files:
-            name = hashlib.blake2b(rollout_id.encode(), digest_size=16).hexdigest()
-            self._files[rollout_id] = _File(self._folder / f"{name}{SUFFIX}")
-        self._files[rollout_id].live.add(prompt_id)
+        files = self._files.setdefault(rollout_id, [])
+        if not files or files[-1].size >= FILE_BYTES:
+            files.append(_File(self._new_path(rollout_id)))
+        files[-1].live.add(prompt_id)
+
+    def _new_path(self, rollout_id: str) -> Path:
+        """Return a path that no file has."""
+        name = hashlib.blake2b(rollout_id.encode(), digest_size=16).hexdigest()
+        number = len(self._files[rollout_id])
+        while (path := Path(self._folder or "") / f"{name}-{number}{SUFFIX}").exists():
+            number += 1
+        return path
 
     def keep(
         self,
@@ -151,29 +171,35 @@ class KeptChunks:
         digest of the parameters (`ids.params_digest`) and the prompt; it is called once per group.
         """
         rollout_id, _, prompt_id = group_id.partition("/")
-        file = self._files.get(rollout_id)
-        if file is None or file.failed or prompt_id not in file.live:
+        file = self._file_of(rollout_id, prompt_id)
+        if file is None or file.failed:
             return
         if prompt_id not in file.written:
             if not file.started:
                 file.started = True
                 file.pending.append(encode_record(RolloutRecord(rollout_id)))
             file.written.add(prompt_id)
-            file.earlier.pop(prompt_id, None)
-            file.offered.pop(prompt_id, None)
+            for other in self._files[rollout_id]:
+                other.earlier.pop(prompt_id, None)
+                other.offered.pop(prompt_id, None)
+            self._delete_unneeded(rollout_id)
             params_digest, prompt = identity()
             group = GroupRecord(
                 prompt_id, params_digest, prompt_digest(prompt), weights.version, weights.digest
             )
             file.pending.append(encode_record(group))
         file.pending.append(encode_record(ChunkRecord(prompt_id, index, *finish), tokens, logprobs))
-        self._changed.add(rollout_id)
+        self._changed.add(file)
+
+    def _file_of(self, rollout_id: str, prompt_id: str) -> _File | None:
+        """Return the file that has a group of this life; looks at the newest first."""
+        files = reversed(self._files.get(rollout_id, ()))
+        return next((file for file in files if prompt_id in file.live), None)
 
     def flush(self) -> None:
         """Write all pending records."""
-        for rollout_id in self._changed:
-            file = self._files.get(rollout_id)
-            if file is None or file.failed or not file.pending:
+        for file in self._changed:
+            if file.failed or not file.pending:
                 continue
             text, file.pending = b"".join(file.pending), []
             try:
@@ -181,6 +207,7 @@ class KeptChunks:
                     file.out = file.path.open("ab", buffering=0)
                 if file.out.write(text) != len(text):
                     raise OSError("only part of it could be written")
+                file.size += len(text)
             except OSError as error:
                 self._log.warning(
                     "no more chunks of a rollout are kept", file=str(file.path), error=str(error)
@@ -191,41 +218,48 @@ class KeptChunks:
     def forget(self, group_id: str) -> None:
         """Remove a group that the buffer has no longer; with the last one, delete its rollout's file."""
         rollout_id, _, prompt_id = group_id.partition("/")
-        file = self._files.get(rollout_id)
-        if file is None:
-            return
-        file.live.discard(prompt_id)
-        file.offered.pop(prompt_id, None)
-        if not file.live and not file.earlier:
-            self._delete(rollout_id)
-        elif prompt_id in file.written:
-            file.written.discard(prompt_id)
-            file.pending.append(encode_record(RemovedRecord(prompt_id)))
-            self._changed.add(rollout_id)
+        for file in self._files.get(rollout_id, ()):
+            file.offered.pop(prompt_id, None)
+            file.live.discard(prompt_id)
+            if prompt_id in file.written:
+                file.written.discard(prompt_id)
+                file.pending.append(encode_record(RemovedRecord(prompt_id)))
+                self._changed.add(file)
+        self._delete_unneeded(rollout_id)
 
     def tick(self, now: float) -> None:
         """Free outputs of refused prompts; after `ttl_seconds`, delete what nobody submitted again."""
         expired = now >= self._expires
-        for rollout_id, file in list(self._files.items()):
-            for prompt_id in file.offered.keys() - file.live:
-                del file.offered[prompt_id]  # its submission was refused
+        for rollout_id, files in list(self._files.items()):
+            live = set().union(*(file.live for file in files))
+            for file in list(files):
+                for prompt_id in file.offered.keys() - live:
+                    del file.offered[prompt_id]  # its submission was refused
+                if expired:
+                    file.earlier.clear()
             if expired:
-                file.earlier.clear()
-                if not file.live:
-                    self._delete(rollout_id)
+                self._delete_unneeded(rollout_id)
 
     def close(self) -> None:
         """Write pending records and close all files; a successor reads them."""
         self.flush()
-        for file in self._files.values():
+        for file in (file for files in self._files.values() for file in files):
             if file.out is not None:
                 file.out.close()
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
 
-    def _delete(self, rollout_id: str) -> None:
-        file = self._files.pop(rollout_id)
+    def _delete_unneeded(self, rollout_id: str) -> None:
+        files = self._files.get(rollout_id, [])
+        for file in [file for file in files if not file.live and not file.earlier]:
+            files.remove(file)
+            self._delete(file)
+        if not files:
+            self._files.pop(rollout_id, None)
+
+    def _delete(self, file: _File) -> None:
+        self._changed.discard(file)
         if file.out is not None:
             file.out.close()
         file.path.unlink(missing_ok=True)

@@ -70,6 +70,8 @@ class GroupFields(msgspec.Struct, array_like=True):
     counters: dict[str, int]
     acceptance: list[int]
     earlier: Kept | None
+    shared_id: str = ""
+    first_index: int = 0
 
 
 class Group(msgspec.Struct, array_like=True):
@@ -101,6 +103,7 @@ class RolloutFields(msgspec.Struct, array_like=True):
     collected: bool
     failed: bool
     counters: dict[str, int]
+    open: bool = False
 
 
 class RegistryFields(msgspec.Struct):

@@ -33,12 +33,18 @@ class Kept(events.Row, frozen=True):
 
 
 class GroupSpec(events.Row, frozen=True):
-    """One prompt of a submission. `same`: its tokens equal those of the known prompt with its id, if any."""
+    """One prompt of a submission.
+
+    `same`: it has the tokens, parameters and place of the known prompt with its id, if any. Its responses are
+    those from `first_index` on of the group `shared_id`; empty: of no other group.
+    """
 
     prompt_id: str
     prompt_len: int
     same: bool = True
     kept: Kept | None = None
+    shared_id: str = ""
+    first_index: int = 0
 
 
 class GroupsSubmitted(events.Row, frozen=True):
@@ -57,6 +63,7 @@ class GroupsSubmitted(events.Row, frozen=True):
     submission: int = 0
     params_digest: int = 0
     life: bytes = b""
+    open: bool = False
 
 
 class GroupsAcknowledged(events.Row, frozen=True):

@@ -8,7 +8,8 @@ Invariants (tests/invariants.py asserts them after every event):
 - a group is held, open or finished; a rollout exists as long as one of its groups does;
 - a rollout id belongs to one trainer and to one use of it: a later submission with other parameters ends the
   earlier use. Answers have the number of their submission and go to the life that submitted last;
-- all groups of a rollout are opened under one weight version; while submissions are held, no group is opened;
+- all groups of a rollout are opened under one weight version, unless it is an open one, whose groups have
+  parameters and weights of their own; while submissions are held, no group is opened;
 - unfinished requests, including those of held groups, are at most `max_requests`; finished groups have at
   most `result_tokens`, or there is only one; open groups have at most `unfinished_tokens`;
 - a held group's deadline counts from its arrival, however often it is checked;
@@ -122,8 +123,9 @@ class GroupRegistry:
 
     def _begin(self, event: GroupsSubmitted, now: float) -> RolloutState:
         return RolloutState(
-            event.rollout_id, event.trainer, event.life, event.submission, event.params_digest, now
-        )
+            event.rollout_id, event.trainer, event.life, event.submission,
+            0 if event.open else event.params_digest, now, open=event.open,
+        )  # fmt: skip
 
     def _match(
         self, rollout: RolloutState, event: GroupsSubmitted, out: Out
@@ -143,7 +145,8 @@ class GroupRegistry:
                 new.append(spec)
             else:
                 known.append(group)
-        self._refuse(event, conflicting, "already submitted with other tokens: give it another id", out)
+        fix = "already submitted with other tokens, or another group or index: give it another id"
+        self._refuse(event, conflicting, fix, out)
         return known, new
 
     def _admit(
@@ -161,6 +164,7 @@ class GroupRegistry:
             group = GroupState(
                 ids.group_id(rollout.rollout_id, spec.prompt_id), spec.prompt_id, rollout, event.n,
                 spec.prompt_len, event.max_tokens, event.weight_version, event.submission, earlier=spec.kept,
+                shared_id=spec.shared_id, first_index=spec.first_index,
             )  # fmt: skip
             problem = self._problem_of(group)
             if problem:
@@ -226,7 +230,8 @@ class GroupRegistry:
 
     def _open(self, group: GroupState) -> GroupState:
         group.held_since = None
-        group.rollout.weight_version = self.weight_version
+        if not group.rollout.open:
+            group.rollout.weight_version = self.weight_version
         group.rollout.groups += 1
         group.rollout.requests += group.size
         return group
@@ -385,7 +390,7 @@ class GroupRegistry:
 
     def _close(self, rollout: RolloutState) -> None:
         self.rollouts.pop(rollout.rollout_id, None)
-        if rollout.collected and rollout.failed:
+        if rollout.collected and rollout.failed and not rollout.open:
             self._partial[_key(rollout)] = rollout.weight_version
             if len(self._partial) > MAX_PARTIAL:
                 self._partial.popitem(last=False)
@@ -403,7 +408,9 @@ def no_engine(seconds: float) -> str:
 
 
 def _conflict(rollout: RolloutState, event: GroupsSubmitted) -> bool:
-    """Return whether a submission has other parameters or weights than its rollout's groups."""
+    """Return whether a submission has other parameters or weights than its rollout's groups must have."""
+    if rollout.open or event.open:
+        return rollout.open != event.open
     other_weights = -1 not in (rollout.weight_version, event.weight_version) and (
         rollout.weight_version != event.weight_version
     )

@@ -17,6 +17,8 @@ Invariants (tests/invariants.py asserts them after every event):
 
 from __future__ import annotations
 
+from zlib import crc32
+
 from seer.common import ids
 from seer.common.group_events import GroupOpened, RequestProgress
 from seer.common.policy.draft_costs import ALL_GROUPS
@@ -163,10 +165,13 @@ class RequestMachine:
         """Open groups: add their requests, which wait."""
         for group in groups:
             self.estimates[group.group_id] = Estimate(float(group.max_tokens))
-            out.append(GroupOpened(group.group_id, group.size, group.prompt_len, group.max_tokens))
+            place = (group.shared_id, group.first_index)
+            out.append(GroupOpened(group.group_id, group.size, group.prompt_len, group.max_tokens, *place))
+            # Groups that belong together are placed as one, whenever they are opened.
+            number = crc32(group.shared_id.encode()) if group.shared_id else self._group_number
             for index in range(group.size):
                 request_id = ids.request_id(group.group_id, index)
-                view = RequestView(request_id, self._group_number, index, group.prompt_len, group.max_tokens)
+                view = RequestView(request_id, number, index, group.prompt_len, group.max_tokens)
                 self.requests[request_id] = RequestState(view, group)
             self._group_number += 1
             self._restore(group, now, out)

@@ -30,7 +30,8 @@ class RolloutState:
     `params_digest`: digest of seed, rollout number, n and sampling parameters. `weight_version`: that of the
     groups opened so far; -1: none was opened. `members`: its groups that are not removed yet, also held ones.
     `groups` and `requests` count those opened. `collected`: the trainer acknowledged some groups; `failed`:
-    some groups failed. `finish_times`: seconds since `submitted`; the server takes them away.
+    some groups failed. `finish_times`: seconds since `submitted`; the server takes them away. `open`: its
+    groups have parameters and weights of their own, so it has neither `params_digest` nor `weight_version`.
     """
 
     rollout_id: str
@@ -49,6 +50,7 @@ class RolloutState:
     failed: bool = False
     counters: Counter[str] = field(default_factory=Counter)
     finish_times: list[float] = field(default_factory=list)
+    open: bool = False
 
 
 @dataclass(slots=True)
@@ -59,7 +61,7 @@ class GroupState:
     engine. `submission`: the last one that has it. `kept`: output tokens of all its requests so far.
     `earlier`: what an earlier life of the buffer kept of it, until the group is opened. `results`: its
     requests in index order, once all have finished. `acceptance`: acceptance rates of its drafts, by cell;
-    empty: unknown.
+    empty: unknown. `shared_id` and `first_index` are as in `GroupSpec`.
     """
 
     group_id: str
@@ -78,6 +80,8 @@ class GroupState:
     results: list[RequestState] = field(default_factory=list)
     acceptance: list[int] = field(default_factory=list)
     earlier: Kept | None = None
+    shared_id: str = ""
+    first_index: int = 0
 
     def __post_init__(self) -> None:
         self.unfinished = self.size
