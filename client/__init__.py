@@ -5,10 +5,12 @@ Needs neither torch nor vllm. `RolloutClient` is for asyncio, `SyncRolloutClient
 
 from seer.client.client import RolloutClient
 from seer.client.dynamic import DynamicSampling, mixed
+from seer.client.groups import Group, Response
 from seer.client.mooncake_source import MooncakeSource
+from seer.client.open_rollout import Delta, OpenRollout, PromptInFlight
 from seer.client.prompts import Prompt
 from seer.client.rewards import RewardFailed, Scored, Scores
-from seer.client.rollout import BufferLost, Group, Response, Rollout
+from seer.client.rollout import BufferLost, Rollout
 from seer.client.scorer import Reward, RewardMetrics, per_response
 from seer.client.sync import SyncRollout, SyncRolloutClient
 from seer.client.sync_rewards import SyncDynamicSampling, SyncScores
@@ -28,12 +30,15 @@ from seer.common.wire import Progress, Status, WeightsLive
 __all__ = [
     "BufferLost",
     "DeadlineExceeded",
+    "Delta",
     "DynamicSampling",
     "Group",
     "InvalidField",
     "MooncakeSource",
+    "OpenRollout",
     "Progress",
     "Prompt",
+    "PromptInFlight",
     "RequestRefused",
     "Response",
     "Reward",

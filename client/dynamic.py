@@ -20,9 +20,10 @@ from concurrent.futures import Executor
 from typing import TypeAlias
 
 from seer.client.client import GOODBYE_SECONDS, RolloutClient
+from seer.client.groups import Group
 from seer.client.prompts import Prompt, prepare
 from seer.client.rewards import RewardFailed, Scored
-from seer.client.rollout import Group, Rollout, summary_of
+from seer.client.rollout import Rollout, summary_of
 from seer.client.scorer import MAX_CONCURRENT, TIMEOUT_SECONDS, Reward, RewardError, Scorer, ScoringScope
 from seer.client.selection import Outcome, Selection
 from seer.common.errors import DeadlineExceeded, InvalidField, RequestRefused, RolloutFailed, Unreachable

@@ -7,8 +7,9 @@ Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import numpy as np
 
@@ -21,6 +22,14 @@ MAX_ID_BYTES = 400
 """A request id, of at most 512 bytes, consists of the rollout's id, the prompt's id and an index."""
 
 MAX_ROLLOUT_ID_BYTES = 64
+
+BATCH_TOKENS = 2**20
+"""Most prompt tokens per `Submit` (4 MiB): a large rollout must not block the buffer's loop."""
+
+BATCH_PROMPTS = 1024
+"""Most prompts per `Submit`, for the same reason; the buffer accepts `MAX_PROMPTS`."""
+
+T = TypeVar("T")
 
 _MAX_TOKEN = 2**31 - 1
 _INT64 = range(-(2**63), 2**63)
@@ -56,18 +65,47 @@ def prepare(
         raise InvalidField("prompts", prompts, "give a sequence of prompts, not one string")
     prepared: dict[str, Prepared] = {}
     for position, given in enumerate(prompts, first):
-        where = f"prompts[{position}]"
-        prompt = _as_prompt(given, position)
-        _check_id(prompt.id, f"{where}.id")
+        prompt = prepare_one(given, position, tokenizer)
         if prompt.id in prepared:
-            raise InvalidField(f"{where}.id", prompt.id, "was given before; ids must be unique in a rollout")
-        if (prompt.text is None) == (prompt.token_ids is None):
-            raise InvalidField(where, prompt.id, "give either text or token_ids")
-        tokens = _encode(prompt, where, tokenizer)
-        prepared[prompt.id] = Prepared(prompt.id, tokens, prompt.metadata)
+            where = f"prompts[{position}].id"
+            raise InvalidField(where, prompt.id, "was given before; ids must be unique in a rollout")
+        prepared[prompt.id] = prompt
     if not prepared:
         raise InvalidField("prompts", [], "give at least one prompt")
     return prepared
+
+
+def prepare_one(
+    given: Prompt | str | Sequence[int] | Tokens, position: int, tokenizer: Tokenizer | None
+) -> Prepared:
+    """Check and tokenize one prompt. Raises `InvalidField` naming it as `prompts[position]`."""
+    where = f"prompts[{position}]"
+    prompt = _as_prompt(given, position)
+    _check_id(prompt.id, f"{where}.id")
+    if (prompt.text is None) == (prompt.token_ids is None):
+        raise InvalidField(where, prompt.id, "give either text or token_ids")
+    return Prepared(prompt.id, _encode(prompt, where, tokenizer), prompt.metadata)
+
+
+def batches(items: Iterable[T], tokens_of: Callable[[T], int]) -> Iterator[list[T]]:
+    """Yield items in lists of what one `Submit` may have; at least one list."""
+    batch: list[T] = []
+    tokens = 0
+    for item in items:
+        if batch and (tokens + tokens_of(item) > BATCH_TOKENS or len(batch) == BATCH_PROMPTS):
+            yield batch
+            batch, tokens = [], 0
+        batch.append(item)
+        tokens += tokens_of(item)
+    yield batch
+
+
+def check_place(group: str, first_index: int, n: int) -> None:
+    """Raise `InvalidField` if n responses cannot be those from `first_index` on of a group of this name."""
+    if group:
+        _check_id(group, "group")
+    if not 0 <= first_index <= MAX_GROUP_SIZE - n:
+        raise InvalidField("first_index", first_index, f"must be in [0, {MAX_GROUP_SIZE - n}] for n = {n}")
 
 
 def check_request(

@@ -12,62 +12,25 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
-from seer.client.prompts import Prepared
-from seer.client.text import Tokenizer, response_text
+from seer.client.groups import Group, group_of, malformed
+from seer.client.prompts import Prepared, batches
+from seer.client.text import Tokenizer
 from seer.common.errors import InvalidField, RequestRefused, RolloutFailed, Unreachable
 from seer.common.ids import params_digest
-from seer.common.types import FinishReason, SamplingParams
-from seer.common.wire import GroupDone, Logprobs, Progress, Submit, Tokens
+from seer.common.types import SamplingParams
+from seer.common.wire import GroupDone, Progress, Submit
 
 _SHOWN = 8
 """Most reasons, and prompt ids per reason, that an error's text lists; its `prompt_ids` has all ids."""
-
-BATCH_TOKENS = 2**20
-"""Most prompt tokens per `Submit` (4 MiB): a large rollout must not block the buffer's loop."""
-
-BATCH_PROMPTS = 1024
-"""Most prompts per `Submit`, for the same reason; the buffer accepts `MAX_PROMPTS`."""
 
 
 class BufferLost(RolloutFailed, Unreachable):
     """The buffer does not answer any more; these prompts were not finished."""
 
     code = "buffer_lost"
-
-
-@dataclass(frozen=True, slots=True)
-class Response:
-    """One response. `token_ids`: int32 [length], `logprobs`: float32 [length], length >= 1.
-
-    `text` (None without a tokenizer) is cut at the stop string that ended it. `stop_reason` is
-    that string or the stop token id as text, empty when the response ran to max_tokens.
-    """
-
-    index: int
-    token_ids: Tokens
-    logprobs: Logprobs
-    text: str | None
-    finish_reason: FinishReason
-    stop_reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class Group:
-    """All n responses to one prompt, in index order, and how they were scheduled."""
-
-    prompt_id: str
-    prompt_token_ids: Tokens
-    metadata: Mapping[str, object]
-    weight_version: int
-    weights_digest: str
-    responses: tuple[Response, ...]
-    chunks: int
-    migrations: int
-    preemptions: int
 
 
 class Rollout:
@@ -119,6 +82,21 @@ class Rollout:
     def unfinished(self) -> list[str]:
         """Ids of prompts that neither finished nor failed yet, in input order."""
         return list(self._unfinished)
+
+    @property
+    def ended(self) -> bool:
+        """Whether every prompt has finished or failed."""
+        return not self._unfinished
+
+    @property
+    def waiting(self) -> bool:
+        """Whether an answer of the buffer is awaited."""
+        return bool(self._unfinished)
+
+    @property
+    def has_failures(self) -> bool:
+        """Whether a prompt failed."""
+        return bool(self._failures)
 
     @property
     def failure(self) -> RequestRefused | None:
@@ -201,22 +179,12 @@ class Rollout:
         if message.prompt_id not in self._unfinished:
             return
         self.began(message.weight_version)
-        problem = self._mismatch(message) or _malformed(message, self.n)
+        problem = self._mismatch(message) or malformed(message, self.n)
         if problem:
             self.fail([message.prompt_id], RolloutFailed, f"the buffer sent a malformed group: {problem}")
             return
         prompt = self.prompts[message.prompt_id]
-        group = Group(
-            prompt_id=prompt.id,
-            prompt_token_ids=prompt.token_ids,
-            metadata=prompt.metadata,
-            weight_version=message.weight_version,
-            weights_digest=message.weights_digest,
-            responses=tuple(_responses(message, tokenizer, self.sampling.stop)),
-            chunks=message.chunks,
-            migrations=message.migrations,
-            preemptions=message.preemptions,
-        )
+        group = group_of(message, prompt, tokenizer, self.sampling.stop)
         self._groups[prompt.id] = group
         self._finished.append(group)
         del self._unfinished[prompt.id]
@@ -252,7 +220,8 @@ class Rollout:
 
 def submissions(rollout: Rollout) -> Iterator[Submit]:
     """Yield messages of bounded size with all prompts that are unfinished at that time."""
-    for planned in _batches([rollout.prompts[prompt_id] for prompt_id in rollout.unfinished]):
+    unfinished = [rollout.prompts[prompt_id] for prompt_id in rollout.unfinished]
+    for planned in batches(unfinished, lambda prompt: prompt.token_ids.size):
         batch = [prompt for prompt in planned if prompt.id in rollout._unfinished]
         if not batch:
             continue
@@ -270,18 +239,6 @@ def submissions(rollout: Rollout) -> Iterator[Submit]:
         )
 
 
-def _batches(prompts: Sequence[Prepared]) -> Iterator[list[Prepared]]:
-    batch: list[Prepared] = []
-    tokens = 0
-    for prompt in prompts:
-        if batch and (tokens + prompt.token_ids.size > BATCH_TOKENS or len(batch) == BATCH_PROMPTS):
-            yield batch
-            batch, tokens = [], 0
-        batch.append(prompt)
-        tokens += prompt.token_ids.size
-    yield batch
-
-
 def summary_of(reasons: Mapping[str, str]) -> str:
     """Return a text with the reasons and their prompts, given reasons by prompt id; long lists are cut."""
     prompts: dict[str, list[str]] = {}
@@ -293,31 +250,3 @@ def summary_of(reasons: Mapping[str, str]) -> str:
 def _shown(items: Sequence[str], separator: str = ", ") -> str:
     more = [f"… {len(items) - _SHOWN} more"] if len(items) > _SHOWN else []
     return separator.join([*items[:_SHOWN], *more])
-
-
-def _malformed(message: GroupDone, n: int) -> str:
-    counts = {len(message.finish_reasons), len(message.stop_reasons), len(message.lengths)}
-    if counts != {n}:
-        return f"{sorted(counts)} responses where {n} were asked for"
-    if min(message.lengths) < 1:
-        return f"response {message.lengths.index(min(message.lengths))} is empty"
-    if not sum(message.lengths) == message.tokens.size == message.logprobs.size:
-        return f"{message.tokens.size} tokens and {message.logprobs.size} logprobs for {sum(message.lengths)}"
-    return ""
-
-
-def _responses(message: GroupDone, tokenizer: Tokenizer | None, stop: tuple[str, ...]) -> Iterable[Response]:
-    start = 0
-    for index, length in enumerate(message.lengths):
-        token_ids = message.tokens[start : start + length]
-        stop_reason = message.stop_reasons[index]
-        text = None if tokenizer is None else response_text(tokenizer, token_ids.tolist(), stop_reason, stop)
-        yield Response(
-            index=index,
-            token_ids=token_ids,
-            logprobs=message.logprobs[start : start + length],
-            text=text,
-            finish_reason=message.finish_reasons[index],
-            stop_reason=stop_reason,
-        )
-        start += length

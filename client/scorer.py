@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self, TypeAlias
 
-from seer.client.rollout import Group, Response
+from seer.client.groups import Group, Response
 from seer.common.errors import InvalidField, SeerError
 
 Reward: TypeAlias = Callable[[Group], Iterable[float] | Coroutine[object, object, Iterable[float]]]

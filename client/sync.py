@@ -15,8 +15,9 @@ from types import TracebackType
 from typing import Self, TypeVar
 
 from seer.client.client import RolloutClient
+from seer.client.groups import Group
 from seer.client.prompts import Prompt
-from seer.client.rollout import Group, Rollout
+from seer.client.rollout import Rollout
 from seer.client.text import Tokenizer
 from seer.client.weight_update import InFlight, Source
 from seer.common.errors import RequestRefused

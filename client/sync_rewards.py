@@ -14,8 +14,8 @@ from types import TracebackType
 from typing import Any, Self
 
 from seer.client.dynamic import DynamicSampling, PromptLike
+from seer.client.groups import Group
 from seer.client.rewards import Scored, Scores
-from seer.client.rollout import Group
 from seer.client.scorer import MAX_CONCURRENT, TIMEOUT_SECONDS, Reward, RewardMetrics
 from seer.client.selection import Outcome
 from seer.client.sync import LoopThread, SyncRollout, SyncRolloutClient, iterate

@@ -15,12 +15,17 @@ class _Event(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class GroupOpened(_Event, frozen=True):
-    """A group of `size` requests was accepted; no response is longer than `cap` tokens."""
+    """A group of `size` requests was accepted; no response is longer than `cap` tokens.
+
+    They are `first` to `first + size - 1` of the group `shared_id`, which may have more, if it is named.
+    """
 
     group_id: str
     size: int
     prompt_len: int
     cap: int
+    shared_id: str = ""
+    first: int = 0
 
 
 class RequestProgress(_Event, frozen=True):

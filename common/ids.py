@@ -2,8 +2,9 @@
 
 Invariants:
 - a request's id is a function of (rollout id, prompt id, response index) and is unique in a rollout;
-- a request's key is a function of (seed, rollout number, prompt id, response index) and of
-  nothing else: not of the schedule, the instance, or the order of submission;
+- a request's key is a function of (seed, rollout number, name of its group, index in it) and of nothing
+  else: not of the schedule, the instance, or the order of submission; a group's name is its prompt's id, or
+  what the trainer calls it;
 - `params_digest` is the same for two submissions that ask for the same of each prompt;
 - no two incarnations of a process are equal, and later ones are greater unless clocks are set back.
 """
@@ -24,22 +25,28 @@ _INT64 = range(-(2**63), 2**63)
 _RANDOM_BITS = 20  # leaves room for milliseconds until the year 2248
 
 
-def request_key(seed: int, rollout_number: int, prompt_id: str, response_index: int) -> int:
+def request_key(seed: int, rollout_number: int, group: str, response_index: int) -> int:
     """Return the 64-bit key of one response's noise: a BLAKE2b hash of the four arguments.
 
-    The prompt id comes last, so no two tuples have the same encoding. Raises `ValueError` when seed or
+    The group's name comes last, so no two tuples have the same encoding. Raises `ValueError` when seed or
     rollout number does not fit 64 signed bits.
     """
     if seed not in _INT64 or rollout_number not in _INT64:
         raise ValueError("seed and rollout_number must fit in 64 signed bits")
-    packed = struct.pack("<qqi", seed, rollout_number, response_index) + prompt_id.encode()
+    packed = struct.pack("<qqi", seed, rollout_number, response_index) + group.encode()
     digest = hashlib.blake2b(packed, digest_size=8, person=_KEY_PERSON).digest()
     return int.from_bytes(digest, "little")
 
 
-def params_digest(seed: int, rollout_number: int, n: int, sampling: SamplingParams) -> int:
-    """Return a 63-bit digest of what a submission asks for each of its prompts."""
-    packed = msgspec.msgpack.encode((seed, rollout_number, n, sortable(sampling)), order="sorted")
+def params_digest(
+    seed: int, rollout_number: int, n: int, sampling: SamplingParams, group: str = "", first_index: int = 0
+) -> int:
+    """Return a 63-bit digest of what a submission asks for a prompt: with its tokens, it makes the responses.
+
+    `group` and `first_index` are as in `wire.Submit`.
+    """
+    place = (group, first_index) if group or first_index else ()
+    packed = msgspec.msgpack.encode((seed, rollout_number, n, sortable(sampling), *place), order="sorted")
     return int.from_bytes(hashlib.blake2b(packed, digest_size=8).digest(), "little") >> 1
 
 
@@ -52,6 +59,11 @@ def sortable(sampling: SamplingParams) -> dict[str, object]:
 def group_id(rollout_id: str, prompt_id: str) -> str:
     """Return the id of the group of all responses to one prompt of one rollout."""
     return f"{rollout_id}/{prompt_id}"
+
+
+def shared_group_id(rollout_id: str, name: str) -> str:
+    """Return the id of a group that a trainer named; names that begin with "/" are those of all rollouts."""
+    return name if name.startswith("/") else group_id(rollout_id, name)
 
 
 def request_id(group: str, index: int) -> str:

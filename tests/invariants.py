@@ -8,10 +8,10 @@ from seer.services.buffer.requests.machine import RequestMachine
 def check_work_conserved(machine: RequestMachine) -> None:
     """Who goes next fits nowhere now, and who is set aside fits no instance that lives."""
     instances, policy = machine.instances, machine.policy
-    for request_id in machine.parked:
+    for request_id in machine.scheduler.parked:
         view = machine.requests[request_id].view
         assert not instances.holding(view.context, policy.chunk(view, machine.limits.chunk_size)), request_id
-    head = machine._next()
+    head = machine.scheduler.next()
     if head is None or not instances or policy.place is not stay_or_least_loaded:
         return
     view = machine.requests[head].view
@@ -22,7 +22,7 @@ def check_work_conserved(machine: RequestMachine) -> None:
         idle = [
             name
             for name, view in instances.items()
-            if not view.chunks and not view.pinned_blocks and name != machine.emptied
+            if not view.chunks and not view.pinned_blocks and name != machine.scheduler.emptied
         ]
         assert not idle, "nothing waits while an instance that could hold it runs nothing"
 
@@ -38,10 +38,10 @@ def check(machine: RequestMachine) -> None:
             assert instance.chunks <= instance.capacity.max_num_seqs, name
     for request_id, request in machine.requests.items():
         places = (
-            request_id in machine.queue,
-            request_id in machine.parked,
-            request_id in machine.suspects,
-            request_id in machine.accused,
+            request_id in machine.scheduler.queue,
+            request_id in machine.scheduler.parked,
+            request_id in machine.scheduler.suspects,
+            request_id in machine.deaths.lost_alone,
             bool(request.instance),
             bool(request.finish),
         )
@@ -49,20 +49,20 @@ def check(machine: RequestMachine) -> None:
         assert not request.instance or request.instance in machine.instances, request_id
         assert request.view.remaining > 0 or request.finish, request_id
         for life in request.deaths:
-            assert request_id in machine._mourned[life], request_id
+            assert request_id in machine.deaths._dead_lives[life], request_id
         if request.alone:
             assert machine.instances[request.instance].chunks == 1, request_id
-            assert request.instance == machine.emptied, request_id
+            assert request.instance == machine.scheduler.emptied, request_id
     assert machine.waiting == sum(not r.instance and not r.finish for r in machine.requests.values())
     check_registry(machine)
-    check_mourned(machine)
+    check_deaths(machine)
     check_work_conserved(machine)
 
 
-def check_mourned(machine: RequestMachine) -> None:
-    for life, mourners in machine._mourned.items():
-        assert mourners, life
-        assert all(life in machine.requests[request_id].deaths for request_id in mourners), life
+def check_deaths(machine: RequestMachine) -> None:
+    for life, request_ids in machine.deaths._dead_lives.items():
+        assert request_ids, life
+        assert all(life in machine.requests[request_id].deaths for request_id in request_ids), life
 
 
 def check_registry(machine: RequestMachine) -> None:
@@ -75,7 +75,8 @@ def check_registry(machine: RequestMachine) -> None:
         assert registry.rollouts[group.rollout.rollout_id] is group.rollout
         if states[0]:
             continue
-        assert 0 <= group.rollout.weight_version <= registry.weight_version
+        least = -1 if group.rollout.open else 0
+        assert least <= group.rollout.weight_version <= (-1 if least else registry.weight_version)
         requests = group.results or [
             machine.requests[ids.request_id(group.group_id, index)] for index in range(group.size)
         ]

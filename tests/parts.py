@@ -1,7 +1,8 @@
 """Runs the tests in parts, and says how long each took: what `make test` and `make test-all` call.
 
 Invariants:
-- light tests run side by side, engines have the machine to themselves: parts follow each other;
+- tests run side by side, those with engines each on cores of their own; engines of several ranks have the
+  machine to themselves;
 - a part that fails keeps no other from running, but makes the exit status 1;
 - with `--resume` a part that passed is not run again until some file of the checkout changes, Markdown apart.
 """
@@ -25,21 +26,29 @@ PYTEST = (sys.executable, "-m", "pytest", "-q", "--durations=15", "--durations-m
 CHAOS = (sys.executable, "bench/correctness/chaos.py")
 FUZZ = (sys.executable, "tests/process/fuzz.py")
 
-WORKERS = str(
-    max(2, min(8, len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1))
-)
-"""At least two: half of what light tests take is waiting for processes."""
+_cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+WORKERS = str(max(3, min(8, _cores)))
+"""At least three: half of what light tests take is waiting for processes."""
+
+ENGINE_WORKERS = str(min(4, _cores))
+"""Each has a core or more, and up to four engines of a GB."""
 
 VERIFY = "tests/e2e/test_verify.py"
 OFFSETS = ("tests/e2e/test_vllm_backend.py", "tests/e2e/test_drafts.py", "tests/e2e/test_draft_paths.py")
 
 SIDE_BY_SIDE = ("-n", WORKERS, "--dist", "loadfile", "--no-loadscope-reorder")
-"""In the order of their names: the campaigns, which are long files of few tests, would else begin last."""
+"""In the order given: long files of few tests, as the campaigns, would else begin last."""
+
+ON_OWN_CORES = ("-n", ENGINE_WORKERS, "--dist", "loadfile", "--no-loadscope-reorder", "--own-cores")
+
 E2E = "tests/e2e"
 
 TEST = {
     "light": [(*PYTEST, *SIDE_BY_SIDE, "-m", "not (vllm and slow)", "tests", f"--ignore={E2E}")],
-    "engines": [(*PYTEST, "-m", "vllm and not breadth", E2E, "tests/chaos")],
+    "engines": [
+        (*PYTEST, *ON_OWN_CORES, "-m", "vllm and not (breadth or ranks)", VERIFY, E2E, "tests/chaos"),
+        (*PYTEST, "-m", "ranks and not breadth", E2E),
+    ],
 }
 """`make test`: every claim."""
 

@@ -23,6 +23,14 @@ ONE_CORE = (f"engine.cpu_cores={min(os.sched_getaffinity(0))}",)
 """For an engine by itself: threads that wait for each other are slow beside other work."""
 
 
+async def until_generated(client: RolloutClient, tokens: int) -> None:
+    """Wait until the buffer has had so many tokens more than now: what `Progress` tells once a second is late."""
+    before = (await client.status()).counters.get("tokens", 0)
+    async with asyncio.timeout(JOIN_SECONDS):
+        while (await client.status()).counters.get("tokens", 0) < before + tokens:
+            await asyncio.sleep(0.01)
+
+
 class SharedEngines:
     """`settings` are those of the configuration, `engine.kv_blocks=48`; close it at the end.
 

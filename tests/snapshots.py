@@ -18,8 +18,9 @@ def again(machine: BufferMachine) -> BufferMachine:
 def ordered(machine: BufferMachine) -> list[list[object]]:
     """Return what is kept in an order that decisions depend on."""
     requests, registry, sleep = machine.requests, machine.requests.registry, machine.sleep
+    scheduler, deaths = requests.scheduler, requests.deaths
     groups = (registry.rollouts, registry.groups, registry.held, registry.finished, registry._partial.items())
     running = (requests._running[name] for name in requests.instances)
-    waiting = (requests.queue, requests.suspects, requests.accused, requests._mourned)
+    waiting = (scheduler.queue, scheduler.suspects, deaths.lost_alone, deaths._dead_lives)
     members = (rollout.members for rollout in registry.rollouts.values())
     return [list(each) for each in (*groups, *members, *running, *waiting, sleep._ordered, sleep._waiting)]

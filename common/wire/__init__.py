@@ -75,6 +75,7 @@ from seer.common.wire.trainers import Progress as Progress
 from seer.common.wire.trainers import Status as Status
 from seer.common.wire.trainers import StatusRequest as StatusRequest
 from seer.common.wire.trainers import Submit as Submit
+from seer.common.wire.trainers import TokensGenerated as TokensGenerated
 from seer.common.wire.trainers import TrainerToBuffer as TrainerToBuffer
 from seer.common.wire.weights import SPOOL_BYTES as SPOOL_BYTES
 from seer.common.wire.weights import SPOOL_SCHEME as SPOOL_SCHEME

@@ -42,6 +42,9 @@ MAX_GROUP_SIZE = 4096
 """Bound on n: one prompt's responses are assembled in memory before they are sent."""
 
 
+ResponseIndex = Annotated[int, msgspec.Meta(ge=0, lt=MAX_GROUP_SIZE)]
+"""A response's index in its group."""
+
 SubmissionNumber = Annotated[int, msgspec.Meta(ge=0)]
 """A number of its own for each `submit` of a trainer, which every answer repeats; 0: none, or any."""
 

@@ -17,6 +17,7 @@ from seer.common.wire.base import (
     Message,
     Percent,
     Refused,
+    ResponseIndex,
     ShortStr,
     Tokens,
     Welcome,
@@ -56,7 +57,9 @@ class RunChunk(Message, tag=True):
     `tokens` is the prompt (`prompt_len` ids) and all output so far; `key` is the request's noise
     key; an answer counts only if its `attempt` is the current one. `wait_for_room`: start only once the
     chunk's worst case fits free blocks, so that nothing is preempted. `acceptance` are the acceptance rates
-    of drafts of this group, or of all groups if it has none yet; drafts of a `probe` come first.
+    of drafts of this group, or of all groups if it has none yet; drafts of a `probe` come first. Drafts are
+    shared in `draft_group`, where this response has `draft_index`; empty: in `group_id`, with the index of
+    `request_id`.
     """
 
     request_id: ShortStr
@@ -70,6 +73,8 @@ class RunChunk(Message, tag=True):
     wait_for_room: bool = False
     acceptance: Percent = []
     probe: bool = False
+    draft_group: ShortStr = ""
+    draft_index: ResponseIndex = 0
 
 
 class DropChunk(Message, tag=True):

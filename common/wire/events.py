@@ -5,16 +5,21 @@ Both publish, each message after a `Sequenced`, and send their whole state to a 
 
 from __future__ import annotations
 
-from seer.common.wire.base import Counts, Hello, Message, Percent, Refused, ShortStr, Welcome
+from seer.common.wire.base import Counts, Hello, Message, Percent, Refused, ResponseIndex, ShortStr, Welcome
 
 
 class GroupOpened(Message, tag=True):
-    """A group was accepted. `cap` is `max_tokens`: the estimate until there is a better one."""
+    """A group was accepted. `cap` is `max_tokens`: the estimate until there is a better one.
+
+    Its responses are those from `first` on of the group `shared_id`; empty: of no other group.
+    """
 
     group_id: ShortStr
     size: int
     prompt_len: int
     cap: int
+    shared_id: ShortStr = ""
+    first: ResponseIndex = 0
 
 
 class RequestProgress(Message, tag=True):

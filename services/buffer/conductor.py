@@ -1,9 +1,9 @@
-"""What the buffer's machines instruct, done: arrays are stored, messages made and handed on.
+"""Carries out the instructions of the buffer's machines: stores arrays, makes messages and passes them on.
 
 Invariants:
-- every decision is a machine's; this file stores, and turns instructions into messages;
-- an event is applied and its instructions are turned into messages without a pause in between, so
-  no message can speak of a state that is gone.
+- the machines decide everything; this file stores arrays and turns instructions into messages;
+- nothing runs between applying an event and turning its instructions into messages, so no message is about an
+  outdated state.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from seer.common import wire
+from seer.common import ids, wire
 from seer.common.clock import Clock
 from seer.common.group_events import GroupClosed, GroupOpened, RequestProgress
 from seer.common.process.log import get_logger
@@ -25,11 +25,11 @@ from seer.services.buffer.log.kept import KeptChunks
 from seer.services.buffer.machine import BufferMachine, Event, Instruction
 from seer.services.buffer.requests import events, instructions
 from seer.services.buffer.requests.deliveries import Deliveries, Sent
-from seer.services.buffer.store import TOKEN_BYTES, Store
+from seer.services.buffer.store import TOKEN_BYTES, Store, SubmittedPrompt
 from seer.services.buffer.weights import instructions as weight_instructions
 
 COLLECT_SECONDS = 10.0
-"""How long a draining buffer keeps the last results for their trainers."""
+"""How long a draining buffer waits for trainers to acknowledge the last results."""
 
 TICK_SECONDS = 0.5
 """How often `tick` is called."""
@@ -37,7 +37,7 @@ TICK_SECONDS = 0.5
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """The arrays of a chunk that ended."""
+    """The arrays of an ended chunk."""
 
     tokens: wire.Tokens
     logprobs: wire.Logprobs
@@ -45,19 +45,20 @@ class Ended:
 
 @dataclass(frozen=True, slots=True)
 class Submitted:
-    """A submission, and the tokens of its prompts by id."""
+    """A submission, and its prompts by id."""
 
     submit: wire.Submit
-    prompts: dict[str, wire.Tokens]
+    prompts: dict[str, SubmittedPrompt]
 
 
 class Conductor:
-    """`to_engine` and `to_trainer` send to a name, `to_life` to an address, `publish` to the context service.
+    """`to_engine` and `to_trainer` send to a name, `to_address` to an address, `publish` to the context
+    service.
 
-    All of them soon, never waiting. `parted(name)` is told of each engine that was given up,
-    `record` of every event, and what the machines answered.
-    `drained` is set once `drain` was called and everything accepted is finished and collected;
-    `registered` has what each engine said of itself last.
+    All of them queue the message and never wait. `on_loss(name)` is called for each engine that is given up,
+    `record` with every event and the instructions that the machines returned.
+    `drained` is set once `drain` was called and all accepted groups are finished and acknowledged.
+    `registered`: by name, the last `Register` of each engine.
     """
 
     def __init__(
@@ -71,16 +72,16 @@ class Conductor:
         *,
         to_engine: Callable[[str, wire.BufferToEngine], None],
         to_trainer: Callable[[str, wire.BufferToTrainer], None],
-        to_life: Callable[[bytes, wire.BufferToTrainer], None],
+        to_address: Callable[[bytes, wire.BufferToTrainer], None],
         publish: Callable[[wire.BufferPublished], None],
-        parted: Callable[[str], None],
+        on_loss: Callable[[str], None],
         record: Callable[[float, Event, Sequence[Instruction]], None],
     ) -> None:
         self._clock = clock
         self._machine, self._requests, self._weights = machine, machine.requests, machine.weights
         self._store, self._kept = store, kept
         self._to_engine, self._to_trainer, self._publish = to_engine, to_trainer, publish
-        self._to_life, self._parted, self._record = to_life, parted, record
+        self._to_address, self._on_loss, self._record = to_address, on_loss, record
         self._deliveries = Deliveries()
         self._engines: Liveness[str] = Liveness(silence_seconds, TICK_SECONDS)
         self._trainers: Liveness[bytes] = Liveness(lease_seconds, TICK_SECONDS)
@@ -92,12 +93,12 @@ class Conductor:
         self._collect_until: float | None = None
 
     def drain(self) -> None:
-        """Get ready to end; trainers have `COLLECT_SECONDS` to collect: one that died never will."""
+        """Prepare to end. Trainers have `COLLECT_SECONDS` to acknowledge results: a dead one never does."""
         self.draining = True
         self.apply(Drained())
 
     def _check_drained(self) -> None:
-        if not self.draining or self._weights.updating:  # engines load: they read what ends with us
+        if not self.draining or self._weights.updating:  # engines still read streams of this process
             return
         if self._requests.requests:
             self._collect_until = None
@@ -106,78 +107,78 @@ class Conductor:
         if not self._requests.groups or (self._collect_until or math.inf) < self._clock.now():
             self.drained.set()
 
-    # --- who is there ----------------------------------------------------------------------
+    # --- engines and trainers --------------------------------------------------------------
 
     def join(self, name: str, register: wire.Register, life: int) -> None:
-        """Take in an engine, a new `life` of a known one, or the same again, which lost what it ran."""
+        """Register an engine, or register it again: then it no longer runs what was dispatched to it."""
         self.registered[name] = register
-        self._engines.heard(name)
-        theirs = Weights(register.weight_version, register.weights_digest, register.weights_source)
-        self.apply(Joined(name, register.capacity, life, theirs, register.asleep))
+        self._engines.received(name)
+        weights = Weights(register.weight_version, register.weights_digest, register.weights_source)
+        self.apply(Joined(name, register.capacity, life, weights, register.asleep))
 
-    def heard(self, name: str) -> None:
-        """Note a sign of life of an engine."""
+    def received_from_engine(self, name: str) -> None:
+        """Note that an engine sent a message, so it is not silent."""
         if name in self._machine.engines:
-            self._engines.heard(name)
+            self._engines.received(name)
 
-    def heard_trainer(self, life: bytes, session: int) -> None:
-        """Note a sign of life of a trainer; in another `session` of the hub, messages have been lost."""
-        self._trainers.heard(life)
+    def received_from_trainer(self, life: bytes, session: int) -> None:
+        """Note that a trainer sent a message. In a new `session` of the hub, earlier messages were lost."""
+        self._trainers.received(life)
         if self._sessions.get(life) != session:
             self._sessions[life] = session
             self._deliveries.reset(life)
 
     def give_up(self, names: Sequence[str], why: str, *, died: bool = False) -> None:
-        """Log the loss of engines and go on without them; those that are not here are ignored."""
+        """Log the loss of engines and remove them; unknown ones are ignored."""
         here = [name for name in names if name in self._machine.engines]
         for name in here:
             self._log_loss(name, why)
-        self._part(here, died=died)
+        self._remove(here, died=died)
 
     def _log_loss(self, name: str, why: str) -> None:
         self._log.warning("engine lost", engine=name, why=why)
-        self._parted(name)
+        self._on_loss(name)
 
-    def drop(self, name: str, *, died: bool = False) -> None:
-        """Go on without an engine that said goodbye; `died`: it did not mean to."""
-        self._part([name], died=died)
+    def engine_left(self, name: str, *, died: bool = False) -> None:
+        """Remove an engine that sent `Goodbye`; `died`: because it failed."""
+        self._remove([name], died=died)
 
-    def _part(self, names: Sequence[str], *, died: bool) -> None:
+    def _remove(self, names: Sequence[str], *, died: bool) -> None:
         for name in names:
             self._engines.forget(name)
         if names:
             self.apply(Left(names, died))
 
     def tick(self) -> None:
-        """Look at all deadlines."""
+        """Check all deadlines."""
         now = self._clock.now()
         self.give_up(self._engines.tick(now), "silent")
         for life in self._trainers.tick(now):
             self.apply(events.TrainerLost(life))
         owners = {rollout.life for rollout in self._requests.rollouts.values()}
-        for life in self._sessions.keys() - owners:  # nothing can be lost to it, nor by it
+        for life in self._sessions.keys() - owners:  # it has no groups, so no messages that could be lost
             del self._sessions[life]
             self._trainers.forget(life)
         self.apply(Tick())
 
     # --- instructions to messages ------------------------------------------------------------
 
-    def apply(self, event: Event, news: Ended | Submitted | None = None) -> None:
-        """Apply an event, with the arrays that it is about."""
-        live = self._live()  # what a chunk that ends now was made by
+    def apply(self, event: Event, arrays: Ended | Submitted | None = None) -> None:
+        """Apply an event and carry out its instructions; `arrays`: those that the event is about."""
+        live = self._live()  # the weights that generated a chunk that ends now
         now = self._clock.now()
         out: Sequence[Instruction] = ()
         try:
             out = self._machine.apply(event, now)
         finally:
-            self._record(now, event, out)  # also what the machines fail at: so does then a replay
+            self._record(now, event, out)  # also if a machine raises, so that a replay does, too
         for item in out:
             match item:
-                case instructions.Keep() if isinstance(news, Ended):
-                    self._keep(item, news, live)
-                case instructions.Take() if isinstance(news, Submitted):
-                    self._store.open(news.submit, item.prompt_id, news.prompts[item.prompt_id])
-                    self._kept.open(news.submit.rollout_id, item.prompt_id)
+                case instructions.Keep() if isinstance(arrays, Ended):
+                    self._keep(item, arrays, live)
+                case instructions.Take() if isinstance(arrays, Submitted):
+                    self._store.open(item.group_id, arrays.prompts[item.prompt_id])
+                    self._kept.open(arrays.submit.rollout_id, item.prompt_id)
                 case _:
                     self._perform(item)
         self._check_drained()
@@ -192,6 +193,27 @@ class Conductor:
             group_id, index, ended.tokens, ended.logprobs, (item.finish, item.stop_reason),
             partial(self._store.identity, group_id), live,
         )  # fmt: skip
+        if self._store.streams(group_id):
+            self._send_tokens(group_id, index, ended)
+
+    def _send_tokens(self, group_id: str, index: int, ended: Ended) -> None:
+        """Send the tokens of a chunk to a trainer that wants them before its group has finished."""
+        request = self._requests.requests.get(ids.request_id(group_id, index))
+        if request is None:  # its group has finished, and is sent as a whole
+            return
+        group = request.group
+        self._to_address(
+            group.rollout.life,
+            wire.TokensGenerated(
+                rollout_id=group.rollout.rollout_id,
+                prompt_id=group.prompt_id,
+                index=index,
+                start=request.view.generated - len(ended.tokens),
+                tokens=ended.tokens,
+                logprobs=ended.logprobs,
+                submission=group.submission,
+            ),
+        )
 
     def _perform(self, item: Instruction) -> None:
         match item:
@@ -206,7 +228,7 @@ class Conductor:
                 self._to_engine(item.instance, drop)
             case instructions.Deliver():
                 group = self._requests.groups.get(item.group_id)
-                if group is not None:  # else it is forgotten with one of the next instructions
+                if group is not None:  # else one of the next instructions is to forget it
                     size = group.tokens * TOKEN_BYTES
                     self._deliver(self._deliveries.add(item.life, item.group_id, size))
             case instructions.Forget():
@@ -214,14 +236,14 @@ class Conductor:
                 self._kept.forget(item.group_id)
                 self._deliver(self._deliveries.forget(item.group_id))
             case instructions.Accept() | instructions.Refuse():
-                self._to_life(item.life, views.answer(item))
+                self._to_address(item.life, views.answer(item))
             case GroupOpened() | RequestProgress() | GroupClosed():
                 self._publish(views.published(item))
             case _:
-                self._perform_for_all(item)
+                self._perform_for_engines(item)
 
-    def _perform_for_all(self, item: Instruction) -> None:
-        """Do what weights and sleep take: it concerns engines as a whole."""
+    def _perform_for_engines(self, item: Instruction) -> None:
+        """Carry out the instructions about weights and sleep."""
         match item:
             case weight_instructions.Prepare() | weight_instructions.Discard() | weight_instructions.Load():
                 self._to_engine(item.instance, views.order(item))
@@ -232,17 +254,17 @@ class Conductor:
                 self._to_engine(item.instance, wire.Sleep(asleep=item.asleep))
             case sleep.GiveUp():
                 self._engines.forget(item.instance)
-                self._log_loss(item.instance, "it was told to sleep or wake, and does not answer")
+                self._log_loss(item.instance, "it did not sleep or wake in time")
             case sleep.Tell():
-                told = wire.Slept(asleep=item.asleep, problem=item.problem, call_id=item.call_id)
-                self._to_trainer(item.trainer, told)
+                answer = wire.Slept(asleep=item.asleep, problem=item.problem, call_id=item.call_id)
+                self._to_trainer(item.trainer, answer)
 
     def _deliver(self, ready: Sequence[Sent]) -> None:
         for life, group_id in ready:
             group = self._requests.groups.get(group_id)
-            if group is not None:  # else it is forgotten with one of the next instructions
-                self._to_life(life, views.progress(self._requests, group.rollout))
-                self._to_life(life, self._store.result(group))
+            if group is not None:  # else one of the next instructions is to forget it
+                self._to_address(life, views.progress(self._requests, group.rollout))
+                self._to_address(life, self._store.result(group))
 
 
 def _locate(request_id: str) -> tuple[str, int]:

@@ -1,6 +1,6 @@
-"""What happens to all of the buffer's machines: engines join and leave, time passes, the end comes.
+"""Events of all of the buffer's machines: engines join and leave, time passes, the buffer is drained.
 
-Every event and instruction is a Struct that is encoded as a tagged array: the log writes them as they are.
+Every event and instruction is a Struct that is encoded as a tagged array, so the log can write it as it is.
 """
 
 from __future__ import annotations
@@ -13,13 +13,14 @@ from seer.common.types import Capacity
 
 
 class Row(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Base of all events and instructions: a row of the log. A new field goes last, and has a default."""
+    """Base of events and instructions; logs have their class names. New fields go last, with defaults."""
 
 
 class Weights(Row, frozen=True):
-    """`source`: a folder that every node sees, or a stream; empty: where the engine's configuration points.
+    """The weights of an instance, or those that it is to load.
 
-    A negative `version` is an instance whose last load failed.
+    `source`: a folder that every node can read, or a stream; empty: the model in the engine's configuration.
+    A negative `version`: the instance's last load failed.
     """
 
     version: int
@@ -28,7 +29,7 @@ class Weights(Row, frozen=True):
 
 
 class Joined(Row, frozen=True):
-    """An engine registered, for the first time, again, or in a new `life`: a number of its own each."""
+    """An engine registered, for the first time or again. `life` is a number that no other life of it has."""
 
     instance: str
     capacity: Capacity = Capacity(kv_blocks=0, block_size=1, max_num_seqs=0, max_model_len=0)
@@ -38,15 +39,15 @@ class Joined(Row, frozen=True):
 
 
 class Left(Row, frozen=True):
-    """Engines are gone: they said goodbye, fell silent, or `died` (their connections are gone)."""
+    """Engines are gone: they sent `Goodbye`, were silent for too long, or `died` (connection lost)."""
 
     instances: Sequence[str]
     died: bool = False
 
 
 class Drained(Row, frozen=True):
-    """Nothing new is taken from now on; what was accepted is finished."""
+    """From now on new submissions are refused; accepted ones are finished."""
 
 
 class Tick(Row, frozen=True):
-    """Time passed, or another machine's state changed; deadlines are looked at."""
+    """Time passed, or another machine's state changed; deadlines are checked."""

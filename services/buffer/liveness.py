@@ -1,9 +1,9 @@
-"""How long peers have been silent, in time that this process could have heard them: pure.
+"""How long peers have been silent, counting only time in which this process could receive: pure.
 
 Invariants (tests/unit/test_liveness.py):
-- a stall of our own is never taken for the silence of others: however long it took, a tick counts
-  for `MOST_TICKS` at most, and what was sent meanwhile is read before that many ticks are over;
-- a peer is told silent once; it is unknown then until it is heard again.
+- a stall of this process does not count as silence of its peers: a tick counts for `MAX_TICKS` at most,
+  however late it is, and messages that arrived during the stall are read before so many ticks are over;
+- a silent peer is returned once; then it is unknown until its next message.
 """
 
 from __future__ import annotations
@@ -14,39 +14,39 @@ from typing import Generic, TypeVar
 
 K = TypeVar("K", bound=Hashable)
 
-MOST_TICKS = 2.0
-"""Ticks that one tick counts for at most: a loop that is merely busy is a little late."""
+MAX_TICKS = 2.0
+"""Ticks that one tick counts for at most: more than one, as a busy loop is a little late."""
 
 
 class Liveness(Generic[K]):
-    """Peers by any key; `seconds` of silence are too many, `tick_seconds` pass between two `tick`s."""
+    """Peers by any key. `seconds`: allowed silence; `tick_seconds`: time between two `tick`s."""
 
     def __init__(self, seconds: float, tick_seconds: float) -> None:
         self._seconds = seconds
-        self._most = MOST_TICKS * tick_seconds
-        self._listened = 0.0
+        self._max_step = MAX_TICKS * tick_seconds
+        self._elapsed = 0.0
         self._last_tick: float | None = None
-        self._heard: OrderedDict[K, float] = OrderedDict()
+        self._last_message: OrderedDict[K, float] = OrderedDict()
 
-    def heard(self, peer: K) -> None:
-        """Note a sign of life."""
-        self._heard[peer] = self._listened
-        self._heard.move_to_end(peer)
+    def received(self, peer: K) -> None:
+        """Note that a peer sent something."""
+        self._last_message[peer] = self._elapsed
+        self._last_message.move_to_end(peer)
 
     def forget(self, peer: K) -> None:
-        """Watch a peer no more; an unknown one is ignored."""
-        self._heard.pop(peer, None)
+        """Stop watching a peer; an unknown one is ignored."""
+        self._last_message.pop(peer, None)
 
     def tick(self, now: float) -> list[K]:
-        """Let time pass until `now` (monotonic seconds); return who has been silent for too long."""
+        """Advance to `now` (monotonic seconds); return the peers that have been silent for too long."""
         passed = 0.0 if self._last_tick is None else now - self._last_tick
         self._last_tick = now
-        self._listened += min(passed, self._most)
+        self._elapsed += min(passed, self._max_step)
         silent: list[K] = []
-        for peer, heard in self._heard.items():
-            if self._listened - heard <= self._seconds:
+        for peer, last_message in self._last_message.items():
+            if self._elapsed - last_message <= self._seconds:
                 break
             silent.append(peer)
         for peer in silent:
-            del self._heard[peer]
+            del self._last_message[peer]
         return silent

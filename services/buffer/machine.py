@@ -2,8 +2,8 @@
 
 Invariants (tests/property/test_weights_and_sleep.py, tests/chaos):
 - the state is a function of the events and their times: nothing else is read;
-- what one machine instructs another is done before anything that was instructed after it;
-- an engine that is gone is gone for all three machines.
+- an instruction of one machine to another is carried out before all instructions that follow it;
+- an engine that left, or was removed, is unknown to all three machines.
 """
 
 from __future__ import annotations
@@ -31,42 +31,42 @@ Instruction = (
     | weight_instructions.Fail
     | sleep.Instruction
 )
-"""What others than the three machines have to do."""
+"""Instructions that are not carried out by one of the three machines."""
 
-_Any = instructions.Instruction | weight_instructions.Instruction | sleep.Instruction
-_Step = Callable[[float], Sequence[_Any]]
-"""One machine's turn with one event, at a time."""
+_AnyInstruction = instructions.Instruction | weight_instructions.Instruction | sleep.Instruction
+_Step = Callable[[float], Sequence[_AnyInstruction]]
+"""Applies one event to one machine, at the given time."""
 
 _OF_WEIGHTS = (weight_events.UpdateAsked, weight_events.Prepared, weight_events.Loaded)
 _OF_SLEEP = (sleep.SleepAsked, sleep.SleepAnswered)
 
 
 class BufferMachine:
-    """`engines` has what each engine that is there said when it registered last."""
+    """`engines`: by name, the last registration of each engine."""
 
     def __init__(self, requests: RequestMachine, weights: WeightsMachine, sleep: SleepMachine) -> None:
         self.requests, self.weights, self.sleep = requests, weights, sleep
         self.engines: dict[str, Joined] = {}
         self._idle = not requests.requests
-        self._stirred = False
-        self._seen = self._facts()
+        self._changed = False
+        self._shared = self._shared_state()
 
     def apply(self, event: Event, now: float) -> list[Instruction]:
         """Apply one event at `now` (monotonic seconds) and return what to do, in order."""
         out: list[Instruction] = []
-        todo: deque[_Step | _Any] = deque(self._steps(event))
+        todo: deque[_Step | _AnyInstruction] = deque(self._steps(event))
         while todo:
             while todo:
                 item = todo.popleft()
-                more = item(now) if callable(item) else self._follow(item, out)
+                more = item(now) if callable(item) else self._carry_out(item, out)
                 todo.extendleft(reversed(more))
-            todo.extend(self._news())
+            todo.extend(self._follow_changes())
         return out
 
-    # --- who hears of what -----------------------------------------------------------------
+    # --- events to machines ----------------------------------------------------------------
 
     def _steps(self, event: Event) -> list[_Step]:
-        """Return the turns that an event brings, in order."""
+        """Return the steps that handle an event, in order."""
         match event:
             case Joined():
                 return self._joined(event)
@@ -84,10 +84,10 @@ class BufferMachine:
 
     def _joined(self, event: Joined) -> list[_Step]:
         known = self.engines.get(event.instance)
-        # Whatever life it is, it holds nothing of before.
+        # The same life or another one: it no longer runs what was dispatched before.
         gone = self._steps(Left([event.instance], known.life != event.life)) if known else []
         self.engines[event.instance] = event
-        # Whether it has to load, and so to be awake, is known once the weights machine knows it.
+        # Only the weights machine knows whether it has to load; after that, sleep is decided at `Tick`.
         return [*gone, self._to_sleep(event), self._to_weights(event), self._to_sleep(Tick())]
 
     def _left(self, event: Left) -> list[_Step]:
@@ -99,23 +99,23 @@ class BufferMachine:
         return lambda now: self.requests.apply(event, now)
 
     def _to_weights(self, event: weight_events.Event) -> _Step:
-        def step(now: float) -> Sequence[_Any]:
-            self._stirred = True
+        def step(now: float) -> Sequence[_AnyInstruction]:
+            self._changed = True
             return self.weights.apply(event, now, idle=not self.requests.requests, awake=self.sleep.awake)
 
         return step
 
     def _to_sleep(self, event: sleep.Event) -> _Step:
-        def step(now: float) -> Sequence[_Any]:
-            self._stirred = True
+        def step(now: float) -> Sequence[_AnyInstruction]:
+            self._changed = True
             return self.sleep.apply(event, now, idle=not self.requests.requests, loading=self.weights.loading)
 
         return step
 
-    # --- what one machine has to do with another ---------------------------------------------
+    # --- instructions of one machine to another ----------------------------------------------
 
-    def _follow(self, item: _Any, out: list[Instruction]) -> Sequence[_Step]:
-        """Return the turns that an instruction brings; what is for others goes to `out`."""
+    def _carry_out(self, item: _AnyInstruction, out: list[Instruction]) -> Sequence[_Step]:
+        """Return the steps that carry out an instruction; if it is for the server, append it to `out`."""
         match item:
             case weight_instructions.Admit(name):
                 live = self.weights.live or Weights(0, "")
@@ -136,17 +136,17 @@ class BufferMachine:
     def _hold(self) -> _Step:
         return self._to_requests(events.SubmissionsHeld(self.weights.updating or self.sleep.held))
 
-    def _facts(self) -> tuple[object, ...]:
-        """Return what one machine must know of another."""
+    def _shared_state(self) -> tuple[object, ...]:
+        """Return the state of each machine that another one depends on."""
         return self._idle, self.weights.loading, self.sleep.awake, self.sleep.held
 
-    def _news(self) -> list[_Step]:
-        """Return the turns that other machines' states bring, once nothing else is to be done."""
+    def _follow_changes(self) -> list[_Step]:
+        """Return the steps due if that state changed, once all other steps are done."""
         idle = not self.requests.requests
-        if idle == self._idle and not self._stirred:
-            return []  # as after most events, which are chunks' ends
-        self._idle, self._stirred = idle, False
-        before, self._seen = self._seen, self._facts()
-        if before == self._seen:
+        if idle == self._idle and not self._changed:
+            return []  # the usual case: most events are ends of chunks
+        self._idle, self._changed = idle, False
+        before, self._shared = self._shared, self._shared_state()
+        if before == self._shared:
             return []
         return [self._hold(), self._to_sleep(Tick()), self._to_weights(Tick())]

@@ -1,126 +1,147 @@
-"""Who is connected: names by address, and for each name the address of the life that has it.
+"""Which peers are connected: the name of each address, and the address of the life that holds each name.
 
-Invariants:
-- an earlier life never takes a name from a later one that is still here: not gone, and not silent for
-  `SILENT_SECONDS`. Which is later only clocks tell, and one that was set back makes a new life seem an
-  old one: it gets the name once the other is gone or silent;
-- one's own stall is not the silence of others: a life counts as silent only to one that went on
-  talking meanwhile, as both would be read in turns;
-- at most `MAX_PEERS` addresses are known: the longest silent one goes first.
+Invariants (tests/unit/test_outbox.py):
+- an earlier life never takes a name from a later one that is still connected and not silent for
+  `SILENT_SECONDS`. Only clocks say which life is later, and after a clock was set back a new life seems to be
+  an earlier one: it gets the name once the other is gone or silent;
+- a stall of this process does not count as silence: a life is silent only if another one that claims its name
+  sent several messages meanwhile, as messages of both are read in turn;
+- at most `MAX_PEERS` addresses are known; beyond that, the one that has been silent for longest is forgotten.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections import OrderedDict
+from typing import Any
 
 import msgspec
 from msgspec import structs
 
 from seer.common import ids
+from seer.common.clock import Clock
 from seer.common.errors import InvalidField
 from seer.common.net.handshake import CHECK_SECONDS
-from seer.common.net.hub import MAX_PEERS
+from seer.common.net.hub import MAX_PEERS, Hub
 from seer.common.wire import MAX_ID, Hello, Register
 
 MAX_SIZE = 2**31 - 1
 """Bound on every number of a capacity: blocks, tokens, requests."""
 
 MAX_VERSIONS = 64
-"""Bound on the entries of `Register.versions`: they travel with every `Status`."""
-
+"""Bound on the entries of `Register.versions`: every `Status` has them."""
 
 SILENT_SECONDS = 15.0
-"""A life that says no `Hello` for this long has lost its name to one that does: they come every 5 s."""
+"""A life that sends no `Hello` for this long loses its name to one that does. Peers send it every 5 s."""
 
 SILENT_HELLOS = 3
-"""And only if the other said this many since."""
+"""`Hello`s that the other life must have sent in that time."""
 
 
 class _Life(msgspec.Struct):
-    """`since` and `heard`: its first and last Hello. `unanswered` counts its Hellos since `last`, the
-    latest one of the life that has its name.
+    """One life of a peer; `first_hello` and `last_hello` are times in monotonic seconds.
+
+    If another life holds its name: `holder` is that life's incarnation and number of Hellos, as of this
+    life's last Hello; `claims` counts this life's Hellos since the holder's last one.
     """
 
     name: str
     incarnation: int
-    since: float
-    heard: float
+    first_hello: float
+    last_hello: float
     hellos: int = 0
-    last: tuple[int, int] = (0, 0)
-    unanswered: int = 0
+    holder: tuple[int, int] = (0, 0)
+    claims: int = 0
 
 
 class Peers:
-    """Fed with every `Hello`; a connected peer repeats it every few seconds.
+    """Lives of peers of one kind. Every `Hello` goes to `hello`; peers repeat it every few seconds.
 
-    `registered` has the session of the hub in which a life registered last.
+    `registered`: by address, the session of the hub in which that life registered last.
     """
 
     def __init__(self) -> None:
         self.registered: dict[bytes, int] = {}
         self._lives: OrderedDict[bytes, _Life] = OrderedDict()
-        self._at: dict[str, bytes] = {}
+        self._addresses: dict[str, bytes] = {}
 
-    def greet(self, address: bytes, hello: Hello, now: float) -> bytes | None:
-        """Note a life, and give it its name if that is its due; else return the address of who has it."""
+    def hello(self, address: bytes, hello: Hello, now: float) -> bytes | None:
+        """Note a `Hello`; return the address of the life that holds its name, None if it is this one now."""
         life = self._lives.get(address)
         first = life is None
         life = life or _Life(hello.name, hello.incarnation, now, now)
-        life.heard, life.hellos = now, life.hellos + 1
+        life.last_hello, life.hellos = now, life.hellos + 1
         self._lives[address] = life
         self._lives.move_to_end(address)
-        at = self._at.get(hello.name)
+        at = self._addresses.get(hello.name)
         if at is None or at == address or self._takes(life, self._lives[at], first):
-            self._at[hello.name] = at = address
+            self._addresses[hello.name] = at = address
         if len(self._lives) > MAX_PEERS:
-            self.leave(next(iter(self._lives)))
+            self.remove(next(iter(self._lives)))
         return None if at == address else at
 
     def _takes(self, life: _Life, holder: _Life, first: bool) -> bool:
         if first and ids.not_before(life.incarnation, holder.incarnation):
             return True
-        last = holder.incarnation, holder.hellos
-        life.unanswered = life.unanswered + 1 if life.last == last else 1
-        life.last = last
-        return life.heard - holder.heard >= SILENT_SECONDS and life.unanswered >= SILENT_HELLOS
+        state = holder.incarnation, holder.hellos
+        life.claims = life.claims + 1 if life.holder == state else 1
+        life.holder = state
+        return life.last_hello - holder.last_hello >= SILENT_SECONDS and life.claims >= SILENT_HELLOS
 
-    def doubtful(self, address: bytes) -> bool:
-        """Say whether another life has this one's name, and may be gone for all it said since this one came.
+    def holder_may_be_dead(self, address: bytes) -> bool:
+        """Return whether another life holds this one's name but may be dead.
 
-        What a dead one said last can arrive after that, where the road was cut for a while.
+        It may be if it sent no `Hello` since shortly after this life's first one: the last messages of a dead
+        life can arrive late, after its network was cut for a while.
         """
         life = self._lives[address]
-        at = self._at.get(life.name)
-        return at is not None and at != address and self._lives[at].heard < life.since + CHECK_SECONDS
+        at = self._addresses.get(life.name)
+        if at is None or at == address:
+            return False
+        return self._lives[at].last_hello < life.first_hello + CHECK_SECONDS
 
-    def leave(self, address: bytes) -> None:
-        """Forget a life; an unknown one is ignored."""
+    def remove(self, address: bytes) -> None:
+        """Remove a life; an unknown one is ignored."""
         life = self._lives.pop(address, None)
         self.registered.pop(address, None)
-        if life is not None and self._at.get(life.name) == address:
-            del self._at[life.name]
+        if life is not None and self._addresses.get(life.name) == address:
+            del self._addresses[life.name]
 
-    def name(self, address: bytes) -> str | None:
-        """Return whose address this is, None if nobody's."""
+    def name_of(self, address: bytes) -> str | None:
+        """Return the name of the life at an address; None: there is none."""
         return self._lives[address].name if address in self._lives else None
 
-    def at(self, name: str) -> bytes | None:
-        """Return where a name is, None if nowhere."""
-        return self._at.get(name)
+    def address_of(self, name: str) -> bytes | None:
+        """Return the address of the life that holds a name; None: there is none."""
+        return self._addresses.get(name)
 
-    def take(self, name: str, address: bytes) -> None:
-        """Give a name to this life, whatever others there are."""
-        self._at[name] = address
+    def assign(self, name: str, address: bytes) -> None:
+        """Give a name to the life at an address, even if another one holds it."""
+        self._addresses[name] = address
+
+
+async def handle_hello(hub: Hub[Any, Any], peers: Peers, address: bytes, hello: Hello, clock: Clock) -> None:
+    """Add a life to `peers`; it gets its name if no other life holds it, or that one's connection is gone.
+
+    A life that may have missed messages, or whose messages were ignored, has to shake hands again.
+    """
+    had_no_name = peers.name_of(address) is not None and peers.address_of(hello.name) != address
+    holder = peers.hello(address, hello, clock.now())
+    if holder is not None and not await hub.is_connected(holder):
+        peers.remove(holder)
+        hub.dismiss(holder)  # it gets no messages from now on: if it comes back, it has to know
+        holder = peers.hello(address, hello, clock.now())
+    if had_no_name and holder is None:
+        hub.dismiss(address)  # what it sent before was ignored: it has to start again
 
 
 def life_of(address: bytes) -> int:
-    """Return a number for the life of the peer at an address: another life has another address."""
+    """Return a number for the life at an address: each life has an address of its own."""
     return int.from_bytes(hashlib.blake2b(address, digest_size=8).digest(), "little")
 
 
 def check_register(register: Register) -> None:
-    """Raise `InvalidField` unless the books can be kept with this engine."""
+    """Raise `InvalidField` if an engine's capacity or versions are out of bounds."""
     for name, value in structs.asdict(register.capacity).items():
         if not int(name != "draft_tokens") <= value <= MAX_SIZE:
             raise InvalidField(

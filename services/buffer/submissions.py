@@ -1,8 +1,9 @@
-"""A submission taken apart: what makes no sense in it is refused before any machine hears of it."""
+"""Validates submissions and turns them into events; a malformed one never reaches a machine."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import repeat
 
 import numpy as np
 
@@ -10,39 +11,58 @@ from seer.common import ids, wire
 from seer.common.errors import InvalidField
 from seer.services.buffer.log.kept import KeptChunks
 from seer.services.buffer.requests.events import GroupSpec, GroupsSubmitted
-from seer.services.buffer.store import Store
+from seer.services.buffer.store import Store, SubmittedPrompt
 
 
-def prompts(submit: wire.Submit) -> dict[str, wire.Tokens]:
-    """Return each prompt's tokens by id, views of all. Raises `InvalidField` for what makes no sense."""
+def prompts(submit: wire.Submit) -> dict[str, SubmittedPrompt]:
+    """Return the prompts by id; their tokens are views. Raises `InvalidField` for a malformed submission."""
     _check(submit)
+    params = (submit.seed, submit.rollout_number, submit.n, submit.sampling)
+    usual = ids.params_digest(*params)
     pieces = np.split(submit.tokens, np.cumsum(submit.lengths)[:-1])
-    return dict(zip(submit.prompt_ids, pieces, strict=True))
+    groups, firsts = submit.groups or repeat(""), submit.first_indices or repeat(0)
+    found = {}
+    for prompt_id, tokens, group, first in zip(submit.prompt_ids, pieces, groups, firsts, strict=False):
+        found[prompt_id] = SubmittedPrompt(
+            tokens=tokens,
+            group=group or prompt_id,
+            shared_id=ids.shared_group_id(submit.rollout_id, group) if group else "",
+            first_index=first,
+            n=submit.n,
+            sampling=submit.sampling,
+            seed=submit.seed,
+            rollout_number=submit.rollout_number,
+            stream=submit.stream,
+            params_digest=ids.params_digest(*params, group, first) if group or first else usual,
+        )
+    return found
 
 
 def event(
     trainer: str,
     life: bytes,
     submit: wire.Submit,
-    prompts: Mapping[str, wire.Tokens],
+    prompts: Mapping[str, SubmittedPrompt],
     store: Store,
     kept: KeptChunks,
 ) -> GroupsSubmitted:
-    """Return what a submission is to the machine."""
+    """Return the event of a valid submission, with what `kept` has of its prompts."""
     params_digest = ids.params_digest(submit.seed, submit.rollout_number, submit.n, submit.sampling)
     rollout_id = submit.rollout_id
     specs = [
         GroupSpec(
             prompt_id,
-            len(tokens),
-            store.same(ids.group_id(rollout_id, prompt_id), tokens),
-            kept.offer(rollout_id, prompt_id, params_digest, tokens),
+            len(prompt.tokens),
+            store.same(ids.group_id(rollout_id, prompt_id), prompt),
+            kept.offer(rollout_id, prompt_id, prompt.params_digest, prompt.tokens),
+            prompt.shared_id,
+            prompt.first_index,
         )
-        for prompt_id, tokens in prompts.items()
+        for prompt_id, prompt in prompts.items()
     ]
     return GroupsSubmitted(
         trainer, submit.rollout_id, submit.n, submit.sampling.max_tokens, specs, submit.weight_version,
-        submit.submission, params_digest, life,
+        submit.submission, params_digest, life, submit.open,
     )  # fmt: skip
 
 
@@ -56,7 +76,7 @@ def _check(submit: wire.Submit) -> None:
         value = getattr(submit, name)
         if not -(2**63) <= value < 2**63:
             raise InvalidField(name, value, "must fit in 64 signed bits")
-    if not submit.rollout_id or "/" in submit.rollout_id:  # two pairs of ids must not make one group's
+    if not submit.rollout_id or "/" in submit.rollout_id:  # else group ids are ambiguous
         raise InvalidField("rollout_id", submit.rollout_id, "give a non-empty string without '/'")
     longest = max(submit.prompt_ids, key=len, default="")
     if len(ids.request_id(ids.group_id(submit.rollout_id, longest), submit.n)) > wire.MAX_ID:
@@ -64,8 +84,22 @@ def _check(submit: wire.Submit) -> None:
     if len(set(submit.prompt_ids)) != len(submit.prompt_ids):
         raise InvalidField("prompt_ids", submit.prompt_ids, "must be unique")
     total = len(submit.tokens)
-    sound = len(submit.lengths) == len(submit.prompt_ids) and min(submit.lengths, default=1) >= 1
-    if not sound or sum(submit.lengths) != total:
+    valid = len(submit.lengths) == len(submit.prompt_ids) and min(submit.lengths, default=1) >= 1
+    if not valid or sum(submit.lengths) != total:
         raise InvalidField("lengths", submit.lengths, f"give one >= 1 per prompt, {total} in all")
     if total and submit.tokens.min() < 0:
         raise InvalidField("tokens", int(submit.tokens.min()), "token ids must be >= 0")
+    _check_places(submit)
+
+
+def _check_places(submit: wire.Submit) -> None:
+    for name in ("groups", "first_indices"):
+        value = getattr(submit, name)
+        if len(value) not in (0, len(submit.prompt_ids)):
+            raise InvalidField(name, len(value), f"give one per prompt, {len(submit.prompt_ids)}, or none")
+    longest = max(submit.groups, key=len, default="")
+    if len(ids.shared_group_id(submit.rollout_id, longest)) > wire.MAX_ID:
+        raise InvalidField("groups", longest, f"makes an id of over {wire.MAX_ID} characters")
+    last = max(submit.first_indices, default=0) + submit.n
+    if last > wire.MAX_GROUP_SIZE:
+        raise InvalidField("first_indices", last - submit.n, f"must be <= {wire.MAX_GROUP_SIZE - submit.n}")

@@ -1,4 +1,4 @@
-"""The machine's state and news as messages; every function is pure but for drained finish times."""
+"""The machines' state and instructions as messages. All is pure, but `progress` removes finish times."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from seer.services.buffer.weights.machine import WeightsMachine
 
 
 def progress(machine: RequestMachine, rollout: state.RolloutState) -> wire.Progress:
-    """Return a rollout's counters; its finish times are handed over, so each is sent once."""
+    """Return a rollout's counters. Finish times are removed from the rollout, so each is sent once."""
     finish_times, rollout.finish_times = rollout.finish_times, []
     return wire.Progress(
         rollout_id=rollout.rollout_id,
@@ -35,7 +35,7 @@ def progress(machine: RequestMachine, rollout: state.RolloutState) -> wire.Progr
 
 
 def answer(item: instructions.Accept | instructions.Refuse) -> wire.Accepted | wire.Refused:
-    """Return what a trainer hears of prompts that it submitted."""
+    """Return the answer to a trainer about prompts that it submitted."""
     if isinstance(item, instructions.Accept):
         return wire.Accepted(
             rollout_id=item.rollout_id,
@@ -53,9 +53,9 @@ def answer(item: instructions.Accept | instructions.Refuse) -> wire.Accepted | w
 
 
 def snapshot(machine: RequestMachine, incarnation: int, sequence: int) -> Iterator[wire.BufferSnapshot]:
-    """Return every open group and how far its requests are, by pages; the state is copied at once."""
+    """Return every open group and its requests' progress, in pages; the state is copied before it returns."""
     opened = [
-        (group.group_id, group.size, group.prompt_len, group.max_tokens)
+        (group.group_id, group.size, group.prompt_len, group.max_tokens, group.shared_id, group.first_index)
         for group in machine.groups.values()
         if not group.done and group.held_since is None
     ]
@@ -70,8 +70,15 @@ def snapshot(machine: RequestMachine, incarnation: int, sequence: int) -> Iterat
             incarnation=incarnation,
             sequence=sequence,
             opened=[
-                wire.GroupOpened(group_id=group_id, size=size, prompt_len=prompt_len, cap=cap)
-                for group_id, size, prompt_len, cap in page_of(opened, page)
+                wire.GroupOpened(
+                    group_id=group_id,
+                    size=size,
+                    prompt_len=prompt_len,
+                    cap=cap,
+                    shared_id=shared,
+                    first=first,
+                )
+                for group_id, size, prompt_len, cap, shared, first in page_of(opened, page)
             ],
             progress=[
                 wire.RequestProgress(group_id=group_id, index=index, generated=generated, finished=finished)
@@ -85,10 +92,12 @@ def snapshot(machine: RequestMachine, incarnation: int, sequence: int) -> Iterat
 
 
 def published(item: GroupEvent) -> wire.BufferPublished:
-    """Return the message of an event, for the event stream."""
+    """Return the message of a group's event for the event stream."""
     match item:
-        case GroupOpened(group_id, size, prompt_len, cap):
-            return wire.GroupOpened(group_id=group_id, size=size, prompt_len=prompt_len, cap=cap)
+        case GroupOpened(group_id, size, prompt_len, cap, shared, first):
+            return wire.GroupOpened(
+                group_id=group_id, size=size, prompt_len=prompt_len, cap=cap, shared_id=shared, first=first
+            )
         case RequestProgress():
             return wire.RequestProgress(
                 group_id=item.group_id,
@@ -105,7 +114,7 @@ def published(item: GroupEvent) -> wire.BufferPublished:
 def order(
     item: weight_instructions.Prepare | weight_instructions.Discard | weight_instructions.Load,
 ) -> wire.PrepareWeights | wire.DiscardWeights | wire.LoadWeights:
-    """Return what an engine is to do with weights."""
+    """Return the message to an engine about weights."""
     if isinstance(item, weight_instructions.Prepare):
         return wire.PrepareWeights(version=item.version, source=item.source, call_id=item.call_id)
     if isinstance(item, weight_instructions.Discard):
@@ -117,7 +126,7 @@ def order(
 def outcome(
     item: weight_instructions.Report | weight_instructions.Fail,
 ) -> wire.WeightsLive | wire.WeightsFailed:
-    """Return what a trainer hears of its update."""
+    """Return the answer to a trainer about its update."""
     if isinstance(item, weight_instructions.Fail):
         return wire.WeightsFailed(version=item.version, reasons=item.reasons, call_id=item.call_id)
     weights = item.weights

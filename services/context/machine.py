@@ -6,6 +6,7 @@ Invariants (tests/unit/test_context_machine.py asserts them):
 - after `replace` no earlier estimate is left, and every group's is published once; acceptance rates of groups
   still open are kept, as snapshots do not have them, and published once more;
 - a group of a remembered prompt has an estimate when it opens; prompts are remembered only if configured;
+- groups of one shared id have one evidence, and so one estimate, while any of them is open;
 - `error` compares the length of each finished response with its group's last published estimate;
 - a group's acceptance is published when a rate moved by `MIN_RATE_CHANGE` from the last one published, or, if
   there is none, from that of all groups; drafts are counted once, of known requests that advanced;
@@ -43,6 +44,8 @@ class _Group:
     size: int
     known: Evidence
     published: Estimate | None
+    shared: tuple[str, int] | None = None  # groups of this id and cap have the same evidence
+    first: int = 0  # where its responses begin in the evidence
     acceptance: Acceptance = field(default_factory=Acceptance)
     rates: list[int] = field(default_factory=list)  # as published
 
@@ -63,6 +66,7 @@ class EstimateMachine:
         self.memory = PastPrompts(remember_prompts)
         self.error = EstimateError()
         self._groups: dict[str, _Group] = {}
+        self._sharing: dict[tuple[str, int], dict[str, None]] = {}  # groups by shared id and cap
         self._dirty: dict[str, None] = {}  # a dict for its order: runs are reproducible
         self._drafted: dict[str, None] = {}  # groups with newly counted drafts, likewise
         self._acceptance = Acceptance()
@@ -87,10 +91,12 @@ class EstimateMachine:
                     self.ignored += 1
                 else:
                     self._remember(event.group_id, group)
+                    self._leave(event.group_id, group)
 
     def replace(self, events: Iterable[GroupEvent]) -> None:
         """Start over from a snapshot: the open groups and their requests' progress."""
         before, self._groups, self._dirty, self._drafted = self._groups, {}, {}, {}
+        self._sharing = {}
         for group_id, group in before.items():
             self._remember(group_id, group)
             group.known.forget()  # the snapshot has it again, and it must not count twice
@@ -150,35 +156,65 @@ class EstimateMachine:
         return {ALL_GROUPS: self._rates, **rates}
 
     def _open(self, event: GroupOpened) -> None:
-        if event.group_id not in self._groups:
-            known = Evidence(event.cap, past=self.memory.recall(_prompt(event.group_id)))
-            self._groups[event.group_id] = _Group(event.size, known, _default(event.cap))
+        if event.group_id in self._groups:
+            return
+        shared = (event.shared_id, event.cap) if event.shared_id else None
+        sharing = {} if shared is None else self._sharing_of(shared)
+        if sharing:
+            known = self._groups[next(iter(sharing))].known
+        else:
+            past = None if shared else self.memory.recall(_prompt(event.group_id))
+            known = Evidence(event.cap, past=past)
             self.estimator.opened(known)
-            self._dirty[event.group_id] = None
+        sharing[event.group_id] = None
+        group = _Group(event.size, known, _default(event.cap), shared, event.first)
+        self._groups[event.group_id] = group
+        self._dirty[event.group_id] = None
+
+    def _sharing_of(self, shared: tuple[str, int]) -> dict[str, None]:
+        """Return the groups of a shared id and cap; a group of that very id may have been opened unnamed."""
+        if shared not in self._sharing:
+            group_id, cap = shared
+            self._sharing[shared] = {}
+            base = self._groups.get(group_id)
+            if base is not None and base.known.cap == cap and base.shared is None:
+                base.shared = shared
+                self._sharing[shared][group_id] = None
+        return self._sharing[shared]
+
+    def _leave(self, group_id: str, group: _Group) -> None:
+        """Leave the other groups of a shared evidence what is finished, not what will never be."""
+        if group.shared is not None:
+            for index in range(group.first, group.first + group.size):
+                group.known.unfinished.pop(index, None)
+            del self._sharing[group.shared][group_id]
+            if not self._sharing[group.shared]:
+                del self._sharing[group.shared]
 
     def _progress(self, event: RequestProgress) -> None:
         group = self._groups.get(event.group_id)
-        if group is None or not 0 <= event.index < group.size or event.index in group.known.finished:
+        index = event.index + (0 if group is None else group.first)
+        if group is None or not 0 <= event.index < group.size or index in group.known.finished:
             self.ignored += 1
             return
-        self._count(group, event)
         known = group.known
+        before = known.unfinished.get(index, 0)
+        self._count(group, event, before)
         if event.finished:
-            known.unfinished.pop(event.index, None)
-            known.finished[event.index] = event.generated
+            known.unfinished.pop(index, None)
+            known.finished[index] = event.generated
             self.estimator.ended()
             self.error.count(group.estimate, event.generated)
         else:
-            before = known.unfinished.get(event.index, 0)
-            known.unfinished[event.index] = max(before, event.generated)
-        self._dirty[event.group_id] = None
+            known.unfinished[index] = max(before, event.generated)
+        self._dirty.update(dict.fromkeys(self._sharing[group.shared] if group.shared else [event.group_id]))
 
     def _remember(self, group_id: str, group: _Group) -> None:
-        if len(group.known.finished) == group.size:
+        if group.shared is None and len(group.known.finished) == group.size:
             self.memory.keep(_prompt(group_id), group.known.finished.values())
 
-    def _count(self, group: _Group, event: RequestProgress) -> None:
-        ahead = event.generated > group.known.unfinished.get(event.index, 0)
+    def _count(self, group: _Group, event: RequestProgress, before: int) -> None:
+        ahead = event.generated > before
         if event.drafted and ahead and group.acceptance.add(event.drafted, event.accepted):
             self._acceptance.add(event.drafted, event.accepted)
             self._drafted[event.group_id] = None

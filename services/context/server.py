@@ -147,7 +147,14 @@ def _events_of(snapshot: wire.BufferSnapshot) -> Iterator[GroupEvent]:
 def _event_of(message: wire.BufferPublished) -> GroupEvent:
     match message:
         case wire.GroupOpened():
-            return GroupOpened(message.group_id, message.size, message.prompt_len, message.cap)
+            return GroupOpened(
+                message.group_id,
+                message.size,
+                message.prompt_len,
+                message.cap,
+                message.shared_id,
+                message.first,
+            )
         case wire.RequestProgress():
             return RequestProgress(
                 message.group_id,

@@ -20,7 +20,10 @@ from seer.services.engine.backend import Chunk, ChunkEnd
 
 @dataclass(slots=True)
 class RunningChunk:
-    """A running chunk; `length` counts the response's output tokens so far, this chunk's included."""
+    """A running chunk; `length` counts the response's output tokens so far, this chunk's included.
+
+    `group_id` is the group in which drafts are shared, `index` the response's index there.
+    """
 
     group_id: str
     index: int
@@ -39,14 +42,15 @@ def start_chunk(order: wire.RunChunk, serial: int) -> RunningChunk:
     if not 1 <= order.prompt_len <= len(order.tokens):
         raise InvalidField("prompt_len", order.prompt_len, f"must be in [1, {len(order.tokens)}] (tokens)")
     order.sampling.check()
-    return RunningChunk(group_id, int(index), order.attempt, serial, len(order.tokens) - order.prompt_len)
+    shared = (order.draft_group, order.draft_index) if order.draft_group else (group_id, int(index))
+    return RunningChunk(*shared, order.attempt, serial, len(order.tokens) - order.prompt_len)
 
 
 def chunk_of(order: wire.RunChunk, run: RunningChunk) -> Chunk:
     """Return the chunk as the backend takes it."""
     return Chunk(
         request_id=order.request_id,
-        group_id=order.group_id,
+        group_id=run.group_id,
         index=run.index,
         attempt=run.serial,
         key=order.key,

@@ -183,7 +183,8 @@ class EngineServer:
         if self._draft_groups is not None:
             self._draft_groups.chunk_started(run.group_id, run.index)
         if self._uses_dgds:
-            self.dgds.register(run.group_id, order.tokens[: order.prompt_len])
+            if not order.draft_group:  # else its prompts differ, and every engine must find the same dgds
+                self.dgds.register(run.group_id, order.tokens[: order.prompt_len])
             self.dgds.begin(run.group_id, run.index, run.attempt, order.tokens[order.prompt_len :])
         self._driver.add(chunk_of(order, run))
 

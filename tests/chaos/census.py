@@ -12,11 +12,11 @@ _DEPTH = 8
 
 KEPT = (
     r"counters|\.versions$|acceptance|_rates$|\.drafted$|\.right$",  # of a fixed size
-    r"_lives$|_peers$|_engines\.registered$|_ended$|_retired$|_warned$",  # bounded: of those who were here lately
+    r"[._]lives$|_peers$|_peers\.registered$|_removed$|_ended$|_retired$|_warned$",  # bounded: of those who were here lately
     r"^ContextServer\.machine\.estimator",  # what lengths were like
     r"^BufferServer\._rows\.",  # bounded by a segment's bytes
     r"^DgdsServer\.store\._groups",  # for their time to live
-    r"^BufferServer\._kept\._files(\[\]\.earlier|$)",  # of prompts that nobody asked for again, for results' time to live
+    r"^BufferServer\._kept\._files(\[\]|\[\]\[\]\.earlier|$)",  # of prompts that nobody asked for again, for results' time to live
     r"^EngineServer\.(_draft_groups|dgds)\.",  # bounded by tokens, for groups whose chunks come back
 )
 """Tables that outlive what they speak of, each with a bound of its own."""

@@ -18,8 +18,8 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from seer.client.groups import Group
 from seer.client.prompts import Prompt
-from seer.client.rollout import Group
 from seer.common.config import EngineConfig
 from seer.common.types import SamplingParams
 

@@ -17,13 +17,14 @@ from unittest import mock
 
 from chaos.plan import Fault, Pause, Plan, Renew, Rest, Roll, draw
 from chaos.virtual import run_plan
-from seer.client.open_rollouts import OpenRollouts
+from seer.client.active_rollouts import ActiveRollouts
 from seer.client.rollout import Rollout
 from seer.common import ids, wire
 from seer.common.net.channel import Channel
 from seer.common.net.hub import Hub
 from seer.services.buffer import views
 from seer.services.buffer.conductor import Conductor
+from seer.services.buffer.engines import EngineConnections
 from seer.services.buffer.liveness import Liveness
 from seer.services.buffer.peers import Peers
 from seer.services.buffer.requests import deliveries, instructions
@@ -31,7 +32,7 @@ from seer.services.buffer.requests.group_registry import GroupRegistry
 from seer.services.buffer.requests.machine import RequestMachine
 from seer.services.buffer.server import BufferServer
 from seer.services.buffer.sleep import Joined, SleepMachine
-from seer.services.buffer.weights.machine import WeightsMachine, _Coming
+from seer.services.buffer.weights.machine import WeightsMachine, _Pending
 from seer.services.buffer.weights.spool import Spool
 from seer.services.buffer.weights.spool_folder import SpoolFolder
 from seer.services.context import server as context
@@ -69,7 +70,7 @@ def _around(cls: type, name: str, replaced: Callable[..., Any]) -> Any:
 def _stall_is_silence() -> Patches:
     def made(init: Any, self: Any, seconds: float, tick_seconds: float) -> None:
         init(self, seconds, tick_seconds)
-        self._most = math.inf
+        self._max_step = math.inf
 
     yield _around(Liveness, "__init__", made)
 
@@ -118,7 +119,7 @@ def _each_message_rejoins() -> Patches:
     yield _around(Hub, "_refuse_stranger", tell)
     yield _around(Channel, "_welcomed", welcomed)
     yield _around(Peers, "__init__", made)
-    yield mock.patch.object(BufferServer, "_part", return_value=None)
+    yield mock.patch.object(EngineConnections, "require_registration", return_value=None)
 
 
 # --- 2, 3, 5, 13: weights and their streams ------------------------------------------------------
@@ -126,10 +127,10 @@ def _each_message_rejoins() -> Patches:
 
 def _loading_not_told() -> Patches:
     def live(original: Any, self: Any, weights: Any, out: Any) -> None:
-        loading = {name: coming for name, coming in self._coming.items() if coming.told is not None}
+        loading = {name: pending for name, pending in self._pending.items() if pending.sent is not None}
         original(self, weights, out)
-        for name, coming in loading.items():
-            self._coming[name] = _Coming(told=weights, deadline=coming.deadline)
+        for name, pending in loading.items():
+            self._pending[name] = _Pending(sent=weights, deadline=pending.deadline)
 
     yield _around(WeightsMachine, "_go_live", live)
 
@@ -142,7 +143,7 @@ def _spool_takes_all() -> Patches:
         return Path(self._configured) if self._configured else root(self)
 
     yield mock.patch.object(SpoolFolder, "root", property(shared))
-    yield mock.patch.object(SpoolFolder, "_claim", return_value=None)
+    yield mock.patch.object(SpoolFolder, "_lock_root", return_value=None)
 
 
 def _disk_errors_raised() -> Patches:
@@ -156,12 +157,12 @@ def _disk_errors_raised() -> Patches:
 
 
 def _unnamed_streams_end() -> Patches:
-    async def tidy(original: Any, self: Any, needed: Any) -> None:
+    async def remove(original: Any, self: Any, needed: Any) -> None:
         for each in self._streams.values():
             each.named = True
         await original(self, needed)
 
-    yield _around(Spool, "_tidy", tidy)
+    yield _around(Spool, "_remove_unneeded", remove)
 
 
 # --- 4, 10, 11, 12: submissions ------------------------------------------------------------------
@@ -230,10 +231,10 @@ def _unknown_is_cancelled() -> Patches:
             self._cancel_again.add(0)
 
     def tell(original: Any, self: Any, address: bytes, message: Any) -> None:
-        self._tell_trainer(address.decode().split("/")[1], message)
+        self._send_to_trainer(address.decode().split("/")[1], message)
 
-    yield _around(OpenRollouts, "_progressed", progressed)
-    yield _around(BufferServer, "_tell_life", tell)
+    yield _around(ActiveRollouts, "_progressed", progressed)
+    yield _around(BufferServer, "_send_to_address", tell)
 
 
 def _use_unchecked() -> Patches:
@@ -274,7 +275,7 @@ def _clocks_decide() -> Patches:
         return first and ids.not_before(life.incarnation, holder.incarnation)
 
     yield mock.patch.object(Peers, "_takes", takes)
-    yield mock.patch.object(Peers, "doubtful", return_value=False)
+    yield mock.patch.object(Peers, "holder_may_be_dead", return_value=False)
     yield mock.patch.object(Hub, "is_connected", connected)
 
 
@@ -282,7 +283,7 @@ def _sleep_before_load() -> Patches:
     def rest(original: Any, self: Any, event: Any, now: float, *, idle: bool, loading: Any = ()) -> Any:
         out = original(self, event, now, idle=idle)
         if isinstance(event, Joined):
-            self._go_on(now, idle, (), out)
+            self._advance(now, idle, (), out)
         return out
 
     def weigh(original: Any, self: Any, event: Any, now: float, *, idle: bool, awake: Any = None) -> Any:

@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING
 from chaos.expected import answers
 from chaos.plan import Pause, Renew, Rest, Roll
 from seer.client import RolloutClient, SamplingParams, WeightsRefused
-from seer.client.rollout import BufferLost, Group, Rollout
+from seer.client.groups import Group
+from seer.client.rollout import BufferLost, Rollout
 from seer.common.errors import DeadlineExceeded, RolloutCancelled, SeerError, Unreachable
 
 if TYPE_CHECKING:

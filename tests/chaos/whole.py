@@ -228,19 +228,19 @@ def _buffer(world: World) -> Iterator[str]:
     tables = {
         "held groups": machine.registry.held,
         "requests": machine.requests,
-        "parked requests": machine.parked,
+        "parked requests": machine.scheduler.parked,
         "estimates": machine.estimates,
     }
     yield from (f"the buffer has {len(table)} {name}" for name, table in tables.items() if table)
-    if len(machine.queue):
-        yield f"{len(machine.queue)} requests are queued"
+    if len(machine.scheduler.queue):
+        yield f"{len(machine.scheduler.queue)} requests are queued"
     if {group.rollout.rollout_id for group in machine.groups.values()} != set(machine.rollouts):
         yield f"the buffer has rollouts {sorted(machine.rollouts)}"
     if set(service.store._groups) != set(machine.groups):
         yield f"the store has {sorted(set(service.store._groups) ^ set(machine.groups))} more or less"
     if machine.instances.chunks:
         yield f"{machine.instances.chunks} chunks are on the books"
-    for name, box in (("trainers", service._to_trainers), ("engines", service._to_engines)):
+    for name, box in (("trainers", service._to_trainers), ("engines", service._engines.outbox)):
         if box._queues:
             yield f"messages wait for {name}"
 

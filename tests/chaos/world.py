@@ -374,7 +374,7 @@ class World:
             machine = process.service.machine
             groups = process.service.store._groups
             accepted = [name for name, group in machine.groups.items() if group.held_since is None]
-            self.draining = {name: groups[name].seed for name in accepted}
+            self.draining = {name: groups[name].prompt.seed for name in accepted}
             self._expect_refusals(list(machine.registry.held.values()))
         self.loop.call_soon(process.service.drain, context=process.context)
         try:
@@ -468,14 +468,14 @@ class World:
     def _attend(self, service: buffer.BufferServer) -> None:
         """Count the engines that a buffer gives up."""
         self.served.append(service)
-        parted = service.conductor._parted
+        on_loss = service.conductor._on_loss
 
         def counted(name: str) -> None:
-            if address := service._registered_at.get(name):
+            if address := service._engines._registered_at.get(name):
                 self.given_up[address] += 1
-            parted(name)
+            on_loss(name)
 
-        service.conductor._parted = counted
+        service.conductor._on_loss = counted
 
     def _breach(self, name: str, what: str) -> None:
         if not self.noisy:  # an order that comes late or twice is no fault of who gave it
@@ -571,6 +571,6 @@ def _close_files(service: Service | None) -> None:
         log, service._rows._segments = service._rows._segments, None
         if log is not None:
             log.close()
-        for file in service._kept._files.values():
-            file.waiting.clear()  # what was not written is lost
+        for file in (file for files in service._kept._files.values() for file in files):
+            file.pending.clear()  # what was not written is lost
         service._kept.close()

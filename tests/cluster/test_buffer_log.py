@@ -73,7 +73,7 @@ async def test_what_is_no_log_is_refused_by_name(tmp_path):
     path = tmp_path / "x.jsonl"
     for text in (b"", b"hello\n", b'{"policy": 5}\n'):
         path.write_bytes(text)
-        with pytest.raises(LogError, match="no log of a buffer"):
+        with pytest.raises(LogError, match="is not a log of a buffer"):
             read(path)
     path.write_bytes(b'{"format": 9, "policy": "seer", "limits": {"chunk_size": 1}, "update_seconds": 1}\n')
     with pytest.raises(LogError, match="format 9"):

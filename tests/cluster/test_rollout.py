@@ -91,7 +91,7 @@ async def test_an_engine_that_was_given_up_registers_again():
         server = cluster.services["buffer"]
         machine = server.machine
         await eventually(lambda: machine.counters["chunks"] > 20)
-        server.conductor.drop("e1")
+        server.conductor.engine_left("e1")
         assert set(machine.instances) == {"e0"}
         await eventually(lambda: set(machine.instances) == {"e0", "e1"})
         assert await work == expected
@@ -235,7 +235,7 @@ async def test_of_two_engines_of_one_name_the_later_has_it_until_it_is_gone():
     async with running(engines=1) as cluster:
         earlier = cluster._tasks.pop("e0"), cluster._transports.pop("e0")
         await cluster.start("e0")
-        at = cluster.services["buffer"]._engines.at
+        at = cluster.services["buffer"]._engines._peers.address_of
         later = at("e0")
         await asyncio.sleep(12)  # both have said Hello again
         assert at("e0") == later

@@ -306,6 +306,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.slow
+@pytest.mark.ranks
 @pytest.mark.timeout(600)
 def test_two_ranks_choose_the_same_paths(tiny_model, tmp_path):
     (tmp_path / "two.py").write_text(TWO_RANKS)

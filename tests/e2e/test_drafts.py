@@ -15,6 +15,8 @@ from engine_cases import BASE, CASES, KEY, LENGTH, PROMPT, Response, chunk, in_c
 if importlib.util.find_spec("vllm") is None:
     pytest.skip("needs the engine extra", allow_module_level=True)
 
+from shared_engines import until_generated
+
 from seer.client import RolloutClient
 from seer.common.config import DraftsConfig, EngineConfig, SharedConfig, load
 from seer.common.types import SamplingParams
@@ -222,9 +224,8 @@ async def test_siblings_draft_across_engines_and_a_killed_dgds_costs_drafts_alon
                 sampling=SamplingParams(max_tokens=160, ignore_eos=True), rollout_number=0,
             )  # fmt: skip
             done = asyncio.create_task(rollout.result())
-            while kill and (rollout.progress is None or rollout.progress.tokens < 3 * 8 * 60):
-                await asyncio.sleep(0.02)
             if kill:
+                await until_generated(client, 3 * 8 * 60)
                 kill()
             groups = await done
             await asyncio.sleep(2.0)  # for the last reports

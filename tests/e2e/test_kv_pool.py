@@ -16,7 +16,7 @@ if importlib.util.find_spec("vllm") is None:
 pytest.importorskip("mooncake.store", reason="needs Mooncake and libibverbs1", exc_type=ImportError)
 
 from safetensors.torch import load_file, save_file
-from shared_engines import SharedEngines
+from shared_engines import SharedEngines, until_generated
 
 from seer.client import RolloutClient, SamplingParams
 from seer.common.pool import ask_master
@@ -51,9 +51,8 @@ class System:
         rollout = await self.client.submit(prompts, n=GROUP, sampling=sampling, rollout_number=number)
         done = asyncio.create_task(rollout.result())
         if meanwhile is not None:
-            while rollout.progress is None or rollout.progress.tokens < PROMPTS * GROUP * TOKENS // 2:
-                await asyncio.sleep(0.02)
-                assert not done.done()
+            await until_generated(self.client, PROMPTS * GROUP * TOKENS // 2)
+            assert not done.done()
             meanwhile()
         return [response.token_ids.tolist() for group in await done for response in group.responses]
 
@@ -79,18 +78,13 @@ def changed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module")
-def undisturbed(pair: SharedEngines, changed: Path) -> list[Tokens]:
-    """The tokens of each rollout, by number, without a pool or a move; those of the changed weights last."""
-
-    async def plain() -> list[Tokens]:
-        async with RolloutClient(pair.anew(policy="static"), tokenizer=MODEL) as client:
-            quiet = System(pair.system, client)
-            tokens = [await quiet.roll(number) for number in range(ROLLOUTS)]
-            await client.update_weights((await client.status()).weight_version + 1, changed)
-            return [*tokens, await quiet.roll(0)]
-
-    return asyncio.run(plain())
+async def undisturbed(pair: SharedEngines, numbers: list[int], weights: Path | None = None) -> list[Tokens]:
+    """Return the tokens of these rollouts without a pool or a move."""
+    async with RolloutClient(await asyncio.to_thread(pair.anew, policy="static"), tokenizer=MODEL) as client:
+        if weights is not None:
+            await client.update_weights((await client.status()).weight_version + 1, weights)
+        quiet = System(pair.system, client)
+        return [await quiet.roll(number) for number in numbers]
 
 
 @pytest.fixture(scope="module")
@@ -113,8 +107,8 @@ async def moving(engines: SharedEngines) -> AsyncIterator[System]:
         yield System(engines.system, client)
 
 
-async def test_a_moving_chunk_brings_its_kv(undisturbed: list[Tokens], moving: System) -> None:
-    assert await moving.roll(0) == undisturbed[0]
+async def test_a_moving_chunk_brings_its_kv(pair: SharedEngines, moving: System) -> None:
+    assert [await moving.roll(0)] == await undisturbed(pair, [0])
     stats = await moving.stats()
     assert (stats.pool_failures, stats.pool_corrupt, stats.pool_dropped_blocks, stats.preemptions) == (0,) * 4
     assert stats.pool_tokens > 0
@@ -122,10 +116,10 @@ async def test_a_moving_chunk_brings_its_kv(undisturbed: list[Tokens], moving: S
 
 
 async def test_after_an_update_old_kv_is_neither_found_nor_kept(
-    undisturbed: list[Tokens], changed: Path, moving: System
+    pair: SharedEngines, changed: Path, moving: System
 ) -> None:
-    *_, expected = undisturbed
-    assert await moving.roll(0) == undisturbed[0] != expected
+    (expected,) = await undisturbed(pair, [0], changed)
+    assert await moving.roll(0) != expected
     old = await namespaces(moving)
     await moving.client.update_weights((await moving.client.status()).weight_version + 1, changed)
     before = (await moving.stats()).pool_tokens
@@ -137,17 +131,18 @@ async def test_after_an_update_old_kv_is_neither_found_nor_kept(
     assert await namespaces(moving)
 
 
-async def test_whatever_befalls_the_pool_changes_no_token(undisturbed: list[Tokens], moving: System) -> None:
-    numbers = iter(range(ROLLOUTS))
+async def test_whatever_befalls_the_pool_changes_no_token(pair: SharedEngines, moving: System) -> None:
+    rolled: list[Tokens] = []
 
     async def pulls(meanwhile: Callable[[], None] | None = None) -> bool:
         """Roll on, and say whether KV came from the pool."""
-        before, number = await moving.stats(), next(numbers)
-        assert await moving.roll(number, meanwhile) == undisturbed[number]
+        assert len(rolled) < ROLLOUTS, "the pool does not come back"
+        before = await moving.stats()
+        rolled.append(await moving.roll(len(rolled), meanwhile))
         return (await moving.stats()).pool_tokens > before.pool_tokens
 
     async def recovers() -> None:
-        while not await pulls():  # StopIteration is a failure
+        while not await pulls():
             pass
 
     await recovers()
@@ -169,6 +164,7 @@ async def test_whatever_befalls_the_pool_changes_no_token(undisturbed: list[Toke
         moving.signal(child, signal.SIGCONT)
         await recovers()
     assert (await moving.stats()).pool_corrupt == 0
+    assert rolled == await undisturbed(pair, list(range(len(rolled))))
 
 
 async def namespaces(running: System) -> set[str]:

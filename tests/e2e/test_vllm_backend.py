@@ -399,6 +399,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.slow
+@pytest.mark.ranks
 @pytest.mark.timeout(600)
 def test_two_ranks_draw_what_one_draws(backend, tiny_model, tmp_path):
     script = tmp_path / "two_ranks.py"  # a file: workers are spawned and import it again

@@ -112,7 +112,7 @@ async def test_a_client_that_never_reads_costs_a_bounded_queue(tmp_path):
                 assert len((await asyncio.wait_for(channel.recv(), 60)).tokens) == ANSWER_BYTES
             await idle(child.process.pid)
             grown = rss_bytes(child.process.pid) - before
-            assert grown < MUTE_FETCHES * ANSWER_BYTES / 8
+            assert grown < MUTE_FETCHES * ANSWER_BYTES / 4  # its queue, and what the allocator keeps
 
             reading = 0
             while True:

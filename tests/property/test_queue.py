@@ -3,7 +3,7 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from seer.services.buffer.requests.queue import STALE, WaitingQueue
+from seer.services.buffer.requests.queue import MAX_HEAP_ITEMS, WaitingQueue
 
 IDS = tuple("abcdefgh")
 CHANGES = st.lists(
@@ -54,9 +54,9 @@ def test_memory_follows_those_who_wait_however_often_they_move():
         queue.push(str(number), (0.0, number))
     for turn in range(1000):
         queue.push(str(turn % 100), (float(turn), turn))
-    assert len(queue._heap) <= STALE * len(queue)
+    assert len(queue._heap) <= MAX_HEAP_ITEMS * len(queue)
     for number in range(99):
         queue.discard(str(number))
     queue.push("x", (0.0, 0))
-    assert len(queue._heap) <= STALE * len(queue)
+    assert len(queue._heap) <= MAX_HEAP_ITEMS * len(queue)
     assert queue.head() == "x"

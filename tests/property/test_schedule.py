@@ -124,7 +124,9 @@ class Siege:
                 self.due.pop(item.request_id, None)
         number = self.turns.total()
         views = [request.view for request in self.machine.requests.values() if not request.instance]
-        waiting = sorted((view for view in views if view.request_id in self.machine.queue), key=_queued)
+        waiting = sorted(
+            (view for view in views if view.request_id in self.machine.scheduler.queue), key=_queued
+        )
         for longer, view in enumerate(waiting):
             bound = number + FAIR_DISPATCHES * (1 + longer)
             self.due[view.request_id] = min(self.due.get(view.request_id, bound), bound)
@@ -138,7 +140,7 @@ class Siege:
 
     def last(self, dispatches):
         while self.turns.total() < dispatches:
-            if len(self.machine.queue) < 3 * self.seats + 3:
+            if len(self.machine.scheduler.queue) < 3 * self.seats + 3:
                 self.submit(self.rng.randint(1, 3), float(CAP))
             chunk = self.running.pop(self.rng.randrange(len(self.running)))
             finish = "stop" if self.rng.random() < 0.2 else ""

@@ -16,7 +16,7 @@ from snapshots import again
 from seer.common import wire
 from seer.common.policy.schedule import POLICIES
 from seer.common.types import Capacity, SamplingParams
-from seer.services.buffer import sleep
+from seer.services.buffer import sleep, submissions
 from seer.services.buffer.conductor import Conductor, Ended, Submitted
 from seer.services.buffer.log.kept import KeptChunks
 from seer.services.buffer.machine import BufferMachine
@@ -72,8 +72,8 @@ class World:
         self.conductor = Conductor(
             self, BufferMachine(self.machine, self.weights, self.sleep), self.store, KeptChunks("", 1.0, 0.0), 1e9, 1e9,
             to_engine=self.hear, to_trainer=lambda name, message: self.answers.append(message),
-            to_life=lambda life, message: self.answers.append(message),
-            publish=lambda message: None, parted=lambda name: None, record=self.tell_twin,
+            to_address=lambda life, message: self.answers.append(message),
+            publish=lambda message: None, on_loss=lambda name: None, record=self.tell_twin,
         )  # fmt: skip
         twin = RequestMachine(self.machine.policy, self.machine.limits)
         self.twin = BufferMachine(twin, WeightsMachine(50.0), sleep.SleepMachine(50.0))
@@ -156,7 +156,7 @@ class World:
             prompt_ids=["p"], lengths=[5], tokens=PROMPT,
         )  # fmt: skip
         event = events.GroupsSubmitted("t", rollout, 1, 8, [events.GroupSpec("p", 5)])
-        self.conductor.apply(event, Submitted(submit, {"p": PROMPT}))
+        self.conductor.apply(event, Submitted(submit, submissions.prompts(submit)))
 
     def work(self):
         for key, (name, chunk) in list(self.chunks.items()):

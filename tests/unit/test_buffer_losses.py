@@ -46,7 +46,7 @@ def test_a_poison_prompt_runs_alone_in_the_end_and_fails_by_name_while_all_other
     assert deaths == 4
     assert alone == [1]
     assert set(machine.groups) == {"r/p", "r/q", "r/s"}
-    assert not machine.emptied
+    assert not machine.scheduler.emptied
     assert not any(view.closed for view in machine.instances.values())
 
 
@@ -65,7 +65,7 @@ def test_a_suspect_is_cleared_by_a_chunk_that_ends():
     submit(machine, "p", "q", n=1)
     for life in (1, 2, 3):
         die(machine, "a", life)
-    assert sorted(machine.suspects) == ["r/q#0"]  # the other one is tried, alone
+    assert sorted(machine.scheduler.suspects) == ["r/q#0"]  # the other one is tried, alone
     request = machine.requests["r/p#0"]
     assert request.alone
     out = end(machine, instructions.Dispatch("a", "r/p#0", request.attempt, 16))
@@ -111,7 +111,7 @@ def test_time_set_aside_counts_anew_after_a_chunk_ran():
     submit(machine, "p", n=1, prompt_len=1000)
     for now in (1.0, 9.0):
         machine.apply(Left(["large"]), now)
-        assert machine.parked
+        assert machine.scheduler.parked
         machine.apply(Tick(), now + 7.0)
         machine.apply(Joined("large", LARGE), now + 7.5)
     assert machine.requests["r/p#0"].instance == "large"
@@ -156,7 +156,7 @@ def test_a_group_that_fails_with_a_suspect_takes_its_siblings_along():
 
 def test_a_suspect_that_is_cancelled_is_forgotten():
     machine = suspects("p", "q")
-    (waiting,) = machine.suspects
+    (waiting,) = machine.scheduler.suspects
     group = machine.requests[waiting].group
     machine.apply(events.RolloutCancelled("t", "r", [group.prompt_id]), 2.0)
     check(machine)
@@ -169,20 +169,20 @@ def test_a_suspect_that_was_set_aside_runs_alone_in_the_end():
     submit(machine, "p", "q", n=1, prompt_len=1000)
     for life in (2, 3, 4):
         machine.apply(Left(["large"], died=True), 1.0)
-        assert len(machine.parked) == 2
+        assert len(machine.scheduler.parked) == 2
         machine.apply(Joined("large", LARGE, life), 2.0)
         check(machine)
     assert machine.instances["large"].chunks == 1
-    assert len(machine.suspects) == 1
+    assert len(machine.scheduler.suspects) == 1
 
 
 def test_only_so_many_dead_engines_are_remembered(monkeypatch):
-    monkeypatch.setattr("seer.services.buffer.requests.machine.MOURNED", 1)
+    monkeypatch.setattr("seer.services.buffer.requests.engine_deaths.MAX_DEAD_LIVES", 1)
     machine = make(engines=("a", "b"))
     submit(machine, "p", n=2)
     for name, life in (("a", 0), ("b", -1)):
         machine.apply(Left([name], died=True), 1.0)
-        assert all(life in machine.requests[name].deaths for name in machine._mourned[life])
+        assert all(life in machine.requests[name].deaths for name in machine.deaths._dead_lives[life])
         check(machine)
     assert set().union(*(request.deaths for request in machine.requests.values())) == {-1}
 
@@ -204,7 +204,7 @@ def test_who_was_lost_alone_with_a_connection_that_broke_goes_on():
     machine.apply(Joined("a", CAPACITY, 3), 39.5)
     check(machine)
     assert machine.requests["r/p#0"].instance == "a"
-    assert not machine.accused
+    assert not machine.deaths.lost_alone
 
 
 def test_who_was_lost_alone_with_an_engine_that_stays_away_fails():
@@ -220,7 +220,7 @@ def test_who_was_lost_alone_with_an_engine_that_stays_away_fails():
     (refused,) = pick(machine.apply(Tick(), 41.0), instructions.Refuse)
     assert "on the last one alone" in refused.message
     check(machine)
-    assert not machine._mourned
+    assert not machine.deaths._dead_lives
 
 
 def followed(machine):
@@ -239,7 +239,7 @@ def test_who_follows_one_that_ended_early_is_not_accused_of_its_death():
     machine = make(engines=("a",))
     request = followed(machine)
     die(machine, "a", 4)  # the first one had killed it, and nobody knew yet
-    assert not machine.accused
+    assert not machine.deaths.lost_alone
     assert request.alone
 
 
@@ -247,7 +247,7 @@ def test_an_engine_that_ends_a_chunk_is_above_doubt():
     machine = make(engines=("a",))
     request = followed(machine)
     end(machine, instructions.Dispatch("a", "r/q#0", request.attempt, 16))
-    assert not machine._doubted
+    assert not machine.deaths._maybe_damaged
 
 
 def test_a_stall_of_ones_own_accuses_nobody():

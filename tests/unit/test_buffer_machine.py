@@ -160,7 +160,7 @@ def test_a_request_that_no_living_engine_can_hold_is_parked_until_one_joins():
     submit(machine, "q", n=1)
     machine.apply(Left(["big"]), 1.0)
     check(machine)
-    assert machine.parked == {"r/p#0"}
+    assert machine.scheduler.parked == {"r/p#0"}
     assert machine.requests["r/q#0"].instance == "a"
     assert pick(machine.apply(Joined("big", big), 2.0), instructions.Dispatch)[0].request_id == "r/p#0"
     check(machine)
@@ -223,7 +223,7 @@ def test_a_chunk_without_progress_or_beyond_its_limit_is_not_believed():
 
 def test_estimates_reach_the_policys_order():
     machine = make(engines=())
-    machine.policy = e_policy = POLICIES["divided"]
+    machine.scheduler.policy = e_policy = POLICIES["divided"]
     assert e_policy.order(machine_request(), Estimate(3.0)) == e_policy.order(
         machine_request(), Estimate(9.0)
     )
@@ -283,7 +283,7 @@ def test_a_request_that_fits_no_engine_left_fails_in_time():
     submit(machine, "p", n=2, max_tokens=32, prompt_len=1000)
     machine.apply(Left(["large"]), 1.0)
     machine.apply(Joined("b", CAPACITY), 9.0)  # no help: the wait goes on
-    assert machine.parked == {"r/p#0", "r/p#1"}
+    assert machine.scheduler.parked == {"r/p#0", "r/p#1"}
     assert machine.apply(Tick(), 10.9) == []
     (refused,) = pick(machine.apply(Tick(), 11.1), instructions.Refuse)
     assert (refused.prompt_ids, refused.code) == (["p"], "failed")

@@ -17,7 +17,7 @@ from seer.common.net.handshake import HELLO_FIRST, Identity
 from seer.common.net.transport.memory import MemoryNetwork, MemoryTransport
 from seer.common.types import Capacity, InstanceStats, SamplingParams
 from seer.common.wire.codec import Decoder, encode
-from seer.services.buffer.requests.machine import SUSPECT_DEATHS
+from seer.services.buffer.requests.engine_deaths import SUSPECT_DEATHS
 from seer.services.buffer.server import BufferServer
 
 HASH = shared_hash(Config().shared)

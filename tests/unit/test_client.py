@@ -22,7 +22,7 @@ from seer.client import (
     SamplingParams,
     Unreachable,
 )
-from seer.client import rollout as rollout_module
+from seer.client import prompts as prompts_module
 from seer.common.net import channel as channel_module
 from seer.common.net.transport.memory import MemoryNetwork, MemoryTransport
 from seer.common.wire import (
@@ -99,8 +99,8 @@ async def test_every_group_is_acknowledged_and_taken_once(buffer: FakeBuffer) ->
 async def test_large_rollouts_are_sent_in_bounded_messages(
     buffer: FakeBuffer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rollout_module, "BATCH_TOKENS", 10)
-    monkeypatch.setattr(rollout_module, "BATCH_PROMPTS", 3)
+    monkeypatch.setattr(prompts_module, "BATCH_TOKENS", 10)
+    monkeypatch.setattr(prompts_module, "BATCH_PROMPTS", 3)
     buffer.script = answering()
     async with connect(buffer) as client:
         prompts = [[1] * length for length in (4, 6, 1, 1, 1, 1, 25, 2)]

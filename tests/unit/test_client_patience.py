@@ -8,8 +8,7 @@ from fake_buffer import answering, connect, connected, group, progress
 from msgspec import structs
 from virtual_time import virtual
 
-from seer.client import BufferLost, DeadlineExceeded, WeightsRefused
-from seer.client import rollout as rollouts
+from seer.client import BufferLost, DeadlineExceeded, WeightsRefused, prompts
 from seer.client.rollout import submissions
 from seer.common import wire
 from seer.common.errors import InvalidField, Unreachable
@@ -63,7 +62,7 @@ async def test_a_group_is_acknowledged_when_it_arrives_and_before_leaving():
         await buffer.say(group(submitted, "0"))
         await asyncio.sleep(0.01)
         assert buffer.of(wire.Acknowledge)
-        client._open._acknowledge["r", 1] = ["left"]
+        client._active._acknowledge["r", 1] = ["left"]
     assert [type(message) for message in buffer.got[-2:]] == [wire.Acknowledge, wire.Goodbye]
     assert buffer.got[-2].prompt_ids == ["left"]
 
@@ -208,7 +207,7 @@ async def test_submissions_ask_for_the_weights_of_the_last_update_that_succeeded
 
 @virtual
 async def test_what_fails_while_it_is_sent_is_not_sent(monkeypatch):
-    monkeypatch.setattr(rollouts, "BATCH_PROMPTS", 1)
+    monkeypatch.setattr(prompts, "BATCH_PROMPTS", 1)
     async with connected() as (_, client):
         rollout = await client.submit([[1], [2], [3]], n=1)
         sent = submissions(rollout)

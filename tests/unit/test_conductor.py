@@ -32,7 +32,7 @@ class World:
         self.time = 0.0
         self.sent = []
         self.machine = RequestMachine(POLICIES["divided"], state.Limits(chunk_size=16))
-        self.parted = []
+        self.lost = []
         self.weights, self.sleep, self.store = WeightsMachine(9.0), sleep.SleepMachine(9.0), Store()
         self.conductor = Conductor(
             self,
@@ -43,8 +43,8 @@ class World:
             60.0,
             to_engine=lambda name, message: self.sent.append((name, message)),
             to_trainer=lambda name, message: self.sent.append((name, message)),
-            to_life=lambda life, message: self.sent.append((life.decode(), message)),
-            parted=self.parted.append,
+            to_address=lambda life, message: self.sent.append((life.decode(), message)),
+            on_loss=self.lost.append,
             record=lambda *row: None,
             publish=lambda message: self.sent.append(("", message)),
         )
@@ -76,7 +76,7 @@ class World:
         while self.time < time:
             self.time += TICK_SECONDS
             for name in heard:
-                self.conductor.heard(name)
+                self.conductor.received_from_engine(name)
             self.conductor.tick()
 
     def take(self, kind):
@@ -112,7 +112,7 @@ def oversleep(world):
 @pytest.mark.parametrize(
     "leave",
     [
-        lambda world: world.conductor.drop("a"),
+        lambda world: world.conductor.engine_left("a"),
         lambda world: world.conductor.give_up(["a"], "a test says so"),
         silence,
         oversleep,
@@ -160,9 +160,9 @@ def test_a_stall_of_its_own_is_not_the_silence_of_engines():
     for _ in range(5):
         world.time += 300.0  # it stood still; what engines sent meanwhile is read after the tick
         world.conductor.tick()
-        world.conductor.heard("a")
+        world.conductor.received_from_engine("a")
     assert world.where("a") == (True, True, True)
-    assert world.parted == []
+    assert world.lost == []
 
 
 def test_an_engine_that_is_heard_lives_and_one_that_loads_is_watched_too():
@@ -173,7 +173,7 @@ def test_an_engine_that_is_heard_lives_and_one_that_loads_is_watched_too():
     world.conductor.join("b", REGISTER, 2)
     assert [name for name, _ in world.take(wire.LoadWeights)] == ["a", "b"]
     world.tick_until(21.0, heard=["b"])
-    assert world.parted == ["a"]
+    assert world.lost == ["a"]
     assert ("a" in world.weights, "b" in world.weights) == (False, True)
 
 
@@ -190,10 +190,10 @@ def test_an_engine_in_a_new_life_died_in_between_and_in_the_same_life_it_did_not
 def test_a_trainer_that_gives_no_sign_loses_its_work_in_the_end():
     world = World()
     world.conductor.join("a", REGISTER, 1)
-    world.conductor.heard_trainer(b"t", 1)
+    world.conductor.received_from_trainer(b"t", 1)
     world.submit()
     world.tick_until(59.0, heard=["a"])
-    world.conductor.heard_trainer(b"t", 1)
+    world.conductor.received_from_trainer(b"t", 1)
     world.tick_until(118.0, heard=["a"])
     assert world.machine.requests
     world.tick_until(122.0, heard=["a"])
@@ -217,7 +217,7 @@ def test_a_reader_that_stops_holds_up_a_window_of_results(monkeypatch):
         world.conductor.apply(events.GroupsAcknowledged("t", "r", [sent[-3]]))
         sent += [item.prompt_id for _, item in world.take(wire.GroupDone)]
     assert sorted(sent, key=int) == [str(i) for i in range(20)]
-    world.conductor.heard_trainer(b"t", 2)  # what was under way is asked for again
+    world.conductor.received_from_trainer(b"t", 2)  # what was under way is asked for again
     world.submit(sent[-3:])
     assert [item.prompt_id for _, item in world.take(wire.GroupDone)] == sent[-3:]
 
@@ -226,12 +226,12 @@ def test_what_was_under_way_to_a_trainer_that_lost_it_holds_up_nothing_else(monk
     monkeypatch.setattr(deliveries, "WINDOW_BYTES", 1)
     world = World()
     world.conductor.join("a", REGISTER, 1)
-    world.conductor.heard_trainer(b"t", 1)
+    world.conductor.received_from_trainer(b"t", 1)
     world.submit(["lost", "next"])
     for name, chunk in world.take(wire.RunChunk):
         world.end(name, chunk, [1, 2])
     assert [done.prompt_id for _, done in world.take(wire.GroupDone)] == ["lost"]
-    world.conductor.heard_trainer(b"t", 2)
+    world.conductor.received_from_trainer(b"t", 2)
     world.submit(["next"])  # the other one is not wanted any more
     assert [done.prompt_id for _, done in world.take(wire.GroupDone)] == ["next"]
 
@@ -247,7 +247,7 @@ def test_silence_and_another_registration_of_the_same_life_speak_against_nothing
         assert request.alone
         world.conductor.join("a", REGISTER, 4)
     world.tick_until(21.0)
-    assert (world.parted, request.deaths) == (["a"], {1, 2, 3})
+    assert (world.lost, request.deaths) == (["a"], {1, 2, 3})
     assert world.machine.requests
 
 
@@ -294,7 +294,7 @@ def test_a_group_that_waited_for_its_reader_has_the_weights_that_made_it(monkeyp
     monkeypatch.setattr(deliveries, "WINDOW_BYTES", 1)
     world = World()
     world.conductor.join("a", structs.replace(REGISTER, weights_digest="begun"), 1)
-    world.conductor.heard_trainer(b"t", 1)
+    world.conductor.received_from_trainer(b"t", 1)
     world.submit(("p", "q"))
     for _, chunk in world.take(wire.RunChunk):
         world.end("a", chunk, [1])
@@ -333,10 +333,10 @@ def test_a_draining_conductor_stays_until_engines_have_loaded():
 def test_an_engine_that_was_dropped_is_lost_once():
     world = World()
     world.conductor.join("a", REGISTER, 1)
-    world.conductor.drop("a")
-    world.conductor.heard("a")
+    world.conductor.engine_left("a")
+    world.conductor.received_from_engine("a")
     world.conductor.give_up(["a"], "silent")
-    assert world.parted == []
+    assert world.lost == []
 
 
 def test_what_an_update_aborts_has_ended_before_engines_hear_of_it():

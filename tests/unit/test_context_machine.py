@@ -420,3 +420,47 @@ async def test_server_takes_the_policys_estimator_and_tells_spreads(monkeypatch)
 def test_server_refuses_what_it_cannot_use(config, message):
     with pytest.raises(ConfigError, match=message):
         make(config, MemoryTransport(MemoryNetwork()), LoopClock())
+
+
+def test_groups_of_one_shared_id_have_one_estimate():
+    machine = EstimateMachine()
+    for group, first in (("r/a", 0), ("r/b", 2)):
+        machine.apply(GroupOpened(group, 2, 5, CAP, "/g", first))
+    machine.apply(GroupOpened("r/c", 2, 5, CAP))
+    machine.changes()
+    for event in (done(0, 30), done(0, 50, "r/b"), at(1, 20)):
+        machine.apply(event)
+    assert machine.changes() == {"r/a": Estimate(50.0), "r/b": Estimate(50.0)}
+    (evidence,) = {
+        id(machine._groups[name].known): machine._groups[name].known for name in ("r/a", "r/b")
+    }.values()
+    assert (evidence.finished, evidence.unfinished) == ({0: 30, 2: 50}, {1: 20})
+    machine.apply(GroupClosed("r/a"))
+    assert (evidence.finished, evidence.unfinished) == ({0: 30, 2: 50}, {})
+    machine.apply(GroupOpened("r/d", 1, 5, CAP, "/g", 4))
+    assert machine.changes()["r/d"] == Estimate(50.0)
+    for group in ("r/b", "r/d"):
+        machine.apply(GroupClosed(group))
+    assert not machine._sharing
+
+
+def test_a_late_sibling_joins_a_group_that_was_opened_unnamed():
+    machine = machine_with(opened(), done(0, 70))
+    machine.apply(GroupOpened("r/late", 1, 5, CAP, "r/a", 4))
+    assert machine.changes() == {"r/a": Estimate(70.0), "r/late": Estimate(70.0)}
+    machine.apply(done(0, 90, "r/late"))
+    assert machine.changes() == {"r/a": Estimate(90.0), "r/late": Estimate(90.0)}
+
+
+def test_shared_groups_with_other_caps_share_nothing():
+    machine = machine_with(opened(), done(0, 70), GroupOpened("r/late", 1, 5, CAP + 1, "r/a", 4))
+    assert machine.changes() == {"r/a": Estimate(70.0)}
+
+
+def test_a_snapshot_brings_shared_groups_back():
+    machine = EstimateMachine()
+    events = [GroupOpened("r/a", 2, 5, CAP, "/g", 0), GroupOpened("r/b", 2, 5, CAP, "/g", 2), done(1, 40)]
+    for _ in range(2):
+        machine.replace(events)
+        assert machine.changes() == {"r/a": Estimate(40.0), "r/b": Estimate(40.0)}
+    assert len(machine._sharing["/g", CAP]) == 2

@@ -8,8 +8,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from seer.client.groups import Group, Response
 from seer.client.prompts import Prepared, token_array
-from seer.client.rollout import Group, Response
 from seer.common.errors import InvalidField
 from seer.rollout import journal as journal_module
 from seer.rollout.files import PromptLine, encode_group

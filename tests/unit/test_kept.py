@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from seer.common.errors import ConfigError
 from seer.services.buffer.events import Weights
+from seer.services.buffer.log import kept as kept_module
 from seer.services.buffer.log.kept import KeptChunks
 
 WEIGHTS = Weights(3, "d3")
@@ -125,7 +126,7 @@ def test_a_full_disk_ends_the_keeping_of_a_rollout_alone(tmp_path, monkeypatch):
         def close(self):
             pass
 
-    kept._files["r"].out = Full()
+    kept._files["r"][-1].out = Full()
     keep(kept, "p", 0, chunk(3, 8))
     kept.flush()
     keep(kept, "p", 0, chunk(3, 8))
@@ -155,7 +156,7 @@ def test_what_was_offered_and_refused_is_dropped(tmp_path):
     kept = begun(tmp_path)
     assert kept.offer("r", "p", ASKED, PROMPT) is not None
     kept.tick(1.0)
-    assert not kept._files["r"].offered
+    assert not kept._files["r"][-1].offered
     assert kept.offer("r", "p", ASKED, PROMPT) is not None  # it may be asked for again
 
 
@@ -237,3 +238,43 @@ def test_what_a_group_is_of_is_asked_once_and_not_at_all_without_a_folder(tmp_pa
             kept.keep("r/p", 0, *chunk(1, 6), ("", ""), identity, WEIGHTS)
         kept.close()
         assert len(asked) == times
+
+
+def test_a_rollout_that_takes_prompts_for_ever_keeps_what_goes_on_alone(tmp_path, monkeypatch):
+    monkeypatch.setattr(kept_module, "FILE_BYTES", 4_000)
+    kept = begun(tmp_path, "oldest")
+    keep(kept, "oldest", 0, chunk(0, 10))
+    largest = 0
+    for number in range(200):
+        kept.open("r", f"p{number}")
+        keep(kept, f"p{number}", 0, chunk(number, 50), ("stop", ""))
+        kept.flush()
+        if number:
+            kept.forget(f"r/p{number - 1}")
+        kept.flush()
+        largest = max(largest, sum(file.stat().st_size for file in tmp_path.iterdir()))
+    assert largest < 4 * 4_000 < 200 * 50 * 8
+    kept.close()
+    again = begun(tmp_path, "oldest", "p199")
+    assert again.offer("r", "p3", ASKED, PROMPT) is None
+    for prompt, arrays in (("oldest", chunk(0, 10)), ("p199", chunk(199, 50))):
+        assert again.offer("r", prompt, ASKED, PROMPT) is not None
+        (restored,) = again.restore(f"r/{prompt}").values()
+        assert np.array_equal(restored[0], arrays[0])
+    keep(again, "oldest", 0, chunk(7, 4))
+    for prompt in ("oldest", "p199"):
+        again.forget(f"r/{prompt}")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_group_that_begins_anew_in_another_file_leaves_none_of_the_first(tmp_path, monkeypatch):
+    monkeypatch.setattr(kept_module, "FILE_BYTES", 1)
+    written(tmp_path)
+    kept = begun(tmp_path, "p", "q")
+    for group in ("p", "q"):
+        keep(kept, group, 0, chunk(5, 6))
+    kept.flush()
+    assert len(list(tmp_path.iterdir())) == 1
+    assert kept.offer("r", "p", ASKED, PROMPT) is None
+    kept.close()
+    assert begun(tmp_path).offer("r", "p", ASKED, PROMPT).responses[0].count == 6

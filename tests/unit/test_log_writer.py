@@ -45,7 +45,7 @@ def test_a_segment_that_does_not_follow_from_the_one_before_is_found(tmp_path, s
     text = paths[1].read_bytes()
     assert b'"tokens":' in text.partition(b"\n")[0]
     paths[1].write_bytes(text.replace(b'"tokens":', b'"tokens":1', 1))
-    with pytest.raises(LogError, match=rf"{paths[1].name}: line 1: .*another state"):
+    with pytest.raises(LogError, match=rf"{paths[1].name}: line 1: .*previous segment ends"):
         list(replay_life(paths))
 
 
@@ -111,7 +111,7 @@ def test_a_full_disk_ends_the_log_alone(tmp_path, small, monkeypatch, at):
         life = Life(tmp_path)
         life.roll(1)
         life.log.close()
-    assert [entry["event"] for entry in logged] == ["the log ends here: it cannot be written"]
+    assert [entry["event"] for entry in logged] == ["the log ends here: it could not be written"]
     assert life.machine.requests.counters["tokens"] > 0
     for paths in segments.lives(tmp_path):
         assert list(replay_life(paths))

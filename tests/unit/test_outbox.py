@@ -283,78 +283,80 @@ def hello(name: str, incarnation: int) -> tuple[bytes, wire.Hello]:
 def test_a_name_is_its_latest_lifes():
     known, first = Peers(), new_incarnation()
     (old, its), (new, their) = hello("e", first), hello("e", first + LATER)
-    known.greet(old, its, 0.0)
-    known.greet(new, their, 1.0)
-    assert known.greet(old, its, 2.0) == new
-    assert (known.at("e"), known.name(old), known.name(new)) == (new, "e", "e")
+    known.hello(old, its, 0.0)
+    known.hello(new, their, 1.0)
+    assert known.hello(old, its, 2.0) == new
+    assert (known.address_of("e"), known.name_of(old), known.name_of(new)) == (new, "e", "e")
     earlier, its = hello("e", first - LATER)
-    assert known.greet(earlier, its, 3.0) == new
-    assert known.at("e") == new
-    known.leave(new)
-    assert (known.at("e"), known.name(new)) == (None, None)
-    assert known.greet(old, hello("e", first)[1], 4.0) is None
-    assert known.at("e") == old
-    known.take("e", earlier)
-    assert known.at("e") == earlier
+    assert known.hello(earlier, its, 3.0) == new
+    assert known.address_of("e") == new
+    known.remove(new)
+    assert (known.address_of("e"), known.name_of(new)) == (None, None)
+    assert known.hello(old, hello("e", first)[1], 4.0) is None
+    assert known.address_of("e") == old
+    known.assign("e", earlier)
+    assert known.address_of("e") == earlier
 
 
 def test_a_silent_life_loses_its_name_to_an_earlier_one_that_talks():
     known = Peers()
     (holder, its), (other, their) = hello("e", 2 * LATER), hello("e", LATER)
-    known.greet(holder, its, 0.0)
-    assert [known.greet(other, their, now) for now in (1.0, 6.0, 11.0, 16.0)] == [holder] * 3 + [None]
-    assert known.at("e") == other
-    assert known.greet(holder, its, 60.0) == other, "a life that wakes up does not get its name back"
+    known.hello(holder, its, 0.0)
+    assert [known.hello(other, their, now) for now in (1.0, 6.0, 11.0, 16.0)] == [holder] * 3 + [None]
+    assert known.address_of("e") == other
+    assert known.hello(holder, its, 60.0) == other, "a life that wakes up does not get its name back"
 
 
 def test_a_life_that_talks_keeps_its_name_from_earlier_ones():
     known = Peers()
     (holder, its), (other, their) = hello("e", 2 * LATER), hello("e", LATER)
     for now in range(0, 200, 5):
-        known.greet(holder, its, float(now))
-        assert known.greet(other, their, now + 1.0) == holder
-        assert known.doubtful(other) == (now < 10), "what is heard at first may have been said long before"
+        known.hello(holder, its, float(now))
+        assert known.hello(other, their, now + 1.0) == holder
+        assert known.holder_may_be_dead(other) == (now < 10), (
+            "what is heard at first may have been said long before"
+        )
 
 
 def test_only_what_was_said_since_its_holder_spoke_last_counts_for_a_name():
     known = Peers()
     (holder, its), (other, their) = hello("e", 2 * LATER), hello("e", LATER)
-    known.greet(holder, its, 0.0)
-    assert not known.doubtful(holder)
+    known.hello(holder, its, 0.0)
+    assert not known.holder_may_be_dead(holder)
     for now in (1.0, 2.0):
-        known.greet(other, their, now)
-    known.greet(holder, its, 3.0)
-    assert known.greet(other, their, 19.0) == holder
+        known.hello(other, their, now)
+    known.hello(holder, its, 3.0)
+    assert known.hello(other, their, 19.0) == holder
     known.registered[other] = 1
-    known.leave(other)
-    assert known.at("e") == holder
+    known.remove(other)
+    assert known.address_of("e") == holder
     assert not known.registered
 
 
 def test_a_stall_of_ones_own_is_not_the_silence_of_others():
     known = Peers()
     (holder, its), (other, their) = hello("e", 2 * LATER), hello("e", LATER)
-    known.greet(holder, its, 0.0)
-    known.greet(other, their, 1.0)
+    known.hello(holder, its, 0.0)
+    known.hello(other, their, 1.0)
     for _ in range(9):  # what queued up in 45 s is read in turns, at one time
-        assert known.greet(other, their, 46.0) == holder
-        known.greet(holder, its, 46.0)
-    assert known.at("e") == holder
+        assert known.hello(other, their, 46.0) == holder
+        known.hello(holder, its, 46.0)
+    assert known.address_of("e") == holder
 
 
 def test_lives_of_one_millisecond_are_taken_as_they_come():
     known, first = Peers(), LATER * 1000
     for incarnation in (first + 5, first + 3):
-        known.greet(*hello("e", incarnation), 0.0)
-    assert known.at("e") == hello("e", first + 3)[0]
+        known.hello(*hello("e", incarnation), 0.0)
+    assert known.address_of("e") == hello("e", first + 3)[0]
 
 
 def test_peers_are_bounded_and_the_silent_go_first(monkeypatch):
     monkeypatch.setattr(peers, "MAX_PEERS", 3)
     known = Peers()
     for name in ("a", "b", "c", "a", "d"):
-        known.greet(*hello(name, 1), 0.0)
-    assert [known.at(name) is not None for name in "abcd"] == [True, False, True, True]
+        known.hello(*hello(name, 1), 0.0)
+    assert [known.address_of(name) is not None for name in "abcd"] == [True, False, True, True]
 
 
 @pytest.mark.parametrize(

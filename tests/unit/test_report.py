@@ -332,7 +332,7 @@ def test_the_command(tmp_path: Path) -> None:
     [
         ("nothing", [], "LOG = "),
         ("empty", [], "holds no log"),
-        ("text", [], "is no log of a buffer"),
+        ("text", [], "is not a log of a buffer"),
         ("log", ["--rollout", "other"], "--rollout = 'other': the log has 1 rollouts, the last ones: r"),
         ("log", ["--out", "/nonexistent/x.html"], "--out = "),
         ("log", ["--trace", "/nonexistent/x.json"], "--trace = "),

@@ -33,13 +33,13 @@ def test_a_question_is_answered_in_the_end_though_no_engine_is_there():
     assert made.apply(Tick(), 15.0, idle=True) == []
     assert made.apply(Tick(), 15.5, idle=True) == [sleep.Tell("t", True, "", 2)]
     assert made.apply(sleep.SleepAsked("t", False, 3), 20.0, idle=True) == []
-    assert made.apply(Tick(), 31.0, idle=True) == [sleep.Tell("t", False, sleep.NOBODY, 3)]
+    assert made.apply(Tick(), 31.0, idle=True) == [sleep.Tell("t", False, sleep.NO_ENGINE, 3)]
 
 
 def test_nobody_is_awake_when_all_who_sleep_are_gone():
     made = machine("a", wanted=True)
     assert made.apply(sleep.SleepAsked("t", False, 1), 1.0, idle=True) == [sleep.Order("a", False)]
-    assert made.apply(Left(["a"]), 2.0, idle=True) == [sleep.Tell("t", False, sleep.NOBODY, 1)]
+    assert made.apply(Left(["a"]), 2.0, idle=True) == [sleep.Tell("t", False, sleep.NO_ENGINE, 1)]
     made.apply(Joined("a", asleep=True), 3.0, idle=True)
     assert made.apply(Tick(), 3.0, idle=True) == [sleep.Order("a", False)]
 

@@ -42,12 +42,25 @@ def test_every_field_of_a_response_is_in_a_snapshot():
 
 def test_every_attribute_is_in_a_snapshot():
     machine = make()
-    given = {"policy", "limits", "requests", "instances", "registry", "queue"}
-    assert vars(machine).keys() - given == set(snapshot.MachineFields.__struct_fields__)
+    given = {"limits", "requests", "instances", "registry", "scheduler", "deaths"}
+    of_parts = {*snapshot.OF_SCHEDULER, *snapshot.OF_DEATHS}
+    assert vars(machine).keys() - given == set(snapshot.MachineFields.__struct_fields__) - of_parts
+    given = {
+        "policy",
+        "queue",
+        "_chunk_size",
+        "_instances",
+        "_requests",
+        "_estimates",
+        "_counters",
+        "_deaths",
+    }
+    assert vars(machine.scheduler).keys() - given == set(snapshot.OF_SCHEDULER)
+    assert vars(machine.deaths).keys() - {"_requests"} == set(snapshot.OF_DEATHS)
     given = {"_limits", "_fleet", "_counters", "_drop"} | BY_NAME
     assert vars(machine.registry).keys() - given == set(snapshot.RegistryFields.__struct_fields__)
     whole = BufferMachine(machine, WeightsMachine(), SleepMachine())
-    assert vars(whole).keys() == {"requests", "weights", "sleep", "engines", "_idle", "_stirred", "_seen"}
+    assert vars(whole).keys() == {"requests", "weights", "sleep", "engines", "_idle", "_changed", "_shared"}
 
 
 def test_parts_that_machines_share_are_shared_by_restored_ones():
@@ -72,10 +85,10 @@ def test_orders_and_what_a_collected_part_leaves_are_kept():
         end(machine, dispatch)
     finished = list(machine.registry.finished)
     assert finished == ["r/z3", "r/z2"]
-    assert list(machine.queue) != sorted(machine.queue)
+    assert list(machine.scheduler.queue) != sorted(machine.scheduler.queue)
     new = again(BufferMachine(machine, WeightsMachine(), SleepMachine())).requests
     assert list(new.registry.finished) == finished
-    assert list(new.queue) == list(machine.queue)
+    assert list(new.scheduler.queue) == list(machine.scheduler.queue)
     machine.apply(GroupsAcknowledged("t", "r", ["z3", "z2"]), 2.0)
     machine.apply(RolloutCancelled("t", "r", []), 3.0)
     assert machine.registry._partial

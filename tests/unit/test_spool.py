@@ -109,9 +109,9 @@ async def life(world):
         for offset in (0, 100):
             await world.put(part(name, offset))
         await world.put(wire.ReadSpool(name=name, offset=0), b"reader")
-        world.spool.tidy({f"spool:{name}"})
+        world.spool.remove_unneeded({f"spool:{name}"})
         await asyncio.sleep(0.01)
-        world.spool.tidy(set())
+        world.spool.remove_unneeded(set())
         await asyncio.sleep(0.01)
 
 
@@ -152,16 +152,16 @@ async def test_a_tick_between_opening_and_naming_ends_no_stream(tmp_path):
         world = World(tmp_path / str(gap))
         await world.put(wire.OpenSpool(name="v1-a", size=200))
         for step in (part("v1-a", 0), part("v1-a", 100)):
-            world.spool.tidy(set())
+            world.spool.remove_unneeded(set())
             await asyncio.sleep(gap)
-            world.spool.tidy(set())
+            world.spool.remove_unneeded(set())
             assert not (await world.put(step)).problem
         await asyncio.sleep(gap)
-        world.spool.tidy(set())
+        world.spool.remove_unneeded(set())
         state = await world.put(wire.OpenSpool(name="v1-a"))
         assert (state.problem, state.have) == ("", 200)
         world.spool.name("spool:v1-a")  # an update names it, and is refused at once
-        world.spool.tidy(set())
+        world.spool.remove_unneeded(set())
         assert "no longer needed" in (await world.put(wire.OpenSpool(name="v1-a"))).problem
         await world.stop()
 
@@ -172,7 +172,7 @@ async def test_a_stream_that_no_update_names_goes_after_a_while(tmp_path):
     await world.put(wire.OpenSpool(name="v1-a", size=100))
     await world.put(part("v1-a", 0))
     await asyncio.sleep(wire.SPOOL_STALL_SECONDS + 1)
-    world.spool.tidy(set())
+    world.spool.remove_unneeded(set())
     assert "no longer needed" in (await world.put(wire.OpenSpool(name="v1-a"))).problem
     await world.stop()
 
@@ -254,12 +254,12 @@ async def test_what_an_earlier_life_left_stays_for_engines_that_are_not_back_yet
         await world.stop()
         world = World(tmp_path)
         world.spool.name("spool:v1-a")  # and that update is refused: nobody is there
-        world.spool.tidy(set())
+        world.spool.remove_unneeded(set())
         assert (await world.put(wire.OpenSpool(name="v1-a", size=0))).have == 100
         if back:
-            world.spool.tidy({"spool:v1-a"})  # an engine that has it live is back
+            world.spool.remove_unneeded({"spool:v1-a"})  # an engine that has it live is back
         else:
             await asyncio.sleep(wire.SPOOL_STALL_SECONDS + 1)
-        world.spool.tidy(set())
+        world.spool.remove_unneeded(set())
         assert (await world.put(wire.OpenSpool(name="v1-a", size=0))).problem == "is no longer needed"
         await world.stop()

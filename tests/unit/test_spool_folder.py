@@ -99,7 +99,7 @@ def test_whole_streams_of_an_earlier_life_are_taken_over_and_others_deleted(clai
     for name, size in (("v1-whole", 4), ("v2-part", 4), ("v3-short", 8)):
         claimed.begin(name, size, f"token {name}")
         (claimed.root / name / "model.safetensors").write_bytes(bytes(4))
-        claimed.note(name, size, f"token {name}", whole=name != "v2-part")
+        claimed.write_notes(name, size, f"token {name}", whole=name != "v2-part")
     (claimed.root / "v4-garbage").mkdir()
     (claimed.root / "other").mkdir()
     assert claimed.inherited() == {"v1-whole": (4, "token v1-whole")}

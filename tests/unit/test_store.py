@@ -1,9 +1,11 @@
 """The tokens behind the machine's counts."""
 
 import numpy as np
+import pytest
 
 from seer.common import ids, wire
 from seer.common.types import SamplingParams
+from seer.services.buffer import submissions
 from seer.services.buffer.events import Weights
 from seer.services.buffer.requests import instructions, state
 from seer.services.buffer.store import Store
@@ -12,14 +14,23 @@ PROMPT = np.arange(3, dtype=np.int32)
 SAMPLING = SamplingParams(max_tokens=8)
 
 
-def opened():
+def submitted(prompt=PROMPT, **more):
+    """Prompt "p" of rollout "r", as the store takes it."""
+    fields = {
+        "rollout_id": "r", "rollout_number": 5, "seed": 4, "n": 1, "sampling": SAMPLING, "prompt_ids": ["p"],
+        "lengths": [3], "tokens": prompt,
+    }  # fmt: skip
+    return submissions.prompts(wire.Submit(**{**fields, **more}))["p"]
+
+
+def opened(**more):
     store = Store()
-    submit = wire.Submit(
-        rollout_id="r", rollout_number=5, seed=4, n=1, sampling=SAMPLING, prompt_ids=["p"], lengths=[3],
-        tokens=PROMPT,
-    )  # fmt: skip
-    store.open(submit, "p", PROMPT)
+    store.open("r/p", submitted(**more))
     return store
+
+
+def chunk_of(store):
+    return store.chunk(instructions.Dispatch("a", "r/p#0", 1, 4), "r/p", 0, wait_for_room=True)
 
 
 def test_a_result_names_what_it_was_made_for_and_by_however_often_it_is_delivered():
@@ -38,8 +49,33 @@ def test_what_is_kept_is_no_view_of_a_message_and_what_is_unknown_differs_from_n
     store, message = opened(), np.array([7, 8], np.int32)
     store.keep("r/p", 0, message[:1], np.zeros(1, np.float32), Weights(1, "d1"))
     message[0] = 9
-    dispatch = instructions.Dispatch("a", "r/p#0", 1, 4)
-    assert store.chunk(dispatch, "r/p", 0, wait_for_room=True).tokens.tolist() == [0, 1, 2, 7]
-    assert store.same("r/p", PROMPT)
-    assert not store.same("r/p", PROMPT + 1)
-    assert store.same("r/q", PROMPT)
+    assert chunk_of(store).tokens.tolist() == [0, 1, 2, 7]
+    assert store.same("r/p", submitted())
+    assert not store.same("r/p", submitted(PROMPT + 1))
+    assert store.same("r/q", submitted())
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"seed": 6},
+        {"rollout_number": 6},
+        {"n": 2},
+        {"sampling": SamplingParams(max_tokens=9)},
+        {"groups": ["g"]},
+        {"first_indices": [1]},
+    ],
+)
+def test_what_would_have_other_responses_is_not_the_same(other):
+    assert not opened().same("r/p", submitted(**other))
+    assert opened(**other).same("r/p", submitted(**other))
+
+
+def test_noise_is_that_of_the_groups_name_and_the_index_in_it():
+    alone = chunk_of(opened())
+    assert (alone.key, alone.draft_group) == (ids.request_key(4, 5, "p", 0), "")
+    late = chunk_of(opened(groups=["g"], first_indices=[3]))
+    assert (late.key, late.draft_group, late.draft_index) == (ids.request_key(4, 5, "g", 3), "r/g", 3)
+    assert (late.request_id, late.group_id) == ("r/p#0", "r/p")
+    everywhere = chunk_of(opened(groups=["/g"], first_indices=[3]))
+    assert (everywhere.key, everywhere.draft_group) == (ids.request_key(4, 5, "/g", 3), "/g")

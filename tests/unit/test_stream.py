@@ -322,7 +322,14 @@ def machine_of(requests):
     for number in range(requests // 8):
         name = f"rollout-0123456789/prompt-{number:08d}"
         groups[name] = SimpleNamespace(
-            group_id=name, size=8, prompt_len=100, max_tokens=32768, done=False, held_since=None
+            group_id=name,
+            size=8,
+            prompt_len=100,
+            max_tokens=32768,
+            done=False,
+            held_since=None,
+            shared_id="",
+            first_index=0,
         )
         for index in range(8):
             view = SimpleNamespace(index=index, generated=1000 + index)

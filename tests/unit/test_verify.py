@@ -15,7 +15,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from seer.cli.main import main
-from seer.client.rollout import Group, Response
+from seer.client.groups import Group, Response
 from seer.common.config import Config, EngineConfig, SharedConfig
 from seer.common.errors import SeerError
 from seer.common.types import SamplingParams

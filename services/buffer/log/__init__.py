@@ -1,1 +1,1 @@
-"""The buffer's log: what its machines were told and answered, by rows, for replay, reports and comparison."""
+"""The buffer's log, a row per event with its instructions, for replay and reports; and kept chunks."""

@@ -1,11 +1,11 @@
-"""A log of the buffer's machines: a line of JSON for each event, with what they answered.
+"""The format of the log: a line of JSON for each event, with the instructions that the machines returned.
 
-The first line of a file is a `Header`, which has the machines' state, every other one
-`[time, event, [instruction, ...]]`, the time in seconds of a monotonic clock. Events and instructions are the
-machines' own (`services/buffer/machine.py`), so a log runs through the machines again as it is (`replay.py`).
-Instructions that repeat what their event says are left out (`SAID`).
+The first line of a file is a `Header` with the machines' state. Every other line is
+`[time, event, [instruction, ...]]`, with the time in seconds of a monotonic clock. Events and instructions
+are those of the machines (`services/buffer/machine.py`), so a log can be replayed as it is (`replay.py`).
+Instructions that follow from their event alone are left out (`IMPLIED`).
 
-A line is written whole or, by a process that was killed, in part: `read` ends there.
+A process that is killed may leave an incomplete last line: `read` ignores it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from seer.services.buffer.weights.machine import WeightsMachine
 
 FORMAT = 1
 
-SAID = frozenset(
+IMPLIED = frozenset(
     (
         instructions.Keep,
         instructions.Take,
@@ -39,11 +39,11 @@ SAID = frozenset(
         GroupClosed,
     )
 )
-"""Instructions that no row holds: they follow from the event, and are most of all."""
+"""Instructions that are not logged: they follow from the event, and most instructions are of these kinds."""
 
 
 class LogError(SeerError):
-    """A log that cannot be read, or that this version's machines answer in another way."""
+    """A log that cannot be read, or for which this version's machines return other instructions."""
 
     code = "log"
 
@@ -56,13 +56,13 @@ NO_STATE = msgspec.Raw(b"null")
 
 
 class Header(msgspec.Struct, frozen=True, kw_only=True):
-    """What a log is of, and all that the machines' answers depend on beside events and times.
+    """All that the machines' instructions depend on, beside events and their times.
 
-    `started` is the wall clock (seconds since 1970) at `clock` on the log's own. `attempt` numbers the first
-    chunk of this life; `engine`, in logs of the simulator, says what simulated it.
-    Segments of one life are numbered. `open` are the rollouts that are not forgotten as it begins, `before`
-    those that were submitted in the segment before.
-    `state` is a snapshot of the machines (`snapshot.py`); none: their state when a life begins.
+    `started` is the wall-clock time (seconds since 1970) when the log's own clock showed `clock`.
+    Attempts count up from `attempt`. `engine` is set in logs of the simulator: its model of an engine.
+    `number` counts the segments of one life. `open`: rollouts that the buffer has when the segment begins;
+    `before`: rollouts submitted during the previous segment.
+    `state` is a snapshot of the machines (`snapshot.py`); null: their state when a life begins.
     """
 
     format: int = FORMAT
@@ -81,7 +81,7 @@ class Header(msgspec.Struct, frozen=True, kw_only=True):
     state: msgspec.Raw = NO_STATE
 
     def machine(self) -> BufferMachine:
-        """Return the machines as they were at the beginning.
+        """Return the machines in the state in which the segment begins.
 
         Raises `LogError` for an unknown policy, or a state that this version cannot read.
         """
@@ -99,7 +99,7 @@ class Header(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Line(NamedTuple):
-    """One row: when, what happened, and what the machines answered, `SAID` left out."""
+    """One row: the time, the event, and the instructions without those that are `IMPLIED`."""
 
     time: float
     event: Event
@@ -118,22 +118,22 @@ def header_line(header: Header) -> bytes:
 
 def line(time: float, event: Event, out: Iterable[Instruction]) -> bytes:
     """Return the line of an event."""
-    return _encoder.encode((time, event, unsaid(out))) + b"\n"
+    return _encoder.encode((time, event, without_implied(out))) + b"\n"
 
 
-def unsaid(out: Iterable[Instruction]) -> list[Instruction]:
-    """Return the instructions that a row holds."""
-    return [item for item in out if type(item) not in SAID]
+def without_implied(out: Iterable[Instruction]) -> list[Instruction]:
+    """Return the instructions that are logged."""
+    return [item for item in out if type(item) not in IMPLIED]
 
 
 def read(path: Path) -> tuple[Header, Iterator[Line]]:
-    """Return what a file holds, up to a line that is not whole. Raises `LogError` for what is no log."""
+    """Return a file's header and its complete lines. Raises `LogError` if it is not a log of a buffer."""
     lines = _lines(path)
     first = next(lines, b"")
     try:
         header = _header.decode(first)
     except msgspec.MsgspecError as error:
-        raise LogError(f"{path}: is no log of a buffer: {error}") from None
+        raise LogError(f"{path}: is not a log of a buffer: {error}") from None
     if header.format != FORMAT:
         raise LogError(
             f"{path}: has format {header.format} of version {header.version or '?'}, this one reads {FORMAT}"

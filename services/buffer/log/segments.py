@@ -1,10 +1,10 @@
 """The files of a log's folder: `INCARNATION-NUMBER.jsonl`, the segments of each life of the buffer.
 
 Invariants (tests/unit/test_log_segments.py):
-- kept are all segments from the oldest one on that is about one of the newest `ROLLOUTS` rollouts of all
-  lives, as far as all segments together have at most `KEPT_BYTES`;
-- a segment that is being written is never deleted, whoever writes it;
-- nothing but segments is touched.
+- the oldest segment about one of the newest `ROLLOUTS` rollouts of all lives, and all segments after it,
+  are kept; but the oldest segments are deleted while all together have more than `KEPT_BYTES`;
+- a segment that is being written is never deleted, whichever buffer writes it;
+- no other files are touched.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from seer.services.buffer.log.rows import Header, Line, Submission
 from seer.services.buffer.requests.events import GroupsSubmitted
 
 ROLLOUTS = 20
-"""An incident is noticed within a few iterations."""
+"""Enough for an incident that is noticed within a few iterations."""
 
 KEPT_BYTES = 2**31
-"""The rows of 20 rollouts of half an hour, at 100,000 tokens/s in chunks of 512."""
+"""Room for the rows of 20 rollouts of half an hour, at 100,000 tokens/s in chunks of 512."""
 
 _NAME = re.compile(r"[0-9a-f]{16}-[0-9]{6}\.jsonl")
 _SUBMITTED = b'["GroupsSubmitted",'
@@ -42,7 +42,7 @@ def segments(folder: Path) -> list[Path]:
 
 
 def lives(folder: Path) -> list[list[Path]]:
-    """Return the segments of each life, in order; so are lives, as far as clocks were never set back."""
+    """Return the segments of each life, both in order; lives are in order unless a clock was set back."""
     found: dict[str, list[Path]] = {}
     for path in segments(folder):
         found.setdefault(path.name.partition("-")[0], []).append(path)
@@ -50,11 +50,11 @@ def lives(folder: Path) -> list[list[Path]]:
 
 
 def submitted(path: Path) -> list[Submission]:
-    """Return the rollouts that were submitted in a segment, as far as it can be read."""
+    """Return the rollouts submitted in a segment, up to the first line that cannot be read."""
     submissions: dict[Submission, None] = {}
     with path.open("rb") as file:
         for text in file:
-            if _SUBMITTED in text:  # few are: to decode all takes ten times as long
+            if _SUBMITTED in text:  # few lines have it; decoding all lines takes ten times as long
                 try:
                     event = _line.decode(text).event
                 except msgspec.MsgspecError:
@@ -65,17 +65,17 @@ def submitted(path: Path) -> list[Submission]:
 
 
 def create(path: Path) -> BinaryIO:
-    """Begin a segment, with the lock that says that it is being written. Raises `OSError`."""
+    """Create a segment, locked for as long as it is being written. Raises `OSError`."""
     while True:
         file = path.open("xb", buffering=0)
-        fcntl.flock(file, fcntl.LOCK_EX)  # one who deletes old segments may have it for a moment
+        fcntl.flock(file, fcntl.LOCK_EX)  # a buffer that deletes old segments may hold it for a moment
         if os.fstat(file.fileno()).st_nlink:
             return file
         file.close()
 
 
 class _Head(msgspec.Struct):
-    """What of a `Header` says when a segment began, and what it and the one before are about."""
+    """The fields of a `Header` that `Pruner` needs."""
 
     started: float = 0.0
     open: list[Submission] = []
@@ -93,18 +93,17 @@ class _Segment(NamedTuple):
     submissions: list[Submission]
 
 
-class Keeper:
-    """Deletes old segments of a folder. What it reads of them is remembered."""
+class Pruner:
+    """Deletes old segments of a folder. It remembers what it read of each, so it reads every file once."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._heads: dict[Path, _Head] = {}
-        self._submissions: dict[
-            Path, tuple[int, list[Submission]]
-        ] = {}  # and the size of the segment by then
+        # With the size that the segment had when it was read.
+        self._submissions: dict[Path, tuple[int, list[Submission]]] = {}
 
-    def trim(self) -> None:
-        """Delete what nobody needs. Raises `OSError`."""
+    def prune(self) -> None:
+        """Delete segments that are no longer needed. Raises `OSError`."""
         found = self._segments()
         newest: dict[Submission, None] = {}
         for segment in reversed(found):
@@ -122,7 +121,7 @@ class Keeper:
                 self._submissions.pop(segment.path, None)
 
     def _segments(self) -> list[_Segment]:
-        """Return all segments, the oldest first; what cannot be read is oldest."""
+        """Return all segments, the oldest first; those that cannot be read count as the oldest."""
         found = []
         for life in lives(self._folder):
             for path, following in zip(life, [*life[1:], None], strict=True):
@@ -147,7 +146,7 @@ class Keeper:
 
 
 def _deleted(path: Path) -> bool:
-    """Delete a segment unless it is being written; say whether it is gone."""
+    """Delete a segment unless it is being written; return whether it was deleted."""
     with path.open("rb") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,18 +1,19 @@
-"""The whole state of the buffer's machines as plain data, and machines made of it again.
+"""Snapshots of the whole state of the buffer's machines, and machines restored from them.
 
 Invariants (tests/property/test_buffer_machine.py and test_weights_and_sleep.py, tests/unit/test_snapshot.py):
-- restored machines answer every further event as those that the snapshot is of, to the last bit;
-- every field of the machines' state is in a snapshot, or follows from what is;
-- orders that decisions depend on are kept: of rollouts and groups, of those who wait, run or are suspects.
+- restored machines return the same instructions for every further event, to the last bit;
+- every field of the machines' state is in a snapshot, or follows from fields that are;
+- every order that decisions depend on is restored: of rollouts, groups, and requests that wait, run or are
+  suspects.
 
-Left out are the times at which responses finished: they are the server's, who takes them away. What decides
-who goes next follows from the requests and their estimates, as policies are pure.
+The times at which responses finished are left out: the server takes them away. The keys of waiting requests
+are left out, too: they follow from the requests and their estimates, as policies are pure.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from operator import attrgetter
 from typing import Any
 
@@ -25,7 +26,6 @@ from seer.common.policy.request import RequestView
 from seer.services.buffer.events import Joined
 from seer.services.buffer.machine import BufferMachine
 from seer.services.buffer.requests.events import Kept
-from seer.services.buffer.requests.group_registry import GroupRegistry
 from seer.services.buffer.requests.machine import RequestMachine
 from seer.services.buffer.requests.state import GroupState, RequestState, RolloutState
 from seer.services.buffer.sleep import SleepMachine
@@ -33,7 +33,7 @@ from seer.services.buffer.weights.machine import WeightsMachine
 
 
 class Response(msgspec.Struct, array_like=True):
-    """A `RequestState` and its view, without what is their group's."""
+    """A `RequestState` and its view, without what its group has."""
 
     generated: int
     queued: int
@@ -50,7 +50,7 @@ class Response(msgspec.Struct, array_like=True):
 
 
 VIEW = ("generated", "queued", "last_instance")
-"""The fields of a `Response` that are its view's."""
+"""The fields of a `Response` that are in the view of a `RequestState`."""
 
 
 class GroupFields(msgspec.Struct, array_like=True):
@@ -70,12 +70,14 @@ class GroupFields(msgspec.Struct, array_like=True):
     counters: dict[str, int]
     acceptance: list[int]
     earlier: Kept | None
+    shared_id: str = ""
+    first_index: int = 0
 
 
 class Group(msgspec.Struct, array_like=True):
-    """A group: its rollout's id, its `number` in order of opening, and its responses in index order.
+    """A group: its rollout's id, its `number` in the order of opening, and its responses in index order.
 
-    One that is held has no responses yet.
+    A held group has no responses yet.
     """
 
     fields: GroupFields
@@ -101,10 +103,11 @@ class RolloutFields(msgspec.Struct, array_like=True):
     collected: bool
     failed: bool
     counters: dict[str, int]
+    open: bool = False
 
 
 class RegistryFields(msgspec.Struct):
-    """What a `GroupRegistry` has beside rollouts and groups."""
+    """The state of a `GroupRegistry` beside rollouts and groups."""
 
     finished_tokens: int
     unfinished_tokens: int
@@ -116,7 +119,10 @@ class RegistryFields(msgspec.Struct):
 
 
 class MachineFields(msgspec.Struct):
-    """What a `RequestMachine` has beside what others of this file hold."""
+    """The state of a `RequestMachine` and its parts that no other Struct here has.
+
+    Fields are encoded under the names that they have in earlier logs.
+    """
 
     estimates: dict[str, Estimate]
     acceptance: list[int]
@@ -124,22 +130,27 @@ class MachineFields(msgspec.Struct):
     parked: set[str]
     suspects: dict[str, None]
     emptied: str
-    accused: dict[str, tuple[str, int, float]]
+    lost_alone: dict[str, tuple[str, int, float]] = msgspec.field(name="accused")
     _attempt: int
-    _doubted: set[str]
+    _maybe_damaged: set[str] = msgspec.field(name="_doubted")
     _running: dict[str, dict[str, None]]
     _lives: dict[str, int]
-    _mourned: dict[int, set[str]]
+    _dead_lives: dict[int, set[str]] = msgspec.field(name="_mourned")
     _no_engine_since: float | None
     _last_tick: float | None
     _queued: int
     _group_number: int
 
 
+OF_SCHEDULER = ("parked", "suspects", "emptied", "_queued")
+OF_DEATHS = ("lost_alone", "_maybe_damaged", "_dead_lives", "_last_tick")
+"""The fields of `MachineFields` that are in the machine's `scheduler` and `deaths`."""
+
+
 class State(msgspec.Struct):
     """The state of a `BufferMachine`.
 
-    `queue` has those that wait, the one that has waited longest first; `finished` groups in that order.
+    `queue`: waiting requests, the longest waiting one first; `finished`: groups in the order of finishing.
     """
 
     machine: MachineFields
@@ -159,15 +170,20 @@ _encoder = msgspec.json.Encoder()
 _decoder = msgspec.json.Decoder(State)
 
 
-def _getter(kind: type[msgspec.Struct], *of_view: str) -> attrgetter[Any]:
-    """Return what makes a tuple of an object's fields for a row: it is encoded as the row would be."""
-    return attrgetter(*(f"view.{name}" if name in of_view else name for name in kind.__struct_fields__))
+def _getter(kind: type[msgspec.Struct], **parts: tuple[str, ...]) -> attrgetter[Any]:
+    """Return a function that makes a tuple of an object's fields; it is encoded as a `kind` would be.
+
+    `parts`: by attribute of the object, the fields that are attributes of that part.
+    """
+    paths = {name: f"{part}.{name}" for part, names in parts.items() for name in names}
+    return attrgetter(*(paths.get(name, name) for name in kind.__struct_fields__))
 
 
-_response: Callable[[RequestState], Response] = _getter(Response, *VIEW)
+_response: Callable[[RequestState], Response] = _getter(Response, view=VIEW)
 _group: Callable[[GroupState], GroupFields] = _getter(GroupFields)
 _rollout: Callable[[RolloutState], RolloutFields] = _getter(RolloutFields)
-_registry, _machine = _getter(RegistryFields), _getter(MachineFields)
+_registry = _getter(RegistryFields)
+_machine = _getter(MachineFields, scheduler=OF_SCHEDULER, deaths=OF_DEATHS)
 
 
 def snapshot(machine: BufferMachine) -> bytes:
@@ -180,7 +196,7 @@ def snapshot(machine: BufferMachine) -> bytes:
         rollouts=[_rollout(each) for each in registry.rollouts.values()],
         groups=[_group_of(requests, each) for each in registry.groups.values()],
         finished=list(registry.finished),
-        queue=list(requests.queue),
+        queue=list(requests.scheduler.queue),
         fleet=list(requests.instances.values()),
         engines=machine.engines,
         weights=machine.weights,
@@ -199,29 +215,38 @@ def _group_of(machine: RequestMachine, group: GroupState) -> Group:
 
 
 def parse(data: bytes | msgspec.Raw) -> State:
-    """Return a snapshot's state. Raises `msgspec.MsgspecError` for what is none."""
+    """Return a snapshot's state. Raises `msgspec.MsgspecError` if it is not a snapshot."""
     return _decoder.decode(data)
 
 
 def restored(state: State, empty: RequestMachine) -> BufferMachine:
-    """Return machines of a state, which is theirs then; `empty`: a new one of its policy and limits."""
-    _fill(empty, state.machine)
-    _fill(empty.registry, state.registry)
+    """Return machines in this state; `empty` is a new machine with its policy and limits.
+
+    The machines keep and change parts of `state`.
+    """
+    of_machine = set(MachineFields.__struct_fields__).difference(OF_SCHEDULER, OF_DEATHS)
+    for target, values, names in (
+        (empty, state.machine, of_machine),
+        (empty.scheduler, state.machine, OF_SCHEDULER),
+        (empty.deaths, state.machine, OF_DEATHS),
+        (empty.registry, state.registry, RegistryFields.__struct_fields__),
+    ):
+        _fill(target, values, names)
     empty.registry._partial.update(state.partial)
     for instance in state.fleet:
         empty.instances.add(instance)
     _fill_groups(empty, state)
     for request_id in state.queue:
-        empty._push(request_id)
+        empty.scheduler.push(request_id)
     machine = BufferMachine(empty, state.weights, state.sleep)
     machine.engines = state.engines
     return machine
 
 
-def _fill(target: RequestMachine | GroupRegistry, values: msgspec.Struct) -> None:
-    for name in values.__struct_fields__:
+def _fill(target: object, values: msgspec.Struct, names: Iterable[str]) -> None:
+    for name in names:
         value = getattr(values, name)
-        if isinstance(value, dict | set):  # several parts of a machine may hold it
+        if isinstance(value, dict | set):  # several parts of a machine may refer to it
             getattr(target, name).update(value)
         else:
             setattr(target, name, value)

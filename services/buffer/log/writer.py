@@ -1,10 +1,10 @@
-"""Writes the log of one life of the buffer, in segments: files of a folder, or the last two in memory.
+"""Writes the log of one life of the buffer in segments: files in a folder, or the last two in memory.
 
 Invariants (tests/unit/test_log_writer.py):
-- a buffer's work never waits for its log, nor ends with it: a disk that is full ends the log alone;
-- lines are written in their order, those of one turn of the loop or more at a time;
-- each segment begins with the machines' state, and runs through the machines on its own;
-- in memory are at most two segments: the last `RING_BYTES` of rows at least, once there were as many.
+- the buffer does not depend on its log: if the disk is full, only the log ends;
+- lines are written in order, many at a time;
+- each segment begins with the machines' state, so it can be replayed without the others;
+- at most two segments are in memory: at least the last `RING_BYTES` of rows, once there are so many.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ from seer.services.buffer.machine import BufferMachine, Event, Instruction
 from seer.services.buffer.requests.events import GroupsSubmitted
 
 FLUSH_BYTES = 2**20
-"""Lines that wait for the next tick at most."""
+"""Lines not written yet: with more of them, the next tick is not waited for."""
 
 SEGMENT_BYTES = 2**24
-"""A file that grew past this is followed by another: 11 minutes at 100,000 tokens/s in chunks of 512."""
+"""A file larger than this is followed by another: 11 minutes at 100,000 tokens/s in chunks of 512."""
 
 RING_BYTES = 2**22
-"""Likewise without a folder, in memory: nearly three minutes."""
+"""The same limit for segments in memory: nearly three minutes."""
 
 SNAPSHOTS = 4
-"""Segments are so many times as long as the snapshot that they begin with, at least."""
+"""A segment is at least this many times as long as the snapshot it begins with."""
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
@@ -56,37 +56,37 @@ class Ring:
         self.kept.append((name, bytearray(text)))
 
     def append(self, text: bytes | bytearray) -> None:
-        """Take lines."""
+        """Add lines."""
         self.kept[-1][1].extend(text)
 
     def close(self) -> None:
-        """Forget all."""
+        """Free everything."""
         self.kept.clear()
 
 
 class Folder:
-    """Segments in files; who writes one holds its lock."""
+    """Segments in files; the writer of a file holds a lock on it."""
 
     limit = SEGMENT_BYTES
 
     def __init__(self, path: Path) -> None:
         path.mkdir(parents=True, exist_ok=True)
         self._path = path
-        self._keeper = segments.Keeper(path)
+        self._pruner = segments.Pruner(path)
         self._file: BinaryIO | None = None
 
     def begin(self, name: str, text: bytes) -> None:
-        """Begin a segment, and delete those that nobody needs any more."""
+        """Begin a segment, and delete those that are no longer needed."""
         self.close()
         path = self._path / name
         self._file = segments.create(path)
         try:
             self.append(text)
         except OSError:
-            path.unlink()  # half a first line is no log
+            path.unlink()  # a log with half a header cannot be read
             raise
-        with contextlib.suppress(FileNotFoundError):  # another buffer deletes them, too
-            self._keeper.trim()
+        with contextlib.suppress(FileNotFoundError):  # another buffer may delete them, too
+            self._pruner.prune()
 
     def append(self, text: bytes | bytearray) -> None:
         """Write lines."""
@@ -95,16 +95,16 @@ class Folder:
             rest = rest[self._file.write(rest) :]
 
     def close(self) -> None:
-        """Write no more."""
+        """Close the file."""
         if self._file is not None:
             self._file.close()
             self._file = None
 
 
 class LogWriter:
-    """Without a `folder` the last rows are kept in memory, for `dump`.
+    """Writes to `folder`; empty: the last rows are kept in memory, for `dump`.
 
-    Raises `ConfigError` where the folder cannot be made or written, unless its disk is full.
+    Raises `ConfigError` if the folder cannot be created or written, unless its disk is full.
     """
 
     def __init__(self, folder: str, header: rows.Header, machine: BufferMachine) -> None:
@@ -121,10 +121,10 @@ class LogWriter:
             if error.errno not in _FULL:
                 fix = "give a folder that the buffer may write"
                 raise ConfigError(f"buffer.log = {folder!r}: cannot be used ({error}); {fix}") from error
-            self._give_up(error)
+            self._stop(error)
 
     def write(self, now: float, event: Event, out: Iterable[Instruction]) -> None:
-        """Note what the machines were told, and answered just now."""
+        """Add an event that was just applied, and the instructions that the machines returned."""
         if self._segments is None:
             return
         self._text += rows.line(now, event, out)
@@ -137,7 +137,7 @@ class LogWriter:
             self.flush()
 
     def flush(self) -> None:
-        """Write what waits."""
+        """Write all lines that are not written yet."""
         if self._segments is None or not self._text:
             return
         text, self._text = self._text, bytearray()
@@ -145,10 +145,10 @@ class LogWriter:
         try:
             self._segments.append(text)
         except OSError as error:
-            self._give_up(error)
+            self._stop(error)
 
     def dump(self) -> None:
-        """Keep the log of a crash: what lies in memory is written to a new temporary folder."""
+        """After a crash, write the segments in memory to a new temporary folder."""
         self.flush()
         if not isinstance(self._segments, Ring):
             return
@@ -157,12 +157,12 @@ class LogWriter:
             for name, text in self._segments.kept:
                 (folder / name).write_bytes(text)
         except OSError as error:
-            self._log.warning("the log of this crash cannot be written", error=str(error))
+            self._log.warning("the log of this crash could not be written", error=str(error))
         else:
-            self._log.error("what led to this crash can be replayed", command=f"seer replay {folder}")
+            self._log.error("the events before this crash can be replayed", command=f"seer replay {folder}")
 
     def close(self) -> None:
-        """Write what waits, and nothing more."""
+        """Write all lines and close; later ones are ignored."""
         self.flush()
         if self._segments is not None:
             self._segments.close()
@@ -175,7 +175,7 @@ class LogWriter:
         try:
             self._begin(now)
         except OSError as error:
-            self._give_up(error)
+            self._stop(error)
 
     def _begin(self, now: float) -> None:
         """Begin a segment with the machines' state."""
@@ -193,8 +193,8 @@ class LogWriter:
         self._limit = max(self._segments.limit, SNAPSHOTS * len(text))
         self._segments.begin(segments.name(header), text)
 
-    def _give_up(self, error: OSError) -> None:
-        self._log.warning("the log ends here: it cannot be written", error=str(error))
+    def _stop(self, error: OSError) -> None:
+        self._log.warning("the log ends here: it could not be written", error=str(error))
         segments, self._segments = self._segments, None
         if segments is not None:
             segments.close()

@@ -1,1 +1,1 @@
-"""Every prompt and request from submission to acknowledgement: one machine and what it is made of."""
+"""Every prompt and request from submission to acknowledgement: the request machine and its parts."""

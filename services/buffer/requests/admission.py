@@ -1,12 +1,12 @@
-"""What a prompt must meet to be opened: an instance that can hold it."""
+"""Whether some instance can hold the responses to a prompt."""
 
 from __future__ import annotations
 
 from seer.common.policy.fleet import Fleet
 
 
-def misfit(fleet: Fleet, prompt_len: int, max_tokens: int) -> str:
-    """Return why no instance can ever hold a response to a prompt; "": one can."""
+def never_fits(fleet: Fleet, prompt_len: int, max_tokens: int) -> str:
+    """Return why no instance can ever hold a response to a prompt; empty if one can."""
     if fleet.holding(prompt_len, max_tokens):
         return ""
     largest = max(fleet.capacities, key=lambda each: (each.kv_blocks, each.max_model_len, each.block_size))

@@ -1,14 +1,14 @@
-"""Which finished groups are on their way to whom: pure.
+"""Which finished groups are sent to which trainer, and not acknowledged yet: pure.
 
-A group that is done lies in the store, bounded by `buffer.result_bytes`. Only a window of them is handed
-to the network for each trainer, until it says that it has them: who stops reading holds up `WINDOW_BYTES`
-and one group, whatever is done.
+Finished groups are in the store, bounded by `buffer.result_bytes`. For each trainer only a window of them is
+passed to the network until they are acknowledged: for a trainer that stops reading, at most `WINDOW_BYTES`,
+or one group, are in queues and sockets, however many groups have finished.
 
 Invariants (tests/property/test_deliveries.py):
-- what is on its way to one trainer has at most `WINDOW_BYTES`, or is one group;
-- a group that was added is handed out once, in the order of adding, unless it is forgotten before; once
-  more if it is added again, as when the trainer asks for it again;
-- nothing is remembered of a group that is forgotten, nor of a trainer to whom nothing is under way.
+- the groups sent to one trainer and not acknowledged have at most `WINDOW_BYTES`, or are one group;
+- an added group is sent once, in the order of adding, unless it is forgotten before; it is sent again only if
+  it is added again, as when the trainer submits it again;
+- nothing is stored about forgotten groups, nor about trainers that nothing is sent to.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 WINDOW_BYTES = 2**26
 
 Sent = tuple[bytes, str]
-"""The life that a group goes to, and the group's id."""
+"""The life of the trainer that a group is sent to, and the group's id."""
 
 
 @dataclass(slots=True)
@@ -27,7 +27,7 @@ class _Window:
     sent: dict[str, int] = field(default_factory=dict)
     bytes: int = 0
 
-    def drop(self, group_id: str) -> None:
+    def remove(self, group_id: str) -> None:
         self.waiting.pop(group_id, None)
         self.bytes -= self.sent.pop(group_id, 0)
 
@@ -40,22 +40,22 @@ class Deliveries:
         self._owner: dict[str, bytes] = {}
 
     def add(self, life: bytes, group_id: str, size: int) -> list[Sent]:
-        """Take a group of `size` bytes that `life` asked for; return what is to be sent now."""
+        """Add a group of `size` bytes for `life`; return what is to be sent now."""
         ready = self.forget(group_id)
         self._owner[group_id] = life
         self._windows.setdefault(life, _Window()).waiting[group_id] = size
         return ready + self._ready(life)
 
     def forget(self, group_id: str) -> list[Sent]:
-        """Drop a group that arrived, or is no more; return what is to be sent now in its place."""
+        """Remove a group that was acknowledged or no longer exists; return what is to be sent now."""
         life = self._owner.pop(group_id, b"")
         if life not in self._windows:
             return []
-        self._windows[life].drop(group_id)
+        self._windows[life].remove(group_id)
         return self._ready(life)
 
     def reset(self, life: bytes) -> None:
-        """Forget what is under way to a life that lost something: it asks again for what it still wants."""
+        """Forget all groups of a life that lost messages: it submits again what it still needs."""
         window = self._windows.pop(life, None)
         for group_id in (*window.sent, *window.waiting) if window else ():
             del self._owner[group_id]

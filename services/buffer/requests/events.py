@@ -1,4 +1,4 @@
-"""What happens to the buffer's request machine alone; see `services/buffer/events.py` for the rest."""
+"""Events of the request machine alone; the others are in `services/buffer/events.py`."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from seer.services.buffer import events
 
 
 class EngineReported(events.Row, frozen=True):
-    """How many blocks pool saves pin in an engine."""
+    """An engine reports how many blocks saves to the KV pool pin."""
 
     instance: str
     pinned_blocks: int = 0
 
 
 class KeptResponse(events.Row, frozen=True):
-    """How many tokens an earlier life of the buffer kept of a response, and how it ended, if it did."""
+    """The `count` tokens that an earlier life kept of a response; `finish` is empty if it goes on."""
 
     index: int
     count: int
@@ -25,7 +25,7 @@ class KeptResponse(events.Row, frozen=True):
 
 
 class Kept(events.Row, frozen=True):
-    """What an earlier life of the buffer kept of a prompt's responses, and by which weights they are."""
+    """What an earlier life kept of a prompt's responses, and the version and digest of their weights."""
 
     version: int
     digest: str
@@ -33,19 +33,25 @@ class Kept(events.Row, frozen=True):
 
 
 class GroupSpec(events.Row, frozen=True):
-    """One prompt of a submission. `same`: its tokens are those of the prompt known under its id, if any."""
+    """One prompt of a submission.
+
+    `same`: it has the tokens, parameters and place of the known prompt with its id, if any. Its responses are
+    those from `first_index` on of the group `shared_id`; empty: of no other group.
+    """
 
     prompt_id: str
     prompt_len: int
     same: bool = True
     kept: Kept | None = None
+    shared_id: str = ""
+    first_index: int = 0
 
 
 class GroupsSubmitted(events.Row, frozen=True):
-    """A trainer submitted prompts, n responses each. Known ones are accepted again.
+    """A trainer submitted prompts, for n responses each. Known prompts are accepted again.
 
-    New ones wait until `weight_version` is live; -1: the rollout's own, or whatever is live. `submission`
-    numbers the trainer's calls, the rest is as in `RolloutState`.
+    New ones wait until `weight_version` is live; -1: the version of their rollout, or else whichever is live.
+    `submission` numbers the trainer's submissions; the other fields are as in `RolloutState`.
     """
 
     trainer: str
@@ -57,10 +63,11 @@ class GroupsSubmitted(events.Row, frozen=True):
     submission: int = 0
     params_digest: int = 0
     life: bytes = b""
+    open: bool = False
 
 
 class GroupsAcknowledged(events.Row, frozen=True):
-    """The trainer holds these groups of this use; 0: of whichever it is."""
+    """The trainer received these groups of this submission; 0: of any."""
 
     trainer: str
     rollout_id: str
@@ -69,7 +76,7 @@ class GroupsAcknowledged(events.Row, frozen=True):
 
 
 class RolloutCancelled(events.Row, frozen=True):
-    """The trainer gives up a use's unfinished prompts: the named ones, or all if none is named."""
+    """The trainer cancels unfinished prompts of a submission (0: any); no `prompt_ids`: all of them."""
 
     trainer: str
     rollout_id: str
@@ -78,13 +85,13 @@ class RolloutCancelled(events.Row, frozen=True):
 
 
 class TrainerLost(events.Row, frozen=True):
-    """A life of a trainer has given no sign for so long that its unfinished work ends."""
+    """A life of a trainer was silent for so long that its unfinished groups are cancelled."""
 
     life: bytes
 
 
 class ChunkEnded(events.Row, frozen=True):
-    """An engine says that a chunk ended with `count` new tokens; `finish` empty at a boundary."""
+    """A chunk ended with `count` new tokens; `finish` is empty if the response goes on."""
 
     instance: str
     request_id: str
@@ -98,7 +105,7 @@ class ChunkEnded(events.Row, frozen=True):
 
 
 class ChunkRejected(events.Row, frozen=True):
-    """An engine could not run a chunk; `fatal` when no engine could."""
+    """An engine could not run a chunk; `fatal`: no engine could."""
 
     instance: str
     request_id: str
@@ -108,7 +115,7 @@ class ChunkRejected(events.Row, frozen=True):
 
 
 class EstimatesChanged(events.Row, frozen=True):
-    """The context service's news: group id -> length estimate, and acceptance of drafts."""
+    """The context service published length estimates and acceptance rates of drafts, by group id."""
 
     estimates: Mapping[str, Estimate]
     acceptance: Mapping[str, list[int]] = {}
@@ -122,13 +129,13 @@ class WeightsChanged(events.Row, frozen=True):
 
 
 class SubmissionsHeld(events.Row, frozen=True):
-    """From now on new groups are held back, or no longer."""
+    """From now on new groups are held, or no longer."""
 
     held: bool
 
 
 class RolloutsAborted(events.Row, frozen=True):
-    """Every unfinished group ends here."""
+    """All open groups are cancelled."""
 
     message: str
 

@@ -1,4 +1,4 @@
-"""What the buffer's request machine asks to be done."""
+"""Instructions of the request machine."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from seer.services.buffer import events
 
 
 class Dispatch(events.Row, frozen=True):
-    """Send the next chunk of a request to an instance, with the acceptance of its drafts if known.
+    """Send the next chunk of a request to an instance, with the acceptance rates of its drafts if known.
 
-    Drafts of a `probe` come first.
+    Drafts of a `probe` have priority.
     """
 
     instance: str
@@ -21,7 +21,7 @@ class Dispatch(events.Row, frozen=True):
 
 
 class Drop(events.Row, frozen=True):
-    """Tell an instance to stop a chunk."""
+    """Have an instance abort a chunk."""
 
     instance: str
     request_id: str
@@ -29,7 +29,7 @@ class Drop(events.Row, frozen=True):
 
 
 class Keep(events.Row, frozen=True):
-    """Append the tokens of the chunk that just ended to its request's output; `finish` if it ended so."""
+    """Append the tokens of the ended chunk to its request's output; `finish` is empty if it goes on."""
 
     request_id: str
     finish: str = ""
@@ -37,20 +37,20 @@ class Keep(events.Row, frozen=True):
 
 
 class Restore(events.Row, frozen=True):
-    """Begin the outputs of a group with what an earlier life of the buffer kept of them."""
+    """Set the outputs of a group to what an earlier life of the buffer kept of them."""
 
     group_id: str
 
 
 class Take(events.Row, frozen=True):
-    """Store a prompt of the submission at hand: its group is held, or opened."""
+    """Store a prompt of the current submission: its group is held or opened."""
 
     group_id: str
     prompt_id: str
 
 
 class Accept(events.Row, frozen=True):
-    """Tell the trainer that these prompts are queued, under which weights."""
+    """Tell the trainer that these prompts are accepted, and for which weight version."""
 
     life: bytes
     rollout_id: str
@@ -60,7 +60,7 @@ class Accept(events.Row, frozen=True):
 
 
 class Refuse(events.Row, frozen=True):
-    """Tell the trainer that these prompts will not complete, and why."""
+    """Tell the trainer that these prompts will not be completed, and why."""
 
     life: bytes
     rollout_id: str
@@ -71,14 +71,14 @@ class Refuse(events.Row, frozen=True):
 
 
 class Deliver(events.Row, frozen=True):
-    """Send a finished group to its trainer (again, if it resubmitted)."""
+    """Send a finished group to its trainer: again, if that submitted it again."""
 
     life: bytes
     group_id: str
 
 
 class Forget(events.Row, frozen=True):
-    """Free what is stored of a group."""
+    """Free everything that is stored about a group."""
 
     group_id: str
 

@@ -1,11 +1,11 @@
 """The waiting requests, ordered by a policy's key: an indexed heap, O(log n) a change.
 
 Invariants:
-- an id waits at most once; pushing it again with another key moves it;
-- `head` is the id with the smallest key among those that wait, `oldest` the one that waits longest:
-  moving it does not make it younger;
-- memory follows those who wait, not how often they move: after a push
-  there are at most `STALE` heap items for each id that waits.
+- an id is in the queue at most once; pushing it again with another key moves it;
+- `head` is the id with the smallest key, `oldest` the one that has waited longest: a new key does not change
+  since when it waits;
+- memory is bounded by the number of ids, not of pushes: after a push there are at most `MAX_HEAP_ITEMS` heap
+  items for each id.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from collections.abc import Iterator
 
 from seer.common.policy.schedule import OrderKey
 
-STALE = 3
-"""Heap items for each id that waits, beyond which the heap is built anew: O(1) a push, seen over many."""
+MAX_HEAP_ITEMS = 3
+"""Heap items per id beyond which the heap is built anew: amortized O(1) a push."""
 
 
 class WaitingQueue:
-    """A priority queue whose entries can be re-keyed and removed; stale heap items are skipped."""
+    """A priority queue whose entries can be given other keys and removed; outdated heap items are skipped."""
 
     def __init__(self) -> None:
         self._heap: list[tuple[OrderKey, str]] = []
@@ -34,7 +34,7 @@ class WaitingQueue:
         return request_id in self._keys
 
     def __iter__(self) -> Iterator[str]:
-        """Return the ids that wait, the one that has waited longest first."""
+        """Return all ids, the one that has waited longest first."""
         return iter(self._keys)
 
     def push(self, request_id: str, key: OrderKey) -> None:
@@ -42,12 +42,12 @@ class WaitingQueue:
         if self._keys.get(request_id) != key:
             self._keys[request_id] = key
             heapq.heappush(self._heap, (key, request_id))
-            if len(self._heap) > STALE * len(self._keys):
+            if len(self._heap) > MAX_HEAP_ITEMS * len(self._keys):
                 self._heap = [(key, request_id) for request_id, key in self._keys.items()]
                 heapq.heapify(self._heap)
 
     def discard(self, request_id: str) -> None:
-        """Remove an id if it waits."""
+        """Remove an id if it is in the queue."""
         self._keys.pop(request_id, None)
 
     def head(self) -> str | None:

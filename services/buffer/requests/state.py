@@ -1,4 +1,4 @@
-"""What the buffer's request machine knows of rollouts, groups and requests: counts, never tokens."""
+"""The state of rollouts, groups and requests in the request machine: counts, never tokens."""
 
 from __future__ import annotations
 
@@ -24,13 +24,14 @@ class Limits:
 
 @dataclass(slots=True)
 class RolloutState:
-    """One use of a rollout id. `finish_times` are seconds since `submitted`, drained by the server.
+    """One use of a rollout id.
 
-    Answers go to `life`, the address of the trainer's process that asked last, and name its `submission`.
-    `params_digest` digests seed, rollout number, n and sampling. `weight_version` is that of the
-    groups opened so far; -1: none was. `members` are its groups that are not forgotten yet, held ones,
-    too; `groups` and `requests` count those opened. Some of them were `collected` by the trainer, or
-    `failed`.
+    `life` and `submission` are those of the last submission: answers go to that address, with that number.
+    `params_digest`: digest of seed, rollout number, n and sampling parameters. `weight_version`: that of the
+    groups opened so far; -1: none was opened. `members`: its groups that are not removed yet, also held ones.
+    `groups` and `requests` count those opened. `collected`: the trainer acknowledged some groups; `failed`:
+    some groups failed. `finish_times`: seconds since `submitted`; the server takes them away. `open`: its
+    groups have parameters and weights of their own, so it has neither `params_digest` nor `weight_version`.
     """
 
     rollout_id: str
@@ -49,17 +50,18 @@ class RolloutState:
     failed: bool = False
     counters: Counter[str] = field(default_factory=Counter)
     finish_times: list[float] = field(default_factory=list)
+    open: bool = False
 
 
 @dataclass(slots=True)
 class GroupState:
-    """All requests of one prompt. `results` holds them, in index order, once all finished.
+    """All requests of one prompt.
 
-    `held_since` is set while it waits to be opened, for weights of `awaits` (-1: any) or an engine.
-    `submission` asked for it last.
-    `kept` counts output tokens of all its requests; `earlier` is what a life of the buffer before this one
-    kept of them, until the group is opened. `acceptance` says how often drafts were right in
-    it, by cell; empty: unknown.
+    `held_since`: set while the group waits to be opened, for weights of version `awaits` (-1: any) or an
+    engine. `submission`: the last one that has it. `kept`: output tokens of all its requests so far.
+    `earlier`: what an earlier life of the buffer kept of it, until the group is opened. `results`: its
+    requests in index order, once all have finished. `acceptance`: acceptance rates of its drafts, by cell;
+    empty: unknown. `shared_id` and `first_index` are as in `GroupSpec`.
     """
 
     group_id: str
@@ -78,6 +80,8 @@ class GroupState:
     results: list[RequestState] = field(default_factory=list)
     acceptance: list[int] = field(default_factory=list)
     earlier: Kept | None = None
+    shared_id: str = ""
+    first_index: int = 0
 
     def __post_init__(self) -> None:
         self.unfinished = self.size
@@ -89,17 +93,18 @@ class GroupState:
 
     @property
     def done(self) -> bool:
-        """Whether every request finished and the results await acknowledgement."""
+        """Whether every request has finished; the results then wait for acknowledgement."""
         return self.finished_at is not None
 
 
 @dataclass(slots=True)
 class RequestState:
-    """One response. `instance` is set while a chunk runs; `attempt` fences late answers.
+    """One response while it is generated.
 
-    `losses` counts chunks in a row that failed by their own doing. `deaths` are the lives of engines
-    that died while they ran it, since its last chunk that ended; `alone`: it runs with no other.
-    `parked_since` is when the last engine that can hold it was missed first.
+    `instance`: where a chunk of it runs; empty: none does. `attempt`: the number of the current placement, so
+    answers to earlier ones are dropped. `losses`: chunks in a row that failed, not counting lost engines.
+    `deaths`: the lives of engines that died while they ran it, since its last chunk that ended. `alone`: it
+    runs on an instance of its own. `parked_since`: since when no registered engine can hold it.
     """
 
     view: RequestView

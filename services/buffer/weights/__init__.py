@@ -1,1 +1,1 @@
-"""Weight updates: the machine that decides, and the spool that keeps streams of weights."""
+"""Weight updates: the machine that decides, and the spool that stores streams of weights."""

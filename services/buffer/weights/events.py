@@ -1,4 +1,4 @@
-"""What the weights machine hears; see `machine`."""
+"""Events of the weights machine alone; see `machine`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from seer.services.buffer import events
 
 
 class InFlight(Enum):
-    """What becomes of unfinished requests when an update is asked for."""
+    """Unfinished requests are finished before an update, or aborted, or it is refused."""
 
     FINISH = "finish"
     ABORT = "abort"
@@ -16,7 +16,7 @@ class InFlight(Enum):
 
 
 class UpdateAsked(events.Row, frozen=True):
-    """A trainer wants a version; `digest` is checked if it is given. The answer repeats `call_id`."""
+    """A trainer requests an update. `digest` is checked unless empty; the answer repeats `call_id`."""
 
     trainer: str
     version: int
@@ -27,9 +27,10 @@ class UpdateAsked(events.Row, frozen=True):
 
 
 class Prepared(events.Row, frozen=True):
-    """An instance checked weights beside its live ones; `problem` is empty when it can load them.
+    """An instance checked weights beside its live ones; `problem` is empty if it can load them.
 
-    `call_id` is that of the `Prepare` it answers; 0: an instance of an earlier release, which does not say.
+    `call_id` is that of the `Prepare` that it answers; 0: from an engine of an earlier release, which has
+    none.
     """
 
     instance: str
@@ -40,7 +41,7 @@ class Prepared(events.Row, frozen=True):
 
 
 class Loaded(events.Row, frozen=True):
-    """An instance loaded weights; with a `problem` it has none that can be trusted."""
+    """An instance loaded weights; with a `problem`, the weights that it has cannot be used."""
 
     instance: str
     version: int

@@ -1,4 +1,4 @@
-"""What the weights machine has others do; see `machine`."""
+"""Instructions of the weights machine; see `machine`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Prepare(events.Row, frozen=True):
 
 
 class Discard(events.Row, frozen=True):
-    """Have an instance forget what a `Prepare` brought it: that update is off."""
+    """Have an instance discard what it prepared: the update failed."""
 
     instance: str
     version: int
@@ -24,30 +24,30 @@ class Discard(events.Row, frozen=True):
 
 
 class Load(events.Row, frozen=True):
-    """Have an instance load weights; it runs nothing meanwhile."""
+    """Have an instance load weights; it gets no work until it has."""
 
     instance: str
     weights: Weights
 
 
 class Admit(events.Row, frozen=True):
-    """Give an instance work."""
+    """From now on an instance may get work."""
 
     instance: str
 
 
 class Expel(events.Row, frozen=True):
-    """Give an instance no work."""
+    """From now on an instance gets no work."""
 
     instance: str
 
 
 class Hold(events.Row, frozen=True):
-    """Keep submissions back."""
+    """Hold submissions."""
 
 
 class Release(events.Row, frozen=True):
-    """Let submissions in again."""
+    """Hold submissions no longer."""
 
 
 class Abort(events.Row, frozen=True):

@@ -1,21 +1,22 @@
-"""Which weights are live, and how all instances come to others: a pure machine.
+"""Which weights are live, and how all instances load them: a pure machine.
 
-An update has two phases. Prepare: every instance opens and checks the new weights beside the live
-ones; any problem cancels it and all stay as they are. Commit, once no request of the old weights is
-left: every instance loads. One that fails is quarantined, never rolled back, and tries again now and then:
-what stood in its way, as a full disk, may be over.
+An update has two phases. Prepare: every instance opens and checks the new weights beside the live ones; if
+one of them reports a problem, the update fails and nothing has changed. Commit: once no request of the old
+weights is left, the new weights are live and every instance loads them. An instance that fails to load is
+quarantined, never rolled back. It tries again every `RETRY_SECONDS`, as the cause, such as a full disk, may
+be gone.
 
-Whenever other weights become live, every instance that is there is told: also one that is quarantined,
-and one that still loads what was live before. What it says of those changes nothing any more.
+Whenever other weights become live, every registered instance gets a `Load`, also a quarantined one and one
+that is still loading the previous weights. What it reports of those is ignored.
 
 Invariants (tests/unit/test_weights_machine.py and tests/property/test_weights_machine.py):
 - an instance that may get work has loaded exactly the live version and digest, and is awake;
-- an instance is told to load only while it is awake (`awake`; property: with the sleep machine,
-  tests/property/test_weights_and_sleep.py);
-- the live weights change only while nothing runs, and never back to a lower version;
-- an update ends in exactly one of `Report` and `Fail`, and submissions are held from its start to
-  its end and at no other time;
-- nothing is waited for without a deadline.
+- a `Load` is sent only to an instance that is awake (tests/property/test_weights_and_sleep.py, with the sleep
+  machine);
+- the live weights change only while no request runs, and never back to a lower version;
+- an update ends in exactly one of `Report` and `Fail`; submissions are held from its start to its end, and at
+  no other time;
+- every wait has a deadline.
 """
 
 from __future__ import annotations
@@ -47,54 +48,64 @@ from seer.services.buffer.weights.instructions import (
     Report,
 )
 
-NEVER = 1e300
-"""A deadline that does not pass; JSON, which the log is written in, has no infinity."""
+NO_DEADLINE = 1e300
+"""A deadline that never passes. The log is JSON, which has no infinity."""
 
-
-class _Update(msgspec.Struct):
-    asked: UpdateAsked
-    number: int
-    deadline: float
-    awaited: set[str] = field(default_factory=set)
-    told: set[str] = field(default_factory=set)
-    digest: str = ""
-    committing: bool = False
-
-
-AGAIN_SECONDS = 30.0
-"""How often instances that could not load the live weights try again."""
+RETRY_SECONDS = 30.0
+"""Time after which quarantined instances try to load again."""
 
 _SHUTTING_DOWN = "this buffer is shutting down: ask its successor"
 
 
-class _Coming(msgspec.Struct):
-    """An instance without work yet: what it has, as far as that is known, and what it was told to load.
+class _Update(msgspec.Struct):
+    """The update that is under way.
 
-    `source`, if given, is where it is to find the live weights, since it did not where they came from.
+    `sent_to`: the instances that got its `Prepare`. `awaited`: those whose answer, to `Prepare` or to `Load`,
+    is still missing. `digest`: that of the new weights, once it is given or reported. `committing`: all have
+    prepared, and instances load.
     """
 
-    has: Weights | None = None
-    told: Weights | None = None
+    # Fields are encoded under the names that they have in earlier logs.
+    request: UpdateAsked = field(name="asked")
+    number: int
+    deadline: float
+    awaited: set[str] = field(default_factory=set)
+    sent_to: set[str] = field(default_factory=set, name="told")
+    digest: str = ""
+    committing: bool = False
+
+
+class _Pending(msgspec.Struct):
+    """An instance that gets no work before it has loaded the live weights.
+
+    `loaded`: the weights that it has; None: unknown. `sent`: those of the last `Load` sent to it. `source`:
+    where to load the live weights from, if their own source failed; empty: from that.
+    """
+
+    loaded: Weights | None = field(default=None, name="has")
+    sent: Weights | None = field(default=None, name="told")
     source: str = ""
-    deadline: float = NEVER
+    deadline: float = NO_DEADLINE
 
 
 class WeightsMachine(msgspec.Struct):
-    """See the module's docstring. All of its state is in its fields: it is its own snapshot.
+    """See the module's docstring. All of its state is in its fields, so it is its own snapshot.
 
-    `seconds` is the deadline of each phase and of each load.
+    `seconds`: how long each phase and each load may take.
     """
 
     seconds: float = 900.0
     live: Weights | None = None
     quarantined: dict[str, str] = field(default_factory=dict)
-    """By instance: why it has no work. It keeps that while it tries again."""
-    _again_at: float = 0.0
+    """By instance: why it gets no work. The reason stays while the instance tries again."""
+    _retry_at: float = field(default=0.0, name="_again_at")
     _admitted: set[str] = field(default_factory=set)
-    _coming: dict[str, _Coming] = field(default_factory=dict)
+    _pending: dict[str, _Pending] = field(default_factory=dict, name="_coming")
     _update: _Update | None = None
     _updates: int = 0
+    """Number of updates so far."""
     _updated: bool = False
+    """Whether one of them reached its second phase."""
     _draining: bool = False
 
     @property
@@ -104,9 +115,9 @@ class WeightsMachine(msgspec.Struct):
 
     @property
     def sources(self) -> set[str]:
-        """Where weights that are live, or will be, come from."""
+        """The sources of the live weights and of those of the update under way."""
         live = {self.live.source} if self.live else set()
-        return live | {self._update.asked.source} if self._update else live
+        return live | {self._update.request.source} if self._update else live
 
     @property
     def admitted(self) -> frozenset[str]:
@@ -115,25 +126,25 @@ class WeightsMachine(msgspec.Struct):
 
     @property
     def loading(self) -> frozenset[str]:
-        """The instances that load, or will as soon as they are awake."""
-        return frozenset(name for name, coming in self._coming.items() if not self._is_live(coming.has))
+        """The instances that load, or have to load as soon as they are awake."""
+        return frozenset(name for name, pending in self._pending.items() if not self._is_live(pending.loaded))
 
     @property
     def known(self) -> set[str]:
-        """The instances that are there, with or without work."""
-        return self._admitted | self._coming.keys() | self.quarantined.keys()
+        """All registered instances, whether they may get work or not."""
+        return self._admitted | self._pending.keys() | self.quarantined.keys()
 
     def __contains__(self, instance: object) -> bool:
-        """Say whether an instance is there, with or without work."""
-        return instance in self._admitted or instance in self._coming or instance in self.quarantined
+        """Return whether an instance is registered."""
+        return instance in self._admitted or instance in self._pending or instance in self.quarantined
 
     def apply(
         self, event: Event, now: float, *, idle: bool, awake: Collection[str] | None = None
     ) -> list[Instruction]:
         """Apply one event at `now` (monotonic seconds).
 
-        `idle`: no unfinished request is left. `awake`: the instances that neither sleep nor are on their
-        way there or back; None: all.
+        `idle`: no unfinished request is left. `awake`: the instances that neither sleep nor are about to
+        sleep or to wake; None: all.
         """
         out: list[Instruction] = []
         match event:
@@ -141,9 +152,9 @@ class WeightsMachine(msgspec.Struct):
                 self._joined(event, idle, out)
             case Left():
                 for name in event.instances:
-                    self._lost(name)
+                    self._remove(name)
             case UpdateAsked():
-                self._asked(event, now, idle, out)
+                self._update_requested(event, now, idle, out)
             case Prepared():
                 self._prepared(event, out)
             case Loaded():
@@ -153,121 +164,123 @@ class WeightsMachine(msgspec.Struct):
                 if self._update is not None and not self._update.committing:
                     self._fail({"": _SHUTTING_DOWN}, out)
             case Tick():
-                self._overdue(now, out)
-                self._try_again(now, awake)
-        self._bring(now, awake, out)
-        if self._go_on(now, idle or Abort() in out, out):
-            self._bring(now, awake, out)
+                self._check_deadlines(now, out)
+                self._retry(now, awake)
+        self._advance_instances(now, awake, out)
+        if self._advance_update(now, idle or Abort() in out, out):
+            self._advance_instances(now, awake, out)
         return out
 
     # --- instances -----------------------------------------------------------------------
 
     def _joined(self, event: Joined, idle: bool, out: list[Instruction]) -> None:
-        name, theirs = event.instance, event.weights
-        self._lost(name)
-        if theirs.version < 0 and self.live is None:
+        name, reported = event.instance, event.weights
+        self._remove(name)
+        if reported.version < 0 and self.live is None:
             self.quarantined[name] = "failed to load weights; restart it, or update to a later version"
             return
-        if self.live is None or (theirs.version > self.live.version and not self._updated):
-            # A buffer that was restarted learns from the engines what is live. What began before it
-            # knew has tokens of other weights.
+        if self.live is None or (reported.version > self.live.version and not self._updated):
+            # A restarted buffer learns from the engines which weights are live. Requests that began before
+            # that have tokens of other weights.
             if self.live is not None and not idle:
                 out.append(Abort())
-            self._go_live(theirs, out)
-            if self._update is not None and self._update.asked.version <= theirs.version:
-                self._fail({"": f"must be above the live one: {name} has version {theirs.version}"}, out)
-        self._coming[name] = _Coming(theirs)
+            self._go_live(reported, out)
+            if self._update is not None and self._update.request.version <= reported.version:
+                self._fail({"": f"must be above the live one: {name} has version {reported.version}"}, out)
+        self._pending[name] = _Pending(reported)
 
     def _go_live(self, weights: Weights, out: list[Instruction]) -> None:
-        """Have every instance that is there come to other weights."""
+        """Make other weights live; every instance has to load them before it gets work."""
         self.live = weights
         for name in sorted(self._admitted):
             out.append(Expel(name))
-            self._coming[name] = _Coming()
+            self._pending[name] = _Pending()
         for name in self.quarantined:
-            self._coming[name] = _Coming()
+            self._pending[name] = _Pending()
         self._admitted.clear()
         self.quarantined.clear()
 
-    def _bring(self, now: float, awake: Collection[str] | None, out: list[Instruction]) -> None:
-        """Give work to instances that have the live weights, and tell the others to load them."""
-        for name in sorted(self._coming):
-            coming, live = self._coming[name], self._current()
+    def _advance_instances(self, now: float, awake: Collection[str] | None, out: list[Instruction]) -> None:
+        """Admit instances that have the live weights, and have the others load them."""
+        for name in sorted(self._pending):
+            pending, live = self._pending[name], self._live_weights()
             ready = awake is None or name in awake
-            if self._is_live(coming.has):
+            if self._is_live(pending.loaded):
                 if ready:
                     self._admit(name, out)
-            elif not (source := coming.source or live.source):
+            elif self._is_live(pending.sent):
+                pass  # it is loading them, from wherever they were when that was sent
+            elif not (source := pending.source or live.source):
                 why = f"has other weights than version {live.version} ({live.digest})"
                 self._quarantine(name, f"{why}: start it with the same model", now)
-            elif not self._is_live(coming.told) and ready:
-                told = structs.replace(live, source=source)
-                self._coming[name] = _Coming(told=told, deadline=now + self.seconds)
-                out.append(Load(name, told))
+            elif ready:
+                weights = structs.replace(live, source=source)
+                self._pending[name] = _Pending(sent=weights, deadline=now + self.seconds)
+                out.append(Load(name, weights))
 
     def _admit(self, name: str, out: list[Instruction]) -> None:
-        del self._coming[name]
+        del self._pending[name]
         self.quarantined.pop(name, None)
         self._admitted.add(name)
         out.append(Admit(name))
         update = self._update
-        if update is not None and not update.committing and name not in update.told:
+        if update is not None and not update.committing and name not in update.sent_to:
             self._prepare(update, name, out)
 
     def _quarantine(self, name: str, why: str, now: float) -> None:
-        del self._coming[name]
+        del self._pending[name]
         self.quarantined[name] = why
-        self._again_at = now + AGAIN_SECONDS
+        self._retry_at = now + RETRY_SECONDS
 
-    def _try_again(self, now: float, awake: Collection[str] | None) -> None:
-        """Have instances load that could not; none is woken for that."""
-        if now < self._again_at or self.live is None or not self.live.source:
+    def _retry(self, now: float, awake: Collection[str] | None) -> None:
+        """Have quarantined instances that are awake try to load again."""
+        if now < self._retry_at or self.live is None or not self.live.source:
             return
-        for name in self.quarantined.keys() - self._coming.keys():
+        for name in self.quarantined.keys() - self._pending.keys():
             if awake is None or name in awake:
-                self._coming[name] = _Coming()
+                self._pending[name] = _Pending()
 
-    def _lost(self, name: str) -> None:
+    def _remove(self, name: str) -> None:
         self._admitted.discard(name)
-        self._coming.pop(name, None)
+        self._pending.pop(name, None)
         self.quarantined.pop(name, None)
         if self._update is not None:
             self._update.awaited.discard(name)
-            self._update.told.discard(name)
+            self._update.sent_to.discard(name)
 
     def _loaded(self, event: Loaded, now: float) -> None:
-        coming = self._coming.get(event.instance)
-        if coming is None or coming.told is None or not self._is_live(coming.told):
+        pending = self._pending.get(event.instance)
+        if pending is None or pending.sent is None or not self._is_live(pending.sent):
             return
-        if event.version != coming.told.version:
-            return  # of what was live before: it was told of the live weights since
+        if event.version != pending.sent.version:
+            return  # about previous weights: a `Load` of the live ones was sent since
         if not event.problem:
-            self.live = coming.told  # the same weights: they are where this one found them
-            self._coming[event.instance] = _Coming(has=coming.told)
-        elif (source := self._named_again()) not in ("", coming.told.source):
-            self._coming[event.instance] = _Coming(source=source)
+            self.live = pending.sent  # the same weights, at the source where this instance found them
+            self._pending[event.instance] = _Pending(loaded=pending.sent)
+        elif (source := self._alternative_source()) not in ("", pending.sent.source):
+            self._pending[event.instance] = _Pending(source=source)
         else:
             self._quarantine(event.instance, event.problem, now)
 
-    def _named_again(self) -> str:
-        """Return where the trainer that waits says the live weights are; empty if none waits for them."""
-        return self._update.asked.source if self._update is not None and self._update.committing else ""
+    def _alternative_source(self) -> str:
+        """Return the source that a trainer that waits for the live weights gave; empty if none waits."""
+        return self._update.request.source if self._update is not None and self._update.committing else ""
 
     # --- updates -------------------------------------------------------------------------
 
-    def _asked(self, event: UpdateAsked, now: float, idle: bool, out: list[Instruction]) -> None:
-        busy, live = self._update, self.live
-        if busy is not None:
-            if structs.replace(busy.asked, call_id=event.call_id) == event:
-                # Said again, as to a buffer that may have lost it, or by a later life of the trainer.
-                busy.asked = event
+    def _update_requested(self, event: UpdateAsked, now: float, idle: bool, out: list[Instruction]) -> None:
+        current, live = self._update, self.live
+        if current is not None:
+            if structs.replace(current.request, call_id=event.call_id) == event:
+                # Sent again: the answer may have been lost, or this is a later life of the trainer.
+                current.request = event
                 return
-            if busy.asked.trainer == event.trainer and not busy.committing:
+            if current.request.trainer == event.trainer and not current.committing:
                 self._fail({"": f"{event.trainer} asked for another update"}, out)
-        if live is not None and not self.updating and self._admitted and _names(event, live):
-            self._ask_again(event, live, out)
+        if live is not None and not self.updating and self._admitted and _is_for(event, live):
+            self._requested_again(event, live, out)
             return
-        if problem := self._objection(event, idle):
+        if problem := self._refusal(event, idle):
             out.append(Fail(event.trainer, event.version, {"": problem}, event.call_id))
             return
         self._updates += 1
@@ -275,37 +288,37 @@ class WeightsMachine(msgspec.Struct):
         out.append(Hold())
         if event.in_flight is InFlight.ABORT and not idle:
             out.append(Abort())
-        for name in self._able():
+        for name in self._instances_to_check():
             self._prepare(update, name, out)
 
-    def _ask_again(self, event: UpdateAsked, live: Weights, out: list[Instruction]) -> None:
-        """Answer as after a lost answer, or to a trainer that was killed and came back.
+    def _requested_again(self, event: UpdateAsked, live: Weights, out: list[Instruction]) -> None:
+        """Answer a request for the live weights, as a trainer sends that missed the first answer.
 
-        Instances that still load are waited for: a buffer that was restarted has a stream only as long as
-        its trainer waits. Those that could not load try again, from the source named now.
+        The answer waits for instances that still load: a restarted buffer has a stream only as long as its
+        trainer waits. Quarantined instances try again, from the source in this request.
         """
         if event.source:
-            self._coming |= {name: _Coming(source=event.source) for name in self.quarantined}
+            self._pending |= {name: _Pending(source=event.source) for name in self.quarantined}
             self.quarantined.clear()
-        if not self._coming:
+        if not self._pending:
             out.append(Report(event.trainer, live, dict(self.quarantined), event.call_id))
             return
         self._updates += 1
-        self._update = _Update(event, self._updates, NEVER, set(self._coming), committing=True)
+        self._update = _Update(event, self._updates, NO_DEADLINE, set(self._pending), committing=True)
         out.append(Hold())
 
-    def _able(self) -> list[str]:
-        """Return who checks new weights: those at work, or, where none is, those whose last load failed."""
+    def _instances_to_check(self) -> list[str]:
+        """Return the instances that check new weights: admitted ones; if there are none, quarantined ones."""
         return sorted(self._admitted or self.quarantined)
 
-    def _objection(self, event: UpdateAsked, idle: bool) -> str:
-        """Say why an update cannot begin; empty when it can."""
+    def _refusal(self, event: UpdateAsked, idle: bool) -> str:
+        """Return why an update cannot begin; empty if it can."""
         if self._update is not None:
-            busy = self._update.asked
-            return f"{busy.trainer} updates to version {busy.version}: wait for that"
+            current = self._update.request
+            return f"{current.trainer} updates to version {current.version}: wait for that"
         if self._draining:
             return _SHUTTING_DOWN
-        if not self._able():
+        if not self._instances_to_check():
             return "no engine is there to take weights: start one"
         if not event.source:
             return "give a source"
@@ -317,19 +330,19 @@ class WeightsMachine(msgspec.Struct):
 
     def _prepare(self, update: _Update, name: str, out: list[Instruction]) -> None:
         update.awaited.add(name)
-        update.told.add(name)
-        out.append(Prepare(name, update.asked.version, update.asked.source, update.number))
+        update.sent_to.add(name)
+        out.append(Prepare(name, update.request.version, update.request.source, update.number))
 
     def _prepared(self, event: Prepared, out: list[Instruction]) -> None:
         update = self._update
-        if update is None or event.instance not in update.told:
-            if event.instance in self and not event.problem:  # it registered anew, and kept what it was told
+        if update is None or event.instance not in update.sent_to:
+            if event.instance in self and not event.problem:  # it registered again after `Prepare`
                 out.append(Discard(event.instance, event.version, event.call_id))
             return
         if update.committing or event.instance not in update.awaited:
             return
-        if event.version != update.asked.version or event.call_id not in (0, update.number):
-            return  # of an update that is over: its weights may be others
+        if event.version != update.request.version or event.call_id not in (0, update.number):
+            return  # about an earlier update, whose weights may be others
         problem = event.problem
         if not problem and update.digest not in ("", event.digest):
             problem = f"reads weights with digest {event.digest}, not {update.digest}"
@@ -340,38 +353,41 @@ class WeightsMachine(msgspec.Struct):
         update.awaited.discard(event.instance)
 
     def _fail(self, reasons: dict[str, str], out: list[Instruction]) -> None:
-        """End an update that nobody loads yet."""
+        """End an update of which no instance loads weights yet."""
         update, self._update = self._update, None
         if update is not None:
-            asked = update.asked
-            out += [Discard(name, asked.version, update.number) for name in sorted(update.told)]
-            out += [Release(), Fail(asked.trainer, asked.version, reasons, asked.call_id)]
+            request = update.request
+            out += [Discard(name, request.version, update.number) for name in sorted(update.sent_to)]
+            out += [Release(), Fail(request.trainer, request.version, reasons, request.call_id)]
 
-    def _go_on(self, now: float, idle: bool, out: list[Instruction]) -> bool:
-        """Enter the next phase of an update whose instances have all answered; say if that was to load."""
+    def _advance_update(self, now: float, idle: bool, out: list[Instruction]) -> bool:
+        """Begin an update's next phase if all instances have answered; return whether that is loading."""
         update = self._update
         if update is None:
             return False
         if update.committing:
-            update.awaited &= self._coming.keys()
+            update.awaited &= self._pending.keys()
         if update.awaited:
             return False
         if update.committing:
             self._update = None
-            asked = update.asked
-            out += [Release(), Report(asked.trainer, self._current(), dict(self.quarantined), asked.call_id)]
-        elif not update.told:
+            request = update.request
+            out += [
+                Release(),
+                Report(request.trainer, self._live_weights(), dict(self.quarantined), request.call_id),
+            ]
+        elif not update.sent_to:
             self._fail({"": "no engine is left"}, out)
         elif idle:
             self._updated = update.committing = True
-            self._go_live(Weights(update.asked.version, update.digest, update.asked.source), out)
-            update.awaited = set(self._coming)
+            self._go_live(Weights(update.request.version, update.digest, update.request.source), out)
+            update.awaited = set(self._pending)
             return True
         return False
 
-    def _overdue(self, now: float, out: list[Instruction]) -> None:
-        for name in [name for name, coming in self._coming.items() if coming.deadline < now]:
-            why = f"did not load version {self._current().version} in {self.seconds:g} s"
+    def _check_deadlines(self, now: float, out: list[Instruction]) -> None:
+        for name in [name for name, pending in self._pending.items() if pending.deadline < now]:
+            why = f"did not load version {self._live_weights().version} in {self.seconds:g} s"
             self._quarantine(name, why, now)
         update = self._update
         if update is not None and not update.committing and update.deadline < now:
@@ -384,13 +400,13 @@ class WeightsMachine(msgspec.Struct):
             return False
         return (weights.version, weights.digest) == (live.version, live.digest)
 
-    def _current(self) -> Weights:
+    def _live_weights(self) -> Weights:
         if self.live is None:
             raise RuntimeError("no weights are live before an engine registered")
         return self.live
 
 
-def _names(event: UpdateAsked, live: Weights) -> bool:
-    """Say whether what is asked for is what is live."""
+def _is_for(event: UpdateAsked, live: Weights) -> bool:
+    """Return whether a request is for the weights that are live."""
     same = event.digest == live.digest if event.digest else event.source == live.source
     return event.version == live.version and same

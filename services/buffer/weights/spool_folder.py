@@ -1,11 +1,11 @@
 """The spool's folder: whose it is, and the files of streams in it.
 
 Invariants (tests/unit/test_spool_folder.py):
-- a configured spool lies in a folder of its own below the configured one, told by a marker file in it:
-  a folder of that name without one is refused, and nothing outside it is touched;
-- a buffer holds a lock on the marker for as long as it lives: a second one is refused at its start;
-- folders are 0700 and files 0600: weights are read by the user that the buffer runs as;
-- everything here may block for as long as the disk does, and raises `OSError` when that fails.
+- a configured spool is a folder of its own below the configured one, with a marker file in it: a folder of
+  that name without the marker is refused, and nothing outside it is touched;
+- a buffer holds a lock on the marker as long as it runs: a second buffer is refused at its start;
+- folders have mode 0700 and files 0600: only the user that runs the buffer can read weights;
+- every function may block as long as the disk does, and raises `OSError` if that fails.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _FOLDER_MODE, _FILE_MODE = 0o700, 0o600
 
 
 class SpoolFolder:
-    """`configured`: `buffer.spool`; empty: a temporary folder that ends with `release`."""
+    """`configured`: `buffer.spool`; empty: a temporary folder, deleted by `release`."""
 
     def __init__(self, configured: str) -> None:
         self._configured = configured
@@ -43,7 +43,7 @@ class SpoolFolder:
 
     @property
     def root(self) -> Path:
-        """Where streams lie; a temporary folder is made when it is first needed."""
+        """The folder of the streams; a temporary one is made when it is first needed."""
         if self._configured:
             return Path(self._configured) / NAME
         if self._temporary is None:
@@ -51,18 +51,18 @@ class SpoolFolder:
         return Path(self._temporary.name)
 
     def claim(self) -> None:
-        """Take a configured folder, until `release` or the process's end. Raises `ConfigError`."""
+        """Lock a configured folder until `release` or the process's end. Raises `ConfigError`."""
         if not self._configured:
             return
         try:
             Path(self._configured).mkdir(parents=True, exist_ok=True)
-            self._claim()
+            self._lock_root()
         except OSError as error:
             raise self._refusal(
                 f"cannot be used ({error}); give a folder that the buffer may write"
             ) from error
 
-    def _claim(self) -> None:
+    def _lock_root(self) -> None:
         root = self.root
         try:
             root.mkdir(_FOLDER_MODE)
@@ -90,7 +90,7 @@ class SpoolFolder:
         return ConfigError(f"buffer.spool = {self._configured!r}: {problem}")
 
     def release(self) -> None:
-        """Give the folder up; a temporary one is deleted."""
+        """Unlock the folder; delete it if it is temporary."""
         temporary, self._temporary = self._temporary, None
         if temporary is not None:
             temporary.cleanup()
@@ -101,7 +101,7 @@ class SpoolFolder:
     # --- streams -------------------------------------------------------------------------
 
     def inherited(self) -> dict[str, tuple[int, str]]:
-        """Return size and token of the whole streams of an earlier life; delete its other ones."""
+        """Return size and token of an earlier life's complete streams, by name; delete its other ones."""
         found: dict[str, tuple[int, str]] = {}
         if not self._configured:
             return found
@@ -115,14 +115,14 @@ class SpoolFolder:
                     found[name] = size, token
                     continue
             except (OSError, ValueError, LookupError, TypeError):
-                pass  # it was not whole
+                pass  # it is not complete
             self.remove(name)
         return found
 
     def begin(self, name: str, size: int, token: str) -> None:
-        """Make a stream's folder, out of the spare one if there is one.
+        """Create a stream's folder, from the spare one if there is one.
 
-        Raises `ValueError` when the stream does not fit.
+        Raises `ValueError` if the disk has no room for the stream.
         """
         folder = self.root / name
         self.remove(name)
@@ -140,21 +140,24 @@ class SpoolFolder:
                     f"{size} bytes do not fit into {where}: set buffer.spool to a folder with more room"
                 )
         os.close(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, _FILE_MODE))
-        self.note(name, size, token, whole=False)
+        self.write_notes(name, size, token, whole=False)
 
-    def note(self, name: str, size: int, token: str, *, whole: bool) -> None:
-        """Write down what a reader, or a later life of the buffer, has to know."""
+    def write_notes(self, name: str, size: int, token: str, *, whole: bool) -> None:
+        """Write the file that tells readers, and a later life of the buffer, about a stream.
+
+        `whole`: all of its bytes are there.
+        """
         notes = json.dumps({"size": size, "token": token, "whole": whole}).encode()
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
         opened = os.open(self.root / name / SPOOL_NOTES, flags, _FILE_MODE)
         try:
             if os.write(opened, notes) < len(notes):
-                raise OSError(f"{SPOOL_NOTES} could not be written")
+                raise OSError(f"{SPOOL_NOTES} could only be written in part")
         finally:
             os.close(opened)
 
     def write(self, part: wire.SpoolData) -> bool:
-        """Write a part at its place, unless it is damaged."""
+        """Write a part at its offset unless it is damaged; return whether it was written."""
         return write_part(self.root / part.name / SPOOL_FILE, part)
 
     def read(self, name: str, offset: int, length: int) -> tuple[wire.Bytes, int]:
@@ -165,12 +168,12 @@ class SpoolFolder:
         finally:
             os.close(opened)
         if len(data) < length:
-            raise OSError(f"{SPOOL_FILE} was cut off")
+            raise OSError(f"{SPOOL_FILE} is shorter than its stream")
         part = np.frombuffer(data, dtype=np.uint8)
         return part, checksum(part)
 
     def keep_as_spare(self, name: str) -> None:
-        """Keep a stream's file for the next one to write over: new pages cost more than all else here."""
+        """Keep a stream's file for the next stream: allocating pages costs more than all else here."""
         self.remove(_SPARE)
         try:
             (self.root / name).rename(self.root / _SPARE)
@@ -178,5 +181,5 @@ class SpoolFolder:
             self.remove(name)
 
     def remove(self, name: str = _SPARE) -> None:
-        """Delete a stream's folder, or the spare one, as far as the disk lets us."""
+        """Delete a stream's folder, or the spare one; errors are ignored."""
         shutil.rmtree(self.root / name, ignore_errors=True)

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import msgspec
 
+from seer.client.groups import Group
 from seer.client.prompts import MAX_ID_BYTES, Prepared, token_array
-from seer.client.rollout import Group
 from seer.client.text import Tokenizer, load_tokenizer
 from seer.common.errors import InvalidField
 from seer.common.weights.digest import problem_of

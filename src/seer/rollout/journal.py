@@ -20,7 +20,7 @@ from typing import BinaryIO, Self
 
 import msgspec
 
-from seer.client.rollout import Group
+from seer.client.groups import Group
 from seer.common.errors import InvalidField
 from seer.rollout.files import PromptLine, encode_group, replacing
 

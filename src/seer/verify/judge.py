@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 from msgspec.structs import replace
 
-from seer.client.rollout import Group, Response
+from seer.client.groups import Group, Response
 from seer.common import ids
 from seer.common.config import Config, EngineConfig
 from seer.local.hardware import plan_engines

@@ -13,44 +13,53 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 
+from seer.client.open_rollout import OpenRollout
 from seer.client.rollout import Rollout
 from seer.client.text import Tokenizer
 from seer.common.errors import DeadlineExceeded, InvalidField, RequestRefused, RolloutCancelled, RolloutFailed
 from seer.common.net.handshake import error_of
-from seer.common.wire import Accepted, Acknowledge, Cancel, GroupDone, Progress, Refused
+from seer.common.wire import Accepted, Acknowledge, Cancel, GroupDone, Progress, Refused, TokensGenerated
 
 GIVEN_UP = 1_000
 """Submissions remembered as given up: if the buffer still runs one, it is cancelled again."""
 
 
-class OpenRollouts:
+AnyRollout = Rollout | OpenRollout
+
+
+class ActiveRollouts:
     """`tokenizer` decodes the text of responses; None: they have no text."""
 
     def __init__(self, tokenizer: Tokenizer | None) -> None:
         self._tokenizer = tokenizer
-        self._open: dict[str, Rollout] = {}
-        self._latest: weakref.WeakValueDictionary[str, Rollout] = weakref.WeakValueDictionary()
+        self._active: dict[str, AnyRollout] = {}
+        self._latest: weakref.WeakValueDictionary[str, AnyRollout] = weakref.WeakValueDictionary()
         self._deadlines: dict[str, float] = {}
         self._acknowledge: dict[tuple[str, int], list[str]] = {}
         self._given_up: OrderedDict[int, str] = OrderedDict()
         self._cancel_again: set[int] = set()
 
     def __bool__(self) -> bool:
-        return bool(self._open)
+        return any(rollout.waiting for rollout in self._active.values())
 
     def __contains__(self, rollout_id: str) -> bool:
-        return rollout_id in self._open
+        return rollout_id in self._active
 
-    def __iter__(self) -> Iterator[Rollout]:
-        return iter(list(self._open.values()))
+    def __iter__(self) -> Iterator[AnyRollout]:
+        return iter(list(self._active.values()))
 
-    def add(self, rollout: Rollout, deadline: float | None) -> None:
+    @property
+    def open(self) -> list[OpenRollout]:
+        """Those that take prompts as they come."""
+        return [rollout for rollout in self._active.values() if isinstance(rollout, OpenRollout)]
+
+    def add(self, rollout: AnyRollout, deadline: float | None) -> None:
         """Wait for a rollout's results, until `deadline` in the loop's time if there is one."""
-        self._latest[rollout.id] = self._open[rollout.id] = rollout
+        self._latest[rollout.id] = self._active[rollout.id] = rollout
         if deadline is not None:
             self._deadlines[rollout.id] = deadline
 
-    def expire(self, rollout: Rollout, now: float) -> None:
+    def expire(self, rollout: AnyRollout, now: float) -> None:
         """End a rollout at once, as if its deadline had passed."""
         self._deadlines[rollout.id] = now
 
@@ -58,13 +67,17 @@ class OpenRollouts:
         """Return the earliest deadline, or `otherwise` where that is earlier."""
         return min([otherwise, *self._deadlines.values()])
 
-    def take(self, message: Accepted | GroupDone | Progress | Refused) -> None:
+    def take(self, message: Accepted | GroupDone | TokensGenerated | Progress | Refused) -> None:
         """Take what the buffer says of a rollout."""
         match message:
             case Accepted():
                 self._accepted(message)
             case GroupDone():
                 self._finished(message)
+            case TokensGenerated():
+                rollout = self._waiting(message.rollout_id, message.submission)
+                if isinstance(rollout, OpenRollout):
+                    rollout.generated(message)
             case Progress():
                 self._progressed(message)
             case Refused():
@@ -89,15 +102,15 @@ class OpenRollouts:
         """Fail rollouts whose deadline passed; yield their cancels."""
         for rollout_id in [key for key, deadline in self._deadlines.items() if deadline <= now]:
             del self._deadlines[rollout_id]
-            rollout = self._open.get(rollout_id)
+            rollout = self._active.get(rollout_id)
             if rollout is not None:
                 rollout.fail(rollout.unfinished, DeadlineExceeded, "unfinished when the deadline passed")
                 self._settle(rollout)
                 yield Cancel(rollout_id=rollout_id, submission=rollout.submission)
 
-    def cancel(self, rollout: Rollout, prompt_ids: Sequence[str]) -> Iterator[Cancel]:
+    def cancel(self, rollout: AnyRollout, prompt_ids: Sequence[str]) -> Iterator[Cancel]:
         """Give up these unfinished prompts, or all; yield the cancel, unless the rollout has ended."""
-        if self._open.get(rollout.id) is rollout:
+        if self._active.get(rollout.id) is rollout:
             rollout.fail(prompt_ids or rollout.unfinished, RolloutCancelled, "cancelled by the trainer")
             self._settle(rollout)
             yield Cancel(rollout_id=rollout.id, prompt_ids=list(prompt_ids), submission=rollout.submission)
@@ -108,9 +121,9 @@ class OpenRollouts:
             rollout.fail(rollout.unfinished, cls, reason)
             self._settle(rollout)
 
-    def _waiting(self, rollout_id: str, submission: int) -> Rollout | None:
+    def _waiting(self, rollout_id: str, submission: int) -> AnyRollout | None:
         """Return the rollout that an answer is meant for, if anybody waits for it."""
-        rollout = self._open.get(rollout_id)
+        rollout = self._active.get(rollout_id)
         return rollout if rollout is not None and rollout.matches(submission) else None
 
     def _accepted(self, message: Accepted) -> None:
@@ -143,14 +156,14 @@ class OpenRollouts:
         rollout.fail(message.prompt_ids or rollout.unfinished, cls, message.message)
         self._settle(rollout)
 
-    def _settle(self, rollout: Rollout) -> None:
-        if not rollout.unfinished:
-            del self._open[rollout.id]
+    def _settle(self, rollout: AnyRollout) -> None:
+        if rollout.ended and self._active.get(rollout.id) is rollout:
+            del self._active[rollout.id]
             self._deadlines.pop(rollout.id, None)
-            if rollout.failures:  # a buffer that hung, or did not get the cancel, may go on with it
+            if rollout.has_failures:  # a buffer that hung, or did not get the cancel, may go on with it
                 self._give_up(rollout)
 
-    def _give_up(self, rollout: Rollout) -> None:
+    def _give_up(self, rollout: AnyRollout) -> None:
         self._given_up[rollout.submission] = rollout.id
         while len(self._given_up) > GIVEN_UP:
             self._given_up.popitem(last=False)

@@ -1,0 +1,189 @@
+"""The buffer's connections to engines: their messages become events, and messages to them are sent in order.
+
+Invariants (tests/unit/test_buffer_server.py, tests/cluster/test_rejoin.py):
+- a message from an earlier life of an engine does not count for the later one;
+- an engine that was removed has to register again before its messages count;
+- malformed results count as failed attempts of the requests that they name, and remove the engine: nothing
+  else is affected.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from seer.common import wire
+from seer.common.clock import Clock
+from seer.common.errors import InvalidField, NotLoaded
+from seer.common.net.handshake import Identity
+from seer.common.net.hub import MAX_PEERS, Hub
+from seer.common.net.outbox import Outbox
+from seer.common.net.transport.base import Router
+from seer.common.process.log import get_logger
+from seer.common.types import InstanceStats
+from seer.services.buffer import sleep
+from seer.services.buffer.conductor import Conductor, Ended
+from seer.services.buffer.log.kept import KeptChunks
+from seer.services.buffer.machine import BufferMachine
+from seer.services.buffer.peers import Peers, check_register, handle_hello, life_of
+from seer.services.buffer.requests import events
+from seer.services.buffer.weights import events as weight_events
+from seer.services.buffer.weights.spool import Spool
+
+
+class EngineConnections:
+    """`stats` and `lives` (number of incarnations so far) are by engine name. Call `bind` before all else."""
+
+    def __init__(
+        self,
+        me: Identity,
+        clock: Clock,
+        machine: BufferMachine,
+        conductor: Conductor,
+        kept: KeptChunks,
+        spool: Spool,
+    ) -> None:
+        self._me, self._clock = me, clock
+        self._requests, self._weights = machine.requests, machine.weights
+        self._conductor, self._kept, self._spool = conductor, kept, spool
+        self._log = get_logger()
+        self._peers = Peers()
+        self._registered_at: dict[str, bytes] = {}  # by name: the address that registered last
+        self.stats: dict[str, InstanceStats] = {}
+        self.lives: Counter[str] = Counter()
+
+    def bind(self, router: Router) -> None:
+        """Use this socket."""
+        self.hub: Hub[wire.BufferToEngine, wire.EngineToBuffer] = Hub(
+            router, self._me, wire.EngineToBuffer, require_config_hash=True, roles=frozenset({"engine"})
+        )
+        self.outbox = Outbox(self.hub, self._unreachable)
+
+    def send(self, name: str, message: wire.BufferToEngine) -> None:
+        """Queue a message to an engine; it is dropped if the engine is not connected."""
+        address = self._peers.address_of(name)
+        if address is not None:
+            self.outbox.put(address, message)
+
+    def require_registration(self, name: str) -> None:
+        """Have an engine that was removed shake hands and register again before its messages count."""
+        address = self._registered_at.get(name)  # a later life may hold its name by now
+        if address is not None:
+            self.hub.dismiss(address)
+
+    async def serve(self) -> None:
+        """Receive messages until cancelled."""
+        while True:
+            address, message = await self.hub.recv()
+            if isinstance(message, wire.Hello):
+                await handle_hello(self.hub, self._peers, address, message, self._clock)
+                continue
+            name = self._peers.name_of(address)
+            if name is None:
+                self.hub.dismiss(address)
+                continue
+            if name not in self._weights:
+                self._peers.assign(name, address)  # the later life that held the name is gone again
+            session = self.hub.session(address)
+            if isinstance(message, wire.Register):
+                self._peers.registered[address] = session
+            elif name not in self._weights:
+                if self._peers.registered.get(address) == session:
+                    # It was removed since it registered: it has to register again, but is asked only once.
+                    self.hub.dismiss(address)
+                continue
+            if self._peers.address_of(name) == address:  # else: an earlier life of this engine
+                self._conductor.received_from_engine(name)
+                self._handle(name, address, message)
+
+    def _handle(self, name: str, address: bytes, message: wire.EngineToBuffer) -> None:
+        match message:
+            case wire.Register():
+                self._register(name, address, message)
+            case wire.ChunksDone():
+                self._chunks_done(name, address, message)
+            case wire.ChunkFailed():
+                self._chunk_failed(name, message)
+            case wire.EngineStatus():
+                self.stats[name] = message.stats
+                self._conductor.apply(events.EngineReported(name, message.stats.pinned_blocks))
+            case wire.WeightsPrepared():
+                self._conductor.apply(
+                    weight_events.Prepared(
+                        name, message.version, message.digest, message.problem, message.call_id
+                    )
+                )
+            case wire.WeightsLoaded():
+                self._conductor.apply(weight_events.Loaded(name, message.version, message.problem))
+            case wire.Slept():
+                self._conductor.apply(sleep.SleepAnswered(name, message.asleep))
+            case wire.OpenSpool() | wire.ReadSpool():
+                self._spool.put(self.hub.reply, address, message)
+            case wire.Goodbye():
+                self._log.info("engine left", engine=name, problem=message.problem)
+                self._conductor.engine_left(name, died=bool(message.problem))
+
+    def _register(self, name: str, address: bytes, register: wire.Register) -> None:
+        try:
+            check_register(register)
+        except InvalidField as error:
+            self.hub.refuse(address, error)
+            return
+        if self._registered_at.get(name) != address:  # each life has an address of its own
+            self._registered_at[name] = address
+            self.lives[name] += 1
+        if name not in self._weights:
+            self._log.info("engine joined", engine=name, kv_blocks=register.capacity.kv_blocks)
+        self._conductor.join(name, register, life_of(address))
+        gone = [other for other in self.lives if other not in self._weights]
+        for other in gone[: max(0, len(self.lives) - MAX_PEERS)]:
+            for table in (self.lives, self._conductor.registered, self._registered_at, self.stats):
+                table.pop(other, None)
+
+    def _chunk_failed(self, name: str, failed: wire.ChunkFailed) -> None:
+        request = self._requests.requests.get(failed.request_id)
+        if request is not None and (request.instance, request.attempt) == (name, failed.attempt):
+            # A fatal failure is caused by the request itself: its trainer gets the error.
+            log = self._log.info if failed.fatal else self._log.warning
+            log("chunk failed", engine=name, request=failed.request_id, why=failed.message)
+            if failed.code == NotLoaded.code:
+                self._conductor.give_up([name], failed.message)
+                return
+        rejected = events.ChunkRejected(name, failed.request_id, failed.attempt, failed.fatal, failed.message)
+        self._conductor.apply(rejected)
+
+    def _chunks_done(self, engine: str, address: bytes, done: wire.ChunksDone) -> None:
+        counts = [result.count for result in done.results]
+        if min(counts, default=0) < 0 or not sum(counts) == len(done.tokens) == len(done.logprobs):
+            fix = f"must add up to the {len(done.tokens)} tokens and {len(done.logprobs)} logprobs sent"
+            error = InvalidField("results", counts, fix)
+            self.hub.refuse(address, error)
+            for result in done.results:  # these requests may be the cause, so it counts against them
+                rejected = events.ChunkRejected(engine, result.request_id, result.attempt, False, str(error))
+                self._conductor.apply(rejected)
+            self._conductor.give_up([engine], "it sent malformed results")
+            return
+        if done.weight_version != self._requests.weight_version and engine in self._requests.instances:
+            self._conductor.give_up([engine], f"it sent tokens of weight version {done.weight_version}")
+            return
+        start = 0
+        for result in done.results:
+            end = start + result.count
+            event = events.ChunkEnded(
+                engine,
+                result.request_id,
+                result.attempt,
+                result.count,
+                result.finish,
+                result.stop_reason,
+                result.preemptions,
+                result.drafted,
+                result.accepted,
+            )
+            self._conductor.apply(event, Ended(done.tokens[start:end], done.logprobs[start:end]))
+            start = end
+        self._kept.flush()
+
+    def _unreachable(self, address: bytes) -> None:
+        name = self._peers.name_of(address)
+        if name is not None and self._peers.address_of(name) == address:
+            self._conductor.give_up([name], "its connection is gone", died=True)

@@ -1,0 +1,112 @@
+"""Which requests may be what kills engines: those that ran on several engines that died.
+
+An engine counts as dead when its connection breaks. If only the connection broke, the same life of the engine
+registers again, and does not count any more.
+
+Invariants (tests/unit/test_buffer_losses.py, tests/invariants.py):
+- a request has the lives of the engines that died while they ran it, since its last chunk that ended; at most
+  `MAX_DEAD_LIVES` lives are remembered over all requests;
+- a request that ran alone on an engine that died waits: until that life registers again, which clears it, or
+  until another life of the engine does, or `RETURN_SECONDS` have passed: then it fails;
+- time in which this process stalled does not count towards `RETURN_SECONDS`.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Collection, Iterable, Iterator, Mapping
+
+from seer.services.buffer.requests.state import RequestState
+
+SUSPECT_DEATHS = 3
+"""Engines that died with a request before it is suspected to be the cause."""
+
+RETURN_SECONDS = 30.0
+"""An engine of which only the connection broke is back by then: vanished hosts are noticed after 10 s."""
+
+STALL_SECONDS = 10.0
+"""A longer time between two ticks is a stall of this process, in which it received nothing."""
+
+MAX_DEAD_LIVES = 1000
+"""Bound on the lives of dead engines that are remembered."""
+
+
+class EngineDeaths:
+    """`requests`: all unfinished requests by id. Times are monotonic seconds."""
+
+    def __init__(self, requests: Mapping[str, RequestState]) -> None:
+        self._requests = requests
+        self.lost_alone: dict[str, tuple[str, int, float]] = {}  # by request: engine, its life, since when
+        self._maybe_damaged: set[str] = set()  # engines on which a request that ran alone was aborted
+        self._dead_lives: OrderedDict[int, set[str]] = OrderedDict()  # the requests that have this life
+        self._last_tick: float | None = None
+
+    def is_suspect(self, request: RequestState) -> bool:
+        """Return whether a request has to run alone."""
+        return len(request.deaths) >= SUSPECT_DEATHS
+
+    def is_conclusive(self, instance: str) -> bool:
+        """Return whether the death of an engine now would be the fault of the one request that runs there."""
+        return instance not in self._maybe_damaged
+
+    def died(self, instance: str, life: int, running: Collection[str], now: float) -> None:
+        """Record that an engine died while it ran these requests."""
+        self._dead_lives[life] = set(running)
+        for request_id in running:
+            request = self._requests[request_id]
+            request.deaths.add(life)
+            if request.alone:
+                self.lost_alone[request_id] = (instance, life, now)
+
+    def engines_left(self, instances: Iterable[str]) -> None:
+        """Forget engines that are gone, and the oldest lives if there are too many."""
+        self._maybe_damaged.difference_update(instances)
+        while len(self._dead_lives) > MAX_DEAD_LIVES:
+            life, request_ids = self._dead_lives.popitem(last=False)
+            for request_id in request_ids:
+                self._requests[request_id].deaths.discard(life)
+
+    def engine_joined(self, life: int) -> None:
+        """Record that this life of an engine is not dead."""
+        for request_id in self._dead_lives.pop(life, ()):
+            self._requests[request_id].deaths.discard(life)
+
+    def chunk_ended(self, instance: str) -> None:
+        """Record that an engine works."""
+        self._maybe_damaged.discard(instance)
+
+    def clear(self, request: RequestState) -> None:
+        """Forget which engines died with a request."""
+        for life in request.deaths:
+            self._dead_lives[life].discard(request.view.request_id)
+            if not self._dead_lives[life]:
+                del self._dead_lives[life]
+        request.deaths.clear()
+
+    def remove(self, request: RequestState) -> None:
+        """Forget a request that ends early; it may be running."""
+        if request.alone:
+            self._maybe_damaged.add(request.instance)
+        self.lost_alone.pop(request.view.request_id, None)
+        self.clear(request)
+
+    def decided(self, instance: str, life: int, now: float) -> Iterator[tuple[RequestState, bool]]:
+        """Yield requests lost alone whose engine came back, or will not; and whether it came back.
+
+        `instance` and `life` are those of an engine that registers now. The caller removes those that fail.
+        """
+        for request_id, (name, lost, since) in list(self.lost_alone.items()):
+            if request_id not in self.lost_alone:
+                continue  # its group has just failed
+            if (name, lost) == (instance, life):
+                del self.lost_alone[request_id]
+                yield self._requests[request_id], True
+            elif name == instance or now - since > RETURN_SECONDS:
+                yield self._requests[request_id], False
+
+    def tick(self, now: float) -> None:
+        """Do not count the time of a stall: an engine that is back may not have been read yet."""
+        stalled = 0.0 if self._last_tick is None else max(0.0, now - self._last_tick - STALL_SECONDS)
+        self._last_tick = now
+        for request_id, (name, life, since) in self.lost_alone.items():
+            self.lost_alone[request_id] = (name, life, min(now, since + stalled))

@@ -1,0 +1,145 @@
+"""Which waiting request runs next, where, and for how many tokens: a policy's choice, and two exceptions.
+
+Invariants (tests/invariants.py asserts them after every event):
+- a waiting request is queued, parked or a suspect; a parked one fits no registered instance;
+- if the request that goes next has to wait for room, no other one overtakes it;
+- suspects run one after the other, each alone on an instance that gets no other work until they are done.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+
+from seer.common.policy.fleet import Fleet, InstanceView
+from seer.common.policy.length import Estimate
+from seer.common.policy.schedule import FAIR_DISPATCHES, Policy
+from seer.services.buffer.requests.engine_deaths import EngineDeaths
+from seer.services.buffer.requests.queue import WaitingQueue
+from seer.services.buffer.requests.state import RequestState
+
+
+class Scheduler:
+    """`requests` and `estimates` are by request and group id; `counters["chunks"]` counts dispatches."""
+
+    def __init__(
+        self,
+        policy: Policy,
+        chunk_size: int | None,
+        instances: Fleet,
+        requests: Mapping[str, RequestState],
+        estimates: Mapping[str, Estimate],
+        counters: Mapping[str, int],
+        deaths: EngineDeaths,
+    ) -> None:
+        self.policy = policy
+        self.queue = WaitingQueue()
+        self.parked: set[str] = set()
+        self.suspects: dict[str, None] = {}  # in the order in which they are to run
+        self.emptied = ""  # the instance that gets no work but suspects; empty: none
+        self._chunk_size = chunk_size
+        self._instances = instances
+        self._requests, self._estimates = requests, estimates
+        self._counters, self._deaths = counters, deaths
+        self._queued = 0
+
+    def __len__(self) -> int:
+        """Return how many requests wait."""
+        return len(self.queue) + len(self.parked) + len(self.suspects)
+
+    # --- waiting requests ----------------------------------------------------------------
+
+    def wait(self, request_id: str) -> None:
+        """Add a request that runs nowhere, behind all others that are equal to it under the policy."""
+        self._queued += 1
+        self._requests[request_id].view.queued = self._queued
+        self._add(request_id)
+
+    def push(self, request_id: str) -> None:
+        """Queue a request, or move it to where its group's present estimate puts it."""
+        request = self._requests[request_id]
+        self.queue.push(request_id, self.policy.order(request.view, self._estimates[request.group.group_id]))
+
+    def discard(self, request_id: str) -> None:
+        """Remove a request if it waits."""
+        self.queue.discard(request_id)
+        self.parked.discard(request_id)
+        self.suspects.pop(request_id, None)
+
+    def _add(self, request_id: str) -> None:
+        if self._deaths.is_suspect(self._requests[request_id]):
+            self.suspects[request_id] = None
+        else:
+            self.push(request_id)
+
+    def _park(self, request_id: str, now: float) -> None:
+        """Set a request aside until an engine joins that can hold it."""
+        self.parked.add(request_id)
+        request = self._requests[request_id]
+        request.parked_since = now if request.parked_since is None else request.parked_since
+
+    # --- engines -------------------------------------------------------------------------
+
+    def engine_joined(self) -> None:
+        """Queue parked requests again: the new engine may hold them."""
+        parked, self.parked = self.parked, set()
+        for request_id in sorted(parked, key=lambda item: self._requests[item].view.queued):
+            self._add(request_id)
+
+    def engines_left(self, instances: Collection[str]) -> None:
+        """Note that instances are gone."""
+        if self.emptied in instances:
+            self.emptied = ""
+
+    # --- placement -----------------------------------------------------------------------
+
+    def next(self) -> str | None:
+        """Return the queued request that goes next."""
+        fair = self.policy.fair and self._counters["chunks"] % FAIR_DISPATCHES == FAIR_DISPATCHES - 1
+        return self.queue.oldest() if fair else self.queue.head()
+
+    def placements(self, now: float) -> Iterator[tuple[str, InstanceView, int]]:
+        """Yield what to dispatch at `now` (monotonic seconds): request id, instance, tokens.
+
+        The caller dispatches each before it takes the next one.
+        """
+        if self.suspects or self.emptied:
+            yield from self._suspects_placed(now)
+        while self._instances and (request_id := self.next()) is not None:
+            view = self._requests[request_id].view
+            chunk = self.policy.chunk(view, self._chunk_size)
+            name = self.policy.place(view, chunk, self._instances)
+            if name is not None:
+                yield request_id, self._instances[name], chunk
+            elif self._instances.holding(view.context, chunk):
+                return
+            else:
+                self._park(request_id, now)
+            self.queue.discard(request_id)
+
+    def _suspects_placed(self, now: float) -> Iterator[tuple[str, InstanceView, int]]:
+        while self._instances:
+            if self.emptied and self._instances[self.emptied].chunks:
+                return
+            if not self.suspects:
+                break
+            request_id = next(iter(self.suspects))
+            view = self._requests[request_id].view
+            chunk = self.policy.chunk(view, self._chunk_size)
+            able = self._instances.holding(view.context, chunk)
+            if able and self.emptied not in able:
+                self._stop_emptying()
+                self.emptied = min(able, key=lambda name: (self._instances[name].chunks, name))
+                self._instances.close(self.emptied)
+                continue
+            del self.suspects[request_id]
+            if able:
+                self._requests[request_id].alone = self._deaths.is_conclusive(self.emptied)
+                yield request_id, self._instances[self.emptied], chunk
+            else:
+                self._park(request_id, now)
+        self._stop_emptying()
+
+    def _stop_emptying(self) -> None:
+        if self.emptied in self._instances:
+            self._instances.close(self.emptied, closed=False)
+        self.emptied = ""

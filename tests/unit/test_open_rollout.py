@@ -1,0 +1,216 @@
+"""Rollouts that take prompts as they come, against a scripted buffer."""
+
+from __future__ import annotations
+
+import asyncio
+
+import numpy as np
+import pytest
+from fake_buffer import FakeBuffer, connected, group
+from msgspec import structs
+
+from seer.client import InvalidField, Prompt, RolloutCancelled, RolloutFailed, SamplingParams, Unreachable
+from seer.client.open_rollout import MAX_STREAMED, PromptInFlight
+from seer.common import ids
+from seer.common.wire import Acknowledge, Cancel, GroupDone, Submit, TokensGenerated
+
+
+def digest(submit: Submit, prompt_id: str) -> int:
+    at = submit.prompt_ids.index(prompt_id)
+    place = submit.groups[at], submit.first_indices[at]
+    return ids.params_digest(submit.seed, submit.rollout_number, submit.n, submit.sampling, *place)
+
+
+def done(submit: Submit, prompt_id: str) -> GroupDone:
+    return structs.replace(
+        group(submit, prompt_id), submission=submit.submission, params_digest=digest(submit, prompt_id)
+    )
+
+
+def piece(submit: Submit, prompt_id: str, index: int, start: int, count: int) -> TokensGenerated:
+    """As `group` makes the response's tokens."""
+    return TokensGenerated(
+        rollout_id=submit.rollout_id, prompt_id=prompt_id, index=index, start=start,
+        tokens=np.arange(1000 * index + start, 1000 * index + start + count, dtype=np.int32),
+        logprobs=-np.ones(count, np.float32), submission=submit.submission,
+    )  # fmt: skip
+
+
+async def streamed(prompt: PromptInFlight) -> dict[int, list[int]]:
+    found: dict[int, list[int]] = {}
+    async for delta in prompt.tokens():
+        found.setdefault(delta.index, []).extend(delta.token_ids.tolist())
+    return found
+
+
+async def finish_all(buffer: FakeBuffer) -> None:
+    for submit in buffer.of(Submit):
+        for prompt_id in submit.prompt_ids:
+            await buffer.say(done(submit, prompt_id))
+
+
+async def test_prompts_that_come_together_are_sent_together_by_what_they_ask_for():
+    async with connected() as (buffer, client):
+        rollout = client.open_rollout()
+        short, long = SamplingParams(max_tokens=5), SamplingParams(max_tokens=9)
+        prompts = [
+            rollout.submit([1, 2], n=2, sampling=short, group="g", first_index=1),
+            rollout.submit([3], n=2, sampling=SamplingParams(max_tokens=5)),
+            rollout.submit(Prompt("mine", token_ids=[4]), n=3, sampling=long, seed=7, rollout_number=4),
+        ]
+        first, second = await buffer.until(Submit, 2)
+        assert (first.prompt_ids, first.lengths, first.tokens.tolist()) == (["0", "1"], [2, 1], [1, 2, 3])
+        assert (first.groups, first.first_indices, first.n, first.open) == (["g", ""], [1, 0], 2, True)
+        assert (second.prompt_ids, second.n, second.seed, second.rollout_number) == (["mine"], 3, 7, 4)
+        assert first.submission == second.submission > 0
+        await finish_all(buffer)
+        groups = [await prompt.result() for prompt in prompts]
+        assert [len(each.responses) for each in groups] == [2, 2, 3]
+        assert sum(len(each.prompt_ids) for each in await buffer.until(Acknowledge)) > 0
+        assert (rollout.counts.submitted, rollout.counts.finished, rollout.unfinished) == (3, 3, [])
+
+
+async def test_it_lasts_until_it_is_closed():
+    async with connected() as (buffer, client):
+        rollout = client.open_rollout("r")
+        for number in range(3):
+            prompt = rollout.submit([1])
+            await buffer.until(Submit, number + 1)
+            await buffer.say(done(buffer.of(Submit)[-1], str(number)))
+            await prompt.result()
+        with pytest.raises(InvalidField, match="rollout_id"):
+            client.open_rollout("r")
+        last = rollout.submit([1])
+        rollout.close()
+        with pytest.raises(InvalidField, match="closed"):
+            rollout.submit([1])
+        await buffer.until(Submit, 4)
+        await buffer.say(done(buffer.of(Submit)[-1], "3"))
+        await last.result()
+        assert rollout.ended
+        client.open_rollout("r")
+
+
+async def test_a_prompt_fails_alone():
+    async with connected() as (buffer, client):
+        rollout = client.open_rollout()
+        good, wrong, given_up = (rollout.submit([token]) for token in (1, 2, 3))
+        (submit,) = await buffer.until(Submit)
+        await given_up.cancel()
+        (cancel,) = await buffer.until(Cancel)
+        assert (cancel.prompt_ids, cancel.submission) == (["2"], rollout.submission)
+        await buffer.say(structs.replace(done(submit, "1"), params_digest=digest(submit, "1") ^ 1))
+        await buffer.say(done(submit, "0"))
+        with pytest.raises(RolloutCancelled, match="cancelled"):
+            await given_up.result()
+        with pytest.raises(RolloutFailed, match="generated for another seed"):
+            await wrong.result()
+        assert (await good.result()).prompt_id == "0"
+        assert (rollout.counts.finished, rollout.counts.failed) == (1, 2)
+
+
+async def test_what_was_cancelled_before_it_was_sent_is_never_sent():
+    async with connected() as (buffer, client):
+        rollout = client.open_rollout()
+        prompt, other = rollout.submit([1]), rollout.submit([2])
+        await prompt.cancel()
+        (submit,) = await buffer.until(Submit)
+        assert submit.prompt_ids == ["1"]
+        await buffer.say(done(submit, "1"))
+        await other.result()
+
+
+async def test_a_prompt_asks_for_the_weights_it_was_given():
+    async with connected() as (buffer, client):
+        rollout = client.open_rollout()
+        pinned, free = rollout.submit([1], weight_version=4), rollout.submit([2])
+        await buffer.until(Submit, 2)
+        assert [submit.weight_version for submit in buffer.of(Submit)] == [4, -1]
+        await finish_all(buffer)  # by version 3
+        with pytest.raises(RolloutFailed, match="weight version 3, not 4"):
+            await pinned.result()
+        assert (await free.result()).weight_version == 3
+
+
+async def test_a_restarted_buffer_gets_what_is_unfinished_again():
+    async with connected() as (buffer, client):
+        rollout = client.open_rollout()
+        ended, left = rollout.submit([1]), rollout.submit([2])
+        (submit,) = await buffer.until(Submit)
+        await buffer.say(done(submit, "0"))
+        await ended.result()
+        await buffer.stop()
+        await buffer.start()
+        again = (await buffer.until(Submit, 2))[1]
+        assert (again.prompt_ids, again.submission, again.open) == (["1"], submit.submission, True)
+        await buffer.say(done(again, "1"))
+        await left.result()
+
+
+async def test_tokens_are_streamed_once_and_in_order_whatever_is_lost_or_repeated():
+    async with connected() as (buffer, client):
+        rollout = client.open_rollout()
+        prompt = rollout.submit([1], n=3, stream=True)
+        (submit,) = await buffer.until(Submit)
+        assert submit.stream
+        ended = structs.replace(
+            done(submit, "0"), lengths=[4, 6, 2], finish_reasons=["length"] * 3, stop_reasons=[""] * 3,
+            tokens=np.array([*range(4), *range(1000, 1006), 2000, 2001], np.int32),
+            logprobs=-np.ones(12, np.float32),
+        )  # fmt: skip
+        for index, start, count in [(0, 0, 2), (0, 0, 2), (0, 1, 2), (1, 3, 2), (1, 0, 1), (7, 0, 1)]:
+            await buffer.say(piece(submit, "0", index, start, count))
+        reading = asyncio.create_task(streamed(prompt))
+        await buffer.say(piece(submit, "gone", 0, 0, 1))
+        await buffer.say(ended)
+        assert await reading == {0: [0, 1, 2, 3], 1: [*range(1000, 1006)], 2: [2000, 2001]}
+        assert (await prompt.result()).responses[1].token_ids.tolist() == [*range(1000, 1006)]
+
+
+async def test_a_stream_that_nobody_reads_is_bounded_and_loses_nothing():
+    async with connected() as (buffer, client):
+        prompt = client.open_rollout().submit([1], stream=True)
+        (submit,) = await buffer.until(Submit)
+        count = MAX_STREAMED + 100
+        for start in range(count):
+            await buffer.say(piece(submit, "0", 0, start, 1))
+        tokens, logprobs = np.arange(count, dtype=np.int32), -np.ones(count, np.float32)
+        await buffer.say(
+            structs.replace(done(submit, "0"), lengths=[count], tokens=tokens, logprobs=logprobs)
+        )
+        await prompt.result()
+        assert len(prompt._deltas) == MAX_STREAMED
+        assert await streamed(prompt) == {0: [*range(count)]}
+
+
+@pytest.mark.parametrize(
+    ("field", "given"),
+    [
+        ("n", {"n": 0}),
+        ("first_index", {"first_index": 4096}),
+        ("first_index", {"first_index": -1}),
+        ("group", {"group": "g" * 500}),
+        ("sampling.temperature", {"sampling": SamplingParams(temperature=-1.0)}),
+    ],
+)
+async def test_bad_input_names_the_field_and_affects_nothing_else(field, given):
+    async with connected() as (buffer, client):
+        rollout = client.open_rollout()
+        with pytest.raises(InvalidField, match=field):
+            rollout.submit([1], **given)
+        prompt = rollout.submit([2])
+        (submit,) = await buffer.until(Submit)
+        assert submit.tokens.tolist() == [2]
+        await buffer.say(done(submit, submit.prompt_ids[0]))
+        await prompt.result()
+
+
+async def test_a_closed_client_takes_nothing_and_ends_everything():
+    async with connected() as (_, client):
+        rollout = client.open_rollout()
+        prompt = rollout.submit([1])
+    with pytest.raises(RolloutCancelled):
+        await prompt.result()
+    with pytest.raises(Unreachable, match="closed"):
+        rollout.submit([1])
+    assert rollout.counts.submitted == 1
