@@ -153,6 +153,8 @@ class ActiveRollouts:
         cls = RequestRefused if message.code == InvalidField.code else RolloutFailed
         if isinstance(error, RequestRefused):
             cls = type(error)
+        if isinstance(rollout, OpenRollout):
+            rollout.discard(message)
         rollout.fail(message.prompt_ids or rollout.unfinished, cls, message.message)
         self._settle(rollout)
 

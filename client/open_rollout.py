@@ -23,7 +23,7 @@ from seer.client.text import Tokenizer
 from seer.common.errors import InvalidField, RequestRefused, RolloutFailed
 from seer.common.ids import params_digest
 from seer.common.types import SamplingParams
-from seer.common.wire import GroupDone, Logprobs, Progress, Submit, Tokens, TokensGenerated
+from seer.common.wire import GroupDone, Logprobs, Progress, Refused, Submit, Tokens, TokensGenerated
 
 MAX_STREAMED = 1024
 """Bound on what of one prompt waits to be read; more is left out: the group has it."""
@@ -64,7 +64,10 @@ class Delta:
 
 
 class PromptInFlight:
-    """One prompt of an open rollout: await `result()`, or read `tokens()` as they come, then `result()`."""
+    """One prompt of an open rollout: await `result()`, or read `tokens()` as they come, then `result()`.
+
+    `discarded` tokens had been generated for it when the buffer ended it early.
+    """
 
     def __init__(self, request: Request, cancel: Callable[[str], Awaitable[None]]) -> None:
         self.request = request
@@ -74,6 +77,7 @@ class PromptInFlight:
         self._deltas: list[Delta] = []
         self._lengths = [0] * request.n
         self._changed = asyncio.Event()
+        self.discarded = 0
 
     async def result(self) -> Group:
         """Return the group. Raises the error that ended the prompt."""
@@ -249,6 +253,12 @@ class OpenRollout:
         """Hand on tokens of an unfinished response."""
         if (in_flight := self._in_flight.get(message.prompt_id)) is not None:
             in_flight.generated(message)
+
+    def discard(self, message: Refused) -> None:
+        """Note how many tokens of prompts that end now were generated in vain."""
+        for prompt_id, count in zip(message.prompt_ids, message.discarded, strict=False):
+            if prompt_id in self._in_flight:
+                self._in_flight[prompt_id].discarded = count
 
     def deliver(self, message: GroupDone, tokenizer: Tokenizer | None) -> None:
         """End a prompt with its group; one that ended before changes nothing."""

@@ -94,7 +94,7 @@ class Refused(Message, tag=True):
     """A request that cannot be served, with the error's class code.
 
     `rollout_id`, `prompt_ids` and `submission` name what is refused; if the first two are empty it is the
-    connection.
+    connection. `discarded`: tokens that had been generated for each of these prompts; empty: none.
     """
 
     code: ShortStr
@@ -102,6 +102,7 @@ class Refused(Message, tag=True):
     rollout_id: ShortStr = ""
     prompt_ids: list[str] = []
     submission: SubmissionNumber = 0
+    discarded: list[int] = []
 
 
 class Goodbye(Message, tag=True):

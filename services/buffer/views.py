@@ -49,6 +49,7 @@ def answer(item: instructions.Accept | instructions.Refuse) -> wire.Accepted | w
         rollout_id=item.rollout_id,
         prompt_ids=item.prompt_ids,
         submission=item.submission,
+        discarded=item.discarded,
     )
 
 

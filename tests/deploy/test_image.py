@@ -34,7 +34,7 @@ NEED_EXTRA = {
     f"{ENGINE}.forced_text": "torch",
     "seer.gateway.control_routes": "starlette",
     "seer.gateway.data_routes": "starlette",
-    "seer.gateway.fleet": "uvicorn",
+    "seer.gateway.supervisor": "uvicorn",
     "seer.gateway.http": "starlette",
     "seer.gateway.server": "uvicorn",
     "seer.gateway.serving": "uvicorn",

@@ -338,8 +338,8 @@ class GroupRegistry:
         for group in groups:
             by_submission.setdefault((group.rollout.rollout_id, group.submission), []).append(group)
         for (rollout_id, submission), failed in by_submission.items():
-            names = [group.prompt_id for group in failed]
-            self._send_refusal(failed[0].rollout.life, rollout_id, names, code, message, submission, out)
+            kept = {group.prompt_id: group.kept for group in failed}
+            self._send_refusal(failed[0].rollout.life, rollout_id, kept, code, message, submission, out)
             for group in failed:
                 group.rollout.failed = True
                 self.remove(group, out)
@@ -347,23 +347,25 @@ class GroupRegistry:
     def _refuse(
         self, event: GroupsSubmitted, specs: list[GroupSpec], message: str, out: Out, code: str = "refused"
     ) -> None:
-        names = [spec.prompt_id for spec in specs]
-        self._send_refusal(event.life, event.rollout_id, names, code, message, event.submission, out)
+        none = {spec.prompt_id: 0 for spec in specs}
+        self._send_refusal(event.life, event.rollout_id, none, code, message, event.submission, out)
 
     def _send_refusal(
         self,
         life: bytes,
         rollout_id: str,
-        names: list[str],
+        kept: dict[str, int],
         code: str,
         message: str,
         submission: int,
         out: Out,
     ) -> None:
-        self._counters["refused"] += len(names)
+        self._counters["refused"] += len(kept)
+        names = list(kept)
         for start in range(0, len(names), MAX_PROMPTS_PER_REFUSAL):
             part = names[start : start + MAX_PROMPTS_PER_REFUSAL]
-            out.append(Refuse(life, rollout_id, part, code, message, submission))
+            discarded = [kept[name] for name in part] if any(kept.values()) else []
+            out.append(Refuse(life, rollout_id, part, code, message, submission, discarded))
 
     def _expire(self, group: GroupState, out: Out) -> None:
         self._counters["expired"] += 1

@@ -60,7 +60,10 @@ class Accept(events.Row, frozen=True):
 
 
 class Refuse(events.Row, frozen=True):
-    """Tell the trainer that these prompts will not be completed, and why."""
+    """Tell the trainer that these prompts will not be completed, and why.
+
+    `discarded`: tokens that had been generated for each; empty: none.
+    """
 
     life: bytes
     rollout_id: str
@@ -68,6 +71,7 @@ class Refuse(events.Row, frozen=True):
     code: str
     message: str
     submission: int = 0
+    discarded: list[int] = []
 
 
 class Deliver(events.Row, frozen=True):

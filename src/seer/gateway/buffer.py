@@ -1,4 +1,4 @@
-"""The gateway's side of a buffer: one client that is kept connected, and rollouts of single requests.
+"""The gateway's side of a buffer: one client that is kept connected, and one open rollout for all requests.
 
 Invariants:
 - while the buffer does not answer, or no engine can work, `check` raises a 503 at once;
@@ -11,10 +11,19 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from seer.client import Group, Prompt, Rollout, RolloutCancelled, RolloutClient, SamplingParams
+from seer.client import (
+    Group,
+    OpenRollout,
+    Prompt,
+    PromptInFlight,
+    RolloutCancelled,
+    RolloutClient,
+    SamplingParams,
+)
 from seer.common.errors import SeerError
 from seer.common.net.transport.base import Transport
 from seer.common.process.log import get_logger
@@ -36,9 +45,9 @@ _log = get_logger()
 
 @dataclass
 class Sample:
-    """What came of prompts, by their ids.
+    """What came of prompts, by their noise ids.
 
-    A weight update ended those that are not in `groups`, and `discarded` tokens with them, as last reported.
+    A weight update ended those that are not in `groups`, and `discarded` tokens with them.
     """
 
     groups: dict[str, Group] = field(default_factory=dict)
@@ -52,6 +61,8 @@ class Buffer:
         self._endpoint = endpoint
         self._transport = transport
         self._client: RolloutClient | None = None
+        self._rollout: OpenRollout | None = None
+        self._numbers = itertools.count()
         self._problem = "no answer yet"
         self._keeper: asyncio.Task[None] | None = None
         self.status: Status | None = None
@@ -102,22 +113,27 @@ class Buffer:
     async def generate(
         self, prompts: Mapping[str, Sequence[int]], *, n: int, sampling: SamplingParams, seed: int
     ) -> Sample:
-        """Return n responses to each prompt, given by id. Cancelled, it cancels them in the buffer, too."""
-        rollout = await self.client.submit(
-            [Prompt(name, token_ids=ids) for name, ids in prompts.items()],
-            n=n, sampling=sampling, seed=seed, rollout_number=0, weight_version=-1,
-        )  # fmt: skip
+        """Return n responses to each prompt, by noise id. Cancelled, it cancels them in the buffer, too."""
+        if self.client is None or self._rollout is None:
+            raise HttpError(503, f"the buffer at {self._endpoint} is away: {self._problem}")
+        rollout = self._rollout
+        asked = {
+            name: rollout.submit(
+                Prompt(f"{next(self._numbers)}", token_ids=ids), n=n, sampling=sampling, seed=seed,
+                weight_version=-1, group=name,
+            )
+            for name, ids in prompts.items()
+        }  # fmt: skip
         sample = Sample()
         try:
-            async for group in rollout:
-                sample.groups[group.prompt_id] = group
-        except RolloutCancelled:
-            sample.discarded = _discarded(rollout)
+            for name, prompt in asked.items():
+                with contextlib.suppress(RolloutCancelled):
+                    sample.groups[name] = await prompt.result()
         finally:
-            if rollout.unfinished:
-                with contextlib.suppress(SeerError, TimeoutError):
-                    async with asyncio.timeout(CANCEL_SECONDS):
-                        await rollout.cancel()
+            left = [prompt for name, prompt in asked.items() if name not in sample.groups]
+            if left:
+                await _cancel(left)
+        sample.discarded = sum(prompt.discarded for prompt in left)
         return sample
 
     async def fresh_status(self) -> Status:
@@ -131,12 +147,12 @@ class Buffer:
                     self._endpoint, transport=self._transport, silence_seconds=SILENCE_SECONDS,
                     connect_seconds=3 * STATUS_SECONDS,
                 ) as client:  # fmt: skip
-                    self._client = client
+                    self._client, self._rollout = client, client.open_rollout()
                     await self._watch(client)
             except SeerError as error:
                 self._lost(str(error))
             finally:
-                self._client = None
+                self._client = self._rollout = None
             await asyncio.sleep(STATUS_SECONDS)
 
     async def _watch(self, client: RolloutClient) -> None:
@@ -165,7 +181,8 @@ class Buffer:
         self._problem = problem
 
 
-def _discarded(rollout: Rollout) -> int:
-    """Return how many tokens the buffer has reported of prompts that did not finish."""
-    kept = sum(response.token_ids.size for group in rollout.groups for response in group.responses)
-    return 0 if rollout.progress is None else max(0, rollout.progress.tokens - kept)
+async def _cancel(prompts: Sequence[PromptInFlight]) -> None:
+    with contextlib.suppress(SeerError, TimeoutError):
+        async with asyncio.timeout(CANCEL_SECONDS):
+            for prompt in prompts:
+                await prompt.cancel()

@@ -31,19 +31,19 @@ class Process(Protocol):
     """One process that serves requests; each call returns once it is done."""
 
     async def pause(self, *, abort: bool) -> None:
-        """See `Desk.pause`."""
+        """See `OpenRequests.pause`."""
         ...
 
     async def abort(self) -> None:
-        """See `Desk.abort`."""
+        """See `OpenRequests.abort`."""
         ...
 
     async def idle(self, seconds: float) -> bool:
-        """See `Desk.idle`."""
+        """See `OpenRequests.idle`."""
         ...
 
     async def resume(self) -> None:
-        """See `Desk.resume`."""
+        """See `OpenRequests.resume`."""
         ...
 
     async def counts(self) -> dict[str, int]:

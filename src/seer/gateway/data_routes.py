@@ -39,10 +39,10 @@ from seer.gateway.bodies import (
     read_body,
 )
 from seer.gateway.buffer import Buffer
-from seer.gateway.desk import Desk
 from seer.gateway.errors import HttpError, bad
 from seer.gateway.http import answer, body_of, endpoint, unless_gone
 from seer.gateway.noise import NoiseIds, request_hash
+from seer.gateway.open_requests import OpenRequests
 from seer.gateway.text import ModelText
 
 T = TypeVar("T")
@@ -52,12 +52,12 @@ B = TypeVar("B", bound=msgspec.Struct)
 class DataRoutes:
     """`routes` are to be served; see the module's docstring."""
 
-    def __init__(self, config: Config, buffer: Buffer, desk: Desk, text: ModelText) -> None:
+    def __init__(self, config: Config, buffer: Buffer, requests: OpenRequests, text: ModelText) -> None:
         self._settings = config.gateway
         self._model = config.shared.model
         self.model_name = config.gateway.model_name or Path(self._model).name
         self._buffer = buffer
-        self._desk = desk
+        self._requests = requests
         self._text = text
         self._noise = NoiseIds()
         self._thread = ThreadPoolExecutor(1, "tokenizer")
@@ -75,7 +75,7 @@ class DataRoutes:
             ("POST", "/tokenize", self.tokenize),
             ("POST", "/detokenize", self.detokenize),
         ]
-        counters = self._desk.counters
+        counters = self._requests.counters
         served = [Route(path, endpoint(handler, counters), methods=[how]) for how, path, handler in handlers]
         return [
             *served,
@@ -134,7 +134,9 @@ class DataRoutes:
         named = request.headers.get("idempotency-key") or request.headers.get("x-request-id") or ""
         hashes = [request_hash(prompt, sampling) for prompt in prompts]
         ids = self._noise.prompt_ids(hashes, fields.seed, named)
-        work = self._desk.run(dict(zip(ids, prompts, strict=True)), n=n, sampling=sampling, seed=fields.seed)
+        work = self._requests.run(
+            dict(zip(ids, prompts, strict=True)), n=n, sampling=sampling, seed=fields.seed
+        )
         groups = await unless_gone(request, work)
         shown = fields if textual else None
         return [choice for name in ids for choice in self._choices_of(groups[name], sampling, shown)]

@@ -9,9 +9,9 @@ from seer.common.config import Config
 from seer.common.net.transport.base import Transport
 from seer.common.process.service import Service
 from seer.gateway.control import Control
-from seer.gateway.fleet import Fleet
 from seer.gateway.serving import Serving
 from seer.gateway.sockets import listen_on_both, url_of
+from seer.gateway.supervisor import WorkerSupervisor
 
 
 class Gateway:
@@ -40,4 +40,4 @@ class Gateway:
 
 def make(config: Config, transport: Transport, clock: Clock) -> Service:
     """Return the service."""
-    return Gateway(config, transport) if config.gateway.workers == 1 else Fleet(config, transport)
+    return Gateway(config, transport) if config.gateway.workers == 1 else WorkerSupervisor(config, transport)

@@ -26,10 +26,10 @@ from seer.common.net.transport.base import Transport
 from seer.gateway.buffer import Buffer
 from seer.gateway.control_routes import ControlCalls, ControlRoutes
 from seer.gateway.data_routes import DataRoutes
-from seer.gateway.desk import Desk
 from seer.gateway.errors import HttpError
 from seer.gateway.http import refusal
-from seer.gateway.local import LocalProcess
+from seer.gateway.local_process import LocalProcess
+from seer.gateway.open_requests import OpenRequests
 from seer.gateway.text import ModelText
 
 BACKLOG = 2048
@@ -46,19 +46,19 @@ class Serving:
         self._config = config
         settings = config.gateway
         self.buffer = Buffer(config.endpoints.trainers, transport)
-        self.desk = Desk(
+        self.requests = OpenRequests(
             self.buffer, most=settings.max_requests, seconds=settings.request_seconds,
             restart=settings.on_update != "abort",
         )  # fmt: skip
-        self.process = LocalProcess(self.desk)
+        self.process = LocalProcess(self.requests)
         self._servers: dict[str, _Server] = {}
 
     def load(self, control: ControlCalls) -> None:
         """Read the tokenizer, and make the routes. Raises `ConfigError`."""
         settings = self._config.gateway
         text = ModelText.load(self._config.shared.model, trust_templates=settings.trust_chat_templates)
-        data = DataRoutes(self._config, self.buffer, self.desk, text).routes
-        everything = [*data, *ControlRoutes(self._config, control, self.desk.counters).routes]
+        data = DataRoutes(self._config, self.buffer, self.requests, text).routes
+        everything = [*data, *ControlRoutes(self._config, control, self.requests.counters).routes]
         routes = {"data": data, "control": everything}
         self._servers = {
             name: _Server(_uvicorn_config(_app(each), settings)) for name, each in routes.items()
@@ -72,7 +72,7 @@ class Serving:
 
     def drain(self) -> None:
         """Accept no more connections; let `run` return once requests under way are answered."""
-        self.desk.close()
+        self.requests.close()
         for server in self._servers.values():
             server.should_exit = True
 

@@ -19,7 +19,7 @@ from seer.common.errors import ConfigError, SeerError
 from seer.common.net.transport.zmq import ZmqTransport
 from seer.common.process.log import configure, get_logger
 from seer.gateway.control import PauseMode
-from seer.gateway.link import Link
+from seer.gateway.process_link import Link
 from seer.gateway.serving import Serving
 from seer.gateway.sockets import listen_on_both
 
@@ -77,7 +77,7 @@ class Worker:
     def __init__(self, config: Config, transport: ZmqTransport) -> None:
         self.config = config
         self.serving = Serving(config, transport)
-        self.serving.desk.pause(abort=False)
+        self.serving.requests.pause(abort=False)
 
     async def serve(self, name: str, arguments: list[object]) -> object:
         """Do what the process that started this one calls for."""

@@ -27,7 +27,7 @@ COUNTERS = (
     "requests", "completed", "refused", "failed", "cancelled", "restarted", "discarded_tokens",
 )  # fmt: skip
 """Totals since the process started. `restarted` are prompts, each time that an update ended them;
-`discarded_tokens` had been generated for them, as far as the buffer had reported."""
+`discarded_tokens` had been generated for them."""
 
 STOPPING = "the gateway stops: send it to another"
 
@@ -47,7 +47,7 @@ class _Ask:
     task: asyncio.Task[None] | None = None
 
 
-class Desk:
+class OpenRequests:
     """`seconds` is the deadline of a request, pauses included; `restart`: see the module's docstring."""
 
     def __init__(self, buffer: Buffer, *, most: int, seconds: float, restart: bool) -> None:

@@ -1,4 +1,4 @@
-"""Requests, pauses and updates of a gateway process: the lists in `seer.gateway.desk` and `.control`."""
+"""Requests, pauses and updates of a gateway process: the lists in `seer.gateway.open_requests` and `.control`."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from seer.common.types import Capacity, SamplingParams
 from seer.common.wire import Status, WeightsLive
 from seer.gateway.buffer import Sample
 from seer.gateway.control import Control
-from seer.gateway.desk import Desk
 from seer.gateway.errors import HttpError
-from seer.gateway.local import LocalProcess
+from seer.gateway.local_process import LocalProcess
+from seer.gateway.open_requests import OpenRequests
 
 SAMPLING = SamplingParams(max_tokens=10)
 CAPACITY = Capacity(kv_blocks=4, block_size=16, max_num_seqs=8, max_model_len=40)
@@ -92,13 +92,17 @@ class FakeBuffer:
         return WeightsLive(version=version, digest="d")
 
 
-def desk_of(buffer: FakeBuffer, *, most: int = 8, seconds: float = 100.0, restart: bool = True) -> Desk:
-    return Desk(buffer, most=most, seconds=seconds, restart=restart)  # type: ignore[arg-type]
+def desk_of(
+    buffer: FakeBuffer, *, most: int = 8, seconds: float = 100.0, restart: bool = True
+) -> OpenRequests:
+    return OpenRequests(buffer, most=most, seconds=seconds, restart=restart)  # type: ignore[arg-type]
 
 
-def ask(desk: Desk, *names: str, prompt: Sequence[int] = (1, 2)) -> asyncio.Task[dict[str, Group]]:
+def ask(
+    requests: OpenRequests, *names: str, prompt: Sequence[int] = (1, 2)
+) -> asyncio.Task[dict[str, Group]]:
     prompts = dict.fromkeys(names or ("a",), prompt)
-    return asyncio.create_task(desk.run(prompts, n=1, sampling=SAMPLING, seed=3))
+    return asyncio.create_task(requests.run(prompts, n=1, sampling=SAMPLING, seed=3))
 
 
 async def status_of(task: asyncio.Task[dict[str, Group]]) -> int:
@@ -118,102 +122,102 @@ async def test_a_request_gets_its_groups() -> None:
 @virtual
 async def test_max_tokens_is_lowered_to_what_fits() -> None:
     buffer = FakeBuffer()
-    desk = desk_of(buffer)
+    requests = desk_of(buffer)
     prompts = {"short": [1] * 5, "long": [1] * 35, "longer": [1] * 38}
-    await desk.run(prompts, n=1, sampling=SAMPLING, seed=None)
+    await requests.run(prompts, n=1, sampling=SAMPLING, seed=None)
     limits = {name: sampling.max_tokens for names, sampling, _ in buffer.asked for name in names}
     assert limits == {"short": 10, "long": 5, "longer": 2}
-    assert await status_of(ask(desk, prompt=[1] * 40)) == 400
+    assert await status_of(ask(requests, prompt=[1] * 40)) == 400
     floor = SamplingParams(max_tokens=10, min_tokens=6)
     with pytest.raises(HttpError, match="min_tokens = 6: must not exceed"):
-        await desk.run({"long": [1] * 35}, n=1, sampling=floor, seed=None)
+        await requests.run({"long": [1] * 35}, n=1, sampling=floor, seed=None)
 
 
 @virtual
 async def test_an_update_restarts_what_is_not_done_and_counts_what_was_thrown_away() -> None:
     buffer = FakeBuffer()
-    desk = desk_of(buffer)
-    task = ask(desk, "a", "b", "c")
+    requests = desk_of(buffer)
+    task = ask(requests, "a", "b", "c")
     await asyncio.sleep(1)
     buffer.version = 1
     buffer.end_all()
     got = await task
     assert {name: each.weight_version for name, each in got.items()} == {"a": 0, "b": 1, "c": 1}
     assert [names for names, _, _ in buffer.asked] == [["a", "b", "c"], ["b", "c"]]
-    assert (desk.counters["restarted"], desk.counters["discarded_tokens"]) == (2, 7)
+    assert (requests.counters["restarted"], requests.counters["discarded_tokens"]) == (2, 7)
 
 
 @virtual
 async def test_or_aborts_it() -> None:
     buffer = FakeBuffer()
-    desk = desk_of(buffer, restart=False)
-    task = ask(desk)
+    requests = desk_of(buffer, restart=False)
+    task = ask(requests)
     await asyncio.sleep(1)
     buffer.end_all()
     assert await status_of(task) == 503
-    assert desk.counters["discarded_tokens"] == 7
-    assert desk.under_way == 0
+    assert requests.counters["discarded_tokens"] == 7
+    assert requests.under_way == 0
 
 
 @virtual
 async def test_nothing_is_submitted_while_paused() -> None:
     buffer = FakeBuffer()
-    desk = desk_of(buffer)
-    before = ask(desk, "before")
+    requests = desk_of(buffer)
+    before = ask(requests, "before")
     await asyncio.sleep(1)
-    desk.pause(abort=False)
-    during = ask(desk, "during")
+    requests.pause(abort=False)
+    during = ask(requests, "during")
     await asyncio.sleep(50)
     assert before.done()
     assert [names for names, _, _ in buffer.asked] == [["before"]]
-    desk.resume()
+    requests.resume()
     assert set(await during) == {"during"}
 
 
 @virtual
 async def test_what_an_update_ended_during_a_pause_waits_for_its_end() -> None:
     buffer = FakeBuffer()
-    desk = desk_of(buffer)
-    task = ask(desk)
+    requests = desk_of(buffer)
+    task = ask(requests)
     await asyncio.sleep(1)
-    desk.pause(abort=False)
+    requests.pause(abort=False)
     buffer.version = 1
     buffer.end_all()
     await asyncio.sleep(20)
     assert len(buffer.asked) == 1
-    assert await desk.idle(0.1)
-    desk.resume()
+    assert await requests.idle(0.1)
+    requests.resume()
     assert (await task)["a"].weight_version == 1
 
 
 @virtual
 async def test_a_pause_that_aborts_leaves_what_waited() -> None:
     buffer = FakeBuffer()
-    desk = desk_of(buffer)
-    desk.pause(abort=False)
-    waiting = ask(desk, "waiting")
+    requests = desk_of(buffer)
+    requests.pause(abort=False)
+    waiting = ask(requests, "waiting")
     await asyncio.sleep(1)
-    desk.resume()
+    requests.resume()
     await asyncio.sleep(1)
-    desk.pause(abort=False)
-    held = ask(desk, "held")
+    requests.pause(abort=False)
+    held = ask(requests, "held")
     await asyncio.sleep(1)
-    desk.pause(abort=True)
+    requests.pause(abort=True)
     assert await status_of(waiting) == 503
     assert buffer.cancelled == ["waiting"]
-    desk.resume()
+    requests.resume()
     assert set(await held) == {"held"}
 
 
 @virtual
 async def test_a_pause_without_end_ends_with_the_request_s_deadline() -> None:
     buffer = FakeBuffer()
-    desk = desk_of(buffer, seconds=30)
-    desk.pause(abort=False)
-    task = ask(desk)
+    requests = desk_of(buffer, seconds=30)
+    requests.pause(abort=False)
+    task = ask(requests)
     assert await status_of(task) == 503
     assert asyncio.get_running_loop().time() == 30
-    assert desk.open_requests == 0
+    assert requests.open_requests == 0
 
 
 @virtual
@@ -227,19 +231,19 @@ async def test_a_request_that_takes_too_long_is_cancelled() -> None:
 @virtual
 async def test_a_caller_that_leaves_cancels_its_prompts() -> None:
     buffer = FakeBuffer()
-    desk = desk_of(buffer)
-    task = ask(desk, "a", "b")
+    requests = desk_of(buffer)
+    task = ask(requests, "a", "b")
     await asyncio.sleep(1)
     task.cancel()
     await asyncio.wait([task])
     assert buffer.cancelled == ["a", "b"]
-    assert (desk.open_requests, desk.under_way) == (0, 0)
+    assert (requests.open_requests, requests.under_way) == (0, 0)
 
 
 @virtual
 async def test_open_requests_are_bounded() -> None:
-    desk = desk_of(FakeBuffer(), most=2)
-    tasks = [ask(desk, str(i)) for i in range(3)]
+    requests = desk_of(FakeBuffer(), most=2)
+    tasks = [ask(requests, str(i)) for i in range(3)]
     assert await status_of(tasks[2]) == 503
     assert [set(await task) for task in tasks[:2]] == [{"0"}, {"1"}]
 
@@ -247,35 +251,35 @@ async def test_open_requests_are_bounded() -> None:
 @virtual
 async def test_errors_say_whether_to_come_again() -> None:
     buffer = FakeBuffer()
-    desk = desk_of(buffer)
+    requests = desk_of(buffer)
     for error, status in ((BufferLost("gone"), 503), (RolloutFailed("8 attempts"), 500)):
         buffer.error = error
-        assert await status_of(ask(desk)) == status
+        assert await status_of(ask(requests)) == status
     buffer.there = False
-    assert await status_of(ask(desk)) == 503
+    assert await status_of(ask(requests)) == 503
 
 
 @virtual
 async def test_a_gateway_that_stops_answers_what_waits() -> None:
-    desk = desk_of(FakeBuffer())
-    under_way = ask(desk, "under way")
+    requests = desk_of(FakeBuffer())
+    under_way = ask(requests, "under way")
     await asyncio.sleep(1)
-    desk.pause(abort=False)
-    held = ask(desk, "held")
+    requests.pause(abort=False)
+    held = ask(requests, "held")
     await asyncio.sleep(1)
-    desk.close()
+    requests.close()
     assert await status_of(held) == 503
     assert asyncio.get_running_loop().time() == 2  # at once
-    assert await status_of(ask(desk)) == 503
+    assert await status_of(ask(requests)) == 503
     assert set(await under_way) == {"under way"}
 
 
 # --- control ---------------------------------------------------------------------------------
 
 
-def control_of(buffer: FakeBuffer, *desks: Desk, **settings: object) -> Control:
+def control_of(buffer: FakeBuffer, *desks: OpenRequests, **settings: object) -> Control:
     config = GatewayConfig(**settings)  # type: ignore[arg-type]
-    return Control(config, buffer, [LocalProcess(desk) for desk in desks])  # type: ignore[arg-type]
+    return Control(config, buffer, [LocalProcess(requests) for requests in desks])  # type: ignore[arg-type]
 
 
 @virtual
@@ -285,7 +289,7 @@ async def test_pause_and_resume_reach_every_process() -> None:
     control = control_of(buffer, *desks)
     await control.pause("keep")
     assert await control.is_paused()
-    tasks = [ask(desk) for desk in desks]
+    tasks = [ask(requests) for requests in desks]
     await asyncio.sleep(20)
     assert buffer.asked == []
     assert (await control.counts())["open_requests"] == 2
@@ -297,16 +301,16 @@ async def test_pause_and_resume_reach_every_process() -> None:
 @virtual
 async def test_a_pause_can_wait_for_what_is_under_way_but_not_for_ever() -> None:
     buffer = FakeBuffer()
-    desk = desk_of(buffer)
-    control = control_of(buffer, desk, update_seconds=50.0)
-    task = ask(desk)
+    requests = desk_of(buffer)
+    control = control_of(buffer, requests, update_seconds=50.0)
+    task = ask(requests)
     await asyncio.sleep(1)
     await control.pause("wait")
-    assert task.done() or desk.under_way == 0
+    assert task.done() or requests.under_way == 0
     await control.resume()
     buffer.seconds = 90.0
     await task
-    later = ask(desk)
+    later = ask(requests)
     await asyncio.sleep(1)
     with pytest.raises(HttpError, match="still under way after 50 s") as info:
         await control.pause("wait")
@@ -318,15 +322,15 @@ async def test_a_pause_can_wait_for_what_is_under_way_but_not_for_ever() -> None
 @virtual
 async def test_an_update_while_paused_waits_for_nothing() -> None:
     buffer = FakeBuffer(seconds=1000)
-    desk = desk_of(buffer, seconds=5000)
-    control = control_of(buffer, desk)
-    task = ask(desk)
+    requests = desk_of(buffer, seconds=5000)
+    control = control_of(buffer, requests)
+    task = ask(requests)
     await asyncio.sleep(1)
     await control.pause("keep")
-    held = ask(desk, "held")
+    held = ask(requests, "held")
     assert await control.update("/w/1", "weight_dir") == "1"
     assert asyncio.get_running_loop().time() == 6
-    assert desk.under_way == 0
+    assert requests.under_way == 0
     await control.resume()
     versions = [each.weight_version for got in await asyncio.gather(task, held) for each in got.values()]
     assert versions == [1, 1]
@@ -362,9 +366,9 @@ async def test_an_update_goes_on_when_its_asker_leaves() -> None:
 @virtual
 async def test_an_update_may_be_refused_while_requests_are_under_way() -> None:
     buffer = FakeBuffer()
-    desk = desk_of(buffer)
-    control = control_of(buffer, desk, on_update="refuse")
-    task = ask(desk)
+    requests = desk_of(buffer)
+    control = control_of(buffer, requests, on_update="refuse")
+    task = ask(requests)
     await asyncio.sleep(1)
     with pytest.raises(HttpError, match="1 requests are under way") as info:
         await control.update("/w/1", "weight_dir")

@@ -24,7 +24,7 @@ from seer.common.net.transport.base import Transport
 from seer.common.process.log import get_logger
 from seer.gateway.buffer import Buffer
 from seer.gateway.control import Control
-from seer.gateway.link import Link, LinkLost
+from seer.gateway.process_link import Link, LinkLost
 from seer.gateway.sockets import listen_on_both, url_of
 from seer.gateway.worker import CALL_SECONDS
 from seer.local.restarts import Restarts
@@ -81,7 +81,7 @@ class RemoteProcess:
             return None
 
 
-class Fleet:
+class WorkerSupervisor:
     """The service with several processes."""
 
     def __init__(self, config: Config, transport: Transport) -> None:
