@@ -1,0 +1,5 @@
+"""veRL 0.9: `actor_rollout_ref.rollout.name=seer` has veRL's V1 trainer sample with Seer.
+
+`plugin` registers Seer whenever veRL is imported, `manager.SeerAgentLoopManager` submits groups whole.
+`config` and `groups` are pure. Nothing here needs vllm.
+"""

@@ -1,0 +1,175 @@
+"""veRL's agent loops with Seer: the sessions of a prompt are submitted as one group.
+
+Invariants:
+- which requests form a group, and their ids, are decisions of `groups.py`: no token depends on which worker
+  runs a prompt, or on when a session asks;
+- a response is of the live weights that veRL has sent last, or an error;
+- a request that fails is known to the server before its session ends: veRL would go on without the response.
+  Training raises the error before it uses the step's responses, validation when its prompts have ended.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from contextvars import ContextVar
+from typing import Any
+
+import ray
+import torch
+from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopManagerTQ, AgentLoopWorkerTQ
+from verl.utils.rollout_trace import rollout_trace_op
+from verl.workers.rollout.llm_server import LLMServerClient
+from verl.workers.rollout.replica import TokenOutput
+
+from seer.integrations.verl.config import Limits, check_trainer, settings
+from seer.integrations.verl.groups import Copies, GroupKey, GroupMachine, Place, Request, Submission
+from seer.integrations.verl.server import ACTOR, Generator, described, request_of
+
+COPY = "seer_copy"
+"""Field of a batch: how many prompts like this one came before in the step."""
+
+
+class GroupRun:
+    """One prompt's sessions while they run."""
+
+    def __init__(self, client: SeerClient, key: GroupKey, n: int) -> None:
+        self._client = client
+        self._step = key.step
+        self._machine = GroupMachine(key, n)
+        self._places: dict[int, asyncio.Future[Place]] = {}
+        self._outputs: dict[str, asyncio.Task[list[TokenOutput]]] = {}
+
+    async def generate(self, session: int, request: Request) -> TokenOutput:
+        """Return the tokens that a session asks for."""
+        loop = asyncio.get_running_loop()
+        place = self._places[session] = loop.create_future()
+        self._carry_out(self._machine.asked(session, request, loop.time()))
+        if self._machine.deadline is not None:
+            loop.call_at(self._machine.deadline, self._due, self._machine.deadline)
+        found = await place
+        outputs = await asyncio.shield(self._outputs[found.prompt_id])
+        return outputs[found.index]
+
+    def ended(self, session: int) -> None:
+        """Take note that a session will ask for nothing more."""
+        self._carry_out(self._machine.ended(session))
+
+    def _due(self, deadline: float) -> None:
+        self._carry_out(self._machine.due(deadline))
+
+    def _carry_out(self, decided: Iterable[Submission | Place]) -> None:
+        for item in decided:
+            match item:
+                case Submission():
+                    work = self._client.submit(item, self._step)
+                    self._outputs[item.prompt_id] = asyncio.create_task(work)
+                case Place():
+                    self._places[item.session].set_result(item)
+
+
+GROUP: ContextVar[GroupRun] = ContextVar("seer_group")
+SESSION: ContextVar[int] = ContextVar("seer_session")
+
+
+class SeerClient(LLMServerClient):
+    """Takes the place of veRL's client; it is pickled into each worker, and connects there."""
+
+    def __init__(self, config: Any, load_balancer_handle: Any) -> None:
+        super().__init__(config, load_balancer_handle)
+        self._server = ray.get_actor(ACTOR)
+        self._generator: Generator | None = None
+
+    async def submit(self, what: Submission, step: int) -> list[TokenOutput]:
+        """Return all responses to a submission, in order."""
+        rollout = self.config.actor_rollout_ref.rollout
+        if self._generator is None:
+            self._generator = Generator(settings(rollout.engine_kwargs), rollout.seed)
+        weights = await self._server.begin.remote(what.kind)
+        return await self._generator.run(what, weights, step)
+
+    @rollout_trace_op
+    async def generate(
+        self,
+        request_id: str,
+        *,
+        prompt_ids: Sequence[int],
+        sampling_params: Mapping[str, Any],
+        image_data: Sequence[object] | None = None,
+        video_data: Sequence[object] | None = None,
+        audio_data: Sequence[object] | None = None,
+        **others: Any,
+    ) -> TokenOutput:
+        """Return the next tokens of the session that calls this. Raises `SeerError`."""
+        group = GROUP.get(None)
+        if group is None:  # not called by an agent loop
+            return await super().generate(
+                request_id, prompt_ids=prompt_ids, sampling_params=sampling_params, image_data=image_data,
+                video_data=video_data, audio_data=audio_data, **others,
+            )  # fmt: skip
+        try:
+            limits = Limits.of(self.config.actor_rollout_ref.rollout)
+            media = (image_data, video_data, audio_data)
+            request = request_of(prompt_ids, sampling_params, limits, media)
+            return await group.generate(SESSION.get(), request)
+        except Exception as error:
+            await self._server.failed.remote(described(error))
+            raise
+
+
+class SeerAgentLoopWorker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):  # Ray's own forbids heirs
+    """Tells the client which prompt and session a request is of."""
+
+    async def _run_prompt(
+        self, prompt: dict[str, Any], sampling_params: dict[str, Any], trajectory: dict[str, Any], **rest: Any
+    ) -> None:
+        rollout = self.config.actor_rollout_ref.rollout
+        validate = bool(trajectory["validate"])
+        n = int(prompt.get("__rollout_n__", rollout.val_kwargs.n if validate else rollout.n))
+        index = str(plain(trajectory["sample_index"]))
+        key = GroupKey(int(plain(trajectory["step"])), validate, index, int(prompt.pop(COPY)))
+        GROUP.set(GroupRun(self.llm_client, key, n))  # each prompt has a task, and so a context, of its own
+        await super()._run_prompt(prompt, sampling_params, trajectory, **rest)
+
+    async def _run_agent_loop(self, *args: Any, session_id: int, **kwargs: Any) -> None:
+        SESSION.set(session_id)
+        try:
+            await super()._run_agent_loop(*args, session_id=session_id, **kwargs)
+        finally:
+            GROUP.get().ended(session_id)
+
+    async def settle(self) -> None:
+        """Wait until all prompts that were begun have ended."""
+        await asyncio.gather(*self.background_tasks)
+
+
+class SeerAgentLoopManager(AgentLoopManagerTQ):
+    """Value of `actor_rollout_ref.rollout.agent.agent_loop_manager_class`."""
+
+    def __init__(self, config: Any, llm_client: LLMServerClient, *args: Any, **kwargs: Any) -> None:
+        check_trainer(config)
+        super().__init__(config, SeerClient(config, llm_client._load_balancer), *args, **kwargs)
+        self.agent_loop_workers_class = ray.remote(SeerAgentLoopWorker)
+        self._copies = Copies()
+
+    def generate_sequences(self, prompts: Any) -> None:
+        """Have workers run a batch's agent loops. Only a validation is waited for: see the invariants."""
+        validate = bool(plain(prompts["validate"])) if "validate" in prompts else False
+        indices = [str(plain(index)) for index in prompts["index"]]
+        texts = [json.dumps(plain(raw), default=str) for raw in prompts["raw_prompt"]]
+        step = (validate, int(plain(prompts["global_steps"])))
+        prompts[COPY] = torch.tensor(self._copies.number(step, zip(indices, texts, strict=True)))
+        super().generate_sequences(prompts)
+        if validate:
+            ray.get([worker.settle.remote() for worker in self.agent_loop_workers])
+            ray.get(ray.get_actor(ACTOR).finish.remote())
+
+
+def plain(value: Any) -> Any:
+    """Return what a tensor, an array's element or tensordict's NonTensorData holds."""
+    for name in ("tolist", "data"):
+        if hasattr(value, name):
+            value = getattr(value, name)
+            return value() if callable(value) else value
+    return value
