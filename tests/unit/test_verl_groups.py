@@ -127,6 +127,10 @@ def test_ids_are_distinct_within_a_step_and_fit(given_keys):
 def test_an_id_says_what_it_is_of():
     assert prompt_id(KEY, (1, 2)).startswith("train-17-0-")
     assert prompt_id(GroupKey(3, True, "17", 2), (1, 2)).startswith("val-17-2-")
+    long = "x" * 40
+    assert prompt_id(GroupKey(3, True, long + "1", 0), (1,)) != prompt_id(
+        GroupKey(3, True, long + "2", 0), (1,)
+    )
     assert loose_id(REQUEST, 4).startswith("loose-4-")
     assert loose_id(REQUEST, 4) != loose_id(OTHER, 4)
 

@@ -64,30 +64,31 @@ class Submission:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A session's tokens are response `index` of the submission `prompt_id`."""
+    """A session's tokens of a turn are response `index` of the submission `prompt_id`."""
 
     session: int
+    turn: int
     prompt_id: str
     index: int
 
 
 class GroupMachine:
-    """The requests of one prompt's n sessions."""
+    """The requests of one prompt's n sessions. `turns`: how often each has asked."""
 
     def __init__(self, key: GroupKey, n: int) -> None:
         self._key = key
         self._n = n
         self._silent = set(range(n))
         self._waiting: dict[int, Request] = {}
-        self._turns: Counter[int] = Counter()
+        self.turns: Counter[int] = Counter()
         self._whole: Submission | None = None
         self._decided = False
         self.deadline: float | None = None
 
     def asked(self, session: int, request: Request, now: float) -> list[Submission | Place]:
         """Take a session's next request; return what is to be submitted, and who gets which response."""
-        turn = self._turns[session]
-        self._turns[session] += 1
+        turn = self.turns[session]
+        self.turns[session] += 1
         if turn:
             return self._alone(session, request, turn)
         self._silent.discard(session)
@@ -116,17 +117,17 @@ class GroupMachine:
         first, *others = waiting.values()
         if all(request == first for request in others):
             self._whole = whole = Submission(prompt_id(self._key, first.tokens), first, self._n, WHOLE)
-            return [whole, *(Place(session, whole.prompt_id, session) for session in sorted(waiting))]
+            return [whole, *(Place(session, 0, whole.prompt_id, session) for session in sorted(waiting))]
         return [each for session in sorted(waiting) for each in self._alone(session, waiting[session], 0)]
 
     def _late(self, session: int, request: Request) -> list[Submission | Place]:
         if self._whole is not None and request == self._whole.request:
-            return [Place(session, self._whole.prompt_id, session)]
+            return [Place(session, 0, self._whole.prompt_id, session)]
         return self._alone(session, request, 0)
 
     def _alone(self, session: int, request: Request, turn: int) -> list[Submission | Place]:
         name = prompt_id(self._key, request.tokens, f"-s{session}-t{turn}")
-        return [Submission(name, request, 1, TURN if turn else APART), Place(session, name, 0)]
+        return [Submission(name, request, 1, TURN if turn else APART), Place(session, turn, name, 0)]
 
 
 def prompt_id(key: GroupKey, tokens: tuple[int, ...], part: str = "") -> str:

@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextvars import ContextVar
+from functools import partial
 from typing import Any
 
 import ray
@@ -24,52 +25,15 @@ from verl.workers.rollout.llm_server import LLMServerClient
 from verl.workers.rollout.replica import TokenOutput
 
 from seer.integrations.verl.config import Limits, check_trainer, settings
-from seer.integrations.verl.groups import Copies, GroupKey, GroupMachine, Place, Request, Submission
-from seer.integrations.verl.server import ACTOR, Generator, described, request_of
+from seer.integrations.verl.groups import Copies, GroupKey, Submission
+from seer.integrations.verl.server import Generator, described, find_server, request_of
+from seer.integrations.verl.sessions import Sessions
 
 COPY = "seer_copy"
 """Field of a batch: how many prompts like this one came before in the step."""
 
 
-class GroupRun:
-    """One prompt's sessions while they run."""
-
-    def __init__(self, client: SeerClient, key: GroupKey, n: int) -> None:
-        self._client = client
-        self._step = key.step
-        self._machine = GroupMachine(key, n)
-        self._places: dict[int, asyncio.Future[Place]] = {}
-        self._outputs: dict[str, asyncio.Task[list[TokenOutput]]] = {}
-
-    async def generate(self, session: int, request: Request) -> TokenOutput:
-        """Return the tokens that a session asks for."""
-        loop = asyncio.get_running_loop()
-        place = self._places[session] = loop.create_future()
-        self._carry_out(self._machine.asked(session, request, loop.time()))
-        if self._machine.deadline is not None:
-            loop.call_at(self._machine.deadline, self._due, self._machine.deadline)
-        found = await place
-        outputs = await asyncio.shield(self._outputs[found.prompt_id])
-        return outputs[found.index]
-
-    def ended(self, session: int) -> None:
-        """Take note that a session will ask for nothing more."""
-        self._carry_out(self._machine.ended(session))
-
-    def _due(self, deadline: float) -> None:
-        self._carry_out(self._machine.due(deadline))
-
-    def _carry_out(self, decided: Iterable[Submission | Place]) -> None:
-        for item in decided:
-            match item:
-                case Submission():
-                    work = self._client.submit(item, self._step)
-                    self._outputs[item.prompt_id] = asyncio.create_task(work)
-                case Place():
-                    self._places[item.session].set_result(item)
-
-
-GROUP: ContextVar[GroupRun] = ContextVar("seer_group")
+GROUP: ContextVar[Sessions[TokenOutput]] = ContextVar("seer_group")
 SESSION: ContextVar[int] = ContextVar("seer_session")
 
 
@@ -78,7 +42,7 @@ class SeerClient(LLMServerClient):
 
     def __init__(self, config: Any, load_balancer_handle: Any) -> None:
         super().__init__(config, load_balancer_handle)
-        self._server = ray.get_actor(ACTOR)
+        self._server = find_server()
         self._generator: Generator | None = None
 
     async def submit(self, what: Submission, step: int) -> list[TokenOutput]:
@@ -112,7 +76,7 @@ class SeerClient(LLMServerClient):
             limits = Limits.of(self.config.actor_rollout_ref.rollout)
             media = (image_data, video_data, audio_data)
             request = request_of(prompt_ids, sampling_params, limits, media)
-            return await group.generate(SESSION.get(), request)
+            return await group.ask(SESSION.get(), request)
         except Exception as error:
             await self._server.failed.remote(described(error))
             raise
@@ -129,7 +93,8 @@ class SeerAgentLoopWorker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):  #
         n = int(prompt.get("__rollout_n__", rollout.val_kwargs.n if validate else rollout.n))
         index = str(plain(trajectory["sample_index"]))
         key = GroupKey(int(plain(trajectory["step"])), validate, index, int(prompt.pop(COPY)))
-        GROUP.set(GroupRun(self.llm_client, key, n))  # each prompt has a task, and so a context, of its own
+        sessions = Sessions(key, n, partial(self.llm_client.submit, step=key.step))
+        GROUP.set(sessions)  # each prompt has a task, and so a context, of its own
         await super()._run_prompt(prompt, sampling_params, trajectory, **rest)
 
     async def _run_agent_loop(self, *args: Any, session_id: int, **kwargs: Any) -> None:
@@ -163,7 +128,7 @@ class SeerAgentLoopManager(AgentLoopManagerTQ):
         super().generate_sequences(prompts)
         if validate:
             ray.get([worker.settle.remote() for worker in self.agent_loop_workers])
-            ray.get(ray.get_actor(ACTOR).finish.remote())
+            ray.get(find_server().finish.remote())
 
 
 def plain(value: Any) -> Any:

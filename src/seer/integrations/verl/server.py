@@ -102,6 +102,7 @@ class SeerServer:
         self._generator = Generator(options, seed)
         self._weights: Weights | None = None
         self._asleep = False
+        self._changing = asyncio.Lock()  # each replica of a run tells the actor to sleep
         self._begun: Counter[str] = Counter()
         self._copies = Copies()
         self._failures: list[str] = []
@@ -165,15 +166,18 @@ class SeerServer:
     async def sleep(self) -> None:
         """Do what `finish` does, and have engines sleep if they are to."""
         await self.finish()
-        if self._options.sleep and not self._asleep:
-            await (await self._generator.client()).sleep()
-            self._asleep = True
+        if self._options.sleep:
+            async with self._changing:
+                if not self._asleep:
+                    await (await self._generator.client()).sleep()
+                    self._asleep = True
 
     async def wake_up(self, tags: Sequence[str] | None = None) -> None:
         """Have engines wake, if they sleep."""
-        if self._asleep:
-            await (await self._generator.client()).wake()
-            self._asleep = False
+        async with self._changing:
+            if self._asleep:
+                await (await self._generator.client()).wake()
+                self._asleep = False
 
     async def clear_kv_cache(self) -> None:
         """Do nothing: engines drop their KV with every weight update."""
@@ -185,6 +189,15 @@ class SeerServer:
         raise SeerError("trainer.v1.trainer_mode: Seer's rollouts are on-policy: set it to sync")
 
     resume_generation = abort_all_requests
+
+
+def find_server() -> Any:
+    """Return the actor's handle. Raises `SeerError` if no replica has started it."""
+    try:
+        return ray.get_actor(ACTOR)
+    except ValueError as error:
+        fix = f"set {ROLLOUT}.name=seer and {ROLLOUT}.tensor_model_parallel_size=1"
+        raise SeerError(f"veRL has started no replica of Seer: {fix}") from error
 
 
 class SeerReplica(RolloutReplica):

@@ -11,9 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
-import ray
 import torch
 import torch.distributed
 from verl.workers.rollout.base import BaseRollout
@@ -23,7 +21,7 @@ from seer.client import RolloutClient
 from seer.common.errors import InvalidField, WeightsRefused
 from seer.integrations.hf import checkpoint_types
 from seer.integrations.verl.config import settings
-from seer.integrations.verl.server import ACTOR
+from seer.integrations.verl.server import find_server
 
 MODEL = "actor_rollout_ref.model.path"
 
@@ -78,7 +76,7 @@ class SeerRollout(BaseRollout):
                 raise InvalidField(MODEL, str(folder), f"lacks a tensor {name}, which veRL sends")
 
     async def _send(self, tensors: dict[str, torch.Tensor], global_steps: int | None) -> None:
-        server: Any = ray.get_actor(ACTOR)
+        server = find_server()
         await server.wake_up.remote()
         async with RolloutClient(settings(self.config.engine_kwargs).endpoint) as client:
             version = (await client.status()).weight_version + 1
