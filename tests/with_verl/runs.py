@@ -46,8 +46,12 @@ def small_chunks() -> Iterator[Up]:
 
 @pytest.fixture(scope="module")
 def two_steps(small_chunks: Up, tmp_path_factory: pytest.TempPathFactory) -> Run:
-    workers = {"actor_rollout_ref.rollout.agent.num_workers": 2}
-    return succeeded(small_chunks, tmp_path_factory.mktemp("verl") / "run", WHOLE | workers)
+    changes = WHOLE | {
+        "actor_rollout_ref.rollout.agent.num_workers": 2,
+        "trainer.v1.sampler.custom_sampler.path": Path(__file__).with_name("countdown.py"),
+        "trainer.v1.sampler.custom_sampler.name": "PromptSampler",
+    }
+    return succeeded(small_chunks, tmp_path_factory.mktemp("verl") / "run", changes)
 
 
 def succeeded(system: Up, folder: Path, changes: Mapping[str, object]) -> Run:
@@ -83,7 +87,7 @@ def test_two_steps_are_on_policy(two_steps):
         assert metrics["response/aborted_ratio"] == 0
         assert sum(two_steps.responses(step).values()) == N * BATCH
         shown = ("gen", "old_log_prob", "update_actor", "update_weights", "step")
-        print(f"step {step}:", {name: metrics[f"timing_s/{name}"] for name in shown})
+        print(f"step {step}:", ", ".join(f"{name} {metrics[f'timing_s/{name}']:.2f} s" for name in shown))
     assert two_steps.metrics(1)["actor/grad_norm"] > 0
 
 

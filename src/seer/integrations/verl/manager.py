@@ -42,14 +42,17 @@ class SeerClient(LLMServerClient):
 
     def __init__(self, config: Any, load_balancer_handle: Any) -> None:
         super().__init__(config, load_balancer_handle)
+        rollout = config.actor_rollout_ref.rollout
+        self._limits = Limits.of(rollout)
+        self._settings = settings(rollout.engine_kwargs)
+        self._seed = int(rollout.seed)
         self._server = find_server()
         self._generator: Generator | None = None
 
     async def submit(self, what: Submission, step: int) -> list[TokenOutput]:
         """Return all responses to a submission, in order."""
-        rollout = self.config.actor_rollout_ref.rollout
         if self._generator is None:
-            self._generator = Generator(settings(rollout.engine_kwargs), rollout.seed)
+            self._generator = Generator(self._settings, self._seed)
         weights = await self._server.begin.remote(what.kind)
         return await self._generator.run(what, weights, step)
 
@@ -73,9 +76,8 @@ class SeerClient(LLMServerClient):
                 video_data=video_data, audio_data=audio_data, **others,
             )  # fmt: skip
         try:
-            limits = Limits.of(self.config.actor_rollout_ref.rollout)
             media = (image_data, video_data, audio_data)
-            request = request_of(prompt_ids, sampling_params, limits, media)
+            request = request_of(prompt_ids, sampling_params, self._limits, media)
             return await group.ask(SESSION.get(), request)
         except Exception as error:
             await self._server.failed.remote(described(error))

@@ -1,7 +1,7 @@
 """veRL's server for Seer: one Ray actor per run, which knows the live weights and what went wrong.
 
 Invariants:
-- all replicas of a run share one actor; it is found by its name, in the run's own namespace of Ray;
+- all replicas of a run share one actor; its name has Ray's job id, so that no other run finds it;
 - a request that failed fails the step: the next `sleep`, which veRL calls before it trains, raises its error;
 - a request of an unknown group is a group of one. Equal requests are numbered, so no noise repeats.
 """
@@ -27,9 +27,6 @@ from seer.integrations.verl.config import (
     settings,
 )
 from seer.integrations.verl.groups import KINDS, LOOSE, Copies, Request, Submission, loose_id
-
-ACTOR = "seer_rollout"
-"""Name of the actor."""
 
 Weights = tuple[int, int]
 """The live weight version, and veRL's global step that it is of."""
@@ -191,10 +188,15 @@ class SeerServer:
     resume_generation = abort_all_requests
 
 
+def actor_name() -> str:
+    """Return the name of this run's actor."""
+    return f"seer_rollout_{ray.get_runtime_context().get_job_id()}"
+
+
 def find_server() -> Any:
     """Return the actor's handle. Raises `SeerError` if no replica has started it."""
     try:
-        return ray.get_actor(ACTOR)
+        return ray.get_actor(actor_name())
     except ValueError as error:
         fix = f"set {ROLLOUT}.name=seer and {ROLLOUT}.tensor_model_parallel_size=1"
         raise SeerError(f"veRL has started no replica of Seer: {fix}") from error
@@ -211,7 +213,7 @@ class SeerReplica(RolloutReplica):
         check_rollout(self.config)
         options = settings(self.config.engine_kwargs)
         actor = ray.remote(SeerServer).options(
-            name=ACTOR, get_if_exists=True, max_concurrency=self.max_concurrency
+            name=actor_name(), get_if_exists=True, max_concurrency=self.max_concurrency
         )
         server = actor.remote(options, Limits.of(self.config), self.config.seed)
         await server.connect.remote()
