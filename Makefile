@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: setup demo grpo test test-all sanitize chaos mutants kernel-test compose-test systemd-test gateway-test lint format lock clean
+.PHONY: setup demo grpo test test-all sanitize chaos mutants kernel-test verl-test compose-test systemd-test gateway-test lint format lock clean
 
 setup: $(STAMP)
 
@@ -51,6 +51,16 @@ mutants: setup  # which deliberate faults in the code does no test notice? e.g. 
 kernel-test: setup  # the GPU's sampler without a GPU: Triton's interpreter and compiler, 1 GB kept out of the lock
 	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target build/triton -r requirements/triton.lock
 	PYTHONPATH=build/triton TRITON_INTERPRET=1 $(BIN)/python -m pytest tests/unit/test_sampling_triton.py
+
+VERL := build/verl-venv
+$(VERL)/.installed: requirements/verl.lock pyproject.toml CMakeLists.txt
+	test -x $(VERL)/bin/python || $(PYTHON) -m venv $(VERL)
+	$(VERL)/bin/python -m pip install --quiet --no-deps --no-compile -r requirements/verl.lock
+	$(VERL)/bin/python -m pip install --quiet --no-deps --no-build-isolation -C build-dir=build/verl-native --editable .
+	touch $@
+
+verl-test: setup $(VERL)/.installed  # veRL's own trainer with Seer, on CPUs, in an environment of its own: 2 GB
+	$(BIN)/python -m pytest tests/with_verl/runs.py $(PYTEST_ARGS)
 
 compose-test: setup  # needs docker; docs/deployment.md says what else
 	$(BIN)/python tests/deploy/run_compose.py

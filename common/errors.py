@@ -9,9 +9,18 @@ from collections.abc import Mapping
 
 
 class SeerError(Exception):
-    """Base of all errors that Seer raises deliberately."""
+    """Base of all errors that Seer raises deliberately; can be pickled, to be raised in another process."""
 
     code = "error"
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return _restored, (type(self), self.args, self.__dict__)
+
+
+def _restored(cls: type[SeerError], args: tuple[object, ...], state: Mapping[str, object]) -> SeerError:
+    error = cls.__new__(cls, *args)
+    error.__dict__.update(state)
+    return error
 
 
 class InvalidField(SeerError):  # noqa: N818 - reads as what it says at the call site

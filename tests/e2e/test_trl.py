@@ -7,15 +7,13 @@ import json
 import math
 import os
 import re
-import shutil
 import subprocess
 import sys
-import tempfile
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from up import Up
 
 if importlib.util.find_spec("vllm") is None or importlib.util.find_spec("trl") is None:
     pytest.skip("needs the engine extra and TRL", allow_module_level=True)
@@ -27,7 +25,6 @@ pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(400)]
 
 ROOT = Path(__file__).parents[2]
 HERE = Path(__file__).parent
-ENDPOINTS = ("trainers", "engines", "events", "event_snapshots", "estimates", "estimate_snapshots", "dgds")
 G = 4
 TOKENS = 24
 SEED = 11
@@ -35,46 +32,9 @@ PROMPTS = ["ab", "ab", "q", "xy"]
 """The data has one twice."""
 
 
-class System:
-    """`seer up` on sockets of its own."""
-
-    def __init__(self, model: Path, instances: int) -> None:
-        self.folder = Path(tempfile.mkdtemp(prefix="s", dir="/tmp"))
-        self.endpoint = f"ipc://{self.folder}/trainers"
-        settings = [f"endpoints.{name}=ipc://{self.folder}/{name}" for name in ENDPOINTS]
-        settings += ["engine.max_model_len=400", "engine.kv_blocks=400", "buffer.chunk_size=16"]
-        settings += [f"engine.cpu_cores={min(os.sched_getaffinity(0))}"]
-        command = [
-            sys.executable,
-            "-m",
-            "seer.cli.main",
-            "up",
-            "--model",
-            str(model),
-            "--instances",
-            str(instances),
-        ]
-        command += [part for setting in settings for part in ("--set", setting)]
-        self.log = self.folder / "log"
-        with self.log.open("wb") as log:
-            self.process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=log)
-
-    def wait(self) -> None:
-        deadline = time.monotonic() + 200
-        while "ready: trainers" not in self.log.read_text():
-            assert self.process.poll() is None, self.log.read_text()
-            assert time.monotonic() < deadline, self.log.read_text()
-            time.sleep(0.1)
-
-    def stop(self) -> None:
-        self.process.terminate()
-        self.process.wait(60)
-        shutil.rmtree(self.folder)
-
-
 @pytest.fixture(scope="module")
-def system(tiny_model: Path) -> Iterator[System]:
-    started = System(tiny_model, 2)
+def system(tiny_model: Path) -> Iterator[Up]:
+    started = Up(tiny_model, 2, "engine.max_model_len=400", "engine.kv_blocks=400", "buffer.chunk_size=16")
     try:
         import torch
         import trl  # noqa: F401 - takes as long as the engines

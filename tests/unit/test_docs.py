@@ -11,7 +11,7 @@ ROOT = Path(__file__).parents[2]
 ROOMS = "bench|client|common|compose|docs|examples|native|requirements|services|sim|src|tests"
 PAGES = sorted(
     page.relative_to(ROOT).as_posix()
-    for folder in (".", "docs", "bench", "examples/*")
+    for folder in (".", "docs", "docs/*", "bench", "examples/*")
     for page in ROOT.glob(f"{folder}/*.md")
 )
 CODE = sorted(
@@ -67,7 +67,8 @@ def test_every_document_and_script_that_code_names_exists():
 
 def test_the_indexes_name_every_document_and_script():
     documents, scripts = (ROOT / "docs" / "README.md").read_text(), (ROOT / "bench" / "README.md").read_text()
-    pages = [page.name for page in (ROOT / "docs").glob("*.md") if page.name != "README.md"]
+    docs = ROOT / "docs"
+    pages = [page.relative_to(docs).as_posix() for page in docs.rglob("*.md") if page.name != "README.md"]
     files = [file for file in (ROOT / "bench").glob("*/*.py") if file.parent.name != "lib"]
     assert pages
     assert files

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-HEAVY = ("torch", "vllm", "transformers", "mooncake", "trl", "accelerate")
+HEAVY = ("torch", "vllm", "transformers", "mooncake", "trl", "accelerate", "verl", "ray")
 
 
 @pytest.mark.parametrize(
@@ -13,6 +13,8 @@ HEAVY = ("torch", "vllm", "transformers", "mooncake", "trl", "accelerate")
     [
         "seer.client",
         "seer.integrations.trl",
+        "seer.integrations.verl.config",
+        "seer.integrations.verl.sessions",
         "seer.cli.main",
         "seer.gateway.server",
         "seer.local.system",

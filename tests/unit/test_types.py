@@ -1,4 +1,5 @@
 import math
+import pickle
 
 import msgspec
 import pytest
@@ -83,6 +84,22 @@ def test_every_code_leads_back_to_its_class():
     assert len({cls.code for cls in classes}) == len(classes) > 10
     assert all(error_class(cls.code) is cls for cls in classes)
     assert error_class("of the future") is SeerError
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        SeerError("e"),
+        InvalidField("x.y", 3, "give 2"),
+        RequestRefused("no", ("a", "b")),
+        errors.WeightsRefused(4, {"engine-0": "why"}),
+    ],
+)
+def test_errors_reach_other_processes_as_they_are(error):
+    copy = pickle.loads(pickle.dumps(error))
+    assert type(copy) is type(error)
+    assert str(copy) == str(error)
+    assert vars(copy) == vars(error)
 
 
 def test_errors_say_what_they_concern():

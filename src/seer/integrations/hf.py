@@ -32,7 +32,7 @@ def checkpoint_tensors(
 
     plain = {_unwrapped(name): tensor.detach() for name, tensor in state.items()}
     known = revert_weight_conversion(model, plain)  # e.g. fused experts back to one tensor each
-    types = _types(folder)
+    types = checkpoint_types(folder)
     fix = "give the folder that the engines were started with"
     for name in sorted(types.keys() - known.keys()):
         raise InvalidField("model", str(folder), f"has a tensor {name}, which the trainer's lacks; {fix}")
@@ -50,8 +50,8 @@ def _unwrapped(name: str) -> str:
     return name
 
 
-def _types(folder: Path) -> dict[str, object]:
-    """Return the torch type of each tensor of a checkpoint, by name."""
+def checkpoint_types(folder: Path) -> dict[str, object]:
+    """Return the torch type of each tensor of a checkpoint, by name. Raises `InvalidField`."""
     import torch
     from safetensors import safe_open
 
