@@ -5,9 +5,9 @@ tests, linters, pictures and the trainers tested against. Each pins the closure 
 earlier file pins; install them with `--no-deps`. `gateway.lock`: `seer gateway` on top of `core.lock` alone;
 `cpu.lock` has all of it, too.
 
-With an argument it writes the file of that name instead, from an environment of its own: `gateway-clients`, what
-`make gateway-test` runs; `verl`, what `make verl-test` tests in, whose torch and transformers are not the
-engine's, with all that the client and its installation need.
+With an argument it writes the file of that name instead, from an environment of its own: `gateway-clients`,
+what `make gateway-test` runs; `verl`, what `make verl-test` tests in, with all that the client and its
+installation need (its torch and transformers are not the engine's).
 """
 
 from __future__ import annotations
