@@ -199,17 +199,21 @@ class RolloutClient:
         is too old.
         """
         self._check_open()
-        peer = self._channel.peer
-        if peer is not None and (peer.major, peer.minor) < OPEN_ROLLOUTS:
-            raise SeerError(
-                f"{self.endpoint} speaks protocol {peer.major}.{peer.minor}: open rollouts need 2.1"
-            )
+        if problem := self._too_old():
+            raise SeerError(problem)
         rollout = OpenRollout(
             self._free_id(rollout_id), self._new_submission, self.tokenizer, lambda: self.weight_version,
             self._wake_sender, self._cancel, self._active.settle,
         )  # fmt: skip
         self._active.add(rollout, None)
         return rollout
+
+    def _too_old(self) -> str:
+        """Return why the buffer cannot have open rollouts; empty: it can, or is not known now."""
+        peer = self._channel.peer
+        if peer is None or (peer.major, peer.minor) >= OPEN_ROLLOUTS:
+            return ""
+        return f"{self.endpoint} speaks protocol {peer.major}.{peer.minor}: open rollouts need 2.1"
 
     def _free_id(self, rollout_id: str | None) -> str:
         """Return the id of a new rollout. Raises `InvalidField` for one that cannot be used."""
@@ -371,6 +375,9 @@ class RolloutClient:
             await self._send_all(self._active.owed())
             await self._send_again()
             for rollout in self._active.open:
+                if problem := self._too_old():  # an older one was started in its place
+                    rollout.fail(rollout.unfinished, RolloutFailed, problem)
+                    self._active.settle(rollout)
                 await self._send_all(rollout.to_submit())
             await self._send_all(self._active.expired(loop.time()))
             quiet = loop.time() - self._last_heard
@@ -400,9 +407,10 @@ class RolloutClient:
         await self._send_all(self._active.cancel(rollout, prompt_ids))
 
     async def _send_prompts(self, rollout: AnyRollout) -> None:
-        await self._send_all(
-            submissions(rollout) if isinstance(rollout, Rollout) else rollout.to_submit(again=True)
-        )
+        if isinstance(rollout, Rollout):
+            await self._send_all(submissions(rollout))
+        elif not self._too_old():
+            await self._send_all(rollout.to_submit(again=True))
 
     async def _send_all(self, messages: Iterable[TrainerToBuffer]) -> None:
         for message in messages:

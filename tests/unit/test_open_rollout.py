@@ -20,6 +20,8 @@ from seer.client import (
 )
 from seer.client.open_rollout import MAX_STREAMED, PromptInFlight
 from seer.common import ids
+from seer.common.errors import SeerError
+from seer.common.net import hub
 from seer.common.wire import Acknowledge, Cancel, GroupDone, Refused, Submit, TokensGenerated
 
 
@@ -275,6 +277,26 @@ async def test_bad_input_names_the_field_and_affects_nothing_else(field, given):
         assert submit.tokens.tolist() == [2]
         await buffer.say(done(submit, submit.prompt_ids[0]))
         await prompt.result()
+
+
+async def test_a_buffer_that_is_too_old_is_asked_for_nothing(monkeypatch):
+    async with connected() as (buffer, client):
+        rollout = client.open_rollout()
+        prompt = rollout.submit([1])
+        await buffer.until(Submit)
+        await buffer.stop()
+        monkeypatch.setattr(hub, "MINOR", 0)
+        await buffer.start()
+        with pytest.raises(RolloutFailed, match=r"speaks protocol 2\.0: open rollouts need 2\.1"):
+            await prompt.result()
+        late = rollout.submit([2])
+        rollout.close()
+        with pytest.raises(RolloutFailed, match="open rollouts need"):
+            await late.result()
+        with pytest.raises(SeerError, match="open rollouts need"):
+            client.open_rollout()
+        assert len(buffer.of(Submit)) == 1
+        assert not list(client._active)
 
 
 async def test_a_closed_client_takes_nothing_and_ends_everything():
