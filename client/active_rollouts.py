@@ -105,21 +105,21 @@ class ActiveRollouts:
             rollout = self._active.get(rollout_id)
             if rollout is not None:
                 rollout.fail(rollout.unfinished, DeadlineExceeded, "unfinished when the deadline passed")
-                self._settle(rollout)
+                self.settle(rollout)
                 yield Cancel(rollout_id=rollout_id, submission=rollout.submission)
 
     def cancel(self, rollout: AnyRollout, prompt_ids: Sequence[str]) -> Iterator[Cancel]:
         """Give up these unfinished prompts, or all; yield the cancel, unless the rollout has ended."""
         if self._active.get(rollout.id) is rollout:
             rollout.fail(prompt_ids or rollout.unfinished, RolloutCancelled, "cancelled by the trainer")
-            self._settle(rollout)
+            self.settle(rollout)
             yield Cancel(rollout_id=rollout.id, prompt_ids=list(prompt_ids), submission=rollout.submission)
 
     def fail(self, cls: type[RequestRefused], reason: str) -> None:
         """End all rollouts in an error."""
         for rollout in self:
             rollout.fail(rollout.unfinished, cls, reason)
-            self._settle(rollout)
+            self.settle(rollout)
 
     def _waiting(self, rollout_id: str, submission: int) -> AnyRollout | None:
         """Return the rollout that an answer is meant for, if anybody waits for it."""
@@ -136,7 +136,7 @@ class ActiveRollouts:
         self._acknowledge.setdefault((message.rollout_id, message.submission), []).append(message.prompt_id)
         if rollout is not None:
             rollout.deliver(message, self._tokenizer)
-            self._settle(rollout)
+            self.settle(rollout)
 
     def _progressed(self, progress: Progress) -> None:
         rollout = self._latest.get(progress.rollout_id)
@@ -153,12 +153,15 @@ class ActiveRollouts:
         cls = RequestRefused if message.code == InvalidField.code else RolloutFailed
         if isinstance(error, RequestRefused):
             cls = type(error)
+        names = message.prompt_ids or rollout.unfinished
         if isinstance(rollout, OpenRollout):
-            rollout.discard(message)
-        rollout.fail(message.prompt_ids or rollout.unfinished, cls, message.message)
-        self._settle(rollout)
+            names = rollout.meant(names, message.submission)
+            rollout.discard(names, dict(zip(message.prompt_ids, message.discarded, strict=False)))
+        rollout.fail(names, cls, message.message)
+        self.settle(rollout)
 
-    def _settle(self, rollout: AnyRollout) -> None:
+    def settle(self, rollout: AnyRollout) -> None:
+        """Wait for a rollout no longer if it has ended."""
         if rollout.ended and self._active.get(rollout.id) is rollout:
             del self._active[rollout.id]
             self._deadlines.pop(rollout.id, None)

@@ -176,8 +176,8 @@ class RolloutClient:
         if deadline_seconds is not None and not deadline_seconds > 0:
             raise InvalidField("deadline_seconds", deadline_seconds, "must be positive")
         prepared = prepare(prompts, self.tokenizer)
-        rollout_id = self._new_id(rollout_id)
-        submission = self._next_submission
+        rollout_id = self._free_id(rollout_id)
+        submission = self._new_submission()
         rollout = Rollout(rollout_id, number, seed, n, sampling, prepared, submission, version, self._cancel)
         self._next_number = max(self._next_number, number + 1)
         now = asyncio.get_running_loop().time()
@@ -199,26 +199,32 @@ class RolloutClient:
         is too old.
         """
         self._check_open()
-        peer = self._channel.peer
-        if peer is not None and (peer.major, peer.minor) < OPEN_ROLLOUTS:
-            raise SeerError(
-                f"{self.endpoint} speaks protocol {peer.major}.{peer.minor}: open rollouts need 2.1"
-            )
-        rollout_id = self._new_id(rollout_id)
+        if problem := self._too_old():
+            raise SeerError(problem)
         rollout = OpenRollout(
-            rollout_id, self._next_submission, self.tokenizer, lambda: self.weight_version, self._wake_sender,
-            self._cancel,
+            self._free_id(rollout_id), self._new_submission, self.tokenizer, lambda: self.weight_version,
+            self._wake_sender, self._cancel, self._active.settle,
         )  # fmt: skip
         self._active.add(rollout, None)
         return rollout
 
-    def _new_id(self, rollout_id: str | None) -> str:
-        """Return the id of a new rollout, and number its submission."""
+    def _too_old(self) -> str:
+        """Return why the buffer cannot have open rollouts; empty: it can, or is not known now."""
+        peer = self._channel.peer
+        if peer is None or (peer.major, peer.minor) >= OPEN_ROLLOUTS:
+            return ""
+        return f"{self.endpoint} speaks protocol {peer.major}.{peer.minor}: open rollouts need 2.1"
+
+    def _free_id(self, rollout_id: str | None) -> str:
+        """Return the id of a new rollout. Raises `InvalidField` for one that cannot be used."""
         rollout_id = secrets.token_hex(8) if rollout_id is None else check_rollout_id(rollout_id)
         if rollout_id in self._active:
             raise InvalidField("rollout_id", rollout_id, "is under way here; await it, or give another")
-        self._next_submission += 1
         return rollout_id
+
+    def _new_submission(self) -> int:
+        self._next_submission += 1
+        return self._next_submission
 
     def _wake_sender(self) -> None:
         self._check_open()
@@ -369,6 +375,9 @@ class RolloutClient:
             await self._send_all(self._active.owed())
             await self._send_again()
             for rollout in self._active.open:
+                if problem := self._too_old():  # an older one was started in its place
+                    rollout.fail(rollout.unfinished, RolloutFailed, problem)
+                    self._active.settle(rollout)
                 await self._send_all(rollout.to_submit())
             await self._send_all(self._active.expired(loop.time()))
             quiet = loop.time() - self._last_heard
@@ -398,9 +407,10 @@ class RolloutClient:
         await self._send_all(self._active.cancel(rollout, prompt_ids))
 
     async def _send_prompts(self, rollout: AnyRollout) -> None:
-        await self._send_all(
-            submissions(rollout) if isinstance(rollout, Rollout) else rollout.to_submit(again=True)
-        )
+        if isinstance(rollout, Rollout):
+            await self._send_all(submissions(rollout))
+        elif not self._too_old():
+            await self._send_all(rollout.to_submit(again=True))
 
     async def _send_all(self, messages: Iterable[TrainerToBuffer]) -> None:
         for message in messages:

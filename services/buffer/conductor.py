@@ -194,9 +194,9 @@ class Conductor:
             partial(self._store.identity, group_id), live,
         )  # fmt: skip
         if self._store.streams(group_id):
-            self._send_tokens(group_id, index, ended)
+            self._send_tokens(group_id, index, ended, live.version)
 
-    def _send_tokens(self, group_id: str, index: int, ended: Ended) -> None:
+    def _send_tokens(self, group_id: str, index: int, ended: Ended, version: int) -> None:
         """Send the tokens of a chunk to a trainer that wants them before its group has finished."""
         request = self._requests.requests.get(ids.request_id(group_id, index))
         if request is None:  # its group has finished, and is sent as a whole
@@ -212,6 +212,7 @@ class Conductor:
                 tokens=ended.tokens,
                 logprobs=ended.logprobs,
                 submission=group.submission,
+                weight_version=version,
             ),
         )
 

@@ -114,15 +114,26 @@ class EstimateMachine:
 
     def changes(self) -> dict[str, Estimate]:
         """Return the estimates that changed by `MIN_CHANGE`, by group id: they count as published then."""
-        dirty = list(self._groups if self.estimator.refit() else self._dirty)
+        dirty = list(self._groups if self.estimator.refit() else self._dirty_and_sharing())
         self._dirty.clear()
-        now = self.estimator.estimates([self._groups[group_id].known for group_id in dirty])
+        known = {id(each): each for each in (self._groups[group_id].known for group_id in dirty)}
+        now = dict(zip(known, self.estimator.estimates(list(known.values())), strict=True))
         changed = {}
-        for group_id, estimate in zip(dirty, now, strict=True):
+        for group_id in dirty:
             group = self._groups[group_id]
+            estimate = now[id(group.known)]
             if group.published is None or _estimate_moved(estimate, group.published):
                 group.published = changed[group_id] = estimate
         return changed
+
+    def _dirty_and_sharing(self) -> Iterable[str]:
+        """Return the groups whose evidence changed: here, as there may be many with that of one event."""
+        found: dict[str, None] = {}
+        for group_id in self._dirty:
+            shared = self._groups[group_id].shared
+            if group_id not in found:
+                found.update(dict.fromkeys([group_id] if shared is None else self._sharing[shared]))
+        return found
 
     @property
     def dirty(self) -> bool:
@@ -187,8 +198,11 @@ class EstimateMachine:
         if group.shared is not None:
             for index in range(group.first, group.first + group.size):
                 group.known.unfinished.pop(index, None)
-            del self._sharing[group.shared][group_id]
-            if not self._sharing[group.shared]:
+            sharing = self._sharing[group.shared]
+            del sharing[group_id]
+            if sharing:
+                self._dirty[next(iter(sharing))] = None  # what it has changed
+            else:
                 del self._sharing[group.shared]
 
     def _progress(self, event: RequestProgress) -> None:
@@ -207,7 +221,7 @@ class EstimateMachine:
             self.error.count(group.estimate, event.generated)
         else:
             known.unfinished[index] = max(before, event.generated)
-        self._dirty.update(dict.fromkeys(self._sharing[group.shared] if group.shared else [event.group_id]))
+        self._dirty[event.group_id] = None
 
     def _remember(self, group_id: str, group: _Group) -> None:
         if group.shared is None and len(group.known.finished) == group.size:

@@ -7,7 +7,7 @@ could be mistaken for the new one's.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -16,6 +16,9 @@ from seer.common import wire
 from seer.common.errors import InvalidField
 from seer.common.policy.draft_costs import from_percent
 from seer.services.engine.backend import Chunk, ChunkEnd
+
+Place = tuple[str, int]
+"""A group in which drafts are shared, and a response's index there."""
 
 
 @dataclass(slots=True)
@@ -33,17 +36,28 @@ class RunningChunk:
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
 
+    @property
+    def place(self) -> Place:
+        """Its group and its index there."""
+        return self.group_id, self.index
 
-def start_chunk(order: wire.RunChunk, serial: int) -> RunningChunk:
-    """Check an order and return its chunk, which has generated nothing yet. Raises `InvalidField`."""
+
+def start_chunk(order: wire.RunChunk, serial: int, taken: Container[Place] = ()) -> RunningChunk:
+    """Check an order and return its chunk, which has generated nothing yet. Raises `InvalidField`.
+
+    Trainers choose places, so two responses may have the same. One whose place is `taken` here drafts alone:
+    a group's tree has one stream for each place, and two that are written in turn would spoil every draft.
+    """
     group_id, _, index = order.request_id.rpartition("#")
     if group_id != order.group_id or not index.isdecimal():
         raise InvalidField("request_id", order.request_id, f"must be {order.group_id}#<index>")
     if not 1 <= order.prompt_len <= len(order.tokens):
         raise InvalidField("prompt_len", order.prompt_len, f"must be in [1, {len(order.tokens)}] (tokens)")
     order.sampling.check()
-    shared = (order.draft_group, order.draft_index) if order.draft_group else (group_id, int(index))
-    return RunningChunk(*shared, order.attempt, serial, len(order.tokens) - order.prompt_len)
+    place = (order.draft_group, order.draft_index) if order.draft_group else (group_id, int(index))
+    if place in taken:
+        place = (order.request_id, 0)
+    return RunningChunk(*place, order.attempt, serial, len(order.tokens) - order.prompt_len)
 
 
 def chunk_of(order: wire.RunChunk, run: RunningChunk) -> Chunk:

@@ -38,7 +38,7 @@ from seer.common.net.transport.base import Transport
 from seer.common.process.log import get_logger
 from seer.services.dgds.client import DgdsClient
 from seer.services.engine.backend import Backend, Chunk, ChunkEnd, StepOutput
-from seer.services.engine.chunks import RunningChunk, chunk_of, done_message, start_chunk
+from seer.services.engine.chunks import Place, RunningChunk, chunk_of, done_message, start_chunk
 from seer.services.engine.draft_groups import DraftGroups
 from seer.services.engine.driver import BackendInfo, Driver, InlineDriver, ThreadDriver
 from seer.services.engine.pace import Pace
@@ -96,6 +96,7 @@ class EngineServer:
         self.dgds = DgdsClient(transport, config.endpoints.dgds, me, clock, settings)
         self._pace = Pace()
         self.running: dict[str, RunningChunk] = {}
+        self._places: set[Place] = set()  # of running chunks
         # Bounded by the chunks placed here: each leaves one entry, sent as soon as the buffer takes it.
         self._ended: list[tuple[ChunkEnd, RunningChunk]] = []
         self._failed: list[wire.ChunkFailed] = []
@@ -175,11 +176,12 @@ class EngineServer:
         try:
             if not self._updater.has_weights:
                 raise NotLoaded("it has no weights: the last load failed")
-            run = start_chunk(order, self._serial)
+            run = start_chunk(order, self._serial, self._places)
         except (InvalidField, NotLoaded) as error:
             self._reject(order.request_id, order.attempt, error)
             return
         self.running[order.request_id] = run
+        self._places.add(run.place)
         if self._draft_groups is not None:
             self._draft_groups.chunk_started(run.group_id, run.index)
         if self._uses_dgds:
@@ -205,6 +207,7 @@ class EngineServer:
         self.register_again()
 
     def _chunk_left(self, run: RunningChunk, *, finished: bool) -> None:
+        self._places.discard(run.place)
         if self._draft_groups is not None:
             self._draft_groups.chunk_ended(run.group_id, run.index, finished, self._clock.now())
 

@@ -69,8 +69,22 @@ class Catch:
 
 
 @dataclass(frozen=True, slots=True)
+class InParts:
+    """How a rollout is asked for over an open one: by `size` responses, the last of each group `late` seconds
+    after the others, under names that begin with `prefix`. `feint`: each part's id is used first for something
+    else, which is cancelled that many seconds later.
+    """
+
+    size: int
+    late: float
+    feint: float | None
+    stream: bool
+    prefix: str
+
+
+@dataclass(frozen=True, slots=True)
 class Roll:
-    """A rollout of `prompts` (id -> length), submitted and waited for.
+    """A rollout of `prompts` (id -> length), submitted and waited for; `parts`: over an open one.
 
     `pinned`: asks for the version its trainer knows live, `ahead` versions later; else for any. It ends by
     `deadline` or `cancel` seconds after it began, if given. `aside`: what follows does not wait for it.
@@ -88,6 +102,7 @@ class Roll:
     cancel: float | None = None
     aside: bool = False
     shared: bool = False
+    parts: InParts | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,6 +222,7 @@ def draw(seed: int, *, noise: bool = False) -> Plan:
     faults = [_fault(rand, plan, kinds, burst, long and each == 0) for each in range(count)]
     if plan.poison:
         plan = replace(plan, scripts=_poisoned(plan.scripts))
+    plan = replace(plan, scripts=_in_parts(random.Random(f"parts {seed}"), plan.scripts))
     lease = random.Random(f"lease {seed}").choice((3600.0, 3600.0, 3600.0, 12.0, 30.0))
     faults.sort(key=lambda fault: fault.at)
     catches = _catches(random.Random(f"catches {seed}"))
@@ -305,6 +321,24 @@ def _roll(rand: random.Random, rollout_id: str, number: int, *, pinned: bool) ->
         max_tokens=rand.choice((8, 40, 64)),
         pinned=pinned,
     )
+
+
+def _in_parts(rand: random.Random, scripts: tuple[tuple[Step, ...], ...]) -> tuple[tuple[Step, ...], ...]:
+    """Have some rollouts asked for in parts."""
+    return tuple(tuple(_maybe_in_parts(rand, step) for step in script) for script in scripts)
+
+
+def _maybe_in_parts(rand: random.Random, step: Step) -> Step:
+    if not isinstance(step, Roll) or rand.random() > 0.4 or "poison" in dict(step.prompts):
+        return step
+    parts = InParts(
+        size=rand.choice((1, 1, 2, step.n)),
+        late=rand.choice((0.0, 0.0, 0.2, 2.0)),
+        feint=rand.choice((None, None, 0.0, 0.05, 0.5)),
+        stream=rand.random() < 0.6,
+        prefix=rand.choice(("", "", "/", "/once more ")),
+    )
+    return replace(step, parts=parts, cancel=step.cancel or step.deadline, deadline=None)
 
 
 def _poisoned(scripts: tuple[tuple[Step, ...], ...]) -> tuple[tuple[Step, ...], ...]:

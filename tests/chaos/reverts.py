@@ -15,14 +15,15 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from chaos.plan import Fault, Pause, Plan, Renew, Rest, Roll, draw
+from chaos.plan import Fault, InParts, Pause, Plan, Renew, Rest, Roll, draw
 from chaos.virtual import run_plan
 from seer.client.active_rollouts import ActiveRollouts
+from seer.client.open_rollout import PromptInFlight
 from seer.client.rollout import Rollout
 from seer.common import ids, wire
 from seer.common.net.channel import Channel
 from seer.common.net.hub import Hub
-from seer.services.buffer import views
+from seer.services.buffer import submissions, views
 from seer.services.buffer.conductor import Conductor
 from seer.services.buffer.engines import EngineConnections
 from seer.services.buffer.liveness import Liveness
@@ -306,6 +307,23 @@ def _no_leases() -> Patches:
     yield _around(GroupRegistry, "trainer_lost", lambda original, self, life, out: None)
 
 
+# --- 17: open rollouts ---------------------------------------------------------------------------
+
+
+def _earlier_uses_answer() -> Patches:
+    yield mock.patch.object(PromptInFlight, "answered_by", return_value=True)
+
+
+def _places_ignored() -> Patches:
+    prompts = submissions.prompts
+
+    def placed(submit: wire.Submit) -> Any:
+        found = prompts(submit)
+        return {name: replace(each, first_index=0) for name, each in found.items()}
+
+    yield mock.patch.object(submissions, "prompts", placed)
+
+
 # --- plans that reach what drawn ones seldom do --------------------------------------------------
 
 _CALM = replace(
@@ -396,6 +414,9 @@ _CALL = _plan((_roll(prompts=8),), step_seconds=0.3, spool=True)
 _AGAIN = _plan(
     (_roll("r", deadline=1.0), replace(_roll("r"), seed=1)), latency=0.3, step_seconds=0.1, chunk_size=4
 )
+_FEINTS = _plan(
+    (replace(_roll(prompts=8), parts=InParts(1, 0.2, 0.05, True, "")),), step_seconds=0.1, latency=0.04
+)
 
 REVERTS = (
     Revert("stall-is-silence", 1, _stall_is_silence, _STALL),
@@ -420,6 +441,8 @@ REVERTS = (
     Revert("sleep-before-load", 16, _sleep_before_load, _SLEEPERS),
     Revert("no-leases", 16, _no_leases, _LEFT),
     Revert("loading-not-watched", 16, _loading_not_watched, _HUNG),
+    Revert("earlier-uses-answer", 17, _earlier_uses_answer, _FEINTS),
+    Revert("places-ignored", 17, _places_ignored, _FEINTS),
 )
 
 

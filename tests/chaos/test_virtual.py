@@ -56,6 +56,19 @@ def test_the_fixed_part_has_every_kind_of_fault():
     assert {fault.kind for seed in SEEDS for fault in draw(seed).faults} == set(KINDS)
 
 
+def test_the_fixed_part_asks_for_parts_in_every_way():
+    parts = [roll.parts for seed in SEEDS for roll in draw(seed).rolls if roll.parts is not None]
+    ways = {(each.stream, each.prefix, each.feint is None) for each in parts}
+    assert ways == {
+        (stream, prefix, plain)
+        for stream in (False, True)
+        for prefix in ("", "/", "/once more ")
+        for plain in (False, True)
+    }
+    assert {1, 2, 4} <= {each.size for each in parts}
+    assert {0.0, 2.0} <= {each.late for each in parts}
+
+
 def test_a_seed_replays_exactly_in_any_process():
     seeds = [2, 16, 37]
     here = {str(seed): story(seed) for seed in seeds}

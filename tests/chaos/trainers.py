@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from chaos.expected import answers
+from chaos.parts import Part, Parts
 from chaos.plan import Pause, Renew, Rest, Roll
 from seer.client import RolloutClient, SamplingParams, WeightsRefused
 from seer.client.groups import Group
@@ -84,6 +85,9 @@ class Trainer:
     done: set[int] = field(default_factory=set)
     waiting: dict[str, Rollout] = field(default_factory=dict)
     """By id: the last use of a rollout that this trainer began."""
+    parts: dict[tuple[int, Part], tuple[Group | None, str]] = field(default_factory=dict)
+    """By step: how the parts of rollouts over open ones ended, as groups do."""
+    feints: set[tuple[int, Part]] = field(default_factory=set)
     version: int = 0
     resting: bool = False
     lives: int = 0
@@ -221,6 +225,10 @@ class Trainer:
         """Submit until every prompt has ended, with a group or for good reason."""
         if place not in self.asked:
             self.asked[place] = self.version + step.ahead if step.pinned else -1
+        if step.parts is not None:
+            await Parts(self, place, step).run(client)
+            self.done.add(place)
+            return
         beats = 0
         while left := [prompt for prompt, _ in step.prompts if (place, prompt) not in self.ended]:
             if place in self.cut_short:  # by an earlier life
@@ -285,6 +293,10 @@ class Trainer:
         expected = world.expected(step, group.prompt_id, group.weight_version)
         world.changed += expected.changed(group.prompt_id, answers(group))
         self._end(place, group.prompt_id, Ended(group))
+
+    def end(self, place: int, prompt_id: str, group: Group | None, why: str) -> None:
+        """Note that all parts of a prompt ended."""
+        self._end(place, prompt_id, Ended(group, why))
 
     def _end(self, place: int, prompt_id: str, ended: Ended) -> None:
         self.ended[place, prompt_id] = ended

@@ -29,7 +29,7 @@ from virtual_time import run as run_virtual
 
 from chaos import whole
 from chaos.outcome import Outcome
-from chaos.plan import Fault, Plan, draw
+from chaos.plan import Fault, Plan, Renew, draw
 from chaos.world import World
 from seer.client import weight_update as client_weights
 from seer.common import wire
@@ -140,7 +140,10 @@ def _passable(plan: Plan, fault: Fault) -> bool:
 
 def _bound(plan: Plan) -> float:
     tokens = sum(step.n * len(step.prompts) * step.max_tokens for step in plan.rolls)
-    return BOUND_SECONDS + tokens * plan.step_seconds + 200 * (plan.latency + plan.jitter)
+    # An update holds submissions until requests under way have finished, or its time is up; then it is repeated.
+    updates = sum(isinstance(step, Renew) for script in plan.scripts for step in script)
+    held = 2 * updates * plan.update_seconds
+    return BOUND_SECONDS + held + tokens * plan.step_seconds + 200 * (plan.latency + plan.jitter)
 
 
 async def _watch(world: World) -> None:

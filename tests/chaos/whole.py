@@ -131,6 +131,8 @@ def _most_tokens(trainer: Trainer) -> int:
             group = ended.group if ended is not None else None
             whole = sum(len(each.token_ids) for each in group.responses) if group is not None else None
             most += step.n * step.max_tokens if whole is None else whole
+            if step.parts is not None and step.parts.feint is not None:
+                most += step.n * step.max_tokens
     return most
 
 

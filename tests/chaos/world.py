@@ -16,7 +16,7 @@ import re
 import struct
 from collections import Counter
 from collections.abc import Coroutine
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -184,13 +184,17 @@ class World:
         token = POISON if prompt_id == "poison" else int(prompt_id[1:]) + 1
         return Prompt(prompt_id, token_ids=[token] * length)
 
-    def expected(self, step: Roll, prompt_id: str, version: int) -> Expected:
-        """Return what a prompt of a rollout must come to under some weights."""
+    def expected(
+        self, step: Roll, prompt_id: str, version: int, *, name: str = "", seed: int | None = None
+    ) -> Expected:
+        """Return what a prompt must come to under some weights, in a group of this name, by default its own."""
         prompt = self.prompt(prompt_id, dict(step.prompts)[prompt_id])
+        prompt = replace(prompt, id=name or prompt_id)
+        seed = step.seed if seed is None else seed
         sampling = SamplingParams(max_tokens=step.max_tokens)
         engine = EngineConfig(replay_vocab_size=VOCAB, replay_mean_tokens=self.plan.mean_tokens)
         digest = self.digest(version)
-        return Expected.of_replay([prompt], step.n, sampling, engine, step.number, digest, step.seed)
+        return Expected.of_replay([prompt], step.n, sampling, engine, step.number, digest, seed)
 
     def problem(self, what: str) -> None:
         """Note a broken promise."""

@@ -444,6 +444,35 @@ def test_groups_of_one_shared_id_have_one_estimate():
     assert not machine._sharing
 
 
+def test_many_groups_of_one_name_cost_one_estimate_and_each_event_one_mark():
+    asked = []
+
+    class Counting(Longest):
+        def estimates(self, groups):
+            asked.append(len(groups))
+            return super().estimates(groups)
+
+    machine = EstimateMachine(Counting())
+    names = [f"r/{number}" for number in range(50)]
+    for number, name in enumerate(names):
+        machine.apply(GroupOpened(name, 1, 5, CAP, "/g", number))
+    machine.changes()
+    machine.apply(done(0, 30, names[7]))
+    assert len(machine._dirty) == 1
+    assert machine.changes() == dict.fromkeys(names, Estimate(30.0))
+    assert asked == [1, 1]
+
+
+def test_what_a_group_showed_before_it_closed_is_published_for_the_others_of_its_name():
+    machine = EstimateMachine()
+    for group, first in (("r/a", 0), ("r/b", 1)):
+        machine.apply(GroupOpened(group, 1, 5, CAP, "/g", first))
+    machine.changes()
+    machine.apply(done(0, 30))
+    machine.apply(GroupClosed("r/a"))
+    assert machine.changes() == {"r/b": Estimate(30.0)}
+
+
 def test_a_late_sibling_joins_a_group_that_was_opened_unnamed():
     machine = machine_with(opened(), done(0, 70))
     machine.apply(GroupOpened("r/late", 1, 5, CAP, "r/a", 4))

@@ -466,3 +466,19 @@ async def test_an_update_that_is_off_is_not_checked_and_its_answer_says_which_it
             wire.WeightsPrepared(version=1, digest="", problem="no /3", call_id=3)
         ]
         assert checked == ["/1", "/3"]
+
+
+@virtual
+async def test_two_responses_that_were_given_one_place_never_write_to_one_stream():
+    async with engine() as (buffer, server, *_):
+        where = {"draft_group": "/g", "draft_index": 4}
+        await buffer.run(0, 50, **where)
+        await buffer.run(1, 5, **where)
+        await buffer.run(2, 50, draft_group="/g", draft_index=5)
+        await eventually(lambda: len(server.running) == 3)
+        places = [run.place for run in server.running.values()]
+        assert places == [("/g", 4), ("r/p#1", 0), ("/g", 5)]
+        await eventually(lambda: len(buffer.results()) == 3)
+        assert not server._places
+        await buffer.run(1, 5, attempt=2, **where)
+        await eventually(lambda: [run.place for run in server.running.values()] == [("/g", 4)])

@@ -317,3 +317,44 @@ def test_a_submission_of_an_earlier_use_that_comes_late_changes_nothing():
     assert pick(
         submit(machine, "p", n=1, submission=4, params_digest=1, life=b"2"), instructions.Deliver
     )  # another life counts anew
+
+
+def test_a_prompt_id_of_an_open_rollout_is_another_prompts_once_it_comes_with_other_content():
+    machine = make(engines=("a",))
+    open_ = {"n": 1, "open": True, "life": b"1"}
+    submit(machine, "p", "q", submission=5, **open_)
+    out = submit(machine, "p", submission=6, same=False, **open_)
+    assert pick(out, instructions.Take) == [instructions.Take("r/p", "p")]
+    machine.apply(events.RolloutCancelled("t", "r", ["p"], submission=5), 1.0)  # of the earlier prompt
+    assert set(machine.groups) == {"r/p", "r/q"}
+    submit(machine, "q", submission=7, **open_)
+    (refused,) = pick(
+        machine.apply(events.RolloutCancelled("t", "r", [], submission=6), 1.0), instructions.Refuse
+    )
+    assert (refused.prompt_ids, refused.submission) == (["p"], 6)
+    assert set(machine.groups) == {"r/q"}
+    machine.apply(events.RolloutCancelled("t", "r", []), 1.0)
+    assert not machine.groups
+    check(machine)
+
+
+def test_groups_of_an_open_rollout_are_delivered_to_the_life_that_asked_for_them():
+    machine = make(engines=("a",))
+    open_ = {"n": 1, "max_tokens": 16, "open": True}
+    first, early = pick(submit(machine, "p", "q", submission=5, life=b"1", **open_), instructions.Dispatch)
+    submit(machine, "s", submission=6, life=b"1", **open_)
+    assert pick(end(machine, first), instructions.Deliver) == [instructions.Deliver(b"1", "r/p")]
+    submit(machine, "u", submission=8, life=b"2", **open_)
+    submit(machine, "v", submission=9, life=b"2", **open_)
+    assert not pick(end(machine, early), instructions.Deliver)  # not asked for yet in this life
+    out = submit(machine, "q", submission=10, life=b"2", **open_)
+    assert pick(out, instructions.Deliver) == [instructions.Deliver(b"2", "r/q")]
+
+
+def test_prompts_of_an_open_rollout_begin_under_whatever_is_live():
+    machine = make(engines=("a",))
+    submit(machine, "p", n=1, open=True, submission=1)
+    machine.apply(events.WeightsChanged(1), 1.0)
+    out = submit(machine, "q", n=1, open=True, submission=2)
+    assert [item.prompt_ids for item in pick(out, instructions.Accept)] == [["q"]]
+    assert not pick(out, instructions.Refuse)

@@ -1,5 +1,7 @@
 """Kept chunks, file by file: what is read again is what was written, or nothing."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -139,6 +141,23 @@ def test_a_full_disk_ends_the_keeping_of_a_rollout_alone(tmp_path, monkeypatch):
     later.restore("r/p")
     later.forget("r/p")
     assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_prompts_of_an_endless_rollout_are_kept_again_after_the_disk_was_full(tmp_path, monkeypatch):
+    def full(self, *_, **__):
+        raise OSError(28, "No space left on device")
+
+    kept = begun(tmp_path, "p")
+    with monkeypatch.context() as disk:
+        disk.setattr(Path, "open", full)
+        keep(kept, "p", 0, chunk(1, 6))
+        kept.flush()
+    kept.open("r", "q")  # "p" goes on
+    keep(kept, "q", 0, chunk(3, 8))
+    kept.close()
+    later = begun(tmp_path)
+    assert later.offer("r", "p", ASKED, PROMPT) is None
+    assert later.offer("r", "q", ASKED, PROMPT).responses[0].count == 8
 
 
 def test_what_was_offered_is_given_whatever_becomes_of_the_file(tmp_path):

@@ -9,10 +9,20 @@ import pytest
 from fake_buffer import FakeBuffer, connected, group
 from msgspec import structs
 
-from seer.client import InvalidField, Prompt, RolloutCancelled, RolloutFailed, SamplingParams, Unreachable
+from seer.client import (
+    InvalidField,
+    Prompt,
+    RolloutCancelled,
+    RolloutFailed,
+    SamplingParams,
+    Unreachable,
+    prompts,
+)
 from seer.client.open_rollout import MAX_STREAMED, PromptInFlight
 from seer.common import ids
-from seer.common.wire import Acknowledge, Cancel, GroupDone, Submit, TokensGenerated
+from seer.common.errors import SeerError
+from seer.common.net import hub
+from seer.common.wire import Acknowledge, Cancel, GroupDone, Refused, Submit, TokensGenerated
 
 
 def digest(submit: Submit, prompt_id: str) -> int:
@@ -32,7 +42,7 @@ def piece(submit: Submit, prompt_id: str, index: int, start: int, count: int) ->
     return TokensGenerated(
         rollout_id=submit.rollout_id, prompt_id=prompt_id, index=index, start=start,
         tokens=np.arange(1000 * index + start, 1000 * index + start + count, dtype=np.int32),
-        logprobs=-np.ones(count, np.float32), submission=submit.submission,
+        logprobs=-np.ones(count, np.float32), submission=submit.submission, weight_version=3,
     )  # fmt: skip
 
 
@@ -62,7 +72,7 @@ async def test_prompts_that_come_together_are_sent_together_by_what_they_ask_for
         assert (first.prompt_ids, first.lengths, first.tokens.tolist()) == (["0", "1"], [2, 1], [1, 2, 3])
         assert (first.groups, first.first_indices, first.n, first.open) == (["g", ""], [1, 0], 2, True)
         assert (second.prompt_ids, second.n, second.seed, second.rollout_number) == (["mine"], 3, 7, 4)
-        assert first.submission == second.submission > 0
+        assert second.submission > first.submission > 0
         await finish_all(buffer)
         groups = [await prompt.result() for prompt in prompts]
         assert [len(each.responses) for each in groups] == [2, 2, 3]
@@ -98,7 +108,7 @@ async def test_a_prompt_fails_alone():
         (submit,) = await buffer.until(Submit)
         await given_up.cancel()
         (cancel,) = await buffer.until(Cancel)
-        assert (cancel.prompt_ids, cancel.submission) == (["2"], rollout.submission)
+        assert (cancel.prompt_ids, cancel.submission) == (["2"], submit.submission)
         await buffer.say(structs.replace(done(submit, "1"), params_digest=digest(submit, "1") ^ 1))
         await buffer.say(done(submit, "0"))
         with pytest.raises(RolloutCancelled, match="cancelled"):
@@ -118,6 +128,67 @@ async def test_what_was_cancelled_before_it_was_sent_is_never_sent():
         assert submit.prompt_ids == ["1"]
         await buffer.say(done(submit, "1"))
         await other.result()
+
+
+async def test_a_prompt_id_can_be_used_again_and_late_answers_to_its_earlier_use_change_nothing():
+    async with connected() as (buffer, client):
+        rollout = client.open_rollout()
+        same = {"n": 1, "stream": True}
+        first = rollout.submit(Prompt("a", token_ids=[1]), **same)
+        (earlier,) = await buffer.until(Submit)
+        await first.cancel()
+        second = rollout.submit(Prompt("a", token_ids=[2]), **same)
+        later = (await buffer.until(Submit, 2))[1]
+        assert later.submission > earlier.submission
+        refusal = {"rollout_id": rollout.id, "prompt_ids": ["a"], "submission": earlier.submission}
+        await buffer.say(Refused(code="cancelled", message="cancelled by its trainer", **refusal))
+        await buffer.say(piece(earlier, "a", 0, 0, 1))
+        stale = structs.replace(done(earlier, "a"), tokens=np.array([77], np.int32))
+        await buffer.say(stale)
+        await buffer.say(done(later, "a"))
+        assert (await second.result()).responses[0].token_ids.tolist() == [0]
+        with pytest.raises(RolloutCancelled):
+            await first.result()
+        assert (rollout.counts.finished, rollout.counts.failed) == (1, 1)
+
+
+async def test_what_is_cancelled_while_others_are_sent_is_not_sent_any_more(monkeypatch):
+    monkeypatch.setattr(prompts, "BATCH_PROMPTS", 1)
+    async with connected() as (_, client):
+        rollout = client.open_rollout()
+        given_up = [rollout.submit([token]) for token in (1, 2, 3)][1]
+        sending = rollout.to_submit()
+        assert next(sending).prompt_ids == ["0"]
+        await given_up.cancel()
+        assert [submit.prompt_ids for submit in sending] == [["2"]]
+
+
+async def test_a_rollout_that_is_closed_when_idle_leaves_nothing_behind():
+    async with connected() as (_, client):
+        for _ in range(3):
+            rollout = client.open_rollout("r")
+            rollout.close()
+        assert not list(client._active)
+    rollout.close()  # its client is closed, too
+
+
+async def test_what_was_streamed_is_never_followed_by_tokens_of_other_weights():
+    async with connected() as (buffer, client):
+        rollout = client.open_rollout()
+        prompt, whole = rollout.submit([1], stream=True), rollout.submit([2])
+        submits = await buffer.until(Submit, 2)
+        await buffer.say(piece(submits[0], "0", 0, 0, 2))
+        assert (await anext(prompt.tokens())).token_ids.tolist() == [0, 1]
+        await buffer.stop()
+        await buffer.start()
+        again = (await buffer.until(Submit, 4))[2:]
+        assert [(submit.prompt_ids, submit.weight_version) for submit in again] == [(["0"], 3), (["1"], -1)]
+        await buffer.say(structs.replace(piece(again[0], "0", 0, 0, 4), weight_version=4))
+        await buffer.say(structs.replace(done(again[0], "0"), weight_version=4))
+        await buffer.say(structs.replace(done(again[1], "1"), weight_version=4))
+        assert (await whole.result()).weight_version == 4
+        with pytest.raises(RolloutFailed, match="weight version 4, not 3"):
+            await streamed(prompt)
 
 
 async def test_a_prompt_asks_for_the_weights_it_was_given():
@@ -142,7 +213,10 @@ async def test_a_restarted_buffer_gets_what_is_unfinished_again():
         await buffer.stop()
         await buffer.start()
         again = (await buffer.until(Submit, 2))[1]
-        assert (again.prompt_ids, again.submission, again.open) == (["1"], submit.submission, True)
+        assert (again.prompt_ids, again.open) == (["1"], True)
+        assert again.submission > submit.submission
+        (cancel,) = await buffer.until(Cancel)  # what it may have, and nobody waits for
+        assert (cancel.prompt_ids, cancel.submission) == ([], submit.submission)
         await buffer.say(done(again, "1"))
         await left.result()
 
@@ -203,6 +277,26 @@ async def test_bad_input_names_the_field_and_affects_nothing_else(field, given):
         assert submit.tokens.tolist() == [2]
         await buffer.say(done(submit, submit.prompt_ids[0]))
         await prompt.result()
+
+
+async def test_a_buffer_that_is_too_old_is_asked_for_nothing(monkeypatch):
+    async with connected() as (buffer, client):
+        rollout = client.open_rollout()
+        prompt = rollout.submit([1])
+        await buffer.until(Submit)
+        await buffer.stop()
+        monkeypatch.setattr(hub, "MINOR", 0)
+        await buffer.start()
+        with pytest.raises(RolloutFailed, match=r"speaks protocol 2\.0: open rollouts need 2\.1"):
+            await prompt.result()
+        late = rollout.submit([2])
+        rollout.close()
+        with pytest.raises(RolloutFailed, match="open rollouts need"):
+            await late.result()
+        with pytest.raises(SeerError, match="open rollouts need"):
+            client.open_rollout()
+        assert len(buffer.of(Submit)) == 1
+        assert not list(client._active)
 
 
 async def test_a_closed_client_takes_nothing_and_ends_everything():

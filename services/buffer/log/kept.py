@@ -13,7 +13,7 @@ Invariants (tests/unit/test_kept.py):
   bounded by what goes on;
 - only one buffer at a time uses a folder;
 - the buffer never waits for data to reach the disk (no fsync), and a full disk does not stop it: what could
-  not be written is generated again if the buffer is killed.
+  not be written is generated again if the buffer is killed. Prompts that come after that are kept again.
 """
 
 from __future__ import annotations
@@ -84,8 +84,8 @@ class KeptChunks:
         self._folder = Path(folder) if folder else None
         self._files: dict[str, list[_File]] = {}  # by rollout id, the one for new groups last
         self._changed: set[_File] = set()
-        self._named = 0
         self._expires = now + ttl_seconds
+        self._full = False  # the last write failed
         self._lock: int | None = None
         if self._folder is not None:
             self._lock = _lock(self._folder)
@@ -143,15 +143,16 @@ class KeptChunks:
         if self._folder is None:
             return
         files = self._files.setdefault(rollout_id, [])
-        if not files or files[-1].size >= FILE_BYTES:
+        if not files or files[-1].size >= FILE_BYTES or files[-1].failed:
             files.append(_File(self._new_path(rollout_id)))
         files[-1].live.add(prompt_id)
 
     def _new_path(self, rollout_id: str) -> Path:
         """Return a path that no file has."""
         name = hashlib.blake2b(rollout_id.encode(), digest_size=16).hexdigest()
-        number = len(self._files[rollout_id])
-        while (path := Path(self._folder or "") / f"{name}-{number}{SUFFIX}").exists():
+        taken = {file.path for file in self._files[rollout_id]}  # one that failed may not be on disk
+        number = len(taken)
+        while (path := Path(self._folder or "") / f"{name}-{number}{SUFFIX}") in taken or path.exists():
             number += 1
         return path
 
@@ -208,10 +209,11 @@ class KeptChunks:
                 if file.out.write(text) != len(text):
                     raise OSError("only part of it could be written")
                 file.size += len(text)
+                self._full = False
             except OSError as error:
-                self._log.warning(
-                    "no more chunks of a rollout are kept", file=str(file.path), error=str(error)
-                )
+                if not self._full:  # else it is known: new prompts get new files at each flush
+                    self._log.warning("chunks cannot be kept", file=str(file.path), error=str(error))
+                self._full = True
                 file.failed = True  # what it has stays valid: any beginning of a response can be continued
         self._changed.clear()
 

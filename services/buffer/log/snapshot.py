@@ -104,6 +104,7 @@ class RolloutFields(msgspec.Struct, array_like=True):
     failed: bool
     counters: dict[str, int]
     open: bool = False
+    first_submission: int = 0
 
 
 class RegistryFields(msgspec.Struct):

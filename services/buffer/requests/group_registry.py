@@ -87,6 +87,8 @@ class GroupRegistry:
         known, new = self._match(rollout, event, out)
         if earlier and not rollout.members and not any(spec.same for spec in earlier):  # all were removed
             rollout = self._begin(event, now)
+        if rollout.life != event.life:
+            rollout.first_submission = event.submission
         rollout.life, rollout.submission = event.life, event.submission
         accepted = []
         for group in known:
@@ -124,7 +126,7 @@ class GroupRegistry:
     def _begin(self, event: GroupsSubmitted, now: float) -> RolloutState:
         return RolloutState(
             event.rollout_id, event.trainer, event.life, event.submission,
-            0 if event.open else event.params_digest, now, open=event.open,
+            0 if event.open else event.params_digest, now, open=event.open, first_submission=event.submission,
         )  # fmt: skip
 
     def _match(
@@ -269,7 +271,7 @@ class GroupRegistry:
         self.finished_tokens += group.tokens
         out.append(GroupClosed(group.group_id))
         # If there was a later submission without it, its trainer is about to submit it again, or never will.
-        if group.submission == group.rollout.submission:
+        if group.submission >= _earliest_awaited(group.rollout):
             out.append(Deliver(group.rollout.life, group.group_id))
         while self.finished_tokens > self._limits.result_tokens and len(self.finished) > 1:
             self._expire(next(iter(self.finished.values())), out)
@@ -290,14 +292,14 @@ class GroupRegistry:
     def cancelled(self, event: RolloutCancelled, out: Out) -> None:
         """End the unfinished groups that a trainer cancels."""
         rollout = self.rollouts.get(event.rollout_id)
-        if (
-            rollout is None
-            or rollout.trainer != event.trainer
-            or event.submission not in (0, rollout.submission)
-        ):
+        if rollout is None or rollout.trainer != event.trainer:
+            return
+        if not rollout.open and event.submission not in (0, rollout.submission):
             return
         named = [ids.group_id(event.rollout_id, prompt_id) for prompt_id in event.prompt_ids]
         groups = [rollout.members[name] for name in named or list(rollout.members) if name in rollout.members]
+        if rollout.open and event.submission:  # later ones are other prompts, or wanted again
+            groups = [group for group in groups if group.submission <= event.submission]
         self.fail([group for group in groups if not group.done], "cancelled", "cancelled by its trainer", out)
 
     def trainer_lost(self, life: bytes, out: Out) -> None:
@@ -402,6 +404,11 @@ class GroupRegistry:
 
 def _key(rollout: RolloutState) -> _Key:
     return rollout.trainer, rollout.rollout_id, rollout.params_digest
+
+
+def _earliest_awaited(rollout: RolloutState) -> int:
+    """Return the first submission whose answers its trainer still awaits."""
+    return rollout.first_submission if rollout.open else rollout.submission
 
 
 def no_engine(seconds: float) -> str:

@@ -31,7 +31,8 @@ class RolloutState:
     groups opened so far; -1: none was opened. `members`: its groups that are not removed yet, also held ones.
     `groups` and `requests` count those opened. `collected`: the trainer acknowledged some groups; `failed`:
     some groups failed. `finish_times`: seconds since `submitted`; the server takes them away. `open`: its
-    groups have parameters and weights of their own, so it has neither `params_digest` nor `weight_version`.
+    groups have parameters and weights of their own, so it has neither `params_digest` nor `weight_version`,
+    and a submission number of their own, from `first_submission` on in this `life`.
     """
 
     rollout_id: str
@@ -51,6 +52,7 @@ class RolloutState:
     counters: Counter[str] = field(default_factory=Counter)
     finish_times: list[float] = field(default_factory=list)
     open: bool = False
+    first_submission: int = 0
 
 
 @dataclass(slots=True)
