@@ -86,6 +86,11 @@ class PromptInFlight:
         self._changed = asyncio.Event()
         self.discarded = 0
 
+    @property
+    def ended(self) -> bool:
+        """Whether `result` has something to return or raise."""
+        return self._ended.done()
+
     async def result(self) -> Group:
         """Return the group. Raises the error that ended the prompt."""
         return await asyncio.shield(self._ended)

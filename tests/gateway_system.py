@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import shutil
@@ -112,3 +113,32 @@ def wait_for(condition: Callable[[], object], system: GatewaySystem, seconds: fl
     while not condition():
         assert time.monotonic() < deadline, f"waited too long\n{system.log[-3000:]}"
         time.sleep(0.05)
+
+
+def other(system: GatewaySystem, name: str) -> httpx.AsyncClient:
+    """A client of all routes of the gateway `name`."""
+    return httpx.AsyncClient(base_url=system.urls[name]["control"], timeout=120)
+
+
+async def ok(response: Any) -> dict[str, Any]:
+    """The body of an answer that must be 200."""
+    got = await response
+    assert got.status_code == 200, got.text
+    body: dict[str, Any] = got.json()
+    return body
+
+
+def refused(response: httpx.Response, status: int) -> str:
+    """The message of an error that must have this status."""
+    assert response.status_code == status, response.text
+    error = response.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error["code"] == status
+    assert ("retry-after" in response.headers) == (status == 503)
+    message: str = error["message"]
+    return message
+
+
+async def under_way(system: GatewaySystem, name: str = "gateway", count: int = 1) -> None:
+    """Wait until the buffer works on so many submissions of a gateway."""
+    await asyncio.to_thread(wait_for, lambda: system.counts(name)["under_way"] == count, system)

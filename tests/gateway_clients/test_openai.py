@@ -60,20 +60,37 @@ def test_tools_go_in(client):
 
 
 def test_streams(client):
-    whole = client.completions.create(model="model", prompt="1 2", max_tokens=8, seed=4)
-    parts = list(client.completions.create(model="model", prompt="1 2", max_tokens=8, seed=4, stream=True))
-    assert "".join(part.choices[0].text for part in parts) == whole.choices[0].text
-    parts = list(
-        client.chat.completions.create(
-            model="model",
-            messages=MESSAGES,
-            max_tokens=8,
-            stream=True,
-            stream_options={"include_usage": True},
-        )
-    )
-    assert parts[0].choices[0].delta.role == "assistant"
-    assert parts[-1].usage.completion_tokens >= 1
+    asked = {
+        "model": "model",
+        "max_tokens": 700,
+        "seed": 4,
+        "logprobs": 1,
+        "extra_body": {"ignore_eos": True},
+    }
+    whole = client.completions.create(prompt="1 2", **asked).choices[0]
+    parts = [part.choices[0] for part in client.completions.create(prompt="1 2", stream=True, **asked)]
+    assert len(parts) > 1
+    assert "".join(part.text for part in parts) == whole.text
+    assert [each for part in parts for each in part.logprobs.token_logprobs] == whole.logprobs.token_logprobs
+    assert [part.finish_reason for part in parts] == [None] * (len(parts) - 1) + ["length"]
+
+
+def test_chat_streams(client):
+    asked = {"model": "model", "messages": MESSAGES, "max_tokens": 700, "seed": 4}
+    asked |= {"logprobs": True, "extra_body": {"ignore_eos": True}}
+    whole = client.chat.completions.create(**asked)
+    usage = {"include_usage": True}
+    *parts, last = client.chat.completions.create(stream=True, stream_options=usage, **asked)
+    assert last.usage == whole.usage
+    deltas = [part.choices[0].delta for part in parts]
+    assert [delta.role for delta in deltas] == ["assistant"] + [None] * (len(deltas) - 1)
+    assert "".join(delta.content for delta in deltas) == whole.choices[0].message.content
+    logprobs = [each for part in parts[1:] for each in part.choices[0].logprobs.content]
+    assert logprobs == whole.choices[0].logprobs.content
+    with client.chat.completions.stream(**asked) as stream:  # puts the parts together itself
+        stream.until_done()
+        message = stream.current_completion_snapshot.choices[0].message
+    assert message.content == whole.choices[0].message.content
 
 
 def test_errors(client):

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import signal
 import socket
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
-from typing import Any
 
 import httpx
 import msgspec
 import pytest
-from gateway_system import ENDLESS, GatewaySystem, wait_for
+from gateway_system import ENDLESS, GatewaySystem, ok, other, refused, under_way, wait_for
 
 from seer.client import Prompt, RolloutClient, SamplingParams
 from seer.gateway.noise import request_hash
@@ -40,31 +38,6 @@ def system() -> Iterator[GatewaySystem]:
 async def http(system: GatewaySystem) -> AsyncIterator[httpx.AsyncClient]:
     async with httpx.AsyncClient(base_url=system.urls["gateway"]["control"], timeout=120) as client:
         yield client
-
-
-def other(system: GatewaySystem, name: str) -> httpx.AsyncClient:
-    return httpx.AsyncClient(base_url=system.urls[name]["control"], timeout=120)
-
-
-async def ok(response: Any) -> dict[str, Any]:
-    got = await response
-    assert got.status_code == 200, got.text
-    body: dict[str, Any] = got.json()
-    return body
-
-
-def refused(response: httpx.Response, status: int) -> str:
-    assert response.status_code == status, response.text
-    error = response.json()["error"]
-    assert set(error) == {"message", "type", "param", "code"}
-    assert error["code"] == status
-    assert ("retry-after" in response.headers) == (status == 503)
-    message: str = error["message"]
-    return message
-
-
-async def under_way(system: GatewaySystem, name: str = "gateway", count: int = 1) -> None:
-    await asyncio.to_thread(wait_for, lambda: system.counts(name)["under_way"] == count, system)
 
 
 # --- generation ------------------------------------------------------------------------------
@@ -144,32 +117,6 @@ async def test_a_chat_fills_the_context_by_default(http: httpx.AsyncClient) -> N
     body = {"messages": [{"role": "user", "content": "1"}], "seed": 1}
     got = await ok(http.post("/v1/chat/completions", json=body))
     assert got["choices"][0]["finish_reason"] == "stop"
-
-
-async def test_a_stream_has_what_the_whole_answer_has(http: httpx.AsyncClient) -> None:
-    fields = {"seed": 5, "max_tokens": 9, "n": 2}
-    for path, body in (
-        ("/v1/completions", {"prompt": "1", **fields}),
-        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "1"}], **fields}),
-        ("/inference/v1/generate", {"token_ids": [4], "sampling_params": fields}),
-    ):
-        whole = await ok(http.post(path, json=body))
-        response = await http.post(
-            path, json=body | {"stream": True, "stream_options": {"include_usage": True}}
-        )
-        assert response.headers["content-type"].startswith("text/event-stream")
-        lines = response.text.strip().split("\n\n")
-        assert lines[-1] == "data: [DONE]"
-        parts = [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
-        choices = [each for part in parts for each in part["choices"]]
-        for choice in choices:
-            if "delta" in choice:
-                delta = choice.pop("delta")
-                choice["message"] = {**delta, "refusal": None, "reasoning": None}
-        assert choices == whole["choices"]
-        assert parts[-1]["usage"] == whole["usage"]
-        bad = await http.post(path, json=body | {"stream": True, "n": 0, "sampling_params": {"n": 0}})
-        refused(bad, 400)
 
 
 async def test_noise(system: GatewaySystem, http: httpx.AsyncClient) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 import msgspec
 import pytest
 from hypothesis import given
@@ -15,7 +13,6 @@ from seer.gateway.answers import (
     chat_answer,
     completion_answer,
     generate_answer,
-    stream_of,
 )
 from seer.gateway.errors import HttpError
 from seer.gateway.tools import hermes_calls
@@ -30,12 +27,6 @@ def choice(*token_ids: int, text: str = "t", prompt: tuple[int, ...] = (1, 2), v
 
 PAIR = [choice(3, 4), choice(5)]
 TWO_PROMPTS = [*PAIR, choice(6, prompt=(9,)), choice(7, prompt=(9,))]
-
-
-def events(answer: dict[str, object], *, include_usage: bool) -> list[dict[str, object]]:
-    lines = b"".join(stream_of(answer, include_usage=include_usage)).decode().split("\n\n")
-    assert lines[-2:] == ["data: [DONE]", ""]
-    return [json.loads(line.removeprefix("data: ")) for line in lines[:-2]]
 
 
 def test_generate() -> None:
@@ -97,8 +88,6 @@ def test_a_chat_with_tool_calls() -> None:
     assert called == [{"name": "f", "arguments": '{"a": "é"}'}, {"name": "g", "arguments": "{}"}]
     plain = chat_answer(HEAD, [choice(3, text=text)], 1, Style(), tools=False)
     assert plain["choices"][0]["message"]["content"] == text
-    delta = events(answer, include_usage=False)[0]["choices"][0]["delta"]
-    assert [call["index"] for call in delta["tool_calls"]] == [0, 1]
 
 
 @pytest.mark.parametrize(
@@ -115,24 +104,6 @@ def test_any_text_has_a_reading(before: str, after: str) -> None:
     for text in (before + after, before + "<tool_call>" + after):
         content, calls = hermes_calls(text)
         assert calls or content == text
-
-
-@pytest.mark.parametrize("include_usage", [False, True])
-def test_a_stream_has_what_the_whole_answer_has(include_usage: bool) -> None:
-    style = Style(logprobs=True, token_ids=True)
-    for answer in (
-        completion_answer(HEAD, TWO_PROMPTS, 2, style),
-        generate_answer({"request_id": "r"}, PAIR, 2, style),
-    ):
-        parts = events(answer, include_usage=include_usage)
-        assert [each for part in parts for each in part["choices"]] == answer["choices"]
-        assert [part["usage"] for part in parts if "usage" in part] == [answer["usage"]] * include_usage
-    chat = chat_answer(HEAD, PAIR, 2, style, tools=False)
-    parts = events(chat, include_usage=include_usage)
-    deltas = [part["choices"][0] for part in parts if part["choices"]]
-    assert [each["delta"]["content"] for each in deltas] == ["t", "t"]
-    assert [each["token_ids"] for each in deltas] == [[3, 4], [5]]
-    assert [part.get("prompt_token_ids") for part in parts][:2] == [[1, 2], None]
 
 
 def test_errors_have_openai_s_form() -> None:

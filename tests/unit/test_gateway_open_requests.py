@@ -3,25 +3,26 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Literal
 
 import numpy as np
 import pytest
 from virtual_time import virtual
 
-from seer.client import BufferLost, Group, Response, RolloutFailed
+from seer.client import BufferLost, Delta, Group, Response, RolloutFailed
 from seer.common.config import GatewayConfig
 from seer.common.errors import SeerError, WeightsRefused
 from seer.common.types import Capacity, SamplingParams
 from seer.common.wire import Status, WeightsLive
-from seer.gateway.buffer import Sample
+from seer.gateway.buffer import Sample, Sink
 from seer.gateway.control import Control
 from seer.gateway.errors import HttpError
 from seer.gateway.local_process import LocalProcess
 from seer.gateway.open_requests import OpenRequests
 
 SAMPLING = SamplingParams(max_tokens=10)
+DELTA = Delta(0, np.array([5], np.int32), np.zeros(1, np.float32))
 CAPACITY = Capacity(kv_blocks=4, block_size=16, max_num_seqs=8, max_model_len=40)
 
 
@@ -32,7 +33,10 @@ def group(prompt_id: str, version: int) -> Group:
 
 
 class FakeBuffer:
-    """Takes `seconds` for each submission; `end_all` does what a weight update does."""
+    """Takes `seconds` for each submission, after a second for each of its `deltas`, by prompt.
+
+    `end_all` does what a weight update does.
+    """
 
     def __init__(self, seconds: float = 10.0) -> None:
         self.seconds = seconds
@@ -45,6 +49,7 @@ class FakeBuffer:
         self.updates: list[tuple[int, str, str]] = []
         self.update_seconds = 5.0
         self.refuse: dict[str, str] = {}
+        self.deltas: dict[str, int] = {}
         self._ends = asyncio.Event()
 
     def capacities(self) -> list[Capacity]:
@@ -53,17 +58,31 @@ class FakeBuffer:
         return [CAPACITY]
 
     async def generate(
-        self, prompts: Mapping[str, Sequence[int]], *, n: int, sampling: SamplingParams, seed: int
+        self,
+        prompts: Mapping[str, Sequence[int]],
+        *,
+        n: int,
+        sampling: SamplingParams,
+        seed: int,
+        sink: Sink | None = None,
     ) -> Sample:
         self.asked.append((list(prompts), sampling, seed))
         ends, version = self._ends, self.version
         try:
+            for name in prompts:
+                for _ in range(self.deltas.get(name, 0)):
+                    await asyncio.sleep(1)
+                    assert sink is not None
+                    await sink(name, DELTA)
             async with asyncio.timeout(self.seconds):
                 await ends.wait()
         except TimeoutError:
             if self.error is not None:
                 raise self.error from None
-            return Sample({name: group(name, version) for name in prompts})
+            groups = {name: group(name, version) for name in prompts}
+            for name in prompts if sink else ():
+                await sink(name, groups[name])  # type: ignore[misc]
+            return Sample(groups)
         except asyncio.CancelledError:
             self.cancelled += prompts
             raise
@@ -272,6 +291,95 @@ async def test_a_gateway_that_stops_answers_what_waits() -> None:
     assert asyncio.get_running_loop().time() == 2  # at once
     assert await status_of(ask(requests)) == 503
     assert set(await under_way) == {"under way"}
+
+
+# --- streams ---------------------------------------------------------------------------------
+
+
+def stream(requests: OpenRequests, *names: str) -> AsyncGenerator[tuple[str, Delta | Group]]:
+    return requests.stream(dict.fromkeys(names or ("a",), (1, 2)), n=1, sampling=SAMPLING, seed=3)
+
+
+async def taken(events: AsyncGenerator[tuple[str, Delta | Group]]) -> list[str]:
+    return [name if isinstance(what, Delta) else f"group {name}" async for name, what in events]
+
+
+@virtual
+async def test_a_stream_has_tokens_as_they_come_and_then_groups() -> None:
+    buffer = FakeBuffer()
+    buffer.deltas = {"a": 2}
+    events = stream(desk_of(buffer), "a", "b")
+    assert (await anext(events))[1] is DELTA
+    assert asyncio.get_running_loop().time() == 1
+    assert await taken(events) == ["a", "group a", "group b"]
+
+
+@virtual
+async def test_a_stream_that_sent_nothing_starts_again() -> None:
+    buffer = FakeBuffer()
+    requests = desk_of(buffer)
+    task = asyncio.create_task(taken(stream(requests)))
+    await asyncio.sleep(5)
+    buffer.version = 1
+    buffer.end_all()
+    assert await task == ["group a"]
+    assert (requests.counters["restarted"], requests.counters["interrupted_streams"]) == (1, 0)
+
+
+@virtual
+async def test_a_stream_that_sent_tokens_ends_in_an_error_and_is_counted() -> None:
+    buffer = FakeBuffer()
+    buffer.deltas = {"a": 1}
+    requests = desk_of(buffer)
+    events = stream(requests)
+    await anext(events)
+    requests.pause(abort=False)
+    buffer.end_all()
+    with pytest.raises(HttpError, match="what was sent is of the weights before") as info:
+        await anext(events)
+    assert info.value.status == 503
+    assert (requests.counters["restarted"], requests.counters["interrupted_streams"]) == (0, 1)
+    assert requests.counters["discarded_tokens"] == 7
+    assert requests.open_requests == 0
+
+
+@virtual
+async def test_a_finished_prompt_of_a_stream_does_not_keep_others_from_starting_again() -> None:
+    buffer = FakeBuffer()
+    buffer.deltas = {"a": 1}
+    requests = desk_of(buffer)
+    events = stream(requests, "a", "b")  # the fake's first prompt has finished when an update ends the rest
+    await anext(events)
+    requests.counters.clear()
+    buffer.end_all()
+    assert await taken(events) == ["group b"]
+    assert requests.counters["restarted"] == 1
+
+
+@virtual
+async def test_a_stream_that_is_not_read_waits_and_one_that_is_closed_is_cancelled() -> None:
+    buffer = FakeBuffer()
+    buffer.deltas = {"a": 100}
+    requests = desk_of(buffer, seconds=1000)
+    events = stream(requests)
+    await anext(events)
+    await asyncio.sleep(500)
+    assert buffer.cancelled == []
+    assert requests.under_way == 1  # it waits with two tokens more: one is handed over, one is being so
+    await events.aclose()
+    assert buffer.cancelled == ["a"]
+    assert (requests.open_requests, requests.under_way) == (0, 0)
+
+
+@virtual
+async def test_a_stream_is_refused_before_its_first_event() -> None:
+    buffer = FakeBuffer()
+    requests = desk_of(buffer, most=1)
+    first = asyncio.create_task(taken(stream(requests)))
+    await asyncio.sleep(1)
+    with pytest.raises(HttpError, match="come again"):
+        await anext(stream(requests))
+    await first
 
 
 # --- control ---------------------------------------------------------------------------------

@@ -236,8 +236,10 @@ async def test_tokens_are_streamed_once_and_in_order_whatever_is_lost_or_repeate
             await buffer.say(piece(submit, "0", index, start, count))
         reading = asyncio.create_task(streamed(prompt))
         await buffer.say(piece(submit, "gone", 0, 0, 1))
+        assert not prompt.ended
         await buffer.say(ended)
         assert await reading == {0: [0, 1, 2, 3], 1: [*range(1000, 1006)], 2: [2000, 2001]}
+        assert prompt.ended
         assert (await prompt.result()).responses[1].token_ids.tolist() == [*range(1000, 1006)]
 
 

@@ -1,18 +1,15 @@
-"""Answers in vLLM's schemas, whole and as the parts of a stream. Pure.
+"""Whole answers in vLLM's schemas. Pure.
 
 Invariants:
 - choices are in the order of the prompts, and of each prompt's responses; `index` runs on;
-- every choice has at least one token, and names the one weight version that generated all of it;
-- a stream has the same content as the whole answer, and ends with `[DONE]`.
+- every choice has at least one token, and names the one weight version that generated all of it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
-
-import msgspec
 
 from seer.gateway.tools import hermes_calls
 
@@ -21,18 +18,24 @@ Json = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """One response. `logprobs` has one entry for each of `token_ids`.
+    """One response, or the next piece of one. `logprobs` has one entry for each of `token_ids`.
 
     `stop_reason`: the stop string or stop token id that ended it; None: end of sequence, or the limit.
+    Pieces but the last have neither `finish_reason` nor `weight_version`: that is known at the end.
     """
 
     prompt_token_ids: list[int]
     token_ids: list[int]
     logprobs: list[float]
     text: str
-    finish_reason: str
+    finish_reason: str | None
     stop_reason: int | str | None
-    weight_version: int
+    weight_version: int | None
+
+    @property
+    def version(self) -> str | None:
+        """The weight version as answers have it."""
+        return None if self.weight_version is None else str(self.weight_version)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,24 +65,25 @@ def usage(choices: Sequence[Choice], n: int) -> Json:
 
 def generate_answer(head: Json, choices: Sequence[Choice], n: int, style: Style) -> Json:
     """Return the answer of `/inference/v1/generate`; `head` has request_id, model and created."""
-    shown = [
-        {
-            "index": index,
-            "token_ids": choice.token_ids,
-            "finish_reason": choice.finish_reason,
-            "stop_reason": choice.stop_reason,
-            "logprobs": {"content": _id_logprobs(choice)} if style.logprobs else None,
-            "routed_experts": None,
-            "weight_versions": [
-                {"version": str(choice.weight_version), "start": 0, "end": len(choice.token_ids)}
-            ],
-        }
-        for index, choice in enumerate(choices)
-    ]
+    shown = [generate_choice(index, choice, style) for index, choice in enumerate(choices)]
     rest = {"prompt_logprobs": None, "kv_transfer_params": None}
     if style.token_ids:
         rest["prompt_token_ids"] = choices[0].prompt_token_ids  # type: ignore[assignment]
     return {**head, "output_mode": "tokens", "choices": shown, "usage": usage(choices, n), **rest}
+
+
+def generate_choice(index: int, choice: Choice, style: Style) -> Json:
+    """Return a choice of `/inference/v1/generate`, or a part of one."""
+    versions = [{"version": choice.version, "start": 0, "end": len(choice.token_ids)}]
+    return {
+        "index": index,
+        "token_ids": choice.token_ids,
+        "finish_reason": choice.finish_reason,
+        "stop_reason": choice.stop_reason,
+        "logprobs": {"content": _id_logprobs(choice)} if style.logprobs else None,
+        "routed_experts": None,
+        "weight_versions": None if choice.version is None else versions,
+    }
 
 
 def _id_logprobs(choice: Choice) -> list[Json]:
@@ -98,26 +102,28 @@ def _id_logprobs(choice: Choice) -> list[Json]:
 
 def completion_answer(head: Json, choices: Sequence[Choice], n: int, style: Style) -> Json:
     """Return the answer of `/v1/completions`; `head` has id, model and created."""
-    shown = [
-        {
-            "index": index,
-            "text": choice.text,
-            "logprobs": _completion_logprobs(choice, style) if style.logprobs else None,
-            "finish_reason": choice.finish_reason,
-            "stop_reason": choice.stop_reason,
-            "token_ids": choice.token_ids if style.token_ids else None,
-            "prompt_token_ids": choice.prompt_token_ids if style.token_ids else None,
-            "prompt_logprobs": None,
-            "weight_version": str(choice.weight_version),
-        }
-        for index, choice in enumerate(choices)
-    ]
+    shown = [completion_choice(index, choice, style) for index, choice in enumerate(choices)]
     return {**head, "object": "text_completion", "choices": shown, "usage": usage(choices, n)}
 
 
-def _completion_logprobs(choice: Choice, style: Style) -> Json:
+def completion_choice(index: int, choice: Choice, style: Style, offset: int = 0) -> Json:
+    """Return a choice of `/v1/completions`, or a part of one; `offset`: of its first token, in characters."""
+    return {
+        "index": index,
+        "text": choice.text,
+        "logprobs": _completion_logprobs(choice, style, offset) if style.logprobs else None,
+        "finish_reason": choice.finish_reason,
+        "stop_reason": choice.stop_reason,
+        "token_ids": choice.token_ids if style.token_ids else None,
+        "prompt_token_ids": choice.prompt_token_ids if style.token_ids else None,
+        "prompt_logprobs": None,
+        "weight_version": choice.version,
+    }
+
+
+def _completion_logprobs(choice: Choice, style: Style, end: int) -> Json:
     tokens = style.texts(choice.token_ids)
-    offsets, end = [], 0
+    offsets = []
     for token in tokens:
         offsets.append(end)
         end += len(token)
@@ -131,25 +137,26 @@ def chat_answer(head: Json, choices: Sequence[Choice], n: int, style: Style, *, 
     shown = []
     for index, choice in enumerate(choices):
         content, calls = hermes_calls(choice.text) if tools else (choice.text, [])
-        message = {"role": "assistant", "content": content, "refusal": None, "reasoning": None}
+        message: Json = {"role": "assistant", "content": content, "refusal": None, "reasoning": None}
         if calls:
-            message["tool_calls"] = calls  # type: ignore[assignment]
-        shown.append(
-            {
-                "index": index,
-                "message": message,
-                "logprobs": {"content": _chat_logprobs(choice, style)} if style.logprobs else None,
-                "finish_reason": "tool_calls"
-                if calls and choice.finish_reason == "stop"
-                else choice.finish_reason,
-                "stop_reason": choice.stop_reason,
-                "token_ids": choice.token_ids if style.token_ids else None,
-                "weight_version": str(choice.weight_version),
-            }
-        )
+            message["tool_calls"] = calls
+        shown.append(chat_choice(index, {"message": message}, choice, style, called=bool(calls)))
     prompt = choices[0].prompt_token_ids if style.token_ids else None
     rest = {"usage": usage(choices, n), "prompt_token_ids": prompt, "prompt_logprobs": None}
     return {**head, "object": "chat.completion", "choices": shown, **rest}
+
+
+def chat_choice(index: int, said: Json, choice: Choice, style: Style, *, called: bool) -> Json:
+    """Return a choice of `/v1/chat/completions`, or a part of one; `said`: its message, or its delta."""
+    return {
+        "index": index,
+        **said,
+        "logprobs": {"content": _chat_logprobs(choice, style)} if style.logprobs else None,
+        "finish_reason": "tool_calls" if called and choice.finish_reason == "stop" else choice.finish_reason,
+        "stop_reason": choice.stop_reason,
+        "token_ids": choice.token_ids if style.token_ids else None,
+        "weight_version": choice.version,
+    }
 
 
 def _chat_logprobs(choice: Choice, style: Style) -> list[Json]:
@@ -158,32 +165,3 @@ def _chat_logprobs(choice: Choice, style: Style) -> list[Json]:
         entry = {"token": token, "logprob": logprob, "bytes": list(token.encode())}
         content.append({**entry, "top_logprobs": [entry] if style.top_logprobs else []})
     return content
-
-
-def stream_of(answer: Json, *, include_usage: bool) -> Iterator[bytes]:
-    """Yield a whole answer as server-sent events: one part per choice, since all of it is there."""
-    answer = dict(answer)
-    total = answer.pop("usage")
-    choices = answer.pop("choices")
-    if answer.get("object") == "chat.completion":
-        answer["object"] = "chat.completion.chunk"
-        choices = [_delta(choice) for choice in choices]
-    for choice in choices:
-        yield _event({**answer, "choices": [choice]})
-        answer.pop("prompt_token_ids", None)  # of a chat: once, in the first part
-    if include_usage:
-        yield _event({**answer, "choices": [], "usage": total})
-    yield b"data: [DONE]\n\n"
-
-
-def _delta(choice: Json) -> Json:
-    choice = dict(choice)
-    message = choice.pop("message")
-    delta = {"role": message["role"], "content": message["content"] or ""}
-    if calls := message.get("tool_calls"):
-        delta["tool_calls"] = [{"index": i, **call} for i, call in enumerate(calls)]
-    return {**choice, "delta": delta}
-
-
-def _event(part: Json) -> bytes:
-    return b"data: " + msgspec.json.encode(part) + b"\n\n"

@@ -12,10 +12,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from seer.client import (
+    Delta,
     Group,
     OpenRollout,
     Prompt,
@@ -41,6 +42,13 @@ CANCEL_SECONDS = 5.0
 """Longest time to tell the buffer that something is cancelled; it ends what it is not told of by itself."""
 
 _log = get_logger()
+
+
+Sink = Callable[[str, Delta | Group], Awaitable[None]]
+"""Takes what comes of a prompt, by its noise id: tokens as chunks end, then its group.
+
+The group has what was not handed over of its responses, and at least their ends.
+"""
 
 
 @dataclass
@@ -111,24 +119,38 @@ class Buffer:
         return max((each.room(0) for each in self._capacities), default=None)
 
     async def generate(
-        self, prompts: Mapping[str, Sequence[int]], *, n: int, sampling: SamplingParams, seed: int
+        self,
+        prompts: Mapping[str, Sequence[int]],
+        *,
+        n: int,
+        sampling: SamplingParams,
+        seed: int,
+        sink: Sink | None = None,
     ) -> Sample:
-        """Return n responses to each prompt, by noise id. Cancelled, it cancels them in the buffer, too."""
+        """Return n responses to each prompt, by noise id; `sink` gets them as they are generated.
+
+        Cancelled, it cancels them in the buffer, too.
+        """
         if self.client is None or self._rollout is None:
             raise HttpError(503, f"the buffer at {self._endpoint} is away: {self._problem}")
         rollout = self._rollout
         asked = {
             name: rollout.submit(
                 Prompt(f"{next(self._numbers)}", token_ids=ids), n=n, sampling=sampling, seed=seed,
-                weight_version=-1, group=name,
+                weight_version=-1, group=name, stream=sink is not None,
             )
             for name, ids in prompts.items()
         }  # fmt: skip
         sample = Sample()
         try:
-            for name, prompt in asked.items():
-                with contextlib.suppress(RolloutCancelled):
-                    sample.groups[name] = await prompt.result()
+            if sink is None:
+                for name, prompt in asked.items():
+                    with contextlib.suppress(RolloutCancelled):
+                        sample.groups[name] = await prompt.result()
+            else:
+                async with asyncio.TaskGroup() as tasks:
+                    for name, prompt in asked.items():
+                        tasks.create_task(_hand_over(name, prompt, sink, sample))
         finally:
             left = [prompt for name, prompt in asked.items() if name not in sample.groups]
             if left:
@@ -179,6 +201,16 @@ class Buffer:
         if not self._problem:
             _log.warning("the buffer is away", endpoint=self._endpoint, problem=problem)
         self._problem = problem
+
+
+async def _hand_over(name: str, prompt: PromptInFlight, sink: Sink, sample: Sample) -> None:
+    with contextlib.suppress(RolloutCancelled):
+        async for delta in prompt.tokens():
+            if prompt.ended:  # the group has the rest; of a cancelled prompt nothing more should be sent
+                break
+            await sink(name, delta)
+        sample.groups[name] = await prompt.result()
+        await sink(name, sample.groups[name])
 
 
 async def _cancel(prompts: Sequence[PromptInFlight]) -> None:

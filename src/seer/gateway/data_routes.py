@@ -3,6 +3,7 @@
 Invariants:
 - a request is submitted once it was read and checked as a whole: one that is refused costs no engine time;
 - `model` is this system's, or left out; adapters are refused by name;
+- a stream's answer begins with its first tokens: what fails before has a status of its own;
 - tokenizing runs on one thread of its own, so that a long text does not hold up other requests.
 """
 
@@ -12,7 +13,7 @@ import asyncio
 import secrets
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -20,29 +21,28 @@ from typing import Any, TypeVar
 
 import msgspec
 from starlette.requests import Request
-from starlette.responses import Response, StreamingResponse
+from starlette.responses import Response
 from starlette.routing import Route
 
 from seer import __version__
-from seer.client import Group, SamplingParams
 from seer.common.config import Config
 from seer.gateway import answers
-from seer.gateway.answers import Choice, Json, Style
+from seer.gateway.answers import Json, Style
 from seer.gateway.bodies import (
     ChatBody,
     CompletionBody,
     DetokenizeBody,
     GenerateBody,
-    SamplingFields,
     StreamOptions,
     TokenizeBody,
     read_body,
 )
 from seer.gateway.buffer import Buffer
 from seer.gateway.errors import HttpError, bad
-from seer.gateway.http import answer, body_of, endpoint, unless_gone
-from seer.gateway.noise import NoiseIds, request_hash
+from seer.gateway.generation import Asked, Generation
+from seer.gateway.http import EventStream, answer, body_of, endpoint, unless_gone
 from seer.gateway.open_requests import OpenRequests
+from seer.gateway.stream_answers import StreamedAnswer, StreamedChat, StreamedCompletion, StreamedToolChat
 from seer.gateway.text import ModelText
 
 T = TypeVar("T")
@@ -57,9 +57,9 @@ class DataRoutes:
         self._model = config.shared.model
         self.model_name = config.gateway.model_name or Path(self._model).name
         self._buffer = buffer
-        self._requests = requests
+        self._generation = Generation(requests, text)
+        self._counters = requests.counters
         self._text = text
-        self._noise = NoiseIds()
         self._thread = ThreadPoolExecutor(1, "tokenizer")
         self._started = int(time.time())
 
@@ -75,8 +75,9 @@ class DataRoutes:
             ("POST", "/tokenize", self.tokenize),
             ("POST", "/detokenize", self.detokenize),
         ]
-        counters = self._requests.counters
-        served = [Route(path, endpoint(handler, counters), methods=[how]) for how, path, handler in handlers]
+        served = [
+            Route(path, endpoint(handler, self._counters), methods=[how]) for how, path, handler in handlers
+        ]
         return [
             *served,
             Route("/health", endpoint(self.health, Counter()), methods=["GET"]),
@@ -91,21 +92,26 @@ class DataRoutes:
         self._text.check(body.token_ids, "token_ids")
         where = "sampling_params."
         sampling = fields.sampling(self._settings.logprobs, where)
-        n = fields.group_size(where)
-        choices = await self._choices(request, [body.token_ids], n, sampling, fields, textual=False)
+        asked = Asked([body.token_ids], fields.group_size(where), sampling, fields, textual=False)
         head = self._head("request_id", body.request_id or secrets.token_hex(16))
         style = Style(logprobs=fields.logprobs is not None, token_ids=True)
-        return _respond(answers.generate_answer(head, choices, n, style), body)
+        if body.stream:
+            return await self._streamed(request, asked, StreamedAnswer, head, style, body.stream_options)
+        choices = await self._generation.choices(request, asked)
+        return answer(answers.generate_answer(head, choices, asked.n, style))
 
     async def completions(self, request: Request) -> Response:
         """`/v1/completions`: prompts of text or token ids, answers of both."""
         body = await self._read(request, CompletionBody)
         sampling, n = body.sampling(self._settings.logprobs), body.group_size()
         prompts = await self._on_thread(self._prompt_ids, body)
-        choices = await self._choices(request, prompts, n, sampling, body)
+        asked = Asked(prompts, n, sampling, body)
         style = self._style(body, shown=body.logprobs is not None)
         head = self._head("id", f"cmpl-{secrets.token_hex(16)}")
-        return _respond(answers.completion_answer(head, choices, n, style), body)
+        if body.stream:
+            return await self._streamed(request, asked, StreamedCompletion, head, style, body.stream_options)
+        choices = await self._generation.choices(request, asked)
+        return answer(answers.completion_answer(head, choices, n, style))
 
     async def chat(self, request: Request) -> Response:
         """`/v1/chat/completions`: messages in, a message out."""
@@ -115,58 +121,29 @@ class DataRoutes:
             body.max_tokens = body.max_completion_tokens
         sampling, n = body.sampling(self._settings.logprobs), body.group_size()
         prompt = await self._on_thread(self._chat_ids, body)
-        choices = await self._choices(request, [prompt], n, sampling, body)
+        asked = Asked([prompt], n, sampling, body)
         style = replace(self._style(body, shown=bool(body.logprobs)), top_logprobs=bool(body.top_logprobs))
         head = self._head("id", f"chatcmpl-{secrets.token_hex(16)}")
-        return _respond(answers.chat_answer(head, choices, n, style, tools=parse), body)
+        if body.stream:
+            kind = StreamedToolChat if parse else StreamedChat
+            return await self._streamed(request, asked, kind, head, style, body.stream_options)
+        choices = await self._generation.choices(request, asked)
+        return answer(answers.chat_answer(head, choices, n, style, tools=parse))
 
-    async def _choices(
+    async def _streamed(
         self,
         request: Request,
-        prompts: Sequence[list[int]],
-        n: int,
-        sampling: SamplingParams,
-        fields: SamplingFields,
-        *,
-        textual: bool = True,
-    ) -> list[Choice]:
-        """Generate, and return n choices for each prompt, in order; with `textual`, with their text."""
-        named = request.headers.get("idempotency-key") or request.headers.get("x-request-id") or ""
-        hashes = [request_hash(prompt, sampling) for prompt in prompts]
-        ids = self._noise.prompt_ids(hashes, fields.seed, named)
-        work = self._requests.run(
-            dict(zip(ids, prompts, strict=True)), n=n, sampling=sampling, seed=fields.seed
-        )
-        groups = await unless_gone(request, work)
-        shown = fields if textual else None
-        return [choice for name in ids for choice in self._choices_of(groups[name], sampling, shown)]
-
-    def _choices_of(
-        self, group: Group, sampling: SamplingParams, fields: SamplingFields | None
-    ) -> list[Choice]:
-        prompt = group.prompt_token_ids.tolist()
-        choices = []
-        for response in group.responses:
-            token_ids = response.token_ids.tolist()
-            text = ""
-            if fields is not None:
-                skip = fields.skip_special_tokens is not False
-                whole = bool(fields.include_stop_str_in_output)
-                text = self._text.text(
-                    token_ids, response.stop_reason, sampling.stop, skip_special=skip, whole=whole
-                )
-            choices.append(
-                Choice(
-                    prompt_token_ids=prompt,
-                    token_ids=token_ids,
-                    logprobs=response.logprobs.tolist(),
-                    text=text,
-                    finish_reason=response.finish_reason,
-                    stop_reason=_stop_reason(response.stop_reason, sampling),
-                    weight_version=group.weight_version,
-                )
-            )
-        return choices
+        asked: Asked,
+        kind: type[StreamedAnswer],
+        head: Json,
+        style: Style,
+        options: StreamOptions | None,
+    ) -> Response:
+        """Answer once there are tokens: until then an error has its own status."""
+        streamed = kind(head, asked.prompts, asked.n, style, self._generation.new_text(asked))
+        include_usage = bool(options and options.include_usage)
+        parts = self._generation.parts(request, asked, streamed, include_usage=include_usage)
+        return EventStream(request, await unless_gone(request, anext(parts)), parts)
 
     def _prompt_ids(self, body: CompletionBody) -> list[list[int]]:
         prompts = []
@@ -267,23 +244,3 @@ class DataRoutes:
 
     def _max_model_len(self) -> int | None:
         return self._buffer.max_model_len
-
-
-def _stop_reason(reason: str, sampling: SamplingParams) -> int | str | None:
-    """Return what vLLM does: a stop string, the number of a stop token, None for an end-of-sequence token."""
-    if reason in sampling.stop:
-        return reason
-    return int(reason) if reason.isdecimal() and int(reason) in sampling.stop_token_ids else None
-
-
-def _respond(whole: Json, body: GenerateBody | CompletionBody | ChatBody) -> Response:
-    if not body.stream:
-        return answer(whole)
-    options: StreamOptions | None = body.stream_options
-    parts = answers.stream_of(whole, include_usage=bool(options and options.include_usage))
-    return StreamingResponse(_each(list(parts)), media_type="text/event-stream")
-
-
-async def _each(parts: Sequence[bytes]) -> Any:  # noqa: ANN401
-    for part in parts:
-        yield part

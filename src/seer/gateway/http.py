@@ -3,23 +3,27 @@
 Invariants:
 - a body is read up to `most` bytes and `seconds`; more is refused, and the connection closed;
 - work ends when its client disconnects;
-- every outcome is an answer of `errors.py`'s form, and is counted.
+- every outcome is an answer of `errors.py`'s form, and is counted; of a stream once it has ended;
+- a stream waits for its client to read, and ends in an error's part if it cannot go on.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections import Counter
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping
 from typing import Any, TypeVar
 
 import msgspec
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
 
 from seer.common.errors import SeerError
 from seer.common.process.log import get_logger
 from seer.gateway.errors import HttpError, as_http
+from seer.gateway.stream_answers import DONE, event
 
 T = TypeVar("T")
 
@@ -51,19 +55,70 @@ def endpoint(handler: Handler, counters: Counter[str]) -> Handler:
         except ClientDisconnect:
             counters["cancelled"] += 1
             return Response(status_code=CLIENT_LEFT)
-        except SeerError as error:
-            told = as_http(error)
-            counters["refused" if told.status < 500 else "failed"] += 1
-            _log.debug("not served", path=request.url.path, status=told.status, error=str(told))
-            return refusal(told)
-        except Exception:  # noqa: BLE001 - logged, and no other request is affected
-            counters["failed"] += 1
-            _log.exception("a request failed", path=request.url.path)
-            return refusal(HttpError(500, "the gateway failed: its log says why"))
-        counters["completed"] += 1
+        except Exception as error:  # noqa: BLE001 - told, and no other request is affected
+            return refusal(_told(request, error, counters))
+        if isinstance(response, EventStream):
+            response.counters = counters
+        else:
+            counters["completed"] += 1
         return response
 
     return handle
+
+
+def _told(request: Request, error: Exception, counters: Counter[str]) -> HttpError:
+    """Count and log an error; return what the client is told of it."""
+    path = request.url.path
+    if not isinstance(error, SeerError):
+        counters["failed"] += 1
+        _log.error("a request failed", path=path, exc_info=error)
+        return HttpError(500, "the gateway failed: its log says why")
+    told = as_http(error)
+    counters["refused" if told.status < 500 else "failed"] += 1
+    _log.debug("not served", path=path, status=told.status, error=str(told))
+    return told
+
+
+class EventStream(Response):
+    """Server-sent events: `first` and what `parts` yields. An error of `parts` is a part, and the last.
+
+    It counts how it ended in `counters`. `parts` is closed.
+    """
+
+    media_type = "text/event-stream"
+    counters: Counter[str]
+
+    def __init__(self, request: Request, first: bytes, parts: AsyncGenerator[bytes]) -> None:
+        super().__init__()
+        del self.headers["content-length"]
+        self._request = request
+        self._first = first
+        self._parts = parts
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send it (ASGI). A client that reads nothing is disconnected by the kernel: `sockets`."""
+        try:
+            async with contextlib.aclosing(self._parts):
+                await unless_gone(self._request, self._send(send))
+        except ClientDisconnect:
+            self.counters["cancelled"] += 1
+
+    async def _send(self, send: Send) -> None:
+        start = {"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers}
+        await send(start)
+        await send(_body(self._first))
+        try:
+            async for part in self._parts:
+                await send(_body(part))
+            self.counters["completed"] += 1
+        except Exception as error:  # noqa: BLE001 - told, and no other request is affected
+            told = _told(self._request, error, self.counters)
+            await send(_body(event(told.body) + DONE))
+        await send(_body(b"", more=False))
+
+
+def _body(part: bytes, *, more: bool = True) -> dict[str, Any]:
+    return {"type": "http.response.body", "body": part, "more_body": more}
 
 
 async def body_of(request: Request, most: int, seconds: float) -> bytes:

@@ -1,4 +1,4 @@
-"""A requests of this process, as `control.Process`."""
+"""The requests of this process, as `control.Process`."""
 
 from __future__ import annotations
 

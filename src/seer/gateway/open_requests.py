@@ -6,6 +6,9 @@ Invariants:
   weights that are live then (`on_update = restart`), or fails (`abort`);
 - every request ends in its groups or one error, and is counted: `completed`, `refused`, `failed` or
   `cancelled`; one whose client left is cancelled in the buffer;
+- a stream is as any request until tokens of it were handed on: they are not taken back, so a stream whose
+  tokens a weight update ended fails, and is counted (`interrupted_streams`);
+- a stream whose client reads slowly holds one event, and what its prompts hold (`MAX_STREAMED`);
 - at most `most` requests are open; others are told to come again.
 """
 
@@ -13,21 +16,23 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from msgspec.structs import replace
 
-from seer.client import Group, SamplingParams
+from seer.client import Delta, Group, SamplingParams
 from seer.common.errors import SeerError
-from seer.gateway.buffer import Buffer
+from seer.gateway.buffer import Buffer, Sink
 from seer.gateway.errors import HttpError, as_http, bad
 
 COUNTERS = (
     "requests", "completed", "refused", "failed", "cancelled", "restarted", "discarded_tokens",
+    "interrupted_streams",
 )  # fmt: skip
 """Totals since the process started. `restarted` are prompts, each time that an update ended them;
-`discarded_tokens` had been generated for them."""
+`discarded_tokens` had been generated for them. `interrupted_streams` failed because tokens of theirs had been
+sent when an update ended them."""
 
 STOPPING = "the gateway stops: send it to another"
 
@@ -37,14 +42,25 @@ Plan = tuple[SamplingParams, Mapping[str, Sequence[int]]]
 
 @dataclass(eq=False, slots=True)
 class _Ask:
-    """One HTTP request. `under_way`: how many of its submissions the buffer works on."""
+    """One HTTP request. `under_way`: how many of its submissions the buffer works on.
+
+    `sink` takes what a stream sends, `begun` are the prompts of which it has taken something.
+    """
 
     n: int
     seed: int
+    sink: Sink | None = None
+    begun: set[str] = field(default_factory=set)
     groups: dict[str, Group] = field(default_factory=dict)
     under_way: int = 0
     aborted: bool = False
     task: asyncio.Task[None] | None = None
+
+    async def hand_on(self, name: str, what: Delta | Group) -> None:
+        """Give the sink what came of a prompt."""
+        self.begun.add(name)
+        if self.sink is not None:
+            await self.sink(name, what)
 
 
 class OpenRequests:
@@ -66,23 +82,60 @@ class OpenRequests:
     # --- requests ------------------------------------------------------------------------
 
     async def run(
-        self, prompts: Mapping[str, Sequence[int]], *, n: int, sampling: SamplingParams, seed: int | None
+        self,
+        prompts: Mapping[str, Sequence[int]],
+        *,
+        n: int,
+        sampling: SamplingParams,
+        seed: int | None,
+        sink: Sink | None = None,
     ) -> dict[str, Group]:
         """Return a group for each prompt, given by noise id; `max_tokens` is lowered to what fits.
 
-        Raises `HttpError`. If the caller is cancelled, so are the prompts.
+        `sink` gets tokens and groups as they come. Raises `HttpError`. If the caller is cancelled, so are the
+        prompts.
         """
         if self._closed:
             raise HttpError(503, STOPPING)
         if len(self._asks) >= self._most:
             raise HttpError(503, f"{self._most} requests are open (gateway.max_requests): come again")
         plans = self._plans(prompts, sampling)
-        ask = _Ask(n, seed or 0)
+        ask = _Ask(n, seed or 0, sink)
         self._asks.add(ask)
         try:
             return await self._result(ask, plans)
         finally:
             self._asks.discard(ask)
+
+    async def stream(
+        self, prompts: Mapping[str, Sequence[int]], *, n: int, sampling: SamplingParams, seed: int | None
+    ) -> AsyncGenerator[tuple[str, Delta | Group]]:
+        """Yield what `run` returns as it comes, by noise id: tokens of a prompt's responses, then its group.
+
+        The group has what was not yielded before, too. Raises `HttpError`. Closed, it cancels the prompts.
+        """
+        events: asyncio.Queue[tuple[str, Delta | Group] | Exception | None] = asyncio.Queue(1)
+
+        async def hand_on(name: str, what: Delta | Group) -> None:
+            await events.put((name, what))
+
+        async def work() -> None:
+            end = None
+            try:
+                await self.run(prompts, n=n, sampling=sampling, seed=seed, sink=hand_on)
+            except Exception as error:  # noqa: BLE001 - raised below
+                end = error
+            await events.put(end)
+
+        task = asyncio.create_task(work())
+        try:
+            while (event := await events.get()) is not None:
+                if isinstance(event, Exception):
+                    raise event
+                yield event
+        finally:
+            task.cancel()
+            await asyncio.wait([task])
 
     async def _result(self, ask: _Ask, plans: Sequence[Plan]) -> dict[str, Group]:
         ask.task = asyncio.create_task(self._all(ask, plans))
@@ -126,7 +179,9 @@ class OpenRequests:
                 for plan in plans:
                     tasks.create_task(self._until_done(ask, plan))
         except ExceptionGroup as several:
-            first = several.exceptions[0]
+            first: Exception = several
+            while isinstance(first, ExceptionGroup):
+                first = first.exceptions[0]
             raise (as_http(first) if isinstance(first, SeerError) else first) from several
 
     async def _until_done(self, ask: _Ask, plan: Plan) -> None:
@@ -137,7 +192,9 @@ class OpenRequests:
                 raise HttpError(503, STOPPING)
             self._enter(ask, 1)
             try:
-                sample = await self._buffer.generate(left, n=ask.n, sampling=sampling, seed=ask.seed)
+                sample = await self._buffer.generate(
+                    left, n=ask.n, sampling=sampling, seed=ask.seed, sink=ask.sink and ask.hand_on
+                )
             finally:
                 self._enter(ask, -1)
             ask.groups.update(sample.groups)
@@ -148,6 +205,12 @@ class OpenRequests:
                     raise HttpError(
                         503, "aborted by a weight update (gateway.on_update = abort): send it again"
                     )
+                if not ask.begun.isdisjoint(left):
+                    self.counters["interrupted_streams"] += 1
+                    raise HttpError(
+                        503, "a weight update ended this stream: what was sent is of the weights before, and "
+                        "cannot be taken back: send it again",
+                    )  # fmt: skip
                 self.counters["restarted"] += len(left)
 
     def _enter(self, ask: _Ask, change: int) -> None:

@@ -5,6 +5,7 @@ Invariants:
   chat has those that its template writes, and no others;
 - the text of a response that a stop string ended is cut before that string, unless the request says
   otherwise; its tokens are not;
+- the same text, from tokens that come in pieces: `text_stream`;
 - a template of the request's own is run only if the configuration trusts it: it is a program.
 """
 
@@ -18,6 +19,7 @@ from typing import Any
 from seer.client.text import response_text
 from seer.common.errors import ConfigError
 from seer.gateway.errors import HttpError, bad
+from seer.gateway.text_stream import TextStream
 
 _OWN_ARGUMENTS = {
     "add_generation_prompt", "chat_template", "continue_final_message", "conversation", "documents",
@@ -36,6 +38,11 @@ class ModelText:
         self._tokenizer = tokenizer
         self.vocab_size = vocab_size
         self._trust_templates = trust_templates
+        backend = tokenizer.backend_tokenizer
+        names = (f"<0x{byte:02X}>" for byte in range(256))
+        self._bytes = {token for name in names if (token := backend.token_to_id(name)) is not None}
+        # Of BPE, transformers never cleans up the text; of others that may change any of it at any token.
+        self._cleans_up = tokenizer.clean_up_tokenization_spaces and type(backend.model).__name__ != "BPE"
 
     @classmethod
     def load(cls, model: str, *, trust_templates: bool) -> ModelText:
@@ -120,6 +127,21 @@ class ModelText:
         """Return a response's text; `whole`: with the stop string that ended it."""
         decoder = _Decoder(self._tokenizer, skip_special=skip_special)
         return response_text(decoder, token_ids, "" if whole else stop_reason, stop)
+
+    def stream(self, stop: tuple[str, ...], *, skip_special: bool, whole: bool) -> TextStream:
+        """Return what decodes a response whose tokens come in pieces; the parameters are those of `text`."""
+        hidden = set(self._tokenizer.all_special_ids) if skip_special else set()
+
+        def open_ended(token: int) -> bool:
+            # A run of bytes that makes no text, as a whole, is shown as other text than a part of it. A token
+            # without text is part of the run.
+            if not self._bytes:
+                return bool(self._cleans_up)
+            unknown = self._tokenizer.backend_tokenizer.id_to_token(token) is None
+            return self._cleans_up or token in self._bytes or token in hidden or unknown
+
+        decoder = _Decoder(self._tokenizer, skip_special=skip_special)
+        return TextStream(decoder.decode, open_ended, () if whole else stop)
 
     def tokens(self, token_ids: Sequence[int]) -> list[str]:
         """Return each token's own text."""

@@ -2,7 +2,8 @@
 
 Invariants:
 - text that has no well-formed call is content, every character of it;
-- arguments are one JSON text, as clients expect them.
+- arguments are one JSON text, as clients expect them;
+- read in pieces, a text has the content and the calls that it has as a whole.
 """
 
 from __future__ import annotations
@@ -12,6 +13,9 @@ import re
 import secrets
 from typing import Any
 
+from seer.gateway.text_stream import possible_start
+
+_OPENING = "<tool_call>"
 _CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
 
 
@@ -26,7 +30,28 @@ def hermes_calls(text: str) -> tuple[str | None, list[dict[str, Any]]]:
         return text, []
     if not calls:
         return text, []
-    return text[: text.index("<tool_call>")] or None, calls
+    return text[: text.index(_OPENING)] or None, calls
+
+
+class HermesStream:
+    """`hermes_calls` of a text that comes in pieces. Calls come at the end: one may still be malformed."""
+
+    def __init__(self) -> None:
+        self._text = ""
+        self._shown = 0
+
+    def push(self, piece: str) -> str:
+        """Add the next text; return the content that it settles."""
+        self._text += piece
+        call = self._text.find(_OPENING, self._shown)
+        end = possible_start(self._text, (_OPENING,)) if call < 0 else call
+        content, self._shown = self._text[self._shown : end], end
+        return content
+
+    def finish(self, piece: str) -> tuple[str, list[dict[str, Any]]]:
+        """Add the last text; return the rest of the content, and the calls."""
+        content, calls = hermes_calls(self._text + piece)
+        return (content or "")[self._shown :], calls
 
 
 def _call(found: str) -> dict[str, Any]:

@@ -1,0 +1,133 @@
+"""Choices of generation requests, whole or as they are generated.
+
+Invariants:
+- choices are in the order of the prompts, whatever order their groups come in;
+- a stream has what the whole answer has;
+- prompts whose client disconnects are cancelled.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from starlette.requests import Request
+
+from seer.client import Delta, Group, Response, SamplingParams
+from seer.gateway.answers import Choice
+from seer.gateway.bodies import SamplingFields
+from seer.gateway.http import unless_gone
+from seer.gateway.noise import NoiseIds, request_hash
+from seer.gateway.open_requests import OpenRequests
+from seer.gateway.stream_answers import StreamedAnswer
+from seer.gateway.text import ModelText
+from seer.gateway.text_stream import TextStream
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What a request asks for: n responses to each prompt; `textual`: with their text."""
+
+    prompts: Sequence[list[int]]
+    n: int
+    sampling: SamplingParams
+    fields: SamplingFields
+    textual: bool = True
+
+    @property
+    def skip_special(self) -> bool:
+        """Whether text is without special tokens."""
+        return self.fields.skip_special_tokens is not False
+
+    @property
+    def with_stop(self) -> bool:
+        """Whether text has the stop string that ended it."""
+        return bool(self.fields.include_stop_str_in_output)
+
+
+class Generation:
+    """Generates through `requests`, and decodes with `text`."""
+
+    def __init__(self, requests: OpenRequests, text: ModelText) -> None:
+        self._requests = requests
+        self._text = text
+        self._noise = NoiseIds()
+
+    async def choices(self, request: Request, asked: Asked) -> list[Choice]:
+        """Return all choices, in order."""
+        ids = self._noise_ids(request, asked)
+        prompts = dict(zip(ids, asked.prompts, strict=True))
+        work = self._requests.run(prompts, n=asked.n, sampling=asked.sampling, seed=asked.fields.seed)
+        groups = await unless_gone(request, work)
+        return [
+            self._choice(prompt, groups[name], response, asked)
+            for name, prompt in zip(ids, asked.prompts, strict=True)
+            for response in groups[name].responses
+        ]
+
+    async def parts(
+        self, request: Request, asked: Asked, streamed: StreamedAnswer, *, include_usage: bool
+    ) -> AsyncGenerator[bytes]:
+        """Yield the parts of a stream as its tokens come. Close it if it is not read to its end."""
+        ids = self._noise_ids(request, asked)
+        # A seed gives equal prompts one id: they are generated once, and shown at each place.
+        places: dict[str, list[int]] = {}
+        for position, name in enumerate(ids):
+            places.setdefault(name, []).append(position * asked.n)
+        prompts = dict(zip(ids, asked.prompts, strict=True))
+        events = self._requests.stream(prompts, n=asked.n, sampling=asked.sampling, seed=asked.fields.seed)
+        async with contextlib.aclosing(events):
+            async for name, what in events:
+                for first in places[name]:
+                    for part in self._shown(streamed, first, what, asked):
+                        yield part
+        yield streamed.end(include_usage=include_usage)
+
+    def _shown(
+        self, streamed: StreamedAnswer, first: int, what: Delta | Group, asked: Asked
+    ) -> Iterator[bytes]:
+        """Yield the parts for what came of the prompt whose first choice is `first`."""
+        if isinstance(what, Delta):
+            yield streamed.piece(first + what.index, what.token_ids.tolist(), what.logprobs.tolist())
+            return
+        prompt = asked.prompts[first // asked.n]
+        for response in what.responses:
+            yield streamed.last(first + response.index, self._choice(prompt, what, response, asked))
+
+    def new_text(self, asked: Asked) -> Callable[[], TextStream] | None:
+        """Return what makes a decoder for each choice of a stream; None: it has no text."""
+        if not asked.textual:
+            return None
+        return lambda: self._text.stream(
+            asked.sampling.stop, skip_special=asked.skip_special, whole=asked.with_stop
+        )
+
+    def _noise_ids(self, request: Request, asked: Asked) -> list[str]:
+        named = request.headers.get("idempotency-key") or request.headers.get("x-request-id") or ""
+        hashes = [request_hash(prompt, asked.sampling) for prompt in asked.prompts]
+        return self._noise.prompt_ids(hashes, asked.fields.seed, named)
+
+    def _choice(self, prompt: list[int], group: Group, response: Response, asked: Asked) -> Choice:
+        token_ids, stop = response.token_ids.tolist(), asked.sampling.stop
+        text = ""
+        if asked.textual:
+            text = self._text.text(
+                token_ids, response.stop_reason, stop, skip_special=asked.skip_special, whole=asked.with_stop
+            )
+        return Choice(
+            prompt_token_ids=prompt,
+            token_ids=token_ids,
+            logprobs=response.logprobs.tolist(),
+            text=text,
+            finish_reason=response.finish_reason,
+            stop_reason=_stop_reason(response.stop_reason, asked.sampling),
+            weight_version=group.weight_version,
+        )
+
+
+def _stop_reason(reason: str, sampling: SamplingParams) -> int | str | None:
+    """Return what vLLM does: a stop string, the number of a stop token, None for an end-of-sequence token."""
+    if reason in sampling.stop:
+        return reason
+    return int(reason) if reason.isdecimal() and int(reason) in sampling.stop_token_ids else None
