@@ -20,7 +20,7 @@ from up import Up
 if importlib.util.find_spec("vllm") is None or importlib.util.find_spec("trl") is None:
     pytest.skip("needs the engine extra and TRL", allow_module_level=True)
 
-from seer.client import Prompt, SamplingParams, SyncRolloutClient
+from seer.client import InvalidField, Prompt, SamplingParams, SyncRolloutClient
 from seer.integrations.trl import SeerGRPOTrainer, SeerRLOOTrainer, SeerRollout
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(400)]
@@ -30,6 +30,7 @@ HERE = Path(__file__).parent
 G = 4
 TOKENS = 24
 SEED = 11
+TWO_PROCESSES = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
 PROMPTS = ["ab", "ab", "q", "xy"]
 """The data has one twice."""
 
@@ -172,8 +173,7 @@ def assert_logprobs_agree(call: dict) -> None:
 @pytest.mark.breadth
 def test_two_processes_share_whole_groups_and_every_error(system, tiny_model, tmp_path):
     """Three groups of four over two processes of six: one group is cut."""
-    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    run([*launch, str(HERE / "trl_ranks.py"), system.endpoint, str(tiny_model), str(tmp_path)])
+    run([*TWO_PROCESSES, str(HERE / "trl_ranks.py"), system.endpoint, str(tiny_model), str(tmp_path)])
     ranks = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
     assert "seed" in ranks[0]["refused"]
     assert re.match(r"RolloutFailed.*the main process failed: InvalidField.*seed = ", ranks[1]["refused"])
@@ -269,6 +269,18 @@ def test_adapters_are_merged_for_the_engines_and_leave_no_trace(system, tiny_mod
         assert torch.equal(after, before), name
 
 
+def test_what_seer_does_not_do_is_refused_before_trl_looks_for_a_vllm(tiny_model, tmp_path):
+    from trl import GRPOConfig, RLOOConfig
+
+    given = {"model": str(tiny_model), "reward_funcs": len, "seer_endpoint": "ipc:///none"}
+    for trainer_class, config_class in ((SeerGRPOTrainer, GRPOConfig), (SeerRLOOTrainer, RLOOConfig)):
+        args = config_class(**trl_runs.settings(tmp_path, use_vllm=True))
+        with pytest.raises(InvalidField, match=f"{config_class.__name__}.use_vllm = True"):
+            trainer_class(args=args, **given)
+    with pytest.raises(InvalidField, match=r"rollout_func.*Seer generates"):
+        SeerGRPOTrainer(rollout_func=print, **given)
+
+
 def test_rloo(system, tiny_model, tmp_path):
     from trl import RLOOConfig
 
@@ -279,9 +291,7 @@ def test_rloo(system, tiny_model, tmp_path):
 
 def test_two_processes_with_fsdp_may_have_different_numbers_of_turns(system, tiny_model, tmp_path):
     """Three groups of four over two processes of six: one group is cut."""
-    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    run([*launch, str(HERE / "trl_fsdp_ranks.py"), system.endpoint, str(tiny_model), str(tmp_path)])
-    first, second = (pickle.loads((tmp_path / f"{rank}.pickle").read_bytes()) for rank in range(2))
+    first, second = with_fsdp(system, tiny_model, tmp_path)
     assert re.match(r"RolloutFailed.*process 1 failed: DeadlineExceeded", first[1][0])
     assert re.match("DeadlineExceeded", first[1][1])
     assert re.match("DeadlineExceeded", second[1][0])
@@ -296,6 +306,29 @@ def test_two_processes_with_fsdp_may_have_different_numbers_of_turns(system, tin
             ours.masks += theirs.masks
             trl_runs.again(client, ours)
     assert first[0][0].live != first[0][1].live
+
+
+@pytest.mark.breadth
+def test_adapters_with_fsdp_are_merged_and_leave_no_trace(system, tiny_model, tmp_path):
+    from safetensors.numpy import load_file
+
+    (calls, _, state, logged), _ = with_fsdp(system, tiny_model, tmp_path, "adapter")
+    assert calls[0].live != calls[1].live
+    apart = [entry["sampling/sampling_logp_difference/max"] for entry in logged if "loss" in entry]
+    assert len(apart) == 2
+    assert max(apart) < 1e-4  # of what the trainer computes with the adapter, and the engines without
+    assert all(tensor.any() for name, tensor in state.items() if "lora_B" in name)
+    for name, before in load_file(tiny_model / "model.safetensors").items():
+        owner, _, leaf = f"base_model.model.{name}".rpartition(".")
+        after = state.get(f"{owner}.{leaf}", state.get(f"{owner}.base_layer.{leaf}"))
+        assert (after == before).all(), name
+
+
+def with_fsdp(system: Up, model: Path, folder: Path, *options: str) -> list[tuple]:
+    """What each of two processes wrote: see trl_fsdp_ranks.py."""
+    script = str(HERE / "trl_fsdp_ranks.py")
+    run([*TWO_PROCESSES, script, system.endpoint, str(model), str(folder), *options])
+    return [pickle.loads((folder / f"{rank}.pickle").read_bytes()) for rank in range(2)]
 
 
 def test_the_example_of_the_docs_runs(pair, tmp_path):
