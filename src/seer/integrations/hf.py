@@ -30,7 +30,7 @@ def checkpoint_tensors(
     """
     from transformers.core_model_loading import revert_weight_conversion
 
-    plain = {_unwrapped(name): tensor.detach() for name, tensor in state.items()}
+    plain = {unwrapped(name): tensor.detach() for name, tensor in state.items()}
     known = revert_weight_conversion(model, plain)  # e.g. fused experts back to one tensor each
     types = checkpoint_types(folder)
     fix = "give the folder that the engines were started with"
@@ -44,7 +44,8 @@ def checkpoint_tensors(
     return tensors | {name: tensors[name].clone() for name in types.keys() & model.all_tied_weights_keys}
 
 
-def _unwrapped(name: str) -> str:
+def unwrapped(name: str) -> str:
+    """Return a tensor's name in the model itself."""
     while name.startswith(WRAPPERS):
         name = name.partition(".")[2]
     return name

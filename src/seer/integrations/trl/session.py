@@ -1,0 +1,195 @@
+"""A trainer's connection to Seer: weights there, samples back.
+
+Invariants:
+- every response is of the trainer's current weights, or an error;
+- weights are sent once for each optimizer step, unless another trainer sent its own since;
+- only the main process sends weights and first turns; a later turn is asked for by its own process, as
+  processes may have different numbers of turns. Its errors are raised in every process;
+- a wait ends with `deadline_seconds`, if given, and what is unfinished is given up.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, TypedDict
+
+import msgspec
+
+from seer.client import (
+    DeadlineExceeded,
+    Prompt,
+    PromptInFlight,
+    RolloutClient,
+    SamplingParams,
+    SyncRolloutClient,
+    WeightsLive,
+)
+from seer.common.errors import InvalidField
+from seer.integrations.hf import checkpoint_tensors
+from seer.integrations.trl.ranks import gathered, on_main
+from seer.integrations.trl.settings import sampling_params
+from seer.integrations.trl.turns import Ids, Sample, Submission, first_turns, later_turn
+from seer.integrations.trl.weights import whole_weights
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from transformers import PreTrainedModel
+    from trl import GRPOTrainer
+
+Sampled = tuple[list[int], list[float]]
+"""A response's token ids and logprobs, which are of the temperature-scaled distribution before truncation."""
+
+
+class Keys(TypedDict):
+    """What the samples of a call have in common, besides the parameters."""
+
+    seed: int
+    rollout_number: int
+    weight_version: int
+
+
+class Session:
+    """`client` is the buffer's endpoint, or a client that the caller closes.
+
+    `model` is the folder that the engines were started with, by default the trainer's; `seed` is by default
+    the trainer's. `live` is the result of the last weight update.
+    """
+
+    def __init__(
+        self,
+        client: str | SyncRolloutClient,
+        model: str | Path | None,
+        seed: int | None,
+        deadline_seconds: float | None,
+    ) -> None:
+        if deadline_seconds is not None and not deadline_seconds > 0:
+            raise InvalidField("deadline_seconds", deadline_seconds, "must be positive")
+        self._given = client
+        self._own: SyncRolloutClient | None = None
+        self._model = model
+        self._seed = seed
+        self._deadline_seconds = deadline_seconds
+        self._state: object = None
+        self._step = -1
+        self._calls: Counter[str] = Counter()
+        self._call = ""
+        self._size = 1
+        self._start = 0
+        self.live: WeightsLive | None = None
+
+    def close(self) -> None:
+        """Disconnect from the buffer; idempotent. A later call connects again."""
+        own, self._own = self._own, None
+        if own is not None:
+            own.close()
+
+    def first_turns(self, trainer: GRPOTrainer, prompts: Sequence[Ids], size: int) -> list[Sampled]:
+        """Return a sample for each prompt of this process; `size` in a row, over all of them, are a group."""
+        sampling = sampling_params(trainer)
+        everyone = gathered(trainer.accelerator, list(prompts))
+        self._sync_weights(trainer)
+        mode = "train" if trainer.model.training else "eval"
+        self._call = f"{mode}-{self._calls[mode]}"
+        self._calls[mode] += 1
+        self._size = size
+        self._start = sum(map(len, everyone[: trainer.accelerator.process_index]))
+        flat = [tokens for theirs in everyone for tokens in theirs]
+        wanted = first_turns(self._call, flat, size, sampling.max_tokens)
+        sampled = on_main(trainer.accelerator, lambda: self._generate(trainer, wanted, sampling))
+        return sampled[self._start : self._start + len(prompts)]
+
+    def later_turns(self, trainer: GRPOTrainer, turn: int, samples: Sequence[Sample]) -> list[Sampled]:
+        """Return the next tokens of some of this process's samples, at their turn `turn` >= 1."""
+        sampling = sampling_params(trainer)
+        wanted = [
+            later_turn(
+                self._step, self._call, self._start + sample.number, self._size, turn, sample,
+                sampling.max_tokens,
+            )
+            for sample in samples
+        ]  # fmt: skip
+        asked = iter(self._generate(trainer, [each for each in wanted if each.max_tokens], sampling))
+        return [next(asked) if each.max_tokens else ([], []) for each in wanted]
+
+    def _generate(
+        self, trainer: GRPOTrainer, wanted: Sequence[Submission], sampling: SamplingParams
+    ) -> list[Sampled]:
+        if not wanted:
+            return []
+        keys: Keys = {
+            "seed": trainer.args.seed if self._seed is None else self._seed,
+            "rollout_number": self._step,
+            "weight_version": self.live.version if self.live else -1,
+        }
+        deadline = self._deadline_seconds
+        return self._client.run(lambda client: generate(client, wanted, sampling, keys, deadline))
+
+    # --- weights -------------------------------------------------------------------------
+
+    def _sync_weights(self, trainer: GRPOTrainer) -> None:
+        """Update the engines' weights unless they have the trainer's."""
+        state, step = trainer.state, trainer.state.global_step
+        live_version = on_main(trainer.accelerator, lambda: self._client.status().weight_version)
+        moved = state is not self._state or step != self._step  # each train() has a state of its own
+        if not moved and self.live is not None and self.live.version == live_version:
+            return
+        # The live version may be higher than our step: after a resumption, or by another trainer.
+        version = max(step, live_version) + 1
+        with whole_weights(trainer) as (model, weights):
+            self.live = on_main(trainer.accelerator, lambda: self._send(model, version, weights))
+        if moved:
+            self._state, self._step = state, step
+            self._calls.clear()
+
+    def _send(self, model: PreTrainedModel, version: int, weights: Mapping[str, Tensor]) -> WeightsLive:
+        folder = Path(self._model or model.name_or_path)
+        if not folder.is_dir():
+            raise InvalidField("model", str(folder), "give the folder that the engines were started with")
+        return self._client.update_weights(version, checkpoint_tensors(model, weights, folder))
+
+    @property
+    def _client(self) -> SyncRolloutClient:
+        if not isinstance(self._given, str):
+            return self._given
+        if self._own is None:
+            self._own = SyncRolloutClient(self._given).__enter__()
+        return self._own
+
+
+async def generate(
+    client: RolloutClient,
+    wanted: Sequence[Submission],
+    sampling: SamplingParams,
+    keys: Keys,
+    deadline_seconds: float | None,
+) -> list[Sampled]:
+    """Return the responses to all submissions, in order. Raises the error of the first that fails."""
+    rollout = client.open_rollout()
+    in_flight: list[PromptInFlight] = []
+    try:
+        in_flight.extend(
+            rollout.submit(
+                Prompt(each.prompt_id, token_ids=each.tokens),
+                n=each.n,
+                sampling=msgspec.structs.replace(sampling, max_tokens=each.max_tokens),
+                group="" if each.whole else each.group,
+                first_index=each.first,
+                **keys,
+            )
+            for each in wanted
+        )
+        async with asyncio.timeout(deadline_seconds):
+            groups = [await prompt.result() for prompt in in_flight]
+    except TimeoutError:
+        unfinished = tuple(rollout.unfinished)
+        problem = f"{len(unfinished)} prompts were unfinished after {deadline_seconds} s"
+        raise DeadlineExceeded(problem, unfinished) from None
+    finally:
+        for prompt in in_flight:
+            await prompt.cancel()  # does nothing where it ended
+        rollout.close()
+    responses = [response for group in groups for response in group.responses]
+    return [(response.token_ids.tolist(), response.logprobs.tolist()) for response in responses]
