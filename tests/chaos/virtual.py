@@ -29,7 +29,7 @@ from virtual_time import run as run_virtual
 
 from chaos import whole
 from chaos.outcome import Outcome
-from chaos.plan import Fault, Plan, Renew, draw
+from chaos.plan import Fault, Plan, draw
 from chaos.world import World
 from seer.client import weight_update as client_weights
 from seer.common import wire
@@ -122,6 +122,10 @@ async def _ended(world: World, outcome: Outcome) -> None:
         over = max([began, *(each.at + each.seconds for each in world.caught)])
         if world.may_lack_weights:
             over += ENGINE_WAIT_SECONDS  # the live weights may be gone with the buffer: who began under them waits
+        # An update that was refused so held submissions for all its time.
+        over += world.plan.update_seconds * sum(
+            "of the old version went on" in why for why in _retries(world)
+        )
         if world.loop.time() >= over + bound:
             left = ", ".join(sorted(world._left))
             outcome.problems.append(f"{left} not finished {bound:.1f} s after the last fault (at {over:.3f})")
@@ -140,10 +144,7 @@ def _passable(plan: Plan, fault: Fault) -> bool:
 
 def _bound(plan: Plan) -> float:
     tokens = sum(step.n * len(step.prompts) * step.max_tokens for step in plan.rolls)
-    # An update holds submissions until requests under way have finished, or its time is up; then it is repeated.
-    updates = sum(isinstance(step, Renew) for script in plan.scripts for step in script)
-    held = 2 * updates * plan.update_seconds
-    return BOUND_SECONDS + held + tokens * plan.step_seconds + 200 * (plan.latency + plan.jitter)
+    return BOUND_SECONDS + tokens * plan.step_seconds + 200 * (plan.latency + plan.jitter)
 
 
 async def _watch(world: World) -> None:

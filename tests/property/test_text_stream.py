@@ -178,3 +178,12 @@ def test_tool_calls_in_pieces(words_of_text: list[str], places: set[int]) -> Non
     rest, found = stream.finish(pieces[-1])
     assert sent + rest == (content or "")
     assert [call["function"] for call in found] == [call["function"] for call in calls]
+
+
+def test_a_token_that_is_left_out_does_not_end_a_run_of_bytes() -> None:
+    text = KINDS["byte_fallback"]
+    ids = [0xC2, 0x80, len(text._tokenizer) - 1, 0x80]  # the character U+0080, <eos>, and a byte too many
+    expected = text.text(ids, "", (), skip_special=True, whole=True)
+    assert expected == "\ufffd" * 3
+    stream = text.stream((), skip_special=True, whole=True)
+    assert "".join(stream.push([token]) for token in ids) + stream.finish(expected) == expected

@@ -130,7 +130,9 @@ class ModelText:
 
     def stream(self, stop: tuple[str, ...], *, skip_special: bool, whole: bool) -> TextStream:
         """Return what decodes a response whose tokens come in pieces; the parameters are those of `text`."""
-        hidden = set(self._tokenizer.all_special_ids) if skip_special else set()
+        # `all_special_ids` has those with a role alone; the decoder leaves out all that are marked special.
+        added = self._tokenizer.added_tokens_decoder.items() if skip_special else ()
+        hidden = {token for token, text in added if text.special}
 
         def open_ended(token: int) -> bool:
             # A run of bytes that makes no text, as a whole, is shown as other text than a part of it. A token
