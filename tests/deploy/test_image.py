@@ -41,6 +41,10 @@ NEED_EXTRA = {
     "seer.gateway.server": "uvicorn",
     "seer.gateway.serving": "uvicorn",
     "seer.gateway.worker": "uvicorn",
+    "seer.integrations.trl.trainers": "accelerate",
+    "seer.integrations.verl.manager": "ray",
+    "seer.integrations.verl.server": "ray",
+    "seer.integrations.verl.weights": "torch",
     "seer.sim.plots": "matplotlib",
 }
 """All modules that need an extra, with the one package of it that they miss first."""
