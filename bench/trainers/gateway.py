@@ -137,6 +137,11 @@ async def vllm(options: argparse.Namespace) -> AsyncIterator[Server]:
         yield Server(url, {"front end": [process.pid], "engine-0": children(process.pid)})
 
 
+def cell_of(text: str) -> tuple[int, int, int]:
+    requests, n, tokens = (int(part) for part in text.split("x"))
+    return requests, n, tokens
+
+
 async def load_of(server: Server, cell: tuple[int, int, int], number: int) -> dict[str, Any]:
     """Send all requests at once; return what they took."""
     requests, n, tokens = cell
@@ -203,7 +208,7 @@ async def main() -> None:
     parser.add_argument("--core", type=int, default=max(os.sched_getaffinity(0)), help="of both engines")
     parser.add_argument("--drafts", default="off", choices=["off", "own", "grouped"])
     options = parser.parse_args()
-    cells = {text: tuple(int(part) for part in text.split("x")) for text in options.cells}
+    cells = {text: cell_of(text) for text in options.cells}
     results: dict[str, Any] = {}
     async with vllm(options) as theirs, seer(options) as ours:
         sides = {"vllm serve": theirs, "seer gateway": ours}
@@ -211,7 +216,7 @@ async def main() -> None:
             runs: dict[str, list[dict[str, Any]]] = {name: [] for name in sides}
             for number in range(options.rounds + 1):  # the first warms up
                 for name, server in sides.items():
-                    runs[name].append(await load_of(server, cell, number))  # type: ignore[arg-type]
+                    runs[name].append(await load_of(server, cell, number))
             found = {name: median_of(each[1:]) for name, each in runs.items()}
             found["ratio"] = ratios(found["seer gateway"], found["vllm serve"])
             results[text] = found

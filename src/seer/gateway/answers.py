@@ -66,9 +66,9 @@ def usage(choices: Sequence[Choice], n: int) -> Json:
 def generate_answer(head: Json, choices: Sequence[Choice], n: int, style: Style) -> Json:
     """Return the answer of `/inference/v1/generate`; `head` has request_id, model and created."""
     shown = [generate_choice(index, choice, style) for index, choice in enumerate(choices)]
-    rest = {"prompt_logprobs": None, "kv_transfer_params": None}
+    rest: Json = {"prompt_logprobs": None, "kv_transfer_params": None}
     if style.token_ids:
-        rest["prompt_token_ids"] = choices[0].prompt_token_ids  # type: ignore[assignment]
+        rest["prompt_token_ids"] = choices[0].prompt_token_ids
     return {**head, "output_mode": "tokens", "choices": shown, "usage": usage(choices, n), **rest}
 
 

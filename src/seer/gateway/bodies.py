@@ -172,7 +172,7 @@ class CompletionBody(SamplingFields, kw_only=True):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
 
-    def prompts(self) -> list[str] | list[list[int]]:
+    def prompts(self) -> list[str | list[int]]:
         """Return the prompts, all as text or all as token ids."""
         given: list[Any] = [self.prompt] if isinstance(self.prompt, str) else self.prompt
         if given and all(type(each) is int for each in given):

@@ -42,15 +42,32 @@ UNSUPPORTED = {
 class ControlCalls(Protocol):
     """What routes ask of the gateway as a whole: `Control`, or the way to it from a worker process."""
 
-    async def pause(self, mode: PauseMode) -> None: ...  # noqa: D102 - see `Control`
-    async def resume(self) -> None: ...  # noqa: D102
-    async def is_paused(self) -> bool: ...  # noqa: D102
-    async def update(self, folder: str, field: str) -> str: ...  # noqa: D102
-    async def sleep(self, mode: PauseMode) -> None: ...  # noqa: D102
-    async def wake(self) -> None: ...  # noqa: D102
-    async def weight_version(self) -> int: ...  # noqa: D102
-    async def instances(self) -> int: ...  # noqa: D102
-    async def counts(self) -> dict[str, int]: ...  # noqa: D102
+    async def pause(self, mode: PauseMode) -> None:
+        """See `Control.pause`."""
+
+    async def resume(self) -> None:
+        """See `Control.resume`."""
+
+    async def is_paused(self) -> bool:
+        """See `Control.is_paused`."""
+
+    async def update(self, folder: str, field: str) -> str:
+        """See `Control.update`."""
+
+    async def sleep(self, mode: PauseMode) -> None:
+        """See `Control.sleep`."""
+
+    async def wake(self) -> None:
+        """See `Control.wake`."""
+
+    async def weight_version(self) -> int:
+        """See `Control.weight_version`."""
+
+    async def instances(self) -> int:
+        """See `Control.instances`."""
+
+    async def counts(self) -> dict[str, int]:
+        """See `Control.counts`."""
 
 
 class ControlRoutes:
@@ -166,7 +183,8 @@ class ControlRoutes:
 
 
 def _mode(request: Request) -> PauseMode:
+    modes: dict[str, PauseMode] = {mode: mode for mode in get_args(PauseMode)}
     mode = request.query_params.get("mode", "abort")
-    if mode not in get_args(PauseMode):
+    if mode not in modes:
         raise bad("mode", mode, "choose abort, wait or keep")
-    return mode  # type: ignore[return-value]
+    return modes[mode]

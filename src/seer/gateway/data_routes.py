@@ -146,14 +146,13 @@ class DataRoutes:
         return EventStream(request, await unless_gone(request, anext(parts)), parts)
 
     def _prompt_ids(self, body: CompletionBody) -> list[list[int]]:
-        prompts = []
+        special = body.add_special_tokens is not False
+        prompts: list[list[int]] = []
         for position, prompt in enumerate(body.prompts()):
-            ids = prompt
-            if isinstance(prompt, str):
-                ids = self._text.encode(prompt, special=body.add_special_tokens is not False)
-            self._text.check(ids, f"prompt[{position}]")  # type: ignore[arg-type]
+            ids = self._text.encode(prompt, special=special) if isinstance(prompt, str) else prompt
+            self._text.check(ids, f"prompt[{position}]")
             prompts.append(ids)
-        return prompts  # type: ignore[return-value]
+        return prompts
 
     def _chat_ids(self, body: ChatBody | TokenizeBody) -> list[int]:
         text = self._text.render(

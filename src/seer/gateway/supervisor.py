@@ -213,17 +213,17 @@ class WorkerSupervisor:
         control = self._control
         match name, arguments:
             case "pause", ["abort" | "wait" | "keep" as mode]:
-                return await control.pause(mode)  # type: ignore[func-returns-value]
+                await control.pause(mode)
             case "resume", []:
-                return await control.resume()  # type: ignore[func-returns-value]
+                await control.resume()
             case "is_paused", []:
                 return await control.is_paused()
             case "update", [str() as folder, str() as field]:
                 return await control.update(folder, field)
             case "sleep", ["abort" | "wait" | "keep" as mode]:
-                return await control.sleep(mode)  # type: ignore[func-returns-value]
+                await control.sleep(mode)
             case "wake", []:
-                return await control.wake()  # type: ignore[func-returns-value]
+                await control.wake()
             case "weight_version", []:
                 return await control.weight_version()
             case "instances", []:
@@ -232,6 +232,7 @@ class WorkerSupervisor:
                 return await control.counts()
             case _:
                 raise SeerError(f"unknown call {name} {arguments}")
+        return None
 
 
 def kill(process: asyncio.subprocess.Process) -> None:
