@@ -1,5 +1,6 @@
 """That tests may share engines: whatever one leaves behind, the next finds them as if new."""
 
+import asyncio
 import importlib.util
 import shutil
 from pathlib import Path
@@ -13,6 +14,8 @@ from safetensors.torch import load_file, save_file
 from shared_engines import SharedEngines
 
 from seer.client import RolloutClient, SamplingParams
+from seer.common.config import EngineConfig
+from seer.common.types import InstanceStats
 from seer.common.wire import Status
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
@@ -20,6 +23,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 MODEL = Path(__file__).parents[2] / "examples" / "countdown" / "model"
 PROMPTS = [[10 + i] * 70 for i in range(6)]
 SAMPLING = SamplingParams(max_tokens=24, ignore_eos=True)
+SETTLED_SECONDS = 4 * EngineConfig().status_seconds
 
 
 def computed(status: Status) -> int:
@@ -28,15 +32,17 @@ def computed(status: Status) -> int:
 
 
 async def roll(endpoint: str) -> tuple[list[list[int]], Status]:
-    """Return the tokens, and the status once all engines have reported."""
+    """Return the tokens, and the status once all engines have reported what they computed for them."""
     async with RolloutClient(endpoint) as client:
         rollout = await client.submit(PROMPTS, n=1, sampling=SAMPLING, rollout_number=0)
         tokens = [group.responses[0].token_ids.tolist() for group in await rollout.result()]
+        stats: list[InstanceStats] = []
         while True:
-            status = await client.status()
+            earlier, status = stats, await client.status()
             stats = [each.stats for each in status.instances]
-            if all(each.steps and not each.running for each in stats):
+            if stats == earlier and all(each.steps and not each.running for each in stats):
                 return tokens, status
+            await asyncio.sleep(SETTLED_SECONDS)  # engines report from time to time: these may be of before
 
 
 async def test_engines_are_as_if_new_whatever_was_left(pair: SharedEngines, tmp_path: Path) -> None:
