@@ -39,7 +39,8 @@ from seer import _native
 from seer.common.types import SamplingParams
 from seer.services.engine.vllm.sampling import torch_sampler
 from seer.services.engine.vllm.sampling.rows import RequestSampling, SamplingTable
-from seer.services.engine.vllm.sampling.sampler import SampleFunction, sample_rows
+from seer.services.engine.vllm.sampling.sampler import sample_rows
+from seer.services.engine.vllm.sampling.torch_sampler import SampleFunction
 
 INNER_TOKENS = 200_000  # draws this small are repeated inside one measurement
 ROWS = {66: (32,), 32_768: (8,), 151_936: (8,)}

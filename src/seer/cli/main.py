@@ -258,6 +258,30 @@ def status(connect: str, as_json: bool) -> None:
 
 
 @main.command()
+@click.option("--kernels", is_flag=True, help="The GPU: sampler, copies, streams, sharing between processes.")
+@click.option("--only", default="", metavar="CHECK[,...]", help="Run these checks.  [default: all]")
+@click.option("--seconds", type=click.FloatRange(min=0, min_open=True), default=480.0, show_default=True,
+    help="Most seconds of all checks.",
+)  # fmt: skip
+@click.option("--json", "json_file", type=_FILE, help="Write all lines as JSON, after each one.")
+def doctor(kernels: bool, only: str, seconds: float, json_file: Path | None) -> None:
+    """Check this machine; exits with 1 if a line fails. docs/gpu.md says what the checks are.
+
+    Needs torch and Triton, but neither vLLM nor a network. On a CPU it runs what applies there.
+    """
+    from seer.common.errors import InvalidField
+    from seer.doctor.kernels import names, run
+
+    if not kernels:
+        raise InvalidField("--kernels", kernels, "say what to check: there is --kernels so far")
+    try:
+        chosen = names(only)
+    except ValueError as error:
+        raise InvalidField("--only", only, str(error)) from error
+    sys.exit(run(chosen, json_file, seconds))
+
+
+@main.command()
 @click.argument("log", type=click.Path(path_type=Path))
 @click.option("--out", type=_FILE, help="Draw it here, as one HTML file.  [default: report.html]")
 @click.option(

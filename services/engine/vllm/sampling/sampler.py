@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-from collections.abc import Callable
 
 import numpy as np
 import numpy.typing as npt
@@ -22,9 +21,7 @@ from seer import _native
 from seer.common.errors import EngineError
 from seer.services.engine.vllm.sampling import torch_sampler
 from seer.services.engine.vllm.sampling.rows import RECORD, RowParams
-
-SampleFunction = Callable[[torch.Tensor, RowParams], tuple[torch.Tensor, torch.Tensor]]
-"""Takes logits [rows, vocab]; returns tokens int32 [rows] and logprobs float32 [rows]."""
+from seer.services.engine.vllm.sampling.torch_sampler import SampleFunction
 
 _RECORD_BYTES = np.dtype((np.uint8, (RECORD.itemsize,)))
 

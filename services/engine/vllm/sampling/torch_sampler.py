@@ -43,13 +43,15 @@ x >= keep.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
 import numpy as np
 import torch
 
-if TYPE_CHECKING:
-    from seer.services.engine.vllm.sampling.rows import RowParams
+from seer.services.engine.vllm.sampling.rows import RowParams
+
+SampleFunction = Callable[[torch.Tensor, RowParams], tuple[torch.Tensor, torch.Tensor]]
+"""Takes logits [rows, vocab]; returns tokens int32 [rows] and logprobs float32 [rows]."""
 
 _MASK = 0xFFFFFFFF
 _ROUNDS = 10

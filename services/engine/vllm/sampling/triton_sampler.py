@@ -165,21 +165,40 @@ class _Cuts:
                     cut_kernel[grid](*row_arguments, cut, each, histograms, weighed, level == 0, **LAUNCH)
 
 
+class Slab:
+    """The rows of one launch: what the host sends for them, and the kernels that read it."""
+
+    def __init__(self, params: RowParams, vocab: int) -> None:
+        """Prepare what is sent; raises `ValueError` when a penalised row has no history."""
+        words = np.empty((len(params.records), WORDS.value), np.int64)
+        words[:, :RECORD_WORDS] = params.records.view(np.int64).reshape(len(words), -1)
+        words[:, RECORD_WORDS:] = list(EXTRA_WORDS.values())
+        self._buffer = _Buffer()
+        self._buffer.add(words)
+        self._edits, self._cuts = _Edits(params, words, self._buffer), _Cuts(params, vocab, self._buffer)
+
+    def send(self, device: torch.device) -> torch.Tensor:
+        """Return what the kernels read, on its way to the device: uint8 [bytes]."""
+        return self._buffer.to(device)
+
+    def run(
+        self, logits: torch.Tensor, sent: torch.Tensor, tokens: torch.Tensor, logprobs: torch.Tensor
+    ) -> None:
+        """Launch the kernels. They change `sent`: it serves once."""
+        rows, vocab = logits.shape
+        parts = triton.cdiv(vocab, BLOCK.value)
+        slots = triton.next_power_of_2(parts)
+        row_arguments = (
+            logits, logits.stride(0), vocab, sent.view(torch.int64), *self._edits.on(sent, vocab)
+        )  # fmt: skip
+        self._cuts.on(sent, row_arguments)
+        found = torch.empty(rows * 2 * slots, dtype=torch.int64, device=logits.device)
+        draw_kernel[(rows * parts,)](*row_arguments, found, tokens, logprobs, slots, **LAUNCH)
+
+
 def _launch(logits: torch.Tensor, params: RowParams, tokens: torch.Tensor, logprobs: torch.Tensor) -> None:
-    rows, vocab = logits.shape
-    parts = triton.cdiv(vocab, BLOCK.value)
-    slots = triton.next_power_of_2(parts)
-    words = np.empty((rows, WORDS.value), np.int64)
-    words[:, :RECORD_WORDS] = params.records.view(np.int64).reshape(rows, -1)
-    words[:, RECORD_WORDS:] = list(EXTRA_WORDS.values())
-    buffer = _Buffer()
-    buffer.add(words)
-    edits, cuts = _Edits(params, words, buffer), _Cuts(params, vocab, buffer)
-    sent = buffer.to(logits.device)
-    row_arguments = (logits, logits.stride(0), vocab, sent.view(torch.int64), *edits.on(sent, vocab))
-    cuts.on(sent, row_arguments)
-    found = torch.empty(rows * 2 * slots, dtype=torch.int64, device=logits.device)
-    draw_kernel[(rows * parts,)](*row_arguments, found, tokens, logprobs, slots, **LAUNCH)
+    slab = Slab(params, logits.shape[1])
+    slab.run(logits, slab.send(logits.device), tokens, logprobs)
 
 
 def _slab_rows(params: RowParams, vocab: int) -> int:

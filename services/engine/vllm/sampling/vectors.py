@@ -20,8 +20,7 @@ import torch
 from seer.common.errors import EngineError
 from seer.common.types import SamplingParams
 from seer.services.engine.vllm.sampling.rows import RequestSampling, RowParams, SamplingTable
-from seer.services.engine.vllm.sampling.sampler import SampleFunction
-from seer.services.engine.vllm.sampling.torch_sampler import philox_words
+from seer.services.engine.vllm.sampling.torch_sampler import SampleFunction, philox_words
 
 _ROWS, _VOCAB = 96, 2_051  # a full block of the GPU's kernel and three tokens
 _LOGPROB_ERROR = 1e-3
@@ -89,24 +88,29 @@ def _vectors(kind: str) -> list[dict[str, Any]]:
     return vectors
 
 
-def row_cases() -> tuple[npt.NDArray[np.float32], RowParams]:
-    """Return the logits [96, 2051] and parameters whose samples row_vectors.json holds."""
-    rows = torch.arange(_ROWS)
-    words = philox_words(rows, torch.zeros_like(rows), _VOCAB).numpy()
+def row_cases(rows: int = _ROWS, vocab: int = _VOCAB) -> tuple[npt.NDArray[np.float32], RowParams]:
+    """Return logits [rows, vocab] and parameters; those of the defaults have samples in row_vectors.json.
+
+    Needs 8 rows and 128 tokens. The last three rows cannot be sampled.
+    """
+    words = philox_words(torch.arange(rows), torch.zeros(rows, dtype=torch.int64), vocab).numpy()
     logits = ((words >> 16) + (words & 0xFFFF) - 0xFFFF).astype(np.float32) * np.float32(2.0**-13)  # +-8
     logits[1::4] = np.rint(logits[1::4])  # ties
     logits[2::4][words[2::4] % 3 == 0] = -math.inf
-    peaked = np.arange(3, _ROWS, 4)
-    logits[peaked, 7 * peaked] = 14.0
+    peaked = np.arange(3, rows, 4)
+    logits[peaked, 7 * peaked % vocab] = 14.0
     logits[-3:, 5] = math.nan, math.inf, -math.inf
     logits[-1] = -math.inf
-    history = np.where(words[:, :96] & 1, np.arange(96), words[:, :96] % _VOCAB).astype(np.int32)
+    history = np.where(words[:, :96] & 1, np.arange(96), words[:, :96] % vocab).astype(np.int32)
     history[:, 3::4] = logits.argmax(axis=1)[:, None]  # so that penalties count, in prompt and output
-    positions = 40 + np.arange(_ROWS) % 50
-    return logits, SamplingTable([_request(row) for row in range(_ROWS)]).step(positions, history)
+    positions = 40 + np.arange(rows) % 50
+    table = SamplingTable([row_request(row, vocab) for row in range(rows)])
+    return logits, table.step(positions, history)
 
 
-def _request(row: int) -> RequestSampling:
+def row_request(row: int, vocab: int) -> RequestSampling:
+    """Return the parameters of one row; its prompt has 20 tokens."""
+
     # The lengths of the lists share few factors, so that the rows hold most combinations.
     def of(*options: Any) -> Any:  # noqa: ANN401 - fields of several types
         return options[row % len(options)]
@@ -121,8 +125,8 @@ def _request(row: int) -> RequestSampling:
         frequency_penalty=of(0.0, 0.4, 0.0, 0.0, -0.4, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0),
         presence_penalty=of(0.0, 0.0, 2.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0),
         min_tokens=of(0, 100, 0, 0, 0, 0),
-        logit_bias=of({}, {}, {}, {11: 9.5, _VOCAB - 1: 3.25}, {}, {}, {}, {}, {}, {}),
+        logit_bias=of({}, {}, {}, {11: 9.5, vocab - 1: 3.25}, {}, {}, {}, {}, {}, {}),
         logprobs=of("scaled", "raw", "processed"),
     )
     key = row * 0x9E3779B97F4A7C15 % 2**64
-    return RequestSampling.pack(sampling, key=key, prompt_len=20, stop_ids=(7 * row, 5), vocab=_VOCAB)
+    return RequestSampling.pack(sampling, key=key, prompt_len=20, stop_ids=(7 * row, 5), vocab=vocab)

@@ -1,0 +1,72 @@
+"""The lines of a doctor's report, and how a check sends them to the process that started it.
+
+Invariant: only the standard library is imported, so that a missing package is a line, not a traceback.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Literal, TextIO
+
+Status = Literal["pass", "fail", "skip", "note"]
+Figure = float | int | str | None
+MAX_TEXT = 2_000
+"""Bound on a line's text, in characters: errors may quote whole compilations."""
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """One finding. `skip`: it does not apply here. `note`: figures that are neither right nor wrong."""
+
+    check: str
+    status: Status
+    text: str
+    fix: str = ""
+    figures: Mapping[str, Figure] = field(default_factory=dict)
+
+    def shown(self) -> str:
+        """Return the line as people read it."""
+        figures = ", ".join(f"{name} {_short(value)}" for name, value in self.figures.items())
+        text = f"{self.text}: {figures}" if figures else self.text
+        return f"{self.status:4}  {self.check}: {text}" + (f"\n      fix: {self.fix}" if self.fix else "")
+
+
+def _short(value: Figure) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def _is_json(value: Figure) -> bool:
+    return not isinstance(value, float) or math.isfinite(value)
+
+
+class Report:
+    """Where a check writes its lines."""
+
+    def __init__(self, check: str, to: TextIO) -> None:
+        self._check, self._to = check, to
+
+    def note(self, text: str, **figures: Figure) -> None:
+        """Write figures."""
+        self._write("note", text, "", figures)
+
+    def skip(self, text: str) -> None:
+        """Say what does not apply here, and why."""
+        self._write("skip", text, "", {})
+
+    def expect(self, good: bool, text: str, fix: str, **figures: Figure) -> None:
+        """Write `text` as a promise that holds, or does not; then also how to mend it."""
+        self._write("pass" if good else "fail", text, "" if good else fix, figures)
+
+    def _write(self, status: Status, text: str, fix: str, figures: Mapping[str, Figure]) -> None:
+        plain = {name: value if _is_json(value) else str(value) for name, value in figures.items()}
+        line = Line(self._check, status, text[:MAX_TEXT], fix[:MAX_TEXT], plain)
+        self._to.write(json.dumps(asdict(line)) + "\n")
+        self._to.flush()
+
+
+def parse(text: str) -> Line:
+    """Return the line that `Report` wrote as `text`."""
+    return Line(**json.loads(text))
