@@ -123,12 +123,14 @@ def test_a_response_from_elsewhere_past_its_end_is_refused():
 
 def test_each_turn_has_a_length_of_its_own_that_chunks_do_not_change():
     first = alone(chunk(new=4096))[0]
+    every = alone(chunk(new=4096, ignore_eos=True))
     lengths = {len(first)}
     for said in range(1, 6):
         start = 3 + len(first) + said
         turn = {"output": [*first, *[9] * said], "turn_start": start}
         tokens, logprobs, end = alone(chunk(new=4096, **turn))
         assert (end.finish, end.stop_reason) == ("stop", str(tokens[-1]))
+        assert (tokens, logprobs) == tuple(each[start - 3 :][: len(tokens)] for each in every[:2])
         begun = alone(chunk(new=1, **turn))
         turn["output"] += begun[0]
         if len(tokens) > 1:
