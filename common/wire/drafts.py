@@ -47,8 +47,8 @@ class RegisterGroups(Message, tag=True):
 class Append(msgspec.Struct, array_like=True, gc=False):
     """One request's new tokens in an `AppendBatch` (positional, since sent often).
 
-    `previous` is the number of output tokens before them: by it the dgds recognises an append that is sent
-    again, or a gap, which it asks for.
+    `previous` is the number of tokens between the prompt and them: by it the dgds recognises an append that
+    is sent again, or a gap, which it asks for.
     """
 
     group: Digest

@@ -41,6 +41,7 @@ class Register(Message, tag=True):
     """An engine is loaded and ready for work, with these weights.
 
     `weights_source` is the `source` of the update that they are from; empty: the model it was started with.
+    `turns`: it runs chunks of responses with several turns, see `RunChunk.turn_start`.
     """
 
     capacity: Capacity
@@ -49,6 +50,7 @@ class Register(Message, tag=True):
     weights_digest: ShortStr = ""
     weights_source: Folder = ""
     asleep: bool = False
+    turns: bool = False
 
 
 class RunChunk(Message, tag=True):
@@ -60,6 +62,12 @@ class RunChunk(Message, tag=True):
     of drafts of this group, or of all groups if it has none yet; drafts of a `probe` come first. Drafts are
     shared in `draft_group`, where this response has `draft_index`; empty: in `group_id`, with the index of
     `request_id`.
+
+    In a response with several turns, `tokens` also has what tools and environments added between the turns.
+    The current turn's output begins at position `turn_start` of `tokens`; 0: at `prompt_len`, there is one
+    turn. The parameters in `sampling` are this turn's: its limits, stop strings and penalties, but the
+    repetition penalty, count what follows `turn_start`. `parks`: another turn may follow, so the KV is kept
+    as that of a response that continues, even if this turn ends.
     """
 
     request_id: ShortStr
@@ -75,6 +83,8 @@ class RunChunk(Message, tag=True):
     probe: bool = False
     draft_group: ShortStr = ""
     draft_index: ResponseIndex = 0
+    turn_start: int = 0
+    parks: bool = False
 
 
 class DropChunk(Message, tag=True):

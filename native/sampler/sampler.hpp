@@ -23,7 +23,7 @@ struct Record {
     float repetition, frequency, presence;
     float log_min_p;
     int32_t top_k;       // 0 keeps all
-    int32_t prompt_len;  // original prompt
+    int32_t prompt_len;  // original prompt, or all before the current turn
     int32_t min_tokens;
     int32_t slot;  // row of Batch::history
     LogprobMode logprobs;

@@ -81,7 +81,8 @@ class DgdsClient:
     def begin(self, group_id: str, index: int, attempt: int, output: wire.Tokens) -> None:
         """Start following one attempt of a response that has `output` (int32) so far.
 
-        `output` is kept to fill gaps, and not copied.
+        `output` is all that follows the prompt, also what was added between turns. It is kept to fill gaps,
+        and not copied.
         """
         group, connection = self._place(group_id)
         if self._packable(index, output):

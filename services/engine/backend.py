@@ -14,12 +14,13 @@ from typing import Protocol
 
 import msgspec
 
+from seer.common.errors import InvalidField
 from seer.common.types import Capacity, InstanceStats, SamplingParams
 from seer.services.dgds.client import StreamDelta
 
 
 class Chunk(msgspec.Struct, frozen=True, kw_only=True):
-    """One chunk to run; see `wire.RunChunk`. `tokens` is prompt plus output so far.
+    """One chunk to run; see `wire.RunChunk`. `tokens` is prompt plus output so far, of all turns.
 
     It belongs to response `index` of its group; without a group it has no drafts and feeds none.
     """
@@ -36,6 +37,22 @@ class Chunk(msgspec.Struct, frozen=True, kw_only=True):
     wait_for_room: bool = False
     acceptance: tuple[float, ...] = ()
     probe: bool = False
+    turn_start: int = 0
+    parks: bool = False
+
+    @property
+    def counts_from(self) -> int:
+        """Where this turn's output begins: its limits, stop strings and penalties count from here."""
+        return self.turn_start or self.prompt_len
+
+    def check_positions(self) -> None:
+        """Raise `InvalidField` if `prompt_len` or `turn_start` does not lie within the tokens."""
+        known = len(self.tokens)
+        if not 1 <= self.prompt_len <= known:
+            raise InvalidField("prompt_len", self.prompt_len, f"must be from 1 to the {known} tokens given")
+        if not self.prompt_len <= self.counts_from <= known:
+            fix = f"must be 0, or from prompt_len = {self.prompt_len} to the {known} tokens given"
+            raise InvalidField("turn_start", self.turn_start, fix)
 
 
 class Generated(msgspec.Struct, kw_only=True):
@@ -48,7 +65,7 @@ class Generated(msgspec.Struct, kw_only=True):
 
 
 class ChunkEnd(msgspec.Struct, kw_only=True):
-    """A chunk ended: `finish` is "stop", "length" (the request's own limit) or "" (boundary).
+    """A chunk ended: `finish` is "stop", "length" (the turn's own limit) or "" (boundary).
 
     `stop_reason` is the stop string or the stop token id as text; `preemptions` counts how often
     the chunk was preempted; `cached_tokens` how many context tokens needed no prefill. `drafted` and

@@ -23,9 +23,10 @@ Place = tuple[str, int]
 
 @dataclass(slots=True)
 class RunningChunk:
-    """A running chunk; `length` counts the response's output tokens so far, this chunk's included.
+    """A running chunk; `length` counts the response's tokens after its prompt, this chunk's included.
 
-    `group_id` is the group in which drafts are shared, `index` the response's index there.
+    `group_id` is the group in which drafts are shared, `index` the response's index there. `parks`: another
+    turn of the response may follow.
     """
 
     group_id: str
@@ -35,6 +36,7 @@ class RunningChunk:
     length: int
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+    parks: bool = False
 
     @property
     def place(self) -> Place:
@@ -57,7 +59,8 @@ def start_chunk(order: wire.RunChunk, serial: int, taken: Container[Place] = ())
     place = (order.draft_group, order.draft_index) if order.draft_group else (group_id, int(index))
     if place in taken:
         place = (order.request_id, 0)
-    return RunningChunk(*place, order.attempt, serial, len(order.tokens) - order.prompt_len)
+    length = len(order.tokens) - order.prompt_len
+    return RunningChunk(*place, order.attempt, serial, length, parks=order.parks)
 
 
 def chunk_of(order: wire.RunChunk, run: RunningChunk) -> Chunk:
@@ -75,6 +78,8 @@ def chunk_of(order: wire.RunChunk, run: RunningChunk) -> Chunk:
         wait_for_room=order.wait_for_room,
         acceptance=from_percent(order.acceptance),
         probe=order.probe,
+        turn_start=order.turn_start,
+        parks=order.parks,
     )
 
 

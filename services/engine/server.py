@@ -269,7 +269,7 @@ class EngineServer:
             run = self.running.get(end.request_id)
             if run is not None and run.serial == end.attempt:
                 del self.running[end.request_id]
-                self._chunk_left(run, finished=bool(end.finish))
+                self._chunk_left(run, finished=bool(end.finish) and not run.parks)
                 self._ended.append((end, run))
         if out.ended:
             self._wake()
@@ -343,6 +343,7 @@ class EngineServer:
             weights_digest=live.digest,
             weights_source=live.source,
             asleep=self._updater.asleep,
+            turns=True,
         )
 
     async def _report(self) -> None:

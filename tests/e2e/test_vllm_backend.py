@@ -267,6 +267,7 @@ BAD = {
         {"tokens": [5, -1], "prompt_len": 1},
     ],
     "prompt_len": [{"prompt_len": 0}, {"prompt_len": len(PROMPT) + 1}],
+    "turn_start": [{"turn_start": -1}, {"turn_start": len(PROMPT) - 1}, {"turn_start": len(PROMPT) + 1}],
     "max_new_tokens": [{"max_new_tokens": 0}, {"tokens": [5] * 250, "prompt_len": 250}],
     "key": [{"key": -1}, {"key": 2**64}],
     "sampling.max_tokens": [{"sampling": SamplingParams(max_tokens=1), "prompt_len": 1}],

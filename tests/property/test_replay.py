@@ -82,6 +82,47 @@ def test_any_schedule_gives_the_same_responses(sizes, kv_blocks, max_num_seqs, m
     assert stats.generated_tokens == sum(len(tokens) for tokens, _ in got[0].values())
 
 
+def turns(engines, size, said, sampling):
+    """Run a response in turns of chunks of `size`, each chunk in the next engine; return its context and ends."""
+    context, finishes, placed = [0], [], 0
+    for count in [0, *said]:
+        context += [7] * count
+        start, finish = len(context), ""
+        while not finish:
+            engine, placed = engines[placed % len(engines)], placed + 1
+            left = sampling.max_tokens - (len(context) - start)
+            engine.add(
+                Chunk(
+                    request_id="r/p#0", group_id="r/p", attempt=placed, key=17, prompt_len=1,
+                    max_new_tokens=min(size, left), sampling=sampling, tokens=list(context), turn_start=start,
+                    parks=True,
+                )
+            )  # fmt: skip
+            while engine.has_work():
+                out = engine.step()
+                context += [token for news in out.generated for token in news.token_ids]
+                for end in out.ended:
+                    finish = end.finish
+        finishes.append((len(context) - start, finish))
+    return context, finishes
+
+
+@given(
+    size=st.integers(1, 70),
+    said=st.lists(st.integers(1, 9), max_size=4),
+    max_tokens=st.integers(1, 60),
+    min_tokens=st.integers(0, 20),
+)
+@settings(max_examples=50)
+def test_any_schedule_gives_the_same_turns(size, said, max_tokens, min_tokens):
+    sampling = SamplingParams(max_tokens=max_tokens, min_tokens=min(min_tokens, max_tokens))
+    got = turns([backend(1000, 2), backend(1000, 2)], size, said, sampling)
+    assert got == turns([backend(1000, 2)], max_tokens, said, sampling)
+    for count, finish in got[1]:
+        assert sampling.min_tokens <= count <= max_tokens
+        assert finish == "stop" or count == max_tokens
+
+
 class KvMachine(RuleBasedStateMachine):
     """The allocator under any load: never over, never stuck, first come first served."""
 

@@ -1,5 +1,6 @@
 """The proposer on a made-up runner: what it drafts for which rows, and that nothing makes it fail."""
 
+from collections.abc import Sequence
 from types import SimpleNamespace
 
 import numpy as np
@@ -34,9 +35,12 @@ class Rows:
         self.proposer.budget = DraftBudget(FREE, WIDTH)
         self.said: dict[str, list[int]] = {}
 
-    def add(self, name: str, group: str = "g", index: int = 0, limit: int = 100) -> None:
+    def add(
+        self, name: str, group: str = "g", index: int = 0, limit: int = 100, stops: Sequence[int] = ()
+    ) -> None:
         extra = ExtraArgs(sampling=None, group=group, index=index, prompt_len=len(PROMPT), limit=limit)
-        self.requests[name] = SimpleNamespace(sampling_params=SimpleNamespace(extra_args={EXTRA: extra}))
+        params = SimpleNamespace(extra_args={EXTRA: extra}, stop_token_ids=list(stops))
+        self.requests[name] = SimpleNamespace(sampling_params=params)
         self.said[name] = []
         if group:
             self.proposer.open(group, PROMPT)
@@ -82,6 +86,45 @@ def test_a_draft_ends_where_its_chunk_does(rows):
     drafted = [len(rows.step(a=SONG[:16])["a"])]
     drafted += [len(rows.step(a=[SONG[at]])["a"]) for at in range(16, 20)]
     assert drafted == [3, 2, 1, 0, 0]
+
+
+def test_nothing_is_drafted_after_a_stop_id(rows):
+    rows.add("a", index=0)
+    rows.add("b", index=1, stops=[SONG[4], 2**20])
+    rows.add("c", index=2, stops=[SONG[5]])
+    rows.step(a=SONG[:16])
+    drafts = rows.step(a=SONG[16:17], b=SONG[:3], c=SONG[:3])
+    assert drafts == {"a": SONG[17:21], "b": SONG[3:5], "c": SONG[3:6]}
+    drafts = rows.step(a=SONG[17:18], b=SONG[3:5], c=SONG[3:4])  # b's stop was not allowed to end it yet
+    assert drafts == {"a": SONG[18:22], "b": SONG[5:9], "c": SONG[4:6]}
+
+
+def test_of_a_drafted_tree_each_path_ends_with_a_stop_id(rows):
+    rows.add("a", stops=[7])
+    rows.step(a=[5])
+    made = {"tokens": [1, 7, 2, 7, 3], "parents": [-1, 0, 1, -1, 0], "scores": [0.9, 0.8, 0.7, 0.6, 0.5]}
+    for name, values in made.items():
+        array = getattr(rows.proposer, f"_{'drafts' if name == 'tokens' else name}")
+        array.resize((ROWS, len(values)), refcheck=False)
+        array[0] = values
+    rows.proposer._counts[0] = 5
+    rows.proposer._cut_after_stops(1)
+    count = rows.proposer._counts[0]
+    assert rows.proposer._drafts[0, :count].tolist() == [1, 7, 7, 3]
+    assert rows.proposer._parents[0, :count].tolist() == [-1, 0, -1, 0]
+    assert rows.proposer._scores[0, :count].tolist() == pytest.approx([0.9, 0.8, 0.6, 0.5])
+
+
+def test_what_an_environment_said_to_a_sibling_is_drafted(rows):
+    rows.add("a", index=0)
+    rows.add("b", index=1)
+    rows.step(a=SONG[:3])
+    rows.arrange(["b"])
+    rows.said["a"] += [60, 61, 62, 63, 64]  # by a tool, before its next turn
+    rows.add("a2", index=0)
+    rows.said["a2"] = list(rows.said["a"])
+    rows.step(a2=[SONG[3]], b=SONG[:2])
+    assert rows.step(b=[SONG[2], 60, 61])["b"] == [62, 63, 64, SONG[3]]
 
 
 def test_rows_that_sampled_nothing_get_nothing_and_teach_nothing(rows):

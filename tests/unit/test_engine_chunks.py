@@ -1,13 +1,16 @@
 """A chunk's way through the engine: what orders say and what results tell."""
 
+import msgspec
 import numpy as np
 import pytest
 
 from seer.common import wire
+from seer.common.errors import InvalidField
 from seer.common.policy.draft_costs import CELLS
 from seer.common.types import SamplingParams
 from seer.services.engine.backend import ChunkEnd
 from seer.services.engine.chunks import chunk_of, done_message, start_chunk
+from seer.services.engine.vllm.checks import token_budget
 
 
 def order(**fields):
@@ -22,6 +25,31 @@ def test_acceptance_reaches_the_backend_as_rates_or_not_at_all(percent, rates):
     sent = order(acceptance=percent, probe=True)
     chunk = chunk_of(sent, start_chunk(sent, 3))
     assert (chunk.acceptance, chunk.probe, chunk.index, chunk.attempt) == (rates, True, 1, 3)
+
+
+@pytest.mark.parametrize(("turn_start", "counts_from"), [(0, 2), (2, 2), (3, 3)])
+def test_a_turn_counts_from_where_it_begins_or_from_the_prompts_end(turn_start, counts_from):
+    sent = order(turn_start=turn_start, parks=True)
+    run = start_chunk(sent, 3)
+    chunk = chunk_of(sent, run)
+    assert (chunk.turn_start, chunk.counts_from) == (turn_start, counts_from)
+    assert chunk.parks
+    assert run.parks
+    assert run.length == 1, "in the dgds and in trees a response's positions count from the prompt"
+    assert token_budget(msgspec.structs.replace(chunk, max_new_tokens=10**9)) == 512 - 3 + counts_from
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [({"prompt_len": 0}, "prompt_len"), ({"prompt_len": 4}, "prompt_len"), ({"turn_start": -1}, "turn_start"),
+     ({"turn_start": 1}, "turn_start"), ({"turn_start": 4}, "turn_start")],
+)  # fmt: skip
+def test_positions_outside_the_tokens_are_refused_by_name(changes, field):
+    sent = order()
+    chunk = msgspec.structs.replace(chunk_of(sent, start_chunk(sent, 3)), **changes)
+    with pytest.raises(InvalidField, match=f"{field} = .* to the 3 tokens given") as caught:
+        chunk.check_positions()
+    assert caught.value.field == field
 
 
 def test_counts_of_drafts_leave_with_the_result():

@@ -19,6 +19,7 @@ from seer.common.types import InstanceStats, SamplingParams
 from seer.services.dgds import server as dgds
 from seer.services.dgds.packing import group_digest
 from seer.services.engine.backend import ChunkEnd, Generated, StepOutput
+from seer.services.engine.draft_groups import RETURN_SECONDS, DraftGroups
 from seer.services.engine.driver import InlineDriver
 from seer.services.engine.replay.backend import ReplayBackend
 from seer.services.engine.server import EngineServer, make
@@ -32,6 +33,7 @@ async def test_it_registers_what_the_backend_is():
         assert (register.capacity.kv_blocks, register.capacity.max_num_seqs) == (200, 4)
         assert register.weight_version == 0
         assert register.versions["backend"] == "replay"
+        assert register.turns
 
 
 @virtual
@@ -114,6 +116,9 @@ async def test_dropped_chunks_say_nothing_more():
         ({"sampling": SamplingParams(temperature=-1.0)}, "sampling.temperature"),
         ({"prompt_len": 0}, "prompt_len"),
         ({"prompt_len": 9}, "prompt_len"),
+        ({"turn_start": 2}, "turn_start"),
+        ({"turn_start": 4}, "turn_start"),
+        ({"turn_start": -1}, "turn_start"),
         ({"request_id": "r/q#0"}, "request_id"),
         ({"request_id": "r/p#-1"}, "request_id"),
         ({"tokens": np.array([1, 2, 10**6], dtype=np.int32)}, "tokens"),
@@ -185,6 +190,46 @@ async def test_tokens_reach_the_dgds_as_they_come():
         await buffer.run(new=10, attempt=2, output=tokens)
         await eventually(lambda: len(server.store.tokens(group_digest("r/p"), 0)) == 110)
     serving.cancel()
+
+
+@virtual
+async def test_what_an_environment_said_reaches_the_dgds_from_whatever_engine_runs_the_next_turn():
+    network = MemoryNetwork()
+    server = dgds.make(Config(), MemoryTransport(network), LoopClock())
+    await server.start()
+    serving = asyncio.create_task(server.run())
+
+    async def run_turn(name, attempt, context):
+        """Run a turn in an engine of its own; return the context with what came, once the dgds has it."""
+        async with engine(structs.replace(REPLAY, name=name), network=network) as (buffer, *_):
+            await asyncio.sleep(1)
+            start = 3 + len(context) if context else 0
+            await buffer.run(new=40, attempt=attempt, output=context, turn_start=start, parks=True)
+            await eventually(lambda: len(buffer.results()) == 1)
+            context = [*context, *buffer.heard(wire.ChunksDone)[0].tokens.tolist()]
+            await eventually(lambda: server.store.tokens(group_digest("r/p"), 0) == context)
+            return context
+
+    first = await run_turn("e0", 1, [])
+    second = await run_turn("e1", 2, [*first, 7, 8, 9])
+    third = await run_turn("e0", 3, [*second, 5])
+    assert len(third) == 40 + 3 + 40 + 1 + 40
+    assert server.store.counters["gaps"] == 2
+    serving.cancel()
+
+
+@virtual
+async def test_a_response_whose_turn_ended_here_may_go_on_elsewhere_and_is_fetched_then():
+    async with engine() as (buffer, server, *_):
+        server._draft_groups = groups = DraftGroups()
+        short = {"sampling": SamplingParams(max_tokens=5, ignore_eos=True)}
+        await buffer.run(0, 500)
+        await buffer.run(1, 5, parks=True, **short)
+        await buffer.run(2, 5, **short)
+        await eventually(lambda: len(buffer.results()) == 2)
+        now = asyncio.get_running_loop().time()
+        assert groups.to_fetch(now) == {"r/p": {0, 1, 2}}
+        assert groups.to_fetch(now + 2 * RETURN_SECONDS) == {"r/p": {0, 2}}
 
 
 @virtual

@@ -17,8 +17,9 @@ from seer.services.engine.vllm.kv_pool import call_thread as call_thread_module 
 from seer.services.engine.vllm.kv_pool import sharing as sharing_module  # noqa: E402
 from seer.services.engine.vllm.kv_pool.call_thread import CallThread  # noqa: E402
 from seer.services.engine.vllm.kv_pool.circuit_breaker import FIRST_SECONDS, LONGEST_SECONDS, CircuitBreaker  # noqa: E402
-from seer.services.engine.vllm.kv_pool.sharing import KvSharing  # noqa: E402
+from seer.services.engine.vllm.kv_pool.sharing import KvSharing, tokens_to_save  # noqa: E402
 from seer.services.engine.vllm.kv_pool.staging import CHECKSUM_BYTES, KvRegions, StagingBuffer  # noqa: E402
+from seer.services.engine.vllm.requests import ExtraArgs  # noqa: E402
 
 pytestmark = pytest.mark.vllm
 
@@ -243,3 +244,26 @@ def test_ranks_counters_are_added_up_and_not_asked_for_at_every_step(tmp_path, m
     expected = {"saved_blocks": 5, "away": 2, "failures": 4}
     assert (sharing.counts(), sharing.counts()) == (expected, expected)
     assert len(ranks.given("seer_pool_counts")) == 1
+
+
+@pytest.mark.parametrize(
+    ("ended", "continues", "parks", "saved"),
+    [("limit", True, False, 96), ("limit", False, False, 0), ("limit", True, True, 96),
+     ("stop", True, False, 0), ("stop", True, True, 96), ("abort", True, True, 0)],
+)  # fmt: skip
+def test_kv_is_saved_where_the_response_goes_on_or_may_in_another_turn(ended, continues, parks, saved):
+    extra = ExtraArgs(
+        sampling=None, group="", index=0, prompt_len=3, limit=99, continues=continues, parks=parks
+    )
+    how = {"at_limit": ended == "limit", "at_stop": ended == "stop"}
+    assert tokens_to_save(extra, **how, computed=127, known=128, block_size=32) == saved
+
+
+@pytest.mark.parametrize(
+    ("computed", "known", "saved"),
+    [(127, 128, 96), (128, 128, 128), (128, 127, 96), (133, 129, 128), (31, 32, 0)],
+)
+def test_kv_of_drafts_that_follow_a_stop_is_not_saved(computed, known, saved):
+    extra = ExtraArgs(sampling=None, group="", index=0, prompt_len=3, limit=99, continues=True, parks=True)
+    how = {"at_limit": False, "at_stop": True}
+    assert tokens_to_save(extra, **how, computed=computed, known=known, block_size=32) == saved

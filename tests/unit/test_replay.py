@@ -25,7 +25,7 @@ def backend(**settings):
     return made
 
 
-def chunk(index=0, prompt=(1, 2, 3), output=(), new=8, attempt=1, prompt_id="p", **sampling):
+def chunk(index=0, prompt=(1, 2, 3), output=(), new=8, attempt=1, prompt_id="p", turn_start=0, **sampling):
     return Chunk(
         request_id=f"r/{prompt_id}#{index}",
         group_id=f"r/{prompt_id}",
@@ -35,6 +35,7 @@ def chunk(index=0, prompt=(1, 2, 3), output=(), new=8, attempt=1, prompt_id="p",
         max_new_tokens=new,
         sampling=SamplingParams(**{"max_tokens": 4096, **sampling}),
         tokens=[*prompt, *output],
+        turn_start=turn_start,
     )
 
 
@@ -120,6 +121,39 @@ def test_a_response_from_elsewhere_past_its_end_is_refused():
         backend().add(chunk(new=50, output=range(natural)))
 
 
+def test_each_turn_has_a_length_of_its_own_that_chunks_do_not_change():
+    first = alone(chunk(new=4096))[0]
+    every = alone(chunk(new=4096, ignore_eos=True))
+    lengths = {len(first)}
+    for said in range(1, 6):
+        start = 3 + len(first) + said
+        turn = {"output": [*first, *[9] * said], "turn_start": start}
+        tokens, logprobs, end = alone(chunk(new=4096, **turn))
+        assert (end.finish, end.stop_reason) == ("stop", str(tokens[-1]))
+        assert (tokens, logprobs) == tuple(each[start - 3 :][: len(tokens)] for each in every[:2])
+        begun = alone(chunk(new=1, **turn))
+        turn["output"] += begun[0]
+        if len(tokens) > 1:
+            rest = alone(chunk(new=4096 - 1, attempt=2, **turn))
+            assert (begun[0] + rest[0], begun[1] + rest[1]) == (tokens, logprobs)
+        lengths.add(len(tokens))
+    assert len(lengths) > 4
+
+
+def test_limits_count_from_where_the_turn_begins():
+    turn = {"output": [9] * 20, "turn_start": 3 + 18}
+    for sampling, finish in (
+        ({"max_tokens": 9}, "length"),
+        ({"max_tokens": 9, "ignore_eos": True}, "length"),
+    ):
+        tokens, _, end = alone(chunk(new=7, **turn, **sampling))
+        assert (len(tokens), end.finish) == (7, finish)
+    with pytest.raises(InvalidField, match="max_new_tokens"):
+        backend().add(chunk(new=8, max_tokens=9, **turn))
+    natural = len(alone(chunk(new=4000, **turn))[0])
+    assert len(alone(chunk(new=4000, min_tokens=natural + 7, **turn))[0]) == natural + 5
+
+
 # --- traces ----------------------------------------------------------------------------------
 
 
@@ -155,6 +189,12 @@ def test_a_trace_is_cut_by_max_tokens_and_by_nothing_else(trace):
     for sampling in ({"min_tokens": 5}, {"ignore_eos": True}):
         tokens, _, end = alone(chunk(new=9, **sampling), replay_trace=path)
         assert (tokens, end.finish) == ([1, 2], "stop")
+
+
+def test_a_trace_has_no_second_turn(trace):
+    engine = backend(replay_trace=trace({"id": "p", "token_ids": [1, 2]}))
+    with pytest.raises(InvalidField, match="turn_start = 5: a trace has responses of one turn"):
+        engine.add(chunk(output=[1, 2], turn_start=5))
 
 
 def test_a_prompt_that_was_not_recorded_is_refused(trace):
@@ -264,6 +304,9 @@ def test_dropping_and_replacing_frees_what_was_held():
         (chunk(new=60), "max_model_len"),
         (chunk(prompt=(1, 1000)), "tokens"),
         (chunk(prompt=(-1, 1)), "tokens"),
+        (chunk(turn_start=2), "turn_start"),
+        (chunk(output=[4], turn_start=5), "turn_start"),
+        (chunk(turn_start=-1), "turn_start"),
     ],
 )
 def test_impossible_chunks_are_refused_by_field(item, field):

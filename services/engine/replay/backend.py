@@ -1,8 +1,8 @@
 """An engine without a model: vLLM's batching and memory behaviour, with the tokens of `responses.py`.
 
 Invariants:
-- a response is a function of its key and the weights' digest (see `Responses`), but for a fault planted for
-  `seer verify`: chunking, batching and preemption cannot change it;
+- a turn of a response is a function of its key, its position and the weights' digest (see `Responses`), but
+  for a fault planted for `seer verify`: chunking, batching and preemption cannot change it;
 - `KvModel` decides on memory and batches, so preemptions happen, and are counted, as in vLLM;
 - a step lasts `replay_step_seconds` + running * `replay_row_seconds`: it is reported, not slept;
 - max_tokens is obeyed, by synthetic responses min_tokens and ignore_eos, too; stop strings and penalties
@@ -101,13 +101,11 @@ class ReplayBackend:
             raise EngineError("the replay engine sleeps: wake it first")
         self._check(chunk)
         chunk = structs.replace(chunk, key=chunk.key ^ self._salt)
-        generated = len(chunk.tokens) - chunk.prompt_len
+        generated = len(chunk.tokens) - chunk.counts_from
         length = self._responses.length(chunk)
         total = min(length, chunk.sampling.max_tokens)
         if generated >= total:
-            raise InvalidField(
-                "tokens", generated, f"this engine's response ends after {total} output tokens"
-            )
+            raise InvalidField("tokens", generated, f"this engine's turn ends after {total} output tokens")
         count = min(chunk.max_new_tokens, total - generated)
         finish = ""
         if generated + count == total:
@@ -124,9 +122,8 @@ class ReplayBackend:
 
     def _check(self, chunk: Chunk) -> None:
         context, new, capacity = len(chunk.tokens), chunk.max_new_tokens, self._capacity
-        if not 1 <= chunk.prompt_len <= context:
-            raise InvalidField("prompt_len", chunk.prompt_len, f"must be in [1, {context}] (tokens given)")
-        if not 1 <= new <= chunk.sampling.max_tokens - (context - chunk.prompt_len):
+        chunk.check_positions()
+        if not 1 <= new <= chunk.sampling.max_tokens - (context - chunk.counts_from):
             raise InvalidField("max_new_tokens", new, "must be 1 or more and within sampling.max_tokens")
         if context + new > capacity.max_model_len:
             room = capacity.max_model_len - context

@@ -1,8 +1,8 @@
 """Responses for the replay engine: synthetic ones that follow from the request's key, or those of a trace.
 
 Invariants:
-- a synthetic token or logprob is a function of (key, absolute position), a synthetic length of
-  (key, prompt): chunking, batching and preemption change nothing;
+- a synthetic token or logprob is a function of (key, absolute position), a turn's synthetic length of
+  (key, prompt, where the turn begins): chunking, batching and preemption change nothing;
 - synthetic lengths are log-normal with the configured mean; responses to equal prompts share
   `PROMPT_SHARE` of the variance of their logarithm.
 
@@ -10,7 +10,7 @@ A trace is JSON lines, one recorded response each:
 `{"id": "<prompt id>", "token_ids": [...], "index": 3, "logprobs": [...]}`. `index` defaults to the
 number of earlier lines of the same prompt; a request whose index was not recorded reads the one
 at its index modulo the number recorded. Without `logprobs` they are synthetic. A recorded response is
-replayed up to max_tokens; min_tokens and ignore_eos have no effect on it.
+replayed up to max_tokens; min_tokens and ignore_eos have no effect on it. It has one turn.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ class Responses(Protocol):
     """Where responses come from."""
 
     def length(self, chunk: Chunk) -> int:
-        """Return how many tokens the response that `chunk` belongs to has if max_tokens allows it."""
+        """Return how many tokens the turn that `chunk` belongs to has if max_tokens allows it."""
         ...
 
     def part(self, chunk: Chunk, start: int, count: int) -> tuple[list[int], list[float]]:
-        """Return token ids and logprobs of output positions `start` to `start + count`."""
+        """Return token ids and logprobs of `count` positions from `start` on, counted within the turn."""
         ...
 
 
@@ -66,12 +66,12 @@ class SyntheticResponses:
         prompt = np.asarray(chunk.tokens[: chunk.prompt_len], dtype=np.int32).tobytes()
         of_prompt = int.from_bytes(hashlib.blake2b(prompt, digest_size=8).digest(), "little")
         score = math.sqrt(PROMPT_SHARE) * _normal(of_prompt)
-        score += math.sqrt(1 - PROMPT_SHARE) * _normal(chunk.key)
+        score += math.sqrt(1 - PROMPT_SHARE) * _normal(chunk.key, chunk.counts_from - chunk.prompt_len)
         return max(1, chunk.sampling.min_tokens, round(math.exp(self._mu + LENGTH_SIGMA * score)))
 
     def part(self, chunk: Chunk, start: int, count: int) -> tuple[list[int], list[float]]:
         """See `Responses.part`."""
-        tokens = _words(chunk.key, chunk.prompt_len + start, count) % self._vocab_size
+        tokens = _words(chunk.key, chunk.counts_from + start, count) % self._vocab_size
         return tokens.tolist(), synthetic_logprobs(chunk, start, count)
 
 
@@ -123,6 +123,9 @@ class TraceResponses:
         return line.token_ids[start : start + count], logprobs[:count]
 
     def _line(self, chunk: Chunk) -> _Line:
+        if chunk.counts_from != chunk.prompt_len:
+            fix = "a trace has responses of one turn; run without engine.replay_trace"
+            raise InvalidField("turn_start", chunk.turn_start, fix)
         prompt_id, _, index = chunk.request_id.partition("/")[2].rpartition("#")
         known = self._lines.get(prompt_id)
         if known is None:
@@ -133,7 +136,7 @@ class TraceResponses:
 
 def synthetic_logprobs(chunk: Chunk, start: int, count: int) -> list[float]:
     """Return logprobs in (-2, 0], functions of (key, absolute position) that float32 holds exactly."""
-    words = _words(chunk.key ^ _LOGPROB_STREAM, chunk.prompt_len + start, count) >> np.uint64(41)
+    words = _words(chunk.key ^ _LOGPROB_STREAM, chunk.counts_from + start, count) >> np.uint64(41)
     logprobs: list[float] = (words.astype(np.float64) * -(2.0**-22)).tolist()
     return logprobs
 
@@ -147,7 +150,7 @@ def _words(key: int, start: int, count: int) -> NDArray[np.uint64]:
     return words ^ (words >> np.uint64(31))
 
 
-def _normal(key: int) -> float:
-    """Return a standard normal score that is a function of a 64-bit key."""
-    word = int(_words(key ^ _LENGTH_STREAM, 0, 1)[0])
+def _normal(key: int, place: int = 0) -> float:
+    """Return a standard normal score that is a function of a 64-bit key and a place."""
+    word = int(_words(key ^ _LENGTH_STREAM, place, 1)[0])
     return _NORMAL.inv_cdf(((word >> 11) + 0.5) * 2.0**-53)

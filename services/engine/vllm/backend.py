@@ -2,8 +2,8 @@
 
 Invariants:
 - vLLM sees greedy requests with a token limit and stop ids. Sampling is ours (`worker.py`), and so are stop
-  strings (`stop_strings.py`): both depend on the whole response alone, so that chunk boundaries, batches and
-  preemptions change nothing;
+  strings (`stop_strings.py`): both depend on the whole context and where its turn begins alone, so that chunk
+  boundaries, batches and preemptions change nothing;
 - vLLM request ids are never reused, so a dropped chunk cannot be mistaken for its next attempt;
 - workers learn what they need of a request from its `extra_args`;
 - engines share KV only if their weights and layout are equal; a chunk that must not preempt others
@@ -52,7 +52,7 @@ SETTLE_SECONDS = 60.0
 
 @dataclass(slots=True)
 class _Run:
-    """One chunk in the engine; `left` counts tokens until the response's own limit.
+    """One chunk in the engine; `left` counts tokens until its turn's own limit.
 
     `tree` is the one it drafts from, `drafted` how many drafts its next step verifies.
     """
@@ -170,9 +170,9 @@ class VllmBackend:
             has_tokenizer=core.tokenizer is not None,
         )  # fmt: skip
         stops = None
-        prompt, output = chunk.tokens[: chunk.prompt_len], chunk.tokens[chunk.prompt_len :]
+        before, output = chunk.tokens[: chunk.counts_from], chunk.tokens[chunk.counts_from :]
         if sampling.stop and core.tokenizer is not None:
-            stops = StopStrings(core.tokenizer, sampling.stop, sampling.min_tokens, prompt, output)
+            stops = StopStrings(core.tokenizer, sampling.stop, sampling.min_tokens, before, output)
         engine_id = str(next(self._next_id))
         tree = self._drafting.begin(chunk) if self._drafting is not None else ""
         request = core.request_of(
@@ -310,7 +310,7 @@ class VllmBackend:
             result.generated.append(self._tokens(chunk, tokens, output.new_logprobs.logprobs))
         if stop_string is not None:
             if ended is None:
-                self.core.abort(output.request_id)
+                self.core.stop(output.request_id)
             self._end(output.request_id, result, "stop", stop_string)
         elif by_id:
             self._end(output.request_id, result, "stop", str(output.stop_reason))
@@ -336,7 +336,7 @@ class VllmBackend:
             self._drafting.take_acceptance(run.tree) if self._drafting is not None else ([], [])
         )
         self._forget(engine_id)
-        if finish and self._sharing is not None:
+        if finish and not run.chunk.parks and self._sharing is not None:
             prompt, before = run.chunk.prompt_len, len(run.chunk.tokens)
             size = self.capacity.block_size
             self._sharing.finished(run.request, prompt // size, before // size)

@@ -14,8 +14,13 @@ from seer.services.engine.backend import Chunk
 
 
 def token_budget(chunk: Chunk) -> int:
-    """Return the most tokens that the chunk may generate, by its own limit and the response's."""
-    return min(chunk.max_new_tokens, chunk.sampling.max_tokens - len(chunk.tokens) + chunk.prompt_len)
+    """Return the most tokens that the chunk may generate, by its own limit and its turn's."""
+    return min(chunk.max_new_tokens, tokens_left(chunk))
+
+
+def tokens_left(chunk: Chunk) -> int:
+    """Return how many tokens the chunk's turn may still have."""
+    return chunk.sampling.max_tokens - (len(chunk.tokens) - chunk.counts_from)
 
 
 def check_chunk(
@@ -25,11 +30,11 @@ def check_chunk(
     sampling, known = chunk.sampling, len(chunk.tokens)
     sampling.check()
     _check_bounds("tokens", known, 1, None, "tokens are needed: give a prompt")
-    _check_bounds("prompt_len", chunk.prompt_len, 1, known, "must be from 1 to the number of tokens")
+    chunk.check_positions()
     _check_bounds("max_new_tokens", chunk.max_new_tokens, 1, None, "must be at least 1")
     _check_bounds("key", chunk.key, 0, 2**64 - 1, "must be an unsigned 64-bit number")
     if token_budget(chunk) < 1:
-        raise InvalidField("sampling.max_tokens", sampling.max_tokens, "the response has that many already")
+        raise InvalidField("sampling.max_tokens", sampling.max_tokens, "this turn has as many already")
     if known + token_budget(chunk) > capacity.max_model_len:
         fix = f"with {known} tokens before it exceeds engine.max_model_len = {capacity.max_model_len}"
         raise InvalidField("max_new_tokens", chunk.max_new_tokens, fix)

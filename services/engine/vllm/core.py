@@ -107,6 +107,12 @@ class CoreHandle:
         """End a request; its blocks are free at once, but for those that saves to the KV pool pin."""
         self._engine.abort_requests([engine_id])
 
+    def stop(self, engine_id: str) -> None:
+        """End a request as a stop id does: unlike that of an aborted one, its KV may be saved."""
+        from vllm.v1.request import RequestStatus
+
+        self.engine_core.scheduler.finish_requests(engine_id, RequestStatus.FINISHED_STOPPED)
+
     def step(self) -> list[EngineCoreOutput]:
         """Run one step of all scheduled requests; return what each produced."""
         outputs: list[EngineCoreOutput] = self._engine.get_output().outputs

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from seer.services.engine.backend import Chunk
-from seer.services.engine.vllm.checks import token_budget
+from seer.services.engine.vllm.checks import token_budget, tokens_left
 from seer.services.engine.vllm.sampling.rows import RequestSampling
 
 if TYPE_CHECKING:
@@ -22,8 +22,9 @@ class ExtraArgs(msgspec.Struct, frozen=True, kw_only=True):
 
     With `capture`, the raw logits of its rows are kept for `seer_take_captured`; `fault_position` is an
     absolute position that is sampled with a wrong key. `continues`: when the chunk reaches its limit, the
-    response goes on in another chunk. For drafts: `group` names the tree (empty: none), which knows this
-    response as `index`; the chunk has at most `limit` tokens, prompt included.
+    response goes on in another chunk, or may do so in another turn; `parks`: after a stop it may, too. For
+    drafts: `group` names the tree (empty: none), which knows this response as `index`; the chunk has at most
+    `limit` tokens, prompt included.
     """
 
     sampling: RequestSampling
@@ -34,6 +35,7 @@ class ExtraArgs(msgspec.Struct, frozen=True, kw_only=True):
     capture: bool = False
     fault_position: int | None = None
     continues: bool = False
+    parks: bool = False
     acceptance: tuple[float, ...] = ()
     probe: bool = False
 
@@ -53,13 +55,13 @@ def engine_request(
     from vllm.v1.engine import EngineCoreRequest
 
     sampling = RequestSampling.pack(
-        chunk.sampling, key=chunk.key, prompt_len=chunk.prompt_len, stop_ids=stop_ids, vocab=vocab
+        chunk.sampling, key=chunk.key, prompt_len=chunk.counts_from, stop_ids=stop_ids, vocab=vocab
     )
-    left = chunk.sampling.max_tokens - (len(chunk.tokens) - chunk.prompt_len)
     extra = ExtraArgs(
         sampling=sampling, group=group, index=chunk.index, prompt_len=chunk.prompt_len,
         limit=len(chunk.tokens) + token_budget(chunk), capture=capture, fault_position=fault_position,
-        continues=token_budget(chunk) < left, acceptance=chunk.acceptance, probe=chunk.probe,
+        continues=chunk.parks or token_budget(chunk) < tokens_left(chunk), parks=chunk.parks,
+        acceptance=chunk.acceptance, probe=chunk.probe,
     )  # fmt: skip
     params = SamplingParams(
         temperature=0.0, max_tokens=token_budget(chunk), stop_token_ids=list(stop_ids), ignore_eos=True,

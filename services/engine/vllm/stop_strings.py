@@ -1,7 +1,7 @@
-"""Finds stop strings in the text of a request's whole output.
+"""Finds stop strings in the text of a request's output, or of its current turn's.
 
 Invariants:
-- the state depends on the prompt and the output tokens, not on where chunks began;
+- the state depends on the tokens before that output and the output itself, not on where chunks began;
 - a match ends within the text that the newest token added; the one that ends first wins, then the
   one listed first, so several tokens at once give what one at a time gives;
 - nothing matches before `min_tokens` tokens are generated.
@@ -18,8 +18,8 @@ from tokenizers.decoders import DecodeStream
 class StopStrings:
     """Detokenises one request's output incrementally and searches it for stop strings.
 
-    `prompt` primes the detokeniser (leading spaces and split characters depend on it); `output`
-    is what earlier chunks generated, none of which stopped. Special tokens have no text.
+    `prompt`, all tokens before, primes the detokeniser (leading spaces and split characters depend on it);
+    `output` is what earlier chunks generated, none of which stopped. Special tokens have no text.
     """
 
     def __init__(

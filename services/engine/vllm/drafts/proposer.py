@@ -2,6 +2,7 @@
 
 Invariants (tests/unit/test_draft_proposer.py asserts them):
 - a draft never goes beyond its chunk's limit, so it needs no KV block that the chunk has not reserved;
+- nothing is drafted after a stop id: it would never count;
 - no error here fails a step: what a tree refuses costs drafts only, and is counted;
 - only the rank whose drafts vLLM's scheduler reads makes any.
 """
@@ -44,6 +45,8 @@ class GroupProposer:
         self._trees: dict[str, _native.GroupTree] = {}
         self._common: _native.GroupTree | None = None
         self._ids: list[str] = []
+        self._stops: list[frozenset[int]] = []
+        self._is_stop = np.zeros(1, bool)  # of any row; ids beyond its end are as the last, which is none
         self._runner: GPUModelRunner | None = None
         self._choice: Choice | None = None
         self.path_selector = PathSelector(0)
@@ -155,6 +158,7 @@ class GroupProposer:
             most, self._drafts[:n], self._counts[:n], self._parents[:n], self._scores[:n],
             top_k=self.path_selector.most_paths if forked else 1, common=self._common, common_ids=names,
         )  # fmt: skip
+        self._cut_after_stops(n)
         learnt = lengths[:n] - self._prompts[:n]
         self._appended[:n] = np.where(indexes >= 0, learnt, self._appended[:n]) if unfinished else learnt
         if self.budget is None or not np.count_nonzero(self._counts[:n]):
@@ -170,6 +174,22 @@ class GroupProposer:
         return [
             row[:count] for row, count in zip(self._drafts[:n].tolist(), choice.keep.tolist(), strict=True)
         ]
+
+    def _cut_after_stops(self, n: int) -> None:
+        """Take what follows a stop id out of the drafted trees of the first `n` rows."""
+        found = np.take(self._is_stop, self._drafts[:n], mode="clip").any(axis=1)
+        for row in np.flatnonzero(found).tolist():
+            count = int(self._counts[row])
+            tokens, parents = self._drafts[row, :count].tolist(), self._parents[row, :count].tolist()
+            kept: dict[int, int] = {}  # old places to new ones; parents come before their children
+            for place, parent in enumerate(parents):
+                if parent < 0 or (parent in kept and tokens[parent] not in self._stops[row]):
+                    kept[place] = len(kept)
+            places = list(kept)
+            self._counts[row] = count = len(kept)
+            self._drafts[row, :count] = self._drafts[row, places]
+            self._scores[row, :count] = self._scores[row, places]
+            self._parents[row, :count] = [kept.get(parents[place], -1) for place in places]
 
     def _learn(self, choice: Choice, sampled: list[list[int]], ids: list[str]) -> None:
         """Tell the budget how many drafts of its last choice, for the rows `_ids`, were accepted."""
@@ -213,6 +233,10 @@ class GroupProposer:
             if self.budget is not None:
                 told = () if request_id in before else extra.acceptance
                 self._slots[row] = self.budget.slot(extra.group, told)
+        self._stops = [frozenset(requests[i].sampling_params.stop_token_ids or ()) for i in ids]
+        stops = list(frozenset().union(*self._stops))
+        self._is_stop = np.zeros(max(stops, default=-1) + 2, bool)
+        self._is_stop[stops] = True
         high = np.array([extra.probe for extra in self._extras])
         self._high = high if high.any() else None
         self._ids = list(ids)

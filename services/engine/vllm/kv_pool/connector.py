@@ -4,8 +4,9 @@ Invariants:
 - vLLM's connector decides how KV is keyed, copied, looked up and loaded; `GuardedStore` talks to Mooncake;
 - no request waits for the pool: if a load fails, its KV is computed (`kv_load_failure_policy`), and while a
   look-up is not ready, other requests go first;
-- KV, also of generated tokens, is saved at the end of a chunk whose response continues, all at once: vLLM's
-  connector would save block by block, at a round trip each, also for responses that have finished;
+- KV, also of generated tokens, is saved at the end of a chunk whose response continues, or may in another
+  turn (`tokens_to_save`), all at once: vLLM's connector would save block by block, at a round trip each, also
+  for responses that have finished;
 - KV is loaded, and so saved, only if it covers more than `pull_tokens`.
 """
 
@@ -25,6 +26,7 @@ from seer.common.config import PoolConfig
 from seer.common.weights.mooncake import own_address
 from seer.services.engine.vllm.kv_pool import vllm_patches
 from seer.services.engine.vllm.kv_pool.connect import open_store
+from seer.services.engine.vllm.kv_pool.sharing import tokens_to_save
 from seer.services.engine.vllm.kv_pool.staging import KvRegions
 from seer.services.engine.vllm.kv_pool.store import GuardedStore, StoreSettings
 from seer.services.engine.vllm.requests import EXTRA
@@ -76,10 +78,15 @@ class SeerStoreConnector(MooncakeStoreConnector):
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, None]:
         """Save the KV of a chunk whose response continues; its blocks are pinned until they are copied."""
-        tokens = request.num_computed_tokens // self.connector_scheduler._block_size
-        tokens *= self.connector_scheduler._block_size
-        ended = request.status == RequestStatus.FINISHED_LENGTH_CAPPED
-        if ended and request.sampling_params.extra_args[EXTRA].continues and tokens > self._pull_tokens:
+        tokens = tokens_to_save(
+            request.sampling_params.extra_args[EXTRA],
+            at_limit=request.status == RequestStatus.FINISHED_LENGTH_CAPPED,
+            at_stop=request.status == RequestStatus.FINISHED_STOPPED,
+            computed=request.num_computed_tokens,
+            known=request.num_tokens,
+            block_size=self.connector_scheduler._block_size,
+        )
+        if tokens > self._pull_tokens:
             self._save(request, block_ids, tokens)
         return False, None
 

@@ -1,9 +1,10 @@
-"""Which engines share KV through the pool, and for how long.
+"""Which engines share KV through the pool, what they save there, and for how long.
 
 Invariants:
 - engines find each other's KV only if everything that it depends on is equal: weight bytes, the model's
   configuration, types, block size, attention backend and its layout, tensor-parallel ranks, and the
   versions that hash blocks;
+- KV is saved of responses that go on in another chunk, or may in another turn, and of tokens that they have;
 - blocks that only a finished response could use are removed soon after it ends.
 """
 
@@ -16,6 +17,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import msgspec
+
+from seer.services.engine.vllm.requests import ExtraArgs
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -30,6 +33,18 @@ COUNT_SECONDS = 0.5
 """How often counters are fetched from all ranks: not at every step."""
 
 Rpc = Callable[..., list[Any]]
+
+
+def tokens_to_save(
+    extra: ExtraArgs, *, at_limit: bool, at_stop: bool, computed: int, known: int, block_size: int
+) -> int:
+    """Return of how many tokens, in full blocks, to save the KV of a request that ended; 0 for none.
+
+    It has `known` tokens, and KV of `computed` ones. These are more where right drafts followed a stop: vLLM
+    drops such tokens, but goes on counting their KV.
+    """
+    goes_on = (at_limit and extra.continues) or (at_stop and extra.parks)
+    return min(computed, known) // block_size * block_size if goes_on else 0
 
 
 class KvSharing:

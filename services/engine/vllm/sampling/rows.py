@@ -65,8 +65,8 @@ class RequestSampling:
     ) -> RequestSampling:
         """Pack a request's parameters.
 
-        `key` is its 64-bit noise key (`seer.common.ids.request_key`), `prompt_len` the length of
-        the original prompt, whatever the engine now sees as one, and `stop_ids` every token id
+        `key` is its 64-bit noise key (`seer.common.ids.request_key`), `prompt_len` the length of the
+        original prompt, or of all before the current turn, and `stop_ids` every token id
         that ends it: these are masked until `min_tokens` are generated. Raises `InvalidField` for a value
         that `SamplingParams.check` refuses or a bias on a token outside the vocabulary.
         """
