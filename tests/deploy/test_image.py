@@ -34,7 +34,7 @@ NEED_EXTRA = {
     f"{ENGINE}.self_test": "torch",
     f"{ENGINE}.forced_text": "torch",
     "seer.gateway.control_routes": "starlette",
-    "seer.gateway.data_routes": "starlette",
+    "seer.gateway.generation_routes": "starlette",
     "seer.gateway.generation": "starlette",
     "seer.gateway.supervisor": "uvicorn",
     "seer.gateway.http": "starlette",
