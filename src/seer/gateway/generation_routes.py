@@ -111,7 +111,8 @@ class GenerationRoutes:
         """`/v1/completions`: prompts of text or token ids, answers of both."""
         body = await self._read(request, CompletionBody)
         sampling, n = body.sampling(self._settings.logprobs), body.group_size()
-        prompts = await self._on_thread(self._prompt_ids, body)
+        textual = isinstance(body.prompts()[0], str)
+        prompts = await self._on_thread(self._prompt_ids, body) if textual else self._prompt_ids(body)
         asked = Asked(prompts, n, sampling, body)
         style = self._style(body, shown=body.logprobs is not None)
         head = self._head("id", f"cmpl-{secrets.token_hex(16)}")

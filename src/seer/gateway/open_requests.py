@@ -18,6 +18,7 @@ import asyncio
 from collections import Counter
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from msgspec.structs import replace
 
@@ -55,7 +56,7 @@ class _OpenRequest:
     groups: dict[Place, Group] = field(default_factory=dict)
     under_way: int = 0
     aborted: bool = False
-    task: asyncio.Task[None] | None = None
+    task: asyncio.Task[Any] | None = None
 
     async def hand_on(self, place: Place, what: Delta | Group) -> None:
         """Give the sink what came of a prompt."""
@@ -65,7 +66,10 @@ class _OpenRequest:
 
 
 class OpenRequests:
-    """`seconds` is the deadline of a request, pauses included; `restart`: see the module's docstring."""
+    """`seconds` is the deadline of a request, pauses included; `restart`: see the module's docstring.
+
+    `under_way` counts the submissions that the buffer works on.
+    """
 
     def __init__(self, buffer: BufferClient, *, most: int, seconds: float, restart: bool) -> None:
         self._buffer = buffer
@@ -78,6 +82,7 @@ class OpenRequests:
         self._idle = asyncio.Event()
         self._idle.set()
         self._closed = False
+        self.under_way = 0
         self.counters: Counter[str] = Counter(dict.fromkeys(COUNTERS, 0))
 
     # --- requests ------------------------------------------------------------------------
@@ -139,23 +144,20 @@ class OpenRequests:
             await asyncio.wait([task])
 
     async def _result(self, request: _OpenRequest, plans: Sequence[Plan]) -> dict[Place, Group]:
-        request.task = asyncio.create_task(self._all(request, plans))
+        request.task = asyncio.current_task()
         try:
-            done, _ = await asyncio.wait([request.task], timeout=self._seconds)
-        finally:
-            if not request.task.done():
-                request.task.cancel()
-                await asyncio.wait([request.task])
-        if request.aborted:
-            raise HttpError(503, "aborted, as generation is paused with mode=abort: send it again")
-        if not done:
+            async with asyncio.timeout(self._seconds):
+                await self._all(request, plans)
+        except TimeoutError as error:
             late = f"not finished within {self._seconds:g} s (gateway.request_seconds)"
-            raise (
-                HttpError(504, late)
-                if self._open.is_set()
-                else HttpError(503, f"{late}: generation is paused")
-            )
-        request.task.result()
+            if self._open.is_set():
+                raise HttpError(504, late) from error
+            raise HttpError(503, f"{late}: generation is paused") from error
+        except asyncio.CancelledError as error:
+            if not request.aborted or request.task is None or request.task.uncancel():
+                raise  # the client left
+            aborted = "aborted, as generation is paused with mode=abort: send it again"
+            raise HttpError(503, aborted) from error
         return request.groups
 
     def _plans(self, prompts: Mapping[Place, Sequence[int]], sampling: SamplingParams) -> list[Plan]:
@@ -176,9 +178,13 @@ class OpenRequests:
 
     async def _all(self, request: _OpenRequest, plans: Sequence[Plan]) -> None:
         try:
+            if len(plans) == 1:  # nearly always, and a task less
+                return await self._until_done(request, plans[0])
             async with asyncio.TaskGroup() as tasks:
                 for plan in plans:
                     tasks.create_task(self._until_done(request, plan))
+        except SeerError as error:
+            raise as_http(error) from error
         except ExceptionGroup as several:
             first: Exception = several
             while isinstance(first, ExceptionGroup):
@@ -220,17 +226,13 @@ class OpenRequests:
 
     def _enter(self, request: _OpenRequest, change: int) -> None:
         request.under_way += change
+        self.under_way += change
         if self.under_way:
             self._idle.clear()
         else:
             self._idle.set()
 
     # --- pause ---------------------------------------------------------------------------
-
-    @property
-    def under_way(self) -> int:
-        """How many submissions the buffer works on."""
-        return sum(request.under_way for request in self._requests)
 
     @property
     def open_requests(self) -> int:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import socket
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -66,6 +67,8 @@ class Serving:
 
     async def run(self, sockets: Mapping[str, socket.socket]) -> None:
         """Serve until drained."""
+        gc.collect()
+        gc.freeze()  # what was imported stays: full collections would look through it at every burst
         async with self.buffer, asyncio.TaskGroup() as tasks:
             for name, server in self._servers.items():
                 tasks.create_task(server.serve([sockets[name]]))
