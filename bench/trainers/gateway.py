@@ -53,6 +53,13 @@ def children(pid: int) -> list[int]:
     return found
 
 
+def pin(pids: list[int], core: int) -> None:
+    """Have all threads of these processes run on one core."""
+    for pid in pids:
+        for thread in Path(f"/proc/{pid}/task").iterdir():
+            os.sched_setaffinity(int(thread.name), {core})
+
+
 class Server:
     """One side: where it listens, and its processes by what they do."""
 
@@ -135,7 +142,9 @@ async def vllm(options: argparse.Namespace) -> AsyncIterator[Server]:
     with running(command, environment) as process:
         url = f"http://127.0.0.1:{port}"
         await healthy(url, process)
-        yield Server(url, {"front end": [process.pid], "engine-0": children(process.pid)})
+        engine = children(process.pid)
+        pin(engine, options.core)  # its scheduler and its model have one core, as Seer's engine has
+        yield Server(url, {"front end": [process.pid], "engine-0": engine})
 
 
 def cell_of(text: str) -> tuple[int, int, int]:
