@@ -11,7 +11,7 @@ import pytest
 from virtual_time import virtual
 
 from seer.client import BufferLost, Delta, Group, Response, RolloutFailed
-from seer.common.config import GatewayConfig
+from seer.common.config import Config, GatewayConfig
 from seer.common.errors import SeerError, WeightsRefused
 from seer.common.types import Capacity, SamplingParams
 from seer.common.wire import Status, WeightsLive
@@ -19,6 +19,7 @@ from seer.gateway.buffer import Sample, Sink
 from seer.gateway.control import Control
 from seer.gateway.errors import HttpError
 from seer.gateway.local_process import LocalProcess
+from seer.gateway.models import Models
 from seer.gateway.open_requests import OpenRequests
 
 SAMPLING = SamplingParams(max_tokens=10)
@@ -386,8 +387,9 @@ async def test_a_stream_is_refused_before_its_first_event() -> None:
 
 
 def control_of(buffer: FakeBuffer, *desks: OpenRequests, **settings: object) -> Control:
-    config = GatewayConfig(**settings)  # type: ignore[arg-type]
-    return Control(config, buffer, [LocalProcess(requests) for requests in desks])  # type: ignore[arg-type]
+    config = Config(gateway=GatewayConfig(**settings))  # type: ignore[arg-type]
+    models = Models("/m/base", "", buffer)  # type: ignore[arg-type]
+    return Control(config, buffer, [LocalProcess(requests, models) for requests in desks])  # type: ignore[arg-type]
 
 
 @virtual

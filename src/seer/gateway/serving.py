@@ -29,6 +29,7 @@ from seer.gateway.data_routes import DataRoutes
 from seer.gateway.errors import HttpError
 from seer.gateway.http import refusal
 from seer.gateway.local_process import LocalProcess
+from seer.gateway.models import Models
 from seer.gateway.open_requests import OpenRequests
 from seer.gateway.text import ModelText
 
@@ -50,14 +51,15 @@ class Serving:
             self.buffer, most=settings.max_requests, seconds=settings.request_seconds,
             restart=settings.on_update != "abort",
         )  # fmt: skip
-        self.process = LocalProcess(self.requests)
+        self._models = Models(config.shared.model, settings.model_name, self.buffer)
+        self.process = LocalProcess(self.requests, self._models)
         self._servers: dict[str, _Server] = {}
 
     def load(self, control: ControlCalls) -> None:
         """Read the tokenizer, and make the routes. Raises `ConfigError`."""
         settings = self._config.gateway
         text = ModelText.load(self._config.shared.model, trust_templates=settings.trust_chat_templates)
-        data = DataRoutes(self._config, self.buffer, self.requests, text).routes
+        data = DataRoutes(self._config, self.buffer, self.requests, text, self._models).routes
         everything = [*data, *ControlRoutes(self._config, control, self.requests.counters).routes]
         routes = {"data": data, "control": everything}
         self._servers = {
