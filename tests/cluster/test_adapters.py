@@ -23,19 +23,26 @@ def adapter(fill, base):
     return LoraAdapter({k: np.full(v, fill, np.float32) for k, v in pair.items()}, CONFIG, base=base)
 
 
+def write(folder, fill):
+    """A model of one tensor."""
+    folder.mkdir(exist_ok=True)
+    stream = TensorStream({"w.weight": np.full((2, 3), fill, np.float32)})
+    (folder / "model.safetensors").write_bytes(stream.read(0, stream.size).tobytes())
+    return folder
+
+
 @pytest.fixture
 def model(tmp_path, monkeypatch):
     """The folder of the model that every engine is started with."""
-    stream = TensorStream({"w.weight": np.ones((2, 3), np.float32)})
-    (tmp_path / "model.safetensors").write_bytes(stream.read(0, stream.size).tobytes())
+    base = write(tmp_path / "base", 1.0)
     config = Cluster.config
 
     def with_model(self, name):
         found = config(self, name)
-        return replace(found, shared=replace(found.shared, model=str(tmp_path)))
+        return replace(found, shared=replace(found.shared, model=str(base)))
 
     monkeypatch.setattr(Cluster, "config", with_model)
-    return tmp_path
+    return base
 
 
 @pytest.fixture(params=["same machine", "other machines"])
@@ -102,6 +109,38 @@ async def test_what_is_too_old_for_adapters_refuses_them_by_name(model, monkeypa
     async with running(engines=1) as cluster, cluster.client() as client:
         with pytest.raises(WeightsRefused, match=r"e0: source = 'lora:.*has no weights"):
             await client.update_weights(1, adapter(1.0, model))
+
+
+@virtual
+async def test_the_base_is_the_model_that_an_engine_was_started_with(model, tmp_path):
+    async with running(engines=1) as cluster, cluster.client() as client:
+        driver, bases = cluster.services["e0"]._driver, []
+        load = driver.load_weights
+
+        async def noted(folder, digest, base=None):
+            bases.append(base)
+            await load(folder, digest, base)
+
+        driver.load_weights = noted
+        await client.update_weights(1, write(tmp_path / "other", 2.0))
+        for version in (2, 3):
+            await client.update_weights(version, adapter(version, model))
+        assert bases == [None, model, model]
+
+
+@virtual
+async def test_a_base_that_changes_while_it_is_loaded_is_not_used(model):
+    async with running(engines=1) as cluster, cluster.client() as client:
+        driver = cluster.services["e0"]._driver
+
+        async def changing(folder, digest, base=None):
+            write(base, 3.0)
+
+        driver.load_weights = changing
+        live = await client.update_weights(1, adapter(1.0, model))
+        assert "changed while it was loaded" in live.quarantined["e0"]
+        with pytest.raises(WeightsRefused, match="files have changed since this engine was started"):
+            await client.update_weights(2, adapter(2.0, digest_of_folder(model)))
 
 
 @virtual
