@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from types import SimpleNamespace
 
 import pytest
@@ -56,6 +57,13 @@ def test_an_answer_is_of_the_adapter_that_was_named():
         with pytest.raises(HttpError, match="other weights went live") as info:
             named.check_version(name, version)
         assert info.value.status == 409
+    named.loaded(Adapter("b", "/x", 3), Adapter("a", "/x", 4))
+    named.check_version("a", 4)  # its answers may come before its update has ended
+    with pytest.raises(HttpError, match="the adapter 'b'"):
+        named.check("a")
+    named.loaded(Adapter("b", "/x", 3))
+    with pytest.raises(HttpError, match="other weights"):
+        named.check_version("a", 4)
 
 
 class FakeBuffer:
@@ -63,13 +71,14 @@ class FakeBuffer:
 
     def __init__(self):
         self.client, self.status, self.version = self, None, 0
-        self.updates, self.refuse = [], {}
+        self.updates, self.refuse, self.meanwhile = [], {}, lambda: None
 
     async def fresh_status(self):
         return SimpleNamespace(weight_version=self.version)
 
     async def update_weights(self, version, source, *, in_flight, timeout_seconds):
         self.updates.append((version, source, in_flight))
+        self.meanwhile()
         if self.refuse:
             raise WeightsRefused(version, self.refuse)
         self.version = version
@@ -104,6 +113,18 @@ async def test_adapters_are_updates_that_every_process_knows_of():
     ]
     assert sources == ["/a", "/a2", "/b", "/m/base"]
     assert {in_flight for *_, in_flight in buffer.updates} == {"abort"}
+
+
+@virtual
+async def test_answers_of_an_adapter_may_come_before_its_update_has_ended():
+    buffer, named, asked = control()
+    for refuse in ({}, {"engine-0": "no such folder"}):
+        buffer.refuse = refuse
+        buffer.meanwhile = lambda: [each.check_version("a", buffer.version + 1) for each in named]
+        with contextlib.suppress(HttpError):
+            await asked.load_adapter("a", "/a", in_place=True)
+    with pytest.raises(HttpError, match="other weights"):
+        named[0].check_version("a", 2)  # it was refused
 
 
 @virtual

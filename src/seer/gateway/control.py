@@ -50,7 +50,7 @@ class Process(Protocol):
         """See `OpenRequests.resume`."""
         ...
 
-    async def loaded(self, adapter: Adapter | None) -> None:
+    async def loaded(self, adapter: Adapter | None, loading: Adapter | None = None) -> None:
         """See `Models.loaded`."""
         ...
 
@@ -72,6 +72,7 @@ class Control:
         self.paused = False
         self.adapter: Adapter | None = None
         """The last adapter that was loaded here, unless other weights were since."""
+        self.loading: Adapter | None = None
 
     async def pause(self, mode: PauseMode) -> None:
         """Submit nothing; end what is under way (`abort`), wait for it (`wait`) or let it go on (`keep`)."""
@@ -135,7 +136,9 @@ class Control:
         if self._config.on_update == "refuse" and (busy := (await self.counts())["under_way"]):
             raise HttpError(409, f"{busy} requests are under way (gateway.on_update = refuse): wait for them")
         status = await self._buffer.fresh_status()
+        self.loading = Adapter(adapter, folder, status.weight_version + 1) if adapter else None
         try:
+            await self._tell_of_adapters()
             live = await self._buffer.client.update_weights(
                 status.weight_version + 1,
                 source,
@@ -144,9 +147,16 @@ class Control:
             )
         except WeightsRefused as error:
             raise HttpError(400, f"{field} = {folder!r}: {error}", field) from error
-        self.adapter = Adapter(adapter, folder, live.version) if adapter else None
-        await asyncio.gather(*(each.loaded(self.adapter) for each in self._processes))
-        return str(live.version)
+        else:
+            self.adapter = self.loading
+            return str(live.version)
+        finally:
+            self.loading = None
+            await self._tell_of_adapters()
+
+    async def _tell_of_adapters(self) -> None:
+        told = (each.loaded(self.adapter, self.loading) for each in self._processes)
+        await asyncio.gather(*told)
 
     async def sleep(self, mode: PauseMode) -> None:
         """Have engines free their memory, once what is under way is finished or (`abort`) ended."""

@@ -29,9 +29,9 @@ class LocalProcess:
         """See `OpenRequests.resume`."""
         self._requests.resume()
 
-    async def loaded(self, adapter: Adapter | None) -> None:
+    async def loaded(self, adapter: Adapter | None, loading: Adapter | None = None) -> None:
         """See `Models.loaded`."""
-        self._models.loaded(adapter)
+        self._models.loaded(adapter, loading)
 
     async def counts(self) -> dict[str, int]:
         """Return the counters, and what is there now: `processes`, `open_requests`, `under_way`."""

@@ -35,11 +35,12 @@ class Models:
         self.name = name or Path(path).name
         self._buffer = buffer
         self._adapter: Adapter | None = None
+        self._loading: Adapter | None = None
         self._names: OrderedDict[int, str] = OrderedDict()  # of adapters, by version
 
-    def loaded(self, adapter: Adapter | None) -> None:
-        """Note which adapter is live; None: none."""
-        self._adapter = adapter
+    def loaded(self, adapter: Adapter | None, loading: Adapter | None = None) -> None:
+        """Note which adapter is live, and which is about to be: answers of it may come first. None: none."""
+        self._adapter, self._loading = adapter, loading
         if adapter is not None:
             self._names[adapter.version] = adapter.name
             while len(self._names) > _MAX_VERSIONS:
@@ -65,7 +66,9 @@ class Models:
 
     def check_version(self, adapter: str, version: int) -> None:
         """Raise a 409 unless weights of `version` are those of the adapter that was named, if one was."""
-        if adapter and self._names.get(version) != adapter:
+        loading = self._loading
+        is_next = loading is not None and (loading.name, loading.version) == (adapter, version)
+        if adapter and self._names.get(version) != adapter and not is_next:
             raise HttpError(
                 409, f"model = {adapter!r}: other weights went live before the request was generated", "model"
             )

@@ -62,9 +62,9 @@ class RemoteProcess:
         """See `Process.resume`."""
         await self._call("resume")
 
-    async def loaded(self, adapter: Adapter | None) -> None:
+    async def loaded(self, adapter: Adapter | None, loading: Adapter | None = None) -> None:
         """See `Process.loaded`."""
-        await self._call("loaded", to_builtins(adapter))
+        await self._call("loaded", to_builtins(adapter), to_builtins(loading))
 
     async def counts(self) -> dict[str, int]:
         """See `Process.counts`."""
@@ -206,7 +206,7 @@ class WorkerSupervisor:
     ) -> None:
         await admitted.wait()
         self._serving.add(remote)
-        await remote.loaded(self._control.adapter)
+        await remote.loaded(self._control.adapter, self._control.loading)
         if not self._control.paused:
             await remote.resume()
         if self._draining:

@@ -101,8 +101,8 @@ class Worker:
                 return await process.idle(seconds)
             case "resume", []:
                 await process.resume()
-            case "loaded", [adapter]:
-                await process.loaded(msgspec.convert(adapter, Adapter | None))
+            case "loaded", [adapter, loading]:
+                await process.loaded(*msgspec.convert([adapter, loading], list[Adapter | None]))
             case "counts", []:
                 return await process.counts()
             case "drain", []:
