@@ -271,6 +271,8 @@ async def test_adapters(system: GatewaySystem, http: httpx.AsyncClient, tmp_path
         found: str = choice["text"]
         return found
 
+    # Replay engines that have loaded nothing yet know no digest, and say other things.
+    await ok(http.post("/update_weights", json={"weight_dir": str(system.model)}))
     before = await text("model")
     fields = {"lora_name": "policy", "lora_path": str(one)}
     loaded = await http.post("/v1/load_lora_adapter", json=fields)
