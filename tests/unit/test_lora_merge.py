@@ -12,8 +12,8 @@ from lora import ATTENTION, MLP, adapt, save_adapter, save_merged
 from safetensors.torch import load_file
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from seer.services.engine.vllm.merging import Adapter
-from seer.services.engine.weights.adapter import read_adapter
+from seer.services.engine.vllm.merging import Adapter, merge
+from seer.services.engine.weights.adapter import Pair, read_adapter
 from seer.services.engine.weights.manifest import read_manifest
 
 EVERYTHING = [*ATTENTION, *MLP]
@@ -65,3 +65,16 @@ def test_weights_are_those_that_peft_merges(tmp_path, base, settings):
     assert not torch.equal(
         merged["model.layers.1.self_attn.q_proj.weight"], before["model.layers.1.self_attn.q_proj.weight"]
     )
+
+
+def test_the_number_of_threads_does_not_matter():
+    torch.manual_seed(0)
+    weight, a, b = torch.randn(1024, 768), torch.randn(16, 768), torch.randn(1024, 16)
+    before = torch.get_num_threads()
+    found = []
+    for threads in (1, 2, 5):
+        torch.set_num_threads(threads)
+        found.append(merge(weight, a, b, Pair("a", "b", 0.7, embedding=False)))
+    torch.set_num_threads(before)
+    assert torch.equal(found[0], found[1])
+    assert torch.equal(found[0], found[2])
