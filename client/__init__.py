@@ -6,6 +6,7 @@ Needs neither torch nor vllm. `RolloutClient` is for asyncio, `SyncRolloutClient
 from seer.client.client import RolloutClient
 from seer.client.dynamic import DynamicSampling, mixed
 from seer.client.groups import Group, Response
+from seer.client.lora_adapter import LoraAdapter
 from seer.client.mooncake_source import MooncakeSource
 from seer.client.open_rollout import Delta, OpenRollout, PromptInFlight
 from seer.client.prompts import Prompt
@@ -34,6 +35,7 @@ __all__ = [
     "DynamicSampling",
     "Group",
     "InvalidField",
+    "LoraAdapter",
     "MooncakeSource",
     "OpenRollout",
     "Progress",

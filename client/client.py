@@ -21,6 +21,7 @@ from types import TracebackType
 from typing import Self
 
 from seer.client.active_rollouts import ActiveRollouts, AnyRollout
+from seer.client.lora_adapter import LoraAdapter
 from seer.client.open_rollout import OpenRollout
 from seer.client.prompts import Prompt, check_request, check_rollout_id, prepare
 from seer.client.rollout import BufferLost, Rollout, submissions
@@ -63,8 +64,8 @@ PING_SECONDS = 5.0
 """A buffer that sends nothing for this long is asked for its status, since it may only have nothing to
 say."""
 
-OPEN_ROLLOUTS = (2, 1)
-"""The first protocol version that has them."""
+OPEN_ROLLOUTS, ADAPTERS = (2, 1), (2, 2)
+"""The first protocol versions that have them."""
 
 GOODBYE_SECONDS = 2.0
 """Longest time that `close` takes when the buffer is gone."""
@@ -199,7 +200,7 @@ class RolloutClient:
         is too old.
         """
         self._check_open()
-        if problem := self._too_old():
+        if problem := self._too_old("open rollouts", OPEN_ROLLOUTS):
             raise SeerError(problem)
         rollout = OpenRollout(
             self._free_id(rollout_id), self._new_submission, self.tokenizer, lambda: self.weight_version,
@@ -208,12 +209,13 @@ class RolloutClient:
         self._active.add(rollout, None)
         return rollout
 
-    def _too_old(self) -> str:
-        """Return why the buffer cannot have open rollouts; empty: it can, or is not known now."""
+    def _too_old(self, what: str, since: tuple[int, int]) -> str:
+        """Return why the buffer cannot have `what`; empty: it can, or is not known now."""
         peer = self._channel.peer
-        if peer is None or (peer.major, peer.minor) >= OPEN_ROLLOUTS:
+        if peer is None or (peer.major, peer.minor) >= since:
             return ""
-        return f"{self.endpoint} speaks protocol {peer.major}.{peer.minor}: open rollouts need 2.1"
+        needs = ".".join(map(str, since))
+        return f"{self.endpoint} speaks protocol {peer.major}.{peer.minor}: {what} need {needs}"
 
     def _free_id(self, rollout_id: str | None) -> str:
         """Return the id of a new rollout. Raises `InvalidField` for one that cannot be used."""
@@ -243,6 +245,7 @@ class RolloutClient:
     ) -> WeightsLive:
         """Have every engine load new weights: from a folder that all nodes can read, or tensors by name.
 
+        A `LoraAdapter` is sent alone, and merged by each engine into the model that it was started with.
         Tensors (a `state_dict()`, or numpy arrays) are sent to the buffer, or read from this process by the
         engines (`MooncakeSource`); do not change them until this returns. All engines check the weights
         before any of them loads: after `WeightsRefused`, which names instances and reasons, nothing has
@@ -252,6 +255,8 @@ class RolloutClient:
         `timeout_seconds`.
         """
         self._check_open()
+        if isinstance(source, LoraAdapter) and (problem := self._too_old("adapters", ADAPTERS)):
+            raise SeerError(problem)
         if self._update is not None:
             version_asked = self._update.request.version
             raise InvalidField("version", version, f"await the update to version {version_asked} first")
@@ -375,7 +380,9 @@ class RolloutClient:
             await self._send_all(self._active.owed())
             await self._send_again()
             for rollout in self._active.open:
-                if problem := self._too_old():  # an older one was started in its place
+                if problem := self._too_old(
+                    "open rollouts", OPEN_ROLLOUTS
+                ):  # an older one was started in its place
                     rollout.fail(rollout.unfinished, RolloutFailed, problem)
                     self._active.settle(rollout)
                 await self._send_all(rollout.to_submit())
@@ -409,7 +416,7 @@ class RolloutClient:
     async def _send_prompts(self, rollout: AnyRollout) -> None:
         if isinstance(rollout, Rollout):
             await self._send_all(submissions(rollout))
-        elif not self._too_old():
+        elif not self._too_old("open rollouts", OPEN_ROLLOUTS):
             await self._send_all(rollout.to_submit(again=True))
 
     async def _send_all(self, messages: Iterable[TrainerToBuffer]) -> None:

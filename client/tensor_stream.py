@@ -48,20 +48,23 @@ class _Entry:
 class TensorStream:
     """`tensors`: numpy arrays or torch tensors, with the names of the model folder's tensors.
 
+    `metadata`: texts for the stream's header, which the digest leaves out.
     Raises `InvalidField` for values that cannot be stored in a safetensors file.
     """
 
-    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+    def __init__(self, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> None:
         entries = [_entry(name, tensor) for name, tensor in _untied(tensors).items()]
         if not entries:
             raise InvalidField("source", dict(tensors), "give at least one tensor, by name")
         # Widest types first, so that every tensor is aligned, as readers of the format expect.
         entries.sort(key=lambda entry: (-entry.tensor.dtype.itemsize, entry.name))
         ends = [0, *itertools.accumulate(entry.size for entry in entries)]
-        described = {
+        described: dict[str, object] = {
             entry.name: {"dtype": entry.dtype, "shape": entry.shape, "data_offsets": offsets}
             for entry, offsets in zip(entries, itertools.pairwise(ends), strict=True)
         }
+        if metadata:
+            described["__metadata__"] = dict(metadata)
         text = json.dumps(described).encode()
         text += b" " * (-len(text) % 8)
         self._head = np.frombuffer(struct.pack("<Q", len(text)) + text, dtype=np.uint8)

@@ -19,10 +19,12 @@ from typing import Any, Literal
 
 from msgspec import structs
 
+from seer.client.lora_adapter import LoraAdapter
 from seer.client.mooncake_source import MooncakeSource
 from seer.client.tensor_stream import TensorStream
 from seer.common.errors import InvalidField, WeightsRefused
 from seer.common.weights.digest import checksum
+from seer.common.weights.lora import source_of
 from seer.common.wire import (
     SPOOL_BYTES,
     SPOOL_SCHEME,
@@ -40,9 +42,9 @@ from seer.common.wire import (
 
 InFlight = Literal["finish", "abort", "error"]
 
-Source = str | Path | Mapping[str, Any] | MooncakeSource
+Source = str | Path | Mapping[str, Any] | MooncakeSource | LoraAdapter
 """A folder that all nodes can read; tensors (numpy or torch) by name, as in `model.state_dict()`, which are
-streamed; or a `MooncakeSource`, from which engines read."""
+streamed; a `MooncakeSource`, from which engines read; or a `LoraAdapter`, which engines merge."""
 
 Send = Callable[[UpdateWeights | OpenSpool | SpoolData], Awaitable[None]]
 
@@ -58,14 +60,17 @@ class Update:
             raise InvalidField("version", version, "must be in [0, 2^63)")
         if in_flight not in ("finish", "abort", "error"):
             raise InvalidField("in_flight", in_flight, "choose finish, abort or error")
-        self.stream = TensorStream(source) if isinstance(source, Mapping) else None
+        self.adapter = source if isinstance(source, LoraAdapter) else None
         self._mooncake = source if isinstance(source, MooncakeSource) else None
+        self.stream = self.adapter.stream if self.adapter is not None else None
+        if isinstance(source, Mapping):
+            self.stream = TensorStream(source)
         self._name = f"v{version}-{secrets.token_hex(6)}"
         where = SPOOL_SCHEME + self._name
         if self._mooncake is not None:
             where = ""  # known once the tensors are copied
         elif self.stream is None:
-            where = str(Path(str(source)).absolute())
+            where = self.adapter.folder if self.adapter else str(Path(str(source)).absolute())
         self.request = UpdateWeights(
             version=version, source=where, digest=digest, in_flight=in_flight, call_id=new_call_id()
         )
@@ -85,7 +90,12 @@ class Update:
         Raises `WeightsRefused`, or the error of the connection.
         """
         upload = None
-        if self.stream is not None:
+        if self.adapter is not None:
+            base = await asyncio.to_thread(self.adapter.base_digest)
+            self.request.source = source_of(self.request.source, base)
+            if digest := await asyncio.to_thread(self.adapter.digest):
+                self._set_digest(digest)
+        elif self.stream is not None:
             self._set_digest(await asyncio.to_thread(self.stream.digest))
         if self._mooncake is not None:
             self.request.source, found = await asyncio.to_thread(self._mooncake.offer, self._name)

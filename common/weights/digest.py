@@ -8,14 +8,16 @@ Invariants:
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import os
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from seer.common.weights.safetensors import stored
+from seer.common.weights.safetensors import Stored, open_regular, stamps, stored
 from seer.common.wire import Bytes, SpoolData
 
 SPOOL_FILE = "model.safetensors"
@@ -23,6 +25,8 @@ SPOOL_FILE = "model.safetensors"
 
 SPOOL_NOTES = "stream.json"
 """File beside it: its size, and a token by which a reader knows that it sees the same folder."""
+
+_READ_BYTES = 2**22
 
 
 def tensor_hash(name: str, dtype: str, shape: Sequence[int]) -> hashlib.blake2b:
@@ -36,6 +40,29 @@ def digest_of(hashes: Mapping[str, bytes]) -> str:
     for name in sorted(hashes):
         whole.update(hashes[name])
     return whole.hexdigest()
+
+
+def hashes_of(tensors: Sequence[Stored], stop: Callable[[], bool] = lambda: False) -> dict[str, bytes]:
+    """Return the hashes of tensors in files by name; reads every byte, until `stop()` is true.
+
+    Raises `ValueError` or `OSError`.
+    """
+    with ThreadPoolExecutor() as pool:  # hashlib releases the GIL
+        found = pool.map(lambda each: _hash(each, stop), tensors)
+        return dict(zip((each.name for each in tensors), found, strict=True))
+
+
+def digest_of_folder(folder: Path) -> str:
+    """Return the digest of a model folder. An unchanged folder is read once.
+
+    Raises `ValueError` or `OSError`.
+    """
+    return _digest_of_files(folder, stamps(folder))
+
+
+@functools.lru_cache(maxsize=4)
+def _digest_of_files(folder: Path, _stamps: tuple[object, ...]) -> str:
+    return digest_of(hashes_of(stored(folder)))
 
 
 def checksum(data: Bytes) -> int:
@@ -70,3 +97,19 @@ def problem_of(folder: Path) -> str:
     except ValueError as error:
         return str(error)
     return ""
+
+
+def _hash(tensor: Stored, stop: Callable[[], bool]) -> bytes:
+    known = tensor_hash(tensor.name, tensor.dtype, tensor.shape)
+    left = tensor.size
+    with open_regular(tensor.file) as opened:
+        opened.seek(tensor.start)
+        while left > 0:
+            data = opened.read(min(left, _READ_BYTES))
+            if not data:
+                raise ValueError(f"{tensor.file.name} ends within tensor {tensor.name}")
+            if stop():
+                raise ValueError(f"{tensor.file.name} is not needed any more: the update was cancelled")
+            known.update(data)
+            left -= len(data)
+    return known.digest()

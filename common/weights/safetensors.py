@@ -100,6 +100,19 @@ def stored(folder: Path) -> list[Stored]:
     return found
 
 
+def metadata(path: Path) -> dict[str, str]:
+    """Return the texts in a file's header, if it has any. Raises `ValueError` or `OSError`."""
+    with open_regular(path) as opened:
+        head = opened.read(8)
+        length = struct.unpack("<Q", head)[0] if len(head) == 8 else 0
+        text = opened.read(min(length, MAX_HEADER_BYTES))
+    try:
+        entries = msgspec.json.decode(text, type=dict[str, msgspec.Raw])
+        return msgspec.json.decode(entries.get("__metadata__", b"{}"), type=dict[str, str])
+    except (msgspec.MsgspecError, RecursionError):
+        return {}
+
+
 def _listed(index: Path) -> set[str]:
     """Return the files in a sharded model's index; none if it has no (valid) index."""
     try:

@@ -31,7 +31,8 @@ CallId = Annotated[int, msgspec.Meta(ge=0)]
 class UpdateWeights(Message, tag=True):
     """Have all engines load the weights in `source`: a folder that every node can read, or a stream.
 
-    A stream's source begins with a scheme: `SPOOL_SCHEME`, or another that engines know. `digest` is checked
+    A stream's source begins with a scheme: `SPOOL_SCHEME`, or another that engines know. That of a LoRA
+    adapter is `lora:`, the digest of its base or nothing, `:`, and where the adapter is. `digest` is checked
     unless empty. `in_flight` says what happens to unfinished requests.
     """
 

@@ -123,9 +123,10 @@ class Backend(Protocol):
         """Advance every running chunk by one engine step; may block for the step's duration."""
         ...
 
-    def load_weights(self, folder: Path, digest: str) -> None:
+    def load_weights(self, folder: Path, digest: str, base: Path | None = None) -> None:
         """Replace the live weights by a folder's, whose `digest` was checked; nothing runs meanwhile.
 
+        With a `base`, the folder has a checked adapter, to be merged into the model in the folder `base`.
         Nothing cached of the old ones is used afterwards. Raises `EngineError` when it failed: the
         live weights are undefined then.
         """

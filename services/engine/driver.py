@@ -81,7 +81,7 @@ class Driver(Protocol):
         """See `Backend.forget`."""
         ...
 
-    async def load_weights(self, folder: Path, digest: str) -> None:
+    async def load_weights(self, folder: Path, digest: str, base: Path | None = None) -> None:
         """Replace the live weights, see `Backend.load_weights`; drop all chunks before."""
         ...
 
@@ -141,10 +141,10 @@ class InlineDriver:
         """See `Driver.forget`."""
         self._backend.forget(group_ids)
 
-    async def load_weights(self, folder: Path, digest: str) -> None:
+    async def load_weights(self, folder: Path, digest: str, base: Path | None = None) -> None:
         """See `Driver.load_weights`; blocks the loop."""
         try:
-            self._backend.load_weights(folder, digest)
+            self._backend.load_weights(folder, digest, base)
         except Exception as error:
             raise _failure(error) from error
 
@@ -226,9 +226,9 @@ class ThreadDriver:
         """See `Driver.forget`."""
         self._commands.put(lambda: self._backend.forget(group_ids))
 
-    async def load_weights(self, folder: Path, digest: str) -> None:
+    async def load_weights(self, folder: Path, digest: str, base: Path | None = None) -> None:
         """See `Driver.load_weights`."""
-        await self._call(lambda: self._backend.load_weights(folder, digest))
+        await self._call(lambda: self._backend.load_weights(folder, digest, base))
 
     async def bind_weights(self, digest: str) -> None:
         """See `Driver.bind_weights`."""

@@ -67,13 +67,13 @@ class ChaosBackend(ReplayBackend):
         gone = set(group_ids)
         self._fed = {stream: length for stream, length in self._fed.items() if stream[0] not in gone}
 
-    def load_weights(self, folder: Path, digest: str) -> None:
+    def load_weights(self, folder: Path, digest: str, base: Path | None = None) -> None:
         """See `ReplayBackend.load_weights`; memory that sleeps cannot take weights."""
         if self._asleep:
             self._nature.complain("told to load weights while asleep")
         if self._runs:
             self._nature.complain("told to load weights while chunks run")
-        super().load_weights(folder, digest)
+        super().load_weights(folder, digest, base)
 
 
 class ChaosDriver(InlineDriver):
@@ -83,10 +83,10 @@ class ChaosDriver(InlineDriver):
         super().__init__(backend, server, clock)
         self._nature = nature
 
-    async def load_weights(self, folder: Path, digest: str) -> None:
+    async def load_weights(self, folder: Path, digest: str, base: Path | None = None) -> None:
         """See `Driver.load_weights`."""
         await self._clock.sleep(self._nature.load_seconds)
-        await super().load_weights(folder, digest)
+        await super().load_weights(folder, digest, base)
 
     async def sleep(self, asleep: bool) -> None:
         """See `Driver.sleep`."""

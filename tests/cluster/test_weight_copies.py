@@ -186,7 +186,7 @@ async def test_a_folder_that_changes_while_it_is_loaded_is_not_believed(tmp_path
         driver = cluster.services["e1"]._driver
         load = driver.load_weights
 
-        async def changing(place, digest):
+        async def changing(place, digest, base=None):
             await load(place, digest)
             folder(tmp_path / "one", 2.0)
 

@@ -155,7 +155,7 @@ async def test_an_engine_that_cannot_load_gets_no_work_until_it_can(tmp_path):
         assert (await roll(client))[1][0] == 2
 
 
-async def _fail(folder, digest):
+async def _fail(folder, digest, base=None):
     raise EngineError("no memory")
 
 
@@ -164,7 +164,7 @@ async def test_an_engine_killed_while_it_loads_is_not_waited_for(tmp_path):
     async with running(engines=2) as cluster, cluster.client() as client:
         loading = asyncio.Event()
 
-        async def hang(folder, digest):
+        async def hang(folder, digest, base=None):
             loading.set()
             await asyncio.Event().wait()
 

@@ -252,16 +252,18 @@ def test_environments_whose_siblings_see_different_prompts(system, tiny_model, t
         assert max(turn for _, turn, *_ in call.turns()) > 0
 
 
-def test_adapters_are_merged_for_the_engines_and_leave_no_trace(system, tiny_model, tmp_path):
+@pytest.mark.parametrize("bias", ["none", pytest.param("all", marks=pytest.mark.breadth)])
+def test_adapters_are_sent_alone_or_merged_and_leave_no_trace(system, tiny_model, tmp_path, bias):
     import torch
     from peft import LoraConfig
     from safetensors.torch import load_file
     from trl import GRPOConfig
 
-    trainer, _ = trained(
+    trainer, calls = trained(
         SeerGRPOTrainer, GRPOConfig, system, tiny_model, tmp_path,
-        others={"peft_config": LoraConfig(r=4, target_modules=["q_proj", "down_proj"])},
+        others={"peft_config": LoraConfig(r=4, target_modules=["q_proj", "down_proj"], bias=bias)},
     )  # fmt: skip
+    assert {call.adapter for call in calls} == {bias == "none"}
     base = trainer.model.get_base_model().state_dict()
     for name, before in load_file(tiny_model / "model.safetensors").items():
         owner, _, leaf = name.rpartition(".")
@@ -309,11 +311,13 @@ def test_two_processes_with_fsdp_may_have_different_numbers_of_turns(system, tin
 
 
 @pytest.mark.breadth
-def test_adapters_with_fsdp_are_merged_and_leave_no_trace(system, tiny_model, tmp_path):
+def test_adapters_with_fsdp_are_sent_alone_and_leave_no_trace(system, tiny_model, tmp_path):
     from safetensors.numpy import load_file
 
     (calls, _, state, logged), _ = with_fsdp(system, tiny_model, tmp_path, "adapter")
     assert calls[0].live != calls[1].live
+    assert calls[0].adapter
+    assert calls[1].adapter
     apart = [entry["sampling/sampling_logp_difference/max"] for entry in logged if "loss" in entry]
     assert len(apart) == 2
     assert max(apart) < 1e-4  # of what the trainer computes with the adapter, and the engines without

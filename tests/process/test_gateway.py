@@ -11,10 +11,12 @@ from pathlib import Path
 
 import httpx
 import msgspec
+import numpy as np
 import pytest
 from gateway_system import ENDLESS, GatewaySystem, ok, other, refused, under_way, wait_for
 
 from seer.client import Prompt, RolloutClient, SamplingParams
+from seer.client.tensor_stream import TensorStream
 from seer.gateway.group_names import group_seed, request_hash
 
 GATEWAYS = {
@@ -214,7 +216,6 @@ async def test_the_data_address_has_no_control_routes(system: GatewaySystem) -> 
 
 
 async def test_refusals_by_name(http: httpx.AsyncClient) -> None:
-    assert "adapters" in refused(await http.post("/v1/load_lora_adapter", json={}), 501)
     assert "routed_experts" in refused(await http.post("/skyrl/v1/generate", json={}), 501)
     assert "NCCL" in refused(await http.post("/init_weight_transfer_engine", json={}), 501)
     assert "NCCL" in refused(await http.post("/update_weights", json={"weight_dir": None}), 400)
@@ -286,6 +287,63 @@ async def test_an_update_while_paused_starts_requests_again(
     assert after["discarded_tokens"] > before["discarded_tokens"]
     again = await ok(http.post("/inference/v1/generate", json=body))
     assert again["choices"][0]["token_ids"] == choice["token_ids"]
+
+
+def write_adapter(folder: Path, fill: float) -> Path:
+    """An adapter of one matrix of the shipped model."""
+    folder.mkdir()
+    name = "base_model.model.model.layers.0.self_attn.q_proj.lora_"
+    pair = {
+        f"{name}A.weight": np.full((2, 128), fill, np.float32),
+        f"{name}B.weight": np.ones((128, 2), np.float32),
+    }
+    stream = TensorStream(pair)
+    (folder / "adapter_model.safetensors").write_bytes(stream.read(0, stream.size).tobytes())
+    (folder / "adapter_config.json").write_text('{"peft_type": "LORA", "r": 2, "lora_alpha": 4}')
+    return folder
+
+
+async def test_adapters(system: GatewaySystem, http: httpx.AsyncClient, tmp_path: Path) -> None:
+    one, two = (write_adapter(tmp_path / name, fill) for name, fill in (("one", 0.1), ("two", 0.2)))
+    body = {"prompt": "1", "max_tokens": 40, "ignore_eos": True, "seed": 3}
+
+    async def text(model: str) -> str:
+        (choice,) = (await ok(http.post("/v1/completions", json={**body, "model": model})))["choices"]
+        found: str = choice["text"]
+        return found
+
+    # Replay engines that have loaded nothing yet know no digest, and say other things.
+    await ok(http.post("/update_weights", json={"weight_dir": str(system.model)}))
+    before = await text("model")
+    fields = {"lora_name": "policy", "lora_path": str(one)}
+    loaded = await http.post("/v1/load_lora_adapter", json=fields)
+    assert (loaded.status_code, loaded.text) == (200, "Success: LoRA adapter 'policy' added successfully.")
+    adapted = await text("policy")
+    assert adapted == await text("model") != before
+    cards = (await ok(http.get("/v1/models")))["data"]
+    assert [(card["id"], card["root"], card["parent"]) for card in cards] == [
+        ("model", str(system.model), None),
+        ("policy", str(one), "model"),
+    ]
+    assert "load_inplace" in refused(await http.post("/v1/load_lora_adapter", json=fields), 400)
+    fields |= {"lora_path": str(two), "load_inplace": True}
+    assert (await http.post("/v1/load_lora_adapter", json=fields)).status_code == 200
+    assert await text("policy") != adapted
+    wrong = {"lora_name": "policy", "lora_path": "/nowhere", "load_inplace": True}
+    assert "lora_path = '/nowhere'" in refused(await http.post("/v1/load_lora_adapter", json=wrong), 400)
+    flag = fields | {"is_3d_lora_weight": True}
+    assert "is_3d_lora_weight" in refused(await http.post("/v1/load_lora_adapter", json=flag), 400)
+    assert "lora_path" in refused(await http.post("/v1/load_lora_adapter", json={"lora_name": "x"}), 400)
+    other_name = await http.post("/v1/completions", json={**body, "model": "other"})
+    assert "and the adapter 'policy'" in refused(other_name, 404)
+    refused(await http.post("/v1/unload_lora_adapter", json={"lora_name": "other"}), 404)
+    unloaded = await http.post("/v1/unload_lora_adapter", json={"lora_name": "policy"})
+    assert (unloaded.status_code, unloaded.text) == (
+        200,
+        "Success: LoRA adapter 'policy' removed successfully.",
+    )
+    refused(await http.post("/v1/completions", json={**body, "model": "policy"}), 404)
+    assert await text("model") == before
 
 
 async def test_areal_s_routes(system: GatewaySystem, http: httpx.AsyncClient) -> None:
@@ -428,7 +486,7 @@ async def test_a_buffer_that_is_killed_and_comes_back(system: GatewaySystem, htt
     assert (await task)["choices"][0]["token_ids"] == expected["choices"][0]["token_ids"]
 
 
-async def test_several_processes(system: GatewaySystem) -> None:
+async def test_several_processes(system: GatewaySystem, tmp_path: Path) -> None:
     system.start_gateways({"several": ("gateway.workers=3",)})
     body = {"prompt": "1", "max_tokens": 250, "ignore_eos": True}
     before = children(system.processes["several"].pid)
@@ -447,6 +505,9 @@ async def test_several_processes(system: GatewaySystem) -> None:
         assert {each["choices"][0]["weight_version"] for each in answers} == {updated["weight_version"]}
         assert len({each["choices"][0]["text"] for each in answers}) == 40
         assert system.counts("several")["restarted"] == 30
+        fields = {"lora_name": "policy", "lora_path": str(write_adapter(tmp_path / "one", 0.1))}
+        assert (await http.post("/v1/load_lora_adapter", json=fields)).status_code == 200
+        named = {"prompt": "1", "max_tokens": 1, "model": "policy"}
         # One dies while generation is paused: the one that takes its place begins paused.
         await ok(http.post("/pause?mode=keep"))
         os.kill(before[0], signal.SIGKILL)
@@ -458,6 +519,9 @@ async def test_several_processes(system: GatewaySystem) -> None:
         assert system.counts("several")["under_way"] == 0
         await ok(http.post("/resume"))
         await asyncio.gather(*held)
+        for _ in range(12):  # every process knows of the adapter, also the one that came later
+            async with other(system, "several") as anew:
+                await ok(anew.post("/v1/completions", json=named))
     system.processes["several"].send_signal(signal.SIGTERM)
     assert await asyncio.to_thread(system.processes["several"].wait, 60) == 0
     assert not any(alive_as_worker(pid) for pid in before)

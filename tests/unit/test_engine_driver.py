@@ -166,7 +166,7 @@ async def test_thread_driver_binds_weights_on_the_backend_s_thread():
 
 
 class Broken(Counting):
-    def load_weights(self, folder, digest):
+    def load_weights(self, folder, digest, base=None):
         raise RuntimeError("no rank answers")
 
     def sleep(self, asleep):

@@ -24,7 +24,7 @@ class Loading(ReplayBackend):
         super().__init__(REPLAY, Config().shared)
         self.loaded, self.rests, self.broken, self.meanwhile = [], [], False, lambda: None
 
-    def load_weights(self, folder, digest):
+    def load_weights(self, folder, digest, base=None):
         if self.broken:
             raise RuntimeError("device lost")
         self.loaded.append((folder, digest))

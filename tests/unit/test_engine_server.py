@@ -461,7 +461,7 @@ class Hanging(ReplayBackend):
         super().__init__(config, Config().shared)
         self.going_on = threading.Event()
 
-    def load_weights(self, folder, digest):
+    def load_weights(self, folder, digest, base=None):
         self.going_on.wait(60)
 
     def sleep(self, asleep):

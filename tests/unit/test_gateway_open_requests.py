@@ -11,13 +11,14 @@ import pytest
 from virtual_time import virtual
 
 from seer.client import BufferLost, Delta, Group, Response, RolloutFailed
-from seer.common.config import GatewayConfig
+from seer.common.config import Config, GatewayConfig
 from seer.common.errors import SeerError, WeightsRefused
 from seer.common.types import Capacity, SamplingParams
 from seer.common.wire import Status, WeightsLive
 from seer.gateway.buffer_client import Outcome, Sink
 from seer.gateway.control import Control
 from seer.gateway.errors import HttpError
+from seer.gateway.models import Models
 from seer.gateway.open_requests import OpenRequests
 from seer.gateway.this_process import ThisProcess
 
@@ -386,8 +387,9 @@ async def test_a_stream_is_refused_before_its_first_event() -> None:
 
 
 def control_of(buffer: FakeBuffer, *desks: OpenRequests, **settings: object) -> Control:
-    config = GatewayConfig(**settings)  # type: ignore[arg-type]
-    return Control(config, buffer, [ThisProcess(requests) for requests in desks])  # type: ignore[arg-type]
+    config = Config(gateway=GatewayConfig(**settings))  # type: ignore[arg-type]
+    models = Models("/m/base", "", buffer)  # type: ignore[arg-type]
+    return Control(config, buffer, [ThisProcess(requests, models) for requests in desks])  # type: ignore[arg-type]
 
 
 @virtual

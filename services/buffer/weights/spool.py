@@ -34,6 +34,7 @@ from typing import ParamSpec, TypeVar
 from seer.common import wire
 from seer.common.clock import Clock
 from seer.common.process.log import get_logger
+from seer.common.weights.lora import inner_source
 from seer.services.buffer.weights.spool_folder import SpoolFolder
 
 Reply = Callable[[bytes, wire.SpoolState | wire.SpoolData], Awaitable[None]]
@@ -123,13 +124,14 @@ class Spool:
 
     def name(self, source: str) -> None:
         """Note that an update names a stream: from now on it stays only while it is needed."""
-        if source.startswith(wire.SPOOL_SCHEME) and not self._queue.full():
-            self._queue.put_nowait(_Named(source))
+        stream = inner_source(source)
+        if stream.startswith(wire.SPOOL_SCHEME) and not self._queue.full():
+            self._queue.put_nowait(_Named(stream))
 
     def remove_unneeded(self, needed: set[str]) -> None:
         """Queue the removal of stalled streams, and of complete ones that no `needed` source names."""
         if not self._queue.full():
-            self._queue.put_nowait(_RemoveUnneeded(frozenset(needed)))
+            self._queue.put_nowait(_RemoveUnneeded(frozenset(map(inner_source, needed))))
 
     async def run(self) -> None:
         """Handle queued messages until cancelled."""

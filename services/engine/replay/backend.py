@@ -193,7 +193,7 @@ class ReplayBackend:
     def bind_weights(self, digest: str) -> None:
         """Do nothing: no KV is shared."""
 
-    def load_weights(self, folder: Path, digest: str) -> None:
+    def load_weights(self, folder: Path, digest: str, base: Path | None = None) -> None:
         """See `Backend.load_weights`: other weights give other responses."""
         if not folder.is_dir():
             raise EngineError(f"there is no folder {folder}")

@@ -229,13 +229,13 @@ class VllmBackend:
         if self._sharing is not None:
             self._sharing.bind(digest)
 
-    def load_weights(self, folder: Path, digest: str) -> None:
+    def load_weights(self, folder: Path, digest: str, base: Path | None = None) -> None:
         """See `Backend.load_weights`."""
         self._settle()
         self.bind_weights("")
         if self._drafting is not None:
             self._drafting.clear()
-        self.core.load_weights(folder)
+        self.core.load_weights(folder, base)
         self.bind_weights(digest)
 
     def sleep(self, asleep: bool) -> None:

@@ -161,10 +161,16 @@ class CoreHandle:
 
     # --- weights and memory --------------------------------------------------------------
 
-    def load_weights(self, folder: Path) -> None:
-        """Load weights in place: the KV cache's memory and all settings stay. Raises `EngineError`."""
+    def load_weights(self, folder: Path, base: Path | None = None) -> None:
+        """Load weights in place: the KV cache's memory and all settings stay. Raises `EngineError`.
+
+        With a `base`, the folder has an adapter for it.
+        """
         try:
-            self.rpc("reload_weights", weights_path=str(folder))
+            if base is None:
+                self.rpc("reload_weights", weights_path=str(folder))
+            else:
+                self.rpc("seer_load_adapter", folder=str(folder), base=str(base))
         except Exception as error:
             raise EngineError(f"vLLM could not load {folder}: {str(error)[:MAX_VLLM_TEXT]}") from error
         self.reset_prefix_cache()

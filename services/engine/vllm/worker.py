@@ -8,6 +8,8 @@ Invariants:
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -15,6 +17,7 @@ import numpy.typing as npt
 import torch
 from vllm.distributed import get_tp_group
 from vllm.distributed.kv_transfer import get_kv_transfer_group
+from vllm.model_executor.model_loader import get_model_loader
 from vllm.v1.outputs import LogprobsTensors, SamplerOutput
 
 from seer.common.errors import EngineError
@@ -24,12 +27,14 @@ from seer.services.engine.vllm.drafts.draft_script import DraftScript
 from seer.services.engine.vllm.drafts.path_rows import PathRows
 from seer.services.engine.vllm.drafts.path_selector import PathSelector
 from seer.services.engine.vllm.drafts.scratch_blocks import path_blocks
+from seer.services.engine.vllm.merging import Adapter
 from seer.services.engine.vllm.requests import EXTRA, ExtraArgs
 from seer.services.engine.vllm.sampling.rows import RowParams, SamplingTable
 from seer.services.engine.vllm.sampling.sampler import sample_rows
 from seer.services.engine.vllm.sampling.vectors import self_test
 
 if TYPE_CHECKING:
+    from vllm.config import VllmConfig
     from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
@@ -50,6 +55,8 @@ class SeerWorker:
     """Methods that vLLM adds to its worker class (`worker_extension_cls`), for `collective_rpc`."""
 
     model_runner: GPUModelRunner
+    vllm_config: VllmConfig
+    reload_weights: Callable[..., None]
     seer_sampler: RowSampler
     seer_paths: PathRows | None
     seer_freed: list[tuple[torch.UntypedStorage, int]]
@@ -110,6 +117,14 @@ class SeerWorker:
         except EngineError as error:
             return str(error)
         return ""
+
+    def seer_load_adapter(self, folder: str, base: str) -> None:
+        """Load the model in the folder `base`, with the adapter in `folder` merged into it."""
+        config = self.vllm_config.model_config
+        config.model, config.model_weights, config.revision = base, "", None
+        loader = get_model_loader(self.vllm_config.load_config)
+        weights = loader.get_all_weights(config, self.model_runner.get_model())
+        self.reload_weights(weights_iterator=Adapter(Path(folder), Path(base)).merged(weights))
 
     def seer_set_kv_allocated(self, allocated: bool) -> None:
         """Free the memory of the KV cache, or allocate it again: its tensors are views of a few storages.

@@ -7,7 +7,8 @@ Invariants:
   otherwise the stream is copied, part by part, each with a checksum;
 - a copy is deleted once it is loaded or no longer needed, also when copying failed, and is never used for
   another source;
-- a stream is not copied if its size shows that it is not this model, or if it does not fit on the disk;
+- a stream is not copied if its size shows that it is not this model, or an adapter of it, or if it does not
+  fit on the disk;
 - a folder lies in `engine.weights_root` if that is set, once links are resolved;
 - nothing waits for ever: a stream that sends nothing for `WAIT_SECONDS` is an error;
 - every problem is an `InvalidField` that names the source.
@@ -26,6 +27,7 @@ from pathlib import Path
 from seer.common import wire
 from seer.common.errors import InvalidField, Unreachable
 from seer.common.weights.digest import SPOOL_FILE, SPOOL_NOTES, write_part
+from seer.common.weights.lora import inner_source, is_adapter
 from seer.common.weights.mooncake import SCHEME as MOONCAKE_SCHEME
 from seer.common.weights.safetensors import MAX_HEADER_BYTES
 from seer.services.engine.weights import mooncake_reader
@@ -63,6 +65,7 @@ class WeightFetcher:
         # Bounded by what is asked for: a window of data and a state.
         self._answers: asyncio.Queue[wire.SpoolState | wire.SpoolData] = asyncio.Queue(4 * wire.SPOOL_WINDOW)
         self._expected = ""
+        self._whole = True
         self._copy: tempfile.TemporaryDirectory[str] | None = None
         self._copied = ""
 
@@ -74,6 +77,7 @@ class WeightFetcher:
 
     async def folder(self, source: str) -> Path:
         """Return the folder with these weights once all of them are there. Raises `InvalidField`."""
+        self._whole, source = not is_adapter(source), inner_source(source)
         scheme = source.partition(":")[0] + ":"
         if scheme != wire.SPOOL_SCHEME and scheme not in FETCH:
             if self._root:
@@ -113,9 +117,13 @@ class WeightFetcher:
         return Path(copy.name)
 
     def _check_size(self, size: int) -> None:
-        """Raise `ValueError` if a stream cannot be this model: a header, then exactly its tensors."""
-        least = self.model_bytes + 8
-        if self.model_bytes and size and not least <= size <= least + MAX_HEADER_BYTES:
+        """Raise `ValueError` if a stream cannot be this model: a header, then exactly its tensors.
+
+        An adapter may have fewer of them.
+        """
+        most = self.model_bytes + 8 + MAX_HEADER_BYTES
+        least = self.model_bytes + 8 if self._whole else 0
+        if self.model_bytes and size and not least <= size <= most:
             raise ValueError(f"has {size} bytes: the model's tensors have {self.model_bytes}")
 
     async def _receive(self, name: str) -> Path:

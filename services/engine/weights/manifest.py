@@ -10,16 +10,13 @@ Invariants:
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from seer.common.errors import InvalidField
 from seer.common.weights import safetensors
-from seer.common.weights.digest import digest_of, tensor_hash
-from seer.common.weights.safetensors import Stored
-
-_READ_BYTES = 2**22
+from seer.common.weights.digest import digest_of, hashes_of
+from seer.common.weights.lora import CONFIG
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,9 +44,8 @@ def resolve_beneath(folder: Path, root: Path) -> Path:
     """Return a folder, links resolved. Raises `InvalidField` unless it and its files lie in `root`."""
     try:
         found, top = folder.resolve(), root.resolve(strict=True)
-        outside = [
-            each for each in (found, *found.glob("*.safetensors*")) if not each.resolve().is_relative_to(top)
-        ]
+        read = (found, *found.glob("*.safetensors*"), *found.glob(CONFIG))
+        outside = [each for each in read if not each.resolve().is_relative_to(top)]
     except (OSError, RuntimeError, ValueError) as error:
         raise InvalidField("source", str(folder), f"cannot be read: {error}") from error
     if outside:
@@ -63,9 +59,7 @@ def read_manifest(folder: Path, stop: Callable[[], bool] = lambda: False) -> Man
     try:
         stamps = safetensors.stamps(folder)
         stored = safetensors.stored(folder)
-        with ThreadPoolExecutor() as pool:  # hashlib releases the GIL
-            found = pool.map(lambda each: _hash(each, stop), stored)
-            hashes = dict(zip((each.name for each in stored), found, strict=True))
+        hashes = hashes_of(stored, stop)
     except OSError as error:
         raise InvalidField("source", str(folder), f"cannot be read: {error}") from error
     except ValueError as error:
@@ -91,19 +85,3 @@ def differences(live: Manifest, new: Manifest) -> str:
         if ours.dtype != theirs.dtype:
             return f"tensor {name} has type {theirs.dtype}, the model's has {ours.dtype}"
     return ""
-
-
-def _hash(stored: Stored, stop: Callable[[], bool]) -> bytes:
-    known = tensor_hash(stored.name, stored.dtype, stored.shape)
-    left = stored.size
-    with safetensors.open_regular(stored.file) as opened:
-        opened.seek(stored.start)
-        while left > 0:
-            data = opened.read(min(left, _READ_BYTES))
-            if not data:
-                raise ValueError(f"{stored.file.name} ends within tensor {stored.name}")
-            if stop():
-                raise ValueError(f"{stored.file.name} is not needed any more: the update was cancelled")
-            known.update(data)
-            left -= len(data)
-    return known.digest()

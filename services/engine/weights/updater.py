@@ -4,6 +4,7 @@ Invariants (tests/unit/test_engine_orders.py asserts them):
 - new weights are checked while the live ones generate, and loaded while nothing runs; after a failed
   load the engine has no weights, and runs nothing, until another load succeeds;
 - only what was checked is loaded: files that changed since then are read again;
+- an adapter is merged into the model that the engine was started with, whatever is live;
 - copies of streamed weights are deleted after the load, or when the update fails or is cancelled;
 - when the buffer is gone, its queued orders are dropped, and the current one is not answered. That changes
   nothing any more, unless it is already loading or going to sleep: then the next buffer hears the result.
@@ -13,14 +14,18 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
 from seer.common import wire
-from seer.common.errors import ConfigError, EngineError, SeerError
+from seer.common.errors import ConfigError, EngineError, InvalidField, SeerError
+from seer.common.weights.lora import is_adapter
 from seer.common.weights.safetensors import stamps
 from seer.services.engine.driver import Driver
+from seer.services.engine.weights.adapter import read_adapter
+from seer.services.engine.weights.adapter import stamps as adapter_stamps
 from seer.services.engine.weights.fetcher import Send, WeightFetcher
 from seer.services.engine.weights.manifest import Manifest, differences, read_manifest
 
@@ -89,6 +94,7 @@ class WeightUpdater:
         self._engine = engine
         self._checked = CheckedWeights()
         self._model: Manifest | None = None
+        self._base = Path()
         self._orders: asyncio.Queue[Order] = asyncio.Queue(MAX_ORDERS)
         self._preparing: asyncio.Task[wire.WeightsPrepared] | None = None
         self._cancelled_call_id = 0
@@ -103,7 +109,8 @@ class WeightUpdater:
         """Read the model folder that the engine was started with, if it has one. Raises `SeerError`."""
         if not model:
             return
-        self._model = await asyncio.to_thread(read_manifest, Path(model))
+        self._base = Path(model)
+        self._model = await asyncio.to_thread(read_manifest, self._base)
         self.live = LiveWeights(digest=self._model.digest)
         self.fetcher.model_bytes = self._model.size
         await self._driver.bind_weights(self.live.digest)
@@ -175,7 +182,8 @@ class WeightUpdater:
         try:
             found = await self._check(order.source)
             answer.digest = found.digest
-            answer.problem = differences(self._model, found) if self._model else ""
+            if self._model is not None and not is_adapter(order.source):
+                answer.problem = differences(self._model, found)
         except SeerError as error:
             answer.problem = str(error)
         if answer.problem:
@@ -192,11 +200,25 @@ class WeightUpdater:
         folder = await self.fetcher.folder(source)
         stop = threading.Event()
         try:
-            found = await asyncio.to_thread(read_manifest, folder, stop.is_set)
+            found = await asyncio.to_thread(self._read, source, folder, stop.is_set)
         finally:
             stop.set()  # a thread cannot be cancelled
         self._checked = CheckedWeights(source, found.digest, found.stamps)
         return found
+
+    def _read(self, source: str, folder: Path, stop: Callable[[], bool]) -> Manifest:
+        if not is_adapter(source):
+            return read_manifest(folder, stop)
+        if self._model is None:
+            fix = "this engine has no model to merge an adapter into: start it with shared.model"
+            raise InvalidField("source", source, fix)
+        return read_adapter(source, folder, self._base, self._model, stop)
+
+    async def _stamps(self, source: str, folder: Path) -> tuple[object, ...]:
+        """Return the state of the files that a source's weights are loaded from."""
+        if is_adapter(source):
+            return await asyncio.to_thread(adapter_stamps, folder, self._base)
+        return await asyncio.to_thread(stamps, folder)
 
     async def _load(self, order: wire.LoadWeights) -> wire.WeightsLoaded:
         rejoins = self._rejoins
@@ -210,8 +232,9 @@ class WeightUpdater:
             if rejoins != self._rejoins:  # the next buffer already relies on the live weights
                 raise EngineError("the buffer that gave this order is gone")
             self.live = LiveWeights(version=UNDEFINED)
-            await self._driver.load_weights(folder, order.digest)
-            if await asyncio.to_thread(stamps, folder) != self._checked.stamps:
+            base = self._base if is_adapter(order.source) else None
+            await self._driver.load_weights(folder, order.digest, base)
+            if await self._stamps(order.source, folder) != self._checked.stamps:
                 raise EngineError(f"{order.source} changed while it was loaded")
             self._engine.weights_loaded()
             self.live = LiveWeights(order.version, order.digest, order.source)
@@ -224,7 +247,7 @@ class WeightUpdater:
     async def _checked_folder(self, order: wire.LoadWeights) -> Path:
         """Return the folder, once it was checked to hold exactly these weights. Raises `SeerError`."""
         folder = await self.fetcher.folder(order.source)
-        now = await asyncio.to_thread(stamps, folder)
+        now = await self._stamps(order.source, folder)
         if self._checked != CheckedWeights(order.source, order.digest, now):
             await self._check(order.source)  # it was never prepared here, or files changed since
         if self._checked.digest != order.digest:

@@ -4,7 +4,9 @@ Invariants:
 - pause and resume return once every process has done it;
 - an update never waits for what is paused: what is not submitted is not waited for, and what is under way is
   ended by the update, or refuses it (`gateway.on_update`);
-- one update runs at a time; a second one is refused while it does, and changes nothing;
+- one update runs at a time, of whole weights or of an adapter; a second one is refused while it does, and
+  changes nothing;
+- every process knows of an adapter before the call that loaded it returns;
 - an update goes on when who asked for it disconnects;
 - every wait has a deadline.
 """
@@ -13,14 +15,16 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Coroutine
 from pathlib import PurePosixPath
 from typing import Literal, Protocol
 
-from seer.common.config import GatewayConfig
+from seer.client import LoraAdapter
+from seer.common.config import Config
 from seer.common.errors import SeerError, WeightsRefused
 from seer.gateway.buffer_client import BufferClient
 from seer.gateway.errors import HttpError, bad
+from seer.gateway.models import Adapter
 
 PauseMode = Literal["abort", "wait", "keep"]
 
@@ -46,6 +50,10 @@ class Process(Protocol):
         """See `OpenRequests.resume`."""
         ...
 
+    async def loaded(self, adapter: Adapter | None, loading: Adapter | None = None) -> None:
+        """See `Models.loaded`."""
+        ...
+
     async def counts(self) -> dict[str, int]:
         """Return the counters, and what is there now: `processes` (1), `open_requests`, `under_way`."""
         ...
@@ -54,12 +62,17 @@ class Process(Protocol):
 class Control:
     """`processes` may grow and shrink; one that joins while generation is paused must be paused first."""
 
-    def __init__(self, config: GatewayConfig, buffer: BufferClient, processes: Collection[Process]) -> None:
-        self._config = config
+    def __init__(self, config: Config, buffer: BufferClient, processes: Collection[Process]) -> None:
+        self._model = config.shared.model
+        self._models = (self._model, config.gateway.model_name or PurePosixPath(self._model).name)
+        self._config = config.gateway
         self._buffer = buffer
         self._processes = processes
         self._update: asyncio.Task[str] | None = None
         self.paused = False
+        self.adapter: Adapter | None = None
+        """The last adapter that was loaded here, unless other weights were since."""
+        self.loading: Adapter | None = None
 
     async def pause(self, mode: PauseMode) -> None:
         """Submit nothing; end what is under way (`abort`), wait for it (`wait`) or let it go on (`keep`)."""
@@ -83,30 +96,67 @@ class Control:
 
         `field` is the folder's name in errors.
         """
-        if not PurePosixPath(folder).is_absolute():
-            raise bad(field, folder, "give an absolute path that every engine can read")
+        _check_absolute(folder, field)
+        return await self._shielded(self._load(folder, folder, field))
+
+    async def load_adapter(self, name: str, path: str, *, in_place: bool) -> None:
+        """Have the engines load the adapter in a folder; from then on requests may name it, and no other.
+
+        `in_place`: an adapter of this name may be live.
+        """
+        _check_absolute(path, "lora_path")
+        if not name or name in self._models:
+            raise bad("lora_name", name, "give a name that is not the model's own")
+        if not in_place and await self._is_live(name):
+            raise bad("lora_name", name, "is loaded: set load_inplace, or unload it first")
+        await self._shielded(self._load(LoraAdapter(path), path, "lora_path", name))
+
+    async def unload_adapter(self, name: str) -> None:
+        """Have the engines load the model that they were started with, in place of the live adapter."""
+        if not await self._is_live(name):
+            raise HttpError(404, f"lora_name = {name!r}: no such adapter is live", "lora_name")
+        await self._shielded(self._load(self._model, self._model, "shared.model"))
+
+    async def _is_live(self, name: str) -> bool:
+        live = (await self._buffer.fresh_status()).weight_version
+        return self.adapter is not None and (self.adapter.name, self.adapter.version) == (name, live)
+
+    async def _shielded(self, load: Coroutine[None, None, str]) -> str:
+        """Run an update to its end, also if who asked for it leaves. Raises a 409 during another one."""
         if self._update is not None and not self._update.done():
+            load.close()
             raise HttpError(409, "another weight update is under way: wait for it")
-        self._update = asyncio.create_task(self._load(folder, field))
+        self._update = asyncio.create_task(load)
         self._update.add_done_callback(
             lambda done: done.cancelled() or done.exception()
         )  # the asker may be gone
         return await asyncio.shield(self._update)
 
-    async def _load(self, folder: str, field: str) -> str:
+    async def _load(self, source: str | LoraAdapter, folder: str, field: str, adapter: str = "") -> str:
         if self._config.on_update == "refuse" and (busy := (await self.counts())["under_way"]):
             raise HttpError(409, f"{busy} requests are under way (gateway.on_update = refuse): wait for them")
         status = await self._buffer.fresh_status()
+        self.loading = Adapter(adapter, folder, status.weight_version + 1) if adapter else None
         try:
+            await self._tell_of_adapters()
             live = await self._buffer.client.update_weights(
                 status.weight_version + 1,
-                folder,
+                source,
                 in_flight=_IN_FLIGHT[self._config.on_update],
                 timeout_seconds=self._config.update_seconds,
             )
         except WeightsRefused as error:
             raise HttpError(400, f"{field} = {folder!r}: {error}", field) from error
-        return str(live.version)
+        else:
+            self.adapter = self.loading
+            return str(live.version)
+        finally:
+            self.loading = None
+            await self._tell_of_adapters()
+
+    async def _tell_of_adapters(self) -> None:
+        told = (each.loaded(self.adapter, self.loading) for each in self._processes)
+        await asyncio.gather(*told)
 
     async def sleep(self, mode: PauseMode) -> None:
         """Have engines free their memory, once what is under way is finished or (`abort`) ended."""
@@ -148,3 +198,8 @@ class Control:
     async def instances(self) -> int:
         """Return how many engines there are. Raises a 503 while there is none."""
         return self._buffer.engines()
+
+
+def _check_absolute(folder: str, field: str) -> None:
+    if not PurePosixPath(folder).is_absolute():
+        raise bad(field, folder, "give an absolute path that every engine can read")

@@ -12,7 +12,7 @@ from typing import Protocol, TypeVar, get_args
 
 import msgspec
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
 from seer import __version__
@@ -20,17 +20,19 @@ from seer.common.config import Config
 from seer.gateway.control import PauseMode
 from seer.gateway.errors import HttpError, bad
 from seer.gateway.http import answer, body_of, endpoint
-from seer.gateway.request_bodies import ArealUpdateBody, UpdateBody, read_body
+from seer.gateway.request_bodies import (
+    ArealUpdateBody,
+    LoadAdapterBody,
+    UnloadAdapterBody,
+    UpdateBody,
+    read_body,
+)
 
 B = TypeVar("B", bound=msgspec.Struct)
 
 NO_NCCL = "weights by NCCL are not received: send them with Seer's own client, or name a folder"
 
-NO_ADAPTERS = "adapters are not supported: merge them, and update the weights"
-
 UNSUPPORTED = {
-    "/v1/load_lora_adapter": NO_ADAPTERS,
-    "/v1/unload_lora_adapter": NO_ADAPTERS,
     "/init_weight_transfer_engine": NO_NCCL,
     "/start_weight_update": NO_NCCL,
     "/finish_weight_update": NO_NCCL,
@@ -53,6 +55,12 @@ class ControlCalls(Protocol):
 
     async def update(self, folder: str, field: str) -> str:
         """See `Control.update`."""
+
+    async def load_adapter(self, name: str, path: str, *, in_place: bool) -> None:
+        """See `Control.load_adapter`."""
+
+    async def unload_adapter(self, name: str) -> None:
+        """See `Control.unload_adapter`."""
 
     async def sleep(self, mode: PauseMode) -> None:
         """See `Control.sleep`."""
@@ -89,6 +97,8 @@ class ControlRoutes:
             ("POST", "/areal_continue_generation", self.areal_continue),
             ("POST", "/update_weights", self.update_weights),
             ("POST", "/areal_update_weights", self.areal_update_weights),
+            ("POST", "/v1/load_lora_adapter", self.load_adapter),
+            ("POST", "/v1/unload_lora_adapter", self.unload_adapter),
             ("GET", "/weight_info", self.weight_info),
             ("POST", "/sleep", self.sleep),
             ("POST", "/wake_up", self.wake_up),
@@ -138,6 +148,20 @@ class ControlRoutes:
         body = await self._read(request, ArealUpdateBody)
         version = await self._control.update(body.model_path, "model_path")
         return answer({"success": True, "message": "Weights updated", "weight_version": version})
+
+    async def load_adapter(self, request: Request) -> Response:
+        """`/v1/load_lora_adapter`, from a folder that PEFT wrote."""
+        body = await self._read(request, LoadAdapterBody)
+        if body.is_3d_lora_weight:
+            raise bad("is_3d_lora_weight", True, "adapters of fused experts are not merged")
+        await self._control.load_adapter(body.lora_name, body.lora_path, in_place=body.load_inplace)
+        return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
+
+    async def unload_adapter(self, request: Request) -> Response:
+        """`/v1/unload_lora_adapter`: back to the model that engines were started with."""
+        body = await self._read(request, UnloadAdapterBody)
+        await self._control.unload_adapter(body.lora_name)
+        return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
 
     async def weight_info(self, request: Request) -> Response:
         """`/weight_info`: the live version."""

@@ -18,6 +18,7 @@ from seer.client import Delta, Group, Response, SamplingParams
 from seer.gateway.answers import Choice
 from seer.gateway.group_names import GroupNames, Place, group_seed, places_in_headers, request_hash
 from seer.gateway.http import unless_gone
+from seer.gateway.models import Models
 from seer.gateway.open_requests import OpenRequests
 from seer.gateway.request_bodies import SamplingFields
 from seer.gateway.stream_answers import StreamedAnswer
@@ -27,13 +28,17 @@ from seer.gateway.text_stream import TextStream
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """What a request asks for: n responses to each prompt; `textual`: with their text."""
+    """What a request asks for: n responses to each prompt; `textual`: with their text.
+
+    `adapter`: the adapter that it names as its model.
+    """
 
     prompts: Sequence[list[int]]
     n: int
     sampling: SamplingParams
     fields: SamplingFields
     textual: bool = True
+    adapter: str = ""
 
     @property
     def skip_special(self) -> bool:
@@ -49,8 +54,9 @@ class Asked:
 class Generation:
     """Generates through `requests`, and decodes with `text`."""
 
-    def __init__(self, requests: OpenRequests, text: ModelText) -> None:
+    def __init__(self, requests: OpenRequests, text: ModelText, models: Models) -> None:
         self._requests = requests
+        self._models = models
         self._text = text
         self._names = GroupNames()
 
@@ -60,6 +66,8 @@ class Generation:
         prompts = dict(zip(places, asked.prompts, strict=True))
         work = self._requests.run(prompts, n=asked.n, sampling=asked.sampling, seed=seed)
         groups = await unless_gone(request, work)
+        for group in groups.values():
+            self._models.check_version(asked.adapter, group.weight_version)
         return [
             self._choice(prompt, groups[place], response, asked)
             for place, prompt in zip(places, asked.prompts, strict=True)
@@ -79,6 +87,8 @@ class Generation:
         events = self._requests.stream(prompts, n=asked.n, sampling=asked.sampling, seed=seed)
         async with contextlib.aclosing(events):
             async for place, what in events:
+                if isinstance(what, Group):
+                    self._models.check_version(asked.adapter, what.weight_version)
                 for first in choices[place]:
                     for part in self._shown(streamed, first, what, asked):
                         yield part

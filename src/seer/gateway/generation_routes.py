@@ -2,7 +2,7 @@
 
 Invariants:
 - a request is submitted once it was read and checked as a whole: one that is refused costs no engine time;
-- `model` is this system's, or left out; adapters are refused by name;
+- `model` is this system's, the live adapter's, or left out; another one is refused by name;
 - a stream's answer begins with its first tokens: what fails before has a status of its own;
 - tokenizing runs on one thread of its own, so that a long text does not hold up other requests.
 """
@@ -16,7 +16,6 @@ from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
@@ -32,6 +31,7 @@ from seer.gateway.buffer_client import BufferClient
 from seer.gateway.errors import HttpError, bad
 from seer.gateway.generation import Asked, Generation
 from seer.gateway.http import EventStream, answer, body_of, endpoint, unless_gone
+from seer.gateway.models import Models
 from seer.gateway.open_requests import OpenRequests
 from seer.gateway.request_bodies import (
     ChatBody,
@@ -52,12 +52,13 @@ B = TypeVar("B", bound=msgspec.Struct)
 class GenerationRoutes:
     """`routes` are to be served; see the module's docstring."""
 
-    def __init__(self, config: Config, buffer: BufferClient, requests: OpenRequests, text: ModelText) -> None:
+    def __init__(
+        self, config: Config, buffer: BufferClient, requests: OpenRequests, text: ModelText, models: Models
+    ) -> None:
         self._settings = config.gateway
-        self._model = config.shared.model
-        self.model_name = config.gateway.model_name or Path(self._model).name
+        self._models = models
         self._buffer = buffer
-        self._generation = Generation(requests, text)
+        self._generation = Generation(requests, text, models)
         self._counters = requests.counters
         self._text = text
         self._thread = ThreadPoolExecutor(1, "tokenizer")
@@ -93,7 +94,9 @@ class GenerationRoutes:
         self._text.check(body.token_ids, "token_ids")
         where = "sampling_params."
         sampling = fields.sampling(self._settings.logprobs, where)
-        asked = Asked([body.token_ids], fields.group_size(where), sampling, fields, textual=False)
+        adapter = self._models.check(body.model)
+        n = fields.group_size(where)
+        asked = Asked([body.token_ids], n, sampling, fields, textual=False, adapter=adapter)
         head = self._head("request_id", body.request_id or secrets.token_hex(16))
         style = Style(logprobs=fields.logprobs is not None, token_ids=True)
         if body.stream:
@@ -113,7 +116,7 @@ class GenerationRoutes:
         sampling, n = body.sampling(self._settings.logprobs), body.group_size()
         textual = isinstance(body.prompts()[0], str)
         prompts = await self._on_thread(self._prompt_ids, body) if textual else self._prompt_ids(body)
-        asked = Asked(prompts, n, sampling, body)
+        asked = Asked(prompts, n, sampling, body, adapter=self._models.check(body.model))
         style = self._style(body, shown=body.logprobs is not None)
         head = self._head("id", f"cmpl-{secrets.token_hex(16)}")
         if body.stream:
@@ -129,7 +132,7 @@ class GenerationRoutes:
             body.max_tokens = body.max_completion_tokens
         sampling, n = body.sampling(self._settings.logprobs), body.group_size()
         prompt = await self._on_thread(self._chat_ids, body)
-        asked = Asked([prompt], n, sampling, body)
+        asked = Asked([prompt], n, sampling, body, adapter=self._models.check(body.model))
         style = replace(self._style(body, shown=bool(body.logprobs)), top_logprobs=bool(body.top_logprobs))
         head = self._head("id", f"chatcmpl-{secrets.token_hex(16)}")
         if body.stream:
@@ -193,17 +196,24 @@ class GenerationRoutes:
         return Style(logprobs=shown, token_ids=bool(body.return_token_ids), token_texts=texts)
 
     def _head(self, key: str, name: str) -> Json:
-        return {key: name, "model": self.model_name, "created": int(time.time())}
+        return {key: name, "model": self._models.name, "created": int(time.time())}
 
     # --- models, tokens and text ---------------------------------------------------------
 
     async def models(self, request: Request) -> Response:
         """`/v1/models`."""
-        card = {
-            "id": self.model_name, "object": "model", "created": self._started, "owned_by": "seer",
-            "root": self._model, "parent": None, "max_model_len": self._max_model_len(), "permission": [],
-        }  # fmt: skip
-        return answer({"object": "list", "data": [card]})
+        models, adapter = self._models, self._models.adapter
+        shown: list[tuple[str, str, str | None]] = [(models.name, models.path, None)]
+        if adapter is not None:
+            shown.append((adapter.name, adapter.path, models.name))
+        cards: list[Json] = [
+            {
+                "id": name, "object": "model", "created": self._started, "owned_by": "seer", "root": root,
+                "parent": parent, "max_model_len": self._max_model_len(), "permission": [],
+            }
+            for name, root, parent in shown
+        ]  # fmt: skip
+        return answer({"object": "list", "data": cards})
 
     async def health(self, request: Request) -> Response:
         """`/health`: 200 if generation is possible, else 503 that says why not."""
@@ -241,9 +251,7 @@ class GenerationRoutes:
     async def _read(self, request: Request, kind: type[B]) -> B:
         settings = self._settings
         body = read_body(kind, await body_of(request, settings.max_body_bytes, settings.client_seconds))
-        model = getattr(body, "model", None)
-        if model not in (None, "", self.model_name, self._model):
-            raise HttpError(404, f"model = {model!r}: this system has {self.model_name!r} alone", "model")
+        self._models.check(getattr(body, "model", None))
         return body
 
     async def _on_thread(self, work: Callable[[Any], T], argument: object) -> T:

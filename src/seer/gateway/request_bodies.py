@@ -237,6 +237,21 @@ class UpdateBody(msgspec.Struct, kw_only=True):
     weight_dir: str | None = None
 
 
+class LoadAdapterBody(msgspec.Struct, kw_only=True):
+    """`POST /v1/load_lora_adapter`."""
+
+    lora_name: str
+    lora_path: str
+    load_inplace: bool = False
+    is_3d_lora_weight: bool = False
+
+
+class UnloadAdapterBody(msgspec.Struct, kw_only=True):
+    """`POST /v1/unload_lora_adapter`."""
+
+    lora_name: str
+
+
 class ArealUpdateBody(msgspec.Struct, kw_only=True):
     """`POST /areal_update_weights`."""
 

@@ -26,7 +26,7 @@ class Gateway:
         """Bind, and read the tokenizer."""
         self._sockets = listen_on_both(self._config.gateway)
         serving = self._serving
-        serving.load(Control(self._config.gateway, serving.buffer, [serving.process]))
+        serving.load(Control(self._config, serving.buffer, [serving.process]))
         return {f"gateway.{name}": url_of(each) for name, each in self._sockets.items()}
 
     async def run(self) -> None:

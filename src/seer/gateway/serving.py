@@ -29,6 +29,7 @@ from seer.gateway.control_routes import ControlCalls, ControlRoutes
 from seer.gateway.errors import HttpError
 from seer.gateway.generation_routes import GenerationRoutes
 from seer.gateway.http import refusal
+from seer.gateway.models import Models
 from seer.gateway.open_requests import OpenRequests
 from seer.gateway.text import ModelText
 from seer.gateway.this_process import ThisProcess
@@ -51,14 +52,15 @@ class Serving:
             self.buffer, most=settings.max_requests, seconds=settings.request_seconds,
             restart=settings.on_update != "abort",
         )  # fmt: skip
-        self.process = ThisProcess(self.requests)
+        self._models = Models(config.shared.model, settings.model_name, self.buffer)
+        self.process = ThisProcess(self.requests, self._models)
         self._servers: dict[str, _Server] = {}
 
     def load(self, control: ControlCalls) -> None:
         """Read the tokenizer, and make the routes. Raises `ConfigError`."""
         settings = self._config.gateway
         text = ModelText.load(self._config.shared.model, trust_templates=settings.trust_chat_templates)
-        data = GenerationRoutes(self._config, self.buffer, self.requests, text).routes
+        data = GenerationRoutes(self._config, self.buffer, self.requests, text, self._models).routes
         everything = [*data, *ControlRoutes(self._config, control, self.requests.counters).routes]
         routes = {"data": data, "control": everything}
         self._servers = {

@@ -24,6 +24,7 @@ from seer.common.net.transport.base import Transport
 from seer.common.process.log import get_logger
 from seer.gateway.buffer_client import BufferClient
 from seer.gateway.control import Control
+from seer.gateway.models import Adapter
 from seer.gateway.process_calls import Link, LinkLost
 from seer.gateway.sockets import listen_on_both, url_of
 from seer.gateway.worker import CALL_SECONDS
@@ -61,6 +62,10 @@ class RemoteProcess:
         """See `Process.resume`."""
         await self._call("resume")
 
+    async def loaded(self, adapter: Adapter | None, loading: Adapter | None = None) -> None:
+        """See `Process.loaded`."""
+        await self._call("loaded", to_builtins(adapter), to_builtins(loading))
+
     async def counts(self) -> dict[str, int]:
         """See `Process.counts`."""
         counts = await self._call("counts")
@@ -88,7 +93,7 @@ class WorkerSupervisor:
         self._config = config
         self._buffer = BufferClient(config.endpoints.trainers, transport)
         self._serving: set[RemoteProcess] = set()
-        self._control = Control(config.gateway, self._buffer, self._serving)
+        self._control = Control(config, self._buffer, self._serving)
         self._reserved: dict[str, socket.socket] = {}
         self._keepers: list[asyncio.Task[None]] = []
         self._draining = False
@@ -201,6 +206,7 @@ class WorkerSupervisor:
     ) -> None:
         await admitted.wait()
         self._serving.add(remote)
+        await remote.loaded(self._control.adapter, self._control.loading)
         if not self._control.paused:
             await remote.resume()
         if self._draining:
@@ -220,6 +226,10 @@ class WorkerSupervisor:
                 return await control.is_paused()
             case "update", [str() as folder, str() as field]:
                 return await control.update(folder, field)
+            case "load_adapter", [str() as name, str() as path, bool() as in_place]:
+                await control.load_adapter(name, path, in_place=in_place)
+            case "unload_adapter", [str() as name]:
+                await control.unload_adapter(name)
             case "sleep", ["abort" | "wait" | "keep" as mode]:
                 await control.sleep(mode)
             case "wake", []:

@@ -1,15 +1,17 @@
-"""The requests of this process, as `control.Process`."""
+"""The requests of this process, and the models that they may name, as `control.Process`."""
 
 from __future__ import annotations
 
+from seer.gateway.models import Adapter, Models
 from seer.gateway.open_requests import OpenRequests
 
 
 class ThisProcess:
     """See `control.Process` for the calls."""
 
-    def __init__(self, requests: OpenRequests) -> None:
+    def __init__(self, requests: OpenRequests, models: Models) -> None:
         self._requests = requests
+        self._models = models
 
     async def pause(self, *, abort: bool) -> None:
         """See `OpenRequests.pause`."""
@@ -26,6 +28,10 @@ class ThisProcess:
     async def resume(self) -> None:
         """See `OpenRequests.resume`."""
         self._requests.resume()
+
+    async def loaded(self, adapter: Adapter | None, loading: Adapter | None = None) -> None:
+        """See `Models.loaded`."""
+        self._models.loaded(adapter, loading)
 
     async def counts(self) -> dict[str, int]:
         """Return the counters, and what is there now: `processes`, `open_requests`, `under_way`."""

@@ -12,6 +12,7 @@ import asyncio
 import socket
 import sys
 
+import msgspec
 import uvloop
 
 from seer.common.config import Config
@@ -19,6 +20,7 @@ from seer.common.errors import ConfigError, SeerError
 from seer.common.net.transport.zmq import ZmqTransport
 from seer.common.process.log import configure, get_logger
 from seer.gateway.control import PauseMode
+from seer.gateway.models import Adapter
 from seer.gateway.process_calls import Link
 from seer.gateway.serving import Serving
 from seer.gateway.sockets import listen_on_both
@@ -49,6 +51,14 @@ class RemoteControl:
     async def update(self, folder: str, field: str) -> str:
         """See `Control.update`."""
         return str(await self._link.call("update", folder, field, seconds=self._long))
+
+    async def load_adapter(self, name: str, path: str, *, in_place: bool) -> None:
+        """See `Control.load_adapter`."""
+        await self._link.call("load_adapter", name, path, in_place, seconds=self._long)
+
+    async def unload_adapter(self, name: str) -> None:
+        """See `Control.unload_adapter`."""
+        await self._link.call("unload_adapter", name, seconds=self._long)
 
     async def sleep(self, mode: PauseMode) -> None:
         """See `Control.sleep`."""
@@ -91,6 +101,8 @@ class Worker:
                 return await process.idle(seconds)
             case "resume", []:
                 await process.resume()
+            case "loaded", [adapter, loading]:
+                await process.loaded(*msgspec.convert([adapter, loading], list[Adapter | None]))
             case "counts", []:
                 return await process.counts()
             case "drain", []:
@@ -102,8 +114,6 @@ class Worker:
 
 async def work(end: socket.socket) -> None:
     """Serve until drained, or until the other process ends."""
-    import msgspec
-
     loading: Worker | None = None
 
     async def serve(name: str, arguments: list[object]) -> object:

@@ -2,7 +2,8 @@
 
 Invariants:
 - every response is of the trainer's current weights, or an error;
-- weights are sent once for each optimizer step, unless another trainer sent its own since;
+- weights are sent once for each optimizer step, unless another trainer sent its own since: an adapter alone,
+  if engines then have the bits that merging would give them;
 - only the main process sends weights and first turns; a later turn is asked for by its own process, as
   processes may have different numbers of turns. Its errors are raised in every process;
 - a wait ends with `deadline_seconds`, if given, and what is unfinished is given up.
@@ -11,6 +12,7 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -24,20 +26,32 @@ from seer.client import (
     PromptInFlight,
     RolloutClient,
     SamplingParams,
+    SeerError,
     SyncRolloutClient,
     WeightsLive,
+    WeightsRefused,
 )
 from seer.common.errors import InvalidField
 from seer.integrations.hf import checkpoint_tensors
 from seer.integrations.trl.ranks import gathered, on_main
 from seer.integrations.trl.settings import sampling_params
 from seer.integrations.trl.turns import Ids, Sample, Submission, first_turns, later_turn
-from seer.integrations.trl.weights import whole_weights
+from seer.integrations.trl.weights import (
+    NO_ADAPTER,
+    adapter_alone,
+    base_digest,
+    gathered_adapter,
+    whole_weights,
+    why_merged,
+)
 
 if TYPE_CHECKING:
+    from peft import PeftModel
     from torch import Tensor
     from transformers import PreTrainedModel
     from trl import GRPOTrainer
+
+_log = logging.getLogger(__name__)
 
 Sampled = tuple[list[int], list[float]]
 """A response's token ids and logprobs, which are of the temperature-scaled distribution before truncation."""
@@ -79,6 +93,10 @@ class Session:
         self._size = 1
         self._start = 0
         self.live: WeightsLive | None = None
+        self._merged: str | None = None
+        """Why the adapter is merged before it is sent; empty: it is not; None: not decided yet."""
+        self._base = ""
+        """The digest of the adapter's base, once engines have taken the adapter alone."""
 
     def close(self) -> None:
         """Disconnect from the buffer; idempotent. A later call connects again."""
@@ -138,17 +156,61 @@ class Session:
             return
         # The live version may be higher than our step: after a resumption, or by another trainer.
         version = max(step, live_version) + 1
-        with whole_weights(trainer) as (model, weights):
-            self.live = on_main(trainer.accelerator, lambda: self._send(model, version, weights))
+        self.live = self._update_adapter(trainer, version) or self._update_all(trainer, version)
         if moved:
             self._state, self._step = state, step
             self._calls.clear()
 
-    def _send(self, model: PreTrainedModel, version: int, weights: Mapping[str, Tensor]) -> WeightsLive:
+    def _update_all(self, trainer: GRPOTrainer, version: int) -> WeightsLive:
+        with whole_weights(trainer) as (model, weights):
+            return on_main(
+                trainer.accelerator,
+                lambda: self._client.update_weights(
+                    version, checkpoint_tensors(model, weights, self._folder(model))
+                ),
+            )
+
+    def _update_adapter(self, trainer: GRPOTrainer, version: int) -> WeightsLive | None:
+        """Update by the adapter alone; None if it has to be merged, which is decided once."""
+        if self._merged is None:
+            self._merge(trainer, why_merged(trainer))
+        if self._merged:
+            return None
+        model, state = gathered_adapter(trainer)
+        sent = on_main(trainer.accelerator, lambda: self._send_adapter(model, version, state))
+        if isinstance(sent, str):
+            self._merge(trainer, sent)
+            return None
+        return sent
+
+    def _merge(self, trainer: GRPOTrainer, why: str) -> None:
+        """Merge the adapter from now on, for this reason; empty: send it alone."""
+        self._merged = why
+        if why not in ("", NO_ADAPTER) and trainer.accelerator.is_main_process:
+            _log.warning("the adapter is merged before it is sent: %s", why)
+
+    def _send_adapter(self, model: PeftModel, version: int, state: Mapping[str, Tensor]) -> WeightsLive | str:
+        """Return the result, or, the first time, why engines do not take the adapter alone."""
+        if self._base:
+            return self._client.update_weights(version, adapter_alone(model, state, self._base))
+        try:
+            base = base_digest(model, state, self._folder(model.get_base_model()))
+            live = self._client.update_weights(version, adapter_alone(model, state, base))
+        except (InvalidField, WeightsRefused) as error:
+            return str(error)
+        except SeerError as error:
+            if type(error) is not SeerError:
+                raise
+            return str(error)  # the buffer is of an earlier release
+        self._base = base
+        _log.info("the adapter is sent alone")
+        return live
+
+    def _folder(self, model: PreTrainedModel) -> Path:
         folder = Path(self._model or model.name_or_path)
         if not folder.is_dir():
             raise InvalidField("model", str(folder), "give the folder that the engines were started with")
-        return self._client.update_weights(version, checkpoint_tensors(model, weights, folder))
+        return folder
 
     @property
     def _client(self) -> SyncRolloutClient:

@@ -1,24 +1,38 @@
-"""The weights that a trainer trains, whole: gathered, and with PEFT adapters merged.
+"""The weights that a trainer trains: gathered, whole, with PEFT adapters merged; or an adapter alone.
 
 Invariants:
 - names are those of the model without adapters; what is sent is what the trainer computes with;
-- merging leaves no trace: afterwards every bit of the model is as before.
+- merging leaves no trace: afterwards every bit of the model is as before;
+- an adapter is sent alone only if engines then have the weights that merging here would give, bit for bit.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
+
+from seer.client import LoraAdapter
+from seer.client.tensor_stream import TensorStream
 from seer.common.errors import InvalidField
-from seer.integrations.hf import unwrapped
+from seer.integrations.hf import checkpoint_tensors, unwrapped
 
 if TYPE_CHECKING:
     from peft import PeftModel
     from torch import Tensor
     from transformers import PreTrainedModel
     from trl import GRPOTrainer
+
+ADAPTER = "default"
+"""PEFT's name of a model's only adapter."""
+
+NO_ADAPTER = "the model has no adapter"
+
+NO_BASE = "0" * 32
+"""A digest for checks in which the base does not count."""
 
 PARTS = (".base_layer", "modules_to_save.default.")
 """What PEFT puts into the names of tensors that the model has without it, too."""
@@ -74,6 +88,67 @@ def base_state(state: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
             plain = plain.replace(part, "")
         found[plain] = tensor
     return found
+
+
+def gathered_adapter(trainer: GRPOTrainer) -> tuple[PeftModel, dict[str, Tensor]]:
+    """Return the model and its state, adapters apart; all processes take part, the main one has the state."""
+    accelerator = trainer.accelerator
+    model = accelerator.unwrap_model(trainer.model_wrapped, keep_torch_compile=False)
+    state = accelerator.get_state_dict(trainer.model_wrapped) or {}
+    return model, {unwrapped(name): tensor.detach() for name, tensor in state.items()}
+
+
+def adapter_alone(model: PeftModel, state: Mapping[str, Tensor], base: str) -> LoraAdapter:
+    """Return the adapter in `state`; `base`: the digest of its base."""
+    from peft import get_peft_model_state_dict
+
+    tensors = get_peft_model_state_dict(model, dict(state), ADAPTER, save_embedding_layers=False)
+    return LoraAdapter(tensors, model.peft_config[ADAPTER], base=base)
+
+
+def why_merged(trainer: GRPOTrainer) -> str:
+    """Return why the trainer's adapter cannot be sent alone, whatever its base is; empty: it can.
+
+    Processes need not take part, and all get the same answer.
+    """
+    model = trainer.accelerator.unwrap_model(trainer.model)
+    if not hasattr(model, "peft_config"):
+        return NO_ADAPTER
+    if list(model.peft_config) != [ADAPTER] or model.active_adapters != [ADAPTER]:
+        return f"the model has other adapters than {ADAPTER!r}"
+    types = {str(each.dtype) for name, each in model.named_parameters() if model.prefix in name}
+    if types != {"torch.float32"}:
+        return f"it is in {', '.join(sorted(types)) or 'no type'}, not in float32"
+    try:
+        LoraAdapter({"none": np.zeros(1)}, model.peft_config[ADAPTER], base=NO_BASE)
+    except InvalidField as error:
+        return str(error)
+    return ""
+
+
+def base_digest(model: PeftModel, state: Mapping[str, Tensor], folder: Path) -> str:
+    """Return the digest that the trainer's base has as a checkpoint like `folder`.
+
+    Raises `InvalidField` if engines that merge the adapter into it would get other bits than the trainer.
+    """
+    import torch
+
+    base = {}
+    for name, tensor in state.items():
+        if model.prefix not in name and "modules_to_save." not in name:
+            plain = name.removeprefix("base_model.model.")
+            base[plain.replace(".base_layer", "").replace("original_module.", "")] = tensor
+    tensors = checkpoint_tensors(model.get_base_model(), base, folder)
+    embeddings = any("lora_embedding" in name for name in state)
+    for name, stored in tensors.items():
+        own = base.get(name, stored)
+        if own.dtype == stored.dtype:
+            continue
+        exact = own.dtype == torch.float32 and torch.equal(stored.to(own.dtype), own)
+        if embeddings or not exact:
+            fix = f"the trainer has it as {own.dtype}, the checkpoint as {stored.dtype}"
+            raise InvalidField("model", name, f"{fix}: the adapter merges into these differently")
+    return TensorStream(tensors).digest()
 
 
 def check_mergeable(trainer: GRPOTrainer) -> None:

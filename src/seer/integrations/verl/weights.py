@@ -51,7 +51,7 @@ class SeerRollout(BaseRollout):
         if wire_format != "named_tensors":
             raise InvalidField("wire_format", wire_format, "Seer takes whole tensors: named_tensors")
         if peft_config is not None:
-            fix = "Seer takes whole weights: set actor_rollout_ref.model.lora.merge=True, or use no LoRA"
+            fix = "Seer takes whole weights here: set actor_rollout_ref.model.lora.merge=True, or use no LoRA"
             raise InvalidField("peft_config", peft_config, fix)
         copy = None
         if torch.distributed.get_rank() == 0:
