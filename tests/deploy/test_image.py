@@ -31,6 +31,7 @@ NEED_EXTRA = {
     f"{ENGINE}.sampling.triton_kernels": "triton",
     f"{ENGINE}.sampling.triton_sampler": "torch",
     f"{ENGINE}.sampling.vectors": "torch",
+    f"{ENGINE}.merging": "torch",
     f"{ENGINE}.self_test": "torch",
     f"{ENGINE}.forced_text": "torch",
     "seer.doctor.copies": "torch",
