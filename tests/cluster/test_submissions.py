@@ -50,5 +50,7 @@ async def test_a_failure_is_raised_and_nothing_goes_on():
             await eventually(lambda: not rollout.unfinished)
         task = asyncio.create_task(generate(rollout, [Place("a", 0)], [[1]], SAMPLING, KEYS))
         await eventually(lambda: rollout.unfinished)
+        failed = rollout.counts.failed
         task.cancel()
         await eventually(lambda: not rollout.unfinished)
+        assert (rollout.counts.failed, rollout.counts.finished) == (failed + 1, 0)
