@@ -143,12 +143,12 @@ def _checked(
     params: RowParams, rows: npt.NDArray[np.intp]
 ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int64]]:
     """Return the slots of penalised rows and how many tokens of each are known; raise if one is not there."""
-    records = params.records[rows]
+    names = ("slot", "position", "extra_start", "extra_len")  # one by one: rows of records are slow to copy
+    slots, positions, extra, extra_len = (params.records[name][rows] for name in names)
     history = np.empty((0, 0), np.int32) if params.history is None else params.history
-    slots, extra_end = records["slot"], records["extra_start"] + records["extra_len"]
-    known = records["position"] - records["extra_len"]
-    inside = (slots >= 0) & (known >= 0) & (records["extra_len"] >= 0) & (records["extra_start"] >= 0)
-    inside &= (slots < len(history)) & (known <= history.shape[1]) & (extra_end <= len(params.extra))
+    known = positions - extra_len
+    inside = (slots >= 0) & (known >= 0) & (extra_len >= 0) & (extra >= 0)
+    inside &= (slots < len(history)) & (known <= history.shape[1]) & (extra + extra_len <= len(params.extra))
     if not inside.all():
         params.history_of(int(rows[np.argmin(inside)]))  # raises
     return slots, known
