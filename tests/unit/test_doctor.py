@@ -151,7 +151,18 @@ def test_all_checks_run_on_a_cpu(tmp_path, monkeypatch, capsys):
     assert kernels.run((), file, 300) == 0, capsys.readouterr().out
     found = {(line["check"], line["status"]) for line in json.loads(file.read_text())["lines"]}
     assert ("repeats", "pass") in found
-    for name in ("compiled", "penalties", "slabs", "streams", "graph", "copies", "gathers", "overlap", "ipc"):
+    for name in (
+        "compiled",
+        "penalties",
+        "steps",
+        "slabs",
+        "streams",
+        "graph",
+        "copies",
+        "gathers",
+        "overlap",
+        "ipc",
+    ):
         assert (name, "skip") in found
 
 

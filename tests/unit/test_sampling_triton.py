@@ -26,12 +26,21 @@ if DEVICE == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
 
 from sampling_rows import pack, random_batch, random_logits  # noqa: E402 - after torch and triton
 
-from seer.services.engine.vllm.sampling import sampler, torch_sampler, triton_kernels, triton_sampler, vectors  # noqa: E402
+from seer.services.engine.vllm.sampling import (  # noqa: E402
+    sampler,
+    torch_sampler,
+    triton_kernels,
+    triton_launch,
+    triton_sampler,
+    vectors,
+)
 from seer.services.engine.vllm.sampling.rows import SamplingTable  # noqa: E402
 from seer.services.engine.vllm.sampling.sampler import sample_rows  # noqa: E402
 
 pytestmark = pytest.mark.vllm
 EXAMPLES = 300 if DEVICE == "cuda" else 20  # the interpreter takes 0.1 s a row
+
+PENALTIES = ({"frequency_penalty": 2.0}, {"repetition_penalty": 3.0}, {"presence_penalty": 2.0})
 
 COMPILE = """
 import sys
@@ -41,10 +50,11 @@ from triton.compiler import ASTSource
 from seer.services.engine.vllm.sampling import triton_kernels as kernels
 
 types = {"logits": "*fp32", "words": "*i64", "cut": "*i64", "edited": "*i64", "found": "*i64", "lists": "*i32"}
+types |= {"runs": "*i64", "histories": "*i32"}
 types |= {"marks": "*i32", "biases": "*fp32", "histograms": "*i64", "tokens": "*i32", "logprobs": "*fp32"}
 options = kernels.LAUNCH | ({"enable_fp_fusion": True} if sys.argv[2] == "fused" else {})
 cuts = [("cut_kernel", {"weighed": weighed, "begins": begins}) for weighed in (0, 1) for begins in (0, 1)]
-for name, constants in (("draw_kernel", {"slots": 64}), *cuts, ("top_kernel", {}), ("mark_kernel", {})):
+for name, constants in (("draw_kernel", {"slots": 64}), *cuts, ("top_kernel", {}), ("mark_kernel", {}), ("append_kernel", {})):
     kernel = getattr(kernels, name)
     signature = {n: "constexpr" if n in constants else types.get(n, "i32") for n in kernel.arg_names}
     source = ASTSource(kernel, signature, constants)
@@ -72,7 +82,7 @@ def test_it_draws_the_vectors():
 
 
 def test_it_is_what_gpus_sample_by():
-    assert sampler._triton_sampler() is triton_sampler.sample
+    assert sampler._triton_sampler() is triton_sampler
 
 
 @given(st.integers(0, 2**32 - 1), st.sampled_from([1, 2, 66, 1000, 2048, 2049, 5003]), st.integers(1, 5))
@@ -248,6 +258,75 @@ def test_nothing_waits_for_the_device():
 def test_an_empty_batch_gives_nothing():
     tokens, logprobs = triton_sampler.sample(torch.empty(0, 10, device=DEVICE), SamplingTable([]).step([]))
     assert (tokens.shape, logprobs.shape) == ((0,), (0,))
+
+
+class Launched:
+    """A kernel as Triton has it, whose launches are recorded."""
+
+    def __init__(self, direct=False):
+        self.direct, self.launches = direct, []
+        if direct:
+            self.packed_metadata = ()
+        else:
+            self.compiled = []
+
+    def __getitem__(self, grid):
+        def run(*arguments, **options):
+            self.launches.append((grid, arguments))
+            if not self.direct:
+                assert options == triton_kernels.LAUNCH
+                self.compiled.append(Launched(direct=True))
+                return self.compiled[-1]
+            return None
+
+        return run
+
+
+def test_a_launch_is_direct_when_triton_has_compiled_for_such_arguments():
+    kernel, memory = Launched(), torch.zeros(64, dtype=torch.int32)
+    aligned, other = memory[4:], memory[5:]
+    calls = [(aligned, 32), (aligned, 48), (memory, 64)]  # alike
+    calls += [(other, 32), (aligned, 33), (aligned, 1), (aligned, 1 << 32), (aligned.float(), 32)]
+    for call in [*calls, *calls]:
+        triton_launch.launch(kernel, 7, call, True)
+    for constant in (False, False):
+        triton_launch.launch(kernel, 7, (aligned, 32), constant)
+    assert [arguments[1:] for _, arguments in kernel.launches] == [
+        (32, True), (32, True), (33, True), (1, True), (1 << 32, True), (32, True), (32, False),
+    ]  # fmt: skip
+    assert [len(compiled.launches) for compiled in kernel.compiled] == [5, 1, 1, 1, 1, 1, 1]
+    grid, arguments = kernel.compiled[0].launches[0]
+    assert (grid, arguments[0] is aligned, arguments[1:]) == ((7, 1, 1), True, (48, True))
+
+
+def test_tokens_are_those_of_whole_histories_whatever_was_kept():
+    rng = np.random.default_rng(11)
+    vocab, histories = 70, triton_sampler.Histories()
+    requests = [pack(vocab, key=key, **kind) for key, kind in enumerate(PENALTIES)]
+    known = [list(rng.integers(0, vocab, length)) for length in (3, 40, 90)]
+    for order, drafts in (([0, 1], [1, 0]), ([2, 0], None), ([1, 2, 0], [0, 2, 1]), ([1], [3])):
+        history = np.full((len(order), 130), 9, np.int32)
+        for slot, request in enumerate(order):
+            history[slot, : len(known[request])] = known[request]
+        ids = rng.integers(0, vocab, sum(drafts or ())).astype(np.int32)
+        table = SamplingTable([requests[request] for request in order])
+        params = table.step([len(known[request]) for request in order], history, drafts, ids)
+        logits = torch.from_numpy(rng.normal(size=(len(params.records), vocab)).astype(np.float32))
+        tokens, _ = triton_sampler.sample(logits.to(DEVICE), params, histories)
+        assert tokens.tolist() == torch_sampler.sample(logits, params)[0].tolist()
+        for request in order:
+            known[request] += rng.integers(0, vocab, 2).tolist()
+
+
+def test_after_an_error_nothing_is_taken_for_kept(monkeypatch):
+    histories, history = triton_sampler.Histories(), np.arange(30, dtype=np.int32)[None]
+    table = SamplingTable([pack(30, prompt_len=0, presence_penalty=2.0, temperature=0.0)])
+    logits = torch.zeros(1, 30, device=DEVICE)
+    with monkeypatch.context() as broken:
+        broken.setattr(triton_sampler.Slab, "send", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            triton_sampler.sample(logits, table.step([7], history), histories)
+    assert triton_sampler.sample(logits, table.step([8], history), histories)[0].tolist() == [8]
 
 
 def ptx(capability, fusion="unfused"):

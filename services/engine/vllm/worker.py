@@ -30,7 +30,7 @@ from seer.services.engine.vllm.drafts.scratch_blocks import path_blocks
 from seer.services.engine.vllm.merging import Adapter
 from seer.services.engine.vllm.requests import EXTRA, ExtraArgs
 from seer.services.engine.vllm.sampling.rows import RowParams, SamplingTable
-from seer.services.engine.vllm.sampling.sampler import sample_rows
+from seer.services.engine.vllm.sampling.sampler import StepSampler
 from seer.services.engine.vllm.sampling.vectors import self_test
 
 if TYPE_CHECKING:
@@ -113,7 +113,7 @@ class SeerWorker:
     def seer_check_noise(self) -> str:
         """Compare samples on this worker's device with the reference; empty if they are equal."""
         try:
-            self_test(_draw, self.model_runner.device)
+            self_test(self.seer_sampler.draw, self.model_runner.device)
         except EngineError as error:
             return str(error)
         return ""
@@ -182,6 +182,7 @@ class RowSampler:
     def __init__(self, runner: GPUModelRunner, paths: PathRows | None = None) -> None:
         self._runner = runner
         self._paths = paths
+        self._sample = StepSampler(runner.device)
         self._set_batch([])
         self.captured: list[npt.NDArray[np.float32]] = []
 
@@ -200,14 +201,14 @@ class RowSampler:
             params = self._table.step(positions, batch.token_ids_cpu)
         else:
             counts = np.array(drafted.num_draft_tokens, np.int32)
-            drafts = drafted.draft_token_ids.cpu().numpy()
+            drafts = drafts_after(positions, batch.token_ids_cpu, counts)
             params = self._table.step(positions, batch.token_ids_cpu, counts, drafts)
         if self._faults:
             self._inject_faults(params, counts)
-        tokens, logprobs = _draw(logits, params)
+        tokens, logprobs = self.draw(logits, params)
         tokens[tokens < 0] = UNSAMPLED
         if drafted is not None:
-            tokens, logprobs = accept_drafts(tokens.cpu().numpy(), logprobs.cpu().numpy(), counts, drafts)
+            tokens, logprobs = accept_drafts(tokens.numpy(), logprobs.numpy(), counts, drafts)
         if self._captures:
             self._capture(logits, counts, tokens)
         if drafted is not None and self._paths is not None:
@@ -221,6 +222,11 @@ class RowSampler:
             # Token ranks are never read.
             logprobs_tensors=LogprobsTensors(flat, logprobs.reshape(-1, 1), torch.zeros_like(flat[:, 0])),
         )
+
+    def draw(self, logits: torch.Tensor, params: RowParams) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return tokens int32 [rows] and logprobs float32 [rows] on the host; see `StepSampler`."""
+        tokens, logprobs = self._sample(logits, params)
+        return torch.from_numpy(tokens), torch.from_numpy(logprobs)
 
     def _set_batch(self, ids: list[str]) -> None:
         requests = self._runner.requests
@@ -247,6 +253,18 @@ class RowSampler:
             params.records["key"][hit] ^= np.uint64(1)
 
 
+def drafts_after(
+    positions: npt.NDArray[np.int32], token_ids: npt.NDArray[np.int32], counts: npt.NDArray[np.int32]
+) -> npt.NDArray[np.int32]:
+    """Return all requests' drafts, int32 [sum(counts)]: vLLM puts them behind the tokens known on the host.
+
+    To read those that it copied to a GPU would wait for the forward pass.
+    """
+    requests = np.repeat(np.arange(len(counts)), counts)
+    draft = np.arange(len(requests)) - (np.cumsum(counts) - counts)[requests]
+    return token_ids[requests, positions[requests] + draft]
+
+
 def accept_drafts(
     tokens: npt.NDArray[np.int32],
     logprobs: npt.NDArray[np.float32],
@@ -270,8 +288,3 @@ def accept_drafts(
     accepted = np.logical_and.accumulate(sampled == drafted, axis=1)
     sampled[:, 1:][~accepted[:, :-1]] = REJECTED
     return torch.from_numpy(sampled), torch.from_numpy(values)
-
-
-def _draw(logits: torch.Tensor, params: RowParams) -> tuple[torch.Tensor, torch.Tensor]:
-    # Unchecked: reading tokens back here would make a GPU wait twice per step.
-    return sample_rows(logits, params, check=False)

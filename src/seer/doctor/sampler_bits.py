@@ -93,7 +93,7 @@ def _check_tokens(report: Report, sample: SampleFunction, rows: Rows, shape: str
     good = differ == 0 and worst <= 1
     report.expect(
         good, f"{shape}: the reference's tokens", _FIX, different=differ, sampled=int((drawn[0] >= 0).sum()),
-        worst_logprob=worst, reference_seconds=seconds,
+        logprob_error_of_allowed=worst, reference_seconds=seconds,
     )  # fmt: skip
     return drawn
 
@@ -148,7 +148,9 @@ def _check_many(report: Report, sample: SampleFunction, dtype: torch.dtype) -> N
         differ, worst, drawn = differ + more, max(worst, worse), drawn + rows
     shape = f"{rows} rows x {vocab} {str(dtype).removeprefix('torch.')}"
     text = f"{shape} of {len(KINDS)} kinds, against torch on the GPU"
-    report.expect(differ == 0 and worst <= 1, text, _FIX, different=differ, of=drawn, worst_logprob=worst)
+    report.expect(
+        differ == 0 and worst <= 1, text, _FIX, different=differ, of=drawn, logprob_error_of_allowed=worst
+    )
 
 
 def repeats(report: Report) -> None:

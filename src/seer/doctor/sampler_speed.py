@@ -8,7 +8,6 @@ Invariants:
 from __future__ import annotations
 
 import functools
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -16,12 +15,10 @@ import numpy as np
 import torch
 
 from seer.doctor.device import (
-    DEVICE,
     GPU,
     INTERPRETED,
     device_us,
     host_us,
-    peak_bytes,
     sampler,
     wait,
     wall_us,
@@ -152,52 +149,3 @@ def _by_kernel(call: Callable[[], object], calls: int = 5) -> dict[str, float]:
             name = event.name.split("(")[0].removeprefix("void ")[:40]
             times[name] = times.get(name, 0.0) + event.time_range.elapsed_us() / calls
     return dict(sorted(times.items(), key=lambda pair: -pair[1])[:8])
-
-
-def penalties(report: Report) -> None:
-    """Compare sending histories at each step, as now, with counts that stay on the device."""
-    if not (GPU or INTERPRETED):
-        report.skip("no GPU and no TRITON_INTERPRET=1: the native kernel counts in place")
-        return
-    from seer.services.engine.vllm.sampling.triton_sampler import Slab
-
-    _, sample = sampler()
-    for rows in (64, 256, 1024) if GPU else (2,):
-        known = HISTORY if GPU else 100
-        table, history = of_kind("penalties", rows, _VOCAB, known + 64)
-        logits = random_logits(rows, _VOCAB, torch.float32)
-        params = table.step(np.full(rows, known), history)
-        slab = Slab(params, _VOCAB)
-        call = functools.partial(sample, logits, params)
-        report.note(
-            f"{rows} rows of {known} tokens, histories sent", device_us=device_us(call),
-            wall_us=wall_us(call), host_us=host_us(call),
-            prepare_us=wall_us(functools.partial(Slab, params, _VOCAB)),
-            send_us=wall_us(functools.partial(slab.send, DEVICE)), sent_bytes=slab.send(DEVICE).numel(),
-            peak_bytes=peak_bytes(call) if GPU else None,
-        )  # fmt: skip
-        assert history is not None  # noqa: S101 - this kind has one
-        _check_kept_counts(report, history, known)
-
-
-def _check_kept_counts(report: Report, history: Any, known: int) -> None:  # noqa: ANN401 - int32 [rows, known + 64]
-    rows, steps = len(history), history.shape[1] - known
-    kept = torch.zeros(rows, _VOCAB, dtype=torch.int32, device=DEVICE)
-    one = torch.ones(rows, 1, dtype=torch.int32, device=DEVICE)
-    begun = time.perf_counter()
-    held = torch.from_numpy(history).to(DEVICE).long()
-    kept.scatter_add_(1, held[:, :known], one.expand(-1, known))
-    wait()
-    begin_us = 1e6 * (time.perf_counter() - begun)
-    counting = torch.zeros_like(kept)
-    tokens = held[:, :1].clone()
-    counting_us = device_us(lambda: counting.scatter_add_(1, tokens, one))
-    for step in range(steps):
-        kept.scatter_add_(1, held[:, known + step : known + step + 1], one)
-    anew = np.stack([np.bincount(row, minlength=_VOCAB) for row in history])
-    equal = bool((kept.cpu().numpy() == anew).all())
-    report.expect(
-        equal, f"{rows} rows: counts kept on the device over {steps} steps are those of the whole histories",
-        "counts cannot be kept on this device: report the versions and this line", begin_us=begin_us,
-        step_device_us=counting_us, memory_bytes=kept.numel() * 4,
-    )  # fmt: skip

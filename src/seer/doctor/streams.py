@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -18,6 +19,10 @@ import torch
 from seer.doctor.device import DEVICE, GPU, device_us, host_us, sampler, wait, wall_us
 from seer.doctor.lines import Report
 from seer.doctor.rows import of_kind, random_logits
+from seer.services.engine.vllm.sampling.rows import SamplingTable
+
+if TYPE_CHECKING:
+    from seer.services.engine.vllm.sampling.triton_sampler import Slab
 
 _SLEEP = 100_000_000
 """Cycles: some 50 ms in which the host runs ahead."""
@@ -146,25 +151,31 @@ def graph(report: Report) -> None:
     _try_whole(report)
 
 
-def _check_graph(report: Report, rows: int, kind: str) -> None:
+def _slab(table: SamplingTable, rows: int, position: int) -> Slab:
+    from seer.services.engine.vllm.sampling.kept_histories import NOTHING
     from seer.services.engine.vllm.sampling.triton_sampler import Slab
 
+    return Slab(table.step(np.full(rows, position)), _VOCAB, np.full(rows, -1), NOTHING)
+
+
+def _check_graph(report: Report, rows: int, kind: str) -> None:
     _, sample = sampler()
     logits = random_logits(rows, _VOCAB, torch.float32).clone()
     table, _ = of_kind(kind, rows, _VOCAB)
     tokens = torch.empty(rows, dtype=torch.int32, device=DEVICE)
     logprobs = torch.empty(rows, dtype=torch.float32, device=DEVICE)
-    slab = Slab(table.step(np.full(rows, 100)), _VOCAB)
+    none = torch.empty(0, dtype=torch.int32, device=DEVICE)  # no histories
+    slab = _slab(table, rows, 100)
     sent = slab.send(DEVICE)
-    slab.run(logits, sent, tokens, logprobs)  # compiles
+    slab.run(logits, sent, none, (tokens, logprobs))  # compiles
     sent.copy_(slab.send(DEVICE))
     wait()
     captured = torch.cuda.CUDAGraph()
     with torch.cuda.graph(captured):
-        slab.run(logits, sent, tokens, logprobs)
+        slab.run(logits, sent, none, (tokens, logprobs))
 
     def replay(position: int) -> None:
-        sent.copy_(Slab(table.step(np.full(rows, position)), _VOCAB).send(DEVICE), non_blocking=True)
+        sent.copy_(_slab(table, rows, position).send(DEVICE), non_blocking=True)
         captured.replay()
 
     different = 0

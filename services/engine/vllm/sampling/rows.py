@@ -6,9 +6,10 @@ fills in positions and token histories.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -90,13 +91,14 @@ class RequestSampling:
         return cls(record.tobytes(), masked, tuple(sampling.logit_bias.items()))
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class RowParams:
     """The parameters of a batch of rows, all on the host.
 
     `records` is RECORD [rows]; its ragged fields index the flat arrays. A row's token history is
     `history[slot, :position - extra_len]` followed by `extra[extra_start:][:extra_len]`; it is
-    read for rows with penalties only. Token ids outside the vocabulary are ignored.
+    read for rows with penalties only. Token ids outside the vocabulary are ignored. `table` is whose step
+    this is.
     """
 
     records: npt.NDArray[np.void]
@@ -105,13 +107,12 @@ class RowParams:
     bias_values: npt.NDArray[np.float32]
     history: npt.NDArray[np.int32] | None = None
     extra: npt.NDArray[np.int32] = field(default_factory=lambda: _EMPTY_INT)
+    table: SamplingTable | None = None
 
-    @property
+    @functools.cached_property
     def penalised(self) -> npt.NDArray[np.bool_]:
         """Which rows have penalties: bool [rows]."""
-        r = self.records
-        flags: npt.NDArray[np.bool_] = (r["repetition"] != 1) | (r["frequency"] != 0) | (r["presence"] != 0)
-        return flags
+        return _penalised(self.records)
 
     @property
     def truncated(self) -> bool:
@@ -121,9 +122,7 @@ class RowParams:
 
     def part(self, start: int, stop: int) -> RowParams:
         """Return rows [start, stop)."""
-        return RowParams(
-            self.records[start:stop], self.stop_ids, self.bias_ids, self.bias_values, self.history, self.extra
-        )
+        return replace(self, records=self.records[start:stop])
 
     def history_of(self, row: int) -> npt.NDArray[np.int32]:
         """Return a row's token history, int32 [position]; raises `ValueError` when it is not there."""
@@ -144,6 +143,7 @@ class SamplingTable:
 
     def __init__(self, requests: Sequence[RequestSampling], slots: Sequence[int] | None = None) -> None:
         """Take the requests in row order; `slots` are their rows of the history, 0, 1, ... by default."""
+        self._requests = tuple(requests)
         packed = b"".join(r.record for r in requests)
         self._words = np.frombuffer(packed, np.int64).reshape(-1, _RECORD_WORDS).copy()
         self._records = self._words.view(RECORD)[:, 0]
@@ -156,6 +156,15 @@ class SamplingTable:
             self._ragged("bias", [len(r.bias) for r in requests])
             self._bias_ids = np.array([t for r in requests for t, _ in r.bias], np.int32)
             self._bias_values = np.array([b for r in requests for _, b in r.bias], np.float32)
+
+    @functools.cached_property
+    def penalised_requests(self) -> list[tuple[int, RequestSampling]]:
+        """Slot and request of each row with penalties."""
+        rows = np.flatnonzero(_penalised(self._records))
+        return [
+            (slot, self._requests[row])
+            for slot, row in zip(self._records["slot"][rows].tolist(), rows, strict=True)
+        ]
 
     def _ragged(self, name: str, lengths: list[int]) -> None:
         self._records[f"{name}_len"] = lengths
@@ -179,7 +188,7 @@ class SamplingTable:
         if drafts is None:
             records = self._words.copy().view(RECORD)[:, 0]
             records["position"] = positions
-            return RowParams(records, self._stop_ids, self._bias_ids, self._bias_values, history)
+            return RowParams(records, self._stop_ids, self._bias_ids, self._bias_values, history, table=self)
         counts = np.asarray(drafts, np.int64)
         request = np.repeat(np.arange(len(counts)), counts + 1)
         ends = np.cumsum(counts)
@@ -189,4 +198,11 @@ class SamplingTable:
         records["extra_start"] = (ends - counts)[request]
         records["extra_len"] = draft
         extra = _EMPTY_INT if draft_tokens is None else draft_tokens
-        return RowParams(records, self._stop_ids, self._bias_ids, self._bias_values, history, extra)
+        return RowParams(records, self._stop_ids, self._bias_ids, self._bias_values, history, extra, self)
+
+
+def _penalised(records: npt.NDArray[np.void]) -> npt.NDArray[np.bool_]:
+    flags: npt.NDArray[np.bool_] = (
+        (records["repetition"] != 1) | (records["frequency"] != 0) | (records["presence"] != 0)
+    )
+    return flags

@@ -1,27 +1,31 @@
 """One call that samples a token for every row, by the fastest implementation for the logits' device.
 
 Invariants:
-- a token is a function of the row's logits, its record and its token history: nothing is kept
-  between calls, and other rows of the batch do not matter;
+- a token is a function of the row's logits, its record and its token history: other rows of the batch do
+  not matter, nor what a GPU keeps of histories between the calls of a `StepSampler`;
 - the native kernel (CPU), the Triton kernels (GPU) and the torch implementation (elsewhere) choose
   the same tokens, bit for bit, as specified in `torch_sampler`;
-- logits are never modified.
+- logits are never modified;
+- a `StepSampler` waits for the device once a step, when it reads tokens and logprobs in one copy.
 """
 
 from __future__ import annotations
 
 import functools
+import importlib
 import importlib.util
+from types import ModuleType
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from seer import _native
 from seer.common.errors import EngineError
 from seer.services.engine.vllm.sampling import torch_sampler
 from seer.services.engine.vllm.sampling.rows import RECORD, RowParams
-from seer.services.engine.vllm.sampling.torch_sampler import SampleFunction
+
+OnHost = tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]]
+"""Tokens int32 [rows] and logprobs float32 [rows]."""
 
 _RECORD_BYTES = np.dtype((np.uint8, (RECORD.itemsize,)))
 
@@ -40,23 +44,50 @@ def sample_rows(
         raise ValueError(f"logits have {len(logits)} rows, the parameters {len(params.records)}")
     if logits.device.type == "cpu":
         return _sample_native(logits, params, check)
-    sample = _triton_sampler() if logits.device.type == "cuda" else torch_sampler.sample
+    triton_sampler = _triton_sampler() if logits.device.type == "cuda" else None
+    sample = torch_sampler.sample if triton_sampler is None else triton_sampler.sample
     tokens, logprobs = sample(logits, params)
     if check:
         check_tokens(tokens.cpu().numpy(), params)
     return tokens, logprobs
 
 
-@functools.cache
-def _triton_sampler() -> SampleFunction:
-    if importlib.util.find_spec("triton") is None:  # builds of torch for GPUs bring it
-        return torch_sampler.sample
-    from seer.services.engine.vllm.sampling import triton_sampler
+class StepSampler:
+    """Samples the steps of an engine on one device, and returns on the host what they draw.
 
-    return triton_sampler.sample
+    On a GPU it keeps the `histories` of rows with penalties, by their `RequestSampling` objects: an object
+    stands for one request, whose known tokens never change (see `kept_histories`).
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._triton = _triton_sampler() if device.type == "cuda" else None
+        self.histories = None if self._triton is None else self._triton.Histories()
+
+    def __call__(self, logits: torch.Tensor, params: RowParams) -> OnHost:
+        """Return what `sample_rows` draws, unchecked: -1 and NaN for rows that cannot be sampled."""
+        if self._triton is None:
+            tokens, logprobs = sample_rows(logits, params, check=False)
+            return tokens.cpu().numpy(), logprobs.cpu().numpy()
+        drawn = self._triton.sample_packed(logits, params, self.histories)
+        host = torch.empty(drawn.shape, dtype=drawn.dtype, pin_memory=True)
+        host.copy_(drawn, non_blocking=True)
+        done = torch.cuda.Event()
+        done.record()
+        done.synchronize()
+        tokens, logprobs = self._triton.unpacked(host, len(logits))
+        return tokens.numpy(), logprobs.numpy()
+
+
+@functools.cache
+def _triton_sampler() -> ModuleType | None:
+    if importlib.util.find_spec("triton") is None:  # builds of torch for GPUs bring it
+        return None
+    return importlib.import_module("seer.services.engine.vllm.sampling.triton_sampler")
 
 
 def _sample_native(logits: torch.Tensor, params: RowParams, check: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    from seer import _native  # not there in a checkout that is only to check a GPU
+
     logits = logits.float()
     if logits.stride(1) != 1:
         logits = logits.contiguous()

@@ -42,9 +42,9 @@ EXTRA_WORDS = {
 """What follows a row's record on the device, int64 each, and what it begins with.
 
 `arrived` counts programs that are done; `mark` and `bias` are its rows of the edits, or -1; `history`
-is where its tokens begin, if they count; `top` and `keep` are the ordinals of the maximum and of the
-last kept value, -inf at first; `high`, `shift` and `needed` say where a cut goes on: in steps of
-2^`shift` from `high` down, until `needed` more weight is there, or not at all if `shift` is negative;
+is where its tokens begin among all kept, if they count; `top` and `keep` are the ordinals of the maximum
+and of the last kept value, -inf at first; `high`, `shift` and `needed` say where a cut goes on: in steps
+of 2^`shift` from `high` down, until `needed` more weight is there, or not at all if `shift` is negative;
 `rest` is the weight below top-p's first window.
 """
 
@@ -203,8 +203,20 @@ def _is_last(words, parts):
     return tl.atomic_add(words + _ARRIVED, 1, sem="acq_rel") == parts - 1
 
 
+@triton.jit(do_not_specialize=["tokens_at", "chunks"])
+def append_kernel(runs, lists, histories, tokens_at, chunks):
+    """Copy one chunk of a run of new tokens to the history that it continues."""
+    runs += tl.program_id(0) // chunks * 3
+    begin, to, length = tl.load(runs), tl.load(runs + 1), tl.load(runs + 2)
+    index = (tl.program_id(0) % chunks) * BLOCK + tl.arange(0, BLOCK)
+    token = tl.load(lists + tokens_at + begin + index, mask=index < length)
+    tl.store(histories + to + index, token, mask=index < length)
+
+
 @triton.jit(do_not_specialize=["stops_at", "bias_at", "values_at", "extra_at", "chunks"])
-def mark_kernel(vocab, words, edited, lists, stops_at, bias_at, values_at, extra_at, marks, biases, chunks):
+def mark_kernel(
+    words, edited, lists, histories, marks, biases, vocab, stops_at, bias_at, values_at, extra_at, chunks
+):  # fmt: skip
     """Scatter one chunk of a row's history, stop ids and biases over the vocabulary.
 
     A mark int32 is 1 for a token of the prompt, plus twice its occurrences in the output; the sign
@@ -220,7 +232,7 @@ def mark_kernel(vocab, words, edited, lists, stops_at, bias_at, values_at, extra
     if history >= 0:
         extra_len = _integer(words, _EXTRA_LEN)
         known = position - extra_len
-        _count(marks, vocab, lists + history, index, known, index >= prompt_len)
+        _count(marks, vocab, histories + history, index, known, index >= prompt_len)
         extra = lists + extra_at + _integer(words, _EXTRA_START)
         _count(marks, vocab, extra, index, extra_len, known + index >= prompt_len)
     if position - prompt_len < _integer(words, _MIN_TOKENS):

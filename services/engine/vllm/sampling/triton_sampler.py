@@ -2,11 +2,14 @@
 
 Invariants:
 - one copy to the device per slab, and nothing waits for the device;
-- slabs bound the memory: of histories, marks and biases, and of the cuts' histograms.
+- slabs bound the memory of marks and biases, and of the cuts' histograms; histories have the bound of
+  `KeptHistories`;
+- with `Histories` of an earlier call, tokens are the same as without, and a step sends new tokens alone.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -14,21 +17,23 @@ import numpy.typing as npt
 import torch
 import triton
 
+from seer.services.engine.vllm.sampling.kept_histories import NOTHING, KeptHistories, Runs
 from seer.services.engine.vllm.sampling.rows import RowParams
 from seer.services.engine.vllm.sampling.triton_kernels import (
     BINS,
     BLOCK,
     EXTRA_WORDS,
-    LAUNCH,
     LEVELS,
     PLACES,
     RECORD_WORDS,
     WORDS,
+    append_kernel,
     cut_kernel,
     draw_kernel,
     mark_kernel,
     top_kernel,
 )  # fmt: skip
+from seer.services.engine.vllm.sampling.triton_launch import launch
 
 _SLAB_ROWS = 4096
 """Most rows in one launch: with cuts their histograms take 64 MiB."""
@@ -41,6 +46,12 @@ _ALIGNED_ROWS = 16
 
 _CUT_PROGRAMS = 2048
 """Programs of a cut, if the rows have so many blocks: more would pay for starting, fewer leave units idle."""
+
+
+_EXTRA = np.array(list(EXTRA_WORDS.values()), np.int64)
+
+Drawn = tuple[torch.Tensor, torch.Tensor]
+"""Tokens int32 [rows] and logprobs float32 [rows]."""
 
 
 class _Buffer:
@@ -68,24 +79,35 @@ class _Buffer:
         return host.to(device, non_blocking=True)
 
 
-def _add_histories(
-    buffer: _Buffer, params: RowParams, penalised: npt.NDArray[np.bool_], words: npt.NDArray[np.int64]
-) -> None:
-    """Add the histories of penalised rows, each slot's once."""
-    rows = np.flatnonzero(penalised)
-    records = params.records[rows]
-    history = np.empty((0, 0), np.int32) if params.history is None else params.history
-    slots, extra_end = records["slot"], records["extra_start"] + records["extra_len"]
-    known = records["position"] - records["extra_len"]
-    inside = (slots >= 0) & (known >= 0) & (records["extra_len"] >= 0) & (records["extra_start"] >= 0)
-    inside &= (slots < len(history)) & (known <= history.shape[1]) & (extra_end <= len(params.extra))
-    if not inside.all():
-        params.history_of(int(rows[np.argmin(inside)]))  # raises
-    used, place = np.unique(slots, return_inverse=True)
-    longest = np.zeros(len(used), np.int64)
-    np.maximum.at(longest, place, known)
-    starts = [buffer.add(history[slot, :n]) for slot, n in zip(used, longest, strict=True)]
-    words[rows, PLACES["history"]] = np.array(starts, np.int64)[place] // 4
+@dataclass(slots=True)
+class Histories:
+    """The token histories that stay on a device from call to call, and what keeps the books of them."""
+
+    kept: KeptHistories = field(default_factory=KeptHistories)
+    tokens: torch.Tensor | None = None
+
+    def on(self, device: torch.device) -> torch.Tensor:
+        """Return the device's tokens, int32 [`kept.size`]; what they held is lost if the size has changed."""
+        if self.tokens is None or len(self.tokens) != self.kept.size:
+            self.tokens = torch.empty(self.kept.size, dtype=torch.int32, device=device)
+        return self.tokens
+
+
+class _New:
+    """New tokens of the histories, on their way to their places."""
+
+    def __init__(self, runs: Runs, buffer: _Buffer) -> None:
+        self._count = len(runs.where)
+        if self._count:
+            self._chunks = triton.cdiv(int(runs.where[:, 2].max()), BLOCK.value)
+            self._where, self._tokens = buffer.add(runs.where), buffer.add(runs.tokens) // 4
+
+    def on(self, sent: torch.Tensor, histories: torch.Tensor) -> None:
+        """Copy them."""
+        if self._count:
+            where = sent[self._where :].view(torch.int64)
+            arguments = (where, sent.view(torch.int32), histories, self._tokens, self._chunks)
+            launch(append_kernel, self._count * self._chunks, arguments)
 
 
 def _places(chosen: npt.NDArray[np.bool_]) -> npt.NDArray[np.int64]:
@@ -95,7 +117,9 @@ def _places(chosen: npt.NDArray[np.bool_]) -> npt.NDArray[np.int64]:
 class _Edits:
     """The penalties, stop ids and biases of a slab's rows, on their way to the vocabulary."""
 
-    def __init__(self, params: RowParams, words: npt.NDArray[np.int64], buffer: _Buffer) -> None:
+    def __init__(
+        self, params: RowParams, starts: npt.NDArray[np.int64], words: npt.NDArray[np.int64], buffer: _Buffer
+    ) -> None:
         records, penalised = params.records, params.penalised
         due = records["position"] - records["prompt_len"] < records["min_tokens"]
         marked, biased = penalised | due & (records["stop_len"] > 0), records["bias_len"] > 0
@@ -104,24 +128,26 @@ class _Edits:
         if not self._edited:
             return
         words[:, PLACES["mark"]], words[:, PLACES["bias"]] = _places(marked), _places(biased)
-        if penalised.any():
-            _add_histories(buffer, params, penalised, words)
+        words[:, PLACES["history"]] = starts
         self._rows = buffer.add(np.flatnonzero(edited))
         flat = (params.stop_ids, params.bias_ids, params.bias_values, params.extra)
         self._flat = [buffer.add(array) // 4 for array in flat]
         lengths = (records["position"], records["stop_len"], records["bias_len"])
         self._chunks = max(1, triton.cdiv(max(int(length[edited].max()) for length in lengths), BLOCK.value))
 
-    def on(self, sent: torch.Tensor, vocab: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def on(
+        self, sent: torch.Tensor, histories: torch.Tensor, vocab: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return what they do to each token: marks int32 [rows * vocab], biases float32 [rows * vocab]."""
         if not self._edited:
             return sent.view(torch.int32), sent.view(torch.float32)  # not read
         marks = torch.zeros(self._marked * vocab, dtype=torch.int32, device=sent.device)
         biases = torch.zeros(self._biased * vocab, dtype=torch.float32, device=sent.device)
-        mark_kernel[(self._edited * self._chunks,)](
-            vocab, sent.view(torch.int64), sent[self._rows :].view(torch.int64), sent.view(torch.int32),
-            *self._flat, marks, biases, self._chunks, **LAUNCH,
+        arguments = (
+            sent.view(torch.int64), sent[self._rows :].view(torch.int64), sent.view(torch.int32), histories,
+            marks, biases, vocab, *self._flat, self._chunks,
         )  # fmt: skip
+        launch(mark_kernel, self._edited * self._chunks, arguments)
         return marks, biases
 
 
@@ -142,63 +168,60 @@ class _Cuts:
             (buffer.add(np.flatnonzero(rows)), int(rows.sum())) for rows in (cut, top_k, top_p)
         )
 
-    def on(self, sent: torch.Tensor, row_arguments: tuple[object, ...]) -> None:
+    def on(self, sent: torch.Tensor, row_arguments: tuple[Any, ...]) -> None:
         """Find the last values kept."""
         if not self._cut[1]:
             return
         blocks = triton.cdiv(self._vocab, BLOCK.value)
 
-        def spread(flags: tuple[int, int]) -> tuple[tuple[int], torch.Tensor, int]:
-            """Return a grid, its rows and the blocks of each program."""
+        def spread(flags: tuple[int, int]) -> tuple[int, torch.Tensor, int]:
+            """Return the number of programs, the rows and the blocks of each program."""
             offset, rows = flags
             each = triton.cdiv(blocks, max(1, _CUT_PROGRAMS // rows))
-            return (rows * triton.cdiv(blocks, each),), sent[offset:].view(torch.int64), each
+            return rows * triton.cdiv(blocks, each), sent[offset:].view(torch.int64), each
 
-        grid, cut, each = spread(self._cut)
-        top_kernel[grid](*row_arguments, cut, each, **LAUNCH)
+        programs, cut, each = spread(self._cut)
+        launch(top_kernel, programs, (*row_arguments, cut, each))
         most = max(self._top_k[1], self._top_p[1])
+        if not most:
+            return
         histograms = torch.zeros(most * BINS.value, dtype=torch.int64, device=sent.device)
         for flags, weighed in ((self._top_k, False), (self._top_p, True)):
             if flags[1]:
-                grid, cut, each = spread(flags)
+                programs, cut, each = spread(flags)
                 for level in range(LEVELS):
-                    cut_kernel[grid](*row_arguments, cut, each, histograms, weighed, level == 0, **LAUNCH)
+                    launch(cut_kernel, programs, (*row_arguments, cut, each, histograms), weighed, level == 0)
 
 
 class Slab:
     """The rows of one launch: what the host sends for them, and the kernels that read it."""
 
-    def __init__(self, params: RowParams, vocab: int) -> None:
-        """Prepare what is sent; raises `ValueError` when a penalised row has no history."""
+    def __init__(self, params: RowParams, vocab: int, starts: npt.NDArray[np.int64], runs: Runs) -> None:
+        """Prepare what is sent: parameters, where each row's history begins, and tokens that are new."""
         words = np.empty((len(params.records), WORDS.value), np.int64)
         words[:, :RECORD_WORDS] = params.records.view(np.int64).reshape(len(words), -1)
-        words[:, RECORD_WORDS:] = list(EXTRA_WORDS.values())
+        words[:, RECORD_WORDS:] = _EXTRA
         self._buffer = _Buffer()
         self._buffer.add(words)
-        self._edits, self._cuts = _Edits(params, words, self._buffer), _Cuts(params, vocab, self._buffer)
+        self._new = _New(runs, self._buffer)
+        self._edits = _Edits(params, starts, words, self._buffer)
+        self._cuts = _Cuts(params, vocab, self._buffer)
 
     def send(self, device: torch.device) -> torch.Tensor:
         """Return what the kernels read, on its way to the device: uint8 [bytes]."""
         return self._buffer.to(device)
 
-    def run(
-        self, logits: torch.Tensor, sent: torch.Tensor, tokens: torch.Tensor, logprobs: torch.Tensor
-    ) -> None:
+    def run(self, logits: torch.Tensor, sent: torch.Tensor, histories: torch.Tensor, drawn: Drawn) -> None:
         """Launch the kernels. They change `sent`: it serves once."""
         rows, vocab = logits.shape
         parts = triton.cdiv(vocab, BLOCK.value)
         slots = triton.next_power_of_2(parts)
-        row_arguments = (
-            logits, logits.stride(0), vocab, sent.view(torch.int64), *self._edits.on(sent, vocab)
-        )  # fmt: skip
+        self._new.on(sent, histories)
+        edits = self._edits.on(sent, histories, vocab)
+        row_arguments = (logits, logits.stride(0), vocab, sent.view(torch.int64), *edits)
         self._cuts.on(sent, row_arguments)
         found = torch.empty(rows * 2 * slots, dtype=torch.int64, device=logits.device)
-        draw_kernel[(rows * parts,)](*row_arguments, found, tokens, logprobs, slots, **LAUNCH)
-
-
-def _launch(logits: torch.Tensor, params: RowParams, tokens: torch.Tensor, logprobs: torch.Tensor) -> None:
-    slab = Slab(params, logits.shape[1])
-    slab.run(logits, slab.send(logits.device), tokens, logprobs)
+        launch(draw_kernel, rows * parts, (*row_arguments, found, *drawn), slots)
 
 
 def _slab_rows(params: RowParams, vocab: int) -> int:
@@ -208,24 +231,42 @@ def _slab_rows(params: RowParams, vocab: int) -> int:
     return min(_SLAB_ROWS, max(1, _SLAB_EDITED // vocab // _ALIGNED_ROWS) * _ALIGNED_ROWS)
 
 
-def sample(logits: torch.Tensor, params: RowParams) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (tokens int32 [rows], logprobs float32 [rows]) of logits [rows, vocab].
+def sample(logits: torch.Tensor, params: RowParams, histories: Histories | None = None) -> Drawn:
+    """Return the tokens and logprobs of logits [rows, vocab].
 
     Floats of 16 bits are read as they are. Reads nothing back from the device. Rows that cannot be
-    sampled get token -1, logprob NaN.
+    sampled get token -1, logprob NaN. `histories` hold what earlier calls sent; without them all is sent.
     """
+    return unpacked(sample_packed(logits, params, histories), len(logits))
+
+
+def unpacked(drawn: torch.Tensor, rows: int) -> Drawn:
+    """Return what `sample_packed` drew for so many rows, as views."""
+    return drawn[0, :rows], drawn[1, :rows].view(torch.float32)
+
+
+def sample_packed(
+    logits: torch.Tensor, params: RowParams, histories: Histories | None = None
+) -> torch.Tensor:
+    """Return what `sample` does as one int32 tensor, for one copy; `unpacked` takes it apart."""
     if logits.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         logits = logits.float()
     if logits.stride(1) != 1:
         logits = logits.contiguous()
     rows, vocab = logits.shape
-    tokens = torch.empty(rows, dtype=torch.int32, device=logits.device)
-    logprobs = torch.empty(rows, dtype=torch.float32, device=logits.device)
-    step = _slab_rows(params, vocab)
-    if 0 < rows <= step:
-        _launch(logits, params, tokens, logprobs)
-        return tokens, logprobs
-    for start in range(0, rows, step):
-        part = slice(start, start + step)
-        _launch(logits[part], params.part(start, start + step), tokens[part], logprobs[part])
-    return tokens, logprobs
+    aligned = -(-rows // _ALIGNED_ROWS) * _ALIGNED_ROWS
+    drawn = torch.empty(2, aligned, dtype=torch.int32, device=logits.device)
+    tokens, logprobs = unpacked(drawn, rows)
+    histories = histories or Histories()
+    try:
+        starts, runs = histories.kept.step(params)
+        kept, step = histories.on(logits.device), _slab_rows(params, vocab)
+        for start in range(0, rows, step):
+            part = slice(start, start + step)
+            one = params if rows <= step else params.part(start, start + step)
+            slab = Slab(one, vocab, starts[part], NOTHING if start else runs)
+            slab.run(logits[part], slab.send(logits.device), kept, (tokens[part], logprobs[part]))
+    except BaseException:
+        histories.kept.forget()
+        raise
+    return drawn
