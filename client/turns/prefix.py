@@ -6,7 +6,9 @@ trajectory of its own: a template may leave out earlier reasoning, and agents ma
 Invariants (tests/unit/test_prefix.py):
 - a session's first segment has the noise of the place that it was given; each later one has other noise: it
   is named by the content of its first prompt, and by how often that came before in its session;
-- a prompt that comes while its session is generating begins a segment: nothing waits for anything;
+- a prompt that comes while its session is generating begins a segment: nothing waits for anything. That
+  segment has one turn;
+- the buffer awaits no turn of a segment that no prompt can go on with;
 - at most `max_sessions` sessions are known. One that is forgotten begins again with a segment.
 """
 
@@ -20,7 +22,7 @@ import numpy as np
 
 from seer.client.groups import Group
 from seer.client.open_rollout import OpenRollout
-from seer.client.prompts import Prompt
+from seer.client.prompts import Prompt, token_array
 from seer.common.types import SamplingParams, TurnSpec
 from seer.common.wire import Tokens
 
@@ -38,6 +40,13 @@ class _Segment:
     turns: int = 0
     turn_id: str = ""
     busy: bool = False
+
+    def add(self, turn_id: str, prompt: Tokens, tokens: Tokens) -> None:
+        """Go on from a turn that was generated."""
+        self.context = np.concatenate([prompt, tokens])
+        self.generated += len(tokens)
+        self.turns += 1
+        self.turn_id = turn_id
 
 
 @dataclass(slots=True)
@@ -85,6 +94,7 @@ class PrefixTrajectories:
         Siblings have one group and indices of their own. All turns of a session must have the same place,
         seed and rollout number. Raises the error that ended the prompt.
         """
+        prompt = token_array(prompt, "prompt")
         segment = self._segment(session, prompt, group)
         turn_id = f"{session}{segment.group.removeprefix(group)}.{segment.turns}"
         cap = max(max_context - segment.prompt_len, segment.generated + 1)
@@ -97,23 +107,21 @@ class PrefixTrajectories:
         segment.busy = True
         try:
             found = await asked.result()
+            segment.add(turn_id, prompt, found.responses[0].token_ids)
         except BaseException:
             await asked.cancel()
             raise
         finally:
             segment.busy = False
-        tokens = found.responses[0].token_ids
-        segment.context = np.concatenate([prompt, tokens])
-        segment.generated += len(tokens)
-        segment.turns += 1
-        segment.turn_id = turn_id
+            if not self._is_known(session, segment):
+                self._leave(segment)
         return found
 
     def end(self, session: str) -> None:
         """Forget a session that has no more turns, if it is known."""
         known = self._sessions.pop(session, None)
         if known is not None:
-            self._leave(known)
+            self._leave(known.segment)
 
     # --- segments ----------------------------------------------------------------------------
 
@@ -123,7 +131,7 @@ class PrefixTrajectories:
         known = self._sessions.setdefault(session, _Session())
         self._sessions.move_to_end(session)
         while len(self._sessions) > self._max_sessions:
-            self._leave(self._sessions.popitem(last=False)[1])
+            self._leave(self._sessions.popitem(last=False)[1].segment)
         segment = known.segment
         if segment is not None and not segment.busy and _goes_on(segment.context, prompt):
             return segment
@@ -133,12 +141,16 @@ class PrefixTrajectories:
         known.begun[digest] += 1
         begun = _Segment(name, len(prompt), prompt)
         if segment is None or not segment.busy:
-            self._leave(known)
+            self._leave(segment)
             known.segment = begun
         return begun
 
-    def _leave(self, session: _Session) -> None:
-        segment = session.segment
+    def _is_known(self, session: str, segment: _Segment) -> bool:
+        known = self._sessions.get(session)
+        return known is not None and known.segment is segment
+
+    def _leave(self, segment: _Segment | None) -> None:
+        """Say that no turn follows; of one that is generating, once it has ended."""
         if segment is not None and segment.turn_id and not segment.busy:
             self._rollout.end_trajectory(segment.turn_id)
 
