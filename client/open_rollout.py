@@ -263,6 +263,19 @@ class OpenRollout:
         self.closed = True
         self._settle(self)
 
+    async def leave(self) -> None:
+        """Close it, once the buffer is told of trajectories that have ended: its id is free then."""
+        try:
+            with contextlib.suppress(Unreachable):
+                for part in self._take_last_turns():
+                    await self._cancel(self, part)
+        finally:
+            self.close()
+
+    def _take_last_turns(self) -> list[list[str]]:
+        ended, self._last_turns = self._last_turns, []
+        return [ended[start : start + BATCH_PROMPTS] for start in range(0, len(ended), BATCH_PROMPTS)]
+
     async def _give_up(self, prompt_id: str) -> None:
         if prompt_id in self._in_flight:
             await self._cancel(self, [prompt_id])
@@ -366,9 +379,7 @@ class OpenRollout:
                     yield self._submission(batch)
         if again:
             yield Cancel(rollout_id=self.id, submission=before)
-        ended, self._last_turns = self._last_turns, []
-        for start in range(0, len(ended), BATCH_PROMPTS):
-            part = ended[start : start + BATCH_PROMPTS]
+        for part in self._take_last_turns():
             yield Cancel(rollout_id=self.id, prompt_ids=part, submission=self.submission)
 
     def _submission(self, batch: Sequence[PromptInFlight]) -> Submit:

@@ -14,6 +14,7 @@ Invariants (tests/unit/test_prefix.py):
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 from collections import Counter, OrderedDict
 from dataclasses import dataclass, field
@@ -23,6 +24,7 @@ import numpy as np
 from seer.client.groups import Group
 from seer.client.open_rollout import OpenRollout
 from seer.client.prompts import Prompt, token_array
+from seer.common.errors import Unreachable
 from seer.common.types import SamplingParams, TurnSpec
 from seer.common.wire import Tokens
 
@@ -109,7 +111,8 @@ class PrefixTrajectories:
             found = await asked.result()
             segment.add(turn_id, prompt, found.responses[0].token_ids)
         except BaseException:
-            await asked.cancel()
+            with contextlib.suppress(Unreachable):  # the error that ended it is what counts
+                await asked.cancel()
             raise
         finally:
             segment.busy = False

@@ -117,7 +117,7 @@ class TrajectoryRollout:
             task.cancel()
         if self._tasks:
             await asyncio.wait(self._tasks)
-        self._rollout.close()
+        await self._rollout.leave()
         if self._journal is not None:
             self._journal.close()
 

@@ -12,6 +12,7 @@ Invariants (tests/unit/test_trajectories.py):
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,7 +26,7 @@ from seer.client.open_rollout import OpenRollout
 from seer.client.prompts import Prepared, Prompt, token_array
 from seer.client.text import Tokenizer
 from seer.client.turns.journal import Journal
-from seer.common.errors import InvalidField, RolloutFailed
+from seer.common.errors import InvalidField, RolloutFailed, Unreachable
 from seer.common.types import SamplingParams, TurnSpec
 from seer.common.wire import Logprobs, Tokens
 
@@ -246,7 +247,8 @@ class Trajectory:
         try:
             group = await asked.result()
         except BaseException:
-            await asked.cancel()
+            with contextlib.suppress(Unreachable):  # the error that ended it is what counts
+                await asked.cancel()
             raise
         self._last_turn = turn_id
         self._weights.check(group.weight_version, group.weights_digest)

@@ -76,6 +76,8 @@ class Process:
 class World:
     """Use inside a `VirtualTimeLoop`; `home` is an empty folder of this run's own."""
 
+    VOCAB = VOCAB
+
     def __init__(self, plan: Plan, home: Path) -> None:
         self.plan = plan
         self.home = home

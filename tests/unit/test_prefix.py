@@ -80,15 +80,15 @@ async def test_the_noise_of_a_segment_is_named_by_its_first_prompt_and_how_often
     for _ in range(2):
         async with loops() as (buffer, sessions):
             for session in ("s", "t"):  # of another session, it is another's
-                for prompt in ([1], [2], [1], [2], [3]):
+                for prompt in ([1], [2], [1], [2], [1], [2]):
                     await turn(sessions, session, *prompt, index="st".index(session))
             found.append(places(buffer))
     assert found[0] == found[1]
     first, second = ([name for name, index in found[0] if index == at] for at in (0, 1))
     assert first[0] == second[0] == "g"
-    assert len(set(first)) == 5
+    assert len(set(first)) == 6
     assert first == second  # and other indices
-    assert [name.rpartition(".")[2] for name in first[1:]] == ["0", "1", "1", "0"]
+    assert [name.rpartition(".")[2] for name in first[1:]] == ["0", "1", "1", "2", "2"]
 
 
 async def test_content_is_what_counts_whatever_numbers_it_comes_in():

@@ -60,6 +60,24 @@ def test_a_template_without_a_turns_end_works_too():
     assert text_of(lambda talk, prompt: "".join(f"{m['role']}:{m['content']} " for m in talk) + "assistant:" * prompt, "x") == " tool:42 assistant:"  # fmt: skip
 
 
-def test_templates_that_rewrite_are_refused_by_name():
+def shortened(conversation, prompt):
+    """A template that leaves out what the assistant said once others follow."""
+    return "".join(each["content"] for each in conversation if each["role"] != "assistant") + "?" * prompt
+
+
+def appending(conversation, prompt):
+    """A template that counts the messages that follow a turn."""
+    left = range(len(conversation) - 1, -1, -1)
+    return "".join(f"{m['content']}{n}" for m, n in zip(conversation, left, strict=True)) + "?" * prompt
+
+
+def upper(conversation, prompt):
+    """A template that renders what the assistant said otherwise than it was generated."""
+    said = "".join(f"{each['role']}:{each['content']} ".upper() for each in conversation)
+    return said + "ASSISTANT:" * prompt
+
+
+@pytest.mark.parametrize("render", [forgetful, shortened, appending, upper])
+def test_templates_that_rewrite_are_refused_by_name(render):
     with pytest.raises(InvalidField, match=r"chat_template = .*renders a turn otherwise once others follow"):
-        text_of(forgetful, "|")
+        text_of(render, "|")

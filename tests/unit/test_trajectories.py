@@ -314,9 +314,10 @@ async def test_no_agent_runs_and_nothing_is_awaited_once_the_rollout_is_left():
         assert sorted(ended) == [0, 1]
         with pytest.raises(asyncio.CancelledError):
             await running
+        assert not client._active
+        assert client.trajectories([[1]], max_context=9, rollout_id=rollout._rollout.id)  # its id is free
         while sum(len(each.prompt_ids) for each in buffer.of(Cancel)) < 2:
             await asyncio.sleep(0.005)
-        assert not client._active
         assert rollout.run_id
         with pytest.raises(InvalidField, match="has run: open another"):
             await anext(rollout.run(agent))

@@ -29,6 +29,32 @@ async def test_the_field_is_named(field, given):
         assert not client._active
 
 
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"n": 3},
+        {"seed": 1},
+        {"rollout_number": 5},
+        {"sampling": SamplingParams(max_tokens=8)},
+        {"max_context": 99},
+        {"prompts": [Prompt("a", token_ids=[1, 3])]},
+        {"prompts": [Prompt("b", token_ids=[1, 2])]},
+    ],
+)
+async def test_a_journal_is_of_use_for_the_same_run_alone(tmp_path, other):
+    asked = {
+        "prompts": [Prompt("a", token_ids=[1, 2])], "n": 2, "max_context": 100, "rollout_number": 4,
+        "journal": tmp_path / "journal",
+    }  # fmt: skip
+    async with connected() as (_, client):
+        async with client.trajectories(**asked) as rollout:
+            run = rollout.run_id
+        async with client.trajectories(**asked, idle_seconds=7.0, max_open=3) as rollout:
+            assert rollout.run_id == run
+        with pytest.raises(InvalidField, match=r"^journal = .* is of a run with"):
+            client.trajectories(**{**asked, **other})
+
+
 async def test_a_turn_needs_a_place_and_one_response():
     async with connected() as (_, client):
         rollout = client.open_rollout()

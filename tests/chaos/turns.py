@@ -1,0 +1,359 @@
+"""Rollouts that a virtual trainer runs in turns, and what it checks of them.
+
+Agents have a journal, which outlives the trainer as its environments do: no environment may be asked again for
+what it has answered. What it says differs with each call, so that a second answer is seen in the tokens.
+Loops send whole contexts, rewrite some, and send one twice at once. What every turn must be is worked out from
+the documents alone (`expected.turn`), whatever happened to trainer, buffer and engines in between.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import hashlib
+import re
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from chaos import expected
+from chaos.plan import InTurns, Roll
+from seer.client import Prompt, RolloutClient, SamplingParams
+from seer.client.groups import Response
+from seer.client.turns import PrefixTrajectories, Trajectory, TrajectoryFailed, TrajectoryGroup
+from seer.common.config import EngineConfig
+from seer.common.errors import RequestRefused, Unreachable
+
+if TYPE_CHECKING:
+    from chaos.trainers import Trainer
+
+RETRY_SECONDS = 0.5
+
+TORN = b'{"call_id":"'
+"""What a life that was killed while it wrote may leave at the end of a journal."""
+
+BLOCK = 32
+
+ANEW = (
+    r"cannot be used again: the context is not what it was|^has weights of version|: has weights of version"
+)
+"""Why a run of agents is over: it needs another journal, or other weights."""
+
+
+@dataclass(slots=True)
+class Turns:
+    """A trainer's rollout in turns: `run` it."""
+
+    trainer: Trainer
+    place: int
+    step: Roll
+    whys: dict[tuple[str, int], str | None] = field(default_factory=dict)
+    """Of trajectories that ended early, until their groups arrive."""
+
+    @property
+    def how(self) -> InTurns:
+        """How it runs."""
+        assert self.step.turns is not None
+        return self.step.turns
+
+    @property
+    def most_context(self) -> int:
+        """Tokens that a context may have."""
+        longest = max(length for _, length in self.step.prompts)
+        return min(longest + self.how.room, BLOCK * self.trainer.world.plan.kv_blocks - 10)
+
+    @property
+    def left(self) -> list[str]:
+        """Prompts that have not ended."""
+        return [name for name, _ in self.step.prompts if (self.place, name) not in self.trainer.ended]
+
+    async def run(self, client: RolloutClient) -> None:
+        """Run it until every trajectory has ended, with its tokens or for good reason."""
+        beats = 0
+        while self.left:
+            if self.place in self.trainer.cut_short:
+                for prompt in self.left:
+                    self.trainer.end(self.place, prompt, None, "cut short")
+                return
+            if beats:
+                await asyncio.sleep(RETRY_SECONDS)
+            beats += 1
+            self.trainer.begun[self.place] += 1
+            try:
+                async with asyncio.timeout(self.step.cancel):
+                    await (self._loops(client, beats) if self.how.resent else self._agents(client, beats))
+            except TimeoutError:
+                self.trainer.cut_short.add(self.place)
+
+    def prompt(self, name: str) -> Prompt:
+        """Return a prompt of this rollout."""
+        return self.trainer.world.prompt(name, dict(self.step.prompts)[name])
+
+    # --- agents --------------------------------------------------------------------------
+
+    async def _agents(self, client: RolloutClient, beats: int) -> None:
+        step, how = self.step, self.how
+        journal = self._journal()
+        seen = set()
+        async with client.trajectories(
+            [self.prompt(name) for name, _ in step.prompts], n=step.n,
+            sampling=SamplingParams(max_tokens=step.max_tokens), max_context=self.most_context,
+            idle_seconds=how.idle_seconds, max_open=how.most_open, journal=journal, seed=step.seed,
+            rollout_number=step.number, rollout_id=step.rollout_id,
+            weight_version=self.trainer.asked[self.place],
+        ) as rollout:  # fmt: skip
+            async for group in rollout.run(functools.partial(self._agent, beats=beats)):
+                if group.prompt_id in seen:
+                    self.trainer.world.doubled += step.n
+                seen.add(group.prompt_id)
+                self._arrived(rollout.run_id, group)
+
+    def _journal(self) -> str:
+        """Return the path of this run's journal, as a life that was killed may have left it."""
+        name = f"journal-{self.trainer.name}-{self.place}-{self.trainer.runs[self.place]}"
+        path = self.trainer.world.home / name
+        if path.exists():
+            with path.open("ab") as file:
+                file.write(TORN)
+        return str(path)
+
+    async def _agent(self, trajectory: Trajectory, beats: int) -> None:
+        for number in range(self.how.turns):
+            try:
+                await self._take(trajectory, number)
+            except Unreachable:
+                raise  # the client is closed
+            except Exception as error:
+                name = f"{trajectory.prompt_id}#{trajectory.index}"
+                self.whys[trajectory.prompt_id, trajectory.index] = self._judged(name, number, error, beats)
+                raise
+
+    async def _take(self, trajectory: Trajectory, number: int) -> None:
+        """Take a turn, and have the environment answer it."""
+        await trajectory.generate()
+        if number < len(self.how.waits):
+            call = functools.partial(self._environment, self.how.waits[number])
+            trajectory.append(await trajectory.once(call))
+
+    async def _environment(self, seconds: float, call_id: str) -> list[int]:
+        trainer = self.trainer
+        if call_id in trainer.said:
+            trainer.world.problem(f"{trainer.name}: {call_id} was asked for again")
+        await asyncio.sleep(seconds)
+        trainer.calls += 1
+        trainer.said[call_id] = [trainer.calls % 90 + 1] * (1 + trainer.calls % 3)
+        return trainer.said[call_id]
+
+    def _arrived(self, run: str, group: TrajectoryGroup) -> None:
+        whys, again = [], False
+        for each in group.trajectories:
+            if isinstance(each, Trajectory):
+                self._compare(run, each)
+            elif (why := self._failed(each)) is not None:
+                whys.append(why)
+            else:
+                again = True
+        if not again and (self.place, group.prompt_id) not in self.trainer.ended:
+            self.trainer.end(self.place, group.prompt_id, None, "; ".join(whys))
+
+    def _compare(self, run: str, found: Trajectory) -> None:
+        """Compare a trajectory with what it must be, given what its environments said."""
+        step, world = self.step, self.trainer.world
+        context: list[int] = list(self.prompt(found.prompt_id).token_ids)  # type: ignore[arg-type]
+        start, mask, logprobs, ends = len(context), list[bool](), list[float](), []
+        for number in range(self.how.turns):
+            most = min(step.max_tokens, self.most_context - len(context))
+            tokens, said, finish = (
+                self._expected(found.prompt_id, found.index, context, most, found.weight_version)
+                if most > 0
+                else ([], [], "length")
+            )
+            ends.append("context" if finish == "length" and most < step.max_tokens else finish)
+            added: list[int] = []
+            if number < len(self.how.waits):
+                added = self.trainer.said[f"{run}/{found.prompt_id}/{found.index}/{number}"]
+            context += [*tokens, *added]
+            mask += [True] * len(tokens) + [False] * len(added)
+            logprobs += [*said, *([0.0] * len(added))]
+        got = found.context.tolist(), found.loss_mask.tolist(), found.logprobs.tolist()
+        world.changed += (*got, [turn.finish_reason for turn in found.turns]) != (
+            context, mask, logprobs, ends,
+        )  # fmt: skip
+        if len(found.token_ids) != len(context) - start:
+            world.problem(f"{self.trainer.name}: {step.rollout_id}/{found.prompt_id} has another length")
+        self._check_weights(found.prompt_id, found.weight_version, found.weights_digest)
+
+    def _expected(
+        self, group: str, index: int, context: Sequence[int], most: int, version: int
+    ) -> expected.Answer:
+        world = self.trainer.world
+        engine = EngineConfig(replay_vocab_size=world.VOCAB, replay_mean_tokens=world.plan.mean_tokens)
+        return expected.turn(self.step, group, index, context, most, engine, world.digest(version))
+
+    def _check_weights(self, prompt: str, version: int, digest: str) -> None:
+        world, wanted = self.trainer.world, self.trainer.asked[self.place]
+        where = f"{self.trainer.name}: {self.step.rollout_id}/{prompt}"
+        if wanted >= 0 and version != wanted:
+            world.problem(f"{where} has weights {version}, not {wanted}")
+        if digest and digest != world.digest(version):
+            world.problem(f"{where} names digest {digest} for {version}")
+
+    # --- failures ------------------------------------------------------------------------
+
+    def _failed(self, failed: TrajectoryFailed) -> str | None:
+        """Return why a trajectory ended; None: it is worth another try."""
+        if isinstance(failed.__cause__, Unreachable):
+            raise failed.__cause__
+        return self.whys.pop((failed.prompt_id, failed.index))
+
+    def _judged(self, name: str, begun: int, error: Exception, beats: int) -> str | None:
+        """Judge what ended turn `begun` of a trajectory, as `_failed` says."""
+        trainer, world, why = self.trainer, self.trainer.world, str(error)
+        verdict = trainer._verdict(self.place, self.step, name, type(error), why, beats)
+        if re.search(ANEW, why):
+            verdict = "again" if world.plan.updates and trainer.asked[self.place] < 0 else "problem"
+            trainer.runs[self.place] += 1
+        if begun and not self.how.resent and self._is_awaited(why):
+            verdict = "problem"
+        if verdict == "again":
+            trainer.retries[why] += 1
+            return None
+        if verdict == "problem":
+            world.problem(
+                f"{trainer.name}: {self.step.rollout_id}/{name} in turn {begun} at {world.loop.time():.3f}"
+                f" ended in {type(error).__name__}: {why}"
+            )
+        return why
+
+    def _is_awaited(self, why: str) -> bool:
+        """Say whether a trajectory that was away for a moment ended, though nothing but an update or a drain came."""
+        world, slack = (
+            self.trainer.world,
+            1.0 + 4 * (self.trainer.world.plan.latency + self.trainer.world.plan.jitter),
+        )
+        calm = all(each.kind == "drain buffer" or each.at > world.loop.time() for each in world.inflicted)
+        if not calm or max(self.how.waits, default=0.0) + slack > self.how.idle_seconds:
+            return False
+        aborts = any(getattr(step, "in_flight", "finish") != "finish" for step in world.plan.scripts[0])
+        return "shutting down" in why or ("is past" in why and not aborts)
+
+    # --- loops that send whole contexts -----------------------------------------------------
+
+    async def _loops(self, client: RolloutClient, beats: int) -> None:
+        rollout = client.open_rollout(self.step.rollout_id)
+        sessions = PrefixTrajectories(rollout, idle_seconds=self.how.idle_seconds)
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                for prompt in self.left:
+                    tasks.create_task(self._loops_of(sessions, prompt, beats))
+        finally:
+            await rollout.leave()
+        if len(sessions):
+            self.trainer.world.problem(f"{self.trainer.name}: {len(sessions)} sessions are known still")
+
+    async def _loops_of(self, sessions: PrefixTrajectories, prompt: str, beats: int) -> None:
+        loops = (Loop(self, sessions, prompt, index, beats) for index in range(self.step.n))
+        whys = await asyncio.gather(*(loop.run() for loop in loops))
+        self.trainer.end(self.place, prompt, None, "; ".join(filter(None, whys)))
+
+    def check(
+        self, name: str, index: int, context: list[int], most: int, found: tuple[int, str, Response]
+    ) -> None:
+        """Compare a turn with what it must be."""
+        version, digest, response = found
+        wanted = self._expected(name, index, context, most, version)
+        got = response.token_ids.tolist(), response.logprobs.tolist(), response.finish_reason
+        self.trainer.world.changed += got != wanted
+        self._check_weights(name, version, digest)
+
+
+@dataclass(slots=True)
+class Loop:
+    """One session, by somebody who knows nothing of trajectories."""
+
+    rollout: Turns
+    sessions: PrefixTrajectories
+    prompt: str
+    index: int
+    beats: int
+    segments: Counter[str] = field(default_factory=Counter)
+    name: str = ""
+    known: list[int] = field(default_factory=list)
+
+    @property
+    def session(self) -> str:
+        """Its name."""
+        return f"{self.prompt}-{self.index}"
+
+    async def run(self) -> str:
+        """Take all turns; return why it ended early, if it did."""
+        how, step = self.rollout.how, self.rollout.step
+        context: list[int] = list(self.rollout.prompt(self.prompt).token_ids)  # type: ignore[arg-type]
+        try:
+            for number in range(how.turns):
+                most = min(step.max_tokens, self.rollout.most_context - len(context))
+                if most < 1:
+                    break
+                self.name = self._named(context)
+                async with asyncio.TaskGroup() as asked:
+                    turn = asked.create_task(self._turn(self.name, context, most))
+                    if number == 1:
+                        await asyncio.sleep(0)
+                        asked.create_task(self._aside(context, most))
+                tokens, why = turn.result()
+                if why:
+                    return why
+                self.known = context + tokens
+                context = [*self.known, number + 1, sum(tokens) % 90 + 1]
+                if number < len(how.waits):
+                    await asyncio.sleep(how.waits[number])
+                if number in how.rewritten:
+                    del context[0]
+        finally:
+            self.sessions.end(self.session)
+        return ""
+
+    def _named(self, context: list[int]) -> str:
+        """Return the name of the group that a prompt's noise is of, as docs and docstrings have it."""
+        if self.known and context[: len(self.known)] == self.known:
+            return self.name
+        words = np.asarray(context, "<i4").tobytes()
+        digest = hashlib.blake2b(words, digest_size=6).hexdigest()
+        name = f"{self.prompt}~{digest}.{self.segments[digest]}" if self.segments else self.prompt
+        self.segments[digest] += 1
+        return name
+
+    async def _aside(self, context: list[int], most: int) -> None:
+        """Send a prompt while the same is under way: a segment of its own, which is tried once."""
+        self.known, known = [], self.known
+        name, self.known = self._named(context), known
+        try:
+            await self._ask(name, context, most)
+        except RequestRefused as error:
+            self.rollout._judged(self.session, 0, error, 1)
+
+    async def _turn(self, name: str, context: list[int], most: int) -> tuple[list[int], str]:
+        while True:
+            try:
+                return await self._ask(name, context, most), ""
+            except RequestRefused as error:
+                why = self.rollout._judged(self.session, 0, error, self.beats)
+                if why is not None:
+                    return [], why
+                self.beats += 1
+                await asyncio.sleep(RETRY_SECONDS)
+
+    async def _ask(self, name: str, context: list[int], most: int) -> list[int]:
+        step, trainer = self.rollout.step, self.rollout.trainer
+        group = await self.sessions.generate(
+            self.session, np.asarray(context, np.int32), SamplingParams(max_tokens=most), group=self.prompt,
+            index=self.index, seed=step.seed, rollout_number=step.number,
+            weight_version=trainer.asked[self.rollout.place], max_context=self.rollout.most_context,
+        )  # fmt: skip
+        (response,) = group.responses
+        weights = group.weight_version, group.weights_digest
+        self.rollout.check(name, self.index, context, most, (*weights, response))
+        return response.token_ids.tolist()
