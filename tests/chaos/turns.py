@@ -87,6 +87,24 @@ class Turns:
                     await (self._loops(client, beats) if self.how.resent else self._agents(client, beats))
             except TimeoutError:
                 self.trainer.cut_short.add(self.place)
+            self._expect_nothing_away()
+
+    def _expect_nothing_away(self) -> None:
+        """Have it noted if the buffer goes on to wait for trajectories of a rollout that was left, undisturbed."""
+        world, name, began = self.trainer.world, self.trainer.name, self.trainer.world.loop.time()
+        left = self.trainer.begun[self.place]
+
+        def check() -> None:
+            process = world.processes.get("buffer")
+            if process is None or process.service is None or world._disturbed(name, began):
+                return
+            if self.trainer.begun[self.place] != left:
+                return  # they were begun again
+            for each in process.service.machine.registry.trajectories.away.values():
+                if each.key[0] == name and each.group_id.startswith(f"{self.step.rollout_id}/"):
+                    world.problem(f"{name} left {each.group_id}, which is awaited still")
+
+        world.loop.call_later(1.0 + 4 * (world.plan.latency + world.plan.jitter), check)
 
     def prompt(self, name: str) -> Prompt:
         """Return a prompt of this rollout."""

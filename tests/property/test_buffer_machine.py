@@ -30,6 +30,7 @@ from seer.services.buffer.events import Joined, Left, Tick
 from seer.services.buffer.machine import BufferMachine
 from seer.services.buffer.requests import events, instructions, state
 from seer.services.buffer.requests.machine import RequestMachine
+from seer.services.buffer.requests.trajectories import key_of
 from seer.services.buffer.sleep import SleepMachine
 from seer.services.buffer.weights.machine import WeightsMachine
 from seer.services.context.machine import EstimateMachine
@@ -185,6 +186,37 @@ class BufferModel(RuleBasedStateMachine):
             request = self.machine.requests[f"{opened.pop()}#0"]
             assert request.view.produced == earlier
             assert request.view.last_instance in ("", away.last_instance, request.instance)
+
+    @rule(data=st.data())
+    def repeat_turn(self, data):
+        """A turn that was submitted before, as by a life that takes all turns again."""
+        registry = self.machine.registry
+        if turns := [group for group in registry.groups.values() if group.turn is not None]:
+            group = data.draw(st.sampled_from(turns))
+            rollout, key = group.rollout, key_of(group)
+            spec = events.GroupSpec(
+                group.prompt_id, group.prompt_len, True, None, group.shared_id, group.first_index, group.turn
+            )
+            self.uses += 1
+            self.send(
+                events.GroupsSubmitted(
+                    rollout.trainer, rollout.rollout_id, 1, group.max_tokens, [spec], -1, self.uses, 0,
+                    f"{rollout.trainer}life".encode(), open=True,
+                )
+            )  # fmt: skip
+            latest = registry.trajectories.latest.get(key, "")
+            full = (
+                registry.unfinished_requests + registry.trajectories.awaited
+                == self.machine.limits.max_requests
+            )
+            assert (
+                latest == group.group_id
+                or group.group_id not in registry.groups  # it was held, or refused
+                or group.held_since is not None
+                or latest in self.machine.estimates
+                or latest in registry.trajectories.returning
+                or (full and group.done and not latest)
+            )
 
     @rule(trainer=st.sampled_from(("t", "u")), data=st.data(), later=st.booleans())
     def end_trajectory(self, trainer, data, later):

@@ -100,6 +100,8 @@ class GroupRegistry:
             group.submission = event.submission
             if group.held_since is None:
                 accepted.append(group.prompt_id)
+                room = self._unfinished < self._limits.max_requests
+                self.trajectories.repeated(group, now, out, room=room)
             if group.done:
                 out.append(Deliver(event.life, group.group_id))
         opened = self._admit(rollout, event, new, now, out) if new else []

@@ -6,7 +6,8 @@ is to come. So a trajectory that is forgotten costs time, never a token.
 
 Invariants (tests/property/test_buffer_machine.py):
 - a trajectory is away from the end of a turn until its next turn is opened, it ends, `idle_seconds` have
-  passed, or its trainer is lost; it is never away while its latest turn is open;
+  passed, or its trainer is lost; it is never away while its latest turn is open. Its latest turn is the one
+  that was submitted last;
 - one turn at a time continues a trajectory; others of its place are prompts like any other;
 - the context service knows a trajectory under the group of its latest turn, from the first turn until it is
   not away any more: its tokens so far are a bound from below, and its length once it has ended.
@@ -100,6 +101,24 @@ class Trajectories:
         away = self.away.pop(latest, None)
         self.latest[key_of(group)] = group.group_id
         return away
+
+    def repeated(self, group: GroupState, now: float, out: Out, *, room: bool) -> None:
+        """Note that a turn is submitted again: by a life of its trainer that took those before it again, too.
+
+        It is its trajectory's latest then. `room`: one more may be away.
+        """
+        latest = self._latest(group)
+        if group.turn is None or latest == group.group_id or latest in self.returning:
+            return
+        if latest not in self.away and (latest or (group.done and not room)):
+            return  # another turn is open
+        away = self.opened(group)
+        if group.done:
+            estimate = away.estimate if away else Estimate(float(group.opened.cap))
+            self.ended(group, estimate, now)
+            out += [group.opened, group.results[0].progress()]
+        if away is not None:
+            out.append(GroupClosed(away.group_id))
 
     def ended(self, group: GroupState, estimate: Estimate, now: float) -> bool:
         """Note that a group has finished; return whether it was a turn, and its trajectory is away now."""
