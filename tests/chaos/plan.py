@@ -210,7 +210,7 @@ class Plan:
     def turn_seconds(self) -> float:
         """How long trajectories of all rollouts may be away, one rollout after the other."""
         return sum(
-            step.turns.idle_seconds + sum(step.turns.waits) * math.ceil(len(step.prompts) * step.n / step.turns.most_open)
+            step.turns.idle_seconds + sum(step.turns.waits) * math.ceil(len(step.prompts) * step.n / min(step.turns.most_open, self.max_requests // 4))
             for step in self.rolls
             if step.turns is not None
         )  # fmt: skip

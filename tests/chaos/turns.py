@@ -66,6 +66,11 @@ class Turns:
         return min(longest + self.how.room, BLOCK * self.trainer.world.plan.kv_blocks - 10)
 
     @property
+    def most_open(self) -> int:
+        """Trajectories under way at most: a full buffer refuses some, and the others begin again with them."""
+        return min(self.how.most_open, self.trainer.world.plan.max_requests // 4)
+
+    @property
     def left(self) -> list[str]:
         """Prompts that have not ended."""
         return [name for name, _ in self.step.prompts if (self.place, name) not in self.trainer.ended]
@@ -93,6 +98,8 @@ class Turns:
         """Have it noted if the buffer goes on to wait for trajectories of a rollout that was left, undisturbed."""
         world, name, began = self.trainer.world, self.trainer.name, self.trainer.world.loop.time()
         left = self.trainer.begun[self.place]
+        if [step.rollout_id for step in world.plan.rolls].count(self.step.rollout_id) > 1:
+            return  # they may be those of another use
 
         def check() -> None:
             process = world.processes.get("buffer")
@@ -119,7 +126,7 @@ class Turns:
         async with client.trajectories(
             [self.prompt(name) for name, _ in step.prompts], n=step.n,
             sampling=SamplingParams(max_tokens=step.max_tokens), max_context=self.most_context,
-            idle_seconds=how.idle_seconds, max_open=how.most_open, journal=journal, seed=step.seed,
+            idle_seconds=how.idle_seconds, max_open=self.most_open, journal=journal, seed=step.seed,
             rollout_number=step.number, rollout_id=step.rollout_id,
             weight_version=self.trainer.asked[self.place],
         ) as rollout:  # fmt: skip
