@@ -32,6 +32,9 @@ if TYPE_CHECKING:
 
 RETRY_SECONDS = 0.5
 
+PATIENCE = 20
+"""Tries of what a full buffer refuses, each of all trajectories one after the other."""
+
 TORN = b'{"call_id":"'
 """What a life that was killed while it wrote may leave at the end of a journal."""
 
@@ -238,6 +241,8 @@ class Turns:
         """Judge what ended turn `begun` of a trajectory, as `_failed` says."""
         trainer, world, why = self.trainer, self.trainer.world, str(error)
         verdict = trainer._verdict(self.place, self.step, name, type(error), why, beats)
+        if verdict == "again" and "takes at most" in why and beats > PATIENCE:
+            verdict = "final"
         if re.search(ANEW, why):
             verdict = "again" if world.plan.updates and trainer.asked[self.place] < 0 else "problem"
             trainer.runs[self.place] += 1

@@ -61,8 +61,10 @@ def test_a_template_without_a_turns_end_works_too():
 
 
 def shortened(conversation, prompt):
-    """A template that leaves out what the assistant said once others follow."""
-    return "".join(each["content"] for each in conversation if each["role"] != "assistant") + "?" * prompt
+    """As Qwen's, but what the assistant said is left out once others follow."""
+    last = conversation[-1]
+    said = [m if m is last or m["role"] != "assistant" else m | {"content": ""} for m in conversation]
+    return chatml(said, prompt)
 
 
 def appending(conversation, prompt):
