@@ -2,35 +2,29 @@
 
 Agents have a journal, which outlives the trainer as its environments do: no environment may be asked again for
 what it has answered. What it says differs with each call, so that a second answer is seen in the tokens.
-Loops send whole contexts, rewrite some, and send one twice at once. What every turn must be is worked out from
-the documents alone (`expected.turn`), whatever happened to trainer, buffer and engines in between.
+What every turn must be is worked out from the documents alone (`expected.turn`), whatever happened to trainer,
+buffer and engines in between. Others send whole contexts (`chaos.loops`).
 """
 
 from __future__ import annotations
 
 import asyncio
 import functools
-import hashlib
 import re
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from chaos import expected
+from chaos.loops import RETRY_SECONDS, Loop
 from chaos.plan import InTurns, Roll
 from seer.client import Prompt, RolloutClient, SamplingParams
 from seer.client.groups import Response
 from seer.client.turns import PrefixTrajectories, Trajectory, TrajectoryFailed, TrajectoryGroup
-from seer.common.config import EngineConfig
-from seer.common.errors import RequestRefused, Unreachable
+from seer.common.errors import Unreachable
 
 if TYPE_CHECKING:
     from chaos.trainers import Trainer
-
-RETRY_SECONDS = 0.5
 
 PATIENCE = 20
 """Tries of what a full buffer refuses, each of all trajectories one after the other."""
@@ -191,7 +185,7 @@ class Turns:
         """Compare a trajectory with what it must be, given what its environments said."""
         step, world = self.step, self.trainer.world
         context: list[int] = list(self.prompt(found.prompt_id).token_ids)  # type: ignore[arg-type]
-        start, mask, logprobs, ends = len(context), list[bool](), list[float](), []
+        mask, logprobs, ends = list[bool](), list[float](), list[str]()
         for number in range(self.how.turns):
             most = min(step.max_tokens, self.most_context - len(context))
             tokens, said, finish = (
@@ -210,16 +204,13 @@ class Turns:
         world.changed += (*got, [turn.finish_reason for turn in found.turns]) != (
             context, mask, logprobs, ends,
         )  # fmt: skip
-        if len(found.token_ids) != len(context) - start:
-            world.problem(f"{self.trainer.name}: {step.rollout_id}/{found.prompt_id} has another length")
         self._check_weights(found.prompt_id, found.weight_version, found.weights_digest)
 
     def _expected(
         self, group: str, index: int, context: Sequence[int], most: int, version: int
     ) -> expected.Answer:
         world = self.trainer.world
-        engine = EngineConfig(replay_vocab_size=world.VOCAB, replay_mean_tokens=world.plan.mean_tokens)
-        return expected.turn(self.step, group, index, context, most, engine, world.digest(version))
+        return expected.turn(self.step, group, index, context, most, world.modelled, world.digest(version))
 
     def _check_weights(self, prompt: str, version: int, digest: str) -> None:
         world, wanted = self.trainer.world, self.trainer.asked[self.place]
@@ -298,92 +289,3 @@ class Turns:
         got = response.token_ids.tolist(), response.logprobs.tolist(), response.finish_reason
         self.trainer.world.changed += got != wanted
         self._check_weights(name, version, digest)
-
-
-@dataclass(slots=True)
-class Loop:
-    """One session, by somebody who knows nothing of trajectories."""
-
-    rollout: Turns
-    sessions: PrefixTrajectories
-    prompt: str
-    index: int
-    beats: int
-    segments: Counter[str] = field(default_factory=Counter)
-    name: str = ""
-    known: list[int] = field(default_factory=list)
-
-    @property
-    def session(self) -> str:
-        """Its name."""
-        return f"{self.prompt}-{self.index}"
-
-    async def run(self) -> str:
-        """Take all turns; return why it ended early, if it did."""
-        how, step = self.rollout.how, self.rollout.step
-        context: list[int] = list(self.rollout.prompt(self.prompt).token_ids)  # type: ignore[arg-type]
-        try:
-            for number in range(how.turns):
-                most = min(step.max_tokens, self.rollout.most_context - len(context))
-                if most < 1:
-                    break
-                self.name = self._named(context)
-                async with asyncio.TaskGroup() as asked:
-                    turn = asked.create_task(self._turn(self.name, context, most))
-                    if number == 1:
-                        await asyncio.sleep(0)
-                        asked.create_task(self._aside(context, most))
-                tokens, why = turn.result()
-                if why:
-                    return why
-                self.known = context + tokens
-                context = [*self.known, number + 1, sum(tokens) % 90 + 1]
-                if number < len(how.waits):
-                    await asyncio.sleep(how.waits[number])
-                if number in how.rewritten:
-                    del context[0]
-        finally:
-            self.sessions.end(self.session)
-        return ""
-
-    def _named(self, context: list[int]) -> str:
-        """Return the name of the group that a prompt's noise is of, as docs and docstrings have it."""
-        if self.known and context[: len(self.known)] == self.known:
-            return self.name
-        words = np.asarray(context, "<i4").tobytes()
-        digest = hashlib.blake2b(words, digest_size=6).hexdigest()
-        name = f"{self.prompt}~{digest}.{self.segments[digest]}" if self.segments else self.prompt
-        self.segments[digest] += 1
-        return name
-
-    async def _aside(self, context: list[int], most: int) -> None:
-        """Send a prompt while the same is under way: a segment of its own, which is tried once."""
-        self.known, known = [], self.known
-        name, self.known = self._named(context), known
-        try:
-            await self._ask(name, context, most)
-        except RequestRefused as error:
-            self.rollout._judged(self.session, 0, error, 1)
-
-    async def _turn(self, name: str, context: list[int], most: int) -> tuple[list[int], str]:
-        while True:
-            try:
-                return await self._ask(name, context, most), ""
-            except RequestRefused as error:
-                why = self.rollout._judged(self.session, 0, error, self.beats)
-                if why is not None:
-                    return [], why
-                self.beats += 1
-                await asyncio.sleep(RETRY_SECONDS)
-
-    async def _ask(self, name: str, context: list[int], most: int) -> list[int]:
-        step, trainer = self.rollout.step, self.rollout.trainer
-        group = await self.sessions.generate(
-            self.session, np.asarray(context, np.int32), SamplingParams(max_tokens=most), group=self.prompt,
-            index=self.index, seed=step.seed, rollout_number=step.number,
-            weight_version=trainer.asked[self.rollout.place], max_context=self.rollout.most_context,
-        )  # fmt: skip
-        (response,) = group.responses
-        weights = group.weight_version, group.weights_digest
-        self.rollout.check(name, self.index, context, most, (*weights, response))
-        return response.token_ids.tolist()

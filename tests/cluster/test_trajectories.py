@@ -12,6 +12,7 @@ from virtual_time import eventually, virtual
 from seer.client import Prompt, RequestRefused, SamplingParams
 from seer.client.turns import PrefixTrajectories, TrajectoryFailed
 from seer.common.config import BufferConfig
+from seer.common.net.transport.memory import MemoryTransport
 
 SAMPLING = SamplingParams(max_tokens=24)
 PROMPTS = [Prompt(f"p{number}", token_ids=[*range(1, 4 + number)]) for number in range(3)]
@@ -134,6 +135,69 @@ async def test_an_update_waits_for_those_that_are_away_and_opens_only_their_turn
         assert {each.weight_version for group in groups for each in group.trajectories} == {0}
         await update
         assert (await late.result())[0].weight_version == 1
+
+
+@virtual
+async def test_sleep_waits_for_those_that_are_away_and_no_longer_than_idle_seconds():
+    async with running(engines=1) as cluster, cluster.client() as client, cluster.client() as other:
+
+        async def slow(trajectory):
+            await trajectory.generate()
+            await asyncio.sleep(20.0)
+            await trajectory.generate()
+
+        rolling = asyncio.create_task(rolled(client, slow, idle_seconds=30.0))
+        await asyncio.sleep(5.0)
+        await other.sleep(200)
+        assert asyncio.get_running_loop().time() > 19.0
+        assert not any(isinstance(e, TrajectoryFailed) for g in await rolling for e in g.trajectories)
+        await other.wake(60)
+        began = asyncio.get_running_loop().time()
+        rolling = asyncio.create_task(rolled(client, slow, idle_seconds=10.0))
+        await asyncio.sleep(5.0)
+        await other.sleep(200)
+        assert asyncio.get_running_loop().time() < began + 19.0
+        await other.wake(60)  # what came back meanwhile was held, and goes on
+        assert not any(isinstance(e, TrajectoryFailed) for g in await rolling for e in g.trajectories)
+
+
+@virtual
+async def test_a_trainer_that_left_is_awaited_no_longer_than_idle_seconds(tmp_path):
+    async with running(engines=1) as cluster, cluster.client() as other:
+        async with cluster.client() as client:
+            sessions = PrefixTrajectories(client.open_rollout(), idle_seconds=20.0)
+            await sessions.generate("s", np.array([1, 2], np.int32), SAMPLING, group="g")
+        assert len(away(cluster)) == 1
+        await other.update_weights(1, folder(tmp_path, 1))
+        assert 15.0 < asyncio.get_running_loop().time() < 30.0
+        assert cluster.services["buffer"].machine.idle
+
+
+@virtual
+async def test_a_life_that_takes_all_turns_again_ends_what_the_one_before_had_begun():
+    expected = await resent()
+    async with running(engines=1) as cluster:
+        for seconds in (2.5, 12.5, 30.0):  # killed with the first turn away, with the second, and not at all
+
+            async def paced(trajectory, pause=10.0 if seconds < 30.0 else 0.0):
+                for turn in range(TURNS):
+                    done = await trajectory.generate()
+                    await asyncio.sleep(pause)
+                    if turn < TURNS - 1:
+                        trajectory.append(tool(done.token_ids, turn))
+
+            transport = MemoryTransport(cluster.network)
+            client = cluster.client(transport, name="trainer")
+            await client.__aenter__()
+            rolling = asyncio.create_task(rolled(client, paced, rollout_id="agents"))
+            await asyncio.wait([rolling], timeout=seconds)
+            await transport.close()  # as a process that is killed: nothing is told any more
+            if seconds == 30.0:
+                assert found_in(rolling.result()) == expected
+                assert not away(cluster)
+            rolling.cancel()
+            await asyncio.wait([rolling])
+            await asyncio.sleep(1.0)
 
 
 @virtual
