@@ -26,6 +26,8 @@ from seer.client.open_rollout import OpenRollout
 from seer.client.prompts import Prompt, check_request, check_rollout_id, prepare
 from seer.client.rollout import BufferLost, Rollout, submissions
 from seer.client.text import Tokenizer, load_tokenizer
+from seer.client.turns.journal import Journal
+from seer.client.turns.rollout import TrajectoriesAsked, TrajectoryRollout
 from seer.client.weight_update import InFlight, Source, Update, is_answer, new_call_id
 from seer.common.clock import LoopClock
 from seer.common.errors import (
@@ -209,6 +211,41 @@ class RolloutClient:
         self._active.add(rollout, None)
         return rollout
 
+    def trajectories(
+        self,
+        prompts: Iterable[Prompt | str | Sequence[int] | Tokens],
+        *,
+        n: int = 8,
+        sampling: SamplingParams | None = None,
+        max_context: int,
+        idle_seconds: float = 600.0,
+        max_open: int = 256,
+        journal: str | Path | None = None,
+        seed: int = 0,
+        rollout_number: int | None = None,
+        rollout_id: str | None = None,
+        weight_version: int | None = None,
+    ) -> TrajectoryRollout:
+        """Return a rollout of n trajectories of many turns for each prompt; `run(agent)` runs them.
+
+        A trajectory has at most `max_context` tokens, prompt included. Updates of weights wait for a
+        trajectory's next turn up to `idle_seconds`, then go ahead: it fails if it comes back. At most
+        `max_open` agents are under way. `journal`: a file that keeps what environments said, for a trainer
+        that is started again. The other parameters are those of `submit`. Raises `InvalidField` before
+        anything is sent, `SeerError` if the buffer is too old.
+        """
+        number = self._next_number if rollout_number is None else rollout_number
+        version = self.weight_version if weight_version is None else weight_version
+        asked = TrajectoriesAsked(
+            prepare(prompts, self.tokenizer), n, sampling or SamplingParams(), seed, number, version,
+            max_context, idle_seconds, max_open,
+        )  # fmt: skip
+        asked.check()
+        book = None if journal is None else Journal(journal, asked.digest())
+        rollout = self.open_rollout(rollout_id)
+        self._next_number = max(self._next_number, number + 1)
+        return TrajectoryRollout(asked, rollout, book, self.tokenizer)
+
     def _too_old(self, what: str, since: tuple[int, int]) -> str:
         """Return why the buffer cannot have `what`; empty: it can, or is not known now."""
         peer = self._channel.peer
@@ -386,6 +423,7 @@ class RolloutClient:
                     rollout.fail(rollout.unfinished, RolloutFailed, problem)
                     self._active.settle(rollout)
                 await self._send_all(rollout.to_submit())
+                self._active.settle(rollout)
             await self._send_all(self._active.expired(loop.time()))
             quiet = loop.time() - self._last_heard
             waiting = self._active or self._update or self._sleep_call

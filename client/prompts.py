@@ -81,7 +81,7 @@ def prepare_one(
     """Check and tokenize one prompt. Raises `InvalidField` naming it as `prompts[position]`."""
     where = f"prompts[{position}]"
     prompt = _as_prompt(given, position)
-    _check_id(prompt.id, f"{where}.id")
+    check_id(prompt.id, f"{where}.id")
     if (prompt.text is None) == (prompt.token_ids is None):
         raise InvalidField(where, prompt.id, "give either text or token_ids")
     return Prepared(prompt.id, _encode(prompt, where, tokenizer), prompt.metadata)
@@ -103,7 +103,7 @@ def batches(items: Iterable[T], tokens_of: Callable[[T], int]) -> Iterator[list[
 def check_place(group: str, first_index: int, n: int) -> None:
     """Raise `InvalidField` if n responses cannot be those from `first_index` on of a group of this name."""
     if group:
-        _check_id(group, "group")
+        check_id(group, "group")
     if not 0 <= first_index <= MAX_GROUP_SIZE - n:
         raise InvalidField("first_index", first_index, f"must be in [0, {MAX_GROUP_SIZE - n}] for n = {n}")
 
@@ -139,7 +139,8 @@ def _as_prompt(given: Prompt | str | Sequence[int] | Tokens, position: int) -> P
             return Prompt(str(position), token_ids=given)
 
 
-def _check_id(prompt_id: object, where: str) -> None:
+def check_id(prompt_id: object, where: str) -> None:
+    """Raise `InvalidField` naming `where` if this cannot be an id."""
     if not isinstance(prompt_id, str) or not prompt_id:
         raise InvalidField(where, prompt_id, "give a non-empty string")
     try:

@@ -89,6 +89,36 @@ _RANGES: tuple[tuple[str, float, float, bool], ...] = (
 )
 
 
+MAX_IDLE_SECONDS = 86_400.0
+"""Longest that a trajectory may wait for its next turn."""
+
+
+class TurnSpec(msgspec.Struct, frozen=True, array_like=True):
+    """Makes a prompt one turn of a trajectory: its tokens are the trajectory's context so far.
+
+    The first `prompt_len` of them are the trajectory's own prompt, and `generated` of the others were
+    generated in earlier turns; an environment added the rest. All turns together may generate `cap` tokens.
+    Updates of weights wait up to `idle_seconds` for the next turn.
+    """
+
+    prompt_len: int
+    generated: int = 0
+    cap: int = 2**24
+    idle_seconds: float = 600.0
+
+    def check(self, context: int) -> None:
+        """Raise `InvalidField` if this cannot be a turn that begins after `context` tokens."""
+        for name, low, high in (
+            ("prompt_len", 1, context),
+            ("generated", 0, context - self.prompt_len),
+            ("cap", self.generated + 1, 2**24),
+            ("idle_seconds", 0, MAX_IDLE_SECONDS),
+        ):
+            value = getattr(self, name)
+            if not low <= value <= high:
+                raise InvalidField(f"turns.{name}", value, f"must be in [{low}, {high:g}]")
+
+
 class Capacity(msgspec.Struct, frozen=True, kw_only=True):
     """What an instance can hold.
 

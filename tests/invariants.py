@@ -2,6 +2,7 @@
 
 from seer.common import ids
 from seer.common.policy.placement import stay_or_least_loaded
+from seer.services.buffer.requests.group_registry import GroupRegistry
 from seer.services.buffer.requests.machine import RequestMachine
 
 
@@ -65,6 +66,19 @@ def check_deaths(machine: RequestMachine) -> None:
         assert all(life in machine.requests[request_id].deaths for request_id in request_ids), life
 
 
+def check_trajectories(registry: GroupRegistry) -> None:
+    """A trajectory is open or away, under its latest turn."""
+    trajectories = registry.trajectories
+    for key, group_id in trajectories.latest.items():
+        group = registry.groups.get(group_id)
+        is_open = group is not None and not group.done and group.held_since is None
+        assert is_open != (group_id in trajectories.away), key
+    assert set(trajectories.returning) <= set(trajectories.away)
+    assert set(trajectories.returning.values()) <= set(registry.held)
+    assert {away.key for away in trajectories.away.values()} <= set(trajectories.latest)
+    assert all(trajectories.latest[away.key] == name for name, away in trajectories.away.items())
+
+
 def check_registry(machine: RequestMachine) -> None:
     registry, limits = machine.registry, machine.limits
     for group in registry.groups.values():
@@ -86,7 +100,9 @@ def check_registry(machine: RequestMachine) -> None:
     assert sum(len(rollout.members) for rollout in registry.rollouts.values()) == len(registry.groups)
     assert set(machine.estimates) <= set(registry.groups)
     unfinished = [group for group in registry.groups.values() if not group.done]
-    assert registry.unfinished_requests == sum(group.size for group in unfinished) <= limits.max_requests
+    assert registry.unfinished_requests == sum(group.size for group in unfinished)
+    assert registry.unfinished_requests + registry.trajectories.awaited <= limits.max_requests
+    check_trajectories(registry)
     assert registry.unfinished_tokens == sum(group.kept for group in unfinished) <= limits.unfinished_tokens
     assert {group.group_id for group in registry.groups.values() if group.done} == set(registry.finished)
     assert registry.finished_tokens == sum(group.tokens for group in registry.finished.values())

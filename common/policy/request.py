@@ -7,10 +7,12 @@ from dataclasses import dataclass
 
 @dataclass(slots=True)
 class RequestView:
-    """`group_number` counts groups in order of arrival; `index` is the response's in its group.
+    """`group_number` counts groups in order of arrival; `index` is the response's in its (named) group.
 
-    `queued` numbers the times at which requests started to wait, so it orders them by arrival in the queue.
-    `last_instance` ran the last chunk; empty before the first.
+    In a turn of a trajectory, `prompt_len` is the context that it began with, `earlier` tokens were generated
+    in earlier turns, and all turns together generate at most `cap`; 0: it is no turn. `queued` numbers the
+    times at which requests started to wait, so it orders them by arrival in the queue. `last_instance` ran
+    the last chunk; empty before the first.
     """
 
     request_id: str
@@ -21,6 +23,8 @@ class RequestView:
     generated: int = 0
     queued: int = 0
     last_instance: str = ""
+    earlier: int = 0
+    cap: int = 0
 
     @property
     def context(self) -> int:
@@ -28,6 +32,16 @@ class RequestView:
         return self.prompt_len + self.generated
 
     @property
+    def produced(self) -> int:
+        """Tokens generated so far, in all turns."""
+        return self.earlier + self.generated
+
+    @property
+    def most(self) -> int:
+        """Bound on `produced`."""
+        return self.cap or self.max_tokens
+
+    @property
     def remaining(self) -> int:
-        """Output tokens still allowed."""
+        """Output tokens still allowed, in this turn."""
         return self.max_tokens - self.generated

@@ -118,20 +118,20 @@ def _arrival(request: RequestView, estimate: Estimate) -> OrderKey:
 
 
 def _least_generated(request: RequestView, estimate: Estimate) -> OrderKey:
-    return (request.generated, request.queued)
+    return (request.produced, request.queued)
 
 
 def _probes_then_longest(request: RequestView, estimate: Estimate) -> OrderKey:
     # Algorithm 2: probes shortest first, the rest by the longest finished sibling.
     if request.index == 0:
-        return (0, request.generated, request.queued)
+        return (0, request.produced, request.queued)
     return (1, -estimate.tokens, request.queued)
 
 
 def _longest_first(request: RequestView, estimate: Estimate) -> OrderKey:
     # Whole tokens, and the least generated first among equals: without any evidence all are equal.
-    still = length_quantile(estimate, request.generated, request.max_tokens) - request.generated
-    return (-round(still), request.generated, request.queued)
+    still = length_quantile(estimate, request.produced, request.most) - request.produced
+    return (-round(still), request.produced, request.queued)
 
 
 def oracle(lengths: Mapping[str, int]) -> Policy:

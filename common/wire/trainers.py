@@ -9,7 +9,7 @@ from typing import Annotated
 
 import msgspec
 
-from seer.common.types import Capacity, FinishReason, InstanceStats, SamplingParams
+from seer.common.types import Capacity, FinishReason, InstanceStats, SamplingParams, TurnSpec
 from seer.common.wire.base import (
     MAX_GROUP_SIZE,
     Goodbye,
@@ -56,6 +56,11 @@ class Submit(Message, tag=True):
     each `Submit` may have another n, sampling, seed and rollout number. It has another `submission`, too, a
     higher one: answers have that of the prompt's last `Submit`, and a prompt id that comes again with other
     content is another prompt, which takes the earlier one's place. `stream`: send `TokensGenerated`.
+
+    `turns`: one for each prompt, or none. A prompt with one is a turn of the trajectory that is response
+    `first_index` of its named group; n is 1, and the rollout is open. Its tokens are what they would be
+    without: a function of the context. After its `GroupDone` the trajectory is away: updates and sleep wait
+    for its next turn, or for a `Cancel` that names this one.
     """
 
     rollout_id: ShortStr
@@ -72,6 +77,7 @@ class Submit(Message, tag=True):
     first_indices: list[ResponseIndex] = []
     open: bool = False
     stream: bool = False
+    turns: list[TurnSpec] = []
 
 
 class Accepted(Message, tag=True):
@@ -86,8 +92,8 @@ class Accepted(Message, tag=True):
 class Cancel(Message, tag=True):
     """Abort a rollout's unfinished prompts: the named ones, or all when the list is empty.
 
-    Only those of this `submission`, or of an open rollout those of this and earlier ones; 0: of whichever it
-    is.
+    A named turn that has finished is its trajectory's last one. Only those of this `submission`, or of an
+    open rollout those of this and earlier ones; 0: of whichever it is.
     """
 
     rollout_id: ShortStr

@@ -9,7 +9,6 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -100,11 +99,12 @@ class Conductor:
     def _check_drained(self) -> None:
         if not self.draining or self._weights.updating:  # engines still read streams of this process
             return
-        if self._requests.requests:
+        if not self._requests.idle:
             self._collect_until = None
-        elif self._collect_until is None:
+            return
+        if self._collect_until is None:
             self._collect_until = self._clock.now() + COLLECT_SECONDS
-        if not self._requests.groups or (self._collect_until or math.inf) < self._clock.now():
+        if not self._requests.groups or self._collect_until < self._clock.now():
             self.drained.set()
 
     # --- engines and trainers --------------------------------------------------------------
@@ -155,7 +155,9 @@ class Conductor:
         self.give_up(self._engines.tick(now), "silent")
         for life in self._trainers.tick(now):
             self.apply(events.TrainerLost(life))
-        owners = {rollout.life for rollout in self._requests.rollouts.values()}
+        registry = self._requests.registry
+        owners = {rollout.life for rollout in registry.rollouts.values()}
+        owners.update(away.life for away in registry.trajectories.away.values())
         for life in self._sessions.keys() - owners:  # it has no groups, so no messages that could be lost
             del self._sessions[life]
             self._trainers.forget(life)
@@ -222,7 +224,8 @@ class Conductor:
                 self._store.restore(item.group_id, self._kept.restore(item.group_id), self._live())
             case instructions.Dispatch():
                 wait = self._requests.policy.admission
-                chunk = self._store.chunk(item, *_locate(item.request_id), wait_for_room=wait)
+                turns = self.registered[item.instance].turns
+                chunk = self._store.chunk(item, *_locate(item.request_id), wait_for_room=wait, turns=turns)
                 self._to_engine(item.instance, chunk)
             case instructions.Drop():
                 drop = wire.DropChunk(request_id=item.request_id, attempt=item.attempt)

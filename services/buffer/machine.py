@@ -47,7 +47,7 @@ class BufferMachine:
     def __init__(self, requests: RequestMachine, weights: WeightsMachine, sleep: SleepMachine) -> None:
         self.requests, self.weights, self.sleep = requests, weights, sleep
         self.engines: dict[str, Joined] = {}
-        self._idle = not requests.requests
+        self._idle = requests.idle
         self._changed = False
         self._shared = self._shared_state()
 
@@ -101,14 +101,14 @@ class BufferMachine:
     def _to_weights(self, event: weight_events.Event) -> _Step:
         def step(now: float) -> Sequence[_AnyInstruction]:
             self._changed = True
-            return self.weights.apply(event, now, idle=not self.requests.requests, awake=self.sleep.awake)
+            return self.weights.apply(event, now, idle=self.requests.idle, awake=self.sleep.awake)
 
         return step
 
     def _to_sleep(self, event: sleep.Event) -> _Step:
         def step(now: float) -> Sequence[_AnyInstruction]:
             self._changed = True
-            return self.sleep.apply(event, now, idle=not self.requests.requests, loading=self.weights.loading)
+            return self.sleep.apply(event, now, idle=self.requests.idle, loading=self.weights.loading)
 
         return step
 
@@ -142,7 +142,7 @@ class BufferMachine:
 
     def _follow_changes(self) -> list[_Step]:
         """Return the steps due if that state changed, once all other steps are done."""
-        idle = not self.requests.requests
+        idle = self.requests.idle
         if idle == self._idle and not self._changed:
             return []  # the usual case: most events are ends of chunks
         self._idle, self._changed = idle, False

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from seer.common import ids, wire
-from seer.common.types import SamplingParams
+from seer.common.types import SamplingParams, TurnSpec
 from seer.services.buffer.events import Weights
 from seer.services.buffer.requests.instructions import Dispatch
 from seer.services.buffer.requests.state import GroupState
@@ -35,7 +35,8 @@ class SubmittedPrompt:
     """One prompt of a submission, and what is to be generated for it.
 
     Its responses are those from `first_index` on of `group`, by default its own group; `shared_id` is that
-    group's id if the trainer named it, else empty. `params_digest` is `ids.params_digest` of all this.
+    group's id if the trainer named it, else empty. `params_digest` is `ids.params_digest` of all this but
+    `turn`, of which no token is a function.
     """
 
     tokens: wire.Tokens
@@ -48,6 +49,7 @@ class SubmittedPrompt:
     rollout_number: int
     stream: bool
     params_digest: int
+    turn: TurnSpec | None = None
 
 
 @dataclass(slots=True)
@@ -115,17 +117,20 @@ class Store:
         """Return whether the trainer wants a group's tokens before it has finished."""
         return self._groups[group_id].prompt.stream
 
-    def chunk(self, dispatch: Dispatch, group_id: str, index: int, *, wait_for_room: bool) -> wire.RunChunk:
-        """Return the message that runs a request's next chunk."""
+    def chunk(
+        self, dispatch: Dispatch, group_id: str, index: int, *, wait_for_room: bool, turns: bool
+    ) -> wire.RunChunk:
+        """Return the message that runs a request's next chunk; `turns`: the engine knows trajectories."""
         group = self._groups[group_id]
         prompt, output = group.prompt, group.outputs.get(index)
+        turn = prompt.turn if turns else None  # without, the context is the prompt: the same tokens
         place = prompt.first_index + index
         return wire.RunChunk(
             request_id=dispatch.request_id,
             group_id=group_id,
             attempt=dispatch.attempt,
             key=ids.request_key(prompt.seed, prompt.rollout_number, prompt.group, place),
-            prompt_len=len(prompt.tokens),
+            prompt_len=turn.prompt_len if turn else len(prompt.tokens),
             max_new_tokens=dispatch.max_new_tokens,
             sampling=prompt.sampling,
             tokens=np.concatenate([prompt.tokens, *(output.tokens if output else ())]),
@@ -134,6 +139,8 @@ class Store:
             probe=dispatch.probe,
             draft_group=prompt.shared_id,
             draft_index=place if prompt.shared_id else 0,
+            turn_start=len(prompt.tokens) if turn else 0,
+            parks=turn is not None,
         )
 
     def result(self, state: GroupState) -> wire.GroupDone:

@@ -21,8 +21,9 @@ def prompts(submit: wire.Submit) -> dict[str, SubmittedPrompt]:
     usual = ids.params_digest(*params)
     pieces = np.split(submit.tokens, np.cumsum(submit.lengths)[:-1])
     groups, firsts = submit.groups or repeat(""), submit.first_indices or repeat(0)
+    places = zip(groups, firsts, submit.turns or repeat(None), strict=False)
     found = {}
-    for prompt_id, tokens, group, first in zip(submit.prompt_ids, pieces, groups, firsts, strict=False):
+    for prompt_id, tokens, (group, first, turn) in zip(submit.prompt_ids, pieces, places, strict=False):
         found[prompt_id] = SubmittedPrompt(
             tokens=tokens,
             group=group or prompt_id,
@@ -34,6 +35,7 @@ def prompts(submit: wire.Submit) -> dict[str, SubmittedPrompt]:
             rollout_number=submit.rollout_number,
             stream=submit.stream,
             params_digest=ids.params_digest(*params, group, first) if group or first else usual,
+            turn=turn,
         )
     return found
 
@@ -57,6 +59,7 @@ def event(
             kept.offer(rollout_id, prompt_id, prompt.params_digest, prompt.tokens),
             prompt.shared_id,
             prompt.first_index,
+            prompt.turn,
         )
         for prompt_id, prompt in prompts.items()
     ]
@@ -90,10 +93,11 @@ def _check(submit: wire.Submit) -> None:
     if total and submit.tokens.min() < 0:
         raise InvalidField("tokens", int(submit.tokens.min()), "token ids must be >= 0")
     _check_places(submit)
+    _check_turns(submit)
 
 
 def _check_places(submit: wire.Submit) -> None:
-    for name in ("groups", "first_indices"):
+    for name in ("groups", "first_indices", "turns"):
         value = getattr(submit, name)
         if len(value) not in (0, len(submit.prompt_ids)):
             raise InvalidField(name, len(value), f"give one per prompt, {len(submit.prompt_ids)}, or none")
@@ -103,3 +107,11 @@ def _check_places(submit: wire.Submit) -> None:
     last = max(submit.first_indices, default=0) + submit.n
     if last > wire.MAX_GROUP_SIZE:
         raise InvalidField("first_indices", last - submit.n, f"must be <= {wire.MAX_GROUP_SIZE - submit.n}")
+
+
+def _check_turns(submit: wire.Submit) -> None:
+    if submit.turns and not (submit.open and submit.n == 1 and submit.groups and all(submit.groups)):
+        fix = "give each the name of its group, and n = 1, in an open rollout"
+        raise InvalidField("turns", len(submit.turns), fix)
+    for turn, context in zip(submit.turns, submit.lengths, strict=False):
+        turn.check(context)

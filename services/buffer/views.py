@@ -54,37 +54,22 @@ def answer(item: instructions.Accept | instructions.Refuse) -> wire.Accepted | w
 
 
 def snapshot(machine: RequestMachine, incarnation: int, sequence: int) -> Iterator[wire.BufferSnapshot]:
-    """Return every open group and its requests' progress, in pages; the state is copied before it returns."""
-    opened = [
-        (group.group_id, group.size, group.prompt_len, group.max_tokens, group.shared_id, group.first_index)
-        for group in machine.groups.values()
-        if not group.done and group.held_since is None
-    ]
-    progress = [
-        (request.group.group_id, request.view.index, request.view.generated, bool(request.finish))
-        for request in machine.requests.values()
-        if request.view.generated
-    ]
+    """Return every open group and its requests' progress, in pages; the state is copied before it returns.
+
+    Trajectories that are away are known under the group of their last turn.
+    """
+    away = machine.registry.trajectories.away.values()
+    groups = [each for each in machine.groups.values() if not each.done and each.held_since is None]
+    opened = [*(each.opened for each in away), *(each.opened for each in groups)]
+    progress = [RequestProgress(each.group_id, 0, each.generated, False) for each in away]
+    progress += [each.progress() for each in machine.requests.values() if each.view.produced]
     pages = page_count(len(opened), len(progress))
     return (
         wire.BufferSnapshot(
             incarnation=incarnation,
             sequence=sequence,
-            opened=[
-                wire.GroupOpened(
-                    group_id=group_id,
-                    size=size,
-                    prompt_len=prompt_len,
-                    cap=cap,
-                    shared_id=shared,
-                    first=first,
-                )
-                for group_id, size, prompt_len, cap, shared, first in page_of(opened, page)
-            ],
-            progress=[
-                wire.RequestProgress(group_id=group_id, index=index, generated=generated, finished=finished)
-                for group_id, index, generated, finished in page_of(progress, page)
-            ],
+            opened=[_opened(each) for each in page_of(opened, page)],
+            progress=[_progress(each) for each in page_of(progress, page)],
             page=page,
             pages=pages,
         )
@@ -92,22 +77,35 @@ def snapshot(machine: RequestMachine, incarnation: int, sequence: int) -> Iterat
     )
 
 
+def _opened(event: GroupOpened) -> wire.GroupOpened:
+    return wire.GroupOpened(
+        group_id=event.group_id,
+        size=event.size,
+        prompt_len=event.prompt_len,
+        cap=event.cap,
+        shared_id=event.shared_id,
+        first=event.first,
+    )
+
+
+def _progress(event: RequestProgress) -> wire.RequestProgress:
+    return wire.RequestProgress(
+        group_id=event.group_id,
+        index=event.index,
+        generated=event.generated,
+        finished=event.finished,
+        drafted=list(event.drafted),
+        accepted=list(event.accepted),
+    )
+
+
 def published(item: GroupEvent) -> wire.BufferPublished:
     """Return the message of a group's event for the event stream."""
     match item:
-        case GroupOpened(group_id, size, prompt_len, cap, shared, first):
-            return wire.GroupOpened(
-                group_id=group_id, size=size, prompt_len=prompt_len, cap=cap, shared_id=shared, first=first
-            )
+        case GroupOpened():
+            return _opened(item)
         case RequestProgress():
-            return wire.RequestProgress(
-                group_id=item.group_id,
-                index=item.index,
-                generated=item.generated,
-                finished=item.finished,
-                drafted=list(item.drafted),
-                accepted=list(item.accepted),
-            )
+            return _progress(item)
         case GroupClosed(group_id):
             return wire.GroupClosed(group_id=group_id)
 

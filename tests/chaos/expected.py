@@ -18,6 +18,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from chaos.plan import Roll
 from seer.client.groups import Group
 from seer.client.prompts import Prompt
 from seer.common.config import EngineConfig
@@ -83,6 +84,14 @@ def _word(key: int, place: int) -> int:
 def _normal(key: int) -> float:
     word = _word(key ^ int.from_bytes(b"lengths!"), 0)
     return statistics.NormalDist().inv_cdf(((word >> 11) + 0.5) * 2.0**-53)
+
+
+def turn(
+    roll: Roll, group: str, index: int, context: Sequence[int], most: int, config: EngineConfig, digest: str
+) -> Answer:
+    """Return the turn after `context`, of at most so many tokens, of response `index` of a named group."""
+    key = request_key(roll.seed, roll.number, group, index, digest)
+    return response(key, context, most, config.replay_vocab_size, config.replay_mean_tokens)
 
 
 class Expected:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from dataclasses import dataclass, field, replace
 
@@ -83,8 +84,29 @@ class InParts:
 
 
 @dataclass(frozen=True, slots=True)
+class InTurns:
+    """How a rollout has trajectories of many turns, with `waits` seconds after each for an environment.
+
+    `resent`: by loops that send whole contexts, rewrite their history after each turn of these numbers, and
+    send some prompts twice at once; else by agents with a journal, at most `most_open` at a time.
+    """
+
+    waits: tuple[float, ...]
+    idle_seconds: float
+    room: int
+    most_open: int
+    resent: bool
+    rewritten: tuple[int, ...]
+
+    @property
+    def turns(self) -> int:
+        """How many each trajectory has."""
+        return len(self.waits) + 1
+
+
+@dataclass(frozen=True, slots=True)
 class Roll:
-    """A rollout of `prompts` (id -> length), submitted and waited for; `parts`: over an open one.
+    """A rollout of `prompts` (id -> length), submitted and waited for; `parts`, `turns`: over an open one.
 
     `pinned`: asks for the version its trainer knows live, `ahead` versions later; else for any. It ends by
     `deadline` or `cancel` seconds after it began, if given. `aside`: what follows does not wait for it.
@@ -103,6 +125,12 @@ class Roll:
     aside: bool = False
     shared: bool = False
     parts: InParts | None = None
+    turns: InTurns | None = None
+
+    @property
+    def most_tokens(self) -> int:
+        """The most that its responses can have together."""
+        return self.n * len(self.prompts) * self.max_tokens * (self.turns.turns if self.turns else 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,8 +203,17 @@ class Plan:
 
     @property
     def requests(self) -> int:
-        """Requests of all rollouts."""
-        return sum(step.n * len(step.prompts) for step in self.rolls)
+        """Requests of all rollouts, and turns that a trainer's earlier life may have left under way."""
+        return sum(step.n * len(step.prompts) * (1 if step.turns is None else 3) for step in self.rolls)
+
+    @property
+    def turn_seconds(self) -> float:
+        """How long trajectories of all rollouts may be away, one rollout after the other."""
+        return sum(
+            step.turns.idle_seconds + sum(step.turns.waits) * math.ceil(len(step.prompts) * step.n / min(step.turns.most_open, self.max_requests // 4))
+            for step in self.rolls
+            if step.turns is not None
+        )  # fmt: skip
 
     @property
     def rolls(self) -> tuple[Roll, ...]:
@@ -223,6 +260,7 @@ def draw(seed: int, *, noise: bool = False) -> Plan:
     if plan.poison:
         plan = replace(plan, scripts=_poisoned(plan.scripts))
     plan = replace(plan, scripts=_in_parts(random.Random(f"parts {seed}"), plan.scripts))
+    plan = replace(plan, scripts=_in_turns(random.Random(f"turns {seed}"), plan.scripts))
     lease = random.Random(f"lease {seed}").choice((3600.0, 3600.0, 3600.0, 12.0, 30.0))
     faults.sort(key=lambda fault: fault.at)
     catches = _catches(random.Random(f"catches {seed}"))
@@ -339,6 +377,30 @@ def _maybe_in_parts(rand: random.Random, step: Step) -> Step:
         prefix=rand.choice(("", "", "/", "/once more ")),
     )
     return replace(step, parts=parts, cancel=step.cancel or step.deadline, deadline=None)
+
+
+def _in_turns(rand: random.Random, scripts: tuple[tuple[Step, ...], ...]) -> tuple[tuple[Step, ...], ...]:
+    """Have some rollouts run in turns."""
+    return tuple(tuple(_maybe_in_turns(rand, step) for step in script) for script in scripts)
+
+
+def _maybe_in_turns(rand: random.Random, step: Step) -> Step:
+    if not isinstance(step, Roll) or rand.random() > 0.3 or step.shared or step.ahead:
+        return step
+    if "poison" in dict(step.prompts):
+        return step
+    longest = rand.choice((0.0, 0.5, 3.0, 3.0, 30.0))
+    turns = InTurns(
+        waits=tuple(rand.uniform(0.0, longest) for _ in range(rand.choice((0, 1, 2, 4)))),
+        idle_seconds=rand.choice((1.0, 10.0, 60.0)),
+        room=rand.choice((10, 60, 1000)),
+        most_open=rand.choice((1, 4, 256)),
+        resent=rand.random() < 0.35,
+        rewritten=rand.choice(((), (0,), (1, 2))),
+    )
+    max_tokens = min(step.max_tokens, 24)
+    cancel = step.cancel or step.deadline
+    return replace(step, turns=turns, parts=None, cancel=cancel, deadline=None, max_tokens=max_tokens)
 
 
 def _poisoned(scripts: tuple[tuple[Step, ...], ...]) -> tuple[tuple[Step, ...], ...]:

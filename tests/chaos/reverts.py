@@ -15,11 +15,12 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from chaos.plan import Fault, InParts, Pause, Plan, Renew, Rest, Roll, draw
+from chaos.plan import Fault, InParts, InTurns, Pause, Plan, Renew, Rest, Roll, draw
 from chaos.virtual import run_plan
 from seer.client.active_rollouts import ActiveRollouts
 from seer.client.open_rollout import PromptInFlight
 from seer.client.rollout import Rollout
+from seer.client.turns import Journal, PrefixTrajectories
 from seer.common import ids, wire
 from seer.common.net.channel import Channel
 from seer.common.net.hub import Hub
@@ -31,6 +32,7 @@ from seer.services.buffer.peers import Peers
 from seer.services.buffer.requests import deliveries, instructions
 from seer.services.buffer.requests.group_registry import GroupRegistry
 from seer.services.buffer.requests.machine import RequestMachine
+from seer.services.buffer.requests.trajectories import Trajectories
 from seer.services.buffer.server import BufferServer
 from seer.services.buffer.sleep import Joined, SleepMachine
 from seer.services.buffer.weights.machine import WeightsMachine, _Pending
@@ -324,6 +326,61 @@ def _places_ignored() -> Patches:
     yield mock.patch.object(submissions, "prompts", placed)
 
 
+# --- 18: trajectories ----------------------------------------------------------------------------
+
+
+def _next_turns_held() -> Patches:
+    def must_hold(original: Any, self: Any, group: Any) -> bool:
+        return self.holding or original(self, group)
+
+    yield _around(GroupRegistry, "_must_hold", must_hold)
+
+
+def _ends_of_the_last_submission() -> Patches:
+    def finished(
+        original: Any, self: Any, trainer: str, rollout: str, names: Any, number: int, out: Any
+    ) -> None:
+        known = [self.away.get(ids.group_id(rollout, name)) for name in names]
+        meant = [
+            each.opened.group_id.partition("/")[2] for each in known if each and each.submission == number
+        ]
+        original(self, trainer, rollout, meant, number, out)
+
+    yield _around(Trajectories, "finished", finished)
+
+
+def _acknowledged_turns_are_over() -> Patches:
+    over: set[str] = set()
+
+    def acknowledged(original: Any, self: Any, event: Any, out: Any) -> None:
+        known = [self.groups.get(ids.group_id(event.rollout_id, name)) for name in event.prompt_ids]
+        over.update(group.group_id for group in known if group is not None and group.turn is not None)
+        original(self, event, out)
+
+    def problem_of(original: Any, self: Any, group: Any) -> str:
+        return "this turn is over" if group.group_id in over else original(self, group)
+
+    yield _around(GroupRegistry, "acknowledged", acknowledged)
+    yield _around(GroupRegistry, "_problem_of", problem_of)
+
+
+def _answers_forgotten() -> Patches:
+    yield mock.patch.object(Journal, "__contains__", return_value=False)
+
+
+def _segments_share_noise() -> Patches:
+    def segment(original: Any, self: Any, session: str, prompt: Any, group: str) -> Any:
+        found = original(self, session, prompt, group)
+        found.group = group
+        return found
+
+    yield _around(PrefixTrajectories, "_segment", segment)
+
+
+def _idle_for_ever() -> Patches:
+    yield mock.patch.object(Trajectories, "tick")
+
+
 # --- plans that reach what drawn ones seldom do --------------------------------------------------
 
 _CALM = replace(
@@ -418,6 +475,22 @@ _FEINTS = _plan(
     (replace(_roll(prompts=8), parts=InParts(1, 0.2, 0.05, True, "")),), step_seconds=0.1, latency=0.04
 )
 
+
+def _turns(*waits: float, **options: Any) -> InTurns:
+    how = InTurns(waits, idle_seconds=10.0, room=1000, most_open=256, resent=False, rewritten=())
+    return replace(how, **options)
+
+
+_AWAITED = _plan((Pause(1.0), Renew(False, "finish")), (_roll(most=24, turns=_turns(3.0, 3.0)),))
+_KILLED = _plan(
+    (_roll(most=24, turns=_turns(1.0, 1.0, 1.0)),), faults=(Fault(4.0, "kill trainer", "t0", 0.5),)
+)
+_REWRITTEN = _plan((_roll(most=24, turns=_turns(0.5, 0.5, resent=True, rewritten=(0, 1))),))
+_ABANDONED = _plan(
+    (Pause(6.0), Renew(False, "finish"), _roll()), (_roll("s", most=24, turns=_turns(9.0)),),
+    faults=(Fault(4.0, "lose trainer", "t1", 0.0),),
+)  # fmt: skip
+
 REVERTS = (
     Revert("stall-is-silence", 1, _stall_is_silence, _STALL),
     Revert("losses-count", 1, _losses_count, _LOSSES),
@@ -443,6 +516,12 @@ REVERTS = (
     Revert("loading-not-watched", 16, _loading_not_watched, _HUNG),
     Revert("earlier-uses-answer", 17, _earlier_uses_answer, _FEINTS),
     Revert("places-ignored", 17, _places_ignored, _FEINTS),
+    Revert("next-turns-held", 18, _next_turns_held, _AWAITED),
+    Revert("ends-of-the-last-submission", 18, _ends_of_the_last_submission, _AWAITED),
+    Revert("acknowledged-turns-are-over", 18, _acknowledged_turns_are_over, _KILLED),
+    Revert("answers-forgotten", 18, _answers_forgotten, _KILLED),
+    Revert("segments-share-noise", 18, _segments_share_noise, _REWRITTEN),
+    Revert("idle-for-ever", 18, _idle_for_ever, _ABANDONED),
 )
 
 

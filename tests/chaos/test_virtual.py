@@ -69,6 +69,17 @@ def test_the_fixed_part_asks_for_parts_in_every_way():
     assert {0.0, 2.0} <= {each.late for each in parts}
 
 
+def test_the_fixed_part_has_trajectories_of_every_kind():
+    turns = [roll.turns for seed in SEEDS for roll in draw(seed).rolls if roll.turns is not None]
+    assert {(each.resent, bool(each.rewritten)) for each in turns} == {
+        (resent, rewritten) for resent in (False, True) for rewritten in (False, True)
+    }
+    assert {1, 2, 3, 5} == {each.turns for each in turns}
+    assert {1, 4, 256} == {each.most_open for each in turns}
+    late = {max(each.waits) > each.idle_seconds for each in turns if each.waits}
+    assert late == {False, True}
+
+
 def test_a_seed_replays_exactly_in_any_process():
     seeds = [2, 16, 37]
     here = {str(seed): story(seed) for seed in seeds}

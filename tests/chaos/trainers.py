@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 from chaos.expected import answers
 from chaos.parts import Part, Parts
 from chaos.plan import Pause, Renew, Rest, Roll
+from chaos.turns import Turns
 from seer.client import RolloutClient, SamplingParams, WeightsRefused
 from seer.client.groups import Group
 from seer.client.rollout import BufferLost, Rollout
@@ -88,6 +89,13 @@ class Trainer:
     parts: dict[tuple[int, Part], tuple[Group | None, str]] = field(default_factory=dict)
     """By step: how the parts of rollouts over open ones ended, as groups do."""
     feints: set[tuple[int, Part]] = field(default_factory=set)
+    said: dict[str, list[int]] = field(default_factory=dict)
+    """By call id: what environments answered, so far in `calls` calls."""
+    calls: int = 0
+    runs: Counter[int] = field(default_factory=Counter)
+    """By step: how many journals were given up."""
+    begun: Counter[int] = field(default_factory=Counter)
+    """By step: how often its trajectories were begun."""
     version: int = 0
     resting: bool = False
     lives: int = 0
@@ -203,9 +211,10 @@ class Trainer:
     async def _rest(self, client: RolloutClient, *, asleep: bool) -> None:
         """Have engines sleep, or wake, until they do."""
         self.resting = True
+        seconds = 200 + self.world.plan.turn_seconds
         while True:
             try:
-                await (client.sleep(200) if asleep else client.wake(200))
+                await (client.sleep(seconds) if asleep else client.wake(seconds))
             except Unreachable:
                 raise
             except SeerError as error:
@@ -227,6 +236,10 @@ class Trainer:
             self.asked[place] = self.version + step.ahead if step.pinned else -1
         if step.parts is not None:
             await Parts(self, place, step).run(client)
+            self.done.add(place)
+            return
+        if step.turns is not None:
+            await Turns(self, place, step).run(client)
             self.done.add(place)
             return
         beats = 0

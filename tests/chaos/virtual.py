@@ -143,8 +143,13 @@ def _passable(plan: Plan, fault: Fault) -> bool:
 
 
 def _bound(plan: Plan) -> float:
-    tokens = sum(step.n * len(step.prompts) * step.max_tokens for step in plan.rolls)
-    return BOUND_SECONDS + tokens * plan.step_seconds + 200 * (plan.latency + plan.jitter)
+    tokens = sum(step.most_tokens for step in plan.rolls)
+    return (
+        BOUND_SECONDS
+        + tokens * plan.step_seconds
+        + 2 * plan.turn_seconds
+        + 200 * (plan.latency + plan.jitter)
+    )
 
 
 async def _watch(world: World) -> None:

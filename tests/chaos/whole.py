@@ -55,6 +55,7 @@ def check_now(world: World) -> None:
             world.problem(f"{name} was told to load weights while asleep")
     _rejoins(world)
     _leases(world)
+    _idle(world)
     for life, waiting in queued_bytes(service).items():
         largest = max(step.n * step.max_tokens for step in world.plan.rolls) * TOKEN_BYTES
         if waiting > deliveries.WINDOW_BYTES + largest:
@@ -109,6 +110,15 @@ def _leases(world: World) -> None:
             world.problem(f"{group.group_id} runs on, and its trainer is lost since {lost:.1f}")
 
 
+def _idle(world: World) -> None:
+    """Note a trajectory that updates and sleep wait for longer than they may."""
+    now = world.loop.time()
+    away = sum(each.seconds + 1.0 for each in world.inflicted if each.target == "buffer")
+    for each in world.processes["buffer"].service.machine.registry.trajectories.away.values():
+        if now - each.since > each.idle_seconds + away + LEASE_SLACK_SECONDS:
+            world.problem(f"{each.group_id} is away since {each.since:.1f}, and awaited still")
+
+
 def made_again(world: World) -> list[str]:
     """Say how many tokens were made and kept more than once, though nothing that happened costs any."""
     trainers = [trainer for trainer in world.trainers.values() if trainer.lives]
@@ -126,6 +136,9 @@ def _most_tokens(trainer: Trainer) -> int:
     """Return how many tokens are enough for all that a trainer asked for: those it got, or might have got."""
     most = 0
     for place, step in enumerate(trainer.world.script(trainer.name)):
+        if isinstance(step, Roll) and step.turns is not None:  # turns that were acknowledged are made again
+            most += 2 * step.most_tokens * trainer.begun[place]
+            continue
         for prompt in [prompt for prompt, _ in step.prompts] if isinstance(step, Roll) else ():
             ended = trainer.ended.get((place, prompt))
             group = ended.group if ended is not None else None
@@ -234,6 +247,10 @@ def _buffer(world: World) -> Iterator[str]:
         "estimates": machine.estimates,
     }
     yield from (f"the buffer has {len(table)} {name}" for name, table in tables.items() if table)
+    trajectories = machine.registry.trajectories
+    for what in ("away", "latest", "returning"):
+        if left := getattr(trajectories, what):
+            yield f"the buffer has trajectories {what}: {sorted(map(str, left))}"
     if len(machine.scheduler.queue):
         yield f"{len(machine.scheduler.queue)} requests are queued"
     if {group.rollout.rollout_id for group in machine.groups.values()} != set(machine.rollouts):

@@ -184,6 +184,11 @@ class World:
         token = POISON if prompt_id == "poison" else int(prompt_id[1:]) + 1
         return Prompt(prompt_id, token_ids=[token] * length)
 
+    @property
+    def modelled(self) -> EngineConfig:
+        """Return what the oracle must know of engines."""
+        return EngineConfig(replay_vocab_size=VOCAB, replay_mean_tokens=self.plan.mean_tokens)
+
     def expected(
         self, step: Roll, prompt_id: str, version: int, *, name: str = "", seed: int | None = None
     ) -> Expected:
@@ -192,9 +197,8 @@ class World:
         prompt = replace(prompt, id=name or prompt_id)
         seed = step.seed if seed is None else seed
         sampling = SamplingParams(max_tokens=step.max_tokens)
-        engine = EngineConfig(replay_vocab_size=VOCAB, replay_mean_tokens=self.plan.mean_tokens)
         digest = self.digest(version)
-        return Expected.of_replay([prompt], step.n, sampling, engine, step.number, digest, seed)
+        return Expected.of_replay([prompt], step.n, sampling, self.modelled, step.number, digest, seed)
 
     def problem(self, what: str) -> None:
         """Note a broken promise."""

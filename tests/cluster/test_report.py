@@ -162,6 +162,45 @@ async def test_several_rollouts_an_update_sleep_and_a_lost_buffer(tmp_path, monk
     assert "buffer lost; chunks lost:" in page_of(tmp_path, "r1")
 
 
+@virtual
+async def test_trajectories_have_a_line_each_whatever_turns_were_taken_again(tmp_path):
+    async def agent(trajectory):
+        for _ in range(3):
+            await trajectory.generate()
+            await asyncio.sleep(4.0)
+            trajectory.append([1, 2])
+
+    async def roll(client):
+        asked = {"n": 2, "sampling": SamplingParams(max_tokens=24), "max_context": 200, "rollout_number": 1}
+        async with client.trajectories(PROMPTS[:3], rollout_id="agents", **asked) as rollout:
+            return [each async for group in rollout.run(agent) for each in group.trajectories]
+
+    async with running(engines=2, buffer=settings(tmp_path)) as cluster:
+        async with cluster.client(name="trainer") as client:
+            first = asyncio.create_task(roll(client))
+            await asyncio.sleep(6.0)
+            first.cancel()
+            await asyncio.wait([first])
+        async with cluster.client(name="trainer") as client:
+            found = await roll(client)
+        counters = dict(cluster.services["buffer"].machine.counters)
+    timeline = read_timeline(tmp_path / "log")
+    view = RolloutView(timeline, choose_rollout(timeline, "agents"))
+    assert len(timeline.rollouts) == 1
+    lengths = {f"{each.prompt_id}#{each.index}": int(each.loss_mask.sum()) for each in found}
+    assert {each.name: each.generated for each in view.rollout.responses} == lengths
+    assert {len(each.turns) for each in view.rollout.responses} == {3}
+    assert len(view.rollout.chunks) == counters["chunks"]
+    figures = {name: value for value, name in view.figures()}
+    assert (figures["turns"], figures["responses"]) == ("18", "6")
+    again = int(figures["tokens computed again"].replace(",", ""))
+    assert sum(lengths.values()) + again == counters["tokens"]
+    assert again > 0
+    text = page_of(tmp_path, "agents")
+    ET.fromstring(text)
+    assert "away for" in text
+
+
 def page_of(tmp_path, rollout_id):
     write_reports(tmp_path / "log", html=tmp_path / "r.html", rollout_id=rollout_id)
     return (tmp_path / "r.html").read_text()

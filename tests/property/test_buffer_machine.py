@@ -1,8 +1,8 @@
 """Any interleaving of events, under each policy: invariants hold, every token is kept once, every group ends
 once, and a second machine that is told the same decides the same, however often it is made anew of a snapshot.
 
-Two trainers use two rollout ids, for one thing and then for another; weights change, submissions are held,
-engines leave and die.
+Two trainers use two rollout ids, for one thing and then for another, and one has trajectories of many turns;
+weights change, submissions are held, engines leave and die. The context service knows what is open or away.
 """
 
 from collections import Counter
@@ -22,15 +22,18 @@ from invariants import check
 from msgspec import structs
 from snapshots import again
 
+from seer.common.group_events import GroupClosed, GroupOpened, RequestProgress
 from seer.common.policy.length import Estimate
 from seer.common.policy.schedule import POLICIES
-from seer.common.types import Capacity
+from seer.common.types import Capacity, TurnSpec
 from seer.services.buffer.events import Joined, Left, Tick
 from seer.services.buffer.machine import BufferMachine
 from seer.services.buffer.requests import events, instructions, state
 from seer.services.buffer.requests.machine import RequestMachine
+from seer.services.buffer.requests.trajectories import key_of
 from seer.services.buffer.sleep import SleepMachine
 from seer.services.buffer.weights.machine import WeightsMachine
+from seer.services.context.machine import EstimateMachine
 
 NAMES = ("a", "b", "c")
 ROLLOUTS = ("r", "s")
@@ -48,9 +51,9 @@ class BufferModel(RuleBasedStateMachine):
         super().__init__()
         self.policy = policy
 
-    @initialize(chunk=st.integers(1, 40))
-    def start(self, chunk):
-        limits = state.Limits(chunk_size=chunk, max_attempts=3, max_requests=40, unfinished_tokens=400)
+    @initialize(chunk=st.integers(1, 40), most=st.sampled_from((4, 40)))
+    def start(self, chunk, most):
+        limits = state.Limits(chunk_size=chunk, max_attempts=3, max_requests=most, unfinished_tokens=400)
         self.machine, self.twin = (RequestMachine(self.policy, limits) for _ in range(2))
         self.now = 0.0
         self.prompts = self.lives = self.uses = 0
@@ -60,6 +63,8 @@ class BufferModel(RuleBasedStateMachine):
         self.ending: tuple[str, int] | None = None
         self.asked = dict.fromkeys(ROLLOUTS, 0)
         self.stored: set[str] = set()
+        self.context = EstimateMachine()
+        self.generated: dict[str, int] = {}
 
     def send(self, event):
         self.now += 0.01
@@ -97,7 +102,15 @@ class BufferModel(RuleBasedStateMachine):
                     assert item.message
                     assert not refused & names
                     refused |= names
+                case GroupOpened() | RequestProgress() | GroupClosed():
+                    self.context.apply(item)
         assert self.stored == set(self.machine.groups)
+        going_on = [
+            group for group in self.machine.groups.values() if group.held_since is None and not group.done
+        ]
+        away = self.machine.registry.trajectories.away
+        assert set(self.context._groups) == {group.group_id for group in going_on} | set(away)
+        assert not self.context.ignored
 
     @rule(name=st.sampled_from(NAMES), blocks=st.integers(6, 30), again=st.booleans())
     def join(self, name, blocks, again):
@@ -139,9 +152,99 @@ class BufferModel(RuleBasedStateMachine):
             events.GroupsSubmitted(trainer, rollout, n, max_tokens, specs, version, self.uses, asked, life)
         )
 
+    @rule(
+        trainer=st.sampled_from(("t", "u")),
+        index=st.integers(0, 2),
+        added=st.integers(0, 20),
+        max_tokens=st.integers(1, 40),
+        again=st.booleans(),
+    )
+    def turn(self, trainer, index, added, max_tokens, again):
+        """The next turn of a trajectory, its first, or another that its trainer has run before."""
+        registry = self.machine.registry
+        latest = registry.trajectories.latest.get((trainer, "/g", index), "")
+        away = registry.trajectories.away.get(latest)
+        earlier = away.generated if away and not again else 0
+        before = self.machine.groups.get(latest)
+        prompt = before.prompt_id if again and before else f"turn{self.prompts}"
+        self.prompts += 1
+        turn = TurnSpec(7, earlier, earlier + 100, 60.0)
+        spec = events.GroupSpec(prompt, 7 + earlier + added, not again, None, "/g", index, turn)
+        holding, open_before = registry.holding, set(self.machine.estimates)
+        self.uses += 1
+        life = f"{trainer}life".encode()
+        self.send(
+            events.GroupsSubmitted(
+                trainer, f"o{trainer}", 1, max_tokens, [spec], -1, self.uses, 0, life, open=True
+            )
+        )
+        opened = set(self.machine.estimates) - open_before
+        assert not (
+            holding and opened and away is None
+        )  # only what continues is opened while others are held
+        if opened and away:
+            request = self.machine.requests[f"{opened.pop()}#0"]
+            assert request.view.produced == earlier
+            assert request.view.last_instance in ("", away.last_instance, request.instance)
+
+    @rule(data=st.data())
+    def repeat_turn(self, data):
+        """A turn that was submitted before, as by a life that takes all turns again."""
+        registry = self.machine.registry
+        if turns := [group for group in registry.groups.values() if group.turn is not None]:
+            group = data.draw(st.sampled_from(turns))
+            rollout, key = group.rollout, key_of(group)
+            spec = events.GroupSpec(
+                group.prompt_id, group.prompt_len, True, None, group.shared_id, group.first_index, group.turn
+            )
+            self.uses += 1
+            self.send(
+                events.GroupsSubmitted(
+                    rollout.trainer, rollout.rollout_id, 1, group.max_tokens, [spec], -1, self.uses, 0,
+                    f"{rollout.trainer}life".encode(), open=True,
+                )
+            )  # fmt: skip
+            latest = registry.trajectories.latest.get(key, "")
+            full = (
+                registry.unfinished_requests + registry.trajectories.awaited
+                == self.machine.limits.max_requests
+            )
+            assert (
+                latest == group.group_id
+                or group.group_id not in registry.groups  # it was held, or refused
+                or group.held_since is not None
+                or latest in self.machine.estimates
+                or latest in registry.trajectories.returning
+                or (full and group.done and not latest)
+            )
+
+    @rule(trainer=st.sampled_from(("t", "u")), data=st.data(), later=st.booleans())
+    def end_trajectory(self, trainer, data, later):
+        away = self.machine.registry.trajectories.away
+        if mine := [each for each in away.values() if each.key[0] == trainer]:
+            each = data.draw(st.sampled_from(mine))
+            rollout, prompt = each.group_id.split("/")
+            self.send(events.RolloutCancelled("x", rollout, [prompt]))
+            self.send(events.RolloutCancelled(trainer, rollout, [], each.submission))
+            if each.submission > 1:  # 0 means any
+                self.send(events.RolloutCancelled(trainer, rollout, [prompt], each.submission - 1))
+            assert each.group_id in away
+            self.send(events.RolloutCancelled(trainer, rollout, [prompt], each.submission + later))
+            assert each.group_id not in away
+
+    @rule(trainer=st.sampled_from(("t", "u")))
+    def lose_trajectories(self, trainer):
+        self.send(events.TrainerLost(f"{trainer}life".encode()))
+        assert not [e for e in self.machine.registry.trajectories.away.values() if e.key[0] == trainer]
+
+    @rule()
+    def abort(self):
+        self.send(events.RolloutsAborted("new weights"))
+        assert self.machine.idle
+
     @rule()
     def change_weights(self):
-        if not self.machine.requests:
+        if self.machine.idle:
             self.send(events.WeightsChanged(self.machine.weight_version + 1))
 
     @rule(held=st.booleans())
@@ -205,7 +308,8 @@ class BufferModel(RuleBasedStateMachine):
 
     @rule(data=st.data(), use=st.booleans())
     def cancel(self, data, use):
-        if live := [group for group in self.machine.groups.values() if not group.done]:
+        live = [each for each in self.machine.groups.values() if not each.done and not each.rollout.open]
+        if live:
             group = data.draw(st.sampled_from(live))
             rollout = group.rollout
             self.send(events.RolloutCancelled("x", rollout.rollout_id, []))
@@ -248,6 +352,9 @@ class BufferModel(RuleBasedStateMachine):
             self.ending = (dispatch.request_id, dispatch.max_new_tokens)
             self.send(events.ChunkEnded(dispatch.instance, *key, dispatch.max_new_tokens))
         assert not self.machine.requests
+        self.now += 60.0
+        self.send(Tick())
+        assert self.machine.idle
         version = self.machine.weight_version
         assert all(group.done or group.awaits > version for group in self.machine.groups.values())
         assert not any(view.closed for view in self.machine.instances.values())

@@ -1,144 +1,92 @@
-"""The journal's invariants: whole lines, its own run only, OUT whole and in order or not at all."""
+"""What environments said, on disk: given again for the same context alone, whatever happened to the file."""
 
-from __future__ import annotations
-
-import os
-from pathlib import Path
-
-import msgspec
 import pytest
 
-from seer.client.groups import Group, Response
-from seer.client.prompts import Prepared, token_array
-from seer.common.errors import InvalidField
-from seer.rollout import journal as journal_module
-from seer.rollout.files import PromptLine, encode_group
-from seer.rollout.journal import Journal, model_digest, prompts_digest
-
-RUN = {"model": "m", "seed": "0"}
+from seer.client import InvalidField, RolloutFailed
+from seer.client.turns import Journal
 
 
-def group(prompt_id: str, weight_version: int = 0) -> Group:
-    tokens, logprobs = token_array([5, 6], "x"), token_array([1, 2], "x").astype("float32")
-    response = Response(0, tokens, logprobs, "é\n", "stop", "")
-    return Group(prompt_id, tokens, {"k": [1]}, weight_version, "", (response,), 1, 0, 0)
+def test_answers_are_there_again_under_the_same_run(tmp_path):
+    path = tmp_path / "new" / "journal"
+    with Journal(path, "asked") as journal:
+        run = journal.run
+        journal.write("a/0", "context", {"tokens": [1, 2], "score": 0.5})
+        assert "a/0" in journal
+        assert "a/1" not in journal
+    with Journal(path, "asked") as journal:
+        assert (journal.run, len(journal)) == (run, 1)
+        assert journal.read("a/0", "context") == {"tokens": [1, 2], "score": 0.5}
+        with pytest.raises(RolloutFailed, match=r"a/0 cannot be used again: the context is not what it was"):
+            journal.read("a/0", "other")
 
 
-def kept(out: Path, *prompt_ids: str) -> Path:
-    journal = Journal.open(out, RUN, resume=False)
-    for prompt_id in prompt_ids:
-        journal.add(group(prompt_id))
-    journal.close()
-    return journal.path
-
-
-def test_out_appears_whole_in_order_and_the_journal_goes(tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    journal = Journal.open(out, RUN, resume=False)
-    for prompt_id in ("b", "c", "a"):
-        journal.add(group(prompt_id))
-        assert not out.exists()
-    journal.publish(["a", "b", "c"])
-    journal.close()
-    assert out.read_bytes() == b"".join(encode_group(group(i)) for i in "abc")
-    assert list(tmp_path.iterdir()) == [out]
-
-
-def test_a_run_goes_on_where_it_was_cut(tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    path = kept(out, "a", "b")
-    whole = path.read_bytes()
-    last = len(encode_group(group("b")))
-    for cut in range(len(whole) - last, len(whole)):
-        path.write_bytes(whole[:cut])
-        journal = Journal.open(out, RUN, resume=True)
-        assert journal.done == {"a"}
-        journal.add(group("b"))
-        journal.close()
+@pytest.mark.parametrize("cut", range(1, 40))
+def test_a_line_that_was_cut_off_is_overwritten(tmp_path, cut):
+    path = tmp_path / "journal"
+    with Journal(path, "asked") as journal:
+        journal.write("a/0", "context", 1)
+        whole = path.read_bytes()
+        journal.write("a/1", "context", "a long answer of many words")
+    path.write_bytes(path.read_bytes()[:-cut])
+    with Journal(path, "asked") as journal:
         assert path.read_bytes() == whole
+        assert "a/1" not in journal
+        journal.write("a/1", "context", 2)
+    with Journal(path, "asked") as journal:
+        assert (journal.read("a/0", "context"), journal.read("a/1", "context")) == (1, 2)
 
 
-@pytest.mark.parametrize("cut", [0, 1, 20])
-def test_a_torn_head_held_nothing(tmp_path: Path, cut: int) -> None:
-    path = kept(tmp_path / "out", "a")
-    path.write_bytes(path.read_bytes()[:cut])
-    journal = Journal.open(tmp_path / "out", RUN, resume=True)
-    assert not journal.done
-    journal.close()
-    assert not path.exists()
+def test_files_that_are_something_else_are_refused_and_left_alone(tmp_path):
+    path = tmp_path / "journal"
+    with Journal(path, "asked"):
+        pass
+    with pytest.raises(InvalidField, match=r"journal = .*is of a run with asked, and this one has other"):
+        Journal(path, "other")
+    whole = path.read_bytes()
+    for other in (b"a poem\nof two lines\n", b"weights \x00 of a model", whole + b"{}\nand more"):
+        path.write_bytes(other)
+        with pytest.raises(InvalidField, match=r"is no journal"):
+            Journal(path, "asked")
+        assert path.read_bytes() == other
+    with pytest.raises(InvalidField, match=r"journal = .*cannot be written: Is a directory"):
+        Journal(tmp_path, "asked")
 
 
-def test_nothing_is_overwritten_unasked(tmp_path: Path) -> None:
-    path = kept(tmp_path / "out", "a")
-    before = path.read_bytes()
-    with pytest.raises(InvalidField, match="give --resume to continue it, or delete it"):
-        Journal.open(tmp_path / "out", RUN, resume=False)
-    with pytest.raises(InvalidField, match=r"another run \(seed 1, there 0\)"):
-        Journal.open(tmp_path / "out", RUN | {"seed": "1"}, resume=True)
-    assert path.read_bytes() == before
+def test_a_file_of_which_only_a_part_of_the_first_line_was_written_is_begun_anew(tmp_path):
+    path = tmp_path / "journal"
+    with Journal(path, "asked"):
+        whole = path.read_bytes()
+    for cut in range(len(whole)):
+        path.write_bytes(whole[:cut])
+        with Journal(path, "asked") as journal:
+            journal.write("a/0", "context", 1)
+        with Journal(path, "asked") as journal:
+            assert journal.read("a/0", "context") == 1
 
 
-def test_two_runs_do_not_write_one_file(tmp_path: Path) -> None:
-    journal = Journal.open(tmp_path / "out", RUN, resume=False)
-    with pytest.raises(InvalidField, match="another run is writing it"):
-        Journal.open(tmp_path / "out", RUN, resume=True)
-    journal.close()
+def test_an_answer_is_in_the_file_before_it_is_known(tmp_path, monkeypatch):
+    with Journal(tmp_path / "journal", "asked") as journal:
+
+        def full(line):
+            raise OSError(28, "No space left on device")
+
+        monkeypatch.setattr(journal, "_write", full)
+        with pytest.raises(OSError, match="No space"):
+            journal.write("a/0", "context", 1)
+        assert "a/0" not in journal
+        monkeypatch.undo()
+        journal.write("a/0", "context", (1, {2: "x"}))
+        assert journal.read("a/0", "context") == [1, {"2": "x"}]
+        again = Journal(tmp_path / "journal", "asked")
+        assert again.read("a/0", "context") == [1, {"2": "x"}]
+        again.close()
 
 
-@pytest.mark.parametrize("content", [b"{}\n", b"\xff\n", b'{"journal": 1}\n', b'[1]\n{"id": "a"}\n'])
-def test_what_is_no_journal_is_left_alone(tmp_path: Path, content: bytes) -> None:
-    path = tmp_path / "out.journal"
-    path.write_bytes(content)
-    with pytest.raises(InvalidField, match="not a journal"):
-        Journal.open(tmp_path / "out", RUN, resume=True)
-    assert path.read_bytes() == content
-
-
-def test_a_damaged_line_is_said(tmp_path: Path) -> None:
-    path = kept(tmp_path / "out", "a", "b")
-    path.write_bytes(path.read_bytes().replace(b'"weight_version":0', b'"weight_version":x', 1))
-    with pytest.raises(InvalidField, match="is damaged"):
-        Journal.open(tmp_path / "out", RUN, resume=True)
-
-
-def test_groups_of_other_weights_do_not_mix(tmp_path: Path) -> None:
-    kept(tmp_path / "out", "a")
-    journal = Journal.open(tmp_path / "out", RUN, resume=True)
-    with pytest.raises(InvalidField, match="weight version of b = 1"):
-        journal.add(group("b", weight_version=1))
-    journal.close()
-
-
-def test_a_full_disk_is_said_and_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    out = tmp_path / "out"
-    journal = Journal.open(out, RUN, resume=False)
-    journal.add(group("a"))
-
-    def full(_: int) -> None:
-        raise OSError(28, os.strerror(28))
-
-    monkeypatch.setattr(journal_module.os, "fsync", full)
-    with pytest.raises(InvalidField, match=r"--out = .*No space left on device; all groups are in"):
-        journal.publish(["a"])
-    journal.close()
-    assert list(tmp_path.iterdir()) == [journal.path]
-    monkeypatch.undo()
-    journal = Journal.open(out, RUN, resume=True)
-    journal.publish(["a"])
-    journal.close()
-    assert out.read_bytes() == encode_group(group("a"))
-
-
-def test_digests_follow_content(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text("{}")
-    (tmp_path / "model.safetensors").write_bytes(b"12")
-    before = model_digest(tmp_path)
-    (tmp_path / "notes.txt").write_text("no part of the model")
-    assert model_digest(tmp_path) == before
-    (tmp_path / "model.safetensors").write_bytes(b"13")
-    assert model_digest(tmp_path) != before
-
-    lines = [PromptLine("f:1", Prepared(i, token_array([1], "x"), {"k": i})) for i in "ab"]
-    assert prompts_digest(lines) == prompts_digest(list(lines))
-    changed = msgspec.structs.replace(lines[1], prompt=Prepared("b", token_array([2], "x"), {"k": "b"}))
-    assert len({prompts_digest(x) for x in (lines, lines[::-1], lines[:1], [lines[0], changed])}) == 4
+def test_what_json_cannot_hold_is_refused_before_it_is_written(tmp_path):
+    path = tmp_path / "journal"
+    with Journal(path, "asked") as journal:
+        before = path.read_bytes()
+        with pytest.raises(InvalidField, match=r"once = 'object': a journal keeps what JSON can hold"):
+            journal.write("a/0", "context", object())
+        assert "a/0" not in journal
+        assert path.read_bytes() == before

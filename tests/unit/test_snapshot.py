@@ -18,8 +18,8 @@ from seer.services.buffer.requests.state import GroupState, RequestState, Rollou
 from seer.services.buffer.sleep import SleepMachine
 from seer.services.buffer.weights.machine import WeightsMachine
 
-OF_GROUP = {"request_id", "group_number", "index", "prompt_len", "max_tokens"}
-BY_NAME = {"rollouts", "groups", "held", "finished", "_partial"}
+OF_GROUP = {"request_id", "group_number", "index", "prompt_len", "max_tokens", "earlier", "cap"}
+BY_NAME = {"rollouts", "groups", "held", "finished", "_partial", "trajectories"}
 
 
 @pytest.mark.parametrize(

@@ -29,8 +29,9 @@ def opened(**more):
     return store
 
 
-def chunk_of(store):
-    return store.chunk(instructions.Dispatch("a", "r/p#0", 1, 4), "r/p", 0, wait_for_room=True)
+def chunk_of(store, *, turns=True):
+    dispatch = instructions.Dispatch("a", "r/p#0", 1, 4)
+    return store.chunk(dispatch, "r/p", 0, wait_for_room=True, turns=turns)
 
 
 def test_a_result_names_what_it_was_made_for_and_by_however_often_it_is_delivered():

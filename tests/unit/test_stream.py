@@ -29,6 +29,8 @@ from seer.common.wire import (
 )
 from seer.common.wire.codec import Decoder, encode
 from seer.services.buffer import views
+from seer.services.buffer.requests import state
+from seer.services.buffer.requests.trajectories import Trajectories
 
 
 @virtual
@@ -321,20 +323,13 @@ def machine_of(requests):
     groups, rows = {}, {}
     for number in range(requests // 8):
         name = f"rollout-0123456789/prompt-{number:08d}"
-        groups[name] = SimpleNamespace(
-            group_id=name,
-            size=8,
-            prompt_len=100,
-            max_tokens=32768,
-            done=False,
-            held_since=None,
-            shared_id="",
-            first_index=0,
-        )
+        groups[name] = state.GroupState(name, "", None, 8, 100, 32768)
         for index in range(8):
-            view = SimpleNamespace(index=index, generated=1000 + index)
-            rows[f"{name}#{index}"] = SimpleNamespace(group=groups[name], view=view, finish="")
-    return SimpleNamespace(groups=groups, requests=rows)
+            view = groups[name].view(number, index)
+            view.generated = 1000 + index
+            rows[view.request_id] = state.RequestState(view, groups[name])
+    registry = SimpleNamespace(trajectories=Trajectories())
+    return SimpleNamespace(groups=groups, requests=rows, registry=registry)
 
 
 @virtual

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from operator import attrgetter
 from typing import Any
 
@@ -22,12 +23,13 @@ import msgspec
 from seer.common import ids
 from seer.common.policy.fleet import InstanceView
 from seer.common.policy.length import Estimate
-from seer.common.policy.request import RequestView
+from seer.common.types import TurnSpec
 from seer.services.buffer.events import Joined
 from seer.services.buffer.machine import BufferMachine
 from seer.services.buffer.requests.events import Kept
 from seer.services.buffer.requests.machine import RequestMachine
 from seer.services.buffer.requests.state import GroupState, RequestState, RolloutState
+from seer.services.buffer.requests.trajectories import Away, Key
 from seer.services.buffer.sleep import SleepMachine
 from seer.services.buffer.weights.machine import WeightsMachine
 
@@ -72,6 +74,7 @@ class GroupFields(msgspec.Struct, array_like=True):
     earlier: Kept | None
     shared_id: str = ""
     first_index: int = 0
+    turn: TurnSpec | None = None
 
 
 class Group(msgspec.Struct, array_like=True):
@@ -165,6 +168,9 @@ class State(msgspec.Struct):
     engines: dict[str, Joined]
     weights: WeightsMachine
     sleep: SleepMachine
+    away: list[Away] = []
+    latest: list[tuple[Key, str]] = []
+    returning: dict[str, str] = {}
 
 
 _encoder = msgspec.json.Encoder()
@@ -202,6 +208,9 @@ def snapshot(machine: BufferMachine) -> bytes:
         engines=machine.engines,
         weights=machine.weights,
         sleep=machine.sleep,
+        away=list(registry.trajectories.away.values()),
+        latest=list(registry.trajectories.latest.items()),
+        returning=registry.trajectories.returning,
     )
     return _encoder.encode(state)
 
@@ -234,6 +243,10 @@ def restored(state: State, empty: RequestMachine) -> BufferMachine:
     ):
         _fill(target, values, names)
     empty.registry._partial.update(state.partial)
+    trajectories = empty.registry.trajectories
+    trajectories.away.update((each.group_id, each) for each in state.away)
+    trajectories.latest.update(state.latest)
+    trajectories.returning.update(state.returning)
     for instance in state.fleet:
         empty.instances.add(instance)
     _fill_groups(empty, state)
@@ -278,9 +291,8 @@ def _responses(row: Group, group: GroupState) -> list[RequestState]:
     responses = []
     for index, each in enumerate(row.responses):
         values = msgspec.structs.asdict(each)
-        request_id = ids.request_id(group.group_id, index)
         own = {name: values.pop(name) for name in VIEW}
-        view = RequestView(request_id, row.number, index, group.prompt_len, group.max_tokens, **own)
+        view = replace(group.view(row.number, index), **own)
         responses.append(RequestState(view, group, **values))
     return responses
 

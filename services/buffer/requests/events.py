@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from seer.common.policy.length import Estimate
+from seer.common.types import TurnSpec
 from seer.services.buffer import events
 
 
@@ -36,7 +37,8 @@ class GroupSpec(events.Row, frozen=True):
     """One prompt of a submission.
 
     `same`: it has the tokens, parameters and place of the known prompt with its id, if any. Its responses are
-    those from `first_index` on of the group `shared_id`; empty: of no other group.
+    those from `first_index` on of the group `shared_id`; empty: of no other group. `turn`: its response is
+    one turn of the trajectory that is that group's response `first_index`.
     """
 
     prompt_id: str
@@ -45,6 +47,7 @@ class GroupSpec(events.Row, frozen=True):
     kept: Kept | None = None
     shared_id: str = ""
     first_index: int = 0
+    turn: TurnSpec | None = None
 
 
 class GroupsSubmitted(events.Row, frozen=True):

@@ -9,9 +9,11 @@ Invariants (tests/invariants.py asserts them after every event):
 - a rollout id belongs to one trainer and to one use of it: a later submission with other parameters ends the
   earlier use. Answers have the number of their submission and go to the life that submitted last;
 - all groups of a rollout are opened under one weight version, unless it is an open one, whose groups have
-  parameters and weights of their own; while submissions are held, no group is opened;
-- unfinished requests, including those of held groups, are at most `max_requests`; finished groups have at
-  most `result_tokens`, or there is only one; open groups have at most `unfinished_tokens`;
+  parameters and weights of their own; while submissions are held, no group is opened but next turns of
+  trajectories that are away;
+- unfinished requests, including those of held groups, and trajectories that are away and have no next turn
+  among them are at most `max_requests`; finished groups have at most `result_tokens`, or there is only one;
+  open groups have at most `unfinished_tokens`;
 - a held group's deadline counts from its arrival, however often it is checked;
 - every group ends in one delivery, which is repeated if the group is submitted again, or in one refusal.
 """
@@ -24,6 +26,7 @@ from collections.abc import Callable, Iterable
 from seer.common import ids
 from seer.common.group_events import GroupClosed
 from seer.common.policy.fleet import Fleet
+from seer.common.policy.length import Estimate
 from seer.services.buffer.requests.admission import never_fits
 from seer.services.buffer.requests.events import (
     GroupsAcknowledged,
@@ -40,6 +43,7 @@ from seer.services.buffer.requests.instructions import (
     Take,
 )
 from seer.services.buffer.requests.state import GroupState, Limits, RolloutState
+from seer.services.buffer.requests.trajectories import Trajectories
 
 MAX_PROMPTS_PER_REFUSAL = 1000
 """Bound on the prompts of one `Refuse`: their ids must fit into a message."""
@@ -64,6 +68,7 @@ class GroupRegistry:
         self.finished_tokens = 0
         self.unfinished_tokens = 0
         self.unfinished_requests = 0
+        self.trajectories = Trajectories()
         self.weight_version = 0
         self.weights_digest = ""
         self.holding = False
@@ -95,6 +100,8 @@ class GroupRegistry:
             group.submission = event.submission
             if group.held_since is None:
                 accepted.append(group.prompt_id)
+                room = self._unfinished < self._limits.max_requests
+                self.trajectories.repeated(group, now, out, room=room)
             if group.done:
                 out.append(Deliver(event.life, group.group_id))
         opened = self._admit(rollout, event, new, now, out) if new else []
@@ -155,23 +162,26 @@ class GroupRegistry:
         self, rollout: RolloutState, event: GroupsSubmitted, new: list[GroupSpec], now: float, out: Out
     ) -> list[GroupState]:
         """Hold new groups, or return them to be opened; refuse those that cannot be accepted."""
-        if self.draining:
-            self._refuse(event, new, "this buffer is shutting down: submit to its successor", out)
-            return []
-        room = max(0, self._limits.max_requests - self.unfinished_requests) // event.n
-        self._refuse(event, new[room:], self._too_many(), out)
+        room = self._limits.max_requests - self._unfinished
         opened: list[GroupState] = []
         problems: dict[str, list[GroupSpec]] = {}
-        for spec in new[:room]:
+        for spec in new:
             group = GroupState(
                 ids.group_id(rollout.rollout_id, spec.prompt_id), spec.prompt_id, rollout, event.n,
                 spec.prompt_len, event.max_tokens, event.weight_version, event.submission, earlier=spec.kept,
-                shared_id=spec.shared_id, first_index=spec.first_index,
+                shared_id=spec.shared_id, first_index=spec.first_index, turn=spec.turn,
             )  # fmt: skip
-            problem = self._problem_of(group)
+            continues = self.trajectories.continues(group)
+            if self.draining and not continues:
+                problem = "this buffer is shutting down: submit to its successor"
+            elif room < event.n and not continues:
+                problem = self._too_many()
+            else:
+                problem = self._problem_of(group)
             if problem:
                 problems.setdefault(problem, []).append(spec)
                 continue
+            room -= 0 if continues else event.n
             self._add(group, out)
             if self._must_hold(group):
                 group.held_since = now
@@ -184,8 +194,6 @@ class GroupRegistry:
 
     def open_held(self, out: Out) -> list[GroupState]:
         """Check held groups; return those that are to be opened now."""
-        if self.holding or not self._fleet:
-            return []
         opened: list[GroupState] = []
         problems: dict[str, list[GroupState]] = {}
         for group in [group for group in self.held.values() if not self._must_hold(group)]:
@@ -205,7 +213,8 @@ class GroupRegistry:
         return opened
 
     def _must_hold(self, group: GroupState) -> bool:
-        return self.holding or not self._fleet or group.awaits > self.weight_version
+        held = self.holding and not self.trajectories.continues(group)
+        return held or not self._fleet or group.awaits > self.weight_version
 
     def _problem_of(self, group: GroupState) -> str:
         """Return why a group can never be opened; empty: no reason is known."""
@@ -217,10 +226,14 @@ class GroupRegistry:
             return f"its rollout began under weight version {begun}, and version {live} is live: {fix}"
         return "" if self._must_hold(group) else never_fits(self._fleet, group.prompt_len, group.max_tokens)
 
+    @property
+    def _unfinished(self) -> int:
+        return self.unfinished_requests + self.trajectories.awaited
+
     def _too_many(self) -> str:
         return (
-            f"the buffer holds {self.unfinished_requests} unfinished requests and takes at most "
-            f"{self._limits.max_requests}: submit fewer at a time, or raise buffer.max_requests"
+            f"the buffer holds {self._unfinished} unfinished requests and "
+            f"takes at most {self._limits.max_requests}: submit fewer at a time, or raise buffer.max_requests"
         )
 
     def _add(self, group: GroupState, out: Out) -> None:
@@ -228,6 +241,7 @@ class GroupRegistry:
         self.rollouts[rollout.rollout_id] = rollout
         rollout.members[group.group_id] = self.groups[group.group_id] = group
         self.unfinished_requests += group.size
+        self.trajectories.submitted(group)
         out.append(Take(group.group_id, group.prompt_id))
 
     def _open(self, group: GroupState) -> GroupState:
@@ -261,7 +275,7 @@ class GroupRegistry:
                 break
             self.fail([young], "failed", message, out)
 
-    def finish(self, group: GroupState, now: float, out: Out) -> None:
+    def finish(self, group: GroupState, estimate: Estimate, now: float, out: Out) -> None:
         """Keep a group whose requests have all finished, and deliver it to the latest submitter."""
         group.finished_at = now
         group.rollout.groups_finished += 1
@@ -269,7 +283,8 @@ class GroupRegistry:
         self.unfinished_tokens -= group.kept
         self.finished[group.group_id] = group
         self.finished_tokens += group.tokens
-        out.append(GroupClosed(group.group_id))
+        if not self.trajectories.ended(group, estimate, now):
+            out.append(GroupClosed(group.group_id))
         # If there was a later submission without it, its trainer is about to submit it again, or never will.
         if group.submission >= _earliest_awaited(group.rollout):
             out.append(Deliver(group.rollout.life, group.group_id))
@@ -290,7 +305,8 @@ class GroupRegistry:
     # --- groups that end early -----------------------------------------------------------
 
     def cancelled(self, event: RolloutCancelled, out: Out) -> None:
-        """End the unfinished groups that a trainer cancels."""
+        """End the unfinished groups that a trainer cancels, and trajectories by their last turn."""
+        self.trajectories.finished(event.trainer, event.rollout_id, event.prompt_ids, event.submission, out)
         rollout = self.rollouts.get(event.rollout_id)
         if rollout is None or rollout.trainer != event.trainer:
             return
@@ -304,6 +320,7 @@ class GroupRegistry:
 
     def trainer_lost(self, life: bytes, out: Out) -> None:
         """End the unfinished groups of a trainer that has been silent for too long."""
+        self.trajectories.trainer_lost(life, out)
         for rollout in [rollout for rollout in self.rollouts.values() if rollout.life == life]:
             left = [group for group in rollout.members.values() if not group.done]
             message = "its trainer has given no sign of life for buffer.trainer_lease_seconds"
@@ -311,6 +328,7 @@ class GroupRegistry:
 
     def aborted(self, message: str, out: Out) -> None:
         """End all open groups."""
+        self.trajectories.aborted(out)
         open_ = [group for group in self.groups.values() if not group.done and group.held_since is None]
         self.fail(open_, "cancelled", message, out)
 
@@ -321,7 +339,8 @@ class GroupRegistry:
         self.fail(list(self.held.values()), "refused", message, out)
 
     def tick(self, now: float, out: Out) -> None:
-        """Check the deadlines of held and of finished groups."""
+        """Check the deadlines of held and of finished groups, and of trajectories that are away."""
+        self.trajectories.tick(now, out)
         waited = self._limits.engine_wait_seconds
         overdue = [group for group in self.held.values() if (group.held_since or 0.0) < now - waited]
         if overdue and not self.holding:  # updates and sleep have deadlines of their own
@@ -377,11 +396,13 @@ class GroupRegistry:
         """Remove a group in any state."""
         if group.held_since is not None:
             del self.held[group.group_id]
+            self.trajectories.withdrawn(group)
         elif group.done:
             del self.finished[group.group_id]
             self.finished_tokens -= group.tokens
         else:
             self._drop(group, out)
+            self.trajectories.dropped(group)
             out.append(GroupClosed(group.group_id))
         if not group.done:
             self.unfinished_requests -= group.size

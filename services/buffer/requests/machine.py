@@ -20,11 +20,10 @@ from __future__ import annotations
 from zlib import crc32
 
 from seer.common import ids
-from seer.common.group_events import GroupOpened, RequestProgress
+from seer.common.group_events import GroupClosed, RequestProgress
 from seer.common.policy.draft_costs import ALL_GROUPS
 from seer.common.policy.fleet import Fleet, InstanceView
 from seer.common.policy.length import Estimate
-from seer.common.policy.request import RequestView
 from seer.common.policy.schedule import Policy
 from seer.services.buffer.events import Drained, Joined, Left, Tick
 from seer.services.buffer.requests.engine_deaths import EngineDeaths
@@ -52,6 +51,7 @@ from seer.services.buffer.requests.instructions import (
 )
 from seer.services.buffer.requests.scheduler import Scheduler
 from seer.services.buffer.requests.state import GroupState, Limits, RequestState, RolloutState
+from seer.services.buffer.requests.trajectories import Away
 
 COUNTERS = ["chunks", "migrations", "preemptions", "lost", "late", "refused", "expired", "tokens", "restored"]
 
@@ -109,6 +109,11 @@ class RequestMachine:
         return self.registry.weight_version
 
     @property
+    def idle(self) -> bool:
+        """Whether no request is unfinished, and no trajectory awaits its next turn."""
+        return not self.requests and not self.registry.trajectories.away
+
+    @property
     def waiting(self) -> int:
         """Requests that do not run and have not finished."""
         return len(self.scheduler) + len(self.deaths.lost_alone)
@@ -164,17 +169,28 @@ class RequestMachine:
     def _open(self, groups: list[GroupState], now: float, out: list[Instruction]) -> None:
         """Open groups: add their requests, which wait."""
         for group in groups:
-            self.estimates[group.group_id] = Estimate(float(group.max_tokens))
-            place = (group.shared_id, group.first_index)
-            out.append(GroupOpened(group.group_id, group.size, group.prompt_len, group.max_tokens, *place))
+            away = self._continue(group, out)
             # Groups that belong together are placed as one, whenever they are opened.
             number = crc32(group.shared_id.encode()) if group.shared_id else self._group_number
             for index in range(group.size):
-                request_id = ids.request_id(group.group_id, index)
-                view = RequestView(request_id, number, index, group.prompt_len, group.max_tokens)
-                self.requests[request_id] = RequestState(view, group)
+                view = group.view(number, index)
+                view.last_instance = away.last_instance if away else ""
+                self.requests[view.request_id] = RequestState(view, group)
             self._group_number += 1
             self._restore(group, now, out)
+
+    def _continue(self, group: GroupState, out: list[Instruction]) -> Away | None:
+        """Publish a group that is opened; return what is known of its trajectory if that was away."""
+        away = self.registry.trajectories.opened(group)
+        opened = group.opened
+        closed = [GroupClosed(away.group_id)] if away else []
+        # Groups of one name share evidence, which is lost when none of them is open.
+        out += [*closed, opened] if away and away.group_id == group.group_id else [opened, *closed]
+        if group.turn is not None and group.turn.generated:
+            out.append(RequestProgress(group.group_id, 0, group.turn.generated, False))
+        self.estimates[group.group_id] = away.estimate if away else Estimate(float(opened.cap))
+        group.acceptance = away.acceptance if away else group.acceptance
+        return away
 
     def _restore(self, group: GroupState, now: float, out: list[Instruction]) -> None:
         """Queue a group's requests, from where an earlier life kept them if its weights were the same."""
@@ -287,9 +303,8 @@ class RequestMachine:
         self, request: RequestState, now: float, out: list[Instruction], chunk: ChunkEnded | None = None
     ) -> None:
         """Publish a request's progress, with the drafts of its `chunk`; count it if it has finished."""
-        group, view = request.group, request.view
-        drafts = (chunk.drafted, chunk.accepted) if chunk is not None else ((), ())
-        out.append(RequestProgress(group.group_id, view.index, view.generated, bool(request.finish), *drafts))
+        group = request.group
+        out.append(request.progress(chunk.drafted, chunk.accepted) if chunk else request.progress())
         if request.finish:
             group.unfinished -= 1
             group.rollout.finish_times.append(now - group.rollout.submitted)
@@ -299,8 +314,7 @@ class RequestMachine:
         group.results = [
             self.requests.pop(ids.request_id(group.group_id, index)) for index in range(group.size)
         ]
-        del self.estimates[group.group_id]
-        self.registry.finish(group, now, out)
+        self.registry.finish(group, self.estimates.pop(group.group_id), now, out)
 
     def _chunk_rejected(self, event: ChunkRejected, out: list[Instruction]) -> None:
         request = self._current(event.instance, event.request_id, event.attempt)
@@ -324,6 +338,7 @@ class RequestMachine:
 
     def _estimates_changed(self, event: EstimatesChanged) -> None:
         self.acceptance = event.acceptance.get(ALL_GROUPS, self.acceptance)
+        self.registry.trajectories.estimates_changed(event.estimates, event.acceptance)
         for group_id in event.acceptance.keys() & self.groups.keys():
             self.groups[group_id].acceptance = event.acceptance[group_id]
         for group_id, estimate in event.estimates.items():

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from seer.common import ids
+from seer.common.group_events import GroupOpened, RequestProgress
 from seer.common.policy.request import RequestView
+from seer.common.types import TurnSpec
 from seer.services.buffer.requests.events import Kept
 
 
@@ -63,7 +67,7 @@ class GroupState:
     engine. `submission`: the last one that has it. `kept`: output tokens of all its requests so far.
     `earlier`: what an earlier life of the buffer kept of it, until the group is opened. `results`: its
     requests in index order, once all have finished. `acceptance`: acceptance rates of its drafts, by cell;
-    empty: unknown. `shared_id` and `first_index` are as in `GroupSpec`.
+    empty: unknown. `shared_id`, `first_index` and `turn` are as in `GroupSpec`.
     """
 
     group_id: str
@@ -84,9 +88,27 @@ class GroupState:
     earlier: Kept | None = None
     shared_id: str = ""
     first_index: int = 0
+    turn: TurnSpec | None = None
 
     def __post_init__(self) -> None:
         self.unfinished = self.size
+
+    @property
+    def opened(self) -> GroupOpened:
+        """What the context service is told when it is opened; of a turn, what holds for its trajectory."""
+        turn = self.turn or TurnSpec(self.prompt_len, 0, self.max_tokens)
+        return GroupOpened(
+            self.group_id, self.size, turn.prompt_len, turn.cap, self.shared_id, self.first_index
+        )
+
+    def view(self, number: int, index: int) -> RequestView:
+        """Return its request `index` as policies see it, when it is new; `number` counts groups."""
+        request_id = ids.request_id(self.group_id, index)
+        place = self.first_index + index
+        view = RequestView(request_id, number, place, self.prompt_len, self.max_tokens)
+        if self.turn is not None:
+            view.earlier, view.cap = self.turn.generated, self.turn.cap
+        return view
 
     @property
     def tokens(self) -> int:
@@ -120,3 +142,10 @@ class RequestState:
     finish: str = ""
     stop_reason: str = ""
     parked_since: float | None = None
+
+    def progress(self, drafted: Sequence[int] = (), accepted: Sequence[int] = ()) -> RequestProgress:
+        """Return how far it is: more may come after a turn. Drafts are those of its last chunk, by cell."""
+        group, view = self.group, self.view
+        over = bool(self.finish) and group.turn is None
+        index = view.index - group.first_index
+        return RequestProgress(group.group_id, index, view.produced, over, drafted, accepted)

@@ -2,7 +2,7 @@
 
 Invariants:
 - a synthetic token or logprob is a function of (key, absolute position), a turn's synthetic length of
-  (key, prompt, where the turn begins): chunking, batching and preemption change nothing;
+  (key, context before it): chunking, batching and preemption change nothing;
 - synthetic lengths are log-normal with the configured mean; responses to equal prompts share
   `PROMPT_SHARE` of the variance of their logarithm.
 
@@ -63,10 +63,10 @@ class SyntheticResponses:
         """See `Responses.length`; min_tokens and ignore_eos are kept."""
         if chunk.sampling.ignore_eos:
             return chunk.sampling.max_tokens + 1
-        prompt = np.asarray(chunk.tokens[: chunk.prompt_len], dtype=np.int32).tobytes()
-        of_prompt = int.from_bytes(hashlib.blake2b(prompt, digest_size=8).digest(), "little")
-        score = math.sqrt(PROMPT_SHARE) * _normal(of_prompt)
-        score += math.sqrt(1 - PROMPT_SHARE) * _normal(chunk.key, chunk.counts_from - chunk.prompt_len)
+        context = np.asarray(chunk.tokens[: chunk.counts_from], dtype=np.int32).tobytes()
+        of_context = int.from_bytes(hashlib.blake2b(context, digest_size=8).digest(), "little")
+        score = math.sqrt(PROMPT_SHARE) * _normal(of_context)
+        score += math.sqrt(1 - PROMPT_SHARE) * _normal(chunk.key)
         return max(1, chunk.sampling.min_tokens, round(math.exp(self._mu + LENGTH_SIGMA * score)))
 
     def part(self, chunk: Chunk, start: int, count: int) -> tuple[list[int], list[float]]:
@@ -150,7 +150,7 @@ def _words(key: int, start: int, count: int) -> NDArray[np.uint64]:
     return words ^ (words >> np.uint64(31))
 
 
-def _normal(key: int, place: int = 0) -> float:
-    """Return a standard normal score that is a function of a 64-bit key and a place."""
-    word = int(_words(key ^ _LENGTH_STREAM, place, 1)[0])
+def _normal(key: int) -> float:
+    """Return a standard normal score that is a function of a 64-bit key."""
+    word = int(_words(key ^ _LENGTH_STREAM, 0, 1)[0])
     return _NORMAL.inv_cdf(((word >> 11) + 0.5) * 2.0**-53)

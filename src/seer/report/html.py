@@ -6,7 +6,8 @@ Colours are those that colour-blind people tell apart (Okabe and Ito; Tol); what
 from __future__ import annotations
 
 from seer.report.svg import LEFT, PLOT, RIGHT, WIDTH, Drawing, date, duration, short, text_of
-from seer.report.timeline import Chunk, End, SpanKind
+from seer.report.timeline import Chunk, End, Response, SpanKind
+from seer.report.trajectories import away
 from seer.report.view import ENGINES, Bars, RolloutView, drawn_tail, lay_out, tail_chunks
 
 PROMPT_COLOURS = (
@@ -23,6 +24,7 @@ text{font:11px system-ui,sans-serif;fill:#1d2433}
 .rate{fill:none;stroke:#0072b2;stroke-width:1.6}
 .open{fill:none;stroke:#a0527f;stroke-width:1.6;stroke-dasharray:5 3}
 .o{fill:#d3d7de}.late{stroke:#111;stroke-width:.9}.thin{stroke-width:.4}.lost{fill:url(#hatch)}.dead{stroke:#b2182b;stroke-width:2}
+.away{fill:#a0527f;fill-opacity:.45}
 .span{fill:#596273;fill-opacity:.16}.bad{fill:#b2182b;fill-opacity:.2}
 """
 
@@ -238,22 +240,29 @@ def _tail(drawing: Drawing, view: RolloutView) -> None:
     for response in shown:
         y = drawing.y
         drawing.text(LEFT - 8, y + 9, short(response.name), "n", "end")
+        for number, (left, back) in enumerate(away(response), 1):
+            title = f"{response.name}: away for {back - left:.1f} s after turn {number}"
+            drawing.bar(left, back, y + 4, pitch - 8.5, "away", title)
         for chunk in response.chunks:
             if chunk in drawn:
                 kind = f"e{colour[chunk.engine]}" if chunk.how in _KEPT else "lost"
                 drawing.bar(chunk.start, chunk.end, y + 1, pitch - 2.5, kind, _title(chunk, view))
-        waited = duration(*_waited(view, response.chunks, response.finished))
+        waited = duration(*_waited(view, response))
         drawing.text(LEFT + PLOT + 4, y + 9, f"{response.generated:,} · {waited}", "n")
         drawing.y += pitch
     drawing.y += 32
     names = [name for name in view.engines if any(chunk.engine == name for chunk in drawn)]
-    drawing.legend([*((f"e{colour[name]}", short(name, 30)) for name in names), ("lost", "lost")])
+    gap = [("away", "away, between turns")] if any(response.turns for response in shown) else []
+    drawing.legend([*((f"e{colour[name]}", short(name, 30)) for name in names), ("lost", "lost"), *gap])
 
 
-def _waited(view: RolloutView, chunks: list[Chunk], finished: float | None) -> tuple[float, float]:
-    """Return how long a response ran nowhere before its end, and how exactly that is to be said."""
-    end = view.end if finished is None else finished
-    seconds = max(0.0, end - view.start - sum(chunk.seconds for chunk in chunks))
+def _waited(view: RolloutView, response: Response) -> tuple[float, float]:
+    """Return how long a response ran nowhere before its end, nor was away; and how exactly to say that."""
+    end = view.end if response.finished is None else response.finished
+    there = sum(chunk.seconds for chunk in response.chunks) + sum(
+        back - left for left, back in away(response)
+    )
+    seconds = max(0.0, end - view.start - there)
     if seconds < 100:
         return seconds, 0.1
     return (seconds, 1.0) if seconds < 600 else (round(seconds / 60) * 60, 60.0)

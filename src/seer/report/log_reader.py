@@ -14,7 +14,9 @@ import heapq
 from collections import defaultdict
 
 from seer.common import ids
+from seer.common.types import TurnSpec
 from seer.report.timeline import Chunk, End, EngineLife, Response, Rollout, Span, SpanKind, Timeline
+from seer.report.trajectories import join_turns
 from seer.services.buffer import sleep
 from seer.services.buffer.events import Joined, Left
 from seer.services.buffer.log import rows
@@ -98,6 +100,8 @@ class LogReader:
         for span in (*self._updates.values(), self._asleep):
             if span is not None:
                 span.end = self.timeline.end
+        for rollout in self.timeline.rollouts:
+            join_turns(rollout)
 
     # --- rows ------------------------------------------------------------------------------
 
@@ -152,13 +156,14 @@ class LogReader:
 
     def _take_over_group(self, machine: BufferMachine, group: GroupState) -> None:
         owner = group.rollout
-        rollout = self._rollout(
-            owner.trainer, owner.rollout_id, owner.submission, self._offset + owner.submitted
-        )
+        number = 0 if owner.open else owner.submission
+        rollout = self._rollout(owner.trainer, owner.rollout_id, number, self._offset + owner.submitted)
+        rollout.open = owner.open
         for index in range(group.size):
             request_id = ids.request_id(group.group_id, index)
             response = self._response(rollout, group.prompt_id, index, request_id)
             response.prompt_len, response.max_tokens = group.prompt_len, group.max_tokens
+            self._place(response, group.shared_id, group.first_index, group.turn)
             request = group.results[index] if group.done else machine.requests.requests.get(request_id)
             if request is None:
                 continue  # its group is held
@@ -170,7 +175,9 @@ class LogReader:
     # --- requests --------------------------------------------------------------------------
 
     def _submitted(self, event: events.GroupsSubmitted) -> None:
-        rollout = self._rollout(event.trainer, event.rollout_id, event.submission, self.timeline.end)
+        number = 0 if event.open else event.submission
+        rollout = self._rollout(event.trainer, event.rollout_id, number, self.timeline.end)
+        rollout.open = event.open
         for spec in event.groups:
             group_id = ids.group_id(event.rollout_id, spec.prompt_id)
             if spec.kept is not None:
@@ -178,8 +185,15 @@ class LogReader:
             for index in range(event.n):
                 response = self._response(rollout, spec.prompt_id, index, ids.request_id(group_id, index))
                 response.prompt_len, response.max_tokens = spec.prompt_len, event.max_tokens
+                self._place(response, spec.shared_id, spec.first_index, spec.turn)
                 if response.finished is None:
                     response.finish = ""
+
+    def _place(self, response: Response, shared_id: str, index: int, turn: TurnSpec | None) -> None:
+        """Note which trajectory a response is a turn of, if it is one."""
+        if turn is not None:
+            response.trajectory = shared_id.removeprefix(ids.group_id(response.rollout.rollout_id, ""))
+            response.index = index
 
     def _rollout(self, trainer: str, rollout_id: str, submission: int, submitted: float) -> Rollout:
         known = self._rollouts.get((trainer, rollout_id, submission))
@@ -193,7 +207,8 @@ class LogReader:
         known = self._responses.get(request_id)
         if known is None or known.rollout is not rollout:
             number = rollout.prompts.setdefault(prompt_id, len(rollout.prompts))
-            known = self._responses[request_id] = Response(rollout, prompt_id, number, index)
+            now = self.timeline.end
+            known = self._responses[request_id] = Response(rollout, prompt_id, number, index, submitted=now)
             rollout.responses.append(known)
         return known
 
@@ -202,7 +217,8 @@ class LogReader:
             group_id = ids.group_id(item.rollout_id, prompt_id)
             index = 0
             while (response := self._responses.get(ids.request_id(group_id, index))) is not None:
-                if response.finished is None and response.rollout.submission == item.submission:
+                meant = response.rollout.open or response.rollout.submission == item.submission
+                if response.finished is None and meant:
                     response.finish = item.code
                 index += 1
 

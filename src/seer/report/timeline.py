@@ -24,15 +24,16 @@ class End(Enum):
 
 @dataclass(slots=True, eq=False)
 class Rollout:
-    """One submission of a rollout by its trainer. `responses` and `prompts` are in order of arrival.
+    """One submission of a rollout by its trainer, or all of an open one. `prompts` numbers its prompts' ids.
 
-    `prompts` numbers the ids of its prompts.
+    `responses` and `prompts` are in order of arrival.
     """
 
     rollout_id: str
     trainer: str
     submission: int
     submitted: float
+    open: bool = False
     prompts: dict[str, int] = field(default_factory=dict)
     responses: list[Response] = field(default_factory=list)
     chunks: list[Chunk] = field(default_factory=list)
@@ -47,7 +48,8 @@ class Rollout:
 class Response:
     """One response. `generated` counts the tokens it has, `finish` says why it ended; "": it has not.
 
-    `prompt` numbers its prompt within the rollout. `max_tokens` is 0 where the log does not say.
+    `prompt` numbers its prompt within the rollout. `max_tokens` is 0 where the log does not say. `trajectory`
+    names the group of a turn, whose response `index` is the trajectory; that has its `turns` in order.
     """
 
     rollout: Rollout
@@ -59,7 +61,10 @@ class Response:
     generated: int = 0
     finish: str = ""
     finished: float | None = None
+    submitted: float = 0.0
+    trajectory: str = ""
     chunks: list[Chunk] = field(default_factory=list)
+    turns: list[Response] = field(default_factory=list)
 
     @property
     def name(self) -> str:

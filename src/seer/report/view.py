@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from seer.common.errors import InvalidField
 from seer.report.tail import before_tail
 from seer.report.timeline import Chunk, End, EngineLife, Response, Rollout, Span, Timeline
+from seer.report.trajectories import away
 
 BARS = 20_000
 """Chunks drawn at most: about 4 MB, which browsers still scroll smoothly."""
@@ -99,8 +100,18 @@ class RolloutView:
             (f"{ends[End.DROPPED]:,}" if ends[End.DROPPED] else "", "chunks dropped"),
             (f"{len(self.lost_lives):,}", "engine lives lost"),
             (f"{again:,}" if again else "", "tokens computed again"),
+            *self._turns(),
         ]
         return [(value, name) for value, name in figures if value]
+
+    def _turns(self) -> list[tuple[str, str]]:
+        """Return how many turns there were, and how long a trajectory was away between its turns."""
+        trajectories = [response for response in self.rollout.responses if response.turns]
+        if not trajectories:
+            return []
+        seconds = sum(end - start for each in trajectories for start, end in away(each))
+        turns = sum(len(each.turns) for each in trajectories)
+        return [(f"{turns:,}", "turns"), (f"{seconds / len(trajectories):,.1f} s", "away, per trajectory")]
 
     def edges(self, bins: int) -> Floats:
         """Return the times between so many bins."""

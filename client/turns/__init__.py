@@ -1,0 +1,22 @@
+"""Rollouts of many turns: an agent generates, its environment answers, and it generates again.
+
+`RolloutClient.trajectories` runs agents of yours; `PrefixTrajectories` serves loops of others that send
+the whole context with every turn. docs/turns.md has both.
+"""
+
+from seer.client.turns.journal import Journal
+from seer.client.turns.prefix import PrefixTrajectories
+from seer.client.turns.rollout import TrajectoryGroup, TrajectoryRollout
+from seer.client.turns.tool_messages import tool_tokens
+from seer.client.turns.trajectory import Trajectory, TrajectoryFailed, Turn
+
+__all__ = [
+    "Journal",
+    "PrefixTrajectories",
+    "Trajectory",
+    "TrajectoryFailed",
+    "TrajectoryGroup",
+    "TrajectoryRollout",
+    "Turn",
+    "tool_tokens",
+]
