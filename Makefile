@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: setup demo grpo test test-all sanitize chaos mutants kernel-test verl-test compose-test systemd-test gateway-test lint format lock clean
+.PHONY: setup demo grpo test test-all sanitize chaos mutants kernel-test verl-test skyrl-test compose-test systemd-test gateway-test lint format lock clean
 
 setup: $(STAMP)
 
@@ -62,6 +62,15 @@ $(VERL)/.installed: requirements/verl.lock pyproject.toml CMakeLists.txt
 verl-test: setup $(VERL)/.installed  # veRL's own trainer with Seer, on CPUs, in an environment of its own: 2 GB
 	$(BIN)/python -m pytest tests/with_verl/runs.py $(PYTEST_ARGS)
 
+# skyrl 0.3.0 needs it; a name that is there and does not run, as a shim, counts as absent.
+PYTHON312 ?= $(shell python3.12 -c "import sys; print(sys.executable)" 2> /dev/null)
+SKYRL := build/skyrl-venv
+skyrl-test: setup  # SkyRL's generator, environments and worker with Seer, on CPUs, in an environment of its own: 5 GB
+	test -n "$(PYTHON312)" || { echo "skyrl 0.3.0 needs Python 3.12: make skyrl-test PYTHON312=path/to/python3.12"; exit 1; }
+	test -x $(SKYRL)/bin/python || $(PYTHON312) -m venv $(SKYRL)
+	$(SKYRL)/bin/python -m pip install --quiet --no-deps --no-compile -r requirements/skyrl.lock
+	$(BIN)/python tests/with_skyrl/run.py $(SKYRL)/bin/python $(PYTEST_ARGS)
+
 compose-test: setup  # needs docker; docs/deployment.md says what else
 	$(BIN)/python tests/deploy/run_compose.py
 
@@ -72,7 +81,13 @@ CLIENTS := build/gateway-clients
 gateway-test: setup  # unmodified clients against a real system; those that conflict with .venv have an environment of their own
 	test -x $(CLIENTS)/bin/python || $(PYTHON) -m venv $(CLIENTS)
 	$(CLIENTS)/bin/python -m pip install --quiet --no-deps -r requirements/gateway-clients.lock
-	$(BIN)/python tests/gateway_clients/run.py $(CLIENTS)/bin/python
+ifneq ($(PYTHON312),)
+	test -x $(CLIENTS)-skyrl/bin/python || $(PYTHON312) -m venv $(CLIENTS)-skyrl
+	$(CLIENTS)-skyrl/bin/python -m pip install --quiet --no-deps -r requirements/gateway-skyrl.lock
+else
+	@echo "SkyRL's client is skipped: it needs Python 3.12 (make gateway-test PYTHON312=path/to/python3.12)"
+endif
+	$(BIN)/python tests/gateway_clients/run.py $(CLIENTS)/bin/python $(if $(PYTHON312),$(CLIENTS)-skyrl/bin/python)
 
 lint: setup
 	$(BIN)/ruff check .

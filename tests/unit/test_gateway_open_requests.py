@@ -15,11 +15,11 @@ from seer.common.config import GatewayConfig
 from seer.common.errors import SeerError, WeightsRefused
 from seer.common.types import Capacity, SamplingParams
 from seer.common.wire import Status, WeightsLive
-from seer.gateway.buffer import Sample, Sink
+from seer.gateway.buffer_client import Outcome, Sink
 from seer.gateway.control import Control
 from seer.gateway.errors import HttpError
-from seer.gateway.local_process import LocalProcess
 from seer.gateway.open_requests import OpenRequests
+from seer.gateway.this_process import ThisProcess
 
 SAMPLING = SamplingParams(max_tokens=10)
 DELTA = Delta(0, np.array([5], np.int32), np.zeros(1, np.float32))
@@ -65,7 +65,7 @@ class FakeBuffer:
         sampling: SamplingParams,
         seed: int,
         sink: Sink | None = None,
-    ) -> Sample:
+    ) -> Outcome:
         self.asked.append((list(prompts), sampling, seed))
         ends, version = self._ends, self.version
         try:
@@ -82,12 +82,12 @@ class FakeBuffer:
             groups = {name: group(name, version) for name in prompts}
             for name in prompts if sink else ():
                 await sink(name, groups[name])  # type: ignore[misc]
-            return Sample(groups)
+            return Outcome(groups)
         except asyncio.CancelledError:
             self.cancelled += prompts
             raise
         done = list(prompts)[:1] if len(prompts) > 1 else []  # the first of several had finished
-        return Sample({name: group(name, version) for name in done}, discarded=7)
+        return Outcome({name: group(name, version) for name in done}, discarded=7)
 
     def end_all(self) -> None:
         self._ends.set()
@@ -143,7 +143,7 @@ async def test_max_tokens_is_lowered_to_what_fits() -> None:
     buffer = FakeBuffer()
     requests = desk_of(buffer)
     prompts = {"short": [1] * 5, "long": [1] * 35, "longer": [1] * 38}
-    await requests.run(prompts, n=1, sampling=SAMPLING, seed=None)
+    await requests.run(prompts, n=1, sampling=SAMPLING, seed=0)
     limits = {name: sampling.max_tokens for names, sampling, _ in buffer.asked for name in names}
     assert limits == {"short": 10, "long": 5, "longer": 2}
     assert await status_of(ask(requests, prompt=[1] * 40)) == 400
@@ -387,7 +387,7 @@ async def test_a_stream_is_refused_before_its_first_event() -> None:
 
 def control_of(buffer: FakeBuffer, *desks: OpenRequests, **settings: object) -> Control:
     config = GatewayConfig(**settings)  # type: ignore[arg-type]
-    return Control(config, buffer, [LocalProcess(requests) for requests in desks])  # type: ignore[arg-type]
+    return Control(config, buffer, [ThisProcess(requests) for requests in desks])  # type: ignore[arg-type]
 
 
 @virtual

@@ -14,7 +14,7 @@ from transformers import MixtralConfig, MixtralForCausalLM, Qwen3Config, Qwen3Fo
 
 from seer.client.tensor_stream import TensorStream
 from seer.common.errors import InvalidField
-from seer.integrations.hf import checkpoint_tensors
+from seer.integrations.hf import CheckpointCopy, checkpoint_tensors
 from seer.services.engine.weights.manifest import read_manifest
 
 pytestmark = pytest.mark.vllm
@@ -94,3 +94,31 @@ def test_a_folder_that_is_no_plain_checkpoint_is_refused(tmp_path):
     save_file(stored, tmp_path / "model" / "model.safetensors")
     with pytest.raises(InvalidField, match=r"tensor lm_head\.weight is F8_E4M3"):
         checkpoint_tensors(model, model.state_dict(), tmp_path / "model")
+
+
+def copy_of(model: Qwen3ForCausalLM, folder: Path, *, tied: bool = False) -> CheckpointCopy:
+    copy = CheckpointCopy(folder, "trainer.model", tied=tied)
+    for name, tensor in model.state_dict().items():
+        copy.add(name, tensor.double())
+    return copy
+
+
+def test_tensors_that_come_one_by_one_are_copied_as_the_checkpoint_has_them(tmp_path):
+    model = qwen(tmp_path, tied=True)
+    copy = copy_of(model, tmp_path, tied=True)
+    with torch.no_grad():
+        model.model.norm.weight.add_(1)  # what was handed out is not a view
+    assert_same(copy.tensors(), tmp_path)
+
+
+def test_tensors_that_only_one_side_has_are_named_at_the_end(tmp_path):
+    model = qwen(tmp_path)
+    lacking = CheckpointCopy(tmp_path, "trainer.model", tied=False)
+    with pytest.raises(InvalidField, match=r"trainer.model.*has a tensor lm_head.weight"):
+        lacking.tensors()
+    copy = copy_of(model, tmp_path)
+    copy.add("added.weight", torch.zeros(1))
+    with pytest.raises(InvalidField, match=r"trainer.model.*lacks a tensor added.weight"):
+        copy.tensors()
+    with pytest.raises(InvalidField, match=r"trainer.model"):
+        CheckpointCopy(tmp_path / "none", "trainer.model", tied=False)

@@ -19,7 +19,7 @@ from typing import Literal, Protocol
 
 from seer.common.config import GatewayConfig
 from seer.common.errors import SeerError, WeightsRefused
-from seer.gateway.buffer import Buffer
+from seer.gateway.buffer_client import BufferClient
 from seer.gateway.errors import HttpError, bad
 
 PauseMode = Literal["abort", "wait", "keep"]
@@ -54,7 +54,7 @@ class Process(Protocol):
 class Control:
     """`processes` may grow and shrink; one that joins while generation is paused must be paused first."""
 
-    def __init__(self, config: GatewayConfig, buffer: Buffer, processes: Collection[Process]) -> None:
+    def __init__(self, config: GatewayConfig, buffer: BufferClient, processes: Collection[Process]) -> None:
         self._config = config
         self._buffer = buffer
         self._processes = processes

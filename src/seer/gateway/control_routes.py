@@ -17,10 +17,10 @@ from starlette.routing import Route
 
 from seer import __version__
 from seer.common.config import Config
-from seer.gateway.bodies import ArealUpdateBody, UpdateBody, read_body
 from seer.gateway.control import PauseMode
 from seer.gateway.errors import HttpError, bad
 from seer.gateway.http import answer, body_of, endpoint
+from seer.gateway.request_bodies import ArealUpdateBody, UpdateBody, read_body
 
 B = TypeVar("B", bound=msgspec.Struct)
 

@@ -16,10 +16,10 @@ from starlette.requests import Request
 
 from seer.client import Delta, Group, Response, SamplingParams
 from seer.gateway.answers import Choice
-from seer.gateway.bodies import SamplingFields
+from seer.gateway.group_names import GroupNames, Place, group_seed, places_in_headers, request_hash
 from seer.gateway.http import unless_gone
-from seer.gateway.noise import NoiseIds, request_hash
 from seer.gateway.open_requests import OpenRequests
+from seer.gateway.request_bodies import SamplingFields
 from seer.gateway.stream_answers import StreamedAnswer
 from seer.gateway.text import ModelText
 from seer.gateway.text_stream import TextStream
@@ -52,34 +52,34 @@ class Generation:
     def __init__(self, requests: OpenRequests, text: ModelText) -> None:
         self._requests = requests
         self._text = text
-        self._noise = NoiseIds()
+        self._names = GroupNames()
 
     async def choices(self, request: Request, asked: Asked) -> list[Choice]:
         """Return all choices, in order."""
-        ids = self._noise_ids(request, asked)
-        prompts = dict(zip(ids, asked.prompts, strict=True))
-        work = self._requests.run(prompts, n=asked.n, sampling=asked.sampling, seed=asked.fields.seed)
+        places, seed = self._places(request, asked)
+        prompts = dict(zip(places, asked.prompts, strict=True))
+        work = self._requests.run(prompts, n=asked.n, sampling=asked.sampling, seed=seed)
         groups = await unless_gone(request, work)
         return [
-            self._choice(prompt, groups[name], response, asked)
-            for name, prompt in zip(ids, asked.prompts, strict=True)
-            for response in groups[name].responses
+            self._choice(prompt, groups[place], response, asked)
+            for place, prompt in zip(places, asked.prompts, strict=True)
+            for response in groups[place].responses
         ]
 
     async def parts(
         self, request: Request, asked: Asked, streamed: StreamedAnswer, *, include_usage: bool
     ) -> AsyncGenerator[bytes]:
         """Yield the parts of a stream as its tokens come. Close it if it is not read to its end."""
-        ids = self._noise_ids(request, asked)
-        # A seed gives equal prompts one id: they are generated once, and shown at each place.
-        places: dict[str, list[int]] = {}
-        for position, name in enumerate(ids):
-            places.setdefault(name, []).append(position * asked.n)
-        prompts = dict(zip(ids, asked.prompts, strict=True))
-        events = self._requests.stream(prompts, n=asked.n, sampling=asked.sampling, seed=asked.fields.seed)
+        places, seed = self._places(request, asked)
+        # A seed gives equal prompts one place: they are generated once, and shown as the choices of each.
+        choices: dict[Place, list[int]] = {}
+        for position, place in enumerate(places):
+            choices.setdefault(place, []).append(position * asked.n)
+        prompts = dict(zip(places, asked.prompts, strict=True))
+        events = self._requests.stream(prompts, n=asked.n, sampling=asked.sampling, seed=seed)
         async with contextlib.aclosing(events):
-            async for name, what in events:
-                for first in places[name]:
+            async for place, what in events:
+                for first in choices[place]:
                     for part in self._shown(streamed, first, what, asked):
                         yield part
         yield streamed.end(include_usage=include_usage)
@@ -103,10 +103,14 @@ class Generation:
             asked.sampling.stop, skip_special=asked.skip_special, whole=asked.with_stop
         )
 
-    def _noise_ids(self, request: Request, asked: Asked) -> list[str]:
-        named = request.headers.get("idempotency-key") or request.headers.get("x-request-id") or ""
+    def _places(self, request: Request, asked: Asked) -> tuple[list[Place], int]:
+        """Return each prompt's place, and the seed of all. Raises `HttpError` for the headers of a group."""
+        headers, seed = request.headers, asked.fields.seed
         hashes = [request_hash(prompt, asked.sampling) for prompt in asked.prompts]
-        return self._noise.prompt_ids(hashes, asked.fields.seed, named)
+        if places := places_in_headers(headers, len(asked.prompts), asked.n):
+            return places, group_seed(hashes, seed)
+        request_id = headers.get("idempotency-key") or headers.get("x-request-id") or ""
+        return self._names.places(hashes, seed, request_id), seed or 0
 
     def _choice(self, prompt: list[int], group: Group, response: Response, asked: Asked) -> Choice:
         token_ids, stop = response.token_ids.tolist(), asked.sampling.stop

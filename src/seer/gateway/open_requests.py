@@ -23,8 +23,9 @@ from msgspec.structs import replace
 
 from seer.client import Delta, Group, SamplingParams
 from seer.common.errors import SeerError
-from seer.gateway.buffer import Buffer, Sink
+from seer.gateway.buffer_client import BufferClient, Sink
 from seer.gateway.errors import HttpError, as_http, bad
+from seer.gateway.group_names import Place
 
 COUNTERS = (
     "requests", "completed", "refused", "failed", "cancelled", "restarted", "discarded_tokens",
@@ -36,12 +37,12 @@ sent when an update ended them."""
 
 STOPPING = "the gateway stops: send it to another"
 
-Plan = tuple[SamplingParams, Mapping[str, Sequence[int]]]
-"""How prompts are sampled, and their token ids by noise id."""
+Plan = tuple[SamplingParams, Mapping[Place, Sequence[int]]]
+"""How prompts are sampled, and their token ids by place."""
 
 
 @dataclass(eq=False, slots=True)
-class _Ask:
+class _OpenRequest:
     """One HTTP request. `under_way`: how many of its submissions the buffer works on.
 
     `sink` takes what a stream sends, `begun` are the prompts of which it has taken something.
@@ -50,30 +51,30 @@ class _Ask:
     n: int
     seed: int
     sink: Sink | None = None
-    begun: set[str] = field(default_factory=set)
-    groups: dict[str, Group] = field(default_factory=dict)
+    begun: set[Place] = field(default_factory=set)
+    groups: dict[Place, Group] = field(default_factory=dict)
     under_way: int = 0
     aborted: bool = False
     task: asyncio.Task[None] | None = None
 
-    async def hand_on(self, name: str, what: Delta | Group) -> None:
+    async def hand_on(self, place: Place, what: Delta | Group) -> None:
         """Give the sink what came of a prompt."""
-        self.begun.add(name)
+        self.begun.add(place)
         if self.sink is not None:
-            await self.sink(name, what)
+            await self.sink(place, what)
 
 
 class OpenRequests:
     """`seconds` is the deadline of a request, pauses included; `restart`: see the module's docstring."""
 
-    def __init__(self, buffer: Buffer, *, most: int, seconds: float, restart: bool) -> None:
+    def __init__(self, buffer: BufferClient, *, most: int, seconds: float, restart: bool) -> None:
         self._buffer = buffer
         self._most = most
         self._seconds = seconds
         self._restart = restart
         self._open = asyncio.Event()
         self._open.set()
-        self._asks: set[_Ask] = set()
+        self._requests: set[_OpenRequest] = set()
         self._idle = asyncio.Event()
         self._idle.set()
         self._closed = False
@@ -83,41 +84,41 @@ class OpenRequests:
 
     async def run(
         self,
-        prompts: Mapping[str, Sequence[int]],
+        prompts: Mapping[Place, Sequence[int]],
         *,
         n: int,
         sampling: SamplingParams,
-        seed: int | None,
+        seed: int,
         sink: Sink | None = None,
-    ) -> dict[str, Group]:
-        """Return a group for each prompt, given by noise id; `max_tokens` is lowered to what fits.
+    ) -> dict[Place, Group]:
+        """Return a group for each prompt, given by its place; `max_tokens` is lowered to what fits.
 
         `sink` gets tokens and groups as they come. Raises `HttpError`. If the caller is cancelled, so are the
         prompts.
         """
         if self._closed:
             raise HttpError(503, STOPPING)
-        if len(self._asks) >= self._most:
+        if len(self._requests) >= self._most:
             raise HttpError(503, f"{self._most} requests are open (gateway.max_requests): come again")
         plans = self._plans(prompts, sampling)
-        ask = _Ask(n, seed or 0, sink)
-        self._asks.add(ask)
+        request = _OpenRequest(n, seed, sink)
+        self._requests.add(request)
         try:
-            return await self._result(ask, plans)
+            return await self._result(request, plans)
         finally:
-            self._asks.discard(ask)
+            self._requests.discard(request)
 
     async def stream(
-        self, prompts: Mapping[str, Sequence[int]], *, n: int, sampling: SamplingParams, seed: int | None
-    ) -> AsyncGenerator[tuple[str, Delta | Group]]:
-        """Yield what `run` returns as it comes, by noise id: tokens of a prompt's responses, then its group.
+        self, prompts: Mapping[Place, Sequence[int]], *, n: int, sampling: SamplingParams, seed: int
+    ) -> AsyncGenerator[tuple[Place, Delta | Group]]:
+        """Yield what `run` returns as it comes, by place: tokens of a prompt's responses, then its group.
 
         The group has what was not yielded before, too. Raises `HttpError`. Closed, it cancels the prompts.
         """
-        events: asyncio.Queue[tuple[str, Delta | Group] | Exception | None] = asyncio.Queue(1)
+        events: asyncio.Queue[tuple[Place, Delta | Group] | Exception | None] = asyncio.Queue(1)
 
-        async def hand_on(name: str, what: Delta | Group) -> None:
-            await events.put((name, what))
+        async def hand_on(place: Place, what: Delta | Group) -> None:
+            await events.put((place, what))
 
         async def work() -> None:
             end = None
@@ -137,15 +138,15 @@ class OpenRequests:
             task.cancel()
             await asyncio.wait([task])
 
-    async def _result(self, ask: _Ask, plans: Sequence[Plan]) -> dict[str, Group]:
-        ask.task = asyncio.create_task(self._all(ask, plans))
+    async def _result(self, request: _OpenRequest, plans: Sequence[Plan]) -> dict[Place, Group]:
+        request.task = asyncio.create_task(self._all(request, plans))
         try:
-            done, _ = await asyncio.wait([ask.task], timeout=self._seconds)
+            done, _ = await asyncio.wait([request.task], timeout=self._seconds)
         finally:
-            if not ask.task.done():
-                ask.task.cancel()
-                await asyncio.wait([ask.task])
-        if ask.aborted:
+            if not request.task.done():
+                request.task.cancel()
+                await asyncio.wait([request.task])
+        if request.aborted:
             raise HttpError(503, "aborted, as generation is paused with mode=abort: send it again")
         if not done:
             late = f"not finished within {self._seconds:g} s (gateway.request_seconds)"
@@ -154,18 +155,18 @@ class OpenRequests:
                 if self._open.is_set()
                 else HttpError(503, f"{late}: generation is paused")
             )
-        ask.task.result()
-        return ask.groups
+        request.task.result()
+        return request.groups
 
-    def _plans(self, prompts: Mapping[str, Sequence[int]], sampling: SamplingParams) -> list[Plan]:
+    def _plans(self, prompts: Mapping[Place, Sequence[int]], sampling: SamplingParams) -> list[Plan]:
         """Return the prompts by the sampling that they get: how much of `max_tokens` fits depends on them."""
         capacities = self._buffer.capacities()
-        limits: dict[int, dict[str, Sequence[int]]] = {}
-        for name, ids in prompts.items():
+        limits: dict[int, dict[Place, Sequence[int]]] = {}
+        for place, ids in prompts.items():
             room = max(each.room(len(ids)) for each in capacities)
             if room < 1:
                 raise bad("prompt", f"{len(ids)} tokens", "is longer than any engine can take")
-            limits.setdefault(min(room, sampling.max_tokens), {})[name] = ids
+            limits.setdefault(min(room, sampling.max_tokens), {})[place] = ids
         for limit in limits:
             if sampling.min_tokens > limit:
                 raise bad(
@@ -173,39 +174,43 @@ class OpenRequests:
                 )
         return [(replace(sampling, max_tokens=limit), ids) for limit, ids in limits.items()]
 
-    async def _all(self, ask: _Ask, plans: Sequence[Plan]) -> None:
+    async def _all(self, request: _OpenRequest, plans: Sequence[Plan]) -> None:
         try:
             async with asyncio.TaskGroup() as tasks:
                 for plan in plans:
-                    tasks.create_task(self._until_done(ask, plan))
+                    tasks.create_task(self._until_done(request, plan))
         except ExceptionGroup as several:
             first: Exception = several
             while isinstance(first, ExceptionGroup):
                 first = first.exceptions[0]
             raise (as_http(first) if isinstance(first, SeerError) else first) from several
 
-    async def _until_done(self, ask: _Ask, plan: Plan) -> None:
+    async def _until_done(self, request: _OpenRequest, plan: Plan) -> None:
         sampling, left = plan
         while left:
             await self._open.wait()
             if self._closed:
                 raise HttpError(503, STOPPING)
-            self._enter(ask, 1)
+            self._enter(request, 1)
             try:
-                sample = await self._buffer.generate(
-                    left, n=ask.n, sampling=sampling, seed=ask.seed, sink=ask.sink and ask.hand_on
+                outcome = await self._buffer.generate(
+                    left,
+                    n=request.n,
+                    sampling=sampling,
+                    seed=request.seed,
+                    sink=request.sink and request.hand_on,
                 )
             finally:
-                self._enter(ask, -1)
-            ask.groups.update(sample.groups)
-            left = {name: ids for name, ids in left.items() if name not in ask.groups}
+                self._enter(request, -1)
+            request.groups.update(outcome.groups)
+            left = {place: ids for place, ids in left.items() if place not in request.groups}
             if left:
-                self.counters["discarded_tokens"] += sample.discarded
+                self.counters["discarded_tokens"] += outcome.discarded
                 if not self._restart:
                     raise HttpError(
                         503, "aborted by a weight update (gateway.on_update = abort): send it again"
                     )
-                if not ask.begun.isdisjoint(left):
+                if not request.begun.isdisjoint(left):
                     self.counters["interrupted_streams"] += 1
                     raise HttpError(
                         503, "a weight update ended this stream: what was sent is of the weights before, and "
@@ -213,8 +218,8 @@ class OpenRequests:
                     )  # fmt: skip
                 self.counters["restarted"] += len(left)
 
-    def _enter(self, ask: _Ask, change: int) -> None:
-        ask.under_way += change
+    def _enter(self, request: _OpenRequest, change: int) -> None:
+        request.under_way += change
         if self.under_way:
             self._idle.clear()
         else:
@@ -225,12 +230,12 @@ class OpenRequests:
     @property
     def under_way(self) -> int:
         """How many submissions the buffer works on."""
-        return sum(ask.under_way for ask in self._asks)
+        return sum(request.under_way for request in self._requests)
 
     @property
     def open_requests(self) -> int:
         """How many requests are not answered yet."""
-        return len(self._asks)
+        return len(self._requests)
 
     def pause(self, *, abort: bool) -> None:
         """Submit nothing until `resume`; with `abort`, end what is under way, too."""
@@ -240,10 +245,10 @@ class OpenRequests:
 
     def abort(self) -> None:
         """End the requests that the buffer works on; those that wait for the end of a pause go on waiting."""
-        for ask in self._asks:
-            if ask.under_way and ask.task is not None:
-                ask.aborted = True
-                ask.task.cancel()
+        for request in self._requests:
+            if request.under_way and request.task is not None:
+                request.aborted = True
+                request.task.cancel()
 
     async def idle(self, seconds: float) -> bool:
         """Wait until the buffer works on nothing of this process; return whether it came to that in time."""

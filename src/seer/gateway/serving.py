@@ -23,14 +23,14 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from seer.common.config import Config, GatewayConfig
 from seer.common.net.transport.base import Transport
-from seer.gateway.buffer import Buffer
+from seer.gateway.buffer_client import BufferClient
 from seer.gateway.control_routes import ControlCalls, ControlRoutes
-from seer.gateway.data_routes import DataRoutes
 from seer.gateway.errors import HttpError
+from seer.gateway.generation_routes import GenerationRoutes
 from seer.gateway.http import refusal
-from seer.gateway.local_process import LocalProcess
 from seer.gateway.open_requests import OpenRequests
 from seer.gateway.text import ModelText
+from seer.gateway.this_process import ThisProcess
 
 BACKLOG = 2048
 """Connections that wait to be accepted."""
@@ -45,19 +45,19 @@ class Serving:
     def __init__(self, config: Config, transport: Transport) -> None:
         self._config = config
         settings = config.gateway
-        self.buffer = Buffer(config.endpoints.trainers, transport)
+        self.buffer = BufferClient(config.endpoints.trainers, transport)
         self.requests = OpenRequests(
             self.buffer, most=settings.max_requests, seconds=settings.request_seconds,
             restart=settings.on_update != "abort",
         )  # fmt: skip
-        self.process = LocalProcess(self.requests)
+        self.process = ThisProcess(self.requests)
         self._servers: dict[str, _Server] = {}
 
     def load(self, control: ControlCalls) -> None:
         """Read the tokenizer, and make the routes. Raises `ConfigError`."""
         settings = self._config.gateway
         text = ModelText.load(self._config.shared.model, trust_templates=settings.trust_chat_templates)
-        data = DataRoutes(self._config, self.buffer, self.requests, text).routes
+        data = GenerationRoutes(self._config, self.buffer, self.requests, text).routes
         everything = [*data, *ControlRoutes(self._config, control, self.requests.counters).routes]
         routes = {"data": data, "control": everything}
         self._servers = {

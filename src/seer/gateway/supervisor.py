@@ -22,9 +22,9 @@ from seer.common.config import Config
 from seer.common.errors import ConfigError, SeerError
 from seer.common.net.transport.base import Transport
 from seer.common.process.log import get_logger
-from seer.gateway.buffer import Buffer
+from seer.gateway.buffer_client import BufferClient
 from seer.gateway.control import Control
-from seer.gateway.process_link import Link, LinkLost
+from seer.gateway.process_calls import Link, LinkLost
 from seer.gateway.sockets import listen_on_both, url_of
 from seer.gateway.worker import CALL_SECONDS
 from seer.local.restarts import Restarts
@@ -86,7 +86,7 @@ class WorkerSupervisor:
 
     def __init__(self, config: Config, transport: Transport) -> None:
         self._config = config
-        self._buffer = Buffer(config.endpoints.trainers, transport)
+        self._buffer = BufferClient(config.endpoints.trainers, transport)
         self._serving: set[RemoteProcess] = set()
         self._control = Control(config.gateway, self._buffer, self._serving)
         self._reserved: dict[str, socket.socket] = {}

@@ -19,7 +19,7 @@ from seer.common.errors import ConfigError, SeerError
 from seer.common.net.transport.zmq import ZmqTransport
 from seer.common.process.log import configure, get_logger
 from seer.gateway.control import PauseMode
-from seer.gateway.process_link import Link
+from seer.gateway.process_calls import Link
 from seer.gateway.serving import Serving
 from seer.gateway.sockets import listen_on_both
 

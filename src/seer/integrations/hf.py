@@ -44,6 +44,39 @@ def checkpoint_tensors(
     return tensors | {name: tensors[name].clone() for name in types.keys() & model.all_tied_weights_keys}
 
 
+class CheckpointCopy:
+    """A copy in host memory of what a trainer hands out tensor by tensor, with `folder`'s names and types.
+
+    `field` is the trainer's setting that names the folder; `tied`: the embedding is the output layer, too.
+    Raises `InvalidField` when there is no checkpoint in `folder`.
+    """
+
+    def __init__(self, folder: Path, field: str, *, tied: bool) -> None:
+        self._folder = folder
+        self._field = field
+        self._types = checkpoint_types(folder, field)
+        self._ignored = {"lm_head.weight"} if tied else set()  # checkpoints store tied tensors once
+        self._found: dict[str, Tensor] = {}
+        self._extra: list[str] = []
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        """Copy a tensor. One that the checkpoint lacks is an error later: handing them out is collective."""
+        if name in self._types:
+            self._found[name] = tensor.detach().to("cpu", self._types[name], copy=True)
+        elif name not in self._ignored:
+            self._extra.append(name)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return all tensors by name. Raises `InvalidField` unless they are the checkpoint's."""
+        for name in sorted(self._types.keys() - self._found.keys()):
+            problem = f"has a tensor {name}, which the trainer does not send"
+            raise InvalidField(self._field, str(self._folder), problem)
+        for name in self._extra:
+            problem = f"lacks a tensor {name}, which the trainer sends"
+            raise InvalidField(self._field, str(self._folder), problem)
+        return self._found
+
+
 def unwrapped(name: str) -> str:
     """Return a tensor's name in the model itself."""
     while name.startswith(WRAPPERS):
@@ -51,8 +84,8 @@ def unwrapped(name: str) -> str:
     return name
 
 
-def checkpoint_types(folder: Path) -> dict[str, object]:
-    """Return the torch type of each tensor of a checkpoint, by name. Raises `InvalidField`."""
+def checkpoint_types(folder: Path, field: str = "model") -> dict[str, object]:
+    """Return the torch type of each tensor of a checkpoint, by name. Raises `InvalidField` for `field`."""
     import torch
     from safetensors import safe_open
 
@@ -63,12 +96,8 @@ def checkpoint_types(folder: Path) -> dict[str, object]:
             for name in opened.keys():  # noqa: SIM118 - not a mapping
                 dtype = opened.get_slice(name).get_dtype()
                 if dtype not in floats:
-                    raise InvalidField(
-                        "model",
-                        str(folder),
-                        f"tensor {name} is {dtype}: not a plain float",
-                    )
+                    raise InvalidField(field, str(folder), f"tensor {name} is {dtype}: not a plain float")
                 types[name] = floats[dtype]
     if not types:
-        raise InvalidField("model", str(folder), "give the folder of safetensors that the engines load")
+        raise InvalidField(field, str(folder), "give the folder of safetensors that the engines load")
     return types

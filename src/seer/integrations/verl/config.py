@@ -16,11 +16,10 @@ import msgspec
 
 from seer.common.errors import InvalidField
 from seer.common.types import SamplingParams
+from seer.integrations import sampling
 
 ROLLOUT = "actor_rollout_ref.rollout"
 WHERE = f"{ROLLOUT}.engine_kwargs.seer"
-
-SAMPLING_FIELDS = frozenset(SamplingParams.__struct_fields__) - {"logprobs"}
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -85,20 +84,10 @@ def sampling_params(given: Mapping[str, Any], prompt_tokens: int, limits: Limits
     if room < 1:
         fix = f"raise it: the prompt alone has {prompt_tokens} tokens"
         raise InvalidField(f"{ROLLOUT}.max_model_len", limits.max_model_len, fix)
-    for name in sorted(params.keys() - SAMPLING_FIELDS):
-        fix = f"Seer does not have it; it may be one of {', '.join(sorted(SAMPLING_FIELDS))}"
-        raise InvalidField(f"sampling_params[{name!r}]", params[name], fix)
-    if params.get("top_k") == -1:
-        params["top_k"] = 0
     params.setdefault("repetition_penalty", limits.repetition_penalty)
     params.setdefault("ignore_eos", limits.ignore_eos)
     params["max_tokens"] = max(1, min(asked, room))
-    try:
-        sampling = msgspec.convert(params, SamplingParams)
-    except msgspec.ValidationError as error:
-        raise InvalidField("sampling_params", dict(given), str(error)) from error
-    sampling.check("sampling_params")
-    return sampling
+    return sampling.sampling_params(params)
 
 
 def check_trainer(config: Any) -> None:

@@ -19,7 +19,7 @@ from verl.workers.rollout.utils import ensure_async_iterator
 
 from seer.client import RolloutClient
 from seer.common.errors import InvalidField, WeightsRefused
-from seer.integrations.hf import checkpoint_types
+from seer.integrations.hf import CheckpointCopy
 from seer.integrations.verl.config import settings
 from seer.integrations.verl.server import find_server
 
@@ -53,27 +53,15 @@ class SeerRollout(BaseRollout):
         if peft_config is not None:
             fix = "Seer takes whole weights: set actor_rollout_ref.model.lora.merge=True, or use no LoRA"
             raise InvalidField("peft_config", peft_config, fix)
-        leads = torch.distributed.get_rank() == 0
-        folder = Path(self.model_config.local_path)
-        types = checkpoint_types(folder) if leads else {}
-        found: dict[str, torch.Tensor] = {}
-        extra: list[str] = []
+        copy = None
+        if torch.distributed.get_rank() == 0:
+            tied = getattr(self.model_config.hf_config, "tie_word_embeddings", False)
+            copy = CheckpointCopy(Path(self.model_config.local_path), MODEL, tied=tied)
         async for name, tensor in ensure_async_iterator(weights):
-            if name in types:
-                found[name] = tensor.detach().to("cpu", types[name], copy=True)
-            elif leads:
-                extra.append(name)
-        if leads:
-            self._check_names(folder, types.keys() - found.keys(), extra)
-            await self._send(found, global_steps)
-
-    def _check_names(self, folder: Path, missing: Iterable[str], extra: Iterable[str]) -> None:
-        tied = getattr(self.model_config.hf_config, "tie_word_embeddings", False)
-        for name in sorted(missing):
-            raise InvalidField(MODEL, str(folder), f"has a tensor {name}, which veRL does not send")
-        for name in extra:
-            if not (tied and name == "lm_head.weight"):  # checkpoints store tied tensors once
-                raise InvalidField(MODEL, str(folder), f"lacks a tensor {name}, which veRL sends")
+            if copy is not None:
+                copy.add(name, tensor)
+        if copy is not None:
+            await self._send(copy.tensors(), global_steps)
 
     async def _send(self, tensors: dict[str, torch.Tensor], global_steps: int | None) -> None:
         server = find_server()

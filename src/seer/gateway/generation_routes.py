@@ -28,7 +28,12 @@ from seer import __version__
 from seer.common.config import Config
 from seer.gateway import answers
 from seer.gateway.answers import Json, Style
-from seer.gateway.bodies import (
+from seer.gateway.buffer_client import BufferClient
+from seer.gateway.errors import HttpError, bad
+from seer.gateway.generation import Asked, Generation
+from seer.gateway.http import EventStream, answer, body_of, endpoint, unless_gone
+from seer.gateway.open_requests import OpenRequests
+from seer.gateway.request_bodies import (
     ChatBody,
     CompletionBody,
     DetokenizeBody,
@@ -37,11 +42,6 @@ from seer.gateway.bodies import (
     TokenizeBody,
     read_body,
 )
-from seer.gateway.buffer import Buffer
-from seer.gateway.errors import HttpError, bad
-from seer.gateway.generation import Asked, Generation
-from seer.gateway.http import EventStream, answer, body_of, endpoint, unless_gone
-from seer.gateway.open_requests import OpenRequests
 from seer.gateway.stream_answers import StreamedAnswer, StreamedChat, StreamedCompletion, StreamedToolChat
 from seer.gateway.text import ModelText
 
@@ -49,10 +49,10 @@ T = TypeVar("T")
 B = TypeVar("B", bound=msgspec.Struct)
 
 
-class DataRoutes:
+class GenerationRoutes:
     """`routes` are to be served; see the module's docstring."""
 
-    def __init__(self, config: Config, buffer: Buffer, requests: OpenRequests, text: ModelText) -> None:
+    def __init__(self, config: Config, buffer: BufferClient, requests: OpenRequests, text: ModelText) -> None:
         self._settings = config.gateway
         self._model = config.shared.model
         self.model_name = config.gateway.model_name or Path(self._model).name
@@ -68,6 +68,7 @@ class DataRoutes:
         """The routes with their handlers."""
         handlers = [
             ("POST", "/inference/v1/generate", self.generate),
+            ("POST", "/skyrl/v1/generate", self.generate_with_experts),
             ("POST", "/v1/completions", self.completions),
             ("POST", "/v1/chat/completions", self.chat),
             ("GET", "/v1/models", self.models),
@@ -99,6 +100,12 @@ class DataRoutes:
             return await self._streamed(request, asked, StreamedAnswer, head, style, body.stream_options)
         choices = await self._generation.choices(request, asked)
         return answer(answers.generate_answer(head, choices, asked.n, style))
+
+    async def generate_with_experts(self, request: Request) -> Response:
+        """`/skyrl/v1/generate`: refused. SkyRL's client asks there for routed experts, too."""
+        raise HttpError(
+            501, "routed_experts are not returned: set enable_return_routed_experts=false", "routed_experts"
+        )
 
     async def completions(self, request: Request) -> Response:
         """`/v1/completions`: prompts of text or token ids, answers of both."""

@@ -1,4 +1,4 @@
-"""Calls between a gateway's processes: the list in `seer.gateway.process_link`."""
+"""Calls between a gateway's processes: the list in `seer.gateway.process_calls`."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from contextlib import asynccontextmanager
 import pytest
 
 from seer.common.errors import InvalidField
-from seer.gateway import process_link as link_module
+from seer.gateway import process_calls as link_module
 from seer.gateway.errors import HttpError
-from seer.gateway.process_link import Link, LinkLost, Serve
+from seer.gateway.process_calls import Link, LinkLost, Serve
 
 
 async def echo(name: str, arguments: list[object]) -> object:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from seer.gateway.open_requests import OpenRequests
 
 
-class LocalProcess:
+class ThisProcess:
     """See `control.Process` for the calls."""
 
     def __init__(self, requests: OpenRequests) -> None:

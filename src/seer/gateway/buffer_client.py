@@ -31,6 +31,7 @@ from seer.common.process.log import get_logger
 from seer.common.types import Capacity
 from seer.common.wire import Status
 from seer.gateway.errors import HttpError
+from seer.gateway.group_names import Place
 
 STATUS_SECONDS = 1.0
 """How often the buffer is asked for its status; it is away when it does not answer in three times that."""
@@ -44,26 +45,26 @@ CANCEL_SECONDS = 5.0
 _log = get_logger()
 
 
-Sink = Callable[[str, Delta | Group], Awaitable[None]]
-"""Takes what comes of a prompt, by its noise id: tokens as chunks end, then its group.
+Sink = Callable[[Place, Delta | Group], Awaitable[None]]
+"""Takes what comes of a prompt, by its place: tokens as chunks end, then its group.
 
 The group has what was not handed over of its responses, and at least their ends.
 """
 
 
 @dataclass
-class Sample:
-    """What came of prompts, by their noise ids.
+class Outcome:
+    """What came of prompts, by their places.
 
     A weight update ended those that are not in `groups`, and `discarded` tokens with them.
     """
 
-    groups: dict[str, Group] = field(default_factory=dict)
+    groups: dict[Place, Group] = field(default_factory=dict)
     discarded: int = 0
 
 
-class Buffer:
-    """Use as `async with Buffer(endpoint, transport)`."""
+class BufferClient:
+    """Use as `async with BufferClient(endpoint, transport)`."""
 
     def __init__(self, endpoint: str, transport: Transport) -> None:
         self._endpoint = endpoint
@@ -76,7 +77,7 @@ class Buffer:
         self.status: Status | None = None
         self._capacities: list[Capacity] = []
 
-    async def __aenter__(self) -> Buffer:
+    async def __aenter__(self) -> BufferClient:
         self._keeper = asyncio.create_task(self._keep())
         return self
 
@@ -120,14 +121,14 @@ class Buffer:
 
     async def generate(
         self,
-        prompts: Mapping[str, Sequence[int]],
+        prompts: Mapping[Place, Sequence[int]],
         *,
         n: int,
         sampling: SamplingParams,
         seed: int,
         sink: Sink | None = None,
-    ) -> Sample:
-        """Return n responses to each prompt, by noise id; `sink` gets them as they are generated.
+    ) -> Outcome:
+        """Return n responses to each prompt, by place; `sink` gets them as they are generated.
 
         Cancelled, it cancels them in the buffer, too.
         """
@@ -135,28 +136,28 @@ class Buffer:
             raise HttpError(503, f"the buffer at {self._endpoint} is away: {self._problem}")
         rollout = self._rollout
         asked = {
-            name: rollout.submit(
+            place: rollout.submit(
                 Prompt(f"{next(self._numbers)}", token_ids=ids), n=n, sampling=sampling, seed=seed,
-                weight_version=-1, group=name, stream=sink is not None,
+                weight_version=-1, group=place.group, first_index=place.first_index, stream=sink is not None,
             )
-            for name, ids in prompts.items()
+            for place, ids in prompts.items()
         }  # fmt: skip
-        sample = Sample()
+        outcome = Outcome()
         try:
             if sink is None:
-                for name, prompt in asked.items():
+                for place, prompt in asked.items():
                     with contextlib.suppress(RolloutCancelled):
-                        sample.groups[name] = await prompt.result()
+                        outcome.groups[place] = await prompt.result()
             else:
                 async with asyncio.TaskGroup() as tasks:
-                    for name, prompt in asked.items():
-                        tasks.create_task(_hand_over(name, prompt, sink, sample))
+                    for place, prompt in asked.items():
+                        tasks.create_task(_hand_over(place, prompt, sink, outcome))
         finally:
-            left = [prompt for name, prompt in asked.items() if name not in sample.groups]
+            left = [prompt for place, prompt in asked.items() if place not in outcome.groups]
             if left:
                 await _cancel(left)
-        sample.discarded = sum(prompt.discarded for prompt in left)
-        return sample
+        outcome.discarded = sum(prompt.discarded for prompt in left)
+        return outcome
 
     async def fresh_status(self) -> Status:
         """Ask the buffer. Raises `Unreachable`."""
@@ -203,14 +204,14 @@ class Buffer:
         self._problem = problem
 
 
-async def _hand_over(name: str, prompt: PromptInFlight, sink: Sink, sample: Sample) -> None:
+async def _hand_over(place: Place, prompt: PromptInFlight, sink: Sink, outcome: Outcome) -> None:
     with contextlib.suppress(RolloutCancelled):
         async for delta in prompt.tokens():
             if prompt.ended:  # the group has the rest; of a cancelled prompt nothing more should be sent
                 break
-            await sink(name, delta)
-        sample.groups[name] = await prompt.result()
-        await sink(name, sample.groups[name])
+            await sink(place, delta)
+        outcome.groups[place] = await prompt.result()
+        await sink(place, outcome.groups[place])
 
 
 async def _cancel(prompts: Sequence[PromptInFlight]) -> None:

@@ -32,6 +32,8 @@ _EMPTY: tuple[object, ...] = (None, [], {}, "")
 _ONE: tuple[object, ...] = (None, 0, 1)
 
 REFUSED: dict[str, tuple[tuple[object, ...], str]] = {
+    "return_routed_experts": (_OFF, "the experts that tokens went to are not returned"),
+    "routed_experts": (_OFF, "the experts that tokens went to are not returned"),
     "prompt_logprobs": (_NONE, "logprobs of prompt tokens are not computed"),
     "echo": (_OFF, "prepend the prompt yourself"),
     "suffix": (_EMPTY, "text after the completion is not supported"),

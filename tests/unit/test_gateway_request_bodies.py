@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from seer.common.types import SamplingParams
-from seer.gateway.bodies import (
+from seer.gateway.errors import HttpError
+from seer.gateway.request_bodies import (
     MAX_TOKENS,
     REFUSED,
     ChatBody,
@@ -22,7 +23,6 @@ from seer.gateway.bodies import (
     UpdateBody,
     read_body,
 )
-from seer.gateway.errors import HttpError
 
 KINDS = (ChatBody, CompletionBody, DetokenizeBody, GenerateBody, TokenizeBody, UpdateBody)
 
@@ -30,7 +30,7 @@ STRANGE = {
     "prompt_logprobs": 1, "echo": True, "suffix": "x", "best_of": 2, "use_beam_search": True,
     "length_penalty": 0.5, "response_format": {"type": "json_object"}, "thinking_token_budget": 5,
     "output_mode": "text", "function_call": "auto", "top_logprobs": 2, "watermarking": True,
-    "continue_final_message": True, "truncate_prompt_tokens": 0,
+    "return_routed_experts": True, "routed_experts": True, "continue_final_message": True, "truncate_prompt_tokens": 0,
 }  # fmt: skip
 
 

@@ -1,0 +1,156 @@
+"""SkyRL's inference client for Seer.
+
+Invariants:
+- all requests of one call of the generator are of the weights that were live when it began, or raise;
+- a request that fails raises its error; one that nobody waits for any more is cancelled;
+- what Seer does not have is refused by its name.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from skyrl.backends.skyrl_train.inference_servers.base import (
+    InferenceEngineInput,
+    InferenceEngineInterface,
+    InferenceEngineOutput,
+)
+
+from seer.client import OpenRollout, Prompt, Response, RolloutClient, SamplingParams
+from seer.common.errors import InvalidField, SeerError
+from seer.integrations import sampling
+from seer.integrations.skyrl.sessions import Sessions, Submission, submissions
+
+IGNORED = {"logprobs", "skip_special_tokens", "include_stop_str_in_output", "detokenize"}
+"""Sampling fields that change no token: logprobs are always there, and text is decoded from all tokens."""
+
+
+def sampling_params(given: Mapping[str, Any] | None) -> SamplingParams:
+    """Return what SkyRL's sampling parameters for vLLM ask for. Raises `InvalidField`."""
+    given = given or {}
+    if (given.get("logprobs") or 0) > 1:
+        raise InvalidField("sampling_params['logprobs']", given["logprobs"], "give 0 or 1")
+    return sampling.sampling_params({name: each for name, each in given.items() if name not in IGNORED})
+
+
+class SeerInferenceClient(InferenceEngineInterface):
+    """`endpoint` is the buffer's; `tokenizer` decodes responses; `seed` is part of the noise keys.
+
+    It connects when it is first used, in the loop that uses it. What is pickled is not connected.
+    """
+
+    def __init__(self, endpoint: str, tokenizer: Any, model_name: str, seed: int) -> None:
+        self.endpoint = endpoint
+        self._tokenizer = tokenizer
+        self._model_name = model_name
+        self._seed = seed
+        self._sessions = Sessions()
+        self._batch: Sequence[str] = ()
+        self._version = -1
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._connection: tuple[RolloutClient, OpenRollout] | None = None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return SeerInferenceClient, (self.endpoint, self._tokenizer, self._model_name, self._seed)
+
+    @property
+    def model_name(self) -> str:
+        """The model that the engines run."""
+        return self._model_name
+
+    async def begin(self, step: int, phase: str, batch: Sequence[str]) -> None:
+        """Begin a call of the generator; `batch` are the session ids of its trajectories, in order."""
+        client, _ = await self._connected()
+        self._version = (await client.status()).weight_version
+        self._sessions.begin(step, phase)
+        self._batch = batch
+
+    async def generate(
+        self, input_batch: InferenceEngineInput, model: str | None = None
+    ) -> InferenceEngineOutput:
+        """Return a response to each prompt, in order. Raises `InvalidField` and the client's errors."""
+        if model not in (None, self._model_name):
+            raise InvalidField("model", model, f"Seer runs {self._model_name} alone")
+        prompts = input_batch.get("prompt_token_ids")
+        if prompts is None or input_batch.get("mm_features"):
+            name = "prompts" if prompts is None else "mm_features"
+            raise InvalidField(name, "given", "Seer takes prompt_token_ids alone: text, no images")
+        sessions = input_batch.get("session_ids") or self._batch
+        if len(sessions) != len(prompts):
+            fix = f"give one for each of {len(prompts)} prompts, or use SeerGenerator"
+            raise InvalidField("session_ids", f"{len(sessions)} ids", fix)
+        places = [self._sessions.next_turn(str(session)) for session in sessions]
+        wanted = submissions(places, prompts)
+        responses = await self._responses(wanted, sampling_params(input_batch.get("sampling_params")))
+        ids = [response.token_ids.tolist() for response in responses]
+        return InferenceEngineOutput(
+            responses=[self._tokenizer.decode(each, skip_special_tokens=True) for each in ids],
+            response_ids=ids,
+            stop_reasons=[response.finish_reason for response in responses],
+            response_logprobs=[response.logprobs.tolist() for response in responses],
+            prompt_logprobs=None,
+            rollout_expert_indices=None,
+        )
+
+    async def _responses(self, wanted: Sequence[Submission], params: SamplingParams) -> list[Response]:
+        _, rollout = await self._connected()
+        in_flight = [
+            rollout.submit(
+                Prompt(each.prompt_id, token_ids=each.tokens), n=each.n, sampling=params, seed=self._seed,
+                rollout_number=self._sessions.step, weight_version=self._version, group=each.group,
+                first_index=each.first,
+            )
+            for each in wanted
+        ]  # fmt: skip
+        try:
+            groups = [await prompt.result() for prompt in in_flight]
+        finally:
+            for prompt in in_flight:
+                await prompt.cancel()  # does nothing where it ended
+        return [response for group in groups for response in group.responses]
+
+    async def _connected(self) -> tuple[RolloutClient, OpenRollout]:
+        loop = asyncio.get_running_loop()
+        if self._connection is None or self._loop is not loop:
+            client = await RolloutClient(self.endpoint).__aenter__()
+            self._connection, self._loop = (client, client.open_rollout()), loop
+        return self._connection
+
+    # --- what the trainer calls around rollouts ------------------------------------------
+
+    async def finish_session(self, session_id: str) -> None:
+        """Do nothing: a trajectory holds nothing between its turns."""
+
+    async def pause_generation(self) -> None:
+        """Do nothing: weights are sent between rollouts, and the buffer holds what comes meanwhile."""
+
+    async def resume_generation(self) -> None:
+        """Do nothing, as `pause_generation`."""
+
+    def increment_weight_version(self) -> None:
+        """Do nothing: the buffer counts versions."""
+
+    async def reset_prefix_cache(self, reset_running_requests: bool = False) -> None:
+        """Do nothing: engines drop their KV with every update."""
+
+    async def teardown(self) -> None:
+        """Disconnect."""
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            await connection[0].close()
+
+    def get_endpoint_url(self) -> str:
+        """Refuse: there is no HTTP here."""
+        raise SeerError("Seer's buffer speaks no HTTP: start `seer gateway`, and give agents its address")
+
+    async def _refuse(self, *_: object, **__: object) -> Any:
+        raise SeerError(
+            "SeerInferenceClient generates from token ids alone, for engines of Seer's own: for chats and "
+            "completions start `seer gateway`; colocate_all=true and NCCL are not supported"
+        )
+
+    chat_completion = render_chat_completion = completion = _refuse
+    sleep = wake_up = get_world_size = _refuse
+    init_weight_update_communicator = update_named_weights = _refuse

@@ -1,0 +1,61 @@
+"""Places of SkyRL's requests: the list in `seer.integrations.skyrl.sessions`. No SkyRL."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from seer.client.prompts import MAX_ID_BYTES
+from seer.integrations.skyrl.sessions import Place, Sessions, Submission, submissions
+
+
+def begun(step: int = 1, phase: str = "train") -> Sessions:
+    sessions = Sessions()
+    sessions.begin(step, phase)
+    return sessions
+
+
+def test_turns_of_siblings_share_groups():
+    sessions = begun()
+    got = [sessions.next_turn(each) for each in ("7_0", "7_1", "7_1", "a_b_2")]
+    names = ("skyrl-train-0-7-0", "skyrl-train-0-7-0", "skyrl-train-0-7-1", "skyrl-train-0-a_b-0")
+    assert got == [Place(name, index) for name, index in zip(names, (0, 1, 1, 2), strict=True)]
+
+
+def test_calls_and_phases_of_a_step_have_groups_of_their_own():
+    sessions, got = Sessions(), []
+    for step, phase in ((1, "train"), (1, "train"), (1, "eval"), (2, "train"), (2, "train")):
+        sessions.begin(step, phase)
+        got.append((sessions.step, sessions.next_turn("7_0").group))
+    assert got == [
+        (1, "skyrl-train-0-7-0"), (1, "skyrl-train-1-7-0"), (1, "skyrl-eval-0-7-0"),
+        (2, "skyrl-train-0-7-0"), (2, "skyrl-train-1-7-0"),
+    ]  # fmt: skip
+
+
+def test_a_session_without_a_repetition_is_a_group_of_its_own():
+    sessions = begun()
+    assert [sessions.next_turn(each).group for each in ("f00", "_3", "f00")] == [
+        "skyrl-train-0-f00-0", "skyrl-train-0-_3-0", "skyrl-train-0-f00-1",
+    ]  # fmt: skip
+
+
+def test_equal_prompts_in_a_row_are_one_submission():
+    places = [Place("a", 0), Place("a", 1), Place("a", 3), Place("a", 4), Place("b", 5)]
+    prompts = [[1], [1], [1], [2], [2]]
+    assert submissions(places, prompts) == [
+        Submission("a", 0, 2, (1,)), Submission("a", 3, 1, (1,)), Submission("a", 4, 1, (2,)),
+        Submission("b", 5, 1, (2,)),
+    ]  # fmt: skip
+
+
+@given(st.lists(st.tuples(st.sampled_from("xyz"), st.integers(0, 3)), max_size=30))
+def test_no_two_requests_of_a_call_have_the_same_place(asked):
+    sessions = begun()
+    places = [sessions.next_turn(f"{uid}_{repetition}") for uid, repetition in asked]
+    assert len(set(places)) == len(places)
+    wanted = submissions(places, [[1]] * len(places))
+    covered = [Place(each.group, each.first + i) for each in wanted for i in range(each.n)]
+    assert covered == places
+    assert len({each.prompt_id for each in wanted}) == len(wanted)
+    assert all(len(each.prompt_id) <= MAX_ID_BYTES for each in wanted)
