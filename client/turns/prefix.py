@@ -7,7 +7,8 @@ Invariants (tests/unit/test_prefix.py):
 - a session's first segment has the noise of the place that it was given; each later one has other noise: it
   is named by the content of its first prompt, and by how often that came before in its session;
 - a prompt that comes while its session is generating begins a segment: nothing waits for anything;
-- at most `max_sessions` sessions are known. One that is forgotten begins again with a segment.
+- at most `max_sessions` sessions are known. One that is forgotten begins again with a segment;
+- what no prompt can go on with is ended: weight updates do not wait for it.
 """
 
 from __future__ import annotations
@@ -38,6 +39,12 @@ class _Segment:
     turns: int = 0
     turn_id: str = ""
     busy: bool = False
+
+    def takes(self, prompt: Tokens) -> bool:
+        """Return whether a prompt is its next turn."""
+        length = len(self.context)
+        grown = len(prompt) >= length and np.array_equal(prompt[:length], self.context)
+        return grown and not self.busy
 
 
 @dataclass(slots=True)
@@ -87,7 +94,8 @@ class PrefixTrajectories:
         """
         segment = self._segment(session, prompt, group)
         turn_id = f"{session}{segment.group.removeprefix(group)}.{segment.turns}"
-        cap = max(max_context - segment.prompt_len, segment.generated + 1)
+        most = max(max_context - segment.prompt_len, segment.generated + sampling.max_tokens)
+        cap = min(most, MAX_CAP)
         asked = self._rollout.submit(
             Prompt(turn_id, token_ids=prompt), n=1, sampling=sampling, seed=seed,
             rollout_number=rollout_number, weight_version=weight_version, group=segment.group,
@@ -107,7 +115,15 @@ class PrefixTrajectories:
         segment.generated += len(tokens)
         segment.turns += 1
         segment.turn_id = turn_id
+        known = self._sessions.get(session)
+        if known is None or known.segment is not segment:
+            self._rollout.end_trajectory(turn_id)
         return found
+
+    def goes_on(self, session: str, prompt: Tokens) -> bool:
+        """Return whether a prompt would be the next turn of a segment that is known."""
+        known = self._sessions.get(session)
+        return known is not None and known.segment is not None and known.segment.takes(prompt)
 
     def end(self, session: str) -> None:
         """Forget a session that has no more turns, if it is known."""
@@ -125,7 +141,7 @@ class PrefixTrajectories:
         while len(self._sessions) > self._max_sessions:
             self._leave(self._sessions.popitem(last=False)[1])
         segment = known.segment
-        if segment is not None and not segment.busy and _goes_on(segment.context, prompt):
+        if segment is not None and segment.takes(prompt):
             return segment
         digest = hashlib.blake2b(prompt.tobytes(), digest_size=6).hexdigest()
         name = f"{group}~{digest}.{known.begun[digest]}" if known.begun else group
@@ -141,7 +157,3 @@ class PrefixTrajectories:
         segment = session.segment
         if segment is not None and segment.turn_id and not segment.busy:
             self._rollout.end_trajectory(segment.turn_id)
-
-
-def _goes_on(context: Tokens, prompt: Tokens) -> bool:
-    return len(prompt) >= len(context) and np.array_equal(prompt[: len(context)], context)

@@ -337,6 +337,25 @@ async def test_loops_that_send_whole_contexts_have_trajectories_and_segments():
 
 
 @virtual
+async def test_nothing_waits_for_what_no_prompt_can_go_on_with():
+    async with running(engines=2) as cluster, cluster.client() as client:
+        sessions = PrefixTrajectories(client.open_rollout(), max_sessions=2)
+
+        def ask(session):
+            prompt = np.array([1, 2, 3], np.int32)
+            return sessions.generate(session, prompt, SAMPLING, group="g", index=int(session))
+
+        await asyncio.gather(ask("0"), ask("0"), ask("0"))
+        await eventually(lambda: len(away(cluster)) == 1)
+        late = asyncio.create_task(ask("1"))
+        await asyncio.sleep(0)
+        sessions.end("0")
+        sessions.end("1")
+        await late
+        await eventually(lambda: not away(cluster))
+
+
+@virtual
 async def test_a_small_buffer_takes_the_next_turns_of_what_it_has():
     async with (
         running(buffer=BufferConfig(chunk_size=32, max_requests=12)) as cluster,
