@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: setup demo grpo test test-all sanitize chaos mutants kernel-test verl-test skyrl-test compose-test systemd-test gateway-test lint format lock clean
+.PHONY: setup demo grpo test test-all sanitize chaos mutants kernel-test verl-test skyrl-test slime-test compose-test systemd-test gateway-test lint format lock clean
 
 setup: $(STAMP)
 
@@ -70,6 +70,10 @@ skyrl-test: setup  # SkyRL's generator, environments and worker with Seer, on CP
 	test -x $(SKYRL)/bin/python || $(PYTHON312) -m venv $(SKYRL)
 	$(SKYRL)/bin/python -m pip install --quiet --no-deps --no-compile -r requirements/skyrl.lock
 	$(BIN)/python tests/with_skyrl/run.py $(SKYRL)/bin/python $(PYTEST_ARGS)
+
+slime-test: setup  # slime's data source, samples and rewards with Seer; not on PyPI: make slime-test SLIME=path/to/slime
+	test -d "$(SLIME)/slime" || { echo "slime is not on PyPI: make slime-test SLIME=path/to/its/checkout"; exit 1; }
+	$(BIN)/python tests/with_slime/run.py $(SLIME) $(PYTEST_ARGS)
 
 compose-test: setup  # needs docker; docs/deployment.md says what else
 	$(BIN)/python tests/deploy/run_compose.py

@@ -13,6 +13,7 @@ from seer.client.rewards import RewardFailed, Scored, Scores
 from seer.client.rollout import BufferLost, Rollout
 from seer.client.scorer import Reward, RewardMetrics, per_response
 from seer.client.sync import SyncRollout, SyncRolloutClient
+from seer.client.sync_open_rollout import SyncOpenRollout, SyncPromptInFlight
 from seer.client.sync_rewards import SyncDynamicSampling, SyncScores
 from seer.common.errors import (
     DeadlineExceeded,
@@ -54,6 +55,8 @@ __all__ = [
     "SeerError",
     "Status",
     "SyncDynamicSampling",
+    "SyncOpenRollout",
+    "SyncPromptInFlight",
     "SyncRollout",
     "SyncRolloutClient",
     "SyncScores",

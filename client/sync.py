@@ -7,17 +7,18 @@ Invariants:
 
 from __future__ import annotations
 
-import asyncio
-import threading
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Self, TypeVar
 
 from seer.client.client import RolloutClient
 from seer.client.groups import Group
+from seer.client.loop_thread import LoopThread, iterate
+from seer.client.open_rollout import OpenRollout
 from seer.client.prompts import Prompt
 from seer.client.rollout import Rollout
+from seer.client.sync_open_rollout import SyncOpenRollout
 from seer.client.text import Tokenizer
 from seer.client.weight_update import InFlight, Source
 from seer.common.errors import RequestRefused
@@ -25,30 +26,6 @@ from seer.common.types import SamplingParams
 from seer.common.wire import Progress, Status, Tokens, WeightsLive
 
 T = TypeVar("T")
-
-
-class LoopThread:
-    """An event loop that runs until `stop`."""
-
-    def __init__(self) -> None:
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="seer-client", daemon=True)
-        self._thread.start()
-
-    def call(self, work: Coroutine[object, object, T]) -> T:
-        """Run in the loop and wait; an interrupt of the waiting thread cancels the work."""
-        future = asyncio.run_coroutine_threadsafe(work, self._loop)
-        try:
-            return future.result()
-        except BaseException:
-            future.cancel()
-            raise
-
-    def stop(self) -> None:
-        """End the loop and its thread."""
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
 
 
 class SyncRollout:
@@ -102,16 +79,6 @@ class SyncRollout:
     def cancel(self, prompt_ids: Sequence[str] = ()) -> None:
         """Give up these unfinished prompts, or all."""
         self._thread.call(self._rollout.cancel(prompt_ids))
-
-
-def iterate(thread: LoopThread, items: AsyncIterator[T]) -> Iterator[T]:
-    """Yield what an async iterator yields in the thread's loop."""
-
-    async def following() -> T | None:
-        return await anext(items, None)
-
-    while (item := thread.call(following())) is not None:
-        yield item
 
 
 class SyncRolloutClient:
@@ -184,6 +151,14 @@ class SyncRolloutClient:
         )
         return SyncRollout(rollout, thread)
 
+    def open_rollout(self, rollout_id: str | None = None) -> SyncOpenRollout:
+        """See `RolloutClient.open_rollout`."""
+
+        async def opened(client: RolloutClient) -> OpenRollout:
+            return client.open_rollout(rollout_id)
+
+        return SyncOpenRollout(self.run(opened), self._running())
+
     def update_weights(
         self,
         version: int,
@@ -201,7 +176,7 @@ class SyncRolloutClient:
         )
 
     def run(self, work: Callable[[RolloutClient], Coroutine[object, object, T]]) -> T:
-        """Run `work` with the asyncio client in its loop, and return its result: for open rollouts, say."""
+        """Run `work` with the asyncio client in its loop, and return its result."""
         return self._running().call(work(self._client))
 
     def sleep(self, timeout_seconds: float = 600.0) -> None:

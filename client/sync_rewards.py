@@ -15,10 +15,11 @@ from typing import Any, Self
 
 from seer.client.dynamic import DynamicSampling, PromptLike
 from seer.client.groups import Group
+from seer.client.loop_thread import LoopThread, iterate
 from seer.client.rewards import Scored, Scores
 from seer.client.scorer import MAX_CONCURRENT, TIMEOUT_SECONDS, Reward, RewardMetrics
 from seer.client.selection import Outcome
-from seer.client.sync import LoopThread, SyncRollout, SyncRolloutClient, iterate
+from seer.client.sync import SyncRollout, SyncRolloutClient
 from seer.common.errors import RequestRefused
 
 

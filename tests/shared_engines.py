@@ -12,7 +12,7 @@ import os
 from pathlib import Path
 
 from seer.client import RolloutClient
-from seer.client.sync import LoopThread
+from seer.client.loop_thread import LoopThread
 from seer.common.config import BufferConfig, load
 from seer.common.wire import Status
 from seer.local.system import LocalSystem

@@ -153,6 +153,12 @@ def _quiet(cores: str) -> None:
     )  # fmt: skip
 
 
+def quartiles(values: list[float]) -> list[float]:
+    """Return the three quartiles; of a single value, that value thrice."""
+    found = statistics.quantiles(values, n=4) if len(values) > 1 else values * 3
+    return [round(value, 3) for value in found]
+
+
 def compare(contestants: list[Contestant], batch: int, turns: int) -> dict[str, Any]:
     """Let the contestants take turns; relate each to the first."""
     runs: dict[str, list[tuple[float, float]]] = {one.name: [] for one in contestants}
@@ -171,8 +177,7 @@ def compare(contestants: list[Contestant], batch: int, turns: int) -> dict[str, 
                 ratios = [
                     ours[index] / theirs[index] for ours, theirs in zip(runs[first], results, strict=True)
                 ]
-                quartiles = [round(x, 3) for x in statistics.quantiles(ratios, n=4)]
-                entry[f"{first}_over_this_{key}_quartiles"] = quartiles
+                entry[f"{first}_over_this_{key}_quartiles"] = quartiles(ratios)
         report[name] = entry
     return report
 

@@ -6,15 +6,61 @@ import pytest
 
 if sys.version_info < (3, 12):
     pytest.skip("skyrl 0.3.0 needs Python 3.12", allow_module_level=True)
-client_module = pytest.importorskip("skyrl.backends.skyrl_train.inference_servers.remote_inference_client")
+module = pytest.importorskip("skyrl.backends.skyrl_train.inference_servers.remote_inference_client")
 
 
-async def test_generate_and_pause(data, control):
-    client = client_module.RemoteInferenceClient(
+@pytest.fixture
+async def client(data, control):
+    made = module.RemoteInferenceClient(
         proxy_url=data, server_urls=[control], model_name="model", data_parallel_size=1
     )
-    got = await client.generate({"prompt_token_ids": [[4, 5]], "sampling_params": {"max_tokens": 6}})
-    assert len(got["response_ids"]) == 1
+    yield made
+    await made.teardown()
+
+
+async def test_generate(client):
+    given = {
+        "prompt_token_ids": [[4, 5], [6]],
+        "sampling_params": {"max_tokens": 6, "min_tokens": 1, "logprobs": 1, "top_k": -1, "stop": None},
+        "session_ids": ["7_0", "7_1"],
+        "cache_salt": "model@3",
+    }
+    got = await client.generate(given)
+    assert [1 <= len(ids) <= 6 for ids in got["response_ids"]] == [True, True]
+    assert list(map(len, got["response_logprobs"])) == list(map(len, got["response_ids"]))
+    assert set(got["stop_reasons"]) <= {"stop", "length"}
+    assert await client.detokenize(got["response_ids"]) == got["responses"]
+    await client.finish_session("7_0")  # there is no such route: SkyRL logs it and goes on
+
+
+async def test_chats_and_text(client, data):
+    body = {"model": "model", "messages": [{"role": "user", "content": "1"}], "max_tokens": 4}
+    chat = await client.chat_completion({"json": body})
+    assert chat["choices"][0]["message"]["role"] == "assistant"
+    text = await client.completion({"json": {"model": "model", "prompt": "1 2", "max_tokens": 4}})
+    assert len(text["choices"]) == 1
+    assert await client.tokenize(["1 2"]) == [[4, 5]]
+    assert client.get_endpoint_url() == data
+
+
+async def test_tinkers_samples(client):
+    prompt = {"chunks": [{"tokens": [4, 5]}]}
+    body = {"prompt": prompt, "num_samples": 3, "sampling_params": {"max_tokens": 5, "seed": 1}}
+    got = await client.sample({"json": body})
+    assert len(got["sequences"]) == 3
+
+
+async def test_control(client):
     await client.pause_generation()
     await client.resume_generation()
-    assert (await client.get_world_size())[0] == 1
+    await client.reset_prefix_cache()
+    assert await client.get_world_size() == (1, 1)
+
+
+async def test_refusals(client):
+    for refused in (client.start_weight_update(), client.load_lora_adapter("a", "/a")):
+        with pytest.raises(Exception, match=r"not (received|supported)"):
+            await refused
+    client.enable_return_routed_experts = True
+    with pytest.raises(Exception, match="routed_experts"):
+        await client.generate({"prompt_token_ids": [[4]], "sampling_params": {"max_tokens": 2}})

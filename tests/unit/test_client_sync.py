@@ -12,6 +12,8 @@ import pytest
 
 from seer.client import (
     Group,
+    InvalidField,
+    Prompt,
     RewardFailed,
     RolloutCancelled,
     RolloutClient,
@@ -20,6 +22,7 @@ from seer.client import (
     SyncScores,
     Unreachable,
 )
+from seer.common.ids import params_digest
 from seer.common.net.handshake import Identity
 from seer.common.net.hub import Hub
 from seer.common.net.transport.zmq import ZmqTransport
@@ -81,11 +84,17 @@ class ServedBuffer(threading.Thread):
             chunks=1, migrations=0, preemptions=0, running=1,
         )  # fmt: skip
         for prompt_id in reversed(ids):
+            place = message.prompt_ids.index(prompt_id)
+            digest = params_digest(
+                message.seed, message.rollout_number, message.n, message.sampling,
+                *((message.groups[place], message.first_indices[place]) if message.open else ()),
+            )  # fmt: skip
             yield GroupDone(
                 rollout_id=message.rollout_id, prompt_id=prompt_id, weight_version=0,
                 finish_reasons=["stop"] * message.n, stop_reasons=["2"] * message.n,
                 lengths=[1] * message.n, tokens=np.full(message.n, 2, np.int32),
-                logprobs=np.full(message.n, -0.5, np.float32),
+                logprobs=np.full(message.n, -0.5, np.float32), params_digest=digest,
+                submission=message.submission,
             )  # fmt: skip
 
 
@@ -124,6 +133,29 @@ def test_errors_come_through(endpoint: str) -> None:
         assert info.value.prompt_ids == ("1",)
         assert rollout.failure is not None
         assert [group.prompt_id for group in rollout.groups] == ["0"]
+
+
+def test_open_rollouts_come_through(endpoint: str) -> None:
+    with SyncRolloutClient(endpoint) as client:
+        rollout = client.open_rollout("mine")
+        assert rollout.id == "mine"
+        whole = rollout.submit([1, 2], n=2, group="/g", first_index=3)
+        assert [each.token_ids.tolist() for each in whole.result().responses] == [[2], [2]]
+        assert whole.ended
+        [delta] = rollout.submit([1, 2], stream=True).tokens()
+        assert (delta.index, delta.token_ids.tolist(), delta.logprobs.tolist()) == (0, [2], [-0.5])
+        endless = rollout.submit(Prompt("endless", token_ids=[3]))
+        assert not endless.ended
+        endless.cancel()
+        for ending in (endless.result, lambda: list(endless.tokens())):
+            with pytest.raises(RolloutCancelled):
+                ending()
+        assert (rollout.counts.submitted, rollout.counts.finished, rollout.counts.failed) == (3, 2, 1)
+        with pytest.raises(InvalidField, match="first_index = -1"):
+            rollout.submit([1, 2], first_index=-1)
+        rollout.close()
+        with pytest.raises(InvalidField, match="closed"):
+            rollout.submit([1, 2])
 
 
 def test_work_runs_in_the_clients_thread(endpoint: str) -> None:

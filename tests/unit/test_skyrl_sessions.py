@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from seer.client.prompts import MAX_ID_BYTES
-from seer.integrations.skyrl.sessions import Place, Sessions, Submission, submissions
+from seer.integrations.skyrl.sessions import Sessions
+from seer.integrations.submissions import Place
 
 
 def begun(step: int = 1, phase: str = "train") -> Sessions:
@@ -40,22 +40,8 @@ def test_a_session_without_a_repetition_is_a_group_of_its_own():
     ]  # fmt: skip
 
 
-def test_equal_prompts_in_a_row_are_one_submission():
-    places = [Place("a", 0), Place("a", 1), Place("a", 3), Place("a", 4), Place("b", 5)]
-    prompts = [[1], [1], [1], [2], [2]]
-    assert submissions(places, prompts) == [
-        Submission("a", 0, 2, (1,)), Submission("a", 3, 1, (1,)), Submission("a", 4, 1, (2,)),
-        Submission("b", 5, 1, (2,)),
-    ]  # fmt: skip
-
-
 @given(st.lists(st.tuples(st.sampled_from("xyz"), st.integers(0, 3)), max_size=30))
 def test_no_two_requests_of_a_call_have_the_same_place(asked):
     sessions = begun()
     places = [sessions.next_turn(f"{uid}_{repetition}") for uid, repetition in asked]
     assert len(set(places)) == len(places)
-    wanted = submissions(places, [[1]] * len(places))
-    covered = [Place(each.group, each.first + i) for each in wanted for i in range(each.n)]
-    assert covered == places
-    assert len({each.prompt_id for each in wanted}) == len(wanted)
-    assert all(len(each.prompt_id) <= MAX_ID_BYTES for each in wanted)

@@ -283,6 +283,11 @@ def test_sampling_is_what_the_config_says(trainer):
             {"temperature": 2},
             r"generation_kwargs\['temperature'\] = 2: .*field of its own",
         ),
+        (
+            "generation_kwargs",
+            {"return_routed_experts": True},
+            r"generation_kwargs\['return_routed_experts'\] = True",
+        ),
         ("generation_kwargs", {"stop": 5}, r"Expected `array`.*stop"),
     ],
 )

@@ -219,6 +219,11 @@ def alone(tmp_path):
     torch.distributed.destroy_process_group()
 
 
+async def live_version() -> int:
+    async with RolloutClient(ENDPOINT) as other:
+        return (await other.status()).weight_version
+
+
 async def send(client: SeerInferenceClient, model: torch.nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
     """Have SkyRL's FSDP worker, without the GPU that it is made for, send a model's weights."""
     monkeypatch.setattr(torch.cuda, "current_device", lambda: "cpu")
@@ -236,14 +241,14 @@ async def test_weights_of_skyrls_worker(client, tokenizer, alone, monkeypatch):
     cfg = config()
     make = generator(cfg, client, tokenizer)
     before = await make.generate(batch(cfg, "one"), disable_tqdm=True)
+    version = await live_version()
     model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(1.05)
     await send(client, model, monkeypatch)
     after = await make.generate(batch(cfg, "one", step=2), disable_tqdm=True)
-    async with RolloutClient(ENDPOINT) as other:
-        assert (await other.status()).weight_version == 1
+    assert await live_version() == version + 1
     for prompt, response, logprobs in zip(
         after["prompt_token_ids"], after["response_ids"], after["rollout_logprobs"], strict=True
     ):

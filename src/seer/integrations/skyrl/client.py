@@ -18,10 +18,11 @@ from skyrl.backends.skyrl_train.inference_servers.base import (
     InferenceEngineOutput,
 )
 
-from seer.client import OpenRollout, Prompt, Response, RolloutClient, SamplingParams
+from seer.client import OpenRollout, RolloutClient, SamplingParams
 from seer.common.errors import InvalidField, SeerError
 from seer.integrations import sampling
-from seer.integrations.skyrl.sessions import Sessions, Submission, submissions
+from seer.integrations.skyrl.sessions import Sessions
+from seer.integrations.submissions import Keys, generate
 
 IGNORED = {"logprobs", "skip_special_tokens", "include_stop_str_in_output", "detokenize"}
 """Sampling fields that change no token: logprobs are always there, and text is decoded from all tokens."""
@@ -82,8 +83,10 @@ class SeerInferenceClient(InferenceEngineInterface):
             fix = f"give one for each of {len(prompts)} prompts, or use SeerGenerator"
             raise InvalidField("session_ids", f"{len(sessions)} ids", fix)
         places = [self._sessions.next_turn(str(session)) for session in sessions]
-        wanted = submissions(places, prompts)
-        responses = await self._responses(wanted, sampling_params(input_batch.get("sampling_params")))
+        params = sampling_params(input_batch.get("sampling_params"))
+        _, rollout = await self._connected()
+        keys = Keys(self._seed, self._sessions.step, self._version)
+        responses = await generate(rollout, places, prompts, params, keys)
         ids = [response.token_ids.tolist() for response in responses]
         return InferenceEngineOutput(
             responses=[self._tokenizer.decode(each, skip_special_tokens=True) for each in ids],
@@ -93,23 +96,6 @@ class SeerInferenceClient(InferenceEngineInterface):
             prompt_logprobs=None,
             rollout_expert_indices=None,
         )
-
-    async def _responses(self, wanted: Sequence[Submission], params: SamplingParams) -> list[Response]:
-        _, rollout = await self._connected()
-        in_flight = [
-            rollout.submit(
-                Prompt(each.prompt_id, token_ids=each.tokens), n=each.n, sampling=params, seed=self._seed,
-                rollout_number=self._sessions.step, weight_version=self._version, group=each.group,
-                first_index=each.first,
-            )
-            for each in wanted
-        ]  # fmt: skip
-        try:
-            groups = [await prompt.result() for prompt in in_flight]
-        finally:
-            for prompt in in_flight:
-                await prompt.cancel()  # does nothing where it ended
-        return [response for group in groups for response in group.responses]
 
     async def _connected(self) -> tuple[RolloutClient, OpenRollout]:
         loop = asyncio.get_running_loop()
