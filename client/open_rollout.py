@@ -16,6 +16,7 @@ Invariants (tests/unit/test_open_rollout.py):
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -32,7 +33,7 @@ from seer.client.prompts import (
     prepare_one,
 )
 from seer.client.text import Tokenizer
-from seer.common.errors import InvalidField, RequestRefused, RolloutFailed
+from seer.common.errors import InvalidField, RequestRefused, RolloutFailed, Unreachable
 from seer.common.ids import params_digest
 from seer.common.types import SamplingParams, TurnSpec
 from seer.common.wire import Cancel, GroupDone, Logprobs, Progress, Submit, Tokens, TokensGenerated
@@ -254,7 +255,8 @@ class OpenRollout:
     def end_trajectory(self, prompt_id: str) -> None:
         """Say that the trajectory of which this was the last turn has ended; it must not be under way."""
         self._last_turns.append(prompt_id)
-        self._wake()
+        with contextlib.suppress(Unreachable):  # the client is closed, of which the buffer hears, too
+            self._wake()
 
     def close(self) -> None:
         """Take no more prompts; the rollout ends with its last one."""

@@ -17,8 +17,8 @@ from seer.common.errors import InvalidField
 class Tokenizer(Protocol):
     """The methods that are used; Hugging Face tokenizers have them."""
 
-    def encode(self, text: str) -> Sequence[int]:
-        """Return the ids of a prompt."""
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> Sequence[int]:
+        """Return the ids of a prompt; without special tokens, of a text that goes on from others."""
         ...
 
     def decode(self, token_ids: Sequence[int]) -> str:
@@ -40,8 +40,8 @@ class _TokenizerFile:
         self._tokenizer.no_padding()
         self._tokenizer.no_truncation()
 
-    def encode(self, text: str) -> Sequence[int]:
-        ids: list[int] = self._tokenizer.encode(text).ids
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> Sequence[int]:
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
         return ids
 
     def decode(self, token_ids: Sequence[int]) -> str:

@@ -7,9 +7,10 @@ import contextlib
 from collections.abc import AsyncIterator, Callable
 
 import numpy as np
+from msgspec import structs
 
 from seer.client import RolloutClient
-from seer.common.ids import new_incarnation
+from seer.common.ids import new_incarnation, params_digest
 from seer.common.net.handshake import Identity
 from seer.common.net.hub import Hub
 from seer.common.net.transport.memory import MemoryNetwork, MemoryTransport
@@ -41,6 +42,25 @@ def group(submit: Submit, prompt_id: str, lengths: tuple[int, ...] | None = None
         logprobs=-np.ones(len(tokens), np.float32),
         chunks=2,
     )
+
+
+def turns(submit: Submit, **changes: object) -> list[GroupDone]:
+    """What generates as many tokens as it may: 100 and on, with logprobs that tell the number of the turn."""
+    length = submit.sampling.max_tokens
+    places = zip(submit.groups, submit.first_indices, strict=True)
+    return [
+        structs.replace(
+            group(submit, prompt_id, (length,)),
+            tokens=np.arange(100, 100 + length, dtype=np.int32),
+            logprobs=np.full(length, -0.5 - int(prompt_id.rpartition(".")[2]), np.float32),
+            submission=submit.submission,
+            params_digest=params_digest(
+                submit.seed, submit.rollout_number, submit.n, submit.sampling, *place
+            ),
+            **changes,
+        )
+        for prompt_id, place in zip(submit.prompt_ids, places, strict=True)
+    ]
 
 
 class FakeBuffer:

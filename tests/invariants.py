@@ -73,6 +73,8 @@ def check_trajectories(registry: GroupRegistry) -> None:
         group = registry.groups.get(group_id)
         is_open = group is not None and not group.done and group.held_since is None
         assert is_open != (group_id in trajectories.away), key
+    assert set(trajectories.returning) <= set(trajectories.away)
+    assert set(trajectories.returning.values()) <= set(registry.held)
     assert {away.key for away in trajectories.away.values()} <= set(trajectories.latest)
     assert all(trajectories.latest[away.key] == name for name, away in trajectories.away.items())
 
@@ -99,7 +101,7 @@ def check_registry(machine: RequestMachine) -> None:
     assert set(machine.estimates) <= set(registry.groups)
     unfinished = [group for group in registry.groups.values() if not group.done]
     assert registry.unfinished_requests == sum(group.size for group in unfinished)
-    assert registry.unfinished_requests + len(registry.trajectories.away) <= limits.max_requests
+    assert registry.unfinished_requests + registry.trajectories.awaited <= limits.max_requests
     check_trajectories(registry)
     assert registry.unfinished_tokens == sum(group.kept for group in unfinished) <= limits.unfinished_tokens
     assert {group.group_id for group in registry.groups.values() if group.done} == set(registry.finished)

@@ -4,8 +4,10 @@ A file has a line of JSON for each answer, after a first one that names the run.
 it: the same context gives the same tokens.
 
 Invariants (tests/unit/test_journal.py):
-- an answer is in the file before the agent sees it (and survives the process, not a power cut: no fsync);
-- a line that was cut off counts as not written, and is overwritten;
+- an answer is in the file before the agent sees it (and survives the process, not a power cut: no fsync),
+  and is the same when it is read from there;
+- a line that was cut off counts as not written, and is overwritten; a file that is no journal, or another
+  run's, is left as it is;
 - an answer is given only for the context that it was given for.
 """
 
@@ -32,6 +34,7 @@ class _Answer(msgspec.Struct, forbid_unknown_fields=True):
     value: object
 
 
+_BEGINNING = b'{"run":"'
 _HEADER, _ANSWER = msgspec.json.Decoder(_Header), msgspec.json.Decoder(_Answer)
 
 
@@ -39,14 +42,17 @@ class Journal:
     """The answers in a file, which is made if it is not there. `asked` says what the run is about.
 
     `run` is the run's name: random when the file is made. Raises `InvalidField` if the file is of another
-    run, or no journal.
+    run, no journal, or cannot be written.
     """
 
     def __init__(self, path: str | Path, asked: str) -> None:
         self._path = Path(path)
         self._answers: dict[str, _Answer] = {}
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = self._path.open("ab+")
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = self._path.open("ab+")
+        except OSError as error:
+            raise InvalidField("journal", str(path), f"cannot be written: {error.strerror}") from error
         try:
             self.run = self._read(asked)
         except BaseException:
@@ -81,14 +87,13 @@ class Journal:
 
     def write(self, call_id: str, context: str, value: object) -> None:
         """Keep an answer. Raises `InvalidField` if JSON cannot hold it."""
-        answer = _Answer(call_id, context, value)
         try:
-            line = msgspec.json.encode(answer)
+            line = msgspec.json.encode(_Answer(call_id, context, value))
         except (TypeError, ValueError) as error:
             fix = f"a journal keeps what JSON can hold: {error}"
             raise InvalidField("once", type(value).__name__, fix) from error
-        self._answers[call_id] = answer
         self._write(line)
+        self._answers[call_id] = _ANSWER.decode(line)
 
     def _write(self, line: bytes) -> None:
         self._file.write(line + b"\n")
@@ -98,19 +103,19 @@ class Journal:
         self._file.seek(0)
         data = self._file.read()
         whole = data.rfind(b"\n") + 1
-        self._file.truncate(whole)
         lines = data[:whole].splitlines()
-        if not lines:
-            header = _Header(secrets.token_hex(8), asked)
-            self._write(msgspec.json.encode(header))
-            return header.run
         try:
-            header = _HEADER.decode(lines[0])
+            if not data.startswith(_BEGINNING[: len(data)]):
+                raise msgspec.DecodeError("it begins otherwise")
+            header = _HEADER.decode(lines[0]) if lines else _Header(secrets.token_hex(8), asked)
             answers = [_ANSWER.decode(line) for line in lines[1:]]
         except msgspec.MsgspecError as error:
             raise InvalidField("journal", str(self._path), f"is no journal: {error}") from error
         if header.asked != asked:
             fix = f"is of a run with {header.asked}, and this one has {asked}: give another file"
             raise InvalidField("journal", str(self._path), fix)
+        self._file.truncate(whole)
+        if not lines:
+            self._write(msgspec.json.encode(header))
         self._answers = {answer.call_id: answer for answer in answers}
         return header.run

@@ -6,9 +6,10 @@ trajectory of its own: a template may leave out earlier reasoning, and agents ma
 Invariants (tests/unit/test_prefix.py):
 - a session's first segment has the noise of the place that it was given; each later one has other noise: it
   is named by the content of its first prompt, and by how often that came before in its session;
-- a prompt that comes while its session is generating begins a segment: nothing waits for anything;
-- at most `max_sessions` sessions are known. One that is forgotten begins again with a segment;
-- what no prompt can go on with is ended: weight updates do not wait for it.
+- a prompt that comes while its session is generating begins a segment: nothing waits for anything. That
+  segment has one turn;
+- the buffer awaits no turn of a segment that no prompt can go on with;
+- at most `max_sessions` sessions are known. One that is forgotten begins again with a segment.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import numpy as np
 
 from seer.client.groups import Group
 from seer.client.open_rollout import OpenRollout
-from seer.client.prompts import Prompt
+from seer.client.prompts import Prompt, token_array
 from seer.common.types import SamplingParams, TurnSpec
 from seer.common.wire import Tokens
 
@@ -40,11 +41,12 @@ class _Segment:
     turn_id: str = ""
     busy: bool = False
 
-    def takes(self, prompt: Tokens) -> bool:
-        """Return whether a prompt is its next turn."""
-        length = len(self.context)
-        grown = len(prompt) >= length and np.array_equal(prompt[:length], self.context)
-        return grown and not self.busy
+    def add(self, turn_id: str, prompt: Tokens, tokens: Tokens) -> None:
+        """Go on from a turn that was generated."""
+        self.context = np.concatenate([prompt, tokens])
+        self.generated += len(tokens)
+        self.turns += 1
+        self.turn_id = turn_id
 
 
 @dataclass(slots=True)
@@ -92,44 +94,40 @@ class PrefixTrajectories:
         Siblings have one group and indices of their own. All turns of a session must have the same place,
         seed and rollout number. Raises the error that ended the prompt.
         """
+        prompt = token_array(prompt, "prompt")
         segment = self._segment(session, prompt, group)
         turn_id = f"{session}{segment.group.removeprefix(group)}.{segment.turns}"
         most = max(max_context - segment.prompt_len, segment.generated + sampling.max_tokens)
-        cap = min(most, MAX_CAP)
         asked = self._rollout.submit(
             Prompt(turn_id, token_ids=prompt), n=1, sampling=sampling, seed=seed,
             rollout_number=rollout_number, weight_version=weight_version, group=segment.group,
             first_index=index,
-            turn=TurnSpec(segment.prompt_len, segment.generated, cap, self._idle_seconds),
+            turn=TurnSpec(segment.prompt_len, segment.generated, min(most, MAX_CAP), self._idle_seconds),
         )  # fmt: skip
         segment.busy = True
         try:
             found = await asked.result()
+            segment.add(turn_id, prompt, found.responses[0].token_ids)
         except BaseException:
             await asked.cancel()
             raise
         finally:
             segment.busy = False
-        tokens = found.responses[0].token_ids
-        segment.context = np.concatenate([prompt, tokens])
-        segment.generated += len(tokens)
-        segment.turns += 1
-        segment.turn_id = turn_id
-        known = self._sessions.get(session)
-        if known is None or known.segment is not segment:
-            self._rollout.end_trajectory(turn_id)
+            if not self._is_known(session, segment):
+                self._leave(segment)
         return found
 
     def goes_on(self, session: str, prompt: Tokens) -> bool:
-        """Return whether a prompt would be the next turn of a segment that is known."""
+        """Return whether a prompt would be the next turn of what its session has."""
         known = self._sessions.get(session)
-        return known is not None and known.segment is not None and known.segment.takes(prompt)
+        segment = known and known.segment
+        return segment is not None and not segment.busy and _goes_on(segment.context, prompt)
 
     def end(self, session: str) -> None:
         """Forget a session that has no more turns, if it is known."""
         known = self._sessions.pop(session, None)
         if known is not None:
-            self._leave(known)
+            self._leave(known.segment)
 
     # --- segments ----------------------------------------------------------------------------
 
@@ -139,9 +137,9 @@ class PrefixTrajectories:
         known = self._sessions.setdefault(session, _Session())
         self._sessions.move_to_end(session)
         while len(self._sessions) > self._max_sessions:
-            self._leave(self._sessions.popitem(last=False)[1])
+            self._leave(self._sessions.popitem(last=False)[1].segment)
         segment = known.segment
-        if segment is not None and segment.takes(prompt):
+        if segment is not None and not segment.busy and _goes_on(segment.context, prompt):
             return segment
         digest = hashlib.blake2b(prompt.tobytes(), digest_size=6).hexdigest()
         name = f"{group}~{digest}.{known.begun[digest]}" if known.begun else group
@@ -149,11 +147,19 @@ class PrefixTrajectories:
         known.begun[digest] += 1
         begun = _Segment(name, len(prompt), prompt)
         if segment is None or not segment.busy:
-            self._leave(known)
+            self._leave(segment)
             known.segment = begun
         return begun
 
-    def _leave(self, session: _Session) -> None:
-        segment = session.segment
+    def _is_known(self, session: str, segment: _Segment) -> bool:
+        known = self._sessions.get(session)
+        return known is not None and known.segment is segment
+
+    def _leave(self, segment: _Segment | None) -> None:
+        """Say that no turn follows; of one that is generating, once it has ended."""
         if segment is not None and segment.turn_id and not segment.busy:
             self._rollout.end_trajectory(segment.turn_id)
+
+
+def _goes_on(context: Tokens, prompt: Tokens) -> bool:
+    return len(prompt) >= len(context) and np.array_equal(prompt[: len(context)], context)

@@ -145,7 +145,10 @@ class TrajectoryRollout:
             )
             try:
                 trajectory.result = await agent(trajectory)
-            except Exception as error:  # noqa: BLE001 - whatever an agent raises is its trajectory's end
+            except (Exception, asyncio.CancelledError) as error:
+                task = asyncio.current_task()
+                if task is not None and task.cancelling():  # else what the agent awaited was cancelled
+                    raise
                 why = str(error) if isinstance(error, SeerError) else repr(error)
                 failed = TrajectoryFailed(prompt.id, index, why)
                 failed.__cause__ = error

@@ -50,9 +50,9 @@ class BufferModel(RuleBasedStateMachine):
         super().__init__()
         self.policy = policy
 
-    @initialize(chunk=st.integers(1, 40))
-    def start(self, chunk):
-        limits = state.Limits(chunk_size=chunk, max_attempts=3, max_requests=40, unfinished_tokens=400)
+    @initialize(chunk=st.integers(1, 40), most=st.sampled_from((4, 40)))
+    def start(self, chunk, most):
+        limits = state.Limits(chunk_size=chunk, max_attempts=3, max_requests=most, unfinished_tokens=400)
         self.machine, self.twin = (RequestMachine(self.policy, limits) for _ in range(2))
         self.now = 0.0
         self.prompts = self.lives = self.uses = 0

@@ -42,10 +42,44 @@ def test_files_that_are_something_else_are_refused_and_left_alone(tmp_path):
         pass
     with pytest.raises(InvalidField, match=r"journal = .*is of a run with asked, and this one has other"):
         Journal(path, "other")
-    path.write_text("a poem\nof two lines\n")
-    with pytest.raises(InvalidField, match=r"is no journal"):
-        Journal(path, "asked")
-    assert path.read_text() == "a poem\nof two lines\n"
+    whole = path.read_bytes()
+    for other in (b"a poem\nof two lines\n", b"weights \x00 of a model", whole + b"{}\nand more"):
+        path.write_bytes(other)
+        with pytest.raises(InvalidField, match=r"is no journal"):
+            Journal(path, "asked")
+        assert path.read_bytes() == other
+    with pytest.raises(InvalidField, match=r"journal = .*cannot be written: Is a directory"):
+        Journal(tmp_path, "asked")
+
+
+def test_a_file_of_which_only_a_part_of_the_first_line_was_written_is_begun_anew(tmp_path):
+    path = tmp_path / "journal"
+    with Journal(path, "asked"):
+        whole = path.read_bytes()
+    for cut in range(len(whole)):
+        path.write_bytes(whole[:cut])
+        with Journal(path, "asked") as journal:
+            journal.write("a/0", "context", 1)
+        with Journal(path, "asked") as journal:
+            assert journal.read("a/0", "context") == 1
+
+
+def test_an_answer_is_in_the_file_before_it_is_known(tmp_path, monkeypatch):
+    with Journal(tmp_path / "journal", "asked") as journal:
+
+        def full(line):
+            raise OSError(28, "No space left on device")
+
+        monkeypatch.setattr(journal, "_write", full)
+        with pytest.raises(OSError, match="No space"):
+            journal.write("a/0", "context", 1)
+        assert "a/0" not in journal
+        monkeypatch.undo()
+        journal.write("a/0", "context", (1, {2: "x"}))
+        assert journal.read("a/0", "context") == [1, {"2": "x"}]
+        again = Journal(tmp_path / "journal", "asked")
+        assert again.read("a/0", "context") == [1, {"2": "x"}]
+        again.close()
 
 
 def test_what_json_cannot_hold_is_refused_before_it_is_written(tmp_path):

@@ -170,6 +170,7 @@ class State(msgspec.Struct):
     sleep: SleepMachine
     away: list[Away] = []
     latest: list[tuple[Key, str]] = []
+    returning: dict[str, str] = {}
 
 
 _encoder = msgspec.json.Encoder()
@@ -209,6 +210,7 @@ def snapshot(machine: BufferMachine) -> bytes:
         sleep=machine.sleep,
         away=list(registry.trajectories.away.values()),
         latest=list(registry.trajectories.latest.items()),
+        returning=registry.trajectories.returning,
     )
     return _encoder.encode(state)
 
@@ -244,6 +246,7 @@ def restored(state: State, empty: RequestMachine) -> BufferMachine:
     trajectories = empty.registry.trajectories
     trajectories.away.update((each.group_id, each) for each in state.away)
     trajectories.latest.update(state.latest)
+    trajectories.returning.update(state.returning)
     for instance in state.fleet:
         empty.instances.add(instance)
     _fill_groups(empty, state)

@@ -11,9 +11,9 @@ Invariants (tests/invariants.py asserts them after every event):
 - all groups of a rollout are opened under one weight version, unless it is an open one, whose groups have
   parameters and weights of their own; while submissions are held, no group is opened but next turns of
   trajectories that are away;
-- unfinished requests, including those of held groups, and trajectories that are away are at most
-  `max_requests`; finished groups have at
-  most `result_tokens`, or there is only one; open groups have at most `unfinished_tokens`;
+- unfinished requests, including those of held groups, and trajectories that are away and have no next turn
+  among them are at most `max_requests`; finished groups have at most `result_tokens`, or there is only one;
+  open groups have at most `unfinished_tokens`;
 - a held group's deadline counts from its arrival, however often it is checked;
 - every group ends in one delivery, which is repeated if the group is submitted again, or in one refusal.
 """
@@ -160,7 +160,7 @@ class GroupRegistry:
         self, rollout: RolloutState, event: GroupsSubmitted, new: list[GroupSpec], now: float, out: Out
     ) -> list[GroupState]:
         """Hold new groups, or return them to be opened; refuse those that cannot be accepted."""
-        room = self._limits.max_requests - self.unfinished_requests - len(self.trajectories.away)
+        room = self._limits.max_requests - self._unfinished
         opened: list[GroupState] = []
         problems: dict[str, list[GroupSpec]] = {}
         for spec in new:
@@ -224,10 +224,13 @@ class GroupRegistry:
             return f"its rollout began under weight version {begun}, and version {live} is live: {fix}"
         return "" if self._must_hold(group) else never_fits(self._fleet, group.prompt_len, group.max_tokens)
 
+    @property
+    def _unfinished(self) -> int:
+        return self.unfinished_requests + self.trajectories.awaited
+
     def _too_many(self) -> str:
-        unfinished = self.unfinished_requests + len(self.trajectories.away)
         return (
-            f"the buffer holds {unfinished} unfinished requests and "
+            f"the buffer holds {self._unfinished} unfinished requests and "
             f"takes at most {self._limits.max_requests}: submit fewer at a time, or raise buffer.max_requests"
         )
 
@@ -236,6 +239,7 @@ class GroupRegistry:
         self.rollouts[rollout.rollout_id] = rollout
         rollout.members[group.group_id] = self.groups[group.group_id] = group
         self.unfinished_requests += group.size
+        self.trajectories.submitted(group)
         out.append(Take(group.group_id, group.prompt_id))
 
     def _open(self, group: GroupState) -> GroupState:
@@ -390,6 +394,7 @@ class GroupRegistry:
         """Remove a group in any state."""
         if group.held_since is not None:
             del self.held[group.group_id]
+            self.trajectories.withdrawn(group)
         elif group.done:
             del self.finished[group.group_id]
             self.finished_tokens -= group.tokens

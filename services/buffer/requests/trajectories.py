@@ -4,9 +4,10 @@ A turn is a prompt like any other: its tokens are the context so far, and it is 
 and acknowledged as all are. Here is only what must outlast it: how much was generated, where, and that more
 is to come. So a trajectory that is forgotten costs time, never a token.
 
-Invariants (tests/property/test_trajectories.py):
+Invariants (tests/property/test_buffer_machine.py):
 - a trajectory is away from the end of a turn until its next turn is opened, it ends, `idle_seconds` have
   passed, or its trainer is lost; it is never away while its latest turn is open;
+- one turn at a time continues a trajectory; others of its place are prompts like any other;
 - the context service knows a trajectory under the group of its latest turn, from the first turn until it is
   not away any more: its tokens so far are a bound from below, and its length once it has ended.
 """
@@ -63,24 +64,46 @@ class Trajectories:
     def __init__(self) -> None:
         self.away: dict[str, Away] = {}
         self.latest: dict[Key, str] = {}  # the group of each trajectory's latest turn, open or away
+        self.returning: dict[str, str] = {}  # by the latest group: that of the next turn, not opened yet
+
+    @property
+    def awaited(self) -> int:
+        """How many are away, and have no next turn that waits to be opened."""
+        return len(self.away) - len(self.returning)
 
     def continues(self, group: GroupState) -> bool:
-        """Return whether a group is the next turn of a trajectory that is away."""
-        return group.turn is not None and self.latest.get(key_of(group), "") in self.away
+        """Return whether a group is the next turn of a trajectory that is away, the first that came."""
+        latest = self._latest(group)
+        return latest in self.away and self.returning.get(latest, group.group_id) == group.group_id
+
+    def _latest(self, group: GroupState) -> str:
+        return "" if group.turn is None else self.latest.get(key_of(group), "")
 
     # --- turns ---------------------------------------------------------------------------
+
+    def submitted(self, group: GroupState) -> None:
+        """Note that a group waits to be opened."""
+        if self.continues(group):
+            self.returning[self._latest(group)] = group.group_id
+
+    def withdrawn(self, group: GroupState) -> None:
+        """Note that a group ended before it was opened."""
+        if self.returning.get(self._latest(group)) == group.group_id:
+            del self.returning[self._latest(group)]
 
     def opened(self, group: GroupState) -> Away | None:
         """Note that a turn begins; return what is known of its trajectory if that was away."""
         if group.turn is None:
             return None
-        away = self.away.pop(self.latest.get(key_of(group), ""), None)
+        latest = self._latest(group)
+        self.returning.pop(latest, None)
+        away = self.away.pop(latest, None)
         self.latest[key_of(group)] = group.group_id
         return away
 
     def ended(self, group: GroupState, estimate: Estimate, now: float) -> bool:
         """Note that a group has finished; return whether it was a turn, and its trajectory is away now."""
-        if group.turn is None or self.latest.get(key_of(group)) != group.group_id:
+        if group.turn is None or self._latest(group) != group.group_id:
             return False
         view = group.results[0].view
         self.away[group.group_id] = Away(
@@ -91,7 +114,7 @@ class Trajectories:
 
     def dropped(self, group: GroupState) -> None:
         """Note that an open group ended early; if it was a turn, its trajectory is not known any more."""
-        if group.turn is not None and self.latest.get(key_of(group)) == group.group_id:
+        if self._latest(group) == group.group_id:
             del self.latest[key_of(group)]
 
     # --- ends ----------------------------------------------------------------------------
@@ -141,4 +164,5 @@ class Trajectories:
     def _forget(self, away: Away, out: Out) -> None:
         del self.away[away.group_id]
         del self.latest[away.key]
+        self.returning.pop(away.group_id, None)
         out.append(GroupClosed(away.group_id))

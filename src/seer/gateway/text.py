@@ -157,8 +157,8 @@ class _Decoder:
         self._tokenizer = tokenizer
         self._skip_special = skip_special
 
-    def encode(self, text: str) -> Sequence[int]:
-        ids: list[int] = self._tokenizer.encode(text)
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> Sequence[int]:
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
         return ids
 
     def decode(self, token_ids: Sequence[int]) -> str:
