@@ -120,7 +120,7 @@ class PrefixTrajectories:
     def goes_on(self, session: str, prompt: Tokens) -> bool:
         """Return whether a prompt would be the next turn of what its session has."""
         known = self._sessions.get(session)
-        segment = known and known.segment
+        segment = None if known is None else known.segment
         return segment is not None and not segment.busy and _goes_on(segment.context, prompt)
 
     def end(self, session: str) -> None:
