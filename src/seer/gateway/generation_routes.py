@@ -93,7 +93,9 @@ class GenerationRoutes:
         self._text.check(body.token_ids, "token_ids")
         where = "sampling_params."
         sampling = fields.sampling(self._settings.logprobs, where)
-        asked = Asked([body.token_ids], fields.group_size(where), sampling, fields, textual=False)
+        asked = Asked(
+            [body.token_ids], fields.group_size(where), sampling, fields, textual=False, converses=True
+        )
         head = self._head("request_id", body.request_id or secrets.token_hex(16))
         style = Style(logprobs=fields.logprobs is not None, token_ids=True)
         if body.stream:
@@ -128,7 +130,7 @@ class GenerationRoutes:
             body.max_tokens = body.max_completion_tokens
         sampling, n = body.sampling(self._settings.logprobs), body.group_size()
         prompt = await self._on_thread(self._chat_ids, body)
-        asked = Asked([prompt], n, sampling, body)
+        asked = Asked([prompt], n, sampling, body, converses=True)
         style = replace(self._style(body, shown=bool(body.logprobs)), top_logprobs=bool(body.top_logprobs))
         head = self._head("id", f"chatcmpl-{secrets.token_hex(16)}")
         if body.stream:
