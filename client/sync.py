@@ -20,6 +20,8 @@ from seer.client.prompts import Prompt
 from seer.client.rollout import Rollout
 from seer.client.sync_open_rollout import SyncOpenRollout
 from seer.client.text import Tokenizer
+from seer.client.turns.rollout import TrajectoryRollout
+from seer.client.turns.sync import SyncTrajectoryRollout
 from seer.client.weight_update import InFlight, Source
 from seer.common.errors import RequestRefused
 from seer.common.types import SamplingParams
@@ -158,6 +160,32 @@ class SyncRolloutClient:
             return client.open_rollout(rollout_id)
 
         return SyncOpenRollout(self.run(opened), self._running())
+
+    def trajectories(
+        self,
+        prompts: Iterable[Prompt | str | Sequence[int] | Tokens],
+        *,
+        n: int = 8,
+        sampling: SamplingParams | None = None,
+        max_context: int,
+        idle_seconds: float = 600.0,
+        max_open: int = 256,
+        journal: str | Path | None = None,
+        seed: int = 0,
+        rollout_number: int | None = None,
+        rollout_id: str | None = None,
+        weight_version: int | None = None,
+    ) -> SyncTrajectoryRollout:
+        """See `RolloutClient.trajectories`; agents are plain functions, each in a thread of its own."""
+
+        async def opened(client: RolloutClient) -> TrajectoryRollout:
+            return client.trajectories(
+                prompts, n=n, sampling=sampling, max_context=max_context, idle_seconds=idle_seconds,
+                max_open=max_open, journal=journal, seed=seed, rollout_number=rollout_number,
+                rollout_id=rollout_id, weight_version=weight_version,
+            )  # fmt: skip
+
+        return SyncTrajectoryRollout(self.run(opened), self._running(), idle_seconds)
 
     def update_weights(
         self,

@@ -8,7 +8,7 @@ Invariants:
 from __future__ import annotations
 
 import math
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
 
@@ -98,13 +98,15 @@ class TurnSpec(msgspec.Struct, frozen=True, array_like=True):
 
     The first `prompt_len` of them are the trajectory's own prompt, and `generated` of the others were
     generated in earlier turns; an environment added the rest. All turns together may generate `cap` tokens.
-    Updates of weights wait up to `idle_seconds` for the next turn.
+    Updates of weights wait up to `idle_seconds` for the next turn; 0: nothing waits for it. `trajectory`
+    names the trajectory where each turn is of another group; empty: the group and the index in it do.
     """
 
     prompt_len: int
     generated: int = 0
     cap: int = 2**24
     idle_seconds: float = 600.0
+    trajectory: Annotated[str, msgspec.Meta(max_length=256)] = ""
 
     def check(self, context: int) -> None:
         """Raise `InvalidField` if this cannot be a turn that begins after `context` tokens."""

@@ -99,12 +99,12 @@ class PrefixTrajectories:
         prompt = token_array(prompt, "prompt")
         segment = self._segment(session, prompt, group)
         turn_id = f"{session}{segment.group.removeprefix(group)}.{segment.turns}"
-        cap = max(max_context - segment.prompt_len, segment.generated + 1)
+        most = max(max_context - segment.prompt_len, segment.generated + sampling.max_tokens)
         asked = self._rollout.submit(
             Prompt(turn_id, token_ids=prompt), n=1, sampling=sampling, seed=seed,
             rollout_number=rollout_number, weight_version=weight_version, group=segment.group,
             first_index=index,
-            turn=TurnSpec(segment.prompt_len, segment.generated, cap, self._idle_seconds),
+            turn=TurnSpec(segment.prompt_len, segment.generated, min(most, MAX_CAP), self._idle_seconds),
         )  # fmt: skip
         segment.busy = True
         try:
@@ -119,6 +119,12 @@ class PrefixTrajectories:
             if not self._is_known(session, segment):
                 self._leave(segment)
         return found
+
+    def goes_on(self, session: str, prompt: Tokens) -> bool:
+        """Return whether a prompt would be the next turn of what its session has."""
+        known = self._sessions.get(session)
+        segment = None if known is None else known.segment
+        return segment is not None and not segment.busy and _goes_on(segment.context, prompt)
 
     def end(self, session: str) -> None:
         """Forget a session that has no more turns, if it is known."""

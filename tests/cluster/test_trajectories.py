@@ -13,6 +13,7 @@ from seer.client import Prompt, RequestRefused, SamplingParams
 from seer.client.turns import PrefixTrajectories, TrajectoryFailed
 from seer.common.config import BufferConfig
 from seer.common.net.transport.memory import MemoryTransport
+from seer.common.types import TurnSpec
 
 SAMPLING = SamplingParams(max_tokens=24)
 PROMPTS = [Prompt(f"p{number}", token_ids=[*range(1, 4 + number)]) for number in range(3)]
@@ -401,6 +402,25 @@ async def test_loops_that_send_whole_contexts_have_trajectories_and_segments():
 
 
 @virtual
+async def test_nothing_waits_for_what_no_prompt_can_go_on_with():
+    async with running(engines=2) as cluster, cluster.client() as client:
+        sessions = PrefixTrajectories(client.open_rollout(), max_sessions=2)
+
+        def ask(session):
+            prompt = np.array([1, 2, 3], np.int32)
+            return sessions.generate(session, prompt, SAMPLING, group="g", index=int(session))
+
+        await asyncio.gather(ask("0"), ask("0"), ask("0"))
+        await eventually(lambda: len(away(cluster)) == 1)
+        late = asyncio.create_task(ask("1"))
+        await asyncio.sleep(0)
+        sessions.end("0")
+        sessions.end("1")
+        await late
+        await eventually(lambda: not away(cluster))
+
+
+@virtual
 async def test_a_small_buffer_takes_the_next_turns_of_what_it_has():
     async with (
         running(buffer=BufferConfig(chunk_size=32, max_requests=12)) as cluster,
@@ -435,3 +455,32 @@ async def test_a_draining_buffer_finishes_trajectories():
         for group in await rolling:
             assert not any(isinstance(each, TrajectoryFailed) for each in group.trajectories)
         await eventually(lambda: cluster.services["buffer"].conductor.drained.is_set())
+
+
+@virtual
+async def test_turns_that_nobody_awaits_go_where_the_last_one_ran_and_hold_up_nothing(tmp_path):
+    async with running(engines=3) as cluster, cluster.client() as client, cluster.client() as other:
+        rollout, machine = client.open_rollout(), cluster.services["buffer"].machine
+
+        async def turn(number, context, generated):
+            """One turn, in a group of its own."""
+            request = rollout.submit(
+                Prompt(f"{number}", token_ids=context), sampling=SAMPLING, group=f"g{number}", seed=number,
+                turn=TurnSpec(3, generated, 200, 0.0, "conversation"),
+            )  # fmt: skip
+            return (await request.result()).responses[0].token_ids.tolist()
+
+        context, places = [1, 2, 3], []
+        for number in range(4):
+            said = await turn(number, context, len(context) - 3)
+            plain = other.open_rollout().submit(
+                Prompt("x", token_ids=context), sampling=SAMPLING, group=f"g{number}", seed=number
+            )
+            assert (await plain.result()).responses[0].token_ids.tolist() == said
+            context += said
+            [place] = machine.registry.trajectories.places.values()
+            places.append(place)
+            assert machine.idle
+        assert len(set(places)) == 1
+        await other.update_weights(1, folder(tmp_path, 1), in_flight="error")
+        check(machine)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 import socket
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import msgspec
@@ -22,7 +24,12 @@ from seer.gateway.group_names import group_seed, request_hash
 GATEWAYS = {
     "gateway": ("gateway.tool_parser=hermes",),
     "aborting": ("gateway.on_update=abort", "gateway.client_seconds=1", "gateway.max_body_bytes=20000"),
-    "refusing": ("gateway.on_update=refuse", "gateway.max_requests=4", "gateway.request_seconds=4"),
+    "refusing": (
+        "gateway.trust_chat_templates=true",
+        "gateway.on_update=refuse",
+        "gateway.max_requests=4",
+        "gateway.request_seconds=4",
+    ),
 }
 
 
@@ -139,6 +146,85 @@ async def test_noise(system: GatewaySystem, http: httpx.AsyncClient) -> None:
             named = {await tokens(client, {header: "r"}) for client in (http, second)}
             assert len(named) == 1
             assert await tokens(http, {header: "s"}) not in named | seeded
+
+
+@pytest.mark.parametrize("headers", [{}, {"X-Session-ID": "s"}, {"X-Request-Id": "r"}])
+@pytest.mark.parametrize("stream", [False, True])
+async def test_turns_have_the_tokens_of_single_requests(
+    system: GatewaySystem, http: httpx.AsyncClient, headers: dict[str, str], stream: bool
+) -> None:
+    """Conversations are known by their contexts; what a request gets is a function of it alone."""
+    before = system.counts("gateway")
+    headers = {name: f"{value}{stream}" for name, value in headers.items()}
+    context, turns = [4, 5, 6 + stream], []
+    sampling = {"max_tokens": 12, "ignore_eos": True, "seed": None if "X-Request-Id" in headers else 7}
+    for _ in range(3):
+        body = {"token_ids": context, "sampling_params": sampling}
+        first = await generated(http, body, headers, stream=stream)
+        turns.append((body, first))
+        context = [*context, *first, 9]
+    after = system.counts("gateway")
+    assert {name: after[name] - before[name] for name in ("later_turns", "segments")} == {
+        "later_turns": 2,
+        "segments": 0,
+    }
+    for body, tokens in turns:  # in another process, each alone
+        async with other(system, "aborting") as alone:
+            assert await generated(alone, {**body, "n": 1}, headers) == tokens
+    if "X-Request-Id" not in headers:
+        async with RolloutClient(system.endpoint) as client:
+            params = SamplingParams(max_tokens=12, ignore_eos=True)
+            for body, tokens in turns:
+                name = f"seed-{request_hash(body['token_ids'], params)}"
+                prompt = Prompt(name, token_ids=body["token_ids"])
+                [group] = await (
+                    await client.submit([prompt], n=1, sampling=params, seed=7, rollout_number=0)
+                ).result()
+                assert group.responses[0].token_ids.tolist() == tokens
+
+
+async def generated(
+    http: httpx.AsyncClient, body: dict[str, Any], headers: dict[str, str], *, stream: bool = False
+) -> list[int]:
+    """Return the token ids of an answer."""
+    if not stream:
+        got = await ok(http.post("/inference/v1/generate", json=body, headers=headers))
+        return got["choices"][0]["token_ids"]
+    tokens: list[int] = []
+    async with http.stream(
+        "POST", "/inference/v1/generate", json=body | {"stream": True}, headers=headers
+    ) as got:
+        async for line in got.aiter_lines():
+            if line.startswith("data: {"):
+                for choice in json.loads(line[6:])["choices"]:
+                    tokens += choice["token_ids"]
+    return tokens
+
+
+@pytest.mark.parametrize(("headers", "segments"), [({}, 0), ({"X-Session-ID": "t"}, 2)])
+async def test_a_chat_whose_template_drops_earlier_reasoning(
+    system: GatewaySystem, http: httpx.AsyncClient, headers: dict[str, str], segments: int
+) -> None:
+    """What the model said is shown to it without all but its last word from the next turn on."""
+    template = (
+        "{% for message in messages %}{% if message.role == 'assistant' %}= {{ message.content.split() | last }} "
+        "{% else %}{{ message.content }} {% endif %}{% endfor %}{% if add_generation_prompt %}={% endif %}"
+    )
+    before, messages, turns = system.counts("refusing"), [{"role": "user", "content": "1 2"}], []
+    async with other(system, "refusing") as trusting:
+        for _ in range(3):
+            body = {"messages": messages, "max_tokens": 8, "seed": 3, "chat_template": template}
+            asked = body | {"return_token_ids": True}
+            got = await ok(trusting.post("/v1/chat/completions", json=asked, headers=headers))
+            turns.append((got["prompt_token_ids"], got["choices"][0]["token_ids"]))
+            said = got["choices"][0]["message"]["content"]
+            messages += [{"role": "assistant", "content": said}, {"role": "user", "content": "3"}]
+    after = system.counts("refusing")
+    assert after["later_turns"] == before["later_turns"]
+    assert after["segments"] - before["segments"] == segments
+    for prompt, tokens in turns:
+        alone = {"token_ids": prompt, "sampling_params": {"max_tokens": 8, "seed": 3}}
+        assert await generated(http, alone, {}) == tokens
 
 
 async def test_single_requests_of_one_group(system: GatewaySystem, http: httpx.AsyncClient) -> None:

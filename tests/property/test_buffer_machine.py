@@ -218,6 +218,28 @@ class BufferModel(RuleBasedStateMachine):
                 or (full and group.done and not latest)
             )
 
+    @rule(trainer=st.sampled_from(("t", "u")), name=st.sampled_from("ab"), max_tokens=st.integers(1, 40))
+    def turn_that_nobody_awaits(self, trainer, name, max_tokens):
+        """Of a trajectory with a name of its own, each turn in another group."""
+        trajectories, open_before = self.machine.registry.trajectories, set(self.machine.estimates)
+        place = trajectories.places.get((trainer, name, -1), "")
+        prompt = f"turn{self.prompts}"
+        self.prompts += 1
+        turn = TurnSpec(7, 3, 100, 0.0, name)
+        spec = events.GroupSpec(prompt, 20, False, None, f"/{prompt}", 0, turn)
+        self.uses += 1
+        life = f"{trainer}life".encode()
+        self.send(
+            events.GroupsSubmitted(
+                trainer, f"o{trainer}", 1, max_tokens, [spec], -1, self.uses, 0, life, open=True
+            )
+        )
+        assert not [each for each in trajectories.away.values() if each.key[2] < 0]
+        for group_id in set(self.machine.estimates) - open_before:
+            request = self.machine.requests[f"{group_id}#0"]
+            assert request.view.last_instance in (place, request.instance)
+            assert (trainer, name, -1) not in trajectories.places
+
     @rule(trainer=st.sampled_from(("t", "u")), data=st.data(), later=st.booleans())
     def end_trajectory(self, trainer, data, later):
         away = self.machine.registry.trajectories.away

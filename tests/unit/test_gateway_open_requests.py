@@ -17,6 +17,7 @@ from seer.common.types import Capacity, SamplingParams
 from seer.common.wire import Status, WeightsLive
 from seer.gateway.buffer_client import Outcome, Sink
 from seer.gateway.control import Control
+from seer.gateway.conversations import Turn
 from seer.gateway.errors import HttpError
 from seer.gateway.models import Models
 from seer.gateway.open_requests import OpenRequests
@@ -43,6 +44,7 @@ class FakeBuffer:
         self.seconds = seconds
         self.version = 0
         self.asked: list[tuple[list[str], SamplingParams, int]] = []
+        self.turns: list[tuple[str, str, int] | None] = []
         self.cancelled: list[str] = []
         self.error: SeerError | None = None
         self.there = True
@@ -66,8 +68,10 @@ class FakeBuffer:
         sampling: SamplingParams,
         seed: int,
         sink: Sink | None = None,
+        turn: Turn | None = None,
     ) -> Outcome:
         self.asked.append((list(prompts), sampling, seed))
+        self.turns.append(turn and (turn.kind, turn.name, turn.generated))
         ends, version = self._ends, self.version
         try:
             for name in prompts:
@@ -137,6 +141,34 @@ async def test_a_request_gets_its_groups() -> None:
     got = await ask(desk_of(buffer), "a", "b")
     assert set(got) == {"a", "b"}
     assert buffer.asked == [(["a", "b"], SAMPLING, 3)]
+
+
+@virtual
+async def test_turns_of_a_conversation_go_on_and_count() -> None:
+    buffer = FakeBuffer(seconds=1.0)
+    requests = desk_of(buffer)
+
+    async def turn(*prompt: int, session: str = "") -> list[int]:
+        ids = {"a": np.array(prompt, np.int32)}
+        got = await requests.run(ids, n=1, sampling=SAMPLING, seed=3, session=session)  # type: ignore[arg-type]
+        return [*prompt, *got["a"].responses[0].token_ids.tolist()]  # type: ignore[index]
+
+    context = await turn(1, 2)
+    buffer.error = RolloutFailed("no")
+    with pytest.raises(HttpError):
+        await turn(*context, 5)
+    buffer.error = None
+    await turn(*context, 5)
+    await turn(1, session="s")
+    await turn(2, session="s")
+    said = len(context) - 2
+    name = "conversation-1"
+    later = ("later", name, said)
+    assert buffer.turns[:3] == [("first", name, 0), later, later]
+    assert buffer.turns[3:] == [("first", "conversation-2", 0), ("segment", "conversation-2", 0)]
+    assert (requests.counters["later_turns"], requests.counters["segments"]) == (2, 1)
+    await ask(requests)
+    assert buffer.turns[-1] is None
 
 
 @virtual

@@ -183,6 +183,6 @@ async def test_the_room_of_a_context_bounds_what_its_turns_generate_together():
             (4, 5),
         ]
         context = await turn(sessions, "t", 1, max_context=1)
-        assert buffer.of(Submit)[-1].turns[0].cap == 1
+        assert buffer.of(Submit)[-1].turns[0].cap == 2
         await turn(sessions, "t", *context, max_context=1)
-        assert buffer.of(Submit)[-1].turns[0].cap == 3
+        assert buffer.of(Submit)[-1].turns[0].cap == 4

@@ -80,7 +80,7 @@ async def test_a_turn_needs_a_place_and_one_response():
     ],
 )
 def test_a_turn_that_cannot_be_is_refused_by_its_field(field, turn):
-    TurnSpec(4, 6, 7, 0.0).check(10)
+    TurnSpec(4, 6, 7, 0.0, "name").check(10)
     with pytest.raises(InvalidField, match=f"^turns.{field} = "):
         turn.check(10)
 

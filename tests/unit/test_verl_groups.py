@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 
 from seer.client import SamplingParams
 from seer.integrations.verl.groups import (
+    AGAIN,
     APART,
-    TURN,
     WAIT_SECONDS,
     WHOLE,
     Copies,
@@ -95,12 +95,12 @@ def test_a_late_session_that_differs_is_a_group_of_one():
     assert places(found) == {1: (submissions(found)[0].prompt_id, 0)}
 
 
-def test_later_turns_are_groups_of_one():
+def test_further_requests_are_groups_of_one():
     machine = GroupMachine(KEY, 2)
     machine.asked(0, REQUEST, 0.0)
     first = machine.asked(1, REQUEST, 0.0)
     turns = [*machine.asked(0, OTHER, 1.0), *machine.asked(1, OTHER, 1.0), *machine.asked(0, OTHER, 2.0)]
-    assert [(each.n, each.kind) for each in submissions(turns)] == [(1, TURN)] * 3
+    assert [(each.n, each.kind) for each in submissions(turns)] == [(1, AGAIN)] * 3
     names = [each.prompt_id for each in submissions([*first, *turns])]
     assert len(set(names)) == 4
 

@@ -38,7 +38,7 @@ async def test_each_session_gets_its_response():
     found = await asyncio.gather(*(sessions.ask(session, REQUEST) for session in (2, 0, 1)))
     assert found == ["whole 2", "whole 0", "whole 1"]
     assert [(when, what.n) for when, what in seer.submitted] == [(0.0, N)]
-    assert await sessions.ask(1, REQUEST) == "turn 0"
+    assert await sessions.ask(1, REQUEST) == "again 0"
 
 
 @virtual
@@ -46,7 +46,7 @@ async def test_a_session_may_ask_several_times_at_once():
     seer = Seer()
     sessions = Sessions(KEY, 2, seer.submit)
     asked = [sessions.ask(session, REQUEST) for session in (0, 0, 1, 0)]
-    assert await asyncio.gather(*asked) == ["whole 0", "turn 0", "whole 1", "turn 0"]
+    assert await asyncio.gather(*asked) == ["whole 0", "again 0", "whole 1", "again 0"]
     assert len({what.prompt_id for _, what in seer.submitted}) == 3
 
 

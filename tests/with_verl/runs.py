@@ -139,7 +139,7 @@ def test_tools_sleep_and_two_ranks(small_chunks, tmp_path):
         run = succeeded(small_chunks, tmp_path / "run", changes)
     turns = sum(" x ans" in response for _, response in run.responses(1).elements())
     assert turns > BATCH
-    assert run.submitted == [f"{BATCH} whole groups, {turns} later turns; weights of step 0"]
+    assert run.submitted == [f"{N * BATCH} first turns, {turns} later turns; weights of step 0"]
     assert run.metrics(1)["training/rollout_probs_diff_mean"] < 0.003
     assert [asleep for asleep, _ in groupby(state.asleep for state in states)] == 2 * [False, True] + [False]
     assert not any(state.asleep and state.requests_running for state in states)

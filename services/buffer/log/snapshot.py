@@ -171,6 +171,7 @@ class State(msgspec.Struct):
     away: list[Away] = []
     latest: list[tuple[Key, str]] = []
     returning: dict[str, str] = {}
+    places: list[tuple[Key, str]] = []
 
 
 _encoder = msgspec.json.Encoder()
@@ -211,6 +212,7 @@ def snapshot(machine: BufferMachine) -> bytes:
         away=list(registry.trajectories.away.values()),
         latest=list(registry.trajectories.latest.items()),
         returning=registry.trajectories.returning,
+        places=list(registry.trajectories.places.items()),
     )
     return _encoder.encode(state)
 
@@ -247,6 +249,7 @@ def restored(state: State, empty: RequestMachine) -> BufferMachine:
     trajectories.away.update((each.group_id, each) for each in state.away)
     trajectories.latest.update(state.latest)
     trajectories.returning.update(state.returning)
+    trajectories.places.update(state.places)
     for instance in state.fleet:
         empty.instances.add(instance)
     _fill_groups(empty, state)

@@ -169,12 +169,13 @@ class RequestMachine:
     def _open(self, groups: list[GroupState], now: float, out: list[Instruction]) -> None:
         """Open groups: add their requests, which wait."""
         for group in groups:
+            place = self.registry.trajectories.place(group)
             away = self._continue(group, out)
             # Groups that belong together are placed as one, whenever they are opened.
             number = crc32(group.shared_id.encode()) if group.shared_id else self._group_number
             for index in range(group.size):
                 view = group.view(number, index)
-                view.last_instance = away.last_instance if away else ""
+                view.last_instance = away.last_instance if away else place
                 self.requests[view.request_id] = RequestState(view, group)
             self._group_number += 1
             self._restore(group, now, out)

@@ -8,6 +8,8 @@ Invariants (tests/property/test_buffer_machine.py):
 - a trajectory is away from the end of a turn until its next turn is opened, it ends, `idle_seconds` have
   passed, or its trainer is lost; it is never away while its latest turn is open. Its latest turn is the one
   that was submitted last;
+- a trajectory with `idle_seconds` 0 is never away: only the instance of its last turn is kept, as of those
+  that stay away for too long; at most `MAX_PLACES` such are known;
 - one turn at a time continues a trajectory; others of its place are prompts like any other;
 - the context service knows a trajectory under the group of its latest turn, from the first turn until it is
   not away any more: its tokens so far are a bound from below, and its length once it has ended.
@@ -26,7 +28,10 @@ from seer.services.buffer.requests.state import GroupState
 
 Out = list[Instruction]
 Key = tuple[str, str, int]
-"""Trainer, id of the named group, index in it."""
+"""Trainer, and the trajectory's own name with -1, or the id of the named group and the index in it."""
+
+MAX_PLACES = 10_000
+"""Trajectories that nobody awaits, but of which it is known where they ran last."""
 
 
 @dataclass(slots=True)
@@ -56,6 +61,8 @@ class Away:
 
 def key_of(group: GroupState) -> Key:
     """Return which trajectory a turn is of."""
+    if group.turn is not None and group.turn.trajectory:
+        return group.rollout.trainer, group.turn.trajectory, -1
     return group.rollout.trainer, group.shared_id, group.first_index
 
 
@@ -66,6 +73,7 @@ class Trajectories:
         self.away: dict[str, Away] = {}
         self.latest: dict[Key, str] = {}  # the group of each trajectory's latest turn, open or away
         self.returning: dict[str, str] = {}  # by the latest group: that of the next turn, not opened yet
+        self.places: dict[Key, str] = {}  # where trajectories that nobody awaits ran last, the oldest first
 
     @property
     def awaited(self) -> int:
@@ -115,16 +123,24 @@ class Trajectories:
         away = self.opened(group)
         if group.done:
             estimate = away.estimate if away else Estimate(float(group.opened.cap))
-            self.ended(group, estimate, now)
-            out += [group.opened, group.results[0].progress()]
+            if self.ended(group, estimate, now):
+                out += [group.opened, group.results[0].progress()]
         if away is not None:
             out.append(GroupClosed(away.group_id))
+
+    def place(self, group: GroupState) -> str:
+        """Return the instance that last ran a trajectory that nobody awaited; empty: none is known."""
+        return "" if group.turn is None else self.places.pop(key_of(group), "")
 
     def ended(self, group: GroupState, estimate: Estimate, now: float) -> bool:
         """Note that a group has finished; return whether it was a turn, and its trajectory is away now."""
         if group.turn is None or self._latest(group) != group.group_id:
             return False
         view = group.results[0].view
+        if not group.turn.idle_seconds:
+            del self.latest[key_of(group)]
+            self._keep_place(key_of(group), view.last_instance)
+            return False
         self.away[group.group_id] = Away(
             group.opened, key_of(group), group.rollout.life, group.submission, view.produced, now,
             group.turn.idle_seconds, view.last_instance, estimate, group.acceptance,
@@ -164,8 +180,9 @@ class Trajectories:
         self._forget_all(lambda away: True, out)
 
     def tick(self, now: float, out: Out) -> None:
-        """Forget those that have been away for too long."""
-        self._forget_all(lambda away: now - away.since > away.idle_seconds, out)
+        """Forget those that have been away for too long, but for where they ran."""
+        for away in self._forget_all(lambda away: now - away.since > away.idle_seconds, out):
+            self._keep_place(away.key, away.last_instance)
 
     def estimates_changed(
         self, estimates: Mapping[str, Estimate], acceptance: Mapping[str, list[int]]
@@ -176,9 +193,18 @@ class Trajectories:
         for group_id in acceptance.keys() & self.away.keys():
             self.away[group_id].acceptance = acceptance[group_id]
 
-    def _forget_all(self, of: Callable[[Away], bool], out: Out) -> None:
-        for away in [away for away in self.away.values() if of(away)]:
+    def _keep_place(self, key: Key, instance: str) -> None:
+        self.places.pop(key, None)
+        self.places[key] = instance
+        while len(self.places) > MAX_PLACES:
+            del self.places[next(iter(self.places))]
+
+    def _forget_all(self, of: Callable[[Away], bool], out: Out) -> list[Away]:
+        """Forget some of those that are away, and return them."""
+        forgotten = [away for away in self.away.values() if of(away)]
+        for away in forgotten:
             self._forget(away, out)
+        return forgotten
 
     def _forget(self, away: Away, out: Out) -> None:
         del self.away[away.group_id]

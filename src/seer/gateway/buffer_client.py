@@ -28,8 +28,9 @@ from seer.client import (
 from seer.common.errors import SeerError
 from seer.common.net.transport.base import Transport
 from seer.common.process.log import get_logger
-from seer.common.types import Capacity
-from seer.common.wire import Status
+from seer.common.types import Capacity, TurnSpec
+from seer.common.wire import Status, Tokens
+from seer.gateway.conversations import Turn
 from seer.gateway.errors import HttpError
 from seer.gateway.group_names import Place
 
@@ -121,16 +122,17 @@ class BufferClient:
 
     async def generate(
         self,
-        prompts: Mapping[Place, Sequence[int]],
+        prompts: Mapping[Place, Tokens],
         *,
         n: int,
         sampling: SamplingParams,
         seed: int,
         sink: Sink | None = None,
+        turn: Turn | None = None,
     ) -> Outcome:
         """Return n responses to each prompt, by place; `sink` gets them as they are generated.
 
-        Cancelled, it cancels them in the buffer, too.
+        `turn`: the one prompt is a turn of a conversation. Cancelled, it cancels them in the buffer, too.
         """
         if self.client is None or self._rollout is None:
             raise HttpError(503, f"the buffer at {self._endpoint} is away: {self._problem}")
@@ -139,6 +141,7 @@ class BufferClient:
             place: rollout.submit(
                 Prompt(f"{next(self._numbers)}", token_ids=ids), n=n, sampling=sampling, seed=seed,
                 weight_version=-1, group=place.group, first_index=place.first_index, stream=sink is not None,
+                turn=_spec(turn, sampling),
             )
             for place, ids in prompts.items()
         }  # fmt: skip
@@ -202,6 +205,14 @@ class BufferClient:
         if not self._problem:
             _log.warning("the buffer is away", endpoint=self._endpoint, problem=problem)
         self._problem = problem
+
+
+def _spec(turn: Turn | None, sampling: SamplingParams) -> TurnSpec | None:
+    """Return a turn for the buffer: updates must not wait for a next one, as nobody knows of any."""
+    if turn is None:
+        return None
+    most = turn.generated + sampling.max_tokens
+    return TurnSpec(turn.prompt_len, turn.generated, most, 0.0, turn.name)
 
 
 async def _hand_over(place: Place, prompt: PromptInFlight, sink: Sink, outcome: Outcome) -> None:

@@ -12,9 +12,11 @@ import contextlib
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 from starlette.requests import Request
 
 from seer.client import Delta, Group, Response, SamplingParams
+from seer.common.wire import Tokens
 from seer.gateway.answers import Choice
 from seer.gateway.group_names import GroupNames, Place, group_seed, places_in_headers, request_hash
 from seer.gateway.http import unless_gone
@@ -25,12 +27,15 @@ from seer.gateway.stream_answers import StreamedAnswer
 from seer.gateway.text import ModelText
 from seer.gateway.text_stream import TextStream
 
+SESSION_HEADER = "X-Session-ID"
+"""Says which requests may be of one conversation. Several may have one name, as all samples of a prompt."""
+
 
 @dataclass(frozen=True, slots=True)
 class Asked:
     """What a request asks for: n responses to each prompt; `textual`: with their text.
 
-    `adapter`: the adapter that it names as its model.
+    `adapter`: the adapter that it names as its model. `converses`: later requests may go on from its answer.
     """
 
     prompts: Sequence[list[int]]
@@ -39,6 +44,7 @@ class Asked:
     fields: SamplingFields
     textual: bool = True
     adapter: str = ""
+    converses: bool = False
 
     @property
     def skip_special(self) -> bool:
@@ -62,9 +68,9 @@ class Generation:
 
     async def choices(self, request: Request, asked: Asked) -> list[Choice]:
         """Return all choices, in order."""
-        places, seed = self._places(request, asked)
-        prompts = dict(zip(places, asked.prompts, strict=True))
-        work = self._requests.run(prompts, n=asked.n, sampling=asked.sampling, seed=seed)
+        places, prompts, seed = self._places(request, asked)
+        session = _session(request, asked)
+        work = self._requests.run(prompts, n=asked.n, sampling=asked.sampling, seed=seed, session=session)
         groups = await unless_gone(request, work)
         for group in groups.values():
             self._models.check_version(asked.adapter, group.weight_version)
@@ -78,13 +84,14 @@ class Generation:
         self, request: Request, asked: Asked, streamed: StreamedAnswer, *, include_usage: bool
     ) -> AsyncGenerator[bytes]:
         """Yield the parts of a stream as its tokens come. Close it if it is not read to its end."""
-        places, seed = self._places(request, asked)
+        places, prompts, seed = self._places(request, asked)
         # A seed gives equal prompts one place: they are generated once, and shown as the choices of each.
         choices: dict[Place, list[int]] = {}
         for position, place in enumerate(places):
             choices.setdefault(place, []).append(position * asked.n)
-        prompts = dict(zip(places, asked.prompts, strict=True))
-        events = self._requests.stream(prompts, n=asked.n, sampling=asked.sampling, seed=seed)
+        events = self._requests.stream(
+            prompts, n=asked.n, sampling=asked.sampling, seed=seed, session=_session(request, asked)
+        )
         async with contextlib.aclosing(events):
             async for place, what in events:
                 if isinstance(what, Group):
@@ -113,14 +120,21 @@ class Generation:
             asked.sampling.stop, skip_special=asked.skip_special, whole=asked.with_stop
         )
 
-    def _places(self, request: Request, asked: Asked) -> tuple[list[Place], int]:
-        """Return each prompt's place, and the seed of all. Raises `HttpError` for the headers of a group."""
+    def _places(self, request: Request, asked: Asked) -> tuple[list[Place], dict[Place, Tokens], int]:
+        """Return each prompt's place, the prompts by place, and the seed of all.
+
+        Raises `HttpError` for the headers of a group.
+        """
         headers, seed = request.headers, asked.fields.seed
-        hashes = [request_hash(prompt, asked.sampling) for prompt in asked.prompts]
-        if places := places_in_headers(headers, len(asked.prompts), asked.n):
-            return places, group_seed(hashes, seed)
-        request_id = headers.get("idempotency-key") or headers.get("x-request-id") or ""
-        return self._names.places(hashes, seed, request_id), seed or 0
+        prompts = [np.asarray(prompt, np.int32) for prompt in asked.prompts]
+        hashes = [request_hash(prompt, asked.sampling) for prompt in prompts]
+        places = places_in_headers(headers, len(prompts), asked.n)
+        if places:
+            seed = group_seed(hashes, seed)
+        else:
+            request_id = headers.get("idempotency-key") or headers.get("x-request-id") or ""
+            places = self._names.places(hashes, seed, request_id)
+        return places, dict(zip(places, prompts, strict=True)), seed or 0
 
     def _choice(self, prompt: list[int], group: Group, response: Response, asked: Asked) -> Choice:
         token_ids, stop = response.token_ids.tolist(), asked.sampling.stop
@@ -138,6 +152,12 @@ class Generation:
             stop_reason=_stop_reason(response.stop_reason, asked.sampling),
             weight_version=group.weight_version,
         )
+
+
+def _session(request: Request, asked: Asked) -> str | None:
+    """Return the session of a request that is one turn of a conversation, "" if it has no name; else None."""
+    one = len(asked.prompts) == 1 and asked.n == 1
+    return request.headers.get(SESSION_HEADER, "") if one and asked.converses else None
 
 
 def _stop_reason(reason: str, sampling: SamplingParams) -> int | str | None:

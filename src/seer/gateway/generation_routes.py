@@ -96,7 +96,7 @@ class GenerationRoutes:
         sampling = fields.sampling(self._settings.logprobs, where)
         adapter = self._models.check(body.model)
         n = fields.group_size(where)
-        asked = Asked([body.token_ids], n, sampling, fields, textual=False, adapter=adapter)
+        asked = Asked([body.token_ids], n, sampling, fields, textual=False, adapter=adapter, converses=True)
         head = self._head("request_id", body.request_id or secrets.token_hex(16))
         style = Style(logprobs=fields.logprobs is not None, token_ids=True)
         if body.stream:
@@ -132,7 +132,8 @@ class GenerationRoutes:
             body.max_tokens = body.max_completion_tokens
         sampling, n = body.sampling(self._settings.logprobs), body.group_size()
         prompt = await self._on_thread(self._chat_ids, body)
-        asked = Asked([prompt], n, sampling, body, adapter=self._models.check(body.model))
+        adapter = self._models.check(body.model)
+        asked = Asked([prompt], n, sampling, body, adapter=adapter, converses=True)
         style = replace(self._style(body, shown=bool(body.logprobs)), top_logprobs=bool(body.top_logprobs))
         head = self._head("id", f"chatcmpl-{secrets.token_hex(16)}")
         if body.stream:

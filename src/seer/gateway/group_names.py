@@ -24,7 +24,7 @@ import numpy as np
 
 from seer.common.ids import sortable
 from seer.common.types import SamplingParams
-from seer.common.wire import MAX_GROUP_SIZE
+from seer.common.wire import MAX_GROUP_SIZE, Tokens
 from seer.gateway.errors import bad
 
 GROUP_HEADER = "X-Seer-Group"
@@ -44,7 +44,7 @@ class Place(NamedTuple):
     first_index: int = 0
 
 
-def request_hash(token_ids: Sequence[int], sampling: SamplingParams) -> str:
+def request_hash(token_ids: Sequence[int] | Tokens, sampling: SamplingParams) -> str:
     """Return 32 hexadecimal digits that depend on a prompt and how it is sampled, and on nothing else."""
     digest = hashlib.blake2b(msgspec.msgpack.encode(sortable(sampling), order="sorted"), digest_size=16)
     digest.update(np.asarray(token_ids, dtype=np.int32).tobytes())

@@ -24,21 +24,24 @@ from msgspec.structs import replace
 
 from seer.client import Delta, Group, SamplingParams
 from seer.common.errors import SeerError
+from seer.common.wire import Tokens
 from seer.gateway.buffer_client import BufferClient, Sink
+from seer.gateway.conversations import Conversations, Turn
 from seer.gateway.errors import HttpError, as_http, bad
 from seer.gateway.group_names import Place
 
 COUNTERS = (
     "requests", "completed", "refused", "failed", "cancelled", "restarted", "discarded_tokens",
-    "interrupted_streams",
+    "interrupted_streams", "later_turns", "segments",
 )  # fmt: skip
 """Totals since the process started. `restarted` are prompts, each time that an update ended them;
 `discarded_tokens` had been generated for them. `interrupted_streams` failed because tokens of theirs had been
-sent when an update ended them."""
+sent when an update ended them. `later_turns` went on from an earlier request; `segments` are those of a known
+session that did not, as their history was rewritten."""
 
 STOPPING = "the gateway stops: send it to another"
 
-Plan = tuple[SamplingParams, Mapping[Place, Sequence[int]]]
+Plan = tuple[SamplingParams, Mapping[Place, Tokens]]
 """How prompts are sampled, and their token ids by place."""
 
 
@@ -46,12 +49,14 @@ Plan = tuple[SamplingParams, Mapping[Place, Sequence[int]]]
 class _OpenRequest:
     """One HTTP request. `under_way`: how many of its submissions the buffer works on.
 
-    `sink` takes what a stream sends, `begun` are the prompts of which it has taken something.
+    `sink` takes what a stream sends, `begun` are the prompts of which it has taken something. `turn`: which
+    turn of a conversation it is.
     """
 
     n: int
     seed: int
     sink: Sink | None = None
+    turn: Turn | None = None
     begun: set[Place] = field(default_factory=set)
     groups: dict[Place, Group] = field(default_factory=dict)
     under_way: int = 0
@@ -83,22 +88,25 @@ class OpenRequests:
         self._idle.set()
         self._closed = False
         self.under_way = 0
+        self._conversations = Conversations()
         self.counters: Counter[str] = Counter(dict.fromkeys(COUNTERS, 0))
 
     # --- requests ------------------------------------------------------------------------
 
     async def run(
         self,
-        prompts: Mapping[Place, Sequence[int]],
+        prompts: Mapping[Place, Tokens],
         *,
         n: int,
         sampling: SamplingParams,
         seed: int,
         sink: Sink | None = None,
+        session: str | None = None,
     ) -> dict[Place, Group]:
         """Return a group for each prompt, given by its place; `max_tokens` is lowered to what fits.
 
-        `sink` gets tokens and groups as they come. Raises `HttpError`. If the caller is cancelled, so are the
+        `sink` gets tokens and groups as they come. With a `session`, there is one prompt and n is 1: it may
+        go on from an earlier one of that session. Raises `HttpError`. If the caller is cancelled, so are the
         prompts.
         """
         if self._closed:
@@ -106,15 +114,27 @@ class OpenRequests:
         if len(self._requests) >= self._most:
             raise HttpError(503, f"{self._most} requests are open (gateway.max_requests): come again")
         plans = self._plans(prompts, sampling)
-        request = _OpenRequest(n, seed, sink)
-        self._requests.add(request)
-        try:
-            return await self._result(request, plans)
-        finally:
-            self._requests.discard(request)
+        with self._conversations.open(prompts.values(), session) as answer:
+            turn = answer.turn
+            self.counters["later_turns"] += turn is not None and turn.kind == "later"
+            self.counters["segments"] += turn is not None and turn.kind == "segment"
+            request = _OpenRequest(n, seed, sink, turn)
+            self._requests.add(request)
+            try:
+                groups = await self._result(request, plans)
+            finally:
+                self._requests.discard(request)
+            answer.tokens = next(iter(groups.values())).responses[0].token_ids
+        return groups
 
     async def stream(
-        self, prompts: Mapping[Place, Sequence[int]], *, n: int, sampling: SamplingParams, seed: int
+        self,
+        prompts: Mapping[Place, Tokens],
+        *,
+        n: int,
+        sampling: SamplingParams,
+        seed: int,
+        session: str | None = None,
     ) -> AsyncGenerator[tuple[Place, Delta | Group]]:
         """Yield what `run` returns as it comes, by place: tokens of a prompt's responses, then its group.
 
@@ -128,7 +148,7 @@ class OpenRequests:
         async def work() -> None:
             end = None
             try:
-                await self.run(prompts, n=n, sampling=sampling, seed=seed, sink=hand_on)
+                await self.run(prompts, n=n, sampling=sampling, seed=seed, sink=hand_on, session=session)
             except Exception as error:  # noqa: BLE001 - raised below
                 end = error
             await events.put(end)
@@ -160,10 +180,10 @@ class OpenRequests:
             raise HttpError(503, aborted) from error
         return request.groups
 
-    def _plans(self, prompts: Mapping[Place, Sequence[int]], sampling: SamplingParams) -> list[Plan]:
+    def _plans(self, prompts: Mapping[Place, Tokens], sampling: SamplingParams) -> list[Plan]:
         """Return the prompts by the sampling that they get: how much of `max_tokens` fits depends on them."""
         capacities = self._buffer.capacities()
-        limits: dict[int, dict[Place, Sequence[int]]] = {}
+        limits: dict[int, dict[Place, Tokens]] = {}
         for place, ids in prompts.items():
             room = max(each.room(len(ids)) for each in capacities)
             if room < 1:
@@ -205,6 +225,7 @@ class OpenRequests:
                     sampling=sampling,
                     seed=request.seed,
                     sink=request.sink and request.hand_on,
+                    turn=request.turn,
                 )
             finally:
                 self._enter(request, -1)

@@ -1,11 +1,12 @@
-"""Which requests of veRL's agent loops are submitted together, and under which ids: pure.
+"""Which requests of veRL's single-turn agent loops are submitted together, and under which ids: pure.
 
-veRL runs n sessions (agent loops) per prompt, and each asks for its tokens by itself.
+veRL runs n sessions (agent loops) per prompt, and each asks for its tokens by itself. Loops of many turns are
+in `turns.py`.
 
 Invariants:
 - the first requests of a prompt's sessions become one group of n as soon as all sessions have asked or
   ended, or `WAIT_SECONDS` after the first; session i gets response i, even if it asks later;
-- a session whose first request differs from its siblings', and every later turn, is a group of one;
+- a session whose first request differs from its siblings', and every later request, is a group of one;
 - prompt ids are functions of the dataset's index, the copy, the session, the turn and the prompt's tokens:
   not of veRL's random uids, nor of when or where a session asks. No two submissions of a step share one.
 """
@@ -24,11 +25,15 @@ from seer.common.types import SamplingParams
 WAIT_SECONDS = 10.0
 """Longest wait for siblings. Sessions begin together: a later one may be waiting for a sibling's end."""
 
-WHOLE, APART, TURN, LOOSE = "whole", "apart", "turn", "loose"
+WHOLE, APART, AGAIN, LOOSE = "whole", "apart", "again", "loose"
+FIRST, TURN, SEGMENT = "first", "turn", "segment"
 KINDS = {
     WHOLE: "whole groups",
     APART: "sessions that differ from their siblings",
+    AGAIN: "further requests of single-turn loops",
+    FIRST: "first turns",
     TURN: "later turns",
+    SEGMENT: "turns with a rewritten history",
     LOOSE: "requests of unknown groups",
 }
 """Kinds of submissions, and how reports call them."""
@@ -127,7 +132,7 @@ class GroupMachine:
 
     def _alone(self, session: int, request: Request, turn: int) -> list[Submission | Place]:
         name = prompt_id(self._key, request.tokens, f"-s{session}-t{turn}")
-        return [Submission(name, request, 1, TURN if turn else APART), Place(session, turn, name, 0)]
+        return [Submission(name, request, 1, AGAIN if turn else APART), Place(session, turn, name, 0)]
 
 
 def prompt_id(key: GroupKey, tokens: tuple[int, ...], part: str = "") -> str:

@@ -1,8 +1,8 @@
-"""veRL's agent loops with Seer: the sessions of a prompt are submitted as one group.
+"""veRL's agent loops with Seer: single-turn sessions of a prompt are submitted as one group, others as turns.
 
 Invariants:
-- which requests form a group, and their ids, are decisions of `groups.py`: no token depends on which worker
-  runs a prompt, or on when a session asks;
+- which requests form a group, and their ids, are decisions of `groups.py` and `turns.py`: no token depends on
+  which worker runs a prompt, or on when a session asks;
 - a response is of the live weights that veRL has sent last, or an error;
 - a request that fails is known to the server before its session ends: veRL would go on without the response.
   Training raises the error before it uses the step's responses, validation when its prompts have ended.
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextvars import ContextVar
 from functools import partial
 from typing import Any
@@ -25,16 +25,20 @@ from verl.workers.rollout.llm_server import LLMServerClient
 from verl.workers.rollout.replica import TokenOutput
 
 from seer.integrations.verl.config import Limits, check_trainer, settings
-from seer.integrations.verl.groups import Copies, GroupKey, Submission
+from seer.integrations.verl.groups import Copies, GroupKey, Request, Submission
 from seer.integrations.verl.server import Generator, described, find_server, request_of
 from seer.integrations.verl.sessions import Sessions
+from seer.integrations.verl.turns import Session
 
 COPY = "seer_copy"
 """Field of a batch: how many prompts like this one came before in the step."""
 
+SINGLE_TURN = "single_turn_agent"
+"""veRL's name of the agent loop that asks once: its sessions are submitted as one group."""
 
-GROUP: ContextVar[Sessions[TokenOutput]] = ContextVar("seer_group")
-SESSION: ContextVar[int] = ContextVar("seer_session")
+GROUP: ContextVar[tuple[GroupKey, Sessions[TokenOutput]]] = ContextVar("seer_group")
+ASK: ContextVar[Callable[[Request], Awaitable[TokenOutput]]] = ContextVar("seer_ask")
+"""What the session that runs in this context asks for its tokens."""
 
 
 class SeerClient(LLMServerClient):
@@ -47,14 +51,28 @@ class SeerClient(LLMServerClient):
         self._settings = settings(rollout.engine_kwargs)
         self._seed = int(rollout.seed)
         self._server = find_server()
-        self._generator: Generator | None = None
+        self._connection: Generator | None = None
+
+    @property
+    def _generator(self) -> Generator:
+        if self._connection is None:
+            self._connection = Generator(self._settings, self._limits, self._seed)
+        return self._connection
 
     async def submit(self, what: Submission, step: int) -> list[TokenOutput]:
         """Return all responses to a submission, in order."""
-        if self._generator is None:
-            self._generator = Generator(self._settings, self._seed)
         weights = await self._server.begin.remote(what.kind)
         return await self._generator.run(what, weights, step)
+
+    async def turn(self, session: Session, request: Request) -> TokenOutput:
+        """Return the response to a session's next request."""
+        turns = await self._generator.turns()
+        weights = await self._server.begin.remote(turns.kind(session, request))
+        return await self._generator.turn(session, request, weights)
+
+    async def ended(self, session: Session) -> None:
+        """Take note that a session will ask for nothing more."""
+        (await self._generator.turns()).ended(session)
 
     @rollout_trace_op
     async def generate(
@@ -69,8 +87,8 @@ class SeerClient(LLMServerClient):
         **others: Any,
     ) -> TokenOutput:
         """Return the next tokens of the session that calls this. Raises `SeerError`."""
-        group = GROUP.get(None)
-        if group is None:  # not called by an agent loop
+        ask = ASK.get(None)
+        if ask is None:  # not called by an agent loop
             return await super().generate(
                 request_id, prompt_ids=prompt_ids, sampling_params=sampling_params, image_data=image_data,
                 video_data=video_data, audio_data=audio_data, **others,
@@ -78,7 +96,7 @@ class SeerClient(LLMServerClient):
         try:
             media = (image_data, video_data, audio_data)
             request = request_of(prompt_ids, sampling_params, self._limits, media)
-            return await group.ask(SESSION.get(), request)
+            return await ask(request)
         except Exception as error:
             await self._server.failed.remote(described(error))
             raise
@@ -96,15 +114,21 @@ class SeerAgentLoopWorker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):  #
         index = str(plain(trajectory["sample_index"]))
         key = GroupKey(int(plain(trajectory["step"])), validate, index, int(prompt.pop(COPY)))
         sessions = Sessions(key, n, partial(self.llm_client.submit, step=key.step))
-        GROUP.set(sessions)  # each prompt has a task, and so a context, of its own
+        GROUP.set((key, sessions))  # each prompt has a task, and so a context, of its own
         await super()._run_prompt(prompt, sampling_params, trajectory, **rest)
 
-    async def _run_agent_loop(self, *args: Any, session_id: int, **kwargs: Any) -> None:
-        SESSION.set(session_id)
+    async def _run_agent_loop(self, *args: Any, session_id: int, agent_name: str, **kwargs: Any) -> None:
+        key, sessions = GROUP.get()
+        session = Session(key, session_id)
+        single = agent_name == SINGLE_TURN
+        ask = partial(sessions.ask, session_id) if single else partial(self.llm_client.turn, session)
+        ASK.set(ask)
         try:
-            await super()._run_agent_loop(*args, session_id=session_id, **kwargs)
+            await super()._run_agent_loop(*args, session_id=session_id, agent_name=agent_name, **kwargs)
         finally:
-            GROUP.get().ended(session_id)
+            sessions.ended(session_id)
+            if session.group:
+                await self.llm_client.ended(session)
 
     async def settle(self) -> None:
         """Wait until all prompts that were begun have ended."""

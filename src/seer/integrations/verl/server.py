@@ -16,7 +16,7 @@ from typing import Any
 import ray
 from verl.workers.rollout.replica import RolloutMode, RolloutReplica, TokenOutput
 
-from seer.client import Prompt, RolloutClient
+from seer.client import Prompt, Response, RolloutClient
 from seer.common.errors import InvalidField, RolloutFailed, SeerError
 from seer.integrations.verl.config import (
     ROLLOUT,
@@ -27,6 +27,7 @@ from seer.integrations.verl.config import (
     settings,
 )
 from seer.integrations.verl.groups import KINDS, LOOSE, Copies, Request, Submission, loose_id
+from seer.integrations.verl.turns import Session, Turns
 
 Weights = tuple[int, int]
 """The live weight version, and veRL's global step that it is of."""
@@ -35,10 +36,12 @@ Weights = tuple[int, int]
 class Generator:
     """Submits to the buffer; connects when it is first used. `seed` is veRL's `rollout.seed`."""
 
-    def __init__(self, options: Settings, seed: int) -> None:
+    def __init__(self, options: Settings, limits: Limits, seed: int) -> None:
         self._options = options
+        self._limits = limits
         self._seed = seed
         self._client: RolloutClient | None = None
+        self._turns: Turns | None = None
         self._connecting = asyncio.Lock()
 
     async def client(self) -> RolloutClient:
@@ -49,9 +52,18 @@ class Generator:
                 self._client = await client.__aenter__()
         return self._client
 
+    async def turns(self) -> Turns:
+        """Return the turns of all sessions. Raises `Unreachable`."""
+        client = await self.client()
+        if self._turns is None:
+            self._turns = Turns(
+                client, seed=self._seed, response_length=self._limits.response_length,
+                deadline_seconds=self._options.deadline_seconds,
+            )  # fmt: skip
+        return self._turns
+
     async def run(self, what: Submission, weights: Weights, step: int) -> list[TokenOutput]:
         """Return all responses to a submission, in order. `step` is the rollout number of its noise keys."""
-        version, weights_step = weights
         client = await self.client()
         rollout = await client.submit(
             [Prompt(what.prompt_id, token_ids=what.request.tokens)],
@@ -59,20 +71,28 @@ class Generator:
             sampling=what.request.sampling,
             seed=self._seed,
             rollout_number=step,
-            weight_version=version,
+            weight_version=weights[0],
             deadline_seconds=self._options.deadline_seconds,
         )
         [group] = await rollout.result()
-        names = ("global_steps", "min_global_steps", "max_global_steps")
-        return [
-            TokenOutput(
-                token_ids=response.token_ids.tolist(),
-                log_probs=response.logprobs.tolist(),
-                stop_reason="completed",
-                extra_fields=dict.fromkeys(names, weights_step) | {"weight_version": version},
-            )
-            for response in group.responses
-        ]
+        return [_output(response, weights) for response in group.responses]
+
+    async def turn(self, session: Session, request: Request, weights: Weights) -> TokenOutput:
+        """Return the response to a session's next request."""
+        turns = await self.turns()
+        group = await turns.generate(session, request, weights[0])
+        return _output(group.responses[0], weights)
+
+
+def _output(response: Response, weights: Weights) -> TokenOutput:
+    version, step = weights
+    names = ("global_steps", "min_global_steps", "max_global_steps")
+    return TokenOutput(
+        token_ids=response.token_ids.tolist(),
+        log_probs=response.logprobs.tolist(),
+        stop_reason="completed",
+        extra_fields=dict.fromkeys(names, step) | {"weight_version": version},
+    )
 
 
 def request_of(
@@ -96,7 +116,7 @@ class SeerServer:
     def __init__(self, options: Settings, limits: Limits, seed: int) -> None:
         self._options = options
         self._limits = limits
-        self._generator = Generator(options, seed)
+        self._generator = Generator(options, limits, seed)
         self._weights: Weights | None = None
         self._asleep = False
         self._changing = asyncio.Lock()  # each replica of a run tells the actor to sleep

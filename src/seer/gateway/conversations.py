@@ -1,0 +1,190 @@
+"""Which requests over HTTP go on from an earlier one: a table of the contexts that were answered. Pure.
+
+A context is the prompt and the answer of a request, as token ids. Only its length and a hash are kept; the
+hashes of all beginnings of a prompt are computed at once.
+
+Invariants (tests/unit/test_gateway_conversations.py):
+- a prompt that begins with the whole context of an earlier request of its session goes on from that; from the
+  longest, if there are several. Prompts without a session are one session;
+- what goes on is under way until it is answered: nothing else goes on from it;
+- a prompt of a known session that goes on from nothing there, and is not how a conversation of it began, has
+  a rewritten history: it begins a segment. If the session has one conversation that is not under way, it
+  takes its name;
+- at most `most` conversations are known; the one that was used longest ago is forgotten first.
+
+No token depends on any of this, so a hash that is equal by chance costs time alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from seer.common.wire import Tokens
+
+Words = npt.NDArray[np.uint64]
+Kind = Literal["first", "later", "segment"]
+
+MOST = 10_000
+"""Conversations that are known; each takes about 50 bytes."""
+
+_GROWTH = 8192
+"""Positions for which factors are drawn at once."""
+
+_ROW = np.dtype(
+    [
+        ("length", np.int64),  # 0: free
+        ("hash", np.uint64),
+        ("first", np.uint64),
+        ("session", np.uint64),
+        ("used", np.int64),
+        ("under_way", np.bool_),
+        ("number", np.int64),
+        ("prompt_len", np.int64),
+        ("generated", np.int64),
+    ]
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One request of a conversation. `number` names the conversation, `row` is its place in the table.
+
+    `prompt_len` tokens are the prompt that the conversation, or its segment, began with; `generated` of the
+    others came from the model. `length` and `hash` are of this turn's own prompt; `used` is its time.
+    """
+
+    kind: Kind
+    number: int
+    prompt_len: int
+    generated: int
+    row: int
+    used: int
+    length: int
+    hash: int
+
+    @property
+    def name(self) -> str:
+        """The name of the conversation."""
+        return f"conversation-{self.number}"
+
+
+@dataclass(slots=True)
+class Answer:
+    """The tokens of the answer to a `turn`; None: it has none, or is no turn."""
+
+    turn: Turn | None = None
+    tokens: Tokens | None = None
+
+
+class Conversations:
+    """See the module's docstring. `seed` fixes the hash."""
+
+    def __init__(self, most: int = MOST, seed: int | None = None) -> None:
+        self._table = np.zeros(most, _ROW)
+        self._random = np.random.default_rng(seed)
+        self._factors: Words = np.zeros(0, np.uint64)
+        self._clock = 0
+        self._numbers = 0
+
+    def __len__(self) -> int:
+        return int(np.count_nonzero(self._table["length"]))
+
+    @contextlib.contextmanager
+    def open(self, prompts: Iterable[Tokens], session: str | None) -> Iterator[Answer]:
+        """Take the one prompt of a request, and what its body puts into the answer.
+
+        Without a session (None) it is no turn of a conversation.
+        """
+        if session is None:
+            yield Answer()
+            return
+        [prompt] = prompts
+        answer = Answer(turn := self.begin(prompt, session))
+        try:
+            yield answer
+        finally:
+            if answer.tokens is None:
+                self.failed(turn)
+            else:
+                self.answered(turn, answer.tokens)
+
+    def begin(self, prompt: Tokens, session: str = "") -> Turn:
+        """Return what a prompt is a turn of; `answered` or `failed` must follow."""
+        name = _session_hash(session)
+        beginnings = self._hashes(prompt, 0)
+        row = self._goes_on(beginnings, name)
+        if row is not None:
+            return self._turn("later", row, len(prompt), beginnings[-1])
+        whole = beginnings[-1]
+        known = self._rewritten(name, whole) if session else None
+        row = int(np.argmin(self._table["used"])) if known is None or known < 0 else known
+        number = int(self._table["number"][row])
+        if row != known:
+            self._numbers += 1
+            number = self._numbers
+        self._table[row] = (len(prompt), whole, whole, name, 0, True, number, len(prompt), 0)
+        return self._turn("first" if known is None else "segment", row, len(prompt), whole)
+
+    def answered(self, turn: Turn, tokens: Tokens) -> None:
+        """Take note of the answer to a turn: later prompts may go on from it."""
+        row = self._table[turn.row]
+        if row["used"] != turn.used:
+            return  # it was forgotten meanwhile
+        row["length"] = turn.length + len(tokens)
+        row["hash"] = self._hashes(tokens, turn.length, turn.hash)[-1] if len(tokens) else turn.hash
+        row["generated"] += len(tokens)
+        row["under_way"] = False
+
+    def failed(self, turn: Turn) -> None:
+        """Forget a turn that has no answer: it may come again."""
+        if self._table["used"][turn.row] != turn.used:
+            return
+        if turn.kind == "later":
+            self._table["under_way"][turn.row] = False
+        else:
+            self._table[turn.row] = np.zeros((), _ROW)
+
+    def _goes_on(self, beginnings: Words, session: np.uint64) -> int | None:
+        """Return the row of the longest context that a prompt begins with; None: there is none."""
+        table = self._table
+        fits = (table["length"] > 0) & (table["length"] <= len(beginnings)) & ~table["under_way"]
+        rows = np.flatnonzero(fits & (table["session"] == session))
+        rows = rows[beginnings[table["length"][rows] - 1] == table["hash"][rows]]
+        return int(rows[np.argmax(table["length"][rows])]) if len(rows) else None
+
+    def _rewritten(self, session: np.uint64, whole: np.uint64) -> int | None:
+        """Return the row that a rewritten history takes, -1: a new one; None: it is no rewritten history."""
+        rows = np.flatnonzero((self._table["session"] == session) & (self._table["length"] > 0))
+        if not len(rows) or np.any(self._table["first"][rows] == whole):
+            return None
+        return int(rows[0]) if len(rows) == 1 and not self._table["under_way"][rows[0]] else -1
+
+    def _turn(self, kind: Kind, row: int, length: int, whole: np.uint64) -> Turn:
+        self._clock += 1
+        entry = self._table[row]
+        entry["used"], entry["under_way"] = self._clock, True
+        return Turn(
+            kind, int(entry["number"]), int(entry["prompt_len"]), int(entry["generated"]), row, self._clock,
+            length, int(whole),
+        )  # fmt: skip
+
+    def _hashes(self, tokens: Tokens, start: int, before: int = 0) -> Words:
+        """Return the hash of each beginning that ends in `tokens`, which follow on `start` others."""
+        while len(self._factors) < start + len(tokens):
+            drawn = self._random.integers(0, 2**64, _GROWTH, np.uint64)
+            self._factors = np.concatenate([self._factors, drawn])
+        factors = self._factors[start : start + len(tokens)]
+        sums = np.cumsum((tokens.astype(np.uint64) + np.uint64(1)) * factors, dtype=np.uint64)
+        return sums + np.uint64(before)
+
+
+def _session_hash(session: str) -> np.uint64:
+    digest = hashlib.blake2b(session.encode(), digest_size=8).digest()
+    return np.uint64(int.from_bytes(digest, "little"))

@@ -1,0 +1,147 @@
+"""Which requests over HTTP go on from which: found whatever comes between, bounded, and never waited for."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from seer.gateway.conversations import Conversations
+
+
+def ids(*tokens):
+    return np.array(tokens, np.int32)
+
+
+def say(conversations, prompt, *answer, session=""):
+    turn = conversations.begin(ids(*prompt), session)
+    conversations.answered(turn, ids(*answer))
+    return turn
+
+
+def seen(turn):
+    return turn.kind, turn.prompt_len, turn.generated
+
+
+def test_a_prompt_that_begins_with_a_whole_context_goes_on():
+    conversations = Conversations()
+    first = say(conversations, [1, 2], 3, 4)
+    assert seen(first) == ("first", 2, 0)
+    for other in ([1, 2, 3], [1, 2, 3, 5, 4], [2, 1, 3, 4], [1, 2, 4, 3, 7]):
+        assert say(conversations, other, 50).kind == "first"
+    second = say(conversations, [1, 2, 3, 4, 9], 5)
+    assert (seen(second), second.name) == (("later", 2, 2), first.name)
+    assert seen(say(conversations, [1, 2, 3, 4, 9, 5])) == ("later", 2, 3)
+    assert say(conversations, [1, 2, 3, 4, 8]).kind == "first"  # the context has grown
+
+
+def test_the_longest_context_is_gone_on_from():
+    conversations = Conversations()
+    turns = [conversations.begin(ids(*range(1, length))) for length in (2, 3, 4)]
+    for turn, token in zip(turns, (2, 3, 0), strict=True):
+        conversations.answered(turn, ids(token))
+    names = [turn.name for turn in turns]
+    assert say(conversations, [1, 2, 3, 0, 5]).name == names[2]
+    assert say(conversations, [1, 2, 3, 7]).name == names[1]
+
+
+@given(st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=4), min_size=1, max_size=30), st.data())
+def test_it_is_what_a_list_of_contexts_would_say(prompts, data):
+    conversations, contexts = Conversations(seed=0), []
+    for prompt in prompts:
+        grow = contexts and data.draw(st.booleans())
+        prompt = [*data.draw(st.sampled_from(contexts)), *prompt] if grow else prompt
+        known = [context for context in contexts if prompt[: len(context)] == context]
+        answer = data.draw(st.lists(st.integers(0, 2), min_size=1, max_size=3))
+        turn = say(conversations, prompt, *answer)
+        assert (turn.kind == "later") == bool(known)
+        if known:
+            contexts.remove(max(known, key=len))
+        contexts.append([*prompt, *answer])
+        assert len(conversations) == len(contexts)
+
+
+def test_nothing_goes_on_from_what_is_under_way():
+    conversations = Conversations()
+    say(conversations, [1], 2)
+    under_way = conversations.begin(ids(1, 2, 3))
+    assert conversations.begin(ids(1, 2, 3)).kind == "first"
+    conversations.failed(under_way)
+    assert seen(conversations.begin(ids(1, 2, 3))) == ("later", 1, 1)
+
+
+def test_a_request_without_an_answer_leaves_nothing():
+    conversations = Conversations()
+    conversations.failed(conversations.begin(ids(1)))
+    assert len(conversations) == 0
+    assert say(conversations, [1], 2).kind == "first"
+
+
+def test_sessions_are_apart():
+    conversations = Conversations()
+    say(conversations, [1], 2, session="a")
+    assert say(conversations, [1, 2, 3], session="b").kind == "first"
+    assert say(conversations, [1, 2, 3]).kind == "first"
+    assert say(conversations, [1, 2, 3], session="a").kind == "later"
+
+
+def test_a_rewritten_history_is_a_segment_and_goes_where_the_conversation_was():
+    conversations = Conversations()
+    first = say(conversations, [1, 2], 7, 8, 3, session="a")
+    rewritten = say(conversations, [1, 2, 3, 4], 7, 5, session="a")
+    assert (seen(rewritten), rewritten.name) == (("segment", 4, 0), first.name)
+    assert seen(say(conversations, [1, 2, 3, 4, 7, 5, 6], 9, session="a")) == ("later", 4, 2)
+    assert len(conversations) == 1
+    assert say(conversations, [1, 2, 3, 4], 1).kind == "first"  # without a session nobody can tell
+
+
+def test_samples_of_one_prompt_may_share_a_session():
+    conversations = Conversations()
+    one, two = (say(conversations, [1, 2], token, session="prompt 7") for token in (3, 4))
+    assert (one.kind, two.kind) == ("first", "first")
+    assert say(conversations, [1, 2, 4, 5], session="prompt 7").name == two.name
+    rewritten = say(conversations, [1, 6], session="prompt 7")
+    assert rewritten.kind == "segment"
+    assert rewritten.name not in (one.name, two.name)
+
+
+def test_a_session_that_is_generating_is_not_taken_by_a_rewritten_history():
+    conversations = Conversations()
+    under_way = conversations.begin(ids(1, 2), "a")
+    rewritten = say(conversations, [5], session="a")
+    assert rewritten.kind == "segment"
+    assert rewritten.name != under_way.name
+    conversations.answered(under_way, ids(3))
+    assert say(conversations, [1, 2, 3], session="a").name == under_way.name
+
+
+def test_the_oldest_are_forgotten():
+    conversations = Conversations(most=3)
+    under_way = conversations.begin(ids(1))
+    for token in (2, 3):
+        say(conversations, [token], 9)
+    say(conversations, [2, 9], 9)
+    say(conversations, [4], 9)
+    assert len(conversations) == 3
+    conversations.answered(under_way, ids(9))  # its place is taken
+    conversations.failed(under_way)
+    assert [say(conversations, prompt).kind for prompt in ([2, 9, 9], [3, 9], [1, 9])] == [
+        "later", "later", "first",
+    ]  # fmt: skip
+
+
+def test_contexts_may_be_long():
+    conversations = Conversations()
+    prompt = np.arange(20_000, dtype=np.int32)
+    conversations.answered(conversations.begin(prompt), ids(*range(5000)))
+    assert conversations.begin(np.concatenate([prompt, ids(*range(5000))])).kind == "later"
+
+
+@pytest.mark.parametrize("tokens", [None, ids(4)])
+def test_what_a_request_came_to_is_kept(tokens):
+    conversations = Conversations()
+    with conversations.open([ids(1)], None) as answer:
+        assert answer.turn is None
+    assert len(conversations) == 0
+    with conversations.open([ids(1)], "") as answer:
+        answer.tokens = tokens
+    assert len(conversations) == (tokens is not None)
