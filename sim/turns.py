@@ -41,7 +41,8 @@ def draw(load: Workload, seed: int) -> list[list[Trajectory]]:
     lengths = load.draw(seed)
     if load.turns == 1:
         return [[(Turn(length),) for length in group] for group in lengths]
-    cuts = (load.turns - 1) / (load.mean or statistics.fmean(chain.from_iterable(lengths)))
+    mean = statistics.fmean(chain.from_iterable(lengths)) if load.lengths else load.mean
+    cuts = (load.turns - 1) / mean
     return [[_cut(load, length, cuts, rng) for length in group] for group in lengths]
 
 

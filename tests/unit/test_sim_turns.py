@@ -65,6 +65,13 @@ def test_means_are_those_asked_for_and_long_trajectories_have_more_turns():
     assert statistics.fmean(map(len, drawn[-100:])) > 3 * statistics.fmean(map(len, drawn[:100]))
 
 
+def test_recorded_lengths_have_as_many_turns():
+    load = replace(TURNS, lengths=((1000,) * 100, (500,) * 100), tool_tokens=0.0)
+    long, short = turns.draw(load, 0)
+    assert {turns.generated(each) for each in long} == {1000}
+    assert statistics.fmean(map(len, long + short)) == pytest.approx(5, rel=0.1)
+
+
 def test_a_trajectory_ends_where_its_context_is_full():
     full = turns.draw(replace(TURNS, tool_tokens=400.0), 7)
     sums = [
