@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from seer.common.errors import InvalidField
 from seer.sim.drafting import DRAFT_SHARE, GAINS, kind_of
+from seer.sim.turns import Trajectory, generated
 from seer.sim.workload import Model, Workload
 
 Floats = NDArray[np.float64]
@@ -39,7 +40,7 @@ def lower_bound(tokens: int, longest: int, capacity: float, seconds_per_token: f
 
 @dataclass(frozen=True, slots=True)
 class Least:
-    """What a rollout needs at least: `work` in instance-seconds, `alone` seconds for its longest response."""
+    """What a rollout needs at least: `work` in instance-seconds, `alone` seconds for any response alone."""
 
     tokens: int
     longest: int
@@ -53,12 +54,22 @@ class Least:
         )
 
 
-def of_rollout(load: Workload, lengths: Sequence[Sequence[int]], drafts: bool) -> Least:
+def of_trajectories(load: Workload, trajectories: Sequence[Sequence[Trajectory]], drafts: bool) -> Least:
+    """Return the least that trajectories (by group) need; what tools add to their contexts is not counted."""
+    lengths = [[generated(each) for each in group] for group in trajectories]
+    away = [sum(turn.tool_seconds for turn in each) for group in trajectories for each in group]
+    return of_rollout(load, lengths, drafts, away)
+
+
+def of_rollout(
+    load: Workload, lengths: Sequence[Sequence[int]], drafts: bool, away: Sequence[float] = (0.0,)
+) -> Least:
     """Return the least that responses of these lengths (by group) need on the workload's engines.
 
-    Every row and every token of KV that is read takes its time; there are as few steps as memory
-    (`kv_tokens`, `max_num_seqs`) allows, all with full batches. With drafts each token uses the draft length
-    that is cheapest for it, accepted as often as with all responses of the group in the tree.
+    `away`: seconds that each waits for its tools, or one number for all. Every row and every token of KV that
+    is read takes its time; there are as few steps as memory (`kv_tokens`, `max_num_seqs`) allows, all with
+    full batches. With drafts each token uses the draft length that is cheapest for it, accepted as often as
+    with all responses of the group in the tree.
     """
     model = load.model
     flat = np.array([length for group in lengths for length in group])
@@ -75,7 +86,10 @@ def of_rollout(load: Workload, lengths: Sequence[Sequence[int]], drafts: bool) -
         for share in (context / model.kv_tokens, np.full(longest, 1 / model.max_num_seqs))
         for part in (0.0, least_hidden)
     )
-    alone = max(float(_cheapest(model, context, gains, np.ones(longest), part).sum()) for part in (0.0, 1.0))
+    alone = max(
+        float((_cheapest(model, context, gains, np.ones(longest), part).cumsum()[flat - 1] + away).max())
+        for part in (0.0, 1.0)
+    )
     prefill = load.prompt * model.prefill
     return Least(int(flat.sum()), longest, work + flat.size * prefill, alone + prefill)
 

@@ -84,9 +84,11 @@ class Cluster:
         self.load, self.every = load, every
         self.record: Record | None = None
         self.lengths = {f"r/{g}#{i}": n for g, group in enumerate(lengths) for i, n in enumerate(group)}
+        self.totals = self.lengths  # of the whole response that a request is part of
         self._sizes = [len(group) for group in lengths]
+        self._responses = sum(self._sizes)
         self.buffer = RequestMachine(
-            policy, state.Limits(chunk_size=chunk_size, max_requests=len(self.lengths))
+            policy, state.Limits(chunk_size=chunk_size, max_requests=self._responses)
         )
         self.context = EstimateMachine(ESTIMATORS[policy.estimator]())
         self.drafts = drafts
@@ -101,6 +103,7 @@ class Cluster:
         self._wakes = dict.fromkeys(self.instances, math.inf)
         self._publishing = False
         self._began: dict[str, int] = {}  # how many responses of each group have started
+        self._computed: dict[str, int] = {}  # tokens of each response whose KV is somewhere
         self._since: dict[str, float] = {}
         self.counts = dict.fromkeys(("pulled_tokens", "prefilled_tokens"), 0.0)
         self._outcome = Outcome(0.0, 0.0, sum(self.lengths.values()), self.counts, [])
@@ -109,17 +112,31 @@ class Cluster:
         """Run until the last response has finished; return the result."""
         for instance in self.instances.values():
             self._tell(Joined(instance.name, self.load.capacity))
+        self._submit()
+        if self.every:
+            self._sample()
+        while len(self._outcome.finished) < self._responses:
+            self.now, _, action, values = heapq.heappop(self._events)
+            action(*values)
+        return self._close()
+
+    def _submit(self) -> None:
         by_size: dict[int, list[events.GroupSpec]] = {}
         for number, size in enumerate(self._sizes):
             by_size.setdefault(size, []).append(events.GroupSpec(str(number), self.load.prompt))
         for size, specs in by_size.items():
             self._tell(events.GroupsSubmitted("trainer", "r", size, self.load.cap, specs))
-        if self.every:
-            self._sample()
-        while len(self._outcome.finished) < len(self.lengths):
-            self.now, _, action, values = heapq.heappop(self._events)
-            action(*values)
-        return self._close()
+
+    def _response_of(self, request_id: str) -> str:
+        """Return which response a request is of; what instances cache is kept by it."""
+        return request_id
+
+    def _is_last(self, request_id: str) -> bool:
+        """Return whether a response ends with this request."""
+        return True
+
+    def _delivered(self, request_id: str) -> None:
+        """Do what a trainer does when a request has ended."""
 
     def _close(self) -> Outcome:
         outcome = self._outcome
@@ -174,21 +191,28 @@ class Cluster:
             float(view.context),
             view.prompt_len + min(view.generated + item.max_new_tokens, self.lengths[item.request_id]),
         )
-        group = request.group.group_id
-        if not view.generated:
-            chunk.prefill = float(view.context)
-            self.counts["prefilled_tokens"] += view.context
-            self._began[group] = self._began.get(group, 0) + 1
-        elif (missing := view.context - instance.take(item.request_id)) > 0:
-            begins = max(self.now, instance.link_free_at)
-            instance.link_free_at = begins + missing * self.load.model.pull
-            start += instance.link_free_at - self.now
-            self.counts["pulled_tokens"] += missing
+        group = request.group.shared_id or request.group.group_id
+        self._began[group] = self._began.get(group, 0) + (not view.produced)
+        start += self._bring(item.request_id, view.context, chunk, instance)
         if self.drafts:
             chunk.kind = kind_of(self._began[group] - 1, item.probe)
         if self.every:
             self._since[item.request_id] = start
         self._at(start, self._add, instance, chunk)
+
+    def _bring(self, request_id: str, context: int, chunk: Chunk, instance: Instance) -> float:
+        """Have a context's KV: cached, from the pool or computed; return the seconds to wait for it."""
+        response = self._response_of(request_id)
+        computed = self._computed.get(response, 0)
+        missing = computed - instance.take(response)
+        pulled = missing if self.load.pool and missing > 0 else 0.0
+        chunk.prefill = context - computed + missing - pulled
+        self.counts["prefilled_tokens"] += chunk.prefill
+        if not pulled:
+            return 0.0
+        self.counts["pulled_tokens"] += pulled
+        instance.link_free_at = max(self.now, instance.link_free_at) + pulled * self.load.model.pull
+        return instance.link_free_at - self.now
 
     # --- engines -----------------------------------------------------------------------------
 
@@ -216,15 +240,19 @@ class Cluster:
             if self.every:
                 span = (chunk.request_id, instance.name, self._since[chunk.request_id], self.now)
                 self._outcome.spans.append(span)
-            if done:
+            response = self._response_of(chunk.request_id)
+            self._computed[response] = chunk.end
+            if done and self._is_last(chunk.request_id):
                 self._outcome.finished.append(self.now)
             else:
-                instance.leave(chunk.request_id, chunk.length)
+                instance.leave(response, chunk.length)
             ended = events.ChunkEnded(
                 instance.name, chunk.request_id, chunk.attempt, generated - view.generated,
                 "stop" if done else "", preemptions=chunk.preemptions,
             )  # fmt: skip
             self._tell(ended)
+            if done:
+                self._delivered(chunk.request_id)
 
     def _sample(self) -> None:
         engines = self.instances.values()

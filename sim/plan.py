@@ -9,7 +9,8 @@ from collections.abc import Callable
 from msgspec.structs import replace
 
 from seer.common.errors import InvalidField
-from seer.sim.bound import of_rollout
+from seer.sim import turns
+from seer.sim.bound import of_trajectories
 from seer.sim.study import Run, Task, Variant, run_all
 from seer.sim.workload import Workload
 
@@ -33,7 +34,7 @@ def instances_for(
     (instances, seconds) of each number tried. Raises `InvalidField` if no number suffices.
     """
     seeds = 1 if load.lengths else seeds
-    least = [of_rollout(load, load.draw(seed), variant.drafts) for seed in range(seeds)]
+    least = [of_trajectories(load, turns.draw(load, seed), variant.drafts) for seed in range(seeds)]
     alone = statistics.median(each.alone for each in least)
     if alone > seconds:
         fix = f"no number of instances suffices: the longest response alone takes {alone:.0f} s"

@@ -25,8 +25,10 @@ from seer.common.policy.schedule import POLICIES, oracle
 from seer.services.buffer.log import rows
 from seer.services.buffer.requests.events import Event
 from seer.services.buffer.requests.instructions import Instruction
-from seer.sim.bound import of_rollout
+from seer.sim import turns
+from seer.sim.bound import of_trajectories
 from seer.sim.cluster import Cluster, Outcome
+from seer.sim.turn_cluster import TurnCluster
 from seer.sim.workload import Workload
 
 ORACLE = "oracle"
@@ -101,7 +103,9 @@ class Ratio(msgspec.Struct):
 class Summary(msgspec.Struct, kw_only=True):
     """A variant over all seeds. Seconds; `tail_ratio`: of mean tails, None if the baseline's is 0.
 
-    `error` is the mean |ln(length / estimate)| over the `predicted` share of responses.
+    `error` is the mean |ln(length / estimate)| over the `predicted` share of responses. Of contexts,
+    `computed_tokens` were computed, again or not, and `pulled_tokens` came from the pool; instances ran
+    nothing for an `idle` share of the time.
     """
 
     variant: Variant
@@ -119,18 +123,26 @@ class Summary(msgspec.Struct, kw_only=True):
     pulled_terabytes: float
     predicted: float
     error: float
+    computed_tokens: float
+    pulled_tokens: float
+    idle: float
 
 
 def perform(task: Task, log: BinaryIO | None = None) -> Run:
     """Simulate one rollout; what its buffer is told and answers is written to `log`, as a real one's is."""
     load, variant = task.load, task.variant
-    lengths = load.draw(task.seed)
-    bound = of_rollout(load, lengths, variant.drafts).seconds(load.instances)
+    drawn = turns.draw(load, task.seed)
+    bound = of_trajectories(load, drawn, variant.drafts).seconds(load.instances)
     known: dict[str, int] = {}
     policy = oracle(known) if variant.policy == ORACLE else POLICIES[variant.policy]
     every = bound / 200 if task.traced else 0.0
-    cluster = Cluster(load, policy, lengths, task.chunk_size, variant.drafts, every)
-    known |= cluster.lengths
+    cluster: Cluster
+    if load.turns > 1:
+        cluster = TurnCluster(load, policy, drawn, task.chunk_size, variant.drafts, every)
+    else:
+        lengths = [[turns.generated(each) for each in group] for group in drawn]
+        cluster = Cluster(load, policy, lengths, task.chunk_size, variant.drafts, every)
+    known |= cluster.totals
     if log is not None:
         _log(cluster, log)
     outcome = cluster.run()
@@ -244,6 +256,11 @@ def _summary(runs: Sequence[Run], baseline: Sequence[Run], first: Sequence[Run])
         pulled_terabytes=statistics.fmean(run.counts["pulled_bytes"] for run in runs) / 1e12,
         predicted=predicted / requests,
         error=errors / max(predicted, 1),
+        computed_tokens=statistics.fmean(
+            run.counts["prefilled_tokens"] + run.counts["recomputed_tokens"] for run in runs
+        ),
+        pulled_tokens=statistics.fmean(run.counts["pulled_tokens"] for run in runs),
+        idle=1 - statistics.fmean(run.counts["busy"] for run in runs),
     )
 
 

@@ -20,7 +20,7 @@ import msgspec
 import numpy as np
 
 from seer.common.errors import InvalidField
-from seer.common.types import Capacity
+from seer.common.types import MAX_IDLE_SECONDS, Capacity
 
 OUTLIER = 2.5
 """Factor by which outliers are longer."""
@@ -78,7 +78,9 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """A rollout of `groups` prompts x `group_size` responses on `instances` engines.
 
     `lengths` are recorded lengths by group; if empty they are drawn from `mean`, `cap`, `sigma` (of log
-    length), `between` and `outliers`. Raises `InvalidField`.
+    length), `between` and `outliers`. With `turns` above 1 responses are trajectories of that many turns on
+    average, and `cap` counts what tools add as well; `sim/turns.py` has what the `tool_` fields mean.
+    `pool`: instances share a KV pool; else what one does not have it computes again. Raises `InvalidField`.
     """
 
     name: str
@@ -93,6 +95,11 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     outliers: float = 0.05
     prompt: int = 512
     lengths: tuple[tuple[int, ...], ...] = ()
+    turns: float = 1.0
+    tool_tokens: float = 0.0
+    tool_seconds: float = 0.0
+    tool_sigma: float = 1.2
+    pool: bool = True
 
     def __post_init__(self) -> None:
         for name in ("instances", "groups", "group_size", "cap", "prompt"):
@@ -105,6 +112,7 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             raise InvalidField("workload.mean", self.mean, f"must be in [1, cap = {self.cap})")
         if not 0 < self.sigma < 10:
             raise InvalidField("workload.sigma", self.sigma, "must be in (0, 10)")
+        self._check_turns()
         if any(not 1 <= length <= self.cap for group in self.lengths for length in group):
             raise InvalidField("workload.lengths", "...", f"must be in [1, cap = {self.cap}]")
         if self.prompt + self.cap + 1 > self.model.kv_tokens:
@@ -112,6 +120,20 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
                 "model.kv_tokens", self.model.kv_tokens,
                 f"cannot hold one response: raise it above prompt + cap = {self.prompt + self.cap}",
             )  # fmt: skip
+
+    def _check_turns(self) -> None:
+        for name, low, high in (
+            ("turns", 1, self.cap),
+            ("tool_tokens", 0, self.cap),
+            ("tool_seconds", 0, MAX_IDLE_SECONDS),
+            ("tool_sigma", 0, 10),
+        ):
+            if not low <= getattr(self, name) <= high:
+                raise InvalidField(f"workload.{name}", getattr(self, name), f"must be in [{low}, {high:g}]")
+        if self.turns == 1 and (self.tool_tokens or self.tool_seconds):
+            raise InvalidField(
+                "workload.turns", self.turns, "tools follow turns: give more than 1, or no tools"
+            )
 
     @property
     def capacity(self) -> Capacity:

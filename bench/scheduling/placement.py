@@ -29,31 +29,11 @@ from seer.common.policy import placement
 from seer.common.policy.fleet import Fleet
 from seer.common.policy.request import RequestView
 from seer.common.policy.schedule import POLICIES, Policy
-from seer.services.buffer.requests.instructions import Dispatch
 from seer.sim import study
-from seer.sim.cluster import Cluster
-from seer.sim.instance import Chunk, Instance
+from seer.sim.cluster import Cluster, Outcome
 from seer.sim.workload import TUNING_SEED, WORKLOADS, Workload
 
 SEER = POLICIES["seer"]
-
-
-class Poolless(Cluster):
-    """A cluster whose instances compute again what a pool would have brought."""
-
-    def __init__(self, load: Workload, policy: Policy, lengths: list[list[int]], chunk_size: int) -> None:
-        model = msgspec.structs.replace(load.model, pull=0.0)
-        super().__init__(msgspec.structs.replace(load, model=model), policy, lengths, chunk_size)
-        self._missing: dict[str, float] = {}
-
-    def _dispatch(self, order: Dispatch) -> None:
-        before = self.counts["pulled_tokens"]
-        super()._dispatch(order)
-        self._missing[order.request_id] = self.counts["pulled_tokens"] - before
-
-    def _add(self, instance: Instance, chunk: Chunk) -> None:
-        chunk.prefill += self._missing.pop(chunk.request_id)
-        super()._add(instance, chunk)
 
 
 def together() -> Policy:
@@ -86,21 +66,27 @@ VARIANTS = {
 }
 
 
-def cell(load: Workload, cluster: type[Cluster], seeds: int) -> dict[str, Any]:
+def cell(load: Workload, seeds: int) -> dict[str, Any]:
     every = {}
     drawn = [load.draw(seed) for seed in range(TUNING_SEED, TUNING_SEED + seeds)]
     for name, (spread, size, policy) in VARIANTS.items():
         placement.BALANCE_SPREAD = spread  # which `stay_or_least_loaded` looks up whenever it is asked
-        every[name] = [cluster(load, policy(), lengths, size).run() for lengths in drawn]
+        every[name] = [Cluster(load, policy(), lengths, size).run() for lengths in drawn]
     rows = {}
     for name, runs in every.items():
         over = study.ratio(every["as it is"], runs)
         rows[name] = {
             "over": [round(value, 4) for value in (over.mean, over.low or 0.0, over.high or 0.0)],
             "moved": round(fmean(run.counts["migrations"] / run.counts["chunks"] for run in runs), 3),
-            "missing": round(fmean(run.counts["pulled_tokens"] / run.tokens for run in runs), 2),
+            "missing": round(fmean(missing(load, run) / run.tokens for run in runs), 2),
         }
     return rows
+
+
+def missing(load: Workload, run: Outcome) -> float:
+    """Return the tokens of context that an instance had to fetch, or to compute once more."""
+    prompts = load.prompt * len(run.finished)
+    return run.counts["pulled_tokens"] + run.counts["prefilled_tokens"] - prompts
 
 
 def few(load: Workload) -> Workload:
@@ -118,14 +104,14 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=2)
     options = parser.parse_args()
     found = []
-    for name, which, cluster in itertools.product(options.workloads, options.loads, (Cluster, Poolless)):
+    for name, which, pool in itertools.product(options.workloads, options.loads, (True, False)):
         started = time.perf_counter()
         load = WORKLOADS[name]()
         load = load if options.whole else quarter(name, load.group_size, load.between)
-        load = few(load) if which == "few" else load
+        load = msgspec.structs.replace(few(load) if which == "few" else load, pool=pool)
         shape = {"workload": name, "load": which, "instances": load.instances, "prompts": load.groups}
-        rows = cell(load, cluster, options.seeds)
-        found.append({**shape, "pool": cluster is Cluster, "variants": rows})
+        rows = cell(load, options.seeds)
+        found.append({**shape, "pool": pool, "variants": rows})
         print(f"{found[-1]} {time.perf_counter() - started:.0f} s", file=sys.stderr, flush=True)
     print(json.dumps({"seeds": options.seeds, "chunk_size": CHUNK, "cells": found}, indent=1))
 

@@ -135,10 +135,10 @@ def _longest_first(request: RequestView, estimate: Estimate) -> OrderKey:
 
 
 def oracle(lengths: Mapping[str, int]) -> Policy:
-    """Return a policy that knows all output lengths: longest remaining first. For simulations."""
+    """Return a policy that knows the output of all turns: longest remaining first. For simulations."""
 
     def longest_remaining(request: RequestView, estimate: Estimate) -> OrderKey:
-        return (request.generated - lengths[request.request_id], request.queued)
+        return (request.produced - lengths[request.request_id], request.queued)
 
     return Policy("oracle", longest_remaining, stay_or_least_loaded, chunked=True, admission=True)
 

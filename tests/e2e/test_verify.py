@@ -66,6 +66,25 @@ def test_a_planted_fault_is_called_a_bug_and_a_clean_cell_agrees(tmp_path):
     assert report["dtype"] == "float32"
 
 
+@pytest.mark.timeout(900)
+def test_a_fault_planted_in_turns_is_called_a_bug_and_a_clean_cell_agrees(tmp_path):
+    size = ("-n", 4, "--max-tokens", 160, "--min-tokens", 1000)
+    code, report, text = verify(
+        tmp_path, 8, "--turns", *size, "--matrix", "turns-migrate,turns-recompute", "--plant-fault",
+        "--set", *ONE_CORE,
+    )  # fmt: skip
+    assert code == 1
+    assert "the planted fault was found (in turns-migrate" in text
+    faulty, clean = report["cells"]
+    assert faulty["bug"] > 0
+    for mismatch in faulty["comparison"]["mismatches"]:
+        assert (mismatch["kind"], mismatch["expected"]) == ("token", mismatch["reference"])
+        assert (mismatch["verdict"] == "bug") == (mismatch["gap"] > mismatch["error"])
+    assert not clean["unmet"]
+    assert clean["bug"] == 0
+    assert clean["counters"]["tokens"] == report["reference"]["counters"]["tokens"]
+
+
 async def test_engines_that_go_on_to_the_next_cell_keep_no_kv(tiny_model, monkeypatch):
     settings = [
         f"shared.model={tiny_model}",
@@ -139,6 +158,16 @@ def test_a_single_short_response_is_made_to_preempt_and_is_compared(tmp_path):
     (cell,) = report["cells"]
     assert cell["counters"]["preemptions"] > 0
     assert cell["comparison"]["responses"] == cell["n"] == report["n"] > 1
+
+
+@pytest.mark.breadth
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_all_cells_with_turns_pass(tmp_path):
+    code, report, text = verify(tmp_path, 8, "--turns", "-n", 4, "--max-tokens", 160)
+    assert code == 0, text
+    pool = [] if import_problem() else ["turns-pool"]
+    assert [cell["name"] for cell in report["cells"]] == ["turns-migrate", *pool, "turns-recompute"]
 
 
 @pytest.mark.breadth

@@ -54,6 +54,22 @@ def test_a_table_has_a_row_for_each_policy_and_the_report_the_same_figures(
     assert "paper" not in result.output
 
 
+def test_responses_with_turns_have_columns_of_their_own(tiny: Path, tmp_path: Path) -> None:
+    report = tmp_path / "report.json"
+    assert "computed" not in sim("--workload", tiny, "--policy", "seer", "--seeds", 1).output
+    tiny.write_text("turns = 3\ntool_tokens = 20\ntool_seconds = 5\n" + tiny.read_text())
+    result = sim("--workload", tiny, "--policy", "seer", "--seeds", 2, "--json", report)
+    assert result.exit_code == 0, result.output
+    [heading] = [line for line in result.output.splitlines() if line.startswith("┃")]
+    assert [cell.strip() for cell in heading.split("┃")[-4:-1]] == ["computed", "pulled", "idle"]
+    seer = json.loads(report.read_text())["workloads"][0]["policies"][1]["summary"]
+    row = next(line for line in result.output.splitlines() if line.startswith("│ seer"))
+    found = [float(cell.strip(" %")) for cell in row.split("│")[-4:-1]]
+    expected = [seer["computed_tokens"] / 1e6, seer["pulled_tokens"] / 1e6, 100 * seer["idle"]]
+    assert found == pytest.approx(expected, abs=0.051)
+    assert seer["idle"] > 0.1
+
+
 def test_all_policies_are_compared_unless_told_otherwise(tiny: Path) -> None:
     result = sim("--workload", tiny, "--seeds", 1)
     assert result.exit_code == 0, result.output

@@ -16,8 +16,9 @@ from seer.common.wire import InstanceStatus, Progress
 from seer.local import pool_plan
 from seer.local.hardware import Hardware
 from seer.verify.cell_run import _and_once, _final_status
-from seer.verify.cells import CELLS, REFERENCE, choose, scarce_pool_bytes
+from seer.verify.cells import CELLS, choose, scarce_pool_bytes
 
+REFERENCE = CELLS["one-go"]
 HERE = Hardware(cores=[0, 1], devices=[], free_bytes=0)
 RANKS = ["tp-2", "pool-tp-2", "drafts-tp-2"]
 POOLS = ["pool-migrate", "pool-warm", "pool-ssd", "pool-tp-2", "drafts"]

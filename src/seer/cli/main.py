@@ -219,6 +219,7 @@ def rollout(**options: object) -> None:
     show_default=True,
     help="Most seconds for one cell's rollout.",
 )
+@click.option("--turns", is_flag=True, help="Responses of four turns, with a tool in between: other cells.")
 @click.option("--plant-fault", is_flag=True, help="Change one token in one cell: the check must find it.")
 @_BACKEND
 @click.option("--json", "json_file", type=_FILE, help="Write the whole report as JSON.")

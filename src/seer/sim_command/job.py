@@ -206,7 +206,7 @@ def table_of(load: Workload, summaries: Sequence[Summary], job: Job) -> Table:
         f"{summaries[0].seeds} seed{'s' * (summaries[0].seeds > 1)}"
     )
     table = Table(title=Text(title), title_justify="left", title_style="bold")
-    rows = [_cells(each, figures(load, each.variant)) for each in summaries]
+    rows = [_cells(each, figures(load, each.variant)) | _turn_cells(load, each) for each in summaries]
     shown = [heading for heading in rows[0] if any(row[heading] for row in rows)]
     for heading in shown:
         style = "cyan" if heading.startswith("paper") else ""
@@ -238,6 +238,17 @@ def _cells(found: Summary, paper: Figures) -> dict[str, str]:
         "migr.": f"{found.migrations:.0f}",
         "TB": f"{found.pulled_terabytes:.1f}",
         "error": f"{found.error:.2f}",
+    }
+
+
+def _turn_cells(load: Workload, found: Summary) -> dict[str, str]:
+    """Return what a row has beside where responses have turns: millions of tokens, and a share."""
+    if load.turns == 1:
+        return {}
+    return {
+        "computed": f"{found.computed_tokens / 1e6:.2f}",
+        "pulled": f"{found.pulled_tokens / 1e6:.2f}",
+        "idle": f"{found.idle:.1%}",
     }
 
 

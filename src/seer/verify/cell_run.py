@@ -36,6 +36,7 @@ from seer.common.wire import InstanceStatus, Progress
 from seer.local.system import LocalSystem
 from seer.report.pool import pool_use
 from seer.rollout.progress import Show, showing
+from seer.verify import turns
 from seer.verify.cells import Cell
 
 ROLLOUT_NUMBER = 0
@@ -54,6 +55,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
 
     `matrix` names cells, comma-separated; empty: all that can run here. `logprob_tolerance` is in
     raw logits; None: by the model's dtype. `cell_seconds` is the deadline of one cell's rollout.
+    `turns`: cells are those whose responses have turns.
     """
 
     prompts: Path
@@ -66,6 +68,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     logprob_tolerance: float | None = None
     plant_fault: bool = False
     cell_seconds: float = 3600.0
+    turns: bool = False
 
 
 class CellRun(msgspec.Struct, frozen=True, kw_only=True):
@@ -141,9 +144,9 @@ class Runner:
 
         job = replace(self.job, n=n)
         if cell.again:
-            await system.run(_roll(system.endpoint, job, self._prompts, {}))
+            await system.run(_roll(system.endpoint, cell, job, self._prompts, {}))
         watch = partial(_and_once, act=kill, tokens=halfway) if cell.killed else None
-        found = await system.run(_roll(system.endpoint, job, self._prompts, self._generated, watch))
+        found = await system.run(_roll(system.endpoint, cell, job, self._prompts, self._generated, watch))
         self._generated = found.generated
         if cell.disk:
             figures = read_figures(await ask_master(system.config.pool.metrics))
@@ -168,6 +171,7 @@ async def _forget_kv(endpoint: str, instances: int) -> None:
 
 async def _roll(
     endpoint: str,
+    cell: Cell,
     job: Job,
     prompts: list[Prompt],
     before: Mapping[str, int],
@@ -176,22 +180,20 @@ async def _roll(
     """Run the prompts; `before`: tokens that each engine had generated, by name."""
     async with RolloutClient(endpoint) as client:
         started = time.monotonic()
-        rollout = await client.submit(
-            prompts,
-            n=job.n,
-            sampling=job.sampling,
-            seed=job.seed,
-            rollout_number=ROLLOUT_NUMBER,
-            deadline_seconds=job.cell_seconds,
-        )
-        with showing(len(prompts) * job.n) as show:
-            rollout.on_progress = show if watch is None else watch(show)
-            groups = await rollout.result()
+        if cell.turns:
+            groups = await turns.run(client, prompts, job, resent=cell.resent)
+        else:
+            groups = await _respond(client, job, prompts, watch)
         seconds = time.monotonic() - started
         tokens = sum(response.token_ids.size for group in groups for response in group.responses)
-        instances = await _final_status(client, tokens + sum(before.values()))
+        counted = {"tokens": tokens}
+        if cell.turns:  # what tools added was not generated, and groups know nothing of their turns' chunks
+            buffer = (await client.status()).counters
+            counted = {name: buffer[name] for name in ("tokens", "chunks", "migrations", "preemptions")}
+            counted["context_tokens"] = tokens + sum(g.prompt_token_ids.size * job.n for g in groups)
+        instances = await _final_status(client, counted["tokens"] + sum(before.values()))
     generated = {instance.name: instance.stats.generated_tokens for instance in instances}
-    counters = _counters(groups, instances) | {"tokens": tokens}
+    counters = _counters(groups, instances) | counted
     counters["engines_used"] = sum(total > before.get(name, 0) for name, total in generated.items())
     return CellRun(
         groups=groups,
@@ -201,6 +203,22 @@ async def _roll(
         kv_blocks=instances[0].capacity.kv_blocks,
         generated=generated,
     )
+
+
+async def _respond(
+    client: RolloutClient, job: Job, prompts: list[Prompt], watch: Callable[[Show], Show] | None
+) -> list[Group]:
+    rollout = await client.submit(
+        prompts,
+        n=job.n,
+        sampling=job.sampling,
+        seed=job.seed,
+        rollout_number=ROLLOUT_NUMBER,
+        deadline_seconds=job.cell_seconds,
+    )
+    with showing(len(prompts) * job.n) as show:
+        rollout.on_progress = show if watch is None else watch(show)
+        return await rollout.result()
 
 
 def _and_once(show: Show, act: Callable[[], None], tokens: int) -> Show:
@@ -227,6 +245,7 @@ def _counters(groups: list[Group], instances: list[InstanceStatus]) -> dict[str,
         "verifications": sum(instance.stats.verifications for instance in instances),
         "drafted_tokens": sum(instance.stats.drafted_tokens for instance in instances),
         "accepted_tokens": sum(instance.stats.accepted_tokens for instance in instances),
+        "computed_tokens": sum(i.stats.prompt_tokens - i.stats.cached_tokens for i in instances),
         "pool_tokens": pool.pool_tokens,
         "pool_saved_blocks": pool.saved_blocks,
         "pool_dropped_blocks": pool.dropped_blocks,

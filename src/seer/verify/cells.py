@@ -52,7 +52,8 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True):
     `scarce` leaves an engine too few KV blocks for what it runs at once, `disk` the pool too little
     memory for what it holds, and a disk below it. `killed`: the engine is killed halfway, and comes
     back. `again`: what counts is a second run, which drafts what the first one said. `exact`: its chunk
-    size is what it is about. Counters for `needs` are those of `cell_run.CellRun`.
+    size is what it is about. `turns`: its responses have turns; `resent`: each one is sent as a prompt that
+    knows nothing of the others. Counters for `needs` are those of `cell_run.CellRun`.
     """
 
     name: str
@@ -68,11 +69,16 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True):
     drafts: Literal["off", "grouped", "random"] = "off"
     again: bool = False
     exact: bool = False
+    turns: bool = False
+    resent: bool = False
 
     @property
     def shares_engines(self) -> bool:
-        """Whether its engines may have run another cell: nothing beside them keeps KV or drafts."""
-        return not (self.pool or self.killed) and self.drafts == "off"
+        """Whether its engines may have run another cell: nothing beside them keeps KV or drafts.
+
+        Engines count what they compute from their start, which is what cells with turns are about.
+        """
+        return not (self.pool or self.killed or self.turns) and self.drafts == "off"
 
     def config(self, base: Config, lengths: Sequence[int] = ()) -> Config:
         """Return the configuration that this cell runs.
@@ -236,7 +242,46 @@ CELLS: dict[str, Cell] = {
     )
 }
 
-REFERENCE = next(iter(CELLS.values()))
+TURN_CELLS: dict[str, Cell] = {
+    cell.name: cell
+    for cell in (
+        Cell(
+            name="turns-one-go",
+            about="each turn in one go, as a request of its own: the reference",
+            turns=True,
+            resent=True,
+            buffer={"policy": "static"},
+            needs=(("chunks", ">", "responses"), ("migrations", "==", 0), ("preemptions", "==", 0)),
+        ),
+        Cell(
+            name="turns-migrate",
+            about="every chunk and turn on another engine",
+            turns=True,
+            instances=2,
+            buffer={"policy": "migrate", "chunk_size": 32},
+            needs=(("migrations", ">", "responses"),),
+        ),
+        Cell(
+            name="turns-pool",
+            about="every chunk and turn on another engine with a quarter of the KV memory, and a pool",
+            turns=True,
+            instances=2,
+            scarce=True,
+            pool=True,
+            buffer={"policy": "migrate", "chunk_size": 32},
+            needs=(("migrations", ">", "responses"), ("pool_tokens", ">", 0), ("preemptions", "==", 0)),
+        ),
+        Cell(
+            name="turns-recompute",
+            about="a quarter of the KV memory, so that contexts are computed again",
+            turns=True,
+            scarce=True,
+            buffer={"policy": "seer"},
+            needs=(("computed_tokens", ">", "context_tokens"), ("preemptions", "==", 0)),
+        ),
+    )
+}
+"""With `--turns`; the first one is their reference."""
 
 
 def scarce_blocks(base: Config, lengths: Sequence[int]) -> int:
@@ -272,31 +317,34 @@ def block_bytes(base: Config, value_bytes: int) -> int:
     return base.shared.block_size * numbers * value_bytes
 
 
-def choose(names: str, config: Config, machine: Hardware) -> tuple[list[Cell], dict[str, str]]:
-    """Return the cells to run, the reference first, and why others cannot run here.
+def choose(
+    names: str, config: Config, machine: Hardware, matrix: Mapping[str, Cell] = CELLS
+) -> tuple[list[Cell], dict[str, str]]:
+    """Return the cells of a matrix to run, the reference first, and why others cannot run here.
 
     `names` is comma-separated; empty means every cell that can run. Raises `InvalidField` for a
     cell that is unknown or cannot run.
     """
+    reference, *others = matrix.values()
     poolless = _poolless(config)
     cannot = {}
-    for name, cell in CELLS.items():
+    for name, cell in matrix.items():
         if (
             why := (poolless if cell.pool else "")
             or _draftless(cell, config)
             or _rankless(cell, config, machine)
         ):
             cannot[name] = why
-    wanted = [name.strip() for name in names.split(",")] if names else [n for n in CELLS if n not in cannot]
+    wanted = [name.strip() for name in names.split(",")] if names else [n for n in matrix if n not in cannot]
     for name in wanted:
-        if name not in CELLS:
-            raise InvalidField("--matrix", name, f"choose among {', '.join(CELLS)}")
+        if name not in matrix:
+            raise InvalidField("--matrix", name, f"choose among {', '.join(matrix)}")
         if name in cannot:
             raise InvalidField("--matrix", name, cannot[name])
-    cells = [cell for name, cell in CELLS.items() if name in wanted and cell is not REFERENCE]
+    cells = [cell for cell in others if cell.name in wanted]
     if not cells:
-        raise InvalidField("--matrix", names, f"name a cell to compare with {REFERENCE.name}, the reference")
-    return [REFERENCE, *cells], {} if names else cannot
+        raise InvalidField("--matrix", names, f"name a cell to compare with {reference.name}, the reference")
+    return [reference, *cells], {} if names else cannot
 
 
 def _poolless(config: Config) -> str:

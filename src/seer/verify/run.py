@@ -33,8 +33,9 @@ from seer.rollout.files import (
     tokenizer_of,
     write_report,
 )
+from seer.verify import turns
 from seer.verify.cell_run import ROLLOUT_NUMBER, CellRun, Job, Runner, Say
-from seer.verify.cells import Cell, choose
+from seer.verify.cells import CELLS, TURN_CELLS, Cell, choose
 from seer.verify.compare import LOGPROB_TOLERANCE, compare
 from seer.verify.fitting import Fit, Work, fit, n_for_tokens
 from seer.verify.judge import judge
@@ -71,7 +72,8 @@ def verify(job: Job, say: Say) -> Report:
     cannot run; what befalls other cells is in the report.
     """
     config, prompts = _prepare(job)
-    cells, skipped = choose(job.matrix, config, Hardware.here())
+    matrix = TURN_CELLS if job.turns else CELLS
+    cells, skipped = choose(job.matrix, config, Hardware.here(), matrix)
     files = _files(config)
     report, reference, runs = launch.run(_run_cells(cells, skipped, config, Runner(job, prompts, say)))
     if _files(config) != files:
@@ -216,7 +218,8 @@ def _prepare(job: Job) -> tuple[Config, list[Prompt]]:
     model = Path(config.shared.model) if config.shared.model else None
     facts = ModelFacts() if model is None else model_facts(model)
     lines = read_prompts(job.prompts, tokenizer_of(model))
-    length = check_fit(lines, job.sampling.max_tokens, facts) + job.sampling.max_tokens + SLACK_TOKENS
+    most = turns.most_tokens(job.sampling) if job.turns else job.sampling.max_tokens
+    length = check_fit(lines, most, facts) + most + SLACK_TOKENS
     if config.engine.max_model_len is None:
         length = min(length, facts.context or length)
         config = msgspec.structs.replace(

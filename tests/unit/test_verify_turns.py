@@ -1,0 +1,90 @@
+"""`seer verify --turns`: its tool, its cells, and the command on the replay backend."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from click.testing import CliRunner, Result
+
+from seer.cli.main import main
+from seer.common.types import SamplingParams
+from seer.verify import turns
+from seer.verify.cells import CELLS, TURN_CELLS
+
+PROMPT = np.array([5, 6, 7, 8, 9], np.int32)
+
+
+@pytest.fixture
+def prompts(tmp_path: Path) -> Path:
+    path = tmp_path / "prompts.jsonl"
+    lines = [{"id": f"p{i}", "prompt_token_ids": list(range(3, i + 6))} for i in range(3)]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+def verify(prompts: Path, *options: object) -> tuple[Result, dict]:
+    out = prompts.parent / "report.json"
+    usual = "--turns --backend replay -n 4 --set engine.replay_step_seconds=0.0005 --set engine.status_seconds=0.1"
+    command = ["verify", str(prompts), "--json", str(out), *usual.split(), *map(str, options)]
+    result = CliRunner().invoke(main, command)
+    return result, json.loads(out.read_text()) if out.exists() else {}
+
+
+def test_what_the_tool_says_follows_from_what_was_generated():
+    said = {
+        bytes(turns.tool(PROMPT, np.array([a, b], np.int32)).tobytes()) for a in range(9) for b in range(9)
+    }
+    assert len(said) > 20
+    assert turns.tool(PROMPT, PROMPT).tobytes() == turns.tool(PROMPT, PROMPT.copy()).tobytes()
+    for end in range(1, 6):
+        added = turns.tool(PROMPT, PROMPT[:end])
+        assert turns.LEAST_ADDED <= len(added) <= turns.MOST_ADDED
+        assert set(added.tolist()) <= set(PROMPT.tolist())
+        assert added.dtype == np.int32
+
+
+def test_a_trajectory_has_the_tokens_of_a_response_and_its_tools():
+    sampling = SamplingParams(max_tokens=403)
+    assert turns.of_a_turn(sampling).max_tokens == 100
+    assert turns.most_tokens(sampling) == 400 + 3 * turns.MOST_ADDED
+    assert turns.of_a_turn(SamplingParams(max_tokens=1)).max_tokens == 1
+
+
+def test_only_the_reference_knows_nothing_of_turns():
+    reference, *others = TURN_CELLS.values()
+    assert reference.resent
+    assert not any(cell.resent for cell in others)
+    assert all(cell.turns and not cell.shares_engines for cell in TURN_CELLS.values())
+    assert not any(cell.turns or cell.resent for cell in CELLS.values())
+    assert [cell.name for cell in others] == ["turns-migrate", "turns-pool", "turns-recompute"]
+
+
+def test_cells_with_turns_agree(prompts: Path):
+    result, found = verify(prompts, "--max-tokens", 160, "--min-tokens", 1000)
+    assert result.exit_code == 0, result.output
+    assert list(found["skipped"]) == ["turns-pool"]
+    assert [cell["name"] for cell in found["cells"]] == ["turns-migrate", "turns-recompute"]
+    migrated, _ = found["cells"]
+    assert migrated["counters"]["migrations"] > migrated["counters"]["responses"]
+    for cell in [found["reference"], *found["cells"]]:
+        counters = cell["counters"]
+        assert counters["tokens"] < counters["context_tokens"], "tools and prompts are no output"
+        assert counters["chunks"] >= turns.TURNS * counters["responses"]
+
+
+def test_a_planted_fault_is_found_and_spoils_no_other_cell(prompts: Path):
+    options = ("--max-tokens", 160, "--min-tokens", 10, "--plant-fault", "--matrix", "turns-migrate")
+    result, found = verify(prompts, *options)
+    assert result.exit_code == 1
+    assert "the planted fault was found (in turns-migrate" in result.output
+    assert found["cells"][0]["bug"] > 0
+
+
+def test_cells_of_the_other_matrix_are_refused(prompts: Path):
+    result, found = verify(prompts, "--matrix", "chunk-1")
+    assert result.exit_code == 2
+    assert "choose among turns-one-go, turns-migrate, turns-pool, turns-recompute" in result.output
+    assert not found
