@@ -365,7 +365,7 @@ class OpenRollout:
         before = self.submission
         names, self._unsent = self.unfinished if again else self._unsent, []
         alike: dict[tuple[int, int, bool, bool], list[PromptInFlight]] = {}
-        for name in names:
+        for name in dict.fromkeys(names):  # one that was given up before it was sent may be there again
             if name in self._in_flight:
                 in_flight = self._in_flight[name]
                 request = in_flight.request

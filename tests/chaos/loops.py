@@ -9,8 +9,9 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections import Counter
+from collections.abc import Coroutine
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -22,6 +23,17 @@ if TYPE_CHECKING:
     from chaos.turns import Turns
 
 RETRY_SECONDS = 0.5
+
+
+async def together(*work: Coroutine[Any, Any, Any]) -> list[Any]:
+    """Return what all return; when one fails, none of the others goes on. A task group would cancel its task."""
+    tasks = [asyncio.create_task(each) for each in work]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
 
 
 @dataclass(slots=True)
@@ -52,12 +64,10 @@ class Loop:
                 if most < 1:
                     break
                 self.name = self._named(context)
-                async with asyncio.TaskGroup() as asked:
-                    turn = asked.create_task(self._turn(self.name, context, most))
-                    if number == 1:
-                        await asyncio.sleep(0)
-                        asked.create_task(self._aside(context, most))
-                tokens, why = turn.result()
+                turn = self._turn(self.name, context, most)
+                (tokens, why), *_ = await together(
+                    turn, *([self._aside(context, most)] if number == 1 else [])
+                )
                 if why:
                     return why
                 self.known = context + tokens

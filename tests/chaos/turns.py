@@ -16,8 +16,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from chaos import expected
-from chaos.loops import RETRY_SECONDS, Loop
+from chaos.loops import RETRY_SECONDS, Loop, together
 from chaos.plan import InTurns, Roll
+from chaos.roads import BACKOFF_SECONDS
 from seer.client import Prompt, RolloutClient, SamplingParams
 from seer.client.groups import Response
 from seer.client.turns import PrefixTrajectories, Trajectory, TrajectoryFailed, TrajectoryGroup
@@ -92,7 +93,10 @@ class Turns:
             self._expect_nothing_away()
 
     def _expect_nothing_away(self) -> None:
-        """Have it noted if the buffer goes on to wait for trajectories of a rollout that was left, undisturbed."""
+        """Have it noted if the buffer goes on to wait for trajectories of a rollout that was left, undisturbed.
+
+        What a fault just before may have lost is not told again.
+        """
         world, name, began = self.trainer.world, self.trainer.name, self.trainer.world.loop.time()
         left = self.trainer.begun[self.place]
         if [step.rollout_id for step in world.plan.rolls].count(self.step.rollout_id) > 1:
@@ -100,7 +104,7 @@ class Turns:
 
         def check() -> None:
             process = world.processes.get("buffer")
-            if process is None or process.service is None or world._disturbed(name, began):
+            if process is None or process.service is None or world._disturbed(name, began - BACKOFF_SECONDS):
                 return
             if self.trainer.begun[self.place] != left:
                 return  # they were begun again
@@ -267,9 +271,7 @@ class Turns:
         rollout = client.open_rollout(self.step.rollout_id)
         sessions = PrefixTrajectories(rollout, idle_seconds=self.how.idle_seconds)
         try:
-            async with asyncio.TaskGroup() as tasks:
-                for prompt in self.left:
-                    tasks.create_task(self._loops_of(sessions, prompt, beats))
+            await together(*(self._loops_of(sessions, prompt, beats) for prompt in self.left))
         finally:
             await rollout.leave()
         if len(sessions):
@@ -277,7 +279,7 @@ class Turns:
 
     async def _loops_of(self, sessions: PrefixTrajectories, prompt: str, beats: int) -> None:
         loops = (Loop(self, sessions, prompt, index, beats) for index in range(self.step.n))
-        whys = await asyncio.gather(*(loop.run() for loop in loops))
+        whys = await together(*(loop.run() for loop in loops))
         self.trainer.end(self.place, prompt, None, "; ".join(filter(None, whys)))
 
     def check(

@@ -101,6 +101,18 @@ async def test_it_lasts_until_it_is_closed():
         client.open_rollout("r")
 
 
+async def test_an_id_that_was_given_up_before_it_was_sent_may_be_used_again():
+    async with connected() as (buffer, client):
+        rollout = client.open_rollout()
+        for _ in range(2):
+            await rollout.submit(Prompt("a", token_ids=[1])).cancel()
+        asked = rollout.submit(Prompt("a", token_ids=[2]))
+        (submit,) = await buffer.until(Submit)
+        assert (submit.prompt_ids, submit.tokens.tolist()) == (["a"], [2])
+        await finish_all(buffer)
+        assert (await asked.result()).prompt_id == "a"
+
+
 async def test_a_prompt_fails_alone():
     async with connected() as (buffer, client):
         rollout = client.open_rollout()
