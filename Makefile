@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: setup demo grpo test test-all sanitize chaos mutants kernel-test verl-test skyrl-test slime-test compose-test systemd-test gateway-test lint format lock clean
+.PHONY: setup demo grpo agents test test-all sanitize chaos mutants kernel-test verl-test skyrl-test slime-test compose-test systemd-test gateway-test lint format lock clean
 
 setup: $(STAMP)
 
@@ -21,6 +21,9 @@ demo: setup
 
 grpo: setup  # an RL run, e.g. make grpo SEED=1; goes on where a killed one was
 	OMP_WAIT_POLICY=passive $(BIN)/python examples/grpo/train.py --seed $(SEED)
+
+agents: setup  # an RL run with a tool, e.g. make agents SEED=1
+	OMP_WAIT_POLICY=passive $(BIN)/python examples/agents/train_agents.py --seed $(SEED)
 
 test: setup  # every claim; a part of it, as pytest takes it: make test PYTEST_ARGS="tests/unit -q"
 	$(BIN)/python $(if $(PYTEST_ARGS),-m pytest $(PYTEST_ARGS),tests/parts.py)

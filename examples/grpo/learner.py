@@ -31,11 +31,20 @@ GRADIENT_NORM = 1.0
 
 @dataclass(frozen=True)
 class Sample:
-    """One response. `token_ids`: of prompt and response; `logprobs`: the engine's, of the response alone."""
+    """One response. `token_ids`: of prompt and response; `logprobs`: the engine's, of the response alone.
+
+    `loss_mask`: False where a token of the response was not generated, but said by a tool; None: all were.
+    """
 
     token_ids: NDArray[np.int32]
     logprobs: NDArray[np.float32]
     advantage: float
+    loss_mask: NDArray[np.bool_] | None = None
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that carry loss."""
+        return self.logprobs.size if self.loss_mask is None else int(self.loss_mask.sum())
 
 
 @dataclass(frozen=True)
@@ -78,7 +87,7 @@ def pad(batch: Sequence[Sample]) -> dict[str, torch.Tensor]:
         end = sample.token_ids.size
         start = end - sample.logprobs.size
         ids[row, :end] = torch.tensor(sample.token_ids)
-        mask[row, start - 1 : end - 1] = 1.0
+        mask[row, start - 1 : end - 1] = 1.0 if sample.loss_mask is None else torch.tensor(sample.loss_mask)
         logprobs[row, start - 1 : end - 1] = torch.tensor(sample.logprobs)
     advantage = torch.tensor([[sample.advantage] for sample in batch])
     return {"ids": ids, "mask": mask, "logprobs": logprobs, "advantages": advantage.expand_as(mask)}
@@ -108,7 +117,7 @@ class Learner:
     def step(self, samples: Sequence[Sample], learning_rate: float) -> StepStats:
         """Take one optimizer step on the mean loss over tokens; samples without advantage are skipped."""
         used = [sample for sample in samples if sample.advantage]
-        tokens = sum(sample.logprobs.size for sample in used)
+        tokens = sum(sample.tokens for sample in used)
         loss = gap = corrected = 0.0
         self.optimizer.zero_grad()
         for batch in batches(used, self._batch_tokens):

@@ -30,6 +30,13 @@ def sample(ids: list[int], prompt: int, advantage: float = 1.0, logprob: float =
     return Sample(np.array(ids, dtype=np.int32), logprobs, advantage)
 
 
+def test_what_a_tool_said_carries_no_loss() -> None:
+    said = np.array([True, False, False, True])
+    given = dataclasses.replace(sample([1, 5, 6, 7, 8], 1), loss_mask=said)
+    assert given.tokens == 2
+    assert pad([given, sample([1, 5, 6], 1)])["mask"].tolist() == [[1.0, 0.0, 0.0, 1.0], [1.0, 1.0, 0.0, 0.0]]
+
+
 def weights(learner: Learner) -> list[torch.Tensor]:
     return [each.detach().clone() for each in learner.model.parameters()]
 

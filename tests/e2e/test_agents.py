@@ -1,0 +1,72 @@
+"""The example of agents: the model learns to use the tool, and what it learnt needs the tool's own answers."""
+
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+if importlib.util.find_spec("vllm") is None:
+    pytest.skip("needs the engine extra", allow_module_level=True)
+
+sys.path.append(str(Path(__file__).parents[2] / "examples" / "agents"))
+
+from lookup import left_over, lookup, passes
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "agents"
+pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(300)]
+
+
+def test_the_tool_is_learnt_and_its_answers_are_what_counts():
+    command = [sys.executable, EXAMPLE / "train_agents.py", "--iterations=6", "--set=pool.kind=none"]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
+    assert ran.returncode == 0, ran.stderr[-3000:]
+    rows = [json.loads(line) for line in ran.stdout.splitlines() if line.startswith("{")]
+    *iterations, own, swapped, none = rows
+    assert own["held_out"] > iterations[0]["held_out"] + 0.15
+    assert (own["tool"], swapped["tool"], none["tool"]) == ("own", "swapped", "none")
+    assert swapped["held_out"] < 0.15
+    assert none["held_out"] < 0.15
+    assert max(row["gap"] for row in iterations[:-1]) < 1e-5
+    assert not any(row["corrected"] for row in iterations[:-1])
+
+
+@pytest.mark.parametrize(
+    ("call", "left"),
+    [
+        ("S3 12 8 6 : 12 + 8", 6),
+        ("8 - 12", 6),
+        ("12 + 7", None),
+        ("8 = 8", None),
+        ("S3 12", None),
+        ("12 + 12", None),
+        ("", None),
+    ],
+)
+def test_what_a_call_leaves(call, left):
+    assert left_over((12, 8, 6), call) == left
+
+
+@pytest.mark.parametrize(
+    ("answer", "passed"),
+    [
+        ("S2 13 6 : 13 + 6 = 19", True),
+        ("S2 13 6 : 6 + 13 = 19 19", True),
+        ("S2 13 6 : 13 - 6 = 7", False),
+        ("S2 13 6 : 13 + 6 = 20", False),
+        ("S2 13 6 : 12 + 7 = 19", False),
+        ("19", False),
+        ("S2 13 6 : 13 + 6 =", False),
+    ],
+)
+def test_which_answers_pass(answer, passed):
+    assert passes(answer, 13, 6) == passed
+
+
+def test_the_tool_has_an_answer_of_its_own_for_each_trajectory():
+    found = [lookup("0/1", "train-000", index) for index in range(500)]
+    assert set(found) == set(range(1, 21))
+    assert found == [lookup("0/1", "train-000", index) for index in range(500)]
+    assert found != [lookup("0/2", "train-000", index) for index in range(500)]
