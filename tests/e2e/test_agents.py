@@ -11,11 +11,11 @@ import pytest
 if importlib.util.find_spec("vllm") is None:
     pytest.skip("needs the engine extra", allow_module_level=True)
 
+sys.path.append(str(Path(__file__).parents[2] / "examples" / "agents"))
+
+from lookup import left_over, lookup, passes
+
 EXAMPLE = Path(__file__).parents[2] / "examples" / "agents"
-sys.path.append(str(EXAMPLE))
-
-from lookup import left_over, lookup, passes  # noqa: E402 - of the example
-
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(300)]
 
 
