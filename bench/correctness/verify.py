@@ -4,6 +4,7 @@ At least 200,000 tokens are compared, then one cell runs again with a planted fa
 found. Exit code 0 only if both came out as they should.
 
     python bench/correctness/verify.py --out verify.json
+    python bench/correctness/verify.py --turns --min-tokens 20000
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ from seer.verify.cell_run import Job
 from seer.verify.run import verify
 
 MIN_TOKENS = 200_000
-FAULT_CELL = "chunk-64"
+FAULT_CELLS = {False: "chunk-64", True: "turns-migrate"}
+"""Without turns, and with them."""
 
 
 def config(model: Path, overrides: list[str]) -> Config:
@@ -40,6 +42,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--max-tokens", type=int, default=512)
     parser.add_argument("--temperature", type=float, default=1.0)
     parser.add_argument("--matrix", default="", help="cells, comma-separated; default: all that can run here")
+    parser.add_argument("--turns", action="store_true", help="the cells whose responses have turns")
     parser.add_argument("--min-tokens", type=int, default=MIN_TOKENS)
     parser.add_argument("--set", dest="overrides", action="append", default=[], metavar="A.B=C")
     parser.add_argument("--out", type=Path, help="write the JSON there too")
@@ -56,9 +59,10 @@ def main() -> int:
         config=config(options.model, options.overrides),
         matrix=options.matrix,
         min_tokens=options.min_tokens,
+        turns=options.turns,
     )
     clean = verify(job, say)
-    planted = verify(replace(job, matrix=FAULT_CELL, plant_fault=True, n=1, min_tokens=1), say)
+    planted = verify(replace(job, matrix=FAULT_CELLS[job.turns], plant_fault=True, n=1, min_tokens=1), say)
     result = {"machine": machine("torch", "vllm"), "clean": clean.as_json(), "planted": planted.as_json()}
     text = json.dumps(result, indent=1)
     print(text)

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from click.testing import CliRunner, Result
 
 from seer.cli.main import main
-from seer.common.types import SamplingParams
+from seer.client import Group, Prompt
+from seer.client.groups import Response
+from seer.common.errors import SeerError
+from seer.common.types import SamplingParams, TurnSpec
 from seer.verify import turns
 from seer.verify.cells import CELLS, TURN_CELLS
 
@@ -51,6 +56,57 @@ def test_a_trajectory_has_the_tokens_of_a_response_and_its_tools():
     assert turns.of_a_turn(sampling).max_tokens == 100
     assert turns.most_tokens(sampling) == 400 + 3 * turns.MOST_ADDED
     assert turns.of_a_turn(SamplingParams(max_tokens=1)).max_tokens == 1
+
+
+class Rollout:
+    """Keeps what it is asked for, and answers with as many tokens as the turn's number."""
+
+    def __init__(self) -> None:
+        self.asked: list[dict] = []
+        self.ended: list[str] = []
+
+    def submit(self, prompt: Prompt, **asked: object) -> Rollout:
+        self.asked.append({"id": prompt.id, "tokens": prompt.token_ids.tolist(), **asked})
+        return self
+
+    async def result(self) -> Group:
+        number = len(self.asked)
+        tokens = np.full(number, 40 + number, np.int32)
+        found = Response(0, tokens, np.full(number, -1.0, np.float32), None, "length", "")
+        return Group("", PROMPT, {}, 0, "", (found,), 1, 0, 0)
+
+    def end_trajectory(self, prompt_id: str) -> None:
+        self.ended.append(prompt_id)
+
+
+@pytest.mark.parametrize("resent", [True, False])
+async def test_only_a_reference_sends_turns_that_nobody_knows_as_turns(resent: bool):
+    rollout = Rollout()
+    client = SimpleNamespace(open_rollout=lambda: rollout)
+    job = SimpleNamespace(n=1, sampling=SamplingParams(max_tokens=40), seed=3, cell_seconds=9.0)
+    (group,) = await turns.run(client, [Prompt("p", token_ids=PROMPT)], job, resent)
+    (response,) = group.responses
+    whole = [*PROMPT.tolist(), *response.token_ids.tolist()]
+    for number, asked in enumerate(rollout.asked):
+        assert asked["tokens"] == whole[: len(asked["tokens"])]
+        assert (asked["group"], asked["first_index"], asked["sampling"].max_tokens) == ("p", 0, 10)
+        expected = None if resent else TurnSpec(5, sum(range(number + 1)), turns.most_tokens(job.sampling))
+        assert asked["turn"] == expected
+    assert rollout.ended == ([] if resent else [rollout.asked[-1]["id"]])
+    generated = response.logprobs == -1.0
+    assert response.token_ids[generated].tolist() == [41, 42, 42, 43, 43, 43, 44, 44, 44, 44]
+    assert set(response.token_ids[~generated].tolist()) <= set(PROMPT.tolist())
+    assert set(response.logprobs[~generated].tolist()) == {0.0}
+
+
+async def test_trajectories_that_take_too_long_are_an_error():
+    rollout = Rollout()
+    rollout.result = asyncio.Event().wait
+    job = SimpleNamespace(n=1, sampling=SamplingParams(max_tokens=40), seed=3, cell_seconds=0.01)
+    with pytest.raises(SeerError, match="not all trajectories ended"):
+        await turns.run(
+            SimpleNamespace(open_rollout=lambda: rollout), [Prompt("p", token_ids=PROMPT)], job, True
+        )
 
 
 def test_only_the_reference_knows_nothing_of_turns():
