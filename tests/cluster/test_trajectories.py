@@ -470,7 +470,8 @@ async def test_turns_that_nobody_awaits_go_where_the_last_one_ran_and_hold_up_no
             )  # fmt: skip
             return (await request.result()).responses[0].token_ids.tolist()
 
-        context, places = [1, 2, 3], []
+        context, places, busy = [1, 2, 3], [], []
+        endless = SamplingParams(max_tokens=4000, ignore_eos=True)
         for number in range(4):
             said = await turn(number, context, len(context) - 3)
             plain = other.open_rollout().submit(
@@ -480,7 +481,12 @@ async def test_turns_that_nobody_awaits_go_where_the_last_one_ran_and_hold_up_no
             context += said
             [place] = machine.registry.trajectories.places.values()
             places.append(place)
-            assert machine.idle
+            assert machine.idle or busy
+            if not busy:  # from now on, engines that run nothing would be chosen first
+                busy = [rollout.submit(Prompt("busy", token_ids=[9]), sampling=endless, group="busy")]
+                await eventually(lambda: any(each.instance for each in machine.requests.values()))
         assert len(set(places)) == 1
+        await busy[0].cancel()
+        await eventually(lambda: machine.idle)
         await other.update_weights(1, folder(tmp_path, 1), in_flight="error")
         check(machine)
