@@ -66,11 +66,11 @@ class Serving:
         self._servers = {
             name: _Server(_uvicorn_config(_app(each), settings)) for name, each in routes.items()
         }
+        gc.collect()
+        gc.freeze()  # what was imported stays: full collections would look through it at every burst
 
     async def run(self, sockets: Mapping[str, socket.socket]) -> None:
         """Serve until drained."""
-        gc.collect()
-        gc.freeze()  # what was imported stays: full collections would look through it at every burst
         async with self.buffer, asyncio.TaskGroup() as tasks:
             for name, server in self._servers.items():
                 tasks.create_task(server.serve([sockets[name]]))
