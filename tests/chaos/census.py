@@ -13,6 +13,7 @@ _DEPTH = 8
 KEPT = (
     r"counters|\.versions$|acceptance|_rates$|\.drafted$|\.right$",  # of a fixed size
     r"[._]lives$|_peers$|_peers\.registered$|_removed$|_ended$|_retired$|_warned$",  # bounded: of those who were here lately
+    r"\.trajectories\.places$",  # where trajectories ran that nobody awaits: bounded
     r"^ContextServer\.machine\.estimator",  # what lengths were like
     r"^BufferServer\._rows\.",  # bounded by a segment's bytes
     r"^DgdsServer\.store\._groups",  # for their time to live

@@ -216,6 +216,7 @@ class BufferModel(RuleBasedStateMachine):
                 or latest in self.machine.estimates
                 or latest in registry.trajectories.returning
                 or (full and group.done and not latest)
+                or (group.done and not group.turn.idle_seconds)  # nobody awaits the next one
             )
 
     @rule(trainer=st.sampled_from(("t", "u")), name=st.sampled_from("ab"), max_tokens=st.integers(1, 40))
