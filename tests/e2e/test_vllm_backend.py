@@ -326,13 +326,13 @@ def test_self_test_refuses_one_wrong_token(backend):
 def test_self_test_refuses_wrong_noise(backend, monkeypatch):
     from seer.services.engine.vllm import self_test, worker
 
-    draw = worker._draw
+    sample = worker.StepSampler.__call__
 
-    def off_by_one(logits, params):
+    def off_by_one(self, logits, params):
         params.records["position"] += 1
-        return draw(logits, params)
+        return sample(self, logits, params)
 
-    monkeypatch.setattr(worker, "_draw", off_by_one)
+    monkeypatch.setattr(worker.StepSampler, "__call__", off_by_one)
     with pytest.raises(EngineError, match="rank 0"):
         self_test.check(backend.probe)
 
@@ -340,8 +340,9 @@ def test_self_test_refuses_wrong_noise(backend, monkeypatch):
 def test_logits_that_are_no_numbers_end_the_engine_by_name(backend, monkeypatch):
     from seer.services.engine.vllm import worker
 
-    draw = worker._draw
-    monkeypatch.setattr(worker, "_draw", lambda logits, params: draw(logits * float("nan"), params))
+    sample = worker.StepSampler.__call__
+    broken = lambda self, logits, params: sample(self, logits * float("nan"), params)  # noqa: E731
+    monkeypatch.setattr(worker.StepSampler, "__call__", broken)
     backend.add(chunk("unlucky", BASE))
     with pytest.raises(EngineError, match=r"request unlucky: .* NaN"):
         backend.step()
