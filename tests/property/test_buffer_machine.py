@@ -103,6 +103,7 @@ class BufferModel(RuleBasedStateMachine):
                     assert not refused & names
                     refused |= names
                 case GroupOpened() | RequestProgress() | GroupClosed():
+                    assert (item.group_id in self.context._groups) != isinstance(item, GroupOpened)
                     self.context.apply(item)
         assert self.stored == set(self.machine.groups)
         going_on = [
@@ -110,7 +111,6 @@ class BufferModel(RuleBasedStateMachine):
         ]
         away = self.machine.registry.trajectories.away
         assert set(self.context._groups) == {group.group_id for group in going_on} | set(away)
-        assert not self.context.ignored
 
     @rule(name=st.sampled_from(NAMES), blocks=st.integers(6, 30), again=st.booleans())
     def join(self, name, blocks, again):
