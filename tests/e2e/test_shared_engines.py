@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 MODEL = Path(__file__).parents[2] / "examples" / "countdown" / "model"
 PROMPTS = [[10 + i] * 70 for i in range(6)]
 SAMPLING = SamplingParams(max_tokens=24, ignore_eos=True)
-SETTLED_SECONDS = 4 * EngineConfig().status_seconds
+SETTLED_SECONDS = 3 * EngineConfig().status_seconds
 
 
 def computed(status: Status) -> int:

@@ -66,6 +66,7 @@ def test_a_planted_fault_is_called_a_bug_and_a_clean_cell_agrees(tmp_path):
     assert report["dtype"] == "float32"
 
 
+@pytest.mark.breadth
 @pytest.mark.timeout(900)
 def test_a_fault_planted_in_turns_is_called_a_bug_and_a_clean_cell_agrees(tmp_path):
     size = ("-n", 4, "--max-tokens", 160, "--min-tokens", 1000)
