@@ -241,8 +241,12 @@ class RolloutClient:
             max_context, idle_seconds, max_open,
         )  # fmt: skip
         asked.check()
-        book = None if journal is None else Journal(journal, asked.digest())
         rollout = self.open_rollout(rollout_id)
+        try:
+            book = None if journal is None else Journal(journal, asked.digest())
+        except BaseException:
+            rollout.close()  # its id is free again
+            raise
         self._next_number = max(self._next_number, number + 1)
         return TrajectoryRollout(asked, rollout, book, self.tokenizer)
 

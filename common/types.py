@@ -89,6 +89,9 @@ _RANGES: tuple[tuple[str, float, float, bool], ...] = (
 )
 
 
+MAX_CONTEXT = 2**24
+"""Longest that a trajectory may be, in tokens."""
+
 MAX_IDLE_SECONDS = 86_400.0
 """Longest that a trajectory may wait for its next turn."""
 
@@ -104,7 +107,7 @@ class TurnSpec(msgspec.Struct, frozen=True, array_like=True):
 
     prompt_len: int
     generated: int = 0
-    cap: int = 2**24
+    cap: int = MAX_CONTEXT
     idle_seconds: float = 600.0
     trajectory: Annotated[str, msgspec.Meta(max_length=256)] = ""
 
@@ -113,7 +116,7 @@ class TurnSpec(msgspec.Struct, frozen=True, array_like=True):
         for name, low, high in (
             ("prompt_len", 1, context),
             ("generated", 0, context - self.prompt_len),
-            ("cap", self.generated + 1, 2**24),
+            ("cap", self.generated + 1, MAX_CONTEXT),
             ("idle_seconds", 0, MAX_IDLE_SECONDS),
         ):
             value = getattr(self, name)

@@ -25,10 +25,8 @@ from seer.client.groups import Group
 from seer.client.open_rollout import OpenRollout
 from seer.client.prompts import Prompt, token_array
 from seer.common.errors import Unreachable
-from seer.common.types import SamplingParams, TurnSpec
+from seer.common.types import MAX_CONTEXT, SamplingParams, TurnSpec
 from seer.common.wire import Tokens
-
-MAX_CAP = 2**24
 
 
 @dataclass(slots=True)
@@ -89,7 +87,7 @@ class PrefixTrajectories:
         seed: int = 0,
         rollout_number: int = 0,
         weight_version: int | None = None,
-        max_context: int = MAX_CAP,
+        max_context: int = MAX_CONTEXT,
     ) -> Group:
         """Return the response to a prompt: int32 [length]. It is response `index` of `group`, or goes on.
 
@@ -104,7 +102,7 @@ class PrefixTrajectories:
             Prompt(turn_id, token_ids=prompt), n=1, sampling=sampling, seed=seed,
             rollout_number=rollout_number, weight_version=weight_version, group=segment.group,
             first_index=index,
-            turn=TurnSpec(segment.prompt_len, segment.generated, min(most, MAX_CAP), self._idle_seconds),
+            turn=TurnSpec(segment.prompt_len, segment.generated, min(most, MAX_CONTEXT), self._idle_seconds),
         )  # fmt: skip
         segment.busy = True
         try:

@@ -24,10 +24,8 @@ from seer.client.text import Tokenizer
 from seer.client.turns.journal import Journal
 from seer.client.turns.trajectory import Settings, Trajectory, TrajectoryFailed, Weights
 from seer.common.errors import InvalidField, SeerError
-from seer.common.types import SamplingParams, TurnSpec
+from seer.common.types import MAX_CONTEXT, SamplingParams, TurnSpec
 from seer.common.wire import Tokens
-
-MAX_CONTEXT = 2**24
 
 Agent = Callable[[Trajectory], Awaitable[Any]]
 

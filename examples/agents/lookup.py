@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from typing import Literal
+from typing import Any, Literal
 
 from seer.client.turns import Trajectory
 
@@ -50,7 +50,8 @@ def passes(answer: str, looked_up: int, left: int) -> bool:
 async def agent(trajectory: Trajectory, secret: str, responses: int, tool: Tool) -> float:
     """Let the model call the tool and go on; return 1 if it passes, else 0."""
     call = await trajectory.generate(max_tokens=CALL_TOKENS, stop=("=",))
-    left = left_over(trajectory.metadata["problem"].numbers, call.text or "")  # type: ignore[attr-defined]
+    problem: Any = trajectory.metadata["problem"]
+    left = left_over(problem.numbers, call.text or "")
     if call.stop_reason != "=" or left is None:
         return 0.0
     own = lookup(secret, trajectory.prompt_id, trajectory.index)

@@ -22,9 +22,11 @@ from learner import Learner, Sample, advantages
 from problems import COUNTDOWN, held_out_prompts, training_prompts
 
 from seer.client import Prompt, RolloutClient, SamplingParams
-from seer.client.turns import TrajectoryGroup
+from seer.client.turns import Trajectory, TrajectoryFailed
 from seer.common.config import load as load_config
 from seer.local.system import LocalSystem, run
+
+Group = list[Trajectory]
 
 HELD_OUT = 96
 MAX_CONTEXT = 48
@@ -33,36 +35,38 @@ WARMUP = 4
 
 async def roll(
     client: RolloutClient, prompts: list[Prompt], n: int, number: int, seed: int, tool: lookup.Tool = "own"
-) -> list[TrajectoryGroup]:
-    """Return the groups of a rollout in the order of the prompts. Raises what an agent raised."""
+) -> list[Group]:
+    """Return the trajectories of each prompt, in order. Raises the first failure."""
     agent = partial(lookup.agent, secret=f"{seed}/{number}", responses=n, tool=tool)
     async with client.trajectories(
         prompts, n=n, sampling=SamplingParams(), max_context=MAX_CONTEXT, seed=seed, rollout_number=number
     ) as rollout:
-        groups = {group.prompt_id: group async for group in rollout.run(agent)}
-    for group in groups.values():
-        for each in group.trajectories:
-            if isinstance(each, Exception):
-                raise each
-    return [groups[prompt.id] for prompt in prompts]
+        groups = {group.prompt_id: group.trajectories async for group in rollout.run(agent)}
+    return [[_ended_well(each) for each in groups[prompt.id]] for prompt in prompts]
 
 
-def rewards(group: TrajectoryGroup) -> list[float]:
+def _ended_well(trajectory: Trajectory | TrajectoryFailed) -> Trajectory:
+    if isinstance(trajectory, TrajectoryFailed):
+        raise trajectory
+    return trajectory
+
+
+def rewards(group: Group) -> list[float]:
     """Return what the agents of a group returned."""
-    return [each.result for each in group.trajectories]  # type: ignore[union-attr]
+    return [each.result for each in group]
 
 
-def pass_rate(groups: list[TrajectoryGroup]) -> float:
+def pass_rate(groups: list[Group]) -> float:
     """Return the mean reward."""
     return statistics.mean(reward for group in groups for reward in rewards(group))
 
 
-def samples(groups: list[TrajectoryGroup]) -> list[Sample]:
+def samples(groups: list[Group]) -> list[Sample]:
     """Return what the learner needs of each trajectory."""
     return [
-        Sample(each.context, each.logprobs, advantage, each.loss_mask)  # type: ignore[union-attr]
+        Sample(each.context, each.logprobs, advantage, each.loss_mask)
         for group in groups
-        for each, advantage in zip(group.trajectories, advantages(rewards(group)), strict=True)
+        for each, advantage in zip(group, advantages(rewards(group)), strict=True)
     ]
 
 

@@ -55,6 +55,16 @@ async def test_a_journal_is_of_use_for_the_same_run_alone(tmp_path, other):
             client.trajectories(**{**asked, **other})
 
 
+async def test_a_journal_that_cannot_be_used_leaves_no_rollout(tmp_path):
+    (tmp_path / "poem").write_text("two lines\nof words\n")
+    async with connected() as (_, client):
+        with pytest.raises(InvalidField, match=r"^journal = .*is no journal"):
+            client.trajectories([[1, 2]], max_context=9, journal=tmp_path / "poem", rollout_id="r")
+        assert not client._active
+        assert "r" not in client._active
+        assert client.open_rollout("r").id == "r"
+
+
 async def test_a_turn_needs_a_place_and_one_response():
     async with connected() as (_, client):
         rollout = client.open_rollout()
