@@ -58,6 +58,7 @@ BREADTH = {
     "variants": [
         (*PYTEST, "-m", "breadth", "tests", *(f"--ignore={file}" for file in (VERIFY, *OFFSETS))),
     ],
+    "properties": [(*PYTEST, *SIDE_BY_SIDE, "--hypothesis-profile=explore", "tests/property")],
     "faults": [(*CHAOS, "--seconds", "300", "--seed", "1000", "--only", "virtual", "processes")],
     "engine-faults": [(*CHAOS, "--seconds", "600", "--seed", "1000", "--only", "vllm")],
     "stops": [(*CHAOS, "--only", "stops")],
