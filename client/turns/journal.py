@@ -6,6 +6,7 @@ it: the same context gives the same tokens.
 Invariants (tests/unit/test_journal.py):
 - an answer is in the file before the agent sees it (and survives the process, not a power cut: no fsync),
   and is the same when it is read from there;
+- one process at a time writes a file, and only while it lives: the lock is the system's;
 - a line that was cut off counts as not written, and is overwritten; a file that is no journal, or another
   run's, is left as it is;
 - an answer is given only for the context that it was given for.
@@ -13,6 +14,7 @@ Invariants (tests/unit/test_journal.py):
 
 from __future__ import annotations
 
+import fcntl
 import secrets
 from pathlib import Path
 from types import TracebackType
@@ -42,7 +44,7 @@ class Journal:
     """The answers in a file, which is made if it is not there. `asked` says what the run is about.
 
     `run` is the run's name: random when the file is made. Raises `InvalidField` if the file is of another
-    run, no journal, or cannot be written.
+    run, no journal, in use by another process, or cannot be written.
     """
 
     def __init__(self, path: str | Path, asked: str) -> None:
@@ -54,6 +56,7 @@ class Journal:
         except OSError as error:
             raise InvalidField("journal", str(path), f"cannot be written: {error.strerror}") from error
         try:
+            self._lock()
             self.run = self._read(asked)
         except BaseException:
             self._file.close()
@@ -98,6 +101,14 @@ class Journal:
     def _write(self, line: bytes) -> None:
         self._file.write(line + b"\n")
         self._file.flush()
+
+    def _lock(self) -> None:
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            in_use = "another run writes it: end that first, or give another file"
+            fix = in_use if isinstance(error, BlockingIOError) else f"cannot be locked: {error.strerror}"
+            raise InvalidField("journal", str(self._path), fix) from error
 
     def _read(self, asked: str) -> str:
         self._file.seek(0)

@@ -130,6 +130,11 @@ class PrefixTrajectories:
         if known is not None:
             self._leave(known.segment)
 
+    def end_all(self) -> None:
+        """Forget all sessions: none has more turns."""
+        for session in list(self._sessions):
+            self.end(session)
+
     # --- segments ----------------------------------------------------------------------------
 
     def _segment(self, session: str, prompt: Tokens, group: str) -> _Segment:

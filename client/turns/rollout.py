@@ -111,13 +111,15 @@ class TrajectoryRollout:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for task in self._tasks:
-            task.cancel()
-        if self._tasks:
-            await asyncio.wait(self._tasks)
-        await self._rollout.leave()
-        if self._journal is not None:
-            self._journal.close()
+        try:
+            for task in self._tasks:
+                task.cancel()
+            if self._tasks:
+                await asyncio.wait(self._tasks)
+            await self._rollout.leave()
+        finally:
+            if self._journal is not None:
+                self._journal.close()
 
     async def run(self, agent: Agent) -> AsyncIterator[TrajectoryGroup]:
         """Run `agent(trajectory)` for every trajectory; yield groups as they finish. Once only."""

@@ -235,6 +235,7 @@ class BufferServer:
                 self._spool.put(self._trainer_hub.reply, address, message)
             case wire.Goodbye():
                 self._trainers.remove(address)
+                self.conductor.apply(events.TrainerLost(address))
         return None
 
     def _update(self, name: str, address: bytes, message: wire.UpdateWeights) -> wire.WeightsFailed | None:

@@ -481,7 +481,7 @@ def _turns(*waits: float, **options: Any) -> InTurns:
     return replace(how, **options)
 
 
-_AWAITED = _plan((Pause(1.0), Renew(False, "finish")), (_roll(most=24, turns=_turns(3.0, 3.0)),))
+_AWAITED = _plan((Pause(1.0), Renew(False, "finish")), (_roll(most=24, turns=_turns(3.0, 3.0)), Pause(20.0)))
 _KILLED = _plan(
     (_roll(most=24, turns=_turns(1.0, 1.0, 1.0)),), faults=(Fault(4.0, "kill trainer", "t0", 0.5),)
 )

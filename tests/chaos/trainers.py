@@ -21,6 +21,7 @@ from chaos.turns import Turns
 from seer.client import RolloutClient, SamplingParams, WeightsRefused
 from seer.client.groups import Group
 from seer.client.rollout import BufferLost, Rollout
+from seer.client.turns import Journal
 from seer.common.errors import DeadlineExceeded, RolloutCancelled, SeerError, Unreachable
 
 if TYPE_CHECKING:
@@ -94,6 +95,8 @@ class Trainer:
     calls: int = 0
     runs: Counter[int] = field(default_factory=Counter)
     """By step: how many journals were given up."""
+    journals: set[Journal] = field(default_factory=set)
+    """Those that this life has open."""
     begun: Counter[int] = field(default_factory=Counter)
     """By step: how often its trajectories were begun."""
     version: int = 0
@@ -101,6 +104,11 @@ class Trainer:
     lives: int = 0
     retries: Counter[str] = field(default_factory=Counter)
     _updating: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+    def died(self) -> None:
+        """Close the files of this life, as the system does."""
+        while self.journals:
+            self.journals.pop().close()
 
     async def run(self, transport: object) -> None:
         """Go through the script; `Unreachable` starts over, as a trainer that is run again."""

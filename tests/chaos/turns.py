@@ -131,6 +131,7 @@ class Turns:
             rollout_number=step.number, rollout_id=step.rollout_id,
             weight_version=self.trainer.asked[self.place],
         ) as rollout:  # fmt: skip
+            self.trainer.journals.add(rollout._journal)
             async for group in rollout.run(functools.partial(self._agent, beats=beats)):
                 if group.prompt_id in seen:
                     self.trainer.world.doubled += step.n

@@ -303,6 +303,8 @@ class World:
             self.loop.freeze(process.life)
             await process.links.close()
             _close_files(process.service)
+            if name in self.trainers:
+                self.trainers[name].died()
             self._dead.append(process)
 
     async def lose(self, name: str) -> None:

@@ -163,15 +163,32 @@ async def test_sleep_waits_for_those_that_are_away_and_no_longer_than_idle_secon
 
 
 @virtual
-async def test_a_trainer_that_left_is_awaited_no_longer_than_idle_seconds(tmp_path):
+async def test_a_trainer_that_was_killed_is_awaited_no_longer_than_idle_seconds(tmp_path):
     async with running(engines=1) as cluster, cluster.client() as other:
-        async with cluster.client() as client:
-            sessions = PrefixTrajectories(client.open_rollout(), idle_seconds=20.0)
-            await sessions.generate("s", np.array([1, 2], np.int32), SAMPLING, group="g")
+        transport = MemoryTransport(cluster.network)
+        client = await cluster.client(transport, name="trainer").__aenter__()
+        await one_turn(client)
+        await transport.close()  # as SIGKILL would: no goodbye
         assert len(away(cluster)) == 1
         await other.update_weights(1, folder(tmp_path, 1))
         assert 15.0 < asyncio.get_running_loop().time() < 30.0
         assert cluster.services["buffer"].machine.idle
+
+
+@virtual
+async def test_a_trainer_that_left_is_awaited_no_longer(tmp_path):
+    async with running(engines=1) as cluster, cluster.client() as other:
+        async with cluster.client() as client:
+            await one_turn(client)
+            assert len(away(cluster)) == 1
+        await other.update_weights(1, folder(tmp_path, 1))
+        assert asyncio.get_running_loop().time() < 15.0
+        assert cluster.services["buffer"].machine.idle
+
+
+async def one_turn(client):
+    sessions = PrefixTrajectories(client.open_rollout(), idle_seconds=20.0)
+    await sessions.generate("s", np.array([1, 2], np.int32), SAMPLING, group="g")
 
 
 @virtual

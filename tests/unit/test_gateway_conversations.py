@@ -44,6 +44,19 @@ def test_the_longest_context_is_gone_on_from():
     assert say(conversations, [1, 2, 3, 7]).name == names[1]
 
 
+def test_a_session_that_is_forgotten_begins_anew():
+    conversations = Conversations()
+    other = say(conversations, [1], 2, session="b")
+    say(conversations, [1], 2, session="a")
+    under_way = conversations.begin(ids(7), "a")
+    conversations.forget("a")
+    assert len(conversations) == 1
+    conversations.answered(under_way, ids(8))
+    assert say(conversations, [7, 8, 9], session="a").kind == "first"
+    assert say(conversations, [1, 2, 3], session="a").kind == "segment"  # of the session that began just now
+    assert say(conversations, [1, 2, 3], session="b").name == other.name
+
+
 @given(st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=4), min_size=1, max_size=30), st.data())
 def test_it_is_what_a_list_of_contexts_would_say(prompts, data):
     conversations, contexts = Conversations(seed=0), []

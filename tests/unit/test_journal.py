@@ -1,5 +1,7 @@
 """What environments said, on disk: given again for the same context alone, whatever happened to the file."""
 
+import shutil
+
 import pytest
 
 from seer.client import InvalidField, RolloutFailed
@@ -52,6 +54,16 @@ def test_files_that_are_something_else_are_refused_and_left_alone(tmp_path):
         Journal(tmp_path, "asked")
 
 
+def test_one_run_at_a_time_writes_a_file(tmp_path):
+    path = tmp_path / "journal"
+    with Journal(path, "asked") as journal:
+        with pytest.raises(InvalidField, match=r"journal = .*another run writes it: end that first"):
+            Journal(path, "asked")
+        journal.write("a/0", "context", 1)
+    with Journal(path, "asked") as journal:
+        assert "a/0" in journal
+
+
 def test_a_file_of_which_only_a_part_of_the_first_line_was_written_is_begun_anew(tmp_path):
     path = tmp_path / "journal"
     with Journal(path, "asked"):
@@ -77,9 +89,9 @@ def test_an_answer_is_in_the_file_before_it_is_known(tmp_path, monkeypatch):
         monkeypatch.undo()
         journal.write("a/0", "context", (1, {2: "x"}))
         assert journal.read("a/0", "context") == [1, {"2": "x"}]
-        again = Journal(tmp_path / "journal", "asked")
+        shutil.copy(tmp_path / "journal", tmp_path / "now")
+    with Journal(tmp_path / "now", "asked") as again:
         assert again.read("a/0", "context") == [1, {"2": "x"}]
-        again.close()
 
 
 def test_what_json_cannot_hold_is_refused_before_it_is_written(tmp_path):

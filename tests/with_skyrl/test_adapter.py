@@ -124,7 +124,7 @@ async def test_first_turns_are_whole_groups(client, tokenizer, batched):
     validate_generator_output(len(given["prompts"]), got)
     for position, uid in ((0, "7"), (N, "9")):
         [prompt] = {tuple(ids) for ids in got["prompt_token_ids"][position : position + N]}
-        whole = await asked_for_again(list(prompt), f"skyrl-train-0-{uid}-0", 0, N)
+        whole = await asked_for_again(list(prompt), f"skyrl-train-0-{uid}", 0, N)
         mine = zip(got["response_ids"], got["rollout_logprobs"], strict=True)
         assert list(mine)[position : position + N] == whole
         assert len({tuple(tokens) for tokens, _ in whole}) > 1
@@ -144,11 +144,13 @@ async def test_turns_of_environments(client, tokenizer):
         shown = mask.index(0)
         later = len(mask) - mask[::-1].index(0)
         assert mask == [1] * shown + [0] * (later - shown) + [1] * (len(mask) - later)
-        for turn, (start, end) in enumerate(((0, shown), (later, len(response)))):
+        for start, end in ((0, shown), (later, len(response))):
             tokens = prompt + response[:start]
-            [again] = await asked_for_again(tokens, f"skyrl-train-0-{uid}-{turn}", index)
+            [again] = await asked_for_again(tokens, f"skyrl-train-0-{uid}", index)
             assert (response[start:end], logprobs[start:end]) == again
     assert all(sum(reward) > 0 for reward in got["rewards"])
+    *_, trajectories = await client._connected()
+    assert (trajectories.turns, trajectories.segments, len(trajectories)) == (4 * N, 0, 0)
 
 
 async def test_calls_and_phases_differ_and_can_be_repeated(client, tokenizer):

@@ -165,7 +165,7 @@ def test_another_vocabulary_ends_the_run(tmp_path):
 
 def test_lora_ends_the_run(small_chunks, tmp_path):
     run = train(tmp_path / "run", small_chunks.endpoint, WHOLE | {"actor_rollout_ref.model.lora_rank": 4})
-    assert "Seer takes whole weights: set actor_rollout_ref.model.lora.merge=True" in failed(run)
+    assert "Seer takes whole weights here: set actor_rollout_ref.model.lora.merge=True" in failed(run)
 
 
 @pytest.mark.parametrize(("when", "requests"), [("training", N), ("validation", 1)])

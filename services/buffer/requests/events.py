@@ -88,7 +88,7 @@ class RolloutCancelled(events.Row, frozen=True):
 
 
 class TrainerLost(events.Row, frozen=True):
-    """A life of a trainer was silent for so long that its unfinished groups are cancelled."""
+    """A life of a trainer left, or was silent for too long: its unfinished groups are cancelled."""
 
     life: bytes
 

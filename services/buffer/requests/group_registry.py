@@ -319,11 +319,11 @@ class GroupRegistry:
         self.fail([group for group in groups if not group.done], "cancelled", "cancelled by its trainer", out)
 
     def trainer_lost(self, life: bytes, out: Out) -> None:
-        """End the unfinished groups of a trainer that has been silent for too long."""
+        """End the unfinished groups of a life that said goodbye, or has been silent for too long."""
         self.trajectories.trainer_lost(life, out)
         for rollout in [rollout for rollout in self.rollouts.values() if rollout.life == life]:
             left = [group for group in rollout.members.values() if not group.done]
-            message = "its trainer has given no sign of life for buffer.trainer_lease_seconds"
+            message = "its trainer has left, or given no sign of life for buffer.trainer_lease_seconds"
             self.fail(left, "cancelled", message, out)
 
     def aborted(self, message: str, out: Out) -> None:

@@ -10,6 +10,7 @@ Invariants (tests/unit/test_gateway_conversations.py):
 - a prompt of a known session that goes on from nothing there, and is not how a conversation of it began, has
   a rewritten history: it begins a segment. If the session has one conversation that is not under way, it
   takes its name;
+- a session that is forgotten begins anew, also where a turn of it is under way;
 - at most `most` conversations are known; the one that was used longest ago is forgotten first.
 
 No token depends on any of this, so a hash that is equal by chance costs time alone.
@@ -150,6 +151,10 @@ class Conversations:
             self._table["under_way"][turn.row] = False
         else:
             self._table[turn.row] = np.zeros((), _ROW)
+
+    def forget(self, session: str) -> None:
+        """Forget all conversations of a session, those under way, too."""
+        self._table[self._table["session"] == _session_hash(session)] = np.zeros((), _ROW)
 
     def _goes_on(self, beginnings: Words, session: np.uint64) -> int | None:
         """Return the row of the longest context that a prompt begins with; None: there is none."""

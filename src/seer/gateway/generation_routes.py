@@ -58,6 +58,7 @@ class GenerationRoutes:
         self._settings = config.gateway
         self._models = models
         self._buffer = buffer
+        self._requests = requests
         self._generation = Generation(requests, text, models)
         self._counters = requests.counters
         self._text = text
@@ -74,6 +75,7 @@ class GenerationRoutes:
             ("POST", "/v1/chat/completions", self.chat),
             ("GET", "/v1/models", self.models),
             ("GET", "/version", self.version),
+            ("POST", "/finish_session", self.finish_session),
             ("POST", "/tokenize", self.tokenize),
             ("POST", "/detokenize", self.detokenize),
         ]
@@ -141,6 +143,14 @@ class GenerationRoutes:
             return await self._streamed(request, asked, kind, head, style, body.stream_options)
         choices = await self._generation.choices(request, asked)
         return answer(answers.chat_answer(head, choices, n, style, tools=parse))
+
+    async def finish_session(self, request: Request) -> Response:
+        """`/finish_session?session_id=`: SkyRL's client says that a trajectory has ended."""
+        session = request.query_params.get("session_id", "")
+        if not session:
+            raise bad("session_id", session, "give the X-Session-ID that has ended")
+        self._requests.forget(session)
+        return answer({"status": "ok"})
 
     async def _streamed(
         self,

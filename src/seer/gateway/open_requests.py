@@ -127,6 +127,10 @@ class OpenRequests:
             answer.tokens = next(iter(groups.values())).responses[0].token_ids
         return groups
 
+    def forget(self, session: str) -> None:
+        """Forget a session: no request will go on from its answers."""
+        self._conversations.forget(session)
+
     async def stream(
         self,
         prompts: Mapping[Place, Tokens],

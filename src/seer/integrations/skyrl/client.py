@@ -2,6 +2,8 @@
 
 Invariants:
 - all requests of one call of the generator are of the weights that were live when it began, or raise;
+- a request with one session id is that trajectory's next turn, or has a rewritten history
+  (`PrefixTrajectories`); weight updates wait for the next one until SkyRL has finished the session;
 - a request that fails raises its error; one that nobody waits for any more is cancelled;
 - what Seer does not have is refused by its name.
 """
@@ -12,17 +14,22 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 from skyrl.backends.skyrl_train.inference_servers.base import (
     InferenceEngineInput,
     InferenceEngineInterface,
     InferenceEngineOutput,
 )
 
-from seer.client import OpenRollout, RolloutClient, SamplingParams
+from seer.client import OpenRollout, Response, RolloutClient, SamplingParams
+from seer.client.turns import PrefixTrajectories
 from seer.common.errors import InvalidField, SeerError
 from seer.integrations import sampling
 from seer.integrations.skyrl.sessions import Sessions
 from seer.integrations.submissions import Keys, generate
+
+MAX_SESSIONS = 1_000_000
+"""SkyRL finishes its sessions; this many at once are not to be expected."""
 
 IGNORED = {"logprobs", "skip_special_tokens", "include_stop_str_in_output", "detokenize"}
 """Sampling fields that change no token: logprobs are always there, and text is decoded from all tokens."""
@@ -49,9 +56,10 @@ class SeerInferenceClient(InferenceEngineInterface):
         self._seed = seed
         self._sessions = Sessions()
         self._batch: Sequence[str] = ()
+        self._max_input: int | None = None
         self._version = -1
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._connection: tuple[RolloutClient, OpenRollout] | None = None
+        self._connection: tuple[RolloutClient, OpenRollout, PrefixTrajectories] | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
         return SeerInferenceClient, (self.endpoint, self._tokenizer, self._model_name, self._seed)
@@ -61,12 +69,17 @@ class SeerInferenceClient(InferenceEngineInterface):
         """The model that the engines run."""
         return self._model_name
 
-    async def begin(self, step: int, phase: str, batch: Sequence[str]) -> None:
-        """Begin a call of the generator; `batch` are the session ids of its trajectories, in order."""
-        client, _ = await self._connected()
+    async def begin(self, step: int, phase: str, batch: Sequence[str], max_input: int | None) -> None:
+        """Begin a call of the generator; `batch` are the session ids of its trajectories, in order.
+
+        `max_input`: the longest context that a turn begins with, in tokens; None: there is one turn.
+        """
+        client, _, trajectories = await self._connected()
+        trajectories.end_all()
         self._version = (await client.status()).weight_version
         self._sessions.begin(step, phase)
         self._batch = batch
+        self._max_input = max_input
 
     async def generate(
         self, input_batch: InferenceEngineInput, model: str | None = None
@@ -82,11 +95,8 @@ class SeerInferenceClient(InferenceEngineInterface):
         if len(sessions) != len(prompts):
             fix = f"give one for each of {len(prompts)} prompts, or use SeerGenerator"
             raise InvalidField("session_ids", f"{len(sessions)} ids", fix)
-        places = [self._sessions.next_turn(str(session)) for session in sessions]
         params = sampling_params(input_batch.get("sampling_params"))
-        _, rollout = await self._connected()
-        keys = Keys(self._seed, self._sessions.step, self._version)
-        responses = await generate(rollout, places, prompts, params, keys)
+        responses = await self._responses([str(each) for each in sessions], prompts, params)
         ids = [response.token_ids.tolist() for response in responses]
         return InferenceEngineOutput(
             responses=[self._tokenizer.decode(each, skip_special_tokens=True) for each in ids],
@@ -97,17 +107,37 @@ class SeerInferenceClient(InferenceEngineInterface):
             rollout_expert_indices=None,
         )
 
-    async def _connected(self) -> tuple[RolloutClient, OpenRollout]:
+    async def _responses(
+        self, sessions: Sequence[str], prompts: Sequence[Sequence[int]], params: SamplingParams
+    ) -> list[Response]:
+        """Return a response to each prompt; the only one of a trajectory with turns is its next turn."""
+        _, rollout, trajectories = await self._connected()
+        keys = Keys(self._seed, self._sessions.step, self._version)
+        places = [self._sessions.place(session) for session in sessions]
+        if self._max_input is None or len(places) > 1:
+            return await generate(rollout, places, prompts, params, keys)
+        group = await trajectories.generate(
+            sessions[0], np.array(prompts[0], np.int32), params, group=places[0].group,
+            index=places[0].index, seed=keys.seed, rollout_number=keys.rollout_number,
+            weight_version=keys.weight_version, max_context=self._max_input + params.max_tokens,
+        )  # fmt: skip
+        return list(group.responses)
+
+    async def _connected(self) -> tuple[RolloutClient, OpenRollout, PrefixTrajectories]:
         loop = asyncio.get_running_loop()
         if self._connection is None or self._loop is not loop:
             client = await RolloutClient(self.endpoint).__aenter__()
-            self._connection, self._loop = (client, client.open_rollout()), loop
+            rollout = client.open_rollout()
+            trajectories = PrefixTrajectories(rollout, max_sessions=MAX_SESSIONS)
+            self._connection, self._loop = (client, rollout, trajectories), loop
         return self._connection
 
     # --- what the trainer calls around rollouts ------------------------------------------
 
     async def finish_session(self, session_id: str) -> None:
-        """Do nothing: a trajectory holds nothing between its turns."""
+        """Take note that a trajectory has no more turns."""
+        if self._connection is not None:
+            self._connection[2].end(session_id)
 
     async def pause_generation(self) -> None:
         """Do nothing: weights are sent between rollouts, and the buffer holds what comes meanwhile."""

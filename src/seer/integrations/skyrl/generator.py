@@ -22,5 +22,7 @@ class SeerGenerator(SkyRLGymGenerator):
             raise InvalidField(missing, None, "give it, as prepare_generator_input does: keys depend on it")
         step = metadata.global_step or 0  # None: evaluation without training
         sessions = [trajectory.to_string() for trajectory in trajectories]
-        await self.inference_engine_client.begin(step, metadata.training_phase, sessions)
+        turns = self.generator_cfg.max_turns > 1
+        max_input = self.generator_cfg.max_input_length if turns else None
+        await self.inference_engine_client.begin(step, metadata.training_phase, sessions, max_input)
         return await super().generate(input_batch, disable_tqdm)

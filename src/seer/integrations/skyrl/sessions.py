@@ -1,12 +1,12 @@
-"""Which response of which group each request of SkyRL's trajectories is: pure.
+"""Which response of which group each of SkyRL's trajectories is: pure.
 
 SkyRL samples each prompt n times. A sample is a trajectory, whose session id is `UID_REPETITION`, with the
-prompt's uid in its dataset; each of its turns is a request of its own.
+prompt's uid in its dataset.
 
 Invariants:
-- turn t of trajectory r of a prompt is response r of the group of this step, call, prompt and turn, so
-  siblings share a group, and no two requests of a step have the same noise;
-- names are functions of the phase, the call's number in its step, the uid and the turn: not of time.
+- trajectory r of a prompt is response r of the group of this step, call and prompt, so siblings share a
+  group, and no two trajectories of a step have the same noise;
+- names are functions of the phase, the call's number in its step and the uid: not of time.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ class Sessions:
         self.step = -1
         self._calls: Counter[str] = Counter()
         self._call = ""
-        self._turns: Counter[str] = Counter()
 
     def begin(self, step: int, phase: str) -> None:
         """Begin a call; `phase` is `train` or `eval`."""
@@ -32,13 +31,10 @@ class Sessions:
             self._calls.clear()
         self._call = f"{phase}-{self._calls[phase]}"
         self._calls[phase] += 1
-        self._turns.clear()
 
-    def next_turn(self, session: str) -> Place:
-        """Return the place of a trajectory's next request."""
-        turn = self._turns[session]
-        self._turns[session] += 1
+    def place(self, session: str) -> Place:
+        """Return the place of a trajectory."""
         uid, _, repetition = session.rpartition("_")
         if not uid or not repetition.isdecimal():
             uid, repetition = session, "0"
-        return Place(f"skyrl-{self._call}-{uid}-{turn}", int(repetition))
+        return Place(f"skyrl-{self._call}-{uid}", int(repetition))
