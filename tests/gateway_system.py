@@ -21,7 +21,8 @@ SEER = (sys.executable, "-m", "seer.cli.main")
 SOCKETS = ("trainers", "engines", "events", "event_snapshots", "estimates", "estimate_snapshots", "dgds")
 TEMPLATE = (
     "{% if tools %}ans {% for tool in tools %}{{ tool.function.name }} {% endfor %}{% endif %}"
-    "{% for message in messages %}{{ message.content }} {% endfor %}"
+    "{% for message in messages %}"
+    "{% if message.role == 'assistant' %}= {% endif %}{{ message.content }} {% endfor %}"
     "{% if add_generation_prompt %}={% endif %}"
 )
 """In words that the shipped model's tokenizer knows; that model comes without a template."""

@@ -3,16 +3,11 @@
 import json
 import os
 import urllib.request
+from collections.abc import Callable
 
 import pytest
 
 collect_ignore_glob = [] if "GATEWAY_DATA" in os.environ else ["test_*.py"]
-
-
-def counters(control: str) -> dict[str, int]:
-    """What the gateway has counted so far."""
-    with urllib.request.urlopen(f"{control}/server_info") as answer:
-        return json.load(answer)["seer"]["counters"]
 
 
 @pytest.fixture
@@ -31,3 +26,14 @@ def control() -> str:
 def model() -> str:
     """The model's folder."""
     return os.environ["GATEWAY_MODEL"]
+
+
+@pytest.fixture
+def counters(control: str) -> Callable[[], dict[str, int]]:
+    """Returns what the gateway has counted so far."""
+
+    def read() -> dict[str, int]:
+        with urllib.request.urlopen(f"{control}/server_info") as answer:
+            return json.load(answer)["seer"]["counters"]
+
+    return read

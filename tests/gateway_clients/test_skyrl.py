@@ -3,7 +3,6 @@
 import sys
 
 import pytest
-from conftest import counters
 
 if sys.version_info < (3, 12):
     pytest.skip("skyrl 0.3.0 needs Python 3.12", allow_module_level=True)
@@ -33,21 +32,21 @@ async def test_generate(client):
     assert await client.detokenize(got["response_ids"]) == got["responses"]
 
 
-async def test_turns_of_sessions(client, control, caplog):
+async def test_turns_of_sessions(client, counters, caplog):
     """SkyRL's loop sends each turn with its trajectory's id, and says when that has ended."""
     given = {"sampling_params": {"max_tokens": 3, "min_tokens": 3, "logprobs": 1}, "session_ids": ["8_0"]}
     contexts, later = [4, 5], []
     for observation in ([9], [10, 11], []):
-        before = counters(control)
+        before = counters()
         got = await client.generate(given | {"prompt_token_ids": [contexts]})
-        later.append(counters(control)["later_turns"] - before["later_turns"])
+        later.append(counters()["later_turns"] - before["later_turns"])
         contexts = contexts + got["response_ids"][0] + observation
     assert later == [0, 1, 1]
     await client.finish_session("8_0")
     assert not caplog.records  # SkyRL would log a refusal
-    before = counters(control)
+    before = counters()
     await client.generate(given | {"prompt_token_ids": [contexts]})
-    assert counters(control)["later_turns"] == before["later_turns"]
+    assert counters()["later_turns"] == before["later_turns"]
 
 
 async def test_chats_and_text(client, data):
