@@ -23,6 +23,7 @@ from seer.client.groups import Group
 from seer.client.rollout import BufferLost, Rollout
 from seer.client.turns import Journal
 from seer.common.errors import DeadlineExceeded, RolloutCancelled, SeerError, Unreachable
+from seer.services.buffer.requests.engine_deaths import RETURN_SECONDS
 
 if TYPE_CHECKING:
     from chaos.world import World
@@ -389,6 +390,7 @@ class Trainer:
         if prompt_id == "poison":
             return "final" if re.search("engine|died|lost", why) else "problem"
         if plan.poison and "engines that died" in why:  # the poison's, and one that a fault killed
-            killed = [each for each in self.world.inflicted if "kill" in each.kind and each.target[0] == "e"]
-            return "final" if killed else "problem"
+            faults = (each for each in self.world.inflicted if each.target[0] == "e")
+            lost = any("kill" in each.kind or each.seconds > RETURN_SECONDS for each in faults)
+            return "final" if lost else "problem"
         return "problem"
