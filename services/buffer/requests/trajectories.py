@@ -4,7 +4,7 @@ A turn is a prompt like any other: its tokens are the context so far, and it is 
 and acknowledged as all are. Here is only what must outlast it: how much was generated, where, and that more
 is to come. So a trajectory that is forgotten costs time, never a token.
 
-Invariants (tests/property/test_buffer_machine.py):
+Invariants (tests/unit/test_away_trajectories.py, tests/property/test_buffer_machine.py):
 - a trajectory is away from the end of a turn until its next turn is opened, it ends, `idle_seconds` have
   passed, or its trainer is lost; it is never away while its latest turn is open. Its latest turn is the one
   that was submitted last;
