@@ -22,6 +22,7 @@ from seer.client.open_rollout import MAX_STREAMED, PromptInFlight
 from seer.common import ids
 from seer.common.errors import SeerError
 from seer.common.net import hub
+from seer.common.types import TurnSpec
 from seer.common.wire import Acknowledge, Cancel, GroupDone, Refused, Submit, TokensGenerated
 
 
@@ -182,6 +183,37 @@ async def test_a_rollout_that_is_closed_when_idle_leaves_nothing_behind():
             rollout.close()
         assert not list(client._active)
     rollout.close()  # its client is closed, too
+
+
+async def test_turns_and_other_prompts_are_not_sent_together():
+    async with connected() as (buffer, client):
+        rollout = client.open_rollout()
+        rollout.submit([1])
+        rollout.submit([1], group="g", n=1, turn=TurnSpec(1))
+        single, turn = await buffer.until(Submit, 2)
+        assert (single.prompt_ids, single.turns) == (["0"], [])
+        assert (turn.prompt_ids, turn.turns) == (["1"], [TurnSpec(1)])
+
+
+async def test_ends_of_trajectories_are_told_before_a_rollout_is_over():
+    async with connected() as (buffer, client):
+        rollout = client.open_rollout("r")
+        rollout.end_trajectory("turn")
+        rollout.close()
+        assert not rollout.ended
+        (cancel,) = await buffer.until(Cancel)
+        assert (cancel.rollout_id, cancel.prompt_ids) == ("r", ["turn"])
+        assert rollout.ended
+
+
+async def test_a_rollout_that_was_left_has_told_all_ends_and_frees_its_id():
+    async with connected() as (buffer, client):
+        rollout = client.open_rollout("r")
+        rollout.end_trajectory("turn")
+        await rollout.leave()
+        client.open_rollout("r")
+        (cancel,) = await buffer.until(Cancel)
+        assert cancel.prompt_ids == ["turn"]
 
 
 async def test_what_was_streamed_is_never_followed_by_tokens_of_other_weights():
