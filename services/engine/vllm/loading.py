@@ -129,8 +129,8 @@ def _transfer(pool: PoolConfig) -> object:
         import mooncake.store  # noqa: F401 - only to see whether it is installed
     except ImportError as error:
         raise EngineError(
-            f"pool.kind = 'mooncake': Mooncake cannot be imported ({error}): install the extra cpu, cuda12 "
-            "or cuda13, and libibverbs1, or set pool.kind = 'none'"
+            f"pool.kind = 'mooncake': Mooncake cannot be imported ({error}): install the extra cpu or "
+            "cuda13, and libibverbs1, or set pool.kind = 'none'"
         ) from error
     from vllm.config import KVTransferConfig
 
