@@ -66,6 +66,11 @@ class EngineDefaults(msgspec.Struct, frozen=True, kw_only=True):
     block_size: int
     gpu_memory_utilization: float
 
+    def unset(self, engine: object) -> dict[str, Any]:
+        """Return the values of those fields of `config.EngineConfig` that `engine` leaves open."""
+        names = ("max_num_seqs", "max_num_batched_tokens", "gpu_memory_utilization")
+        return {name: getattr(self, name) for name in names if getattr(engine, name) is None}
+
 
 def engine_defaults(
     devices: Sequence[Device],

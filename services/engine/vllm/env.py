@@ -12,10 +12,15 @@ import shutil
 import sysconfig
 import tempfile
 import warnings
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
-from seer.common.config import EngineConfig
+from msgspec.structs import replace
+
+from seer.common.config import EngineConfig, SharedConfig
 from seer.common.errors import EngineError
+from seer.common.policy.device_defaults import Device, engine_defaults
 from seer.common.process.devices import driver_version, visible_devices
 
 VLLM_SERIES = "0.32."
@@ -76,6 +81,23 @@ def prepare(config: EngineConfig) -> None:
             f"vllm {vllm.__version__} is installed, but this version of Seer works with "
             f"vllm {VLLM_SERIES}*: install that"
         )
+
+
+def with_defaults(
+    config: EngineConfig, shared: SharedConfig, model: Mapping[str, Any]
+) -> tuple[EngineConfig, SharedConfig]:
+    """Return both with what they leave open set for this process's devices; `model` is its config.json."""
+    import torch
+
+    devices = visible_devices() if torch.cuda.is_available() else []
+    if not devices:  # a container without nvidia-smi
+        devices = [Device(name=str(index)) for index in range(torch.cuda.device_count())]
+    default = engine_defaults(
+        devices[: config.tensor_parallel], config.tensor_parallel, model,
+        instances=1, attention_backend=config.vllm.attention_backend,
+    )  # fmt: skip
+    block_size = default.block_size if shared.block_size is None else shared.block_size
+    return replace(config, **default.unset(config)), replace(shared, block_size=block_size)
 
 
 def no_device(cuda: str) -> str:
