@@ -13,6 +13,8 @@ import subprocess
 from collections.abc import Mapping
 from pathlib import Path
 
+from msgspec.structs import replace
+
 from seer.common.policy.device_defaults import Device
 
 QUERY_SECONDS = 20.0
@@ -35,7 +37,8 @@ def visible_devices(environ: Mapping[str, str] = os.environ) -> list[Device]:
         if not name or name == "-1":  # CUDA stops there, too
             break
         found = [d for d in listed if d.name == name or (name.startswith("GPU-") and d.uuid.startswith(name))]
-        devices.append(found[0] if len(found) == 1 else Device(name=name))
+        known = found[0] if len(found) == 1 else Device(name=name)
+        devices.append(replace(known, name=name))  # as it was written: what it means depends on CUDA alone
     return devices
 
 

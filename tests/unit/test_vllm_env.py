@@ -5,10 +5,13 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from msgspec.structs import replace
 
 from seer.common import mooncake
+from seer.common.config import EngineConfig, SharedConfig
 from seer.common.errors import EngineError
 from seer.common.policy.device_defaults import Device
 from seer.common.process import devices
@@ -53,7 +56,7 @@ def tool(tmp_path, monkeypatch):
     [
         (None, [H100, SMALL]),
         ("1,0", [SMALL, H100]),
-        ("GPU-ab", [SMALL]),
+        ("GPU-ab", [replace(SMALL, name="GPU-ab")]),
         ("GPU-a", [Device(name="GPU-a")]),  # of which one?
         ("MIG-3", [Device(name="MIG-3")]),
         ("0,-1,1", [H100]),
@@ -89,15 +92,35 @@ def test_without_a_driver_it_is_to_be_installed(tmp_path, tool):
     assert "install the driver" in no_device("13.0")
 
 
-@pytest.mark.vllm
-def test_an_engine_built_for_gpus_does_not_start_without_one(monkeypatch):
-    torch = pytest.importorskip("torch")
-    from seer.common.config import EngineConfig
+def torch(*, cuda, devices):
+    """As much of torch as is asked: for which CUDA it is built, and how many devices it finds."""
+    found = SimpleNamespace(is_available=lambda: devices > 0, device_count=lambda: devices)
+    return SimpleNamespace(cuda=found, version=SimpleNamespace(cuda=cuda))
 
-    monkeypatch.setattr(torch.version, "cuda", "13.0")
+
+def test_an_engine_built_for_gpus_does_not_start_without_one(monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch", torch(cuda="13.0", devices=0))
     monkeypatch.setattr(os, "environ", dict(os.environ))  # what it sets is not for other tests
     with pytest.raises(EngineError, match="driver loaded here: 580"):
         env.prepare(EngineConfig())
+
+
+def test_an_engine_s_own_devices_decide_what_is_left_open(tool, monkeypatch):
+    mla = {"kv_lora_rank": 512}
+    monkeypatch.setitem(sys.modules, "torch", torch(cuda=None, devices=0))
+    config, shared = env.with_defaults(EngineConfig(max_num_seqs=3), SharedConfig(), mla)
+    assert (config.max_num_seqs, config.max_num_batched_tokens, shared.block_size) == (3, None, 32)
+    monkeypatch.setitem(sys.modules, "torch", torch(cuda="13.0", devices=2))
+    config, shared = env.with_defaults(EngineConfig(), SharedConfig(model="m"), mla)
+    assert (config.max_num_seqs, config.max_num_batched_tokens, shared.block_size) == (1024, 16_384, 64)
+    assert (config.gpu_memory_utilization, shared.model) == (0.9, "m")
+    config, _ = env.with_defaults(EngineConfig(tensor_parallel=2), SharedConfig(), mla)
+    assert config.max_num_seqs == 256  # the second device says nothing of its memory
+    _, shared = env.with_defaults(EngineConfig(), SharedConfig(block_size=16), mla)
+    assert shared.block_size == 16
+    tool.unlink()
+    config, shared = env.with_defaults(EngineConfig(), SharedConfig(), mla)
+    assert (config.max_num_seqs, shared.block_size) == (256, 32)
 
 
 def test_kernels_can_be_compiled_or_it_is_said_what_is_missing(tmp_path, tool, monkeypatch):

@@ -1,7 +1,5 @@
 """`[engine.vllm]`: what is passed on, what is refused by name, and where it shows."""
 
-import dataclasses
-import importlib.util
 import re
 
 import msgspec
@@ -110,15 +108,9 @@ def test_engines_with_other_settings_share_no_kv():
     assert bound("abc", quantization="fp8") == bound("abc", quantization="fp8")
 
 
-@pytest.mark.vllm
-def test_vllm_has_every_argument():
-    if importlib.util.find_spec("vllm") is None:
-        pytest.skip("needs the engine extra")
-    from vllm.engine.arg_utils import EngineArgs
-
-    names = {field.name for field in dataclasses.fields(EngineArgs)}
-    assert ALL.arguments().keys() <= names
-    assert VllmSettings.REFUSED.keys() <= names
+def test_graphs_have_vllm_s_two_ways_to_be_set():
+    arguments = VllmSettings(cudagraph_mode="FULL", cudagraph_capture_sizes=(1, 8)).arguments()
+    assert arguments == {"compilation_config": {"cudagraph_mode": "FULL"}, "cudagraph_capture_sizes": [1, 8]}
 
 
 def test_no_setting_is_both_passed_on_and_refused():
