@@ -105,10 +105,16 @@ def test_an_engine_built_for_gpus_does_not_start_without_one(monkeypatch):
         env.prepare(EngineConfig())
 
 
+def test_latent_attention_is_refused_on_cpus(monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch", torch(cuda=None, devices=0))
+    with pytest.raises(EngineError, match=r"shared\.model = 'm': models with latent attention .* need a GPU"):
+        env.with_defaults(EngineConfig(), SharedConfig(model="m"), {"kv_lora_rank": 512})
+
+
 def test_an_engine_s_own_devices_decide_what_is_left_open(tool, monkeypatch):
     mla = {"kv_lora_rank": 512}
     monkeypatch.setitem(sys.modules, "torch", torch(cuda=None, devices=0))
-    config, shared = env.with_defaults(EngineConfig(max_num_seqs=3), SharedConfig(), mla)
+    config, shared = env.with_defaults(EngineConfig(max_num_seqs=3), SharedConfig(), {})
     assert (config.max_num_seqs, config.max_num_batched_tokens, shared.block_size) == (3, None, 32)
     monkeypatch.setitem(sys.modules, "torch", torch(cuda="13.0", devices=2))
     config, shared = env.with_defaults(EngineConfig(), SharedConfig(model="m"), mla)

@@ -20,7 +20,7 @@ from msgspec.structs import replace
 
 from seer.common.config import EngineConfig, SharedConfig
 from seer.common.errors import EngineError
-from seer.common.policy.device_defaults import Device, engine_defaults
+from seer.common.policy.device_defaults import Device, engine_defaults, uses_mla
 from seer.common.process.devices import driver_version, visible_devices
 
 VLLM_SERIES = "0.32."
@@ -86,9 +86,17 @@ def prepare(config: EngineConfig) -> None:
 def with_defaults(
     config: EngineConfig, shared: SharedConfig, model: Mapping[str, Any]
 ) -> tuple[EngineConfig, SharedConfig]:
-    """Return both with what they leave open set for this process's devices; `model` is its config.json."""
+    """Return both with what they leave open set for this process's devices; `model` is its config.json.
+
+    Raises `EngineError` for a model that does not run on them.
+    """
     import torch
 
+    if uses_mla(model) and not torch.cuda.is_available():
+        raise EngineError(
+            f"shared.model = {shared.model!r}: models with latent attention (MLA), as DeepSeek, need a GPU: "
+            f"on CPUs vLLM {VLLM_SERIES}* has other logits for the same tokens in prefills than in decodes"
+        )
     devices = visible_devices() if torch.cuda.is_available() else []
     if not devices:  # a container without nvidia-smi
         devices = [Device(name=str(index)) for index in range(torch.cuda.device_count())]
