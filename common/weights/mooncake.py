@@ -16,6 +16,7 @@ from typing import Annotated, Literal, Protocol, cast
 import msgspec
 
 from seer.common.errors import InvalidField
+from seer.common.mooncake import load_cuda_runtime
 
 SCHEME = "mooncake:"
 """Prefix of a `source` of weights that is a `RegisteredMemory` as JSON."""
@@ -70,12 +71,11 @@ def open_engine(host: str, protocol: Transport, device: str = "") -> TransferEng
     `host`: this machine's address; `device`: RDMA devices, comma-separated, all by default.
     Raises `InvalidField` if Mooncake, or the transport, is not available.
     """
+    load_cuda_runtime()
     try:
         from mooncake import engine as mooncake
     except ImportError as error:
-        fix = (
-            f"Mooncake cannot be imported ({error}): install the extra cpu, cuda12 or cuda13, and libibverbs1"
-        )
+        fix = f"Mooncake cannot be imported ({error}): install the extra cpu or cuda13, and libibverbs1"
         raise InvalidField("source", "mooncake", fix) from error
     engine = mooncake.TransferEngine()
     before = os.environ.pop("MC_FORCE_TCP", None)

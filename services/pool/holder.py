@@ -14,6 +14,8 @@ from typing import Any
 
 import msgspec
 
+from seer.common.mooncake import load_cuda_runtime
+
 READY = "ready "
 
 _TRANSFER_BYTES = 2**24
@@ -33,12 +35,11 @@ class SegmentConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 def mount(segment: SegmentConfig) -> str:
     """Mount it for as long as this process lives; return the line to print."""
+    load_cuda_runtime()
     try:
         from mooncake.store import MooncakeDistributedStore
     except ImportError as error:
-        return (
-            f"Mooncake cannot be imported ({error}): install the extra cpu, cuda12 or cuda13, and libibverbs1"
-        )
+        return f"Mooncake cannot be imported ({error}): install the extra cpu or cuda13, and libibverbs1"
     global _store
     _store = MooncakeDistributedStore()
     code = _store.setup(

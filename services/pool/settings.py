@@ -44,7 +44,7 @@ def master_program() -> str:
         program = Path(folder) / MASTER_PROGRAM
         if program.is_file():
             return str(program)
-    raise ConfigError("Mooncake is not installed here: install the extra cpu, cuda12 or cuda13")
+    raise ConfigError("Mooncake is not installed here: install the extra cpu or cuda13")
 
 
 def listen_address(config: Config, field: str, address: str) -> tuple[str, int]:

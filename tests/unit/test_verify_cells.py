@@ -11,6 +11,7 @@ import pytest
 
 from seer.common.config import Config, EngineConfig, PoolConfig, SharedConfig
 from seer.common.errors import InvalidField
+from seer.common.policy.device_defaults import Device
 from seer.common.types import Capacity, InstanceStats
 from seer.common.wire import InstanceStatus, Progress
 from seer.local import pool_plan
@@ -48,7 +49,7 @@ def test_every_cell_can_be_had_on_two_cores(tmp_path: Path):
         (3, {}, HERE, "3 attention heads"),
         (4, {"tensor_parallel": 2}, HERE, "2 ranks itself"),
         (4, {}, Hardware(cores=[0], devices=[], free_bytes=0), "needs 2 cores"),
-        (4, {}, Hardware(cores=[0, 1], devices=["0"], free_bytes=0), "needs 2 devices"),
+        (4, {}, Hardware(cores=[0, 1], devices=[Device(name="0")], free_bytes=0), "needs 2 devices"),
     ],
 )
 def test_a_cell_that_cannot_run_is_left_out_with_a_reason(tmp_path, heads, engine, machine, why):

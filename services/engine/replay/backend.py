@@ -20,6 +20,7 @@ from msgspec import structs
 
 from seer.common.config import EngineConfig, SharedConfig
 from seer.common.errors import EngineError, InvalidField
+from seer.common.policy.device_defaults import BLOCK_SIZE, CPU_MAX_NUM_SEQS
 from seer.common.types import Capacity, InstanceStats
 from seer.services.dgds.client import StreamDelta
 from seer.services.engine.backend import Chunk, ChunkEnd, Generated, StepOutput
@@ -47,12 +48,14 @@ class ReplayBackend:
     def __init__(self, config: EngineConfig, shared: SharedConfig) -> None:
         self._config = config
         blocks = DEFAULT_KV_BLOCKS if config.kv_blocks is None else config.kv_blocks
-        self._model = KvModel(blocks, shared.block_size, config.max_num_seqs)
-        slots = blocks * shared.block_size - LOOKAHEAD_SLOTS
+        seqs = CPU_MAX_NUM_SEQS if config.max_num_seqs is None else config.max_num_seqs
+        block_size = BLOCK_SIZE if shared.block_size is None else shared.block_size
+        self._model = KvModel(blocks, block_size, seqs)
+        slots = blocks * block_size - LOOKAHEAD_SLOTS
         self._capacity = Capacity(
             kv_blocks=blocks,
-            block_size=shared.block_size,
-            max_num_seqs=config.max_num_seqs,
+            block_size=block_size,
+            max_num_seqs=seqs,
             max_model_len=slots if config.max_model_len is None else config.max_model_len,
         )
         self._asleep = False
@@ -72,7 +75,7 @@ class ReplayBackend:
         for name, value in (
             ("kv_blocks", capacity.kv_blocks),
             ("max_model_len", capacity.max_model_len),
-            ("max_num_seqs", config.max_num_seqs),
+            ("max_num_seqs", capacity.max_num_seqs),
             ("replay_vocab_size", config.replay_vocab_size),
             ("replay_mean_tokens", config.replay_mean_tokens),
         ):

@@ -112,6 +112,8 @@ class VllmBackend:
         Raises `EngineError` naming the cause and the fix.
         """
         env.prepare(self._config)
+        described = loading.model_config(self._shared)
+        self._config, self._shared = env.with_defaults(self._config, self._shared, described)
         # Only now: it imports torch and, through the workers, vllm.
         from seer.services.engine.vllm import self_test
 
@@ -153,7 +155,7 @@ class VllmBackend:
     @property
     def versions(self) -> dict[str, str]:
         """Names and versions of what generates, for reports."""
-        return self.core.versions
+        return self.core.versions | self._config.vllm.texts()
 
     def add(self, chunk: Chunk, *, capture: bool = False) -> None:
         """Queue a chunk; with `capture`, its logits are kept for `Probe.capture`.
@@ -227,7 +229,9 @@ class VllmBackend:
     def bind_weights(self, digest: str) -> None:
         """See `Backend.bind_weights`: engines share KV of equal weights."""
         if self._sharing is not None:
-            self._sharing.bind(digest)
+            # Equal weights have another KV with other settings of vLLM.
+            settings = self._config.vllm.texts()
+            self._sharing.bind(f"{digest} {settings}" if digest and settings else digest)
 
     def load_weights(self, folder: Path, digest: str, base: Path | None = None) -> None:
         """See `Backend.load_weights`."""

@@ -42,7 +42,7 @@ class CoreHandle:
         """Take scratch blocks, then read what the engine can hold. Raises `EngineError`."""
         from vllm.tokenizers import cached_tokenizer_from_config
 
-        self.scratch = take_scratch_blocks(self.engine_core, drafts, shared.block_size)
+        self.scratch = take_scratch_blocks(self.engine_core, drafts, self.vllm_config.cache_config.block_size)
         config = self.vllm_config
         self.vocab_size: int = config.model_config.get_vocab_size()
         tokenizer = cached_tokenizer_from_config(config.model_config)

@@ -8,15 +8,26 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import shutil
+import sysconfig
 import tempfile
 import warnings
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
-from seer.common.config import EngineConfig
+from msgspec.structs import replace
+
+from seer.common.config import EngineConfig, SharedConfig
 from seer.common.errors import EngineError
+from seer.common.policy.device_defaults import Device, engine_defaults, uses_mla
+from seer.common.process.devices import driver_version, visible_devices
 
 VLLM_SERIES = "0.32."
 """The only series that works: our hooks are private API, which another series may change."""
+
+_DRIVER = "580"
+"""The first driver for CUDA 13, which the wheels of this series are built for."""
 
 _MAX_SOCKET_DIR = 70
 """Longest TMPDIR for sockets. Bytes: vLLM adds 37, and a socket's path has 107 at most."""
@@ -41,7 +52,7 @@ _DEFAULTS = {
 def prepare(config: EngineConfig) -> None:
     """Set the environment that vllm reads, check its version, bind this thread to its cores.
 
-    Raises `EngineError` when vllm is missing or of another series.
+    Raises `EngineError` when vllm is missing or of another series, and where its build for GPUs finds none.
     """
     os.environ.update(_FORCED)
     for name, value in _DEFAULTS.items():
@@ -53,19 +64,87 @@ def prepare(config: EngineConfig) -> None:
     try:
         import torch
 
-        if not torch.cuda.is_available():
+        if torch.cuda.is_available():
+            check_compiler(cache_folder())
+        elif torch.version.cuda is not None:
+            raise EngineError(no_device(torch.version.cuda))
+        else:
             _prepare_cpu(config)
         import vllm
     except ImportError as error:
         raise EngineError(
             f"engine.backend = 'vllm': {error}; install the extra for this machine: "
-            "pip install 'seer-rollout[cpu]' (or cuda12, cuda13)"
+            "pip install 'seer-rollout[cpu]' (or cuda13)"
         ) from error
     if not vllm.__version__.startswith(VLLM_SERIES):
         raise EngineError(
             f"vllm {vllm.__version__} is installed, but this version of Seer works with "
             f"vllm {VLLM_SERIES}*: install that"
         )
+
+
+def with_defaults(
+    config: EngineConfig, shared: SharedConfig, model: Mapping[str, Any]
+) -> tuple[EngineConfig, SharedConfig]:
+    """Return both with what they leave open set for this process's devices; `model` is its config.json.
+
+    Raises `EngineError` for a model that does not run on them.
+    """
+    import torch
+
+    if uses_mla(model) and not torch.cuda.is_available():
+        raise EngineError(
+            f"shared.model = {shared.model!r}: models with latent attention (MLA), as DeepSeek, need a GPU: "
+            f"on CPUs vLLM {VLLM_SERIES}* has other logits for the same tokens in prefills than in decodes"
+        )
+    devices = visible_devices() if torch.cuda.is_available() else []
+    if not devices:  # a container without nvidia-smi
+        devices = [Device(name=str(index)) for index in range(torch.cuda.device_count())]
+    default = engine_defaults(
+        devices[: config.tensor_parallel], config.tensor_parallel, model,
+        instances=1, attention_backend=config.vllm.attention_backend,
+    )  # fmt: skip
+    block_size = default.block_size if shared.block_size is None else shared.block_size
+    return replace(config, **default.unset(config)), replace(shared, block_size=block_size)
+
+
+def no_device(cuda: str) -> str:
+    """Return why torch, built for this version of CUDA, finds no device here, and what to do."""
+    driver = driver_version()
+    shown = os.environ.get("CUDA_VISIBLE_DEVICES")
+    listed = ", ".join(device.model or device.name for device in visible_devices()) or "none"
+    needs = f"CUDA {cuda} needs NVIDIA's driver {_DRIVER} or later"
+    if driver:
+        fix = "update the driver if it is older, and check that this process may open /dev/nvidia*"
+    else:
+        fix = "install the driver, and in a container give access to the devices; or install the extra cpu"
+    return (
+        f"CUDA is not available: {needs}; driver loaded here: {driver or 'none'}; devices listed: {listed}; "
+        f"CUDA_VISIBLE_DEVICES = {'not set' if shown is None else repr(shown)}: {fix}"
+    )
+
+
+def check_compiler(cache: Path) -> None:
+    """Raise `EngineError` unless kernels can be compiled here: Triton and vLLM do so while an engine runs."""
+    compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
+    if compiler is None or shutil.which(compiler) is None:
+        raise EngineError(f"no C compiler ({compiler or 'gcc or clang'}): Triton needs one; install gcc")
+    header = Path(sysconfig.get_path("include")) / "Python.h"
+    if not header.is_file():
+        raise EngineError(f"{header} is missing: Triton compiles against it; install python3-dev")
+    triton = os.environ.get("TRITON_CACHE_DIR") or os.environ.get("TRITON_HOME") or str(Path.home())
+    for name, folder in (("XDG_CACHE_HOME", cache), ("TRITON_CACHE_DIR", Path(triton))):
+        if _forbids_code(folder):
+            raise EngineError(
+                f"{name}: {folder} is on a file system mounted noexec, from which compiled kernels cannot be "
+                "loaded; set it to another folder"
+            )
+
+
+def _forbids_code(folder: Path) -> bool:
+    """Return whether files there may not be run; of a folder that does not exist yet, its nearest parent."""
+    there = next(each for each in (folder, *folder.absolute().parents) if each.exists())
+    return bool(os.statvfs(there).f_flag & os.ST_NOEXEC)
 
 
 def cache_folder() -> Path:

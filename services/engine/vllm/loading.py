@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from seer.common.config import CPU_KV_SHARE, DraftsConfig, EngineConfig, PoolConfig, SharedConfig
 from seer.common.errors import EngineError
+from seer.common.policy.device_defaults import BLOCK_SIZE
 from seer.common.weights.digest import problem_of
 from seer.services.engine.vllm.drafts.scratch_blocks import scratch_blocks
 
@@ -39,7 +40,7 @@ def load(
 
     With a `pool`, KV is saved there and loaded from there; with `drafts`, our proposer makes them.
     """
-    described = _model_config(shared)
+    described = model_config(shared)
     from vllm.engine.arg_utils import EngineArgs
     from vllm.v1.engine.core_client import InprocClient
     from vllm.v1.executor import Executor
@@ -50,7 +51,7 @@ def load(
     # vLLM collects garbage several times while it loads: half a second each time, without this.
     gc.freeze()
     try:
-        scratch = scratch_blocks(drafts, shared.block_size)
+        scratch = scratch_blocks(drafts, shared.block_size or BLOCK_SIZE)
         arguments = _arguments(config, shared, described, scratch) | extras
         vllm_config: VllmConfig = EngineArgs(**arguments).create_engine_config()
         if vllm_config.device_config.device_type == "cpu":
@@ -74,7 +75,7 @@ def eos_ids(vllm_config: VllmConfig, tokenizer: TokenizerLike | None) -> tuple[i
     return tuple(sorted(found))
 
 
-def _model_config(shared: SharedConfig) -> dict[str, Any]:
+def model_config(shared: SharedConfig) -> dict[str, Any]:
     """Return the model folder's config.json. Raises `EngineError` if this is not a model folder."""
     problem = "is not a folder here"
     if shared.model and Path(shared.model).is_dir():
@@ -100,11 +101,11 @@ def _arguments(
         "model": shared.model,
         "skip_tokenizer_init": not (Path(shared.model) / "tokenizer.json").is_file(),
         "load_format": "safetensors",  # never pickles
-        "trust_remote_code": False,
         "dtype": _dtype(config.dtype, described),
         "max_model_len": config.max_model_len,
         "block_size": shared.block_size,
         "max_num_seqs": config.max_num_seqs,
+        "max_num_batched_tokens": config.max_num_batched_tokens,
         "tensor_parallel_size": config.tensor_parallel,
         "distributed_executor_backend": "mp" if config.tensor_parallel > 1 else "uni",
         # vLLM keeps one block, its null block, for itself.
@@ -117,7 +118,7 @@ def _arguments(
         "disable_log_stats": True,
         "use_tqdm_on_load": False,
         "worker_extension_cls": EXTENSION,
-    }
+    } | config.vllm.arguments()
 
 
 def _transfer(pool: PoolConfig) -> object:
@@ -129,8 +130,8 @@ def _transfer(pool: PoolConfig) -> object:
         import mooncake.store  # noqa: F401 - only to see whether it is installed
     except ImportError as error:
         raise EngineError(
-            f"pool.kind = 'mooncake': Mooncake cannot be imported ({error}): install the extra cpu, cuda12 "
-            "or cuda13, and libibverbs1, or set pool.kind = 'none'"
+            f"pool.kind = 'mooncake': Mooncake cannot be imported ({error}): install the extra cpu or "
+            "cuda13, and libibverbs1, or set pool.kind = 'none'"
         ) from error
     from vllm.config import KVTransferConfig
 
@@ -159,8 +160,9 @@ def _cpu_kv_bytes(config: EngineConfig, vllm_config: VllmConfig, scratch: int) -
         return int(config.kv_cache_gib * 2**30)
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
     per_token = 2 * model.get_num_layers(parallel) * model.get_num_kv_heads(parallel) * model.get_head_size()
-    longest = model.max_model_len + 2 * vllm_config.cache_config.block_size  # rounding, the null block
-    tokens = longest * config.max_num_seqs + scratch * vllm_config.cache_config.block_size
+    block, seqs = vllm_config.cache_config.block_size, vllm_config.scheduler_config.max_num_seqs
+    longest = model.max_model_len + 2 * block  # rounding, the null block
+    tokens = longest * seqs + scratch * block
     usable: int = per_token * torch.finfo(model.dtype).bits // 8 * tokens
     node = get_memory_node_info(get_allowed_cpu_list()[0].numa_node)
     return min(usable, int(node.available_memory * CPU_KV_SHARE / config.tensor_parallel))
@@ -184,6 +186,8 @@ def explain(error: Exception, config: EngineConfig, shared: SharedConfig) -> str
         fix = f"change engine.tensor_parallel (now {config.tensor_parallel}) to divide the model's heads"
     else:
         fix = "give a model folder that vLLM can load, and an engine.dtype that it knows"
+    if settings := ", ".join(f"{name} = {value}" for name, value in config.vllm.texts().items()):
+        fix += f"; or change {settings}"
     return f"shared.model = {shared.model!r} cannot be loaded: {fix}. vLLM says: {text[:MAX_VLLM_TEXT]}"
 
 

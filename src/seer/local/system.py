@@ -119,6 +119,7 @@ class _Slot:
 class LocalSystem:
     """Use as `async with LocalSystem(config, instances) as system`; then `system.endpoint`.
 
+    `instances` is the number of engines; None for the machine's default (`plan_engines`).
     With `private`, endpoints are ipc sockets in a folder of the run, and children log into files there, which
     are kept if something failed. Otherwise the configured endpoints are used and children log to stderr.
     With `drain`, leaving waits until trainers have all accepted work. `say` is called with lines for the
@@ -128,7 +129,7 @@ class LocalSystem:
     def __init__(
         self,
         config: Config,
-        instances: int,
+        instances: int | None,
         *,
         private: bool = True,
         drain: bool = False,
@@ -149,6 +150,11 @@ class LocalSystem:
     def endpoint(self) -> str:
         """Where trainers connect."""
         return self.config.endpoints.trainers
+
+    @property
+    def instances(self) -> int:
+        """How many engines are to run."""
+        return len(self._plans)
 
     @property
     def pids(self) -> dict[str, int]:

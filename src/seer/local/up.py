@@ -12,12 +12,12 @@ from seer.common.config import Config
 from seer.local.system import LocalSystem, run
 
 
-def serve(config: Config, instances: int) -> None:
+def serve(config: Config, instances: int | None) -> None:
     """Run until SIGINT or SIGTERM. Raises `LaunchError` when the system cannot start or go on."""
     run(_serve(config, instances))
 
 
-async def _serve(config: Config, instances: int) -> None:
+async def _serve(config: Config, instances: int | None) -> None:
     stop = asyncio.Event()
     task = asyncio.current_task()
 

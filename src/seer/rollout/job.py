@@ -70,7 +70,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     sampling: SamplingParams
     seed: int
     rollout_number: int
-    instances: int
+    instances: int | None
     connect: str
     resume: bool
     config: Config
@@ -213,8 +213,9 @@ async def _embedded(
 ) -> None:
     loop = asyncio.get_running_loop()
     started = loop.time()
-    _say(f"starting {job.instances} {config.engine.backend} engines")
-    async with LocalSystem(config, job.instances, say=_say) as system:
+    local = LocalSystem(config, job.instances, say=_say)
+    _say(f"starting {local.instances} {config.engine.backend} engines")
+    async with local as system:
         outcome.startup_seconds = loop.time() - started
         _say(f"ready in {outcome.startup_seconds:.1f} s")
         try:

@@ -21,6 +21,7 @@ import msgspec
 
 from seer.common.config import Config, PoolConfig
 from seer.common.errors import InvalidField
+from seer.common.policy.device_defaults import BLOCK_SIZE, CPU_MAX_NUM_SEQS
 from seer.common.types import Capacity
 from seer.local import pool_plan
 from seer.local.hardware import Hardware
@@ -292,8 +293,8 @@ def scarce_blocks(base: Config, lengths: Sequence[int]) -> int:
     """
     capacity = Capacity(
         kv_blocks=0,
-        block_size=base.shared.block_size,
-        max_num_seqs=base.engine.max_num_seqs,
+        block_size=base.shared.block_size or BLOCK_SIZE,
+        max_num_seqs=base.engine.max_num_seqs or CPU_MAX_NUM_SEQS,
         max_model_len=base.engine.max_model_len or max(lengths, default=0),
     )
     at_once = sum(capacity.blocks_for(length, 0) for length in lengths[: capacity.max_num_seqs])
@@ -314,7 +315,7 @@ def block_bytes(base: Config, value_bytes: int) -> int:
     heads = model.get("num_attention_heads") or 1
     size = model.get("head_dim") or model.get("hidden_size", 0) // heads
     numbers = 2 * model.get("num_hidden_layers", 0) * (model.get("num_key_value_heads") or heads) * size
-    return base.shared.block_size * numbers * value_bytes
+    return (base.shared.block_size or BLOCK_SIZE) * numbers * value_bytes
 
 
 def choose(

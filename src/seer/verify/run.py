@@ -22,6 +22,7 @@ from seer.client import Group, Prompt
 from seer.client.prompts import check_request
 from seer.common.config import Config
 from seer.common.errors import ConfigError, InvalidField, SeerError
+from seer.common.policy.device_defaults import BLOCK_SIZE, CPU_MAX_NUM_SEQS
 from seer.local import system as launch
 from seer.local.hardware import Hardware
 from seer.rollout.files import (
@@ -72,6 +73,9 @@ def verify(job: Job, say: Say) -> Report:
     cannot run; what befalls other cells is in the report.
     """
     config, prompts = _prepare(job)
+    if config.engine.max_num_seqs is None:  # the cells are made for as many, whatever a device could run
+        engine = msgspec.structs.replace(config.engine, max_num_seqs=CPU_MAX_NUM_SEQS)
+        config = msgspec.structs.replace(config, engine=engine)
     matrix = TURN_CELLS if job.turns else CELLS
     cells, skipped = choose(job.matrix, config, Hardware.here(), matrix)
     files = _files(config)
@@ -122,11 +126,12 @@ async def _reference(cell: Cell, config: Config, n: int, runner: Runner) -> Cell
     """Run the reference, once more with fewer sequences at once where it was short of KV memory."""
     found = await runner.run(cell, cell.config(config), n)
     if found.counters["preemptions"] and found.kv_blocks:
-        block = config.shared.block_size
+        block = config.shared.block_size or BLOCK_SIZE
         longest = max(max(prompt + output for prompt, output in _work(found.groups).grown(n)) + 1, block)
         seqs = max(1, found.kv_blocks // -(-longest // block))
         runner.say(f"{cell.name} was preempted: once more, {seqs} sequences at once")
-        engine = msgspec.structs.replace(config.engine, max_num_seqs=min(seqs, config.engine.max_num_seqs))
+        seqs = min(seqs, config.engine.max_num_seqs or seqs)
+        engine = msgspec.structs.replace(config.engine, max_num_seqs=seqs)
         config = msgspec.structs.replace(config, engine=engine)
         found = await runner.run(cell, cell.config(config), n)
     return found

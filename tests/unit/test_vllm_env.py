@@ -1,0 +1,219 @@
+"""What an engine needs of its machine before vLLM is imported, and what is said where it is missing."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from msgspec.structs import replace
+
+from seer.common import mooncake
+from seer.common.config import EngineConfig, SharedConfig
+from seer.common.errors import EngineError
+from seer.common.policy.device_defaults import Device
+from seer.common.process import devices
+from seer.common.process.devices import driver_version, visible_devices
+from seer.local.pool_plan import TRY_IMPORT
+from seer.services.engine.vllm import env
+from seer.services.engine.vllm.env import check_compiler, no_device
+
+H100 = Device(
+    name="0",
+    uuid="GPU-aa",
+    model="NVIDIA H100",
+    total_bytes=81559 << 20,
+    free_bytes=81000 << 20,
+    generation=9,
+)
+SMALL = Device(name="1", uuid="GPU-ab", model="NVIDIA L4", generation=8)
+LISTED = """\
+0, GPU-aa, NVIDIA H100, 81559, 81000, 9.0
+1, GPU-ab, NVIDIA L4, [N/A], [N/A], 8.9
+"""
+VERSION = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.159.04  Release Build  (a@b)\nGCC version: 12.2.0"
+
+
+@pytest.fixture(autouse=True)
+def tool(tmp_path, monkeypatch):
+    """An nvidia-smi that lists two devices; a test may write another."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    file = folder / "nvidia-smi"
+    file.write_text(f"#!/bin/sh\ncat <<'END'\n{LISTED}END\n")
+    file.chmod(0o755)
+    monkeypatch.setenv("PATH", str(folder), prepend=os.pathsep)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    (tmp_path / "version").write_text(VERSION)
+    monkeypatch.setattr(devices, "DRIVER_FILE", tmp_path / "version")
+    return file
+
+
+@pytest.mark.parametrize(
+    ("shown", "found"),
+    [
+        (None, [H100, SMALL]),
+        ("1,0", [SMALL, H100]),
+        ("GPU-ab", [replace(SMALL, name="GPU-ab")]),
+        ("GPU-a", [Device(name="GPU-a")]),  # of which one?
+        ("MIG-3", [Device(name="MIG-3")]),
+        ("0,-1,1", [H100]),
+        ("", []),
+    ],
+)
+def test_devices_are_those_that_cuda_may_use_in_its_order(shown, found):
+    environ = {} if shown is None else {"CUDA_VISIBLE_DEVICES": shown}
+    assert visible_devices(environ) == found
+
+
+@pytest.mark.parametrize("script", ["echo broken; exit 9", "echo no, devices", "exit 0"])
+def test_a_tool_that_cannot_tell_lists_nothing(tool, script):
+    tool.write_text(f"#!/bin/sh\n{script}\n")
+    assert visible_devices({}) == []
+    assert visible_devices({"CUDA_VISIBLE_DEVICES": "0"}) == [Device(name="0")]
+
+
+def test_devices_without_cuda_are_an_error_that_names_the_driver(monkeypatch):
+    assert driver_version() == "580.159.04"
+    said = no_device("13.0")
+    assert "CUDA 13.0 needs NVIDIA's driver 580 or later; driver loaded here: 580.159.04" in said
+    assert "devices listed: NVIDIA H100, NVIDIA L4; CUDA_VISIBLE_DEVICES = not set" in said
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert "devices listed: none; CUDA_VISIBLE_DEVICES = ''" in no_device("13.0")
+
+
+def test_without_a_driver_it_is_to_be_installed(tmp_path, tool):
+    (tmp_path / "version").unlink()
+    tool.unlink()
+    assert driver_version() == ""
+    assert "driver loaded here: none; devices listed: none" in no_device("13.0")
+    assert "install the driver" in no_device("13.0")
+
+
+def torch(*, cuda, devices):
+    """As much of torch as is asked: for which CUDA it is built, and how many devices it finds."""
+    found = SimpleNamespace(is_available=lambda: devices > 0, device_count=lambda: devices)
+    return SimpleNamespace(cuda=found, version=SimpleNamespace(cuda=cuda))
+
+
+def test_an_engine_built_for_gpus_does_not_start_without_one(monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch", torch(cuda="13.0", devices=0))
+    monkeypatch.setattr(os, "environ", dict(os.environ))  # what it sets is not for other tests
+    with pytest.raises(EngineError, match="driver loaded here: 580"):
+        env.prepare(EngineConfig())
+
+
+def test_latent_attention_is_refused_on_cpus(monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch", torch(cuda=None, devices=0))
+    with pytest.raises(EngineError, match=r"shared\.model = 'm': models with latent attention .* need a GPU"):
+        env.with_defaults(EngineConfig(), SharedConfig(model="m"), {"kv_lora_rank": 512})
+
+
+def test_an_engine_s_own_devices_decide_what_is_left_open(tool, monkeypatch):
+    mla = {"kv_lora_rank": 512}
+    monkeypatch.setitem(sys.modules, "torch", torch(cuda=None, devices=0))
+    config, shared = env.with_defaults(EngineConfig(max_num_seqs=3), SharedConfig(), {})
+    assert (config.max_num_seqs, config.max_num_batched_tokens, shared.block_size) == (3, None, 32)
+    monkeypatch.setitem(sys.modules, "torch", torch(cuda="13.0", devices=2))
+    config, shared = env.with_defaults(EngineConfig(), SharedConfig(model="m"), mla)
+    assert (config.max_num_seqs, config.max_num_batched_tokens, shared.block_size) == (1024, 16_384, 64)
+    assert (config.gpu_memory_utilization, shared.model) == (0.9, "m")
+    config, _ = env.with_defaults(EngineConfig(tensor_parallel=2), SharedConfig(), mla)
+    assert config.max_num_seqs == 256  # the second device says nothing of its memory
+    _, shared = env.with_defaults(EngineConfig(), SharedConfig(block_size=16), mla)
+    assert shared.block_size == 16
+    tool.unlink()
+    config, shared = env.with_defaults(EngineConfig(), SharedConfig(), mla)
+    assert (config.max_num_seqs, shared.block_size) == (256, 32)
+
+
+def test_kernels_can_be_compiled_or_it_is_said_what_is_missing(tmp_path, tool, monkeypatch):
+    monkeypatch.setenv("CC", sys.executable)  # any program that is there
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "not" / "yet"))
+    (tmp_path / "Python.h").touch()
+    monkeypatch.setattr(env.sysconfig, "get_path", lambda name: str(tmp_path))
+    check_compiler(tmp_path)
+    monkeypatch.setenv("CC", "no-such-compiler")
+    with pytest.raises(EngineError, match=r"no C compiler \(no-such-compiler\): .*install gcc"):
+        check_compiler(tmp_path)
+    monkeypatch.delenv("CC")
+    monkeypatch.setenv("PATH", str(tool.parent))
+    with pytest.raises(EngineError, match=r"no C compiler \(gcc or clang\)"):
+        check_compiler(tmp_path)
+    monkeypatch.setenv("CC", sys.executable)
+    (tmp_path / "Python.h").unlink()
+    with pytest.raises(EngineError, match=r"Python\.h is missing: .*python3-dev"):
+        check_compiler(tmp_path)
+
+
+def test_caches_lie_where_code_may_run(tmp_path, monkeypatch):
+    noexec = tmp_path / "noexec"
+    noexec.mkdir()
+    monkeypatch.setenv("CC", sys.executable)
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(env.sysconfig, "get_path", lambda name: str(tmp_path))
+    (tmp_path / "Python.h").touch()
+
+    class Stat:
+        def __init__(self, path):
+            self.f_flag = os.ST_NOEXEC if Path(path) == noexec else 0
+
+    monkeypatch.setattr(env.os, "statvfs", Stat)
+    check_compiler(tmp_path / "elsewhere")
+    with pytest.raises(EngineError, match=r"XDG_CACHE_HOME: .*noexec/seer.* mounted noexec"):
+        check_compiler(noexec / "seer")
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(noexec))
+    with pytest.raises(EngineError, match=r"TRITON_CACHE_DIR: .*noexec"):
+        check_compiler(tmp_path)
+
+
+NAME = "libcudart-of-this-test.so.13"
+"""A name that no CUDA toolkit of this machine has, too."""
+
+# --- Mooncake's libraries --------------------------------------------------------------------------
+
+
+@pytest.fixture
+def site(tmp_path):
+    """Packages: CUDA's runtime as a library, and a Mooncake that needs it loaded, as the wheel for CUDA."""
+    compiler = shutil.which("gcc") or shutil.which("clang")
+    if compiler is None:
+        pytest.skip("needs a C compiler")
+    folder = tmp_path / "site"
+    library = folder / "nvidia" / mooncake.CUDA_RUNTIME
+    library.parent.mkdir(parents=True)
+    subprocess.run(
+        [compiler, "-shared", "-xc", "/dev/null", f"-Wl,-soname,{NAME}", "-o", library],
+        check=True,
+        timeout=60,
+    )
+    (folder / "mooncake").mkdir()
+    (folder / "mooncake" / "__init__.py").touch()
+    (folder / "mooncake" / "store.py").write_text(f"import ctypes\nctypes.CDLL('{NAME}')\n")
+    return folder
+
+
+def tried(site, code):
+    environ = {**os.environ, "PYTHONPATH": str(site)}
+    return subprocess.run(
+        [sys.executable, "-c", code], env=environ, capture_output=True, text=True, check=False, timeout=60
+    )
+
+
+def test_mooncake_finds_cuda_s_runtime_where_pip_put_it(site):
+    assert f"{NAME}: cannot open" in tried(site, "import mooncake.store").stderr
+    done = tried(site, TRY_IMPORT)
+    assert done.returncode == 0, done.stderr
+
+
+def test_without_cuda_s_runtime_mooncake_says_what_is_missing(site):
+    shutil.rmtree(site / "nvidia")
+    assert f"{NAME}: cannot open" in tried(site, TRY_IMPORT).stderr
+
+
+def test_a_runtime_that_cannot_be_loaded_is_left_to_mooncake_s_own_error(site):
+    (site / "nvidia" / mooncake.CUDA_RUNTIME).write_text("no library")
+    done = tried(site, "from seer.common.mooncake import load_cuda_runtime as load; load(); print('on')")
+    assert done.stdout == "on\n"
