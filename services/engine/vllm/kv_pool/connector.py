@@ -26,14 +26,15 @@ from seer.common.config import PoolConfig
 from seer.common.weights.mooncake import own_address
 from seer.services.engine.vllm.kv_pool import vllm_patches
 from seer.services.engine.vllm.kv_pool.connect import open_store
+from seer.services.engine.vllm.kv_pool.copies import KvRegions
 from seer.services.engine.vllm.kv_pool.sharing import tokens_to_save
-from seer.services.engine.vllm.kv_pool.staging import KvRegions
 from seer.services.engine.vllm.kv_pool.store import GuardedStore, StoreSettings
 from seer.services.engine.vllm.requests import EXTRA
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+    from vllm.forward_context import ForwardContext
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.request import Request
 
@@ -126,6 +127,12 @@ class SeerStoreConnector(MooncakeStoreConnector):
         ]
         self.store.key_prefix = layout._key_prefix
         self.store.attach(KvRegions(regions), sum(layout.block_len))
+
+    def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:  # noqa: ANN401 - vLLM's
+        """Order loads; they write no block before work that the model's stream has now is done."""
+        if self._get_connector_metadata().requests:
+            self.store.loads_ordered()
+        super().start_load_kv(forward_context, **kwargs)
 
     def reset_cache(self) -> bool:
         """Do nothing: a new namespace does the same, and other engines use this pool, too."""
