@@ -125,7 +125,7 @@ class SeerStoreConnector(MooncakeStoreConnector):
             (start, _blocks(flat, start, size, worker.num_blocks))
             for start, size in zip(layout.kv_caches_base_addr, layout.block_len, strict=True)
         ]
-        self.store.key_prefix = layout._key_prefix
+        self.store.key_prefixes = tuple(db.store_layout._key_prefix for db in worker.token_dbs)
         self.store.attach(KvRegions(regions), sum(layout.block_len))
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:  # noqa: ANN401 - vLLM's

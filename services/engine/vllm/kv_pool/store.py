@@ -55,11 +55,11 @@ class StoreSettings(msgspec.Struct, frozen=True, kw_only=True):
 class GuardedStore:
     """One rank's store. `connect` returns a ready `MooncakeDistributedStore`, or raises.
 
-    `key_prefix` comes before a block's hash in this rank's keys.
+    `key_prefixes` come before a block's hash in this rank's keys, one for each KV cache group.
     """
 
     def __init__(self, settings: StoreSettings, connect: Callable[[StoreSettings], Any]) -> None:
-        self.key_prefix = ""
+        self.key_prefixes: tuple[str, ...] = ()
         self._settings = settings
         self._connect = connect
         self._namespace = ""
@@ -99,7 +99,7 @@ class GuardedStore:
     def remove(self, hashes: Sequence[str]) -> None:
         """Remove blocks that nobody needs any more, by their hashes in hexadecimal."""
         if hashes and self._usable:
-            keys = [self._key(f"{self.key_prefix}@{digest}") for digest in hashes]
+            keys = [self._key(f"{prefix}@{digest}") for prefix in self.key_prefixes for digest in hashes]
             # Forced: an engine that still reads one sees a wrong checksum at worst.
             self._calls.write_later(lambda store: store.batch_remove(keys, True))
 
