@@ -159,7 +159,7 @@ class EngineConfig(_Section, frozen=True):
     backend: Literal["vllm", "replay"] = "vllm"
     tensor_parallel: int = 1
     kv_blocks: int | None = None
-    """Usable KV blocks; default: as many as fit the memory budget."""
+    """Usable KV blocks, of all KV cache groups together; default: as many as fit the memory budget."""
     kv_cache_gib: float | None = None
     """KV memory budget on CPU; default: a share of free memory."""
     gpu_memory_utilization: float = 0.9
@@ -167,6 +167,8 @@ class EngineConfig(_Section, frozen=True):
     max_model_len: int | None = None
     """Longest sequence: prompt, output and room for drafts; default: the model's own limit."""
     dtype: str = "auto"
+    batch_invariant: bool = False
+    """vLLM's batch-invariant kernels: not even last bits depend on the batch, but steps take longer. GPUs."""
     weights_root: str = ""
     """Only folders below this one, with links resolved, are accepted as new weights; default: any folder."""
     load_seconds: float = 900.0

@@ -200,6 +200,12 @@ def test_engines_that_differ_in_anything_share_nothing(tmp_path, other):
     assert namespace_of(tmp_path, **other) != namespace_of(tmp_path)
 
 
+def test_engines_with_batch_invariant_kernels_and_without_share_nothing(tmp_path, monkeypatch):
+    without = namespace_of(tmp_path)
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+    assert namespace_of(tmp_path) != without
+
+
 def test_engines_of_another_python_share_nothing(tmp_path, monkeypatch):
     here = namespace_of(tmp_path)
     monkeypatch.setattr(sharing_module.platform, "python_version_tuple", lambda: ("3", "99", "0"))

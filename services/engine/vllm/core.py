@@ -80,7 +80,7 @@ class CoreHandle:
     def versions(self) -> dict[str, str]:
         """Names and versions of what generates, for reports."""
         import torch
-        import vllm
+        import vllm.envs
 
         config = self.vllm_config
         return {
@@ -89,6 +89,7 @@ class CoreHandle:
             "device": config.device_config.device_type,
             "dtype": str(config.model_config.dtype).removeprefix("torch."),
             "tensor_parallel": str(config.parallel_config.tensor_parallel_size),
+            "batch_invariant": "yes" if vllm.envs.VLLM_BATCH_INVARIANT else "no",
         }
 
     def rpc(self, method: str, **arguments: object) -> list[Any]:
