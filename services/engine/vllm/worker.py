@@ -23,6 +23,7 @@ from vllm.v1.outputs import LogprobsTensors, SamplerOutput
 from seer.common.errors import EngineError
 from seer.common.policy.draft_budget import DraftBudget
 from seer.common.policy.draft_costs import StepCosts
+from seer.common.process.log import get_logger
 from seer.services.engine.vllm.drafts.draft_script import DraftScript
 from seer.services.engine.vllm.drafts.path_rows import PathRows
 from seer.services.engine.vllm.drafts.path_selector import PathSelector
@@ -50,6 +51,11 @@ _NO_DRAFT = -3
 
 _NO_DRAFTS = np.empty(0, np.int32)
 
+MEMORY_SHRANK = "Memory usage increased after sleeping."
+"""vLLM's assertion after it has freed all that it frees in sleep."""
+
+_log = get_logger()
+
 
 class SeerWorker:
     """Methods that vLLM adds to its worker class (`worker_extension_cls`), for `collective_rpc`."""
@@ -57,6 +63,7 @@ class SeerWorker:
     model_runner: GPUModelRunner
     vllm_config: VllmConfig
     reload_weights: Callable[..., None]
+    sleep: Callable[[int], None]
     seer_sampler: RowSampler
     seer_paths: PathRows | None
     seer_freed: list[tuple[torch.UntypedStorage, int]]
@@ -72,6 +79,7 @@ class SeerWorker:
         if max_draft and get_tp_group().is_first_rank:
             most = len(scratch) // path_blocks(max_draft, self.model_runner.cache_config.block_size)
             self.model_runner.drafter.bind(self.model_runner, max_draft, PathSelector(most))
+        self.sleep = sleep_beside_others(self.sleep)
         # Else vLLM gives all requests dummy drafts once one nears max_model_len; our drafts end in time.
         self.model_runner._input_fits_in_drafter = lambda metadata: True
 
@@ -169,6 +177,24 @@ class SeerWorker:
         """Return and forget the raw logits of captured requests: [rows, vocab_size]."""
         kept, self.seer_sampler.captured = self.seer_sampler.captured, []
         return np.stack(kept) if kept else np.empty((0, 0), np.float32)
+
+
+def sleep_beside_others(sleep: Callable[[int], None]) -> Callable[[int], None]:
+    """Return vLLM's `sleep(level)`, which does not fail if others take device memory meanwhile.
+
+    vLLM compares the free memory of the whole device: a trainer, or another engine that wakes, may take more
+    than this one frees. All of ours is free by then.
+    """
+
+    def call(level: int = 1) -> None:
+        try:
+            sleep(level)
+        except AssertionError as error:
+            if str(error) != MEMORY_SHRANK:
+                raise
+            _log.warning("other processes took device memory while this engine fell asleep")
+
+    return call
 
 
 class RowSampler:
