@@ -202,7 +202,10 @@ class PoolConfig(_Section, frozen=True):
     """A KV pool that all engines share: Mooncake Store. Its ports have no authentication."""
 
     kind: Literal["auto", "mooncake", "none"] = "auto"
-    """`auto`: Mooncake for a whole system on one machine if it can be imported, else none."""
+    """`auto`: Mooncake for a whole system on one machine if it can be imported, else none.
+
+    Of either, engines use as much as is faster than computing: `pull_tokens`.
+    """
     master: str = "127.0.0.1:7108"
     """Host and port of Mooncake's master."""
     metrics: str = "127.0.0.1:7109"
@@ -224,8 +227,9 @@ class PoolConfig(_Section, frozen=True):
     """Deadline of each call of an engine into the pool; later it counts as a miss."""
     staging_mib: int = 128
     """Memory of each engine rank for KV that is copied to or from the pool."""
-    pull_tokens: int = 512
-    """Fewer tokens than this are computed again instead of read from the pool (paper, OSDI version)."""
+    pull_tokens: int | None = None
+    """Fewer tokens than this are computed again instead of read from the pool; default: as many as take less
+    time to compute, as measured by each engine."""
 
 
 class GatewayConfig(_Section, frozen=True):
