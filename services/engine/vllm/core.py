@@ -8,6 +8,7 @@ Invariants:
 
 from __future__ import annotations
 
+from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -96,6 +97,14 @@ class CoreHandle:
         """Call a method of `SeerWorker` on every rank; return their answers in rank order."""
         answers: list[Any] = self._engine.collective_rpc(method, timeout=self._rpc_seconds, kwargs=arguments)
         return answers
+
+    def send(self, method: str, **arguments: object) -> Future[Any]:
+        """Do as `rpc`, without waiting: what is called later comes after it. Have few open at once."""
+        executor = self.engine_core.model_executor
+        sent: Future[Any] = executor.collective_rpc(
+            method, timeout=self._rpc_seconds, kwargs=arguments, non_block=True
+        )
+        return sent
 
     # --- requests ------------------------------------------------------------------------
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -95,6 +95,13 @@ class SeerWorker:
         """See `GroupProposer.forget`."""
         self.model_runner.drafter.forget(groups)
 
+    def seer_change_trees(self, changes: list[tuple[str, dict[str, Any]]]) -> None:
+        """Open, feed and forget trees, in order: methods above, and their arguments."""
+        known = (self.seer_open_tree, self.seer_feed_trees, self.seer_forget_trees)
+        methods: dict[str, Callable[..., None]] = {each.__name__: each for each in known}
+        for name, arguments in changes:
+            methods[name](**arguments)
+
     def seer_script_drafts(self, script: DraftScript | None) -> None:
         """Draft what a script says; None: draft from the trees."""
         self.model_runner.drafter.script = script
@@ -109,10 +116,14 @@ class SeerWorker:
         self.model_runner.drafter.budget = DraftBudget(costs, self.model_runner.num_spec_tokens)
         self.model_runner.drafter.seconds = 0.0  # of what was drafted to measure
 
-    def seer_take_acceptance(self, group: str) -> tuple[float, list[int], list[int]]:
-        """Return the seconds that this rank spent on drafts so far, and `GroupProposer.take_acceptance`."""
+    def seer_take_acceptance(self, groups: list[str]) -> tuple[float, dict[str, tuple[list[int], list[int]]]]:
+        """Return this rank's seconds spent on drafts so far, and `GroupProposer.take_acceptance` of each.
+
+        A rank that does not draft has nothing of any.
+        """
         drafter = self.model_runner.drafter
-        return drafter.seconds, *drafter.take_acceptance(group)
+        learned = {group: drafter.take_acceptance(group) for group in groups}
+        return drafter.seconds, {group: each for group, each in learned.items() if each[0]}
 
     def seer_path_counts(self) -> dict[str, int]:
         """Return the counters of `PathRows`: `rows`, `dropped`, `won`, `conflicts`."""
