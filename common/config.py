@@ -160,7 +160,7 @@ class EngineConfig(_Section, frozen=True):
     backend: Literal["vllm", "replay"] = "vllm"
     tensor_parallel: int = 1
     kv_blocks: int | None = None
-    """Usable KV blocks; default: as many as fit the memory budget."""
+    """Usable KV blocks, of all KV cache groups together; default: as many as fit the memory budget."""
     kv_cache_gib: float | None = None
     """KV memory budget on CPU; default: a share of free memory."""
     gpu_memory_utilization: float | None = None
@@ -173,6 +173,8 @@ class EngineConfig(_Section, frozen=True):
     max_model_len: int | None = None
     """Longest sequence: prompt, output and room for drafts; default: the model's own limit."""
     dtype: str = "auto"
+    batch_invariant: bool = False
+    """vLLM's batch-invariant kernels: not even last bits depend on the batch, but steps take longer. GPUs."""
     weights_root: str = ""
     """Only folders below this one, with links resolved, are accepted as new weights; default: any folder."""
     load_seconds: float = 900.0
@@ -208,7 +210,10 @@ class PoolConfig(_Section, frozen=True):
     """A KV pool that all engines share: Mooncake Store. Its ports have no authentication."""
 
     kind: Literal["auto", "mooncake", "none"] = "auto"
-    """`auto`: Mooncake for a whole system on one machine if it can be imported, else none."""
+    """`auto`: Mooncake for a whole system on one machine if it can be imported, else none.
+
+    Of either, engines use as much as is faster than computing: `pull_tokens`.
+    """
     master: str = "127.0.0.1:7108"
     """Host and port of Mooncake's master."""
     metrics: str = "127.0.0.1:7109"
@@ -230,8 +235,9 @@ class PoolConfig(_Section, frozen=True):
     """Deadline of each call of an engine into the pool; later it counts as a miss."""
     staging_mib: int = 128
     """Memory of each engine rank for KV that is copied to or from the pool."""
-    pull_tokens: int = 512
-    """Fewer tokens than this are computed again instead of read from the pool (paper, OSDI version)."""
+    pull_tokens: int | None = None
+    """Fewer tokens than this are computed again instead of read from the pool; default: as many as take less
+    time to compute, as measured by each engine."""
 
 
 class GatewayConfig(_Section, frozen=True):

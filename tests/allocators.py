@@ -168,39 +168,42 @@ class ModelAllocator:
 
 
 class VllmAllocator:
-    """vLLM's own `Scheduler`; only the model's part of each step is made up."""
+    """vLLM's own `Scheduler`; only the model's part of each step is made up.
 
-    def __init__(self, blocks: int, block_size: int, seats: int, drafts: int) -> None:
+    With a `window`, some layers attend to so many tokens alone: a KV cache group of their own.
+    """
+
+    def __init__(self, blocks: int, block_size: int, seats: int, drafts: int, window: int = 0) -> None:
         # Heavy, and present only where the engine is.
         from vllm.utils.hashing import sha256
         from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
         from vllm.v1.core.sched.scheduler import Scheduler
         from vllm.v1.structured_output import StructuredOutputManager
 
+        from seer.services.engine.vllm.kv_account import KvAccount
+
         init_none_hash(sha256)
         self.hasher = get_request_block_hasher(block_size, sha256)
-        config, cache = _vllm_config(blocks, block_size, seats, drafts)
+        config, cache = _vllm_config(blocks, block_size, seats, drafts, window)
         self.scheduler = Scheduler(config, cache, StructuredOutputManager(config), block_size=block_size)
         self.manager = self.scheduler.kv_cache_manager
         self.pool = self.manager.block_pool
+        self.account = KvAccount(self.manager, cache, block_size)
+        assert self.account.blocks == blocks
         self.requests = {}
         self.pins = []
         self.preemptions = 0
 
     @property
     def free(self) -> int:
-        return self.pool.get_num_free_blocks()
+        return self.account.free
 
     @property
     def pinned(self) -> int:
-        in_tables = {block.block_id for name in self.requests for block in self._table(name)}
-        return len({block.block_id for pin in self.pins for block in pin} - in_tables)
+        return self.account.pinned()
 
     def held(self, name: str) -> int:
-        return len(self._table(name))
-
-    def _table(self, name):
-        return self.manager.coordinator.single_type_managers[0].req_to_blocks.get(name, ())
+        return self.account.held(name)
 
     def add(self, name: str, tokens: list[int], new: int) -> None:
         from vllm import SamplingParams
@@ -217,7 +220,8 @@ class VllmAllocator:
             self.scheduler.finish_requests(name, RequestStatus.FINISHED_ABORTED)
 
     def pin(self, name: str) -> None:
-        if blocks := list(self._table(name)):
+        tables = (each.req_to_blocks.get(name, ()) for each in self.manager.coordinator.single_type_managers)
+        if blocks := [block for table in tables for block in table if not block.is_null]:
             self.pool.touch(blocks)
             self.pins.append(blocks)
 
@@ -248,7 +252,7 @@ class VllmAllocator:
         return {name: list(self.requests.pop(name).all_token_ids) for name in ended}
 
 
-def _vllm_config(blocks: int, block_size: int, seats: int, drafts: int):
+def _vllm_config(blocks: int, block_size: int, seats: int, drafts: int, window: int):
     import torch
     from vllm.config import (
         CacheConfig,
@@ -259,7 +263,12 @@ def _vllm_config(blocks: int, block_size: int, seats: int, drafts: int):
         SpeculativeConfig,
         VllmConfig,
     )
-    from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+    from vllm.v1.kv_cache_interface import (
+        FullAttentionSpec,
+        KVCacheConfig,
+        KVCacheGroupSpec,
+        SlidingWindowSpec,
+    )
 
     longest = blocks * block_size
     model = ModelConfig(model=str(MODEL), dtype="float32", max_model_len=longest, skip_tokenizer_init=True)
@@ -273,7 +282,8 @@ def _vllm_config(blocks: int, block_size: int, seats: int, drafts: int):
             target_parallel_config=ParallelConfig(),
         )
     cache = CacheConfig(block_size=block_size, enable_prefix_caching=True)
-    cache.num_gpu_blocks = blocks + 1
+    physical = 2 * blocks + 1 if window else blocks  # one block is left over
+    cache.num_gpu_blocks = physical + 1  # vLLM's null block
     scheduler = SchedulerConfig(
         max_num_seqs=seats,
         max_num_batched_tokens=longest,
@@ -288,6 +298,8 @@ def _vllm_config(blocks: int, block_size: int, seats: int, drafts: int):
         device_config=DeviceConfig("cpu"),
         speculative_config=speculation,
     )
-    attention = FullAttentionSpec(block_size=block_size, num_kv_heads=1, head_size=8, dtype=torch.float32)
-    group = KVCacheGroupSpec(["layer"], attention)
-    return config, KVCacheConfig(num_blocks=blocks + 1, kv_cache_tensors=[], kv_cache_groups=[group])
+    shape = {"block_size": block_size, "num_kv_heads": 1, "head_size": 8, "dtype": torch.float32}
+    groups = [KVCacheGroupSpec(["layer"], FullAttentionSpec(**shape))]
+    if window:
+        groups.append(KVCacheGroupSpec(["windowed"], SlidingWindowSpec(**shape, sliding_window=window)))
+    return config, KVCacheConfig(num_blocks=physical + 1, kv_cache_tensors=[], kv_cache_groups=groups)

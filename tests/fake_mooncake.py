@@ -7,7 +7,7 @@ import time
 
 import torch
 
-from seer.services.engine.vllm.kv_pool.staging import KvRegions
+from seer.services.engine.vllm.kv_pool.copies import KvRegions
 from seer.services.engine.vllm.kv_pool.store import GuardedStore, StoreSettings
 
 PATIENCE_SECONDS = 30.0

@@ -24,6 +24,7 @@ NEED_EXTRA = {
     f"{ENGINE}.kv_pool.connector": "torch",
     f"{ENGINE}.kv_pool.connect": "torch",
     f"{ENGINE}.kv_pool.vllm_patches": "torch",
+    f"{ENGINE}.kv_pool.copies": "torch",
     f"{ENGINE}.kv_pool.staging": "torch",
     f"{ENGINE}.kv_pool.store": "torch",
     f"{ENGINE}.sampling.sampler": "torch",

@@ -10,9 +10,11 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from seer.common.errors import EngineError
 from seer.common.policy.fleet import Fleet, InstanceView
 from seer.common.types import Capacity
 from seer.services.engine.chunk_gate import ChunkGate
+from seer.services.engine.vllm.kv_account import KvAccount
 
 BLOCK = 4
 BLOCKS = 10
@@ -139,11 +141,21 @@ class VllmEngine(Engine):
         return VllmAllocator(BLOCKS, BLOCK, SEATS, drafts)
 
 
+class WindowedEngine(Engine):
+    """Of a model some of whose layers attend to the last six tokens alone."""
+
+    def make(self, drafts):
+        return VllmAllocator(BLOCKS, BLOCK, SEATS, drafts, window=6)
+
+
 TestModel = Engine.TestCase
 TestModel.settings = settings(max_examples=300, stateful_step_count=50)
 
 TestVllm = pytest.mark.vllm(VllmEngine.TestCase)
 TestVllm.settings = settings(max_examples=80, stateful_step_count=50)
+
+TestWindows = pytest.mark.vllm(WindowedEngine.TestCase)
+TestWindows.settings = settings(max_examples=40, stateful_step_count=50)
 
 
 def run_past_a_stale_report(allocator, in_line):
@@ -171,3 +183,29 @@ def run_past_a_stale_report(allocator, in_line):
 def test_without_the_line_a_late_report_costs_a_preemption(make):
     assert run_past_a_stale_report(make(BLOCKS, BLOCK, SEATS, 0), in_line=True) == 0
     assert run_past_a_stale_report(make(BLOCKS, BLOCK, SEATS, 0), in_line=False) > 0
+
+
+@pytest.mark.vllm
+def test_what_cannot_be_counted_is_refused_by_name():
+    pytest.importorskip("vllm")
+    import torch
+    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, MambaSpec, MLAAttentionSpec
+
+    allocator = VllmAllocator(BLOCKS, BLOCK, SEATS, 0)
+
+    def account(spec):
+        group = KVCacheGroupSpec(["layers.0.mixer", "layers.1.mixer", "layers.2.mixer"], spec)
+        config = KVCacheConfig(num_blocks=BLOCKS + 1, kv_cache_tensors=[], kv_cache_groups=[group])
+        return KvAccount(allocator.manager, config, BLOCK)
+
+    mamba = MambaSpec(block_size=BLOCK, shapes=((2,),), dtypes=(torch.float32,))
+    with pytest.raises(
+        EngineError, match=r"layers layers\.0\.mixer, layers\.1\.mixer keep \(MambaSpec in vLLM\)"
+    ):
+        account(mamba)
+    shape = {"num_kv_heads": 1, "head_size": 8, "dtype": torch.float32}
+    with pytest.raises(
+        EngineError, match=r"shared\.block_size = 4: layer .* has blocks of 2 tokens; set that"
+    ):
+        account(MLAAttentionSpec(block_size=2, **shape))
+    assert account(MLAAttentionSpec(block_size=2 * BLOCK, **shape)).blocks == BLOCKS

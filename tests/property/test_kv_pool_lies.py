@@ -32,6 +32,7 @@ class Play:
     def __init__(self):
         self.pool = FakePool()
         self.engine = Engine(self.pool, "0", call_seconds=0.02)
+        self.engine.store.key_prefixes = ("",)
         self.namespace, self.known = 0, set()
 
     def fill(self, block, key):

@@ -149,8 +149,11 @@ def test_a_namespace_in_use_again_is_not_removed(pool, timers):
 
 def test_forgotten_blocks_are_removed_and_no_others(pool):
     engine = Engine(pool, "a")
-    engine.store.key_prefix = "model@tp_rank:0"
-    saved(engine, "model@tp_rank:0@00ff", "model@tp_rank:0@00fe", "model@tp_rank:1@00ff")
+    engine.store.key_prefixes = ("model@tp_rank:0", "model@tp_rank:0@group:1")
+    saved(
+        engine, "model@tp_rank:0@00ff", "model@tp_rank:0@00fe", "model@tp_rank:1@00ff",
+        "model@tp_rank:0@group:1@00ff",
+    )  # fmt: skip
     pool.values["b/model@tp_rank:0@00ff"] = b""
     engine.store.remove(["00ff", "abcd"])
     engine.settle()

@@ -17,8 +17,9 @@ from seer.services.engine.vllm.kv_pool import call_thread as call_thread_module 
 from seer.services.engine.vllm.kv_pool import sharing as sharing_module  # noqa: E402
 from seer.services.engine.vllm.kv_pool.call_thread import CallThread  # noqa: E402
 from seer.services.engine.vllm.kv_pool.circuit_breaker import FIRST_SECONDS, LONGEST_SECONDS, CircuitBreaker  # noqa: E402
+from seer.services.engine.vllm.kv_pool.copies import CHECKSUM_BYTES, KvRegions  # noqa: E402
 from seer.services.engine.vllm.kv_pool.sharing import KvSharing, tokens_to_save  # noqa: E402
-from seer.services.engine.vllm.kv_pool.staging import CHECKSUM_BYTES, KvRegions, StagingBuffer  # noqa: E402
+from seer.services.engine.vllm.kv_pool.staging import StagingBuffer  # noqa: E402
 from seer.services.engine.vllm.requests import ExtraArgs  # noqa: E402
 
 pytestmark = pytest.mark.vllm
@@ -84,39 +85,41 @@ def test_a_full_lane_refuses_and_says_since_when_it_is_busy(monkeypatch):
 
 # --- staging memory
 
+NO_KV = KvRegions([(0, torch.zeros((1, 10), dtype=torch.uint8))])
+
 
 def test_a_row_enters_only_with_its_own_key_and_bytes():
     memory = torch.arange(60, dtype=torch.uint8).reshape(6, 10)
-    regions, staging = KvRegions([(500, memory)]), StagingBuffer(4, 10)
+    staging = StagingBuffer(4, 10, KvRegions([(500, memory)]))
     slots = staging.acquire(2, leave=0, seconds=1)
-    staging.copy_in(slots, ["a", "b"], regions, [[500], [510]])
-    assert staging.copy_out(slots, ["a", "b"], regions, [[540], [550]]) == [True, True]
+    staging.copy_in(slots, ["a", "b"], [[500], [510]])
+    assert staging.copy_out(slots, ["a", "b"], [[540], [550]]) == [True, True]
     assert memory[4:].tolist() == memory[:2].tolist()
     before = memory.clone()
-    assert staging.copy_out(slots, ["b", "a"], regions, [[520], [530]]) == [False, False]
+    assert staging.copy_out(slots, ["b", "a"], [[520], [530]]) == [False, False]
     for at in range(CHECKSUM_BYTES + 10):
         staging._bytes[slots[0], at] ^= 1
-        assert staging.copy_out(slots[:1], ["a"], regions, [[520]]) == [False]
+        assert staging.copy_out(slots[:1], ["a"], [[520]]) == [False]
         staging._bytes[slots[0], at] ^= 1
     assert torch.equal(memory, before)
-    assert staging.copy_out(slots[:1], ["a"], regions, [[520]]) == [True]
+    assert staging.copy_out(slots[:1], ["a"], [[520]]) == [True]
 
 
 def test_slots_belong_to_one_taker_and_what_they_held_is_worth_nothing():
     memory = torch.zeros((2, 10), dtype=torch.uint8)
-    regions, staging = KvRegions([(0, memory)]), StagingBuffer(4, 10)
+    staging = StagingBuffer(4, 10, KvRegions([(0, memory)]))
     mine = staging.acquire(3, leave=1, seconds=1)
     assert len({*mine, *staging.acquire(1, leave=0, seconds=1)}) == 4
     assert staging.acquire(1, leave=0, seconds=0.01) == []
-    staging.copy_in(mine, ["a", "a", "a"], regions, [[0]] * 3)
+    staging.copy_in(mine, ["a", "a", "a"], [[0]] * 3)
     staging.release(mine)
     assert staging.acquire(3, leave=1, seconds=0.01) == []  # the fourth is taken still
     assert staging.acquire(3, leave=0, seconds=1) == mine
-    assert staging.copy_out(mine, ["a", "a", "a"], regions, [[10]] * 3) == [False] * 3
+    assert staging.copy_out(mine, ["a", "a", "a"], [[10]] * 3) == [False] * 3
 
 
 def test_whoever_waits_for_slots_has_them_once_they_are_free():
-    staging, got = StagingBuffer(4, 10), []
+    staging, got = StagingBuffer(4, 10, NO_KV), []
     mine = staging.acquire(4, leave=0, seconds=1)
     waiting = threading.Thread(target=lambda: got.extend(staging.acquire(4, leave=0, seconds=30)))
     waiting.start()
@@ -128,7 +131,7 @@ def test_whoever_waits_for_slots_has_them_once_they_are_free():
 
 
 def test_rows_lie_one_after_the_other_in_one_piece():
-    staging = StagingBuffer(3, 10)
+    staging = StagingBuffer(3, 10, NO_KV)
     first, second, third = staging.addresses([0, 1, 2])
     assert (first, second - first, third - second) == (staging.address, staging.row_bytes, staging.row_bytes)
     assert staging.size == 3 * staging.row_bytes
@@ -195,6 +198,12 @@ def namespace_of(folder, digest="w", **how):
 )
 def test_engines_that_differ_in_anything_share_nothing(tmp_path, other):
     assert namespace_of(tmp_path, **other) != namespace_of(tmp_path)
+
+
+def test_engines_with_batch_invariant_kernels_and_without_share_nothing(tmp_path, monkeypatch):
+    without = namespace_of(tmp_path)
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+    assert namespace_of(tmp_path) != without
 
 
 def test_engines_of_another_python_share_nothing(tmp_path, monkeypatch):

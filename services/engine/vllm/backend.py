@@ -96,6 +96,7 @@ class VllmBackend:
         self._drafting: Drafting | None = None
         self._gate = ChunkGate()
         self._runs: dict[str, _Run] = {}
+        self._ended_trees: list[str] = []  # of the chunks that end in a step, in order
         self._engine_ids: dict[tuple[str, int], str] = {}
         self._next_id = itertools.count()
         self.fault_position: int | None = None
@@ -139,7 +140,7 @@ class VllmBackend:
         self._reset_counters()  # of what was run to check and to measure
 
     def _start_drafting(self, config: DraftsConfig) -> Drafting:
-        drafting = Drafting(self.core.rpc, config, self.core.vocab_size)
+        drafting = Drafting(self.core.rpc, self.core.send, config, self.core.vocab_size)
         paths = bool(self.core.scratch)
         if config.source == "random":
             drafting.start_random(paths)
@@ -206,9 +207,12 @@ class VllmBackend:
         result, begun = StepOutput(), time.perf_counter()
         for engine_id in self._gate.start(self.core.free_blocks, self.core.blocks_of):
             self.core.add(self._runs[engine_id].request)
+        if self._drafting is not None:
+            self._drafting.flush()
         outputs = self.core.step()
         for output in outputs:
             self._report(output, result)
+        self._report_acceptance(result)
         if not outputs and self._sharing is not None:
             time.sleep(IDLE_STEP_SECONDS)
         self._steps += 1
@@ -336,9 +340,6 @@ class VllmBackend:
 
     def _end(self, engine_id: str, result: StepOutput, finish: str, stop_reason: str) -> None:
         run = self._runs[engine_id]
-        drafted, accepted = (
-            self._drafting.take_acceptance(run.tree) if self._drafting is not None else ([], [])
-        )
         self._forget(engine_id)
         if finish and not run.chunk.parks and self._sharing is not None:
             prompt, before = run.chunk.prompt_len, len(run.chunk.tokens)
@@ -351,10 +352,18 @@ class VllmBackend:
             stop_reason=stop_reason,
             preemptions=run.request.num_preemptions,
             cached_tokens=run.cached_tokens,
-            drafted=drafted,
-            accepted=accepted,
         )
         result.ended.append(end)
+        self._ended_trees.append(run.tree)
+
+    def _report_acceptance(self, result: StepOutput) -> None:
+        """Add to the ends of a step what their trees' drafts were worth; the first of a tree has all."""
+        trees, self._ended_trees = self._ended_trees, []
+        if self._drafting is None or not any(trees):
+            return
+        learned = self._drafting.take_acceptance(trees)
+        for end, tree in zip(result.ended, trees, strict=True):
+            end.drafted, end.accepted = learned.pop(tree, ([], []))
 
     def _forget(self, engine_id: str) -> None:
         run = self._runs.pop(engine_id)

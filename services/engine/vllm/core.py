@@ -2,12 +2,13 @@
 
 Invariants:
 - workers are reached by `collective_rpc` alone, so that any number of tensor-parallel ranks does the same;
-- in the engine process, vLLM's private attributes are used here, in `loading`, `drafts/scratch_blocks` and
-  `kv_pool` alone.
+- in the engine process, vLLM's private attributes are used here, in `loading`, `kv_account`,
+  `drafts/scratch_blocks` and `kv_pool` alone.
 """
 
 from __future__ import annotations
 
+from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,7 @@ from seer.common.config import DraftsConfig, SharedConfig
 from seer.common.errors import EngineError
 from seer.common.types import Capacity
 from seer.services.engine.vllm.drafts.scratch_blocks import take_scratch_blocks
+from seer.services.engine.vllm.kv_account import KvAccount
 from seer.services.engine.vllm.loading import MAX_VLLM_TEXT, eos_ids
 
 if TYPE_CHECKING:
@@ -48,9 +50,12 @@ class CoreHandle:
         tokenizer = cached_tokenizer_from_config(config.model_config)
         self.eos_ids = eos_ids(config, tokenizer)
         self.tokenizer: Tokenizer | None = getattr(tokenizer, "backend_tokenizer", None)
-        self._block_pool = self.engine_core.scheduler.kv_cache_manager.block_pool
+        scheduler = self.engine_core.scheduler
+        self._kv = KvAccount(
+            scheduler.kv_cache_manager, scheduler.kv_cache_config, config.cache_config.block_size
+        )
         self.capacity = Capacity(
-            kv_blocks=self._block_pool.num_gpu_blocks - 1,  # without vLLM's null block
+            kv_blocks=self._kv.blocks,
             block_size=config.cache_config.block_size,
             max_num_seqs=config.scheduler_config.max_num_seqs,
             max_model_len=config.model_config.max_model_len,
@@ -76,7 +81,7 @@ class CoreHandle:
     def versions(self) -> dict[str, str]:
         """Names and versions of what generates, for reports."""
         import torch
-        import vllm
+        import vllm.envs
 
         config = self.vllm_config
         return {
@@ -85,12 +90,21 @@ class CoreHandle:
             "device": config.device_config.device_type,
             "dtype": str(config.model_config.dtype).removeprefix("torch."),
             "tensor_parallel": str(config.parallel_config.tensor_parallel_size),
+            "batch_invariant": "yes" if vllm.envs.VLLM_BATCH_INVARIANT else "no",
         }
 
     def rpc(self, method: str, **arguments: object) -> list[Any]:
         """Call a method of `SeerWorker` on every rank; return their answers in rank order."""
         answers: list[Any] = self._engine.collective_rpc(method, timeout=self._rpc_seconds, kwargs=arguments)
         return answers
+
+    def send(self, method: str, **arguments: object) -> Future[Any]:
+        """Do as `rpc`, without waiting: what is called later comes after it. Have few open at once."""
+        executor = self.engine_core.model_executor
+        sent: Future[Any] = executor.collective_rpc(
+            method, timeout=self._rpc_seconds, kwargs=arguments, non_block=True
+        )
+        return sent
 
     # --- requests ------------------------------------------------------------------------
 
@@ -128,8 +142,7 @@ class CoreHandle:
     @property
     def free_blocks(self) -> int:
         """Blocks that the scheduler could give out now, cached ones that nobody references included."""
-        free: int = self._block_pool.get_num_free_blocks()
-        return free
+        return self._kv.free
 
     @property
     def has_pending_saves(self) -> bool:
@@ -139,20 +152,11 @@ class CoreHandle:
 
     def blocks_of(self, engine_id: str) -> int:
         """Return how many blocks a request has now."""
-        return sum(len(manager.req_to_blocks.get(engine_id, ())) for manager in self._managers())
+        return self._kv.held(engine_id)
 
     def pinned_blocks(self) -> int:
         """Return the blocks in use that no running request has; one that several share counts once."""
-        if not self.has_pending_saves:
-            return 0
-        used = {
-            block.block_id
-            for manager in self._managers()
-            for blocks in manager.req_to_blocks.values()
-            for block in blocks
-            if not block.is_null
-        }
-        return max(0, self.capacity.kv_blocks - self.free_blocks - len(used))
+        return self._kv.pinned() if self.has_pending_saves else 0
 
     def reset_prefix_cache(self) -> None:
         """Forget all cached KV. Raises `EngineError` when something still holds a block."""
@@ -204,7 +208,3 @@ class CoreHandle:
         if self._client is None:
             raise EngineError("the engine is closed")
         return self._client
-
-    def _managers(self) -> list[Any]:
-        managers: list[Any] = self.engine_core.scheduler.kv_cache_manager.coordinator.single_type_managers
-        return managers

@@ -70,6 +70,8 @@ def prepare(config: EngineConfig) -> None:
             raise EngineError(no_device(torch.version.cuda))
         else:
             _prepare_cpu(config)
+        if config.batch_invariant:
+            os.environ["VLLM_BATCH_INVARIANT"] = "1"
         import vllm
     except ImportError as error:
         raise EngineError(
@@ -163,6 +165,11 @@ def _keep_out_of_tmpdir() -> None:
 
 
 def _prepare_cpu(config: EngineConfig) -> None:
+    if config.batch_invariant:
+        raise EngineError(
+            "engine.batch_invariant = true: vLLM has batch-invariant kernels for GPUs alone, and no GPU is "
+            "usable here; set it to false"
+        )
     # vLLM's sampler compiles its logprobs even with enforce_eager: 19 s on the first request.
     os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")
     # An inherited value overrides kv_cache_memory_bytes, and knows whole GiB only.

@@ -54,11 +54,28 @@ def load(
         scratch = scratch_blocks(drafts, shared.block_size or BLOCK_SIZE)
         arguments = _arguments(config, shared, described, scratch) | extras
         vllm_config: VllmConfig = EngineArgs(**arguments).create_engine_config()
+        _check_model(vllm_config, shared)
         if vllm_config.device_config.device_type == "cpu":
             vllm_config.cache_config.kv_cache_memory_bytes = _cpu_kv_bytes(config, vllm_config, scratch)
         return InprocClient(vllm_config, Executor.get_class(vllm_config), log_stats=False)
+    except EngineError:
+        raise
     except Exception as error:  # whatever a folder or a size provokes inside vLLM
         raise EngineError(explain(error, config, shared)) from error
+
+
+def _check_model(vllm_config: VllmConfig, shared: SharedConfig) -> None:
+    """Refuse by name, before minutes of loading, models whose requests keep more than KV of their tokens."""
+    model = vllm_config.model_config
+    for kept, there in (
+        ("state tensors (Mamba, linear attention)", model.has_inner_state),
+        ("KV of an encoder", model.is_encoder_decoder),
+    ):
+        if there:
+            raise EngineError(
+                f"shared.model = {shared.model!r} keeps {kept}, which neither the memory accounts nor the KV "
+                "pool know: give a decoder with attention alone"
+            )
 
 
 def speculation(drafts: DraftsConfig) -> dict[str, Any]:

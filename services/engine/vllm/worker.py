@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -23,6 +23,7 @@ from vllm.v1.outputs import LogprobsTensors, SamplerOutput
 from seer.common.errors import EngineError
 from seer.common.policy.draft_budget import DraftBudget
 from seer.common.policy.draft_costs import StepCosts
+from seer.common.process.log import get_logger
 from seer.services.engine.vllm.drafts.draft_script import DraftScript
 from seer.services.engine.vllm.drafts.path_rows import PathRows
 from seer.services.engine.vllm.drafts.path_selector import PathSelector
@@ -50,6 +51,11 @@ _NO_DRAFT = -3
 
 _NO_DRAFTS = np.empty(0, np.int32)
 
+MEMORY_SHRANK = "Memory usage increased after sleeping."
+"""vLLM's assertion after it has freed all that it frees in sleep."""
+
+_log = get_logger()
+
 
 class SeerWorker:
     """Methods that vLLM adds to its worker class (`worker_extension_cls`), for `collective_rpc`."""
@@ -57,6 +63,7 @@ class SeerWorker:
     model_runner: GPUModelRunner
     vllm_config: VllmConfig
     reload_weights: Callable[..., None]
+    sleep: Callable[[int], None]
     seer_sampler: RowSampler
     seer_paths: PathRows | None
     seer_freed: list[tuple[torch.UntypedStorage, int]]
@@ -72,6 +79,7 @@ class SeerWorker:
         if max_draft and get_tp_group().is_first_rank:
             most = len(scratch) // path_blocks(max_draft, self.model_runner.cache_config.block_size)
             self.model_runner.drafter.bind(self.model_runner, max_draft, PathSelector(most))
+        self.sleep = sleep_beside_others(self.sleep)
         # Else vLLM gives all requests dummy drafts once one nears max_model_len; our drafts end in time.
         self.model_runner._input_fits_in_drafter = lambda metadata: True
 
@@ -87,6 +95,13 @@ class SeerWorker:
         """See `GroupProposer.forget`."""
         self.model_runner.drafter.forget(groups)
 
+    def seer_change_trees(self, changes: list[tuple[str, dict[str, Any]]]) -> None:
+        """Open, feed and forget trees, in order: methods above, and their arguments."""
+        known = (self.seer_open_tree, self.seer_feed_trees, self.seer_forget_trees)
+        methods: dict[str, Callable[..., None]] = {each.__name__: each for each in known}
+        for name, arguments in changes:
+            methods[name](**arguments)
+
     def seer_script_drafts(self, script: DraftScript | None) -> None:
         """Draft what a script says; None: draft from the trees."""
         self.model_runner.drafter.script = script
@@ -101,10 +116,14 @@ class SeerWorker:
         self.model_runner.drafter.budget = DraftBudget(costs, self.model_runner.num_spec_tokens)
         self.model_runner.drafter.seconds = 0.0  # of what was drafted to measure
 
-    def seer_take_acceptance(self, group: str) -> tuple[float, list[int], list[int]]:
-        """Return the seconds that this rank spent on drafts so far, and `GroupProposer.take_acceptance`."""
+    def seer_take_acceptance(self, groups: list[str]) -> tuple[float, dict[str, tuple[list[int], list[int]]]]:
+        """Return this rank's seconds spent on drafts so far, and `GroupProposer.take_acceptance` of each.
+
+        A rank that does not draft has nothing of any.
+        """
         drafter = self.model_runner.drafter
-        return drafter.seconds, *drafter.take_acceptance(group)
+        learned = {group: drafter.take_acceptance(group) for group in groups}
+        return drafter.seconds, {group: each for group, each in learned.items() if each[0]}
 
     def seer_path_counts(self) -> dict[str, int]:
         """Return the counters of `PathRows`: `rows`, `dropped`, `won`, `conflicts`."""
@@ -169,6 +188,24 @@ class SeerWorker:
         """Return and forget the raw logits of captured requests: [rows, vocab_size]."""
         kept, self.seer_sampler.captured = self.seer_sampler.captured, []
         return np.stack(kept) if kept else np.empty((0, 0), np.float32)
+
+
+def sleep_beside_others(sleep: Callable[[int], None]) -> Callable[[int], None]:
+    """Return vLLM's `sleep(level)`, which does not fail if others take device memory meanwhile.
+
+    vLLM compares the free memory of the whole device: a trainer, or another engine that wakes, may take more
+    than this one frees. All of ours is free by then.
+    """
+
+    def call(level: int = 1) -> None:
+        try:
+            sleep(level)
+        except AssertionError as error:
+            if str(error) != MEMORY_SHRANK:
+                raise
+            _log.warning("other processes took device memory while this engine fell asleep")
+
+    return call
 
 
 class RowSampler:

@@ -1,11 +1,16 @@
 """The engine process's side of drafting: opens and feeds the workers' trees, counts accepted drafts.
 
-Invariant: workers hold a tree for every group that a running chunk belongs to.
+Invariants (tests/unit/test_draft_control.py asserts them):
+- in every step, workers hold a tree for every group that a running chunk belongs to;
+- what is to be done to trees goes to the ranks with the next step, in order, and nothing waits for it: a call
+  that waits costs every rank a round trip. Only the end of chunks waits, once a step;
+- an engine that only is fed does not gather more than `MAX_QUEUED` changes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from concurrent.futures import Future
 from typing import Any
 
 from seer.common.config import DraftsConfig
@@ -18,12 +23,23 @@ from seer.services.engine.vllm.drafts.scratch_blocks import log_single_path
 
 Rpc = Callable[..., list[Any]]
 
+MAX_QUEUED = 256
+"""Changes of trees that wait for a step."""
+
 
 class Drafting:
-    """`rpc(method, **arguments)` calls every rank's `SeerWorker`; counters are totals."""
+    """`rpc(method, **arguments)` calls every rank's `SeerWorker`; counters are totals.
 
-    def __init__(self, rpc: Rpc, config: DraftsConfig, vocab_size: int) -> None:
+    `send` is `rpc` that returns a future at once. vLLM's queues take few of them: only one at a time is open.
+    """
+
+    def __init__(
+        self, rpc: Rpc, send: Callable[..., Future[Any]], config: DraftsConfig, vocab_size: int
+    ) -> None:
         self._rpc = rpc
+        self._send = send
+        self._queued: list[tuple[str, dict[str, Any]]] = []
+        self._sent: Future[Any] | None = None
         self._config = config
         self._vocab_size = vocab_size
         self._open: set[str] = set()
@@ -57,18 +73,19 @@ class Drafting:
         name = chunk.group_id if grouped else f"{chunk.group_id}#{chunk.index}"
         if name not in self._open:
             self._open.add(name)
-            self._rpc("seer_open_tree", group=name, prompt=chunk.tokens[: chunk.prompt_len])
+            self._queue("seer_open_tree", group=name, prompt=chunk.tokens[: chunk.prompt_len])
         return name
 
-    def take_acceptance(self, name: str) -> tuple[list[int], list[int]]:
-        """Return how many of a tree's draft tokens were verified and accepted since the last call, by cell.
+    def take_acceptance(self, names: Iterable[str]) -> dict[str, tuple[list[int], list[int]]]:
+        """Return how many draft tokens were verified and accepted since the last call, by tree and cell.
 
-        Called when a chunk ends: it is a call to every rank. The time that drafting took comes with it.
+        Called when chunks end: it is a call to every rank. The time that drafting took comes with it.
         """
-        answers = self._rpc("seer_take_acceptance", group=name)
+        answers = self._rpc("seer_take_acceptance", groups=sorted(set(names)))
         # Only the rank that drafts has any.
-        self.seconds, drafted, accepted = max(answers, key=lambda answer: len(answer[1]))
-        return drafted, accepted
+        self.seconds, learned = max(answers, key=lambda answer: len(answer[1]))
+        found: dict[str, tuple[list[int], list[int]]] = learned
+        return found
 
     def end(self, name: str) -> None:
         """Note that a chunk ended. A tree of one response is dropped: the next chunk builds it again."""
@@ -79,7 +96,9 @@ class Drafting:
         """Add tokens of other responses, from the dgds, to the trees."""
         known = [delta for delta in deltas if delta.group_id in self._open and self._valid(delta)]
         if known:
-            self._rpc("seer_feed_trees", deltas=known)
+            self._queue("seer_feed_trees", deltas=known)
+        if len(self._queued) >= MAX_QUEUED:
+            self.flush()
 
     def _valid(self, delta: StreamDelta) -> bool:
         """Whether all are tokens of this model: drafts index its embeddings."""
@@ -91,12 +110,25 @@ class Drafting:
         gone = self._open.intersection(names)
         self._open -= gone
         if gone:
-            self._rpc("seer_forget_trees", groups=sorted(gone))
+            self._queue("seer_forget_trees", groups=sorted(gone))
 
     def clear(self) -> None:
-        """Drop all trees."""
+        """Drop all trees, at once."""
         self.forget(list(self._open))
+        self.flush()
         self._rpc("seer_use_common_tree", enabled=self._config.source == "grouped")
+
+    def flush(self) -> None:
+        """Send what is queued; a step that follows comes after it. Raises what failed the last time."""
+        sent, self._sent = self._sent, None
+        if sent is not None:
+            sent.result()
+        if self._queued:
+            queued, self._queued = self._queued, []
+            self._sent = self._send("seer_change_trees", changes=queued)
+
+    def _queue(self, method: str, **arguments: Any) -> None:  # noqa: ANN401 - a worker's method
+        self._queued.append((method, arguments))
 
     def counts(self) -> dict[str, Any]:
         """Return the counters by their name in `InstanceStats`."""

@@ -7,12 +7,15 @@ Invariants:
 - KV, also of generated tokens, is saved at the end of a chunk whose response continues, or may in another
   turn (`tokens_to_save`), all at once: vLLM's connector would save block by block, at a round trip each, also
   for responses that have finished;
-- KV is loaded, and so saved, only if it covers more than `pull_tokens`.
+- KV is loaded, and so saved, only if it covers more than `pull_tokens`: as configured, or as `FetchChoice`
+  finds from steps and loads.
 """
 
 from __future__ import annotations
 
 import os
+import time
+from collections import deque
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -23,22 +26,36 @@ from vllm.v1.attention.backends.utils import NULL_BLOCK_ID
 from vllm.v1.request import RequestStatus
 
 from seer.common.config import PoolConfig
+from seer.common.process.log import get_logger
 from seer.common.weights.mooncake import own_address
 from seer.services.engine.vllm.kv_pool import vllm_patches
 from seer.services.engine.vllm.kv_pool.connect import open_store
+from seer.services.engine.vllm.kv_pool.copies import KvRegions
+from seer.services.engine.vllm.kv_pool.fetch_choice import NEVER, FetchChoice
 from seer.services.engine.vllm.kv_pool.sharing import tokens_to_save
-from seer.services.engine.vllm.kv_pool.staging import KvRegions
 from seer.services.engine.vllm.kv_pool.store import GuardedStore, StoreSettings
 from seer.services.engine.vllm.requests import EXTRA
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from vllm.config import VllmConfig
-    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+    from vllm.distributed.kv_events import KVCacheEvent
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorRole
+    from vllm.forward_context import ForwardContext
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
 SETTINGS, LOOKUP, PULL_TOKENS = "seer_settings", "seer_lookup", "seer_pull_tokens"
 """Keys of ours in vLLM's `kv_connector_extra_config`."""
+
+MAX_STEPS = 4
+"""More steps than vLLM has under way at once."""
+
+_log = get_logger()
 
 
 class SeerStoreConnector(MooncakeStoreConnector):
@@ -48,7 +65,11 @@ class SeerStoreConnector(MooncakeStoreConnector):
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig | None = None
     ) -> None:
         extra = vllm_config.kv_transfer_config.kv_connector_extra_config
-        self._pull_tokens: int = extra[PULL_TOKENS]
+        self._pull_tokens: int | None = extra[PULL_TOKENS]
+        self._choice, self._computes_all = FetchChoice(), False
+        self._loads: dict[str, tuple[int, float]] = {}  # by request: tokens, and when they were ordered
+        self._steps: deque[tuple[SchedulerOutput, float]] = deque(maxlen=MAX_STEPS)
+        self._step_ended = 0.0
         settings = msgspec.convert(extra[SETTINGS], StoreSettings)
         with vllm_patches.patched(lambda: GuardedStore(settings, open_store), extra[LOOKUP]):
             super().__init__(vllm_config, role, kv_cache_config)
@@ -62,17 +83,60 @@ class SeerStoreConnector(MooncakeStoreConnector):
         store: GuardedStore = self.connector_worker.store
         return store
 
+    @property
+    def pull_tokens(self) -> int:
+        """Up to so many missing tokens are computed."""
+        return self._choice.pull_tokens(time.monotonic()) if self._pull_tokens is None else self._pull_tokens
+
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
         """Return how many tokens the pool has beyond those computed; None until the look-up is done."""
-        if request.num_tokens - num_computed_tokens <= self._pull_tokens:
+        pull_tokens = self.pull_tokens
+        if request.num_tokens - num_computed_tokens <= pull_tokens:
             return 0, False
         found, later = super().get_num_new_matched_tokens(request, num_computed_tokens)
-        if found is not None and 0 < found <= self._pull_tokens:
+        if found is not None and 0 < found <= pull_tokens:
             self.connector_scheduler.load_specs.pop(request.request_id)
             return 0, False
         return found, later
+
+    def update_state_after_alloc(
+        self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
+    ) -> None:
+        """Order a load, and note when."""
+        super().update_state_after_alloc(request, blocks, num_external_tokens)
+        if num_external_tokens:
+            self._loads[request.request_id] = num_external_tokens, time.monotonic()
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
+        """See vLLM's; a step begins."""
+        self._steps.append((scheduler_output, time.monotonic()))
+        return super().build_connector_meta(scheduler_output)
+
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        """See vLLM's; measure loads that came, unless some failed: which is not known of each."""
+        super().update_connector_output(connector_output)
+        now, failed = time.monotonic(), connector_output.invalid_block_ids or connector_output.failed_recving
+        for name in connector_output.finished_recving or ():
+            load = self._loads.pop(name, None)
+            if load is not None and not failed:
+                self._choice.load(load[0], now - load[1], now)
+        if self._computes_all != (self.pull_tokens == NEVER):
+            self._computes_all = not self._computes_all
+            how = "computed, as fetching it takes longer" if self._computes_all else "fetched again"
+            _log.info(f"KV that is missing is {how}")
+
+    def take_events(self) -> Iterable[KVCacheEvent]:
+        """See vLLM's, which calls it at the end of each step; measure that step."""
+        now = time.monotonic()
+        if self._steps:  # with asynchronous scheduling, the next one has begun, too
+            step, begun = self._steps.popleft()
+            seconds = now - max(begun, self._step_ended)
+            self._choice.step(step.num_scheduled_tokens, step.scheduled_spec_decode_tokens, seconds)
+        self._step_ended = now
+        events: Iterable[KVCacheEvent] = super().take_events()
+        return events
 
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
@@ -86,7 +150,7 @@ class SeerStoreConnector(MooncakeStoreConnector):
             known=request.num_tokens,
             block_size=self.connector_scheduler._block_size,
         )
-        if tokens > self._pull_tokens:
+        if tokens > self.pull_tokens:
             self._save(request, block_ids, tokens)
         return False, None
 
@@ -124,8 +188,14 @@ class SeerStoreConnector(MooncakeStoreConnector):
             (start, _blocks(flat, start, size, worker.num_blocks))
             for start, size in zip(layout.kv_caches_base_addr, layout.block_len, strict=True)
         ]
-        self.store.key_prefix = layout._key_prefix
+        self.store.key_prefixes = tuple(db.store_layout._key_prefix for db in worker.token_dbs)
         self.store.attach(KvRegions(regions), sum(layout.block_len))
+
+    def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:  # noqa: ANN401 - vLLM's
+        """Order loads; they write no block before work that the model's stream has now is done."""
+        if self._get_connector_metadata().requests:
+            self.store.loads_ordered()
+        super().start_load_kv(forward_context, **kwargs)
 
     def reset_cache(self) -> bool:
         """Do nothing: a new namespace does the same, and other engines use this pool, too."""

@@ -2,8 +2,8 @@
 
 Invariants:
 - engines find each other's KV only if everything that it depends on is equal: weight bytes, the model's
-  configuration, types, block size, attention backend and its layout, tensor-parallel ranks, and the
-  versions that hash blocks;
+  configuration, types, block size, attention backend and its layout, tensor-parallel ranks, whether kernels
+  are batch-invariant, and the versions that hash blocks;
 - KV is saved of responses that go on in another chunk, or may in another turn, and of tokens that they have;
 - blocks that only a finished response could use are removed soon after it ends.
 """
@@ -51,7 +51,7 @@ class KvSharing:
     """One engine's namespace in the pool; `rpc(method, **arguments)` calls every rank's `SeerWorker`."""
 
     def __init__(self, rpc: Rpc, model: Path, config: VllmConfig) -> None:
-        import vllm  # only now: its environment is prepared before it is imported
+        import vllm.envs  # only now: its environment is prepared before it is imported
 
         self._rpc = rpc
         self._facts = {
@@ -66,6 +66,7 @@ class KvSharing:
             "layout": sorted({text for texts in rpc("seer_kv_layout") for text in texts}),
             # They hash blocks: all engines must compute the same keys.
             "versions": [vllm.__version__, *platform.python_version_tuple()[:2]],
+            "batch_invariant": bool(vllm.envs.VLLM_BATCH_INVARIANT),  # else KV may differ in last bits
             "hash": config.cache_config.prefix_caching_hash_algo,
         }
         self._to_remove: list[str] = []

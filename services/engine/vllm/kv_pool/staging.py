@@ -10,44 +10,31 @@ Invariants:
 from __future__ import annotations
 
 import threading
-from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import torch
 import xxhash
 
-CHECKSUM_BYTES = 16
-
-
-class KvRegions:
-    """The engine's KV memory, by the addresses that vLLM's connector has for it.
-
-    Addresses only identify blocks here: after `sleep` the memory lies elsewhere.
-    """
-
-    def __init__(self, regions: Iterable[tuple[int, torch.Tensor]]) -> None:
-        """Take (address, bytes [blocks, block bytes]) of each region."""
-        self._regions = sorted(regions, key=lambda region: region[0])
-        self._starts = [start for start, _ in self._regions]
-
-    def column(self, addresses: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the region that a column of addresses lies in, and the numbers of their blocks [n]."""
-        start, memory = self._regions[bisect_right(self._starts, addresses[0]) - 1]
-        blocks, rest = np.divmod(np.asarray(addresses) - start, memory.shape[1])
-        if rest.any() or blocks.min() < 0 or blocks.max() >= len(memory):
-            raise ValueError("these addresses are not blocks of one KV region")
-        return memory, torch.from_numpy(blocks).to(memory.device)
+from seer.services.engine.vllm.kv_pool.copies import (
+    CHECKSUM_BYTES,
+    Copies,
+    DeviceCopies,
+    HostCopies,
+    KvRegions,
+)
 
 
 class StagingBuffer:
     """`slots` rows of `CHECKSUM_BYTES` and `block_bytes` of data each, in host memory."""
 
-    def __init__(self, slots: int, block_bytes: int) -> None:
-        # Pinned where there is a GPU: copies are several times faster.
+    def __init__(self, slots: int, block_bytes: int, regions: KvRegions) -> None:
+        on_device = regions.device.type != "cpu"
         self._rows = torch.zeros(
-            (slots, CHECKSUM_BYTES + block_bytes), dtype=torch.uint8, pin_memory=torch.cuda.is_available()
+            (slots, CHECKSUM_BYTES + block_bytes), dtype=torch.uint8, pin_memory=on_device
         )
+        self._regions = regions
+        self.copies: Copies = DeviceCopies(self._rows, regions) if on_device else HostCopies(self._rows)
         self._bytes = self._rows.numpy()
         self.row_bytes = CHECKSUM_BYTES + block_bytes
         self._free = list(range(slots))
@@ -81,42 +68,27 @@ class StagingBuffer:
     def release(self, slots: Sequence[int]) -> None:
         """Free slots that no call uses any more."""
         with self._changed:
-            self._free += slots
+            self._free = sorted([*self._free, *slots])  # neighbouring rows are copied at once
             self._changed.notify_all()
 
     def addresses(self, slots: Sequence[int]) -> list[int]:
         """Return where each slot's row begins."""
         return [self.address + slot * self._rows.shape[1] for slot in slots]
 
-    def copy_in(
-        self, slots: Sequence[int], keys: Sequence[str], regions: KvRegions, blocks: Sequence[Sequence[int]]
-    ) -> None:
+    def copy_in(self, slots: Sequence[int], keys: Sequence[str], blocks: Sequence[Sequence[int]]) -> None:
         """Copy KV blocks, each a list of its parts' addresses, into slots, with their checksums."""
-        rows = torch.tensor(slots)
-        start = CHECKSUM_BYTES
-        for column in zip(*blocks, strict=True):
-            memory, ids = regions.column(column)
-            end = start + memory.shape[1]
-            self._rows[rows, start:end] = memory[ids].cpu()
-            start = end
+        self.copies.to_rows(slots, self._regions.blocks(blocks))
         for slot, key in zip(slots, keys, strict=True):
             self._bytes[slot, :CHECKSUM_BYTES] = _checksum(self._bytes[slot, CHECKSUM_BYTES:], key)
 
     def copy_out(
-        self, slots: Sequence[int], keys: Sequence[str], regions: KvRegions, blocks: Sequence[Sequence[int]]
+        self, slots: Sequence[int], keys: Sequence[str], blocks: Sequence[Sequence[int]]
     ) -> list[bool]:
         """Copy slots whose checksum is right to their KV blocks; return which were right."""
         valid = [self._is_valid(slot, key) for slot, key in zip(slots, keys, strict=True)]
-        rows = torch.tensor([slot for slot, good in zip(slots, valid, strict=True) if good], dtype=torch.long)
-        wanted = [block for block, good in zip(blocks, valid, strict=True) if good]
-        start = CHECKSUM_BYTES
-        for column in zip(*wanted, strict=True):
-            memory, ids = regions.column(column)
-            end = start + memory.shape[1]
-            memory[ids] = self._rows[rows, start:end].to(memory.device)
-            start = end
-        if self._rows.is_pinned():
-            torch.cuda.current_stream().synchronize()  # the model may read the blocks once this returns
+        right = [(slot, block) for slot, block, good in zip(slots, blocks, valid, strict=True) if good]
+        if right:
+            self.copies.to_blocks([slot for slot, _ in right], self._regions.blocks([b for _, b in right]))
         return valid
 
     def _is_valid(self, slot: int, key: str) -> bool:

@@ -26,8 +26,9 @@ import msgspec
 
 from seer.common.errors import EngineError
 from seer.common.process.log import get_logger
+from seer.services.engine.vllm.kv_pool.copies import KvRegions
 from seer.services.engine.vllm.kv_pool.save_monitor import SaveMonitor
-from seer.services.engine.vllm.kv_pool.staging import KvRegions, StagingBuffer
+from seer.services.engine.vllm.kv_pool.staging import StagingBuffer
 from seer.services.engine.vllm.kv_pool.store_calls import PoolAway, StoreCalls
 
 MISSING, NO_ROOM = -704, -200
@@ -54,11 +55,11 @@ class StoreSettings(msgspec.Struct, frozen=True, kw_only=True):
 class GuardedStore:
     """One rank's store. `connect` returns a ready `MooncakeDistributedStore`, or raises.
 
-    `key_prefix` comes before a block's hash in this rank's keys.
+    `key_prefixes` come before a block's hash in this rank's keys, one for each KV cache group.
     """
 
     def __init__(self, settings: StoreSettings, connect: Callable[[StoreSettings], Any]) -> None:
-        self.key_prefix = ""
+        self.key_prefixes: tuple[str, ...] = ()
         self._settings = settings
         self._connect = connect
         self._namespace = ""
@@ -80,9 +81,12 @@ class GuardedStore:
                 f"pool.staging_mib = {self._settings.staging_mib}: one KV block has "
                 f"{block_bytes / 2**20:.1f} MiB; give room for at least four"
             )
-        self._regions = regions
-        self._staging = StagingBuffer(size // block_bytes, block_bytes)
+        self._staging = StagingBuffer(size // block_bytes, block_bytes, regions)
         self._calls.write_later(lambda store: None)
+
+    def loads_ordered(self) -> None:
+        """See `Copies.loads_ordered`; call it before vLLM's connector orders loads."""
+        self._attached().copies.loads_ordered()
 
     def use_namespace(self, namespace: str) -> None:
         """Use this namespace from now on; the one before is removed once no lease on it is left."""
@@ -95,7 +99,7 @@ class GuardedStore:
     def remove(self, hashes: Sequence[str]) -> None:
         """Remove blocks that nobody needs any more, by their hashes in hexadecimal."""
         if hashes and self._usable:
-            keys = [self._key(f"{self.key_prefix}@{digest}") for digest in hashes]
+            keys = [self._key(f"{prefix}@{digest}") for prefix in self.key_prefixes for digest in hashes]
             # Forced: an engine that still reads one sees a wrong checksum at worst.
             self._calls.write_later(lambda store: store.batch_remove(keys, True))
 
@@ -221,7 +225,7 @@ class GuardedStore:
             staging.release(slots)
 
         try:
-            staging.copy_in(slots, keys, self._regions, blocks)
+            staging.copy_in(slots, keys, blocks)
         except BaseException:
             staging.release(slots)
             raise
@@ -269,7 +273,7 @@ class GuardedStore:
         self._calls.record(codes, MISSING)
         came = [i for i, code in enumerate(codes) if code >= 0]
         valid = self._attached().copy_out(
-            [slots[i] for i in came], [keys[i] for i in came], self._regions, [blocks[i] for i in came]
+            [slots[i] for i in came], [keys[i] for i in came], [blocks[i] for i in came]
         )
         wrong = [i for i, good in zip(came, valid, strict=True) if not good]
         if wrong:  # nobody else must find them

@@ -1,0 +1,111 @@
+"""The engine's side of drafting: what reaches the ranks, when, and in how many calls."""
+
+from concurrent.futures import Future
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from seer.common.config import DraftsConfig
+from seer.services.engine.vllm.drafts.control import MAX_QUEUED, Drafting
+
+
+class Ranks:
+    """Two ranks, of which the first drafts; `waited` and `sent` are the calls."""
+
+    def __init__(self):
+        self.waited, self.sent, self.learned, self.problem = [], [], {}, None
+
+    def rpc(self, method, **arguments):
+        self.waited.append(method)
+        if method != "seer_take_acceptance":
+            return [None, None]
+        return [
+            (2.5, {name: self.learned.pop(name) for name in arguments["groups"] if name in self.learned}),
+            (0.0, {}),
+        ]
+
+    def send(self, method, **arguments):
+        assert method == "seer_change_trees"
+        self.sent.append([(name, next(iter(given.values()))) for name, given in arguments["changes"]])
+        future = Future()
+        future.set_exception(self.problem) if self.problem else future.set_result([None, None])
+        return future
+
+
+@pytest.fixture
+def ranks():
+    return Ranks()
+
+
+def drafting(ranks, source="grouped"):
+    return Drafting(ranks.rpc, ranks.send, DraftsConfig(source=source), 100)
+
+
+def chunk(group="g", index=0):
+    return SimpleNamespace(group_id=group, index=index, tokens=[1, 2, 3, 4], prompt_len=3)
+
+
+def delta(group="g", *tokens):
+    return SimpleNamespace(group_id=group, tokens=np.array(tokens, np.int32))
+
+
+def test_what_is_to_be_done_to_trees_goes_in_order_with_the_next_step_and_nothing_waits(ranks):
+    control = drafting(ranks)
+    assert [control.begin(chunk(index=i)) for i in range(3)] == ["g"] * 3
+    wrong = delta("g", 100)
+    control.feed([delta("g", 5), delta("other", 6), wrong])
+    control.forget(["g", "unknown"])
+    control.begin(chunk())
+    assert (ranks.sent, ranks.waited) == ([], [])
+    control.flush()
+    control.flush()
+    ((first, (fed, deltas), *rest),) = ranks.sent
+    assert first == ("seer_open_tree", "g")
+    assert (fed, [each.tokens.tolist() for each in deltas]) == ("seer_feed_trees", [[5]])
+    assert rest == [("seer_forget_trees", ["g"]), ("seer_open_tree", "g")]
+    assert ranks.waited == []
+
+
+def test_a_chunk_that_begins_after_its_tree_was_dropped_has_one(ranks):
+    control = drafting(ranks, "own")
+    name = control.begin(chunk())
+    control.end(name)
+    assert control.begin(chunk()) == name == "g#0"
+    control.flush()
+    names = [name for name, _ in ranks.sent[0]]
+    assert names == ["seer_open_tree", "seer_forget_trees", "seer_open_tree"]
+
+
+def test_ends_of_a_step_are_one_call_and_a_rank_that_does_not_draft_says_nothing(ranks):
+    control = drafting(ranks)
+    ranks.learned = {"a": ([4], [2]), "b": ([1], [1]), "c": ([9], [9])}
+    assert control.take_acceptance(["b", "a", "b"]) == {"a": ([4], [2]), "b": ([1], [1])}
+    assert (ranks.waited, control.seconds) == (["seer_take_acceptance"], 2.5)
+
+
+def test_an_engine_that_is_only_fed_gathers_no_more_than_its_bound(ranks):
+    control = drafting(ranks)
+    control.begin(chunk())
+    for _ in range(3 * MAX_QUEUED):
+        control.feed([delta("g", 1)])
+        assert len(control._queued) < MAX_QUEUED
+    control.flush()
+    assert sum(map(len, ranks.sent)) == 3 * MAX_QUEUED + 1
+
+
+def test_what_failed_on_a_rank_is_raised_at_the_next_step(ranks):
+    control = drafting(ranks)
+    ranks.problem = RuntimeError("a rank is gone")
+    control.begin(chunk())
+    control.flush()
+    with pytest.raises(RuntimeError, match="a rank is gone"):
+        control.flush()
+
+
+def test_all_trees_are_gone_before_weights_change(ranks):
+    control = drafting(ranks)
+    control.begin(chunk())
+    control.clear()
+    assert [name for name, _ in ranks.sent[0]] == ["seer_open_tree", "seer_forget_trees"]
+    assert ranks.waited == ["seer_use_common_tree"]
