@@ -167,6 +167,11 @@ class EngineConfig(_Section, frozen=True):
     max_model_len: int | None = None
     """Longest sequence: prompt, output and room for drafts; default: the model's own limit."""
     dtype: str = "auto"
+    async_scheduling: bool | None = None
+    """Begin a step before the host has read the last one; default: on GPUs, without drafts and KV pool.
+
+    Not with drafts, nor on CPUs, where vLLM does not allow it.
+    """
     weights_root: str = ""
     """Only folders below this one, with links resolved, are accepted as new weights; default: any folder."""
     load_seconds: float = 900.0

@@ -20,12 +20,14 @@ BUILT = REPO / "build" / "image"
 ENGINE = "seer.services.engine.vllm"
 NEED_EXTRA = {
     f"{ENGINE}.drafts.path_rows": "vllm",
+    f"{ENGINE}.runner_v1": "torch",
     f"{ENGINE}.worker": "torch",
     f"{ENGINE}.kv_pool.connector": "torch",
     f"{ENGINE}.kv_pool.connect": "torch",
     f"{ENGINE}.kv_pool.vllm_patches": "torch",
     f"{ENGINE}.kv_pool.staging": "torch",
     f"{ENGINE}.kv_pool.store": "torch",
+    f"{ENGINE}.sampling.device_histories": "torch",
     f"{ENGINE}.sampling.sampler": "torch",
     f"{ENGINE}.sampling.torch_sampler": "torch",
     f"{ENGINE}.sampling.triton_kernels": "triton",

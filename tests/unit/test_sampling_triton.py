@@ -34,6 +34,7 @@ from seer.services.engine.vllm.sampling import (  # noqa: E402
     triton_sampler,
     vectors,
 )
+from seer.services.engine.vllm.sampling.device_histories import Histories  # noqa: E402
 from seer.services.engine.vllm.sampling.rows import SamplingTable  # noqa: E402
 from seer.services.engine.vllm.sampling.sampler import sample_rows  # noqa: E402
 
@@ -301,7 +302,7 @@ def test_a_launch_is_direct_when_triton_has_compiled_for_such_arguments():
 
 def test_tokens_are_those_of_whole_histories_whatever_was_kept():
     rng = np.random.default_rng(11)
-    vocab, histories = 70, triton_sampler.Histories()
+    vocab, histories = 70, Histories()
     requests = [pack(vocab, key=key, **kind) for key, kind in enumerate(PENALTIES)]
     known = [list(rng.integers(0, vocab, length)) for length in (3, 40, 90)]
     for order, drafts in (([0, 1], [1, 0]), ([2, 0], None), ([1, 2, 0], [0, 2, 1]), ([1], [3])):
@@ -319,7 +320,7 @@ def test_tokens_are_those_of_whole_histories_whatever_was_kept():
 
 
 def test_after_an_error_nothing_is_taken_for_kept(monkeypatch):
-    histories, history = triton_sampler.Histories(), np.arange(30, dtype=np.int32)[None]
+    histories, history = Histories(), np.arange(30, dtype=np.int32)[None]
     table = SamplingTable([pack(30, prompt_len=0, presence_penalty=2.0, temperature=0.0)])
     logits = torch.zeros(1, 30, device=DEVICE)
     with monkeypatch.context() as broken:
