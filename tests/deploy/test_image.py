@@ -28,6 +28,7 @@ NEED_EXTRA = {
     f"{ENGINE}.kv_pool.staging": "torch",
     f"{ENGINE}.kv_pool.store": "torch",
     f"{ENGINE}.sampling.device_histories": "torch",
+    f"{ENGINE}.sampling.largest_batch": "torch",
     f"{ENGINE}.sampling.sampler": "torch",
     f"{ENGINE}.sampling.torch_sampler": "torch",
     f"{ENGINE}.sampling.triton_kernels": "triton",

@@ -348,6 +348,14 @@ def test_logits_that_are_no_numbers_end_the_engine_by_name(backend, monkeypatch)
         backend.step()
 
 
+def test_memory_is_measured_with_our_sampler_before_kv_is_sized(backend):
+    """On a GPU vLLM calls this in its profile, and again as it warms up."""
+    runner = backend.core.engine_core.model_executor.driver_worker.worker.model_runner
+    drawn = runner._dummy_sampler_run(runner.model.model.norm.weight[None])
+    assert len(drawn) == runner.max_num_reqs
+    assert (drawn >= 0).all()
+
+
 def test_versions_name_what_generates(backend):
     assert backend.versions["engine"].startswith("vllm 0.32.")
     assert backend.versions["dtype"] == "float32"  # the checkpoint's own, although dtype is auto

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.tokenizers import TokenizerLike
     from vllm.v1.engine.core_client import InprocClient
+    from vllm.v1.executor import Executor
 
 
 EXTENSION = "seer.services.engine.vllm.worker.SeerWorker"
@@ -63,11 +64,24 @@ def load(
             )
         if vllm_config.device_config.device_type == "cpu":
             vllm_config.cache_config.kv_cache_memory_bytes = _cpu_kv_bytes(config, vllm_config, scratch)
-        return InprocClient(vllm_config, Executor.get_class(vllm_config), log_stats=False)
+        executor = _profiling_executor(Executor.get_class(vllm_config), drafts.max_draft if drafts else 0)
+        return InprocClient(vllm_config, executor, log_stats=False)
     except EngineError:
         raise
     except Exception as error:  # whatever a folder or a size provokes inside vLLM
         raise EngineError(explain(error, config, shared)) from error
+
+
+def _profiling_executor(executor: type[Executor], max_draft: int) -> type[Executor]:
+    """Return an executor that measures what memory our sampler needs before it sizes KV."""
+
+    class ProfilingExecutor(executor):  # type: ignore[misc]
+        def determine_available_memory(self) -> list[int]:
+            self.collective_rpc("seer_profile_largest_batch", kwargs={"max_draft": max_draft})
+            available: list[int] = super().determine_available_memory()
+            return available
+
+    return ProfilingExecutor
 
 
 def _schedules_ahead(config: EngineConfig, pool: PoolConfig | None, drafts: DraftsConfig | None) -> bool:
