@@ -21,6 +21,7 @@ ENGINE = "seer.services.engine.vllm"
 NEED_EXTRA = {
     f"{ENGINE}.drafts.path_rows": "vllm",
     f"{ENGINE}.runner_v1": "torch",
+    f"{ENGINE}.runner_v2": "torch",
     f"{ENGINE}.worker": "torch",
     f"{ENGINE}.kv_pool.connector": "torch",
     f"{ENGINE}.kv_pool.connect": "torch",

@@ -1,7 +1,7 @@
 """Our part of every vLLM worker: our sampler in place of vLLM's, and access to drafts, KV and the pool.
 
 Invariants:
-- vLLM's sampler, log-softmax and ranks never run: `model_runner._sample` is replaced;
+- vLLM's sampler, log-softmax and ranks never run: `runner_v1` or `runner_v2` takes their place;
 - all ranks hold the same logits and rows, so all sample the same tokens without communication.
 """
 
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
     from seer.services.dgds.client import StreamDelta
+    from seer.services.engine.vllm.runner_v2 import SlotSampler
 
 
 class SeerWorker:
@@ -43,7 +44,8 @@ class SeerWorker:
     model_runner: GPUModelRunner
     vllm_config: VllmConfig
     reload_weights: Callable[..., None]
-    seer_sampler: RowSampler
+    use_v2_model_runner: bool
+    seer_sampler: RowSampler | SlotSampler
     seer_paths: PathRows | None
     seer_freed: list[tuple[torch.UntypedStorage, int]]
 
@@ -56,6 +58,12 @@ class SeerWorker:
 
         `scratch`: ids of the KV blocks for verifying several draft paths; if empty, one path is verified.
         """
+        self.seer_paths = None
+        if self.use_v2_model_runner:
+            from seer.services.engine.vllm.runner_v2 import SlotSampler
+
+            self.seer_sampler = self.model_runner.sampler = SlotSampler(self.model_runner)
+            return
         self.seer_paths = PathRows(self.model_runner, scratch) if scratch else None
         self.seer_sampler = RowSampler(self.model_runner, self.seer_paths)
         self.model_runner._sample = self.seer_sampler

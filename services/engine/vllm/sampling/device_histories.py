@@ -6,6 +6,7 @@ Invariant: the device's tokens are those that `KeptHistories` has in its books, 
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -13,6 +14,18 @@ import torch
 
 from seer.services.engine.vllm.sampling.kept_histories import KeptHistories
 from seer.services.engine.vllm.sampling.rows import RowParams
+
+
+class DeviceTokens(Protocol):
+    """Histories on a device, whoever keeps them; the kernels' launches take them as they take `Histories`."""
+
+    def on_cpu(self, params: RowParams) -> RowParams:
+        """See `Histories.on_cpu`."""
+        ...
+
+    def append(self, params: RowParams, drawn: torch.Tensor, chosen: npt.NDArray[np.bool_]) -> None:
+        """See `Histories.append`."""
+        ...
 
 
 @dataclass(slots=True)

@@ -23,7 +23,7 @@ import torch
 
 from seer.common.errors import EngineError
 from seer.services.engine.vllm.sampling import torch_sampler
-from seer.services.engine.vllm.sampling.device_histories import Histories
+from seer.services.engine.vllm.sampling.device_histories import DeviceTokens, Histories
 from seer.services.engine.vllm.sampling.rows import RECORD, RowParams
 
 OnHost = tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]]
@@ -87,9 +87,9 @@ class DeviceSampler:
     `RowParams.history` may hold -1 in its place, unless the row's request was away for a step.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, histories: DeviceTokens | None = None) -> None:
         self._triton = _triton_sampler() if device.type == "cuda" else None
-        self._histories = Histories()
+        self._histories: DeviceTokens = histories or Histories()
 
     def __call__(
         self, logits: torch.Tensor, params: RowParams, chosen: npt.NDArray[np.bool_]
