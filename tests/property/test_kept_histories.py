@@ -20,8 +20,8 @@ VOCAB, MAX_LEN, SLOTS = 50, 300, 8
 class Device:
     """Memory that does what a step says, and holds garbage where nothing was written."""
 
-    def __init__(self):
-        self.kept = KeptHistories()
+    def __init__(self, appends=False):
+        self.kept = KeptHistories(appends=appends)
         self.tokens = np.empty((0, 0), np.int32)
         self.sent = 0
 
@@ -174,7 +174,7 @@ class EngineAhead:
 @given(st.integers(0, 2**32 - 1))
 @settings(max_examples=150)
 def test_a_device_that_appends_what_it_draws_needs_no_token_back(seed):
-    engine, device = EngineAhead(np.random.default_rng(seed)), Device()
+    engine, device = EngineAhead(np.random.default_rng(seed)), Device(appends=True)
     for step in range(60):
         if step % 5 == 0:
             engine.arrive()
@@ -186,7 +186,7 @@ def test_a_device_that_appends_what_it_draws_needs_no_token_back(seed):
 def test_a_steady_step_of_a_device_that_appends_sends_nothing():
     history = np.full((2, MAX_LEN), -1, np.int32)
     history[:, :130] = 7
-    table, device, sent = table_of(2), Device(), []
+    table, device, sent = table_of(2), Device(appends=True), []
     for position in range(130, 140):
         params = table.step([position, position], history)
         device.step(params)
@@ -198,7 +198,7 @@ def test_a_steady_step_of_a_device_that_appends_sends_nothing():
 def test_a_token_that_only_the_device_had_is_never_guessed():
     history = np.full((1, MAX_LEN), -1, np.int32)
     history[:, :130] = 7
-    table, device = table_of(1), Device()
+    table, device = table_of(1), Device(appends=True)
     device.step(table.step([130], history))
     with pytest.raises(ValueError, match="the device has lost"):
         device.step(table.step([132], history))

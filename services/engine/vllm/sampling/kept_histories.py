@@ -46,9 +46,13 @@ NOTHING = Runs(np.empty(0, np.int32), np.empty((0, 3), np.int64))
 
 
 class KeptHistories:
-    """What one device keeps. It holds tokens [`shape`]; when `shape` grows, old ones keep row and column."""
+    """What one device keeps. It holds tokens [`shape`]; when `shape` grows, old ones keep row and column.
 
-    def __init__(self) -> None:
+    `appends`: the device appends what it draws, and the host may have -1 in its place.
+    """
+
+    def __init__(self, *, appends: bool = False) -> None:
+        self._appends = appends
         self.forget()
 
     def forget(self) -> None:
@@ -151,7 +155,7 @@ class KeptHistories:
             pieces.append(history[slots[few], index])
         where = np.stack((ends - new, places * self._width + held, new), axis=1)
         tokens = np.concatenate(pieces) if pieces else NOTHING.tokens
-        if tokens.min(initial=0) < 0:  # vLLM's mark for tokens that only the device has
+        if self._appends and tokens.min(initial=0) < 0:  # vLLM's mark for tokens that only the device has
             raise ValueError("the host lacks tokens of a history that the device has lost")
         return Runs(tokens, where)
 

@@ -24,6 +24,7 @@ import torch
 from seer.common.errors import EngineError
 from seer.services.engine.vllm.sampling import torch_sampler
 from seer.services.engine.vllm.sampling.device_histories import DeviceTokens, Histories
+from seer.services.engine.vllm.sampling.kept_histories import KeptHistories
 from seer.services.engine.vllm.sampling.rows import RECORD, RowParams
 
 OnHost = tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]]
@@ -89,7 +90,7 @@ class DeviceSampler:
 
     def __init__(self, device: torch.device, histories: DeviceTokens | None = None) -> None:
         self._triton = _triton_sampler() if device.type == "cuda" else None
-        self._histories: DeviceTokens = histories or Histories()
+        self._histories: DeviceTokens = histories or Histories(KeptHistories(appends=True))
 
     def __call__(
         self, logits: torch.Tensor, params: RowParams, chosen: npt.NDArray[np.bool_]
