@@ -5,6 +5,7 @@ Invariant: when a call returns, the pool has all that its engine has saved.
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import traceback
@@ -12,6 +13,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from ahead import scheduling_ahead
 from engine_cases import Response, run
 
 from seer.common.config import DraftsConfig, EngineConfig, PoolConfig, SharedConfig
@@ -24,12 +26,14 @@ CALL_SECONDS = 240.0
 
 
 class EngineProcess:
-    """An engine on one core; `start` returns at once, `ready` waits until it is loaded."""
+    """An engine on one core; `ready` waits until it is loaded. One that schedules `ahead` has no drafts."""
 
-    def __init__(self, model: Path, pool: PoolConfig, profiles: Path, core: int) -> None:
+    def __init__(self, model: Path, pool: PoolConfig, profiles: Path, core: int, ahead: bool = False) -> None:
         spawn = multiprocessing.get_context("spawn")
         self._connection, theirs = spawn.Pipe()
-        self._process = spawn.Process(target=_serve, args=(theirs, str(model), pool, str(profiles), core))
+        self._process = spawn.Process(
+            target=_serve, args=(theirs, str(model), pool, str(profiles), core, ahead)
+        )
         self._process.start()
         theirs.close()
 
@@ -80,11 +84,14 @@ class EngineProcess:
 
 
 class _Served:
-    def __init__(self, model: str, pool: PoolConfig, profiles: str, core: int) -> None:
+    def __init__(self, model: str, pool: PoolConfig, profiles: str, core: int, ahead: bool) -> None:
         from seer.services.engine.vllm.backend import VllmBackend
 
-        config = EngineConfig(kv_blocks=300, max_num_seqs=16, max_model_len=600, cpu_cores=str(core))
-        drafts = DraftsConfig(max_draft=5, cache=profiles)
+        config = EngineConfig(
+            kv_blocks=300, max_num_seqs=16, max_model_len=600, cpu_cores=str(core), async_scheduling=ahead
+        )
+        drafts = None if ahead else DraftsConfig(max_draft=5, cache=profiles)
+        self._has_drafts = not ahead
         self._backend = VllmBackend(config, SharedConfig(model=model), pool, drafts)
         self._backend.start()
         from vllm.distributed.kv_transfer import get_kv_transfer_group
@@ -106,7 +113,8 @@ class _Served:
         return responses
 
     def script_drafts(self, script: DraftScript | None) -> None:
-        self._backend.probe.script_drafts(script)
+        if self._has_drafts:
+            self._backend.probe.script_drafts(script)
 
     def empty(self) -> None:
         self._backend.core.reset_prefix_cache()
@@ -127,13 +135,16 @@ class _Served:
         return noted
 
 
-def _serve(connection: Connection, model: str, pool: PoolConfig, profiles: str, core: int) -> None:
+def _serve(
+    connection: Connection, model: str, pool: PoolConfig, profiles: str, core: int, ahead: bool
+) -> None:
     try:
-        served = _Served(model, pool, profiles, core)
-        connection.send(("", None))
-        while True:
-            name, arguments = connection.recv()
-            connection.send(("", getattr(served, name)(*arguments)))
+        with scheduling_ahead() if ahead else contextlib.nullcontext():
+            served = _Served(model, pool, profiles, core, ahead)
+            connection.send(("", None))
+            while True:
+                name, arguments = connection.recv()
+                connection.send(("", getattr(served, name)(*arguments)))
     except EOFError:
         os._exit(0)  # vLLM's threads would be waited for
     except BaseException:

@@ -23,6 +23,7 @@ from lib.machine import machine
 
 from seer.common.types import SamplingParams
 from seer.services.engine.vllm.sampling import triton_sampler
+from seer.services.engine.vllm.sampling.device_histories import Histories
 from seer.services.engine.vllm.sampling.rows import RequestSampling, SamplingTable
 
 VOCAB, KNOWN, ROWS = 2_100, 8_000, (1, 64, 256, 1024)
@@ -51,9 +52,9 @@ def measure(kind: str, rows: int, repeats: int) -> dict[str, object]:
         [RequestSampling.pack(sampling, key=k, prompt_len=9, stop_ids=(), vocab=VOCAB) for k in range(rows)]
     )
     history = np.random.default_rng(rows).integers(0, VOCAB, (rows, KNOWN + 2 * repeats), dtype=np.int32)
-    logits, position, histories = torch.empty(rows, VOCAB), count(KNOWN), triton_sampler.Histories()
+    logits, position, histories = torch.empty(rows, VOCAB), count(KNOWN), Histories()
 
-    def step(kept: triton_sampler.Histories | None) -> object:
+    def step(kept: Histories | None) -> object:
         params = table.step(np.full(rows, next(position) if kept else KNOWN), history)
         return triton_sampler.sample(logits, params, kept)
 

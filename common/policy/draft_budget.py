@@ -116,11 +116,13 @@ class DraftBudget:
     """One engine's choice of drafts, and its acceptance statistics. `width`: most tokens of a draft.
 
     In each step: `should_draft()`; if so draft, `choose`, verify, and `learn` from what was accepted.
+    `context` is how many tokens the step's requests have, on average; whoever knows sets it before.
     """
 
     def __init__(self, costs: StepCosts, width: int) -> None:
         self._costs, self._width = costs, width
         self.sibling_seconds = costs.sibling
+        self.context = 0.0
         self._batch, self._seconds = 0, np.zeros(0)
         self._bases = _bases(np.arange(width))
         self._useless_steps, self._paused_steps, self._age = 0, 0, 0
@@ -225,7 +227,10 @@ class DraftBudget:
         if batch != self._batch or most >= len(self._seconds):
             self._batch = batch
             self._seconds = np.array(self._costs.by_rows(batch, max(most, batch * self._width)))
-        return self._seconds[: most + 1]
+        whole, each = self._costs.longer(batch, self.context)
+        if not whole and not each:
+            return self._seconds[: most + 1]
+        return self._seconds[: most + 1] + (whole + each * np.arange(most + 1))
 
 
 def _bases(places: NDArray[np.intp]) -> NDArray[np.intp]:

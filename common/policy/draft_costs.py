@@ -63,6 +63,9 @@ class StepCosts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     T(B, gamma) is a step of B requests that verifies B x gamma drafted tokens in all. Noise is
     smoothed to the mean of the least rising surface above the measurements and the greatest below.
     `sibling` is what a path beside a request's first adds to the time of its rows.
+
+    The grid holds for requests of `context` tokens. Attention to longer ones takes `reading` seconds more for
+    each further token of each request: the first, and the second once for each of its drafted tokens.
     Raises `InvalidField` for axes that do not rise, another shape, and times that are not positive.
     """
 
@@ -70,6 +73,8 @@ class StepCosts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     drafts: Axis
     grid: tuple[tuple[float, ...], ...]
     sibling: float = 0.0
+    context: int = 0
+    reading: tuple[float, float] = (0.0, 0.0)
 
     def __post_init__(self) -> None:
         for name, axis, least in (("batches", self.batches, 1), ("drafts", self.drafts, 0)):
@@ -80,6 +85,8 @@ class StepCosts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
             raise InvalidField("costs.grid", shape, "give one line per batch, one time per draft length")
         if not all(0 < seconds < float("inf") for line in self.grid for seconds in line):
             raise InvalidField("costs.grid", self.grid, "times must be positive seconds")
+        if self.context < 0 or not all(0 <= seconds < float("inf") for seconds in self.reading):
+            raise InvalidField("costs.reading", self.reading, "give seconds that are not negative")
         msgspec.structs.force_setattr(self, "grid", _rising(self.grid))
 
     def seconds(self, batch: int, gamma: float) -> float:
@@ -91,6 +98,14 @@ class StepCosts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         """Return the seconds of a step of `batch` requests with 0 to `most` drafted tokens in all."""
         drafts, curve = self._curve(batch)
         return [_line(drafts, curve, drafted / batch) for drafted in range(most + 1)]
+
+    def longer(self, batch: int, context: float) -> tuple[float, float]:
+        """Return the further seconds of a step of `batch` requests with `context` tokens on average.
+
+        The first for the step, the second for each drafted token of it.
+        """
+        beyond = max(0.0, context - self.context)
+        return self.reading[0] * beyond * batch, self.reading[1] * beyond
 
     def _curve(self, batch: int) -> tuple[Axis, list[float]]:
         batches, drafts, surface = _surface(self)

@@ -20,6 +20,8 @@ BUILT = REPO / "build" / "image"
 ENGINE = "seer.services.engine.vllm"
 NEED_EXTRA = {
     f"{ENGINE}.drafts.path_rows": "vllm",
+    f"{ENGINE}.runner_v1": "torch",
+    f"{ENGINE}.runner_v2": "torch",
     f"{ENGINE}.worker": "torch",
     f"{ENGINE}.kv_pool.connector": "torch",
     f"{ENGINE}.kv_pool.connect": "torch",
@@ -27,6 +29,8 @@ NEED_EXTRA = {
     f"{ENGINE}.kv_pool.copies": "torch",
     f"{ENGINE}.kv_pool.staging": "torch",
     f"{ENGINE}.kv_pool.store": "torch",
+    f"{ENGINE}.sampling.device_histories": "torch",
+    f"{ENGINE}.sampling.largest_batch": "torch",
     f"{ENGINE}.sampling.sampler": "torch",
     f"{ENGINE}.sampling.torch_sampler": "torch",
     f"{ENGINE}.sampling.triton_kernels": "triton",

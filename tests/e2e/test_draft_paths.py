@@ -221,21 +221,21 @@ def test_captured_requests_have_one_row(backend):
 
 def test_a_torn_request_keeps_its_own_row(backend, monkeypatch):
     """Rows that should say the same differ by last bits on some hardware; here, by force."""
-    from seer.services.engine.vllm import worker
+    from seer.services.engine.vllm import runner_v1
 
     script(backend, "none")
     whole = one_go(backend, BASE)
     backend.probe.script_drafts(
         DraftScript(kind="wrong", vocab=VOCAB, known={0: whole.tokens}, others=("right",))
     )
-    before, accept_drafts = counts(backend), worker.accept_drafts
+    before, accept_drafts = counts(backend), runner_v1.accept_drafts
 
     def torn(tokens, logprobs, counts, drafts):
         if len(counts) > 1:
             tokens[counts[0] + 1] ^= 1  # what the sibling's first row drew
         return accept_drafts(tokens, logprobs, counts, drafts)
 
-    monkeypatch.setattr(worker, "accept_drafts", torn)
+    monkeypatch.setattr(runner_v1, "accept_drafts", torn)
     assert one_go(backend, BASE).tokens == whole.tokens
     after = gained(backend, before)
     assert after["conflicts"] == after["rows"] > 0

@@ -192,7 +192,7 @@ def test_sampling_with_drafts_keeps_the_distribution(backend, monkeypatch):
     """As vLLM's own rejection sampler does not on CPUs (vllm-project/vllm#55005), which never runs here."""
     from vllm.v1.sample import rejection_sampler  # only once an engine prepared vLLM's environment
 
-    from seer.services.engine.vllm import worker
+    from seer.services.engine.vllm import runner_v1
 
     limit = 60.0  # exceeded once in a million
     before = backend.stats()
@@ -200,7 +200,7 @@ def test_sampling_with_drafts_keeps_the_distribution(backend, monkeypatch):
     assert backend.stats().accepted_tokens > before.accepted_tokens
     monkeypatch.setattr(rejection_sampler, "rejection_sample", None)
     assert chi_square(backend) < limit
-    accept_drafts = worker.accept_drafts
+    accept_drafts = runner_v1.accept_drafts
 
     def all_accepted(tokens, logprobs, counts, drafts):
         owners = np.repeat(np.arange(len(counts)), counts + 1)
@@ -208,7 +208,7 @@ def test_sampling_with_drafts_keeps_the_distribution(backend, monkeypatch):
         tokens[~last] = drafts
         return accept_drafts(tokens, logprobs, counts, drafts)
 
-    monkeypatch.setattr(worker, "accept_drafts", all_accepted)
+    monkeypatch.setattr(runner_v1, "accept_drafts", all_accepted)
     with pytest.raises((ValueError, AssertionError)):
         assert chi_square(backend) < limit
 

@@ -6,6 +6,7 @@ Invariants:
 - the KV of a turn that parks reaches the pool, and no KV that is not of its tokens.
 """
 
+import contextlib
 import hashlib
 import importlib.util
 import json
@@ -118,9 +119,9 @@ def prompts() -> list[list[int]]:
 class Engines:
     """Two engines that may share a pool, and what they run turn by turn."""
 
-    def __init__(self, pool: PoolConfig, profiles: Path) -> None:
+    def __init__(self, pool: PoolConfig, profiles: Path, ahead: bool) -> None:
         cores = sorted(os.sched_getaffinity(0))
-        self.each = [EngineProcess(MODEL, pool, profiles, cores[i % len(cores)]) for i in range(2)]
+        self.each = [EngineProcess(MODEL, pool, profiles, cores[i % len(cores)], ahead) for i in range(2)]
         self._plays = 0
         self._expected: dict[str, list[Trajectory]] = {}
 
@@ -189,8 +190,8 @@ def right_drafts(known: Sequence[Trajectory]) -> DraftScript:
     )
 
 
-@pytest.fixture(scope="module")
-def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
+@contextlib.contextmanager
+def engines_with_pool(profiles: Path, *, ahead: bool = False) -> Iterator[Engines]:
     settings = {
         "shared.model": MODEL, "engine.backend": "replay", "pool.kind": "mooncake", "pool.pull_tokens": 0,
         "pool.dram_gib": 0.25, "pool.call_seconds": 20, "pool.lease_seconds": 1,
@@ -198,7 +199,7 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
     thread = LoopThread()
     system = LocalSystem(load(None, {}, [f"{key}={value}" for key, value in settings.items()]), 1)
     thread.call(system.__aenter__())  # for its pool alone
-    started = Engines(system.config.pool, tmp_path_factory.mktemp("profiles"))
+    started = Engines(system.config.pool, profiles, ahead)
     try:
         for engine in started.each:
             engine.ready()
@@ -208,6 +209,25 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
             engine.close()
         thread.call(system.__aexit__(None, None, None))
         thread.stop()
+
+
+@pytest.fixture(scope="module")
+def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
+    with engines_with_pool(tmp_path_factory.mktemp("profiles")) as started:
+        yield started
+
+
+@pytest.mark.breadth
+def test_engines_that_schedule_ahead_share_kv(engines: Engines, tmp_path: Path) -> None:
+    """`test_async_scheduling.py` has them without a pool."""
+    with engines_with_pool(tmp_path, ahead=True) as others:
+        for case, sampling in CASES.items():
+            expected = [[(tokens, end) for tokens, _, end in one.told] for one in engines.expected(case)]
+            for way in ("KV kept", "chunks of 7, caches emptied", "each turn in another engine"):
+                before = sum(others.total("pool_tokens"))
+                played = others.play(sampling, **WAYS[way])
+                assert [[(tokens, end) for tokens, _, end in one.told] for one in played] == expected
+                assert (sum(others.total("pool_tokens")) > before) == ("move" in WAYS[way])
 
 
 @pytest.mark.parametrize(("case", "way"), [(case, way) for case in CASES for way in WAYS])

@@ -324,28 +324,36 @@ def test_self_test_refuses_one_wrong_token(backend):
 
 
 def test_self_test_refuses_wrong_noise(backend, monkeypatch):
-    from seer.services.engine.vllm import self_test, worker
+    from seer.services.engine.vllm import runner_v1, self_test
 
-    sample = worker.StepSampler.__call__
+    sample = runner_v1.StepSampler.__call__
 
     def off_by_one(self, logits, params):
         params.records["position"] += 1
         return sample(self, logits, params)
 
-    monkeypatch.setattr(worker.StepSampler, "__call__", off_by_one)
+    monkeypatch.setattr(runner_v1.StepSampler, "__call__", off_by_one)
     with pytest.raises(EngineError, match="rank 0"):
         self_test.check(backend.probe)
 
 
 def test_logits_that_are_no_numbers_end_the_engine_by_name(backend, monkeypatch):
-    from seer.services.engine.vllm import worker
+    from seer.services.engine.vllm import runner_v1
 
-    sample = worker.StepSampler.__call__
+    sample = runner_v1.StepSampler.__call__
     broken = lambda self, logits, params: sample(self, logits * float("nan"), params)  # noqa: E731
-    monkeypatch.setattr(worker.StepSampler, "__call__", broken)
+    monkeypatch.setattr(runner_v1.StepSampler, "__call__", broken)
     backend.add(chunk("unlucky", BASE))
     with pytest.raises(EngineError, match=r"request unlucky: .* NaN"):
         backend.step()
+
+
+def test_memory_is_measured_with_our_sampler_before_kv_is_sized(backend):
+    """On a GPU vLLM calls this in its profile, and again as it warms up."""
+    runner = backend.core.engine_core.model_executor.driver_worker.worker.model_runner
+    drawn = runner._dummy_sampler_run(runner.model.model.norm.weight[None])
+    assert len(drawn) == runner.max_num_reqs
+    assert (drawn >= 0).all()
 
 
 def test_versions_name_what_generates(backend):

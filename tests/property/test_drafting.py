@@ -292,6 +292,36 @@ def test_each_batch_has_its_own_costs():
     assert kept == [0, 4, 0]
 
 
+def test_long_contexts_make_drafts_pay_that_cost_more_than_they_bring_in_short_ones():
+    """Attention makes the step longer, a drafted token hardly; where it does, drafts pay less."""
+    slots, lengths = np.zeros(4, dtype=np.intp), np.full(4, 4, dtype=np.int32)
+    scores = np.full((4, 4), 0.3, dtype=np.float32)
+
+    def kept(reading: tuple[float, float], context: float) -> int:
+        base = linear(0.004, 0.002)
+        budget = DraftBudget(msgspec.structs.replace(base, context=16, reading=reading), 4)
+        budget.slot("g")
+        budget.context = context
+        return int(budget.choose(slots, scores, lengths, 4).keep.sum())
+
+    assert kept((4e-6, 0.0), 16) == kept((0.0, 0.0), 8000) == 0
+    assert kept((4e-6, 0.0), 8000) > 0
+    assert kept((4e-6, 1e-6), 8000) == 0
+
+
+def test_what_a_context_adds_is_counted_by_requests_and_drafted_tokens():
+    costs = msgspec.structs.replace(linear(0.004, 0.002), context=16, reading=(1e-6, 1e-7))
+    assert costs.longer(4, 10) == (0.0, 0.0), "never faster than measured"
+    assert costs.longer(4, 1016) == pytest.approx((4e-3, 1e-4))
+    budget = DraftBudget(costs, 4)
+    short = budget.seconds(4, 16).copy()
+    budget.context = 1016
+    np.testing.assert_allclose(budget.seconds(4, 16), short + 4e-3 + 1e-4 * np.arange(17))
+    for wrong in ((-1e-9, 0.0), (0.0, float("inf"))):
+        with pytest.raises(InvalidField, match="reading"):
+            msgspec.structs.replace(costs, reading=wrong)
+
+
 def test_what_was_learned_of_a_group_adds_up_to_what_an_acceptance_takes():
     budget = DraftBudget(linear(0.01, 0.0), 4)
     slots = np.array([budget.slot(f"g{i}") for i in range(3)])

@@ -20,22 +20,25 @@ VOCAB, MAX_LEN, SLOTS = 50, 300, 8
 class Device:
     """Memory that does what a step says, and holds garbage where nothing was written."""
 
-    def __init__(self):
-        self.kept = KeptHistories()
-        self.tokens = np.empty(0, np.int32)
+    def __init__(self, appends=False):
+        self.kept = KeptHistories(appends=appends)
+        self.tokens = np.empty((0, 0), np.int32)
         self.sent = 0
 
     def step(self, params):
         starts, runs = self.kept.step(params)
-        if len(self.tokens) != self.kept.size:
-            self.tokens = np.full(self.kept.size, -7, np.int32)
+        if self.tokens.shape != self.kept.shape:
+            old, self.tokens = self.tokens, np.full(self.kept.shape, -7, np.int32)
+            rows, width = map(min, old.shape, self.kept.shape)
+            self.tokens[:rows, :width] = old[:rows, :width]
+        self.flat = self.tokens.reshape(-1)
         ends = set()
         for begin, to, length in runs.where.tolist():
             assert 0 <= begin <= begin + length <= len(runs.tokens)
-            assert 0 <= to <= to + length <= len(self.tokens)
+            assert 0 <= to <= to + length <= len(self.flat)
             assert not ends & set(range(to, to + length)), "two runs write to one place"
             ends |= set(range(to, to + length))
-            self.tokens[to : to + length] = runs.tokens[begin : begin + length]
+            self.flat[to : to + length] = runs.tokens[begin : begin + length]
         self.sent = len(runs.tokens)
         return starts
 
@@ -46,7 +49,7 @@ class Device:
                 assert starts[row] == -1
                 continue
             known = int(record["position"] - record["extra_len"])
-            held = self.tokens[starts[row] : starts[row] + known]
+            held = self.flat[starts[row] : starts[row] + known]
             assert held.tolist() == params.history[record["slot"], :known].tolist()
 
 
@@ -112,6 +115,95 @@ def test_the_device_holds_every_history_whatever_the_schedule(seed):
         engine.step(device)
 
 
+class EngineAhead:
+    """Requests of a runner that schedules ahead: while one stays in the batch, the host has no token of it."""
+
+    def __init__(self, rng):
+        self.rng = rng
+        self.history = np.full((SLOTS, MAX_LEN), 12345, np.int32)
+        self.batch = []  # each (request, tokens); those away are in `waiting`
+        self.waiting = []
+
+    def arrive(self):
+        kind = ({}, {"frequency_penalty": 0.5}, {"repetition_penalty": 1.2})[self.rng.integers(3)]
+        length = int(self.rng.choice([1, 20, 63, 64, 65, 150]))
+        self.waiting.append((pack(VOCAB, key=1, **kind), self.rng.integers(0, VOCAB, length).tolist()))
+
+    def change(self):
+        """Let some requests go away, end or come back, and others change their row."""
+        kept = [one for one in self.batch if self.rng.random() < 0.7]
+        gone = [one for one in self.batch if not any(one is other for other in kept)]
+        self.waiting += [one for one in gone if self.rng.random() < 0.7]
+        coming = [one for one in self.waiting if self.rng.random() < 0.5][: SLOTS - len(kept)]
+        self.waiting = [one for one in self.waiting if not any(one is other for other in coming)]
+        before = {id(one): self.history[slot].copy() for slot, one in enumerate(self.batch)}
+        both = kept + coming
+        self.batch = [both[i] for i in self.rng.permutation(len(both))]
+        self.history[:] = 12345
+        for slot, one in enumerate(self.batch):
+            if any(one is other for other in kept):
+                self.history[slot] = before[id(one)]
+            else:  # its row is made anew, with all that is known by now
+                self.history[slot, : len(one[1])] = one[1]
+        self.table = SamplingTable([request for request, _ in self.batch])
+
+    def step(self, device):
+        """Draw a token of each row but of those whose prefill is unfinished."""
+        begun = (self.history[: len(self.batch)] == -1).any(axis=1)  # since it got its row
+        whole = begun | (self.rng.random(len(self.batch)) < 0.8)
+        known = [
+            len(tokens) if done else int(self.rng.integers(1, len(tokens) + 1))
+            for done, (_, tokens) in zip(whole, self.batch, strict=True)
+        ]
+        params = self.table.step(known, self.history)
+        starts = device.step(params)
+        for slot, (_, tokens) in enumerate(self.batch):
+            if params.penalised[slot]:
+                assert (
+                    device.flat[starts[slot] : starts[slot] + known[slot]].tolist() == tokens[: known[slot]]
+                )
+        drawn = self.rng.integers(0, VOCAB, len(self.batch)).astype(np.int32)
+        rows, places = device.kept.append(params, whole)
+        device.flat[places] = drawn[rows]
+        for slot in np.flatnonzero(whole):
+            tokens = self.batch[slot][1]
+            self.history[slot, len(tokens)] = -1
+            tokens.append(int(drawn[slot]))
+
+
+@given(st.integers(0, 2**32 - 1))
+@settings(max_examples=150)
+def test_a_device_that_appends_what_it_draws_needs_no_token_back(seed):
+    engine, device = EngineAhead(np.random.default_rng(seed)), Device(appends=True)
+    for step in range(60):
+        if step % 5 == 0:
+            engine.arrive()
+        if engine.rng.random() < 0.3 or not step:
+            engine.change()
+        engine.step(device)
+
+
+def test_a_steady_step_of_a_device_that_appends_sends_nothing():
+    history = np.full((2, MAX_LEN), -1, np.int32)
+    history[:, :130] = 7
+    table, device, sent = table_of(2), Device(appends=True), []
+    for position in range(130, 140):
+        params = table.step([position, position], history)
+        device.step(params)
+        device.kept.append(params, np.ones(2, bool))
+        sent.append(device.sent)
+    assert sent == [260, *[0] * 9]
+
+
+def test_a_token_that_only_the_device_had_is_never_guessed():
+    history = np.full((1, MAX_LEN), -1, np.int32)
+    history[:, :130] = 7
+    table, device = table_of(1), Device(appends=True)
+    device.step(table.step([130], history))
+    with pytest.raises(ValueError, match="the device has lost"):
+        device.step(table.step([132], history))
+
+
 def table_of(requests):
     return SamplingTable([pack(VOCAB, key=key, presence_penalty=1.0) for key in range(requests)])
 
@@ -152,13 +244,13 @@ def test_memory_is_bounded_by_requests_at_once_and_their_length():
     for _ in range(50):  # 250 requests, 5 at once
         history = rng.integers(0, VOCAB, (5, MAX_LEN)).astype(np.int32)
         device.check(table_of(5).step([130] * 5, history))
-        assert device.kept.size == 8 * 256
+        assert device.kept.shape == (8, 256)
         assert len(device.kept._owners) <= 8
     device.check(table_of(2).step([260] * 2, history[:2]))
-    assert device.kept.size == 8 * MAX_LEN, "no wider than the longest that can be"
+    assert device.kept.shape == (8, MAX_LEN), "no wider than the longest that can be"
 
 
 def test_rows_without_penalties_send_nothing():
     table, device = SamplingTable([pack(VOCAB, key=key) for key in range(3)]), Device()
     starts = device.step(table.step([100] * 3))
-    assert (starts.tolist(), device.sent, device.kept.size) == ([-1] * 3, 0, 0)
+    assert (starts.tolist(), device.sent, device.kept.shape) == ([-1] * 3, 0, (0, 0))

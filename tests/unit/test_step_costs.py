@@ -5,11 +5,13 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import pytest
 
 from seer.common.policy.draft_costs import StepCosts
+from seer.common.types import Capacity
 from seer.services.engine.vllm.drafts import step_times as costs
 
 PROFILE = StepCosts(batches=(1,), drafts=(0,), grid=((0.5,),))
@@ -108,3 +110,46 @@ def test_a_profile_that_cannot_be_read_is_measured_again(tmp_path):
     (tmp_path / "a").write_text("{")
     assert costs.kept(tmp_path / "a", lambda: PROFILE) == PROFILE
     assert costs.kept(tmp_path / "a", pytest.fail) == PROFILE
+
+
+def capacity(kv_blocks: int, max_model_len: int) -> Capacity:
+    return Capacity(
+        kv_blocks=kv_blocks, block_size=32, max_num_seqs=8, max_model_len=max_model_len, draft_tokens=8
+    )
+
+
+def probe_of(kv_blocks: int, max_model_len: int) -> SimpleNamespace:
+    return SimpleNamespace(core=SimpleNamespace(capacity=capacity(kv_blocks, max_model_len)))
+
+
+@pytest.mark.parametrize(
+    ("kv_blocks", "max_model_len", "contexts"),
+    [(10_000, 5000, [1024, 4096]), (10_000, 2000, [1024]), (10_000, 1000, []), (200, 5000, [1024]), (100, 5000, [])],
+)  # fmt: skip
+def test_contexts_are_those_that_the_engine_holds(kv_blocks, max_model_len, contexts):
+    assert costs._contexts(capacity(kv_blocks, max_model_len), 8, 200) == contexts
+    assert costs._contexts(capacity(kv_blocks, max_model_len), 1, 200) == []
+
+
+def test_what_attention_adds_is_found_from_longer_contexts(monkeypatch):
+    batch, draft = 8, 4
+
+    def line(probe, rows, drafts, length, context=0):
+        return tuple(0.01 + 0.001 * count + rows * context * (1e-6 + 1e-7 * count) for count in drafts)
+
+    monkeypatch.setattr(costs, "_line", line)
+    found = costs._reading(probe_of(10_000, 5000), batch, draft, 200)
+    assert found == pytest.approx((1e-6, 1e-7))
+    assert costs._reading(probe_of(10_000, 1000), batch, draft, 200) == (0.0, 0.0)
+    # Noise that says that longer contexts are faster counts as no difference.
+    monkeypatch.setattr(costs, "_line", lambda *given: (0.009, 0.008) if given[4] else (0.01, 0.01))
+    assert costs._reading(probe_of(10_000, 5000), batch, draft, 200) == (0.0, 0.0)
+
+
+def test_long_prompts_share_two_prefixes_and_none_is_common_to_all():
+    chunks = [costs._chunk(row, 50, 200, 1024).tokens for row in range(6)]
+    assert {len(tokens) for tokens in chunks} == {1024 + costs.PROMPT}
+    prefixes = [tuple(tokens[:1024]) for tokens in chunks]
+    assert len(set(prefixes)) == 2
+    assert prefixes[0][0] != prefixes[1][0]
+    assert len({tuple(tokens[1024:]) for tokens in chunks}) == 6

@@ -13,6 +13,7 @@ Invariants:
 from __future__ import annotations
 
 import itertools
+import math
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -199,11 +200,14 @@ class VllmBackend:
             self._forget(engine_id)
 
     def has_work(self) -> bool:
-        """Say whether `step` would do anything: run chunks, or free blocks whose saves are done."""
-        return bool(self._runs) or self.core.has_pending_saves
+        """Say whether `step` would do anything: run chunks, end steps under way, free saved blocks."""
+        return bool(self._runs) or self.core.has_steps_under_way or self.core.has_pending_saves
 
     def step(self) -> StepOutput:
-        """Advance every running chunk by one engine step."""
+        """Advance every running chunk by one engine step.
+
+        Where vLLM schedules ahead, this begins a step and returns what the one before has produced.
+        """
         result, begun = StepOutput(), time.perf_counter()
         for engine_id in self._gate.start(self.core.free_blocks, self.core.blocks_of):
             self.core.add(self._runs[engine_id].request)
@@ -252,9 +256,11 @@ class VllmBackend:
         self.core.sleep(asleep)
 
     def _settle(self) -> None:
-        """Drop all chunks, and step until nothing holds a block. Raises `EngineError`."""
+        """Drop all chunks, and step until nothing runs or holds a block. Raises `EngineError`."""
         for request_id, attempt in list(self._engine_ids):
             self.drop(request_id, attempt)
+        while self.core.has_steps_under_way:
+            self.core.step()
         deadline = time.monotonic() + SETTLE_SECONDS
         while self._sharing is not None and self.core.free_blocks < self.capacity.kv_blocks:
             self.core.step()
@@ -326,7 +332,8 @@ class VllmBackend:
             self._end(output.request_id, result, "" if run.left else "length", "")
 
     def _tokens(self, chunk: Chunk, tokens: list[int], logprobs: npt.NDArray[np.float32]) -> Generated:
-        if min(tokens) < 0:
+        values = logprobs[: len(tokens), 0].tolist()
+        if any(map(math.isnan, values)):
             raise EngineError(
                 f"request {chunk.request_id}: no token can be sampled, its logits hold NaN or an infinite "
                 f"maximum; check the weights in shared.model = {self._shared.model} and engine.dtype"
@@ -335,7 +342,7 @@ class VllmBackend:
             request_id=chunk.request_id,
             attempt=chunk.attempt,
             token_ids=tokens,
-            logprobs=logprobs[: len(tokens), 0].tolist(),
+            logprobs=values,
         )
 
     def _end(self, engine_id: str, result: StepOutput, finish: str, stop_reason: str) -> None:

@@ -91,6 +91,7 @@ class CoreHandle:
             "dtype": str(config.model_config.dtype).removeprefix("torch."),
             "tensor_parallel": str(config.parallel_config.tensor_parallel_size),
             "batch_invariant": "yes" if vllm.envs.VLLM_BATCH_INVARIANT else "no",
+            "scheduling": "asynchronous" if config.scheduler_config.async_scheduling else "synchronous",
         }
 
     def rpc(self, method: str, **arguments: object) -> list[Any]:
@@ -128,9 +129,17 @@ class CoreHandle:
         self.engine_core.scheduler.finish_requests(engine_id, RequestStatus.FINISHED_STOPPED)
 
     def step(self) -> list[EngineCoreOutput]:
-        """Run one step of all scheduled requests; return what each produced."""
+        """Run one step of all scheduled requests; return what each produced.
+
+        Where vLLM schedules ahead, these are the outputs of the step before.
+        """
         outputs: list[EngineCoreOutput] = self._engine.get_output().outputs
         return outputs
+
+    @property
+    def has_steps_under_way(self) -> bool:
+        """Whether a step has begun that `step` has not ended: only where vLLM schedules ahead."""
+        return bool(self.engine_core.batch_queue)
 
     def request_counts(self) -> tuple[int, int]:
         """Return how many requests run, and how many wait in vLLM's scheduler."""

@@ -1,7 +1,8 @@
 """Loads a model into vLLM: the arguments of its engine, and what its errors mean.
 
 Invariants:
-- model runner V1 (see `env`) and synchronous scheduling are forced: `worker.py` hooks into exactly those;
+- model runner V1 (see `env`) is forced: `runner_v1.py` hooks into exactly that. It schedules ahead
+  (`async_scheduling`) only if nothing here needs a step's tokens before the next one begins;
 - `auto` dtype is the checkpoint's own (vLLM's own `auto` would make float32 half precision);
 - every error is an `EngineError` that names a field of the configuration and the fix.
 """
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.tokenizers import TokenizerLike
     from vllm.v1.engine.core_client import InprocClient
+    from vllm.v1.executor import Executor
 
 
 EXTENSION = "seer.services.engine.vllm.worker.SeerWorker"
@@ -45,7 +47,10 @@ def load(
     from vllm.v1.engine.core_client import InprocClient
     from vllm.v1.executor import Executor
 
-    extras = {} if pool is None else {"kv_transfer_config": _transfer(pool)}
+    ahead = _schedules_ahead(config, pool, drafts)
+    extras: dict[str, Any] = {"async_scheduling": ahead}
+    if pool is not None:
+        extras["kv_transfer_config"] = _transfer(pool)
     if drafts is not None:
         extras["speculative_config"] = speculation(drafts)
     # vLLM collects garbage several times while it loads: half a second each time, without this.
@@ -54,10 +59,15 @@ def load(
         scratch = scratch_blocks(drafts, shared.block_size or BLOCK_SIZE)
         arguments = _arguments(config, shared, described, scratch) | extras
         vllm_config: VllmConfig = EngineArgs(**arguments).create_engine_config()
+        if ahead and not vllm_config.scheduler_config.async_scheduling:
+            raise EngineError(
+                "engine.async_scheduling = true: vLLM does not allow it on this device; leave it out"
+            )
         _check_model(vllm_config, shared)
         if vllm_config.device_config.device_type == "cpu":
             vllm_config.cache_config.kv_cache_memory_bytes = _cpu_kv_bytes(config, vllm_config, scratch)
-        return InprocClient(vllm_config, Executor.get_class(vllm_config), log_stats=False)
+        executor = _profiling_executor(Executor.get_class(vllm_config), drafts.max_draft if drafts else 0)
+        return InprocClient(vllm_config, executor, log_stats=False)
     except EngineError:
         raise
     except Exception as error:  # whatever a folder or a size provokes inside vLLM
@@ -76,6 +86,32 @@ def _check_model(vllm_config: VllmConfig, shared: SharedConfig) -> None:
                 f"shared.model = {shared.model!r} keeps {kept}, which neither the memory accounts nor the KV "
                 "pool know: give a decoder with attention alone"
             )
+
+
+def _profiling_executor(executor: type[Executor], max_draft: int) -> type[Executor]:
+    """Return an executor that measures what memory our sampler needs before it sizes KV."""
+
+    class ProfilingExecutor(executor):  # type: ignore[misc]
+        def determine_available_memory(self) -> list[int]:
+            self.collective_rpc("seer_profile_largest_batch", kwargs={"max_draft": max_draft})
+            available: list[int] = super().determine_available_memory()
+            return available
+
+    return ProfilingExecutor
+
+
+def _schedules_ahead(config: EngineConfig, pool: PoolConfig | None, drafts: DraftsConfig | None) -> bool:
+    """Whether steps begin before the last one is read. Raises `EngineError` if they cannot."""
+    from vllm.platforms import current_platform
+
+    if config.async_scheduling is None:
+        return drafts is None and pool is None and current_platform.is_cuda()
+    if config.async_scheduling and drafts is not None:
+        raise EngineError(
+            "engine.async_scheduling = true: drafts are made from the last step's tokens; set drafts.source "
+            "to off, or leave engine.async_scheduling out"
+        )
+    return config.async_scheduling
 
 
 def speculation(drafts: DraftsConfig) -> dict[str, Any]:
@@ -131,7 +167,6 @@ def _arguments(
         "enable_prefix_caching": True,
         "enable_sleep_mode": current_platform.is_sleep_mode_available(),
         "enforce_eager": current_platform.is_cpu(),
-        "async_scheduling": False,
         "disable_log_stats": True,
         "use_tqdm_on_load": False,
         "worker_extension_cls": EXTENSION,

@@ -1,8 +1,7 @@
 """Our part of every vLLM worker: our sampler in place of vLLM's, and access to drafts, KV and the pool.
 
 Invariants:
-- vLLM's sampler, log-softmax and ranks never run: `model_runner._sample` is replaced;
-- the position of a sampled token is the number of tokens before it, whatever the schedule;
+- vLLM's sampler, log-softmax and ranks never run: `runner_v1` or `runner_v2` takes their place;
 - all ranks hold the same logits and rows, so all sample the same tokens without communication.
 """
 
@@ -18,7 +17,6 @@ import torch
 from vllm.distributed import get_tp_group
 from vllm.distributed.kv_transfer import get_kv_transfer_group
 from vllm.model_executor.model_loader import get_model_loader
-from vllm.v1.outputs import LogprobsTensors, SamplerOutput
 
 from seer.common.errors import EngineError
 from seer.common.policy.draft_budget import DraftBudget
@@ -29,27 +27,16 @@ from seer.services.engine.vllm.drafts.path_rows import PathRows
 from seer.services.engine.vllm.drafts.path_selector import PathSelector
 from seer.services.engine.vllm.drafts.scratch_blocks import path_blocks
 from seer.services.engine.vllm.merging import Adapter
-from seer.services.engine.vllm.requests import EXTRA, ExtraArgs
-from seer.services.engine.vllm.sampling.rows import RowParams, SamplingTable
-from seer.services.engine.vllm.sampling.sampler import StepSampler
+from seer.services.engine.vllm.runner_v1 import RowSampler
+from seer.services.engine.vllm.sampling.largest_batch import LargestBatch
 from seer.services.engine.vllm.sampling.vectors import self_test
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-    from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
     from seer.services.dgds.client import StreamDelta
-
-REJECTED = -1
-"""vLLM's mark for no token: what follows a rejected draft."""
-
-UNSAMPLED = -2
-"""Stands for a token that could not be sampled; no draft equals it."""
-
-_NO_DRAFT = -3
-
-_NO_DRAFTS = np.empty(0, np.int32)
+    from seer.services.engine.vllm.runner_v2 import SlotSampler
 
 MEMORY_SHRANK = "Memory usage increased after sleeping."
 """vLLM's assertion after it has freed all that it frees in sleep."""
@@ -64,15 +51,26 @@ class SeerWorker:
     vllm_config: VllmConfig
     reload_weights: Callable[..., None]
     sleep: Callable[[int], None]
-    seer_sampler: RowSampler
+    use_v2_model_runner: bool
+    seer_sampler: RowSampler | SlotSampler
     seer_paths: PathRows | None
     seer_freed: list[tuple[torch.UntypedStorage, int]]
+
+    def seer_profile_largest_batch(self, max_draft: int) -> None:
+        """Have vLLM's memory profile run our sampler instead of its own; before KV is sized."""
+        self.model_runner._dummy_sampler_run = LargestBatch(self.model_runner, max_draft)
 
     def seer_install(self, max_draft: int, scratch: list[int]) -> None:
         """Put our sampler into the model runner, and ourselves into the proposer if there is one.
 
         `scratch`: ids of the KV blocks for verifying several draft paths; if empty, one path is verified.
         """
+        self.seer_paths = None
+        if self.use_v2_model_runner:
+            from seer.services.engine.vllm.runner_v2 import SlotSampler
+
+            self.seer_sampler = self.model_runner.sampler = SlotSampler(self.model_runner)
+            return
         self.seer_paths = PathRows(self.model_runner, scratch) if scratch else None
         self.seer_sampler = RowSampler(self.model_runner, self.seer_paths)
         self.model_runner._sample = self.seer_sampler
@@ -206,122 +204,3 @@ def sleep_beside_others(sleep: Callable[[int], None]) -> Callable[[int], None]:
             _log.warning("other processes took device memory while this engine fell asleep")
 
     return call
-
-
-class RowSampler:
-    """Samples a token per row of vLLM's input batch, in place of `GPUModelRunner._sample`.
-
-    A request with d drafts has d + 1 rows, row j with the logits after its first j drafts. Each row samples
-    its token; a draft is accepted if it equals the token sampled in its place, and a row counts if all drafts
-    before it are accepted. So vLLM's rejection sampler never runs, and drafts cannot change a token.
-    """
-
-    def __init__(self, runner: GPUModelRunner, paths: PathRows | None = None) -> None:
-        self._runner = runner
-        self._paths = paths
-        self._sample = StepSampler(runner.device)
-        self._set_batch([])
-        self.captured: list[npt.NDArray[np.float32]] = []
-
-    def __call__(self, logits: torch.Tensor, drafted: SpecDecodeMetadata | None) -> SamplerOutput:
-        """Return tokens int32 [requests, most drafts + 1] and their logprobs, for logits [rows, vocab_size].
-
-        Places after a rejected draft hold -1. Rows of unfinished prefills are sampled, too, and discarded, as
-        with vLLM's own sampler. A row that cannot be sampled holds token -2, which the backend refuses.
-        """
-        batch = self._runner.input_batch
-        if batch.req_ids != self._ids:
-            self._set_batch(batch.req_ids)
-        positions = batch.num_tokens_no_spec[: len(self._ids)]
-        if drafted is None:
-            counts, drafts = np.zeros(len(self._ids), np.int32), _NO_DRAFTS
-            params = self._table.step(positions, batch.token_ids_cpu)
-        else:
-            counts = np.array(drafted.num_draft_tokens, np.int32)
-            drafts = drafts_after(positions, batch.token_ids_cpu, counts)
-            params = self._table.step(positions, batch.token_ids_cpu, counts, drafts)
-        if self._faults:
-            self._inject_faults(params, counts)
-        tokens, logprobs = self.draw(logits, params)
-        tokens[tokens < 0] = UNSAMPLED
-        if drafted is not None:
-            tokens, logprobs = accept_drafts(tokens.numpy(), logprobs.numpy(), counts, drafts)
-        if self._captures:
-            self._capture(logits, counts, tokens)
-        if drafted is not None and self._paths is not None:
-            tokens, logprobs = map(
-                torch.from_numpy, self._paths.keep_winners(tokens.numpy(), logprobs.numpy())
-            )
-        sampled = tokens[:, None] if drafted is None else tokens
-        flat = sampled.reshape(-1, 1)
-        return SamplerOutput(
-            sampled_token_ids=sampled,
-            # Token ranks are never read.
-            logprobs_tensors=LogprobsTensors(flat, logprobs.reshape(-1, 1), torch.zeros_like(flat[:, 0])),
-        )
-
-    def draw(self, logits: torch.Tensor, params: RowParams) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return tokens int32 [rows] and logprobs float32 [rows] on the host; see `StepSampler`."""
-        tokens, logprobs = self._sample(logits, params)
-        return torch.from_numpy(tokens), torch.from_numpy(logprobs)
-
-    def _set_batch(self, ids: list[str]) -> None:
-        requests = self._runner.requests
-        extras: list[ExtraArgs] = [requests[i].sampling_params.extra_args[EXTRA] for i in ids]
-        self._ids = list(ids)
-        self._table = SamplingTable([extra.sampling for extra in extras])
-        self._captures = [row for row, extra in enumerate(extras) if extra.capture]
-        self._faults = [
-            (row, e.fault_position) for row, e in enumerate(extras) if e.fault_position is not None
-        ]
-
-    def _capture(self, logits: torch.Tensor, counts: npt.NDArray[np.int32], tokens: torch.Tensor) -> None:
-        unfinished = self._runner.discard_request_mask.np
-        starts = np.cumsum(counts + 1) - counts - 1
-        for request in self._captures:
-            if not unfinished[request]:
-                rows = int((tokens[request] != REJECTED).sum())
-                self.captured.extend(logits[starts[request] :][:rows].float().cpu().numpy().copy())
-
-    def _inject_faults(self, params: RowParams, counts: npt.NDArray[np.int32]) -> None:
-        requests = np.repeat(np.arange(len(counts)), counts + 1)
-        for request, position in self._faults:
-            hit = (requests == request) & (params.records["position"] == position)
-            params.records["key"][hit] ^= np.uint64(1)
-
-
-def drafts_after(
-    positions: npt.NDArray[np.int32], token_ids: npt.NDArray[np.int32], counts: npt.NDArray[np.int32]
-) -> npt.NDArray[np.int32]:
-    """Return all requests' drafts, int32 [sum(counts)]: vLLM puts them behind the tokens known on the host.
-
-    To read those that it copied to a GPU would wait for the forward pass.
-    """
-    requests = np.repeat(np.arange(len(counts)), counts)
-    draft = np.arange(len(requests)) - (np.cumsum(counts) - counts)[requests]
-    return token_ids[requests, positions[requests] + draft]
-
-
-def accept_drafts(
-    tokens: npt.NDArray[np.int32],
-    logprobs: npt.NDArray[np.float32],
-    counts: npt.NDArray[np.int32],
-    drafts: npt.NDArray[np.int32],
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Spread samples [rows] over [requests, most drafts + 1]; -1 after the first rejected draft.
-
-    `counts` [requests] are numbers of drafts, `drafts` [sum(counts)] the drafts themselves.
-    """
-    requests = np.repeat(np.arange(len(counts)), counts + 1)
-    starts = np.cumsum(counts + 1) - counts - 1
-    column = np.arange(len(tokens)) - starts[requests]
-    width = int(counts.max(initial=0)) + 1
-    sampled = np.full((len(counts), width), REJECTED, np.int32)
-    sampled[requests, column] = tokens
-    values = np.zeros((len(counts), width), np.float32)
-    values[requests, column] = logprobs
-    drafted = np.full((len(counts), width), _NO_DRAFT, np.int32)
-    drafted[requests[column > 0], column[column > 0] - 1] = drafts
-    accepted = np.logical_and.accumulate(sampled == drafted, axis=1)
-    sampled[:, 1:][~accepted[:, :-1]] = REJECTED
-    return torch.from_numpy(sampled), torch.from_numpy(values)

@@ -8,6 +8,7 @@ Invariants:
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Iterator
 from unittest import mock
 
@@ -28,13 +29,14 @@ from seer.doctor.device import (
 )
 from seer.doctor.lines import Report
 from seer.doctor.rows import HISTORY, KINDS, of_kind, random_logits
+from seer.services.engine.vllm.sampling.device_histories import Histories
 from seer.services.engine.vllm.sampling.rows import RequestSampling, RowParams, SamplingTable
 from seer.services.engine.vllm.sampling.sampler import StepSampler
 
 _VOCAB = 151_936 if GPU else 384
 _KNOWN = HISTORY if GPU else 100
 _STEPS = 150
-"""Timed steps at most: later, histories reach the next power of two, and all are sent again."""
+"""Timed steps at most: later, histories reach the next power of two, and move."""
 
 _FIX = "set no penalties on this machine; report the versions and this line"
 
@@ -54,11 +56,11 @@ def penalties(report: Report) -> None:
             report.note(
                 f"{rows} rows of {_KNOWN} tokens, histories sent", **_times(sent), peak_bytes=peak_bytes(sent)
             )
-            histories, steps = triton_sampler.Histories(), _growing(table, history)
+            histories, steps = Histories(), _growing(table, history)
             kept = functools.partial(_kept, logits, steps, histories)
             report.note(
                 f"{rows} rows of {_KNOWN} tokens, histories kept", **_times(kept),
-                peak_bytes=peak_bytes(kept), kept_bytes=4 * histories.kept.size,
+                peak_bytes=peak_bytes(kept), kept_bytes=4 * math.prod(histories.kept.shape),
             )  # fmt: skip
         random_logits.cache_clear()
     _check_schedule(report)
@@ -85,7 +87,7 @@ def _check_schedule(report: Report) -> None:
     from seer.services.engine.vllm.sampling import triton_sampler
 
     requests, changes = (48, 60) if GPU else (2, 3)
-    rng, histories, different, drawn = np.random.default_rng(1), triton_sampler.Histories(), 0, 0
+    rng, histories, different, drawn = np.random.default_rng(1), Histories(), 0, 0
     live = [_request(key) for key in range(requests)]
     tokens = [rng.integers(0, _VOCAB, rng.integers(1, _KNOWN)).tolist() for _ in live]
     for change in range(changes):

@@ -152,6 +152,8 @@ class GroupProposer:
             most[empty] = 0
             indexes = np.where(empty, -1, indexes)
             names = np.where(empty, -1, names)
+        if self.budget is not None:
+            self.budget.context = float(lengths[:n].mean()) if n else 0.0
         forked = self.budget is not None and self.path_selector.wanted(n)
         _native.draft_batch(
             self._of_row, indexes, self._rows[:n], tokens, self._prompts, lengths, self._appended[:n],

@@ -38,6 +38,9 @@ from seer.services.engine.vllm.probe import Probe
 PROMPT, LENGTH = 16, 200
 """Prompt and output tokens of the measured requests: short contexts, as at the beginning of a rollout."""
 
+CONTEXTS = (1024, 4096)
+"""Tokens before the prompts, to measure what attention adds; what an engine cannot hold is left out."""
+
 PASSES, WARM, TIMED = 2, 2, 5
 """Passes over the grid, and untimed and timed steps per point.
 
@@ -149,6 +152,7 @@ def _key(core: CoreHandle, batches: list[int], max_draft: int, paths: bool) -> s
         batches,
         max_draft,
         paths,
+        _contexts(core.capacity, batches[-1], LENGTH),
     ]
     return hashlib.blake2b(json.dumps(facts).encode(), digest_size=8).hexdigest()
 
@@ -171,16 +175,57 @@ def _measure(probe: Probe, batches: list[int], length: int, max_draft: int, path
     try:
         passes = [[_line(probe, batch, drafts, length) for batch in batches] for _ in range(PASSES)]
         sibling = _sibling(probe, length) if paths and max_draft >= PAIR else 0.0
+        reading = _reading(probe, batches[-1], drafts[-1], length)
     finally:
         probe.script_drafts(None)
     grid = tuple(tuple(map(min, *lines)) for lines in zip(*passes, strict=True))
-    return StepCosts(batches=tuple(batches), drafts=tuple(drafts), grid=grid, sibling=sibling)
+    return StepCosts(
+        batches=tuple(batches), drafts=tuple(drafts), grid=grid, sibling=sibling, context=PROMPT,
+        reading=reading,
+    )  # fmt: skip
 
 
-def _line(probe: Probe, batch: int, drafts: list[int], length: int) -> tuple[float, ...]:
-    """Return the seconds of a step of `batch` requests for each number of drafts."""
+def _contexts(capacity: Capacity, batch: int, length: int) -> list[int]:
+    """Return those of `CONTEXTS` that `batch` requests can have, if they share two of each."""
+    blocks = (capacity.kv_blocks - batch * capacity.blocks_for(PROMPT, length)) // 2
+    most = min(blocks * capacity.block_size, capacity.max_model_len - PROMPT - length)
+    return [context for context in CONTEXTS if context <= most and batch > 1]
+
+
+def _reading(probe: Probe, batch: int, draft: int, length: int) -> tuple[float, float]:
+    """Return `StepCosts.reading`: the mean of what is measured at each context, zeros if there is none.
+
+    All requests share one of two prefixes, so that two prefills are enough, and no prefix is common to all:
+    vLLM may attend to such a one just once.
+    """
+    contexts = _contexts(probe.core.capacity, batch, length)
+    if not contexts:
+        return 0.0, 0.0
+    passes = [
+        [_line(probe, batch, [0, draft], length, context) for context in (0, *contexts)]
+        for _ in range(PASSES)
+    ]
+    short, *long = [tuple(map(min, *lines)) for lines in zip(*passes, strict=True)]
+    found = []
+    for context, times in zip(contexts, long, strict=True):
+        plain, drafted = (
+            (late - early) / (batch * context) for late, early in zip(times, short, strict=True)
+        )
+        found.append((max(0.0, plain), max(0.0, (drafted - plain) / draft)))
+    first, second = (statistics.fmean(each) for each in zip(*found, strict=True))
+    return first, second
+
+
+def _line(probe: Probe, batch: int, drafts: list[int], length: int, context: int = 0) -> tuple[float, ...]:
+    """Return the seconds of a step of `batch` requests for each number of drafts.
+
+    Their prompts have `context` tokens more.
+    """
     vocab, times = probe.core.vocab_size, []
-    chunks = [_chunk(row, vocab, length) for row in range(batch)]
+    chunks = [_chunk(row, vocab, length, context) for row in range(batch)]
+    if context:  # the prefixes come first, so that the others find their KV
+        probe.script_drafts(DraftScript(kind="none", vocab=vocab))
+        _prefill(probe, chunks[:2])
     for count in drafts:
         probe.script_drafts(DraftScript(kind="random", vocab=vocab, count=count))
         for chunk in chunks:
@@ -194,6 +239,17 @@ def _line(probe: Probe, batch: int, drafts: list[int], length: int) -> tuple[flo
             probe.backend.drop(chunk.request_id, chunk.attempt)
         times.append(min(seconds[WARM:]))
     return tuple(times)
+
+
+def _prefill(probe: Probe, chunks: list[Chunk]) -> None:
+    """Run chunks until each has generated a token, and drop them: their prompts stay in the prefix cache."""
+    begun: set[str] = set()
+    for chunk in chunks:
+        probe.backend.add(chunk)
+    while len(begun) < len(chunks):
+        begun |= {generated.request_id for generated in probe.backend.step().generated}
+    for chunk in chunks:
+        probe.backend.drop(chunk.request_id, chunk.attempt)
 
 
 def _sibling(probe: Probe, length: int) -> float:
@@ -219,9 +275,11 @@ def _sibling(probe: Probe, length: int) -> float:
     return max(0.0, statistics.median(longer[WARM:]))
 
 
-def _chunk(row: int, vocab: int, length: int) -> Chunk:
+def _chunk(row: int, vocab: int, length: int, context: int = 0) -> Chunk:
+    prefix = [(row % 2 * 3 + 5 * i) % vocab for i in range(context)]
+    tokens = prefix + [(row * 7 + i) % vocab for i in range(PROMPT)]
     return Chunk(
-        request_id=f"profile#{row}", group_id="profile", index=row, attempt=0, key=row, prompt_len=PROMPT,
-        max_new_tokens=length, sampling=SamplingParams(max_tokens=length, ignore_eos=True),
-        tokens=[(row * 7 + i) % vocab for i in range(PROMPT)],
+        request_id=f"profile#{row}", group_id="profile", index=row, attempt=0, key=row,
+        prompt_len=len(tokens), max_new_tokens=length,
+        sampling=SamplingParams(max_tokens=length, ignore_eos=True), tokens=tokens,
     )  # fmt: skip

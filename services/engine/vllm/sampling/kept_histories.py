@@ -1,15 +1,17 @@
 """Which tokens of histories a device keeps between steps, and which it must be sent.
 
 Penalties count a request's tokens. Whoever keeps them on the device sends, at each step, those that are new.
+If the device appends what it draws (`append`), none are: a step can begin before the host has read the last.
 
 Invariants:
 - once the device has copied what `step` returns, it holds the history of every penalised row, whatever came
   before: rows that moved, requests that were away, drafts that were rejected, histories that got shorter;
+- what the device has appended is sent only if its request was away, lost its place, and comes back;
 - a history belongs to its `RequestSampling` object: one object, one request, whose history only grows while
   nobody looks. Equal objects in one batch have places of their own;
 - drafts are never kept: they come with their step;
-- the device holds `rows * width` tokens, both the next power of two (of requests that are penalised at once,
-  and of the longest history, or all of it): larger ones make it forget, and are sent again.
+- the device holds `shape` tokens: as many rows as requests are penalised at once, and columns for the longest
+  history and a token, each the next power of two. When it grows, each history keeps its row.
 """
 
 from __future__ import annotations
@@ -44,43 +46,59 @@ NOTHING = Runs(np.empty(0, np.int32), np.empty((0, 3), np.int64))
 
 
 class KeptHistories:
-    """What one device keeps. It has to hold `size` tokens; if `size` changes, all are sent again."""
+    """What one device keeps. It holds tokens [`shape`]; when `shape` grows, old ones keep row and column.
 
-    def __init__(self) -> None:
+    `appends`: the device appends what it draws, and the host may have -1 in its place.
+    """
+
+    def __init__(self, *, appends: bool = False) -> None:
+        self._appends = appends
         self.forget()
 
     def forget(self) -> None:
         """Take nothing for kept: after an error, nobody knows what was copied."""
         self._rows = self._width = 0
-        self._clear()
-
-    def _clear(self) -> None:
         self._table: SamplingTable | None = None
         self._owners: dict[_Owner, tuple[int, RequestSampling]] = {}  # the object: its identity stays its own
-        self._held = np.zeros(self._rows, np.int64)
+        self._held = np.empty(0, np.int64)
         self._places = np.empty(0, np.int64)
 
     @property
-    def size(self) -> int:
-        """Tokens that the device has to hold."""
-        return self._rows * self._width
+    def shape(self) -> tuple[int, int]:
+        """Rows of the device's tokens, and their width."""
+        return self._rows, self._width
 
     def step(self, params: RowParams) -> tuple[npt.NDArray[np.int64], Runs]:
         """Return where each row's history begins on the device (-1: it needs none), and what to copy before.
 
-        Raises `ValueError` when a penalised row has no history.
+        Raises `ValueError` when a penalised row has no history, or one that only the device had.
         """
         starts = np.full(len(params.records), -1, np.int64)
         rows = np.flatnonzero(params.penalised)
         if not len(rows):
             return starts, NOTHING
         slots, known = _checked(params, rows)
-        self._take(params, int(known.max(initial=0)))
+        self._take(params, int(known.max(initial=0)) + 1)
         starts[rows] = self._places[slots] * self._width
         longest = np.full(len(self._places), -1, np.int64)
         np.maximum.at(longest, slots, known)
         used = np.flatnonzero(longest >= 0)
         return starts, self._new(params, used, longest[used])
+
+    def append(
+        self, params: RowParams, chosen: npt.NDArray[np.bool_]
+    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """Have the device append what it draws for the `chosen` rows of the last `step`, which had no drafts.
+
+        Returns those of them that have penalties, and where their tokens go.
+        """
+        rows = np.flatnonzero(params.penalised & chosen)
+        if not len(rows):
+            return rows, rows
+        places = self._places[params.records["slot"][rows]]
+        positions = params.records["position"][rows]
+        self._held[places] = positions + 1
+        return rows, places * self._width + positions
 
     def _take(self, params: RowParams, longest: int) -> None:
         """Give every penalised request of the table a place."""
@@ -88,10 +106,10 @@ class KeptHistories:
         if table is None or history is None:
             raise ValueError("histories are kept for the rows of a SamplingTable")
         penalised = table.penalised_requests
-        if len(penalised) > self._rows or longest > self._width:
-            self._rows = max(self._rows, _power_of_2(len(penalised)))
-            self._width = max(self._width, min(_power_of_2(longest), history.shape[1]))
-            self._clear()
+        self._rows = max(self._rows, _power_of_2(len(penalised)))
+        self._width = max(self._width, min(_power_of_2(longest), history.shape[1]))
+        if len(self._held) < self._rows:
+            self._held = np.append(self._held, np.zeros(self._rows - len(self._held), np.int64))
         if table is self._table:
             return
         came: Counter[int] = Counter()
@@ -136,7 +154,10 @@ class KeptHistories:
             index = np.arange(ends[many] - new[many], ends[-1]) - (ends - new - held)[few]
             pieces.append(history[slots[few], index])
         where = np.stack((ends - new, places * self._width + held, new), axis=1)
-        return Runs(np.concatenate(pieces) if pieces else np.empty(0, np.int32), where)
+        tokens = np.concatenate(pieces) if pieces else NOTHING.tokens
+        if self._appends and tokens.min(initial=0) < 0:  # vLLM's mark for tokens that only the device has
+            raise ValueError("the host lacks tokens of a history that the device has lost")
+        return Runs(tokens, where)
 
 
 def _checked(

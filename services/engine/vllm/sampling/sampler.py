@@ -6,7 +6,8 @@ Invariants:
 - the native kernel (CPU), the Triton kernels (GPU) and the torch implementation (elsewhere) choose
   the same tokens, bit for bit, as specified in `torch_sampler`;
 - logits are never modified;
-- a `StepSampler` waits for the device once a step, when it reads tokens and logprobs in one copy.
+- a `StepSampler` waits for the device once a step, when it reads tokens and logprobs in one copy; a
+  `DeviceSampler` never waits, and needs no token of a row that it has drawn itself.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ import torch
 
 from seer.common.errors import EngineError
 from seer.services.engine.vllm.sampling import torch_sampler
+from seer.services.engine.vllm.sampling.device_histories import DeviceTokens, Histories
+from seer.services.engine.vllm.sampling.kept_histories import KeptHistories
 from seer.services.engine.vllm.sampling.rows import RECORD, RowParams
 
 OnHost = tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]]
@@ -61,7 +64,7 @@ class StepSampler:
 
     def __init__(self, device: torch.device) -> None:
         self._triton = _triton_sampler() if device.type == "cuda" else None
-        self.histories = None if self._triton is None else self._triton.Histories()
+        self.histories = Histories()
 
     def __call__(self, logits: torch.Tensor, params: RowParams) -> OnHost:
         """Return what `sample_rows` draws, unchecked: -1 and NaN for rows that cannot be sampled."""
@@ -76,6 +79,32 @@ class StepSampler:
         done.synchronize()
         tokens, logprobs = self._triton.unpacked(host, len(logits))
         return tokens.numpy(), logprobs.numpy()
+
+
+class DeviceSampler:
+    """Samples steps whose results stay on the device: the next step may begin before the host reads them.
+
+    Rows have no drafts. The device appends what it draws to the histories of rows with penalties, so
+    `RowParams.history` may hold -1 in its place, unless the row's request was away for a step.
+    """
+
+    def __init__(self, device: torch.device, histories: DeviceTokens | None = None) -> None:
+        self._triton = _triton_sampler() if device.type == "cuda" else None
+        self._histories: DeviceTokens = histories or Histories(KeptHistories(appends=True))
+
+    def __call__(
+        self, logits: torch.Tensor, params: RowParams, chosen: npt.NDArray[np.bool_]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return tokens int32 [rows] and logprobs float32 [rows], as `sample_rows` does with `check=False`.
+
+        `chosen` [rows]: whose token is the request's next one; others are rows of unfinished prefills.
+        """
+        if self._triton is None:
+            drawn = sample_rows(logits, self._histories.on_cpu(params), check=False)
+        else:
+            drawn = self._triton.sample(logits, params, self._histories)
+        self._histories.append(params, drawn[0], chosen)
+        return drawn
 
 
 @functools.cache

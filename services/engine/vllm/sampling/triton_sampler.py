@@ -9,7 +9,6 @@ Invariants:
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -17,7 +16,8 @@ import numpy.typing as npt
 import torch
 import triton
 
-from seer.services.engine.vllm.sampling.kept_histories import NOTHING, KeptHistories, Runs
+from seer.services.engine.vllm.sampling.device_histories import Histories
+from seer.services.engine.vllm.sampling.kept_histories import NOTHING, Runs
 from seer.services.engine.vllm.sampling.rows import RowParams
 from seer.services.engine.vllm.sampling.triton_kernels import (
     BINS,
@@ -77,20 +77,6 @@ class _Buffer:
         for offset, array in self._arrays:
             view[offset : offset + len(array)] = array
         return host.to(device, non_blocking=True)
-
-
-@dataclass(slots=True)
-class Histories:
-    """The token histories that stay on a device from call to call, and what keeps the books of them."""
-
-    kept: KeptHistories = field(default_factory=KeptHistories)
-    tokens: torch.Tensor | None = None
-
-    def on(self, device: torch.device) -> torch.Tensor:
-        """Return the device's tokens, int32 [`kept.size`]; what they held is lost if the size has changed."""
-        if self.tokens is None or len(self.tokens) != self.kept.size:
-            self.tokens = torch.empty(self.kept.size, dtype=torch.int32, device=device)
-        return self.tokens
 
 
 class _New:
@@ -260,7 +246,7 @@ def sample_packed(
     histories = histories or Histories()
     try:
         starts, runs = histories.kept.step(params)
-        kept, step = histories.on(logits.device), _slab_rows(params, vocab)
+        kept, step = histories.on(logits.device).view(-1), _slab_rows(params, vocab)
         for start in range(0, rows, step):
             part = slice(start, start + step)
             one = params if rows <= step else params.part(start, start + step)

@@ -1,0 +1,61 @@
+"""The largest batch that our sampler can meet, run while vLLM finds out how much memory is left for KV.
+
+vLLM profiles its own sampler, which never runs, on a row per request. Ours sees a row per draft as well.
+
+Invariant: no batch needs more memory than this one: all rows that can be, each with every parameter that
+costs memory, and room on the device for every history at full length.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from seer.common.types import SamplingParams
+from seer.services.engine.vllm.sampling.rows import RequestSampling, SamplingTable
+from seer.services.engine.vllm.sampling.sampler import StepSampler
+
+if TYPE_CHECKING:
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+_EVERYTHING = SamplingParams(
+    max_tokens=2, min_tokens=1, top_p=0.9, top_k=50, min_p=0.01, repetition_penalty=1.1,
+    frequency_penalty=0.1, presence_penalty=0.1, logit_bias={0: 1.0}, logprobs="processed",
+)  # fmt: skip
+
+
+class LargestBatch:
+    """Takes the place of a runner's `_dummy_sampler_run`; `rows` are the rows of logits."""
+
+    def __init__(self, runner: GPUModelRunner, max_draft: int) -> None:
+        self._runner = runner
+        self._requests = min(runner.max_num_reqs, runner.max_num_tokens)
+        self._drafts = min(max_draft, runner.max_num_tokens // self._requests - 1)
+        self.rows = self._requests * (self._drafts + 1)
+
+    def __call__(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """Compute logits for random hidden states [rows, as those given], and draw; return the tokens."""
+        shape = (self.rows, hidden_states.shape[-1])
+        try:
+            with torch.inference_mode():
+                random = torch.rand(shape, dtype=hidden_states.dtype, device=hidden_states.device)
+                return self._draw(self._runner.model.compute_logits(random))
+        except torch.OutOfMemoryError as error:
+            raise RuntimeError(
+                f"out of memory for the largest batch, {self.rows} rows of logits: lower engine.max_num_seqs "
+                f"or drafts.max_draft ({error})"
+            ) from error
+
+    def _draw(self, logits: torch.Tensor) -> torch.Tensor:
+        vocab, longest = logits.shape[1], self._runner.max_model_len
+        request = RequestSampling.pack(_EVERYTHING, key=0, prompt_len=1, stop_ids=(1,), vocab=vocab)
+        # One long history makes room for all on the device; the others are short, since sending takes time.
+        positions = np.ones(self._requests, np.int32)
+        positions[0] = max(1, longest - 1 - self._drafts)
+        counts = np.full(self._requests, self._drafts, np.int32)
+        history = np.zeros((self._requests, longest), np.int32)
+        table = SamplingTable([request] * self._requests)
+        params = table.step(positions, history, counts, np.zeros(counts.sum(), np.int32))
+        return torch.from_numpy(StepSampler(logits.device)(logits, params)[0])

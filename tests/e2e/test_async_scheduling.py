@@ -1,0 +1,163 @@
+"""Asynchronous scheduling: a step begins before the tokens of the last one are known, and changes no token.
+
+Invariants:
+- whatever runs, and however it is cut, batched, stopped, dropped or preempted, tokens and ends are those of
+  synchronous scheduling;
+- what the host has of a running request's tokens is not read;
+- when all chunks have ended, no step is under way, and all KV blocks are free.
+"""
+
+import contextlib
+import gc
+import importlib.util
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from ahead import scheduling_ahead
+from engine_cases import chunk
+from ways import BLOCKS, CASES, STOP, WAYS, Results, in_one_go, prompt
+
+if importlib.util.find_spec("vllm") is None:
+    pytest.skip("needs the engine extra", allow_module_level=True)
+
+from seer.common.config import DraftsConfig, EngineConfig, SharedConfig
+from seer.common.errors import EngineError
+from seer.services.engine.vllm.backend import VllmBackend
+from seer.services.engine.vllm.sampling.device_histories import Histories
+
+pytestmark = pytest.mark.vllm
+
+MODEL = Path(__file__).parents[2] / "examples" / "countdown" / "model"
+SHARED = SharedConfig(model=str(MODEL))
+
+
+def started(ahead: bool) -> VllmBackend:
+    core = str(
+        min(os.sched_getaffinity(0))
+    )  # one: threads that wait for each other are slow beside other work
+    config = EngineConfig(
+        kv_blocks=BLOCKS, max_num_seqs=32, max_model_len=256, cpu_cores=core, async_scheduling=ahead
+    )
+    backend = VllmBackend(config, SHARED)
+    backend.start()
+    return backend
+
+
+@pytest.mark.parametrize(
+    ("drafts", "reason"), [(None, "does not allow it on this device"), (DraftsConfig(), "drafts.source")]
+)
+def test_what_cannot_schedule_ahead_is_refused_by_name(drafts: DraftsConfig | None, reason: str) -> None:
+    config = EngineConfig(kv_blocks=BLOCKS, max_num_seqs=8, max_model_len=256, async_scheduling=True)
+    with pytest.raises(EngineError, match=rf"engine.async_scheduling = true: .*{reason}"):
+        VllmBackend(config, SHARED, drafts=drafts).start()
+
+
+@pytest.fixture(scope="module")
+def expected() -> Iterator[dict[str, Results]]:
+    """What each way gives with synchronous scheduling."""
+    cores = os.sched_getaffinity(0)
+    backend = started(ahead=False)
+    assert backend.versions["scheduling"] == "synchronous"
+    results = {way.__name__: way(backend) for way in WAYS}
+    backend.close()
+    gc.collect()
+    yield results
+    os.sched_setaffinity(0, cores)
+
+
+@pytest.fixture(scope="module")
+def engine(expected: dict[str, Results]) -> Iterator[VllmBackend]:
+    with scheduling_ahead():
+        backend = started(ahead=True)
+        yield backend
+        backend.close()
+
+
+@pytest.fixture
+def backend(engine: VllmBackend) -> Iterator[VllmBackend]:
+    yield engine
+    for request_id, attempt in list(engine._engine_ids):
+        engine.drop(request_id, attempt)
+    while engine.has_work():
+        engine.step()
+
+
+@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
+def test_tokens_are_those_of_synchronous_scheduling(
+    backend: VllmBackend, expected: dict[str, Results], way: Callable[[VllmBackend], Results]
+) -> None:
+    assert way(backend) == expected[way.__name__]
+    assert not backend.core.has_steps_under_way
+    assert backend.stats().free_blocks == BLOCKS
+
+
+def test_the_ways_stop_as_they_say(expected: dict[str, Results]) -> None:
+    reasons = {finish for _, finish in expected["in_one_go"].values()}
+    assert {("stop", str(STOP)), ("length", "")} < reasons
+    assert any(reason in CASES["stop strings"].stop for _, reason in reasons)
+    assert expected["in_chunks"] == expected["in_one_go"]
+
+
+def test_a_step_begins_before_the_last_one_is_known(backend: VllmBackend) -> None:
+    assert backend.versions["scheduling"] == "asynchronous"
+    runner = backend.core.engine_core.model_executor.driver_worker.worker.model_runner
+    backend.add(chunk("one", CASES["repetition"], prompt=prompt(0)))
+    outputs = [backend.step() for _ in range(5)]
+    assert [len(output.generated) for output in outputs] == [0, 1, 1, 1, 1]
+    batch = runner.input_batch
+    # Five tokens are drawn, of which the host was given four, and vLLM's own row has none.
+    assert batch.num_tokens_no_spec[0] == 25
+    assert batch.token_ids_cpu[0, 20:25].tolist() == [-1] * 5
+
+
+def test_histories_on_the_device_are_what_counts(
+    backend: VllmBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without what the device appends, nothing is guessed: the step fails."""
+    monkeypatch.setattr(Histories, "append", lambda *_: None)
+    backend.add(chunk("one", CASES["repetition"], prompt=prompt(0)))
+    with pytest.raises(ValueError, match="the device has lost"):
+        for _ in range(3):
+            backend.step()
+    backend.drop("one", 0)
+    while backend.has_work():
+        with contextlib.suppress(ValueError):
+            backend.step()
+
+
+def test_logits_that_are_no_numbers_end_the_engine_by_name(
+    backend: VllmBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from seer.services.engine.vllm import runner_v1
+
+    sample = runner_v1.DeviceSampler.__call__
+    broken = lambda self, logits, *rest: sample(self, logits * float("nan"), *rest)  # noqa: E731
+    monkeypatch.setattr(runner_v1.DeviceSampler, "__call__", broken)
+    backend.add(chunk("unlucky", CASES["plain"], prompt=prompt(0)))
+    with pytest.raises(EngineError, match=r"request unlucky: .* NaN"):
+        for _ in range(3):
+            backend.step()
+
+
+def test_logits_are_captured(backend: VllmBackend) -> None:
+    tokens, (logits,) = backend.probe.capture(chunk("one", CASES["plain"], prompt=prompt(0)))
+    assert logits.shape == (len(tokens), backend.core.vocab_size)
+    assert np.isfinite(logits).all()
+
+
+def test_an_update_and_sleep_wait_for_the_step_under_way(
+    backend: VllmBackend, expected: dict[str, Results]
+) -> None:
+    for change in (
+        lambda: backend.load_weights(MODEL, ""),
+        lambda: [backend.sleep(True), backend.sleep(False)],
+    ):
+        backend.add(chunk("dropped", CASES["plain"], prompt=prompt(0)))
+        backend.step()
+        assert backend.core.has_steps_under_way
+        change()
+        assert not backend.has_work()
+        assert in_one_go(backend) == expected["in_one_go"]

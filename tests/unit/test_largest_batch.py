@@ -1,0 +1,61 @@
+"""The batch that stands for all others while memory is measured has as much of everything as any can have."""
+
+from types import SimpleNamespace
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from seer.services.engine.vllm.sampling import largest_batch  # noqa: E402 - after torch
+from seer.services.engine.vllm.sampling.kept_histories import KeptHistories  # noqa: E402
+from seer.services.engine.vllm.sampling.largest_batch import LargestBatch  # noqa: E402
+from seer.services.engine.vllm.sampling.sampler import StepSampler  # noqa: E402
+
+VOCAB = 50
+
+
+def runner(requests, tokens, longest=100):
+    logits = lambda hidden: torch.rand(len(hidden), VOCAB, dtype=hidden.dtype)  # noqa: E731
+    return SimpleNamespace(
+        max_num_reqs=requests, max_num_tokens=tokens, max_model_len=longest,
+        model=SimpleNamespace(compute_logits=logits),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("requests", "tokens", "drafts", "rows"),
+    [(6, 2048, 0, 6), (6, 2048, 3, 24), (6, 20, 8, 18), (6, 4, 8, 4), (1, 1, 0, 1)],
+)
+def test_it_has_all_rows_that_a_step_can_have(monkeypatch, requests, tokens, drafts, rows):
+    seen = []
+    draw = StepSampler.__call__
+    monkeypatch.setattr(
+        StepSampler, "__call__", lambda self, *given: seen.append(given) or draw(self, *given)
+    )
+    batch = LargestBatch(runner(requests, tokens), drafts)
+    drawn = batch(torch.zeros(3, 7, dtype=torch.bfloat16))
+    ((logits, params),) = seen
+    assert batch.rows == len(drawn) == len(logits) == len(params.records) == rows
+    assert (drawn >= 0).all()
+    assert rows <= tokens
+    assert logits.dtype == torch.bfloat16
+    assert params.penalised.all()
+    records = params.records
+    for name in ("bias_len", "stop_len", "top_k", "min_tokens"):
+        assert (records[name] > 0).all(), name
+    assert (records["top_p"] < 1).all()
+    kept = KeptHistories()
+    kept.step(params)
+    places = 1 << (min(requests, tokens) - 1).bit_length()
+    assert kept.shape == (places, 100), "every history fits, at full length"
+
+
+def test_too_little_memory_names_what_to_lower(monkeypatch):
+    def full(*_):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(largest_batch, "StepSampler", lambda _: full)
+    with pytest.raises(
+        RuntimeError, match=r"24 rows of logits: lower engine.max_num_seqs or drafts.max_draft"
+    ):
+        LargestBatch(runner(6, 2048), 3)(torch.zeros(1, 7))
