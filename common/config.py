@@ -175,11 +175,8 @@ class EngineConfig(_Section, frozen=True):
     dtype: str = "auto"
     batch_invariant: bool = False
     """vLLM's batch-invariant kernels: not even last bits depend on the batch, but steps take longer. GPUs."""
-    async_scheduling: bool | None = None
-    """Begin a step before the host has read the last one; default: on GPUs, without drafts and KV pool.
-
-    Not with drafts, nor on CPUs, where vLLM does not allow it.
-    """
+    async_scheduling: bool = False
+    """Begin a step before the host has read the last one: on GPUs, without drafts. Off until it ran on one."""
     weights_root: str = ""
     """Only folders below this one, with links resolved, are accepted as new weights; default: any folder."""
     load_seconds: float = 900.0

@@ -47,7 +47,7 @@ def load(
     from vllm.v1.engine.core_client import InprocClient
     from vllm.v1.executor import Executor
 
-    ahead = _schedules_ahead(config, pool, drafts)
+    ahead = _schedules_ahead(config, drafts)
     extras: dict[str, Any] = {"async_scheduling": ahead}
     if pool is not None:
         extras["kv_transfer_config"] = _transfer(pool)
@@ -61,7 +61,7 @@ def load(
         vllm_config: VllmConfig = EngineArgs(**arguments).create_engine_config()
         if ahead and not vllm_config.scheduler_config.async_scheduling:
             raise EngineError(
-                "engine.async_scheduling = true: vLLM does not allow it on this device; leave it out"
+                "engine.async_scheduling = true: vLLM does not allow it on this device; set it to false"
             )
         _check_model(vllm_config, shared)
         if vllm_config.device_config.device_type == "cpu":
@@ -100,16 +100,12 @@ def _profiling_executor(executor: type[Executor], max_draft: int) -> type[Execut
     return ProfilingExecutor
 
 
-def _schedules_ahead(config: EngineConfig, pool: PoolConfig | None, drafts: DraftsConfig | None) -> bool:
+def _schedules_ahead(config: EngineConfig, drafts: DraftsConfig | None) -> bool:
     """Whether steps begin before the last one is read. Raises `EngineError` if they cannot."""
-    from vllm.platforms import current_platform
-
-    if config.async_scheduling is None:
-        return drafts is None and pool is None and current_platform.is_cuda()
     if config.async_scheduling and drafts is not None:
         raise EngineError(
             "engine.async_scheduling = true: drafts are made from the last step's tokens; set drafts.source "
-            "to off, or leave engine.async_scheduling out"
+            "to off, or engine.async_scheduling to false"
         )
     return config.async_scheduling
 
