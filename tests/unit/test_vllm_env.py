@@ -16,6 +16,7 @@ from seer.common.errors import EngineError
 from seer.common.policy.device_defaults import Device
 from seer.common.process import devices
 from seer.common.process.devices import driver_version, visible_devices
+from seer.common.vllm_settings import VllmSettings
 from seer.local.pool_plan import TRY_IMPORT
 from seer.services.engine.vllm import env
 from seer.services.engine.vllm.env import check_compiler, no_device
@@ -105,10 +106,13 @@ def test_an_engine_built_for_gpus_does_not_start_without_one(monkeypatch):
         env.prepare(EngineConfig())
 
 
-def test_latent_attention_is_refused_on_cpus(monkeypatch):
+def test_what_vllm_does_wrongly_on_cpus_is_refused(monkeypatch):
     monkeypatch.setitem(sys.modules, "torch", torch(cuda=None, devices=0))
     with pytest.raises(EngineError, match=r"shared\.model = 'm': models with latent attention .* need a GPU"):
         env.with_defaults(EngineConfig(), SharedConfig(model="m"), {"kv_lora_rank": 512})
+    experts = EngineConfig(vllm=VllmSettings(enable_expert_parallel=True))
+    with pytest.raises(EngineError, match=r"engine\.vllm\.enable_expert_parallel = true: .*; leave it out"):
+        env.with_defaults(experts, SharedConfig(), {})
 
 
 def test_an_engine_s_own_devices_decide_what_is_left_open(tool, monkeypatch):

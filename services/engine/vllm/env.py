@@ -94,11 +94,8 @@ def with_defaults(
     """
     import torch
 
-    if uses_mla(model) and not torch.cuda.is_available():
-        raise EngineError(
-            f"shared.model = {shared.model!r}: models with latent attention (MLA), as DeepSeek, need a GPU: "
-            f"on CPUs vLLM {VLLM_SERIES}* has other logits for the same tokens in prefills than in decodes"
-        )
+    if not torch.cuda.is_available():
+        _check_cpu(config, shared, model)
     devices = visible_devices() if torch.cuda.is_available() else []
     if not devices:  # a container without nvidia-smi
         devices = [Device(name=str(index)) for index in range(torch.cuda.device_count())]
@@ -108,6 +105,20 @@ def with_defaults(
     )  # fmt: skip
     block_size = default.block_size if shared.block_size is None else shared.block_size
     return replace(config, **default.unset(config)), replace(shared, block_size=block_size)
+
+
+def _check_cpu(config: EngineConfig, shared: SharedConfig, model: Mapping[str, Any]) -> None:
+    """Raise `EngineError` for what vLLM takes on CPUs and does wrongly there."""
+    if uses_mla(model):
+        raise EngineError(
+            f"shared.model = {shared.model!r}: models with latent attention (MLA), such as DeepSeek, "
+            f"need a GPU: on CPUs vLLM {VLLM_SERIES}* has other logits for a prefill than for decodes"
+        )
+    if config.vllm.enable_expert_parallel:
+        raise EngineError(
+            f"engine.vllm.enable_expert_parallel = true: on CPUs vLLM {VLLM_SERIES}* crashes with it; "
+            "leave it out"
+        )
 
 
 def no_device(cuda: str) -> str:
