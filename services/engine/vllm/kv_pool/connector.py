@@ -142,6 +142,7 @@ class SeerStoreConnector(MooncakeStoreConnector):
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, None]:
         """Save the KV of a chunk whose response continues; its blocks are pinned until they are copied."""
+        self._loads.pop(request.request_id, None)  # one that was dropped while it waited
         tokens = tokens_to_save(
             request.sampling_params.extra_args[EXTRA],
             at_limit=request.status == RequestStatus.FINISHED_LENGTH_CAPPED,
