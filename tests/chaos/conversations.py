@@ -17,6 +17,9 @@ from seer.common.config import Config
 Way = tuple[str, bool, str]
 """Endpoint, whether towards its owner, and the tag of a message."""
 
+COPIES = "copies"
+"""The name of all endpoints at which engines send weights on to others; each life has one of its own."""
+
 UNIONS: dict[tuple[str, bool], object] = {
     ("trainers", True): wire.TrainerToBuffer,
     ("trainers", False): wire.BufferToTrainer,
@@ -30,6 +33,8 @@ UNIONS: dict[tuple[str, bool], object] = {
     ("estimate_snapshots", False): wire.ContextSnapshotReply,
     ("dgds", True): wire.EngineToDgds,
     ("dgds", False): wire.DgdsToEngine,
+    (COPIES, True): wire.EngineToHolder,
+    (COPIES, False): wire.HolderToEngine,
 }
 
 _NAMES = {endpoint: name for name, endpoint in asdict(Config().endpoints).items()}
@@ -37,7 +42,7 @@ _NAMES = {endpoint: name for name, endpoint in asdict(Config().endpoints).items(
 
 def named(way: Way) -> Way:
     """Return a way with its endpoint's name in `[endpoints]`."""
-    return _NAMES[way[0]], way[1], way[2]
+    return _NAMES.get(way[0], COPIES), way[1], way[2]
 
 
 def every() -> set[Way]:

@@ -82,7 +82,9 @@ def test_more_and_longer_evidence_never_lowers_the_mean(parameters, evidence, da
     model = Model(parameters)
     tokens, censored = [list(each) for each in zip(*evidence, strict=True)]
     before = mean(model, tokens, censored)
-    slack = 1e-5  # `log_above` is interpolated, which alone lowers a mean by up to 4e-7 (seen in 860,000 draws)
+    slack = (
+        1e-5  # `log_above` is interpolated, which alone lowers a mean by up to 4e-7 (seen in 860,000 draws)
+    )
     # One more response of which only a bound from below is known.
     assert mean(model, [*tokens, data.draw(TOKENS)], [*censored, True]) >= before - slack
     # One more that finished, longer than anything that is thought possible, if a response can be so long.
