@@ -179,6 +179,11 @@ class EngineConfig(_Section, frozen=True):
     """Begin a step before the host has read the last one; on GPUs, without drafts. Not run on one yet."""
     weights_root: str = ""
     """Only folders below this one, with links resolved, are accepted as new weights; default: any folder."""
+    weights_endpoint: str = ""
+    """Where it sends streamed weights on to engines of other machines, `tcp://host:port`; `off`: nowhere.
+
+    Default: a free port of the address by which it reaches the buffer; nowhere if that is its own machine.
+    """
     load_seconds: float = 900.0
     """Deadline for loading the model."""
     flush_tokens: int = 64

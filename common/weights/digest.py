@@ -17,6 +17,8 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import numpy as np
+
 from seer.common.weights.safetensors import Stored, open_regular, stamps, stored
 from seer.common.wire import Bytes, SpoolData
 
@@ -86,6 +88,19 @@ def write_part(file: Path, part: SpoolData) -> bool:
     finally:
         os.close(opened)
     return True
+
+
+def read_part(file: Path, offset: int, length: int) -> tuple[Bytes, int]:
+    """Return `length` bytes of a stream's file from `offset` on, and their checksum. Raises `OSError`."""
+    opened = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        data = os.pread(opened, length, offset)
+    finally:
+        os.close(opened)
+    if len(data) < length:
+        raise OSError(f"{file.name} is shorter than its stream")
+    part = np.frombuffer(data, dtype=np.uint8)
+    return part, checksum(part)
 
 
 def problem_of(folder: Path) -> str:

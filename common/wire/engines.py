@@ -41,7 +41,8 @@ class Register(Message, tag=True):
     """An engine is loaded and ready for work, with these weights.
 
     `weights_source` is the `source` of the update that they are from; empty: the model it was started with.
-    `turns`: it runs chunks of responses with several turns, see `RunChunk.turn_start`.
+    `turns`: it runs chunks of responses with several turns, see `RunChunk.turn_start`. `node` names its
+    machine. It sends streams of weights on to other engines at `weights_endpoint`; empty: it sends none.
     """
 
     capacity: Capacity
@@ -51,6 +52,8 @@ class Register(Message, tag=True):
     weights_source: Folder = ""
     asleep: bool = False
     turns: bool = False
+    node: ShortStr = ""
+    weights_endpoint: ShortStr = ""
 
 
 class RunChunk(Message, tag=True):

@@ -1,6 +1,7 @@
 """Weight updates, the transfer of weights to the engines, and sleep: what a trainer asks of all engines.
 
-A trainer asks the buffer, and the buffer tells each engine; most messages are used on both sockets.
+A trainer asks the buffer, and the buffer tells each engine; most messages are used on both sockets. Engines
+copy streams from each other, too: an engine that has a copy of a stream, or makes one, is a holder of it.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from seer.common.wire.base import Bytes, Folder, Message, ShortStr
+from seer.common.wire.base import Bytes, Folder, Hello, Message, Refused, ShortStr, Welcome
 
 SPOOL_BYTES = 2**21
 """Data of one `SpoolData`, the last one of a stream apart: small enough not to delay other messages."""
@@ -23,6 +24,12 @@ SPOOL_STALL_SECONDS = 30.0
 SPOOL_SCHEME = "spool:"
 """Prefix of a `source` of weights that is the name of a stream in the buffer's spool, not a folder."""
 
+
+MAX_HOLDERS = 8
+"""Most holders that an order names."""
+
+Holders = Annotated[list[ShortStr], msgspec.Meta(max_length=MAX_HOLDERS)]
+"""Endpoints of engines to copy a stream from, the first one that can give it; after them, the buffer."""
 
 CallId = Annotated[int, msgspec.Meta(ge=0)]
 """Number of a call, which its answer repeats. 0: the sender gives none."""
@@ -61,11 +68,16 @@ class WeightsFailed(Message, tag=True):
 
 
 class PrepareWeights(Message, tag=True):
-    """Fetch and check new weights while the live ones are in use; answered by `WeightsPrepared`."""
+    """Fetch and check new weights while the live ones are in use; answered by `WeightsPrepared`.
+
+    `digest`: what they must have; empty: not known yet.
+    """
 
     version: int
     source: Folder
     call_id: CallId = 0
+    digest: ShortStr = ""
+    holders: Holders = []
 
 
 class DiscardWeights(Message, tag=True):
@@ -81,6 +93,7 @@ class LoadWeights(Message, tag=True):
     version: int
     digest: ShortStr
     source: Folder
+    holders: Holders = []
 
 
 class WeightsPrepared(Message, tag=True):
@@ -107,10 +120,11 @@ class OpenSpool(Message, tag=True):
 
 
 class SpoolState(Message, tag=True):
-    """The buffer has the first `have` of a stream's `size` bytes; `resend`: send again from there.
+    """The sender has the first `have` of a stream's `size` bytes; `resend`: send again from there.
 
     It keeps them as a safetensors file in `folder`, on its own machine: a reader that finds `token` there
-    sees the same folder, and needs no copy. A `problem` ends the stream.
+    sees the same folder, and needs nothing sent. A `problem` ends the stream, or that holder's copy. From a
+    holder, `size` 0 means that it has not begun its copy.
     """
 
     name: ShortStr
@@ -151,3 +165,7 @@ class Slept(Message, tag=True):
     asleep: bool
     problem: str = ""
     call_id: CallId = 0
+
+
+EngineToHolder = Hello | OpenSpool | ReadSpool
+HolderToEngine = Welcome | Refused | SpoolState | SpoolData

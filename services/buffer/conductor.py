@@ -16,6 +16,7 @@ from functools import partial
 from seer.common import ids, wire
 from seer.common.clock import Clock
 from seer.common.group_events import GroupClosed, GroupOpened, RequestProgress
+from seer.common.net.node import node_id
 from seer.common.process.log import get_logger
 from seer.services.buffer import sleep, views
 from seer.services.buffer.events import Drained, Joined, Left, Tick, Weights
@@ -114,7 +115,18 @@ class Conductor:
         self.registered[name] = register
         self._engines.received(name)
         weights = Weights(register.weight_version, register.weights_digest, register.weights_source)
-        self.apply(Joined(name, register.capacity, life, weights, register.asleep))
+        # An engine on this machine reads the spool's files itself, and would send copies over this network.
+        endpoint = "" if register.node == node_id() else register.weights_endpoint
+        joined = Joined(
+            name,
+            register.capacity,
+            life,
+            weights,
+            register.asleep,
+            node=register.node,
+            weights_endpoint=endpoint,
+        )
+        self.apply(joined)
 
     def received_from_engine(self, name: str) -> None:
         """Note that an engine sent a message, so it is not silent."""

@@ -29,13 +29,18 @@ class Weights(Row, frozen=True):
 
 
 class Joined(Row, frozen=True):
-    """An engine registered, for the first time or again. `life` is a number that no other life of it has."""
+    """An engine registered, for the first time or again. `life` is a number that no other life of it has.
+
+    `node`: its machine. Other engines may copy streams of weights from it at `weights_endpoint`; empty: none.
+    """
 
     instance: str
     capacity: Capacity = Capacity(kv_blocks=0, block_size=1, max_num_seqs=0, max_model_len=0)
     life: int = 0
     weights: Weights = Weights(0, "")
     asleep: bool = False
+    node: str = ""
+    weights_endpoint: str = ""
 
 
 class Left(Row, frozen=True):

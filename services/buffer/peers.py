@@ -20,7 +20,8 @@ from msgspec import structs
 
 from seer.common import ids
 from seer.common.clock import Clock
-from seer.common.errors import InvalidField
+from seer.common.config import check_endpoint
+from seer.common.errors import ConfigError, InvalidField
 from seer.common.net.handshake import CHECK_SECONDS
 from seer.common.net.hub import MAX_PEERS, Hub
 from seer.common.wire import MAX_ID, Hello, Register
@@ -141,7 +142,12 @@ def life_of(address: bytes) -> int:
 
 
 def check_register(register: Register) -> None:
-    """Raise `InvalidField` if an engine's capacity or versions are out of bounds."""
+    """Raise `InvalidField` if an engine's capacity or versions are out of bounds, or its endpoint is none."""
+    if register.weights_endpoint:
+        try:
+            check_endpoint("weights_endpoint", register.weights_endpoint)
+        except ConfigError as error:
+            raise InvalidField("weights_endpoint", register.weights_endpoint, str(error)) from error
     for name, value in structs.asdict(register.capacity).items():
         if not int(name != "draft_tokens") <= value <= MAX_SIZE:
             raise InvalidField(

@@ -115,11 +115,22 @@ def order(
 ) -> wire.PrepareWeights | wire.DiscardWeights | wire.LoadWeights:
     """Return the message to an engine about weights."""
     if isinstance(item, weight_instructions.Prepare):
-        return wire.PrepareWeights(version=item.version, source=item.source, call_id=item.call_id)
+        return wire.PrepareWeights(
+            version=item.version,
+            source=item.source,
+            call_id=item.call_id,
+            digest=item.digest,
+            holders=list(item.holders),
+        )
     if isinstance(item, weight_instructions.Discard):
         return wire.DiscardWeights(version=item.version, call_id=item.call_id)
     weights = item.weights
-    return wire.LoadWeights(version=weights.version, digest=weights.digest, source=weights.source)
+    return wire.LoadWeights(
+        version=weights.version,
+        digest=weights.digest,
+        source=weights.source,
+        holders=list(item.holders),
+    )
 
 
 def outcome(

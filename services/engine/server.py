@@ -34,6 +34,7 @@ from seer.common.errors import (
 )
 from seer.common.net.channel import Channel
 from seer.common.net.handshake import Identity
+from seer.common.net.node import node_id
 from seer.common.net.transport.base import Transport
 from seer.common.process.log import get_logger
 from seer.services.dgds.client import DgdsClient
@@ -43,6 +44,7 @@ from seer.services.engine.draft_groups import DraftGroups
 from seer.services.engine.driver import BackendInfo, Driver, InlineDriver, ThreadDriver
 from seer.services.engine.pace import Pace
 from seer.services.engine.replay.backend import ReplayBackend
+from seer.services.engine.weights.fetcher import Peers
 from seer.services.engine.weights.updater import Answer, WeightUpdater
 
 JOIN_SECONDS = 120.0
@@ -100,7 +102,12 @@ class EngineServer:
         # Bounded by the chunks placed here: each leaves one entry, sent as soon as the buffer takes it.
         self._ended: list[tuple[ChunkEnd, RunningChunk]] = []
         self._failed: list[wire.ChunkFailed] = []
-        self._updater = WeightUpdater(self._driver, self, self._buffer.send, settings.weights_root)
+        self._transport, self._endpoint = transport, config.endpoints.engines
+        self._peers = Peers(transport, me, clock)
+        self._weights_endpoint = ""
+        self._updater = WeightUpdater(
+            self._driver, self, self._buffer.send, settings.weights_root, self._peers
+        )
         self._answers: list[Answer] = []
         self._serial = 0
         self._register_due = self._status_due = False
@@ -112,6 +119,9 @@ class EngineServer:
         try:
             await self._updater.start(self._model)
             await self._buffer.open(JOIN_SECONDS)
+            self._weights_endpoint = await self._peers.server.start(
+                self._transport, self._settings.weights_endpoint, self._endpoint
+            )
             await self._buffer.send(self._registration())
         except BaseException:
             await self._driver.close()
@@ -129,6 +139,7 @@ class EngineServer:
                         self._send(),
                         self._report(),
                         self._updater.run(),
+                        self._peers.server.run(),
                         self._driver.run(),
                         self.dgds.run(),
                         self._fetch_draft_tokens(),
@@ -344,6 +355,8 @@ class EngineServer:
             weights_source=live.source,
             asleep=self._updater.asleep,
             turns=True,
+            node=node_id(),
+            weights_endpoint=self._weights_endpoint,
         )
 
     async def _report(self) -> None:
@@ -366,6 +379,7 @@ class EngineServer:
         except (TimeoutError, Unreachable) as error:
             self._log.warning("left without saying goodbye to the buffer", error=str(error))
         self._buffer.close()
+        self._peers.server.close()
         await self._updater.close()
         await self.dgds.close(LEAVE_SECONDS)
         await self._driver.close()

@@ -17,6 +17,9 @@ from seer.common.config import Config
 Way = tuple[str, bool, str]
 """Endpoint, whether towards its owner, and the tag of a message."""
 
+COPIES = "copies"
+"""The name of all endpoints at which engines send weights on to others; each life has one of its own."""
+
 UNIONS: dict[tuple[str, bool], object] = {
     ("trainers", True): wire.TrainerToBuffer,
     ("trainers", False): wire.BufferToTrainer,
@@ -30,14 +33,19 @@ UNIONS: dict[tuple[str, bool], object] = {
     ("estimate_snapshots", False): wire.ContextSnapshotReply,
     ("dgds", True): wire.EngineToDgds,
     ("dgds", False): wire.DgdsToEngine,
+    (COPIES, True): wire.EngineToHolder,
+    (COPIES, False): wire.HolderToEngine,
 }
+
+SELDOM = {(COPIES, False, "Refused")}
+"""An engine refuses only readers that knew its last life at the same endpoint: no fault need meet that, too."""
 
 _NAMES = {endpoint: name for name, endpoint in asdict(Config().endpoints).items()}
 
 
 def named(way: Way) -> Way:
     """Return a way with its endpoint's name in `[endpoints]`."""
-    return _NAMES[way[0]], way[1], way[2]
+    return _NAMES.get(way[0], COPIES), way[1], way[2]
 
 
 def every() -> set[Way]:
@@ -54,7 +62,7 @@ def missing(ways: Mapping[tuple[str, Way], int]) -> dict[str, list[str]]:
     seen: dict[str, set[Way]] = {"sent": set(), "held": set(), "lost": set()}
     for fate, way in ways:
         seen[fate].add(named(way))
-    lists = {"sent": every() - seen["sent"], "faulted": every() - seen["held"] - seen["lost"]}
+    lists = {"sent": every() - seen["sent"], "faulted": every() - seen["held"] - seen["lost"] - SELDOM}
     return {
         what: sorted(f"{name} {'up' if up else 'down'} {tag}" for name, up, tag in ways)
         for what, ways in lists.items()

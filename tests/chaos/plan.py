@@ -6,7 +6,7 @@ import math
 import random
 from dataclasses import dataclass, field, replace
 
-from chaos.conversations import every
+from chaos.conversations import COPIES, every
 
 PROCESSES = ("buffer", "context", "dgds", "engine", "trainer")
 WHOLE_FAULTS = ("kill", "stop", "reset", "part")
@@ -160,7 +160,11 @@ Step = Roll | Renew | Rest | Pause
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Times are virtual seconds. The first trainer alone updates weights and has engines sleep."""
+    """Times are virtual seconds. The first trainer alone updates weights and has engines sleep.
+
+    Engines are on `nodes` machines, in turn, and none of these is the buffer's; weights go from one to
+    `fan_out` others.
+    """
 
     seed: int
     engines: int
@@ -190,6 +194,8 @@ class Plan:
     faults: tuple[Fault, ...] = field(default=())
     catches: tuple[Catch, ...] = field(default=())
     lease_seconds: float = 3600.0
+    nodes: int = 1
+    fan_out: int = 1
 
     @property
     def trainers(self) -> tuple[str, ...]:
@@ -264,7 +270,15 @@ def draw(seed: int, *, noise: bool = False) -> Plan:
     lease = random.Random(f"lease {seed}").choice((3600.0, 3600.0, 3600.0, 12.0, 30.0))
     faults.sort(key=lambda fault: fault.at)
     catches = _catches(random.Random(f"catches {seed}"))
-    return replace(plan, faults=tuple(faults), catches=catches, lease_seconds=lease)
+    nodes = random.Random(f"nodes {seed}")
+    return replace(
+        plan,
+        faults=tuple(faults),
+        catches=(*catches, *_catches_of_copies(nodes)),
+        lease_seconds=lease,
+        nodes=nodes.choice((1, 3, 3)),
+        fan_out=nodes.choice((1, 1, 2)),
+    )
 
 
 def _fault(rand: random.Random, plan: Plan, kinds: tuple[str, ...], burst: float, long: bool) -> Fault:
@@ -295,10 +309,19 @@ def _fault(rand: random.Random, plan: Plan, kinds: tuple[str, ...], burst: float
 
 def _catches(rand: random.Random) -> tuple[Catch, ...]:
     """Draw from all types of message alike: the rare ones decide as much as those that come by thousands."""
-    ways = sorted(every())
+    ways = sorted(way for way in every() if way[0] != COPIES)
     return tuple(
         Catch(rand.choice(ways), rand.choice((1, 1, 2, 5)), rand.choice(CAUGHT), _caught_seconds(rand))
         for _ in range(rand.choice((0, 2, 6)))
+    )
+
+
+def _catches_of_copies(rand: random.Random) -> tuple[Catch, ...]:
+    """Draw what befalls engines that copy weights from each other; they seldom do."""
+    ways = sorted(way for way in every() if way[0] == COPIES)
+    return tuple(
+        Catch(rand.choice(ways), rand.choice((1, 1, 2, 5)), rand.choice(CAUGHT), _caught_seconds(rand))
+        for _ in range(rand.choice((0, 2)))
     )
 
 

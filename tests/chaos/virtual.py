@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import functools
 import logging
 import os
 import random
@@ -37,12 +38,15 @@ from seer.common.config import BufferConfig
 from seer.common.net import stream
 from seer.common.net.transport.faulty import Faults
 from seer.common.wire import codec
+from seer.services.buffer import conductor
 from seer.services.buffer.log import writer
 from seer.services.buffer.log.replay import replay_life
 from seer.services.buffer.log.rows import LogError
 from seer.services.buffer.log.segments import lives
 from seer.services.buffer.requests import deliveries
-from seer.services.engine.weights import fetcher
+from seer.services.buffer.weights import fan_out
+from seer.services.engine import server as engine_server
+from seer.services.engine.weights import fetcher, holders
 
 BOUND_SECONDS = 150.0
 """Longest time from the end of the last fault to the last trainer's, beyond that of the whole work done
@@ -277,9 +281,11 @@ def _determined(world: World) -> Iterator[None]:
             mock.patch.object(time, "time_ns", wall),
             mock.patch.object(tempfile, "tempdir", str(world.home)),
             mock.patch.object(tempfile, "_name_sequence", _names()),
-            mock.patch.object(
-                fetcher, "_on_this_machine", _same(fetcher._on_this_machine, plan.same_machine)
-            ),
+            mock.patch.object(fetcher, "on_this_machine", _same(fetcher.on_this_machine, plan.same_machine)),
+            mock.patch.object(holders, "on_this_machine", _same(holders.on_this_machine, plan.nodes == 1)),
+            mock.patch.object(conductor, "node_id", return_value="the buffer's"),
+            mock.patch.object(engine_server, "node_id", functools.partial(_node, plan)),
+            mock.patch.object(fan_out, "FAN_OUT", plan.fan_out),
             mock.patch.object(wire, "SPOOL_BYTES", PART_BYTES),
             mock.patch.object(client_weights, "SPOOL_BYTES", PART_BYTES),
             mock.patch.object(writer.Folder, "limit", SEGMENT_BYTES),
@@ -304,6 +310,12 @@ def _names() -> Iterator[str]:
 
 def _same(visible: Callable[[Any], bool], same: bool) -> Callable[[Any], bool]:
     return lambda state: same and visible(state)
+
+
+def _node(plan: Plan) -> str:
+    """Return the machine of the engine that this is called in."""
+    number = re.match(r"e(\d+)", PROCESS.get())
+    return f"n{int(number[1]) % plan.nodes}" if number else ""
 
 
 def _on_disk(world: World, write: Callable[..., Any]) -> Callable[..., Any]:

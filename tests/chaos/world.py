@@ -148,7 +148,7 @@ class World:
             engine=EngineConfig(
                 name=name, backend="replay", kv_blocks=plan.kv_blocks, max_num_seqs=8,
                 replay_step_seconds=plan.step_seconds, replay_vocab_size=VOCAB,
-                replay_mean_tokens=plan.mean_tokens, flush_seconds=0.2,
+                replay_mean_tokens=plan.mean_tokens, flush_seconds=0.2, weights_endpoint=f"tcp://{name}:1",
             ),
         )  # fmt: skip
 

@@ -48,7 +48,7 @@ def model(tmp_path, monkeypatch):
 @pytest.fixture(params=["same machine", "other machines"])
 def machines(request, monkeypatch):
     if request.param == "other machines":
-        monkeypatch.setattr(fetcher, "_on_this_machine", lambda state: False)
+        monkeypatch.setattr(fetcher, "on_this_machine", lambda state: False)
 
 
 @virtual

@@ -14,6 +14,7 @@ from seer.common import wire
 from seer.common.config import EngineConfig
 from seer.common.errors import ConfigError, InvalidField, Unreachable
 from seer.common.weights.digest import SPOOL_NOTES
+from seer.services.engine.weights import copies as copies_module
 from seer.services.engine.weights import fetcher
 from seer.services.engine.weights.updater import CheckedWeights
 
@@ -27,7 +28,7 @@ def copies(tmp_path, monkeypatch):
     place = tmp_path / "tmp"
     place.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(place))
-    monkeypatch.setattr(fetcher, "_on_this_machine", lambda state: False)
+    monkeypatch.setattr(fetcher, "on_this_machine", lambda state: False)
     spools = ("spare", "v*")
     return lambda: [each for each in place.iterdir() if not any(list(each.glob(name)) for name in spools)]
 
@@ -54,7 +55,7 @@ def copying(cluster):
 async def test_an_update_that_another_engine_refuses_leaves_nothing(copies):
     async with running(engines=2) as cluster, cluster.client() as client:
 
-        async def fail(source):
+        async def fail(source, *_):
             await eventually(lambda: cluster.services["e0"]._updater._checked.digest != "")
             raise InvalidField("source", source, "this node cannot read it")
 
@@ -113,10 +114,10 @@ async def test_a_full_disk_refuses_the_update_by_name(copies, monkeypatch, full)
 
         with monkeypatch.context() as patch:
             if full == "at a part":
-                patch.setattr(fetcher, "write_part", fail)
+                patch.setattr(copies_module, "write_part", fail)
             else:
                 usage = type("usage", (), {"free": 10})
-                patch.setattr(fetcher, "shutil", type("shutil", (), {"disk_usage": lambda path: usage}))
+                patch.setattr(copies_module, "shutil", type("shutil", (), {"disk_usage": lambda path: usage}))
             with pytest.raises(WeightsRefused, match=r"e\d: .*(No space left|do not fit into .*set TMPDIR)"):
                 await client.update_weights(1, SMALL)
         await eventually(lambda: not any(copying(cluster)))
@@ -148,7 +149,7 @@ async def test_a_buffer_that_reads_nothing_for_a_while_is_asked_again(tmp_path):
     stage = fetcher.WeightFetcher(send)
     (tmp_path / SPOOL_NOTES).write_text("here")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fetcher, "_on_this_machine", lambda state: True)
+        patch.setattr(fetcher, "on_this_machine", lambda state: True)
         assert await stage.folder(wire.SPOOL_SCHEME + "v1") == tmp_path
     assert len(asked) == 2
     for name in ("v1", "v2"):  # nobody waits for these any more

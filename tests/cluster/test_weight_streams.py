@@ -11,7 +11,7 @@ from seer.client import WeightsRefused
 from seer.client.tensor_stream import TensorStream
 from seer.common import wire
 from seer.common.config import BufferConfig
-from seer.services.engine.weights import fetcher
+from seer.services.engine.weights import copies, fetcher
 
 LARGE = (
     wire.SPOOL_BYTES * 2 * wire.SPOOL_WINDOW // 4
@@ -25,7 +25,7 @@ def tensors(fill, size=6):
 @pytest.fixture(params=["same machine", "other machines"])
 def machines(request, monkeypatch):
     if request.param == "other machines":
-        monkeypatch.setattr(fetcher, "_on_this_machine", lambda state: False)
+        monkeypatch.setattr(fetcher, "on_this_machine", lambda state: False)
     return request.param
 
 
@@ -75,7 +75,7 @@ async def test_what_is_not_needed_any_more_is_deleted():
 
 @virtual
 async def test_damage_is_sent_again(monkeypatch, machines):
-    monkeypatch.setattr(fetcher, "write_part", _damaging(fetcher.write_part))
+    monkeypatch.setattr(copies, "write_part", _damaging(copies.write_part))
     sent = []
     async with running(engines=2) as cluster, cluster.client() as client:
         put = cluster.services["buffer"]._spool.put

@@ -73,7 +73,7 @@ def stage():
     made = WeightFetcher(send)
     yield made
     if made._copy is not None:
-        made._copy.cleanup()
+        made._copy._temporary.cleanup()
 
 
 async def test_another_process_reads_the_very_bytes(stage):

@@ -85,7 +85,7 @@ async def test_orders_of_a_buffer_that_is_gone_are_neither_answered_nor_begun(tm
     async with engine(backend=Loading()) as (buffer, server, _, network):
         staged, gate = server._updater.fetcher.folder, asyncio.Event()
 
-        async def slow(source):
+        async def slow(source, *_):
             await gate.wait()
             return await staged(source)
 

@@ -494,7 +494,7 @@ async def test_an_update_that_is_off_is_not_checked_and_its_answer_says_which_it
     async with engine() as (buffer, server, *_):
         checked = []
 
-        async def slow(source):
+        async def slow(source, *_):
             checked.append(source)
             await asyncio.sleep(5)
             raise EngineError(f"no {source}")

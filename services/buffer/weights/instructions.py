@@ -7,12 +7,18 @@ from seer.services.buffer.events import Weights
 
 
 class Prepare(events.Row, frozen=True):
-    """Have an instance check weights beside its live ones."""
+    """Have an instance check weights beside its live ones.
+
+    `digest`: what they must have, if that is known. `holders`: where to copy a stream from before the buffer
+    is asked for it.
+    """
 
     instance: str
     version: int
     source: str
     call_id: int = 0
+    digest: str = ""
+    holders: tuple[str, ...] = ()
 
 
 class Discard(events.Row, frozen=True):
@@ -24,10 +30,11 @@ class Discard(events.Row, frozen=True):
 
 
 class Load(events.Row, frozen=True):
-    """Have an instance load weights; it gets no work until it has."""
+    """Have an instance load weights; it gets no work until it has. `holders`: as in `Prepare`."""
 
     instance: str
     weights: Weights
+    holders: tuple[str, ...] = ()
 
 
 class Admit(events.Row, frozen=True):

@@ -34,6 +34,7 @@ from seer.services.buffer.weights.events import (
     Prepared,
     UpdateAsked,
 )
+from seer.services.buffer.weights.fan_out import FanOut
 from seer.services.buffer.weights.instructions import (
     Abort,
     Admit,
@@ -107,6 +108,7 @@ class WeightsMachine(msgspec.Struct):
     _updated: bool = False
     """Whether one of them reached its second phase."""
     _draining: bool = False
+    _fan_out: FanOut = field(default_factory=FanOut)
 
     @property
     def updating(self) -> bool:
@@ -176,6 +178,7 @@ class WeightsMachine(msgspec.Struct):
     def _joined(self, event: Joined, idle: bool, out: list[Instruction]) -> None:
         name, reported = event.instance, event.weights
         self._remove(name)
+        self._fan_out.joined(name, event.node, event.weights_endpoint)
         if reported.version < 0 and self.live is None:
             self.quarantined[name] = "failed to load weights; restart it, or update to a later version"
             return
@@ -216,7 +219,7 @@ class WeightsMachine(msgspec.Struct):
             elif ready:
                 weights = structs.replace(live, source=source)
                 self._pending[name] = _Pending(sent=weights, deadline=now + self.seconds)
-                out.append(Load(name, weights))
+                out.append(Load(name, weights, self._fan_out.holders(name, source)))
 
     def _admit(self, name: str, out: list[Instruction]) -> None:
         del self._pending[name]
@@ -241,6 +244,7 @@ class WeightsMachine(msgspec.Struct):
                 self._pending[name] = _Pending()
 
     def _remove(self, name: str) -> None:
+        self._fan_out.left(name)
         self._admitted.discard(name)
         self._pending.pop(name, None)
         self.quarantined.pop(name, None)
@@ -254,6 +258,7 @@ class WeightsMachine(msgspec.Struct):
             return
         if event.version != pending.sent.version:
             return  # about previous weights: a `Load` of the live ones was sent since
+        self._fan_out.ended(event.instance, pending.sent.source)
         if not event.problem:
             self.live = pending.sent  # the same weights, at the source where this instance found them
             self._pending[event.instance] = _Pending(loaded=pending.sent)
@@ -331,7 +336,9 @@ class WeightsMachine(msgspec.Struct):
     def _prepare(self, update: _Update, name: str, out: list[Instruction]) -> None:
         update.awaited.add(name)
         update.sent_to.add(name)
-        out.append(Prepare(name, update.request.version, update.request.source, update.number))
+        request = update.request
+        holders = self._fan_out.holders(name, request.source)
+        out.append(Prepare(name, request.version, request.source, update.number, update.digest, holders))
 
     def _prepared(self, event: Prepared, out: list[Instruction]) -> None:
         update = self._update
@@ -358,6 +365,8 @@ class WeightsMachine(msgspec.Struct):
         if update is not None:
             request = update.request
             out += [Discard(name, request.version, update.number) for name in sorted(update.sent_to)]
+            for name in update.sent_to:
+                self._fan_out.ended(name, request.source)
             out += [Release(), Fail(request.trainer, request.version, reasons, request.call_id)]
 
     def _advance_update(self, now: float, idle: bool, out: list[Instruction]) -> bool:

@@ -18,11 +18,9 @@ import stat
 import tempfile
 from pathlib import Path
 
-import numpy as np
-
 from seer.common import wire
 from seer.common.errors import ConfigError
-from seer.common.weights.digest import SPOOL_FILE, SPOOL_NOTES, checksum, write_part
+from seer.common.weights.digest import SPOOL_FILE, SPOOL_NOTES, read_part, write_part
 
 NAME = "seer-spool"
 """The folder's name, below `buffer.spool`."""
@@ -162,15 +160,7 @@ class SpoolFolder:
 
     def read(self, name: str, offset: int, length: int) -> tuple[wire.Bytes, int]:
         """Return bytes of a stream, and their checksum."""
-        opened = os.open(self.root / name / SPOOL_FILE, os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            data = os.pread(opened, length, offset)
-        finally:
-            os.close(opened)
-        if len(data) < length:
-            raise OSError(f"{SPOOL_FILE} is shorter than its stream")
-        part = np.frombuffer(data, dtype=np.uint8)
-        return part, checksum(part)
+        return read_part(self.root / name / SPOOL_FILE, offset, length)
 
     def keep_as_spare(self, name: str) -> None:
         """Keep a stream's file for the next stream: allocating pages costs more than all else here."""

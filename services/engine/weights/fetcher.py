@@ -4,7 +4,9 @@ A source's scheme, as in `spool:v7`, says how a stream is fetched; without a sch
 
 Invariants:
 - the buffer's own spool folder is used if this machine sees it (it holds the token that the buffer named);
-  otherwise the stream is copied, part by part, each with a checksum;
+  otherwise the stream is copied, part by part, each with a checksum: from the holders that the buffer names,
+  one after the other, and what they did not give from the buffer;
+- a holder that was left is not asked again for `AVOID_SECONDS`;
 - a copy is deleted once it is loaded or no longer needed, also when copying failed, and is never used for
   another source;
 - a stream is not copied if its size shows that it is not this model, or an adapter of it, or if it does not
@@ -19,28 +21,30 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-import shutil
-import tempfile
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 
 from seer.common import wire
-from seer.common.errors import InvalidField, Unreachable
-from seer.common.weights.digest import SPOOL_FILE, SPOOL_NOTES, write_part
+from seer.common.clock import Clock
+from seer.common.errors import InvalidField, SeerError, Unreachable
+from seer.common.net.channel import Channel
+from seer.common.net.handshake import Identity
+from seer.common.net.transport.base import Transport
+from seer.common.process.log import get_logger
 from seer.common.weights.lora import inner_source, is_adapter
 from seer.common.weights.mooncake import SCHEME as MOONCAKE_SCHEME
 from seer.common.weights.safetensors import MAX_HEADER_BYTES
 from seer.services.engine.weights import mooncake_reader
+from seer.services.engine.weights.copies import GONE, StreamCopy, copy_parts, on_this_machine
+from seer.services.engine.weights.copy_server import CopyServer
+from seer.services.engine.weights.holders import ASK_SECONDS, POLL_SECONDS, Connection, Holder
 from seer.services.engine.weights.manifest import resolve_beneath
 
 WAIT_SECONDS = 2 * wire.SPOOL_STALL_SECONDS
 """Longest wait for the buffer; longer than its own for the trainer, whose error says more."""
 
-ASK_SECONDS = 5.0
-"""Wait for an answer before missing parts are requested again: messages can be lost."""
-
-POLL_SECONDS = 0.05
-"""Pause between two questions about a stream that still grows on this machine."""
+AVOID_SECONDS = 600.0
+"""A holder that was of no use may be cut off from this engine for good, as by a firewall."""
 
 Send = Callable[[wire.OpenSpool | wire.ReadSpool], Awaitable[None]]
 
@@ -54,20 +58,56 @@ SIZE: dict[str, Callable[[str], int]] = {MOONCAKE_SCHEME: mooncake_reader.size_o
 """By scheme: returns the size of a stream before it is fetched. Raises `ValueError`."""
 
 
-class WeightFetcher:
-    """See the module's docstring. `send` reaches the buffer; give its answers to `arrived`."""
+class Peers:
+    """How an engine reaches the holders of streams, and serves those that copy from it."""
 
-    def __init__(self, send: Send, root: str = "") -> None:
+    def __init__(self, transport: Transport, me: Identity, clock: Clock) -> None:
+        self.server = CopyServer(me)
+        self.clock = clock
+        self._transport, self._me = transport, me
+        self._avoided: dict[str, float] = {}
+
+    def connect(self, endpoint: str) -> Connection:
+        """Return a connection that is not open yet."""
+        return Channel(self._transport, endpoint, self._me, wire.HolderToEngine, self.clock)
+
+    def avoid(self, endpoint: str) -> None:
+        """Leave a holder alone for a while."""
+        self._avoided[endpoint] = self.clock.now() + AVOID_SECONDS
+
+    def usable(self, holders: Sequence[str]) -> list[str]:
+        """Return the holders that are not to be avoided."""
+        now = self.clock.now()
+        self._avoided = {each: until for each, until in self._avoided.items() if until > now}
+        return [each for each in holders if each not in self._avoided]
+
+
+class WeightFetcher:
+    """See the module's docstring. `send` reaches the buffer; give its answers to `arrived`.
+
+    Without `peers` nothing is copied from other engines, nor sent to them.
+    """
+
+    def __init__(self, send: Send, root: str = "", peers: Peers | None = None) -> None:
         self._send = send
         self._root = root
+        self._peers = peers
         self.model_bytes = 0
         """Bytes of all tensors of the live model; 0: unknown."""
         # Bounded by what is asked for: a window of data and a state.
         self._answers: asyncio.Queue[wire.SpoolState | wire.SpoolData] = asyncio.Queue(4 * wire.SPOOL_WINDOW)
         self._expected = ""
         self._whole = True
-        self._copy: tempfile.TemporaryDirectory[str] | None = None
+        self._copy: StreamCopy | None = None
         self._copied = ""
+
+    def distrust(self) -> bool:
+        """Avoid the engines that sent parts of the present copy; return whether there are any."""
+        senders = self._copy.senders if self._copy is not None else []
+        for endpoint in senders:
+            if self._peers is not None:
+                self._peers.avoid(endpoint)
+        return bool(senders)
 
     def arrived(self, message: wire.SpoolState | wire.SpoolData) -> None:
         """Take an answer of the buffer; late and unexpected ones are dropped."""
@@ -75,8 +115,11 @@ class WeightFetcher:
             with contextlib.suppress(asyncio.QueueFull):
                 self._answers.put_nowait(message)
 
-    async def folder(self, source: str) -> Path:
-        """Return the folder with these weights once all of them are there. Raises `InvalidField`."""
+    async def folder(self, source: str, holders: Sequence[str] = ()) -> Path:
+        """Return the folder with these weights once all of them are there. Raises `InvalidField`.
+
+        `holders`: endpoints of engines to copy a stream from before the buffer is asked.
+        """
         self._whole, source = not is_adapter(source), inner_source(source)
         scheme = source.partition(":")[0] + ":"
         if scheme != wire.SPOOL_SCHEME and scheme not in FETCH:
@@ -84,13 +127,13 @@ class WeightFetcher:
                 return await asyncio.to_thread(resolve_beneath, Path(source), Path(self._root))
             return Path(source)
         if source == self._copied and self._copy is not None:
-            return Path(self._copy.name)
+            return self._copy.folder
         name = source.removeprefix(scheme)
         try:
             if scheme == wire.SPOOL_SCHEME:
-                return await self._receive(name)
-            fetch = functools.partial(FETCH[scheme], name)
-            return await self._copy_by(fetch, source, SIZE[scheme](name) if scheme in SIZE else 0)
+                return await self._receive(name, holders)
+            size = SIZE[scheme](name) if scheme in SIZE else 0
+            return await self._copy_by(lambda copy: FETCH[scheme](name, copy.file), name, source, size)
         except (OSError, ValueError) as error:
             raise InvalidField("source", source, str(error)) from error
 
@@ -98,23 +141,24 @@ class WeightFetcher:
         """Delete the copy, if there is one; cancelling this does not keep it from being deleted."""
         copy, self._copy, self._copied = self._copy, None, ""
         if copy is not None:
-            await asyncio.to_thread(copy.cleanup)
+            if self._peers is not None:
+                self._peers.server.withdraw(copy)
+            await copy.delete()
 
-    async def _copy_by(self, fetch: Callable[[Path], Awaitable[None]], source: str, size: int) -> Path:
+    async def _copy_by(
+        self, fetch: Callable[[StreamCopy], Awaitable[None]], name: str, source: str, size: int
+    ) -> Path:
         await self.discard()
         self._check_size(size)
-        self._copy = copy = tempfile.TemporaryDirectory(prefix="seer-weights-", ignore_cleanup_errors=True)
+        self._copy = copy = StreamCopy(name, size)
         try:
-            if size > (free := shutil.disk_usage(copy.name).free):
-                raise ValueError(
-                    f"{size} bytes do not fit into {copy.name} ({free} free): set TMPDIR to a larger disk"
-                )
-            await fetch(Path(copy.name) / SPOOL_FILE)
+            await asyncio.to_thread(copy.begin)
+            await fetch(copy)
         except BaseException:
             await self.discard()
             raise
         self._copied = source
-        return Path(copy.name)
+        return copy.folder
 
     def _check_size(self, size: int) -> None:
         """Raise `ValueError` if a stream cannot be this model: a header, then exactly its tensors.
@@ -126,57 +170,73 @@ class WeightFetcher:
         if self.model_bytes and size and not least <= size <= most:
             raise ValueError(f"has {size} bytes: the model's tensors have {self.model_bytes}")
 
-    async def _receive(self, name: str) -> Path:
+    async def _receive(self, name: str, holders: Sequence[str]) -> Path:
         self._expected = name
         try:
-            return await self._received(name)
+            return await self._received(name, holders)
         finally:
             self._expected = ""
             while not self._answers.empty():
                 self._answers.get_nowait()
 
-    async def _received(self, name: str) -> Path:
+    async def _received(self, name: str, holders: Sequence[str]) -> Path:
         state = await self._state(name)
         self._check_size(state.size)
-        if await asyncio.to_thread(_on_this_machine, state):
+        if await asyncio.to_thread(on_this_machine, state):
             while state.have < state.size:
                 await asyncio.sleep(POLL_SECONDS)
                 state = await self._state(name)
             return Path(state.folder)
-        fetch = functools.partial(self._fetch, name, state.size)
-        return await self._copy_by(fetch, wire.SPOOL_SCHEME + name, state.size)
+        fetch = functools.partial(self._fetch, holders)
+        return await self._copy_by(fetch, name, wire.SPOOL_SCHEME + name, state.size)
+
+    async def _fetch(self, holders: Sequence[str], copy: StreamCopy) -> None:
+        """Copy a stream from the first holder that gives it, and the rest from the buffer."""
+        if self._peers is not None:
+            self._peers.server.offer(copy)
+            usable = self._peers.usable(holders)
+            for distance, endpoint in zip(range(len(usable), 0, -1), usable, strict=True):
+                if await self._fetch_from(self._peers, endpoint, distance, copy):
+                    return
+        await copy_parts(copy, self)
+
+    async def _fetch_from(self, peers: Peers, endpoint: str, distance: int, copy: StreamCopy) -> bool:
+        """Copy what is missing from a holder; return whether that is all here now."""
+        given_up: list[ValueError] = []
+
+        async def source_has() -> int:
+            try:
+                return (await self._state(copy.name)).have
+            except ValueError as error:
+                given_up.append(error)
+                raise
+
+        copy.senders.append(endpoint)
+        holder = Holder(peers.connect(endpoint), copy, distance, peers.clock, source_has)
+        try:
+            await holder.fetch()
+        except (SeerError, ValueError) as error:
+            if error in given_up:  # nobody will have more of it
+                raise
+            get_logger().warning("weights are not copied from an engine", engine=endpoint, why=str(error))
+            if str(error) != GONE:
+                peers.avoid(endpoint)
+            return False
+        return True
 
     async def _state(self, name: str) -> wire.SpoolState:
         question = wire.OpenSpool(name=name)
-        await self._ask(question)
-        while not isinstance(answer := await self._next([question]), wire.SpoolState):
+        await self.ask(question)
+        while not isinstance(answer := await self.next([question]), wire.SpoolState):
             pass
         return answer
 
-    async def _fetch(self, name: str, size: int, file: Path) -> None:
-        """Copy a stream part by part, with `SPOOL_WINDOW` parts requested ahead."""
-        asked, missing = 0, dict[int, wire.ReadSpool]()
-        await asyncio.to_thread(file.touch, 0o600)
-        while asked < size or missing:
-            while asked < size and len(missing) < wire.SPOOL_WINDOW:
-                missing[asked] = wire.ReadSpool(name=name, offset=asked)
-                await self._ask(missing[asked])
-                asked += wire.SPOOL_BYTES
-            part = await self._next(list(missing.values()))
-            if not isinstance(part, wire.SpoolData) or part.offset not in missing:
-                continue
-            whole = len(part.data) == min(wire.SPOOL_BYTES, size - part.offset)
-            if whole and await asyncio.to_thread(write_part, file, part):
-                del missing[part.offset]
-            else:
-                await self._ask(missing[part.offset])
-
-    async def _ask(self, question: wire.OpenSpool | wire.ReadSpool) -> None:
+    async def ask(self, question: wire.OpenSpool | wire.ReadSpool) -> None:
         """Ask the buffer. If it cannot be reached it may only be stopped: it is asked again later."""
         with contextlib.suppress(Unreachable):
             await self._send(question)
 
-    async def _next(
+    async def next(
         self, questions: Sequence[wire.OpenSpool | wire.ReadSpool]
     ) -> wire.SpoolState | wire.SpoolData:
         """Return the next answer; repeat the `questions` while there is none. Raises `ValueError`."""
@@ -188,17 +248,9 @@ class WeightFetcher:
             except TimeoutError:
                 waited += ASK_SECONDS
                 for question in questions:
-                    await self._ask(question)
+                    await self.ask(question)
                 continue
             if isinstance(answer, wire.SpoolState) and answer.problem:
                 raise ValueError(answer.problem)
             return answer
         raise ValueError(f"the buffer sent nothing of it for {WAIT_SECONDS:g} s")
-
-
-def _on_this_machine(state: wire.SpoolState) -> bool:
-    """Whether the buffer's spool folder is readable here: it holds the token that the buffer named."""
-    try:
-        return state.token in (Path(state.folder) / SPOOL_NOTES).read_text()
-    except (OSError, ValueError):
-        return False

@@ -4,6 +4,7 @@ Invariants (tests/unit/test_engine_orders.py asserts them):
 - new weights are checked while the live ones generate, and loaded while nothing runs; after a failed
   load the engine has no weights, and runs nothing, until another load succeeds;
 - only what was checked is loaded: files that changed since then are read again;
+- bytes that came from another engine and have a wrong digest are fetched again, from the buffer;
 - an adapter is merged into the model that the engine was started with, whatever is live;
 - copies of streamed weights are deleted after the load, or when the update fails or is cancelled;
 - when the buffer is gone, its queued orders are dropped, and the current one is not answered. That changes
@@ -14,19 +15,20 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
 from seer.common import wire
 from seer.common.errors import ConfigError, EngineError, InvalidField, SeerError
+from seer.common.process.log import get_logger
 from seer.common.weights.lora import is_adapter
 from seer.common.weights.safetensors import stamps
 from seer.services.engine.driver import Driver
 from seer.services.engine.weights.adapter import read_adapter
 from seer.services.engine.weights.adapter import stamps as adapter_stamps
-from seer.services.engine.weights.fetcher import Send, WeightFetcher
+from seer.services.engine.weights.fetcher import Peers, Send, WeightFetcher
 from seer.services.engine.weights.manifest import Manifest, differences, read_manifest
 
 UNDEFINED = -1
@@ -80,16 +82,19 @@ class CheckedWeights:
 class WeightUpdater:
     """Owns the order queue, the live and the checked weights, and whether the engine sleeps.
 
-    `send` reaches the buffer; `root`: the folder that all weights must lie in, if not empty.
+    `send` reaches the buffer, `peers` other engines; `root`: the folder that all weights must lie in, if not
+    empty.
     """
 
-    def __init__(self, driver: Driver, engine: Engine, send: Send, root: str) -> None:
+    def __init__(
+        self, driver: Driver, engine: Engine, send: Send, root: str, peers: Peers | None = None
+    ) -> None:
         if root and not Path(root).is_dir():
             fix = "is not a folder on this machine; give the one that all weights lie in, or leave it empty"
             raise ConfigError(f"engine.weights_root = {root!r}: {fix}")
         self.live = LiveWeights()
         self.asleep = False
-        self.fetcher = WeightFetcher(send, root)
+        self.fetcher = WeightFetcher(send, root, peers)
         self._driver = driver
         self._engine = engine
         self._checked = CheckedWeights()
@@ -180,7 +185,7 @@ class WeightUpdater:
     async def _prepare(self, order: wire.PrepareWeights) -> wire.WeightsPrepared:
         answer = wire.WeightsPrepared(version=order.version, digest="", call_id=order.call_id)
         try:
-            found = await self._check(order.source)
+            found = await self._check(order.source, order.holders, order.digest)
             answer.digest = found.digest
             if self._model is not None and not is_adapter(order.source):
                 answer.problem = differences(self._model, found)
@@ -195,9 +200,25 @@ class WeightUpdater:
         self._checked = CheckedWeights()
         await self.fetcher.discard()
 
-    async def _check(self, source: str) -> Manifest:
-        """Read weights, byte by byte. Raises `SeerError`."""
-        folder = await self.fetcher.folder(source)
+    async def _check(self, source: str, holders: Sequence[str], digest: str) -> Manifest:
+        """Read weights, byte by byte. Raises `SeerError`. `digest`: what they must have, if that is known."""
+        problem = ""
+        try:
+            found = await self._check_folder(source, await self.fetcher.folder(source, holders))
+            if digest in ("", found.digest):
+                return found
+            problem = f"they have digest {found.digest}, not {digest}"
+        except InvalidField as error:
+            problem = str(error)
+            if not self.fetcher.distrust():
+                raise
+        if not self.fetcher.distrust():
+            return found
+        get_logger().warning("weights that came from other engines are fetched again", why=problem)
+        await self._discard()
+        return await self._check_folder(source, await self.fetcher.folder(source))
+
+    async def _check_folder(self, source: str, folder: Path) -> Manifest:
         stop = threading.Event()
         try:
             found = await asyncio.to_thread(self._read, source, folder, stop.is_set)
@@ -246,10 +267,12 @@ class WeightUpdater:
 
     async def _checked_folder(self, order: wire.LoadWeights) -> Path:
         """Return the folder, once it was checked to hold exactly these weights. Raises `SeerError`."""
-        folder = await self.fetcher.folder(order.source)
+        folder = await self.fetcher.folder(order.source, order.holders)
         now = await self._stamps(order.source, folder)
         if self._checked != CheckedWeights(order.source, order.digest, now):
-            await self._check(order.source)  # it was never prepared here, or files changed since
+            # It was never prepared here, or files changed since.
+            await self._check(order.source, order.holders, order.digest)
+            folder = await self.fetcher.folder(order.source)
         if self._checked.digest != order.digest:
             raise EngineError(f"{order.source} now has digest {self._checked.digest}, not {order.digest}")
         return folder

@@ -1,0 +1,315 @@
+"""A stream of weights to eight nodes: who sends how much, and how fast, against eight bare copies at once.
+
+Nodes are network namespaces of this machine, joined by a bridge; one more has trainer and buffer. Each node
+runs a replay engine, which fetches and digests weights as any engine does, and has no model. Each turn takes:
+- eight bare copies: one process sends a block of memory over eight TCP connections at once, and a process on
+  each node writes it into a new file;
+- an update whose digests are skipped on both sides: the transport alone;
+- an update as it is.
+`trainer_node_models` is what left the trainer's node in an update, by its interface's counter, in models;
+`most_models` what left any engine's node. MB/s are the model's bytes, times eight, per second. Prints JSON.
+Needs root, for `ip netns`.
+
+    python bench/weights/fan_out.py --mb 200 --turns 3
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import hashlib
+import json
+import os
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from lib.machine import machine
+
+from seer.client import RolloutClient, tensor_stream
+from seer.common.config import load
+from seer.common.process.service import run_process
+from seer.common.weights import digest as digests
+from seer.services.buffer import server as buffer_server
+from seer.services.engine import server as engine_server
+from seer.services.engine.weights import fetcher, holders, manifest
+
+NODES = 8
+HEAD = "10.77.0.100"
+PART = 2**21
+PORT = 7190
+SWITCH = "seer-switch"
+SERVERS = {"buffer": buffer_server.make, "engine": engine_server.make}
+
+
+def run(*command: str) -> None:
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+
+
+@contextlib.contextmanager
+def namespaces() -> Iterator[dict[str, str]]:
+    """Make the namespaces; give their addresses by name."""
+    places = {f"seer-n{number}": f"10.77.0.{number + 1}" for number in range(NODES)} | {"seer-head": HEAD}
+    try:
+        run("ip", "netns", "add", SWITCH)  # apart from this machine's own rules for what is forwarded
+        run("ip", "-n", SWITCH, "link", "add", "switch", "type", "bridge")
+        run("ip", "-n", SWITCH, "link", "set", "switch", "up")
+        for name, address in places.items():
+            run("ip", "netns", "add", name)
+            run(
+                "ip", "-n", SWITCH, "link", "add", name, "type", "veth", "peer", "name", "eth0", "netns", name
+            )
+            run("ip", "-n", SWITCH, "link", "set", name, "master", "switch", "up")
+            run("ip", "-n", name, "addr", "add", f"{address}/24", "dev", "eth0")
+            run("ip", "-n", name, "link", "set", "eth0", "up")
+            run("ip", "-n", name, "link", "set", "lo", "up")
+        yield places
+    finally:
+        for name in (*places, SWITCH):
+            subprocess.run(("ip", "netns", "del", name), check=False)
+
+
+def sent() -> dict[str, int]:
+    """Return the bytes that left each namespace so far: what the switch's end of its cable received."""
+    shown = subprocess.run(("ip", "-n", SWITCH, "-j", "-s", "link"), check=True, capture_output=True).stdout
+    return {each["ifname"]: each["stats64"]["rx"]["bytes"] for each in json.loads(shown)}
+
+
+def start(place: str, *arguments: str) -> subprocess.Popen[bytes]:
+    command = ("ip", "netns", "exec", place, sys.executable, __file__, *arguments)
+    return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE)
+
+
+def line_of(process: subprocess.Popen[bytes]) -> Any:  # noqa: ANN401 - JSON
+    if process.stdout is None or not (line := process.stdout.readline()):
+        raise SystemExit("a process of the benchmark ended: see above")
+    return json.loads(line)
+
+
+# --- bare copies -----------------------------------------------------------------------------
+
+
+def receive(address: str) -> None:
+    """Write what one connection brings into a new file."""
+    with socket.create_server((address, PORT)) as listener, tempfile.TemporaryDirectory() as scratch:
+        print(json.dumps("ready"), flush=True)
+        connection, _ = listener.accept()
+        buffer, whole = bytearray(PART), 0
+        with connection, (Path(scratch) / "copy").open("wb", buffering=0) as file:
+            while count := connection.recv_into(buffer):
+                file.write(memoryview(buffer)[:count])
+                whole += count
+        print(json.dumps(whole), flush=True)
+
+
+def send(addresses: list[str], size: int) -> None:
+    """Send a block of memory to all addresses at once; print when all have it and how long that took."""
+    data = np.random.default_rng(0).bytes(size)
+
+    def to(address: str) -> None:
+        with socket.create_connection((address, PORT), timeout=60) as connection:
+            connection.sendall(data)
+            connection.shutdown(socket.SHUT_WR)
+            connection.recv(1)  # until the receiver has written all and closes
+
+    threads = [threading.Thread(target=to, args=[address]) for address in addresses]
+    started = time.perf_counter()
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    print(json.dumps(time.perf_counter() - started), flush=True)
+
+
+def bare(places: dict[str, str], size: int) -> float:
+    nodes = {name: address for name, address in places.items() if address != HEAD}
+    receivers = [start(name, "receive", address) for name, address in nodes.items()]
+    for receiver in receivers:
+        line_of(receiver)
+    sender = start("seer-head", "send", str(size), *nodes.values())
+    seconds = float(line_of(sender))
+    assert all(line_of(receiver) == size for receiver in receivers)
+    for process in (*receivers, sender):
+        process.wait()
+    return seconds
+
+
+# --- updates ---------------------------------------------------------------------------------
+
+
+def serve(kind: str, name: str, *, digested: bool) -> None:
+    """Run one service, as if each node had disks of its own."""
+    fetcher.on_this_machine = holders.on_this_machine = lambda state: False
+    if not digested:
+        skip_digests()
+    config = load(
+        None,
+        {},
+        [
+            f"endpoints.engines=tcp://{HEAD}:7102",
+            f"endpoints.trainers=tcp://{HEAD}:7101",
+            f"endpoints.events=tcp://{HEAD}:7103",
+            f"endpoints.event_snapshots=tcp://{HEAD}:7104",
+            f"engine.name={name}",
+            "engine.backend=replay",
+            "engine.kv_blocks=100",
+            "drafts.source=off",
+            "log.level=error",
+        ],
+    )
+    run_process(name, SERVERS[kind], config, 1)
+
+
+def skip_digests() -> None:
+    """Have all weights of the same names be the same, on both sides."""
+
+    def hashes(tensors: list[Any], stop: object = None) -> dict[str, bytes]:
+        return {each.name: each.name.encode() for each in tensors}
+
+    manifest.hashes_of = hashes  # type: ignore[assignment]
+    tensor_stream.TensorStream.digest = lambda self: digests.digest_of(hashes(self._entries))  # type: ignore[method-assign]
+
+
+async def updates(size: int, *, digested: bool) -> None:
+    """Update twice, the first time to warm up; print the seconds of the second one."""
+    if not digested:
+        skip_digests()
+    count = 16
+    tensors = {
+        f"layer.{number}": np.full(size // 4 // count, number, dtype=np.float32) for number in range(count)
+    }
+    async with RolloutClient(f"tcp://{HEAD}:7101") as client:
+        while (await client.status()).engines < NODES:  # noqa: ASYNC110 - nothing tells
+            await asyncio.sleep(0.1)
+        for version in (1, 2):
+            tensors["layer.0"][:] = version
+            before = sent()
+            started = time.perf_counter()
+            live = await client.update_weights(version, tensors)
+            seconds = time.perf_counter() - started
+            assert not live.quarantined, live.quarantined
+            after = sent()
+            left = {name: after[name] - before[name] for name in after if name.startswith("seer-")}
+    print(json.dumps({"seconds": seconds, "left": left}), flush=True)
+
+
+def update(places: dict[str, str], size: int, *, digested: bool) -> dict[str, float]:
+    flag = ["--digested"] if digested else []
+    processes = [start("seer-head", "serve", "buffer", "buffer", *flag)]
+    line_of(processes[0])
+    processes += [
+        start(name, "serve", "engine", name, *flag) for name, address in places.items() if address != HEAD
+    ]
+    try:
+        for process in processes[1:]:
+            line_of(process)
+        trainer = start("seer-head", "update", str(size), *flag)
+        found = line_of(trainer)
+        trainer.wait()
+    finally:
+        for process in processes:
+            process.terminate()
+        for process in processes:
+            process.wait()
+    head = found["left"].pop("seer-head")
+    return {
+        "seconds": found["seconds"],
+        "trainer_node_models": head / size,
+        "most_models": max(found["left"].values()) / size,
+    }
+
+
+def turn(places: dict[str, str], size: int) -> dict[str, Any]:
+    copies = bare(places, size)
+    transport = update(places, size, digested=False)
+    whole = update(places, size, digested=True)
+    return {
+        "bare_seconds": copies,
+        "transport": transport,
+        "update": whole,
+        "transport_over_bare": copies / transport["seconds"],
+    }
+
+
+def digest_speed() -> dict[str, float]:
+    """Return GB/s of one core by digest."""
+    data = np.random.default_rng(0).bytes(2**26)
+    makes = {"blake2b": hashlib.blake2b, "sha256": hashlib.sha256}
+    with contextlib.suppress(ImportError):
+        from blake3 import blake3
+
+        makes["blake3"] = blake3
+    speeds = {}
+    for name, make in makes.items():
+        times = []
+        for _ in range(5):
+            started = time.perf_counter()
+            make(data).digest()
+            times.append(time.perf_counter() - started)
+        speeds[name] = round(len(data) / statistics.median(times) / 1e9, 2)
+    return speeds
+
+
+def measure(mb: int, turns: int) -> None:
+    size = mb * 10**6 // 64 * 64
+    with namespaces() as places:
+        found = [turn(places, size) for _ in range(turns)]
+
+    def median(*keys: str) -> float:
+        values = []
+        for each in found:
+            value: Any = each
+            for key in keys:
+                value = value[key]
+            values.append(value)
+        return round(statistics.median(values), 3)
+
+    report = {
+        "machine": machine("zmq", "numpy"),
+        "model_mb": mb,
+        "nodes": NODES,
+        "bare_mb_per_s": round(NODES * mb / median("bare_seconds")),
+        "transport_mb_per_s": round(NODES * mb / median("transport", "seconds")),
+        "update_mb_per_s": round(NODES * mb / median("update", "seconds")),
+        "transport_over_bare": median("transport_over_bare"),
+        "digest_seconds": round(median("update", "seconds") - median("transport", "seconds"), 3),
+        "trainer_node_models": median("update", "trainer_node_models"),
+        "most_models": median("update", "most_models"),
+        "digest_gb_per_s_a_core": digest_speed(),
+        "turns": found,
+    }
+    print(json.dumps(report, indent=1))
+
+
+def main() -> None:
+    if len(sys.argv) > 1 and sys.argv[1] == "receive":
+        receive(sys.argv[2])
+    elif len(sys.argv) > 1 and sys.argv[1] == "send":
+        send(sys.argv[3:], int(sys.argv[2]))
+    elif len(sys.argv) > 1 and sys.argv[1] == "serve":
+        serve(sys.argv[2], sys.argv[3], digested="--digested" in sys.argv)
+    elif len(sys.argv) > 1 and sys.argv[1] == "update":
+        asyncio.run(updates(int(sys.argv[2]), digested="--digested" in sys.argv))
+    else:
+        parser = argparse.ArgumentParser(
+            description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        )
+        parser.add_argument("--mb", type=int, default=200)
+        parser.add_argument("--turns", type=int, default=3)
+        given = parser.parse_args()
+        if os.geteuid():
+            parser.error("run it as root: network namespaces need that")
+        measure(given.mb, given.turns)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,245 @@
+"""Streams of weights that go from node to node, in virtual time: whatever happens on the way, the same weights."""
+
+import asyncio
+import contextlib
+from collections import Counter
+
+import numpy as np
+import pytest
+from cluster_harness import Cluster, roll
+from msgspec.structs import replace
+from virtual_time import PROCESS, eventually, virtual
+
+from seer.client import WeightsRefused, weight_update
+from seer.client.tensor_stream import TensorStream
+from seer.common import wire
+from seer.common.config import EngineConfig
+from seer.common.errors import InvalidField
+from seer.common.weights.digest import checksum
+from seer.services.buffer import conductor
+from seer.services.engine import server as engine_server
+from seer.services.engine.weights import copies, fetcher, holders
+
+PARTS, PART_BYTES = 24, 1024
+
+
+class Nodes(Cluster):
+    """Engines that reach each other, each on the node that `nodes` says; `sent` counts parts by sender."""
+
+    def __init__(self, nodes, **settings):
+        super().__init__(engine=EngineConfig(backend="replay", kv_blocks=200, max_num_seqs=16), **settings)
+        self.nodes = nodes
+        self.sent = Counter()
+
+    def config(self, name):
+        config = super().config(name)
+        return replace(config, engine=replace(config.engine, weights_endpoint=f"tcp://{name}:0"))
+
+    async def start(self, name):
+        before = PROCESS.set(name)  # it registers before it runs
+        await super().start(name)
+        PROCESS.reset(before)
+        server = self.services[name]
+        if name == "buffer":
+            self._count(name, server._engines.hub)
+        elif name.startswith("e"):
+            self._count(name, server._peers.server._hub)
+
+    def _count(self, name, hub):
+        reply = hub.reply
+
+        async def counted(address, message):
+            self.sent[name] += isinstance(message, wire.SpoolData)
+            await reply(address, message)
+
+        hub.reply = counted
+
+    def copies(self):
+        return [name for name in self.nodes if self.services[name]._updater.fetcher._copy is not None]
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(monkeypatch):
+    """No engine is on the buffer's machine; which nodes engines are on is the process's own business."""
+    monkeypatch.setattr(fetcher, "on_this_machine", lambda state: False)
+    monkeypatch.setattr(holders, "on_this_machine", lambda state: False)
+    for module in (wire, weight_update):  # small parts: a stream of 24 is enough
+        monkeypatch.setattr(module, "SPOOL_BYTES", PART_BYTES)
+    monkeypatch.setattr(conductor, "node_id", lambda: "buffer's")
+
+
+@contextlib.asynccontextmanager
+async def running(monkeypatch, nodes):
+    """`nodes`: by engine, its node."""
+    monkeypatch.setattr(engine_server, "node_id", lambda: nodes.get(PROCESS.get(), "none"))
+    cluster = Nodes(nodes)
+    try:
+        for name in ("buffer", "context", "dgds", *nodes):
+            await cluster.start(name)
+            if name in nodes:
+                await eventually(lambda name=name: name in cluster.services["buffer"].weights.admitted)
+        yield cluster
+    finally:
+        await cluster.stop()
+
+
+def apart(count):
+    return {f"e{number}": f"n{number}" for number in range(count)}
+
+
+def tensors(fill):
+    return {"w": np.full(PARTS * PART_BYTES // 4, fill, dtype=np.float32)}
+
+
+@virtual
+async def test_the_buffer_sends_a_stream_twice_whatever_the_number_of_nodes(monkeypatch):
+    async with running(monkeypatch, apart(8)) as cluster, cluster.client() as client:
+        live = await client.update_weights(1, tensors(1.0))
+        assert (live.digest, live.quarantined) == (TensorStream(tensors(1.0)).digest(), {})
+        parts = PARTS + 1  # the header makes one more
+        assert cluster.sent["buffer"] == 2 * parts
+        assert max(cluster.sent.values()) == 2 * parts
+        assert sum(cluster.sent.values()) == 8 * parts
+        await roll(client)
+        assert not cluster.copies()
+
+
+@virtual
+async def test_engines_of_one_node_take_one_copy(monkeypatch):
+    monkeypatch.setattr(holders, "on_this_machine", lambda state: "seer-weights" in state.folder)
+    nodes = dict.fromkeys(("e0", "e1", "e2"), "n0")
+    async with running(monkeypatch, nodes) as cluster, cluster.client() as client:
+        live = await client.update_weights(1, tensors(1.0))
+        assert (live.digest, live.quarantined) == (TensorStream(tensors(1.0)).digest(), {})
+        assert +cluster.sent == {"buffer": PARTS + 1}
+        await roll(client)
+
+
+@virtual
+@pytest.mark.parametrize("what", ["dies", "hangs", "sends damaged parts", "sends other bytes"])
+async def test_a_holder_that_fails_is_replaced(monkeypatch, what):
+    async with running(monkeypatch, apart(6)) as cluster, cluster.client() as client:
+        server = cluster.services["e0"]._peers.server
+        before = server._read
+        reads, broken = 0, asyncio.Event()
+
+        async def failing(hub, copy, key):
+            nonlocal reads
+            reads += 1
+            if reads <= 5:
+                await before(hub, copy, key)
+            elif what == "sends damaged parts":
+                part = await copy.part(key[1])
+                server._reads.discard(key)
+                await hub.reply(key[0], replace(part, checksum=part.checksum ^ 1))
+            elif what == "sends other bytes":
+                part = await copy.part(key[1])
+                part.data = part.data.copy()
+                part.data[-4:] = 7
+                server._reads.discard(key)
+                await hub.reply(key[0], replace(part, checksum=checksum(part.data)))
+            else:
+                broken.set()
+
+        server._read = failing
+        update = asyncio.create_task(client.update_weights(1, tensors(1.0)))
+        if what in ("dies", "hangs"):
+            await broken.wait()
+            if what == "dies":
+                await cluster.kill("e0")
+            elif what == "hangs":
+                asyncio.get_running_loop().freeze("e0")
+        live = await update
+        assert (live.digest, live.quarantined) == (TensorStream(tensors(1.0)).digest(), {})
+        if what == "hangs":
+            asyncio.get_running_loop().thaw("e0")
+        admitted = cluster.services["buffer"].weights.admitted
+        assert {"e1", "e2", "e3", "e4", "e5"} <= admitted
+        assert not set(cluster.copies()) - {"e0"}
+        await roll(client)
+
+
+@virtual
+async def test_a_trainer_that_stalls_does_not_send_all_to_the_buffer(monkeypatch):
+    async with running(monkeypatch, apart(6)) as cluster, cluster.client() as client:
+        spool = cluster.services["buffer"]._spool
+        put, left, late = spool.put, 10, []
+
+        def stalling(reply, address, message):
+            nonlocal left
+            left -= isinstance(message, wire.SpoolData)
+            if left < 0 and isinstance(message, wire.SpoolData):
+                late.append((reply, address, message))
+            else:
+                put(reply, address, message)
+
+        spool.put = stalling
+        update = asyncio.create_task(client.update_weights(1, tensors(1.0)))
+        await eventually(lambda: left < 0)
+        await asyncio.sleep(wire.SPOOL_STALL_SECONDS - 5)
+        spool.put = put
+        for message in late:
+            put(*message)
+        live = await update
+        assert live.quarantined == {}
+        assert cluster.sent["buffer"] == 2 * (PARTS + 1)
+
+
+@virtual
+async def test_an_engine_that_joins_later_fetches_from_who_still_loads_or_the_buffer(monkeypatch):
+    nodes = apart(3)
+    async with running(monkeypatch, nodes) as cluster, cluster.client() as client:
+        await client.update_weights(1, tensors(1.0))
+        before = cluster.sent["buffer"]
+        nodes["e9"] = "n9"
+        await cluster.start("e9")
+        await eventually(lambda: "e9" in cluster.services["buffer"].weights.admitted)
+        assert cluster.sent["buffer"] == before + PARTS + 1
+        assert not cluster.copies()
+
+
+@virtual
+async def test_an_update_that_is_refused_leaves_no_copy_at_any_node(monkeypatch):
+    async with running(monkeypatch, apart(5)) as cluster, cluster.client() as client:
+        cluster.services["e4"]._updater.fetcher.model_bytes = 10**9
+        with pytest.raises(WeightsRefused, match="the model's tensors have 1000000000"):
+            await client.update_weights(1, tensors(1.0))
+        await eventually(lambda: not cluster.copies())
+        cluster.services["e4"]._updater.fetcher.model_bytes = 0
+        assert (await client.update_weights(1, tensors(1.0))).quarantined == {}
+
+
+@virtual
+async def test_a_holder_out_of_reach_costs_one_update_some_seconds_and_the_next_ones_none(monkeypatch):
+    async with running(monkeypatch, apart(4)) as cluster, cluster.client() as client:
+        for name in ("e2", "e3"):
+            peers = cluster.services[name]._peers
+            connect = peers.connect
+            peers.connect = lambda endpoint, connect=connect: connect("tcp://nobody:1")
+        loop = asyncio.get_running_loop()
+        seconds = []
+        for version in (1, 2):
+            began = loop.time()
+            assert (await client.update_weights(version, tensors(version))).quarantined == {}
+            seconds.append(loop.time() - began)
+        assert seconds[0] >= holders.HOLDER_SECONDS
+        assert seconds[1] < 1.0
+        assert copies.GONE
+
+
+@virtual
+async def test_a_stream_that_is_no_more_is_not_awaited_from_a_holder_that_never_begins(monkeypatch):
+    async with running(monkeypatch, apart(3)) as cluster, cluster.client() as client:
+        await client.update_weights(1, tensors(1.0))
+        await client.update_weights(2, tensors(2.0))
+        source = cluster.services["e0"]._updater.live.source.replace("v2", "v0")
+        stage = cluster.services["e2"]._updater.fetcher
+        receive = stage._state
+
+        async def as_it_was(name):
+            stage._state = receive
+            return wire.SpoolState(name=name, size=100, have=0)
+
+        stage._state = as_it_was
+        with pytest.raises(InvalidField, match="is not in this buffer's spool"):
+            await stage.folder(source, [cluster.services["e0"]._weights_endpoint])
