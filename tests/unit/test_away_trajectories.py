@@ -78,6 +78,12 @@ def test_an_end_is_of_its_submission_and_of_earlier_ones(trajectories, submissio
     assert trajectories.awaited == (not ends)
 
 
+def test_only_its_trainer_ends_it(trajectories):
+    out = []
+    trajectories.finished("another", "r", ["1"], 0, out)
+    assert (out, trajectories.awaited) == ([], 1)
+
+
 def test_the_next_turn_begins_with_the_estimate_of_now(trajectories):
     trajectories.estimates_changed({"r/1": Estimate(70.0), "r/other": ESTIMATE}, {"r/1": [3]})
     known = trajectories.opened(turn("2", generated=5))

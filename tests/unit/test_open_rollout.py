@@ -206,6 +206,14 @@ async def test_ends_of_trajectories_are_told_before_a_rollout_is_over():
         assert rollout.ended
 
 
+async def test_a_trajectory_may_end_after_its_client_is_closed():
+    async with connected() as (_, client):
+        rollout = client.open_rollout()
+    rollout.end_trajectory("turn")
+    with pytest.raises(Unreachable):
+        rollout.submit([1])
+
+
 async def test_a_rollout_that_was_left_has_told_all_ends_and_frees_its_id():
     async with connected() as (buffer, client):
         rollout = client.open_rollout("r")
