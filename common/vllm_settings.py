@@ -64,7 +64,7 @@ class VllmSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         "enable_prefix_caching": f"{_SETS}: chunks go on from cached KV",
         "enable_sleep_mode": f"{_SETS}: it is on wherever vLLM has it",
         "enable_lora": "adapters are merged into the weights: send them by `update_weights`",
-        "async_scheduling": "the sampler reads histories that asynchronous scheduling has not written yet",
+        "async_scheduling": f"{_SETS}: give engine.async_scheduling",
         "distributed_executor_backend": "ranks of an engine are processes of one machine: docs/models.md",
         "nnodes": "an engine's ranks are on one machine: docs/models.md says what more would take",
         "pipeline_parallel_size": "drafts and sampling need the first and the last layer in each rank: raise "

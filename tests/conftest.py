@@ -18,6 +18,18 @@ if (
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+@pytest.fixture
+def file(tmp_path):
+    """Writes a configuration and returns where."""
+
+    def write(text):
+        path = tmp_path / "seer.toml"
+        path.write_text(text)
+        return path
+
+    return write
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--own-cores", action="store_true", help="with -n: give each worker cores of its own")
 

@@ -4,16 +4,6 @@ from seer.common.config import Config, EngineConfig, LogConfig, SharedConfig, du
 from seer.common.errors import ConfigError
 
 
-@pytest.fixture
-def file(tmp_path):
-    def write(text):
-        path = tmp_path / "seer.toml"
-        path.write_text(text)
-        return path
-
-    return write
-
-
 def test_nothing_given_is_the_default():
     assert load(None) == Config()
 

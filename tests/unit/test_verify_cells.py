@@ -17,7 +17,7 @@ from seer.common.wire import InstanceStatus, Progress
 from seer.local import pool_plan
 from seer.local.hardware import Hardware
 from seer.verify.cell_run import _and_once, _final_status
-from seer.verify.cells import CELLS, choose, scarce_pool_bytes
+from seer.verify.cells import CELLS, choose, scarce_pool_bytes, settled
 
 REFERENCE = CELLS["one-go"]
 HERE = Hardware(cores=[0, 1], devices=[], free_bytes=0)
@@ -34,6 +34,17 @@ def importable(monkeypatch: pytest.MonkeyPatch) -> None:
 def config(tmp_path: Path, heads: int = 4, **engine: object) -> Config:
     (tmp_path / "config.json").write_text(json.dumps({"num_attention_heads": heads}))
     return Config(shared=SharedConfig(model=str(tmp_path)), engine=EngineConfig(max_model_len=100, **engine))
+
+
+def test_cells_are_made_for_the_blocks_that_the_devices_have(tmp_path: Path):
+    hopper = Device(name="0", total_bytes=80 * 2**30, free_bytes=80 * 2**30, generation=9)
+    base = config(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({"num_attention_heads": 4, "kv_lora_rank": 16}))
+    for devices, block in (([], 32), ([hopper], 64)):
+        found = settled(base, Hardware(cores=[0], devices=devices, free_bytes=0))
+        assert (found.shared.block_size, found.engine.max_num_seqs) == (block, 64)
+    given = config(tmp_path, max_num_seqs=8)
+    assert settled(given, HERE).engine.max_num_seqs == 8
 
 
 def test_every_cell_can_be_had_on_two_cores(tmp_path: Path):

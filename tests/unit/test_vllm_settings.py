@@ -16,16 +16,6 @@ ALL = VllmSettings(
 )  # fmt: skip
 
 
-@pytest.fixture
-def file(tmp_path):
-    def write(text):
-        path = tmp_path / "seer.toml"
-        path.write_text(text)
-        return path
-
-    return write
-
-
 def test_what_is_left_out_is_vllm_s_own_default():
     assert VllmSettings().given() == VllmSettings().arguments() == VllmSettings().texts() == {}
     assert load(None).engine.vllm == VllmSettings()

@@ -94,11 +94,11 @@ def with_defaults(
     """
     import torch
 
-    if not torch.cuda.is_available():
+    devices: list[Device] = []
+    if torch.cuda.is_available():  # a container may be without nvidia-smi
+        devices = visible_devices() or [Device(name=str(i)) for i in range(torch.cuda.device_count())]
+    else:
         _check_cpu(config, shared, model)
-    devices = visible_devices() if torch.cuda.is_available() else []
-    if not devices:  # a container without nvidia-smi
-        devices = [Device(name=str(index)) for index in range(torch.cuda.device_count())]
     default = engine_defaults(
         devices[: config.tensor_parallel], config.tensor_parallel, model,
         instances=1, attention_backend=config.vllm.attention_backend,

@@ -202,18 +202,16 @@ class WeightUpdater:
 
     async def _check(self, source: str, holders: Sequence[str], digest: str) -> Manifest:
         """Read weights, byte by byte. Raises `SeerError`. `digest`: what they must have, if that is known."""
-        problem = ""
         try:
             found = await self._check_folder(source, await self.fetcher.folder(source, holders))
-            if digest in ("", found.digest):
-                return found
-            problem = f"they have digest {found.digest}, not {digest}"
         except InvalidField as error:
-            problem = str(error)
             if not self.fetcher.distrust():
                 raise
-        if not self.fetcher.distrust():
-            return found
+            problem = str(error)
+        else:
+            if digest in ("", found.digest) or not self.fetcher.distrust():
+                return found
+            problem = f"they have digest {found.digest}, not {digest}"
         get_logger().warning("weights that came from other engines are fetched again", why=problem)
         await self._discard()
         return await self._check_folder(source, await self.fetcher.folder(source))

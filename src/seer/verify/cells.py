@@ -21,7 +21,7 @@ import msgspec
 
 from seer.common.config import Config, PoolConfig
 from seer.common.errors import InvalidField
-from seer.common.policy.device_defaults import BLOCK_SIZE, CPU_MAX_NUM_SEQS
+from seer.common.policy.device_defaults import BLOCK_SIZE, CPU_MAX_NUM_SEQS, engine_defaults
 from seer.common.types import Capacity
 from seer.local import pool_plan
 from seer.local.hardware import Hardware
@@ -285,6 +285,31 @@ TURN_CELLS: dict[str, Cell] = {
 """With `--turns`; the first one is their reference."""
 
 
+def settled(base: Config, machine: Hardware) -> Config:
+    """Return the configuration with those defaults set that cells are made for, as the machine has them."""
+    described = _described(base) if base.engine.backend == "vllm" else {}
+    default = engine_defaults(
+        machine.devices, base.engine.tensor_parallel, described,
+        attention_backend=base.engine.vllm.attention_backend,
+    )  # fmt: skip
+    return msgspec.structs.replace(
+        base,
+        shared=msgspec.structs.replace(base.shared, block_size=base.shared.block_size or default.block_size),
+        # As on CPUs, whatever a device could run at once: more requests would leave cells nothing to preempt.
+        engine=msgspec.structs.replace(base.engine, max_num_seqs=sequences(base)),
+    )
+
+
+def block_size(base: Config) -> int:
+    """Return the tokens of a KV block."""
+    return base.shared.block_size or BLOCK_SIZE
+
+
+def sequences(base: Config) -> int:
+    """Return how many requests an engine runs at once."""
+    return base.engine.max_num_seqs or CPU_MAX_NUM_SEQS
+
+
 def scarce_blocks(base: Config, lengths: Sequence[int]) -> int:
     """Return KV blocks for one longest sequence, or a `SCARCITY` of the first to run if that is more.
 
@@ -293,8 +318,8 @@ def scarce_blocks(base: Config, lengths: Sequence[int]) -> int:
     """
     capacity = Capacity(
         kv_blocks=0,
-        block_size=base.shared.block_size or BLOCK_SIZE,
-        max_num_seqs=base.engine.max_num_seqs or CPU_MAX_NUM_SEQS,
+        block_size=block_size(base),
+        max_num_seqs=sequences(base),
         max_model_len=base.engine.max_model_len or max(lengths, default=0),
     )
     at_once = sum(capacity.blocks_for(length, 0) for length in lengths[: capacity.max_num_seqs])
@@ -315,7 +340,7 @@ def block_bytes(base: Config, value_bytes: int) -> int:
     heads = model.get("num_attention_heads") or 1
     size = model.get("head_dim") or model.get("hidden_size", 0) // heads
     numbers = 2 * model.get("num_hidden_layers", 0) * (model.get("num_key_value_heads") or heads) * size
-    return (base.shared.block_size or BLOCK_SIZE) * numbers * value_bytes
+    return block_size(base) * numbers * value_bytes
 
 
 def choose(

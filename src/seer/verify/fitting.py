@@ -15,8 +15,7 @@ import msgspec
 import numpy as np
 
 from seer.common.config import Config
-from seer.common.policy.device_defaults import BLOCK_SIZE, CPU_MAX_NUM_SEQS
-from seer.verify.cells import Cell, block_bytes, scarce_pool_bytes
+from seer.verify.cells import Cell, block_bytes, block_size, scarce_pool_bytes, sequences
 
 MOST_RESPONSES = 768
 """In all, per cell; a tiny model on one CPU core takes about a minute for them."""
@@ -78,7 +77,7 @@ class Fit(msgspec.Struct, frozen=True, kw_only=True):
 
 def fit(cell: Cell, base: Config, work: Work, value_bytes: int = 2) -> Fit:
     """Fit a cell to a workload. `value_bytes` are those of a number of the KV cache."""
-    cell, why = _chunked(cell, base.shared.block_size or BLOCK_SIZE, work)
+    cell, why = _chunked(cell, block_size(base), work)
     if why:
         return Fit(cell=cell, n=work.n, why=why)
     most = max(work.n, MOST_RESPONSES // len(work.prompts))
@@ -135,12 +134,12 @@ def _least(cell: Cell, work: Work) -> int:
 
 def _overflows(cell: Cell, base: Config, work: Work, n: int, value_bytes: int) -> bool:
     pairs = work.grown(n)
-    block = base.shared.block_size or BLOCK_SIZE
+    block = block_size(base)
     if cell.disk:
         memory = scarce_pool_bytes(base) // max(1, block_bytes(base, value_bytes))
         return peak_blocks(pairs, block, whole=True) > DISK_OVERFLOW * memory
     config = cell.config(base, [prompt + output for prompt, output in pairs])
-    at_once = pairs if cell.pool else pairs[: config.engine.max_num_seqs or CPU_MAX_NUM_SEQS]
+    at_once = pairs if cell.pool else pairs[: sequences(config)]
     return peak_blocks(at_once, block) > OVERFLOW * (config.engine.kv_blocks or 1)
 
 

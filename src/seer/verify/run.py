@@ -22,7 +22,6 @@ from seer.client import Group, Prompt
 from seer.client.prompts import check_request
 from seer.common.config import Config
 from seer.common.errors import ConfigError, InvalidField, SeerError
-from seer.common.policy.device_defaults import BLOCK_SIZE, CPU_MAX_NUM_SEQS
 from seer.local import system as launch
 from seer.local.hardware import Hardware
 from seer.rollout.files import (
@@ -36,7 +35,7 @@ from seer.rollout.files import (
 )
 from seer.verify import turns
 from seer.verify.cell_run import ROLLOUT_NUMBER, CellRun, Job, Runner, Say
-from seer.verify.cells import CELLS, TURN_CELLS, Cell, choose
+from seer.verify.cells import CELLS, TURN_CELLS, Cell, block_size, choose, sequences, settled
 from seer.verify.compare import LOGPROB_TOLERANCE, compare
 from seer.verify.fitting import Fit, Work, fit, n_for_tokens
 from seer.verify.judge import judge
@@ -73,11 +72,10 @@ def verify(job: Job, say: Say) -> Report:
     cannot run; what befalls other cells is in the report.
     """
     config, prompts = _prepare(job)
-    if config.engine.max_num_seqs is None:  # the cells are made for as many, whatever a device could run
-        engine = msgspec.structs.replace(config.engine, max_num_seqs=CPU_MAX_NUM_SEQS)
-        config = msgspec.structs.replace(config, engine=engine)
+    machine = Hardware.here()
+    config = settled(config, machine)
     matrix = TURN_CELLS if job.turns else CELLS
-    cells, skipped = choose(job.matrix, config, Hardware.here(), matrix)
+    cells, skipped = choose(job.matrix, config, machine, matrix)
     files = _files(config)
     report, reference, runs = launch.run(_run_cells(cells, skipped, config, Runner(job, prompts, say)))
     if _files(config) != files:
@@ -126,12 +124,11 @@ async def _reference(cell: Cell, config: Config, n: int, runner: Runner) -> Cell
     """Run the reference, once more with fewer sequences at once where it was short of KV memory."""
     found = await runner.run(cell, cell.config(config), n)
     if found.counters["preemptions"] and found.kv_blocks:
-        block = config.shared.block_size or BLOCK_SIZE
+        block = block_size(config)
         longest = max(max(prompt + output for prompt, output in _work(found.groups).grown(n)) + 1, block)
         seqs = max(1, found.kv_blocks // -(-longest // block))
         runner.say(f"{cell.name} was preempted: once more, {seqs} sequences at once")
-        seqs = min(seqs, config.engine.max_num_seqs or seqs)
-        engine = msgspec.structs.replace(config.engine, max_num_seqs=seqs)
+        engine = msgspec.structs.replace(config.engine, max_num_seqs=min(seqs, sequences(config)))
         config = msgspec.structs.replace(config, engine=engine)
         found = await runner.run(cell, cell.config(config), n)
     return found
