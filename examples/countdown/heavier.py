@@ -1,0 +1,84 @@
+"""Make a model heavier without changing what it computes: its MLPs and its attention get parts that are zero.
+
+    python examples/countdown/heavier.py build/heavier-30 --weight 30 --kv 4
+
+The shipped model is so small that a step's time is Python's. Padded with zeros it takes the time and the
+memory of a larger model and still generates the same text, so figures about schedules, drafts and the KV pool
+can be measured on one that behaves as models do. For models of the Llama family (Llama, Qwen2, Qwen3) in one
+safetensors file, with `mlp.{gate,up,down}_proj` and `self_attn.{q,k,v,o}_proj`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+from safetensors.numpy import load_file, save_file
+
+MODEL = Path(__file__).parent / "model"
+
+WEIGHTS = "model.safetensors"
+
+STEP = 128
+"""The MLPs' width is a multiple of this, as models' are."""
+
+Array = npt.NDArray[np.float32]
+
+
+def heavier(folder: Path, *, weight: float = 1, kv: int = 1, model: Path = MODEL) -> Path:
+    """Write `model` into `folder`, at least `weight` times as large, with `kv` times the KV a token.
+
+    More KV means more attention heads, all of whose values are zero; the MLPs take the rest of the weight.
+    Returns `folder`. Raises `ValueError` for factors below 1.
+    """
+    if weight < 1 or kv < 1:
+        raise ValueError(f"weight = {weight}, kv = {kv}: give 1 or more")
+    tensors = load_file(model / WEIGHTS)
+    config = json.loads((model / "config.json").read_text())
+    target = weight * sum(tensor.nbytes for tensor in tensors.values())
+    heads = {part: kv * config[part] for part in ("num_attention_heads", "num_key_value_heads")}
+    for part, axis in (("q", 0), ("k", 0), ("v", 0), ("o", 1)):
+        _grow(tensors, f"self_attn.{part}_proj", axis, lambda size: kv * size)
+    missing = target - sum(tensor.nbytes for tensor in tensors.values())
+    a_unit = 3 * config["hidden_size"] * config["num_hidden_layers"] * 4  # bytes that one more MLP unit takes
+    width = config["intermediate_size"]
+    if missing > 0:
+        width = -(-(width + round(missing / a_unit)) // STEP) * STEP
+    for part, axis in (("gate", 0), ("up", 0), ("down", 1)):
+        _grow(tensors, f"mlp.{part}_proj", axis, lambda _: width)
+    shutil.copytree(model, folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns(WEIGHTS))
+    save_file(tensors, folder / WEIGHTS, {"format": "pt"})
+    (folder / "config.json").write_text(
+        json.dumps(config | heads | {"intermediate_size": width}, indent=2) + "\n"
+    )
+    return folder
+
+
+def _grow(tensors: dict[str, Array], name: str, axis: int, size: Callable[[int], int]) -> None:
+    """Append zeros to these weights and biases of every layer, along an axis of the weights."""
+    for key, tensor in tensors.items():
+        if name in key and axis < tensor.ndim:
+            more = [(0, 0)] * tensor.ndim
+            more[axis] = (0, size(tensor.shape[axis]) - tensor.shape[axis])
+            tensors[key] = np.pad(tensor, more)
+
+
+def main() -> None:
+    """Write a model."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--weight", type=float, default=30, help="at least so many times the bytes")
+    parser.add_argument("--kv", type=int, default=1, help="so many times the KV a token")
+    parser.add_argument("--model", type=Path, default=MODEL)
+    options = parser.parse_args()
+    made = heavier(options.folder, weight=options.weight, kv=options.kv, model=options.model)
+    print(f"{made}: {(made / WEIGHTS).stat().st_size / 1e6:.0f} MB")
+
+
+if __name__ == "__main__":
+    main()

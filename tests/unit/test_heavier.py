@@ -1,0 +1,39 @@
+"""A heavier model (`examples/countdown/heavier.py`): the same function, more bytes, more KV."""
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+if any(importlib.util.find_spec(name) is None for name in ("torch", "transformers")):
+    pytest.skip("needs the engine extra", allow_module_level=True)
+
+sys.path.append(str(Path(__file__).parents[2] / "examples" / "countdown"))
+
+import torch
+from heavier import MODEL, WEIGHTS, heavier
+from transformers import AutoModelForCausalLM
+
+
+@pytest.mark.parametrize(("weight", "kv"), [(1, 1), (5, 1), (5, 2), (1, 3)])
+def test_the_same_function_with_more_bytes_and_more_kv(tmp_path: Path, weight: float, kv: int) -> None:
+    made = heavier(tmp_path / "model", weight=weight, kv=kv)
+    ids = torch.randint(0, 66, (2, 60), generator=torch.Generator().manual_seed(weight * 10 + kv))
+    with torch.no_grad():
+        logits, expected = (
+            AutoModelForCausalLM.from_pretrained(folder).eval()(ids).logits for folder in (made, MODEL)
+        )
+    torch.testing.assert_close(logits, expected, rtol=0, atol=2e-5)
+    config, shipped = (json.loads((folder / "config.json").read_text()) for folder in (made, MODEL))
+    assert config["num_key_value_heads"] == kv * shipped["num_key_value_heads"]
+    size, least = ((folder / WEIGHTS).stat().st_size for folder in (made, MODEL))
+    assert weight * least * 0.99 < size < (weight + kv) * least * 1.1
+    assert (made / "tokenizer.json").is_file()
+
+
+def test_a_factor_below_one_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="give 1 or more"):
+        heavier(tmp_path / "model", weight=0.5)
+    assert not (tmp_path / "model").exists()
