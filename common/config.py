@@ -67,7 +67,7 @@ class BufferConfig(_Section, frozen=True):
 
     policy: str = "seer"
     chunk_size: int | None = None
-    """Most tokens of a chunk; default: a 32nd of a response's `max_tokens`, but at least 256."""
+    """Most tokens of a chunk; default: a 64th of a response's `max_tokens`, but at least 256."""
     max_requests: int = 200_000
     """Bound on unfinished requests."""
     engine_wait_seconds: float = 600.0

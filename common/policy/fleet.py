@@ -21,6 +21,9 @@ from seer.common.types import Capacity
 _CHUNK = 2**40  # weight of a chunk in `_load`: more than that of any number of blocks
 _NEVER = 2**62  # more blocks than any instance has
 
+SPARE_PART = 256
+"""At most one in so many of an instance's blocks is left free for the chunks that run there."""
+
 
 @dataclass(slots=True)
 class InstanceView:
@@ -168,15 +171,24 @@ class Fleet(Mapping[str, InstanceView]):
         instance = self._views.get(name)
         return instance is not None and instance.has_room(context, chunk)
 
-    def emptiest(self, context: int, chunk: int) -> InstanceView | None:
-        """Return the one with the fewest chunks, then most free blocks, of those that have room."""
+    def emptiest(self, context: int, chunk: int, spare: int = 0) -> InstanceView | None:
+        """Return the one with the fewest chunks, then most free blocks, of those that have room.
+
+        Where chunks run, room for `spare` more tokens must be left, at most for one in `SPARE_PART` of all.
+        """
         needs = [
             capacity.blocks_for(context, chunk) if context + chunk <= capacity.max_model_len else _NEVER
             for capacity in self._kinds
         ]
+        more = [min(spare // kind.block_size, kind.kv_blocks // SPARE_PART) for kind in self._kinds]
         if len(needs) == 1:
-            return self._least_loaded(self._room >= needs[0])
-        return self._least_loaded(self._room >= np.array(needs, dtype=np.int64)[self._kind])
+            found = self._least_loaded(self._room >= needs[0] + more[0])
+            if found is None and more[0]:
+                found = self._least_loaded((self._room >= needs[0]) & (self._load < 0))
+            return found
+        need = np.array(needs, dtype=np.int64)[self._kind]
+        found = self._least_loaded(self._room >= need + np.array(more, dtype=np.int64)[self._kind])
+        return found or self._least_loaded((self._room >= need) & (self._load < 0))
 
     def least_loaded(self, context: int, chunk: int) -> InstanceView | None:
         """Return the one with the fewest chunks of those below `max_num_seqs` that could hold it if empty."""

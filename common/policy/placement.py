@@ -5,6 +5,8 @@ None: no instance has room, the request waits.
 Invariants (tests/property/test_placement.py asserts them):
 - `stay_or_least_loaded` leaves no request waiting that fits anywhere, and moves one only if its instance
   has no room or runs more than `BALANCE_SPREAD` chunks beyond the least loaded of those that have;
+- so does `stay_or_spare_room`, but who comes from elsewhere fits only where room is left for those that run
+  there, or where nothing runs;
 - a placement is a function of what the fleet holds, not of the order in which instances joined.
 """
 
@@ -25,6 +27,10 @@ The paper's OSDI version says 32; 2 ended simulated rollouts 0.2 to 3 % sooner, 
 (bench/scheduling/placement.py).
 """
 
+SPARE_CHUNKS = 3
+"""Chunks' worth of room that `stay_or_spare_room` leaves free: a request that comes into the last free blocks
+takes them from one that runs there, which must leave at its next chunk (bench/scheduling/moves.py)."""
+
 
 def whole_group(request: RequestView, chunk: int, fleet: Fleet) -> str | None:
     """Keep a group on one instance, groups in turn (round robin). The engine preempts if KV runs out."""
@@ -43,18 +49,24 @@ def least_loaded(request: RequestView, chunk: int, fleet: Fleet) -> str | None:
 
 def stay_or_least_loaded(request: RequestView, chunk: int, fleet: Fleet) -> str | None:
     """Stay where the prefix is cached, unless the least loaded instance with room has far fewer chunks."""
+    return _stay_or_move(request, chunk, fleet, 0)
+
+
+def stay_or_spare_room(request: RequestView, chunk: int, fleet: Fleet) -> str | None:
+    """As `stay_or_least_loaded`, but move only to where the chunks that run there can go on as well."""
+    return _stay_or_move(request, chunk, fleet, min(SPARE_CHUNKS * chunk, request.remaining - chunk))
+
+
+def _stay_or_move(request: RequestView, chunk: int, fleet: Fleet, spare: int) -> str | None:
     # The first chunks of a group are not placed together: that would save prefills of their prompt, at most
     # half a percent of the time, but an instance with a group of long responses ends late.
-    emptiest = fleet.emptiest(request.context, chunk)
-    if emptiest is None:
-        return None
+    emptiest = fleet.emptiest(request.context, chunk, spare)
     home = request.last_instance
-    if (
-        fleet.has_room(home, request.context, chunk)
-        and fleet[home].chunks - emptiest.chunks <= BALANCE_SPREAD
+    if fleet.has_room(home, request.context, chunk) and (
+        emptiest is None or fleet[home].chunks - emptiest.chunks <= BALANCE_SPREAD
     ):
         return home
-    return emptiest.name
+    return emptiest.name if emptiest else None
 
 
 def always_migrate(request: RequestView, chunk: int, fleet: Fleet) -> str | None:

@@ -12,7 +12,8 @@ class RequestView:
     In a turn of a trajectory, `prompt_len` is the context that it began with, `earlier` tokens were generated
     in earlier turns, and all turns together generate at most `cap`; 0: it is no turn. `queued` numbers the
     times at which requests started to wait, so it orders them by arrival in the queue. `last_instance` ran
-    the last chunk; empty before the first.
+    the last chunk; empty before the first. `came_with`: what it had `produced` when it last came there, from
+    elsewhere or after it waited.
     """
 
     request_id: str
@@ -23,6 +24,7 @@ class RequestView:
     generated: int = 0
     queued: int = 0
     last_instance: str = ""
+    came_with: int = 0
     earlier: int = 0
     cap: int = 0
 

@@ -3,7 +3,7 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from seer.common.policy.fleet import Fleet, InstanceView
+from seer.common.policy.fleet import SPARE_PART, Fleet, InstanceView
 from seer.common.types import Capacity
 
 SIZE = 49
@@ -47,12 +47,22 @@ def first_by_load(views: list[InstanceView]) -> InstanceView | None:
     return min(views, key=lambda view: (view.chunks, -view.free_blocks, view.name), default=None)
 
 
+def blocks_with_spare(view: InstanceView, context: int, chunk: int, spare: int) -> int:
+    capacity = view.capacity
+    more = min(spare // capacity.block_size, capacity.kv_blocks // SPARE_PART)
+    return capacity.blocks_for(context, chunk) + more
+
+
 def check(fleet: Fleet, context: int, chunk: int) -> None:
     able = [view for view in fleet.values() if view.capacity.holds(context, chunk)]
     assert list(fleet.holding(context, chunk)) == [view.name for view in able]
     room = [view for view in fleet.values() if view.has_room(context, chunk)]
     assert [name for name in NAMES if fleet.has_room(name, context, chunk)] == [view.name for view in room]
     assert fleet.emptiest(context, chunk) is first_by_load(room)
+    for spare in (1, 64, 10**6):
+        roomy = [view for view in room if view.free_blocks >= blocks_with_spare(view, context, chunk, spare)]
+        found = first_by_load(roomy) or first_by_load([view for view in room if not view.chunks])
+        assert fleet.emptiest(context, chunk, spare) is found
     seats = [view for view in able if view.chunks < view.capacity.max_num_seqs]
     assert fleet.least_loaded(context, chunk) is first_by_load(seats)
 

@@ -5,7 +5,7 @@ from invariants import check
 from seer.common.group_events import RequestProgress
 from seer.common.policy.draft_costs import ALL_GROUPS
 from seer.common.policy.length import Estimate
-from seer.common.policy.schedule import POLICIES
+from seer.common.policy.schedule import FAIR_DISPATCHES, POLICIES, STAY
 from seer.common.types import Capacity
 from seer.services.buffer.events import Joined, Left, Tick
 from seer.services.buffer.requests import events, instructions, state
@@ -400,3 +400,46 @@ def test_restored_tokens_count_as_unfinished_ones():
     assert refused.prompt_ids == ["young"]
     assert set(machine.groups) == {"r/old"}
     check(machine)
+
+
+def seer_machine(seats: int = 2, blocks: int = 1000) -> RequestMachine:
+    machine = RequestMachine(POLICIES["seer"], state.Limits(chunk_size=16))
+    capacity = Capacity(kv_blocks=blocks, block_size=16, max_num_seqs=seats, max_model_len=4096)
+    machine.apply(Joined("a", capacity), 0.0)
+    return machine
+
+
+def test_who_runs_goes_on_before_who_waits_and_gives_way_after_its_share():
+    machine = seer_machine(seats=1)
+    (chunk,) = pick(submit(machine, "p", n=2, max_tokens=256, prompt_len=16), instructions.Dispatch)
+    first, ran = chunk.request_id, 0
+    while chunk.request_id == first:
+        ran += 16
+        (chunk,) = pick(end(machine, chunk), instructions.Dispatch)
+        assert machine.requests[first].view.came_with == 0
+        check(machine)
+    assert ran - 16 < STAY * (256 - (ran - 16)), "it went on as long as it had not run its share"
+    assert ran >= STAY * (256 - ran), "then the other one had its turn"
+    # The other one has generated nothing, so it goes on for as long; then the first one comes again.
+    while chunk.request_id != first:
+        (chunk,) = pick(end(machine, chunk), instructions.Dispatch)
+    assert machine.requests[first].view.came_with == ran
+
+
+def test_who_runs_waits_where_there_is_no_room_for_its_next_chunk():
+    machine = seer_machine(seats=2, blocks=6)
+    first, second = pick(submit(machine, "p", n=2, max_tokens=64, prompt_len=16), instructions.Dispatch)
+    assert not pick(end(machine, first), instructions.Dispatch), "4 blocks needed, 3 are free"
+    assert machine.waiting == 1
+    check(machine)
+    (third,) = pick(end(machine, second, finish="stop"), instructions.Dispatch)
+    assert third.request_id == first.request_id
+    assert machine.requests[first.request_id].view.came_with == 16, "it waited: it may have lost its KV"
+
+
+def test_nobody_goes_on_when_it_is_the_turn_of_who_waited_longest():
+    machine = seer_machine(seats=1)
+    (chunk,) = pick(submit(machine, "p", n=2, max_tokens=256, prompt_len=16), instructions.Dispatch)
+    machine.counters["chunks"] = FAIR_DISPATCHES - 1
+    (following,) = pick(end(machine, chunk), instructions.Dispatch)
+    assert following.request_id != chunk.request_id

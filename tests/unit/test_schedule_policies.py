@@ -3,11 +3,11 @@ import random
 
 import pytest
 
-from seer.common.policy.fleet import Fleet, InstanceView
+from seer.common.policy.fleet import SPARE_PART, Fleet, InstanceView
 from seer.common.policy.length import Estimate
-from seer.common.policy.placement import BALANCE_SPREAD
+from seer.common.policy.placement import BALANCE_SPREAD, SPARE_CHUNKS
 from seer.common.policy.request import RequestView
-from seer.common.policy.schedule import POLICIES, TAIL_PROBABILITY, length_quantile, oracle
+from seer.common.policy.schedule import POLICIES, STAY, TAIL_PROBABILITY, length_quantile, oracle
 from seer.common.types import Capacity
 
 CAPACITY = Capacity(kv_blocks=10, block_size=16, max_num_seqs=4, max_model_len=4096)
@@ -46,6 +46,36 @@ def test_divided_stays_with_its_prefix_until_balance_matters():
     assert divided.place(request(), 16, fleet) == "other"
 
 
+def test_seer_moves_a_request_only_to_where_those_that_run_can_go_on():
+    seer = POLICIES["seer"]
+    roomy = Capacity(kv_blocks=2560, block_size=16, max_num_seqs=400, max_model_len=4096)
+    spare = min(SPARE_CHUNKS * 16 // 16, 2560 // SPARE_PART)
+    needed = roomy.blocks_for(16, 16)
+    full = roomy.kv_blocks - needed - spare
+    assert seer.place(request(), 16, Fleet([InstanceView("a", roomy, 1, reserved_blocks=full)])) == "a"
+    fleet = Fleet([InstanceView("a", roomy, 1, reserved_blocks=full + 1)])
+    assert seer.place(request(), 16, fleet) is None
+    assert seer.place(request(last_instance="a"), 16, fleet) == "a", "who runs there needs room for a chunk"
+    assert POLICIES["divided"].place(request(), 16, fleet) == "a"
+    # Where nothing runs, nobody else needs the room.
+    fleet.release("a", 0)
+    assert seer.place(request(), 16, fleet) == "a"
+
+
+def test_seer_goes_on_until_it_has_run_its_share_of_what_may_come():
+    seer, known = POLICIES["seer"], Estimate(64.0)
+
+    def goes_on(generated: int, came_with: int = 0) -> bool:
+        return seer.goes_on(request(generated=generated, came_with=came_with), known)
+
+    turn = next(tokens for tokens in range(64) if tokens >= STAY * (64 - tokens))
+    assert all(goes_on(tokens) for tokens in range(1, turn))
+    assert not any(goes_on(tokens) for tokens in range(turn, 64))
+    assert goes_on(turn, came_with=turn - 1)
+    for name in POLICIES.keys() - {"seer"}:
+        assert not POLICIES[name].goes_on(request(generated=1), known), "others take turns"
+
+
 def test_divided_is_first_come_first_served_and_chunked():
     divided = POLICIES["divided"]
     assert divided.order(request(queued=1), Estimate(5.0)) < divided.order(request(queued=2), Estimate(1.0))
@@ -57,7 +87,7 @@ def test_chunks_follow_the_cap_where_no_size_is_given():
     def chunk(policy: str, cap: int, generated: int = 0) -> int:
         return POLICIES[policy].chunk(RequestView("r", 0, 0, 16, cap, generated=generated), None)
 
-    assert [chunk("seer", cap) for cap in (64, 1024, 8192, 65_536)] == [64, 256, 256, 2048]
+    assert [chunk("seer", cap) for cap in (64, 1024, 8192, 65_536)] == [64, 256, 256, 1024]
     assert chunk("seer", 65_536, generated=65_000) == 536
     assert chunk("static", 65_536) == 65_536
 

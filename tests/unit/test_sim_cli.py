@@ -127,7 +127,7 @@ def test_a_trace_runs_once_on_the_cluster_named(tmp_path: Path) -> None:
     result = sim("--workload", trace, "--cluster", "kimi-k2", "--policy", "seer")
     assert result.exit_code == 0, result.output
     assert (
-        "trace.jsonl: 2 prompts, 3 recorded responses on 8 instances; chunks of 3072, 1 seed "
+        "trace.jsonl: 2 prompts, 3 recorded responses on 8 instances; chunks of 1536, 1 seed "
         in result.output
     )
     described = tmp_path / "my [bold]own.toml"  # no markup

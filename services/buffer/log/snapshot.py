@@ -49,9 +49,10 @@ class Response(msgspec.Struct, array_like=True):
     finish: str
     stop_reason: str
     parked_since: float | None
+    came_with: int = 0
 
 
-VIEW = ("generated", "queued", "last_instance")
+VIEW = ("generated", "queued", "last_instance", "came_with")
 """The fields of a `Response` that are in the view of a `RequestState`."""
 
 

@@ -235,8 +235,17 @@ class RequestMachine:
         for request_id, instance, chunk in self.scheduler.placements(now):
             self._dispatch(request_id, instance, chunk, out)
 
-    def _dispatch(self, request_id: str, instance: InstanceView, chunk: int, out: list[Instruction]) -> None:
+    def _dispatch(
+        self,
+        request_id: str,
+        instance: InstanceView,
+        chunk: int,
+        out: list[Instruction],
+        waited: bool = True,
+    ) -> None:
         request = self.requests[request_id]
+        if waited or request.view.last_instance != instance.name:
+            request.view.came_with = request.view.produced
         self._attempt += 1
         request.attempt = self._attempt
         request.parked_since = None
@@ -294,7 +303,10 @@ class RequestMachine:
             request.finish, request.stop_reason = finish, event.stop_reason
         self._reached(request, now, out, event)
         if not finish:
-            self.scheduler.wait(event.request_id)
+            if (going_on := self.scheduler.going_on(event.request_id)) is not None:
+                self._dispatch(event.request_id, *going_on, out, waited=False)
+            else:
+                self.scheduler.wait(event.request_id)
         group = request.group
         self.registry.keep(group, event.count, out)
         if not group.unfinished and group.group_id in self.groups:

@@ -2,7 +2,7 @@
 
 Invariants (tests/invariants.py asserts them after every event):
 - a waiting request is queued, parked or a suspect; a parked one fits no registered instance;
-- if the request that goes next has to wait for room, no other one overtakes it;
+- if the request that goes next has to wait for room, no waiting one overtakes it;
 - suspects run one after the other, each alone on an instance that gets no other work until they are done.
 """
 
@@ -92,10 +92,29 @@ class Scheduler:
 
     # --- placement -----------------------------------------------------------------------
 
+    def going_on(self, request_id: str) -> tuple[InstanceView, int] | None:
+        """Return where a request whose chunk has just ended goes on at once, and for how many tokens.
+
+        None: it waits with the others.
+        """
+        request = self._requests[request_id]
+        view, estimate = request.view, self._estimates[request.group.group_id]
+        if self._is_turn_of_oldest or not self.policy.goes_on(view, estimate):
+            return None
+        chunk = self.policy.chunk(view, self._chunk_size)
+        if not self._instances.has_room(view.last_instance, view.context, chunk):
+            return None
+        name = self.policy.place(view, chunk, self._instances)
+        return (self._instances[name], chunk) if name is not None else None
+
+    @property
+    def _is_turn_of_oldest(self) -> bool:
+        """Whether the next dispatch is that of the request which has waited longest."""
+        return self.policy.fair and self._counters["chunks"] % FAIR_DISPATCHES == FAIR_DISPATCHES - 1
+
     def next(self) -> str | None:
         """Return the queued request that goes next."""
-        fair = self.policy.fair and self._counters["chunks"] % FAIR_DISPATCHES == FAIR_DISPATCHES - 1
-        return self.queue.oldest() if fair else self.queue.head()
+        return self.queue.oldest() if self._is_turn_of_oldest else self.queue.head()
 
     def placements(self, now: float) -> Iterator[tuple[str, InstanceView, int]]:
         """Yield what to dispatch at `now` (monotonic seconds): request id, instance, tokens.
