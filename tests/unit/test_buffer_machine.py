@@ -427,14 +427,14 @@ def test_who_runs_goes_on_before_who_waits_and_gives_way_after_its_share():
 
 
 def test_who_runs_waits_where_there_is_no_room_for_its_next_chunk():
-    machine = seer_machine(seats=2, blocks=6)
-    first, second = pick(submit(machine, "p", n=2, max_tokens=64, prompt_len=16), instructions.Dispatch)
-    assert not pick(end(machine, first), instructions.Dispatch), "4 blocks needed, 3 are free"
-    assert machine.waiting == 1
-    check(machine)
+    machine = seer_machine(seats=3, blocks=6)
+    first, second, _ = pick(submit(machine, "p", n=3, max_tokens=94, prompt_len=1), instructions.Dispatch)
+    assert not pick(end(machine, first), instructions.Dispatch), "3 blocks needed, 2 are free"
+    view = machine.requests[first.request_id].view
+    assert machine.policy.goes_on(view, machine.estimates["r/p"]), "but for that it would"
     (third,) = pick(end(machine, second, finish="stop"), instructions.Dispatch)
     assert third.request_id == first.request_id
-    assert machine.requests[first.request_id].view.came_with == 16, "it waited: it may have lost its KV"
+    assert view.came_with == 16, "it waited: it may have lost its KV"
 
 
 def test_nobody_goes_on_when_it_is_the_turn_of_who_waited_longest():
@@ -443,3 +443,13 @@ def test_nobody_goes_on_when_it_is_the_turn_of_who_waited_longest():
     machine.counters["chunks"] = FAIR_DISPATCHES - 1
     (following,) = pick(end(machine, chunk), instructions.Dispatch)
     assert following.request_id != chunk.request_id
+
+
+def test_who_has_no_room_where_it_runs_does_not_overtake_elsewhere():
+    machine = seer_machine(seats=3, blocks=6)
+    first, *_ = pick(submit(machine, "p", n=3, max_tokens=94, prompt_len=1), instructions.Dispatch)
+    machine.apply(Joined("b", Capacity(kv_blocks=20, block_size=16, max_num_seqs=3, max_model_len=400)), 0.0)
+    assert pick(submit(machine, "q", n=1, max_tokens=94, prompt_len=200), instructions.Dispatch)
+    assert not pick(submit(machine, "r", n=1, max_tokens=100, prompt_len=100), instructions.Dispatch)
+    assert machine.instances["b"].has_room(17, 16)
+    assert not pick(end(machine, first), instructions.Dispatch), "who waits for room comes first"
