@@ -82,6 +82,12 @@ def test_batch_invariant_kernels_are_judged_only_beside_the_others():
     assert recommended(cell(1, 0.0, 1.3), cell(0, 0.0, 1.0))["engine.batch_invariant"] == "false"
 
 
+def test_the_number_of_engines_is_that_which_was_planned():
+    planned = Line("limits", "note", "planned", figures={"instances": 3})
+    assert "# seer up --instances 3" in verdict([STARTED, planned, CAPACITY]).shown()
+    assert "--instances" not in verdict([STARTED, CAPACITY]).shown()
+
+
 def test_the_settings_can_be_pasted_into_a_configuration(tmp_path):
     lines = [
         STARTED,

@@ -59,3 +59,24 @@ def test_too_little_memory_names_what_to_lower(monkeypatch):
         RuntimeError, match=r"24 rows of logits: lower engine.max_num_seqs or drafts.max_draft"
     ):
         LargestBatch(runner(6, 2048), 3)(torch.zeros(1, 7))
+
+
+def test_a_loaded_engine_says_what_its_largest_batch_takes(monkeypatch):
+    taken = 64 * 2**20
+
+    class Draw:
+        def __init__(self, device):
+            self.histories = None
+
+        def __call__(self, logits, params):
+            torch.ones(taken // 4)  # what a draw would need beside the logits
+            return [torch.zeros(len(logits), dtype=torch.int32).numpy()]
+
+    monkeypatch.setattr(largest_batch, "StepSampler", Draw)
+    engine = runner(6, 2048)
+    engine.model_config = SimpleNamespace(get_hidden_size=lambda: 7, get_vocab_size=lambda: VOCAB)
+    engine.device, engine.dtype = torch.device("cpu"), torch.bfloat16
+    found = largest_batch.measured(engine, 3)
+    assert (found["rows"], found["logits_bytes"]) == (24, 24 * VOCAB * 2)
+    assert taken <= found["peak_bytes"] < 2 * taken
+    assert found["seconds"] > 0

@@ -92,8 +92,7 @@ def start(report: Report) -> None:
     try:
         engine = started(report.config)
     except SeerError as error:
-        text, _, fix = str(error).partition(": ")
-        report.expect(False, str(error), fix or text)
+        report.expect(False, str(error), "do what the line says, and run `seer doctor --only start`")
         return
     backend, seconds = engine.backend, round(engine.seconds, 1)
     report.expect(True, "an engine starts, and its tokens are those of the reference", "", seconds=seconds)

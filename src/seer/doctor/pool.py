@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from seer.services.engine.vllm.backend import VllmBackend
     from seer.services.engine.vllm.kv_pool.fetch_choice import FetchChoice
 
-LENGTHS = (512, 1024, 2048, 4096)
+LENGTHS = (512, 1024, 2048)
 """Tokens of the contexts that are computed, saved and fetched; the engine's limit bounds them."""
 
 ROUNDS = 4
@@ -119,7 +119,7 @@ def _judge(report: Report, backend: VllmBackend) -> None:
         stats.pool_tokens > 0 and not stats.pool_failures and not stats.pool_corrupt,
         "an engine fetches KV that it has saved",
         "see what the pool logs, and docs/kv-pool.md",
-        fetched_tokens=stats.pool_tokens, failures=stats.pool_failures, corrupt=stats.pool_corrupt,
+        fetched_tokens=stats.pool_tokens, failures=stats.pool_failures, dropped_blocks=stats.pool_dropped_blocks, corrupt=stats.pool_corrupt,
     )  # fmt: skip
     choice: FetchChoice = backend.core.engine_core.scheduler.connector.choice
     speeds = choice.speeds()

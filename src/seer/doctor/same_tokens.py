@@ -52,13 +52,12 @@ def other_kernels(report: Report) -> None:
 def _verify(report: Report, config: Config, matrix: str) -> None:
     from seer.verify.run import verify
 
-    engine = replace(config.engine, max_model_len=min(config.engine.max_model_len or 512, 512))
     with tempfile.TemporaryDirectory() as folder:
         prompts = Path(folder) / "prompts.jsonl"
         prompts.write_text("\n".join(json.dumps(each) for each in made_up_prompts(_vocabulary(config))))
         job = Job(
             prompts=prompts, n=GROUP, sampling=SamplingParams(max_tokens=TOKENS, ignore_eos=True), seed=0,
-            config=replace(config, engine=engine), matrix=matrix, min_tokens=LEAST_TOKENS,
+            config=config, matrix=matrix, min_tokens=LEAST_TOKENS,
             cell_seconds=CELL_SECONDS,
         )  # fmt: skip
         try:
@@ -77,7 +76,8 @@ def judge(report: Report, found: Verified, invariant: bool) -> None:
             continue
         if cell.unmet:
             report.note(f"{cell.name} did not do what it is there for: {'; '.join(cell.unmet)}")
-        bugs, numeric = cell.count("bug"), cell.count("numeric")
+        numeric = cell.count("numeric")
+        bugs = len(cell.mismatches) - numeric  # also those that nobody judged, as there were too many
         report.expect(
             not bugs, f"the same tokens in {cell.about}",
             f"run `seer verify --matrix {cell.name}`, and report what it says",

@@ -44,12 +44,16 @@ class Verdict:
     state: Literal["ready", "slower", "not ready", "unknown"]
     text: str
     settings: tuple[Setting, ...]
+    instances: int = 0
+    """Engines for this machine; 0: unknown."""
 
     def shown(self) -> str:
         """Return it as people read it; the settings can be pasted into a configuration."""
         rows = [f"verdict: {self.text}"]
         if self.settings:
             rows.append("settings that fit this machine, by what was measured:")
+        if self.settings and self.instances:
+            rows.append(f"# seer up --instances {self.instances}")
         section = ""
         for each in self.settings:
             if each.section != section:
@@ -64,13 +68,17 @@ def verdict(lines: Sequence[Line]) -> Verdict:
     failed = [line for line in lines if line.status == "fail"]
     slow = [line for line in lines if line.status == "slow"]
     settings = tuple(sorted(_settings(lines), key=lambda each: (each.section, each.key)))
+    planned = (line.figures for line in lines if (line.check, line.text) == ("limits", "planned"))
+    instances = int(_number(next(planned, {}), "instances"))
     if failed:
-        return Verdict("not ready", f"not ready: {_texts(failed)}", settings)
+        return Verdict("not ready", f"not ready: {_texts(failed)}", settings, instances)
     if not any(line.check == "start" and line.status == "pass" for line in lines):
-        return Verdict("unknown", "nothing failed, but no engine was started: run all checks", settings)
+        text = "nothing failed, but no engine was started: run all checks"
+        return Verdict("unknown", text, settings, instances)
     if slow:
-        return Verdict("slower", f"ready, slower than it could be: {_texts(slow)}", settings)
-    return Verdict("ready", "ready", settings)
+        text = f"ready, slower than it could be: {_texts(slow)}"
+        return Verdict("slower", text, settings, instances)
+    return Verdict("ready", "ready", settings, instances)
 
 
 def _texts(lines: Sequence[Line]) -> str:
