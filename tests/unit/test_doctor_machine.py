@@ -98,6 +98,11 @@ def test_gpus_that_can_be_used_pass_and_old_ones_are_said():
     assert [line.status for line in said(devices.judge_devices, [], None, False)] == ["skip"]
 
 
+def test_a_gpu_that_nobody_lists_fails():
+    (line,) = said(devices.judge_devices, [], "13.0", True)  # a container without nvidia-smi
+    assert (line.status, "NVIDIA_DRIVER_CAPABILITIES" in line.fix) == ("fail", True)
+
+
 def test_a_path_without_a_compiler_fails_on_a_gpu(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CC", raising=False)

@@ -22,6 +22,8 @@ CPU_BUILD = (
     "install the extra cuda13 (pip install 'seer-rollout[cuda13]'), or set CUDA_VISIBLE_DEVICES= to use CPUs"
 )
 
+NO_LIST = "put nvidia-smi on the PATH; in a container set NVIDIA_DRIVER_CAPABILITIES=compute,utility"
+
 LEAST_GENERATION = 8
 """bfloat16 and FlashAttention need Ampere or later."""
 
@@ -50,6 +52,9 @@ def judge_devices(report: Report, listed: Sequence[Device], cuda: str | None, us
         )
     elif not usable:
         report.skip("no GPU is listed")
+    elif not listed:
+        text = "torch can use a GPU that nvidia-smi does not list: engines are planned as on CPUs"
+        report.expect(False, text, NO_LIST)
     else:
         report.expect(True, "torch can use the GPU", "", gpus=len(listed), driver=driver_version(), cuda=cuda)
     for device in listed if usable else ():

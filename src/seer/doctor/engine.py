@@ -8,11 +8,11 @@ Invariants:
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -44,7 +44,10 @@ LARGE_HOST_SHARE = 0.4
 REQUESTS, TOKENS = 4, 32
 """Requests whose tokens are compared, and how many of each."""
 
-_files = ExitStack()
+_RSS = 18
+"""Place of the resident pages in `/proc/PID/stat`, counted from behind the process group."""
+
+_files = contextlib.ExitStack()
 """The engine's temporary files. Never closed: whoever starts next removes what this process leaves."""
 
 
@@ -121,8 +124,9 @@ def _say_graphs(report: Report, engine: Engine) -> None:
     }
     report.note("graphs", compile_mode=str(compilation.mode), **shown)
     if engine.gpu:
+        graphs = bool(sizes) and shown["graph_mode"] != "NONE"
         report.prefer(
-            bool(sizes) and shown["graph_mode"] != "NONE", "steps run as CUDA graphs",
+            graphs, "steps run as CUDA graphs" if graphs else "steps run without CUDA graphs",
             "leave out engine.vllm.enforce_eager and cudagraph_mode: else the host launches each kernel",
         )  # fmt: skip
 
@@ -173,9 +177,10 @@ def step_table(report: Report) -> None:
         backend.probe.script_drafts(None)
     if engine.gpu and clock is not None:
         share = float(host["host_share"])
-        report.prefer(share <= LARGE_HOST_SHARE, "the host takes little of the largest batch's step",
-                      "give engines faster or more CPU cores; without drafts, engine.async_scheduling = true",
-                      host_share=share)  # fmt: skip
+        report.prefer(
+            share <= LARGE_HOST_SHARE, f"the host takes {share:.0%} of the largest batch's step",
+            "give engines faster or more CPU cores; without drafts, engine.async_scheduling = true",
+        )  # fmt: skip
 
 
 def sleep(report: Report) -> None:
@@ -188,7 +193,8 @@ def sleep(report: Report) -> None:
     freed = (before - memory_in_use(engine.gpu)) / 2**20
     awake = _seconds(lambda: backend.sleep(False))
     report.prefer(
-        freed > 0, "sleep frees memory", "see which other processes took memory meanwhile",
+        freed > 0, "sleep frees memory" if freed > 0 else "sleep frees no memory",
+        "see which other processes took memory meanwhile",
         freed_mib=round(freed, 1), seconds=asleep, wake_seconds=awake,
     )  # fmt: skip
     _compare(report, "after sleep", expected, tokens_of(backend))
@@ -221,13 +227,18 @@ def tokens_of(backend: VllmBackend) -> list[list[int]]:
 
 
 def memory_in_use(gpu: bool) -> int:
-    """Return the bytes in use: on the whole device, or of this process."""
+    """Return the bytes in use: on the whole device, or of this process and its ranks."""
     if gpu:
         import torch
 
         free, total = torch.cuda.mem_get_info()
         return int(total - free)
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    pages, ours = 0, os.getpgrp()
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):  # it has ended
+            _, _, group, *rest = stat.read_text().rpartition(")")[2].split()
+            pages += int(rest[_RSS]) if int(group) == ours else 0
+    return pages * os.sysconf("SC_PAGE_SIZE")
 
 
 def _seconds(work: Callable[[], None]) -> float:

@@ -119,7 +119,8 @@ def _judge(report: Report, backend: VllmBackend) -> None:
         stats.pool_tokens > 0 and not stats.pool_failures and not stats.pool_corrupt,
         "an engine fetches KV that it has saved",
         "see what the pool logs, and docs/kv-pool.md",
-        fetched_tokens=stats.pool_tokens, failures=stats.pool_failures, dropped_blocks=stats.pool_dropped_blocks, corrupt=stats.pool_corrupt,
+        fetched_tokens=stats.pool_tokens, failures=stats.pool_failures, corrupt=stats.pool_corrupt,
+        dropped_blocks=stats.pool_dropped_blocks,
     )  # fmt: skip
     choice: FetchChoice = backend.core.engine_core.scheduler.connector.choice
     speeds = choice.speeds()
