@@ -2,6 +2,7 @@
 
 import ast
 import json
+import signal
 import subprocess
 import sys
 import time
@@ -222,6 +223,27 @@ def test_what_cannot_be_checked_is_refused_by_name():
     ):
         refused = run.invoke(main, ["doctor", *options])
         assert (refused.exit_code, says in refused.stderr) == (2, True), refused.stderr
+
+
+def children(pid):
+    listed = Path(f"/proc/{pid}/task/{pid}/children").read_text()
+    return [int(child) for child in listed.split()]
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGKILL, -9)])
+def test_a_doctor_that_ends_ends_its_check(number, status):
+    doctor = subprocess.Popen(
+        [sys.executable, "-m", "seer.cli.main", "doctor", "--only", "imports"], stdout=subprocess.DEVNULL
+    )
+    end = time.monotonic() + 60
+    while not (of_check := children(doctor.pid)):
+        assert time.monotonic() < end
+        time.sleep(0.02)
+    doctor.send_signal(number)
+    assert doctor.wait(60) == status
+    while any(map(alive, of_check)):  # the kernel ends it when it comes to that
+        assert time.monotonic() < end
+        time.sleep(0.02)
 
 
 def test_every_check_has_a_name_of_its_own_and_a_function():

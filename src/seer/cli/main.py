@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -305,6 +306,9 @@ def doctor(
         raise InvalidField(
             "--bundle", str(bundle), "leave out --kernels: the whole doctor has those checks, too"
         )
+    signal.signal(
+        signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM)
+    )  # the check that runs ends with it
     if kernels:
         sys.exit(kernel_checks.run(chosen, json_file, seconds or kernel_checks.SECONDS))
     sys.exit(checkup.run(config, chosen, json_file, bundle, seconds or checkup.SECONDS))

@@ -1,4 +1,4 @@
-"""Checks that share a process: `python -m seer.doctor.child FD CONFIG CHECKS`, CHECKS as JSON.
+"""Checks that share a process: `python -m seer.doctor.child PARENT FD CONFIG CHECKS`, CHECKS as JSON.
 
 Their lines go to the file descriptor FD. What they print besides is kept for the case that one crashes. A
 check is left to the caller if the one it needs has failed here.
@@ -13,11 +13,13 @@ import sys
 import time
 
 from seer.doctor.lines import ENDED, Report
+from seer.local.child import die_with
 
 
 def main() -> None:
     """Run the checks that the command line names, one after the other."""
-    fd, config, checks = sys.argv[1:]
+    parent, fd, config, checks = sys.argv[1:]
+    die_with(int(parent))
     os.set_inheritable(int(fd), False)  # else their own children would keep the pipe open
     failed: set[str] = set()
     with os.fdopen(int(fd), "w") as to:

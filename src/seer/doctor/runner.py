@@ -6,7 +6,7 @@ Invariants:
 - a check whose needed one failed fails by name, and is not begun;
 - the time of all checks together is bounded. A check for which none is left says so by name: it fails, or is
   left out if it is optional;
-- a line is handed on as soon as it is written; no process of a check outlives it.
+- a line is handed on as soon as it is written; no process of a check outlives it, and none this process.
 """
 
 from __future__ import annotations
@@ -105,8 +105,9 @@ class _Process:
         reading, writing = os.pipe()
         with self._output() as output, os.fdopen(reading, "rb", buffering=0) as pipe:
             given = json.dumps([asdict(check) for check in self._checks])
+            arguments = str(os.getpid()), str(writing), self._config, given
             process = subprocess.Popen(
-                [sys.executable, "-m", "seer.doctor.child", str(writing), self._config, given],
+                [sys.executable, "-m", "seer.doctor.child", *arguments],
                 stdout=output, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
                 pass_fds=(writing,), start_new_session=True,
             )  # fmt: skip
