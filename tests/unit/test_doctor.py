@@ -147,6 +147,14 @@ def test_neighbours_share_a_process_until_one_breaks_it(made_up):
     ]
 
 
+def test_others_have_processes_of_their_own(made_up):
+    alone, also = (replace(made_up("process"), name=name) for name in ("alone", "also"))
+    one, other = (replace(made_up("process"), name=name, process=name) for name in ("one", "other"))
+    lines = list(run_checks([alone, also, one, other], 120))
+    pids = [line.figures["pid"] for line in lines if line.text == "process"]
+    assert len(set(pids)) == len(pids) == 4
+
+
 def test_each_check_of_a_process_has_its_own_deadline(made_up):
     (hangs, good) = shared(made_up, "hangs", "good")
     lines = list(run_checks([replace(hangs, seconds=1.0, setup=1.0), good], 120))
