@@ -187,6 +187,12 @@ def test_what_is_needed_follows_from_the_configuration():
     assert need.locked_bytes == GIB
 
 
+def test_a_busy_machine_is_said():
+    assert not wrong(said(limits.judge_load, 1.5, 2))
+    (line,) = wrong(said(limits.judge_load, 9.0, 2))
+    assert (line.status, "9.0 processes ran on 2 cores" in line.text) == ("slow", True)
+
+
 def test_a_containers_share_of_processors_is_read():
     assert limits._quota("150000 100000\n") == 1.5
     assert limits._quota("max 100000\n") is None

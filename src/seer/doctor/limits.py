@@ -102,6 +102,7 @@ def check(report: Report) -> None:
         devices=plans[0].environ.get("CUDA_VISIBLE_DEVICES", "CPUs"),
     )
     judge(report, Limits.here(), need)
+    judge_load(report, os.getloadavg()[0], len(os.sched_getaffinity(0)))
     spool = Path(config.buffer.spool or tempfile.gettempdir())
     judge_disk(report, "buffer.spool", spool, SPOOL_VERSIONS * weight_bytes(config))
     if config.pool.ssd_gib:
@@ -142,6 +143,13 @@ def judge(report: Report, limits: Limits, need: Need) -> None:
         cores >= wanted, f"processors: {cores:g} may be used at once, {wanted} ranks want one each or more",
         "start fewer --instances, or give the container more CPUs", cores=cores,
     )  # fmt: skip
+
+
+def judge_load(report: Report, load: float, cores: int) -> None:
+    """Judge how busy the machine is, by the processes that ran in the last minute."""
+    busy = load > cores
+    text = f"other work on the machine: {load:.1f} processes ran on {cores} cores in the last minute"
+    report.prefer(not busy, text, "run the doctor again while nothing else runs: it would be faster")
 
 
 def judge_disk(report: Report, field: str, folder: Path, needed: int) -> None:

@@ -79,7 +79,7 @@ def judge(report: Report, found: Verified, invariant: bool) -> None:
         numeric = cell.count("numeric")
         bugs = len(cell.mismatches) - numeric  # also those that nobody judged, as there were too many
         report.expect(
-            not bugs, f"the same tokens in {cell.about}",
+            not bugs, f"the same tokens: {cell.about}",
             f"run `seer verify --matrix {cell.name}`, and report what it says",
             cell=cell.name, batch_invariant=int(invariant), tokens=cell.comparison.tokens, bugs=bugs,
             by_arithmetic=numeric,
