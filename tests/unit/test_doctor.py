@@ -1,16 +1,20 @@
-"""`seer doctor --kernels`: it runs on a CPU, and a check that crashes or hangs is a line, not the end."""
+"""`seer doctor`: checks run one after another, and one that crashes or hangs is a line, not the end."""
 
+import ast
 import json
+import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
 
 from seer.cli.main import main
-from seer.doctor import kernels
+from seer.common.config import load
+from seer.doctor import checkup, kernels, output
 from seer.doctor.lines import MAX_TEXT, Line, Report, parse
 from seer.doctor.runner import Check, run_checks
 
@@ -39,6 +43,19 @@ def hangs(report):
 def talks(report):
     while True:
         report.note("again")
+
+def garbage(report):
+    report._to.write("no line of a check\\n")
+
+def endless(report):
+    while True:
+        report._to.write("x" * 65536)
+
+def leaves(report):
+    os._exit(0)
+
+def process(report):
+    report.note("process", pid=os.getpid())
 """
 
 
@@ -97,6 +114,77 @@ def alive(pid):
         return False
 
 
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [("garbage", "no line of a check"), ("endless", "no line of a check"), ("leaves", "exit code 0")],
+)
+def test_a_check_that_writes_garbage_or_ends_unseen_fails(made_up, name, says):
+    lines = list(run_checks([made_up(name), made_up("good")], 120))
+    (failed,) = [line for line in lines if line.status == "fail"]
+    assert (failed.check, says in failed.text) == (name, True)
+    assert ("good", "pass") in statuses(lines)
+
+
+def shared(made_up, *names, **options):
+    return [replace(made_up(name), process="one", **options) for name in names]
+
+
+def test_neighbours_share_a_process_until_one_breaks_it(made_up):
+    checks = shared(made_up, "process", "killed", "good")
+    lines = list(run_checks([replace(checks[0], name="first"), *checks, made_up("bad")], 120))
+    assert statuses(lines) == [
+        ("first", "note"), ("process", "note"), ("killed", "fail"), ("good", "note"), ("good", "pass"),
+        ("bad", "fail"),
+    ]  # fmt: skip
+    first, second = (line.figures["pid"] for line in lines if line.text == "process")
+    assert first == second
+    assert [line.check for line in lines if line.text == "ended"] == [
+        "first",
+        "process",
+        "killed",
+        "good",
+        "bad",
+    ]
+
+
+def test_others_have_processes_of_their_own(made_up):
+    alone, also = (replace(made_up("process"), name=name) for name in ("alone", "also"))
+    one, other = (replace(made_up("process"), name=name, process=name) for name in ("one", "other"))
+    lines = list(run_checks([alone, also, one, other], 120))
+    pids = [line.figures["pid"] for line in lines if line.text == "process"]
+    assert len(set(pids)) == len(pids) == 4
+
+
+def test_each_check_of_a_process_has_its_own_deadline(made_up):
+    (hangs, good) = shared(made_up, "hangs", "good")
+    lines = list(run_checks([replace(hangs, seconds=1.0, setup=1.0), good], 120))
+    (failed,) = [line for line in lines if line.status == "fail"]
+    assert "did not end within 2 s" in failed.text  # the first one has what its process takes to begin
+    assert ("good", "pass") in statuses(lines)
+
+
+def test_what_needs_a_failed_check_fails_by_name_and_is_not_begun(made_up):
+    for first in ("bad", "killed"):
+        (broken, good) = shared(made_up, first, "good")
+        lines = list(
+            run_checks([broken, replace(good, needs=first), replace(made_up("process"), needs=first)], 120)
+        )
+        assert statuses(lines) == [(first, "fail"), ("good", "fail"), ("process", "fail")]
+        assert first in lines[-1].text
+        assert f"mend {first}" in lines[-1].fix
+
+
+def test_an_optional_check_is_left_out_when_time_is_up(made_up):
+    lines = list(run_checks([made_up("hangs"), replace(made_up("good"), optional=True)], 2.0))
+    assert statuses(lines)[-1] == ("good", "skip")
+    assert "--only good" in lines[-1].fix
+
+
+def test_what_checks_print_is_kept(made_up, tmp_path):
+    list(run_checks([made_up("raises")], 120, logs=tmp_path))
+    assert "ValueError: out of order" in (tmp_path / "raises.log").read_text()
+
+
 def test_checks_that_no_time_is_left_for_fail_by_name(made_up):
     lines = list(run_checks([made_up("hangs"), made_up("good")], 2.0))
     assert statuses(lines)[-1] == ("good", "fail")
@@ -112,9 +200,9 @@ def test_the_json_is_whole_after_every_line(made_up, tmp_path, monkeypatch, caps
     seen = []
     monkeypatch.setattr(kernels, "CHECKS", (made_up("good"), made_up("bad")))
     file = tmp_path / "lines.json"
-    write = kernels._write
+    write = output.write
     monkeypatch.setattr(
-        kernels, "_write", lambda *given: (write(*given), seen.append(json.loads(file.read_text())))
+        output, "write", lambda *given: (write(*given), seen.append(json.loads(file.read_text())))
     )
     assert kernels.run((), file, 120) == 1
     assert [len(written["lines"]) for written in seen] == [1, 2, 3, 4, 5]
@@ -135,8 +223,66 @@ def test_what_cannot_be_checked_is_refused_by_name():
         2,
         True,
     )
-    nothing = run.invoke(main, ["doctor"])
-    assert (nothing.exit_code, "--kernels" in nothing.stderr) == (2, True)
+    for options, says in (
+        (["--only", "nothing"], "'nothing' is no check; there are versions, imports"),
+        (["--kernels", "--bundle", "b.tar.gz"], "leave out --kernels"),
+        (["--json", "/no/such/folder/file"], "give a file in an existing folder"),
+        (["--set", "engine.nothing=1"], "unknown key engine.nothing"),
+    ):
+        refused = run.invoke(main, ["doctor", *options])
+        assert (refused.exit_code, says in refused.stderr) == (2, True), refused.stderr
+
+
+def children(pid):
+    listed = Path(f"/proc/{pid}/task/{pid}/children").read_text()
+    return [int(child) for child in listed.split()]
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGKILL, -9)])
+def test_a_doctor_that_ends_ends_its_check(number, status):
+    doctor = subprocess.Popen(
+        [sys.executable, "-m", "seer.cli.main", "doctor", "--only", "imports"], stdout=subprocess.DEVNULL
+    )
+    end = time.monotonic() + 60
+    while not (of_check := children(doctor.pid)):
+        assert time.monotonic() < end
+        time.sleep(0.02)
+    doctor.send_signal(number)
+    assert doctor.wait(60) == status
+    while any(map(alive, of_check)):  # the kernel ends it when it comes to that
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
+def test_every_check_has_a_name_of_its_own_and_a_function():
+    names = [check.name for check in checkup.CHECKS]
+    assert len(set(names)) == len(names)
+    assert {check.needs for check in checkup.CHECKS} <= {*names, ""}
+    for check in checkup.CHECKS:
+        module, _, function = check.function.partition(":")
+        tree = ast.parse((Path(checkup.__file__).parent / f"{module.rpartition('.')[2]}.py").read_text())
+        assert function in [node.name for node in tree.body if isinstance(node, ast.FunctionDef)]
+
+
+def test_without_a_gpu_only_what_applies_is_run(monkeypatch):
+    monkeypatch.setattr(checkup, "visible_devices", list)
+    without = [check.name for check in checkup._applying()]
+    assert ("bits" in without, "streams" in without) == (True, False)
+    monkeypatch.setattr(checkup, "visible_devices", lambda: ["a GPU"])
+    assert [check.name for check in checkup._applying()] == [check.name for check in checkup.CHECKS]
+
+
+def test_without_a_model_engines_fail_with_a_fix_and_the_machine_is_checked(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(checkup, "SHIPPED_MODEL", tmp_path / "none")
+    file = tmp_path / "lines.json"
+    assert checkup.run(load(None, {}), ("clock", "start", "sleep"), file, None, 100) == 1
+    report = json.loads(file.read_text())
+    assert (report["model"], report["shipped_model"], report["verdict"]["state"]) == ("", False, "not ready")
+    found = {(line["check"], line["status"]): line for line in report["lines"]}
+    assert found["clock", "pass"]
+    assert "--model" in found["start", "fail"]["fix"]
+    assert "start" in found["sleep", "fail"]["text"]
+    assert capsys.readouterr().out.splitlines()[-1].startswith("verdict: not ready: start: no model")
 
 
 @pytest.mark.vllm

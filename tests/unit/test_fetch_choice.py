@@ -47,6 +47,11 @@ def test_what_takes_longer_to_fetch_is_never_fetched():
     assert 50 < measured(compute=1 / 25_000, latency=0.002, fetch=144 * 1024 / 9e9).pull_tokens(NOW) < 100
 
 
+def test_speeds_are_those_that_were_measured():
+    assert measured(compute=1e-3, latency=0.01, fetch=1e-4).speeds() == pytest.approx((0.01, 1e-4, 1e-3))
+    assert FetchChoice().speeds() is None
+
+
 def test_until_both_are_measured_the_papers_number_holds():
     choice = FetchChoice()
     assert choice.pull_tokens(NOW) == UNMEASURED_TOKENS

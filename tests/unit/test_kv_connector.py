@@ -108,7 +108,7 @@ def test_of_steps_that_overlap_each_counts_from_the_end_of_the_one_before(schedu
         scheduled()
         scheduler.now += 1000 * COMPUTE
         scheduler.connector.take_events()
-    assert list(scheduler.connector._choice._computed) == pytest.approx([COMPUTE] * 8)
+    assert list(scheduler.connector.choice._computed) == pytest.approx([COMPUTE] * 8)
 
 
 def test_a_number_that_is_configured_is_kept_whatever_was_measured(monkeypatch):

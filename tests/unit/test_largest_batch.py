@@ -1,5 +1,7 @@
 """The batch that stands for all others while memory is measured has as much of everything as any can have."""
 
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -59,3 +61,29 @@ def test_too_little_memory_names_what_to_lower(monkeypatch):
         RuntimeError, match=r"24 rows of logits: lower engine.max_num_seqs or drafts.max_draft"
     ):
         LargestBatch(runner(6, 2048), 3)(torch.zeros(1, 7))
+
+
+def test_a_loaded_engine_says_what_its_largest_batch_takes(monkeypatch):
+    engine = runner(6, 2048)
+    engine.model_config = SimpleNamespace(get_hidden_size=lambda: 7, get_vocab_size=lambda: VOCAB)
+    engine.device, engine.dtype = torch.device("cpu"), torch.bfloat16
+    in_use = iter([1_000, 1_700])
+    monkeypatch.setattr(largest_batch, "_memory", lambda device, reset: next(in_use))
+    found = largest_batch.measured(engine, 3)
+    assert (found["rows"], found["logits_bytes"], found["peak_bytes"]) == (24, 24 * VOCAB * 2, 700)
+    assert found["seconds"] > 0
+
+
+GROWS = """
+import torch
+from seer.services.engine.vllm.sampling.largest_batch import _memory
+cpu, taken = torch.device("cpu"), 64 * 2**20
+for _ in range(2):  # what was in use before does not count
+    before = _memory(cpu, reset=True)
+    torch.ones(taken // 4)
+    assert 0.9 * taken < _memory(cpu, reset=False) - before < 2 * taken  # the kernel counts in batches
+"""
+
+
+def test_memory_that_was_taken_for_a_moment_is_seen():
+    subprocess.run([sys.executable, "-c", GROWS], check=True, timeout=60)

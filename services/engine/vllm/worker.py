@@ -28,7 +28,7 @@ from seer.services.engine.vllm.drafts.path_selector import PathSelector
 from seer.services.engine.vllm.drafts.scratch_blocks import path_blocks
 from seer.services.engine.vllm.merging import Adapter
 from seer.services.engine.vllm.runner_v1 import RowSampler
-from seer.services.engine.vllm.sampling.largest_batch import LargestBatch
+from seer.services.engine.vllm.sampling.largest_batch import LargestBatch, measured
 from seer.services.engine.vllm.sampling.vectors import self_test
 
 if TYPE_CHECKING:
@@ -59,6 +59,10 @@ class SeerWorker:
     def seer_profile_largest_batch(self, max_draft: int) -> None:
         """Have vLLM's memory profile run our sampler instead of its own; before KV is sized."""
         self.model_runner._dummy_sampler_run = LargestBatch(self.model_runner, max_draft)
+
+    def seer_measure_largest_batch(self, max_draft: int) -> dict[str, float]:
+        """See `largest_batch.measured`."""
+        return measured(self.model_runner, max_draft)
 
     def seer_install(self, max_draft: int, scratch: list[int]) -> None:
         """Put our sampler into the model runner, and ourselves into the proposer if there is one.

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -259,27 +260,58 @@ def status(connect: str, as_json: bool) -> None:
 
 
 @main.command()
-@click.option("--kernels", is_flag=True, help="The GPU: sampler, copies, streams, sharing between processes.")
-@click.option("--only", default="", metavar="CHECK[,...]", help="Run these checks.  [default: all]")
-@click.option("--seconds", type=click.FloatRange(min=0, min_open=True), default=480.0, show_default=True,
-    help="Most seconds of all checks.",
+@_MODEL
+@click.option(
+    "--kernels", is_flag=True, help="Only the GPU: sampler, copies, streams; needs torch and Triton alone."
+)
+@click.option(
+    "--only", default="", metavar="CHECK[,...]", help="Run these checks.  [default: all that apply]"
+)
+@click.option("--seconds", type=click.FloatRange(min=0, min_open=True),
+    help="Most seconds of all checks.  [default: 600, or 480 with --kernels]",
 )  # fmt: skip
 @click.option("--json", "json_file", type=_FILE, help="Write all lines as JSON, after each one.")
-def doctor(kernels: bool, only: str, seconds: float, json_file: Path | None) -> None:
-    """Check this machine; exits with 1 if a line fails. docs/gpu.md says what the checks are.
+@click.option(
+    "--bundle", type=_FILE, help="Write one file for a bug report, FILE.tar.gz: no prompts, no secrets."
+)
+@_CONFIG
+def doctor(
+    kernels: bool,
+    only: str,
+    seconds: float | None,
+    json_file: Path | None,
+    bundle: Path | None,
+    **options: object,
+) -> None:
+    """Check this machine: driver, libraries, limits, ports, an engine, its tokens, its speed, the KV pool.
 
-    Needs torch and Triton, but neither vLLM nor a network. On a CPU it runs what applies there.
+    Exits with 1 if a line fails. docs/doctor.md says what each check finds out. Without --model it runs the
+    tiny one of a checkout.
     """
     from seer.common.errors import InvalidField
-    from seer.doctor.kernels import names, run
+    from seer.doctor import checkup
+    from seer.doctor import kernels as kernel_checks
+    from seer.doctor.output import names
+    from seer.rollout.files import check_writable
 
-    if not kernels:
-        raise InvalidField("--kernels", kernels, "say what to check: there is --kernels so far")
+    config = _config(options)
     try:
-        chosen = names(only)
+        chosen = names(only, kernel_checks.CHECKS if kernels else checkup.CHECKS)
     except ValueError as error:
         raise InvalidField("--only", only, str(error)) from error
-    sys.exit(run(chosen, json_file, seconds))
+    for option, file in (("--json", json_file), ("--bundle", bundle)):
+        if file is not None:
+            check_writable(option, file)
+    if kernels and bundle is not None:
+        raise InvalidField(
+            "--bundle", str(bundle), "leave out --kernels: the whole doctor has those checks, too"
+        )
+    signal.signal(
+        signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM)
+    )  # the check that runs ends with it
+    if kernels:
+        sys.exit(kernel_checks.run(chosen, json_file, seconds or kernel_checks.SECONDS))
+    sys.exit(checkup.run(config, chosen, json_file, bundle, seconds or checkup.SECONDS))
 
 
 @main.command()

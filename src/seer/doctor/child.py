@@ -1,30 +1,50 @@
-"""One check, in a process of its own: `python -m seer.doctor.child NAME MODULE:FUNCTION FD`.
+"""Checks that share a process: `python -m seer.doctor.child PARENT FD CONFIG CHECKS`, CHECKS as JSON.
 
-Its lines go to the file descriptor FD. What it prints besides is kept for the case that it crashes.
+Their lines go to the file descriptor FD. What they print besides is kept for the case that one crashes. A
+check is left to the caller if the one it needs has failed here.
 """
 
 from __future__ import annotations
 
 import importlib
+import json
 import os
 import sys
+import time
 
-from seer.doctor.lines import Report
+from seer.doctor.lines import ENDED, Report
+from seer.local.child import die_with
 
 
 def main() -> None:
-    """Run the check that the command line names."""
-    name, function, fd = sys.argv[1:]
-    module, _, attribute = function.partition(":")
-    os.set_inheritable(int(fd), False)  # else its own children would keep the pipe open
+    """Run the checks that the command line names, one after the other."""
+    parent, fd, config, checks = sys.argv[1:]
+    die_with(int(parent))
+    os.set_inheritable(int(fd), False)  # else their own children would keep the pipe open
+    failed: set[str] = set()
     with os.fdopen(int(fd), "w") as to:
-        report = Report(name, to)
-        try:
-            check = getattr(importlib.import_module(module), attribute)
-        except ModuleNotFoundError as error:
-            report.expect(False, f"cannot be run: {error}", f"pip install {error.name}")
-            return
-        check(report)
+        for check in json.loads(checks):
+            if check["needs"] in failed:
+                break
+            report = Report(check["name"], to, config)
+            begun = time.monotonic()
+            _run(check["function"], report)
+            report.note(ENDED, seconds=round(time.monotonic() - begun, 1))
+            if report.failed:
+                failed.add(check["name"])
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)  # threads of libraries would be waited for
+
+
+def _run(function: str, report: Report) -> None:
+    module, _, attribute = function.partition(":")
+    try:
+        check = getattr(importlib.import_module(module), attribute)
+    except ModuleNotFoundError as error:
+        report.expect(False, f"cannot be run: {error}", f"pip install {error.name}")
+        return
+    check(report)
 
 
 if __name__ == "__main__":

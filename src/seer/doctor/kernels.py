@@ -4,21 +4,17 @@
 
 Invariants:
 - no vLLM, no network, no model: it runs in a plain checkout with `PYTHONPATH=src`;
-- every check has a process and a deadline of its own (see `runner`), and prints its lines as they come;
-- the JSON is whole after every line, so that a run that is cut off leaves what it found.
+- every check has a process and a deadline of its own (see `runner`), and prints its lines as they come.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 
-from seer import __version__
-from seer.doctor.lines import Line
+from seer.doctor.output import counted, names, show
 from seer.doctor.runner import Check, run_checks
 
 SECONDS = 480.0
@@ -44,32 +40,10 @@ CHECKS = (
 
 def run(only: Sequence[str], json_file: Path | None, seconds: float) -> int:
     """Run the checks of these names, or all; return 1 if a line failed, else 0."""
-    lines: list[Line] = []
-    for line in run_checks([check for check in CHECKS if not only or check.name in only], seconds):
-        print(line.shown(), flush=True)
-        lines.append(line)
-        if json_file:
-            _write(json_file, lines)
-    failed = sum(line.status == "fail" for line in lines)
-    passed = sum(line.status == "pass" for line in lines)
-    print(f"{passed} lines pass, {failed} fail", flush=True)
-    return 1 if failed else 0
-
-
-def _write(file: Path, lines: Sequence[Line]) -> None:
-    part = file.with_name(file.name + ".part")
-    part.write_text(json.dumps({"seer": __version__, "lines": [asdict(line) for line in lines]}, indent=1))
-    part.replace(file)
-
-
-def names(text: str) -> tuple[str, ...]:
-    """Return the checks that a comma-separated text names; raise `ValueError` for one that is none."""
-    given = tuple(name.strip() for name in text.split(",") if name.strip())
-    known = [check.name for check in CHECKS]
-    for name in given:
-        if name not in known:
-            raise ValueError(f"{name!r} is no check; there are {', '.join(known)}")
-    return given
+    chosen = [check for check in CHECKS if not only or check.name in only]
+    lines = show(run_checks(chosen, seconds), json_file)
+    print(counted(lines), flush=True)
+    return int(any(line.status == "fail" for line in lines))
 
 
 def main() -> None:
@@ -80,7 +54,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=SECONDS, help="most seconds of all checks")
     arguments = parser.parse_args()
     try:
-        only = names(arguments.only)
+        only = names(arguments.only, CHECKS)
     except ValueError as error:
         parser.error(f"--only: {error}")
     sys.exit(run(only, arguments.json, arguments.seconds))

@@ -9,17 +9,24 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Literal, TextIO
+from typing import Literal, TextIO, get_args
 
-Status = Literal["pass", "fail", "skip", "note"]
+Status = Literal["pass", "fail", "slow", "skip", "note"]
 Figure = float | int | str | None
+ENDED = "ended"
+"""The text of a check's last line."""
+
 MAX_TEXT = 2_000
 """Bound on a line's text, in characters: errors may quote whole compilations."""
 
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """One finding. `skip`: it does not apply here. `note`: figures that are neither right nor wrong."""
+    """One finding.
+
+    `slow`: it works, but costs time or memory. `skip`: it does not apply here. `note`: figures that are
+    neither right nor wrong.
+    """
 
     check: str
     status: Status
@@ -43,9 +50,10 @@ def _is_json(value: Figure) -> bool:
 
 
 class Report:
-    """Where a check writes its lines."""
+    """Where a check writes its lines. `config`: the file with the configuration that is checked, if any."""
 
-    def __init__(self, check: str, to: TextIO) -> None:
+    def __init__(self, check: str, to: TextIO, config: str = "") -> None:
+        self.config, self.failed = config, False
         self._check, self._to = check, to
 
     def note(self, text: str, **figures: Figure) -> None:
@@ -58,7 +66,12 @@ class Report:
 
     def expect(self, good: bool, text: str, fix: str, **figures: Figure) -> None:
         """Write `text` as a promise that holds, or does not; then also how to mend it."""
+        self.failed |= not good
         self._write("pass" if good else "fail", text, "" if good else fix, figures)
+
+    def prefer(self, good: bool, text: str, fix: str, **figures: Figure) -> None:
+        """Write `text` as what Seer works without, but better with."""
+        self._write("pass" if good else "slow", text, "" if good else fix, figures)
 
     def _write(self, status: Status, text: str, fix: str, figures: Mapping[str, Figure]) -> None:
         plain = {name: value if _is_json(value) else str(value) for name, value in figures.items()}
@@ -68,5 +81,11 @@ class Report:
 
 
 def parse(text: str) -> Line:
-    """Return the line that `Report` wrote as `text`."""
-    return Line(**json.loads(text))
+    """Return the line that `Report` wrote as `text`. Raises `ValueError` for anything else."""
+    try:
+        line = Line(**json.loads(text))
+    except TypeError as error:
+        raise ValueError(f"no line of a check: {error}") from error
+    if line.status not in get_args(Status):
+        raise ValueError(f"no status of a line: {line.status}")
+    return line

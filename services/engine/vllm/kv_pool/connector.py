@@ -66,7 +66,7 @@ class SeerStoreConnector(MooncakeStoreConnector):
     ) -> None:
         extra = vllm_config.kv_transfer_config.kv_connector_extra_config
         self._pull_tokens: int | None = extra[PULL_TOKENS]
-        self._choice, self._computes_all = FetchChoice(), False
+        self.choice, self._computes_all = FetchChoice(), False
         self._loads: dict[str, tuple[int, float]] = {}  # by request: tokens, and when they were ordered
         self._steps: deque[tuple[SchedulerOutput, float]] = deque(maxlen=MAX_STEPS)
         self._step_ended = 0.0
@@ -86,7 +86,7 @@ class SeerStoreConnector(MooncakeStoreConnector):
     @property
     def pull_tokens(self) -> int:
         """Up to so many missing tokens are computed."""
-        return self._choice.pull_tokens(time.monotonic()) if self._pull_tokens is None else self._pull_tokens
+        return self.choice.pull_tokens(time.monotonic()) if self._pull_tokens is None else self._pull_tokens
 
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
@@ -121,7 +121,7 @@ class SeerStoreConnector(MooncakeStoreConnector):
         for name in connector_output.finished_recving or ():
             load = self._loads.pop(name, None)
             if load is not None and not failed:
-                self._choice.load(load[0], now - load[1], now)
+                self.choice.load(load[0], now - load[1], now)
         if self._computes_all != (self.pull_tokens == NEVER):
             self._computes_all = not self._computes_all
             how = "computed, as fetching it takes longer" if self._computes_all else "fetched again"
@@ -133,7 +133,7 @@ class SeerStoreConnector(MooncakeStoreConnector):
         if self._steps:  # with asynchronous scheduling, the next one has begun, too
             step, begun = self._steps.popleft()
             seconds = now - max(begun, self._step_ended)
-            self._choice.step(step.num_scheduled_tokens, step.scheduled_spec_decode_tokens, seconds)
+            self.choice.step(step.num_scheduled_tokens, step.scheduled_spec_decode_tokens, seconds)
         self._step_ended = now
         events: Iterable[KVCacheEvent] = super().take_events()
         return events

@@ -61,13 +61,22 @@ class FetchChoice:
         """Return the number of missing tokens up to which they are computed."""
         if now - self._fetched_at > FORGET_SECONDS:
             self._fetched.clear()
-        if min(len(self._computed), len(self._fetched)) < ENOUGH:
+        speeds = self.speeds()
+        if speeds is None:
             return UNMEASURED_TOKENS
-        latency, fetch = _line(self._fetched)
-        compute = statistics.median(self._computed)
+        latency, fetch, compute = speeds
         if fetch >= compute:
             return NEVER
         return min(NEVER, math.ceil(latency / (compute - fetch)))
+
+    def speeds(self) -> tuple[float, float, float] | None:
+        """Return the seconds of a fetch that do not depend on its tokens, of each token, and to compute one.
+
+        None until there is enough of both.
+        """
+        if min(len(self._computed), len(self._fetched)) < ENOUGH:
+            return None
+        return *_line(self._fetched), statistics.median(self._computed)
 
 
 def _line(loads: Sequence[tuple[int, float]]) -> tuple[float, float]:

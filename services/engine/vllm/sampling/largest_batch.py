@@ -8,6 +8,9 @@ costs memory, and room on the device for every history at full length.
 
 from __future__ import annotations
 
+import re
+import time
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -59,3 +62,30 @@ class LargestBatch:
         table = SamplingTable([request] * self._requests)
         params = table.step(positions, history, counts, np.zeros(counts.sum(), np.int32))
         return torch.from_numpy(StepSampler(logits.device)(logits, params)[0])
+
+
+def measured(runner: GPUModelRunner, max_draft: int) -> dict[str, float]:
+    """Run the largest batch once more, on a loaded engine; return its `rows`, `seconds` and memory.
+
+    `logits_bytes` are those of the logits, `peak_bytes` what the call took at most, logits included; on CPUs
+    as far as the process grew for it.
+    """
+    batch = LargestBatch(runner, max_draft)
+    hidden = torch.zeros((1, runner.model_config.get_hidden_size()), dtype=runner.dtype, device=runner.device)
+    before, begun = _memory(runner.device, reset=True), time.perf_counter()
+    batch(hidden)
+    seconds, peak = time.perf_counter() - begun, _memory(runner.device, reset=False) - before
+    logits = batch.rows * runner.model_config.get_vocab_size() * hidden.element_size()
+    return {"rows": batch.rows, "logits_bytes": logits, "peak_bytes": peak, "seconds": seconds}
+
+
+def _memory(device: torch.device, *, reset: bool) -> int:
+    """Return the most bytes in use since the last reset; with `reset`, those in use now."""
+    if device.type == "cuda":
+        if reset:
+            torch.cuda.reset_peak_memory_stats(device)
+        return int(torch.cuda.max_memory_allocated(device))
+    if reset:
+        Path("/proc/self/clear_refs").write_text("5")
+    most = re.search(r"^VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text(), re.MULTILINE)
+    return int(most[1]) * 1024 if most else 0

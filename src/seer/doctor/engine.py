@@ -1,0 +1,247 @@
+"""An engine of the configuration, in this process: its start, its largest batch, its steps, sleep and
+updates.
+
+Invariants:
+- checks of one process share one engine, which has the share of the machine that it gets in a whole system;
+- tokens after sleep, and after loading the same weights again, are those from before.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from msgspec.structs import replace
+
+from seer.common.config import Config, load
+from seer.common.errors import SeerError
+from seer.common.process.scratch import private_temporary_folder
+from seer.common.types import SamplingParams
+from seer.doctor.given import given
+from seer.doctor.lines import Report
+from seer.local.hardware import plan_engines
+from seer.services.engine.backend import Chunk
+
+if TYPE_CHECKING:
+    from seer.services.engine.vllm.backend import VllmBackend
+
+BATCHES = (1, 8, 64, 256, 1024)
+DRAFTS = (0, 1, 2, 4, 8, 16)
+"""What the step table has, as far as the engine's limits allow."""
+
+WARM, STEPS = 3, 9
+"""Untimed and timed steps per entry of the table."""
+
+LARGE_HOST_SHARE = 0.4
+"""On GPUs, a host that takes more of a step keeps the device waiting."""
+
+REQUESTS, TOKENS = 4, 32
+"""Requests whose tokens are compared, and how many of each."""
+
+_RSS = 18
+"""Place of the resident pages in `/proc/PID/stat`, counted from behind the process group."""
+
+_files = contextlib.ExitStack()
+"""The engine's temporary files. Never closed: whoever starts next removes what this process leaves."""
+
+
+@dataclass(frozen=True, slots=True)
+class Engine:
+    """A started engine; `seconds` is how long that took."""
+
+    config: Config
+    backend: VllmBackend
+    seconds: float
+
+    @property
+    def gpu(self) -> bool:
+        """Whether it runs on a GPU."""
+        return self.backend.core.versions["device"] == "cuda"
+
+    @property
+    def max_draft(self) -> int:
+        """Most drafted tokens of a request and step; 0 without drafts."""
+        return self.config.drafts.max_draft if self.config.drafts.source != "off" else 0
+
+
+@functools.cache
+def started(config_file: str) -> Engine:
+    """Return the engine of a configuration, started once in this process. Raises `SeerError`."""
+    from seer.services.engine.vllm.backend import VllmBackend
+
+    _files.enter_context(private_temporary_folder())
+    config = load(Path(config_file))
+    plan = plan_engines(config.engine, None)[0]
+    os.environ.update(plan.environ)
+    begun = time.monotonic()
+    backend = VllmBackend(plan.config, config.shared, None, config.drafts)
+    backend.start()
+    return Engine(replace(config, engine=plan.config), backend, time.monotonic() - begun)
+
+
+def start(report: Report) -> None:
+    """Start the engine; say what it resolved, and compare every rank's noise with the reference."""
+    if not given(report).shared.model:
+        report.expect(
+            False, "no model is given, so no engine was checked", "give --model DIR: a small one is enough"
+        )
+        return
+    try:
+        engine = started(report.config)
+    except SeerError as error:
+        report.expect(False, str(error), "do what the line says, and run `seer doctor --only start`")
+        return
+    backend, seconds = engine.backend, round(engine.seconds, 1)
+    report.expect(True, "an engine starts, and its tokens are those of the reference", "", seconds=seconds)
+    capacity = backend.capacity
+    report.note(
+        "capacity", kv_blocks=capacity.kv_blocks, block_size=capacity.block_size,
+        max_num_seqs=capacity.max_num_seqs, max_model_len=capacity.max_model_len,
+        max_num_batched_tokens=backend.core.vllm_config.scheduler_config.max_num_batched_tokens,
+        kv_tokens=capacity.kv_blocks * capacity.block_size,
+    )  # fmt: skip
+    report.note("versions", **backend.versions, layout=backend.core.rpc("seer_kv_layout")[0][0])
+    _say_graphs(report, engine)
+    for rank, problem in enumerate(backend.probe.noise_errors()):
+        text = f"rank {rank}: the sampler's noise is the reference's, bit for bit"
+        report.expect(not problem, problem or text, "run `seer doctor --kernels`, and report what it says")
+
+
+def _say_graphs(report: Report, engine: Engine) -> None:
+    compilation = engine.backend.core.vllm_config.compilation_config
+    mode = compilation.cudagraph_mode
+    sizes = compilation.cudagraph_capture_sizes or []
+    shown = {
+        "graph_mode": getattr(mode, "name", str(mode)),
+        "graph_sizes": len(sizes),
+        "largest": max(sizes, default=0),
+    }
+    report.note("graphs", compile_mode=str(compilation.mode), **shown)
+    if engine.gpu:
+        graphs = bool(sizes) and shown["graph_mode"] != "NONE"
+        report.prefer(
+            graphs, "steps run as CUDA graphs" if graphs else "steps run without CUDA graphs",
+            "leave out engine.vllm.enforce_eager and cudagraph_mode: else the host launches each kernel",
+        )  # fmt: skip
+
+
+def largest_batch(report: Report) -> None:
+    """Run the largest batch that the sampler can meet, on every rank; fail if it does not fit."""
+    engine = started(report.config)
+    try:
+        ranks = engine.backend.core.rpc("seer_measure_largest_batch", max_draft=engine.max_draft)
+    except Exception as error:  # noqa: BLE001 - whatever a full device raises in a worker
+        report.expect(
+            False, f"the largest batch fails: {error}", "lower engine.max_num_seqs or drafts.max_draft"
+        )
+        return
+    for rank, found in enumerate(ranks):
+        report.expect(
+            True, f"rank {rank}: the largest batch fits beside KV", "", rows=int(found["rows"]),
+            seconds=round(found["seconds"], 3), logits_mib=round(found["logits_bytes"] / 2**20, 1),
+            peak_mib=round(found["peak_bytes"] / 2**20, 1),
+        )  # fmt: skip
+
+
+def step_table(report: Report) -> None:
+    """Time steps by batch and drafts, and the host's share of them outside the forward pass."""
+    from seer.doctor.step_clock import run_steps, watch_engine
+    from seer.services.engine.vllm.drafts.draft_script import DraftScript
+
+    engine = started(report.config)
+    backend, capacity = engine.backend, engine.backend.capacity
+    clock = None
+    if engine.config.engine.tensor_parallel == 1:
+        clock = watch_engine(backend)
+    else:
+        report.skip("several ranks: the host's share is not measured, as they are processes of their own")
+    most = min(capacity.max_num_seqs, capacity.kv_blocks // capacity.blocks_for(16, 256))
+    for batch in [each for each in BATCHES if each < most] + [max(1, most)]:
+        for drafts in [each for each in DRAFTS if each <= engine.max_draft]:
+            if engine.max_draft:
+                script = DraftScript(kind="random", vocab=backend.core.vocab_size, count=drafts)
+                backend.probe.script_drafts(script)
+            found = run_steps(backend, clock, batch, WARM, STEPS)
+            host = {} if clock is None else {
+                "seer_ms": found["seer"], "vllm_ms": found["vllm"],
+                "host_share": round((found["seer"] + found["vllm"]) / found["wall"], 2),
+            }  # fmt: skip
+            report.note("step", batch=batch, drafts=drafts, ms=found["wall"], **host)
+    if engine.max_draft:
+        backend.probe.script_drafts(None)
+    if engine.gpu and clock is not None:
+        share = float(host["host_share"])
+        report.prefer(
+            share <= LARGE_HOST_SHARE, f"the host takes {share:.0%} of the largest batch's step",
+            "give engines faster or more CPU cores; without drafts, engine.async_scheduling = true",
+        )  # fmt: skip
+
+
+def sleep(report: Report) -> None:
+    """Sleep, wake, and load the same weights again: the same tokens each time."""
+    engine = started(report.config)
+    backend, model = engine.backend, Path(engine.config.shared.model)
+    expected = tokens_of(backend)
+    before = memory_in_use(engine.gpu)
+    asleep = _seconds(lambda: backend.sleep(True))
+    freed = (before - memory_in_use(engine.gpu)) / 2**20
+    awake = _seconds(lambda: backend.sleep(False))
+    report.prefer(
+        freed > 0, "sleep frees memory" if freed > 0 else "sleep frees no memory",
+        "see which other processes took memory meanwhile",
+        freed_mib=round(freed, 1), seconds=asleep, wake_seconds=awake,
+    )  # fmt: skip
+    _compare(report, "after sleep", expected, tokens_of(backend))
+    report.note("reload", seconds=_seconds(lambda: backend.load_weights(model, "")))
+    _compare(report, "after loading the same weights again", expected, tokens_of(backend))
+
+
+def _compare(report: Report, when: str, expected: list[list[int]], found: list[list[int]]) -> None:
+    different = sum(
+        a != b for one, other in zip(expected, found, strict=True) for a, b in zip(one, other, strict=True)
+    )
+    report.expect(expected == found, f"the same tokens {when}",
+                  "report this, with `seer doctor --bundle`", different=different)  # fmt: skip
+
+
+def tokens_of(backend: VllmBackend) -> list[list[int]]:
+    """Return the tokens of a few requests, one after the other in the engine's first free batch."""
+    sampling = SamplingParams(max_tokens=TOKENS, ignore_eos=True)
+    found: list[list[int]] = [[] for _ in range(REQUESTS)]
+    for row in range(REQUESTS):
+        prompt = [(row + 5 * i + 1) % backend.core.vocab_size for i in range(12)]
+        backend.add(Chunk(
+            request_id=str(row), group_id="", attempt=0, key=row, prompt_len=len(prompt),
+            max_new_tokens=TOKENS, sampling=sampling, tokens=prompt,
+        ))  # fmt: skip
+    while backend.has_work():
+        for generated in backend.step().generated:
+            found[int(generated.request_id)] += generated.token_ids
+    return found
+
+
+def memory_in_use(gpu: bool) -> int:
+    """Return the bytes in use: on the whole device, or of this process and its ranks."""
+    if gpu:
+        import torch
+
+        free, total = torch.cuda.mem_get_info()
+        return int(total - free)
+    pages, ours = 0, os.getpgrp()
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):  # it has ended
+            _, _, group, *rest = stat.read_text().rpartition(")")[2].split()
+            pages += int(rest[_RSS]) if int(group) == ours else 0
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+def _seconds(work: Callable[[], None]) -> float:
+    begun = time.monotonic()
+    work()
+    return round(time.monotonic() - begun, 2)
