@@ -13,7 +13,7 @@ SLOW = EngineConfig(backend="replay", kv_blocks=200, max_num_seqs=4, replay_step
 
 
 def sleepers(cluster):
-    return {name for name, each in cluster.services.items() if name[0] == "e" and each._updater.asleep}
+    return {name for name, each in cluster.services.items() if name[0] == "e" and each._updater.sleeping}
 
 
 @virtual
@@ -79,7 +79,7 @@ async def test_an_engine_that_cannot_take_its_memory_again_is_lost_alone():
         await client.sleep()
         broken = cluster.services["e1"]._driver
 
-        async def fail(asleep):
+        async def fail(*_):
             raise SeerError("no memory")
 
         broken.sleep = fail

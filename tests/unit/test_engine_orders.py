@@ -10,11 +10,14 @@ from virtual_time import eventually, virtual
 from seer.common import wire
 from seer.common.config import Config
 from seer.common.errors import EngineError, Unreachable
+from seer.common.sleep import SleepState
 from seer.common.types import SamplingParams
 from seer.services.engine.backend import Chunk
 from seer.services.engine.replay.backend import ReplayBackend
 from seer.services.engine.weights.manifest import read_manifest
 from seer.services.engine.weights.updater import CheckedWeights
+
+AWAKE, KV_ASLEEP, ASLEEP = SleepState
 
 
 class Loading(ReplayBackend):
@@ -30,8 +33,8 @@ class Loading(ReplayBackend):
         self.loaded.append((folder, digest))
         self.meanwhile()
 
-    def sleep(self, asleep):
-        self.rests.append(asleep)
+    def sleep(self, state, level):
+        self.rests.append(state)
 
 
 def load(version, source, digest=None):
@@ -120,7 +123,7 @@ async def test_answers_come_in_the_order_of_their_questions():
         gate.set()
         await eventually(lambda: len(buffer.heard(wire.Slept)) == 4)
         assert [said.asleep for said in buffer.heard(wire.Slept)] == [True, False, True, True]
-        assert server._driver._backend.rests == [True, False, True]
+        assert server._driver._backend.rests == [ASLEEP, AWAKE, ASLEEP]
 
 
 @virtual

@@ -493,7 +493,7 @@ def test_a_trainer_may_ask_for_something_else_until_engines_load():
 def test_one_that_sleeps_is_told_to_load_once_it_is_awake():
     machine = make("a", weights=NEW)
     machine.apply(Joined("b", weights=OLD), 0.0, idle=True, awake={"a"})
-    assert machine.loading == {"b"}
+    assert machine.loading == set()
     assert machine.apply(Tick(), 99.0, idle=True, awake={"a"}) == []  # to wake has a deadline of its own
     assert machine.apply(Tick(), 99.0, idle=True, awake={"a", "b"}) == [weight_instructions.Load("b", NEW)]
     machine.apply(Joined("c", weights=NEW), 99.0, idle=True, awake={"a", "b"})
