@@ -3,7 +3,8 @@
 Invariants (tests/unit/test_cpu_sleep.py):
 - tensors stay the same objects, whoever has them: only their storages are resized;
 - at level 1 weights stay; after level 2 parameters hold NaN, so weights that nobody loaded are noticed;
-- buffers keep their values, as in vLLM's own sleep.
+- buffers keep their values, as in vLLM's own sleep;
+- copies of weights that vLLM packed for a CPU's instructions come back with the next load, not before.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ class CpuSleep:
     def __init__(self, runner: GPUModelRunner) -> None:
         self._runner = runner
         self._freed: dict[SleepTag, list[tuple[torch.UntypedStorage, int]]] = {}
+        self._dropped: list[torch.nn.Parameter] = []
 
     def sleep(self, tags: Collection[SleepTag], level: SleepLevel) -> None:
         """Have exactly these sleep; weights that stay at level 1 do not count."""
@@ -39,7 +41,7 @@ class CpuSleep:
             self._freed["kv_cache"] = _free(self._runner.kv_caches)
         _trim()
         if "weights" not in tags and self._take("weights"):
-            for parameter in self._runner.get_model().parameters():
+            for parameter in self._dropped:
                 if parameter.is_floating_point():
                     parameter.data.fill_(torch.nan)
         if "kv_cache" not in tags and self._take("kv_cache"):
@@ -52,8 +54,8 @@ class CpuSleep:
             if PACKED in vars(layer):
                 setattr(layer, PACKED, _without_weights)
         kept = {buffer.untyped_storage().data_ptr() for buffer in model.buffers()}
-        parameters = [each for each in model.parameters() if each.untyped_storage().data_ptr() not in kept]
-        self._freed["weights"] = _free(parameters)
+        self._dropped = [each for each in model.parameters() if each.untyped_storage().data_ptr() not in kept]
+        self._freed["weights"] = _free(self._dropped)
 
     def _take(self, tag: SleepTag) -> bool:
         """Take freed memory again; return whether there was any."""
