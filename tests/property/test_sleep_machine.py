@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from seer.common.sleep import SleepState, state_of
+from seer.common.sleep import SleepState
 from seer.services.buffer import sleep
 from seer.services.buffer.events import Joined, Left, Tick
 
@@ -325,8 +325,3 @@ def test_an_engine_of_an_earlier_release_is_named_where_it_cannot_follow_and_awa
     assert answer(machine, "new", KV_ASLEEP) == [sleep.Tell("t", False)]
     assert machine.held
     assert machine.awake == {"old"}
-
-
-def test_what_an_engine_says_is_a_state():
-    assert [state_of(asleep=bool(state), tags=state.tags) for state in SleepState] == list(SleepState)
-    assert (state_of(asleep=True), state_of(asleep=False)) == (ASLEEP, AWAKE)  # of an earlier release
