@@ -89,7 +89,10 @@ class DiscardWeights(Message, tag=True):
 
 
 class LoadWeights(Message, tag=True):
-    """Load weights; answered by `WeightsLoaded`. Nothing runs meanwhile."""
+    """Load weights; answered by `WeightsLoaded`. Nothing runs meanwhile.
+
+    Without a `source` they are the model that the engine was started with.
+    """
 
     version: int
     digest: ShortStr
