@@ -149,6 +149,11 @@ class WeightsMachine(msgspec.Struct):
         return frozenset(name for name, pending in self._pending.items() if not self._is_live(pending.loaded))
 
     @property
+    def _loaded_live(self) -> set[str]:
+        """The instances that have the live weights; some of them may sleep, and are not admitted yet."""
+        return self._admitted | self._pending.keys() - self._to_load
+
+    @property
     def known(self) -> set[str]:
         """All registered instances, whether they may get work or not."""
         return self._admitted | self._pending.keys() | self.quarantined.keys()
@@ -332,7 +337,7 @@ class WeightsMachine(msgspec.Struct):
                 return
             if current.request.trainer == event.trainer and not current.committing:
                 self._fail({"": f"{event.trainer} asked for another update"}, out)
-        if live is not None and not self.updating and self._admitted and _is_for(event, live):
+        if live is not None and not self.updating and self._loaded_live and _is_for(event, live):
             self._requested_again(event, live, out)
             return
         if problem := self._refusal(event, idle):
@@ -368,7 +373,7 @@ class WeightsMachine(msgspec.Struct):
         If there are none, quarantined ones.
         """
         dropped = self._dropped & self._pending.keys()
-        return sorted(self._admitted | dropped or self.quarantined)
+        return sorted(self._loaded_live | dropped or self.quarantined)
 
     def _refusal(self, event: UpdateAsked, idle: bool) -> str:
         """Return why an update cannot begin; empty if it can."""
@@ -381,7 +386,7 @@ class WeightsMachine(msgspec.Struct):
             return "no engine is there to take weights: start one"
         if not event.source:
             return "give a source"
-        known = self._admitted or (self._dropped and not (self.live and _is_for(event, self.live)))
+        known = self._loaded_live or (self._dropped and not (self.live and _is_for(event, self.live)))
         if self.live is not None and event.version < self.live.version + bool(known):
             return f"version {event.version} must be above the live one, {self.live.version}"
         if event.in_flight is InFlight.ERROR and not idle:
