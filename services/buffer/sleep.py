@@ -78,12 +78,13 @@ class GiveUp(events.Row, frozen=True):
 
 
 class Tell(events.Row, frozen=True):
-    """Answer a trainer; with a `problem`, its request had no effect."""
+    """Answer a trainer; with a `problem`, its request had no effect. `kv_asleep`: that alone sleeps on."""
 
     trainer: str
     asleep: bool
     problem: str = ""
     call_id: int = 0
+    kv_asleep: bool = False
 
 
 Instruction = Order | GiveUp | Tell
@@ -244,7 +245,11 @@ class SleepMachine(msgspec.Struct):
             asleep = self._wanted is SleepState.ASLEEP
             # An engine that left uses no memory, as if asleep; but it may register again, and still sleep.
             problem = "" if asleep or self._states else NO_ENGINE
-            out += [Tell(trainer, asleep, problem, call_id) for trainer, call_id in self._waiting.items()]
+            kv_asleep = self._wanted is SleepState.KV_ASLEEP
+            out += [
+                Tell(trainer, asleep, problem, call_id, kv_asleep)
+                for trainer, call_id in self._waiting.items()
+            ]
             self._waiting.clear()
 
 

@@ -9,7 +9,7 @@ from msgspec.structs import replace
 from virtual_time import eventually, virtual
 
 from seer.client import InvalidField, SeerError, WeightsRefused
-from seer.common.config import EngineConfig, SharedConfig
+from seer.common.config import BufferConfig, EngineConfig, SharedConfig
 from seer.common.sleep import SleepState
 from seer.services.engine.server import EngineServer
 
@@ -154,6 +154,30 @@ async def test_engines_that_no_update_gave_weights_load_the_live_ones_again(tmp_
         await client.sleep(level=2)
         await client.wake(tags=["weights", "kv_cache"])
         assert await roll(client) == expected
+
+
+@virtual
+async def test_work_waits_while_weights_are_loaded_again_and_no_longer(tmp_path):
+    impatient = BufferConfig(chunk_size=32, engine_wait_seconds=5)
+    async with of_model(tmp_path, buffer=impatient) as (cluster, client):
+        expected = await roll(client)
+        for name, seconds in (("e0", 20), ("e1", 60)):
+            slow_loads(cluster.services[name]._driver, seconds)
+        await client.sleep(level=2)
+        await client.wake()
+        begun = asyncio.get_running_loop().time()
+        assert await roll(client) == expected
+        assert 20 <= asyncio.get_running_loop().time() - begun < 40  # by the one that is ready
+
+
+def slow_loads(driver, seconds):
+    load = driver.load_weights
+
+    async def slow(*arguments):
+        await asyncio.sleep(seconds)
+        await load(*arguments)
+
+    driver.load_weights = slow
 
 
 @virtual

@@ -67,6 +67,7 @@ class World:
                     for engine in self.engines.values():
                         assert engine.state == self.target(engine)
                     assert item.asleep == (self.machine.wanted is ASLEEP)
+                    assert item.kv_asleep == (self.machine.wanted is KV_ASLEEP)
                 case sleep.Tell():
                     self.open -= 1
                     assert self.asked is not None or item.problem == sleep.NO_ENGINE
@@ -266,7 +267,7 @@ def test_weights_wake_before_the_kv_cache():
     woken = machine.apply(sleep.SleepAsked("t", False, tags=("weights",)), 1.0, idle=True)
     assert woken == [sleep.Order("a", False, tags=("weights",))]
     assert (machine.awake, machine.weights_awake) == (set(), set())
-    assert answer(machine, "a", KV_ASLEEP) == [sleep.Tell("t", False)]
+    assert answer(machine, "a", KV_ASLEEP) == [sleep.Tell("t", False, kv_asleep=True)]
     assert (machine.awake, machine.weights_awake, machine.held) == (set(), {"a"}, True)
     woken = machine.apply(sleep.SleepAsked("t", False, tags=("kv_cache",)), 2.0, idle=True)
     assert woken == [sleep.Order("a", False)]
@@ -276,10 +277,11 @@ def test_weights_wake_before_the_kv_cache():
 
 def test_an_engine_that_joins_a_partial_sleep_comes_to_it_in_two_steps():
     machine = sleep.SleepMachine()
-    join(machine, "a", KV_ASLEEP)  # of an earlier life of the buffer
+    join(machine, "a", KV_ASLEEP, dropped=True)  # of an earlier life of the buffer
     assert machine.wanted is KV_ASLEEP
     join(machine, "b")
-    assert machine.apply(Tick(), 0.0, idle=True) == [sleep.Order("b", True, 1)]
+    keeps_weights = sleep.Order("b", True, 1)
+    assert machine.apply(Tick(), 0.0, idle=True) == [keeps_weights]
     assert answer(machine, "b", ASLEEP) == [sleep.Order("b", False, tags=("weights",))]
     assert answer(machine, "b", KV_ASLEEP) == []
     assert machine.weights_awake == {"a", "b"}
@@ -297,6 +299,22 @@ def test_a_deeper_level_is_refused_while_weights_sleep_and_a_lesser_one_is_there
     assert machine.apply(sleep.SleepAsked("t", True, level=2), 3.0, idle=True) == [sleep.Order("a", True, 2)]
     answer(machine, "a", ASLEEP)
     assert machine.apply(sleep.SleepAsked("t", True, 7), 4.0, idle=True) == [sleep.Tell("t", True, "", 7)]
+
+
+def test_engines_of_an_earlier_life_that_all_slept_at_first_sleep_on():
+    machine = sleep.SleepMachine()
+    join(machine, "a", ASLEEP)
+    join(machine, "b")
+    join(machine, "c", ASLEEP)
+    assert machine.wanted is ASLEEP
+
+
+def test_weights_that_one_engine_has_woken_wake_everywhere():
+    machine = sleep.SleepMachine()
+    join(machine, "a", ASLEEP)
+    join(machine, "b", KV_ASLEEP)
+    assert machine.wanted is KV_ASLEEP
+    assert machine.apply(Tick(), 0.0, idle=True) == [sleep.Order("a", False, tags=("weights",))]
 
 
 def test_a_restarted_buffer_is_asked_for_the_same_level_again():
@@ -322,6 +340,6 @@ def test_an_engine_of_an_earlier_release_is_named_where_it_cannot_follow_and_awa
     machine.apply(sleep.SleepAsked("t", False, tags=("weights",)), 0.0, idle=True)
     machine.apply(Joined("old"), 0.0, idle=True)
     assert machine.apply(Tick(), 0.0, idle=True) == []
-    assert answer(machine, "new", KV_ASLEEP) == [sleep.Tell("t", False)]
+    assert answer(machine, "new", KV_ASLEEP) == [sleep.Tell("t", False, kv_asleep=True)]
     assert machine.held
     assert machine.awake == {"old"}
