@@ -5,7 +5,6 @@ from types import SimpleNamespace
 import pytest
 
 torch = pytest.importorskip("torch")
-pytest.importorskip("vllm")
 
 from seer.common.errors import EngineError  # noqa: E402 - it needs torch
 from seer.services.engine.vllm.cpu_sleep import PACKED, CpuSleep  # noqa: E402
