@@ -18,7 +18,7 @@ import socket
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Self, get_args
 
 from seer.client.active_rollouts import ActiveRollouts, AnyRollout
 from seer.client.lora_adapter import LoraAdapter
@@ -41,6 +41,7 @@ from seer.common.net.channel import Channel
 from seer.common.net.handshake import Identity
 from seer.common.net.transport.base import Transport
 from seer.common.net.transport.zmq import ZmqTransport
+from seer.common.sleep import SleepLevel, SleepTag
 from seer.common.types import SamplingParams
 from seer.common.wire import (
     Accepted,
@@ -66,7 +67,7 @@ PING_SECONDS = 5.0
 """A buffer that sends nothing for this long is asked for its status, since it may only have nothing to
 say."""
 
-OPEN_ROLLOUTS, ADAPTERS = (2, 1), (2, 2)
+OPEN_ROLLOUTS, ADAPTERS, LEVELS = (2, 1), (2, 2), (2, 4)
 """The first protocol versions that have them."""
 
 GOODBYE_SECONDS = 2.0
@@ -312,27 +313,41 @@ class RolloutClient:
         self.weight_version = version
         return live
 
-    async def sleep(self, timeout_seconds: float = 600.0) -> None:
-        """Have all engines free their KV memory (on GPUs also move weights to host memory) until `wake`.
+    async def sleep(self, timeout_seconds: float = 600.0, *, level: SleepLevel = 1) -> None:
+        """Have all engines free their memory until `wake`.
 
-        Unfinished requests are finished first; new submissions, of any trainer, wait. Raises `SeerError` when
-        another trainer or a weight update prevents it, `Unreachable` after `timeout_seconds`.
+        At `level` 1 they free the KV cache, and on GPUs weights move to host memory. At level 2 they drop
+        their weights, too. Unfinished requests are finished first; new submissions, of any trainer, wait.
+        Raises `InvalidField`, `SeerError` when another trainer, an update or an earlier release prevents it,
+        `Unreachable` after `timeout_seconds`.
         """
-        await self._set_asleep(asleep=True, seconds=timeout_seconds)
+        if level not in get_args(SleepLevel):
+            raise InvalidField("level", level, "choose 1 or 2")
+        await self._call_sleep(Sleep(asleep=True, call_id=new_call_id(), level=level), timeout_seconds)
 
-    async def wake(self, timeout_seconds: float = 600.0) -> None:
-        """Have all engines allocate their memory again and go on; see `sleep`."""
-        await self._set_asleep(asleep=False, seconds=timeout_seconds)
+    async def wake(self, timeout_seconds: float = 600.0, *, tags: Sequence[SleepTag] | None = None) -> None:
+        """Have all engines take their memory again and go on; see `sleep`.
 
-    async def _set_asleep(self, *, asleep: bool, seconds: float) -> None:
+        `tags=["weights"]` wakes the weights alone, so that they can be updated before `tags=["kv_cache"]`
+        wakes the rest. Engines that dropped their weights, and that no update gave any, load the live ones
+        again before they get work.
+        """
+        if tags is not None and not (tags and set(tags) <= set(get_args(SleepTag))):
+            raise InvalidField("tags", tags, "give None for all, or weights, kv_cache or both")
+        wake = Sleep(asleep=False, call_id=new_call_id(), tags=sorted(set(tags or ())))
+        await self._call_sleep(wake, timeout_seconds)
+
+    async def _call_sleep(self, request: Sleep, seconds: float) -> None:
         self._check_open()
         if self._sleep_call is not None:
             raise SeerError("another sleep or wake of this client is not finished: await it first")
+        if (request.level > 1 or request.tags) and (problem := self._too_old("levels and tags", LEVELS)):
+            raise SeerError(problem)
         answer: asyncio.Future[Slept] = asyncio.get_running_loop().create_future()
-        self._sleep_call = (Sleep(asleep=asleep, call_id=new_call_id()), answer)
+        self._sleep_call = (request, answer)
         try:
             async with asyncio.timeout(seconds):
-                await self._channel.send(self._sleep_call[0])
+                await self._channel.send(request)
                 slept = await answer
         except TimeoutError as error:
             raise Unreachable(f"{self.endpoint}: not all engines answered within {seconds:g} s") from error

@@ -24,6 +24,7 @@ from seer.client.turns.rollout import TrajectoryRollout
 from seer.client.turns.sync import SyncTrajectoryRollout
 from seer.client.weight_update import InFlight, Source
 from seer.common.errors import RequestRefused
+from seer.common.sleep import SleepLevel, SleepTag
 from seer.common.types import SamplingParams
 from seer.common.wire import Progress, Status, Tokens, WeightsLive
 
@@ -207,13 +208,13 @@ class SyncRolloutClient:
         """Run `work` with the asyncio client in its loop, and return its result."""
         return self._running().call(work(self._client))
 
-    def sleep(self, timeout_seconds: float = 600.0) -> None:
+    def sleep(self, timeout_seconds: float = 600.0, *, level: SleepLevel = 1) -> None:
         """See `RolloutClient.sleep`."""
-        self._running().call(self._client.sleep(timeout_seconds))
+        self._running().call(self._client.sleep(timeout_seconds, level=level))
 
-    def wake(self, timeout_seconds: float = 600.0) -> None:
+    def wake(self, timeout_seconds: float = 600.0, *, tags: Sequence[SleepTag] | None = None) -> None:
         """See `RolloutClient.wake`."""
-        self._running().call(self._client.wake(timeout_seconds))
+        self._running().call(self._client.wake(timeout_seconds, tags=tags))
 
     def status(self, timeout_seconds: float = 10.0) -> Status:
         """See `RolloutClient.status`."""

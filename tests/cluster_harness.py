@@ -11,7 +11,7 @@ from virtual_time import PROCESS
 
 from seer.client import RolloutClient, SamplingParams
 from seer.common.clock import LoopClock
-from seer.common.config import BufferConfig, Config, EngineConfig
+from seer.common.config import BufferConfig, Config, EngineConfig, SharedConfig
 from seer.common.net.transport.base import Transport
 from seer.common.net.transport.memory import MemoryNetwork, MemoryTransport
 from seer.common.process.service import Service
@@ -28,10 +28,17 @@ SERVERS = {"buffer": buffer.make, "context": context.make, "dgds": dgds.make}
 class Cluster:
     """Starts, kills and drains services by name; engines are called e0, e1, …"""
 
-    def __init__(self, *, engine: EngineConfig | None = None, buffer: BufferConfig | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        engine: EngineConfig | None = None,
+        buffer: BufferConfig | None = None,
+        shared: SharedConfig | None = None,
+    ) -> None:
         self.network = MemoryNetwork()
         self.engine = engine or EngineConfig(backend="replay", kv_blocks=200, max_num_seqs=16)
         self.buffer = buffer or BufferConfig(chunk_size=32)
+        self.shared = shared or SharedConfig()
         self.services: dict[str, Service] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._transports: dict[str, Transport] = {}
@@ -39,7 +46,7 @@ class Cluster:
     def config(self, name: str) -> Config:
         from msgspec.structs import replace
 
-        return Config(engine=replace(self.engine, name=name), buffer=self.buffer)
+        return Config(engine=replace(self.engine, name=name), buffer=self.buffer, shared=self.shared)
 
     async def start(self, name: str) -> None:
         make = SERVERS.get(name, engine_make)

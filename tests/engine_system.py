@@ -79,12 +79,12 @@ class Buffer:
 
 
 @asynccontextmanager
-async def engine(config=REPLAY, backend=None, network=None):
+async def engine(config=REPLAY, backend=None, network=None, shared=None):
     """Yield (buffer, engine, its run task, the network) with the engine registered."""
     network = network or MemoryNetwork()
-    buffer = Buffer(network)
+    buffer = Buffer(network, shared=shared)
     await buffer.start()
-    whole = Config(engine=config)
+    whole = Config(engine=config, shared=shared or SharedConfig())
     server = EngineServer(
         whole, MemoryTransport(network), LoopClock(), backend or ReplayBackend(config, whole.shared)
     )

@@ -5,8 +5,11 @@ Messages about weights and sleep are in `weights.py`.
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import msgspec
 
+from seer.common.sleep import SleepTag
 from seer.common.types import Capacity, InstanceStats, SamplingParams
 from seer.common.wire.base import (
     Counts,
@@ -43,6 +46,10 @@ class Register(Message, tag=True):
     `weights_source` is the `source` of the update that they are from; empty: the model it was started with.
     `turns`: it runs chunks of responses with several turns, see `RunChunk.turn_start`. `node` names its
     machine. It sends streams of weights on to other engines at `weights_endpoint`; empty: it sends none.
+
+    `asleep`: anything sleeps, `sleeping` says what; empty: all. `sleep_levels`: it knows `Sleep.level` and
+    `Sleep.tags`. An engine that dropped its weights has version -1; `dropped_version` is theirs, and digest
+    and source are, too. -1: it dropped none.
     """
 
     capacity: Capacity
@@ -54,6 +61,9 @@ class Register(Message, tag=True):
     turns: bool = False
     node: ShortStr = ""
     weights_endpoint: ShortStr = ""
+    sleeping: list[SleepTag] = []
+    sleep_levels: bool = False
+    dropped_version: Annotated[int, msgspec.Meta(ge=-1)] = -1
 
 
 class RunChunk(Message, tag=True):

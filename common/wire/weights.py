@@ -10,6 +10,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
+from seer.common.sleep import SleepLevel, SleepTag
 from seer.common.wire.base import Bytes, Folder, Hello, Message, Refused, ShortStr, Welcome
 
 SPOOL_BYTES = 2**21
@@ -88,7 +89,10 @@ class DiscardWeights(Message, tag=True):
 
 
 class LoadWeights(Message, tag=True):
-    """Load weights; answered by `WeightsLoaded`. Nothing runs meanwhile."""
+    """Load weights; answered by `WeightsLoaded`. Nothing runs meanwhile.
+
+    Without a `source` they are the model that the engine was started with.
+    """
 
     version: int
     digest: ShortStr
@@ -153,18 +157,29 @@ class ReadSpool(Message, tag=True):
 
 
 class Sleep(Message, tag=True):
-    """Have all engines free their KV memory, or, with `asleep` false, allocate it again."""
+    """Have all engines free their memory, or, with `asleep` false, take it again.
+
+    `level`: see `SleepLevel`; for sleep only. `tags`: what to wake; empty: all that sleeps; for waking only.
+    """
 
     asleep: bool
     call_id: CallId = 0
+    level: SleepLevel = 1
+    tags: list[SleepTag] = []
 
 
 class Slept(Message, tag=True):
-    """Answer to `Sleep`; with a `problem` nothing was done."""
+    """Answer to `Sleep`; with a `problem` nothing was done.
+
+    To a trainer `asleep` repeats its request. From an engine it says whether anything sleeps, and `tags`
+    what; empty: all. `dropped`: the values of its weights are lost until it loads some.
+    """
 
     asleep: bool
     problem: str = ""
     call_id: CallId = 0
+    tags: list[SleepTag] = []
+    dropped: bool = False
 
 
 EngineToHolder = Hello | OpenSpool | ReadSpool

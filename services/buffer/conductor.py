@@ -114,7 +114,9 @@ class Conductor:
         """Register an engine, or register it again: then it no longer runs what was dispatched to it."""
         self.registered[name] = register
         self._engines.received(name)
-        weights = Weights(register.weight_version, register.weights_digest, register.weights_source)
+        dropped = register.weight_version < 0 <= register.dropped_version
+        version = register.dropped_version if dropped else register.weight_version
+        weights = Weights(version, register.weights_digest, register.weights_source)
         # An engine on this machine reads the spool's files itself, and would send copies over this network.
         endpoint = "" if register.node == node_id() else register.weights_endpoint
         joined = Joined(
@@ -125,6 +127,9 @@ class Conductor:
             register.asleep,
             node=register.node,
             weights_endpoint=endpoint,
+            sleeping=tuple(register.sleeping),
+            sleep_levels=register.sleep_levels,
+            dropped=dropped,
         )
         self.apply(joined)
 
@@ -267,7 +272,7 @@ class Conductor:
                 self._log.info("weight update ended", outcome=item)
                 self._to_trainer(item.trainer, views.outcome(item))
             case sleep.Order():
-                self._to_engine(item.instance, wire.Sleep(asleep=item.asleep))
+                self._to_engine(item.instance, views.sleep_order(item))
             case sleep.GiveUp():
                 self._engines.forget(item.instance)
                 self._log_loss(item.instance, "it did not sleep or wake in time")

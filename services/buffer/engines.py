@@ -115,7 +115,8 @@ class EngineConnections:
             case wire.WeightsLoaded():
                 self._conductor.apply(weight_events.Loaded(name, message.version, message.problem))
             case wire.Slept():
-                self._conductor.apply(sleep.SleepAnswered(name, message.asleep))
+                tags, dropped = tuple(message.tags), message.dropped
+                self._conductor.apply(sleep.SleepAnswered(name, message.asleep, tags, dropped))
             case wire.OpenSpool() | wire.ReadSpool():
                 self._spool.put(self.hub.reply, address, message)
             case wire.Goodbye():

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 import msgspec
 
+from seer.common.sleep import SleepTag
 from seer.common.types import Capacity
 
 
@@ -32,6 +33,8 @@ class Joined(Row, frozen=True):
     """An engine registered, for the first time or again. `life` is a number that no other life of it has.
 
     `node`: its machine. Other engines may copy streams of weights from it at `weights_endpoint`; empty: none.
+    `sleeping`: what of it sleeps; empty: all, if it is `asleep`. `sleep_levels`: it knows levels and tags.
+    `dropped`: it dropped `weights` to sleep, and has no others.
     """
 
     instance: str
@@ -41,6 +44,9 @@ class Joined(Row, frozen=True):
     asleep: bool = False
     node: str = ""
     weights_endpoint: str = ""
+    sleeping: tuple[SleepTag, ...] = ()
+    sleep_levels: bool = False
+    dropped: bool = False
 
 
 class Left(Row, frozen=True):

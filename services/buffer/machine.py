@@ -37,7 +37,9 @@ _AnyInstruction = instructions.Instruction | weight_instructions.Instruction | s
 _Step = Callable[[float], Sequence[_AnyInstruction]]
 """Applies one event to one machine, at the given time."""
 
-_OF_WEIGHTS = (weight_events.UpdateAsked, weight_events.Prepared, weight_events.Loaded)
+_OF_WEIGHTS = (
+    weight_events.UpdateAsked, weight_events.Prepared, weight_events.Loaded, weight_events.Dropped,
+)  # fmt: skip
 _OF_SLEEP = (sleep.SleepAsked, sleep.SleepAnswered)
 
 
@@ -76,6 +78,8 @@ class BufferMachine:
                 return [self._to_requests(event), self._to_sleep(event), self._to_weights(event)]
             case Drained():
                 return [self._to_requests(event), self._to_weights(event)]
+            case sleep.SleepAnswered(name, dropped=True):
+                return [self._to_weights(weight_events.Dropped(name)), self._to_sleep(event)]
         if isinstance(event, _OF_WEIGHTS):
             return [self._to_weights(event)]
         if isinstance(event, _OF_SLEEP):
@@ -101,7 +105,10 @@ class BufferMachine:
     def _to_weights(self, event: weight_events.Event) -> _Step:
         def step(now: float) -> Sequence[_AnyInstruction]:
             self._changed = True
-            return self.weights.apply(event, now, idle=self.requests.idle, awake=self.sleep.awake)
+            awake, weights_awake = self.sleep.awake, self.sleep.weights_awake
+            return self.weights.apply(
+                event, now, idle=self.requests.idle, awake=awake, weights_awake=weights_awake
+            )
 
         return step
 
@@ -134,11 +141,13 @@ class BufferMachine:
         return []
 
     def _hold(self) -> _Step:
-        return self._to_requests(events.SubmissionsHeld(self.weights.updating or self.sleep.held))
+        held = self.weights.updating or self.weights.reloading or self.sleep.held
+        return self._to_requests(events.SubmissionsHeld(held))
 
     def _shared_state(self) -> tuple[object, ...]:
         """Return the state of each machine that another one depends on."""
-        return self._idle, self.weights.loading, self.sleep.awake, self.sleep.held
+        weights, rests = self.weights, self.sleep
+        return self._idle, weights.loading, weights.reloading, rests.awake, rests.weights_awake, rests.held
 
     def _follow_changes(self) -> list[_Step]:
         """Return the steps due if that state changed, once all other steps are done."""

@@ -28,7 +28,8 @@ from seer.common.net.transport.base import Transport
 from seer.common.policy.length import Estimate
 from seer.common.policy.schedule import POLICIES
 from seer.common.process.log import get_logger
-from seer.services.buffer import sleep, submissions, views
+from seer.common.sleep import SleepState
+from seer.services.buffer import submissions, views
 from seer.services.buffer.conductor import TICK_SECONDS, Conductor, Submitted
 from seer.services.buffer.engines import EngineConnections
 from seer.services.buffer.log.kept import KeptChunks
@@ -228,7 +229,7 @@ class BufferServer:
                 busy = "a weight update is under way: wait for that"
                 return wire.Slept(asleep=message.asleep, problem=busy, call_id=message.call_id)
             case wire.Sleep():
-                self.conductor.apply(sleep.SleepAsked(name, message.asleep, message.call_id))
+                self.conductor.apply(views.sleep_asked(name, message))
             case wire.UpdateWeights():
                 return self._update(name, address, message)
             case wire.OpenSpool() | wire.SpoolData():
@@ -239,10 +240,10 @@ class BufferServer:
         return None
 
     def _update(self, name: str, address: bytes, message: wire.UpdateWeights) -> wire.WeightsFailed | None:
-        """Request an update; return the refusal if engines sleep."""
+        """Request an update; return the refusal if the weights of engines sleep."""
         self._spool.name(message.source)
-        if self._sleep.wanted:
-            reasons = {"": "engines sleep: wake them first"}
+        if self._sleep.wanted is SleepState.ASLEEP:
+            reasons = {"": "engines sleep: wake them first, or their weights: tags=['weights']"}
             return wire.WeightsFailed(version=message.version, reasons=reasons, call_id=message.call_id)
         mode = weight_events.InFlight(message.in_flight)
         event = weight_events.UpdateAsked(

@@ -1,17 +1,22 @@
-"""Whether engines sleep, so that they hold no memory for KV: a pure machine.
+"""How far engines sleep, so that a trainer can use their memory: a pure machine.
 
-A trainer that shares devices with engines puts them to sleep while it trains, and wakes them afterwards.
+A trainer that shares devices with engines puts them to sleep while it trains, and wakes them afterwards: all
+at once, or the weights first, which are then loaded while the KV cache still sleeps.
 
 Invariants (tests/property/test_sleep_machine.py):
-- an engine is put to sleep only while no request is unfinished, and never while it loads weights or has to
-  (`loading`): it is woken for that, and put to sleep again afterwards;
-- submissions are held from a request for sleep until every registered engine is awake, and at no other time;
+- an engine is put to sleep only while no request is unfinished, and gets no order while it loads weights
+  (`loading`);
+- submissions are held from a request for sleep until every registered engine is awake, and at no other
+  time;
+- an engine is brought to the state that was last requested in single steps, each answered before the next;
 - every request is answered by one `Tell`; an engine that does not answer by its deadline is removed, and a
   trainer gets the answer that engines are awake only if one is registered;
 - until a first engine joins, a request waits for `GRACE_SECONDS`: engines of an earlier life of the buffer
   register again within that time, and an answer before that would say nothing about them;
 - an engine that joins is brought to the state that was last requested. A buffer that got no request yet takes
-  over the state of its engines: sleep, as long as all of them sleep.
+  over the state of its engines: as long as all of them sleep, that of the one that sleeps least;
+- an engine of an earlier release, which knows neither levels nor tags, sleeps at level 1, and is awake as
+  soon as the weights are to be; a request that it cannot fulfil is refused by its name.
 """
 
 from __future__ import annotations
@@ -21,6 +26,8 @@ from collections.abc import Collection
 import msgspec
 from msgspec import field
 
+from seer.common.errors import InvalidField, SeerError
+from seer.common.sleep import SleepLevel, SleepState, SleepTag, state_of
 from seer.services.buffer import events
 from seer.services.buffer.events import Drained, Joined, Left, Tick
 
@@ -31,28 +38,37 @@ GRACE_SECONDS = 10.0
 
 
 class SleepAsked(events.Row, frozen=True):
-    """A trainer requests that all engines sleep, or wake. The answer repeats `call_id`."""
+    """A trainer requests that all engines sleep at a `level`, or that `tags` wake (empty: all).
+
+    The answer repeats `call_id`.
+    """
 
     trainer: str
     asleep: bool
     call_id: int = 0
+    level: SleepLevel = 1
+    tags: tuple[SleepTag, ...] = ()
 
 
 class SleepAnswered(events.Row, frozen=True):
-    """An engine answered an `Order`: it sleeps, or is awake."""
+    """An engine answered an `Order`: what sleeps now, see `state_of`; it may have `dropped` its weights."""
 
     instance: str
     asleep: bool
+    tags: tuple[SleepTag, ...] = ()
+    dropped: bool = False
 
 
 Event = Joined | Left | SleepAsked | SleepAnswered | Drained | Tick
 
 
 class Order(events.Row, frozen=True):
-    """Put an engine to sleep, or wake it."""
+    """Put an engine to sleep at a `level`, or wake `tags` of it (empty: all that sleeps)."""
 
     instance: str
     asleep: bool
+    level: SleepLevel = 1
+    tags: tuple[SleepTag, ...] = ()
 
 
 class GiveUp(events.Row, frozen=True):
@@ -62,12 +78,13 @@ class GiveUp(events.Row, frozen=True):
 
 
 class Tell(events.Row, frozen=True):
-    """Answer a trainer; with a `problem`, its request had no effect."""
+    """Answer a trainer; with a `problem`, its request had no effect. `kv_asleep`: that alone sleeps on."""
 
     trainer: str
     asleep: bool
     problem: str = ""
     call_id: int = 0
+    kv_asleep: bool = False
 
 
 Instruction = Order | GiveUp | Tell
@@ -80,59 +97,72 @@ class SleepMachine(msgspec.Struct):
     """
 
     seconds: float = 600.0
-    _wanted: bool = False
-    """Whether engines are to sleep: as last requested, or as the engines of an earlier life do."""
-    # Fields are encoded under the names that they have in earlier logs.
+    # Fields are encoded under the names that they have in earlier logs, and take those logs' bools.
+    _wanted: SleepState | bool = SleepState.AWAKE
+    """What is to sleep: as last requested, or as it is with the engines of an earlier life."""
     _requested: bool = field(default=False, name="_decided")
     """Whether a trainer has requested anything yet."""
     _requested_at: float = field(default=0.0, name="_asked_at")
     _any_joined: bool = field(default=False, name="_met")
-    _asleep: dict[str, bool] = field(default_factory=dict)
+    _states: dict[str, SleepState | bool] = field(default_factory=dict, name="_asleep")
     """By engine."""
     _ordered: dict[str, float] = field(default_factory=dict)
     """By engine that has not answered its `Order` yet: the deadline."""
     _waiting: dict[str, int] = field(default_factory=dict)
     """By trainer that waits for an answer: its `call_id`."""
+    _level: SleepLevel = 1
+    """The level at which engines are put to sleep."""
+    _earlier: set[str] = field(default_factory=set)
+    """The engines of earlier releases."""
+
+    def __post_init__(self) -> None:
+        self._wanted = _of_log(self._wanted)
+        self._states = {name: _of_log(state) for name, state in self._states.items()}
 
     @property
-    def wanted(self) -> bool:
-        """Whether engines are to sleep as soon as they can."""
-        return self._wanted
+    def wanted(self) -> SleepState:
+        """What is to sleep as soon as it can."""
+        return SleepState(self._wanted)
 
     @property
     def held(self) -> bool:
         """Whether submissions are held."""
-        return self._wanted or any(self._asleep.values()) or bool(self._ordered)
+        return bool(self._wanted) or any(self._states.values()) or bool(self._ordered)
 
     @property
     def awake(self) -> frozenset[str]:
         """The engines that are awake and have no `Order` to sleep."""
-        return frozenset(name for name, asleep in self._asleep.items() if not asleep) - self._ordered.keys()
+        return self._at_most(SleepState.AWAKE)
+
+    @property
+    def weights_awake(self) -> frozenset[str]:
+        """The engines whose weights are awake, and that have no `Order`: these can load."""
+        return self._at_most(SleepState.KV_ASLEEP)
+
+    def _at_most(self, most: SleepState) -> frozenset[str]:
+        return frozenset(name for name, state in self._states.items() if state <= most) - self._ordered.keys()
 
     def apply(
         self, event: Event, now: float, *, idle: bool, loading: Collection[str] = ()
     ) -> list[Instruction]:
         """Apply one event at `now` (monotonic seconds).
 
-        `idle`: no unfinished request is left. `loading`: the engines that load weights, or have to.
+        `idle`: no unfinished request is left. `loading`: the engines that load weights at present.
         """
         out: list[Instruction] = []
         match event:
             case Joined():
-                self._forget(event.instance)
-                self._any_joined = True
-                taken_over = not self._requested and all(self._asleep.values())
-                self._asleep[event.instance] = event.asleep
-                self._wanted = self._wanted or (event.asleep and taken_over)
+                self._joined(event)
                 return out  # whether it has to load is known only at the next event
             case Left():
                 for name in event.instances:
                     self._forget(name)
             case SleepAsked():
                 self._sleep_requested(event, now, out)
-            case SleepAnswered(name, asleep):
-                if name in self._ordered and asleep != self._asleep[name]:
-                    self._asleep[name] = asleep
+            case SleepAnswered(name, asleep, tags):
+                state = state_of(asleep=asleep, tags=tags)
+                if name in self._ordered and state != self._states[name]:
+                    self._states[name] = state
                     del self._ordered[name]
             case Tick():
                 for late in [name for name, deadline in self._ordered.items() if deadline < now]:
@@ -141,32 +171,88 @@ class SleepMachine(msgspec.Struct):
         self._advance(now, idle, loading, out)
         return out
 
+    def _joined(self, event: Joined) -> None:
+        self._forget(event.instance)
+        self._any_joined = True
+        taken_over = not self._requested and all(self._states.values())
+        state = state_of(asleep=event.asleep, tags=event.sleeping)
+        self._states[event.instance] = state
+        if not event.sleep_levels:
+            self._earlier.add(event.instance)
+        if taken_over and state:
+            self._wanted, self._level = min(self._states.values()), 2 if event.dropped else 1
+
     def _forget(self, instance: str) -> None:
-        self._asleep.pop(instance, None)
+        self._states.pop(instance, None)
         self._ordered.pop(instance, None)
+        self._earlier.discard(instance)
 
     def _sleep_requested(self, event: SleepAsked, now: float, out: list[Instruction]) -> None:
-        if self._waiting and event.asleep != self._wanted:
-            doing = "puts engines to sleep" if self._wanted else "wakes engines"
-            problem = f"{next(iter(self._waiting))} {doing}: wait for that"
-            out.append(Tell(event.trainer, event.asleep, problem, event.call_id))
+        try:
+            target = SleepState.ASLEEP if event.asleep else self.wanted.woken(event.tags)
+            self._check(event, target)
+        except SeerError as error:
+            out.append(Tell(event.trainer, event.asleep, str(error), event.call_id))
             return
-        self._wanted, self._requested = event.asleep, True
+        if event.asleep and self._wanted is not SleepState.ASLEEP:
+            self._level = event.level
+        self._wanted, self._requested = target, True
         if not self._waiting:
             self._requested_at = now
         self._waiting[event.trainer] = event.call_id
 
+    def _check(self, event: SleepAsked, target: SleepState) -> None:
+        """Raise `SeerError` for a request that cannot be fulfilled now."""
+        if self._waiting and target != self._wanted:
+            doing = "puts engines to sleep" if self._wanted is SleepState.ASLEEP else "wakes engines"
+            raise SeerError(f"{next(iter(self._waiting))} {doing}: wait for that")
+        if event.level > self._level and event.asleep and self._wanted is SleepState.ASLEEP:
+            fix = "engines sleep at level 1, and keep their weights: wake the weights first"
+            raise InvalidField("level", event.level, fix)
+        if self._earlier and ((event.asleep and event.level > 1) or target is SleepState.KV_ASLEEP):
+            name, value = ("level", event.level) if event.asleep else ("tags", list(event.tags))
+            fix = f"engine {min(self._earlier)} is of an earlier release, and knows level 1 and no tags"
+            raise InvalidField(name, value, fix)
+
+    def _next_order(self, name: str) -> Order | None:
+        """Return the next step of an engine to the state that is wanted; None: it is there."""
+        state, target = self._states[name], self._target(name)
+        if state == target:
+            return None
+        if state > target:
+            only_weights = target is SleepState.KV_ASLEEP
+            return Order(name, False, tags=("weights",) if only_weights else ())
+        # To have its KV alone asleep, all of it is put to sleep before its weights are woken.
+        keeps = target is SleepState.KV_ASLEEP or name in self._earlier
+        return Order(name, True, 1 if keeps else self._level)
+
+    def _target(self, name: str) -> SleepState:
+        if self._wanted is SleepState.KV_ASLEEP and name in self._earlier:
+            return SleepState.AWAKE
+        return self.wanted
+
     def _advance(self, now: float, idle: bool, loading: Collection[str], out: list[Instruction]) -> None:
-        for name, asleep in sorted(self._asleep.items()):
-            target = self._wanted and name not in loading
-            if asleep != target and name not in self._ordered and (idle or not target):
-                self._ordered[name] = now + self.seconds
-                out.append(Order(name, target))
+        arrived = True
+        for name in sorted(self._states):
+            order = self._next_order(name)
+            arrived = arrived and order is None
+            if order is None or name in self._ordered or name in loading or (order.asleep and not idle):
+                continue
+            self._ordered[name] = now + self.seconds
+            out.append(order)
         ready = self._any_joined or now > self._requested_at + GRACE_SECONDS
-        if ready and not self._ordered and all(asleep == self._wanted for asleep in self._asleep.values()):
+        if ready and arrived and not self._ordered:
+            asleep = self._wanted is SleepState.ASLEEP
             # An engine that left uses no memory, as if asleep; but it may register again, and still sleep.
-            problem = "" if self._wanted or self._asleep else NO_ENGINE
+            problem = "" if asleep or self._states else NO_ENGINE
+            kv_asleep = self._wanted is SleepState.KV_ASLEEP
             out += [
-                Tell(trainer, self._wanted, problem, call_id) for trainer, call_id in self._waiting.items()
+                Tell(trainer, asleep, problem, call_id, kv_asleep)
+                for trainer, call_id in self._waiting.items()
             ]
             self._waiting.clear()
+
+
+def _of_log(state: SleepState | bool) -> SleepState:
+    """Return a state as logs of this release or of earlier ones have it."""
+    return state_of(asleep=state) if isinstance(state, bool) else state

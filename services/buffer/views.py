@@ -9,6 +9,7 @@ from seer.common.group_events import GroupClosed, GroupEvent, GroupOpened, Reque
 from seer.common.net.handshake import Identity
 from seer.common.net.stream import page_count, page_of
 from seer.common.types import InstanceStats
+from seer.services.buffer import sleep
 from seer.services.buffer.requests import instructions, state
 from seer.services.buffer.requests.machine import RequestMachine
 from seer.services.buffer.weights import instructions as weight_instructions
@@ -51,6 +52,17 @@ def answer(item: instructions.Accept | instructions.Refuse) -> wire.Accepted | w
         submission=item.submission,
         discarded=item.discarded,
     )
+
+
+def sleep_asked(trainer: str, message: wire.Sleep) -> sleep.SleepAsked:
+    """Return a trainer's request that engines sleep, or wake, as an event."""
+    tags = tuple(message.tags)
+    return sleep.SleepAsked(trainer, message.asleep, message.call_id, message.level, tags)
+
+
+def sleep_order(item: sleep.Order) -> wire.Sleep:
+    """Return an order to sleep, or to wake."""
+    return wire.Sleep(asleep=item.asleep, level=item.level, tags=list(item.tags))
 
 
 def snapshot(machine: RequestMachine, incarnation: int, sequence: int) -> Iterator[wire.BufferSnapshot]:

@@ -15,6 +15,7 @@ from typing import Protocol
 import msgspec
 
 from seer.common.errors import InvalidField
+from seer.common.sleep import SleepLevel, SleepState
 from seer.common.types import Capacity, InstanceStats, SamplingParams
 from seer.services.dgds.client import StreamDelta
 
@@ -144,10 +145,11 @@ class Backend(Protocol):
         """Say which weights are live; empty: unknown. Engines with equal digests share KV."""
         ...
 
-    def sleep(self, asleep: bool) -> None:
-        """Free the memory of KV (and what else this engine can spare), or take it again.
+    def sleep(self, state: SleepState, level: SleepLevel) -> None:
+        """Free memory, or take it again, until exactly what `state` says sleeps.
 
-        Nothing runs meanwhile, and nothing cached is used afterwards. Raises `EngineError`.
+        At level 2 weights that fall asleep lose their values: load some before anything runs. Nothing runs
+        meanwhile, and nothing cached is used afterwards. Raises `EngineError`.
         """
         ...
 

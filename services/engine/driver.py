@@ -22,6 +22,7 @@ from typing import Protocol
 from seer.common.clock import Clock
 from seer.common.errors import EngineError, SeerError
 from seer.common.process.log import get_logger
+from seer.common.sleep import SleepLevel, SleepState
 from seer.common.types import Capacity, InstanceStats
 from seer.services.dgds.client import StreamDelta
 from seer.services.engine.backend import Backend, Chunk, StepOutput
@@ -89,7 +90,7 @@ class Driver(Protocol):
         """See `Backend.bind_weights`."""
         ...
 
-    async def sleep(self, asleep: bool) -> None:
+    async def sleep(self, state: SleepState, level: SleepLevel) -> None:
         """See `Backend.sleep`."""
         ...
 
@@ -155,10 +156,10 @@ class InlineDriver:
         except Exception as error:
             raise _failure(error) from error
 
-    async def sleep(self, asleep: bool) -> None:
+    async def sleep(self, state: SleepState, level: SleepLevel) -> None:
         """See `Driver.sleep`; blocks the loop."""
         try:
-            self._backend.sleep(asleep)
+            self._backend.sleep(state, level)
         except Exception as error:
             raise _failure(error) from error
 
@@ -234,9 +235,9 @@ class ThreadDriver:
         """See `Driver.bind_weights`."""
         await self._call(lambda: self._backend.bind_weights(digest))
 
-    async def sleep(self, asleep: bool) -> None:
+    async def sleep(self, state: SleepState, level: SleepLevel) -> None:
         """See `Driver.sleep`."""
-        await self._call(lambda: self._backend.sleep(asleep))
+        await self._call(lambda: self._backend.sleep(state, level))
 
     async def _call(self, work: Callable[[], None]) -> None:
         """Run `work` on the thread, between two steps. Raises `EngineError` when it fails."""

@@ -185,8 +185,8 @@ class EngineServer:
             self._drop_chunk(order.request_id, current.attempt)
         self._serial += 1
         try:
-            if not self._updater.has_weights:
-                raise NotLoaded("it has no weights: the last load failed")
+            if problem := self._updater.not_ready:
+                raise NotLoaded(problem)
             run = start_chunk(order, self._serial, self._places)
         except (InvalidField, NotLoaded) as error:
             self._reject(order.request_id, order.attempt, error)
@@ -346,17 +346,21 @@ class EngineServer:
                 await self._clock.sleep(RETRY_SECONDS)
 
     def _registration(self) -> wire.Register:
-        live = self._updater.live
+        live, dropped, sleeping = self._updater.live, self._updater.dropped, self._updater.sleeping
+        known = dropped or live
         return wire.Register(
             capacity=self._info.capacity,
             weight_version=live.version,
             versions=self._info.versions,
-            weights_digest=live.digest,
-            weights_source=live.source,
-            asleep=self._updater.asleep,
+            weights_digest=known.digest,
+            weights_source=known.source,
+            asleep=bool(sleeping),
             turns=True,
             node=node_id(),
             weights_endpoint=self._weights_endpoint,
+            sleeping=sleeping.tags,
+            sleep_levels=True,
+            dropped_version=dropped.version if dropped is not None else -1,
         )
 
     async def _report(self) -> None:

@@ -15,6 +15,7 @@ from seer.common.clock import Clock
 from seer.common.config import Config
 from seer.common.errors import EngineError
 from seer.common.net.transport.base import Transport
+from seer.common.sleep import SleepLevel, SleepState
 from seer.services.dgds.client import StreamDelta
 from seer.services.engine.backend import Chunk, StepOutput
 from seer.services.engine.draft_groups import DraftGroups
@@ -69,7 +70,7 @@ class ChaosBackend(ReplayBackend):
 
     def load_weights(self, folder: Path, digest: str, base: Path | None = None) -> None:
         """See `ReplayBackend.load_weights`; memory that sleeps cannot take weights."""
-        if self._asleep:
+        if self._sleeping is SleepState.ASLEEP:
             self._nature.complain("told to load weights while asleep")
         if self._runs:
             self._nature.complain("told to load weights while chunks run")
@@ -88,10 +89,10 @@ class ChaosDriver(InlineDriver):
         await self._clock.sleep(self._nature.load_seconds)
         await super().load_weights(folder, digest, base)
 
-    async def sleep(self, asleep: bool) -> None:
+    async def sleep(self, state: SleepState, level: SleepLevel) -> None:
         """See `Driver.sleep`."""
         await self._clock.sleep(self._nature.load_seconds / 4)
-        await super().sleep(asleep)
+        await super().sleep(state, level)
 
 
 def make(config: Config, transport: Transport, clock: Clock, nature: Nature) -> EngineServer:

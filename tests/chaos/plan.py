@@ -7,6 +7,7 @@ import random
 from dataclasses import dataclass, field, replace
 
 from chaos.conversations import COPIES, every
+from seer.common.sleep import SleepLevel
 
 PROCESSES = ("buffer", "context", "dgds", "engine", "trainer")
 WHOLE_FAULTS = ("kill", "stop", "reset", "part")
@@ -143,9 +144,14 @@ class Renew:
 
 @dataclass(frozen=True, slots=True)
 class Rest:
-    """Sleep, and wake after a while."""
+    """Sleep, and wake after a while: at level 2, once there are weights of an update, the weights first."""
 
     seconds: float
+
+    @property
+    def level(self) -> SleepLevel:
+        """Long sleep is deep."""
+        return 2 if self.seconds >= 1 else 1
 
 
 @dataclass(frozen=True, slots=True)

@@ -289,7 +289,7 @@ def _sleep_before_load() -> Patches:
             self._advance(now, idle, (), out)
         return out
 
-    def weigh(original: Any, self: Any, event: Any, now: float, *, idle: bool, awake: Any = None) -> Any:
+    def weigh(original: Any, self: Any, event: Any, now: float, *, idle: bool, **_: Any) -> Any:
         return original(self, event, now, idle=idle)
 
     yield _around(SleepMachine, "apply", rest)

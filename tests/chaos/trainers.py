@@ -23,6 +23,7 @@ from seer.client.groups import Group
 from seer.client.rollout import BufferLost, Rollout
 from seer.client.turns import Journal
 from seer.common.errors import DeadlineExceeded, RolloutCancelled, SeerError, Unreachable
+from seer.common.sleep import SleepLevel, SleepTag
 from seer.services.buffer.requests.engine_deaths import RETURN_SECONDS
 
 if TYPE_CHECKING:
@@ -159,8 +160,10 @@ class Trainer:
                     case Renew():
                         await self._renew(client, step)
                     case Rest():
-                        await self._rest(client, asleep=True)
+                        await self._rest(client, asleep=True, level=step.level if self.version else 1)
                         await asyncio.sleep(step.seconds)
+                        if step.level > 1:
+                            await self._rest(client, asleep=False, tags=["weights"])
                         await self._rest(client, asleep=False)
                     case Pause():
                         await asyncio.sleep(step.seconds)
@@ -217,13 +220,20 @@ class Trainer:
             except SeerError:
                 continue
 
-    async def _rest(self, client: RolloutClient, *, asleep: bool) -> None:
+    async def _rest(
+        self,
+        client: RolloutClient,
+        *,
+        asleep: bool,
+        level: SleepLevel = 1,
+        tags: list[SleepTag] | None = None,
+    ) -> None:
         """Have engines sleep, or wake, until they do."""
         self.resting = True
         seconds = 200 + self.world.plan.turn_seconds
         while True:
             try:
-                await (client.sleep(seconds) if asleep else client.wake(seconds))
+                await (client.sleep(seconds, level=level) if asleep else client.wake(seconds, tags=tags))
             except Unreachable:
                 raise
             except SeerError as error:
@@ -234,7 +244,7 @@ class Trainer:
                     self.world.problem(f"{self.name}: sleep {asleep} failed: {error}")
                 await asyncio.sleep(RETRY_SECONDS)
             else:
-                self.resting = asleep
+                self.resting = asleep or tags is not None
                 return
 
     # --- rollouts ------------------------------------------------------------------------

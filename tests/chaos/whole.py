@@ -227,7 +227,7 @@ def _fleet(world: World) -> Iterator[str]:
         engine = world.processes[name].service
         if live is not None and engine._updater.live.version != live.version:
             yield f"{name} has weights {engine._updater.live.version}, {live.version} is live"
-        if engine._updater.asleep:
+        if engine._updater.sleeping:
             yield f"{name} sleeps"
 
 

@@ -28,7 +28,8 @@ async def eventful(tmp_path):
         await cluster.start("e0")
         await work
         await client.update_weights(1, folder(tmp_path / "w1", 1.0))
-        await client.sleep(30)
+        await client.sleep(30, level=2)
+        await client.wake(30, tags=["weights"])
         await client.wake(30)
         work = asyncio.create_task(roll(client, number=2, rollout_id="r2"))
         await asyncio.sleep(0.05)

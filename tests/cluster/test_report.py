@@ -131,6 +131,8 @@ async def test_several_rollouts_an_update_sleep_and_a_lost_buffer(tmp_path, monk
         await (await submit(client, "r0")).result()
         await client.update_weights(1, folder(tmp_path / "w1", 1.0))
         await client.sleep(30)
+        await client.wake(tags=["weights"])
+        await asyncio.sleep(5)  # KV sleeps on
         await client.wake(30)
         first = cluster.services["buffer"].machine
         before = first.counters["chunks"]
@@ -145,6 +147,7 @@ async def test_several_rollouts_an_update_sleep_and_a_lost_buffer(tmp_path, monk
     timeline = read_timeline(tmp_path / "log")
     assert [(each.rollout_id, len(each.responses)) for each in timeline.rollouts] == [("r0", 16), ("r1", 16)]
     assert [each.kind for each in timeline.spans] == [SpanKind.WEIGHTS, SpanKind.SLEEP, SpanKind.NO_BUFFER]
+    assert timeline.spans[1].end - timeline.spans[1].start >= 5
     assert len(timeline.chunks) == first.counters["chunks"] + counters["chunks"]
     assert all(chunk.end >= chunk.start for chunk in timeline.chunks)
     assert {chunk.how for chunk in timeline.chunks} == {End.KEPT, End.BUFFER_LOST}

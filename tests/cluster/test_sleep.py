@@ -1,19 +1,25 @@
 """Engines that sleep between rollouts, in virtual time: nothing runs, nothing is lost."""
 
 import asyncio
+import contextlib
 
 import pytest
 from cluster_harness import folder, roll, running
+from msgspec.structs import replace
 from virtual_time import eventually, virtual
 
-from seer.client import SeerError, WeightsRefused
-from seer.common.config import EngineConfig
+from seer.client import InvalidField, SeerError, WeightsRefused
+from seer.common.config import BufferConfig, EngineConfig, SharedConfig
+from seer.common.sleep import SleepState
+from seer.services.engine.server import EngineServer
+
+AWAKE, KV_ASLEEP, ASLEEP = SleepState
 
 SLOW = EngineConfig(backend="replay", kv_blocks=200, max_num_seqs=4, replay_step_seconds=0.05)
 
 
 def sleepers(cluster):
-    return {name for name, each in cluster.services.items() if name[0] == "e" and each._updater.asleep}
+    return {name for name, each in cluster.services.items() if name[0] == "e" and each._updater.sleeping}
 
 
 @virtual
@@ -79,7 +85,7 @@ async def test_an_engine_that_cannot_take_its_memory_again_is_lost_alone():
         await client.sleep()
         broken = cluster.services["e1"]._driver
 
-        async def fail(asleep):
+        async def fail(*_):
             raise SeerError("no memory")
 
         broken.sleep = fail
@@ -88,3 +94,232 @@ async def test_an_engine_that_cannot_take_its_memory_again_is_lost_alone():
         await waking
         assert set(cluster.services["buffer"].machine.instances) == {"e0"}
         assert await roll(client) == expected
+
+
+@contextlib.asynccontextmanager
+async def of_model(tmp_path, **settings):
+    """Yield a cluster whose engines were started with a model folder, and its client."""
+    shared = SharedConfig(model=str(folder(tmp_path / "model", 0.5)))
+    async with running(engines=2, shared=shared, **settings) as cluster, cluster.client() as client:
+        yield cluster, client
+
+
+def states(cluster):
+    found = {name: each._updater for name, each in cluster.services.items() if name[0] == "e"}
+    return {(each.sleeping, each.live.version, each._driver._backend._has_weights) for each in found.values()}
+
+
+@virtual
+async def test_weights_are_updated_while_the_kv_cache_sleeps(tmp_path):
+    async with of_model(tmp_path) as (cluster, client):
+        await client.update_weights(1, folder(tmp_path / "one", 1.0))
+        never_slept = await roll(client)
+        await client.update_weights(2, folder(tmp_path / "two", 2.0))
+        await client.sleep(level=2)
+        assert states(cluster) == {(ASLEEP, -1, False)}
+        later = asyncio.create_task(roll(client, weight_version=3))
+        with pytest.raises(WeightsRefused, match=r"tags=\['weights'\]"):
+            await client.update_weights(3, folder(tmp_path / "one", 1.0))
+        with pytest.raises(SeerError, match="the weights sleep: wake them first"):
+            await client.wake(tags=["kv_cache"])
+        await client.wake(tags=["weights"])
+        await asyncio.sleep(100)
+        assert states(cluster) == {(KV_ASLEEP, -1, False)}  # an update may come
+        live = await client.update_weights(3, folder(tmp_path / "one", 1.0))
+        assert not live.quarantined
+        assert states(cluster) == {(KV_ASLEEP, 3, True)}
+        await asyncio.sleep(100)
+        assert not later.done()
+        await client.wake(tags=["kv_cache"])
+        tokens, (version, digest) = await later
+        assert (tokens, digest) == (never_slept[0], never_slept[1][1])
+        assert version == 3
+
+
+@virtual
+@pytest.mark.parametrize("updated", [False, True], ids=["started with", "updated to"])
+async def test_engines_that_no_update_gave_weights_load_the_live_ones_again(tmp_path, updated):
+    async with of_model(tmp_path) as (cluster, client):
+        if updated:
+            await client.update_weights(1, folder(tmp_path / "one", 1.0))
+        expected = await roll(client)
+        await client.sleep(level=2)
+        assert states(cluster) == {(ASLEEP, -1, False)}
+        await client.wake()
+        assert await roll(client) == expected
+        assert states(cluster) == {(AWAKE, int(updated), True)}
+        await client.sleep()
+        assert states(cluster) == {(ASLEEP, int(updated), True)}  # level 1 keeps them
+        await client.wake(tags=["weights"])
+        await client.sleep(level=2)
+        await client.wake(tags=["weights", "kv_cache"])
+        assert await roll(client) == expected
+
+
+@virtual
+async def test_work_waits_while_weights_are_loaded_again_and_no_longer(tmp_path):
+    impatient = BufferConfig(chunk_size=32, engine_wait_seconds=5)
+    async with of_model(tmp_path, buffer=impatient) as (cluster, client):
+        expected = await roll(client)
+        for name, seconds in (("e0", 20), ("e1", 60)):
+            slow_loads(cluster.services[name]._driver, seconds)
+        await client.sleep(level=2)
+        await client.wake()
+        begun = asyncio.get_running_loop().time()
+        assert await roll(client) == expected
+        assert 20 <= asyncio.get_running_loop().time() - begun < 40  # by the one that is ready
+
+
+def slow_loads(driver, seconds):
+    load = driver.load_weights
+
+    async def slow(*arguments):
+        await asyncio.sleep(seconds)
+        await load(*arguments)
+
+    driver.load_weights = slow
+
+
+@virtual
+async def test_who_finds_no_weights_again_is_quarantined_until_an_update(tmp_path):
+    async with of_model(tmp_path) as (cluster, client):
+        one = folder(tmp_path / "one", 1.0)
+        await client.update_weights(1, one)
+        await client.sleep(level=2)
+        folder(one, 3.0)
+        await client.wake()
+        await eventually(lambda: len(cluster.services["buffer"].weights.quarantined) == 2)
+        assert "now has digest" in (await client.status()).quarantined["e0"]
+        work = asyncio.create_task(roll(client, weight_version=2))
+        await client.update_weights(2, folder(tmp_path / "two", 2.0))
+        assert (await work)[1][0] == 2
+
+
+@virtual
+async def test_an_update_that_fails_leaves_what_was_dropped_to_be_loaded_again(tmp_path):
+    async with of_model(tmp_path) as (_, client):
+        expected = await roll(client)
+        await client.sleep(level=2)
+        await client.wake(tags=["weights"])
+        with pytest.raises(WeightsRefused):
+            await client.update_weights(1, folder(tmp_path / "wrong", 1.0, shape=(5, 5)))
+        await client.wake(tags=["kv_cache"])
+        assert await roll(client) == expected
+
+
+@virtual
+async def test_an_engine_killed_and_one_that_joins_between_the_two_wakes(tmp_path):
+    async with of_model(tmp_path) as (cluster, client):
+        await client.sleep(level=2)
+        await client.wake(tags=["weights"])
+        await cluster.kill("e1")
+        await cluster.start("e2")
+        await eventually(lambda: cluster.services["e2"]._updater.sleeping is KV_ASLEEP)
+        await client.update_weights(1, folder(tmp_path / "one", 1.0))
+        cluster.services.pop("e1")
+        assert states(cluster) == {(KV_ASLEEP, 1, True)}
+        await client.wake(tags=["kv_cache"])
+        assert (await roll(client))[1][0] == 1
+        assert states(cluster) == {(AWAKE, 1, True)}
+
+
+@virtual
+@pytest.mark.parametrize("woken", [None, "weights", "update", "all"])
+async def test_a_buffer_killed_while_weights_are_dropped_learns_what_they_were(tmp_path, woken):
+    async with of_model(tmp_path) as (cluster, client):
+        await client.update_weights(1, folder(tmp_path / "one", 1.0))
+        expected = await roll(client)
+        await client.sleep(level=2)
+        if woken in ("weights", "update"):
+            await client.wake(tags=["weights"])
+        if woken == "update":
+            await client.update_weights(2, tmp_path / "one")
+        if woken == "all":
+            await client.wake()
+        before = states(cluster) if woken != "all" else None
+        await cluster.kill("buffer")
+        await cluster.start("buffer")
+        server = cluster.services["buffer"]
+        await eventually(lambda: len(server.weights.known) == 2)
+        await asyncio.sleep(60)
+        version = 2 if woken == "update" else 1
+        assert server.weights.live.version == version
+        assert before in (None, states(cluster))
+        assert server._sleep.held == (woken != "all")
+        if woken == "update":  # its answer may have been lost; and others may follow
+            await client.update_weights(2, tmp_path / "one")
+            version = (await client.update_weights(3, tmp_path / "one")).version
+        await client.wake()
+        tokens, (found, _) = await roll(client, weight_version=version)
+        assert (tokens, found) == (expected[0], version)
+
+
+@virtual
+async def test_two_trainers_ask_for_different_sleep(tmp_path):
+    async with of_model(tmp_path) as (cluster, client), cluster.client() as other:
+        expected = await roll(client)
+        await client.sleep()
+        with pytest.raises(SeerError, match="level = 2: engines sleep at level 1"):
+            await other.sleep(level=2)
+        await other.wake(tags=["weights"])
+        await other.sleep(level=2)
+        await client.sleep()  # all of level 1 is free already
+        assert states(cluster) == {(ASLEEP, -1, False)}
+        asking = asyncio.create_task(client.wake(tags=["weights"]))
+        await other.wake(tags=["weights"])
+        await asking
+        driver, gate = cluster.services["e0"]._driver, asyncio.Event()
+        load = driver.load_weights
+
+        async def slow(*arguments):
+            await gate.wait()
+            await load(*arguments)
+
+        driver.load_weights = slow
+        update = asyncio.create_task(other.update_weights(1, folder(tmp_path / "one", 1.0)))
+        await eventually(lambda: cluster.services["buffer"].weights.loading == {"e0"})
+        for call in (client.sleep(level=2), client.wake(tags=["kv_cache"])):
+            with pytest.raises(SeerError, match="a weight update is under way"):
+                await call
+        gate.set()
+        await update
+        await client.wake()
+        assert (await roll(client))[0] != expected[0]
+
+
+@virtual
+async def test_an_engine_of_an_earlier_release_is_named(monkeypatch):
+    real = EngineServer._registration
+
+    def earlier(self):
+        return replace(real(self), sleep_levels=False, sleeping=[])
+
+    async with running(engines=1) as cluster, cluster.client() as client:
+        monkeypatch.setattr(EngineServer, "_registration", earlier)
+        await cluster.start("e1")
+        await eventually(lambda: len(cluster.services["buffer"].weights.known) == 2)
+        with pytest.raises(SeerError, match="level = 2: engine e1 is of an earlier release"):
+            await client.sleep(level=2)
+        await client.sleep()
+        with pytest.raises(SeerError, match=r"tags.*engine e1 is of an earlier release"):
+            await client.wake(tags=["weights"])
+        await client.wake()
+        assert not sleepers(cluster)
+
+
+@virtual
+async def test_bad_levels_and_tags_and_buffers_of_an_earlier_release_are_refused_by_name():
+    async with running(engines=1) as cluster, cluster.client() as client:
+        for level in (0, 3, "2"):
+            with pytest.raises(InvalidField, match="level"):
+                await client.sleep(level=level)
+        for tags in ([], ["kv"], ["weights", "kv"]):
+            with pytest.raises(InvalidField, match="tags"):
+                await client.wake(tags=tags)
+        client._channel.peer = replace(client._channel.peer, minor=3)
+        for call in (client.sleep(level=2), client.wake(tags=["weights"])):
+            with pytest.raises(SeerError, match=r"protocol 2\.3: levels and tags need 2\.4"):
+                await call
+        await client.sleep()
+        await client.wake()
+        assert not sleepers(cluster)

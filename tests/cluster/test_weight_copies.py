@@ -13,6 +13,7 @@ from seer.client import WeightsRefused
 from seer.common import wire
 from seer.common.config import EngineConfig
 from seer.common.errors import ConfigError, InvalidField, Unreachable
+from seer.common.sleep import SleepState
 from seer.common.weights.digest import SPOOL_NOTES
 from seer.services.engine.weights import copies as copies_module
 from seer.services.engine.weights import fetcher
@@ -200,7 +201,7 @@ async def test_a_folder_that_changes_while_it_is_loaded_is_not_believed(tmp_path
 async def test_an_engine_that_sleeps_loads_nothing(tmp_path):
     async with running(engines=1) as cluster:
         server = cluster.services["e0"]
-        server._updater.asleep = True
+        server._updater.sleeping = SleepState.ASLEEP
         one = folder(tmp_path / "one", 1.0)
         answer = await server._updater._load(wire.LoadWeights(version=1, digest="d", source=str(one)))
         assert "it sleeps" in answer.problem

@@ -25,6 +25,7 @@ if importlib.util.find_spec("vllm") is None:
 
 from seer.common.config import DraftsConfig, EngineConfig, SharedConfig
 from seer.common.errors import EngineError
+from seer.common.sleep import SleepState
 from seer.services.engine.vllm.backend import VllmBackend
 from seer.services.engine.vllm.sampling.device_histories import Histories
 
@@ -153,7 +154,7 @@ def test_an_update_and_sleep_wait_for_the_step_under_way(
 ) -> None:
     for change in (
         lambda: backend.load_weights(MODEL, ""),
-        lambda: [backend.sleep(True), backend.sleep(False)],
+        lambda: [backend.sleep(SleepState.ASLEEP, 1), backend.sleep(SleepState.AWAKE, 1)],
     ):
         backend.add(chunk("dropped", CASES["plain"], prompt=prompt(0)))
         backend.step()

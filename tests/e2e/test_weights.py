@@ -27,6 +27,9 @@ pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(600)]
 EXAMPLE = Path(__file__).parents[2] / "examples" / "countdown"
 MODEL = EXAMPLE / "model"
 
+WIDTH = 10_000
+"""Of the middle of each layer's perceptron: KV stays as small as the shipped model's."""
+
 
 @pytest.fixture(scope="module")
 def changed(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -145,17 +148,82 @@ def resident(pid: int) -> int:
     return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-async def test_a_sleeping_engine_gives_its_memory_back(changed: Path) -> None:
-    settings = ["engine.kv_blocks=8000", "engine.max_model_len=400", f"shared.model={MODEL}", *ONE_CORE]
-    config = load(None, {}, settings)
-    async with LocalSystem(config, 1) as started, RolloutClient(started.endpoint, tokenizer=MODEL) as client:
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model with the shipped tokenizer and random weights, of as many megabytes as are seen in a process."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    folder = tmp_path_factory.mktemp("wide") / "model"
+    shutil.copytree(MODEL, folder)
+    config = AutoConfig.from_pretrained(folder, intermediate_size=WIDTH)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    return folder
+
+
+async def test_a_sleeping_engine_gives_its_memory_back(wide: Path) -> None:
+    settings = ["engine.kv_blocks=8000", "engine.max_model_len=400", f"shared.model={wide}", *ONE_CORE]
+    weights, kv = (wide / "model.safetensors").stat().st_size, 500 * 2**20
+    some = weights // 3
+    async with (
+        LocalSystem(load(None, {}, settings), 1) as started,
+        RolloutClient(started.endpoint, tokenizer=wide) as client,
+    ):
         pid = started.pids["engine-0"]
         *before, _ = await roll(client)
         awake = resident(pid)
         await client.sleep()
-        assert resident(pid) < awake - 500 * 2**20
+        kept = resident(pid)  # with weights
+        assert kept < awake - kv
         await client.wake()
-        assert resident(pid) > awake - 100 * 2**20
+        assert resident(pid) > kept + kv
         assert_same((await roll(client))[:2], before)  # the same prompts: their prefixes were cached
-        await client.update_weights(1, load_file(changed / "model.safetensors"))
+        await client.sleep(level=2)
+        dropped = resident(pid)
+        assert dropped < kept - weights + some
+        await client.wake(tags=["weights"])
+        assert resident(pid) < kept + some
+        tensors = load_file(wide / "model.safetensors")
+        name = "model.embed_tokens.weight"
+        await client.update_weights(1, tensors | {name: tensors[name] * 1.5})
+        assert dropped + weights - some < resident(pid) < kept + kv / 2  # loaded, while KV is still free
+        await client.wake(tags=["kv_cache"])
+        assert resident(pid) > kept + kv
         assert (await roll(client))[0] != before[0]
+
+
+async def test_engines_that_dropped_their_weights_are_as_those_that_never_slept(
+    changed: Path, expected: tuple[list[list[int]], list[list[float]]], pair: SharedEngines
+) -> None:
+    async with RolloutClient(pair.anew(chunk_size=32), tokenizer=MODEL) as client:
+        await forgets_and_loads(client, changed, expected)
+
+
+@pytest.mark.breadth
+@pytest.mark.ranks
+async def test_two_ranks_that_dropped_their_weights_too(
+    changed: Path, expected: tuple[list[list[int]], list[list[float]]]
+) -> None:
+    async with system(MODEL, ranks=2) as started, RolloutClient(started.endpoint, tokenizer=MODEL) as client:
+        await forgets_and_loads(client, changed, expected)
+
+
+async def forgets_and_loads(client: RolloutClient, changed: Path, expected: Sequence[Any]) -> None:
+    """Check that tokens are right after each way out of sleep at level 2."""
+    *before, (version, _) = await roll(client)
+    await client.sleep(level=2)
+    await (
+        client.wake()
+    )  # the weights that were live: those that engines were started with, or the last update's
+    assert_same((await roll(client))[:2], before)
+    await client.sleep(level=2)
+    await client.wake(tags=["weights"])
+    live = await client.update_weights(version + 1, load_file(changed / "model.safetensors"))
+    assert not live.quarantined
+    later = asyncio.create_task(roll(client))
+    await asyncio.sleep(1)
+    assert not later.done()
+    await client.wake(tags=["kv_cache"])
+    assert_same((await later)[:2], expected)
+    await client.sleep(level=2)
+    await client.wake()  # a stream, from the spool
+    assert_same((await roll(client))[:2], expected)

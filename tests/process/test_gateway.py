@@ -479,8 +479,38 @@ async def test_sleep_and_wake(http: httpx.AsyncClient) -> None:
     assert (await http.get("/health")).status_code == 200
     assert (await ok(http.get("/get_world_size")))["world_size"] == 2
     assert not asleep.done()
-    assert await ok(http.post("/wake_up?tags=weights")) == {"status": "awake", "tags": ["weights"]}
+    assert await ok(http.post("/wake_up?tags=weights")) == {"status": "sleeping", "tags": ["weights"]}
+    assert await ok(http.post("/wake_up?tags=kv_cache")) == {"status": "awake", "tags": ["kv_cache"]}
     await asyncio.gather(asleep, later)
+
+
+async def test_weights_are_updated_while_kv_sleeps(system: GatewaySystem, http: httpx.AsyncClient) -> None:
+    body = {"prompt": "1 2 3", "max_tokens": 8, "seed": 5}
+    update = {"weight_dir": str(system.model)}
+    await ok(http.post("/update_weights", json=update))
+    before = await ok(http.post("/v1/completions", json=body))
+    assert await ok(http.post("/sleep?level=2")) == {"status": "sleeping", "level": 2}
+    asleep = asyncio.create_task(ok(http.post("/v1/completions", json=body)))
+    assert "the weights sleep: wake them first" in refused(await http.post("/wake_up?tags=kv_cache"), 409)
+    assert "wake them first" in refused(await http.post("/update_weights", json=update), 400)
+    await ok(http.post("/wake_up?tags=weights"))
+    version = (await ok(http.post("/update_weights", json=update)))["weight_version"]
+    assert not asleep.done()
+    assert await ok(http.post("/wake_up?tags=kv_cache&tags=weights")) == {
+        "status": "awake", "tags": ["kv_cache", "weights"],
+    }  # fmt: skip
+    [choice] = (await asleep)["choices"]
+    assert choice["text"] == before["choices"][0]["text"]
+    assert choice["weight_version"] == version
+    await ok(http.post("/sleep?level=2"))
+    assert await ok(http.post("/wake_up")) == {"status": "awake", "tags": None}
+    assert (await ok(http.post("/v1/completions", json=body)))["choices"][0]["text"] == choice["text"]
+
+
+async def test_levels_and_tags_that_are_not_known(http: httpx.AsyncClient) -> None:
+    for query, named in (("sleep?level=0", "level = '0'"), ("sleep?level=3", "level = '3'"),
+                         ("wake_up?tags=weights&tags=kv", "tags = 'kv'")):  # fmt: skip
+        assert named in refused(await http.post(f"/{query}"), 400)
 
 
 # --- clients that misbehave ------------------------------------------------------------------

@@ -1,20 +1,43 @@
-"""The sleep machine's invariants under any order of events, with engines that keep their own books."""
+"""The sleep machine's invariants under any order of events, with engines that keep their own books.
+
+Trainers ask for both levels and for every tag, engines of an earlier release are among the others, and
+engines and buffers are lost between any two steps.
+"""
+
+from collections import deque
+from dataclasses import dataclass, field
 
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from seer.common.sleep import SleepState
 from seer.services.buffer import sleep
 from seer.services.buffer.events import Joined, Left, Tick
 
 NAMES = ("a", "b", "c")
-STEPS = st.lists(
-    st.tuples(
-        st.sampled_from(("join", "lose", "sleep", "wake", "answer", "work", "tick", "restart")),
-        st.sampled_from(NAMES),
-        st.integers(0, 9),
-    ),
-    max_size=60,
-)
+AWAKE, KV_ASLEEP, ASLEEP = SleepState
+KINDS = (
+    "join", "join earlier", "lose", "sleep", "sleep 2", "wake", "wake weights", "wake kv", "answer", "work",
+    "load", "tick", "restart",
+)  # fmt: skip
+STEPS = st.lists(st.tuples(st.sampled_from(KINDS), st.sampled_from(NAMES), st.integers(0, 9)), max_size=60)
+TAGS = {"wake": (), "wake weights": ("weights",), "wake kv": ("kv_cache",)}
+
+
+@dataclass
+class Engine:
+    """What it has: its state, whether its weights have values, and the orders that it has not obeyed."""
+
+    earlier: bool
+    state: SleepState = AWAKE
+    dropped: bool = False
+    orders: deque[sleep.Order] = field(default_factory=deque)
+
+    def obey(self, order):
+        if order.asleep:
+            assert self.state is not ASLEEP
+            self.dropped = self.dropped or order.level == 2
+        self.state = ASLEEP if order.asleep else self.state.woken(order.tags)
 
 
 class World:
@@ -22,45 +45,102 @@ class World:
         self.machine = sleep.SleepMachine(seconds=5.0)
         self.now = 0.0
         self.idle = True
-        self.asleep: dict[str, bool] = {}
-        self.orders: dict[str, list[bool]] = {}
+        self.engines: dict[str, Engine] = {}
+        self.loading: set[str] = set()
+        self.asked = None
         self.open = 0
 
     def handle(self, event):
-        for item in self.machine.apply(event, self.now, idle=self.idle):
+        for item in self.machine.apply(event, self.now, idle=self.idle, loading=self.loading):
             match item:
-                case sleep.Order():
+                case sleep.Order(name):
+                    engine = self.engines[name]
                     assert self.idle or not item.asleep
-                    self.orders[item.instance].append(item.asleep)
-                case sleep.GiveUp():
-                    self.lose(item.instance)
+                    assert name not in self.loading
+                    assert not engine.orders, "one step after the other"
+                    assert not engine.earlier or (item.level, item.tags) == (1, ())
+                    engine.orders.append(item)
+                case sleep.GiveUp(name):
+                    self.lose(name)
                 case sleep.Tell(problem=""):
                     self.open -= 1
-                    assert set(self.asleep.values()) <= {item.asleep}
+                    for engine in self.engines.values():
+                        assert engine.state == self.target(engine)
+                    assert item.asleep == (self.machine.wanted is ASLEEP)
+                    assert item.kv_asleep == (self.machine.wanted is KV_ASLEEP)
                 case sleep.Tell():
                     self.open -= 1
-        if any(self.asleep.values()):
+                    assert self.asked is not None or item.problem == sleep.NO_ENGINE
+        if any(engine.state for engine in self.engines.values()):
             assert self.machine.held
+        awake = {name for name, engine in self.engines.items() if not engine.state and not engine.orders}
+        assert self.machine.awake == awake
+        assert self.machine.awake <= self.machine.weights_awake
+        assert not any(self.engines[name].state is ASLEEP for name in self.machine.weights_awake)
+
+    def target(self, engine):
+        wanted = self.machine.wanted
+        return AWAKE if engine.earlier and wanted is KV_ASLEEP else wanted
 
     def lose(self, name):
-        self.asleep.pop(name, None)
-        self.orders.pop(name, None)
+        self.engines.pop(name, None)
+        self.loading.discard(name)
+
+    def register(self, name):
+        engine = self.engines[name]
+        engine.orders.clear()
+        asleep, tags = bool(engine.state), tuple(engine.state.tags)
+        joined = Joined(
+            name, asleep=asleep, sleeping=() if engine.earlier else tags, sleep_levels=not engine.earlier,
+            dropped=engine.dropped,
+        )  # fmt: skip
+        self.handle(joined)
+        self.handle(Tick())
+
+    def ask(self, kind):
+        """Ask, and check that a refusal changes nothing."""
+        before, level, any_earlier = self.machine.wanted, self.machine._level, self.any_earlier
+        asked = sleep.SleepAsked(
+            "trainer", kind.startswith("sleep"), 0, 1 + (kind == "sleep 2"), TAGS.get(kind, ())
+        )
+        deeper = kind == "sleep 2" and before is ASLEEP and level == 1
+        alone = kind == "wake kv" and before is ASLEEP
+        partial = kind == "sleep 2" or (kind == "wake weights" and before is not AWAKE)
+        self.open += 1
+        self.asked = refused = deeper or alone or (partial and any_earlier)
+        opened = self.open
+        self.handle(asked)
+        if refused:
+            assert (self.machine.wanted, self.machine._level, self.open) == (before, level, opened - 1)
+        else:
+            woken = ASLEEP if asked.asleep else before.woken(asked.tags)
+            assert self.machine.wanted == woken
+        self.asked = None
+
+    @property
+    def any_earlier(self):
+        return any(engine.earlier for engine in self.engines.values())
 
     def step(self, kind, name, number):
         match kind:
-            case "join" if name not in self.asleep:
-                self.asleep[name], self.orders[name] = False, []
-                self.handle(Joined(name, asleep=False))
-                self.handle(Tick())
-            case "lose" if name in self.asleep:
+            case "join" | "join earlier" if name not in self.engines:
+                self.engines[name] = Engine(kind == "join earlier")
+                self.register(name)
+            case "lose" if name in self.engines:
                 self.lose(name)
                 self.handle(Left([name]))
-            case "sleep" | "wake" if not self.open:
-                self.open += 1
-                self.handle(sleep.SleepAsked("trainer", kind == "sleep"))
-            case "answer" if self.orders.get(name):
-                self.asleep[name] = self.orders[name].pop(0)
-                self.handle(sleep.SleepAnswered(name, self.asleep[name]))
+            case "sleep" | "sleep 2" | "wake" | "wake weights" | "wake kv" if not self.open:
+                self.ask(kind)
+            case "answer" if name in self.engines and self.engines[name].orders:
+                engine = self.engines[name]
+                engine.obey(engine.orders.popleft())
+                tags = () if engine.earlier else tuple(engine.state.tags)
+                self.handle(sleep.SleepAnswered(name, bool(engine.state), tags, engine.dropped))
+            case "load" if name in self.loading:
+                self.loading.discard(name)
+                self.handle(Tick())
+            case "load" if name in self.machine.weights_awake:
+                self.loading.add(name)
             case "work":
                 self.idle = self.idle is False or self.machine.held
                 self.handle(Tick())
@@ -68,50 +148,74 @@ class World:
                 self.now += number
                 self.handle(Tick())
             case "restart":  # a new buffer; its trainers ask it again, its engines register
-                was = any(self.asleep.values())
+                was = any(engine.state for engine in self.engines.values())
                 self.machine, self.open, self.idle = sleep.SleepMachine(seconds=5.0), 0, True
-                engines, self.asleep = self.asleep, {}  # the new buffer knows of one after the other
-                for engine, asleep in engines.items():
-                    self.asleep[engine], self.orders[engine] = asleep, []
-                    self.handle(Joined(engine, asleep=asleep))
-                    self.handle(Tick())
+                self.loading.clear()
+                engines, self.engines = self.engines, {}  # the new buffer knows of one after the other
+                for name, engine in engines.items():
+                    self.engines[name] = engine
+                    self.register(name)
                 assert self.machine.held == was
 
 
-@settings(max_examples=300)
+@settings(max_examples=400)
 @given(STEPS)
 @example([("join", "a", 0), ("join", "b", 0), ("sleep", "a", 0), ("answer", "b", 0), ("restart", "a", 0)])
+@example(
+    [
+        *(("join", "a", 0), ("join", "b", 0), ("sleep 2", "a", 0), ("answer", "a", 0), ("answer", "b", 0)),
+        *(
+            ("wake weights", "a", 0),
+            ("answer", "a", 0),
+            ("lose", "b", 0),
+            ("restart", "a", 0),
+            ("wake kv", "a", 0),
+        ),
+    ]
+)
 def test_engines_hold_memory_as_was_last_asked(steps):
     world = World()
     for step in steps:
         world.step(*step)
     world.idle = True
-    wanted = world.machine._wanted
-    for _ in range(3):
+    world.loading.clear()
+    wanted = world.machine.wanted
+    for _ in range(4):
         world.handle(Tick())
-        for name in list(world.orders):
-            while world.orders.get(name):
-                world.step("answer", name, 0)
+        for name in list(world.engines):
+            world.step("answer", name, 0)
     world.now += sleep.GRACE_SECONDS + 1
     world.handle(Tick())
     assert world.open == 0
-    assert set(world.asleep.values()) <= {wanted}
-    assert world.machine.held == wanted
+    assert world.machine.wanted == wanted
+    assert all(engine.state == world.target(engine) for engine in world.engines.values())
+    assert world.machine.held == bool(wanted)
+
+
+def join(machine, name="a", state=AWAKE, **changes):
+    """Have an engine of this release join in a state."""
+    event = Joined(name, asleep=bool(state), sleeping=tuple(state.tags), sleep_levels=True, **changes)
+    assert machine.apply(event, 0.0, idle=True) == []
+
+
+def answer(machine, name, state, now=1.0, **options):
+    event = sleep.SleepAnswered(name, bool(state), tuple(state.tags))
+    return machine.apply(event, now, **{"idle": True} | options)
 
 
 def test_an_engine_that_does_not_answer_is_given_up():
     machine = sleep.SleepMachine(seconds=5.0)
-    machine.apply(Joined("a", asleep=False), 0.0, idle=True)
-    machine.apply(Joined("b", asleep=False), 0.0, idle=True)
+    join(machine, "a")
+    join(machine, "b")
     asked = machine.apply(sleep.SleepAsked("t", True), 0.0, idle=True)
     assert asked == [sleep.Order("a", True), sleep.Order("b", True)]
-    assert machine.apply(sleep.SleepAnswered("b", True), 1.0, idle=True) == []
+    assert answer(machine, "b", ASLEEP) == []
     assert machine.apply(Tick(), 5.5, idle=True) == [sleep.GiveUp("a"), sleep.Tell("t", True)]
 
 
 def test_another_trainer_is_told_to_wait():
     machine = sleep.SleepMachine()
-    machine.apply(Joined("a", asleep=False), 0.0, idle=True)
+    join(machine)
     machine.apply(sleep.SleepAsked("one", True), 0.0, idle=True)
     (told,) = machine.apply(sleep.SleepAsked("two", False), 0.0, idle=True)
     assert told == sleep.Tell("two", False, "one puts engines to sleep: wait for that")
@@ -119,39 +223,123 @@ def test_another_trainer_is_told_to_wait():
 
 def test_one_sleeper_among_engines_that_are_awake_is_woken():
     machine = sleep.SleepMachine()
-    machine.apply(Joined("a", asleep=False), 0.0, idle=True)
-    assert machine.apply(Joined("b", asleep=True), 0.0, idle=False) == []
+    join(machine, "a")
+    join(machine, "b", ASLEEP)
     assert machine.apply(Tick(), 0.0, idle=False) == [sleep.Order("b", False)]
 
 
 def test_a_lost_engine_is_not_waited_for():
     machine = sleep.SleepMachine()
     for name in ("a", "b"):
-        machine.apply(Joined(name, asleep=False), 0.0, idle=True)
+        join(machine, name)
     machine.apply(sleep.SleepAsked("t", True, 4), 0.0, idle=True)
-    machine.apply(sleep.SleepAnswered("b", True), 1.0, idle=True)
+    answer(machine, "b", ASLEEP)
     assert machine.apply(Left(["a"]), 1.0, idle=True) == [sleep.Tell("t", True, "", 4)]
 
 
-def test_one_that_has_to_load_is_woken_for_it_and_put_to_sleep_again():
+def test_one_that_loads_is_left_alone_until_it_has_loaded():
     machine = sleep.SleepMachine()
-    machine.apply(Joined("a", asleep=True), 0.0, idle=True)
-    assert machine.wanted
-    machine.apply(Joined("b", asleep=True), 0.0, idle=True)
-    assert machine.apply(Tick(), 0.0, idle=True, loading={"b"}) == [sleep.Order("b", False)]
-    assert machine.awake == set()
-    machine.apply(sleep.SleepAnswered("b", False), 1.0, idle=True, loading={"b"})
-    assert machine.awake == {"b"}
-    assert machine.apply(sleep.SleepAsked("t", True), 1.0, idle=True, loading={"b"}) == []
-    assert machine.apply(Tick(), 2.0, idle=True) == [sleep.Order("b", True)]
-    assert machine.apply(sleep.SleepAnswered("b", True), 3.0, idle=True) == [sleep.Tell("t", True)]
+    join(machine, "a")
+    assert machine.apply(sleep.SleepAsked("t", True), 0.0, idle=True, loading={"a"}) == []
+    assert machine.apply(Tick(), 1.0, idle=True, loading={"a"}) == []
+    assert machine.apply(Tick(), 2.0, idle=True) == [sleep.Order("a", True)]
+    assert answer(machine, "a", ASLEEP, 3.0) == [sleep.Tell("t", True)]
 
 
 def test_an_answer_that_nobody_waits_for_changes_nothing():
     machine = sleep.SleepMachine()
-    machine.apply(Joined("a", asleep=False), 0.0, idle=True)
-    machine.apply(sleep.SleepAnswered("a", True), 0.0, idle=True)
+    join(machine)
+    answer(machine, "a", ASLEEP)
     assert machine.awake == {"a"}
     machine.apply(sleep.SleepAsked("t", True), 0.0, idle=True)
-    machine.apply(sleep.SleepAnswered("a", False), 0.0, idle=True)  # it was told to sleep
-    assert machine.apply(sleep.SleepAnswered("a", True), 0.0, idle=True) == [sleep.Tell("t", True)]
+    answer(machine, "a", AWAKE)  # it was told to sleep
+    assert answer(machine, "a", ASLEEP) == [sleep.Tell("t", True)]
+
+
+def test_weights_wake_before_the_kv_cache():
+    machine = sleep.SleepMachine()
+    join(machine)
+    asked = sleep.SleepAsked("t", True, level=2)
+    assert machine.apply(asked, 0.0, idle=True) == [sleep.Order("a", True, 2)]
+    assert answer(machine, "a", ASLEEP) == [sleep.Tell("t", True)]
+    (told,) = machine.apply(sleep.SleepAsked("t", False, tags=("kv_cache",)), 1.0, idle=True)
+    assert "the weights sleep: wake them first" in told.problem
+    woken = machine.apply(sleep.SleepAsked("t", False, tags=("weights",)), 1.0, idle=True)
+    assert woken == [sleep.Order("a", False, tags=("weights",))]
+    assert (machine.awake, machine.weights_awake) == (set(), set())
+    assert answer(machine, "a", KV_ASLEEP) == [sleep.Tell("t", False, kv_asleep=True)]
+    assert (machine.awake, machine.weights_awake, machine.held) == (set(), {"a"}, True)
+    woken = machine.apply(sleep.SleepAsked("t", False, tags=("kv_cache",)), 2.0, idle=True)
+    assert woken == [sleep.Order("a", False)]
+    assert answer(machine, "a", AWAKE) == [sleep.Tell("t", False)]
+    assert not machine.held
+
+
+def test_an_engine_that_joins_a_partial_sleep_comes_to_it_in_two_steps():
+    machine = sleep.SleepMachine()
+    join(machine, "a", KV_ASLEEP, dropped=True)  # of an earlier life of the buffer
+    assert machine.wanted is KV_ASLEEP
+    join(machine, "b")
+    keeps_weights = sleep.Order("b", True, 1)
+    assert machine.apply(Tick(), 0.0, idle=True) == [keeps_weights]
+    assert answer(machine, "b", ASLEEP) == [sleep.Order("b", False, tags=("weights",))]
+    assert answer(machine, "b", KV_ASLEEP) == []
+    assert machine.weights_awake == {"a", "b"}
+
+
+def test_a_deeper_level_is_refused_while_weights_sleep_and_a_lesser_one_is_there_already():
+    machine = sleep.SleepMachine()
+    join(machine)
+    machine.apply(sleep.SleepAsked("t", True), 0.0, idle=True)
+    answer(machine, "a", ASLEEP)
+    (told,) = machine.apply(sleep.SleepAsked("t", True, level=2), 1.0, idle=True)
+    assert told.problem.startswith("level = 2: engines sleep at level 1")
+    machine.apply(sleep.SleepAsked("t", False, tags=("weights",)), 2.0, idle=True)
+    answer(machine, "a", KV_ASLEEP)
+    assert machine.apply(sleep.SleepAsked("t", True, level=2), 3.0, idle=True) == [sleep.Order("a", True, 2)]
+    answer(machine, "a", ASLEEP)
+    assert machine.apply(sleep.SleepAsked("t", True, 7), 4.0, idle=True) == [sleep.Tell("t", True, "", 7)]
+
+
+def test_engines_of_an_earlier_life_that_all_slept_at_first_sleep_on():
+    machine = sleep.SleepMachine()
+    join(machine, "a", ASLEEP)
+    join(machine, "b")
+    join(machine, "c", ASLEEP)
+    assert machine.wanted is ASLEEP
+
+
+def test_weights_that_one_engine_has_woken_wake_everywhere():
+    machine = sleep.SleepMachine()
+    join(machine, "a", ASLEEP)
+    join(machine, "b", KV_ASLEEP)
+    assert machine.wanted is KV_ASLEEP
+    assert machine.apply(Tick(), 0.0, idle=True) == [sleep.Order("a", False, tags=("weights",))]
+
+
+def test_a_restarted_buffer_is_asked_for_the_same_level_again():
+    machine = sleep.SleepMachine()
+    join(machine, "a", ASLEEP, dropped=True)
+    join(machine, "b")
+    machine.apply(Tick(), 0.0, idle=False)
+    assert machine.apply(sleep.SleepAsked("t", True, level=2), 0.0, idle=True) == [sleep.Order("b", True, 2)]
+    assert answer(machine, "b", ASLEEP) == [sleep.Tell("t", True)]
+
+
+def test_an_engine_of_an_earlier_release_is_named_where_it_cannot_follow_and_awake_where_it_joins():
+    machine = sleep.SleepMachine()
+    machine.apply(Joined("old"), 0.0, idle=True)
+    (told,) = machine.apply(sleep.SleepAsked("t", True, level=2), 0.0, idle=True)
+    assert told.problem.startswith("level = 2: engine old is of an earlier release")
+    assert machine.apply(sleep.SleepAsked("t", True), 0.0, idle=True) == [sleep.Order("old", True)]
+    assert machine.apply(sleep.SleepAnswered("old", True), 0.0, idle=True) == [sleep.Tell("t", True)]
+    (told,) = machine.apply(sleep.SleepAsked("t", False, tags=("weights",)), 0.0, idle=True)
+    assert told.problem.startswith("tags = ['weights']: engine old is of an earlier release")
+    machine.apply(Left(["old"]), 0.0, idle=True)
+    join(machine, "new", ASLEEP)
+    machine.apply(sleep.SleepAsked("t", False, tags=("weights",)), 0.0, idle=True)
+    machine.apply(Joined("old"), 0.0, idle=True)
+    assert machine.apply(Tick(), 0.0, idle=True) == []
+    assert answer(machine, "new", KV_ASLEEP) == [sleep.Tell("t", False, kv_asleep=True)]
+    assert machine.held
+    assert machine.awake == {"old"}

@@ -1,9 +1,10 @@
 """Weights and sleep together, as the conductor joins their machines, with engines that keep their own books.
 
 Engines join at any time, awake or asleep, with whatever weights, also in the middle of an update; they
-obey in order. A second machine that is told the same, made anew of a snapshot now and then, answers the same.
-None is told to load while it sleeps or is about to; none that sleeps is given work; in the
-end each one that lives has the live weights, and is in the state that was asked for last.
+obey in order, and lose their weights in sleep of level 2. A second machine that is told the same, made anew of
+a snapshot now and then, answers the same. None is told to load while its weights sleep or are about to; none
+that sleeps, or has other weights than the live ones, is given work; in the end each one that lives has the live
+weights, and is in the state that was asked for last.
 """
 
 from collections import deque
@@ -15,6 +16,7 @@ from snapshots import again
 
 from seer.common import wire
 from seer.common.policy.schedule import POLICIES
+from seer.common.sleep import SleepState
 from seer.common.types import Capacity, SamplingParams
 from seer.services.buffer import sleep, submissions
 from seer.services.buffer.conductor import Conductor, Ended, Submitted
@@ -27,13 +29,17 @@ from seer.services.buffer.weights import events as weight_events
 from seer.services.buffer.weights.machine import WeightsMachine
 
 NAMES = ("a", "b", "c")
+AWAKE, KV_ASLEEP, ASLEEP = SleepState
 KINDS = (
     "join",
     "join asleep",
     "lose",
     "update",
     "sleep",
+    "sleep 2",
     "wake",
+    "wake weights",
+    "wake kv",
     "answer",
     "fail",
     "submit",
@@ -45,16 +51,28 @@ STEPS = st.lists(st.tuples(st.sampled_from(KINDS), st.sampled_from(NAMES), st.in
 PROMPT = np.arange(5, dtype=np.int32)
 
 
+TAGS = {"wake": (), "wake weights": ("weights",), "wake kv": ("kv_cache",)}
+
+
 class Engine:
-    def __init__(self, version, asleep):
-        self.version, self.asleep = version, asleep
+    """`version`: -1 without weights; `dropped`: the version that it dropped to sleep, None for none."""
+
+    def __init__(self, version, state):
+        self.version, self.state, self.dropped = version, state, None
         self.orders = deque()
 
     @property
-    def will_sleep(self):
-        """Whether it sleeps once it has done all it was told."""
-        told = [order.asleep for order in self.orders if isinstance(order, wire.Sleep)]
-        return told[-1] if told else self.asleep
+    def will_be(self):
+        """What sleeps once it has done all it was told."""
+        state = self.state
+        for order in self.orders:
+            if isinstance(order, wire.Sleep):
+                state = after(order, state)
+        return state
+
+
+def after(order, state):
+    return SleepState.ASLEEP if order.asleep else state.woken(order.tags)
 
 
 class World:
@@ -88,15 +106,16 @@ class World:
         engine = self.engines[name]
         match message:
             case wire.LoadWeights():
-                assert not engine.will_sleep, f"{message} to one that sleeps"
+                assert engine.will_be is not SleepState.ASLEEP, f"{message} to one that sleeps"
+                assert message.source or engine.dropped == 0, "only who dropped its own model has it still"
                 engine.orders.append(message)
             case wire.PrepareWeights():  # which it may, asleep
                 engine.orders.append(message)
             case wire.Sleep():
-                assert not (message.asleep and name in self.weights.loading)
+                assert name not in self.weights.loading
                 engine.orders.append(message)
             case wire.RunChunk():
-                assert not engine.asleep
+                assert not engine.state
                 assert all(isinstance(order, wire.PrepareWeights) for order in engine.orders)
                 assert engine.version == self.weights.live.version
                 self.chunks[message.request_id] = name, message
@@ -106,15 +125,17 @@ class World:
         match kind:
             case "join" | "join asleep":
                 self.lose(name, say=False)
-                self.engines[name] = engine = Engine(number // 3 - 1, kind != "join")
+                self.engines[name] = engine = Engine(number // 3 - 1, ASLEEP if kind != "join" else AWAKE)
                 self.joined += 1
                 self.conductor.join(name, register(engine), self.joined)
             case "lose":
                 self.lose(name)
-            case "update" if not self.sleep.wanted:
+            case "update" if self.sleep.wanted is not ASLEEP:
                 self.conductor.apply(weight_events.UpdateAsked("t", number, f"/w{number}", call_id=number))
-            case "sleep" | "wake" if not self.weights.updating:
-                self.conductor.apply(sleep.SleepAsked("t", kind == "sleep"))
+            case "sleep" | "sleep 2" | "wake" | "wake weights" | "wake kv" if not self.weights.updating:
+                level = 2 if kind == "sleep 2" else 1
+                asked = sleep.SleepAsked("t", kind not in TAGS, 0, level, TAGS.get(kind, ()))
+                self.conductor.apply(asked)
             case "answer" | "fail" if engine is not None and engine.orders:
                 self.obey(name, engine, "broken" if kind == "fail" else "")
             case "submit" if self.submitted < 5:
@@ -136,16 +157,20 @@ class World:
     def obey(self, name, engine, problem=""):
         match order := engine.orders.popleft():
             case wire.Sleep():
-                engine.asleep = order.asleep
-                self.conductor.apply(sleep.SleepAnswered(name, order.asleep))
+                engine.state = after(order, engine.state)
+                if order.asleep and order.level == 2 and engine.version >= 0:
+                    engine.version, engine.dropped = -1, engine.version
+                state, dropped = engine.state, engine.dropped is not None
+                answered = sleep.SleepAnswered(name, bool(state), tuple(state.tags), dropped)
+                self.conductor.apply(answered)
             case wire.PrepareWeights():
                 digest = f"d{order.version}"
                 self.conductor.apply(
                     weight_events.Prepared(name, order.version, digest, problem, order.call_id)
                 )
             case wire.LoadWeights():
-                assert not engine.asleep
-                engine.version = -1 if problem else order.version
+                assert engine.state is not ASLEEP
+                engine.version, engine.dropped = -1 if problem else order.version, None
                 self.conductor.apply(weight_events.Loaded(name, order.version, problem))
 
     def submit(self):
@@ -179,13 +204,16 @@ class World:
 
 
 def register(engine):
-    version = engine.version
+    version = engine.version if engine.dropped is None else engine.dropped
     return wire.Register(
         capacity=Capacity(kv_blocks=20, block_size=16, max_num_seqs=8, max_model_len=256),
-        weight_version=version,
+        weight_version=engine.version,
         weights_digest=f"d{version}" if version >= 0 else "",
         weights_source=f"/w{version}" if version > 0 else "",
-        asleep=engine.asleep,
+        asleep=bool(engine.state),
+        sleeping=engine.state.tags,
+        sleep_levels=True,
+        dropped_version=-1 if engine.dropped is None else engine.dropped,
     )
 
 
@@ -194,6 +222,8 @@ def register(engine):
 @example([("join", "a", 6), ("sleep", "a", 0), ("answer", "a", 0), ("join", "b", 3)])
 @example([("join", "a", 6), ("sleep", "a", 0), ("answer", "a", 0), ("join asleep", "b", 3)])
 @example([("join", "a", 6), ("submit", "a", 0), ("join asleep", "b", 6), ("submit", "a", 0)])
+@example([("join", "a", 3), ("sleep 2", "a", 0), ("answer", "a", 0), ("wake", "a", 0), ("answer", "a", 0)])
+@example([("join", "a", 6), ("sleep 2", "a", 0), ("answer", "a", 0), ("wake weights", "a", 0)])
 def test_none_loads_asleep_and_all_end_as_was_asked_last(steps):
     world = World()
     for step in steps:
@@ -202,17 +232,22 @@ def test_none_loads_asleep_and_all_end_as_was_asked_last(steps):
     world.settle()
     assert not world.weights.updating
     assert not world.weights.loading
-    assert {engine.asleep for engine in world.engines.values()} <= {world.sleep.wanted}
-    assert world.sleep.held == world.sleep.wanted
+    assert {engine.state for engine in world.engines.values()} <= {world.sleep.wanted}
+    assert world.sleep.held == bool(world.sleep.wanted)
+    # Who has to load does so once it is awake, from what it was started with or where the trainer said.
+    world.time += sleep.GRACE_SECONDS + 1  # where no engine is there, a request for sleep is answered now
+    world.conductor.tick()
+    world.step("wake", "", 0)
+    world.settle()
+    assert not world.machine.registry.holding
     for name, engine in world.engines.items():
         if name not in world.weights.quarantined:
             assert engine.version == world.weights.live.version
-    # Whatever failed before, a later version heals, and engines that sleep can be woken.
-    world.step("wake", "", 0)
-    world.settle()
+    assert world.weights.admitted == world.engines.keys() - world.weights.quarantined.keys()
+    # Whatever failed before, a later version heals.
     world.step("update", "", 9)
     world.settle()
     if world.weights.admitted and world.weights.live.version == 9:
         assert {engine.version for engine in world.engines.values()} == {9}
-        assert not any(engine.asleep for engine in world.engines.values())
+        assert not any(engine.state for engine in world.engines.values())
         assert world.weights.admitted == world.engines.keys()

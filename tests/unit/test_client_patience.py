@@ -166,7 +166,7 @@ async def test_a_late_answer_to_another_question_of_sleep_is_not_taken():
             await client.sleep(timeout_seconds=5)
         (first,) = buffer.of(wire.Sleep)
         for asleep, late in ((True, first.call_id), (False, 0)):
-            task = asyncio.create_task(client._set_asleep(asleep=asleep, seconds=60))
+            task = asyncio.create_task(client.sleep(60) if asleep else client.wake(60))
             await asyncio.sleep(1)
             await buffer.say(wire.Slept(asleep=True, call_id=late))
             await asyncio.sleep(1)

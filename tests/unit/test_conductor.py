@@ -85,7 +85,7 @@ class World:
         return taken
 
     def where(self, name):
-        return name in self.machine.instances, name in self.weights, name in self.sleep._asleep
+        return name in self.machine.instances, name in self.weights, name in self.sleep._states
 
 
 def test_an_event_is_messages_by_the_time_it_is_handled():

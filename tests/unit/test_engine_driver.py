@@ -9,6 +9,7 @@ from virtual_time import eventually, virtual
 
 from seer.common.clock import LoopClock
 from seer.common.errors import EngineError, InvalidField
+from seer.common.sleep import SleepState
 from seer.common.types import Capacity, InstanceStats, SamplingParams
 from seer.services.engine.backend import Chunk, ChunkEnd, Generated, StepOutput
 from seer.services.engine.driver import InlineDriver, ThreadDriver
@@ -169,7 +170,7 @@ class Broken(Counting):
     def load_weights(self, folder, digest, base=None):
         raise RuntimeError("no rank answers")
 
-    def sleep(self, asleep):
+    def sleep(self, state, level):
         raise RuntimeError("no rank answers")
 
 
@@ -177,7 +178,8 @@ class Broken(Counting):
     "make", [ThreadDriver, lambda backend, sink: InlineDriver(backend, sink, LoopClock())]
 )
 @pytest.mark.parametrize(
-    ("call", "arguments"), [("bind_weights", ["abc"]), ("load_weights", ["/w", "abc"]), ("sleep", [True])]
+    ("call", "arguments"),
+    [("bind_weights", ["abc"]), ("load_weights", ["/w", "abc"]), ("sleep", [SleepState.ASLEEP, 1])],
 )
 async def test_what_a_backend_cannot_do_is_an_engine_error(make, call, arguments):
     driver = make(Broken(fail="bind"), Sink())

@@ -8,13 +8,16 @@ from msgspec import structs
 from virtual_time import eventually, virtual
 
 from seer.common import wire
-from seer.common.config import Config
+from seer.common.config import Config, SharedConfig
 from seer.common.errors import EngineError, Unreachable
+from seer.common.sleep import SleepState
 from seer.common.types import SamplingParams
 from seer.services.engine.backend import Chunk
 from seer.services.engine.replay.backend import ReplayBackend
 from seer.services.engine.weights.manifest import read_manifest
 from seer.services.engine.weights.updater import CheckedWeights
+
+AWAKE, KV_ASLEEP, ASLEEP = SleepState
 
 
 class Loading(ReplayBackend):
@@ -30,8 +33,8 @@ class Loading(ReplayBackend):
         self.loaded.append((folder, digest))
         self.meanwhile()
 
-    def sleep(self, asleep):
-        self.rests.append(asleep)
+    def sleep(self, state, level):
+        self.rests.append(state)
 
 
 def load(version, source, digest=None):
@@ -44,9 +47,9 @@ def prepare(version, source):
     return wire.PrepareWeights(version=version, source=str(source))
 
 
-async def restarted(buffer, network):
+async def restarted(buffer, network, shared=None):
     await buffer.kill()
-    reborn = Buffer(network, incarnation=2)
+    reborn = Buffer(network, incarnation=2, shared=shared)
     await reborn.start()
     await eventually(lambda: reborn.peer is not None)
     return reborn
@@ -120,7 +123,7 @@ async def test_answers_come_in_the_order_of_their_questions():
         gate.set()
         await eventually(lambda: len(buffer.heard(wire.Slept)) == 4)
         assert [said.asleep for said in buffer.heard(wire.Slept)] == [True, False, True, True]
-        assert server._driver._backend.rests == [True, False, True]
+        assert server._driver._backend.rests == [ASLEEP, AWAKE, ASLEEP]
 
 
 @virtual
@@ -271,3 +274,55 @@ async def test_what_was_checked_for_weights_that_are_live_already_is_forgotten(t
         assert kinds(buffer)[-4:] == [wire.WeightsPrepared, wire.WeightsLoaded] * 2
         assert len(backend.loaded) == 1
         assert server._updater._checked == CheckedWeights()
+
+
+@virtual
+async def test_what_is_dropped_is_said_and_loaded_again_from_where_it_was(tmp_path):
+    model, one = folder(tmp_path / "model", 1.0), folder(tmp_path / "one", 2.0)
+    shared = SharedConfig(model=str(model))
+    backend = Loading()
+    async with engine(backend=backend, shared=shared) as (buffer, server, _, network):
+        own = read_manifest(model).digest
+        await buffer.send(wire.Sleep(asleep=True, level=2))
+        await buffer.send(wire.Sleep(asleep=False, tags=["kv_cache"]))  # no buffer says so
+        await buffer.send(wire.Sleep(asleep=False, tags=["weights"]))
+        await eventually(lambda: len(buffer.heard(wire.Slept)) == 3)
+        down, refused, up = buffer.heard(wire.Slept)
+        assert (down.asleep, down.tags, down.dropped) == (True, ["kv_cache", "weights"], True)
+        assert (refused.tags, refused.problem != "") == (down.tags, True)
+        assert (up.asleep, up.tags, up.dropped) == (True, ["kv_cache"], True)
+        assert backend.rests == [ASLEEP, KV_ASLEEP]
+        await buffer.run()
+        await eventually(lambda: bool(buffer.heard(wire.ChunkFailed)))
+        assert "it sleeps" in buffer.heard(wire.ChunkFailed)[0].message
+        reborn = await restarted(buffer, network, shared)
+        await eventually(lambda: bool(reborn.said))
+        said = reborn.said[0]
+        assert (said.weight_version, said.dropped_version, said.weights_digest) == (-1, 0, own)
+        assert (said.asleep, said.sleeping) == (True, ["kv_cache"])
+        await reborn.send(wire.LoadWeights(version=0, digest="another", source=""))
+        await reborn.send(wire.LoadWeights(version=0, digest=own, source=""))
+        await eventually(lambda: len(reborn.heard(wire.WeightsLoaded)) == 2)
+        assert [bool(loaded.problem) for loaded in reborn.heard(wire.WeightsLoaded)] == [True, False]
+        assert "model now has digest" in reborn.heard(wire.WeightsLoaded)[0].problem
+        assert backend.loaded == [(model, own)]
+        await reborn.send(wire.Sleep(asleep=False))
+        await reborn.send(load(1, one))
+        await reborn.send(wire.Sleep(asleep=True, level=1))
+        await eventually(lambda: len(reborn.heard(wire.Slept)) == 2)
+        assert [slept.dropped for slept in reborn.heard(wire.Slept)] == [False, False]
+        assert server._updater.live.version == 1
+        await reborn.kill()
+
+
+@virtual
+async def test_an_engine_without_a_model_folder_says_what_it_lacks_and_what_it_dropped():
+    backend = Loading()
+    async with engine(backend=backend) as (buffer, server, *_):
+        await buffer.send(wire.Sleep(asleep=True, level=2))
+        await buffer.send(wire.Sleep(asleep=False))
+        await buffer.send(wire.LoadWeights(version=0, digest="", source=""))
+        await eventually(lambda: bool(buffer.heard(wire.WeightsLoaded)))
+        assert "started without a model folder" in buffer.heard(wire.WeightsLoaded)[0].problem
+        assert server._updater.not_ready == "it has no weights: it dropped them"
+        assert server._registration().dropped_version == 0

@@ -291,7 +291,7 @@ def test_an_answer_to_a_buffer_that_is_gone_is_not_sent(order, tmp_path):
 
             for name in ("_check", "_checked_folder"):
                 setattr(server._updater, name, slowly)
-            server._driver.sleep = lambda _: release.wait()
+            server._driver.sleep = lambda *_: release.wait()
             await buffer.send(orders[order])
             await asyncio.sleep(1)
             await buffer.kill()
@@ -464,7 +464,7 @@ class Hanging(ReplayBackend):
     def load_weights(self, folder, digest, base=None):
         self.going_on.wait(60)
 
-    def sleep(self, asleep):
+    def sleep(self, state, level):
         self.going_on.wait(60)
 
 
@@ -477,7 +477,7 @@ async def test_an_engine_reports_while_it_loads_and_while_it_goes_to_sleep(tmp_p
     async with engine(config, backend) as (buffer, *_):
         for order, answer in (
             (wire.LoadWeights(version=1, digest=digest, source=str(tmp_path)), wire.WeightsLoaded(version=1)),
-            (wire.Sleep(asleep=True), wire.Slept(asleep=True)),
+            (wire.Sleep(asleep=True), wire.Slept(asleep=True, tags=["kv_cache", "weights"])),
         ):
             backend.going_on.clear()
             await buffer.send(order)

@@ -45,11 +45,10 @@ def test_nobody_is_awake_when_all_who_sleep_are_gone():
 
 
 def test_a_question_is_answered_when_nobody_is_on_the_way_any_more():
-    made = machine("a", wanted=True)
-    assert made.apply(Tick(), 1.0, idle=True, loading=["a"]) == [sleep.Order("a", False)]
+    made = machine("a")
     assert made.apply(sleep.SleepAsked("t", True, 7), 2.0, idle=True, loading=["a"]) == []
     assert made.apply(sleep.SleepAsked("t", True, 8), 3.0, idle=True, loading=["a"]) == []
-    assert made.apply(sleep.SleepAnswered("a", False), 4.0, idle=True) == [sleep.Order("a", True)]
+    assert made.apply(Tick(), 4.0, idle=True) == [sleep.Order("a", True)]
     assert made.apply(sleep.SleepAnswered("a", True), 5.0, idle=True) == [sleep.Tell("t", True, "", 8)]
 
 

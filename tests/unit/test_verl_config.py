@@ -126,6 +126,20 @@ def test_other_trainers_are_refused():
 
 
 def test_routing_replay_is_refused():
-    check_rollout(SimpleNamespace(enable_rollout_routing_replay=False))
+    check_rollout(rollout())
     with pytest.raises(InvalidField, match="enable_rollout_routing_replay"):
-        check_rollout(SimpleNamespace(enable_rollout_routing_replay=True))
+        check_rollout(rollout(enable_rollout_routing_replay=True))
+
+
+def test_sleep_is_refused_where_verl_would_never_wake():
+    check_rollout(rollout(free_cache_engine=False))
+    check_rollout(rollout(sleep=True))
+    with pytest.raises(InvalidField, match=r"seer.sleep = True: .*free_cache_engine=False"):
+        check_rollout(rollout(sleep=True, free_cache_engine=False))
+
+
+def rollout(*, sleep=False, **changes):
+    """Return veRL's `rollout` section."""
+    kwargs = {"seer": {"endpoint": "tcp://h:1", "sleep": sleep}}
+    usual = {"enable_rollout_routing_replay": False, "free_cache_engine": True, "engine_kwargs": kwargs}
+    return SimpleNamespace(**usual | changes)

@@ -493,7 +493,7 @@ def test_a_trainer_may_ask_for_something_else_until_engines_load():
 def test_one_that_sleeps_is_told_to_load_once_it_is_awake():
     machine = make("a", weights=NEW)
     machine.apply(Joined("b", weights=OLD), 0.0, idle=True, awake={"a"})
-    assert machine.loading == {"b"}
+    assert machine.loading == set()
     assert machine.apply(Tick(), 99.0, idle=True, awake={"a"}) == []  # to wake has a deadline of its own
     assert machine.apply(Tick(), 99.0, idle=True, awake={"a", "b"}) == [weight_instructions.Load("b", NEW)]
     machine.apply(Joined("c", weights=NEW), 99.0, idle=True, awake={"a", "b"})
@@ -651,3 +651,83 @@ def test_an_update_that_waits_for_requests_of_a_version_that_none_has_goes_on_on
         weight_instructions.Expel("b"),
         weight_instructions.Load("b", newer),
     ]
+
+
+# --- who dropped its weights ---------------------------------------------------------------------
+
+
+def dropped(*names, weights=OLD):
+    """Return a machine whose engines have dropped their weights, which are awake while KV sleeps."""
+    machine = make(*names, weights=weights)
+    for name in names:
+        out = machine.apply(weight_events.Dropped(name), 0.0, idle=True, awake=())
+        assert out == [weight_instructions.Expel(name)]
+    return machine
+
+
+def partly(machine, event, *names):
+    """Apply an event while the weights of these are awake, and their KV sleeps."""
+    return machine.apply(event, 1.0, idle=True, awake=(), weights_awake=names)
+
+
+def test_what_was_dropped_is_loaded_again_once_all_is_awake():
+    for weights in (OLD, NEW):
+        machine = dropped("a", weights=weights)
+        assert partly(machine, Tick(), "a") == []
+        assert not machine.loading
+        assert machine.reloading
+        assert machine.apply(Tick(), 2.0, idle=True, awake=["a"]) == [weight_instructions.Load("a", weights)]
+        assert machine.loading == {"a"}
+        assert load(machine, "a") == [weight_instructions.Admit("a")]
+        assert not machine.reloading
+
+
+def test_updates_one_after_the_other_are_loaded_while_kv_sleeps():
+    machine = dropped("a", "b")
+    for version in (1, 2):
+        asked = weight_events.UpdateAsked("t", version, f"/w{version}")
+        out = partly(machine, asked, "a", "b")
+        assert [type(item).__name__ for item in out] == ["Hold", "Prepare", "Prepare"]
+        new = Weights(version, "d", f"/w{version}")
+        for name in ("a", "b"):
+            out = partly(machine, weight_events.Prepared(name, version, "d"), "a", "b")
+        assert out == [weight_instructions.Load("a", new), weight_instructions.Load("b", new)]
+        assert partly(machine, weight_events.Loaded("a", version), "a", "b") == []
+        out = partly(machine, weight_events.Loaded("b", version), "a", "b")
+        assert out == [weight_instructions.Release(), weight_instructions.Report("t", new, {})]
+        assert not machine.admitted
+    again = partly(machine, weight_events.UpdateAsked("t", 2, "/w2"), "a", "b")
+    assert again[-1] == weight_instructions.Report("t", new, {})
+    out = machine.apply(Tick(), 2.0, idle=True, awake=["a", "b"])
+    assert out == [weight_instructions.Admit("a"), weight_instructions.Admit("b")]
+
+
+def test_a_version_that_was_dropped_is_not_taken_by_other_weights():
+    machine = dropped("a", weights=NEW)
+    [failed] = partly(machine, weight_events.UpdateAsked("t", 1, "/other", "other"), "a")
+    assert "must be above the live one, 1" in failed.reasons[""]
+    assert partly(machine, weight_events.UpdateAsked("t", 1, "/elsewhere", "d1"), "a")[0] == (
+        weight_instructions.Hold()
+    )
+
+
+def test_an_engine_that_does_not_find_its_own_model_tries_again():
+    machine = dropped("a")
+    machine.apply(Tick(), 2.0, idle=True, awake=["a"])
+    load(machine, "a", problem="no such folder")
+    assert machine.quarantined == {"a": "no such folder"}
+    assert not machine.reloading
+    assert machine.apply(Tick(), 20.0, idle=True, awake=["a"]) == []
+    out = machine.apply(Tick(), 40.0, idle=True, awake=["a"])
+    assert out == [weight_instructions.Load("a", OLD)]
+
+
+def test_what_engines_dropped_is_live_for_a_restarted_buffer():
+    machine = WeightsMachine()
+    machine.apply(Joined("a", weights=NEW, dropped=True), 0.0, idle=True, awake=())
+    assert machine.live == NEW
+    assert machine.apply(Joined("b", weights=OLD), 0.0, idle=True, awake=["b"]) == [
+        weight_instructions.Load("b", NEW)
+    ]
+    assert machine.apply(Left(["a"]), 0.0, idle=True) == []
+    assert not machine._dropped

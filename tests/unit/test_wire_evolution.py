@@ -5,7 +5,9 @@ import numpy as np
 import pytest
 
 from seer.common.errors import WireError
-from seer.common.wire import ContextSnapshot, Estimates, Message, Tokens
+from seer.common.sleep import SleepState, state_of
+from seer.common.types import Capacity
+from seer.common.wire import ContextSnapshot, Estimates, Message, Register, Sleep, Slept, Tokens
 from seer.common.wire.codec import Decoder, encode
 
 
@@ -52,6 +54,23 @@ class PlainSnapshot(Message, tag="ContextSnapshot"):
     acceptance: dict[str, list[int]] = {}
 
 
+class PlainSleep(Message, tag="Sleep"):
+    asleep: bool
+    call_id: int = 0
+
+
+class PlainSlept(Message, tag="Slept"):
+    asleep: bool
+    problem: str = ""
+    call_id: int = 0
+
+
+class PlainRegister(Message, tag="Register"):
+    capacity: Capacity
+    weight_version: int
+    asleep: bool = False
+
+
 class Added(Message, tag=True):
     value: int
 
@@ -62,6 +81,8 @@ class WithArray(Message, tag="Report"):
     more: Tokens
 
 
+CAPACITY = Capacity(kv_blocks=4, block_size=2, max_num_seqs=1, max_model_len=8)
+AWAKE, KV_ASLEEP, ASLEEP = SleepState
 TOKENS = np.array([1, 2, 3], np.int32)
 
 
@@ -103,3 +124,22 @@ def test_estimates_have_no_spread_where_a_peer_tells_none():
     assert Decoder(ContextSnapshot).decode(encode(old)).spreads == none
     snapshot = ContextSnapshot(incarnation=1, sequence=2, estimates=said, spreads={"r/a": 0.5})
     assert Decoder(PlainSnapshot).decode(encode(snapshot)).estimates == said
+
+
+def test_engines_and_trainers_that_know_no_levels_of_sleep_are_understood_and_understand():
+    for asleep in (False, True):
+        order = Decoder(Sleep).decode(encode(PlainSleep(asleep=asleep, call_id=3)))
+        assert order == Sleep(asleep=asleep, call_id=3, level=1, tags=[])
+        assert Decoder(PlainSleep).decode(encode(order)) == PlainSleep(asleep=asleep, call_id=3)
+        slept = Decoder(Slept).decode(encode(PlainSlept(asleep=asleep)))
+        assert state_of(asleep=slept.asleep, tags=slept.tags) == (ASLEEP if asleep else AWAKE)
+        assert not slept.dropped
+        joined = Decoder(Register).decode(encode(PlainRegister(CAPACITY, 7, asleep)))
+        assert (joined.sleep_levels, joined.dropped_version) == (False, -1)
+        assert state_of(asleep=joined.asleep, tags=joined.sleeping) == (ASLEEP if asleep else AWAKE)
+    dropped = Register(
+        capacity=CAPACITY, weight_version=-1, weights_digest="d", asleep=True, sleeping=["kv_cache"],
+        sleep_levels=True, dropped_version=7,
+    )  # fmt: skip
+    # An earlier buffer takes it for one whose last load failed, wakes all of it, and gives it no work.
+    assert Decoder(PlainRegister).decode(encode(dropped)) == PlainRegister(CAPACITY, -1, True)

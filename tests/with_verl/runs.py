@@ -5,6 +5,7 @@ Every run starts Ray, and takes one to two minutes on two cores.
 
 from __future__ import annotations
 
+import json
 import shutil
 import threading
 from collections import Counter
@@ -126,7 +127,22 @@ def watched(endpoint: str) -> Iterator[list[Status]]:
         thread.join()
 
 
-def test_tools_sleep_and_two_ranks(small_chunks, tmp_path):
+def sleep_and_updates(log: Path) -> list[str]:
+    """Return what trainers asked of all engines, in order, as the buffer logged it."""
+    found = []
+    for path in sorted(log.iterdir()):
+        for _, event, _ in map(json.loads, path.read_text().splitlines()[1:]):
+            match event:
+                case ["SleepAsked", _, True, _, level, _]:
+                    found.append(f"sleep {level}")
+                case ["SleepAsked", _, False, _, _, tags]:
+                    found.append(f"wake {' '.join(tags)}")
+                case ["UpdateAsked", *_]:
+                    found.append("update")
+    return found
+
+
+def test_tools_sleep_and_two_ranks(tmp_path):
     changes = ONE_STEP | WHOLE | {
         "actor_rollout_ref.rollout.agent.default_agent_loop": "tool_agent",
         "actor_rollout_ref.rollout.multi_turn.function_tool_path": Path(__file__).with_name("countdown.py"),
@@ -135,8 +151,11 @@ def test_tools_sleep_and_two_ranks(small_chunks, tmp_path):
         "+actor_rollout_ref.rollout.engine_kwargs.seer.sleep": True,
         "trainer.n_gpus_per_node": 2,
     }  # fmt: skip
-    with watched(small_chunks.endpoint) as states:
-        run = succeeded(small_chunks, tmp_path / "run", changes)
+    for other in system(2, "buffer.chunk_size=16", f"buffer.log={tmp_path / 'log'}"):
+        with watched(other.endpoint) as states:
+            run = succeeded(other, tmp_path / "run", changes)
+    order = ["sleep 2", "wake weights", "update", "wake kv_cache"]
+    assert sleep_and_updates(tmp_path / "log") == 2 * order
     turns = sum(" x ans" in response for _, response in run.responses(1).elements())
     assert turns > BATCH
     assert run.submitted == [f"{N * BATCH} first turns, {turns} later turns; weights of step 0"]

@@ -48,4 +48,10 @@ class Loaded(events.Row, frozen=True):
     problem: str = ""
 
 
-Event = events.Joined | events.Left | UpdateAsked | Prepared | Loaded | events.Drained | events.Tick
+class Dropped(events.Row, frozen=True):
+    """An instance dropped the values of its weights to sleep."""
+
+    instance: str
+
+
+Event = events.Joined | events.Left | UpdateAsked | Prepared | Loaded | Dropped | events.Drained | events.Tick

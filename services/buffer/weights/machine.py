@@ -9,10 +9,14 @@ be gone.
 Whenever other weights become live, every registered instance gets a `Load`, also a quarantined one and one
 that is still loading the previous weights. What it reports of those is ignored.
 
+An instance that dropped its weights to sleep has to load: those of an update, as soon as its weights are
+awake, or else the live ones again, once all of it is awake.
+
 Invariants (tests/unit/test_weights_machine.py and tests/property/test_weights_machine.py):
-- an instance that may get work has loaded exactly the live version and digest, and is awake;
-- a `Load` is sent only to an instance that is awake (tests/property/test_weights_and_sleep.py, with the sleep
-  machine);
+- an instance that may get work has loaded exactly the live version and digest, and all of it is awake when it
+  is admitted;
+- a `Load` is sent only to an instance whose weights are awake (tests/property/test_weights_and_sleep.py, with
+  the sleep machine);
 - the live weights change only while no request runs, and never back to a lower version;
 - an update ends in exactly one of `Report` and `Fail`; submissions are held from its start to its end, and at
   no other time;
@@ -28,6 +32,7 @@ from msgspec import field, structs
 
 from seer.services.buffer.events import Drained, Joined, Left, Tick, Weights
 from seer.services.buffer.weights.events import (
+    Dropped,
     Event,
     InFlight,
     Loaded,
@@ -109,6 +114,8 @@ class WeightsMachine(msgspec.Struct):
     """Whether one of them reached its second phase."""
     _draining: bool = False
     _fan_out: FanOut = field(default_factory=FanOut)
+    _dropped: set[str] = field(default_factory=set)
+    """The instances that dropped their weights, until they load: from their own model if that is live."""
 
     @property
     def updating(self) -> bool:
@@ -128,8 +135,23 @@ class WeightsMachine(msgspec.Struct):
 
     @property
     def loading(self) -> frozenset[str]:
+        """The instances that load at present."""
+        return frozenset(name for name in self._to_load if self._is_live(self._pending[name].sent))
+
+    @property
+    def reloading(self) -> bool:
+        """Whether there is no instance for work, and some that load again what they dropped."""
+        return not self._admitted and not self._dropped.isdisjoint(self._to_load)
+
+    @property
+    def _to_load(self) -> frozenset[str]:
         """The instances that load, or have to load as soon as they are awake."""
         return frozenset(name for name, pending in self._pending.items() if not self._is_live(pending.loaded))
+
+    @property
+    def _loaded_live(self) -> set[str]:
+        """The instances that have the live weights; some of them may sleep, and are not admitted yet."""
+        return self._admitted | self._pending.keys() - self._to_load
 
     @property
     def known(self) -> set[str]:
@@ -141,13 +163,20 @@ class WeightsMachine(msgspec.Struct):
         return instance in self._admitted or instance in self._pending or instance in self.quarantined
 
     def apply(
-        self, event: Event, now: float, *, idle: bool, awake: Collection[str] | None = None
+        self,
+        event: Event,
+        now: float,
+        *,
+        idle: bool,
+        awake: Collection[str] | None = None,
+        weights_awake: Collection[str] | None = None,
     ) -> list[Instruction]:
         """Apply one event at `now` (monotonic seconds).
 
-        `idle`: no unfinished request is left. `awake`: the instances that neither sleep nor are about to
-        sleep or to wake; None: all.
+        `idle`: no unfinished request is left. `awake`: the instances of which nothing sleeps, or is about to
+        sleep or to wake; None: all. `weights_awake`: those whose weights are so; None: `awake`.
         """
+        loadable = awake if weights_awake is None else weights_awake
         out: list[Instruction] = []
         match event:
             case Joined():
@@ -161,6 +190,8 @@ class WeightsMachine(msgspec.Struct):
                 self._prepared(event, out)
             case Loaded():
                 self._loaded(event, now)
+            case Dropped():
+                self._weights_dropped(event.instance, out)
             case Drained():
                 self._draining = True
                 if self._update is not None and not self._update.committing:
@@ -168,9 +199,9 @@ class WeightsMachine(msgspec.Struct):
             case Tick():
                 self._check_deadlines(now, out)
                 self._retry(now, awake)
-        self._advance_instances(now, awake, out)
+        self._advance_instances(now, awake, loadable, out)
         if self._advance_update(now, idle or Abort() in out, out):
-            self._advance_instances(now, awake, out)
+            self._advance_instances(now, awake, loadable, out)
         return out
 
     # --- instances -----------------------------------------------------------------------
@@ -190,7 +221,21 @@ class WeightsMachine(msgspec.Struct):
             self._go_live(reported, out)
             if self._update is not None and self._update.request.version <= reported.version:
                 self._fail({"": f"must be above the live one: {name} has version {reported.version}"}, out)
-        self._pending[name] = _Pending(reported)
+        self._pending[name] = _Pending(None if event.dropped else reported)
+        if event.dropped:
+            self._dropped.add(name)
+
+    def _weights_dropped(self, name: str, out: list[Instruction]) -> None:
+        """Have an instance load before it gets work again; a quarantined one has to anyway."""
+        if name not in self:
+            return
+        self._dropped.add(name)
+        if name in self._admitted:
+            self._admitted.discard(name)
+            out.append(Expel(name))
+            self._pending[name] = _Pending()
+        elif name in self._pending:
+            self._pending[name] = _Pending(source=self._pending[name].source)
 
     def _go_live(self, weights: Weights, out: list[Instruction]) -> None:
         """Make other weights live; every instance has to load them before it gets work."""
@@ -203,20 +248,27 @@ class WeightsMachine(msgspec.Struct):
         self._admitted.clear()
         self.quarantined.clear()
 
-    def _advance_instances(self, now: float, awake: Collection[str] | None, out: list[Instruction]) -> None:
+    def _advance_instances(
+        self,
+        now: float,
+        awake: Collection[str] | None,
+        loadable: Collection[str] | None,
+        out: list[Instruction],
+    ) -> None:
         """Admit instances that have the live weights, and have the others load them."""
+        committing = self._update is not None and self._update.committing
+        able = loadable if committing else awake  # without an update, one may come before the KV wakes
         for name in sorted(self._pending):
             pending, live = self._pending[name], self._live_weights()
-            ready = awake is None or name in awake
             if self._is_live(pending.loaded):
-                if ready:
+                if awake is None or name in awake:
                     self._admit(name, out)
             elif self._is_live(pending.sent):
                 pass  # it is loading them, from wherever they were when that was sent
-            elif not (source := pending.source or live.source):
+            elif not (source := pending.source or live.source) and name not in self._dropped:
                 why = f"has other weights than version {live.version} ({live.digest})"
                 self._quarantine(name, f"{why}: start it with the same model", now)
-            elif ready:
+            elif able is None or name in able:
                 weights = structs.replace(live, source=source)
                 self._pending[name] = _Pending(sent=weights, deadline=now + self.seconds)
                 out.append(Load(name, weights, self._fan_out.holders(name, source)))
@@ -237,15 +289,17 @@ class WeightsMachine(msgspec.Struct):
 
     def _retry(self, now: float, awake: Collection[str] | None) -> None:
         """Have quarantined instances that are awake try to load again."""
-        if now < self._retry_at or self.live is None or not self.live.source:
+        if now < self._retry_at or self.live is None:
             return
         for name in self.quarantined.keys() - self._pending.keys():
-            if awake is None or name in awake:
+            possible = self.live.source or name in self._dropped
+            if possible and (awake is None or name in awake):
                 self._pending[name] = _Pending()
 
     def _remove(self, name: str) -> None:
         self._fan_out.left(name)
         self._admitted.discard(name)
+        self._dropped.discard(name)
         self._pending.pop(name, None)
         self.quarantined.pop(name, None)
         if self._update is not None:
@@ -262,6 +316,7 @@ class WeightsMachine(msgspec.Struct):
         if not event.problem:
             self.live = pending.sent  # the same weights, at the source where this instance found them
             self._pending[event.instance] = _Pending(loaded=pending.sent)
+            self._dropped.discard(event.instance)
         elif (source := self._alternative_source()) not in ("", pending.sent.source):
             self._pending[event.instance] = _Pending(source=source)
         else:
@@ -282,7 +337,7 @@ class WeightsMachine(msgspec.Struct):
                 return
             if current.request.trainer == event.trainer and not current.committing:
                 self._fail({"": f"{event.trainer} asked for another update"}, out)
-        if live is not None and not self.updating and self._admitted and _is_for(event, live):
+        if live is not None and not self.updating and self._loaded_live and _is_for(event, live):
             self._requested_again(event, live, out)
             return
         if problem := self._refusal(event, idle):
@@ -313,8 +368,12 @@ class WeightsMachine(msgspec.Struct):
         out.append(Hold())
 
     def _instances_to_check(self) -> list[str]:
-        """Return the instances that check new weights: admitted ones; if there are none, quarantined ones."""
-        return sorted(self._admitted or self.quarantined)
+        """Return the instances that check new weights: those that have, or dropped, the live ones.
+
+        If there are none, quarantined ones.
+        """
+        dropped = self._dropped & self._pending.keys()
+        return sorted(self._loaded_live | dropped or self.quarantined)
 
     def _refusal(self, event: UpdateAsked, idle: bool) -> str:
         """Return why an update cannot begin; empty if it can."""
@@ -327,7 +386,8 @@ class WeightsMachine(msgspec.Struct):
             return "no engine is there to take weights: start one"
         if not event.source:
             return "give a source"
-        if self.live is not None and event.version < self.live.version + bool(self._admitted):
+        known = self._loaded_live or (self._dropped and not (self.live and _is_for(event, self.live)))
+        if self.live is not None and event.version < self.live.version + bool(known):
             return f"version {event.version} must be above the live one, {self.live.version}"
         if event.in_flight is InFlight.ERROR and not idle:
             return "requests are under way: wait for them, or say in_flight='finish' or 'abort'"
@@ -375,7 +435,7 @@ class WeightsMachine(msgspec.Struct):
         if update is None:
             return False
         if update.committing:
-            update.awaited &= self._pending.keys()
+            update.awaited &= self._to_load
         if update.awaited:
             return False
         if update.committing:

@@ -21,6 +21,7 @@ from msgspec import structs
 from seer.common.config import EngineConfig, SharedConfig
 from seer.common.errors import EngineError, InvalidField
 from seer.common.policy.device_defaults import BLOCK_SIZE, CPU_MAX_NUM_SEQS
+from seer.common.sleep import SleepLevel, SleepState
 from seer.common.types import Capacity, InstanceStats
 from seer.services.dgds.client import StreamDelta
 from seer.services.engine.backend import Chunk, ChunkEnd, Generated, StepOutput
@@ -58,10 +59,12 @@ class ReplayBackend:
             max_num_seqs=seqs,
             max_model_len=slots if config.max_model_len is None else config.max_model_len,
         )
-        self._asleep = False
+        self._sleeping = SleepState.AWAKE
+        self._has_weights = True
         self._runs: dict[str, _Run] = {}
         self._responses: Responses | None = None
         self._salt = 0
+        self._model_digest = ""
         self._steps = self._generated = self._prompt = 0
 
     def start(self) -> None:
@@ -100,8 +103,8 @@ class ReplayBackend:
         """See `Backend.add`; a chunk of a known request replaces the older one."""
         if self._responses is None:
             raise EngineError("the replay engine was not started")
-        if self._asleep:
-            raise EngineError("the replay engine sleeps: wake it first")
+        if self._sleeping or not self._has_weights:
+            raise EngineError("the replay engine sleeps, or has no weights: wake it, and load weights")
         self._check(chunk)
         chunk = structs.replace(chunk, key=chunk.key ^ self._salt)
         generated = len(chunk.tokens) - chunk.counts_from
@@ -194,17 +197,22 @@ class ReplayBackend:
         """See `Backend.forget`."""
 
     def bind_weights(self, digest: str) -> None:
-        """Do nothing: no KV is shared."""
+        """Note the digest of the model that it is started with; no KV is shared."""
+        self._model_digest = digest
 
     def load_weights(self, folder: Path, digest: str, base: Path | None = None) -> None:
         """See `Backend.load_weights`: other weights give other responses."""
         if not folder.is_dir():
             raise EngineError(f"there is no folder {folder}")
-        self._salt = salt_of(digest)
+        if self._sleeping is SleepState.ASLEEP:
+            raise EngineError("the replay engine's weights sleep: wake them first")
+        self._salt = salt_of(digest) if digest != self._model_digest else 0
+        self._has_weights = True
 
-    def sleep(self, asleep: bool) -> None:
+    def sleep(self, state: SleepState, level: SleepLevel) -> None:
         """See `Backend.sleep`: there is no memory to free, but adding a chunk is an error then."""
-        self._asleep = asleep
+        self._sleeping = state
+        self._has_weights = self._has_weights and not (state is SleepState.ASLEEP and level > 1)
 
     def stats(self) -> InstanceStats:
         """See `Backend.stats`."""

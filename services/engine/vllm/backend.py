@@ -26,6 +26,7 @@ import numpy.typing as npt
 from seer.common.config import DraftsConfig, EngineConfig, PoolConfig, SharedConfig
 from seer.common.errors import EngineError, InvalidField, SeerError
 from seer.common.policy.draft_paths import SEPARATOR
+from seer.common.sleep import SleepLevel, SleepState
 from seer.common.types import Capacity, InstanceStats
 from seer.services.dgds.client import StreamDelta
 from seer.services.engine.backend import Chunk, ChunkEnd, Generated, StepOutput
@@ -250,10 +251,10 @@ class VllmBackend:
         self.core.load_weights(folder, base)
         self.bind_weights(digest)
 
-    def sleep(self, asleep: bool) -> None:
+    def sleep(self, state: SleepState, level: SleepLevel) -> None:
         """See `Backend.sleep`."""
         self._settle()
-        self.core.sleep(asleep)
+        self.core.sleep(state, level)
 
     def _settle(self) -> None:
         """Drop all chunks, and step until nothing runs or holds a block. Raises `EngineError`."""

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from seer.common.config import DraftsConfig, SharedConfig
 from seer.common.errors import EngineError
+from seer.common.sleep import SleepLevel, SleepState
 from seer.common.types import Capacity
 from seer.services.engine.vllm.drafts.scratch_blocks import take_scratch_blocks
 from seer.services.engine.vllm.kv_account import KvAccount
@@ -188,22 +189,22 @@ class CoreHandle:
             raise EngineError(f"vLLM could not load {folder}: {str(error)[:MAX_VLLM_TEXT]}") from error
         self.reset_prefix_cache()
 
-    def sleep(self, asleep: bool) -> None:
-        """Free the memory of KV or take it again; on a GPU, weights move to host memory, too.
+    def sleep(self, state: SleepState, level: SleepLevel) -> None:
+        """Free memory or take it again, see `Backend.sleep`. Raises `EngineError`.
 
-        Raises `EngineError`.
+        KV alone is never freed from awake: vLLM frees all, and wakes the weights.
         """
         try:
-            if asleep:
+            if state is SleepState.ASLEEP:
                 self.reset_prefix_cache()
             if self.versions["device"] == "cpu":
-                self.rpc("seer_set_kv_allocated", allocated=not asleep)
-            elif asleep:
-                self._engine.sleep(level=1)
+                self.rpc("seer_sleep", tags=state.tags, level=level)
+            elif state is SleepState.ASLEEP:
+                self._engine.sleep(level=level)
             else:
-                self._engine.wake_up()
+                self._engine.wake_up(["weights"] if state is SleepState.KV_ASLEEP else None)
         except Exception as error:
-            doing = "free" if asleep else "take"
+            doing = "free" if state is SleepState.ASLEEP else "take"
             raise EngineError(f"vLLM could not {doing} memory: {str(error)[:MAX_VLLM_TEXT]}") from error
 
     def close(self) -> None:

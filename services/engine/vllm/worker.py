@@ -22,6 +22,8 @@ from seer.common.errors import EngineError
 from seer.common.policy.draft_budget import DraftBudget
 from seer.common.policy.draft_costs import StepCosts
 from seer.common.process.log import get_logger
+from seer.common.sleep import SleepLevel, SleepTag
+from seer.services.engine.vllm.cpu_sleep import CpuSleep
 from seer.services.engine.vllm.drafts.draft_script import DraftScript
 from seer.services.engine.vllm.drafts.path_rows import PathRows
 from seer.services.engine.vllm.drafts.path_selector import PathSelector
@@ -54,7 +56,7 @@ class SeerWorker:
     use_v2_model_runner: bool
     seer_sampler: RowSampler | SlotSampler
     seer_paths: PathRows | None
-    seer_freed: list[tuple[torch.UntypedStorage, int]]
+    seer_memory: CpuSleep
 
     def seer_profile_largest_batch(self, max_draft: int) -> None:
         """Have vLLM's memory profile run our sampler instead of its own; before KV is sized."""
@@ -70,6 +72,7 @@ class SeerWorker:
         `scratch`: ids of the KV blocks for verifying several draft paths; if empty, one path is verified.
         """
         self.seer_paths = None
+        self.seer_memory = CpuSleep(self.model_runner)
         if self.use_v2_model_runner:
             from seer.services.engine.vllm.runner_v2 import SlotSampler
 
@@ -147,22 +150,9 @@ class SeerWorker:
         weights = loader.get_all_weights(config, self.model_runner.get_model())
         self.reload_weights(weights_iterator=Adapter(Path(folder), Path(base)).merged(weights))
 
-    def seer_set_kv_allocated(self, allocated: bool) -> None:
-        """Free the memory of the KV cache, or allocate it again: its tensors are views of a few storages.
-
-        For CPUs, where vLLM has no sleep mode, and no CUDA graph holds the addresses.
-        """
-        tensors = self.model_runner.kv_caches
-        storages = {storage.data_ptr(): storage for storage in (each.untyped_storage() for each in tensors)}
-        if not allocated:
-            self.seer_freed = [(storage, storage.nbytes()) for storage in storages.values()]
-            for storage, _ in self.seer_freed:
-                storage.resize_(0)
-            return
-        for storage, size in self.seer_freed:
-            storage.resize_(size)
-        for tensor in tensors:
-            tensor.zero_()  # as at start: attention reads beyond valid KV, and masks it
+    def seer_sleep(self, tags: list[SleepTag], level: SleepLevel) -> None:
+        """See `CpuSleep.sleep`; for CPUs, where vLLM has no sleep mode."""
+        self.seer_memory.sleep(tags, level)
 
     def seer_kv_layout(self) -> list[str]:
         """Describe the layout of KV in this worker's memory: equal texts mean equal bytes."""

@@ -2,7 +2,9 @@
 
 Invariants (tests/unit/test_engine_orders.py asserts them):
 - new weights are checked while the live ones generate, and loaded while nothing runs; after a failed
-  load the engine has no weights, and runs nothing, until another load succeeds;
+  load, or sleep at level 2, the engine has no weights, and runs nothing, until another load succeeds;
+- weights are loaded only while their memory is awake; that of the KV cache may sleep;
+- weights without a source are the model that the engine was started with;
 - only what was checked is loaded: files that changed since then are read again;
 - bytes that came from another engine and have a wrong digest are fetched again, from the buffer;
 - an adapter is merged into the model that the engine was started with, whatever is live;
@@ -23,6 +25,7 @@ from typing import Protocol
 from seer.common import wire
 from seer.common.errors import ConfigError, EngineError, InvalidField, SeerError
 from seer.common.process.log import get_logger
+from seer.common.sleep import SleepState
 from seer.common.weights.lora import is_adapter
 from seer.common.weights.safetensors import stamps
 from seer.services.engine.driver import Driver
@@ -32,7 +35,7 @@ from seer.services.engine.weights.fetcher import Peers, Send, WeightFetcher
 from seer.services.engine.weights.manifest import Manifest, differences, read_manifest
 
 UNDEFINED = -1
-"""Weight version of an engine whose last load failed: it must not generate."""
+"""Weight version of an engine whose last load failed, or that dropped its weights: it must not generate."""
 
 MAX_ORDERS = 64
 """Bound on orders that wait: a buffer gives one or two per update."""
@@ -57,7 +60,7 @@ class Engine(Protocol):
         ...
 
     def register_again(self) -> None:
-        """Tell the buffer which weights are live and whether the engine sleeps: it did not order it."""
+        """Tell the buffer which weights are live and what sleeps: it did not order it."""
         ...
 
 
@@ -80,10 +83,10 @@ class CheckedWeights:
 
 
 class WeightUpdater:
-    """Owns the order queue, the live and the checked weights, and whether the engine sleeps.
+    """Owns the order queue, the live, the dropped and the checked weights, and what of the engine sleeps.
 
-    `send` reaches the buffer, `peers` other engines; `root`: the folder that all weights must lie in, if not
-    empty.
+    `dropped`: the weights that were live before sleep at level 2, until some are loaded. `send` reaches the
+    buffer, `peers` other engines; `root`: the folder that all weights must lie in, if not empty.
     """
 
     def __init__(
@@ -93,7 +96,8 @@ class WeightUpdater:
             fix = "is not a folder on this machine; give the one that all weights lie in, or leave it empty"
             raise ConfigError(f"engine.weights_root = {root!r}: {fix}")
         self.live = LiveWeights()
-        self.asleep = False
+        self.dropped: LiveWeights | None = None
+        self.sleeping = SleepState.AWAKE
         self.fetcher = WeightFetcher(send, root, peers)
         self._driver = driver
         self._engine = engine
@@ -106,9 +110,13 @@ class WeightUpdater:
         self._rejoins = 0
 
     @property
-    def has_weights(self) -> bool:
-        """Whether the engine may generate: false after a failed load."""
-        return self.live.version != UNDEFINED
+    def not_ready(self) -> str:
+        """Why the engine must not generate; empty: it may."""
+        if self.sleeping:
+            return "it sleeps"
+        if self.live.version != UNDEFINED:
+            return ""
+        return f"it has no weights: {'the last load failed' if self.dropped is None else 'it dropped them'}"
 
     async def start(self, model: str) -> None:
         """Read the model folder that the engine was started with, if it has one. Raises `SeerError`."""
@@ -144,12 +152,12 @@ class WeightUpdater:
         """Carry out orders until cancelled. Raises `EngineError` when sleeping or waking fails."""
         while True:
             order = await self._orders.get()
-            rejoins, before = self._rejoins, (self.live, self.asleep)
+            rejoins, before = self._rejoins, (self.live, self.sleeping)
             answer = await self._carry_out(order)
             if rejoins == self._rejoins:
                 if answer is not None:
                     self._engine.answer(answer)
-            elif before != (self.live, self.asleep):
+            elif before != (self.live, self.sleeping):
                 self._engine.register_again()
 
     async def close(self) -> None:
@@ -203,7 +211,7 @@ class WeightUpdater:
     async def _check(self, source: str, holders: Sequence[str], digest: str) -> Manifest:
         """Read weights, byte by byte. Raises `SeerError`. `digest`: what they must have, if that is known."""
         try:
-            found = await self._check_folder(source, await self.fetcher.folder(source, holders))
+            found = await self._check_folder(source, await self._folder(source, holders))
         except InvalidField as error:
             if not self.fetcher.distrust():
                 raise
@@ -214,7 +222,16 @@ class WeightUpdater:
             problem = f"they have digest {found.digest}, not {digest}"
         get_logger().warning("weights that came from other engines are fetched again", why=problem)
         await self._discard()
-        return await self._check_folder(source, await self.fetcher.folder(source))
+        return await self._check_folder(source, await self._folder(source))
+
+    async def _folder(self, source: str, holders: Sequence[str] = ()) -> Path:
+        """See `WeightFetcher.folder`; without a source: the model that the engine was started with."""
+        if source:
+            return await self.fetcher.folder(source, holders)
+        if self._model is None:
+            fix = "this engine was started without a model folder: update its weights"
+            raise InvalidField("source", source, fix)
+        return self._base
 
     async def _check_folder(self, source: str, folder: Path) -> Manifest:
         stop = threading.Event()
@@ -245,12 +262,12 @@ class WeightUpdater:
             if (self.live.version, self.live.digest) == (order.version, order.digest):
                 return wire.WeightsLoaded(version=order.version)  # an earlier buffer ordered it, too
             self._engine.drop_chunks()  # the buffer waits for none of them
-            if self.asleep:
-                raise EngineError("it sleeps: wake it first")
+            if self.sleeping is SleepState.ASLEEP:
+                raise EngineError("it sleeps: wake its weights first")
             folder = await self._checked_folder(order)
             if rejoins != self._rejoins:  # the next buffer already relies on the live weights
                 raise EngineError("the buffer that gave this order is gone")
-            self.live = LiveWeights(version=UNDEFINED)
+            self.live, self.dropped = LiveWeights(version=UNDEFINED), None
             base = self._base if is_adapter(order.source) else None
             await self._driver.load_weights(folder, order.digest, base)
             if await self._stamps(order.source, folder) != self._checked.stamps:
@@ -265,19 +282,32 @@ class WeightUpdater:
 
     async def _checked_folder(self, order: wire.LoadWeights) -> Path:
         """Return the folder, once it was checked to hold exactly these weights. Raises `SeerError`."""
-        folder = await self.fetcher.folder(order.source, order.holders)
+        folder = await self._folder(order.source, order.holders)
         now = await self._stamps(order.source, folder)
         if self._checked != CheckedWeights(order.source, order.digest, now):
             # It was never prepared here, or files changed since.
             await self._check(order.source, order.holders, order.digest)
-            folder = await self.fetcher.folder(order.source)
+            folder = await self._folder(order.source)
         if self._checked.digest != order.digest:
-            raise EngineError(f"{order.source} now has digest {self._checked.digest}, not {order.digest}")
+            where = order.source or folder
+            raise EngineError(f"{where} now has digest {self._checked.digest}, not {order.digest}")
         return folder
 
     async def _sleep(self, order: wire.Sleep) -> wire.Slept:
-        """Free the memory of KV, or take it again. Raises `EngineError`: the engine is broken then."""
-        if order.asleep != self.asleep:
-            await self._driver.sleep(order.asleep)
-            self.asleep = order.asleep
-        return wire.Slept(asleep=order.asleep)
+        """Free memory, or take it again. Raises `EngineError`: the engine is broken then."""
+        problem, target = "", SleepState.ASLEEP
+        try:
+            target = target if order.asleep else self.sleeping.woken(order.tags)
+        except InvalidField as error:
+            problem, target = str(error), self.sleeping
+        if target != self.sleeping:
+            await self._driver.sleep(target, order.level)
+            self.sleeping = target
+            if target is SleepState.ASLEEP and order.level > 1 and self.live.version != UNDEFINED:
+                self.live, self.dropped = LiveWeights(version=UNDEFINED), self.live
+        return wire.Slept(
+            asleep=bool(self.sleeping),
+            problem=problem,
+            tags=self.sleeping.tags,
+            dropped=self.dropped is not None,
+        )

@@ -22,6 +22,7 @@ from msgspec.structs import replace
 from seer.common.config import Config, load
 from seer.common.errors import SeerError
 from seer.common.process.scratch import private_temporary_folder
+from seer.common.sleep import SleepState
 from seer.common.types import SamplingParams
 from seer.doctor.given import given
 from seer.doctor.lines import Report
@@ -184,22 +185,30 @@ def step_table(report: Report) -> None:
 
 
 def sleep(report: Report) -> None:
-    """Sleep, wake, and load the same weights again: the same tokens each time."""
+    """Sleep and wake at level 1, then at level 2 as colocated trainers do: the same tokens each time."""
     engine = started(report.config)
     backend, model = engine.backend, Path(engine.config.shared.model)
     expected = tokens_of(backend)
     before = memory_in_use(engine.gpu)
-    asleep = _seconds(lambda: backend.sleep(True))
+    asleep = _seconds(lambda: backend.sleep(SleepState.ASLEEP, 1))
     freed = (before - memory_in_use(engine.gpu)) / 2**20
-    awake = _seconds(lambda: backend.sleep(False))
+    awake = _seconds(lambda: backend.sleep(SleepState.AWAKE, 1))
     report.prefer(
         freed > 0, "sleep frees memory" if freed > 0 else "sleep frees no memory",
         "see which other processes took memory meanwhile",
         freed_mib=round(freed, 1), seconds=asleep, wake_seconds=awake,
     )  # fmt: skip
     _compare(report, "after sleep", expected, tokens_of(backend))
-    report.note("reload", seconds=_seconds(lambda: backend.load_weights(model, "")))
-    _compare(report, "after loading the same weights again", expected, tokens_of(backend))
+    asleep = _seconds(lambda: backend.sleep(SleepState.ASLEEP, 2))
+    freed = (before - memory_in_use(engine.gpu)) / 2**20
+    backend.sleep(SleepState.KV_ASLEEP, 2)
+    load = _seconds(lambda: backend.load_weights(model, ""))
+    awake = _seconds(lambda: backend.sleep(SleepState.AWAKE, 2))
+    report.note(
+        "level 2, weights loaded while KV sleeps",
+        freed_mib=round(freed, 1), seconds=asleep, load_seconds=load, wake_seconds=awake,
+    )  # fmt: skip
+    _compare(report, "after level 2 and loading the same weights", expected, tokens_of(backend))
 
 
 def _compare(report: Report, when: str, expected: list[list[int]], found: list[list[int]]) -> None:

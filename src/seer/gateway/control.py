@@ -15,13 +15,14 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Collection, Coroutine
+from collections.abc import Collection, Coroutine, Sequence
 from pathlib import PurePosixPath
 from typing import Literal, Protocol
 
 from seer.client import LoraAdapter
 from seer.common.config import Config
 from seer.common.errors import SeerError, WeightsRefused
+from seer.common.sleep import SleepLevel, SleepTag
 from seer.gateway.buffer_client import BufferClient
 from seer.gateway.errors import HttpError, bad
 from seer.gateway.models import Adapter
@@ -158,24 +159,24 @@ class Control:
         told = (each.loaded(self.adapter, self.loading) for each in self._processes)
         await asyncio.gather(*told)
 
-    async def sleep(self, mode: PauseMode) -> None:
+    async def sleep(self, mode: PauseMode, level: SleepLevel) -> None:
         """Have engines free their memory, once what is under way is finished or (`abort`) ended."""
         if mode == "abort":
             await asyncio.gather(*(each.abort() for each in self._processes))
-        await self._call_sleep(asleep=True)
+        await self._prevented(self._buffer.client.sleep(self._config.update_seconds, level=level))
 
-    async def wake(self) -> None:
-        """Have engines allocate their memory again."""
-        await self._call_sleep(asleep=False)
+    async def wake(self, tags: Sequence[SleepTag]) -> None:
+        """Have engines take memory again: all, or that with these names."""
+        await self._prevented(self._buffer.client.wake(self._config.update_seconds, tags=tags or None))
 
-    async def _call_sleep(self, *, asleep: bool) -> None:
-        client = self._buffer.client
+    async def _prevented(self, call: Coroutine[None, None, None]) -> None:
+        """Do it. Raises a 409 if another trainer, an update or the order of calls prevents it."""
         try:
-            await (client.sleep if asleep else client.wake)(self._config.update_seconds)
+            await call
         except HttpError:
             raise
         except SeerError as error:
-            if type(error) is SeerError:  # another trainer, or an update, prevents it
+            if type(error) is SeerError:
                 raise HttpError(409, str(error)) from error
             raise
 

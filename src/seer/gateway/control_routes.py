@@ -8,6 +8,7 @@ Invariants:
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from typing import Protocol, TypeVar, get_args
 
 import msgspec
@@ -17,6 +18,7 @@ from starlette.routing import Route
 
 from seer import __version__
 from seer.common.config import Config
+from seer.common.sleep import SleepLevel, SleepTag
 from seer.gateway.control import PauseMode
 from seer.gateway.errors import HttpError, bad
 from seer.gateway.http import answer, body_of, endpoint
@@ -62,10 +64,10 @@ class ControlCalls(Protocol):
     async def unload_adapter(self, name: str) -> None:
         """See `Control.unload_adapter`."""
 
-    async def sleep(self, mode: PauseMode) -> None:
+    async def sleep(self, mode: PauseMode, level: SleepLevel) -> None:
         """See `Control.sleep`."""
 
-    async def wake(self) -> None:
+    async def wake(self, tags: Sequence[SleepTag]) -> None:
         """See `Control.wake`."""
 
     async def weight_version(self) -> int:
@@ -168,17 +170,23 @@ class ControlRoutes:
         return answer({"weight_version": str(await self._control.weight_version())})
 
     async def sleep(self, request: Request) -> Response:
-        """`/sleep?level=&mode=`; all levels free the KV memory."""
+        """`/sleep?level=1|2&mode=`."""
+        levels = {str(level): level for level in get_args(SleepLevel)}
         level = request.query_params.get("level", "1")
-        if level not in ("0", "1", "2"):
-            raise bad("level", level, "choose 0, 1 or 2")
-        await self._control.sleep(_mode(request))
-        return answer({"status": "sleeping", "level": int(level)})
+        if level not in levels:
+            raise bad("level", level, "choose 1 or 2; to have requests wait alone, POST /pause?mode=keep")
+        await self._control.sleep(_mode(request), levels[level])
+        return answer({"status": "sleeping", "level": levels[level]})
 
     async def wake_up(self, request: Request) -> Response:
-        """`/wake_up`; whatever the tags, all is allocated."""
-        await self._control.wake()
-        return answer({"status": "awake", "tags": request.query_params.getlist("tags") or None})
+        """`/wake_up?tags=`, once for each tag; without any, all wakes."""
+        known: dict[str, SleepTag] = {tag: tag for tag in get_args(SleepTag)}
+        given = request.query_params.getlist("tags")
+        if unknown := [tag for tag in given if tag not in known]:
+            raise bad("tags", unknown[0], f"choose {' or '.join(known)}, or none for all")
+        await self._control.wake([known[tag] for tag in given])
+        awake = not given or set(given) != {"weights"}
+        return answer({"status": "awake" if awake else "sleeping", "tags": given or None})
 
     async def reset_prefix_cache(self, request: Request) -> Response:
         """`/reset_prefix_cache`: engines drop it themselves whenever weights change."""

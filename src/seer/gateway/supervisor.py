@@ -14,6 +14,7 @@ import os
 import signal
 import socket
 import sys
+from typing import get_args
 
 from msgspec import to_builtins
 from msgspec.structs import replace
@@ -22,6 +23,7 @@ from seer.common.config import Config
 from seer.common.errors import ConfigError, SeerError
 from seer.common.net.transport.base import Transport
 from seer.common.process.log import get_logger
+from seer.common.sleep import SleepTag
 from seer.gateway.buffer_client import BufferClient
 from seer.gateway.control import Control
 from seer.gateway.models import Adapter
@@ -230,10 +232,10 @@ class WorkerSupervisor:
                 await control.load_adapter(name, path, in_place=in_place)
             case "unload_adapter", [str() as name]:
                 await control.unload_adapter(name)
-            case "sleep", ["abort" | "wait" | "keep" as mode]:
-                await control.sleep(mode)
-            case "wake", []:
-                await control.wake()
+            case "sleep", ["abort" | "wait" | "keep" as mode, 1 | 2 as level]:
+                await control.sleep(mode, level)
+            case "wake", [list() as tags]:
+                await control.wake([tag for tag in get_args(SleepTag) if tag in tags])
             case "weight_version", []:
                 return await control.weight_version()
             case "instances", []:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import sys
+from collections.abc import Sequence
 
 import msgspec
 import uvloop
@@ -19,6 +20,7 @@ from seer.common.config import Config
 from seer.common.errors import ConfigError, SeerError
 from seer.common.net.transport.zmq import ZmqTransport
 from seer.common.process.log import configure, get_logger
+from seer.common.sleep import SleepLevel, SleepTag
 from seer.gateway.control import PauseMode
 from seer.gateway.models import Adapter
 from seer.gateway.process_calls import Link
@@ -60,13 +62,13 @@ class RemoteControl:
         """See `Control.unload_adapter`."""
         await self._link.call("unload_adapter", name, seconds=self._long)
 
-    async def sleep(self, mode: PauseMode) -> None:
+    async def sleep(self, mode: PauseMode, level: SleepLevel) -> None:
         """See `Control.sleep`."""
-        await self._link.call("sleep", mode, seconds=self._long)
+        await self._link.call("sleep", mode, level, seconds=self._long)
 
-    async def wake(self) -> None:
+    async def wake(self, tags: Sequence[SleepTag]) -> None:
         """See `Control.wake`."""
-        await self._link.call("wake", seconds=self._long)
+        await self._link.call("wake", list(tags), seconds=self._long)
 
     async def weight_version(self) -> int:
         """See `Control.weight_version`."""

@@ -142,8 +142,8 @@ class LogReader:
                 self._updated(trainer, ask, "")
             case weight_instructions.Fail(trainer, call_id=ask, reasons=reasons):
                 self._updated(trainer, ask, "; ".join(filter(None, reasons.values())) or "failed")
-            case sleep.Tell(problem="", asleep=asleep):
-                self._slept(asleep)
+            case sleep.Tell(problem="", asleep=asleep, kv_asleep=kv_asleep):
+                self._slept(asleep or kv_asleep)
 
     # --- what was before the first row -----------------------------------------------------
 

@@ -25,8 +25,8 @@ WHERE = f"{ROLLOUT}.engine_kwargs.seer"
 class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """`engine_kwargs.seer`.
 
-    `endpoint`: where the buffer listens to trainers. `sleep`: engines share the trainer's devices, and
-    sleep while it trains. `deadline_seconds`: a request that takes longer fails; None: no limit.
+    `endpoint`: where the buffer listens to trainers. `sleep`: engines share the trainer's devices, and free
+    weights and KV while it trains. `deadline_seconds`: a request that takes longer fails; None: no limit.
     """
 
     endpoint: str
@@ -107,3 +107,6 @@ def check_rollout(rollout: Any) -> None:
     if rollout.enable_rollout_routing_replay:
         fix = "Seer does not return the experts that each token went to: set it to False"
         raise InvalidField(f"{ROLLOUT}.enable_rollout_routing_replay", True, fix)
+    if settings(rollout.engine_kwargs).sleep and not rollout.free_cache_engine:
+        fix = f"veRL never wakes engines with {ROLLOUT}.free_cache_engine=False: set it to True"
+        raise InvalidField(f"{WHERE}.sleep", True, fix)

@@ -18,6 +18,7 @@ from verl.workers.rollout.replica import RolloutMode, RolloutReplica, TokenOutpu
 
 from seer.client import Prompt, Response, RolloutClient
 from seer.common.errors import InvalidField, RolloutFailed, SeerError
+from seer.common.sleep import SleepState, SleepTag
 from seer.integrations.verl.config import (
     ROLLOUT,
     Limits,
@@ -118,7 +119,7 @@ class SeerServer:
         self._limits = limits
         self._generator = Generator(options, limits, seed)
         self._weights: Weights | None = None
-        self._asleep = False
+        self._sleeping = SleepState.AWAKE
         self._changing = asyncio.Lock()  # each replica of a run tells the actor to sleep
         self._begun: Counter[str] = Counter()
         self._copies = Copies()
@@ -181,20 +182,24 @@ class SeerServer:
         return output
 
     async def sleep(self) -> None:
-        """Do what `finish` does, and have engines sleep if they are to."""
+        """Do what `finish` does, and have engines drop weights and KV if they are to sleep.
+
+        veRL sends weights before it samples again, so none are kept.
+        """
         await self.finish()
         if self._options.sleep:
             async with self._changing:
-                if not self._asleep:
-                    await (await self._generator.client()).sleep()
-                    self._asleep = True
+                if self._sleeping is not SleepState.ASLEEP:
+                    await (await self._generator.client()).sleep(level=2)
+                    self._sleeping = SleepState.ASLEEP
 
-    async def wake_up(self, tags: Sequence[str] | None = None) -> None:
-        """Have engines wake, if they sleep."""
+    async def wake_up(self, tags: Sequence[SleepTag] | None = None) -> None:
+        """Wake engines, if they sleep: all of them, or what the tags name."""
         async with self._changing:
-            if self._asleep:
-                await (await self._generator.client()).wake()
-                self._asleep = False
+            state = self._sleeping.woken(tags or ())
+            if state != self._sleeping:
+                await (await self._generator.client()).wake(tags=tags or None)
+                self._sleeping = state
 
     async def clear_kv_cache(self) -> None:
         """Do nothing: engines drop their KV with every weight update."""

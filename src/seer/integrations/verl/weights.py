@@ -4,7 +4,8 @@ Invariants:
 - every rank takes part in gathering the weights, and rank 0 alone sends them;
 - names and types are those of the checkpoint that veRL and the engines were started with; a tensor that
   only veRL or only the checkpoint has is an error that names it;
-- each update has a version of its own, above the live one; the server knows which step it is of.
+- each update has a version of its own, above the live one; the server knows which step it is of;
+- engines that sleep wake in veRL's order: the weights, the update of them, then the KV cache.
 """
 
 from __future__ import annotations
@@ -30,10 +31,17 @@ class SeerRollout(BaseRollout):
     """One per rank of the actor."""
 
     async def resume(self, tags: list[str]) -> None:
-        """Do nothing: `update_weights` wakes engines that sleep."""
+        """Wake these of engines that sleep: `weights` before an update of them, `kv_cache` after it."""
+        if self._has_engines_sleep():
+            await find_server().wake_up.remote(tags)
 
     async def release(self) -> None:
-        """Do nothing: the server has engines sleep."""
+        """Have engines free weights and KV, if they are to; see `SeerServer.sleep`."""
+        if self._has_engines_sleep():
+            await find_server().sleep.remote()
+
+    def _has_engines_sleep(self) -> bool:
+        return settings(self.config.engine_kwargs).sleep and torch.distributed.get_rank() == 0
 
     async def update_weights(
         self,
@@ -65,7 +73,6 @@ class SeerRollout(BaseRollout):
 
     async def _send(self, tensors: dict[str, torch.Tensor], global_steps: int | None) -> None:
         server = find_server()
-        await server.wake_up.remote()
         async with RolloutClient(settings(self.config.engine_kwargs).endpoint) as client:
             version = (await client.status()).weight_version + 1
             try:
