@@ -202,6 +202,10 @@ class ReplayBackend:
             raise EngineError(f"there is no folder {folder}")
         self._salt = salt_of(digest)
 
+    def receive_weights(self, folder: Path, engine: str, digest: str) -> None:
+        """See `Backend.receive_weights`: it has no weights, and needs nothing of the trainer."""
+        self.load_weights(folder, digest)
+
     def sleep(self, asleep: bool) -> None:
         """See `Backend.sleep`: there is no memory to free, but adding a chunk is an error then."""
         self._asleep = asleep

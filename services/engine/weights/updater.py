@@ -5,6 +5,8 @@ Invariants (tests/unit/test_engine_orders.py asserts them):
   load the engine has no weights, and runs nothing, until another load succeeds;
 - only what was checked is loaded: files that changed since then are read again;
 - bytes that came from another engine and have a wrong digest are fetched again, from the buffer;
+- weights in place are received only if `engine.in_place_updates` allows it, and their plan fits the model; an
+  engine that does not receive all of them by `engine.in_place_seconds` ends;
 - an adapter is merged into the model that the engine was started with, whatever is live;
 - copies of streamed weights are deleted after the load, or when the update fails or is cancelled;
 - when the buffer is gone, its queued orders are dropped, and the current one is not answered. That changes
@@ -21,15 +23,16 @@ from pathlib import Path
 from typing import Protocol
 
 from seer.common import wire
-from seer.common.errors import ConfigError, EngineError, InvalidField, SeerError
+from seer.common.errors import ConfigError, EngineBroken, EngineError, InvalidField, SeerError
 from seer.common.process.log import get_logger
+from seer.common.weights.in_place import is_in_place
 from seer.common.weights.lora import is_adapter
 from seer.common.weights.safetensors import stamps
 from seer.services.engine.driver import Driver
 from seer.services.engine.weights.adapter import read_adapter
 from seer.services.engine.weights.adapter import stamps as adapter_stamps
 from seer.services.engine.weights.fetcher import Peers, Send, WeightFetcher
-from seer.services.engine.weights.manifest import Manifest, differences, read_manifest
+from seer.services.engine.weights.manifest import Manifest, differences, read_manifest, read_planned
 
 UNDEFINED = -1
 """Weight version of an engine whose last load failed: it must not generate."""
@@ -83,11 +86,18 @@ class WeightUpdater:
     """Owns the order queue, the live and the checked weights, and whether the engine sleeps.
 
     `send` reaches the buffer, `peers` other engines; `root`: the folder that all weights must lie in, if not
-    empty.
+    empty. `name`: the engine's; `in_place_seconds`: deadline for weights in place, None refuses them.
     """
 
     def __init__(
-        self, driver: Driver, engine: Engine, send: Send, root: str, peers: Peers | None = None
+        self,
+        driver: Driver,
+        engine: Engine,
+        send: Send,
+        root: str,
+        peers: Peers | None = None,
+        name: str = "",
+        in_place_seconds: float | None = None,
     ) -> None:
         if root and not Path(root).is_dir():
             fix = "is not a folder on this machine; give the one that all weights lie in, or leave it empty"
@@ -104,6 +114,7 @@ class WeightUpdater:
         self._preparing: asyncio.Task[wire.WeightsPrepared] | None = None
         self._cancelled_call_id = 0
         self._rejoins = 0
+        self._name, self._in_place_seconds = name, in_place_seconds
 
     @property
     def has_weights(self) -> bool:
@@ -141,7 +152,7 @@ class WeightUpdater:
         self.cancel(wire.DiscardWeights(version=0, call_id=0))
 
     async def run(self) -> None:
-        """Carry out orders until cancelled. Raises `EngineError` when sleeping or waking fails."""
+        """Carry out orders until cancelled. Raises `EngineError` when the engine cannot go on."""
         while True:
             order = await self._orders.get()
             rejoins, before = self._rejoins, (self.live, self.asleep)
@@ -202,8 +213,11 @@ class WeightUpdater:
 
     async def _check(self, source: str, holders: Sequence[str], digest: str) -> Manifest:
         """Read weights, byte by byte. Raises `SeerError`. `digest`: what they must have, if that is known."""
+        if is_in_place(source) and self._in_place_seconds is None:
+            fix = "this engine takes no weights in place: set engine.in_place_updates = true, or send them"
+            raise InvalidField("source", source, fix)
         try:
-            found = await self._check_folder(source, await self.fetcher.folder(source, holders))
+            found = await self._check_folder(source, await self._folder(source, holders))
         except InvalidField as error:
             if not self.fetcher.distrust():
                 raise
@@ -214,7 +228,15 @@ class WeightUpdater:
             problem = f"they have digest {found.digest}, not {digest}"
         get_logger().warning("weights that came from other engines are fetched again", why=problem)
         await self._discard()
-        return await self._check_folder(source, await self.fetcher.folder(source))
+        return await self._check_folder(source, await self._folder(source))
+
+    async def _folder(self, source: str, holders: Sequence[str] = ()) -> Path:
+        """Return the folder with these weights: for an empty source that of the start model."""
+        if source:
+            return await self.fetcher.folder(source, holders)
+        if self._model is None:
+            raise EngineError("it was started without a model: set shared.model")
+        return self._base
 
     async def _check_folder(self, source: str, folder: Path) -> Manifest:
         stop = threading.Event()
@@ -226,11 +248,13 @@ class WeightUpdater:
         return found
 
     def _read(self, source: str, folder: Path, stop: Callable[[], bool]) -> Manifest:
-        if not is_adapter(source):
+        if not is_adapter(source) and not is_in_place(source):
             return read_manifest(folder, stop)
         if self._model is None:
-            fix = "this engine has no model to merge an adapter into: start it with shared.model"
+            fix = "this engine has no model to merge into, or to compare with: start it with shared.model"
             raise InvalidField("source", source, fix)
+        if is_in_place(source):
+            return read_planned(folder, self._model)
         return read_adapter(source, folder, self._base, self._model, stop)
 
     async def _stamps(self, source: str, folder: Path) -> tuple[object, ...]:
@@ -251,26 +275,36 @@ class WeightUpdater:
             if rejoins != self._rejoins:  # the next buffer already relies on the live weights
                 raise EngineError("the buffer that gave this order is gone")
             self.live = LiveWeights(version=UNDEFINED)
-            base = self._base if is_adapter(order.source) else None
-            await self._driver.load_weights(folder, order.digest, base)
+            await self._replace(order, folder)
             if await self._stamps(order.source, folder) != self._checked.stamps:
                 raise EngineError(f"{order.source} changed while it was loaded")
             self._engine.weights_loaded()
             self.live = LiveWeights(order.version, order.digest, order.source)
+        except EngineBroken as error:
+            self._engine.answer(wire.WeightsLoaded(version=order.version, problem=str(error)))
+            raise
         except SeerError as error:
             return wire.WeightsLoaded(version=order.version, problem=str(error))
         finally:
             await self._discard()
         return wire.WeightsLoaded(version=order.version)
 
+    async def _replace(self, order: wire.LoadWeights, folder: Path) -> None:
+        if is_in_place(order.source) and self._in_place_seconds is not None:
+            seconds = self._in_place_seconds
+            await self._driver.receive_weights(folder, self._name, order.digest, seconds)
+        else:
+            base = self._base if is_adapter(order.source) else None
+            await self._driver.load_weights(folder, order.digest, base)
+
     async def _checked_folder(self, order: wire.LoadWeights) -> Path:
         """Return the folder, once it was checked to hold exactly these weights. Raises `SeerError`."""
-        folder = await self.fetcher.folder(order.source, order.holders)
+        folder = await self._folder(order.source, order.holders)
         now = await self._stamps(order.source, folder)
         if self._checked != CheckedWeights(order.source, order.digest, now):
             # It was never prepared here, or files changed since.
             await self._check(order.source, order.holders, order.digest)
-            folder = await self.fetcher.folder(order.source)
+            folder = await self._folder(order.source)
         if self._checked.digest != order.digest:
             raise EngineError(f"{order.source} now has digest {self._checked.digest}, not {order.digest}")
         return folder
