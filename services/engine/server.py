@@ -77,6 +77,8 @@ class EngineServer:
         settings = config.engine
         if not settings.status_seconds > 0:
             raise ConfigError(f"engine.status_seconds = {settings.status_seconds}: must be positive")
+        if not settings.in_place_seconds > 0:
+            raise ConfigError(f"engine.in_place_seconds = {settings.in_place_seconds}: must be positive")
         self._settings = settings
         self._model = config.shared.model
         self._clock = clock

@@ -109,6 +109,8 @@ async def test_weights_in_place_are_as_good_as_checked_ones(
             assert await roll(client) == (expected[scale], (version + 1 + number, live.digest))
             digests.add(live.digest)
         assert len(digests) == 4
+        for name in ("engine-0", "engine-1"):  # no engine keeps memory that the trainer shared
+            assert "/dev/shm/psm_" not in Path(f"/proc/{pair.system.pids[name]}/maps").read_text()
         wrong = tensors()
         name = min(wrong)
         with pytest.raises(WeightsRefused, match=rf"engine-[01]: .*tensor {name} has shape"):
@@ -222,10 +224,11 @@ async def test_an_engine_that_dies_or_stops_midway_fails_the_update_and_comes_ba
     async with RolloutClient(pair.anew(chunk_size=32)) as client:
         version, pid = (await client.status()).weight_version, pair.system.pids["engine-1"]
         at_bucket(3, lambda: os.kill(pid, signal.Signals[how]))
-        # Enough that what is left does not fit into the buffers of sockets.
-        large = tensors(SCALE)
         with pytest.raises(WeightsRefused) as failed:
-            await client.update_weights(version + 1, Broadcast(large, bucket_bytes=1, step_seconds=SECONDS))
+            source = Broadcast(
+                tensors(SCALE), bucket_bytes=1, step_seconds=SECONDS
+            )  # a bucket for each tensor
+            await client.update_weights(version + 1, source)
         assert failed.value.reasons.keys() >= {"engine-0", "engine-1"}
         if how == "SIGSTOP":
             os.kill(pid, signal.SIGCONT)

@@ -238,6 +238,7 @@ class WeightsMachine(msgspec.Struct):
                 why = f"has other weights than version {live.version} ({live.digest})"
                 self._quarantine(name, f"{why}: start it with the same model", now)
             elif is_in_place(source) and not (ready and self._takes_part(name)):
+                self._fan_out.ended(name, source)
                 self._quarantine(name, f"version {live.version} {GONE}", now)
             elif ready:
                 weights = structs.replace(live, source=source)
