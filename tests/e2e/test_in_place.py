@@ -110,7 +110,7 @@ async def test_weights_in_place_are_as_good_as_checked_ones(
             digests.add(live.digest)
         assert len(digests) == 4
         for name in ("engine-0", "engine-1"):  # no engine keeps memory that the trainer shared
-            assert "/dev/shm/psm_" not in Path(f"/proc/{pair.system.pids[name]}/maps").read_text()
+            assert "/dev/shm/psm_" not in of_process(pair.system.pids[name], "maps")
         wrong = tensors()
         name = min(wrong)
         with pytest.raises(WeightsRefused, match=rf"engine-[01]: .*tensor {name} has shape"):
@@ -133,8 +133,12 @@ async def ended(endpoint: str, point: str, how: str) -> asyncio.subprocess.Proce
     return process
 
 
+def of_process(pid: int, what: str) -> str:
+    return Path(f"/proc/{pid}/{what}").read_text()
+
+
 def state(pid: int) -> str:
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    return of_process(pid, "stat").rpartition(")")[2].split()[0]
 
 
 @pytest.mark.parametrize(

@@ -46,6 +46,7 @@ def test_the_trainer_hears_who_loads_and_nobody_else_does():
     assert out[-1] == weight_instructions.Report("t", FIVE, {"b": "no room", "c": f"version 5 {GONE}"}, 7)
     assert machine.apply(Tick(), 2.0 + RETRY_SECONDS, idle=True) == []
     assert machine.admitted == {"a"}
+    assert machine.quarantined["b"] == "no room"  # it did not try again
 
 
 def test_one_that_is_not_awake_takes_no_part():
