@@ -1,5 +1,7 @@
 """Updates in place in the weights machine: who takes part, what is live after a failure, what later ones get."""
 
+import msgspec
+
 from seer.services.buffer.events import Joined, Left, Tick, Weights
 from seer.services.buffer.weights import events as weight_events
 from seer.services.buffer.weights import instructions as weight_instructions
@@ -164,3 +166,19 @@ def test_a_version_that_one_had_stays_live_though_that_one_died():
     out = loaded(machine, "b", "broken")
     assert out[-1] == weight_instructions.Report("t", FIVE, {"b": "broken"}, 7)
     assert machine.live == FIVE
+
+
+def test_a_snapshot_has_all_of_it_and_an_older_one_can_be_read():
+    machine = make("a", "b")
+    begin(machine, "a", "b")
+    machine.apply(Left(["b"]), 2.0, idle=True)
+    encoded = msgspec.json.encode(machine)
+    again = msgspec.json.decode(encoded, type=WeightsMachine)
+    assert loaded(again, "a", "broken") == loaded(machine, "a", "broken")
+    assert again == machine
+    older = msgspec.json.decode(encoded)
+    for name in ("checked", "_highest"):
+        del older[name]
+    del older["_update"]["left"]
+    restored = msgspec.json.decode(msgspec.json.encode(older), type=WeightsMachine)
+    assert (restored.checked, restored.live) == (None, FIVE)
