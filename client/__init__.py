@@ -6,6 +6,7 @@ Needs neither torch nor vllm. `RolloutClient` is for asyncio, `SyncRolloutClient
 from seer.client.client import RolloutClient
 from seer.client.dynamic import DynamicSampling, mixed
 from seer.client.groups import Group, Response
+from seer.client.in_place import Broadcast, SharedTensors
 from seer.client.lora_adapter import LoraAdapter
 from seer.client.mooncake_source import MooncakeSource
 from seer.client.open_rollout import Delta, OpenRollout, PromptInFlight
@@ -30,6 +31,7 @@ from seer.common.types import SamplingParams
 from seer.common.wire import Progress, Status, WeightsLive
 
 __all__ = [
+    "Broadcast",
     "BufferLost",
     "DeadlineExceeded",
     "Delta",
@@ -55,6 +57,7 @@ __all__ = [
     "Scored",
     "Scores",
     "SeerError",
+    "SharedTensors",
     "Status",
     "SyncDynamicSampling",
     "SyncOpenRollout",

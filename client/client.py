@@ -21,6 +21,7 @@ from types import TracebackType
 from typing import Self, get_args
 
 from seer.client.active_rollouts import ActiveRollouts, AnyRollout
+from seer.client.in_place import Broadcast, SharedTensors
 from seer.client.lora_adapter import LoraAdapter
 from seer.client.open_rollout import OpenRollout
 from seer.client.prompts import Prompt, check_request, check_rollout_id, prepare
@@ -60,6 +61,7 @@ from seer.common.wire import (
     TrainerToBuffer,
     WeightsFailed,
     WeightsLive,
+    WeightsLoading,
     Welcome,
 )
 
@@ -67,7 +69,7 @@ PING_SECONDS = 5.0
 """A buffer that sends nothing for this long is asked for its status, since it may only have nothing to
 say."""
 
-OPEN_ROLLOUTS, ADAPTERS, LEVELS = (2, 1), (2, 2), (2, 4)
+OPEN_ROLLOUTS, ADAPTERS, LEVELS, IN_PLACE = (2, 1), (2, 2), (2, 4), (2, 4)
 """The first protocol versions that have them."""
 
 GOODBYE_SECONDS = 2.0
@@ -291,13 +293,19 @@ class RolloutClient:
         Tensors (a `state_dict()`, or numpy arrays) are sent to the buffer, or read from this process by the
         engines (`MooncakeSource`); do not change them until this returns. All engines check the weights
         before any of them loads: after `WeightsRefused`, which names instances and reasons, nothing has
-        changed. `in_flight`: what happens to unfinished requests, of all trainers: `finish`, `abort` or
-        `error` (refuse the update if there are any). Later submissions of this client run with this version
-        or fail. Engines in `quarantined` could not load and get no work. Raises `Unreachable` after
-        `timeout_seconds`.
+        changed. `SharedTensors` and `Broadcast` are written straight over the live weights, unchecked but for
+        names, types and shapes: if no engine gets all of them, the last checked weights are live again.
+        `in_flight`: what happens to unfinished requests, of all trainers: `finish`, `abort` or `error`
+        (refuse the update if there are any). Later submissions of this client run with this version or fail.
+        Engines in `quarantined` could not load and get no work. Raises `Unreachable` after `timeout_seconds`.
         """
         self._check_open()
-        if isinstance(source, LoraAdapter) and (problem := self._too_old("adapters", ADAPTERS)):
+        problem = ""
+        if isinstance(source, LoraAdapter):
+            problem = self._too_old("adapters", ADAPTERS)
+        elif isinstance(source, SharedTensors | Broadcast):
+            problem = self._too_old("updates in place", IN_PLACE)
+        if problem:
             raise SeerError(problem)
         if self._update is not None:
             version_asked = self._update.request.version
@@ -405,7 +413,9 @@ class RolloutClient:
                 case Welcome():
                     self._resubmit = True
                     self._wake.set()
-                case WeightsLive() | WeightsFailed() | SpoolState() if self._update is not None:
+                case WeightsLive() | WeightsFailed() | WeightsLoading() | SpoolState() if (
+                    self._update is not None
+                ):
                     self._update.answer(message)
                 case Slept() if self._sleep_call is not None:
                     request, answer = self._sleep_call

@@ -37,7 +37,9 @@ Tensor = Any
 
 
 @dataclass(frozen=True, slots=True)
-class _Entry:
+class Entry:
+    """A tensor with its name; `dtype` as in safetensors, `size` in bytes."""
+
     name: str
     dtype: str
     shape: tuple[int, ...]
@@ -53,9 +55,7 @@ class TensorStream:
     """
 
     def __init__(self, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> None:
-        entries = [_entry(name, tensor) for name, tensor in _untied(tensors).items()]
-        if not entries:
-            raise InvalidField("source", dict(tensors), "give at least one tensor, by name")
+        entries = entries_of(tensors)
         # Widest types first, so that every tensor is aligned, as readers of the format expect.
         entries.sort(key=lambda entry: (-entry.tensor.dtype.itemsize, entry.name))
         ends = [0, *itertools.accumulate(entry.size for entry in entries)]
@@ -76,7 +76,7 @@ class TensorStream:
     def digest(self) -> str:
         """Return the digest (32 hex characters) of all tensors; reads every byte."""
 
-        def hashed(entry: _Entry) -> bytes:
+        def hashed(entry: Entry) -> bytes:
             known = tensor_hash(entry.name, entry.dtype, entry.shape)
             known.update(_bytes_of(entry.tensor).data)
             return known.digest()
@@ -103,7 +103,15 @@ class TensorStream:
         return self._last[1]
 
 
-def _entry(name: str, tensor: Tensor) -> _Entry:
+def entries_of(tensors: Mapping[str, Tensor]) -> list[Entry]:
+    """Return tensors in their order, tied ones once. Raises `InvalidField`."""
+    entries = [_entry(name, tensor) for name, tensor in _untied(tensors).items()]
+    if not entries:
+        raise InvalidField("source", dict(tensors), "give at least one tensor, by name")
+    return entries
+
+
+def _entry(name: str, tensor: Tensor) -> Entry:
     try:
         dtype = _TYPES[str(tensor.dtype).removeprefix("torch.")]
         shape, size = tuple(int(length) for length in tensor.shape), int(tensor.nbytes)
@@ -111,7 +119,7 @@ def _entry(name: str, tensor: Tensor) -> _Entry:
         kind = f"{type(tensor).__name__} {getattr(tensor, 'dtype', '')}"
         fix = f"give numpy arrays or torch tensors of {', '.join(_TYPES)}"
         raise InvalidField(f"source[{name!r}]", kind, fix) from error
-    return _Entry(name, dtype, shape, size, tensor)
+    return Entry(name, dtype, shape, size, tensor)
 
 
 def _untied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -5,6 +5,8 @@ Invariants:
 - what was lost or damaged, or is missing in a restarted buffer, is sent again from there on;
 - an update ends with one answer or one error; the upload ends with it and not before, since a restarted
   buffer may need all of it again;
+- the tensors of an update in place are sent once, to the engines that the buffer names, and what was opened
+  for them is closed when the update ends;
 - an answer counts only if it repeats the call's id: an earlier call may have had the same version.
 """
 
@@ -19,11 +21,13 @@ from typing import Any, Literal
 
 from msgspec import structs
 
+from seer.client.in_place import Broadcast, InPlace, SharedTensors, Transfer
 from seer.client.lora_adapter import LoraAdapter
 from seer.client.mooncake_source import MooncakeSource
 from seer.client.tensor_stream import TensorStream
 from seer.common.errors import InvalidField, WeightsRefused
 from seer.common.weights.digest import checksum
+from seer.common.weights.in_place import SCHEME as IN_PLACE_SCHEME
 from seer.common.weights.lora import source_of
 from seer.common.wire import (
     SPOOL_BYTES,
@@ -38,13 +42,15 @@ from seer.common.wire import (
     UpdateWeights,
     WeightsFailed,
     WeightsLive,
+    WeightsLoading,
 )
 
 InFlight = Literal["finish", "abort", "error"]
 
-Source = str | Path | Mapping[str, Any] | MooncakeSource | LoraAdapter
+Source = str | Path | Mapping[str, Any] | MooncakeSource | LoraAdapter | SharedTensors | Broadcast
 """A folder that all nodes can read; tensors (numpy or torch) by name, as in `model.state_dict()`, which are
-streamed; a `MooncakeSource`, from which engines read; or a `LoraAdapter`, which engines merge."""
+streamed; a `MooncakeSource`, from which engines read; a `LoraAdapter`, which engines merge; or
+`SharedTensors` or a `Broadcast`, which engines copy straight into their live weights."""
 
 Send = Callable[[UpdateWeights | OpenSpool | SpoolData], Awaitable[None]]
 
@@ -62,12 +68,15 @@ class Update:
             raise InvalidField("in_flight", in_flight, "choose finish, abort or error")
         self.adapter = source if isinstance(source, LoraAdapter) else None
         self._mooncake = source if isinstance(source, MooncakeSource) else None
+        self.in_place: InPlace | None = source if isinstance(source, SharedTensors | Broadcast) else None
         self.stream = self.adapter.stream if self.adapter is not None else None
         if isinstance(source, Mapping):
             self.stream = TensorStream(source)
         self._name = f"v{version}-{secrets.token_hex(6)}"
         where = SPOOL_SCHEME + self._name
-        if self._mooncake is not None:
+        if self.in_place is not None:
+            where = IN_PLACE_SCHEME + where
+        elif self._mooncake is not None:
             where = ""  # known once the tensors are copied
         elif self.stream is None:
             where = self.adapter.folder if self.adapter else str(Path(str(source)).absolute())
@@ -75,6 +84,7 @@ class Update:
             version=version, source=where, digest=digest, in_flight=in_flight, call_id=new_call_id()
         )
         self._requested = False
+        self._transfer: Transfer | None = None
         self._answer: asyncio.Future[WeightsLive | WeightsFailed] = asyncio.get_running_loop().create_future()
         # Answers to parts in flight, and to `OpenSpool`.
         self._states: asyncio.Queue[SpoolState] = asyncio.Queue(4 * SPOOL_WINDOW)
@@ -89,6 +99,20 @@ class Update:
 
         Raises `WeightsRefused`, or the error of the connection.
         """
+        if self.in_place is None:
+            return await self._run(send)
+        self.stream = await asyncio.to_thread(self.in_place.offer, self._name)
+        self._transfer = transfer = Transfer(self.in_place)
+        try:
+            return await self._run(send)
+        except WeightsRefused as error:
+            if problem := await transfer.end():
+                raise WeightsRefused(self.request.version, error.reasons | {"": problem}) from error
+            raise
+        finally:
+            await transfer.end()
+
+    async def _run(self, send: Send) -> WeightsLive:
         upload = None
         if self.adapter is not None:
             base = await asyncio.to_thread(self.adapter.base_digest)
@@ -115,16 +139,19 @@ class Update:
             raise WeightsRefused(message.version, message.reasons)
         return structs.replace(message, call_id=0)
 
-    def answer(self, message: WeightsLive | WeightsFailed | SpoolState) -> None:
+    def answer(self, message: WeightsLive | WeightsFailed | WeightsLoading | SpoolState) -> None:
         """Handle an answer; one to another update, or a second one, changes nothing."""
-        if isinstance(message, SpoolState):
+        if isinstance(message, WeightsLoading):
+            if self._is_answer(message) and self._transfer is not None:
+                self._transfer.begin(message.engines)
+        elif isinstance(message, SpoolState):
             if message.name == self._name:
                 with contextlib.suppress(asyncio.QueueFull):
                     self._states.put_nowait(message)
         elif not self._answer.done() and self._is_answer(message):
             self._answer.set_result(message)
 
-    def _is_answer(self, message: WeightsLive | WeightsFailed) -> bool:
+    def _is_answer(self, message: WeightsLive | WeightsFailed | WeightsLoading) -> bool:
         return message.version == self.request.version and is_answer(self.request, message)
 
     def fail(self, error: BaseException) -> None:
@@ -172,7 +199,9 @@ def new_call_id() -> int:
     return secrets.randbits(62) + 1
 
 
-def is_answer(request: UpdateWeights | Sleep, message: WeightsLive | WeightsFailed | Slept) -> bool:
+def is_answer(
+    request: UpdateWeights | Sleep, message: WeightsLive | WeightsFailed | WeightsLoading | Slept
+) -> bool:
     """Return whether a message answers a request; an older buffer does not repeat the call's id."""
     return message.call_id in (0, request.call_id)
 

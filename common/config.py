@@ -184,6 +184,10 @@ class EngineConfig(_Section, frozen=True):
 
     Default: a free port of the address by which it reaches the buffer; nowhere if that is its own machine.
     """
+    in_place_updates: bool = False
+    """Let trainers write over live weights, whose bytes are not checked then: docs/weights.md#in-place."""
+    in_place_seconds: float = 300.0
+    """Deadline for that: an engine that has not received all by then ends, and starts again."""
     load_seconds: float = 900.0
     """Deadline for loading the model."""
     flush_tokens: int = 64

@@ -67,6 +67,12 @@ class EngineError(SeerError):
     code = "engine"
 
 
+class EngineBroken(EngineError):  # noqa: N818 - reads as what it says at the call site
+    """An engine cannot go on: its process has to end, and to start again."""
+
+    code = "engine_broken"
+
+
 class NotLoaded(EngineError):  # noqa: N818 - reads as what it says at the call site
     """An engine has no weights loaded: the chunk did not run, and is not to blame."""
 

@@ -2,8 +2,9 @@
 
 A whole local system with the vLLM backend. Each turn copies the file over a TCP connection on
 loopback into a file (the peer), streams the tensors in an update, updates from the folder, and, where
-Mooncake is installed, has the engines read the tensors from here over TCP. `mooncake_mb_per_s` is one
-reader's copy into a file, the start of its process included.
+Mooncake is installed, has the engines read the tensors from here over TCP; then in place, from shared
+memory and by a broadcast. `over_streamed_update` has seconds as shares of those of a streamed update.
+`mooncake_mb_per_s` is one reader's copy into a file, the start of its process included.
 `stream_mb_per_s` is what reached the spool while the update ran, digests apart; only for models of 50 MB
 or more, since a smaller one is there before it was looked for twice. `pause_seconds` is what
 a rollout in flight sees of an update: from its last token until the new weights are live. Prints JSON.
@@ -26,11 +27,19 @@ import time
 from pathlib import Path
 from typing import Any
 
+import torch
 from lib.machine import machine
 from lib.random_model import random_llama
 from safetensors.torch import load_file, save_file
 
-from seer.client import InvalidField, MooncakeSource, RolloutClient, SamplingParams
+from seer.client import (
+    Broadcast,
+    InvalidField,
+    MooncakeSource,
+    RolloutClient,
+    SamplingParams,
+    SharedTensors,
+)
 from seer.common.config import load
 from seer.common.weights.mooncake import SCHEME
 from seer.local.system import LocalSystem
@@ -98,6 +107,19 @@ async def with_mooncake(
     }
 
 
+async def in_place(client: RolloutClient, tensors: dict[str, torch.Tensor], version: int) -> dict[str, float]:
+    """Measure an update from shared memory, and one by a broadcast."""
+    measured = {}
+    sources = {"shared": SharedTensors(tensors), "broadcast": Broadcast(tensors)}
+    for number, (name, source) in enumerate(sources.items()):
+        started = time.perf_counter()
+        live = await client.update_weights(version + number, source)
+        measured[f"{name}_update_seconds"] = time.perf_counter() - started
+        if live.quarantined:
+            raise RuntimeError(f"{name}: {live.quarantined}")
+    return measured
+
+
 async def turn(
     client: RolloutClient, model: Path, spool: Path, version: int, held: MooncakeSource
 ) -> dict[str, float]:
@@ -123,8 +145,10 @@ async def turn(
     held.tensors = {name: tensor * 1.002 for name, tensor in tensors.items()}
     by_mooncake = await with_mooncake(client, held, spool.parent / "read", size, version + 2)
 
+    updated_in_place = await in_place(client, tensors, version + 3)
+
     rollout = await client.submit([[1, 5, 9]], n=8, sampling=SamplingParams(max_tokens=32, ignore_eos=True))
-    update = asyncio.create_task(client.update_weights(version + 3, tensors | {}))
+    update = asyncio.create_task(client.update_weights(version + 5, tensors | {}))
     await rollout.result()
     ended = time.perf_counter()
     await update
@@ -135,6 +159,7 @@ async def turn(
         "streamed_update_seconds": streamed,
         "folder_update_seconds": from_folder,
         **by_mooncake,
+        **updated_in_place,
         "pause_seconds": time.perf_counter() - ended,
     }
 
@@ -144,11 +169,11 @@ async def measure(model: Path, turns: int) -> list[dict[str, float]]:
     with tempfile.TemporaryDirectory(prefix="seer-bench-") as scratch:
         spool = Path(scratch) / "spool"
         settings = [f"shared.model={model}", "engine.max_model_len=256", "engine.kv_blocks=100"]
-        config = load(None, {}, [*settings, f"buffer.spool={spool}"])
+        config = load(None, {}, [*settings, f"buffer.spool={spool}", "engine.in_place_updates=true"])
         async with LocalSystem(config, 2) as system, RolloutClient(system.endpoint) as client:
             held = MooncakeSource({})
             await turn(client, model, spool, 1, held)
-            return [await turn(client, model, spool, 10 + 4 * number, held) for number in range(turns)]
+            return [await turn(client, model, spool, 10 + 6 * number, held) for number in range(turns)]
 
 
 def main() -> None:
@@ -167,12 +192,19 @@ def main() -> None:
         turns = asyncio.run(measure(model.absolute(), given.turns))
     medians = {key: statistics.median(each[key] for each in turns) for key in turns[0]}
     ratios = [each["stream_mb_per_s"] / each["raw_tcp_mb_per_s"] for each in turns if size >= LARGE]
+    over_stream = {
+        name: [each[f"{name}_update_seconds"] / each["streamed_update_seconds"] for each in turns]
+        for name in ("folder", "shared", "broadcast")
+    }
     report: dict[str, Any] = {
         "machine": machine("torch", "vllm"),
         "model_mb": round(size / 1e6, 2),
         "instances": 2,
         "medians": {key: round(value, 3) for key, value in medians.items()},
         **({"stream_over_raw_tcp": {"median": statistics.median(ratios), "all": ratios}} if ratios else {}),
+        "over_streamed_update": {
+            name: {"median": statistics.median(each), "all": each} for name, each in over_stream.items()
+        },
         "turns": turns,
     }
     print(json.dumps(report, indent=1))

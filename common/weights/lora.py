@@ -21,6 +21,8 @@ from typing import Annotated, TypeVar
 
 import msgspec
 
+from seer.common.weights.in_place import SCHEME as IN_PLACE_SCHEME
+from seer.common.weights.in_place import is_in_place
 from seer.common.weights.safetensors import metadata, open_regular
 
 SCHEME = "lora:"
@@ -88,7 +90,9 @@ def base_of(source: str) -> str:
 
 
 def inner_source(source: str) -> str:
-    """Return the folder or stream that holds an adapter; another source is returned as it is."""
+    """Return the folder or stream that holds an adapter or a plan; another source is returned as it is."""
+    if is_in_place(source):
+        return source.removeprefix(IN_PLACE_SCHEME)
     return source.removeprefix(SCHEME).partition(":")[2] if is_adapter(source) else source
 
 

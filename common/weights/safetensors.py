@@ -31,12 +31,13 @@ MAX_TENSORS = 1_000_000
 _MAX_FILES = 10_000
 _MAX_INDEX_BYTES = MAX_HEADER_BYTES
 _INDEX = "model.safetensors.index.json"
-_BITS = {
+BITS = {
     "BOOL": 8, "U8": 8, "I8": 8, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8,
     "U16": 16, "I16": 16, "F16": 16, "BF16": 16,
     "U32": 32, "I32": 32, "F32": 32,
     "U64": 64, "I64": 64, "F64": 64, "C64": 64,
 }  # fmt: skip
+"""Bits of an element by type."""
 
 _Size = Annotated[int, msgspec.Meta(ge=0)]
 
@@ -147,7 +148,7 @@ def _header(path: Path, most: int) -> tuple[int, list[Stored]]:
     end = 0
     for name, entry in sorted(found, key=lambda each: each[1].data_offsets):
         first, last = entry.data_offsets
-        bits = _BITS.get(entry.dtype)
+        bits = BITS.get(entry.dtype)
         if first != end or last < first or (bits and bits * math.prod(entry.shape) != 8 * (last - first)):
             raise ValueError(
                 f"holds a truncated or damaged {path.name}: {name[:80]!r} is not at {first} to {last}"

@@ -97,4 +97,5 @@ from seer.common.wire.weights import UpdateWeights as UpdateWeights
 from seer.common.wire.weights import WeightsFailed as WeightsFailed
 from seer.common.wire.weights import WeightsLive as WeightsLive
 from seer.common.wire.weights import WeightsLoaded as WeightsLoaded
+from seer.common.wire.weights import WeightsLoading as WeightsLoading
 from seer.common.wire.weights import WeightsPrepared as WeightsPrepared

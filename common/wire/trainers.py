@@ -32,6 +32,7 @@ from seer.common.wire.weights import (
     UpdateWeights,
     WeightsFailed,
     WeightsLive,
+    WeightsLoading,
 )
 
 MAX_PROMPTS = 4096
@@ -239,4 +240,5 @@ BufferToTrainer = (
     | WeightsFailed
     | SpoolState
     | Slept
+    | WeightsLoading
 )

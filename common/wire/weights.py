@@ -40,7 +40,8 @@ class UpdateWeights(Message, tag=True):
     """Have all engines load the weights in `source`: a folder that every node can read, or a stream.
 
     A stream's source begins with a scheme: `SPOOL_SCHEME`, or another that engines know. That of a LoRA
-    adapter is `lora:`, the digest of its base or nothing, `:`, and where the adapter is. `digest` is checked
+    adapter is `lora:`, the digest of its base or nothing, `:`, and where the adapter is; that of an update in
+    place is `inplace:` and a stream with its plan. `digest` is checked
     unless empty. `in_flight` says what happens to unfinished requests.
     """
 
@@ -60,8 +61,18 @@ class WeightsLive(Message, tag=True):
     call_id: CallId = 0
 
 
+class WeightsLoading(Message, tag=True):
+    """The weights of an update in place are loaded now, by these engines and no others."""
+
+    version: int
+    engines: list[ShortStr]
+    call_id: CallId = 0
+
+
 class WeightsFailed(Message, tag=True):
-    """Answer to a failed `UpdateWeights`: nothing changed. Reasons by instance; empty name: the update."""
+    """Answer to a failed `UpdateWeights`: the weights before it are live, or, after one in place over others
+    in place, the last ones before these. Reasons by instance; empty name: the update.
+    """
 
     version: int
     reasons: dict[str, str]

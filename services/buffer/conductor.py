@@ -268,6 +268,8 @@ class Conductor:
         match item:
             case weight_instructions.Prepare() | weight_instructions.Discard() | weight_instructions.Load():
                 self._to_engine(item.instance, views.order(item))
+            case weight_instructions.Receivers():
+                self._to_trainer(item.trainer, views.outcome(item))
             case weight_instructions.Report() | weight_instructions.Fail():
                 self._log.info("weight update ended", outcome=item)
                 self._to_trainer(item.trainer, views.outcome(item))

@@ -27,6 +27,7 @@ Instruction = (
     | weight_instructions.Prepare
     | weight_instructions.Discard
     | weight_instructions.Load
+    | weight_instructions.Receivers
     | weight_instructions.Report
     | weight_instructions.Fail
     | sleep.Instruction

@@ -146,9 +146,11 @@ def order(
 
 
 def outcome(
-    item: weight_instructions.Report | weight_instructions.Fail,
-) -> wire.WeightsLive | wire.WeightsFailed:
-    """Return the answer to a trainer about its update."""
+    item: weight_instructions.Report | weight_instructions.Fail | weight_instructions.Receivers,
+) -> wire.WeightsLive | wire.WeightsFailed | wire.WeightsLoading:
+    """Return the message to a trainer about its update."""
+    if isinstance(item, weight_instructions.Receivers):
+        return wire.WeightsLoading(version=item.version, engines=list(item.instances), call_id=item.call_id)
     if isinstance(item, weight_instructions.Fail):
         return wire.WeightsFailed(version=item.version, reasons=item.reasons, call_id=item.call_id)
     weights = item.weights

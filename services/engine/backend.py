@@ -133,6 +133,14 @@ class Backend(Protocol):
         """
         ...
 
+    def receive_weights(self, folder: Path, engine: str, digest: str) -> None:
+        """Have a trainer write over the live weights, by the plan in `folder`; nothing runs meanwhile.
+
+        `engine`: the name that the trainer expects; `digest`: that of the plan. Raises `EngineError` when it
+        failed: the live weights are undefined then. After `EngineBroken` no load can make them defined.
+        """
+        ...
+
     def feed(self, deltas: Iterable[StreamDelta]) -> None:
         """Give the draft trees tokens of other responses of the groups that run here."""
         ...

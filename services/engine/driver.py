@@ -12,15 +12,18 @@ bounded number of tokens.
 from __future__ import annotations
 
 import asyncio
+import multiprocessing
+import os
 import queue
+import sys
 import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import NoReturn, Protocol
 
 from seer.common.clock import Clock
-from seer.common.errors import EngineError, SeerError
+from seer.common.errors import EngineBroken, EngineError, SeerError
 from seer.common.process.log import get_logger
 from seer.common.sleep import SleepLevel, SleepState
 from seer.common.types import Capacity, InstanceStats
@@ -30,6 +33,9 @@ from seer.services.engine.backend import Backend, Chunk, StepOutput
 JOIN_SECONDS = 10.0
 """Longest wait for the backend's thread to end; it is a daemon, so the process ends anyway."""
 
+
+EXIT_BROKEN = 70
+"""Exit code of a process that a thread keeps from ending (`EX_SOFTWARE`)."""
 
 _log = get_logger()
 
@@ -84,6 +90,13 @@ class Driver(Protocol):
 
     async def load_weights(self, folder: Path, digest: str, base: Path | None = None) -> None:
         """Replace the live weights, see `Backend.load_weights`; drop all chunks before."""
+        ...
+
+    async def receive_weights(self, folder: Path, engine: str, digest: str, seconds: float) -> None:
+        """Receive weights in place, see `Backend.receive_weights`; drop all chunks before.
+
+        Raises `EngineBroken` after `seconds`: the thread that receives may never return.
+        """
         ...
 
     async def bind_weights(self, digest: str) -> None:
@@ -149,6 +162,13 @@ class InlineDriver:
         except Exception as error:
             raise _failure(error) from error
 
+    async def receive_weights(self, folder: Path, engine: str, digest: str, seconds: float) -> None:
+        """See `Driver.receive_weights`; blocks the loop, so `seconds` cannot be enforced."""
+        try:
+            self._backend.receive_weights(folder, engine, digest)
+        except Exception as error:
+            raise _failure(error) from error
+
     async def bind_weights(self, digest: str) -> None:
         """See `Driver.bind_weights`."""
         try:
@@ -193,7 +213,7 @@ class ThreadDriver:
         self._sink = sink
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._events: asyncio.Queue[_Event] = asyncio.Queue()
-        self._stopping = False
+        self._stopping = self._hangs = False
         self._thread = threading.Thread(target=self._main, name="engine", daemon=True)
 
     async def start(self, seconds: float) -> BackendInfo:
@@ -231,6 +251,17 @@ class ThreadDriver:
         """See `Driver.load_weights`."""
         await self._call(lambda: self._backend.load_weights(folder, digest, base))
 
+    async def receive_weights(self, folder: Path, engine: str, digest: str, seconds: float) -> None:
+        """See `Driver.receive_weights`."""
+        try:
+            async with asyncio.timeout(seconds):
+                await self._call(lambda: self._backend.receive_weights(folder, engine, digest))
+        except TimeoutError as error:
+            self._hangs = True
+            limit = f"engine.in_place_seconds = {seconds:g}"
+            why = f"weights in place did not arrive within {limit}: this engine ends, and starts again"
+            raise EngineBroken(why) from error
+
     async def bind_weights(self, digest: str) -> None:
         """See `Driver.bind_weights`."""
         await self._call(lambda: self._backend.bind_weights(digest))
@@ -257,7 +288,12 @@ class ThreadDriver:
                     raise failure
 
     async def close(self) -> None:
-        """See `Driver.close`; a step under way is waited for, `JOIN_SECONDS` at most."""
+        """See `Driver.close`; a step under way is waited for, `JOIN_SECONDS` at most.
+
+        If the thread hangs in a collective, the process ends here: nothing else would end that thread.
+        """
+        if self._hangs:
+            end_process()
         if self._thread.is_alive():
             self._commands.put(self._stop)
             await asyncio.to_thread(self._thread.join, JOIN_SECONDS)
@@ -309,6 +345,14 @@ class ThreadDriver:
             self._loop.call_soon_threadsafe(self._events.put_nowait, event)
         except RuntimeError:  # the loop is closed: the process ends
             self._stopping = True
+
+
+def end_process() -> NoReturn:
+    """End this process and its workers at once, whatever they wait for."""
+    for worker in multiprocessing.active_children():
+        worker.kill()
+    sys.stderr.flush()
+    os._exit(EXIT_BROKEN)
 
 
 def _settle(done: asyncio.Future[None], problem: EngineError | None) -> None:

@@ -77,6 +77,8 @@ class EngineServer:
         settings = config.engine
         if not settings.status_seconds > 0:
             raise ConfigError(f"engine.status_seconds = {settings.status_seconds}: must be positive")
+        if not settings.in_place_seconds > 0:
+            raise ConfigError(f"engine.in_place_seconds = {settings.in_place_seconds}: must be positive")
         self._settings = settings
         self._model = config.shared.model
         self._clock = clock
@@ -106,8 +108,9 @@ class EngineServer:
         self._peers = Peers(transport, me, clock)
         self._weights_endpoint = ""
         self._updater = WeightUpdater(
-            self._driver, self, self._buffer.send, settings.weights_root, self._peers
-        )
+            self._driver, self, self._buffer.send, settings.weights_root, self._peers,
+            me.name, settings.in_place_seconds if settings.in_place_updates else None,
+        )  # fmt: skip
         self._answers: list[Answer] = []
         self._serial = 0
         self._register_due = self._status_due = False
@@ -377,6 +380,8 @@ class EngineServer:
         self.running.clear()
         try:
             async with asyncio.timeout(LEAVE_SECONDS):
+                for answer in self._answers:  # it may say why this engine ends
+                    await self._buffer.send(answer)
                 if self._ended:
                     await self._buffer.send(done_message(self._ended, self._updater.live.version))
                 await self._buffer.send(wire.Goodbye(problem="" if self._finished.is_set() else "it failed"))

@@ -38,6 +38,8 @@ NEED_EXTRA = {
     f"{ENGINE}.sampling.triton_launch": "torch",
     f"{ENGINE}.sampling.triton_sampler": "torch",
     f"{ENGINE}.sampling.vectors": "torch",
+    f"{ENGINE}.in_place": "torch",
+    "seer.common.weights.broadcast_group": "torch",
     f"{ENGINE}.merging": "torch",
     f"{ENGINE}.self_test": "torch",
     f"{ENGINE}.forced_text": "torch",

@@ -58,6 +58,7 @@ def pair() -> Iterator[SharedEngines]:
     """Two engines of the shipped model, for tests that need none of their own; begin with `pair.anew()`."""
     if importlib.util.find_spec("vllm") is None:
         pytest.skip("needs the engine extra")
-    shared = SharedEngines(MODEL, 2, "engine.max_model_len=400", "engine.kv_blocks=400")
+    in_place = "engine.in_place_updates=true", "engine.in_place_seconds=8"
+    shared = SharedEngines(MODEL, 2, "engine.max_model_len=400", "engine.kv_blocks=400", *in_place)
     yield shared
     shared.close()

@@ -107,7 +107,7 @@ class World:
         match message:
             case wire.LoadWeights():
                 assert engine.will_be is not SleepState.ASLEEP, f"{message} to one that sleeps"
-                assert message.source or engine.dropped == 0, "only who dropped its own model has it still"
+                assert message.source or message.version == 0, "only the model of the start needs no source"
                 engine.orders.append(message)
             case wire.PrepareWeights():  # which it may, asleep
                 engine.orders.append(message)

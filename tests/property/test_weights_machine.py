@@ -3,6 +3,7 @@
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from seer.common.weights.in_place import is_in_place
 from seer.services.buffer.events import Joined, Left, Tick, Weights
 from seer.services.buffer.weights import events as weight_events
 from seer.services.buffer.weights import instructions as weight_instructions
@@ -11,7 +12,7 @@ from seer.services.buffer.weights.machine import RETRY_SECONDS, WeightsMachine
 NAMES = ("a", "b", "c")
 STEPS = st.lists(
     st.tuples(
-        st.sampled_from(("register", "lose", "ask", "answer", "tick", "work")),
+        st.sampled_from(("register", "lose", "ask", "ask in place", "answer", "tick", "work")),
         st.sampled_from(NAMES),
         st.integers(0, 9),
     ),
@@ -36,10 +37,13 @@ class World:
         self.asked = 0
         self.open: dict[str, int] = {}  # a trainer waits for the answer to what it asked last
         self.told: dict[str, tuple[Weights, float]] = {}
+        self.served_versions: set[int] = set()  # of any instance that was admitted
 
     def excused(self, name, event):
         """Whether this event is a reason to quarantine an instance."""
         live = self.machine.live
+        if live is not None and is_in_place(live.source):
+            return True
         told, when = self.told.get(name, (None, 0.0))
         if live is not None and told is not None and same(told, live):
             if isinstance(event, weight_events.Loaded):
@@ -51,7 +55,12 @@ class World:
     def handle(self, event):
         before, quarantined = self.machine.live, set(self.machine.quarantined)
         ran_old = not self.idle
-        for item in self.machine.apply(event, self.now, idle=self.idle):
+        items = self.machine.apply(event, self.now, idle=self.idle)
+        loads = [each for each in items if isinstance(each, weight_instructions.Load)]
+        receivers = [each for each in items if isinstance(each, weight_instructions.Receivers)]
+        in_place = [each.instance for each in loads if is_in_place(each.weights.source)]
+        assert in_place == [name for each in receivers for name in each.instances]
+        for item in items:
             match item:
                 case weight_instructions.Prepare() | weight_instructions.Load():
                     self.orders[item.instance].append(item)
@@ -61,6 +70,7 @@ class World:
                         self.told[item.instance] = item.weights, self.now
                 case weight_instructions.Admit():
                     self.admitted.add(item.instance)
+                    self.served_versions.add(self.machine.live.version)
                 case weight_instructions.Expel():
                     self.admitted.remove(item.instance)
                 case weight_instructions.Hold() | weight_instructions.Release():
@@ -76,7 +86,8 @@ class World:
     def check(self, event, before, ran_old, quarantined):
         live = self.machine.live
         if before is not None and not same(live, before):
-            assert live.version > before.version
+            failed_in_place = is_in_place(before.source) and before.version not in self.served_versions
+            assert live.version > before.version or failed_in_place
             assert not ran_old
         assert self.admitted == set(self.machine.admitted)
         for name in self.admitted:
@@ -105,6 +116,13 @@ class World:
             # The same weights may be in two places; where a digest is named, both are one question.
             source, digest = (f"/w{number}", "") if name != "c" else (f"/elsewhere{number}", f"d{number}")
             self.handle(weight_events.UpdateAsked(trainer, number, source, digest, mode, self.asked))
+        elif what == "ask in place":
+            self.asked += 1
+            self.open[f"t{self.asked}"] = self.asked
+            source = f"inplace:spool:{self.asked}"
+            self.handle(
+                weight_events.UpdateAsked(f"t{self.asked}", number, source, source, call_id=self.asked)
+            )
         elif what == "answer" and self.orders.get(name):
             self.answer(name, self.orders[name].pop(0), failing=number == 0)
         elif what == "work":
@@ -117,9 +135,8 @@ class World:
     def answer(self, name, order, failing):
         problem = "broken" if failing else ""
         if isinstance(order, weight_instructions.Prepare):
-            self.handle(
-                weight_events.Prepared(name, order.version, f"d{order.version}", problem, order.call_id)
-            )
+            digest = order.source if is_in_place(order.source) else f"d{order.version}"
+            self.handle(weight_events.Prepared(name, order.version, digest, problem, order.call_id))
         elif isinstance(order, weight_instructions.Load):
             self.loaded[name] = None if failing else order.weights
             self.handle(weight_events.Loaded(name, order.weights.version, problem))
@@ -147,6 +164,20 @@ class World:
 @example(
     [("register", "a", 0), ("register", "b", 3), ("ask", "c", 0)]
 )  # a loads what nobody can give any more
+@example(
+    [  # 5 in place fails on a and b, and 1 is loaded again
+        ("register", "a", 3), ("register", "b", 3), ("ask", "a", 1), ("answer", "a", 1), ("answer", "b", 1),
+        ("answer", "a", 1), ("answer", "b", 1), ("ask in place", "a", 5), ("answer", "a", 1), ("answer", "b", 1),
+        ("answer", "a", 0), ("lose", "b", 0),
+    ]
+)  # fmt: skip
+@example(
+    [  # 5 in place is live on a; c joins later, then 6 in place fails, and 1 is loaded again
+        ("register", "a", 3), ("ask", "a", 1), ("answer", "a", 1), ("answer", "a", 1),
+        ("ask in place", "a", 5), ("answer", "a", 1), ("answer", "a", 1), ("register", "c", 3),
+        ("ask in place", "a", 6), ("answer", "a", 1), ("answer", "c", 0), ("answer", "a", 0), ("ask", "a", 4),
+    ]
+)  # fmt: skip
 def test_only_live_weights_work_and_every_update_ends(steps):
     world = World()
     for step in steps:
@@ -155,17 +186,22 @@ def test_only_live_weights_work_and_every_update_ends(steps):
     assert not world.machine.updating
     assert not world.machine.loading
     assert world.admitted | world.machine.quarantined.keys() == world.loaded.keys()
-    if world.machine.live is not None and world.machine.live.source:  # what failed is tried again
+    live = world.machine.live
+    if live is not None and is_in_place(live.source):  # what was loaded in place cannot be had again
+        before = set(world.admitted)
+        world.now += RETRY_SECONDS
+        world.settle()
+        assert world.admitted == before
+    elif live is not None and live.source:  # what failed is tried again
         world.now += RETRY_SECONDS
         world.settle()
         assert world.admitted == world.loaded.keys()
         assert not world.machine.quarantined
-    if world.admitted:  # a later version heals whatever failed before
-        world.step("ask", "a", 9)
+    if world.admitted or (live is not None and is_in_place(live.source) and world.loaded):
+        world.step("ask", "a", 12)  # a later version heals whatever failed before
         world.settle()
-        if world.machine.live.version == 9:
-            assert world.admitted == world.loaded.keys()
-            assert world.served() == {(9, "d9")}
+        assert world.admitted == world.loaded.keys()
+        assert world.served() == {(12, "d12")}
 
 
 @settings(max_examples=100)

@@ -1,16 +1,21 @@
 """The engine's thread driver, in real time."""
 
 import asyncio
+import subprocess
+import sys
 import threading
+import time
 from contextlib import asynccontextmanager
+from pathlib import Path
 
 import pytest
 from virtual_time import eventually, virtual
 
 from seer.common.clock import LoopClock
-from seer.common.errors import EngineError, InvalidField
+from seer.common.errors import EngineBroken, EngineError, InvalidField
 from seer.common.sleep import SleepState
 from seer.common.types import Capacity, InstanceStats, SamplingParams
+from seer.services.engine import driver as driver_module
 from seer.services.engine.backend import Chunk, ChunkEnd, Generated, StepOutput
 from seer.services.engine.driver import InlineDriver, ThreadDriver
 
@@ -166,7 +171,61 @@ async def test_thread_driver_binds_weights_on_the_backend_s_thread():
     assert threading.get_ident() not in backend.threads
 
 
+class Hanging(Counting):
+    """Receives until `gate` opens, as in a collective that nobody ends."""
+
+    def receive_weights(self, folder, engine, digest):
+        self.gate.wait(30)
+
+
+async def test_thread_driver_ends_the_process_if_weights_in_place_do_not_arrive(monkeypatch):
+    ends = []
+    monkeypatch.setattr(driver_module, "end_process", lambda: ends.append(1))
+    gate = threading.Event()
+    gate.set()
+    driver = ThreadDriver(Hanging(gate=gate), Sink())
+    await driver.start(5.0)
+    await driver.receive_weights("/plan", "e0", "d", 5.0)
+    gate.clear()
+    with pytest.raises(EngineBroken, match=r"engine\.in_place_seconds = 0\.05: this engine ends"):
+        await driver.receive_weights("/plan", "e0", "d", 0.05)
+    gate.set()
+    await driver.close()
+    assert ends == [1]
+
+
+def test_a_process_that_hangs_ends_with_its_workers_whatever_these_do():
+    code = (
+        "import multiprocessing, os, signal, threading, time\n"
+        "from seer.services.engine.driver import end_process\n"
+        "if __name__ == '__main__':\n"
+        "    worker = multiprocessing.get_context('fork').Process(target=time.sleep, args=(600,))\n"
+        "    worker.start()\n"
+        "    os.kill(worker.pid, signal.SIGSTOP)\n"
+        "    threading.Thread(target=time.sleep, args=(600,)).start()\n"
+        "    print(worker.pid, flush=True)\n"
+        "    end_process()\n"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert ended.returncode == driver_module.EXIT_BROKEN
+    worker = Path(f"/proc/{int(ended.stdout)}/stat")
+    for _ in range(3000):  # it was told to end, which the kernel does in its own time
+        try:
+            state = worker.read_text().rpartition(")")[2].split()[0]
+        except OSError:
+            return
+        if state in "ZX":
+            return
+        time.sleep(0.01)
+    pytest.fail(f"the worker is still in state {state}")
+
+
 class Broken(Counting):
+    def receive_weights(self, folder, engine, digest):
+        raise RuntimeError("no rank answers")
+
     def load_weights(self, folder, digest, base=None):
         raise RuntimeError("no rank answers")
 
@@ -179,8 +238,11 @@ class Broken(Counting):
 )
 @pytest.mark.parametrize(
     ("call", "arguments"),
-    [("bind_weights", ["abc"]), ("load_weights", ["/w", "abc"]), ("sleep", [SleepState.ASLEEP, 1])],
-)
+    [
+        ("bind_weights", ["abc"]), ("load_weights", ["/w", "abc"]), ("sleep", [SleepState.ASLEEP, 1]),
+        ("receive_weights", ["/w", "e0", "abc", 5.0]),
+    ],
+)  # fmt: skip
 async def test_what_a_backend_cannot_do_is_an_engine_error(make, call, arguments):
     driver = make(Broken(fail="bind"), Sink())
     await driver.start(5.0)

@@ -2,16 +2,20 @@
 
 import asyncio
 
+import msgspec
+import numpy as np
 from cluster_harness import folder
 from engine_system import REPLAY, Buffer, engine
 from msgspec import structs
 from virtual_time import eventually, virtual
 
+from seer.client.tensor_stream import TensorStream
 from seer.common import wire
 from seer.common.config import Config, SharedConfig
-from seer.common.errors import EngineError, Unreachable
+from seer.common.errors import EngineBroken, EngineError, Unreachable
 from seer.common.sleep import SleepState
 from seer.common.types import SamplingParams
+from seer.common.weights.in_place import PLAN, Bucket, Plan, PlannedTensor, SharedFile
 from seer.services.engine.backend import Chunk
 from seer.services.engine.replay.backend import ReplayBackend
 from seer.services.engine.weights.manifest import read_manifest
@@ -26,6 +30,12 @@ class Loading(ReplayBackend):
     def __init__(self):
         super().__init__(REPLAY, Config().shared)
         self.loaded, self.rests, self.broken, self.meanwhile = [], [], False, lambda: None
+        self.received = []
+
+    def receive_weights(self, folder, engine, digest):
+        self.received.append((folder, engine, digest))
+        if self.broken:
+            raise EngineBroken("it hangs")
 
     def load_weights(self, folder, digest, base=None):
         if self.broken:
@@ -326,3 +336,102 @@ async def test_an_engine_without_a_model_folder_says_what_it_lacks_and_what_it_d
         assert "started without a model folder" in buffer.heard(wire.WeightsLoaded)[0].problem
         assert server._updater.not_ready == "it has no weights: it dropped them"
         assert server._registration().dropped_version == 0
+
+
+# --- in place -------------------------------------------------------------------------------------
+
+IN_PLACE = structs.replace(REPLAY, in_place_updates=True)
+
+
+def plan(path, shape=(2, 3), name="w"):
+    """Write a plan of one float32 tensor into a folder; return its source, and its digest."""
+    path.mkdir()
+    bucket = Bucket(1024, [PlannedTensor(name, "F32", shape, 0)], SharedFile("psm_x"))
+    encoded = msgspec.json.encode(Plan("v1", "shared", [bucket]))
+    stream = TensorStream({PLAN: np.frombuffer(encoded, dtype=np.uint8)})
+    (path / "model.safetensors").write_bytes(stream.read(0, stream.size).tobytes())
+    return f"inplace:{path}", stream.digest()
+
+
+def started_with(server, model):
+    server._updater._model, server._updater._base = read_manifest(model), model
+
+
+@virtual
+async def test_weights_in_place_are_refused_unless_they_are_allowed(tmp_path):
+    source, digest = plan(tmp_path / "plan")
+    async with engine(backend=Loading()) as (buffer, server, *_):
+        started_with(server, folder(tmp_path / "model", 1.0))
+        await buffer.send(prepare(1, source))
+        await buffer.send(load(1, source, digest))
+        await eventually(lambda: bool(buffer.heard(wire.WeightsLoaded)))
+        for said in (*buffer.heard(wire.WeightsPrepared), *buffer.heard(wire.WeightsLoaded)):
+            assert "set engine.in_place_updates = true" in said.problem
+        assert not server._updater.not_ready
+        assert not server._driver._backend.received
+
+
+@virtual
+async def test_a_plan_of_other_tensors_is_refused_before_anything_is_received(tmp_path):
+    backend = Loading()
+    async with engine(IN_PLACE, backend) as (buffer, server, *_):
+        started_with(server, folder(tmp_path / "model", 1.0))
+        for number, fields in enumerate(({"shape": (3, 2)}, {"name": "v"})):
+            source, digest = plan(tmp_path / str(number), **fields)
+            await buffer.send(prepare(number, source))
+            await buffer.send(load(number, source, digest))
+        source = f"inplace:{folder(tmp_path / 'no plan', 1.0)}"
+        await buffer.send(prepare(2, source))
+        await eventually(lambda: len(buffer.heard(wire.WeightsPrepared)) == 3)
+        problems = [said.problem for said in buffer.heard(wire.WeightsPrepared)]
+        assert "tensor w has shape [3, 2], the model's has [2, 3]" in problems[0]
+        assert "has a tensor v that the model lacks" in problems[1]
+        assert "a plan is one" in problems[2]
+        assert all(said.problem for said in buffer.heard(wire.WeightsLoaded))
+        assert not server._updater.not_ready
+        assert not backend.received
+
+
+@virtual
+async def test_weights_in_place_are_received_by_the_plan_that_was_checked(tmp_path):
+    backend, (source, digest) = Loading(), plan(tmp_path / "plan")
+    model = folder(tmp_path / "model", 1.0)
+    async with engine(IN_PLACE, backend) as (buffer, server, *_):
+        started_with(server, model)
+        await buffer.send(prepare(1, source))
+        await buffer.send(load(1, source, digest))
+        await eventually(lambda: bool(buffer.heard(wire.WeightsLoaded)))
+        assert buffer.heard(wire.WeightsPrepared)[0].digest == digest
+        assert not buffer.heard(wire.WeightsLoaded)[0].problem
+        assert backend.received == [(tmp_path / "plan", "e0", digest)]
+        assert not backend.loaded
+        # And back to the model that it was started with, which has no source.
+        await buffer.send(wire.LoadWeights(version=0, digest=read_manifest(model).digest, source=""))
+        await eventually(lambda: len(buffer.heard(wire.WeightsLoaded)) == 2)
+        assert not buffer.heard(wire.WeightsLoaded)[1].problem
+        assert backend.loaded == [(model, read_manifest(model).digest)]
+        await buffer.send(wire.LoadWeights(version=0, digest="another model's", source=""))
+        await eventually(lambda: len(buffer.heard(wire.WeightsLoaded)) == 3)
+        assert "not another model's" in buffer.heard(wire.WeightsLoaded)[2].problem
+
+
+@virtual
+async def test_an_engine_without_a_model_cannot_load_its_start_weights():
+    async with engine(IN_PLACE, Loading()) as (buffer, *_):
+        await buffer.send(wire.LoadWeights(version=0, digest="d", source=""))
+        await eventually(lambda: bool(buffer.heard(wire.WeightsLoaded)))
+        assert "set shared.model" in buffer.heard(wire.WeightsLoaded)[0].problem
+
+
+@virtual
+async def test_an_engine_that_hangs_says_so_and_ends(tmp_path):
+    backend, (source, digest) = Loading(), plan(tmp_path / "plan")
+    async with engine(IN_PLACE, backend) as (buffer, server, running, _):
+        started_with(server, folder(tmp_path / "model", 1.0))
+        backend.broken = True
+        await buffer.send(load(1, source, digest))
+        await asyncio.wait([running])
+        assert [said.problem for said in buffer.heard(wire.WeightsLoaded)] == ["it hangs"]
+        assert kinds(buffer)[-1] == wire.Goodbye
+        assert buffer.heard(wire.Goodbye)[0].problem
+        assert isinstance(running.exception(), ExceptionGroup)

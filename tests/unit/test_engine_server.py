@@ -434,12 +434,10 @@ async def test_it_binds_the_weights_it_loaded_before_it_registers_or_fails(tmp_p
 async def test_make_chooses_the_backend_and_checks_settings():
     made = make(Config(engine=REPLAY), MemoryTransport(MemoryNetwork()), LoopClock())
     assert isinstance(made._driver, InlineDriver)
-    with pytest.raises(ConfigError, match=r"engine\.status_seconds"):
-        make(
-            Config(engine=EngineConfig(backend="replay", status_seconds=0)),
-            MemoryTransport(MemoryNetwork()),
-            LoopClock(),
-        )
+    for field in ("status_seconds", "in_place_seconds"):
+        config = Config(engine=EngineConfig(backend="replay", **{field: 0}))
+        with pytest.raises(ConfigError, match=rf"engine\.{field} = 0"):
+            make(config, MemoryTransport(MemoryNetwork()), LoopClock())
 
 
 async def test_an_engine_on_a_thread_serves_the_buffer():

@@ -228,7 +228,10 @@ def test_undefined_weights_never_become_live():
     broken = Weights(-1, "")
     assert machine.apply(Joined("a", weights=broken), 0.0, idle=True) == []
     assert machine.live is None
-    assert machine.apply(Joined("b", weights=OLD), 0.0, idle=True) == [weight_instructions.Admit("b")]
+    assert machine.apply(Joined("b", weights=OLD), 0.0, idle=True) == [
+        weight_instructions.Load("a", OLD),  # the model that it was started with, if that is the same
+        weight_instructions.Admit("b"),
+    ]
     machine.apply(Joined("a", weights=broken), 0.0, idle=True)
     assert machine.admitted == {"b"}
     machine = make("b", weights=NEW)

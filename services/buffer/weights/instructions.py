@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from seer.services.buffer import events
 from seer.services.buffer.events import Weights
 
@@ -61,6 +63,15 @@ class Abort(events.Row, frozen=True):
     """End every unfinished request."""
 
 
+class Receivers(events.Row, frozen=True):
+    """Tell the trainer of weights in place which instances were sent their `Load`: no other one will be."""
+
+    trainer: str
+    version: int
+    instances: Sequence[str]
+    call_id: int = 0
+
+
 class Report(events.Row, frozen=True):
     """Tell the trainer that the weights are live; `quarantined` instances have a reason each."""
 
@@ -71,7 +82,7 @@ class Report(events.Row, frozen=True):
 
 
 class Fail(events.Row, frozen=True):
-    """Tell the trainer that nothing changed, and why, by instance (empty name: the update itself)."""
+    """Tell the trainer that an update failed, and why, by instance (empty name: the update itself)."""
 
     trainer: str
     version: int
@@ -79,4 +90,4 @@ class Fail(events.Row, frozen=True):
     call_id: int = 0
 
 
-Instruction = Prepare | Discard | Load | Admit | Expel | Hold | Release | Abort | Report | Fail
+Instruction = Prepare | Discard | Load | Admit | Expel | Hold | Release | Abort | Receivers | Report | Fail

@@ -12,12 +12,19 @@ that is still loading the previous weights. What it reports of those is ignored.
 An instance that dropped its weights to sleep has to load: those of an update, as soon as its weights are
 awake, or else the live ones again, once all of it is awake.
 
+Weights in place (`common/weights/in_place.py`) are written over the live ones while they arrive, and cannot
+be loaded again later. Only instances that are there when loading begins take part. If some of them succeed,
+the others are quarantined until the next update. If none does, the update has failed, and the last weights
+before it that can be loaded again are live again.
+
 Invariants (tests/unit/test_weights_machine.py and tests/property/test_weights_machine.py):
 - an instance that may get work has loaded exactly the live version and digest, and all of it is awake when it
   is admitted;
 - a `Load` is sent only to an instance whose weights are awake (tests/property/test_weights_and_sleep.py, with
   the sleep machine);
-- the live weights change only while no request runs, and never back to a lower version;
+- the live weights change only while no request runs, and never back to a lower version, but after an update
+  in place that failed: then no instance has its version, and later updates must be above all that any had;
+- a `Load` of weights in place is sent only to the instances that `Receivers` names;
 - an update ends in exactly one of `Report` and `Fail`; submissions are held from its start to its end, and at
   no other time;
 - every wait has a deadline.
@@ -30,6 +37,7 @@ from collections.abc import Collection
 import msgspec
 from msgspec import field, structs
 
+from seer.common.weights.in_place import is_in_place
 from seer.services.buffer.events import Drained, Joined, Left, Tick, Weights
 from seer.services.buffer.weights.events import (
     Dropped,
@@ -50,6 +58,7 @@ from seer.services.buffer.weights.instructions import (
     Instruction,
     Load,
     Prepare,
+    Receivers,
     Release,
     Report,
 )
@@ -60,6 +69,8 @@ NO_DEADLINE = 1e300
 RETRY_SECONDS = 30.0
 """Time after which quarantined instances try to load again."""
 
+GONE = "was loaded in place, so it cannot be loaded again: it gets work after the next update"
+
 _SHUTTING_DOWN = "this buffer is shutting down: ask its successor"
 
 
@@ -68,7 +79,7 @@ class _Update(msgspec.Struct):
 
     `sent_to`: the instances that got its `Prepare`. `awaited`: those whose answer, to `Prepare` or to `Load`,
     is still missing. `digest`: that of the new weights, once it is given or reported. `committing`: all have
-    prepared, and instances load.
+    prepared, and instances load. `left`: why instances that left meanwhile have not loaded weights in place.
     """
 
     # Fields are encoded under the names that they have in earlier logs.
@@ -79,6 +90,7 @@ class _Update(msgspec.Struct):
     sent_to: set[str] = field(default_factory=set, name="told")
     digest: str = ""
     committing: bool = False
+    left: dict[str, str] = field(default_factory=dict)
 
 
 class _Pending(msgspec.Struct):
@@ -115,7 +127,11 @@ class WeightsMachine(msgspec.Struct):
     _draining: bool = False
     _fan_out: FanOut = field(default_factory=FanOut)
     _dropped: set[str] = field(default_factory=set)
-    """The instances that dropped their weights, until they load: from their own model if that is live."""
+    """The instances that dropped their weights, until they load."""
+    checked: Weights | None = None
+    """While the live weights are in place: the last ones before that were not."""
+    _highest: int = -1
+    """The highest version that an instance has loaded, or was admitted with."""
 
     @property
     def updating(self) -> bool:
@@ -124,9 +140,9 @@ class WeightsMachine(msgspec.Struct):
 
     @property
     def sources(self) -> set[str]:
-        """The sources of the live weights and of those of the update under way."""
-        live = {self.live.source} if self.live else set()
-        return live | {self._update.request.source} if self._update else live
+        """The sources of the live weights, of the checked ones, and of those of the update under way."""
+        kept = {weights.source for weights in (self.live, self.checked) if weights is not None}
+        return kept | {self._update.request.source} if self._update else kept
 
     @property
     def admitted(self) -> frozenset[str]:
@@ -202,6 +218,7 @@ class WeightsMachine(msgspec.Struct):
         self._advance_instances(now, awake, loadable, out)
         if self._advance_update(now, idle or Abort() in out, out):
             self._advance_instances(now, awake, loadable, out)
+            self._name_receivers(out)
         return out
 
     # --- instances -----------------------------------------------------------------------
@@ -239,6 +256,10 @@ class WeightsMachine(msgspec.Struct):
 
     def _go_live(self, weights: Weights, out: list[Instruction]) -> None:
         """Make other weights live; every instance has to load them before it gets work."""
+        if not is_in_place(weights.source):
+            self.checked = None
+        elif self.live is not None and not is_in_place(self.live.source):
+            self.checked = self.live
         self.live = weights
         for name in sorted(self._admitted):
             out.append(Expel(name))
@@ -260,21 +281,30 @@ class WeightsMachine(msgspec.Struct):
         able = loadable if committing else awake  # without an update, one may come before the KV wakes
         for name in sorted(self._pending):
             pending, live = self._pending[name], self._live_weights()
+            ready = able is None or name in able
             if self._is_live(pending.loaded):
                 if awake is None or name in awake:
                     self._admit(name, out)
             elif self._is_live(pending.sent):
                 pass  # it is loading them, from wherever they were when that was sent
-            elif not (source := pending.source or live.source) and name not in self._dropped:
+            elif not (source := pending.source or live.source) and pending.loaded is not None:
                 why = f"has other weights than version {live.version} ({live.digest})"
                 self._quarantine(name, f"{why}: start it with the same model", now)
-            elif able is None or name in able:
+            elif is_in_place(source) and not (ready and self._takes_part(name)):
+                self._fan_out.ended(name, source)
+                self._quarantine(name, f"version {live.version} {GONE}", now)
+            elif ready:
                 weights = structs.replace(live, source=source)
                 self._pending[name] = _Pending(sent=weights, deadline=now + self.seconds)
                 out.append(Load(name, weights, self._fan_out.holders(name, source)))
 
+    def _takes_part(self, name: str) -> bool:
+        """Return whether an instance is one of those that load as an update's second phase begins."""
+        return self._update is not None and self._update.committing and name in self._update.awaited
+
     def _admit(self, name: str, out: list[Instruction]) -> None:
         del self._pending[name]
+        self._highest = max(self._highest, self._live_weights().version)
         self.quarantined.pop(name, None)
         self._admitted.add(name)
         out.append(Admit(name))
@@ -289,7 +319,7 @@ class WeightsMachine(msgspec.Struct):
 
     def _retry(self, now: float, awake: Collection[str] | None) -> None:
         """Have quarantined instances that are awake try to load again."""
-        if now < self._retry_at or self.live is None:
+        if now < self._retry_at or self.live is None or is_in_place(self.live.source):
             return
         for name in self.quarantined.keys() - self._pending.keys():
             possible = self.live.source or name in self._dropped
@@ -301,10 +331,13 @@ class WeightsMachine(msgspec.Struct):
         self._admitted.discard(name)
         self._dropped.discard(name)
         self._pending.pop(name, None)
-        self.quarantined.pop(name, None)
-        if self._update is not None:
-            self._update.awaited.discard(name)
-            self._update.sent_to.discard(name)
+        why = self.quarantined.pop(name, "")
+        update = self._update
+        if update is not None:
+            if update.committing and is_in_place(update.request.source) and (why or name in update.awaited):
+                update.left[name] = why or "it ended while it loaded them"
+            update.awaited.discard(name)
+            update.sent_to.discard(name)
 
     def _loaded(self, event: Loaded, now: float) -> None:
         pending = self._pending.get(event.instance)
@@ -317,6 +350,7 @@ class WeightsMachine(msgspec.Struct):
             self.live = pending.sent  # the same weights, at the source where this instance found them
             self._pending[event.instance] = _Pending(loaded=pending.sent)
             self._dropped.discard(event.instance)
+            self._highest = max(self._highest, pending.sent.version)
         elif (source := self._alternative_source()) not in ("", pending.sent.source):
             self._pending[event.instance] = _Pending(source=source)
         else:
@@ -357,7 +391,7 @@ class WeightsMachine(msgspec.Struct):
         The answer waits for instances that still load: a restarted buffer has a stream only as long as its
         trainer waits. Quarantined instances try again, from the source in this request.
         """
-        if event.source:
+        if event.source and not is_in_place(event.source):
             self._pending |= {name: _Pending(source=event.source) for name in self.quarantined}
             self.quarantined.clear()
         if not self._pending:
@@ -389,6 +423,8 @@ class WeightsMachine(msgspec.Struct):
         known = self._loaded_live or (self._dropped and not (self.live and _is_for(event, self.live)))
         if self.live is not None and event.version < self.live.version + bool(known):
             return f"version {event.version} must be above the live one, {self.live.version}"
+        if self.live is not None and self.live.version < self._highest >= event.version:
+            return f"version {event.version} must be above {self._highest}, which was live before"
         if event.in_flight is InFlight.ERROR and not idle:
             return "requests are under way: wait for them, or say in_flight='finish' or 'abort'"
         return ""
@@ -440,12 +476,8 @@ class WeightsMachine(msgspec.Struct):
             return False
         if update.committing:
             self._update = None
-            request = update.request
-            out += [
-                Release(),
-                Report(request.trainer, self._live_weights(), dict(self.quarantined), request.call_id),
-            ]
-        elif not update.sent_to:
+            return self._end(update, out)
+        if not update.sent_to:
             self._fail({"": "no engine is left"}, out)
         elif idle:
             self._updated = update.committing = True
@@ -453,6 +485,30 @@ class WeightsMachine(msgspec.Struct):
             update.awaited = set(self._pending)
             return True
         return False
+
+    def _end(self, update: _Update, out: list[Instruction]) -> bool:
+        """Answer after all instances have; return whether other weights are live again."""
+        request, live = update.request, self._live_weights()
+        left = {name: why for name, why in update.left.items() if name not in self._loaded_live}
+        reasons = self.quarantined | left
+        out.append(Release())
+        if not is_in_place(live.source) or self._highest >= live.version:
+            out.append(Report(request.trainer, live, reasons, request.call_id))
+            return False
+        out.append(
+            Fail(request.trainer, request.version, reasons or {"": "no engine is left"}, request.call_id)
+        )
+        if self.checked is not None:  # else instances stay quarantined until the next update
+            self._go_live(self.checked, out)
+        return True
+
+    def _name_receivers(self, out: list[Instruction]) -> None:
+        """Tell the trainer of weights in place which instances load them now."""
+        update = self._update
+        if update is not None and update.committing and is_in_place(update.request.source):
+            names = [item.instance for item in out if isinstance(item, Load)]
+            request = update.request
+            out.append(Receivers(request.trainer, request.version, names, request.call_id))
 
     def _check_deadlines(self, now: float, out: list[Instruction]) -> None:
         for name in [name for name, pending in self._pending.items() if pending.deadline < now]:

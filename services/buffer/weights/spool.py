@@ -46,7 +46,8 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 _NAME = re.compile(r"v[A-Za-z0-9._-]{0,99}")
-_MAX_STREAMS = 8
+_MAX_STREAMS = 32
+"""Bound on streams at once: unneeded ones are removed twice a second, and an update in place takes 50 ms."""
 _MAX_QUEUED = 1024
 """Messages that wait to be handled; more are dropped, and peers send them again."""
 

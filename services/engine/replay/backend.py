@@ -209,6 +209,10 @@ class ReplayBackend:
         self._salt = salt_of(digest) if digest != self._model_digest else 0
         self._has_weights = True
 
+    def receive_weights(self, folder: Path, engine: str, digest: str) -> None:
+        """See `Backend.receive_weights`: it has no weights, and needs nothing of the trainer."""
+        self.load_weights(folder, digest)
+
     def sleep(self, state: SleepState, level: SleepLevel) -> None:
         """See `Backend.sleep`: there is no memory to free, but adding a chunk is an error then."""
         self._sleeping = state

@@ -244,12 +244,22 @@ class VllmBackend:
 
     def load_weights(self, folder: Path, digest: str, base: Path | None = None) -> None:
         """See `Backend.load_weights`."""
+        self._forget_weights()
+        self.core.load_weights(folder, base)
+        self.bind_weights(digest)
+
+    def receive_weights(self, folder: Path, engine: str, digest: str) -> None:
+        """See `Backend.receive_weights`."""
+        self._forget_weights()
+        self.core.receive_weights(folder, engine)
+        self.bind_weights(digest)
+
+    def _forget_weights(self) -> None:
+        """Drop all that runs, and what followed from the live weights, before others are loaded."""
         self._settle()
         self.bind_weights("")
         if self._drafting is not None:
             self._drafting.clear()
-        self.core.load_weights(folder, base)
-        self.bind_weights(digest)
 
     def sleep(self, state: SleepState, level: SleepLevel) -> None:
         """See `Backend.sleep`."""

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from seer.common.config import DraftsConfig, SharedConfig
-from seer.common.errors import EngineError
+from seer.common.errors import EngineBroken, EngineError
 from seer.common.sleep import SleepLevel, SleepState
 from seer.common.types import Capacity
 from seer.services.engine.vllm.drafts.scratch_blocks import take_scratch_blocks
@@ -187,6 +187,20 @@ class CoreHandle:
                 self.rpc("seer_load_adapter", folder=str(folder), base=str(base))
         except Exception as error:
             raise EngineError(f"vLLM could not load {folder}: {str(error)[:MAX_VLLM_TEXT]}") from error
+        self.reset_prefix_cache()
+
+    def receive_weights(self, folder: Path, engine: str) -> None:
+        """Load weights in place, by the plan in `folder`, as the engine of this name.
+
+        Raises `EngineError`, or `EngineBroken` if vLLM itself failed: its model is in no known state then.
+        """
+        try:
+            problems = self.rpc("seer_receive_weights", folder=str(folder), engine=engine)
+        except Exception as error:
+            why = f"vLLM could not load weights in place: {str(error)[:MAX_VLLM_TEXT]}"
+            raise EngineBroken(f"{why}; this engine ends, and starts again") from error
+        if any(problems):
+            raise EngineError("; ".join(dict.fromkeys(filter(None, problems))))
         self.reset_prefix_cache()
 
     def sleep(self, state: SleepState, level: SleepLevel) -> None:

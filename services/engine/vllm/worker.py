@@ -23,11 +23,13 @@ from seer.common.policy.draft_budget import DraftBudget
 from seer.common.policy.draft_costs import StepCosts
 from seer.common.process.log import get_logger
 from seer.common.sleep import SleepLevel, SleepTag
+from seer.common.weights.in_place import read_plan
 from seer.services.engine.vllm.cpu_sleep import CpuSleep
 from seer.services.engine.vllm.drafts.draft_script import DraftScript
 from seer.services.engine.vllm.drafts.path_rows import PathRows
 from seer.services.engine.vllm.drafts.path_selector import PathSelector
 from seer.services.engine.vllm.drafts.scratch_blocks import path_blocks
+from seer.services.engine.vllm.in_place import Place, Receiver, SourceLost
 from seer.services.engine.vllm.merging import Adapter
 from seer.services.engine.vllm.runner_v1 import RowSampler
 from seer.services.engine.vllm.sampling.largest_batch import LargestBatch, measured
@@ -51,6 +53,7 @@ class SeerWorker:
 
     model_runner: GPUModelRunner
     vllm_config: VllmConfig
+    rank: int
     reload_weights: Callable[..., None]
     sleep: Callable[[int], None]
     use_v2_model_runner: bool
@@ -149,6 +152,22 @@ class SeerWorker:
         loader = get_model_loader(self.vllm_config.load_config)
         weights = loader.get_all_weights(config, self.model_runner.get_model())
         self.reload_weights(weights_iterator=Adapter(Path(folder), Path(base)).merged(weights))
+
+    def seer_receive_weights(self, folder: str, engine: str) -> str:
+        """Load weights in place, by the plan in `folder`; return why they did not come, empty: they did."""
+        device = self.model_runner.device
+        place = Place(engine, self.rank, self.vllm_config.parallel_config.world_size, device)
+        try:
+            receiver = Receiver(read_plan(Path(folder)), place)
+        except (SourceLost, OSError, ValueError) as error:
+            return str(error)
+        try:
+            self.reload_weights(weights_iterator=receiver.tensors())
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)  # the trainer may change its memory once this has returned
+        finally:
+            receiver.close()
+        return receiver.problem
 
     def seer_sleep(self, tags: list[SleepTag], level: SleepLevel) -> None:
         """See `CpuSleep.sleep`; for CPUs, where vLLM has no sleep mode."""

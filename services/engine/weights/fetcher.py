@@ -9,8 +9,8 @@ Invariants:
 - a holder that was left is not asked again for `AVOID_SECONDS`;
 - a copy is deleted once it is loaded or no longer needed, also when copying failed, and is never used for
   another source;
-- a stream is not copied if its size shows that it is not this model, or an adapter of it, or if it does not
-  fit on the disk;
+- a stream is not copied if its size shows that it is not this model, an adapter of it or a plan, or if it
+  does not fit on the disk;
 - a folder lies in `engine.weights_root` if that is set, once links are resolved;
 - nothing waits for ever: a stream that sends nothing for `WAIT_SECONDS` is an error;
 - every problem is an `InvalidField` that names the source.
@@ -31,6 +31,7 @@ from seer.common.net.channel import Channel
 from seer.common.net.handshake import Identity
 from seer.common.net.transport.base import Transport
 from seer.common.process.log import get_logger
+from seer.common.weights.in_place import is_in_place
 from seer.common.weights.lora import inner_source, is_adapter
 from seer.common.weights.mooncake import SCHEME as MOONCAKE_SCHEME
 from seer.common.weights.safetensors import MAX_HEADER_BYTES
@@ -120,7 +121,8 @@ class WeightFetcher:
 
         `holders`: endpoints of engines to copy a stream from before the buffer is asked.
         """
-        self._whole, source = not is_adapter(source), inner_source(source)
+        self._whole = not (is_adapter(source) or is_in_place(source))
+        source = inner_source(source)
         scheme = source.partition(":")[0] + ":"
         if scheme != wire.SPOOL_SCHEME and scheme not in FETCH:
             if self._root:
@@ -163,7 +165,7 @@ class WeightFetcher:
     def _check_size(self, size: int) -> None:
         """Raise `ValueError` if a stream cannot be this model: a header, then exactly its tensors.
 
-        An adapter may have fewer of them.
+        An adapter may have fewer of them, and a plan has none.
         """
         most = self.model_bytes + 8 + MAX_HEADER_BYTES
         least = self.model_bytes + 8 if self._whole else 0

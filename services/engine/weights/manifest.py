@@ -16,6 +16,7 @@ from pathlib import Path
 from seer.common.errors import InvalidField
 from seer.common.weights import safetensors
 from seer.common.weights.digest import digest_of, hashes_of
+from seer.common.weights.in_place import read_plan
 from seer.common.weights.lora import CONFIG
 
 
@@ -70,6 +71,24 @@ def read_manifest(folder: Path, stop: Callable[[], bool] = lambda: False) -> Man
         )
     tensors = {each.name: Tensor(each.dtype, each.shape) for each in stored}
     return Manifest(tensors, digest_of(hashes), sum(each.size for each in stored), stamps)
+
+
+def read_planned(folder: Path, live: Manifest) -> Manifest:
+    """Read a plan of an update in place: its tensors, and the plan's own digest.
+
+    Raises `InvalidField`, also if a model loaded from `live` cannot load such tensors.
+    """
+    read = read_manifest(folder)
+    try:
+        plan = read_plan(folder)
+    except (OSError, ValueError) as error:
+        raise InvalidField("source", str(folder), str(error)) from error
+    planned = [tensor for bucket in plan.buckets for tensor in bucket.tensors]
+    tensors = {tensor.name: Tensor(tensor.dtype, tensor.shape) for tensor in planned}
+    found = Manifest(tensors, read.digest, sum(tensor.size for tensor in planned), read.stamps)
+    if problem := differences(live, found):
+        raise InvalidField("source", plan.name, problem)
+    return found
 
 
 def differences(live: Manifest, new: Manifest) -> str:

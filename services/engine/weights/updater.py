@@ -7,6 +7,8 @@ Invariants (tests/unit/test_engine_orders.py asserts them):
 - weights without a source are the model that the engine was started with;
 - only what was checked is loaded: files that changed since then are read again;
 - bytes that came from another engine and have a wrong digest are fetched again, from the buffer;
+- weights in place are received only if `engine.in_place_updates` allows it, and their plan fits the model; an
+  engine that does not receive all of them by `engine.in_place_seconds` ends;
 - an adapter is merged into the model that the engine was started with, whatever is live;
 - copies of streamed weights are deleted after the load, or when the update fails or is cancelled;
 - when the buffer is gone, its queued orders are dropped, and the current one is not answered. That changes
@@ -23,16 +25,17 @@ from pathlib import Path
 from typing import Protocol
 
 from seer.common import wire
-from seer.common.errors import ConfigError, EngineError, InvalidField, SeerError
+from seer.common.errors import ConfigError, EngineBroken, EngineError, InvalidField, SeerError
 from seer.common.process.log import get_logger
 from seer.common.sleep import SleepState
+from seer.common.weights.in_place import is_in_place
 from seer.common.weights.lora import is_adapter
 from seer.common.weights.safetensors import stamps
 from seer.services.engine.driver import Driver
 from seer.services.engine.weights.adapter import read_adapter
 from seer.services.engine.weights.adapter import stamps as adapter_stamps
 from seer.services.engine.weights.fetcher import Peers, Send, WeightFetcher
-from seer.services.engine.weights.manifest import Manifest, differences, read_manifest
+from seer.services.engine.weights.manifest import Manifest, differences, read_manifest, read_planned
 
 UNDEFINED = -1
 """Weight version of an engine whose last load failed, or that dropped its weights: it must not generate."""
@@ -86,11 +89,19 @@ class WeightUpdater:
     """Owns the order queue, the live, the dropped and the checked weights, and what of the engine sleeps.
 
     `dropped`: the weights that were live before sleep at level 2, until some are loaded. `send` reaches the
-    buffer, `peers` other engines; `root`: the folder that all weights must lie in, if not empty.
+    buffer, `peers` other engines; `root`: the folder that all weights must lie in, if not empty. `name`: the
+    engine's; `in_place_seconds`: deadline for weights in place, None refuses them.
     """
 
     def __init__(
-        self, driver: Driver, engine: Engine, send: Send, root: str, peers: Peers | None = None
+        self,
+        driver: Driver,
+        engine: Engine,
+        send: Send,
+        root: str,
+        peers: Peers | None = None,
+        name: str = "",
+        in_place_seconds: float | None = None,
     ) -> None:
         if root and not Path(root).is_dir():
             fix = "is not a folder on this machine; give the one that all weights lie in, or leave it empty"
@@ -108,6 +119,7 @@ class WeightUpdater:
         self._preparing: asyncio.Task[wire.WeightsPrepared] | None = None
         self._cancelled_call_id = 0
         self._rejoins = 0
+        self._name, self._in_place_seconds = name, in_place_seconds
 
     @property
     def not_ready(self) -> str:
@@ -149,7 +161,7 @@ class WeightUpdater:
         self.cancel(wire.DiscardWeights(version=0, call_id=0))
 
     async def run(self) -> None:
-        """Carry out orders until cancelled. Raises `EngineError` when sleeping or waking fails."""
+        """Carry out orders until cancelled. Raises `EngineError` when the engine cannot go on."""
         while True:
             order = await self._orders.get()
             rejoins, before = self._rejoins, (self.live, self.sleeping)
@@ -210,6 +222,9 @@ class WeightUpdater:
 
     async def _check(self, source: str, holders: Sequence[str], digest: str) -> Manifest:
         """Read weights, byte by byte. Raises `SeerError`. `digest`: what they must have, if that is known."""
+        if is_in_place(source) and self._in_place_seconds is None:
+            fix = "this engine takes no weights in place: set engine.in_place_updates = true, or send them"
+            raise InvalidField("source", source, fix)
         try:
             found = await self._check_folder(source, await self._folder(source, holders))
         except InvalidField as error:
@@ -229,7 +244,7 @@ class WeightUpdater:
         if source:
             return await self.fetcher.folder(source, holders)
         if self._model is None:
-            fix = "this engine was started without a model folder: update its weights"
+            fix = "this engine was started without a model folder: set shared.model, or update its weights"
             raise InvalidField("source", source, fix)
         return self._base
 
@@ -243,11 +258,13 @@ class WeightUpdater:
         return found
 
     def _read(self, source: str, folder: Path, stop: Callable[[], bool]) -> Manifest:
-        if not is_adapter(source):
+        if not is_adapter(source) and not is_in_place(source):
             return read_manifest(folder, stop)
         if self._model is None:
-            fix = "this engine has no model to merge an adapter into: start it with shared.model"
+            fix = "this engine has no model to merge into, or to compare with: start it with shared.model"
             raise InvalidField("source", source, fix)
+        if is_in_place(source):
+            return read_planned(folder, self._model)
         return read_adapter(source, folder, self._base, self._model, stop)
 
     async def _stamps(self, source: str, folder: Path) -> tuple[object, ...]:
@@ -268,17 +285,27 @@ class WeightUpdater:
             if rejoins != self._rejoins:  # the next buffer already relies on the live weights
                 raise EngineError("the buffer that gave this order is gone")
             self.live, self.dropped = LiveWeights(version=UNDEFINED), None
-            base = self._base if is_adapter(order.source) else None
-            await self._driver.load_weights(folder, order.digest, base)
+            await self._replace(order, folder)
             if await self._stamps(order.source, folder) != self._checked.stamps:
                 raise EngineError(f"{order.source} changed while it was loaded")
             self._engine.weights_loaded()
             self.live = LiveWeights(order.version, order.digest, order.source)
+        except EngineBroken as error:
+            self._engine.answer(wire.WeightsLoaded(version=order.version, problem=str(error)))
+            raise
         except SeerError as error:
             return wire.WeightsLoaded(version=order.version, problem=str(error))
         finally:
             await self._discard()
         return wire.WeightsLoaded(version=order.version)
+
+    async def _replace(self, order: wire.LoadWeights, folder: Path) -> None:
+        if is_in_place(order.source) and self._in_place_seconds is not None:
+            seconds = self._in_place_seconds
+            await self._driver.receive_weights(folder, self._name, order.digest, seconds)
+        else:
+            base = self._base if is_adapter(order.source) else None
+            await self._driver.load_weights(folder, order.digest, base)
 
     async def _checked_folder(self, order: wire.LoadWeights) -> Path:
         """Return the folder, once it was checked to hold exactly these weights. Raises `SeerError`."""

@@ -1,0 +1,283 @@
+"""Tensors that engines copy straight into their live weights: from shared memory, or by a broadcast.
+
+Invariants (tests/unit/test_in_place.py, tests/e2e/test_in_place.py):
+- engines get a plan first, and check names, types and shapes; the bytes themselves are not checked;
+- nothing here waits longer than its deadline, whatever engines do; after a failure another update can begin;
+- what an update has shared or opened is gone when it ends;
+- torch is imported only when an update begins.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from multiprocessing.shared_memory import SharedMemory
+from typing import TYPE_CHECKING, Protocol
+
+import msgspec
+import numpy as np
+
+from seer.client.tensor_stream import Entry, Tensor, TensorStream, entries_of
+from seer.common.errors import InvalidField
+from seer.common.weights.in_place import (
+    PLAN,
+    SHARED_MEMORY,
+    Bucket,
+    CudaMemory,
+    Plan,
+    PlannedTensor,
+    SharedFile,
+    layout,
+)
+
+if TYPE_CHECKING:
+    import torch
+    from torch.distributed import TCPStore
+
+BUCKET_BYTES = 256 * 2**20
+"""Most bytes of a broadcast's bucket, single larger tensors apart: of this much, each rank needs memory."""
+
+
+class InPlace(Protocol):
+    """A source of weights in place; all methods may block, and are called from threads."""
+
+    def offer(self, name: str) -> TensorStream:
+        """Make everything ready and return the stream with the plan, under a unique name."""
+        ...
+
+    def send(self, engines: Sequence[str], stopped: Callable[[], bool]) -> str:
+        """Send what these engines need more; return what failed. Give up once `stopped()` is true."""
+        ...
+
+    def end(self) -> None:
+        """Free what the update needed."""
+        ...
+
+
+class SharedTensors:
+    """A source for `update_weights`: `tensors` (torch) by name, which engines of this machine read.
+
+    On GPUs engines read the tensors themselves (CUDA IPC), on the same GPU, and nothing is copied before; on
+    CPUs a copy of all tensors in shared memory. Each update shares what `tensors` has then.
+    """
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        self.tensors = tensors
+        self._shared: SharedMemory | None = None
+        self._kept: list[torch.Tensor] = []
+
+    def offer(self, name: str) -> TensorStream:
+        """See `InPlace.offer`. Raises `InvalidField`."""
+        entries = _torch_entries(self.tensors)
+        self.end()
+        on_gpu = {entry.tensor.device.type for entry in entries} == {"cuda"}
+        buckets = [_on_gpu(entry, self._kept) for entry in entries] if on_gpu else [self._copy(entries)]
+        return _stream(Plan(name, "shared", buckets))
+
+    def send(self, engines: Sequence[str], stopped: Callable[[], bool]) -> str:
+        """See `InPlace.send`: engines need nothing more."""
+        return ""
+
+    def end(self) -> None:
+        """See `InPlace.end`."""
+        self._kept.clear()
+        if self._shared is not None:
+            self._shared.close()
+            with contextlib.suppress(FileNotFoundError):
+                self._shared.unlink()
+            self._shared = None
+
+    def _copy(self, entries: list[Entry]) -> Bucket:
+        """Return a bucket in shared memory with copies of all tensors."""
+        starts = layout([entry.size for entry in entries])
+        size = max(1, starts[-1])
+        try:
+            self._shared = SharedMemory(create=True, size=size)
+            opened = os.open(SHARED_MEMORY / self._shared.name, os.O_RDWR)
+            try:
+                os.posix_fallocate(opened, 0, size)  # writing to memory that is not there would kill us
+            finally:
+                os.close(opened)
+        except OSError as error:
+            self.end()
+            fix = (
+                f"{SHARED_MEMORY} has no room for these bytes ({error}): make it larger, or send the tensors"
+            )
+            raise InvalidField("source", size, fix) from error
+        _fill(np.ndarray(size, np.uint8, self._shared.buf), entries, starts)
+        return Bucket(size, _planned(entries, starts), SharedFile(self._shared.name))
+
+
+class Broadcast:
+    """A source for `update_weights`: `tensors` (torch) by name, broadcast to all engines at once.
+
+    NCCL if the tensors are on a GPU, Gloo if on CPUs: engines must be on the like. `host` is this machine's
+    address for engines, `port` where they meet (0: a free one), on all interfaces without authentication.
+    Each step (joining, making the group, a bucket of `bucket_bytes`) takes `step_seconds` at most, or the
+    update ends.
+    """
+
+    def __init__(
+        self,
+        tensors: Mapping[str, Tensor],
+        *,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        bucket_bytes: int = BUCKET_BYTES,
+        step_seconds: float = 30.0,
+    ) -> None:
+        if not 0 < step_seconds <= 3600:
+            raise InvalidField("step_seconds", step_seconds, "must be above 0, and at most 3600")
+        if bucket_bytes < 1:
+            raise InvalidField("bucket_bytes", bucket_bytes, "must be at least 1")
+        self.tensors = tensors
+        self._host, self._port = host, port
+        self._bucket_bytes, self._step_seconds = bucket_bytes, step_seconds
+        self._store: TCPStore | None = None
+        self._buckets: list[tuple[Bucket, list[Entry]]] = []
+
+    def offer(self, name: str) -> TensorStream:
+        """See `InPlace.offer`. Raises `InvalidField`."""
+        from seer.common.weights.broadcast_group import open_store
+
+        entries = _torch_entries(self.tensors)
+        self.end()
+        try:
+            self._store = open_store(self._port, self._step_seconds)
+        except (RuntimeError, OSError) as error:
+            raise InvalidField(
+                "port", self._port, f"cannot be opened ({error}): give another, or 0"
+            ) from error
+        self._buckets = list(_buckets(entries, self._bucket_bytes))
+        plan = Plan(
+            name, "broadcast", [bucket for bucket, _ in self._buckets],
+            self._host, self._store.port, self._step_seconds,
+        )  # fmt: skip
+        return _stream(plan)
+
+    def send(self, engines: Sequence[str], stopped: Callable[[], bool]) -> str:
+        """See `InPlace.send`."""
+        from seer.common.weights.broadcast_group import BroadcastGroup, gather
+
+        if self._store is None:
+            return "the broadcast was not offered"
+        import torch
+
+        device = self._buckets[0][1][0].tensor.device
+        try:
+            size, missing = gather(self._store, engines, self._step_seconds, stopped)
+            late = f"{', '.join(missing)} did not join in {self._step_seconds:g} s" if missing else ""
+            if size == 1:
+                return late
+            group = BroadcastGroup(self._store, 0, size, device, self._step_seconds)
+            try:
+                for bucket, entries in self._buckets:
+                    data = torch.zeros(bucket.size, dtype=torch.uint8, device=device)
+                    for planned, entry in zip(bucket.tensors, entries, strict=True):
+                        data[planned.start : planned.start + planned.size].copy_(_flat(entry))
+                    group.broadcast(data, stopped)
+            finally:
+                group.close()
+        except (RuntimeError, OSError) as error:
+            return f"the broadcast failed: {' '.join(str(error).split())[:400]}"
+        return late
+
+    def end(self) -> None:
+        """See `InPlace.end`."""
+        self._store = None  # which closes its port
+        self._buckets = []
+
+
+class Transfer:
+    """One update in place: begins to send when the buffer names the engines; all calls on one event loop."""
+
+    def __init__(self, source: InPlace) -> None:
+        self._source = source
+        self._stop = threading.Event()
+        self._sending: asyncio.Task[str] | None = None
+        self._ended = False
+
+    def begin(self, engines: Sequence[str]) -> None:
+        """Send to these engines, in a thread; a second call changes nothing."""
+        if self._sending is None and not self._ended:
+            work = asyncio.to_thread(self._source.send, engines, self._stop.is_set)
+            self._sending = asyncio.create_task(work)
+
+    async def end(self) -> str:
+        """Stop what is not sent yet, and free everything; return what failed before."""
+        self._stop.set()
+        problem = ""
+        if self._sending is not None:
+            await asyncio.wait([self._sending])
+            error = self._sending.exception()
+            problem = self._sending.result() if error is None else f"{type(error).__name__}: {error}"
+        if not self._ended:
+            self._ended = True
+            await asyncio.to_thread(self._source.end)
+        return problem
+
+
+def _torch_entries(tensors: Mapping[str, Tensor]) -> list[Entry]:
+    entries = entries_of(tensors)
+    devices = {str(getattr(entry.tensor, "device", "numpy")) for entry in entries}
+    if len(devices) != 1 or not hasattr(entries[0].tensor, "data_ptr"):
+        fix = "give torch tensors that are all on one device"
+        raise InvalidField("source", sorted(devices), fix)
+    return entries
+
+
+def _flat(entry: Entry) -> torch.Tensor:
+    """Return a tensor's bytes (uint8, [size]); a view where it is contiguous."""
+    import torch
+
+    flat: torch.Tensor = entry.tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    return flat
+
+
+def _fill(room: np.ndarray[tuple[int], np.dtype[np.uint8]], entries: list[Entry], starts: list[int]) -> None:
+    for entry, start in zip(entries, starts[:-1], strict=True):
+        room[start : start + entry.size] = _flat(entry).cpu().numpy()
+
+
+def _planned(entries: Sequence[Entry], starts: Sequence[int]) -> list[PlannedTensor]:
+    return [
+        PlannedTensor(entry.name, entry.dtype, entry.shape, start)
+        for entry, start in zip(entries, starts[:-1], strict=True)
+    ]
+
+
+def _buckets(entries: list[Entry], most: int) -> Iterator[tuple[Bucket, list[Entry]]]:
+    """Yield buckets of at most so many bytes, or of one tensor, in the order of the entries."""
+    chosen: list[Entry] = []
+    for entry in [*entries, None]:
+        sizes = [each.size for each in chosen]
+        if chosen and (entry is None or layout([*sizes, entry.size])[-1] > most):
+            starts = layout(sizes)
+            yield Bucket(starts[-1], _planned(chosen, starts)), chosen
+            chosen = []
+        if entry is not None:
+            chosen.append(entry)
+
+
+def _on_gpu(entry: Entry, kept: list[torch.Tensor]) -> Bucket:
+    """Return a bucket with the memory of one tensor on a GPU; `kept` must live until it was read."""
+    import torch
+    from torch.multiprocessing.reductions import reduce_tensor
+
+    flat = _flat(entry)
+    kept.append(flat)
+    torch.cuda.synchronize(flat.device)
+    offset = flat.storage_offset()
+    _, shared = reduce_tensor(flat)
+    memory = CudaMemory(
+        str(torch.cuda.get_device_properties(flat.device).uuid), *shared[7:10], *shared[11:15]
+    )
+    planned = PlannedTensor(entry.name, entry.dtype, entry.shape, offset)
+    return Bucket(offset + entry.size, [planned], memory)
+
+
+def _stream(plan: Plan) -> TensorStream:
+    return TensorStream({PLAN: np.frombuffer(msgspec.json.encode(plan), dtype=np.uint8)})
