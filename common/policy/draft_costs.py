@@ -21,6 +21,7 @@ from itertools import accumulate, pairwise
 import msgspec
 
 from seer.common.errors import InvalidField
+from seer.common.policy.graph_times import Axis, GraphTimes
 
 SCORE_EDGES = (0.02, 0.05, 0.1, 0.2, 0.4, 0.6, 0.8, 0.9)
 """Lower bounds of the score classes but the first, which begins at 0."""
@@ -54,8 +55,6 @@ HALF_LIFE = 12_000.0
 
 _FAR = 2**20  # requests, or tokens of a draft
 
-Axis = tuple[int, ...]
-
 
 class StepCosts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Seconds of one decode step as measured on a grid: `grid[i][j]` is T(batches[i], drafts[j]).
@@ -66,6 +65,7 @@ class StepCosts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     The grid holds for requests of `context` tokens. Attention to longer ones takes `reading` seconds more for
     each further token of each request: the first, and the second once for each of its drafted tokens.
+    Where steps replay CUDA graphs, `graphs` has their times, and the grid is not used.
     Raises `InvalidField` for axes that do not rise, another shape, and times that are not positive.
     """
 
@@ -75,6 +75,7 @@ class StepCosts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     sibling: float = 0.0
     context: int = 0
     reading: tuple[float, float] = (0.0, 0.0)
+    graphs: GraphTimes | None = None
 
     def __post_init__(self) -> None:
         for name, axis, least in (("batches", self.batches, 1), ("drafts", self.drafts, 0)):
@@ -87,15 +88,22 @@ class StepCosts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
             raise InvalidField("costs.grid", self.grid, "times must be positive seconds")
         if self.context < 0 or not all(0 <= seconds < float("inf") for seconds in self.reading):
             raise InvalidField("costs.reading", self.reading, "give seconds that are not negative")
+        if self.graphs is not None and len(self.graphs.tokens) != len(self.batches):
+            raise InvalidField("costs.graphs", len(self.graphs.tokens), "give one line per batch")
         msgspec.structs.force_setattr(self, "grid", _rising(self.grid))
 
     def seconds(self, batch: int, gamma: float) -> float:
-        """Return T(batch, gamma), linear between and beyond what was measured."""
+        """Return T(batch, gamma), linear between and beyond what was measured, but for jumps of graphs."""
+        if self.graphs is not None:
+            return self.by_rows(batch, round(batch * gamma))[-1]
         drafts, curve = self._curve(batch)
         return _line(drafts, curve, gamma)
 
     def by_rows(self, batch: int, most: int) -> list[float]:
         """Return the seconds of a step of `batch` requests with 0 to `most` drafted tokens in all."""
+        if self.graphs is not None:
+            times: list[float] = self.graphs.by_rows(self.batches, batch, most).tolist()
+            return times
         drafts, curve = self._curve(batch)
         return [_line(drafts, curve, drafted / batch) for drafted in range(most + 1)]
 

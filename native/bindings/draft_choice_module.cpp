@@ -1,4 +1,4 @@
-// Python's view of the draft budget's loops; described in seer/_native.pyi.
+// Python's view of the loops over drafted tokens: the draft budget's, and what a step verifies; see seer/_native.pyi.
 //
 // None of them releases the GIL: they take microseconds, and to get it back may take longer.
 #include "bindings/draft_choice_module.hpp"
@@ -76,6 +76,61 @@ void count_drafts(const Table<int32_t>& cells, const List<int32_t>& keep, const 
             for (const seer::Tally& tally : tallies) tally.add(slots(row), cells(row, static_cast<size_t>(k)), k < accepted(row));
 }
 
+void take_drafts(const nb::ndarray<const int32_t, nb::ndim<2>, nb::device::cpu>& tokens, const List<int32_t>& positions,
+                 const List<int32_t>& counts, const Array<int32_t, 1>& out_drafts) {
+    const size_t n = counts.shape(0), width = tokens.shape(1);
+    require(positions.shape(0) == n && n <= tokens.shape(0), "token_ids, positions and counts must have a place for each request");
+    require(width <= 1 || tokens.stride(1) == 1, "token_ids must have a column stride of 1");
+    check_below(positions.data(), n, width + 1, "positions");
+    size_t total = 0;
+    for (size_t row = 0; row < n; ++row) {
+        require(counts(row) >= 0 && static_cast<size_t>(positions(row)) + static_cast<size_t>(counts(row)) <= width, "drafts must end within token_ids");
+        total += static_cast<size_t>(counts(row));
+    }
+    require(out_drafts.shape(0) == total, "out_drafts must have a place for each draft");
+    int32_t* out = out_drafts.data();
+    for (size_t row = 0; row < n; ++row)
+        out = std::copy_n(tokens.data() + static_cast<int64_t>(row) * tokens.stride(0) + positions(row), counts(row), out);
+}
+
+void accept_drafts(const List<int32_t>& tokens, const List<float>& logprobs, const List<int32_t>& counts,
+                   const List<int32_t>& drafts, int32_t rejected, const Array<int32_t, 2>& out_tokens,
+                   const Array<float, 2>& out_logprobs) {
+    const size_t n = counts.shape(0), width = out_tokens.shape(1);
+    require(out_tokens.shape(0) == n && out_logprobs.shape(0) == n && out_logprobs.shape(1) == width, "out_tokens and out_logprobs must have a row for each count");
+    check_below(counts.data(), n, width, "counts");
+    size_t drafted = 0;
+    for (size_t row = 0; row < n; ++row) drafted += static_cast<size_t>(counts(row));
+    require(drafts.shape(0) == drafted && tokens.shape(0) == drafted + n && logprobs.shape(0) == drafted + n, "tokens and logprobs must have a place for each draft, and one for each request");
+    const int32_t* draft = drafts.data();
+    const int32_t* token = tokens.data();
+    const float* logprob = logprobs.data();
+    for (size_t row = 0; row < n; ++row) {
+        const auto count = static_cast<size_t>(counts(row));
+        int32_t* out = out_tokens.data() + row * width;
+        size_t right = 0;
+        while (right < count && token[right] == draft[right]) ++right;
+        std::fill(std::copy_n(token, right + 1, out), out + width, rejected);
+        float* values = out_logprobs.data() + row * width;
+        std::fill(std::copy_n(logprob, count + 1, values), values + width, 0.0F);
+        draft += count, token += count + 1, logprob += count + 1;
+    }
+}
+
+// Lists for vLLM, of the first `keep` tokens of each draft. Slices of numpy's lists would take twice as many objects.
+nb::list draft_lists(const Table<int32_t>& tokens, const List<int32_t>& keep) {
+    const size_t n = tokens.shape(0), width = tokens.shape(1);
+    require(keep.shape(0) == n, "token_ids and keep must have the same number of rows");
+    check_below(keep.data(), n, width + 1, "keep");
+    nb::list drafts;
+    for (size_t row = 0; row < n; ++row) {
+        nb::list draft;
+        for (size_t k = 0; k < static_cast<size_t>(keep(row)); ++k) draft.append(tokens(row, k));
+        drafts.append(draft);
+    }
+    return drafts;
+}
+
 }  // namespace
 
 void bind_draft_choice(nb::module_& m) {
@@ -83,6 +138,11 @@ void bind_draft_choice(nb::module_& m) {
           nb::arg("bases"), nb::arg("rates"), nb::arg("out_cells").noconvert(), nb::arg("out_chances").noconvert());
     m.def("choose_drafts", &choose_drafts, nb::arg("chances"), nb::arg("seconds"), nb::arg("others"), nb::arg("price"),
           nb::arg("weights").none(), nb::arg("out_keep").noconvert());
+    m.def("take_drafts", &take_drafts, nb::arg("token_ids").noconvert(), nb::arg("positions"), nb::arg("counts"),
+          nb::arg("out_drafts").noconvert());
+    m.def("accept_drafts", &accept_drafts, nb::arg("tokens"), nb::arg("logprobs"), nb::arg("counts"), nb::arg("drafts"),
+          nb::arg("rejected"), nb::arg("out_tokens").noconvert(), nb::arg("out_logprobs").noconvert());
+    m.def("draft_lists", &draft_lists, nb::arg("token_ids").noconvert(), nb::arg("keep").noconvert());
     m.def("count_drafts", &count_drafts, nb::arg("cells"), nb::arg("keep"), nb::arg("accepted"), nb::arg("slots"),
           nb::arg("fresh").noconvert(), nb::arg("untold").noconvert());
 }

@@ -35,13 +35,14 @@ std::span<const Match> Drafter::find(std::span<const int32_t> newest_first) {
     uint32_t count = 0;
     std::array<Position, Occurrences::kMost> newest;
     std::array<Position, kMaxMatches> known;
+    known.fill(kNone);
     while (levels > 0 && count < kMaxMatches) {
         const uint32_t size = occurrences_.read(lists[--levels], newest.data());
         for (uint32_t i = 0; i < size; ++i) store_.prefetch(newest[i]);
         for (uint32_t i = 0; i < size && count < kMaxMatches; ++i) {
             const Position p = newest[i];
-            uint32_t repeated = 0;  // no early exit: compilers compare all at once
-            for (uint32_t k = 0; k < count; ++k) repeated |= known[k] == p;
+            uint32_t repeated = 0;  // no early exit, no other length: compilers compare all at once
+            for (const Position each : known) repeated |= each == p;
             if (repeated != 0) continue;
             const uint32_t length = store_.match(store_.before(p), newest_first);
             if (length == 0) continue;  // the hashes collided
@@ -58,31 +59,41 @@ void Drafter::look_up_path(uint32_t node) {
     for (uint32_t n = node; n > 0 && count < kMaxContext; n = nodes_[n].parent) newest_first[count++] = nodes_[n].token;
     const size_t older = std::min<size_t>(kMaxContext - count, context_.size());
     std::copy_n(context_.begin(), older, newest_first.begin() + count);
-    const auto found = find({newest_first.data(), count + older});
-    nodes_[node].first_match = match_count_;
-    nodes_[node].matches = static_cast<uint32_t>(found.size());
-    std::ranges::copy(found, matches_.begin() + match_count_);
-    match_count_ += nodes_[node].matches;
+    for (const Match& match : find({newest_first.data(), count + older}))
+        add_place(match.next, weight(match.length) * (store_.owner(match.next) == owner_ ? kOwn : 1));
+}
+
+// Finds the places of a node: those of its parent that agree with its token, or else those of its path.
+void Drafter::follow(uint32_t index) {
+    Node& node = nodes_[index];
+    node.first_place = place_count_;
+    const Node& parent = nodes_[node.parent];
+    for (uint32_t i = 0; index > 0 && i < parent.places; ++i) {
+        const Place& place = places_[parent.first_place + i];
+        if (place.token != node.token) continue;
+        const Position next = store_.after(place.next);
+        if (next != kNone) add_place(next, place.weight);  // a stream has one owner: its weight stays
+    }
+    if (place_count_ == node.first_place) look_up_path(index);
+    node.places = place_count_ - node.first_place;
 }
 
 void Drafter::propose(uint32_t index, const DraftOptions& options) {
-    if (nodes_[index].matches == 0) look_up_path(index);
+    follow(index);
     const Node& node = nodes_[index];
     std::array<int32_t, kMaxMatches> tokens;
     std::array<uint32_t, kMaxMatches> weights;
     uint32_t count = 0;
     uint64_t total = kEscape;
-    for (const Match& match : std::span(matches_).subspan(node.first_match, node.matches)) {
-        const int32_t token = store_.token(match.next);
-        const uint32_t w = weight(match.length) * (store_.owner(match.next) == owner_ ? kOwn : 1);
-        total += w;
+    for (const Place& place : std::span(places_).subspan(node.first_place, node.places)) {
+        total += place.weight;
         uint32_t i = 0;
-        while (i < count && tokens[i] != token) ++i;
+        while (i < count && tokens[i] != place.token) ++i;
         if (i == count) {
-            tokens[count] = token;
+            tokens[count] = place.token;
             weights[count++] = 0;
         }
-        weights[i] += w;
+        weights[i] += place.weight;
     }
     for (uint32_t fork = 0; fork < std::min({options.top_k, kMaxForks, count}); ++fork) {
         const auto best = static_cast<size_t>(std::max_element(weights.begin(), weights.begin() + count) - weights.begin());
@@ -92,19 +103,6 @@ void Drafter::propose(uint32_t index, const DraftOptions& options) {
         std::push_heap(proposals_.begin(), proposals_.begin() + proposal_count_);
         weights[best] = 0;
     }
-}
-
-void Drafter::accept(const Proposal& proposal) {
-    Node& parent = nodes_[proposal.parent];
-    ++parent.children;
-    Node& node = nodes_[node_count_++];
-    node = {proposal.token, proposal.parent, parent.depth + 1, 0, match_count_, 0, proposal.score};
-    for (const Match& match : std::span(matches_).subspan(parent.first_match, parent.matches)) {
-        if (store_.token(match.next) != proposal.token) continue;
-        const Position next = store_.after(match.next);
-        if (next != kNone) matches_[match_count_++] = {next, match.length};
-    }
-    node.matches = match_count_ - node.first_match;
 }
 
 uint32_t Drafter::draft(std::span<const int32_t> newest_first, uint32_t owner, const DraftOptions& options, const DraftView& out) {
@@ -121,8 +119,10 @@ uint32_t Drafter::draft(std::span<const int32_t> newest_first, uint32_t owner, c
         const bool forks = proposal.parent == 0 || nodes_[proposal.parent].children > 0;
         if (forks && leaves == options.top_k) continue;
         leaves += forks;
-        accept(proposal);
-        const uint32_t index = node_count_ - 1;
+        Node& parent = nodes_[proposal.parent];
+        ++parent.children;
+        const uint32_t index = node_count_++;
+        nodes_[index] = {proposal.token, proposal.parent, parent.depth + 1, 0, 0, 0, proposal.score};
         out.token_ids[index - 1] = proposal.token;
         if (!out.parents.empty()) out.parents[index - 1] = static_cast<int32_t>(proposal.parent) - 1;
         if (!out.scores.empty()) out.scores[index - 1] = static_cast<float>(proposal.score);

@@ -36,8 +36,14 @@ class Drafter {
     struct Node {
         int32_t token;
         uint32_t parent, depth, children;
-        uint32_t first_match, matches;
+        uint32_t first_place, places;
         double score;
+    };
+    // Where a path goes on: what follows there, and how much that counts.
+    struct Place {
+        Position next;
+        int32_t token;
+        uint32_t weight;
     };
     struct Proposal {
         double score;
@@ -49,19 +55,20 @@ class Drafter {
     };
 
     void propose(uint32_t node, const DraftOptions& options);
-    void accept(const Proposal& proposal);
+    void follow(uint32_t node);
     void look_up_path(uint32_t node);
+    void add_place(Position next, uint32_t weight) { places_[place_count_++] = {next, store_.token(next), weight}; }
 
     const TokenStore& store_;
     const ContextMap& contexts_;
     const Occurrences& occurrences_;
     std::span<const int32_t> context_;
     uint32_t owner_ = kNone;
-    uint32_t node_count_ = 0, match_count_ = 0, proposal_count_ = 0, proposed_ = 0;
+    uint32_t node_count_ = 0, place_count_ = 0, proposal_count_ = 0, proposed_ = 0;
     std::array<Match, kMaxMatches> found_;
     std::array<Node, kMaxTokens + 1> nodes_;
     std::array<Proposal, kMaxTokens * kMaxForks + kMaxForks> proposals_;
-    std::array<Match, (kMaxTokens + 1) * kMaxMatches> matches_;
+    std::array<Place, (kMaxTokens + 1) * kMaxMatches> places_;
 };
 
 }  // namespace seer

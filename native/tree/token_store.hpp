@@ -53,15 +53,23 @@ class TokenStore {
     // The last tokens up to `tail`, newest first, as many as `out` has room for or there are; returns how many.
     uint32_t last(Position tail, std::span<int32_t> out) const {
         uint32_t count = 0;
-        for (Position p = tail; p != kNone && count < out.size(); p = before(p)) out[count++] = token(p);
+        for (Position p = tail; p != kNone && count < out.size();) {
+            const Block& b = block(p);
+            for (uint32_t i = p % 16 + 1; i > 0 && count < out.size(); --i) out[count++] = b.tokens[i - 1];
+            p = b.previous;
+        }
         return count;
     }
 
     // How many of these tokens are also those that end at `tail`.
     uint32_t match(Position tail, std::span<const int32_t> newest_first) const {
         uint32_t length = 0;
-        for (Position p = tail; p != kNone && length < newest_first.size(); p = before(p), ++length)
-            if (token(p) != newest_first[length]) break;
+        for (Position p = tail; p != kNone;) {
+            const Block& b = block(p);
+            for (uint32_t i = p % 16 + 1; i > 0; --i, ++length)
+                if (length == newest_first.size() || b.tokens[i - 1] != newest_first[length]) return length;
+            p = b.previous;
+        }
         return length;
     }
 

@@ -154,6 +154,38 @@ def choose_drafts(
     Raises `ValueError` for shapes that do not fit.
     """
 
+def take_drafts(
+    token_ids: npt.NDArray[np.int32],
+    positions: npt.NDArray[np.int32],
+    counts: npt.NDArray[np.int32],
+    out_drafts: npt.NDArray[np.int32],
+) -> None:
+    """Fill all requests' drafts [sum(counts)]: `counts[i]` tokens of row i from `positions[i]` on.
+
+    Raises `ValueError` for shapes that do not fit, and for drafts that are not within `token_ids`.
+    """
+
+def accept_drafts(
+    tokens: npt.NDArray[np.int32],
+    logprobs: npt.NDArray[np.float32],
+    counts: npt.NDArray[np.int32],
+    drafts: npt.NDArray[np.int32],
+    rejected: int,
+    out_tokens: npt.NDArray[np.int32],
+    out_logprobs: npt.NDArray[np.float32],
+) -> None:
+    """Spread samples [sum(counts) + n] over `out_tokens` and `out_logprobs`, both [n, most drafts + 1].
+
+    Row i has `counts[i] + 1` samples. `rejected` fills the tokens behind the first one that is not the draft
+    in its place, and 0 the logprobs behind the last sample. Raises `ValueError` for shapes that do not fit.
+    """
+
+def draft_lists(token_ids: npt.NDArray[np.int32], keep: npt.NDArray[np.int32]) -> list[list[int]]:
+    """Return the first `keep[i]` tokens of each draft, of `token_ids` [n, width].
+
+    Raises `ValueError` for shapes that do not fit, and for `keep` out of range.
+    """
+
 def count_drafts(
     cells: npt.NDArray[np.int32],
     keep: npt.NDArray[np.int32],

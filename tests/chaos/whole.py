@@ -81,7 +81,7 @@ def _rejoins(world: World) -> None:
     for name, process in world.processes.items():
         if name[0] != "e" or process.service is None:
             continue
-        breaks = sum(_breaks(world.plan, each, name) for each in world.inflicted if each.at <= now)
+        breaks = sum(_losses(world, each, name) for each in world.inflicted if each.at <= now)
         lives = world.buffers - process.buffers
         given_up = world.given_up[process.service._buffer._me.address()]
         waited = int(world.plan.clocks)  # for its name, in vain heard meanwhile: it seemed an earlier life
@@ -90,6 +90,21 @@ def _rejoins(world: World) -> None:
                 f"{process.life} registered {process.service._updater._rejoins} times more than once: its road broke"
                 f" {breaks} times, {lives} buffers were new, and it was given up {given_up} times"
             )
+
+
+def _losses(world: World, fault: Fault, engine: str) -> int:
+    """Return how many losses between an engine and the buffer a fault may reveal, each by a `Welcome`.
+
+    What is lost either way is revealed at once, by the answer to the next `Hello`. But where the buffer stands
+    still meanwhile, it has a `Hello` unread from before the engine lost anything: the answer to it reveals what
+    the buffer has lost, and that to a later one, sent before the engine knew, what the engine has.
+    """
+    still = any(
+        each.kind.split()[0] == "stop" and each.target == "buffer"
+        and each.at <= fault.at + fault.seconds and fault.at <= each.at + each.seconds
+        for each in world.inflicted
+    )  # fmt: skip
+    return _breaks(world.plan, fault, engine) * (2 if still else 1)
 
 
 def _breaks(plan: Plan, fault: Fault, engine: str) -> bool:

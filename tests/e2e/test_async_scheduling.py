@@ -11,6 +11,8 @@ import contextlib
 import gc
 import importlib.util
 import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -162,3 +164,52 @@ def test_an_update_and_sleep_wait_for_the_step_under_way(
         change()
         assert not backend.has_work()
         assert in_one_go(backend) == expected["in_one_go"]
+
+
+TWO_RANKS = """
+import sys
+
+from ahead import scheduling_ahead
+from ways import BLOCKS, WAYS
+
+from seer.common.config import EngineConfig, SharedConfig
+from seer.services.engine.vllm.backend import VllmBackend
+
+
+def results(ahead):
+    config = EngineConfig(
+        kv_blocks=BLOCKS, max_num_seqs=32, max_model_len=256, tensor_parallel=2, async_scheduling=ahead
+    )
+    backend = VllmBackend(config, SharedConfig(model=sys.argv[1]))
+    backend.start()
+    assert backend.versions["tensor_parallel"] == "2"
+    assert backend.versions["scheduling"] == ("asynchronous" if ahead else "synchronous")
+    found = {way.__name__: way(backend) for way in WAYS}
+    backend.close()
+    return found
+
+
+if __name__ == "__main__":
+    with scheduling_ahead():
+        ahead = results(True)
+    on_time = results(False)
+    assert ahead.keys() == on_time.keys()
+    different = [name for name in ahead if ahead[name] != on_time[name]]
+    assert not different, different
+    print("the same")
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.ranks
+@pytest.mark.breadth
+@pytest.mark.timeout(600)
+def test_two_ranks_draw_the_same_ahead(tmp_path: Path) -> None:
+    script = tmp_path / "two_ranks.py"  # a file: workers are spawned and import it again
+    script.write_text(TWO_RANKS)
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])}
+    done = subprocess.run(
+        [sys.executable, script, MODEL], env=environment, text=True, timeout=500, check=False,
+        capture_output=True,
+    )  # fmt: skip
+    assert done.stdout.splitlines()[-1:] == ["the same"], done.stderr[-3000:]

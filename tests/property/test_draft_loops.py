@@ -56,6 +56,9 @@ def test_the_compiled_loops_do_what_numpy_does(step, data, others):
     keep = choose_lengths(chances, seconds, float(others), weights)
     assert np.array_equal(keep, chosen(chances, seconds, float(others), weights))
 
+    lists = _native.draft_lists(cells, keep)
+    assert lists == [row[:kept] for row, kept in zip(cells.tolist(), keep.tolist(), strict=True)]
+
     accepted = np.array([data.draw(st.integers(-1, kept)) for kept in keep], dtype=np.int32)
     fresh, unreported = np.zeros((SLOTS, 2, 8), dtype=np.int64), np.ones((SLOTS, 2, 8), dtype=np.int64)
     _native.count_drafts(cells, keep, accepted, slots, fresh, unreported)
@@ -106,3 +109,80 @@ def test_arrays_that_cannot_be_chosen_from_or_counted_are_refused():
     with pytest.raises(ValueError, match="fresh and untold"):
         _native.count_drafts(cells, keep, keep, slots, tally, tally[:1].copy())
     assert not tally.any()
+
+
+@settings(max_examples=200)
+@given(st.integers(0, 2**32 - 1), st.integers(0, 400), st.sampled_from((1e-300, 1e-6, 1.0)))
+def test_chances_of_any_size_are_taken_in_falling_order(seed, n, least):
+    rng = np.random.default_rng(seed)
+    chances = np.minimum.accumulate(least ** rng.random((n, WIDTH)) * rng.random((n, WIDTH)), axis=1)
+    weights = rng.choice((1.0, 2.0), n)
+    seconds = 1.0 + np.sort(rng.random(chances.size + 1))
+    assert np.array_equal(
+        choose_lengths(chances, seconds, 1.0, weights), chosen(chances, seconds, 1.0, weights)
+    )
+
+
+@st.composite
+def verified(draw):
+    """What a step verifies: tokens of rows, how many are known, drafts behind them, and what was drawn."""
+    n, columns = draw(st.integers(0, 6)), 9
+    rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    known, counts = rng.integers(0, 6, n), rng.integers(0, 4, n)
+    table = rng.integers(0, 3, (n + 2, columns + 3))[:, :columns].astype(
+        np.int32
+    )  # its rows are not adjacent
+    drawn = rng.integers(0, 3, counts.sum() + n).astype(np.int32)
+    return table, known.astype(np.int32), counts.astype(np.int32), drawn, rng.random(len(drawn), np.float32)
+
+
+@settings(max_examples=300)
+@given(verified())
+def test_drafts_count_up_to_the_first_that_is_not_what_was_drawn(step):
+    table, known, counts, drawn, logprobs = step
+    rows = [row[at : at + count].tolist() for row, at, count in zip(table, known, counts, strict=False)]
+    drafts = np.full(counts.sum(), -7, np.int32)
+    _native.take_drafts(table, known, counts, drafts)
+    assert drafts.tolist() == [token for row in rows for token in row]
+
+    width = int(counts.max(initial=0)) + 1
+    tokens, values = np.full((len(counts), width), 9, np.int32), np.full((len(counts), width), 9, np.float32)
+    _native.accept_drafts(drawn, logprobs, counts, drafts, -1, tokens, values)
+    begin = 0
+    for row, draft in enumerate(rows):
+        end = begin + len(draft) + 1
+        mine = drawn[begin:end].tolist()
+        right = next((i for i, (a, b) in enumerate(zip(mine, draft, strict=False)) if a != b), len(draft))
+        assert tokens[row].tolist() == mine[: right + 1] + [-1] * (width - right - 1)
+        assert values[row].tolist() == logprobs[begin:end].tolist() + [0.0] * (width - len(mine))
+        begin = end
+
+
+def test_what_a_step_verifies_is_refused_where_it_does_not_fit():
+    table, two = np.zeros((2, 4), np.int32), np.array([1, 2], np.int32)
+    cases = [
+        (table, np.array([3, 3], np.int32), two, 3),  # beyond the end of a row
+        (table, np.array([-1, 0], np.int32), two, 3),
+        (table, two, np.array([-1, 1], np.int32), 0),
+        (table, two, np.ones(3, np.int32), 3),
+        (table, np.ones(3, np.int32), np.ones(3, np.int32), 3),  # more requests than rows
+        (table, two, two, 4),
+    ]
+    for tokens, positions, counts, room in cases:
+        with pytest.raises(ValueError, match="must"):
+            _native.take_drafts(tokens, positions, counts, np.zeros(room, np.int32))
+    out, values = np.zeros((2, 3), np.int32), np.zeros((2, 3), np.float32)
+    drawn, logprobs, drafts = np.zeros(5, np.int32), np.zeros(5, np.float32), np.zeros(3, np.int32)
+    _native.accept_drafts(drawn, logprobs, two, drafts, -1, out, values)
+    for bad in (
+        (drawn[:4], logprobs, two, drafts, -1, out, values),
+        (drawn, logprobs[:4], two, drafts, -1, out, values),
+        (drawn, logprobs, two, drafts[:2], -1, out, values),
+        (drawn, logprobs, np.array([0, 3], np.int32), drafts, -1, out, values),  # wider than what is filled
+        (drawn, logprobs, two, drafts, -1, out[:1], values),
+        (drawn, logprobs, two, drafts, -1, out, values[:, :2].copy()),
+    ):
+        with pytest.raises(ValueError, match="must"):
+            _native.accept_drafts(*bad)
+    with pytest.raises(ValueError, match="keep"):
+        _native.draft_lists(out, np.array([4, 0], np.int32))

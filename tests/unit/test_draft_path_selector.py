@@ -69,13 +69,18 @@ def test_a_flat_draft_is_as_long_as_pays_and_fits(row, sibling, room, most, expe
 
 def test_a_first_path_learns_what_became_of_it_alone():
     selector = made()
-    assert selector.accepted("0", [7, 7, 7]) == 2, "it was the only path"
+
+    def accepted(*sampled):
+        return selector.accepted(["0", "1"], [list(sampled), []]).tolist()
+
+    assert accepted(7, 7, 7) == [2, -1], "it was the only path"
     Trees().flatten(selector, DraftBudget(costs(0.0), WIDTH), room=12)
-    assert selector.accepted("0", [10, 20, 21, 5]) == 1, "another path won"
-    assert selector.accepted("0", [10, 11, 12, 5]) == 3
-    assert selector.accepted("0", [30, 5]) == 0
+    assert accepted(10, 20, 21, 5) == [1, -1], "another path won"
+    assert accepted(10, 11, 12, 5) == [3, -1]
+    assert accepted(30, 5) == [0, -1]
+    assert accepted() == [-1, -1], "a request that is gone says nothing"
     assert selector.wanted(1)
-    assert selector.accepted("0", [10, 20, 21]) == 2, "in the step after, there were no siblings"
+    assert accepted(10, 20, 21) == [2, -1], "in the step after, there were no siblings"
 
 
 def test_siblings_of_a_step_have_scratch():

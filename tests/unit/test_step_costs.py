@@ -8,9 +8,12 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import msgspec
+import numpy as np
 import pytest
 
+from seer.common.policy.draft_budget import DraftBudget, choose_lengths
 from seer.common.policy.draft_costs import StepCosts
+from seer.common.policy.graph_times import MOST_SIZES, Graphs
 from seer.common.types import Capacity
 from seer.services.engine.vllm.drafts import step_times as costs
 
@@ -135,7 +138,8 @@ def test_what_attention_adds_is_found_from_longer_contexts(monkeypatch):
     batch, draft = 8, 4
 
     def line(probe, rows, drafts, length, context=0):
-        return tuple(0.01 + 0.001 * count + rows * context * (1e-6 + 1e-7 * count) for count in drafts)
+        each = [drafted / rows for drafted in drafts]
+        return tuple(0.01 + 0.001 * count + rows * context * (1e-6 + 1e-7 * count) for count in each)
 
     monkeypatch.setattr(costs, "_line", line)
     found = costs._reading(probe_of(10_000, 5000), batch, draft, 200)
@@ -153,3 +157,122 @@ def test_long_prompts_share_two_prefixes_and_none_is_common_to_all():
     assert len(set(prefixes)) == 2
     assert prefixes[0][0] != prefixes[1][0]
     assert len({tuple(tokens[1024:]) for tokens in chunks}) == 6
+
+
+class GraphEngine:
+    """An engine whose steps take the time of the graph that they are padded to, and far more without one."""
+
+    vocab_size = 50
+    capacity = Capacity(kv_blocks=500, block_size=32, max_num_seqs=16, max_model_len=300, draft_tokens=8)
+
+    def __init__(self, graphs: Graphs) -> None:
+        self.graphs, self.clock, self.measured = graphs, 0.0, set()
+        self.backend = self.core = self
+        self.chunks, self.script = [], None
+
+    def seconds(self, batch: int, drafted: int) -> float:
+        tokens = batch + drafted
+        if drafted == 8 * batch and tokens <= max(self.graphs.full, default=0):
+            return 0.003
+        padded = next((size for size in self.graphs.mixed if size >= tokens), None)
+        return 0.004 + 5e-6 * padded if padded else 0.006 + 2e-6 * tokens
+
+    def script_drafts(self, script):
+        self.script = script
+
+    def add(self, chunk):
+        self.chunks.append(chunk)
+
+    def drop(self, request_id, attempt):
+        self.chunks = [chunk for chunk in self.chunks if chunk.request_id != request_id]
+
+    def step(self):
+        extras = [SimpleNamespace(index=chunk.index, prompt_len=0) for chunk in self.chunks]
+        drafted = sum(len(self.script.draft(extra, 20, 8)) for extra in extras)
+        self.measured.add((len(self.chunks), drafted))
+        self.clock += self.seconds(len(self.chunks), drafted)
+
+    def profile(self, monkeypatch) -> StepCosts:
+        monkeypatch.setattr(costs.time, "perf_counter", lambda: self.clock)
+        return costs._measure(self, [1, 2, 4, 8, 16], 200, 8, False, self.graphs)
+
+    def tokens_per_second(self, batch, keep, chances):
+        gained = sum(chances[i, :kept].sum() for i, kept in enumerate(keep))
+        return (batch + gained) / self.seconds(batch, int(keep.sum()))
+
+
+SIZES = (9, 18, 27, 36, 54, 72, 90, 108)
+
+
+@pytest.mark.parametrize("batch", [14, 15, 16])
+def test_a_budget_stays_on_the_cheap_side_of_the_largest_graph(batch, monkeypatch):
+    engine = GraphEngine(Graphs(mixed=SIZES))
+    known = engine.profile(monkeypatch)
+    smooth = msgspec.structs.replace(
+        known, drafts=(0, 1, 2, 4, 8), graphs=None,
+        grid=tuple(tuple(engine.seconds(b, b * each) for each in (0, 1, 2, 4, 8)) for b in known.batches),
+    )  # fmt: skip
+    chances = np.cumprod(np.full((batch, 8), 0.93), axis=1)
+    keep, before = (
+        choose_lengths(chances, DraftBudget(each, 8).seconds(batch, 8 * batch), 0.0)
+        for each in (known, smooth)
+    )
+    assert batch + keep.sum() == SIZES[-1], "the largest graph is used to its last row"
+    assert batch + before.sum() > SIZES[-1]
+    gain = engine.tokens_per_second(batch, keep, chances) / engine.tokens_per_second(batch, before, chances)
+    assert gain > 1.05
+
+
+def test_all_drafts_are_verified_where_their_graph_is_the_cheapest(monkeypatch):
+    engine = GraphEngine(Graphs(mixed=SIZES, full=SIZES))
+    known = engine.profile(monkeypatch)
+    chances = np.cumprod(np.full((8, 8), 0.4), axis=1)
+
+    def kept(costs, batch):
+        return choose_lengths(chances[:batch], DraftBudget(costs, 8).seconds(batch, 8 * batch), 0.0).tolist()
+
+    assert kept(known, 8) == [8] * 8
+    assert kept(known, 7) == [8] * 7, "also between batches that were measured"
+    without = GraphEngine(Graphs(mixed=SIZES)).profile(monkeypatch)
+    assert sum(kept(without, 8)) < 64
+    # Beyond the largest graph for all drafts, the step with all has none.
+    large = DraftBudget(known, 8).seconds(14, 14 * 8)
+    assert large[-1] >= large[-2] > large[0]
+
+
+def test_captured_sizes_are_measured_within_a_bound(monkeypatch):
+    sizes = tuple(range(9, 109, 9))
+    engine = GraphEngine(Graphs(mixed=sizes, full=sizes))
+    engine.profile(monkeypatch)
+    for batch in (4, 8, 16):
+        found = {batch + drafted for size, drafted in engine.measured if size == batch}
+        assert len(found) <= MOST_SIZES + 2, "and plain steps, and those with all drafts"
+        assert {batch, 9 * batch} <= found
+        assert engine.graphs.padded(batch) in found
+    assert {108, 109} <= {16 + drafted for size, drafted in engine.measured if size == 16}
+
+
+def test_without_graphs_the_same_points_are_measured_as_ever(monkeypatch):
+    engine = GraphEngine(Graphs())
+    known = engine.profile(monkeypatch)
+    assert known.graphs is None
+    assert (known.batches, known.drafts) == ((1, 2, 4, 8, 16), (0, 1, 2, 4, 8))
+    assert engine.measured == {(b, b * each) for b in known.batches for each in known.drafts}
+    for i, batch in enumerate(known.batches):
+        assert known.grid[i] == pytest.approx([engine.seconds(batch, batch * each) for each in known.drafts])
+
+
+def test_other_captured_sizes_have_another_profile(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    core = SimpleNamespace(
+        vllm_config=SimpleNamespace(model_config=SimpleNamespace(model=tmp_path)), versions={},
+        capacity=capacity(10_000, 5000),
+    )  # fmt: skip
+    kinds = [Graphs(), Graphs(mixed=(9,)), Graphs(mixed=(9, 18)), Graphs(mixed=(9,), full=(9,))]
+    assert len({costs._key(core, [1, 2], 8, False, each) for each in kinds}) == len(kinds)
+
+
+def test_a_profile_of_graphs_is_kept_as_it_was_measured(tmp_path, monkeypatch):
+    known = GraphEngine(Graphs(mixed=SIZES, full=SIZES)).profile(monkeypatch)
+    assert costs.kept(tmp_path / "a", lambda: known) == known
+    assert costs.kept(tmp_path / "a", pytest.fail) == known

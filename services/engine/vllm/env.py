@@ -76,7 +76,7 @@ def prepare(config: EngineConfig) -> None:
     except ImportError as error:
         raise EngineError(
             f"engine.backend = 'vllm': {error}; install the extra for this machine: "
-            "pip install 'seer-rollout[cpu]' (or cuda13)"
+            "pip install '.[cpu]' (or cuda13)"
         ) from error
     if not vllm.__version__.startswith(VLLM_SERIES):
         raise EngineError(

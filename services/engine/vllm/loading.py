@@ -31,6 +31,10 @@ EXTENSION = "seer.services.engine.vllm.worker.SeerWorker"
 
 PROPOSER = "seer.services.engine.vllm.drafts.proposer.GroupProposer"
 
+GC_OBJECTS = 50_000
+"""New objects after which Python looks for garbage in cycles. The lists of one step are more than its default
+of 700: it would look in every step."""
+
 MAX_VLLM_TEXT = 300
 """Characters kept of vLLM's error texts: what comes later is advice about its own flags."""
 
@@ -55,6 +59,7 @@ def load(
         extras["speculative_config"] = speculation(drafts)
     # vLLM collects garbage several times while it loads: half a second each time, without this.
     gc.freeze()
+    gc.set_threshold(GC_OBJECTS)
     try:
         scratch = scratch_blocks(drafts, shared.block_size or BLOCK_SIZE)
         arguments = _arguments(config, shared, described, scratch) | extras

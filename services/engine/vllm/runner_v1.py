@@ -18,6 +18,7 @@ import numpy.typing as npt
 import torch
 from vllm.v1.outputs import LogprobsTensors, SamplerOutput
 
+from seer import _native
 from seer.services.engine.vllm.requests import EXTRA
 from seer.services.engine.vllm.sampling.batch import Batch
 from seer.services.engine.vllm.sampling.sampler import DeviceSampler, StepSampler
@@ -31,8 +32,6 @@ if TYPE_CHECKING:
 
 REJECTED = -1
 """vLLM's mark for no token: what follows a rejected draft."""
-
-_NO_DRAFT = -3
 
 
 class RowSampler:
@@ -122,9 +121,9 @@ def drafts_after(
 
     To read those that it copied to a GPU would wait for the forward pass.
     """
-    requests = np.repeat(np.arange(len(counts)), counts)
-    draft = np.arange(len(requests)) - (np.cumsum(counts) - counts)[requests]
-    return token_ids[requests, positions[requests] + draft]
+    drafts = np.empty(int(counts.sum()), np.int32)
+    _native.take_drafts(token_ids, positions, counts, drafts)
+    return drafts
 
 
 def accept_drafts(
@@ -137,16 +136,8 @@ def accept_drafts(
 
     `counts` [requests] are numbers of drafts, `drafts` [sum(counts)] the drafts themselves.
     """
-    requests = np.repeat(np.arange(len(counts)), counts + 1)
-    starts = np.cumsum(counts + 1) - counts - 1
-    column = np.arange(len(tokens)) - starts[requests]
     width = int(counts.max(initial=0)) + 1
-    sampled = np.full((len(counts), width), REJECTED, np.int32)
-    sampled[requests, column] = tokens
-    values = np.zeros((len(counts), width), np.float32)
-    values[requests, column] = logprobs
-    drafted = np.full((len(counts), width), _NO_DRAFT, np.int32)
-    drafted[requests[column > 0], column[column > 0] - 1] = drafts
-    accepted = np.logical_and.accumulate(sampled == drafted, axis=1)
-    sampled[:, 1:][~accepted[:, :-1]] = REJECTED
+    sampled = np.empty((len(counts), width), np.int32)
+    values = np.empty((len(counts), width), np.float32)
+    _native.accept_drafts(tokens, logprobs, counts, drafts, REJECTED, sampled, values)
     return torch.from_numpy(sampled), torch.from_numpy(values)

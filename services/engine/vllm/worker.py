@@ -21,6 +21,7 @@ from vllm.model_executor.model_loader import get_model_loader
 from seer.common.errors import EngineError
 from seer.common.policy.draft_budget import DraftBudget
 from seer.common.policy.draft_costs import StepCosts
+from seer.common.policy.graph_times import Graphs
 from seer.common.process.log import get_logger
 from seer.common.sleep import SleepLevel, SleepTag
 from seer.common.weights.in_place import read_plan
@@ -117,6 +118,18 @@ class SeerWorker:
     def seer_use_common_tree(self, enabled: bool) -> None:
         """See `GroupProposer.use_common_tree`."""
         self.model_runner.drafter.use_common_tree(enabled)
+
+    def seer_graphs(self) -> Graphs:
+        """Return for which steps this rank has captured CUDA graphs."""
+        config = self.vllm_config.compilation_config
+        mode, sizes = config.cudagraph_mode, tuple(sorted(config.cudagraph_capture_sizes or ()))
+        if not mode:
+            return Graphs()
+        every = 1 + self.model_runner.num_spec_tokens
+        return Graphs(
+            mixed=sizes if mode.mixed_mode() else (),
+            full=tuple(size for size in sizes if size >= every) if mode.has_full_cudagraphs() else (),
+        )
 
     def seer_set_costs(self, costs: StepCosts, max_paths: int) -> None:
         """Draft from trees from now on, as many tokens as pay with these step times."""

@@ -19,14 +19,16 @@ class DraftScript(msgspec.Struct, frozen=True, kw_only=True):
     """What to draft. `known` has the output tokens of responses, by index.
 
     `random` drafts arbitrary tokens below `vocab`, `right` the known ones, `wrong` others, `truncated` some
-    right ones followed by wrong ones. Each draft has `count` tokens, or a varying number without it. `others`
-    are the kinds of further paths, verified beside the first; all paths share the limit on drafts.
+    right ones followed by wrong ones. Each draft has `count` tokens, those of the first `longer` responses
+    one more, or a varying number without it. `others` are the kinds of further paths, verified beside the
+    first; all paths share the limit on drafts.
     """
 
     kind: Kind
     vocab: int
     known: dict[int, list[int]] = {}
     count: int | None = None
+    longer: int = 0
     others: tuple[Kind, ...] = ()
 
     def draft(self, extra: ExtraArgs, length: int, most: int) -> list[int]:
@@ -40,7 +42,8 @@ class DraftScript(msgspec.Struct, frozen=True, kw_only=True):
             return []
         # The same place in a response always has the same draft.
         dice = (extra.index * 1_000_003 + length + place * 7_919) * 2_654_435_761 % 2**32
-        count = min(most, dice // 7 % (most + 1) if self.count is None else self.count)
+        wanted = dice // 7 % (most + 1) if self.count is None else self.count + (extra.index < self.longer)
+        count = min(most, wanted)
         if kind == "random":
             return [(dice + i * 40_503) % self.vocab for i in range(count)]
         right = self.known.get(extra.index, [])[length - extra.prompt_len :][:count]

@@ -90,13 +90,20 @@ class PathSelector:
             drafts.append(join([first, *([tree.tokens[i] for i in path] for path in others)]))
         return drafts
 
-    def accepted(self, request: str, sampled: Sequence[int]) -> int:
-        """Return how many tokens of a request's first path its last step, with tokens `sampled`, accepted."""
-        first = self._firsts.get(request)
-        if first is None:
-            return len(sampled) - 1
-        wrong = (i for i, (draft, token) in enumerate(zip(first, sampled, strict=False)) if draft != token)
-        return next(wrong, min(len(first), len(sampled)))
+    def accepted(self, requests: Sequence[str], sampled: Sequence[Sequence[int]]) -> Ints:
+        """Return how many tokens of each request's first path its last step accepted: int32 [requests].
+
+        `sampled` are the tokens of that step; -1 where there are none.
+        """
+        counts = np.fromiter(map(len, sampled), np.int32, len(sampled)) - 1
+        if self._firsts:
+            for row, (request, tokens) in enumerate(zip(requests, sampled, strict=True)):
+                first = self._firsts.get(request)
+                if first is not None and tokens:
+                    pairs = enumerate(zip(first, tokens, strict=False))
+                    wrong = (place for place, (draft, token) in pairs if draft != token)
+                    counts[row] = next(wrong, min(len(first), len(tokens)))
+        return counts
 
     def _forks(
         self, budget: DraftBudget, choice: Choice, most: Ints, high: npt.NDArray[np.bool_] | None

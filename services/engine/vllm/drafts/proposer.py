@@ -153,7 +153,7 @@ class GroupProposer:
             indexes = np.where(empty, -1, indexes)
             names = np.where(empty, -1, names)
         if self.budget is not None:
-            self.budget.context = float(lengths[:n].mean()) if n else 0.0
+            self.budget.context = int(lengths[:n].sum()) / max(n, 1)  # mean() takes 20 us more
         forked = self.budget is not None and self.path_selector.wanted(n)
         _native.draft_batch(
             self._of_row, indexes, self._rows[:n], tokens, self._prompts, lengths, self._appended[:n],
@@ -173,14 +173,14 @@ class GroupProposer:
         self._choice = choice
         if forked:
             return self.path_selector.flatten(ids, self.budget, choice, most, self._high)
-        return [
-            row[:count] for row, count in zip(self._drafts[:n].tolist(), choice.keep.tolist(), strict=True)
-        ]
+        return _native.draft_lists(self._drafts[:n], choice.keep)
 
     def _cut_after_stops(self, n: int) -> None:
         """Take what follows a stop id out of the drafted trees of the first `n` rows."""
-        found = np.take(self._is_stop, self._drafts[:n], mode="clip").any(axis=1)
-        for row in np.flatnonzero(found).tolist():
+        found = self._is_stop.take(self._drafts[:n], mode="clip")
+        if not np.count_nonzero(found):  # any() by rows takes longer than all else here
+            return
+        for row in np.flatnonzero(found.any(axis=1)).tolist():
             count = int(self._counts[row])
             tokens, parents = self._drafts[row, :count].tolist(), self._parents[row, :count].tolist()
             kept: dict[int, int] = {}  # old places to new ones; parents come before their children
@@ -195,14 +195,12 @@ class GroupProposer:
 
     def _learn(self, choice: Choice, sampled: list[list[int]], ids: list[str]) -> None:
         """Tell the budget how many drafts of its last choice, for the rows `_ids`, were accepted."""
-        self._choice, count = None, self.path_selector.accepted
-        if ids == self._ids:
-            accepted = [count(i, row) for i, row in zip(ids, sampled, strict=True)]
-        else:
-            row_of = {request_id: row for row, request_id in enumerate(ids)}
-            accepted = [count(i, sampled[row_of[i]]) if i in row_of else -1 for i in self._ids]
+        self._choice = None
+        if ids != self._ids:
+            tokens = dict(zip(ids, sampled, strict=True))
+            sampled = [tokens.get(request, []) for request in self._ids]
         if self.budget is not None:
-            self.budget.learn(choice, np.array(accepted, np.int32))
+            self.budget.learn(choice, self.path_selector.accepted(self._ids, sampled))
 
     def take_acceptance(self, group: str) -> tuple[list[int], list[int]]:
         """Return how many drafts of a group were verified and accepted since the last call, by cell."""

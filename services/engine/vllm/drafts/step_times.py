@@ -5,6 +5,7 @@ Invariants:
   much KV they have, which may depend on the machine's free memory, does not matter;
 - engines that start together on a machine measure one after the other, since steps take longer while another
   engine measures; those that share a profile measure once;
+- where steps replay CUDA graphs, it is measured at captured sizes, and is used only where they are the same;
 - if the cache cannot be read, written or locked, the engine measures, and starts. It waits at most
   `WAIT_SECONDS` for another engine's measurement; a lock ends with the process that holds it.
 """
@@ -27,6 +28,7 @@ import msgspec
 
 from seer.common.errors import SeerError
 from seer.common.policy.draft_costs import StepCosts
+from seer.common.policy.graph_times import Graphs, GraphTimes
 from seer.common.process.log import get_logger
 from seer.common.types import Capacity, SamplingParams
 from seer.services.engine.backend import Chunk
@@ -68,10 +70,11 @@ def step_costs(probe: Probe, max_draft: int, folder: str, paths: bool) -> StepCo
     """
     length = min(LENGTH, probe.core.capacity.max_model_len - PROMPT)
     batches = _batches(probe.core.capacity, length)
+    graphs = probe.core.rpc("seer_graphs")[0]
     path = (Path(folder) if folder else cache_folder()) / (
-        f"steps-{_key(probe.core, batches, max_draft, paths)}.json"
+        f"steps-{_key(probe.core, batches, max_draft, paths, graphs)}.json"
     )
-    return kept(path, lambda: _measure(probe, batches, length, max_draft, paths))
+    return kept(path, lambda: _measure(probe, batches, length, max_draft, paths, graphs))
 
 
 def kept(path: Path, measure: Callable[[], StepCosts]) -> StepCosts:
@@ -142,7 +145,7 @@ def _batches(capacity: Capacity, length: int) -> list[int]:
     return [2**power for power in range(most.bit_length()) if 2**power <= most]
 
 
-def _key(core: CoreHandle, batches: list[int], max_draft: int, paths: bool) -> str:
+def _key(core: CoreHandle, batches: list[int], max_draft: int, paths: bool, graphs: Graphs) -> str:
     facts: list[Any] = [
         (Path(core.vllm_config.model_config.model) / "config.json").read_text(),
         core.versions,
@@ -154,6 +157,8 @@ def _key(core: CoreHandle, batches: list[int], max_draft: int, paths: bool) -> s
         paths,
         _contexts(core.capacity, batches[-1], LENGTH),
     ]
+    if graphs != Graphs():
+        facts.append(msgspec.to_builtins(graphs))
     return hashlib.blake2b(json.dumps(facts).encode(), digest_size=8).hexdigest()
 
 
@@ -170,18 +175,44 @@ def _device() -> str:
     return next((line for line in lines if line.startswith("model name")), platform.processor())
 
 
-def _measure(probe: Probe, batches: list[int], length: int, max_draft: int, paths: bool) -> StepCosts:
+def _measure(
+    probe: Probe, batches: list[int], length: int, max_draft: int, paths: bool, graphs: Graphs
+) -> StepCosts:
     drafts = [0, *(2**power for power in range(max_draft.bit_length()) if 2**power <= max_draft)]
+    grid_drafts = drafts if graphs == Graphs() else [0]
     try:
-        passes = [[_line(probe, batch, drafts, length) for batch in batches] for _ in range(PASSES)]
+        times = _graph_times(probe, batches, length, max_draft, graphs) if graphs != Graphs() else None
+        passes = [
+            [_line(probe, batch, [batch * each for each in grid_drafts], length) for batch in batches]
+            for _ in range(PASSES)
+        ]
         sibling = _sibling(probe, length) if paths and max_draft >= PAIR else 0.0
         reading = _reading(probe, batches[-1], drafts[-1], length)
     finally:
         probe.script_drafts(None)
     grid = tuple(tuple(map(min, *lines)) for lines in zip(*passes, strict=True))
     return StepCosts(
-        batches=tuple(batches), drafts=tuple(drafts), grid=grid, sibling=sibling, context=PROMPT,
-        reading=reading,
+        batches=tuple(batches), drafts=tuple(grid_drafts), grid=grid, sibling=sibling, context=PROMPT,
+        reading=reading, graphs=times,
+    )  # fmt: skip
+
+
+def _graph_times(probe: Probe, batches: list[int], length: int, max_draft: int, graphs: Graphs) -> GraphTimes:
+    """Measure steps of captured sizes, and those of which each request has all drafts."""
+    tokens = tuple(tuple(graphs.sizes(batch, max_draft)) for batch in batches)
+    passes = []
+    for _ in range(PASSES):
+        lines = []
+        for batch, sizes in zip(batches, tokens, strict=True):
+            every = batch * max_draft  # such a step may have a graph of its own, which the others must not
+            lines.append(
+                _line(probe, batch, [*(min(size - batch, every - 1) for size in sizes), every], length)
+            )
+        passes.append(lines)
+    least = [tuple(map(min, *lines)) for lines in zip(*passes, strict=True)]
+    return GraphTimes(
+        graphs=graphs, draft=max_draft, tokens=tokens, seconds=tuple(line[:-1] for line in least),
+        full=tuple(line[-1] for line in least),
     )  # fmt: skip
 
 
@@ -202,7 +233,7 @@ def _reading(probe: Probe, batch: int, draft: int, length: int) -> tuple[float, 
     if not contexts:
         return 0.0, 0.0
     passes = [
-        [_line(probe, batch, [0, draft], length, context) for context in (0, *contexts)]
+        [_line(probe, batch, [0, batch * draft], length, context) for context in (0, *contexts)]
         for _ in range(PASSES)
     ]
     short, *long = [tuple(map(min, *lines)) for lines in zip(*passes, strict=True)]
@@ -217,17 +248,18 @@ def _reading(probe: Probe, batch: int, draft: int, length: int) -> tuple[float, 
 
 
 def _line(probe: Probe, batch: int, drafts: list[int], length: int, context: int = 0) -> tuple[float, ...]:
-    """Return the seconds of a step of `batch` requests for each number of drafts.
+    """Return the seconds of a step of `batch` requests for each number of drafts in all.
 
-    Their prompts have `context` tokens more.
+    All requests have as many, or some one more. Their prompts have `context` tokens more.
     """
     vocab, times = probe.core.vocab_size, []
     chunks = [_chunk(row, vocab, length, context) for row in range(batch)]
     if context:  # the prefixes come first, so that the others find their KV
         probe.script_drafts(DraftScript(kind="none", vocab=vocab))
         _prefill(probe, chunks[:2])
-    for count in drafts:
-        probe.script_drafts(DraftScript(kind="random", vocab=vocab, count=count))
+    for drafted in drafts:
+        count, longer = divmod(drafted, batch)
+        probe.script_drafts(DraftScript(kind="random", vocab=vocab, count=count, longer=longer))
         for chunk in chunks:
             probe.backend.add(chunk)
         seconds = []
