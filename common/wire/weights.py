@@ -109,6 +109,7 @@ class LoadWeights(Message, tag=True):
     digest: ShortStr
     source: Folder
     holders: Holders = []
+    call_id: CallId = 0
 
 
 class WeightsPrepared(Message, tag=True):
@@ -125,6 +126,7 @@ class WeightsLoaded(Message, tag=True):
 
     version: int
     problem: str = ""
+    call_id: CallId = 0
 
 
 class OpenSpool(Message, tag=True):

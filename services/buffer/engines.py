@@ -113,7 +113,9 @@ class EngineConnections:
                     )
                 )
             case wire.WeightsLoaded():
-                self._conductor.apply(weight_events.Loaded(name, message.version, message.problem))
+                self._conductor.apply(
+                    weight_events.Loaded(name, message.version, message.problem, message.call_id)
+                )
             case wire.Slept():
                 tags, dropped = tuple(message.tags), message.dropped
                 self._conductor.apply(sleep.SleepAnswered(name, message.asleep, tags, dropped))

@@ -142,6 +142,7 @@ def order(
         digest=weights.digest,
         source=weights.source,
         holders=list(item.holders),
+        call_id=item.call_id,
     )
 
 

@@ -734,3 +734,18 @@ def test_what_engines_dropped_is_live_for_a_restarted_buffer():
     ]
     assert machine.apply(Left(["a"]), 0.0, idle=True) == []
     assert not machine._dropped
+
+
+def test_who_comes_back_with_a_version_keeps_others_from_giving_it_other_bytes():
+    machine = make("a", "b")
+    machine.apply(Left(["b"]), 1.0, idle=True)
+    machine.apply(Joined("a", weights=Weights(-1, "")), 1.0, idle=True)
+    machine.apply(weight_events.Loaded("a", 0, "its model is gone"), 1.0, idle=True)
+    assert not machine.admitted
+    # Nobody has version 0, so it may be sent, also with another digest; but then b comes back with it.
+    machine.apply(weight_events.UpdateAsked("t", 0, "/other", "d"), 2.0, idle=True)
+    assert weight_instructions.Admit("b") in machine.apply(Joined("b", weights=OLD), 2.0, idle=True)
+    machine.apply(weight_events.Prepared("a", 0, "d"), 2.0, idle=True)
+    out = machine.apply(weight_events.Prepared("b", 0, "d"), 2.0, idle=True)
+    assert out[-1] == weight_instructions.Fail("t", 0, {"": "version 0 must be above the live one"})
+    assert machine.admitted == {"b"}

@@ -29,8 +29,8 @@ def begin(machine, *names, version=5, source=PLAN, call_id=7, awake=None):
     return out
 
 
-def loaded(machine, name, problem="", version=5):
-    return machine.apply(weight_events.Loaded(name, version, problem), 2.0, idle=True)
+def loaded(machine, name, problem="", version=5, call_id=0):
+    return machine.apply(weight_events.Loaded(name, version, problem, call_id), 2.0, idle=True)
 
 
 def test_the_trainer_hears_who_loads_and_nobody_else_does():
@@ -67,12 +67,30 @@ def test_if_none_has_them_the_checked_ones_are_live_again_and_loaded_everywhere(
     assert out == [
         weight_instructions.Release(),
         weight_instructions.Fail("t", 5, reasons, 7),
-        weight_instructions.Load("a", CHECKED),
-        weight_instructions.Load("b", CHECKED),
+        weight_instructions.Load("a", CHECKED, call_id=1),
+        weight_instructions.Load("b", CHECKED, call_id=1),
     ]
     assert machine.live == CHECKED
     assert loaded(machine, "a") == []  # about the update that failed
-    assert loaded(machine, "a", version=1) == [weight_instructions.Admit("a")]
+    assert loaded(machine, "a", version=1) == []  # about these weights, ordered before that
+    assert loaded(machine, "a", version=1, call_id=1) == [weight_instructions.Admit("a")]
+
+
+def test_an_answer_to_a_try_that_failed_is_not_taken_for_one_to_the_next():
+    machine = make("a", "b")
+    begin(machine, "a", "b")
+    late = 2.0 + machine.seconds  # a does not answer
+    loaded(machine, "b", "the trainer is gone")
+    assert machine.apply(Tick(), late, idle=True)[1] == weight_instructions.Fail(
+        "t", 5, {"a": "did not load version 5 in 100 s", "b": "the trainer is gone"}, 7
+    )
+    loaded(machine, "b", version=1, call_id=1)
+    again = begin(machine, "b", source="inplace:spool:again", call_id=8)
+    five = Weights(5, "d5", "inplace:spool:again")
+    assert weight_instructions.Load("a", five, call_id=1) in again
+    assert loaded(machine, "a") == []  # it got the first ones after all
+    assert not machine.admitted
+    assert loaded(machine, "a", call_id=1) == [weight_instructions.Admit("a")]
 
 
 def test_one_that_died_is_named_and_comes_back_to_the_checked_ones():
@@ -81,7 +99,7 @@ def test_one_that_died_is_named_and_comes_back_to_the_checked_ones():
     out = machine.apply(Left(["a"]), 2.0, idle=True)
     assert out[-1] == weight_instructions.Fail("t", 5, {"a": "it ended while it loaded them"}, 7)
     back = Joined("a", weights=Weights(0, "start"))
-    assert machine.apply(back, 3.0, idle=True) == [weight_instructions.Load("a", CHECKED)]
+    assert machine.apply(back, 3.0, idle=True) == [weight_instructions.Load("a", CHECKED, call_id=1)]
 
 
 def test_one_that_said_why_before_it_ended_is_quoted():
@@ -101,8 +119,8 @@ def test_start_weights_are_loaded_again_from_the_start_model():
     start = Weights(0, "start")
     machine = make("a", weights=start)
     begin(machine, "a")
-    assert loaded(machine, "a", "broken")[-1] == weight_instructions.Load("a", start)
-    assert loaded(machine, "a", version=0) == [weight_instructions.Admit("a")]
+    assert loaded(machine, "a", "broken")[-1] == weight_instructions.Load("a", start, call_id=1)
+    assert loaded(machine, "a", version=0, call_id=1) == [weight_instructions.Admit("a")]
 
 
 def test_after_two_in_place_the_last_checked_ones_are_live_again_under_no_version_that_was_used():
@@ -112,8 +130,8 @@ def test_after_two_in_place_the_last_checked_ones_are_live_again_under_no_versio
     assert machine.sources == {PLAN, CHECKED.source}
     begin(machine, "a", version=6, source="inplace:spool:six")
     out = loaded(machine, "a", "broken", version=6)
-    assert out[-1] == weight_instructions.Load("a", CHECKED)
-    loaded(machine, "a", version=1)
+    assert out[-1] == weight_instructions.Load("a", CHECKED, call_id=1)
+    loaded(machine, "a", version=1, call_id=1)
     why = "version 5 must be above 5, which was live before"
     assert begin(machine, version=5)[-1] == weight_instructions.Fail("t", 5, {"": why}, 7)
     assert weight_instructions.Hold() in begin(machine, version=6)
@@ -219,4 +237,4 @@ def test_if_none_has_them_while_kv_sleeps_the_checked_ones_come_back_once_it_is_
     out = machine.apply(weight_events.Loaded("a", 5, "the trainer is gone"), 2.0, **asleep)
     assert out[-1] == weight_instructions.Fail("t", 5, {"a": "the trainer is gone"}, 7)
     out = machine.apply(Tick(), 3.0, idle=True, awake=("a",), weights_awake=("a",))
-    assert out == [weight_instructions.Load("a", CHECKED)]
+    assert out == [weight_instructions.Load("a", CHECKED, call_id=1)]

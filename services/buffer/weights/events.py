@@ -41,11 +41,15 @@ class Prepared(events.Row, frozen=True):
 
 
 class Loaded(events.Row, frozen=True):
-    """An instance loaded weights; with a `problem`, the weights that it has cannot be used."""
+    """An instance loaded weights; with a `problem`, the weights that it has cannot be used.
+
+    `call_id` is that of its `Load`.
+    """
 
     instance: str
     version: int
     problem: str = ""
+    call_id: int = 0
 
 
 class Dropped(events.Row, frozen=True):

@@ -32,11 +32,15 @@ class Discard(events.Row, frozen=True):
 
 
 class Load(events.Row, frozen=True):
-    """Have an instance load weights; it gets no work until it has. `holders`: as in `Prepare`."""
+    """Have an instance load weights; it gets no work until it has. `holders`: as in `Prepare`.
+
+    `call_id`: its answer repeats it.
+    """
 
     instance: str
     weights: Weights
     holders: tuple[str, ...] = ()
+    call_id: int = 0
 
 
 class Admit(events.Row, frozen=True):

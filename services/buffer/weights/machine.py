@@ -24,6 +24,7 @@ Invariants (tests/unit/test_weights_machine.py and tests/property/test_weights_m
   the sleep machine);
 - the live weights change only while no request runs, and never back to a lower version, but after an update
   in place that failed: then no instance has its version, and later updates must be above all that any had;
+- a version that no instance has may be sent again, also with another digest;
 - a `Load` of weights in place is sent only to the instances that `Receivers` names;
 - an update ends in exactly one of `Report` and `Fail`; submissions are held from its start to its end, and at
   no other time;
@@ -80,6 +81,7 @@ class _Update(msgspec.Struct):
     `sent_to`: the instances that got its `Prepare`. `awaited`: those whose answer, to `Prepare` or to `Load`,
     is still missing. `digest`: that of the new weights, once it is given or reported. `committing`: all have
     prepared, and instances load. `left`: why instances that left meanwhile have not loaded weights in place.
+    `succeeded`: an instance has loaded.
     """
 
     # Fields are encoded under the names that they have in earlier logs.
@@ -91,19 +93,22 @@ class _Update(msgspec.Struct):
     digest: str = ""
     committing: bool = False
     left: dict[str, str] = field(default_factory=dict)
+    succeeded: bool = False
 
 
 class _Pending(msgspec.Struct):
     """An instance that gets no work before it has loaded the live weights.
 
     `loaded`: the weights that it has; None: unknown. `sent`: those of the last `Load` sent to it. `source`:
-    where to load the live weights from, if their own source failed; empty: from that.
+    where to load the live weights from, if their own source failed; empty: from that. `call_id`: that of the
+    last `Load`.
     """
 
     loaded: Weights | None = field(default=None, name="has")
     sent: Weights | None = field(default=None, name="told")
     source: str = ""
     deadline: float = NO_DEADLINE
+    call_id: int = 0
 
 
 class WeightsMachine(msgspec.Struct):
@@ -132,6 +137,8 @@ class WeightsMachine(msgspec.Struct):
     """While the live weights are in place: the last ones before that were not."""
     _highest: int = -1
     """The highest version that an instance has loaded, or was admitted with."""
+    _failures: int = 0
+    """Updates in place that failed. Each frees its version, so versions alone do not tell loads apart."""
 
     @property
     def updating(self) -> bool:
@@ -295,8 +302,10 @@ class WeightsMachine(msgspec.Struct):
                 self._quarantine(name, f"version {live.version} {GONE}", now)
             elif ready:
                 weights = structs.replace(live, source=source)
-                self._pending[name] = _Pending(sent=weights, deadline=now + self.seconds)
-                out.append(Load(name, weights, self._fan_out.holders(name, source)))
+                self._pending[name] = _Pending(
+                    sent=weights, deadline=now + self.seconds, call_id=self._failures
+                )
+                out.append(Load(name, weights, self._fan_out.holders(name, source), self._failures))
 
     def _takes_part(self, name: str) -> bool:
         """Return whether an instance is one of those that load as an update's second phase begins."""
@@ -343,7 +352,7 @@ class WeightsMachine(msgspec.Struct):
         pending = self._pending.get(event.instance)
         if pending is None or pending.sent is None or not self._is_live(pending.sent):
             return
-        if event.version != pending.sent.version:
+        if (event.version, event.call_id) != (pending.sent.version, pending.call_id):
             return  # about previous weights: a `Load` of the live ones was sent since
         self._fan_out.ended(event.instance, pending.sent.source)
         if not event.problem:
@@ -351,6 +360,8 @@ class WeightsMachine(msgspec.Struct):
             self._pending[event.instance] = _Pending(loaded=pending.sent)
             self._dropped.discard(event.instance)
             self._highest = max(self._highest, pending.sent.version)
+            if self._update is not None and self._update.committing:
+                self._update.succeeded = True
         elif (source := self._alternative_source()) not in ("", pending.sent.source):
             self._pending[event.instance] = _Pending(source=source)
         else:
@@ -479,6 +490,8 @@ class WeightsMachine(msgspec.Struct):
             return self._end(update, out)
         if not update.sent_to:
             self._fail({"": "no engine is left"}, out)
+        elif self._other_bytes_are_live(update):
+            self._fail({"": f"version {update.request.version} must be above the live one"}, out)
         elif idle:
             self._updated = update.committing = True
             self._go_live(Weights(update.request.version, update.digest, update.request.source), out)
@@ -486,18 +499,26 @@ class WeightsMachine(msgspec.Struct):
             return True
         return False
 
+    def _other_bytes_are_live(self, update: _Update) -> bool:
+        """Return whether an instance came back meanwhile with this version, and other weights."""
+        live = self.live
+        if live is None or update.request.version != live.version or update.digest == live.digest:
+            return False
+        return bool(self._loaded_live)
+
     def _end(self, update: _Update, out: list[Instruction]) -> bool:
         """Answer after all instances have; return whether other weights are live again."""
         request, live = update.request, self._live_weights()
         left = {name: why for name, why in update.left.items() if name not in self._loaded_live}
         reasons = self.quarantined | left
         out.append(Release())
-        if not is_in_place(live.source) or self._highest >= live.version:
+        if not is_in_place(live.source) or update.succeeded:
             out.append(Report(request.trainer, live, reasons, request.call_id))
             return False
         out.append(
             Fail(request.trainer, request.version, reasons or {"": "no engine is left"}, request.call_id)
         )
+        self._failures += 1
         if self.checked is not None:  # else instances stay quarantined until the next update
             self._go_live(self.checked, out)
         return True

@@ -277,7 +277,9 @@ class WeightUpdater:
         rejoins = self._rejoins
         try:
             if (self.live.version, self.live.digest) == (order.version, order.digest):
-                return wire.WeightsLoaded(version=order.version)  # an earlier buffer ordered it, too
+                return wire.WeightsLoaded(
+                    version=order.version, call_id=order.call_id
+                )  # an earlier buffer ordered it, too
             self._engine.drop_chunks()  # the buffer waits for none of them
             if self.sleeping is SleepState.ASLEEP:
                 raise EngineError("it sleeps: wake its weights first")
@@ -291,13 +293,15 @@ class WeightUpdater:
             self._engine.weights_loaded()
             self.live = LiveWeights(order.version, order.digest, order.source)
         except EngineBroken as error:
-            self._engine.answer(wire.WeightsLoaded(version=order.version, problem=str(error)))
+            self._engine.answer(
+                wire.WeightsLoaded(version=order.version, problem=str(error), call_id=order.call_id)
+            )
             raise
         except SeerError as error:
-            return wire.WeightsLoaded(version=order.version, problem=str(error))
+            return wire.WeightsLoaded(version=order.version, problem=str(error), call_id=order.call_id)
         finally:
             await self._discard()
-        return wire.WeightsLoaded(version=order.version)
+        return wire.WeightsLoaded(version=order.version, call_id=order.call_id)
 
     async def _replace(self, order: wire.LoadWeights, folder: Path) -> None:
         if is_in_place(order.source) and self._in_place_seconds is not None:
