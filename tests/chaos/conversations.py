@@ -40,9 +40,6 @@ UNIONS: dict[tuple[str, bool], object] = {
 SELDOM = {(COPIES, False, "Refused")}
 """An engine refuses only readers that knew its last life at the same endpoint: no fault need meet that, too."""
 
-NEVER = {("trainers", False, "WeightsLoading")}
-"""No trainer of a campaign updates in place yet: tests/e2e/test_in_place.py has the faults of that."""
-
 _NAMES = {endpoint: name for name, endpoint in asdict(Config().endpoints).items()}
 
 
@@ -65,8 +62,7 @@ def missing(ways: Mapping[tuple[str, Way], int]) -> dict[str, list[str]]:
     seen: dict[str, set[Way]] = {"sent": set(), "held": set(), "lost": set()}
     for fate, way in ways:
         seen[fate].add(named(way))
-    due = every() - NEVER
-    lists = {"sent": due - seen["sent"], "faulted": due - seen["held"] - seen["lost"] - SELDOM}
+    lists = {"sent": every() - seen["sent"], "faulted": every() - seen["held"] - seen["lost"] - SELDOM}
     return {
         what: sorted(f"{name} {'up' if up else 'down'} {tag}" for name, up, tag in ways)
         for what, ways in lists.items()

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from chaos.in_place import NO_BYTES
 from chaos.plan import POISON
 from seer.common.clock import Clock
 from seer.common.config import Config
@@ -22,6 +23,7 @@ from seer.services.engine.draft_groups import DraftGroups
 from seer.services.engine.driver import InlineDriver
 from seer.services.engine.replay.backend import ReplayBackend
 from seer.services.engine.server import EngineServer
+from seer.services.engine.weights.manifest import Manifest, Tensor
 
 
 @dataclass(slots=True)
@@ -89,6 +91,13 @@ class ChaosDriver(InlineDriver):
         await self._clock.sleep(self._nature.load_seconds)
         await super().load_weights(folder, digest, base)
 
+    async def receive_weights(self, folder: Path, engine: str, digest: str, seconds: float) -> None:
+        """See `Driver.receive_weights`; one in four times the trainer's bytes do not come."""
+        await self._clock.sleep(self._nature.load_seconds)
+        if hash((engine[-1:] == "0", int(self._clock.now() * 1000))) % 4 == 0:
+            raise EngineError(NO_BYTES)
+        await super().receive_weights(folder, engine, digest, seconds)
+
     async def sleep(self, state: SleepState, level: SleepLevel) -> None:
         """See `Driver.sleep`."""
         await self._clock.sleep(self._nature.load_seconds / 4)
@@ -101,4 +110,5 @@ def make(config: Config, transport: Transport, clock: Clock, nature: Nature) -> 
     server = EngineServer(config, transport, clock, backend)
     server._driver = server._updater._driver = ChaosDriver(backend, server, clock, nature)
     server._draft_groups = DraftGroups()
+    server._updater._model = Manifest({"w": Tensor("F32", (1000,))}, "")  # to compare plans with
     return server

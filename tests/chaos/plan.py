@@ -136,10 +136,15 @@ class Roll:
 
 @dataclass(frozen=True, slots=True)
 class Renew:
-    """An update to the next version; `folder`: from one that all see, else streamed."""
+    """An update to the next version; `folder`: from one that all see, else streamed.
+
+    `in_place`: if the weights before it are neither the first ones nor in place themselves, so that no version
+    is lost when it fails.
+    """
 
     folder: bool
     in_flight: str
+    in_place: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,7 +247,7 @@ def draw(seed: int, *, noise: bool = False) -> Plan:
     plan = Plan(
         seed=seed,
         engines=engines,
-        scripts=_scripts(rand, trainers),
+        scripts=_in_place(_scripts(rand, trainers), random.Random(f"in place {seed}")),
         mean_tokens=rand.choice((4, 12, 24)),
         chunk_size=rand.choice((1, 4, 8, 16, 100)),
         policy=rand.choice(("seer", "seer", "seer-paper", "divided", "least-loaded", "migrate", "static")),
@@ -354,6 +359,17 @@ def _scripts(rand: random.Random, trainers: int) -> tuple[tuple[Step, ...], ...]
                 else step for step in first
             )  # fmt: skip
     return (first, *others)
+
+
+def _in_place(scripts: tuple[tuple[Step, ...], ...], rand: random.Random) -> tuple[tuple[Step, ...], ...]:
+    """Have some updates be in place; drawn apart, so that seeds stay what they were otherwise."""
+    return tuple(
+        tuple(
+            replace(step, in_place=rand.random() < 0.4) if isinstance(step, Renew) else step
+            for step in script
+        )
+        for script in scripts
+    )
 
 
 def _script(rand: random.Random, trainer: int, *, renews: bool, rests: bool) -> tuple[Step, ...]:

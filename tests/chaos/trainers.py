@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from chaos.expected import answers
+from chaos.in_place import NO_BYTES, Planned
 from chaos.parts import Part, Parts
 from chaos.plan import Pause, Renew, Rest, Roll
 from chaos.turns import Turns
@@ -22,6 +23,7 @@ from seer.client import RolloutClient, SamplingParams, WeightsRefused
 from seer.client.groups import Group
 from seer.client.rollout import BufferLost, Rollout
 from seer.client.turns import Journal
+from seer.client.weight_update import Source
 from seer.common.errors import DeadlineExceeded, RolloutCancelled, SeerError, Unreachable
 from seer.common.sleep import SleepLevel, SleepTag
 from seer.services.buffer.requests.engine_deaths import RETURN_SECONDS
@@ -62,6 +64,9 @@ DISK_REFUSALS = (
     r"[Dd]isk",
     r"ENOSPC",
 )
+
+IN_PLACE_REFUSALS = (NO_BYTES, r"it ended while it loaded them", r"cannot be loaded again", r"did not load")
+"""Why one in place fails when no engine gets it."""
 
 OVERTAKEN = (r"open the stream first",)
 """What is refused only where messages overtake each other, as those of TCP never do."""
@@ -172,12 +177,19 @@ class Trainer:
     # --- weights and sleep ---------------------------------------------------------------
 
     async def _renew(self, client: RolloutClient, step: Renew) -> None:
+        world = self.world
+        # An engine that a prompt kills loses weights in place, and the update that brings them back has to end
+        # that prompt, so nobody would learn what it does.
+        if step.in_place and self.version and self.version not in world.in_place and not world.plan.poison:
+            world.in_place.add(self.version + 1)
         await self._update(client, self.version + 1, step.folder, step.in_flight)
 
     async def _update(self, client: RolloutClient, version: int, folder: bool, in_flight: str) -> None:
         world = self.world
         world.asked_version = max(world.asked_version, version)
-        source = world.folder(version) if folder else world.tensors(version)
+        source: Source = world.folder(version) if folder else world.tensors(version)
+        if version in world.in_place:
+            source = Planned(version)
         async with self._updating:
             while True:
                 try:
@@ -201,6 +213,7 @@ class Trainer:
                 DISK_REFUSALS if self.world.disk_was_full else ()
             )
             legitimate += OVERTAKEN if self.world.noisy else ()
+            legitimate += IN_PLACE_REFUSALS if version in self.world.in_place else ()
             if not any(re.search(pattern, why) for pattern in legitimate):
                 self.world.problem(f"{self.name}: version {version} refused: {why}")
             self.retries[why] += 1

@@ -12,6 +12,7 @@ from chaos.census import leftovers
 from chaos.plan import NOISE, Renew, Roll
 from chaos.world import FOREIGN, HOUR
 from seer.common.net.transport.zmq import GONE_SECONDS
+from seer.common.weights.lora import inner_source
 from seer.services.buffer.requests import deliveries
 
 if TYPE_CHECKING:
@@ -307,7 +308,7 @@ def _context(world: World) -> Iterator[str]:
 def _files(world: World) -> Iterator[str]:
     service = world.processes["buffer"].service
     spool = service._spool
-    needed = {source.removeprefix("spool:") for source in service.weights.sources}
+    needed = {inner_source(source).removeprefix("spool:") for source in service.weights.sources}
     if extra := set(spool._streams) - needed:
         yield f"the spool keeps {sorted(extra)}"
     if world.plan.spool:

@@ -25,6 +25,7 @@ from virtual_time import PROCESS, VirtualTimeLoop, eventually
 
 from chaos import engines
 from chaos.expected import Expected, weights_digest
+from chaos.in_place import planned
 from chaos.plan import POISON, Catch, Fault, Plan, Roll, Step
 from chaos.roads import BACKOFF_SECONDS, ChaosRoads
 from chaos.trainers import Trainer
@@ -39,6 +40,7 @@ from seer.common.net.handshake import Identity
 from seer.common.net.transport.faulty import Faults, FaultyTransport
 from seer.common.net.transport.memory import MemoryNetwork, MemoryTransport
 from seer.common.process.service import Service
+from seer.common.weights.in_place import is_in_place
 from seer.common.wire.codec import encode
 from seer.services.buffer import server as buffer
 from seer.services.buffer.requests.state import GroupState
@@ -97,6 +99,8 @@ class World:
         self.in_step_at = 0.0
         self.disk_full = self.disk_was_full = False
         self.draining: dict[str, int] | None = None  # seeds of the groups that it has accepted
+        self.in_place: set[int] = set()
+        """Versions that were sent in place: all tries of one are."""
         self.lost: set[str] = set()
         self.caught: list[Fault] = []
         self.lost_at: dict[str, float] = {}
@@ -149,6 +153,7 @@ class World:
                 name=name, backend="replay", kv_blocks=plan.kv_blocks, max_num_seqs=8,
                 replay_step_seconds=plan.step_seconds, replay_vocab_size=VOCAB,
                 replay_mean_tokens=plan.mean_tokens, flush_seconds=0.2, weights_endpoint=f"tcp://{name}:1",
+                in_place_updates=True,
             ),
         )  # fmt: skip
 
@@ -176,6 +181,8 @@ class World:
 
     def digest(self, version: int) -> str:
         """Return the digest that weights of a version must have; the first ones have none."""
+        if version in self.in_place:
+            return planned(version).digest()
         return _digest(version) if version else ""
 
     @staticmethod
@@ -244,12 +251,19 @@ class World:
             r"is not in this buffer's spool|the trainer sent nothing for|has no such bytes|no longer needed",
             why,
         )
+        if self._live_in_place:  # who has none of them waits for the next update
+            return True
         return gone is not None and not self.plan.spool and self.buffers > 1
+
+    @property
+    def _live_in_place(self) -> bool:
+        live = self.processes["buffer"].service.weights.live
+        return live is not None and is_in_place(live.source)
 
     @property
     def may_lack_weights(self) -> bool:
         """Whether the live weights may have been lost, with a buffer and engines that had them."""
-        return self.buffers > 1 and self.plan.updates and not self.plan.spool
+        return bool(self.in_place) or (self.buffers > 1 and self.plan.updates and not self.plan.spool)
 
     def is_shared(self, rollout_id: str) -> bool:
         """Say whether several trainers use an id."""

@@ -23,7 +23,7 @@ Invariants (tests/unit/test_weights_machine.py and tests/property/test_weights_m
 - a `Load` is sent only to an instance whose weights are awake (tests/property/test_weights_and_sleep.py, with
   the sleep machine);
 - the live weights change only while no request runs, and never back to a lower version, but after an update
-  in place that failed: then no instance has its version, and later updates must be above all that any had;
+  in place that failed: then no instance has its version, and later updates are not below any that one had;
 - a version that no instance has may be sent again, also with another digest;
 - a `Load` of weights in place is sent only to the instances that `Receivers` names;
 - an update ends in exactly one of `Report` and `Fail`; submissions are held from its start to its end, and at
@@ -434,8 +434,8 @@ class WeightsMachine(msgspec.Struct):
         known = self._loaded_live or (self._dropped and not (self.live and _is_for(event, self.live)))
         if self.live is not None and event.version < self.live.version + bool(known):
             return f"version {event.version} must be above the live one, {self.live.version}"
-        if self.live is not None and self.live.version < self._highest >= event.version:
-            return f"version {event.version} must be above {self._highest}, which was live before"
+        if self.live is not None and self.live.version < self._highest > event.version:
+            return f"version {event.version} must not be below {self._highest}, which was live before"
         if event.in_flight is InFlight.ERROR and not idle:
             return "requests are under way: wait for them, or say in_flight='finish' or 'abort'"
         return ""
