@@ -238,3 +238,16 @@ def test_if_none_has_them_while_kv_sleeps_the_checked_ones_come_back_once_it_is_
     assert out[-1] == weight_instructions.Fail("t", 5, {"a": "the trainer is gone"}, 7)
     out = machine.apply(Tick(), 3.0, idle=True, awake=("a",), weights_awake=("a",))
     assert out == [weight_instructions.Load("a", CHECKED, call_id=1)]
+
+
+def test_asking_again_for_weights_in_place_while_kv_sleeps_does_not_take_them_back():
+    machine = make("a")
+    asleep = {"idle": True, "awake": (), "weights_awake": ("a",)}
+    asked = weight_events.UpdateAsked("t", 5, PLAN, "d5", call_id=7)
+    machine.apply(asked, 1.0, **asleep)
+    machine.apply(weight_events.Prepared("a", 5, "d5"), 1.0, **asleep)
+    out = machine.apply(weight_events.Loaded("a", 5), 2.0, **asleep)
+    assert out[-1] == weight_instructions.Report("t", FIVE, {}, 7)
+    out = machine.apply(asked, 3.0, **asleep)  # the answer was lost
+    assert out[-1] == weight_instructions.Report("t", FIVE, {}, 7)
+    assert machine.live == FIVE

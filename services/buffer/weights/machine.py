@@ -409,7 +409,9 @@ class WeightsMachine(msgspec.Struct):
             out.append(Report(event.trainer, live, dict(self.quarantined), event.call_id))
             return
         self._updates += 1
-        self._update = _Update(event, self._updates, NO_DEADLINE, set(self._pending), committing=True)
+        self._update = _Update(
+            event, self._updates, NO_DEADLINE, set(self._pending), committing=True, succeeded=True
+        )
         out.append(Hold())
 
     def _instances_to_check(self) -> list[str]:
