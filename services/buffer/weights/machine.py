@@ -59,13 +59,10 @@ from seer.services.buffer.weights.instructions import (
     Instruction,
     Load,
     Prepare,
-    Receivers,
     Release,
     Report,
 )
-
-NO_DEADLINE = 1e300
-"""A deadline that never passes. The log is JSON, which has no infinity."""
+from seer.services.buffer.weights.update import NO_DEADLINE, Pending, Update, is_for
 
 RETRY_SECONDS = 30.0
 """Time after which quarantined instances try to load again."""
@@ -73,42 +70,6 @@ RETRY_SECONDS = 30.0
 GONE = "was loaded in place, so it cannot be loaded again: it gets work after the next update"
 
 _SHUTTING_DOWN = "this buffer is shutting down: ask its successor"
-
-
-class _Update(msgspec.Struct):
-    """The update that is under way.
-
-    `sent_to`: the instances that got its `Prepare`. `awaited`: those whose answer, to `Prepare` or to `Load`,
-    is still missing. `digest`: that of the new weights, once it is given or reported. `committing`: all have
-    prepared, and instances load. `left`: why instances that left meanwhile have not loaded weights in place.
-    `succeeded`: an instance has loaded.
-    """
-
-    # Fields are encoded under the names that they have in earlier logs.
-    request: UpdateAsked = field(name="asked")
-    number: int
-    deadline: float
-    awaited: set[str] = field(default_factory=set)
-    sent_to: set[str] = field(default_factory=set, name="told")
-    digest: str = ""
-    committing: bool = False
-    left: dict[str, str] = field(default_factory=dict)
-    succeeded: bool = False
-
-
-class _Pending(msgspec.Struct):
-    """An instance that gets no work before it has loaded the live weights.
-
-    `loaded`: the weights that it has; None: unknown. `sent`: those of the last `Load` sent to it. `source`:
-    where to load the live weights from, if their own source failed; empty: from that. `call_id`: that of the
-    last `Load`.
-    """
-
-    loaded: Weights | None = field(default=None, name="has")
-    sent: Weights | None = field(default=None, name="told")
-    source: str = ""
-    deadline: float = NO_DEADLINE
-    call_id: int = 0
 
 
 class WeightsMachine(msgspec.Struct):
@@ -123,8 +84,8 @@ class WeightsMachine(msgspec.Struct):
     """By instance: why it gets no work. The reason stays while the instance tries again."""
     _retry_at: float = field(default=0.0, name="_again_at")
     _admitted: set[str] = field(default_factory=set)
-    _pending: dict[str, _Pending] = field(default_factory=dict, name="_coming")
-    _update: _Update | None = None
+    _pending: dict[str, Pending] = field(default_factory=dict, name="_coming")
+    _update: Update | None = None
     _updates: int = 0
     """Number of updates so far."""
     _updated: bool = False
@@ -225,7 +186,7 @@ class WeightsMachine(msgspec.Struct):
         self._advance_instances(now, awake, loadable, out)
         if self._advance_update(now, idle or Abort() in out, out):
             self._advance_instances(now, awake, loadable, out)
-            self._name_receivers(out)
+            out += self._update.receivers(out) if self._update is not None else []
         return out
 
     # --- instances -----------------------------------------------------------------------
@@ -245,7 +206,7 @@ class WeightsMachine(msgspec.Struct):
             self._go_live(reported, out)
             if self._update is not None and self._update.request.version <= reported.version:
                 self._fail({"": f"must be above the live one: {name} has version {reported.version}"}, out)
-        self._pending[name] = _Pending(None if event.dropped else reported)
+        self._pending[name] = Pending(None if event.dropped else reported)
         if event.dropped:
             self._dropped.add(name)
 
@@ -257,9 +218,9 @@ class WeightsMachine(msgspec.Struct):
         if name in self._admitted:
             self._admitted.discard(name)
             out.append(Expel(name))
-            self._pending[name] = _Pending()
+            self._pending[name] = Pending()
         elif name in self._pending:
-            self._pending[name] = _Pending(source=self._pending[name].source)
+            self._pending[name] = Pending(source=self._pending[name].source)
 
     def _go_live(self, weights: Weights, out: list[Instruction]) -> None:
         """Make other weights live; every instance has to load them before it gets work."""
@@ -270,9 +231,9 @@ class WeightsMachine(msgspec.Struct):
         self.live = weights
         for name in sorted(self._admitted):
             out.append(Expel(name))
-            self._pending[name] = _Pending()
+            self._pending[name] = Pending()
         for name in self.quarantined:
-            self._pending[name] = _Pending()
+            self._pending[name] = Pending()
         self._admitted.clear()
         self.quarantined.clear()
 
@@ -284,8 +245,10 @@ class WeightsMachine(msgspec.Struct):
         out: list[Instruction],
     ) -> None:
         """Admit instances that have the live weights, and have the others load them."""
-        committing = self._update is not None and self._update.committing
-        able = loadable if committing else awake  # without an update, one may come before the KV wakes
+        update = self._update if self._update is not None and self._update.committing else None
+        able = (
+            loadable if update is not None else awake
+        )  # without an update, one may come before the KV wakes
         for name in sorted(self._pending):
             pending, live = self._pending[name], self._live_weights()
             ready = able is None or name in able
@@ -297,19 +260,15 @@ class WeightsMachine(msgspec.Struct):
             elif not (source := pending.source or live.source) and pending.loaded is not None:
                 why = f"has other weights than version {live.version} ({live.digest})"
                 self._quarantine(name, f"{why}: start it with the same model", now)
-            elif is_in_place(source) and not (ready and self._takes_part(name)):
+            elif is_in_place(source) and not (ready and update is not None and name in update.awaited):
                 self._fan_out.ended(name, source)
                 self._quarantine(name, f"version {live.version} {GONE}", now)
             elif ready:
                 weights = structs.replace(live, source=source)
-                self._pending[name] = _Pending(
+                self._pending[name] = Pending(
                     sent=weights, deadline=now + self.seconds, call_id=self._failures
                 )
                 out.append(Load(name, weights, self._fan_out.holders(name, source), self._failures))
-
-    def _takes_part(self, name: str) -> bool:
-        """Return whether an instance is one of those that load as an update's second phase begins."""
-        return self._update is not None and self._update.committing and name in self._update.awaited
 
     def _admit(self, name: str, out: list[Instruction]) -> None:
         del self._pending[name]
@@ -333,7 +292,7 @@ class WeightsMachine(msgspec.Struct):
         for name in self.quarantined.keys() - self._pending.keys():
             possible = self.live.source or name in self._dropped
             if possible and (awake is None or name in awake):
-                self._pending[name] = _Pending()
+                self._pending[name] = Pending()
 
     def _remove(self, name: str) -> None:
         self._fan_out.left(name)
@@ -357,13 +316,13 @@ class WeightsMachine(msgspec.Struct):
         self._fan_out.ended(event.instance, pending.sent.source)
         if not event.problem:
             self.live = pending.sent  # the same weights, at the source where this instance found them
-            self._pending[event.instance] = _Pending(loaded=pending.sent)
+            self._pending[event.instance] = Pending(loaded=pending.sent)
             self._dropped.discard(event.instance)
             self._highest = max(self._highest, pending.sent.version)
             if self._update is not None and self._update.committing:
                 self._update.succeeded = True
         elif (source := self._alternative_source()) not in ("", pending.sent.source):
-            self._pending[event.instance] = _Pending(source=source)
+            self._pending[event.instance] = Pending(source=source)
         else:
             self._quarantine(event.instance, event.problem, now)
 
@@ -382,14 +341,14 @@ class WeightsMachine(msgspec.Struct):
                 return
             if current.request.trainer == event.trainer and not current.committing:
                 self._fail({"": f"{event.trainer} asked for another update"}, out)
-        if live is not None and not self.updating and self._loaded_live and _is_for(event, live):
+        if live is not None and not self.updating and self._loaded_live and is_for(event, live):
             self._requested_again(event, live, out)
             return
         if problem := self._refusal(event, idle):
             out.append(Fail(event.trainer, event.version, {"": problem}, event.call_id))
             return
         self._updates += 1
-        self._update = update = _Update(event, self._updates, now + self.seconds, digest=event.digest)
+        self._update = update = Update(event, self._updates, now + self.seconds, digest=event.digest)
         out.append(Hold())
         if event.in_flight is InFlight.ABORT and not idle:
             out.append(Abort())
@@ -403,13 +362,13 @@ class WeightsMachine(msgspec.Struct):
         trainer waits. Quarantined instances try again, from the source in this request.
         """
         if event.source and not is_in_place(event.source):
-            self._pending |= {name: _Pending(source=event.source) for name in self.quarantined}
+            self._pending |= {name: Pending(source=event.source) for name in self.quarantined}
             self.quarantined.clear()
         if not self._pending:
             out.append(Report(event.trainer, live, dict(self.quarantined), event.call_id))
             return
         self._updates += 1
-        self._update = _Update(
+        self._update = Update(
             event, self._updates, NO_DEADLINE, set(self._pending), committing=True, succeeded=True
         )
         out.append(Hold())
@@ -433,7 +392,7 @@ class WeightsMachine(msgspec.Struct):
             return "no engine is there to take weights: start one"
         if not event.source:
             return "give a source"
-        known = self._loaded_live or (self._dropped and not (self.live and _is_for(event, self.live)))
+        known = self._loaded_live or (self._dropped and not (self.live and is_for(event, self.live)))
         if self.live is not None and event.version < self.live.version + bool(known):
             return f"version {event.version} must be above the live one, {self.live.version}"
         if self.live is not None and self.live.version < self._highest > event.version:
@@ -442,7 +401,7 @@ class WeightsMachine(msgspec.Struct):
             return "requests are under way: wait for them, or say in_flight='finish' or 'abort'"
         return ""
 
-    def _prepare(self, update: _Update, name: str, out: list[Instruction]) -> None:
+    def _prepare(self, update: Update, name: str, out: list[Instruction]) -> None:
         update.awaited.add(name)
         update.sent_to.add(name)
         request = update.request
@@ -492,7 +451,7 @@ class WeightsMachine(msgspec.Struct):
             return self._end(update, out)
         if not update.sent_to:
             self._fail({"": "no engine is left"}, out)
-        elif self._other_bytes_are_live(update):
+        elif self._loaded_live and update.gives_other_bytes(self.live):
             self._fail({"": f"version {update.request.version} must be above the live one"}, out)
         elif idle:
             self._updated = update.committing = True
@@ -501,14 +460,7 @@ class WeightsMachine(msgspec.Struct):
             return True
         return False
 
-    def _other_bytes_are_live(self, update: _Update) -> bool:
-        """Return whether an instance came back meanwhile with this version, and other weights."""
-        live = self.live
-        if live is None or update.request.version != live.version or update.digest == live.digest:
-            return False
-        return bool(self._loaded_live)
-
-    def _end(self, update: _Update, out: list[Instruction]) -> bool:
+    def _end(self, update: Update, out: list[Instruction]) -> bool:
         """Answer after all instances have; return whether other weights are live again."""
         request, live = update.request, self._live_weights()
         left = {name: why for name, why in update.left.items() if name not in self._loaded_live}
@@ -524,14 +476,6 @@ class WeightsMachine(msgspec.Struct):
         if self.checked is not None:  # else instances stay quarantined until the next update
             self._go_live(self.checked, out)
         return True
-
-    def _name_receivers(self, out: list[Instruction]) -> None:
-        """Tell the trainer of weights in place which instances load them now."""
-        update = self._update
-        if update is not None and update.committing and is_in_place(update.request.source):
-            names = [item.instance for item in out if isinstance(item, Load)]
-            request = update.request
-            out.append(Receivers(request.trainer, request.version, names, request.call_id))
 
     def _check_deadlines(self, now: float, out: list[Instruction]) -> None:
         for name in [name for name, pending in self._pending.items() if pending.deadline < now]:
@@ -552,9 +496,3 @@ class WeightsMachine(msgspec.Struct):
         if self.live is None:
             raise RuntimeError("no weights are live before an engine registered")
         return self.live
-
-
-def _is_for(event: UpdateAsked, live: Weights) -> bool:
-    """Return whether a request is for the weights that are live."""
-    same = event.digest == live.digest if event.digest else event.source == live.source
-    return event.version == live.version and same
