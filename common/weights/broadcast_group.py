@@ -74,7 +74,8 @@ class BroadcastGroup:
 def open_store(port: int, seconds: float) -> TCPStore:
     """Return a store that others reach at this port (0: a free one; see its `port`), on all interfaces."""
     limit = timedelta(seconds=seconds)
-    return TCPStore("0.0.0.0", port, is_master=True, wait_for_workers=False, timeout=limit)  # noqa: S104
+    everywhere = "0.0.0.0"  # noqa: S104 - engines of other machines meet here
+    return TCPStore(everywhere, port, is_master=True, wait_for_workers=False, timeout=limit)
 
 
 def gather(

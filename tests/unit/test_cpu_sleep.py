@@ -1,13 +1,17 @@
 """Memory of a worker on CPUs: what is freed, what comes back, and with which values."""
 
+import importlib.util
 from types import SimpleNamespace
 
 import pytest
 
-torch = pytest.importorskip("torch")
+if importlib.util.find_spec("torch") is None:
+    pytest.skip("needs the engine extra", allow_module_level=True)
 
-from seer.common.errors import EngineError  # noqa: E402 - it needs torch
-from seer.services.engine.vllm.cpu_sleep import PACKED, CpuSleep  # noqa: E402
+import torch
+
+from seer.common.errors import EngineError
+from seer.services.engine.vllm.cpu_sleep import PACKED, CpuSleep
 
 KV, ALL = ["kv_cache"], ["kv_cache", "weights"]
 
