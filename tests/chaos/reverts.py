@@ -35,7 +35,8 @@ from seer.services.buffer.requests.machine import RequestMachine
 from seer.services.buffer.requests.trajectories import Trajectories
 from seer.services.buffer.server import BufferServer
 from seer.services.buffer.sleep import Joined, SleepMachine
-from seer.services.buffer.weights.machine import WeightsMachine, _Pending
+from seer.services.buffer.weights.machine import WeightsMachine
+from seer.services.buffer.weights.update import Pending
 from seer.services.buffer.weights.spool import Spool
 from seer.services.buffer.weights.spool_folder import SpoolFolder
 from seer.services.context import server as context
@@ -133,7 +134,7 @@ def _loading_not_told() -> Patches:
         loading = {name: pending for name, pending in self._pending.items() if pending.sent is not None}
         original(self, weights, out)
         for name, pending in loading.items():
-            self._pending[name] = _Pending(sent=weights, deadline=pending.deadline)
+            self._pending[name] = Pending(sent=weights, deadline=pending.deadline)
 
     yield _around(WeightsMachine, "_go_live", live)
 
