@@ -110,5 +110,5 @@ def make(config: Config, transport: Transport, clock: Clock, nature: Nature) -> 
     server = EngineServer(config, transport, clock, backend)
     server._driver = server._updater._driver = ChaosDriver(backend, server, clock, nature)
     server._draft_groups = DraftGroups()
-    server._updater._model = Manifest({"w": Tensor("F32", (1000,))}, "")  # to compare plans with
+    server._updater.checker.model = Manifest({"w": Tensor("F32", (1000,))}, "")  # to compare plans with
     return server

@@ -104,7 +104,8 @@ async def test_what_is_too_old_for_adapters_refuses_them_by_name(model, monkeypa
     # What an engine of an earlier release does with a source that it does not know: it reads a folder.
     monkeypatch.setattr(fetcher, "is_adapter", lambda source: False)
     monkeypatch.setattr(fetcher, "inner_source", lambda source: source)
-    monkeypatch.setattr("seer.services.engine.weights.updater.is_adapter", lambda source: False)
+    for module in ("checker", "updater"):
+        monkeypatch.setattr(f"seer.services.engine.weights.{module}.is_adapter", lambda source: False)
     monkeypatch.setattr(hub, "MINOR", 2)
     async with running(engines=1) as cluster, cluster.client() as client:
         with pytest.raises(WeightsRefused, match=r"e0: source = 'lora:.*has no weights"):

@@ -17,7 +17,7 @@ from seer.common.sleep import SleepState
 from seer.common.weights.digest import SPOOL_NOTES
 from seer.services.engine.weights import copies as copies_module
 from seer.services.engine.weights import fetcher
-from seer.services.engine.weights.updater import CheckedWeights
+from seer.services.engine.weights.checker import CheckedWeights
 
 LARGE = {"w": np.ones(wire.SPOOL_BYTES * 6, dtype=np.float32)}  # three windows
 SMALL = {"w": np.ones(6, dtype=np.float32)}
@@ -57,14 +57,14 @@ async def test_an_update_that_another_engine_refuses_leaves_nothing(copies):
     async with running(engines=2) as cluster, cluster.client() as client:
 
         async def fail(source, *_):
-            await eventually(lambda: cluster.services["e0"]._updater._checked.digest != "")
+            await eventually(lambda: cluster.services["e0"]._updater.checker.checked.digest != "")
             raise InvalidField("source", source, "this node cannot read it")
 
-        cluster.services["e1"]._updater._check = fail
+        cluster.services["e1"]._updater.checker.check = fail
         with pytest.raises(WeightsRefused, match="this node cannot read it"):
             await client.update_weights(1, SMALL)
         await eventually(lambda: not any(copying(cluster)))
-        assert cluster.services["e0"]._updater._checked == CheckedWeights()
+        assert cluster.services["e0"]._updater.checker.checked == CheckedWeights()
         assert not copies()
 
 

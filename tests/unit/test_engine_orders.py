@@ -18,8 +18,8 @@ from seer.common.types import SamplingParams
 from seer.common.weights.in_place import PLAN, Bucket, Plan, PlannedTensor, SharedFile
 from seer.services.engine.backend import Chunk
 from seer.services.engine.replay.backend import ReplayBackend
+from seer.services.engine.weights.checker import CheckedWeights
 from seer.services.engine.weights.manifest import read_manifest
-from seer.services.engine.weights.updater import CheckedWeights
 
 AWAKE, KV_ASLEEP, ASLEEP = SleepState
 
@@ -283,7 +283,7 @@ async def test_what_was_checked_for_weights_that_are_live_already_is_forgotten(t
             await asyncio.sleep(1)
         assert kinds(buffer)[-4:] == [wire.WeightsPrepared, wire.WeightsLoaded] * 2
         assert len(backend.loaded) == 1
-        assert server._updater._checked == CheckedWeights()
+        assert server._updater.checker.checked == CheckedWeights()
 
 
 @virtual
@@ -354,7 +354,7 @@ def plan(path, shape=(2, 3), name="w"):
 
 
 def started_with(server, model):
-    server._updater._model, server._updater._base = read_manifest(model), model
+    server._updater.checker.model, server._updater.checker.base = read_manifest(model), model
 
 
 @virtual

@@ -497,7 +497,7 @@ async def test_an_update_that_is_off_is_not_checked_and_its_answer_says_which_it
             await asyncio.sleep(5)
             raise EngineError(f"no {source}")
 
-        server._updater._check = slow
+        server._updater.checker.check = slow
         for call_id in (1, 2):
             await buffer.send(wire.PrepareWeights(version=1, source=f"/{call_id}", call_id=call_id))
         await asyncio.sleep(1)

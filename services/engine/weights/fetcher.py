@@ -26,7 +26,7 @@ from pathlib import Path
 
 from seer.common import wire
 from seer.common.clock import Clock
-from seer.common.errors import InvalidField, SeerError, Unreachable
+from seer.common.errors import ConfigError, InvalidField, SeerError, Unreachable
 from seer.common.net.channel import Channel
 from seer.common.net.handshake import Identity
 from seer.common.net.transport.base import Transport
@@ -86,10 +86,14 @@ class Peers:
 class WeightFetcher:
     """See the module's docstring. `send` reaches the buffer; give its answers to `arrived`.
 
-    Without `peers` nothing is copied from other engines, nor sent to them.
+    Without `peers` nothing is copied from other engines, nor sent to them. Raises `ConfigError` if `root`, the
+    folder that all weights must lie in, is none.
     """
 
     def __init__(self, send: Send, root: str = "", peers: Peers | None = None) -> None:
+        if root and not Path(root).is_dir():
+            fix = "is not a folder on this machine; give the one that all weights lie in, or leave it empty"
+            raise ConfigError(f"engine.weights_root = {root!r}: {fix}")
         self._send = send
         self._root = root
         self._peers = peers

@@ -4,9 +4,7 @@ Invariants (tests/unit/test_engine_orders.py asserts them):
 - new weights are checked while the live ones generate, and loaded while nothing runs; after a failed
   load, or sleep at level 2, the engine has no weights, and runs nothing, until another load succeeds;
 - weights are loaded only while their memory is awake; that of the KV cache may sleep;
-- weights without a source are the model that the engine was started with;
-- only what was checked is loaded: files that changed since then are read again;
-- bytes that came from another engine and have a wrong digest are fetched again, from the buffer;
+- only what was checked is loaded (`checker.py`);
 - weights in place are received only if `engine.in_place_updates` allows it, and their plan fits the model; an
   engine that does not receive all of them by `engine.in_place_seconds` ends;
 - an adapter is merged into the model that the engine was started with, whatever is live;
@@ -18,24 +16,18 @@ Invariants (tests/unit/test_engine_orders.py asserts them):
 from __future__ import annotations
 
 import asyncio
-import threading
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
 from seer.common import wire
-from seer.common.errors import ConfigError, EngineBroken, EngineError, InvalidField, SeerError
-from seer.common.process.log import get_logger
+from seer.common.errors import EngineBroken, EngineError, InvalidField, SeerError
 from seer.common.sleep import SleepState
 from seer.common.weights.in_place import is_in_place
 from seer.common.weights.lora import is_adapter
-from seer.common.weights.safetensors import stamps
 from seer.services.engine.driver import Driver
-from seer.services.engine.weights.adapter import read_adapter
-from seer.services.engine.weights.adapter import stamps as adapter_stamps
+from seer.services.engine.weights.checker import OtherNodes, WeightChecker
 from seer.services.engine.weights.fetcher import Peers, Send, WeightFetcher
-from seer.services.engine.weights.manifest import Manifest, differences, read_manifest, read_planned
 
 UNDEFINED = -1
 """Weight version of an engine whose last load failed, or that dropped its weights: it must not generate."""
@@ -76,21 +68,13 @@ class LiveWeights:
     source: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class CheckedWeights:
-    """What was read last: a source, the digest of its tensors, and the state of its files then."""
-
-    source: str = ""
-    digest: str = ""
-    stamps: tuple[object, ...] = ()
-
-
 class WeightUpdater:
-    """Owns the order queue, the live, the dropped and the checked weights, and what of the engine sleeps.
+    """Owns the order queue, the live and the dropped weights, and what of the engine sleeps.
 
     `dropped`: the weights that were live before sleep at level 2, until some are loaded. `send` reaches the
     buffer, `peers` other engines; `root`: the folder that all weights must lie in, if not empty. `name`: the
-    engine's; `in_place_seconds`: deadline for weights in place, None refuses them.
+    engine's; `in_place_seconds`: deadline for weights in place, None refuses them; `nodes`: those that have
+    further ranks of it.
     """
 
     def __init__(
@@ -102,19 +86,15 @@ class WeightUpdater:
         peers: Peers | None = None,
         name: str = "",
         in_place_seconds: float | None = None,
+        nodes: OtherNodes | None = None,
     ) -> None:
-        if root and not Path(root).is_dir():
-            fix = "is not a folder on this machine; give the one that all weights lie in, or leave it empty"
-            raise ConfigError(f"engine.weights_root = {root!r}: {fix}")
         self.live = LiveWeights()
         self.dropped: LiveWeights | None = None
         self.sleeping = SleepState.AWAKE
         self.fetcher = WeightFetcher(send, root, peers)
+        self.checker = WeightChecker(self.fetcher, in_place_seconds is not None, nodes)
         self._driver = driver
         self._engine = engine
-        self._checked = CheckedWeights()
-        self._model: Manifest | None = None
-        self._base = Path()
         self._orders: asyncio.Queue[Order] = asyncio.Queue(MAX_ORDERS)
         self._preparing: asyncio.Task[wire.WeightsPrepared] | None = None
         self._cancelled_call_id = 0
@@ -132,13 +112,9 @@ class WeightUpdater:
 
     async def start(self, model: str) -> None:
         """Read the model folder that the engine was started with, if it has one. Raises `SeerError`."""
-        if not model:
-            return
-        self._base = Path(model)
-        self._model = await asyncio.to_thread(read_manifest, self._base)
-        self.live = LiveWeights(digest=self._model.digest)
-        self.fetcher.model_bytes = self._model.size
-        await self._driver.bind_weights(self.live.digest)
+        if model:
+            self.live = LiveWeights(digest=(await self.checker.start(Path(model))).digest)
+            await self._driver.bind_weights(self.live.digest)
 
     def order(self, order: wire.PrepareWeights | wire.LoadWeights | wire.Sleep) -> None:
         """Queue an order. With a full queue it is lost: the buffer repeats it after its deadline."""
@@ -174,14 +150,14 @@ class WeightUpdater:
 
     async def close(self) -> None:
         """Delete what was copied."""
-        await self.fetcher.discard()
+        await self.checker.discard()
 
     async def _carry_out(self, order: Order) -> Answer | None:
         match order:
             case wire.PrepareWeights():
                 return await self._prepare_unless_cancelled(order)
             case wire.DiscardWeights():
-                await self._discard()
+                await self.checker.discard()
                 return None
             case wire.LoadWeights():
                 return await self._load(order)
@@ -196,7 +172,7 @@ class WeightUpdater:
             await asyncio.wait([self._preparing])
             if not self._preparing.cancelled():
                 return self._preparing.result()
-            await self._discard()
+            await self.checker.discard()
             return None
         finally:
             self._preparing.cancel()
@@ -205,73 +181,14 @@ class WeightUpdater:
     async def _prepare(self, order: wire.PrepareWeights) -> wire.WeightsPrepared:
         answer = wire.WeightsPrepared(version=order.version, digest="", call_id=order.call_id)
         try:
-            found = await self._check(order.source, order.holders, order.digest)
+            found = await self.checker.check(order.source, order.holders, order.digest)
             answer.digest = found.digest
-            if self._model is not None and not is_adapter(order.source):
-                answer.problem = differences(self._model, found)
+            answer.problem = self.checker.differences(order.source, found)
         except SeerError as error:
             answer.problem = str(error)
         if answer.problem:
-            await self._discard()
+            await self.checker.discard()
         return answer
-
-    async def _discard(self) -> None:
-        """Forget what was checked, and delete what was copied for it."""
-        self._checked = CheckedWeights()
-        await self.fetcher.discard()
-
-    async def _check(self, source: str, holders: Sequence[str], digest: str) -> Manifest:
-        """Read weights, byte by byte. Raises `SeerError`. `digest`: what they must have, if that is known."""
-        if is_in_place(source) and self._in_place_seconds is None:
-            fix = "this engine takes no weights in place: set engine.in_place_updates = true, or send them"
-            raise InvalidField("source", source, fix)
-        try:
-            found = await self._check_folder(source, await self._folder(source, holders))
-        except InvalidField as error:
-            if not self.fetcher.distrust():
-                raise
-            problem = str(error)
-        else:
-            if digest in ("", found.digest) or not self.fetcher.distrust():
-                return found
-            problem = f"they have digest {found.digest}, not {digest}"
-        get_logger().warning("weights that came from other engines are fetched again", why=problem)
-        await self._discard()
-        return await self._check_folder(source, await self._folder(source))
-
-    async def _folder(self, source: str, holders: Sequence[str] = ()) -> Path:
-        """See `WeightFetcher.folder`; without a source: the model that the engine was started with."""
-        if source:
-            return await self.fetcher.folder(source, holders)
-        if self._model is None:
-            fix = "this engine was started without a model folder: set shared.model, or update its weights"
-            raise InvalidField("source", source, fix)
-        return self._base
-
-    async def _check_folder(self, source: str, folder: Path) -> Manifest:
-        stop = threading.Event()
-        try:
-            found = await asyncio.to_thread(self._read, source, folder, stop.is_set)
-        finally:
-            stop.set()  # a thread cannot be cancelled
-        self._checked = CheckedWeights(source, found.digest, found.stamps)
-        return found
-
-    def _read(self, source: str, folder: Path, stop: Callable[[], bool]) -> Manifest:
-        if not is_adapter(source) and not is_in_place(source):
-            return read_manifest(folder, stop)
-        if self._model is None:
-            fix = "this engine has no model to merge into, or to compare with: start it with shared.model"
-            raise InvalidField("source", source, fix)
-        if is_in_place(source):
-            return read_planned(folder, self._model)
-        return read_adapter(source, folder, self._base, self._model, stop)
-
-    async def _stamps(self, source: str, folder: Path) -> tuple[object, ...]:
-        """Return the state of the files that a source's weights are loaded from."""
-        if is_adapter(source):
-            return await asyncio.to_thread(adapter_stamps, folder, self._base)
-        return await asyncio.to_thread(stamps, folder)
 
     async def _load(self, order: wire.LoadWeights) -> wire.WeightsLoaded:
         rejoins = self._rejoins
@@ -283,12 +200,12 @@ class WeightUpdater:
             self._engine.drop_chunks()  # the buffer waits for none of them
             if self.sleeping is SleepState.ASLEEP:
                 raise EngineError("it sleeps: wake its weights first")
-            folder = await self._checked_folder(order)
+            folder = await self.checker.checked_folder(order.source, order.digest, order.holders)
             if rejoins != self._rejoins:  # the next buffer already relies on the live weights
                 raise EngineError("the buffer that gave this order is gone")
             self.live, self.dropped = LiveWeights(version=UNDEFINED), None
             await self._replace(order, folder)
-            if await self._stamps(order.source, folder) != self._checked.stamps:
+            if await self.checker.changed(folder):
                 raise EngineError(f"{order.source} changed while it was loaded")
             self._engine.weights_loaded()
             self.live = LiveWeights(order.version, order.digest, order.source)
@@ -300,7 +217,7 @@ class WeightUpdater:
         except SeerError as error:
             return wire.WeightsLoaded(version=order.version, problem=str(error), call_id=order.call_id)
         finally:
-            await self._discard()
+            await self.checker.discard()
         return wire.WeightsLoaded(version=order.version, call_id=order.call_id)
 
     async def _replace(self, order: wire.LoadWeights, folder: Path) -> None:
@@ -308,21 +225,8 @@ class WeightUpdater:
             seconds = self._in_place_seconds
             await self._driver.receive_weights(folder, self._name, order.digest, seconds)
         else:
-            base = self._base if is_adapter(order.source) else None
+            base = self.checker.base if is_adapter(order.source) else None
             await self._driver.load_weights(folder, order.digest, base)
-
-    async def _checked_folder(self, order: wire.LoadWeights) -> Path:
-        """Return the folder, once it was checked to hold exactly these weights. Raises `SeerError`."""
-        folder = await self._folder(order.source, order.holders)
-        now = await self._stamps(order.source, folder)
-        if self._checked != CheckedWeights(order.source, order.digest, now):
-            # It was never prepared here, or files changed since.
-            await self._check(order.source, order.holders, order.digest)
-            folder = await self._folder(order.source)
-        if self._checked.digest != order.digest:
-            where = order.source or folder
-            raise EngineError(f"{where} now has digest {self._checked.digest}, not {order.digest}")
-        return folder
 
     async def _sleep(self, order: wire.Sleep) -> wire.Slept:
         """Free memory, or take it again. Raises `EngineError`: the engine is broken then."""

@@ -1,0 +1,167 @@
+"""Reads new weights byte by byte before they are loaded.
+
+Invariants (tests/unit/test_engine_orders.py, tests/unit/test_nodes.py):
+- weights without a source are the model that the engine was started with;
+- files that changed since they were checked are read again before they are loaded, on every node;
+- bytes that came from another engine and have a wrong digest are fetched again, from the buffer;
+- all nodes of an engine have weights of the same digest, or they are refused.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from seer.common.errors import EngineError, InvalidField
+from seer.common.process.log import get_logger
+from seer.common.weights.in_place import is_in_place
+from seer.common.weights.lora import is_adapter
+from seer.common.weights.safetensors import stamps
+from seer.services.engine.weights.adapter import read_adapter
+from seer.services.engine.weights.adapter import stamps as adapter_stamps
+from seer.services.engine.weights.fetcher import WeightFetcher
+from seer.services.engine.weights.manifest import Manifest, differences, read_manifest, read_planned
+
+Stamps = tuple[object, ...]
+"""The state of files; equal stamps mean that nobody has written to them."""
+
+
+@dataclass(frozen=True, slots=True)
+class CheckedWeights:
+    """What was read last: a source, the digest of its tensors, and the state of its files then."""
+
+    source: str = ""
+    digest: str = ""
+    stamps: Stamps = ()
+
+
+class OtherNodes(Protocol):
+    """The nodes that have further ranks of this engine, and read weights for them."""
+
+    async def check(self, source: str, digest: str, folder: Path) -> Stamps:
+        """Have each read a source; return their stamps. `folder`: where this node has it.
+
+        Raises `InvalidField` unless all have weights of this digest.
+        """
+        ...
+
+    async def stamps(self, source: str) -> Stamps:
+        """Return the present stamps of what each has checked. Raises `InvalidField`."""
+        ...
+
+    async def discard(self) -> None:
+        """Have each delete what it copied."""
+        ...
+
+
+class WeightChecker:
+    """Call `start` first if the engine has a model folder, `base`. `in_place`: take plans of such updates."""
+
+    def __init__(
+        self, fetcher: WeightFetcher, in_place: bool = False, nodes: OtherNodes | None = None
+    ) -> None:
+        self.checked = CheckedWeights()
+        self.model: Manifest | None = None
+        self.base = Path()
+        self._fetcher = fetcher
+        self._in_place = in_place
+        self._nodes = nodes
+
+    async def start(self, base: Path) -> Manifest:
+        """Read the model folder that the engine was started with. Raises `SeerError`."""
+        self.base = base
+        self.model = await asyncio.to_thread(read_manifest, base)
+        self._fetcher.model_bytes = self.model.size
+        if self._nodes is not None:
+            await self._nodes.check("", self.model.digest, base)
+        return self.model
+
+    async def check(self, source: str, holders: Sequence[str], digest: str) -> Manifest:
+        """Read weights, byte by byte. Raises `SeerError`. `digest`: what they must have, if that is known."""
+        found, folder = await self._check(source, holders, digest)
+        others: Stamps = ()
+        if self._nodes is not None:
+            others = await self._nodes.check(source, found.digest, folder)
+        self.checked = CheckedWeights(source, found.digest, (*found.stamps, *others))
+        return found
+
+    async def checked_folder(self, source: str, digest: str, holders: Sequence[str] = ()) -> Path:
+        """Return the folder, once it was checked to hold exactly these weights. Raises `SeerError`."""
+        folder = await self._folder(source, holders)
+        if (self.checked.source, self.checked.digest) != (source, digest) or await self.changed(folder):
+            # It was never prepared here, or files changed since.
+            await self.check(source, holders, digest)
+            folder = await self._folder(source)
+        if self.checked.digest != digest:
+            raise EngineError(f"{source or folder} now has digest {self.checked.digest}, not {digest}")
+        return folder
+
+    async def changed(self, folder: Path) -> bool:
+        """Return whether a file of what was checked last has changed since, here or on another node."""
+        source = self.checked.source
+        read = functools.partial(adapter_stamps, base=self.base) if is_adapter(source) else stamps
+        own = await asyncio.to_thread(read, folder)
+        others = await self._nodes.stamps(source) if self._nodes is not None else ()
+        return (*own, *others) != self.checked.stamps
+
+    def differences(self, source: str, found: Manifest) -> str:
+        """Return why this is not the live model with other values; empty: it is, or an adapter of it."""
+        return "" if self.model is None or is_adapter(source) else differences(self.model, found)
+
+    async def discard(self) -> None:
+        """Forget what was checked, and delete what was copied for it."""
+        self.checked = CheckedWeights()
+        await self._fetcher.discard()
+        if self._nodes is not None:
+            await self._nodes.discard()
+
+    async def _check(self, source: str, holders: Sequence[str], digest: str) -> tuple[Manifest, Path]:
+        if is_in_place(source) and not self._in_place:
+            fix = "this engine takes no weights in place: set engine.in_place_updates = true, or send them"
+            raise InvalidField("source", source, fix)
+        try:
+            folder = await self._folder(source, holders)
+            found = await self._read_stoppably(source, folder)
+        except InvalidField as error:
+            if not self._fetcher.distrust():
+                raise
+            problem = str(error)
+        else:
+            if digest in ("", found.digest) or not self._fetcher.distrust():
+                return found, folder
+            problem = f"they have digest {found.digest}, not {digest}"
+        get_logger().warning("weights that came from other engines are fetched again", why=problem)
+        await self._fetcher.discard()
+        folder = await self._folder(source)
+        return await self._read_stoppably(source, folder), folder
+
+    async def _folder(self, source: str, holders: Sequence[str] = ()) -> Path:
+        """See `WeightFetcher.folder`; without a source: the model that the engine was started with."""
+        if source:
+            return await self._fetcher.folder(source, holders)
+        if self.model is None:
+            fix = "this engine was started without a model folder: set shared.model, or update its weights"
+            raise InvalidField("source", source, fix)
+        return self.base
+
+    async def _read_stoppably(self, source: str, folder: Path) -> Manifest:
+        stop = threading.Event()
+        try:
+            return await asyncio.to_thread(self._read, source, folder, stop.is_set)
+        finally:
+            stop.set()  # a thread cannot be cancelled
+
+    def _read(self, source: str, folder: Path, stop: Callable[[], bool]) -> Manifest:
+        if not is_adapter(source) and not is_in_place(source):
+            return read_manifest(folder, stop)
+        if self.model is None:
+            fix = "this engine has no model to merge into, or to compare with: start it with shared.model"
+            raise InvalidField("source", source, fix)
+        if is_in_place(source):
+            return read_planned(folder, self.model)
+        return read_adapter(source, folder, self.base, self.model, stop)
