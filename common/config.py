@@ -159,6 +159,12 @@ class EngineConfig(_Section, frozen=True):
     """Unique name; default: host name and process id."""
     backend: Literal["vllm", "replay"] = "vllm"
     tensor_parallel: int = 1
+    nodes: int = 1
+    """Machines that its ranks are on, equally many on each; all run `seer engine`: docs/models.md."""
+    node_rank: int = 0
+    """Which of them this one is. That of 0, the head, is the engine; others have further ranks of it."""
+    head: str = ""
+    """Where they meet, an address of the head: `tcp://host:port`."""
     kv_blocks: int | None = None
     """Usable KV blocks, of all KV cache groups together; default: as many as fit the memory budget."""
     kv_cache_gib: float | None = None

@@ -65,8 +65,8 @@ class VllmSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         "enable_sleep_mode": f"{_SETS}: it is on wherever vLLM has it",
         "enable_lora": "adapters are merged into the weights: send them by `update_weights`",
         "async_scheduling": f"{_SETS}: give engine.async_scheduling",
-        "distributed_executor_backend": "ranks of an engine are processes of one machine: docs/models.md",
-        "nnodes": "an engine's ranks are on one machine: docs/models.md says what more would take",
+        "distributed_executor_backend": "ranks are processes of vLLM's own executor: docs/models.md",
+        "nnodes": f"{_SETS}: give engine.nodes",
         "pipeline_parallel_size": "drafts and sampling need the first and the last layer in each rank: raise "
         "engine.tensor_parallel instead",
         "data_parallel_size": "an engine is one replica: start more engines (docs/models.md)",

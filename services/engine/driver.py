@@ -111,6 +111,10 @@ class Driver(Protocol):
         """Step while there is work, until cancelled. Raises `EngineError` when the backend fails."""
         ...
 
+    def give_up(self) -> None:
+        """Have `close` end the process: the backend may wait for what will never come."""
+        ...
+
     async def close(self) -> None:
         """Free the backend."""
         ...
@@ -196,6 +200,9 @@ class InlineDriver:
             await self._clock.sleep(out.seconds)
             self._sink.output(out)
 
+    def give_up(self) -> None:
+        """See `Driver.give_up`; nothing here waits."""
+
     async def close(self) -> None:
         """See `Driver.close`."""
         self._backend.close()
@@ -257,7 +264,7 @@ class ThreadDriver:
             async with asyncio.timeout(seconds):
                 await self._call(lambda: self._backend.receive_weights(folder, engine, digest))
         except TimeoutError as error:
-            self._hangs = True
+            self.give_up()
             limit = f"engine.in_place_seconds = {seconds:g}"
             why = f"weights in place did not arrive within {limit}: this engine ends, and starts again"
             raise EngineBroken(why) from error
@@ -286,6 +293,10 @@ class ThreadDriver:
                     self._sink.rejected(chunk, error)
                 case EngineError() as failure:
                     raise failure
+
+    def give_up(self) -> None:
+        """See `Driver.give_up`."""
+        self._hangs = True
 
     async def close(self) -> None:
         """See `Driver.close`; a step under way is waited for, `JOIN_SECONDS` at most.

@@ -11,7 +11,7 @@ Invariants (tests/unit/test_engine_server.py asserts them):
 - told to stop, it hands back what its chunks have so far (a chunk may end anywhere) and leaves; when
   the backend fails it says `Goodbye` and ends with that error.
 
-Orders about weights and sleep are `weights/updater.py`'s.
+Orders about weights and sleep are `weights/updater.py`'s, other nodes with ranks of it `nodes/head.py`'s.
 """
 
 from __future__ import annotations
@@ -42,6 +42,9 @@ from seer.services.engine.backend import Backend, Chunk, ChunkEnd, StepOutput
 from seer.services.engine.chunks import Place, RunningChunk, chunk_of, done_message, start_chunk
 from seer.services.engine.draft_groups import DraftGroups
 from seer.services.engine.driver import BackendInfo, Driver, InlineDriver, ThreadDriver
+from seer.services.engine.nodes.agreement import Meeting, check_nodes, meeting
+from seer.services.engine.nodes.follower import Follower
+from seer.services.engine.nodes.head import Head
 from seer.services.engine.pace import Pace
 from seer.services.engine.replay.backend import ReplayBackend
 from seer.services.engine.weights.fetcher import Peers
@@ -57,23 +60,39 @@ LEAVE_SECONDS = 2.0
 """Longest wait to hand back results and say goodbye, to the buffer and to the dgds each."""
 
 
-def make(config: Config, transport: Transport, clock: Clock) -> EngineServer:
-    """Build the service for `service.run_process`."""
-    return EngineServer(config, transport, clock, _backend(config))
+def make(config: Config, transport: Transport, clock: Clock) -> EngineServer | Follower:
+    """Build the service for `service.run_process`: an engine, or further ranks of one on another node."""
+    check_nodes(config.engine)
+    if config.engine.node_rank:
+        from seer.services.engine.vllm.ranks import VllmRanks
+
+        return Follower(config, transport, clock, VllmRanks(config))
+    meets = meeting(config.engine) if config.engine.nodes > 1 else None
+    return EngineServer(config, transport, clock, _backend(config, meets), meets)
 
 
-def _backend(config: Config) -> Backend:
+def _backend(config: Config, meets: Meeting | None) -> Backend:
     if config.engine.backend == "replay":
         return ReplayBackend(config.engine, config.shared)
     from seer.services.engine.vllm.backend import VllmBackend  # torch and vllm load only where needed
 
-    return VllmBackend(config.engine, config.shared, config.pool, config.drafts)
+    return VllmBackend(config.engine, config.shared, config.pool, config.drafts, meets)
 
 
 class EngineServer:
-    """See the module's docstring. The replay backend is stepped inline, others on a thread."""
+    """See the module's docstring. The replay backend is stepped inline, others on a thread.
 
-    def __init__(self, config: Config, transport: Transport, clock: Clock, backend: Backend) -> None:
+    `meets`: where its ranks meet if other nodes have some.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        transport: Transport,
+        clock: Clock,
+        backend: Backend,
+        meets: Meeting | None = None,
+    ) -> None:
         settings = config.engine
         if not settings.status_seconds > 0:
             raise ConfigError(f"engine.status_seconds = {settings.status_seconds}: must be positive")
@@ -107,9 +126,10 @@ class EngineServer:
         self._transport, self._endpoint = transport, config.endpoints.engines
         self._peers = Peers(transport, me, clock)
         self._weights_endpoint = ""
+        self._nodes = Head(config, clock, me, meets) if meets is not None else None
         self._updater = WeightUpdater(
             self._driver, self, self._buffer.send, settings.weights_root, self._peers,
-            me.name, settings.in_place_seconds if settings.in_place_updates else None,
+            me.name, settings.in_place_seconds if settings.in_place_updates else None, self._nodes,
         )  # fmt: skip
         self._answers: list[Answer] = []
         self._serial = 0
@@ -118,6 +138,20 @@ class EngineServer:
 
     async def start(self) -> dict[str, str]:
         """Load the model, join the buffer and register. Raises `EngineError` or `Unreachable`."""
+        if self._nodes is None:
+            await self._join()
+            return {}
+        await self._nodes.start(self._transport, self.drain, self._driver.give_up)
+        try:
+            await self._nodes.gather()
+            await self._nodes.during(self._join())
+        except BaseException as error:
+            await self._nodes.close(str(error) or "it was stopped")
+            await self._driver.close()
+            raise
+        return {}
+
+    async def _join(self) -> None:
         self._info: BackendInfo = await self._driver.start(self._settings.load_seconds)
         try:
             await self._updater.start(self._model)
@@ -129,7 +163,6 @@ class EngineServer:
         except BaseException:
             await self._driver.close()
             raise
-        return {}
 
     async def run(self) -> None:
         """Serve until drained. Raises the error that made the engine fail."""
@@ -148,6 +181,8 @@ class EngineServer:
                         self._fetch_draft_tokens(),
                     )
                 ]
+                if self._nodes is not None:
+                    serving.append(tasks.create_task(self._nodes.run()))
                 await self._finished.wait()
                 for task in serving:
                     task.cancel()
@@ -391,4 +426,6 @@ class EngineServer:
         self._peers.server.close()
         await self._updater.close()
         await self.dgds.close(LEAVE_SECONDS)
+        if self._nodes is not None:
+            await self._nodes.close("" if self._finished.is_set() else "it failed")
         await self._driver.close()

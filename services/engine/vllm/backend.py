@@ -31,6 +31,7 @@ from seer.common.types import Capacity, InstanceStats
 from seer.services.dgds.client import StreamDelta
 from seer.services.engine.backend import Chunk, ChunkEnd, Generated, StepOutput
 from seer.services.engine.chunk_gate import ChunkGate
+from seer.services.engine.nodes.agreement import Meeting
 from seer.services.engine.vllm import env, loading
 from seer.services.engine.vllm.checks import check_chunk, token_budget
 from seer.services.engine.vllm.core import CoreHandle
@@ -84,14 +85,16 @@ class VllmBackend:
         shared: SharedConfig,
         pool: PoolConfig | None = None,
         drafts: DraftsConfig | None = None,
+        meeting: Meeting | None = None,
     ) -> None:
-        """Take the configuration.
+        """Take the configuration. `meeting`: where its ranks meet if other nodes have some.
 
         Without a `pool` of kind `mooncake`, KV stays in this engine; without `drafts`, or with source
         `off`, every step gives each request one token.
         """
         self._config = config
         self._shared = shared
+        self._meeting = meeting
         self._pool = pool if pool is not None and pool.kind == "mooncake" else None
         self._sharing: KvSharing | None = None
         self._drafts = drafts if drafts is not None and drafts.source != "off" else None
@@ -114,13 +117,13 @@ class VllmBackend:
 
         Raises `EngineError` naming the cause and the fix.
         """
-        env.prepare(self._config)
+        env.prepare(self._config, self._meeting)
         described = loading.model_config(self._shared)
         self._config, self._shared = env.with_defaults(self._config, self._shared, described)
         # Only now: it imports torch and, through the workers, vllm.
         from seer.services.engine.vllm import self_test
 
-        client = loading.load(self._config, self._shared, self._pool, self._drafts)
+        client = loading.load(self._config, self._shared, self._pool, self._drafts, self._meeting)
         self.core = CoreHandle(client, self._config.load_seconds)
         self.probe = Probe(self, self.core)
         try:
@@ -245,14 +248,18 @@ class VllmBackend:
     def load_weights(self, folder: Path, digest: str, base: Path | None = None) -> None:
         """See `Backend.load_weights`."""
         self._forget_weights()
-        self.core.load_weights(folder, base)
+        self.core.load_weights(self._folders(folder), adapter=base is not None)
         self.bind_weights(digest)
 
     def receive_weights(self, folder: Path, engine: str, digest: str) -> None:
         """See `Backend.receive_weights`."""
         self._forget_weights()
-        self.core.receive_weights(folder, engine)
+        self.core.receive_weights(self._folders(folder), engine)
         self.bind_weights(digest)
+
+    def _folders(self, folder: Path) -> list[str]:
+        """Return where each node has the weights that are in this folder here."""
+        return [str(folder), *(self._meeting.folders if self._meeting is not None else ())]
 
     def _forget_weights(self) -> None:
         """Drop all that runs, and what followed from the live weights, before others are loaded."""

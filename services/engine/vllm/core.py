@@ -8,8 +8,8 @@ Invariants:
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from concurrent.futures import Future
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from seer.common.config import DraftsConfig, SharedConfig
@@ -175,27 +175,24 @@ class CoreHandle:
 
     # --- weights and memory --------------------------------------------------------------
 
-    def load_weights(self, folder: Path, base: Path | None = None) -> None:
+    def load_weights(self, folders: Sequence[str], *, adapter: bool = False) -> None:
         """Load weights in place: the KV cache's memory and all settings stay. Raises `EngineError`.
 
-        With a `base`, the folder has an adapter for it.
+        `folders`: where each node has them, or an adapter for the model that the engine was started with.
         """
         try:
-            if base is None:
-                self.rpc("reload_weights", weights_path=str(folder))
-            else:
-                self.rpc("seer_load_adapter", folder=str(folder), base=str(base))
+            self.rpc("seer_load_adapter" if adapter else "seer_load_weights", folders=folders)
         except Exception as error:
-            raise EngineError(f"vLLM could not load {folder}: {str(error)[:MAX_VLLM_TEXT]}") from error
+            raise EngineError(f"vLLM could not load {folders[0]}: {str(error)[:MAX_VLLM_TEXT]}") from error
         self.reset_prefix_cache()
 
-    def receive_weights(self, folder: Path, engine: str) -> None:
-        """Load weights in place, by the plan in `folder`, as the engine of this name.
+    def receive_weights(self, folders: Sequence[str], engine: str) -> None:
+        """Load weights in place, by the plan in each node's folder, as the engine of this name.
 
         Raises `EngineError`, or `EngineBroken` if vLLM itself failed: its model is in no known state then.
         """
         try:
-            problems = self.rpc("seer_receive_weights", folder=str(folder), engine=engine)
+            problems = self.rpc("seer_receive_weights", folders=folders, engine=engine)
         except Exception as error:
             why = f"vLLM could not load weights in place: {str(error)[:MAX_VLLM_TEXT]}"
             raise EngineBroken(f"{why}; this engine ends, and starts again") from error

@@ -22,6 +22,7 @@ from seer.common.config import EngineConfig, SharedConfig
 from seer.common.errors import EngineError
 from seer.common.policy.device_defaults import Device, engine_defaults, uses_mla
 from seer.common.process.devices import driver_version, visible_devices
+from seer.services.engine.nodes.agreement import Meeting
 
 VLLM_SERIES = "0.32."
 """The only series that works: our hooks are private API, which another series may change."""
@@ -49,14 +50,17 @@ _DEFAULTS = {
 }
 
 
-def prepare(config: EngineConfig) -> None:
+def prepare(config: EngineConfig, meeting: Meeting | None = None) -> None:
     """Set the environment that vllm reads, check its version, bind this thread to its cores.
 
+    `meeting`: where the ranks of several nodes meet; None: all are here.
     Raises `EngineError` when vllm is missing or of another series, and where its build for GPUs finds none.
     """
     os.environ.update(_FORCED)
     for name, value in _DEFAULTS.items():
         os.environ.setdefault(name, value)
+    if meeting is not None:
+        _reach_other_nodes(meeting.own)
     _keep_out_of_tmpdir()
     # Warnings of vllm and torch about each other, which a user can do nothing about.
     warnings.filterwarnings("ignore", category=FutureWarning, module="vllm")
@@ -100,7 +104,7 @@ def with_defaults(
     else:
         _check_cpu(config, shared, model)
     default = engine_defaults(
-        devices[: config.tensor_parallel], config.tensor_parallel, model,
+        devices[: config.tensor_parallel // config.nodes], config.tensor_parallel // config.nodes, model,
         instances=1, attention_backend=config.vllm.attention_backend,
     )  # fmt: skip
     block_size = default.block_size if shared.block_size is None else shared.block_size
@@ -175,6 +179,20 @@ def _keep_out_of_tmpdir() -> None:
         os.environ.setdefault("VLLM_RPC_BASE_PATH", "/tmp")  # noqa: S108 - sockets, named by a UUID
 
 
+def _reach_other_nodes(own: str) -> None:
+    """Have ranks listen at this node's address, on its interface alone. Raises `EngineError`."""
+    import psutil
+
+    addresses = {name: [each.address for each in all_of] for name, all_of in psutil.net_if_addrs().items()}
+    interface = next((name for name, all_of in addresses.items() if own in all_of), None)
+    if interface is None:
+        fix = "give an address of the machine that has engine.node_rank = 0"
+        raise EngineError(f"engine.head: {own} is no address of this machine; {fix}")
+    os.environ["VLLM_HOST_IP"] = own
+    for library in ("GLOO", "NCCL"):
+        os.environ.setdefault(f"{library}_SOCKET_IFNAME", interface)
+
+
 def _prepare_cpu(config: EngineConfig) -> None:
     if config.batch_invariant:
         raise EngineError(
@@ -185,9 +203,9 @@ def _prepare_cpu(config: EngineConfig) -> None:
     os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")
     # An inherited value overrides kv_cache_memory_bytes, and knows whole GiB only.
     os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)
-    ranks = config.tensor_parallel
-    if ranks > 1:
+    if config.tensor_parallel > 1:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        ranks = config.tensor_parallel // config.nodes
         os.environ["VLLM_CPU_OMP_THREADS_BIND"] = config.cpu_cores or _share_cores(ranks)
     elif config.cpu_cores:
         _bind_thread(config.cpu_cores)

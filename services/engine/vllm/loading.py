@@ -25,7 +25,9 @@ if TYPE_CHECKING:
     from vllm.tokenizers import TokenizerLike
     from vllm.v1.engine.core_client import InprocClient
     from vllm.v1.executor import Executor
+    from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 
+    from seer.services.engine.nodes.agreement import Meeting
 
 EXTENSION = "seer.services.engine.vllm.worker.SeerWorker"
 
@@ -40,16 +42,59 @@ MAX_VLLM_TEXT = 300
 
 
 def load(
-    config: EngineConfig, shared: SharedConfig, pool: PoolConfig | None, drafts: DraftsConfig | None
+    config: EngineConfig,
+    shared: SharedConfig,
+    pool: PoolConfig | None,
+    drafts: DraftsConfig | None,
+    meeting: Meeting | None = None,
 ) -> InprocClient:
     """Load the model and return the engine core; `env.prepare` must have run. Takes seconds to minutes.
 
-    With a `pool`, KV is saved there and loaded from there; with `drafts`, our proposer makes them.
+    With a `pool`, KV is saved there and loaded from there; with `drafts`, our proposer makes them. `meeting`:
+    where its ranks meet if other nodes have some.
     """
-    described = model_config(shared)
-    from vllm.engine.arg_utils import EngineArgs
     from vllm.v1.engine.core_client import InprocClient
     from vllm.v1.executor import Executor
+
+    try:
+        vllm_config = _vllm_config(config, shared, pool, drafts, meeting)
+        executor = _profiling_executor(Executor.get_class(vllm_config), drafts.max_draft if drafts else 0)
+        return InprocClient(vllm_config, executor, log_stats=False)
+    except EngineError:
+        raise
+    except Exception as error:  # whatever a folder or a size provokes inside vLLM
+        raise EngineError(explain(error, config, shared)) from error
+
+
+def load_node(
+    config: EngineConfig,
+    shared: SharedConfig,
+    pool: PoolConfig | None,
+    drafts: DraftsConfig | None,
+    meeting: Meeting,
+) -> MultiprocExecutor:
+    """Load the ranks that this node has of an engine whose head is elsewhere, as `load` does its own."""
+    from vllm.v1.executor.multiproc_executor import MultiprocExecutor
+
+    try:
+        vllm_config = _vllm_config(config, shared, pool, drafts, meeting)
+        return MultiprocExecutor(vllm_config)
+    except EngineError:
+        raise
+    except Exception as error:
+        raise EngineError(explain(error, config, shared)) from error
+
+
+def _vllm_config(
+    config: EngineConfig,
+    shared: SharedConfig,
+    pool: PoolConfig | None,
+    drafts: DraftsConfig | None,
+    meeting: Meeting | None,
+) -> VllmConfig:
+    """Return vLLM's configuration of this node's part. Raises `EngineError`, or what vLLM does."""
+    described = model_config(shared)
+    from vllm.engine.arg_utils import EngineArgs
 
     ahead = _schedules_ahead(config, drafts)
     extras: dict[str, Any] = {"async_scheduling": ahead}
@@ -57,26 +102,23 @@ def load(
         extras["kv_transfer_config"] = _transfer(pool)
     if drafts is not None:
         extras["speculative_config"] = speculation(drafts)
+    if meeting is not None:
+        extras |= {"nnodes": config.nodes, "node_rank": config.node_rank}
+        extras |= {"master_addr": meeting.host, "master_port": meeting.port}
     # vLLM collects garbage several times while it loads: half a second each time, without this.
     gc.freeze()
     gc.set_threshold(GC_OBJECTS)
-    try:
-        scratch = scratch_blocks(drafts, shared.block_size or BLOCK_SIZE)
-        arguments = _arguments(config, shared, described, scratch) | extras
-        vllm_config: VllmConfig = EngineArgs(**arguments).create_engine_config()
-        if ahead and not vllm_config.scheduler_config.async_scheduling:
-            raise EngineError(
-                "engine.async_scheduling = true: vLLM does not allow it on this device; set it to false"
-            )
-        _check_model(vllm_config, shared)
-        if vllm_config.device_config.device_type == "cpu":
-            vllm_config.cache_config.kv_cache_memory_bytes = _cpu_kv_bytes(config, vllm_config, scratch)
-        executor = _profiling_executor(Executor.get_class(vllm_config), drafts.max_draft if drafts else 0)
-        return InprocClient(vllm_config, executor, log_stats=False)
-    except EngineError:
-        raise
-    except Exception as error:  # whatever a folder or a size provokes inside vLLM
-        raise EngineError(explain(error, config, shared)) from error
+    scratch = scratch_blocks(drafts, shared.block_size or BLOCK_SIZE)
+    arguments = EngineArgs(**_arguments(config, shared, described, scratch) | extras)
+    vllm_config: VllmConfig = arguments.create_engine_config(headless=config.node_rank > 0)
+    if ahead and not vllm_config.scheduler_config.async_scheduling:
+        raise EngineError(
+            "engine.async_scheduling = true: vLLM does not allow it on this device; set it to false"
+        )
+    _check_model(vllm_config, shared)
+    if vllm_config.device_config.device_type == "cpu":
+        vllm_config.cache_config.kv_cache_memory_bytes = _cpu_kv_bytes(config, vllm_config, scratch)
+    return vllm_config
 
 
 def _check_model(vllm_config: VllmConfig, shared: SharedConfig) -> None:
@@ -218,7 +260,8 @@ def _cpu_kv_bytes(config: EngineConfig, vllm_config: VllmConfig, scratch: int) -
     tokens = longest * seqs + scratch * block
     usable: int = per_token * torch.finfo(model.dtype).bits // 8 * tokens
     node = get_memory_node_info(get_allowed_cpu_list()[0].numa_node)
-    return min(usable, int(node.available_memory * CPU_KV_SHARE / config.tensor_parallel))
+    ranks = config.tensor_parallel // config.nodes
+    return min(usable, int(node.available_memory * CPU_KV_SHARE / ranks))
 
 
 def explain(error: Exception, config: EngineConfig, shared: SharedConfig) -> str:

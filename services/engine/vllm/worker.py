@@ -7,6 +7,9 @@ Invariants:
 
 from __future__ import annotations
 
+import os
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -46,6 +49,9 @@ if TYPE_CHECKING:
 MEMORY_SHRANK = "Memory usage increased after sleeping."
 """vLLM's assertion after it has freed all that it frees in sleep."""
 
+PARENT_SECONDS = 1.0
+"""How often a rank looks whether the process that started it is still there."""
+
 _log = get_logger()
 
 
@@ -61,6 +67,7 @@ class SeerWorker:
     seer_sampler: RowSampler | SlotSampler
     seer_paths: PathRows | None
     seer_memory: CpuSleep
+    seer_base: str
 
     def seer_profile_largest_batch(self, max_draft: int) -> None:
         """Have vLLM's memory profile run our sampler instead of its own; before KV is sized."""
@@ -75,7 +82,10 @@ class SeerWorker:
 
         `scratch`: ids of the KV blocks for verifying several draft paths; if empty, one path is verified.
         """
+        if self.vllm_config.parallel_config.world_size > 1:
+            threading.Thread(target=_end_with, args=[os.getppid()], daemon=True).start()
         self.seer_paths = None
+        self.seer_base = self.vllm_config.model_config.model
         self.seer_memory = CpuSleep(self.model_runner)
         if self.use_v2_model_runner:
             from seer.services.engine.vllm.runner_v2 import SlotSampler
@@ -158,20 +168,27 @@ class SeerWorker:
             return str(error)
         return ""
 
-    def seer_load_adapter(self, folder: str, base: str) -> None:
-        """Load the model in the folder `base`, with the adapter in `folder` merged into it."""
-        config = self.vllm_config.model_config
+    def seer_load_weights(self, folders: list[str]) -> None:
+        """Load the weights that lie in the folder of this rank's node; `folders` are by node."""
+        self.reload_weights(weights_path=self._own(folders))
+
+    def seer_load_adapter(self, folders: list[str]) -> None:
+        """Load the model of the start, with the adapter in its node's folder merged into it."""
+        config, base = self.vllm_config.model_config, self.seer_base
         config.model, config.model_weights, config.revision = base, "", None
         loader = get_model_loader(self.vllm_config.load_config)
         weights = loader.get_all_weights(config, self.model_runner.get_model())
-        self.reload_weights(weights_iterator=Adapter(Path(folder), Path(base)).merged(weights))
+        self.reload_weights(weights_iterator=Adapter(Path(self._own(folders)), Path(base)).merged(weights))
 
-    def seer_receive_weights(self, folder: str, engine: str) -> str:
-        """Load weights in place, by the plan in `folder`; return why they did not come, empty: they did."""
+    def _own(self, folders: list[str]) -> str:
+        return folders[int(self.vllm_config.parallel_config.node_rank)]
+
+    def seer_receive_weights(self, folders: list[str], engine: str) -> str:
+        """Load weights in place, by the plan in its node's folder; return why they did not come, if so."""
         device = self.model_runner.device
         place = Place(engine, self.rank, self.vllm_config.parallel_config.world_size, device)
         try:
-            receiver = Receiver(read_plan(Path(folder)), place)
+            receiver = Receiver(read_plan(Path(self._own(folders))), place)
         except (SourceLost, OSError, ValueError) as error:
             return str(error)
         try:
@@ -212,6 +229,13 @@ class SeerWorker:
         """Return and forget the raw logits of captured requests: [rows, vocab_size]."""
         kept, self.seer_sampler.captured = self.seer_sampler.captured, []
         return np.stack(kept) if kept else np.empty((0, 0), np.float32)
+
+
+def _end_with(parent: int) -> None:
+    """End this process once its parent is gone: vLLM's own watch does not reach ranks that read over TCP."""
+    while os.getppid() == parent:
+        time.sleep(PARENT_SECONDS)
+    os._exit(1)
 
 
 def sleep_beside_others(sleep: Callable[[int], None]) -> Callable[[int], None]:

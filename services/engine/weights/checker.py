@@ -77,37 +77,42 @@ class WeightChecker:
         self.base = base
         self.model = await asyncio.to_thread(read_manifest, base)
         self._fetcher.model_bytes = self.model.size
-        if self._nodes is not None:
-            await self._nodes.check("", self.model.digest, base)
+        await self._note("", self.model, base)
         return self.model
 
     async def check(self, source: str, holders: Sequence[str], digest: str) -> Manifest:
         """Read weights, byte by byte. Raises `SeerError`. `digest`: what they must have, if that is known."""
         found, folder = await self._check(source, holders, digest)
-        others: Stamps = ()
-        if self._nodes is not None:
-            others = await self._nodes.check(source, found.digest, folder)
-        self.checked = CheckedWeights(source, found.digest, (*found.stamps, *others))
+        await self._note(source, found, folder)
         return found
+
+    async def _note(self, source: str, found: Manifest, folder: Path) -> None:
+        """Note what was read here, once all nodes have read the same."""
+        others = await self._nodes.check(source, found.digest, folder) if self._nodes is not None else ()
+        self.checked = CheckedWeights(source, found.digest, (*found.stamps, *others))
 
     async def checked_folder(self, source: str, digest: str, holders: Sequence[str] = ()) -> Path:
         """Return the folder, once it was checked to hold exactly these weights. Raises `SeerError`."""
-        folder = await self._folder(source, holders)
+        folder = await self.folder(source, holders)
         if (self.checked.source, self.checked.digest) != (source, digest) or await self.changed(folder):
             # It was never prepared here, or files changed since.
             await self.check(source, holders, digest)
-            folder = await self._folder(source)
+            folder = await self.folder(source)
         if self.checked.digest != digest:
             raise EngineError(f"{source or folder} now has digest {self.checked.digest}, not {digest}")
         return folder
 
     async def changed(self, folder: Path) -> bool:
         """Return whether a file of what was checked last has changed since, here or on another node."""
-        source = self.checked.source
-        read = functools.partial(adapter_stamps, base=self.base) if is_adapter(source) else stamps
-        own = await asyncio.to_thread(read, folder)
-        others = await self._nodes.stamps(source) if self._nodes is not None else ()
+        own = await self.present(folder)
+        others = await self._nodes.stamps(self.checked.source) if self._nodes is not None else ()
         return (*own, *others) != self.checked.stamps
+
+    async def present(self, folder: Path) -> Stamps:
+        """Return the present stamps of what was checked last, as this node has it."""
+        of_adapter = is_adapter(self.checked.source)
+        read = functools.partial(adapter_stamps, base=self.base) if of_adapter else stamps
+        return await asyncio.to_thread(read, folder)
 
     def differences(self, source: str, found: Manifest) -> str:
         """Return why this is not the live model with other values; empty: it is, or an adapter of it."""
@@ -125,7 +130,7 @@ class WeightChecker:
             fix = "this engine takes no weights in place: set engine.in_place_updates = true, or send them"
             raise InvalidField("source", source, fix)
         try:
-            folder = await self._folder(source, holders)
+            folder = await self.folder(source, holders)
             found = await self._read_stoppably(source, folder)
         except InvalidField as error:
             if not self._fetcher.distrust():
@@ -137,10 +142,10 @@ class WeightChecker:
             problem = f"they have digest {found.digest}, not {digest}"
         get_logger().warning("weights that came from other engines are fetched again", why=problem)
         await self._fetcher.discard()
-        folder = await self._folder(source)
+        folder = await self.folder(source)
         return await self._read_stoppably(source, folder), folder
 
-    async def _folder(self, source: str, holders: Sequence[str] = ()) -> Path:
+    async def folder(self, source: str, holders: Sequence[str] = ()) -> Path:
         """See `WeightFetcher.folder`; without a source: the model that the engine was started with."""
         if source:
             return await self._fetcher.folder(source, holders)

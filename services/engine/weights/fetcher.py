@@ -86,8 +86,8 @@ class Peers:
 class WeightFetcher:
     """See the module's docstring. `send` reaches the buffer; give its answers to `arrived`.
 
-    Without `peers` nothing is copied from other engines, nor sent to them. Raises `ConfigError` if `root`, the
-    folder that all weights must lie in, is none.
+    Without `peers` nothing is copied from other engines, nor sent to them. Raises `ConfigError` if `root`,
+    which all weights must lie in, is no folder.
     """
 
     def __init__(self, send: Send, root: str = "", peers: Peers | None = None) -> None:

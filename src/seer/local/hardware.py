@@ -60,6 +60,9 @@ def plan_engines(
         raise InvalidField("instances", instances, "give at least 1")
     if engine.tensor_parallel < 1:
         raise InvalidField("engine.tensor_parallel", engine.tensor_parallel, "give at least 1")
+    if engine.nodes != 1:
+        fix = "a system on one machine has all ranks there: give 1, or run each service by itself"
+        raise InvalidField("engine.nodes", engine.nodes, fix)
     if engine.backend != "vllm":  # it uses nothing of the machine
         machine = Hardware(cores=[], devices=[], free_bytes=0)
     machine = machine or Hardware.here()

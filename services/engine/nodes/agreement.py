@@ -1,0 +1,97 @@
+"""What the nodes of an engine must agree on before their ranks start.
+
+Ranks that differ in a setting would hang in a collective, or sample different tokens.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from importlib import metadata
+
+import msgspec
+
+from seer import __version__
+from seer.common.config import Config, EngineConfig
+from seer.common.errors import ConfigError
+from seer.common.process.devices import visible_devices
+from seer.common.weights.mooncake import own_address
+
+OF_ONE_NODE = frozenset({"name", "node_rank", "cpu_cores", "weights_root", "weights_endpoint"})
+"""Settings of `[engine]` that may differ from node to node."""
+
+_PACKAGES = ("vllm", "torch")
+
+
+@dataclass(slots=True)
+class Meeting:
+    """Where the ranks of several nodes meet, and where each of the other nodes has the checked weights.
+
+    `own`: this node's address for the others; `host`, `port`: those of rank 0's store, known once all have
+    joined. `folders`: of the nodes from 1 on.
+    """
+
+    own: str
+    host: str = ""
+    port: int = 0
+    folders: list[str] = field(default_factory=list)
+
+
+def check_nodes(engine: EngineConfig) -> None:
+    """Raise `ConfigError` for settings of nodes that cannot be."""
+    nodes, ranks = engine.nodes, engine.tensor_parallel
+    if nodes < 1 or ranks % nodes:
+        fix = f"give a number that divides engine.tensor_parallel = {ranks}: each node has as many ranks"
+        raise ConfigError(f"engine.nodes = {nodes}: {fix}")
+    if not 0 <= engine.node_rank < nodes:
+        raise ConfigError(f"engine.node_rank = {engine.node_rank}: give 0 to engine.nodes - 1 = {nodes - 1}")
+    if nodes > 1 and engine.backend != "vllm":
+        raise ConfigError(f"engine.nodes = {nodes}: backend {engine.backend!r} has no ranks; give 1")
+    if nodes > 1 and not engine.head.startswith("tcp://"):
+        fix = "give where the nodes meet, tcp://host:port of the node with engine.node_rank = 0"
+        raise ConfigError(f"engine.head = {engine.head!r}: {fix}")
+
+
+def meeting(engine: EngineConfig) -> Meeting:
+    """Return this node's; its address is the one by which it reaches the head. Raises `ConfigError`."""
+    address = engine.head.removeprefix("tcp://")
+    try:
+        if engine.node_rank:
+            return Meeting(own_address(address))
+        own = socket.gethostbyname(address.rpartition(":")[0])
+        return Meeting(own, host=own)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"engine.head = {engine.head!r}: {error}; give tcp://host:port") from error
+
+
+def settings_of(config: Config) -> dict[str, str]:
+    """Return what all nodes must have in common, as texts by the setting's name."""
+    engine = {
+        f"engine.{name}": value
+        for name, value in msgspec.to_builtins(config.engine).items()
+        if name not in OF_ONE_NODE
+    }
+    drafts = {f"drafts.{name}": value for name, value in msgspec.to_builtins(config.drafts).items()}
+    devices = [f"{device.model} {device.total_bytes >> 30} GiB" for device in visible_devices()]
+    found = engine | drafts | {"pool.kind": config.pool.kind, "devices": devices, "seer": __version__}
+    for package in _PACKAGES:
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            found[package] = "not installed"
+    return {name: msgspec.json.encode(value).decode()[:MAX_TEXT] for name, value in found.items()}
+
+
+MAX_TEXT = 4000
+"""Characters of a setting that are compared."""
+
+
+def difference(head: Mapping[str, str], node: Mapping[str, str]) -> str:
+    """Return the first setting that a node has otherwise than the head, and the fix; empty: none."""
+    for name in sorted(head.keys() | node.keys()):
+        theirs, ours = node.get(name, "nothing"), head.get(name, "nothing")
+        if theirs != ours:
+            fix = "make it equal on every node"
+            return f"{name} is {theirs[:200]} on this node, and {ours[:200]} at the engine's head: {fix}"
+    return ""

@@ -1,0 +1,262 @@
+"""A node that has further ranks of an engine: starts them when the head says so, and ends with it.
+
+Invariants (tests/unit/test_nodes.py):
+- a node that hears nothing of its head for `SILENT_SECONDS`, or hears another life of it, ends, and its ranks
+  with it; so does one of which a rank ended;
+- told to stop, it tells the head, which hands back its chunks first;
+- it reads the weights that the head names, from the head if they are a stream, and answers each question once
+  it is through; a later question ends an earlier one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import hashlib
+import os
+import socket
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any, Protocol
+
+from seer.common import ids, wire
+from seer.common.clock import Clock
+from seer.common.config import Config, shared_hash
+from seer.common.errors import EngineBroken, EngineError, SeerError, Unreachable
+from seer.common.net.channel import Channel
+from seer.common.net.handshake import Identity
+from seer.common.net.transport.base import Transport
+from seer.common.process.log import get_logger
+from seer.services.engine.driver import end_process
+from seer.services.engine.nodes.agreement import Meeting, meeting, settings_of
+from seer.services.engine.nodes.head import PING_SECONDS, SILENT_SECONDS
+from seer.services.engine.weights.checker import WeightChecker
+from seer.services.engine.weights.fetcher import WeightFetcher
+
+LEAVE_SECONDS = 15.0
+"""Longest wait for the head to end when this node was told to stop."""
+
+_log = get_logger()
+
+
+class Ranks(Protocol):
+    """The ranks of one node; both methods block."""
+
+    def start(self, meeting: Meeting, ended: Callable[[], object]) -> None:
+        """Load them, once those of all nodes have met. Raises `EngineError`.
+
+        `ended` is called, on any thread, when one of them ends by itself.
+        """
+        ...
+
+    def close(self) -> None:
+        """End all; idempotent."""
+        ...
+
+
+class Follower:
+    """See the module's docstring. A service, see `service.run_process`."""
+
+    def __init__(self, config: Config, transport: Transport, clock: Clock, ranks: Ranks) -> None:
+        settings = config.engine
+        self._config, self._clock, self._ranks = config, clock, ranks
+        self._meeting = meeting(settings)
+        name = settings.name or f"{socket.gethostname()}-{os.getpid()}"
+        me = Identity(
+            role="node",
+            name=f"{name}-{settings.node_rank}",
+            incarnation=ids.new_incarnation(),
+            config_hash=shared_hash(config.shared),
+        )
+        self._head: Channel[wire.NodeToHead, wire.HeadToNode] = Channel(
+            transport, settings.head, me, wire.HeadToNode, clock
+        )
+        self._fetcher = WeightFetcher(self._head.send, settings.weights_root)
+        self._checker = WeightChecker(self._fetcher, settings.in_place_updates)
+        self._checking: asyncio.Task[None] | None = None
+        self._call_id = 0
+        self._answer: wire.WeightsChecked | None = None
+        self._met, self._leaving, self._rank_ended = asyncio.Event(), asyncio.Event(), asyncio.Event()
+        self._loading: asyncio.Future[None] | None = None
+
+    async def start(self) -> dict[str, str]:
+        """Join the head, and load this node's ranks. Raises `EngineError`, `ConfigError` or `Unreachable`."""
+        seconds = self._config.engine.load_seconds
+        self._incarnation = (await self._head.open(seconds)).incarnation
+        self._serving: asyncio.Task[None] = asyncio.create_task(self._serve())
+        try:
+            await self._unless_it_ends(self._join(seconds))
+            ended = functools.partial(asyncio.get_running_loop().call_soon_threadsafe, self._rank_ended.set)
+            work = asyncio.to_thread(self._ranks.start, self._meeting, ended)
+            self._loading = loading = asyncio.ensure_future(work)
+            await self._unless_it_ends(self._loaded(loading, seconds))
+        except BaseException as error:
+            await self._close(str(error) or type(error).__name__)
+            raise
+        return {}
+
+    async def run(self) -> None:
+        """Serve until the head ends. Raises `EngineBroken` if it broke, or a rank did."""
+        problem = "it failed"
+        ended = asyncio.create_task(self._rank_ended.wait())
+        leaving = asyncio.create_task(self._leave())
+        try:
+            await asyncio.wait({self._serving, ended, leaving}, return_when=asyncio.FIRST_COMPLETED)
+            problem = ""
+            if self._serving.done():
+                self._serving.result()
+            elif ended.done():
+                problem = "has lost a rank"
+                raise EngineBroken("a rank of this node has ended: see its log; this node ends, too")
+        finally:
+            for task in (ended, leaving):
+                task.cancel()
+            await self._close(problem)
+
+    def drain(self) -> None:
+        """Have the head end this engine in order."""
+        self._leaving.set()
+
+    # --- beginning and end ---------------------------------------------------------------
+
+    async def _join(self, seconds: float) -> None:
+        settings = await asyncio.to_thread(settings_of, self._config)
+        join = wire.JoinNode(node_rank=self._config.engine.node_rank, settings=settings)
+        deadline = self._clock.now() + seconds
+        while not self._met.is_set():
+            if self._clock.now() > deadline:
+                fix = (
+                    "it waits for other nodes, or for the end of an earlier process of this one: see its log"
+                )
+                limit = f"engine.load_seconds = {seconds:g}"
+                raise Unreachable(f"{self._config.engine.head} did not start the ranks within {limit}: {fix}")
+            await self._head.send(join)
+            await self._clock.sleep(PING_SECONDS)
+
+    async def _loaded(self, loading: asyncio.Future[None], seconds: float) -> None:
+        done, _ = await asyncio.wait({loading}, timeout=seconds)
+        if not done:
+            limit = f"engine.load_seconds = {seconds:g}"
+            raise EngineError(f"the ranks did not load within {limit}: raise it, or see the log")
+        await loading
+
+    async def _unless_it_ends(self, work: Coroutine[Any, Any, None]) -> None:
+        """Wait for `work`, or raise why the connection to the head has ended."""
+        task = asyncio.create_task(work)
+        try:
+            await asyncio.wait({task, self._serving}, return_when=asyncio.FIRST_COMPLETED)
+            if not task.done():
+                self._serving.result()
+                raise EngineBroken("the head has ended while this node joined it")
+            task.result()
+        finally:
+            task.cancel()
+
+    async def _leave(self) -> None:
+        await self._leaving.wait()
+        await self._say(wire.Goodbye())
+        await self._clock.sleep(LEAVE_SECONDS)
+
+    async def _close(self, problem: str) -> None:
+        self._serving.cancel()
+        await asyncio.wait([self._serving])
+        if self._checking is not None:
+            self._checking.cancel()
+        if problem:
+            await self._say(wire.Goodbye(problem=problem))
+        self._head.close()
+        await self._checker.discard()
+        if self._loading is not None and not self._loading.done():
+            _log.error("this node ends while its ranks load", why=problem)
+            end_process()  # their thread waits for ranks of other nodes
+        await asyncio.to_thread(self._ranks.close)
+
+    # --- from and to the head ------------------------------------------------------------
+
+    async def _serve(self) -> None:
+        """Return when the head ends in order. Raises `SeerError` when it is gone, or refuses this node."""
+        pinging = asyncio.create_task(self._ping())
+        try:
+            while True:
+                async with asyncio.timeout(SILENT_SECONDS):
+                    message = await self._head.recv()
+                match message:
+                    case wire.Goodbye(problem=problem):
+                        if problem:
+                            raise EngineBroken(f"the head has ended: {problem}")
+                        return
+                    case wire.Welcome(incarnation=incarnation):
+                        if incarnation != self._incarnation:
+                            raise EngineBroken("the head has started again: so must this node")
+                    case wire.StartRanks(host=host, port=port):
+                        self._meeting.host, self._meeting.port = host, port
+                        self._met.set()
+                    case wire.CheckWeights():
+                        await self._asked(message)
+                    case wire.DiscardWeights():
+                        await self._discard()
+                    case wire.SpoolState() | wire.SpoolData():
+                        self._fetcher.arrived(message)
+                    case wire.Ping():
+                        pass
+        except TimeoutError as error:
+            raise EngineBroken(f"the head sent nothing for {SILENT_SECONDS:g} s: this node ends") from error
+        finally:
+            pinging.cancel()
+
+    async def _ping(self) -> None:
+        while True:
+            await self._clock.sleep(PING_SECONDS)
+            await self._say(wire.Ping())
+
+    async def _say(self, message: wire.NodeToHead) -> None:
+        try:
+            await self._head.send(message)
+        except Unreachable as error:  # who is silent for long ends the other
+            _log.warning("the head does not take messages", error=str(error))
+
+    # --- weights -------------------------------------------------------------------------
+
+    async def _asked(self, question: wire.CheckWeights) -> None:
+        if question.call_id != self._call_id:
+            await self._stop_checking()
+            self._call_id, self._answer = question.call_id, None
+            self._checking = asyncio.create_task(self._check(question))
+        elif self._answer is not None:
+            await self._say(self._answer)
+
+    async def _check(self, question: wire.CheckWeights) -> None:
+        answer = wire.WeightsChecked(call_id=question.call_id)
+        try:
+            folder = await (self._read if question.read else self._present)(question)
+            answer.folder, answer.stamps = str(folder), await self._stamps(folder)
+        except (SeerError, OSError) as error:
+            answer.problem = str(error)[:1000]
+        self._answer = answer
+        await self._say(answer)
+
+    async def _read(self, question: wire.CheckWeights) -> Path:
+        checker = self._checker
+        if checker.model is None and self._config.shared.model:
+            await checker.start(Path(self._config.shared.model))
+        return await checker.checked_folder(question.source, question.digest)
+
+    async def _present(self, question: wire.CheckWeights) -> Path:
+        """Return the folder of what was read last, or none: it was something else."""
+        if self._checker.checked.source != question.source or not self._checker.checked.digest:
+            return Path()
+        return await self._checker.folder(question.source)
+
+    async def _stamps(self, folder: Path) -> str:
+        if folder == Path():
+            return ""
+        return hashlib.blake2b(repr(await self._checker.present(folder)).encode(), digest_size=16).hexdigest()
+
+    async def _discard(self) -> None:
+        await self._stop_checking()
+        await self._checker.discard()
+
+    async def _stop_checking(self) -> None:
+        if self._checking is not None:
+            self._checking.cancel()
+            await asyncio.wait([self._checking])

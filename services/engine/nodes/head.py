@@ -1,0 +1,295 @@
+"""The head's side: has the other nodes start their ranks, and read new weights for them.
+
+Invariants (tests/unit/test_nodes.py):
+- no rank starts before all nodes have joined with the head's own settings;
+- once ranks have started, a node that leaves, breaks or is silent for `SILENT_SECONDS` ends the engine: its
+  other ranks wait for that node's, and may never return;
+- a question that was lost is asked again; one that is not answered in time ends the engine, too;
+- other nodes read the streams that this node has, whole and checked, and no other file.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import socket
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any, NoReturn, TypeVar
+
+import msgspec
+
+from seer.common import wire
+from seer.common.clock import Clock
+from seer.common.config import Config
+from seer.common.errors import ConfigError, EngineBroken, InvalidField
+from seer.common.net.handshake import Identity
+from seer.common.net.hub import Hub
+from seer.common.net.transport.base import Transport
+from seer.common.process.log import get_logger
+from seer.common.weights.digest import SPOOL_FILE, read_part
+from seer.common.weights.lora import inner_source
+from seer.common.wire.codec import encode
+from seer.services.engine.nodes.agreement import Meeting, difference, settings_of
+
+T = TypeVar("T")
+
+PING_SECONDS = 1.0
+
+SILENT_SECONDS = 30.0
+"""A node that sends nothing for this long is gone: it pings every second, also while it loads."""
+
+UNCONNECTED_SECONDS = 5.0
+"""So is one that takes no message for this long: its process has ended, or its connection broke for good."""
+
+ASK_SECONDS = 5.0
+"""Wait for an answer before a question is sent again."""
+
+MAX_READS = 64
+"""Bound on parts of a stream that are read at once; what is beyond it is asked for again."""
+
+_log = get_logger()
+
+
+class _Node(msgspec.Struct):
+    """A node that has joined; `answers` are awaited, by their call's number."""
+
+    address: bytes
+    heard: float
+    reached: float
+    answers: dict[int, asyncio.Future[wire.WeightsChecked]] = {}
+
+
+class Head:
+    """Call `start` first, then `gather` and `during`, then `run`. Implements `weights.checker.OtherNodes`."""
+
+    def __init__(self, config: Config, clock: Clock, me: Identity, meeting: Meeting) -> None:
+        self._config, self._clock, self._me, self._meeting = config, clock, me, meeting
+        self._nodes: dict[int, _Node] = {}
+        self._all_joined = asyncio.Event()
+        self._call_ids = itertools.count(1)
+        self._stream = ("", Path())
+        self._reads: set[asyncio.Task[None]] = set()
+
+    async def start(self, transport: Transport, leave: Callable[[], None], lost: Callable[[], None]) -> None:
+        """Listen at `engine.head`. Raises `ConfigError`.
+
+        `leave` is called when a node was told to stop, `lost` when one is gone while ranks wait for it.
+        """
+        self._leave, self._lost = leave, lost
+        try:
+            router = await transport.router(self._config.engine.head)
+        except ConfigError as error:
+            raise ConfigError(f"engine.head = {self._config.engine.head!r}: {error}") from error
+        self._hub: Hub[wire.HeadToNode, wire.NodeToHead] = Hub(
+            router, self._me, wire.NodeToHead, require_config_hash=True, roles=frozenset({"node"})
+        )
+        self._settings = await asyncio.to_thread(settings_of, self._config)
+        self._serving: asyncio.Task[None] = asyncio.create_task(self._serve())
+
+    async def gather(self) -> None:
+        """Wait for all nodes, and have them start their ranks. Raises `EngineBroken`."""
+        seconds = self._config.engine.load_seconds
+        try:
+            async with asyncio.timeout(seconds):
+                await self.during(self._all_joined.wait())
+        except TimeoutError as error:
+            missing = [rank for rank in range(1, self._config.engine.nodes) if rank not in self._nodes]
+            fix = "run seer engine there with that engine.node_rank, and see its log"
+            limit = f"engine.load_seconds = {seconds:g}"
+            raise EngineBroken(
+                f"nodes {missing} of this engine did not join within {limit}: {fix}"
+            ) from error
+        self._meeting.port = await asyncio.to_thread(_free_port, self._meeting.host)
+        for node in self._nodes.values():
+            await self._hub.reply(node.address, self._start_ranks())
+
+    async def during(self, work: Coroutine[Any, Any, T]) -> T:
+        """Return what `work` returns. Raises `EngineBroken` as soon as a node is gone."""
+        task = asyncio.ensure_future(work)
+        try:
+            await asyncio.wait({task, self._serving}, return_when=asyncio.FIRST_COMPLETED)
+            if not task.done():
+                self._serving.result()  # raises why it has ended
+            return await task
+        finally:
+            task.cancel()
+
+    async def run(self) -> None:
+        """Serve until cancelled. Raises `EngineBroken` when a node is gone."""
+        await self._serving
+
+    async def close(self, problem: str = "") -> None:
+        """Tell all nodes to end."""
+        self._serving.cancel()
+        await asyncio.wait([self._serving])
+        for node in self._nodes.values():
+            await self._hub.reply(node.address, wire.Goodbye(problem=problem))
+        self._hub.close()
+
+    # --- weights: see `checker.OtherNodes` ------------------------------------------------
+
+    async def check(self, source: str, digest: str, folder: Path) -> tuple[str, ...]:
+        """See `OtherNodes.check`."""
+        self._stream = inner_source(source).removeprefix(wire.SPOOL_SCHEME), folder
+        answers = await self._ask(source, digest, read=True)
+        self._meeting.folders = [answer.folder for answer in answers]
+        return tuple(answer.stamps for answer in answers)
+
+    async def stamps(self, source: str) -> tuple[str, ...]:
+        """See `OtherNodes.stamps`."""
+        return tuple(answer.stamps for answer in await self._ask(source, "", read=False))
+
+    async def discard(self) -> None:
+        """See `OtherNodes.discard`."""
+        self._stream = "", Path()
+        for node in self._nodes.values():
+            await self._hub.reply(node.address, wire.DiscardWeights(version=0, call_id=0))
+
+    async def _ask(self, source: str, digest: str, *, read: bool) -> list[wire.WeightsChecked]:
+        """Return the answers, by the nodes' ranks. Raises `InvalidField`."""
+        call_id = next(self._call_ids)
+        question = wire.CheckWeights(call_id=call_id, source=source, digest=digest, read=read)
+        asked = [self._ask_node(self._nodes[rank], question) for rank in sorted(self._nodes)]
+        answers = await asyncio.gather(*asked)
+        for rank, answer in zip(sorted(self._nodes), answers, strict=True):
+            if answer.problem:
+                raise InvalidField("source", source, f"node {rank} of this engine: {answer.problem}")
+        return list(answers)
+
+    async def _ask_node(self, node: _Node, question: wire.CheckWeights) -> wire.WeightsChecked:
+        loop = asyncio.get_running_loop()
+        answer: asyncio.Future[wire.WeightsChecked] = loop.create_future()
+        node.answers[question.call_id] = answer
+        try:
+            while True:  # a node that is silent ends the engine
+                await self._hub.reply(node.address, question)
+                await asyncio.wait({answer}, timeout=ASK_SECONDS)
+                if answer.done():
+                    return answer.result()
+        finally:
+            del node.answers[question.call_id]
+
+    # --- messages ------------------------------------------------------------------------
+
+    async def _serve(self) -> None:
+        tasks = {asyncio.create_task(self._receive()), asyncio.create_task(self._watch())}
+        try:
+            ended, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            for task in ended:
+                task.result()
+        finally:
+            for task in tasks | self._reads:
+                task.cancel()
+
+    async def _receive(self) -> None:
+        while True:
+            await self._take(*await self._hub.recv())
+
+    async def _watch(self) -> None:
+        """Ping all nodes; raise `EngineBroken` when one has been silent for too long."""
+        while True:
+            await self._clock.sleep(PING_SECONDS)
+            now = self._clock.now()
+            for rank, node in list(self._nodes.items()):
+                if await self._hub.offer_frames(node.address, encode(wire.Ping())):
+                    node.reached = now
+                silent, unconnected = now - node.heard, now - node.reached
+                if max(silent - SILENT_SECONDS, unconnected - UNCONNECTED_SECONDS) <= 0:
+                    continue
+                if not self._meeting.port:
+                    self._forget(rank)
+                elif unconnected > UNCONNECTED_SECONDS:
+                    self._gone(rank, f"was not connected for {UNCONNECTED_SECONDS:g} s")
+                else:
+                    self._gone(rank, f"sent nothing for {SILENT_SECONDS:g} s")
+
+    async def _take(self, address: bytes, message: wire.NodeToHead) -> None:
+        if isinstance(message, wire.JoinNode):
+            await self._join(address, message)
+        rank = next((rank for rank, node in self._nodes.items() if node.address == address), 0)
+        if not rank:
+            return
+        node = self._nodes[rank]
+        node.heard = self._clock.now()
+        match message:
+            case wire.WeightsChecked():
+                if (answer := node.answers.get(message.call_id)) is not None and not answer.done():
+                    answer.set_result(message)
+            case wire.OpenSpool(name=name):
+                await self._hub.reply(address, self._state(name))
+            case wire.ReadSpool():
+                if len(self._reads) < MAX_READS:
+                    self._reads.add(task := asyncio.create_task(self._read(address, message)))
+                    task.add_done_callback(self._reads.discard)
+            case wire.Goodbye(problem=problem):
+                if not self._meeting.port:
+                    self._forget(rank)
+                elif problem:
+                    self._gone(rank, f"has ended: {problem}")
+                else:
+                    self._leave()
+
+    async def _join(self, address: bytes, message: wire.JoinNode) -> None:
+        rank = message.node_rank
+        known = self._nodes.get(rank)
+        problem = difference(self._settings, message.settings)
+        if rank >= self._config.engine.nodes:
+            problem = f"engine.node_rank = {rank}: give 1 to {self._config.engine.nodes - 1}"
+        if problem:
+            await self._hub.reply(address, wire.Refused(code=ConfigError.code, message=problem))
+        elif known is not None and known.address == address:
+            if self._meeting.port:
+                await self._hub.reply(address, self._start_ranks())
+        elif not self._meeting.port:  # else it waits until this engine has ended, and comes again
+            if known is not None:
+                fix = "give each node a rank of its own"
+                why = f"another process has joined with engine.node_rank = {rank}: {fix}"
+                await self._hub.reply(known.address, wire.Refused(code=ConfigError.code, message=why))
+            now = self._clock.now()
+            self._nodes[rank] = _Node(address, heard=now, reached=now)
+            _log.info("node joined", node_rank=rank, of=self._config.engine.nodes)
+            if len(self._nodes) == self._config.engine.nodes - 1:
+                self._all_joined.set()
+
+    def _forget(self, rank: int) -> None:
+        del self._nodes[rank]
+        self._all_joined.clear()
+
+    def _start_ranks(self) -> wire.StartRanks:
+        return wire.StartRanks(host=self._meeting.host, port=self._meeting.port)
+
+    def _gone(self, rank: int, why: str) -> NoReturn:
+        problem = f"node {rank} of this engine {why}: the engine ends, and starts again"
+        _log.error(problem)  # the process may end at once
+        self._lost()
+        raise EngineBroken(problem)
+
+    def _state(self, name: str) -> wire.SpoolState:
+        own, folder = self._stream
+        if name and name == own:
+            size = (folder / SPOOL_FILE).stat().st_size
+            return wire.SpoolState(name=name, size=size, have=size)
+        return wire.SpoolState(name=name, size=0, have=0, problem="the head has no copy of it any more")
+
+    async def _read(self, address: bytes, asked: wire.ReadSpool) -> None:
+        """Send a part of a stream, or why not."""
+        own, folder = self._stream
+        answer: wire.SpoolState | wire.SpoolData = self._state(asked.name)
+        try:
+            if own == asked.name:
+                file = folder / SPOOL_FILE
+                length = min(wire.SPOOL_BYTES, file.stat().st_size - asked.offset)
+                if length <= 0:
+                    raise ValueError("has no such part")
+                data, checksum = await asyncio.to_thread(read_part, file, asked.offset, length)
+                answer = wire.SpoolData(name=own, offset=asked.offset, checksum=checksum, data=data)
+        except (OSError, ValueError) as error:
+            answer = wire.SpoolState(name=asked.name, size=0, have=0, problem=str(error))
+        await self._hub.reply(address, answer)
+
+
+def _free_port(host: str) -> int:
+    with socket.socket() as probe:
+        probe.bind((host, 0))
+        return int(probe.getsockname()[1])

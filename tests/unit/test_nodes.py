@@ -1,0 +1,495 @@
+"""One engine on several nodes: a head and its followers, in virtual time, with ranks that only take notes."""
+
+import asyncio
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+from cluster_harness import folder
+from engine_system import Buffer
+from msgspec import structs
+from virtual_time import PROCESS, eventually, virtual
+
+from seer.common import wire
+from seer.common.clock import LoopClock
+from seer.common.config import Config, EngineConfig, SharedConfig
+from seer.common.errors import ConfigError, EngineBroken, EngineError, Unreachable
+from seer.common.net.handshake import Identity
+from seer.common.net.transport.memory import MemoryNetwork, MemoryTransport
+from seer.services.engine.nodes import agreement, head
+from seer.services.engine.nodes.agreement import Meeting, check_nodes, difference
+from seer.services.engine.nodes.follower import Follower
+from seer.services.engine.nodes.head import SILENT_SECONDS, UNCONNECTED_SECONDS
+from seer.services.engine.replay.backend import ReplayBackend
+from seer.services.engine.server import EngineServer
+from seer.services.engine.weights.manifest import read_manifest
+
+ENGINE = EngineConfig(
+    backend="replay", name="e0", tensor_parallel=2, nodes=2, head="tcp://127.0.0.1:7120", load_seconds=60.0,
+    kv_blocks=200, in_place_updates=True,
+)  # fmt: skip
+
+
+class Ranks:
+    """Ranks that note what befalls them; `problem`: why they do not load."""
+
+    def __init__(self, problem=""):
+        self.problem, self.meeting, self.ended, self.closed = problem, None, None, 0
+
+    def start(self, meeting, ended):
+        if self.problem:
+            raise EngineError(self.problem)
+        self.meeting, self.ended = meeting, ended
+
+    def close(self):
+        self.closed += 1
+
+
+class Loaded(ReplayBackend):
+    """Notes from where each node loads."""
+
+    def __init__(self, config, meeting):
+        super().__init__(config.engine, config.shared)
+        self.meeting, self.meanwhile = meeting, lambda: None
+        self.loaded, self.digests = [], []
+
+    def load_weights(self, folder, digest, base=None):
+        self.loaded.append((folder, *self.meeting.folders))
+        self.digests += [read_manifest(Path(each)).digest for each in self.meeting.folders]
+        self.meanwhile()
+
+
+class Process:
+    """A node's process: its transport ends with it."""
+
+    def __init__(self, network, make, name):
+        PROCESS.set(name)
+        self.transport = MemoryTransport(network)
+        self.service = make(self.transport)
+        self.task = asyncio.create_task(self._run())
+        PROCESS.set("")
+
+    async def _run(self):
+        try:
+            await self.service.start()
+            await self.service.run()
+        finally:
+            await self.transport.close()
+
+    async def ended(self, seconds=120.0):
+        """Return what it raised, or None."""
+        await asyncio.wait([self.task], timeout=seconds)
+        assert self.task.done()
+        problem = None if self.task.cancelled() else self.task.exception()
+        while isinstance(problem, ExceptionGroup):
+            (problem,) = problem.exceptions
+        return problem
+
+    async def kill(self):
+        await self.transport.close()
+        self.task.cancel()
+        await asyncio.gather(self.task, return_exceptions=True)
+
+
+class System:
+    """A buffer, a head and its followers on one network; a trainer's orders are the buffer's."""
+
+    def __init__(self, model=""):
+        self.network = MemoryNetwork()
+        self.config = Config(engine=ENGINE, shared=SharedConfig(model=str(model)))
+        self.buffer = Buffer(self.network, shared=self.config.shared)
+        self.ranks, self.given_up = [], []
+
+    def head(self, **changes):
+        config = structs.replace(self.config, engine=structs.replace(self.config.engine, **changes))
+        meeting = Meeting("127.0.0.1", "127.0.0.1")
+        self.backend = Loaded(config, meeting)
+
+        def make(transport):
+            server = EngineServer(config, transport, LoopClock(), self.backend, meeting)
+            server._driver.give_up = lambda: self.given_up.append(1)
+            return server
+
+        return Process(self.network, make, "head")
+
+    def follower(self, rank=1, problem="", **changes):
+        engine = structs.replace(self.config.engine, node_rank=rank, **changes)
+        config = structs.replace(self.config, engine=engine)
+        self.ranks.append(ranks := Ranks(problem))
+        return Process(
+            self.network, lambda transport: Follower(config, transport, LoopClock(), ranks), f"node {rank}"
+        )
+
+
+@asynccontextmanager
+async def running(model="", followers=1):
+    system = System(model)
+    system.config = structs.replace(
+        system.config,
+        engine=structs.replace(ENGINE, nodes=followers + 1, tensor_parallel=followers + 1),
+    )
+    await system.buffer.start()
+    first = system.head()
+    others = [system.follower(rank) for rank in range(1, followers + 1)]
+    await eventually(lambda: system.buffer.heard(wire.Register) != [])
+    await eventually(lambda: all(ranks.meeting is not None for ranks in system.ranks))
+    yield system, first, others
+    for process in (first, *others):
+        await process.kill()
+    await system.buffer.kill()
+
+
+async def said(buffer, kind, count=1, seconds=60.0):
+    await eventually(lambda: len(buffer.heard(kind)) >= count, seconds)
+    return buffer.heard(kind)[-1]
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"nodes": 3}, "engine.nodes = 3: give a number that divides engine.tensor_parallel = 2"),
+        ({"nodes": 0}, "engine.nodes = 0"),
+        ({"node_rank": 2}, "engine.node_rank = 2: give 0 to engine.nodes - 1 = 1"),
+        ({"node_rank": -1}, "engine.node_rank = -1"),
+        ({"head": ""}, "engine.head = '': give where the nodes meet, tcp://host:port"),
+        ({}, "backend 'replay' has no ranks"),
+    ],
+)
+def test_settings_that_cannot_be_are_refused_by_name(changes, why):
+    engine = structs.replace(ENGINE, **({"backend": "vllm"} if changes else {}), **changes)
+    with pytest.raises(ConfigError) as refused:
+        check_nodes(engine)
+    assert why in str(refused.value)
+
+
+def test_what_nodes_must_have_in_common_leaves_out_what_is_of_one_node():
+    settings = agreement.settings_of(Config(engine=ENGINE))
+    assert {"engine.tensor_parallel", "engine.dtype", "drafts.source", "vllm", "torch", "devices"} <= set(
+        settings
+    )
+    own = structs.replace(
+        ENGINE, name="x", node_rank=1, cpu_cores="3", weights_root="/w", weights_endpoint="off"
+    )
+    assert difference(settings, agreement.settings_of(Config(engine=own))) == ""
+    for changed in ({"max_num_seqs": 7}, {"batch_invariant": True}, {"tensor_parallel": 4}):
+        other = agreement.settings_of(Config(engine=structs.replace(ENGINE, **changed)))
+        assert f"engine.{next(iter(changed))} is" in difference(settings, other)
+    assert difference({}, {}) == ""
+    assert difference({"a": "1"}, {}).startswith("a is nothing on this node, and 1 at the engine's head")
+
+
+@virtual
+async def test_ranks_start_once_all_nodes_have_joined():
+    system = System()
+    system.config = structs.replace(system.config, engine=structs.replace(ENGINE, nodes=3, tensor_parallel=3))
+    await system.buffer.start()
+    first, one = system.head(), system.follower(1)
+    await asyncio.sleep(20)
+    assert system.ranks[0].meeting is None
+    two = system.follower(2)
+    await eventually(lambda: all(ranks.meeting is not None for ranks in system.ranks))
+    (port,) = {ranks.meeting.port for ranks in system.ranks}
+    assert port
+    assert {ranks.meeting.host for ranks in system.ranks} == {"127.0.0.1"}
+    for process in (first, one, two):
+        assert not process.task.done()
+        await process.kill()
+    await system.buffer.kill()
+
+
+@virtual
+async def test_a_node_with_other_settings_is_refused_and_the_others_wait():
+    system = System()
+    await system.buffer.start()
+    first = system.head()
+    why = str(await system.follower(max_num_seqs=3).ended())
+    assert "engine.max_num_seqs is 3 on this node, and null at the engine's head" in why
+    assert "engine.node_rank = 2" in str(await system.follower(rank=2).ended())
+    good = system.follower()
+    await said(system.buffer, wire.Register)
+    assert system.ranks[0].meeting is None
+    for process in (first, good):
+        await process.kill()
+    await system.buffer.kill()
+
+
+@virtual
+async def test_two_nodes_of_one_rank_are_told_of_it():
+    system = System()
+    await system.buffer.start()
+    system.config = structs.replace(system.config, engine=structs.replace(ENGINE, nodes=3, tensor_parallel=3))
+    first, earlier = system.head(), system.follower(1)
+    await asyncio.sleep(5)
+    later = system.follower(1)
+    assert "another process has joined with engine.node_rank = 1" in str(await earlier.ended(10))
+    assert not later.task.done()
+    for process in (first, later):
+        await process.kill()
+    await system.buffer.kill()
+
+
+@virtual
+async def test_a_head_waits_so_long_for_its_nodes_and_they_for_it():
+    system = System()
+    await system.buffer.start()
+    problem = await system.head().ended(seconds=70)
+    assert "nodes [1] of this engine did not join within engine.load_seconds = 60" in str(problem)
+    assert isinstance(await system.follower().ended(seconds=70), Unreachable)
+    await system.buffer.kill()
+
+
+@virtual
+async def test_a_node_that_is_killed_ends_the_engine_soon():
+    async with running() as (system, first, (other,)):
+        await other.kill()
+        problem = await first.ended(2 * UNCONNECTED_SECONDS)
+        assert isinstance(problem, EngineBroken)
+        assert "node 1 of this engine was not connected" in str(problem)
+        assert system.given_up  # its thread may wait for that node for ever
+        assert (await said(system.buffer, wire.Goodbye)).problem
+
+
+@virtual
+async def test_a_node_that_stands_still_ends_the_engine():
+    async with running() as (system, first, (other,)):
+        asyncio.get_running_loop().freeze("node 1")
+        problem = await first.ended(SILENT_SECONDS + 5)
+        assert "sent nothing for 30 s" in str(problem)
+        assert system.given_up
+        asyncio.get_running_loop().thaw("node 1")
+        assert await other.ended(5) is not None
+
+
+@virtual
+async def test_a_node_whose_rank_ends_tells_why_and_so_does_the_head():
+    async with running() as (system, first, (other,)):
+        system.ranks[0].ended()
+        assert "a rank of this node has ended" in str(await other.ended(5))
+        assert "node 1 of this engine has ended: has lost a rank" in str(await first.ended(5))
+        assert system.ranks[0].closed == 1
+
+
+@virtual
+async def test_a_node_ends_with_a_head_that_is_killed_or_stands_still():
+    async with running() as (system, first, (other,)):
+        await first.kill()
+        assert "sent nothing for 30 s" in str(await other.ended(SILENT_SECONDS + 5))
+        assert system.ranks[0].closed == 1
+
+
+@virtual
+async def test_a_node_of_an_earlier_head_makes_room_for_one_of_the_next():
+    async with running() as (system, first, (other,)):
+        await first.kill()
+        again = system.head()
+        assert "the head has started again" in str(await other.ended(15))
+        new = system.follower()
+        await said(system.buffer, wire.Register, 2)
+        for process in (again, new):
+            await process.kill()
+
+
+@virtual
+async def test_a_new_process_of_a_node_waits_until_the_engine_has_ended():
+    async with running() as (system, first, (other,)):
+        new = system.follower()
+        await asyncio.sleep(10)
+        assert system.ranks[1].meeting is None
+        assert not any(process.task.done() for process in (first, new))
+        await other.kill()
+        await first.ended(2 * UNCONNECTED_SECONDS)
+        again = system.head()
+        await eventually(lambda: new.task.done() or system.ranks[1].meeting is not None)
+        for process in (new, again):
+            await process.kill()
+
+
+@virtual
+async def test_told_to_stop_on_any_node_all_end_in_order():
+    for drained in (0, 1):
+        async with running() as (system, first, (other,)):
+            await system.buffer.run(0, new=2000)
+            await asyncio.sleep(1)
+            (first, other)[drained].service.drain()
+            assert await first.ended(10) is None
+            assert await other.ended(10) is None
+            assert system.buffer.heard(wire.Goodbye) == [wire.Goodbye()]
+            (done,) = system.buffer.heard(wire.ChunksDone)
+            assert len(done.tokens) > 0
+            assert not system.given_up
+
+
+@virtual
+async def test_a_node_that_cannot_load_its_ranks_says_so():
+    system = System()
+    await system.buffer.start()
+    first, other = system.head(), system.follower(problem="no memory")
+    assert str(await other.ended()) == "no memory"
+    assert "has ended: no memory" in str(await first.ended())
+    await system.buffer.kill()
+
+
+def made(path):
+    path.mkdir()
+    return path
+
+
+async def update(system, version, source, digest=""):
+    """Have the engine check and load weights, as a buffer does; return its two answers."""
+    before = len(system.buffer.heard(wire.WeightsPrepared)), len(system.buffer.heard(wire.WeightsLoaded))
+    await system.buffer.send(wire.PrepareWeights(version=version, source=source, call_id=version))
+    prepared = await said(system.buffer, wire.WeightsPrepared, before[0] + 1, 200.0)
+    order = wire.LoadWeights(version=version, digest=prepared.digest, source=source, call_id=version)
+    await system.buffer.send(order)
+    return prepared, await said(system.buffer, wire.WeightsLoaded, before[1] + 1, 200.0)
+
+
+@virtual
+async def test_all_nodes_read_weights_before_any_loads(tmp_path):
+    model = folder(tmp_path / "model", 1.0)
+    async with running(model, followers=2) as (system, *_):
+        new = folder(tmp_path / "new", 2.0)
+        prepared, loaded = await update(system, 1, str(new))
+        assert prepared.digest == read_manifest(new).digest
+        assert (prepared.problem, loaded.problem) == ("", "")
+        assert system.backend.loaded == [(new, str(new), str(new))]
+        _, back = await update(system, 2, "")
+        assert back.problem == ""
+        assert system.backend.loaded[-1] == (model, str(model), str(model))
+
+
+@virtual
+async def test_a_node_that_has_another_model_ends_the_start(tmp_path):
+    model = folder(made(tmp_path / "one") / "model", 1.0)
+    system = System(model)
+    await system.buffer.start()
+    first, other = system.head(), None
+    system.config = structs.replace(
+        system.config, shared=SharedConfig(model=str(folder(made(tmp_path / "two") / "model", 2.0)))
+    )
+    other = system.follower()
+    problem = str(await first.ended())
+    assert "node 1 of this engine: " in problem
+    assert "now has digest" in problem
+    await other.ended()
+    await system.buffer.kill()
+
+
+@virtual
+async def test_a_node_without_the_folder_refuses_the_update_by_name(tmp_path, monkeypatch):
+    model, new = folder(tmp_path / "model", 1.0), folder(tmp_path / "new", 2.0)
+    async with running(model) as (system, _, (other,)):
+        real = other.service._fetcher.folder
+
+        async def elsewhere(source, holders=()):
+            return await real(source.replace("new", "gone"), holders)
+
+        monkeypatch.setattr(other.service._fetcher, "folder", elsewhere)
+        prepared, _ = await update(system, 1, str(new))
+        assert "node 1 of this engine: " in prepared.problem
+        assert "gone" in prepared.problem
+        assert system.backend.loaded == []
+        monkeypatch.undo()
+        assert (await update(system, 2, str(new)))[1].problem == ""
+
+
+@virtual
+async def test_files_that_change_on_one_node_alone_make_no_weights(tmp_path, monkeypatch):
+    model, new = folder(tmp_path / "model", 1.0), folder(tmp_path / "new", 2.0)
+    theirs = folder(tmp_path / "theirs", 2.0)
+    async with running(model) as (system, _, (other,)):
+
+        async def there(source, holders=()):
+            return theirs
+
+        monkeypatch.setattr(other.service._fetcher, "folder", there)
+        system.backend.meanwhile = lambda: folder(theirs, 3.0)
+        prepared, loaded = await update(system, 1, str(new))
+        assert prepared.problem == ""
+        assert system.backend.loaded == [(new, str(theirs))]
+        assert "changed while it was loaded" in loaded.problem
+        system.backend.meanwhile = lambda: None
+        folder(theirs, 2.0)
+        await system.buffer.send(wire.PrepareWeights(version=2, source=str(new), call_id=2))
+        await said(system.buffer, wire.WeightsPrepared, 2)
+        folder(theirs, 3.0)  # after it was checked, before it is loaded
+        order = wire.LoadWeights(version=2, digest=prepared.digest, source=str(new), call_id=2)
+        await system.buffer.send(order)
+        assert "now has digest" in (await said(system.buffer, wire.WeightsLoaded, 2)).problem
+        assert len(system.backend.loaded) == 1
+
+
+@virtual
+async def test_streams_come_from_the_head_and_are_deleted(tmp_path, monkeypatch):
+    model, new = folder(tmp_path / "model", 1.0, (900, 1000)), folder(tmp_path / "new", 2.0, (900, 1000))
+    async with running(model) as (system, first, (other,)):
+
+        async def there(source, holders=()):
+            return new
+
+        monkeypatch.setattr(first.service._updater.fetcher, "folder", there)
+        read, damaged = head.read_part, []
+
+        def read_or_damage(file, offset, length):
+            data, checksum = read(file, offset, length)
+            if len(damaged) < 3:
+                damaged.append(offset)
+                checksum += 1
+            return data, checksum
+
+        monkeypatch.setattr(head, "read_part", read_or_damage)
+        prepared, loaded = await update(system, 1, "spool:x")
+        assert (prepared.problem, loaded.problem) == ("", "")
+        ((own, theirs),) = system.backend.loaded
+        assert own == new
+        assert len(damaged) == 3
+        assert set(damaged) == {0, wire.SPOOL_BYTES}
+        assert not await asyncio.to_thread(Path(theirs).exists)
+        assert system.backend.digests == [prepared.digest]
+        await system.buffer.send(wire.PrepareWeights(version=2, source="spool:y", call_id=2))
+        await said(system.buffer, wire.WeightsPrepared, 2)
+        copied = other.service._fetcher._copy.folder
+        await system.buffer.send(wire.DiscardWeights(version=2, call_id=2))
+        await eventually(lambda: not copied.exists())
+
+
+@virtual
+async def test_messages_that_are_lost_are_sent_again(tmp_path, monkeypatch):
+    model, new = folder(tmp_path / "model", 1.0), folder(tmp_path / "new", 2.0)
+    async with running(model) as (system, first, _):
+        hub, dropped = first.service._nodes._hub, []
+        reply = hub.reply
+
+        async def lossy(address, message):
+            if isinstance(message, wire.CheckWeights) and len(dropped) < 2:
+                dropped.append(message)
+            else:
+                await reply(address, message)
+
+        monkeypatch.setattr(hub, "reply", lossy)
+        _, loaded = await update(system, 1, str(new))
+        assert loaded.problem == ""
+        assert len(dropped) == 2
+
+
+@virtual
+async def test_a_stranger_reads_nothing_from_the_head(tmp_path):
+    from seer.common.net.channel import Channel
+
+    async with running(folder(tmp_path / "model", 1.0)) as (system, *_):
+        for role, config_hash in (("node", "other"), ("engine", "")):
+            me = Identity(role=role, name="x", incarnation=1, config_hash=config_hash)
+            channel = Channel(MemoryTransport(system.network), ENGINE.head, me, wire.HeadToNode, LoopClock())
+            with pytest.raises(Exception, match=r"settings|this socket"):
+                await channel.open(5.0)
+        me = Identity(
+            role="node", name="x", incarnation=1,
+            config_hash=system.buffer.me.config_hash,
+        )  # fmt: skip
+        channel = Channel(MemoryTransport(system.network), ENGINE.head, me, wire.HeadToNode, LoopClock())
+        await channel.open(5.0)
+        await channel.send(wire.ReadSpool(name="", offset=0))
+        await channel.send(wire.OpenSpool(name="x"))
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(3):
+                await channel.recv()
