@@ -162,9 +162,9 @@ class EngineConfig(_Section, frozen=True):
     nodes: int = 1
     """Machines that its ranks are on, equally many on each; all run `seer engine`: docs/models.md."""
     node_rank: int = 0
-    """Which of them this one is. That of 0, the head, is the engine; others have further ranks of it."""
-    head: str = ""
-    """Where they meet, an address of the head: `tcp://host:port`."""
+    """Which of them this one is. That of 0, the leader, is the engine; others have further ranks of it."""
+    leader: str = ""
+    """Where they meet, an address of the leader: `tcp://host:port`."""
     kv_blocks: int | None = None
     """Usable KV blocks, of all KV cache groups together; default: as many as fit the memory budget."""
     kv_cache_gib: float | None = None

@@ -18,7 +18,7 @@ from up import ENDPOINTS
 
 from seer.client import RolloutClient
 
-NODES = ("head", "other")
+NODES = ("leader", "other")
 SERVICES = ("buffer", "context", "dgds")
 START_SECONDS = 150.0
 
@@ -35,7 +35,7 @@ class NodeSystem:
         addresses = [self.network.add(name) for name in NODES]
         given = [f"endpoints.{name}=ipc://{self.folder}/{name}" for name in ENDPOINTS]
         given += [f"shared.model={model}", "engine.tensor_parallel=2", "engine.nodes=2"]
-        self._settings = [*given, f"engine.head=tcp://{addresses[0]}:7120", "engine.name=e0", *settings]
+        self._settings = [*given, f"engine.leader=tcp://{addresses[0]}:7120", "engine.name=e0", *settings]
 
     async def __aenter__(self) -> NodeSystem:
         for name in SERVICES:
@@ -63,10 +63,21 @@ class NodeSystem:
             with self.network.inside(node):
                 self._run(node, "engine", own)
 
-    async def registered(self) -> None:
-        """Wait until the buffer has the engine, and it has weights."""
+    async def service(self, name: str) -> None:
+        """Start a further service on the leader's node, and wait until it is ready."""
+        async with self.network.entering:
+            with self.network.inside("leader"):
+                self._run(name, name, [])
         async with asyncio.timeout(START_SECONDS):
-            while not any(each.name == "e0" for each in (await self.client.status()).instances):
+            while " ready " not in self.log(name):
+                await asyncio.sleep(0.1)
+
+    async def registered(self, *, after: bool = False) -> None:
+        """Wait until the buffer has the engine; `after`: that of new processes, which it does not know yet."""
+        async with asyncio.timeout(START_SECONDS):
+            while after and (await self.client.status()).instances:
+                await asyncio.sleep(0.1)
+            while not (await self.client.status()).instances:
                 for node in NODES:
                     assert self.processes[node].poll() is None, self.log(node)
                 await asyncio.sleep(0.2)

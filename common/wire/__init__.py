@@ -65,9 +65,9 @@ from seer.common.wire.events import Sequenced as Sequenced
 from seer.common.wire.events import SnapshotAsked as SnapshotAsked
 from seer.common.wire.events import SnapshotRequest as SnapshotRequest
 from seer.common.wire.nodes import CheckWeights as CheckWeights
-from seer.common.wire.nodes import HeadToNode as HeadToNode
 from seer.common.wire.nodes import JoinNode as JoinNode
-from seer.common.wire.nodes import NodeToHead as NodeToHead
+from seer.common.wire.nodes import LeaderToNode as LeaderToNode
+from seer.common.wire.nodes import NodeToLeader as NodeToLeader
 from seer.common.wire.nodes import StartRanks as StartRanks
 from seer.common.wire.nodes import WeightsChecked as WeightsChecked
 from seer.common.wire.trainers import MAX_PROMPTS as MAX_PROMPTS

@@ -43,8 +43,8 @@ _UNIONS = (
     wire.ContextSnapshotReply,
     wire.EngineToDgds,
     wire.DgdsToEngine,
-    wire.NodeToHead,
-    wire.HeadToNode,
+    wire.NodeToLeader,
+    wire.LeaderToNode,
 )
 
 

@@ -1,6 +1,6 @@
-"""Between the nodes of one engine whose ranks are on several machines: each node to the head's.
+"""Between the nodes of one engine whose ranks are on several machines: each node to the leader's.
 
-The head has the engine itself. A node tells what it would start its ranks with, starts them when the head
+The leader has the engine itself. A node tells what it would start its ranks with, starts them when the leader
 says so, and reads new weights for them. Both send `Ping` every second; either ends when the other is silent.
 """
 
@@ -19,14 +19,14 @@ Setting = Annotated[str, msgspec.Meta(max_length=4096)]
 
 
 class JoinNode(Message, tag=True):
-    """Repeated until `StartRanks`: what this node would start its ranks with; it must be the head's own."""
+    """Repeated until `StartRanks`: what this node would start its ranks with; it must be the leader's own."""
 
     node_rank: Annotated[int, msgspec.Meta(ge=1)]
     settings: Annotated[dict[ShortStr, Setting], msgspec.Meta(max_length=256)]
 
 
 class StartRanks(Message, tag=True):
-    """All nodes have joined: their ranks meet at this address of the head."""
+    """All nodes have joined: their ranks meet at this address of the leader."""
 
     host: ShortStr
     port: Annotated[int, msgspec.Meta(ge=1, le=65535)]
@@ -35,7 +35,7 @@ class StartRanks(Message, tag=True):
 class CheckWeights(Message, tag=True):
     """Read weights that must have this digest; answered by `WeightsChecked`.
 
-    A stream is read from the head. Without a `source` they are the model that the node was started with.
+    A stream is read from the leader. Without a `source` they are the model that the node was started with.
     `read` false: only tell the present stamps of what was read last.
     """
 
@@ -54,7 +54,7 @@ class WeightsChecked(Message, tag=True):
     problem: Setting = ""
 
 
-NodeToHead = Hello | JoinNode | WeightsChecked | OpenSpool | ReadSpool | Ping | Goodbye
-HeadToNode = (
+NodeToLeader = Hello | JoinNode | WeightsChecked | OpenSpool | ReadSpool | Ping | Goodbye
+LeaderToNode = (
     Welcome | Refused | StartRanks | CheckWeights | DiscardWeights | SpoolState | SpoolData | Ping | Goodbye
 )

@@ -11,7 +11,7 @@ Invariants (tests/unit/test_engine_server.py asserts them):
 - told to stop, it hands back what its chunks have so far (a chunk may end anywhere) and leaves; when
   the backend fails it says `Goodbye` and ends with that error.
 
-Orders about weights and sleep are `weights/updater.py`'s, other nodes with ranks of it `nodes/head.py`'s.
+Orders about weights and sleep are `weights/updater.py`'s, other nodes with ranks of it `nodes/leader.py`'s.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from seer.services.engine.draft_groups import DraftGroups
 from seer.services.engine.driver import BackendInfo, Driver, InlineDriver, ThreadDriver
 from seer.services.engine.nodes.agreement import Meeting, check_nodes, meeting
 from seer.services.engine.nodes.follower import Follower
-from seer.services.engine.nodes.head import Head
+from seer.services.engine.nodes.leader import Leader
 from seer.services.engine.pace import Pace
 from seer.services.engine.replay.backend import ReplayBackend
 from seer.services.engine.weights.fetcher import Peers
@@ -126,7 +126,7 @@ class EngineServer:
         self._transport, self._endpoint = transport, config.endpoints.engines
         self._peers = Peers(transport, me, clock)
         self._weights_endpoint = ""
-        self._nodes = Head(config, clock, me, meets) if meets is not None else None
+        self._nodes = Leader(config, clock, me, meets) if meets is not None else None
         self._updater = WeightUpdater(
             self._driver, self, self._buffer.send, settings.weights_root, self._peers,
             me.name, settings.in_place_seconds if settings.in_place_updates else None, self._nodes,

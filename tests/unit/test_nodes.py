@@ -1,4 +1,4 @@
-"""One engine on several nodes: a head and its followers, in virtual time, with ranks that only take notes."""
+"""One engine on several nodes: a leader and its followers, in virtual time, with ranks that only take notes."""
 
 import asyncio
 from contextlib import asynccontextmanager
@@ -16,16 +16,16 @@ from seer.common.config import Config, EngineConfig, SharedConfig
 from seer.common.errors import ConfigError, EngineBroken, EngineError, Unreachable
 from seer.common.net.handshake import Identity
 from seer.common.net.transport.memory import MemoryNetwork, MemoryTransport
-from seer.services.engine.nodes import agreement, head
+from seer.services.engine.nodes import agreement, leader
 from seer.services.engine.nodes.agreement import Meeting, check_nodes, difference
 from seer.services.engine.nodes.follower import Follower
-from seer.services.engine.nodes.head import SILENT_SECONDS, UNCONNECTED_SECONDS
+from seer.services.engine.nodes.leader import SILENT_SECONDS, UNCONNECTED_SECONDS
 from seer.services.engine.replay.backend import ReplayBackend
 from seer.services.engine.server import EngineServer
 from seer.services.engine.weights.manifest import read_manifest
 
 ENGINE = EngineConfig(
-    backend="replay", name="e0", tensor_parallel=2, nodes=2, head="tcp://127.0.0.1:7120", load_seconds=60.0,
+    backend="replay", name="e0", tensor_parallel=2, nodes=2, leader="tcp://127.0.0.1:7120", load_seconds=60.0,
     kv_blocks=200, in_place_updates=True,
 )  # fmt: skip
 
@@ -92,7 +92,7 @@ class Process:
 
 
 class System:
-    """A buffer, a head and its followers on one network; a trainer's orders are the buffer's."""
+    """A buffer, a leader and its followers on one network; a trainer's orders are the buffer's."""
 
     def __init__(self, model=""):
         self.network = MemoryNetwork()
@@ -100,7 +100,7 @@ class System:
         self.buffer = Buffer(self.network, shared=self.config.shared)
         self.ranks, self.given_up = [], []
 
-    def head(self, **changes):
+    def leader(self, **changes):
         config = structs.replace(self.config, engine=structs.replace(self.config.engine, **changes))
         meeting = Meeting("127.0.0.1", "127.0.0.1")
         self.backend = Loaded(config, meeting)
@@ -110,7 +110,7 @@ class System:
             server._driver.give_up = lambda: self.given_up.append(1)
             return server
 
-        return Process(self.network, make, "head")
+        return Process(self.network, make, "leader")
 
     def follower(self, rank=1, problem="", **changes):
         engine = structs.replace(self.config.engine, node_rank=rank, **changes)
@@ -129,7 +129,7 @@ async def running(model="", followers=1):
         engine=structs.replace(ENGINE, nodes=followers + 1, tensor_parallel=followers + 1),
     )
     await system.buffer.start()
-    first = system.head()
+    first = system.leader()
     others = [system.follower(rank) for rank in range(1, followers + 1)]
     await eventually(lambda: system.buffer.heard(wire.Register) != [])
     await eventually(lambda: all(ranks.meeting is not None for ranks in system.ranks))
@@ -151,7 +151,7 @@ async def said(buffer, kind, count=1, seconds=60.0):
         ({"nodes": 0}, "engine.nodes = 0"),
         ({"node_rank": 2}, "engine.node_rank = 2: give 0 to engine.nodes - 1 = 1"),
         ({"node_rank": -1}, "engine.node_rank = -1"),
-        ({"head": ""}, "engine.head = '': give where the nodes meet, tcp://host:port"),
+        ({"leader": ""}, "engine.leader = '': give where the nodes meet, tcp://host:port"),
         ({}, "backend 'replay' has no ranks"),
     ],
 )
@@ -175,7 +175,7 @@ def test_what_nodes_must_have_in_common_leaves_out_what_is_of_one_node():
         other = agreement.settings_of(Config(engine=structs.replace(ENGINE, **changed)))
         assert f"engine.{next(iter(changed))} is" in difference(settings, other)
     assert difference({}, {}) == ""
-    assert difference({"a": "1"}, {}).startswith("a is nothing on this node, and 1 at the engine's head")
+    assert difference({"a": "1"}, {}).startswith("a is nothing on this node, and 1 at the engine's leader")
 
 
 @virtual
@@ -183,7 +183,7 @@ async def test_ranks_start_once_all_nodes_have_joined():
     system = System()
     system.config = structs.replace(system.config, engine=structs.replace(ENGINE, nodes=3, tensor_parallel=3))
     await system.buffer.start()
-    first, one = system.head(), system.follower(1)
+    first, one = system.leader(), system.follower(1)
     await asyncio.sleep(20)
     assert system.ranks[0].meeting is None
     two = system.follower(2)
@@ -201,9 +201,9 @@ async def test_ranks_start_once_all_nodes_have_joined():
 async def test_a_node_with_other_settings_is_refused_and_the_others_wait():
     system = System()
     await system.buffer.start()
-    first = system.head()
+    first = system.leader()
     why = str(await system.follower(max_num_seqs=3).ended())
-    assert "engine.max_num_seqs is 3 on this node, and null at the engine's head" in why
+    assert "engine.max_num_seqs is 3 on this node, and null at the engine's leader" in why
     assert "engine.node_rank = 2" in str(await system.follower(rank=2).ended())
     good = system.follower()
     await said(system.buffer, wire.Register)
@@ -218,7 +218,7 @@ async def test_two_nodes_of_one_rank_are_told_of_it():
     system = System()
     await system.buffer.start()
     system.config = structs.replace(system.config, engine=structs.replace(ENGINE, nodes=3, tensor_parallel=3))
-    first, earlier = system.head(), system.follower(1)
+    first, earlier = system.leader(), system.follower(1)
     await asyncio.sleep(5)
     later = system.follower(1)
     assert "another process has joined with engine.node_rank = 1" in str(await earlier.ended(10))
@@ -229,10 +229,10 @@ async def test_two_nodes_of_one_rank_are_told_of_it():
 
 
 @virtual
-async def test_a_head_waits_so_long_for_its_nodes_and_they_for_it():
+async def test_a_leader_waits_so_long_for_its_nodes_and_they_for_it():
     system = System()
     await system.buffer.start()
-    problem = await system.head().ended(seconds=70)
+    problem = await system.leader().ended(seconds=70)
     assert "nodes [1] of this engine did not join within engine.load_seconds = 60" in str(problem)
     assert isinstance(await system.follower().ended(seconds=70), Unreachable)
     await system.buffer.kill()
@@ -261,7 +261,7 @@ async def test_a_node_that_stands_still_ends_the_engine():
 
 
 @virtual
-async def test_a_node_whose_rank_ends_tells_why_and_so_does_the_head():
+async def test_a_node_whose_rank_ends_tells_why_and_so_does_the_leader():
     async with running() as (system, first, (other,)):
         system.ranks[0].ended()
         assert "a rank of this node has ended" in str(await other.ended(5))
@@ -270,7 +270,7 @@ async def test_a_node_whose_rank_ends_tells_why_and_so_does_the_head():
 
 
 @virtual
-async def test_a_node_ends_with_a_head_that_is_killed_or_stands_still():
+async def test_a_node_ends_with_a_leader_that_is_killed_or_stands_still():
     async with running() as (system, first, (other,)):
         await first.kill()
         assert "sent nothing for 30 s" in str(await other.ended(SILENT_SECONDS + 5))
@@ -278,11 +278,11 @@ async def test_a_node_ends_with_a_head_that_is_killed_or_stands_still():
 
 
 @virtual
-async def test_a_node_of_an_earlier_head_makes_room_for_one_of_the_next():
+async def test_a_node_of_an_earlier_leader_makes_room_for_one_of_the_next():
     async with running() as (system, first, (other,)):
         await first.kill()
-        again = system.head()
-        assert "the head has started again" in str(await other.ended(15))
+        again = system.leader()
+        assert "the leader has started again" in str(await other.ended(15))
         new = system.follower()
         await said(system.buffer, wire.Register, 2)
         for process in (again, new):
@@ -298,7 +298,7 @@ async def test_a_new_process_of_a_node_waits_until_the_engine_has_ended():
         assert not any(process.task.done() for process in (first, new))
         await other.kill()
         await first.ended(2 * UNCONNECTED_SECONDS)
-        again = system.head()
+        again = system.leader()
         await eventually(lambda: new.task.done() or system.ranks[1].meeting is not None)
         for process in (new, again):
             await process.kill()
@@ -323,7 +323,7 @@ async def test_told_to_stop_on_any_node_all_end_in_order():
 async def test_a_node_that_cannot_load_its_ranks_says_so():
     system = System()
     await system.buffer.start()
-    first, other = system.head(), system.follower(problem="no memory")
+    first, other = system.leader(), system.follower(problem="no memory")
     assert str(await other.ended()) == "no memory"
     assert "has ended: no memory" in str(await first.ended())
     await system.buffer.kill()
@@ -363,7 +363,7 @@ async def test_a_node_that_has_another_model_ends_the_start(tmp_path):
     model = folder(made(tmp_path / "one") / "model", 1.0)
     system = System(model)
     await system.buffer.start()
-    first, other = system.head(), None
+    first, other = system.leader(), None
     system.config = structs.replace(
         system.config, shared=SharedConfig(model=str(folder(made(tmp_path / "two") / "model", 2.0)))
     )
@@ -420,7 +420,7 @@ async def test_files_that_change_on_one_node_alone_make_no_weights(tmp_path, mon
 
 
 @virtual
-async def test_streams_come_from_the_head_and_are_deleted(tmp_path, monkeypatch):
+async def test_streams_come_from_the_leader_and_are_deleted(tmp_path, monkeypatch):
     model, new = folder(tmp_path / "model", 1.0, (900, 1000)), folder(tmp_path / "new", 2.0, (900, 1000))
     async with running(model) as (system, first, (other,)):
 
@@ -428,7 +428,7 @@ async def test_streams_come_from_the_head_and_are_deleted(tmp_path, monkeypatch)
             return new
 
         monkeypatch.setattr(first.service._updater.fetcher, "folder", there)
-        read, damaged = head.read_part, []
+        read, damaged = leader.read_part, []
 
         def read_or_damage(file, offset, length):
             data, checksum = read(file, offset, length)
@@ -437,7 +437,7 @@ async def test_streams_come_from_the_head_and_are_deleted(tmp_path, monkeypatch)
                 checksum += 1
             return data, checksum
 
-        monkeypatch.setattr(head, "read_part", read_or_damage)
+        monkeypatch.setattr(leader, "read_part", read_or_damage)
         prepared, loaded = await update(system, 1, "spool:x")
         assert (prepared.problem, loaded.problem) == ("", "")
         ((own, theirs),) = system.backend.loaded
@@ -473,20 +473,37 @@ async def test_messages_that_are_lost_are_sent_again(tmp_path, monkeypatch):
 
 
 @virtual
-async def test_a_stranger_reads_nothing_from_the_head(tmp_path):
+async def test_a_node_that_never_ends_its_check_refuses_the_update(tmp_path, monkeypatch):
+    model, new = folder(tmp_path / "model", 1.0), folder(tmp_path / "new", 2.0)
+    async with running(model) as (system, _, (other,)):
+
+        async def never(source, holders=()):
+            await asyncio.Event().wait()
+
+        monkeypatch.setattr(other.service._fetcher, "folder", never)
+        prepared, _ = await update(system, 1, str(new))
+        assert "node 1 of this engine: did not answer within engine.load_seconds = 60" in prepared.problem
+        monkeypatch.undo()
+        assert (await update(system, 2, str(new)))[1].problem == ""
+
+
+@virtual
+async def test_a_stranger_reads_nothing_from_the_leader(tmp_path):
     from seer.common.net.channel import Channel
 
     async with running(folder(tmp_path / "model", 1.0)) as (system, *_):
         for role, config_hash in (("node", "other"), ("engine", "")):
             me = Identity(role=role, name="x", incarnation=1, config_hash=config_hash)
-            channel = Channel(MemoryTransport(system.network), ENGINE.head, me, wire.HeadToNode, LoopClock())
+            channel = Channel(
+                MemoryTransport(system.network), ENGINE.leader, me, wire.LeaderToNode, LoopClock()
+            )
             with pytest.raises(Exception, match=r"settings|this socket"):
                 await channel.open(5.0)
         me = Identity(
             role="node", name="x", incarnation=1,
             config_hash=system.buffer.me.config_hash,
         )  # fmt: skip
-        channel = Channel(MemoryTransport(system.network), ENGINE.head, me, wire.HeadToNode, LoopClock())
+        channel = Channel(MemoryTransport(system.network), ENGINE.leader, me, wire.LeaderToNode, LoopClock())
         await channel.open(5.0)
         await channel.send(wire.ReadSpool(name="", offset=0))
         await channel.send(wire.OpenSpool(name="x"))

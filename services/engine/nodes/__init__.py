@@ -1,1 +1,1 @@
-"""One engine whose ranks are on several machines: its head, which is the engine, and its other nodes."""
+"""One engine whose ranks are on several machines: its leader, which is the engine, and its other nodes."""

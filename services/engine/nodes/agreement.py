@@ -48,21 +48,21 @@ def check_nodes(engine: EngineConfig) -> None:
         raise ConfigError(f"engine.node_rank = {engine.node_rank}: give 0 to engine.nodes - 1 = {nodes - 1}")
     if nodes > 1 and engine.backend != "vllm":
         raise ConfigError(f"engine.nodes = {nodes}: backend {engine.backend!r} has no ranks; give 1")
-    if nodes > 1 and not engine.head.startswith("tcp://"):
+    if nodes > 1 and not engine.leader.startswith("tcp://"):
         fix = "give where the nodes meet, tcp://host:port of the node with engine.node_rank = 0"
-        raise ConfigError(f"engine.head = {engine.head!r}: {fix}")
+        raise ConfigError(f"engine.leader = {engine.leader!r}: {fix}")
 
 
 def meeting(engine: EngineConfig) -> Meeting:
-    """Return this node's; its address is the one by which it reaches the head. Raises `ConfigError`."""
-    address = engine.head.removeprefix("tcp://")
+    """Return this node's; its address is the one by which it reaches the leader. Raises `ConfigError`."""
+    address = engine.leader.removeprefix("tcp://")
     try:
         if engine.node_rank:
             return Meeting(own_address(address))
         own = socket.gethostbyname(address.rpartition(":")[0])
         return Meeting(own, host=own)
     except (OSError, ValueError) as error:
-        raise ConfigError(f"engine.head = {engine.head!r}: {error}; give tcp://host:port") from error
+        raise ConfigError(f"engine.leader = {engine.leader!r}: {error}; give tcp://host:port") from error
 
 
 def settings_of(config: Config) -> dict[str, str]:
@@ -87,11 +87,11 @@ MAX_TEXT = 4000
 """Characters of a setting that are compared."""
 
 
-def difference(head: Mapping[str, str], node: Mapping[str, str]) -> str:
-    """Return the first setting that a node has otherwise than the head, and the fix; empty: none."""
-    for name in sorted(head.keys() | node.keys()):
-        theirs, ours = node.get(name, "nothing"), head.get(name, "nothing")
+def difference(leader: Mapping[str, str], node: Mapping[str, str]) -> str:
+    """Return the first setting that a node has otherwise than the leader, and the fix; empty: none."""
+    for name in sorted(leader.keys() | node.keys()):
+        theirs, ours = node.get(name, "nothing"), leader.get(name, "nothing")
         if theirs != ours:
             fix = "make it equal on every node"
-            return f"{name} is {theirs[:200]} on this node, and {ours[:200]} at the engine's head: {fix}"
+            return f"{name} is {theirs[:200]} on this node, and {ours[:200]} at the engine's leader: {fix}"
     return ""

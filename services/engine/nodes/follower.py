@@ -1,10 +1,10 @@
-"""A node that has further ranks of an engine: starts them when the head says so, and ends with it.
+"""A node that has further ranks of an engine: starts them when the leader says so, and ends with it.
 
 Invariants (tests/unit/test_nodes.py):
-- a node that hears nothing of its head for `SILENT_SECONDS`, or hears another life of it, ends, and its ranks
-  with it; so does one of which a rank ended;
-- told to stop, it tells the head, which hands back its chunks first;
-- it reads the weights that the head names, from the head if they are a stream, and answers each question once
+- a node that hears nothing of its leader for `SILENT_SECONDS`, or hears another life of it, ends with its
+  ranks; so does one of which a rank has ended;
+- told to stop, it tells the leader, which hands back its chunks first;
+- it reads the weights that the leader names, a stream from the leader itself, and answers each question when
   it is through; a later question ends an earlier one.
 """
 
@@ -29,12 +29,12 @@ from seer.common.net.transport.base import Transport
 from seer.common.process.log import get_logger
 from seer.services.engine.driver import end_process
 from seer.services.engine.nodes.agreement import Meeting, meeting, settings_of
-from seer.services.engine.nodes.head import PING_SECONDS, SILENT_SECONDS
+from seer.services.engine.nodes.leader import PING_SECONDS, SILENT_SECONDS
 from seer.services.engine.weights.checker import WeightChecker
 from seer.services.engine.weights.fetcher import WeightFetcher
 
 LEAVE_SECONDS = 15.0
-"""Longest wait for the head to end when this node was told to stop."""
+"""Longest wait for the leader to end when this node was told to stop."""
 
 _log = get_logger()
 
@@ -68,10 +68,10 @@ class Follower:
             incarnation=ids.new_incarnation(),
             config_hash=shared_hash(config.shared),
         )
-        self._head: Channel[wire.NodeToHead, wire.HeadToNode] = Channel(
-            transport, settings.head, me, wire.HeadToNode, clock
+        self._leader: Channel[wire.NodeToLeader, wire.LeaderToNode] = Channel(
+            transport, settings.leader, me, wire.LeaderToNode, clock
         )
-        self._fetcher = WeightFetcher(self._head.send, settings.weights_root)
+        self._fetcher = WeightFetcher(self._leader.send, settings.weights_root)
         self._checker = WeightChecker(self._fetcher, settings.in_place_updates)
         self._checking: asyncio.Task[None] | None = None
         self._call_id = 0
@@ -80,9 +80,10 @@ class Follower:
         self._loading: asyncio.Future[None] | None = None
 
     async def start(self) -> dict[str, str]:
-        """Join the head, and load this node's ranks. Raises `EngineError`, `ConfigError` or `Unreachable`."""
+        """Join the leader, and load this node's ranks. Raises `SeerError`."""
         seconds = self._config.engine.load_seconds
-        self._incarnation = (await self._head.open(seconds)).incarnation
+        _log.info("joining the leader of this engine", leader=self._config.engine.leader)
+        self._incarnation = (await self._leader.open(seconds)).incarnation
         self._serving: asyncio.Task[None] = asyncio.create_task(self._serve())
         try:
             await self._unless_it_ends(self._join(seconds))
@@ -96,7 +97,7 @@ class Follower:
         return {}
 
     async def run(self) -> None:
-        """Serve until the head ends. Raises `EngineBroken` if it broke, or a rank did."""
+        """Serve until the leader ends. Raises `EngineBroken` if it broke, or a rank did."""
         problem = "it failed"
         ended = asyncio.create_task(self._rank_ended.wait())
         leaving = asyncio.create_task(self._leave())
@@ -114,7 +115,7 @@ class Follower:
             await self._close(problem)
 
     def drain(self) -> None:
-        """Have the head end this engine in order."""
+        """Have the leader end this engine in order."""
         self._leaving.set()
 
     # --- beginning and end ---------------------------------------------------------------
@@ -129,8 +130,10 @@ class Follower:
                     "it waits for other nodes, or for the end of an earlier process of this one: see its log"
                 )
                 limit = f"engine.load_seconds = {seconds:g}"
-                raise Unreachable(f"{self._config.engine.head} did not start the ranks within {limit}: {fix}")
-            await self._head.send(join)
+                raise Unreachable(
+                    f"{self._config.engine.leader} did not start the ranks within {limit}: {fix}"
+                )
+            await self._leader.send(join)
             await self._clock.sleep(PING_SECONDS)
 
     async def _loaded(self, loading: asyncio.Future[None], seconds: float) -> None:
@@ -141,13 +144,13 @@ class Follower:
         await loading
 
     async def _unless_it_ends(self, work: Coroutine[Any, Any, None]) -> None:
-        """Wait for `work`, or raise why the connection to the head has ended."""
+        """Wait for `work`, or raise why the connection to the leader has ended."""
         task = asyncio.create_task(work)
         try:
             await asyncio.wait({task, self._serving}, return_when=asyncio.FIRST_COMPLETED)
             if not task.done():
                 self._serving.result()
-                raise EngineBroken("the head has ended while this node joined it")
+                raise EngineBroken("the leader has ended while this node joined it")
             task.result()
         finally:
             task.cancel()
@@ -164,30 +167,30 @@ class Follower:
             self._checking.cancel()
         if problem:
             await self._say(wire.Goodbye(problem=problem))
-        self._head.close()
+        self._leader.close()
         await self._checker.discard()
         if self._loading is not None and not self._loading.done():
             _log.error("this node ends while its ranks load", why=problem)
             end_process()  # their thread waits for ranks of other nodes
         await asyncio.to_thread(self._ranks.close)
 
-    # --- from and to the head ------------------------------------------------------------
+    # --- from and to the leader ------------------------------------------------------------
 
     async def _serve(self) -> None:
-        """Return when the head ends in order. Raises `SeerError` when it is gone, or refuses this node."""
+        """Return when the leader ends in order. Raises `SeerError` when it is gone, or refuses this node."""
         pinging = asyncio.create_task(self._ping())
         try:
             while True:
                 async with asyncio.timeout(SILENT_SECONDS):
-                    message = await self._head.recv()
+                    message = await self._leader.recv()
                 match message:
                     case wire.Goodbye(problem=problem):
                         if problem:
-                            raise EngineBroken(f"the head has ended: {problem}")
+                            raise EngineBroken(f"the leader has ended: {problem}")
                         return
                     case wire.Welcome(incarnation=incarnation):
                         if incarnation != self._incarnation:
-                            raise EngineBroken("the head has started again: so must this node")
+                            raise EngineBroken("the leader has started again: so must this node")
                     case wire.StartRanks(host=host, port=port):
                         self._meeting.host, self._meeting.port = host, port
                         self._met.set()
@@ -200,7 +203,7 @@ class Follower:
                     case wire.Ping():
                         pass
         except TimeoutError as error:
-            raise EngineBroken(f"the head sent nothing for {SILENT_SECONDS:g} s: this node ends") from error
+            raise EngineBroken(f"the leader sent nothing for {SILENT_SECONDS:g} s: this node ends") from error
         finally:
             pinging.cancel()
 
@@ -209,11 +212,11 @@ class Follower:
             await self._clock.sleep(PING_SECONDS)
             await self._say(wire.Ping())
 
-    async def _say(self, message: wire.NodeToHead) -> None:
+    async def _say(self, message: wire.NodeToLeader) -> None:
         try:
-            await self._head.send(message)
+            await self._leader.send(message)
         except Unreachable as error:  # who is silent for long ends the other
-            _log.warning("the head does not take messages", error=str(error))
+            _log.warning("the leader does not take messages", error=str(error))
 
     # --- weights -------------------------------------------------------------------------
 

@@ -117,6 +117,9 @@ class VllmBackend:
 
         Raises `EngineError` naming the cause and the fix.
         """
+        if self._config.nodes > 1 and self._meeting is None:
+            fix = "this command has all ranks on this machine: set it to 1"
+            raise EngineError(f"engine.nodes = {self._config.nodes}: {fix}")
         env.prepare(self._config, self._meeting)
         described = loading.model_config(self._shared)
         self._config, self._shared = env.with_defaults(self._config, self._shared, described)

@@ -187,7 +187,7 @@ def _reach_other_nodes(own: str) -> None:
     interface = next((name for name, all_of in addresses.items() if own in all_of), None)
     if interface is None:
         fix = "give an address of the machine that has engine.node_rank = 0"
-        raise EngineError(f"engine.head: {own} is no address of this machine; {fix}")
+        raise EngineError(f"engine.leader: {own} is no address of this machine; {fix}")
     os.environ["VLLM_HOST_IP"] = own
     for library in ("GLOO", "NCCL"):
         os.environ.setdefault(f"{library}_SOCKET_IFNAME", interface)

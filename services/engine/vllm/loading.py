@@ -73,7 +73,7 @@ def load_node(
     drafts: DraftsConfig | None,
     meeting: Meeting,
 ) -> MultiprocExecutor:
-    """Load the ranks that this node has of an engine whose head is elsewhere, as `load` does its own."""
+    """Load the ranks that this node has of an engine whose leader is elsewhere, as `load` does its own."""
     from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 
     try:

@@ -1,6 +1,6 @@
-"""The ranks of an engine on a node other than its head's: vLLM's workers, without a scheduler.
+"""The ranks of an engine on a node other than its leader's: vLLM's workers, without a scheduler.
 
-The head's executor reaches them as it does its own: by vLLM's queues over TCP.
+The leader's executor reaches them as it does its own: by vLLM's queues over TCP.
 """
 
 from __future__ import annotations

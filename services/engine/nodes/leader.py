@@ -1,10 +1,10 @@
-"""The head's side: has the other nodes start their ranks, and read new weights for them.
+"""The leader's side: has the other nodes start their ranks, and read new weights for them.
 
 Invariants (tests/unit/test_nodes.py):
-- no rank starts before all nodes have joined with the head's own settings;
+- no rank starts before all nodes have joined with the leader's own settings;
 - once ranks have started, a node that leaves, breaks or is silent for `SILENT_SECONDS` ends the engine: its
   other ranks wait for that node's, and may never return;
-- a question that was lost is asked again; one that is not answered in time ends the engine, too;
+- a question that was lost is asked again; weights that a node does not answer for in time are refused;
 - other nodes read the streams that this node has, whole and checked, and no other file.
 """
 
@@ -60,7 +60,7 @@ class _Node(msgspec.Struct):
     answers: dict[int, asyncio.Future[wire.WeightsChecked]] = {}
 
 
-class Head:
+class Leader:
     """Call `start` first, then `gather` and `during`, then `run`. Implements `weights.checker.OtherNodes`."""
 
     def __init__(self, config: Config, clock: Clock, me: Identity, meeting: Meeting) -> None:
@@ -72,17 +72,17 @@ class Head:
         self._reads: set[asyncio.Task[None]] = set()
 
     async def start(self, transport: Transport, leave: Callable[[], None], lost: Callable[[], None]) -> None:
-        """Listen at `engine.head`. Raises `ConfigError`.
+        """Listen at `engine.leader`. Raises `ConfigError`.
 
         `leave` is called when a node was told to stop, `lost` when one is gone while ranks wait for it.
         """
         self._leave, self._lost = leave, lost
         try:
-            router = await transport.router(self._config.engine.head)
+            router = await transport.router(self._config.engine.leader)
         except ConfigError as error:
-            raise ConfigError(f"engine.head = {self._config.engine.head!r}: {error}") from error
-        self._hub: Hub[wire.HeadToNode, wire.NodeToHead] = Hub(
-            router, self._me, wire.NodeToHead, require_config_hash=True, roles=frozenset({"node"})
+            raise ConfigError(f"engine.leader = {self._config.engine.leader!r}: {error}") from error
+        self._hub: Hub[wire.LeaderToNode, wire.NodeToLeader] = Hub(
+            router, self._me, wire.NodeToLeader, require_config_hash=True, roles=frozenset({"node"})
         )
         self._settings = await asyncio.to_thread(settings_of, self._config)
         self._serving: asyncio.Task[None] = asyncio.create_task(self._serve())
@@ -161,12 +161,15 @@ class Head:
         loop = asyncio.get_running_loop()
         answer: asyncio.Future[wire.WeightsChecked] = loop.create_future()
         node.answers[question.call_id] = answer
+        deadline = self._clock.now() + self._config.engine.load_seconds
         try:
-            while True:  # a node that is silent ends the engine
+            while not answer.done() and self._clock.now() < deadline:
                 await self._hub.reply(node.address, question)
                 await asyncio.wait({answer}, timeout=ASK_SECONDS)
-                if answer.done():
-                    return answer.result()
+            if answer.done():
+                return answer.result()
+            late = f"did not answer within engine.load_seconds = {self._config.engine.load_seconds:g}"
+            return wire.WeightsChecked(call_id=question.call_id, problem=late)
         finally:
             del node.answers[question.call_id]
 
@@ -204,7 +207,7 @@ class Head:
                 else:
                     self._gone(rank, f"sent nothing for {SILENT_SECONDS:g} s")
 
-    async def _take(self, address: bytes, message: wire.NodeToHead) -> None:
+    async def _take(self, address: bytes, message: wire.NodeToLeader) -> None:
         if isinstance(message, wire.JoinNode):
             await self._join(address, message)
         rank = next((rank for rank, node in self._nodes.items() if node.address == address), 0)
@@ -270,7 +273,7 @@ class Head:
         if name and name == own:
             size = (folder / SPOOL_FILE).stat().st_size
             return wire.SpoolState(name=name, size=size, have=size)
-        return wire.SpoolState(name=name, size=0, have=0, problem="the head has no copy of it any more")
+        return wire.SpoolState(name=name, size=0, have=0, problem="the leader has no copy of it any more")
 
     async def _read(self, address: bytes, asked: wire.ReadSpool) -> None:
         """Send a part of a stream, or why not."""
