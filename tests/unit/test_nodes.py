@@ -171,7 +171,7 @@ async def test_a_node_of_an_earlier_leader_makes_room_for_one_of_the_next():
 async def test_a_new_process_of_a_node_waits_until_the_engine_has_ended():
     async with running() as (system, first, (other,)):
         new = system.follower()
-        await asyncio.sleep(10)
+        await asyncio.sleep(SILENT_SECONDS + 5)
         assert system.ranks[1].meeting is None
         assert not any(process.task.done() for process in (first, new))
         await other.kill()

@@ -22,7 +22,7 @@ from typing import Any, Protocol
 from seer.common import ids, wire
 from seer.common.clock import Clock
 from seer.common.config import Config, shared_hash
-from seer.common.errors import EngineBroken, EngineError, SeerError, Unreachable
+from seer.common.errors import EngineBroken, EngineError, Unreachable
 from seer.common.net.channel import Channel
 from seer.common.net.handshake import Identity
 from seer.common.net.transport.base import Transport
@@ -233,8 +233,8 @@ class Follower:
         try:
             folder = await (self._read if question.read else self._present)(question)
             answer.folder, answer.stamps = str(folder), await self._stamps(folder)
-        except (SeerError, OSError) as error:
-            answer.problem = str(error)[:1000]
+        except Exception as error:  # noqa: BLE001 - whatever it is, the leader must hear it
+            answer.problem = (str(error) or type(error).__name__)[:1000]
         self._answer = answer
         await self._say(answer)
 

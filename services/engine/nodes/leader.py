@@ -244,7 +244,9 @@ class Leader:
         elif known is not None and known.address == address:
             if self._meeting.port:
                 await self._hub.reply(address, self._start_ranks())
-        elif not self._meeting.port:  # else it waits until this engine has ended, and comes again
+        elif self._meeting.port:  # it waits until this engine has ended, and another leader has started
+            await self._hub.reply(address, wire.Ping())
+        else:
             if known is not None:
                 fix = "give each node a rank of its own"
                 why = f"another process has joined with engine.node_rank = {rank}: {fix}"
