@@ -4,7 +4,8 @@ Invariants (tests/unit/test_draft_proposer.py asserts them):
 - a draft never goes beyond its chunk's limit, so it needs no KV block that the chunk has not reserved;
 - nothing is drafted after a stop id: it would never count;
 - no error here fails a step: what a tree refuses costs drafts only, and is counted;
-- only the rank whose drafts vLLM's scheduler reads makes any.
+- only the rank whose drafts vLLM's scheduler reads makes any;
+- while it is switched off it makes none, and what responses say meanwhile is in the trees afterwards.
 """
 
 from __future__ import annotations
@@ -49,6 +50,7 @@ class GroupProposer:
         self._is_stop = np.zeros(1, bool)  # of any row; ids beyond its end are as the last, which is none
         self._runner: GPUModelRunner | None = None
         self._choice: Choice | None = None
+        self._on = True
         self.path_selector = PathSelector(0)
         self.script: DraftScript | None = None
         self.budget: DraftBudget | None = None
@@ -107,6 +109,30 @@ class GroupProposer:
 
     # --- drafts --------------------------------------------------------------------------
 
+    @property
+    def drafts(self) -> bool:
+        """Whether drafts are made: it is switched on, or a script says what to draft."""
+        return self._on or self.script is not None
+
+    def switch(self, on: bool) -> None:
+        """Make drafts from the next step on, or make none."""
+        self._on = on
+        self._choice = None  # its drafts may be verified in a step that this proposer does not see
+
+    def learn_ended(self, ended: Iterable[str]) -> None:
+        """Add to the trees what requests have said that end while drafts are off; the others' comes later."""
+        runner = self._runner
+        for state in () if runner is None else filter(None, map(runner.requests.get, ended)):
+            extra: ExtraArgs = state.sampling_params.extra_args[EXTRA]
+            output = [*(state.prompt_token_ids or ()), *state.output_token_ids][extra.prompt_len :]
+            try:
+                if (tree := self._tree(extra.group)) is not _NO_TREE:
+                    tree.append(extra.index, 0, output)
+                    if self._common is not None:
+                        self._common.append(_name(extra), 0, output)
+            except ValueError:  # the tree is full
+                self.counters["refused"] += 1
+
     def propose(
         self,
         sampled_token_ids: list[list[int]],
@@ -131,7 +157,7 @@ class GroupProposer:
         lengths: npt.NDArray[np.int32],
         tokens: npt.NDArray[np.int32],
     ) -> list[list[int]]:
-        if self._runner is None:  # not the rank that drafts
+        if self._runner is None or not self.drafts:  # not the rank that drafts, or vLLM padded a draft
             return [[] for _ in sampled]
         runner, n = self._runner, len(sampled)
         ids = runner.input_batch.req_ids
@@ -227,7 +253,7 @@ class GroupProposer:
             learns = tree is not _NO_TREE and tree.bytes < TREE_BYTES
             self._indexes[row] = extra.index if learns else -1
             # The same for all chunks of a response, so that the common tree knows its earlier output.
-            self._names[row] = hash((extra.group, extra.index)) & _POSITIVE if extra.group else -1
+            self._names[row] = _name(extra) if extra.group else -1
             # A new row's output is appended from its start: an earlier attempt may have had other tokens.
             self._appended[row] = before.get(request_id, 0)
             if self.budget is not None:
@@ -246,6 +272,12 @@ class GroupProposer:
 
 
 _POSITIVE = 2**63 - 1
+
+
+def _name(extra: ExtraArgs) -> int:
+    """Return the name of a response in the common tree."""
+    return hash((extra.group, extra.index)) & _POSITIVE
+
 
 _NO_TREE = _native.GroupTree()
 """Tree of requests without a group: it stays empty, so they get no drafts."""
