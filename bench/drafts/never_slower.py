@@ -7,8 +7,9 @@ A cell is most tokens of a response x responses at once, then x weight of the mo
 where not given). All three systems of a cell are up, with one engine each and no KV pool; they take turns, so
 that a slow moment of the machine hits all. Every turn has prompts and a seed of its own, and all three must
 give the same tokens. Runs are appended to the file as they end; started again, the script goes on where it
-was stopped. Prints JSON: of each cell the medians of tokens/s, the geometric mean of the ratios to off with
-its 95 % interval, the share of the time spent on making drafts; and the geometric mean over all cells.
+was stopped. Prints JSON: of each cell the medians of tokens/s; the geometric mean of the ratios to off, and
+the ends of its 95 % interval; the same of tokens per CPU second of all processes, which other work on the
+machine changes less; the share of the time that drafts took to make; and geometric means over all cells.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from typing import Any
 import msgspec
 from lib.machine import machine
 from lib.paths import EXAMPLE
+from lib.processes import cpu_seconds
 
 sys.path.insert(0, str(EXAMPLE))
 from heavier import heavier
@@ -83,8 +85,8 @@ class Cell(msgspec.Struct, frozen=True, order=True):
 class Side:
     """One system, with drafts from one source."""
 
-    def __init__(self, source: str, client: RolloutClient, cell: Cell) -> None:
-        self._source, self._client, self._running = source, client, cell.running
+    def __init__(self, source: str, client: RolloutClient, system: LocalSystem) -> None:
+        self._source, self._client, self._system = source, client, system
 
     async def turn(self, cell: Cell, number: int) -> dict[str, Any]:
         """Run one rollout; prompts and seed follow from its number."""
@@ -96,9 +98,9 @@ class Side:
         ]
         before = await self._drafted()
         sampling = SamplingParams(max_tokens=cell.tokens, temperature=cell.temperature)
-        begun = time.perf_counter()
+        begun, cpu = time.perf_counter(), self._cpu()
         groups = await (await self._client.submit(prompts, n=GROUP, sampling=sampling, seed=number)).result()
-        seconds = time.perf_counter() - begun
+        seconds, cpu = time.perf_counter() - begun, self._cpu() - cpu
         after = await self._drafted()
         responses = sorted((g.prompt_id, r.index, r.token_ids.tolist()) for g in groups for r in g.responses)
         return {
@@ -106,11 +108,15 @@ class Side:
             "turn": number,
             "source": self._source,
             "tokens_per_s": sum(len(tokens) for *_, tokens in responses) / seconds,
+            "tokens_per_cpu_s": sum(len(tokens) for *_, tokens in responses) / cpu,
             "seconds": seconds,
             "drafting_share": (after - before) / seconds,
             "digest": hashlib.blake2b(json.dumps(responses).encode(), digest_size=8).hexdigest(),
             "load": os.getloadavg()[0],
         }
+
+    def _cpu(self) -> float:
+        return time.process_time() + sum(map(cpu_seconds, self._system.pids.values()))
 
     async def _drafted(self) -> float:
         await asyncio.sleep(STATUS_SECONDS * 1.5)
@@ -131,7 +137,7 @@ async def systems(stack: contextlib.AsyncExitStack, cell: Cell, model: Path, set
         ])  # fmt: skip
         system = await stack.enter_async_context(LocalSystem(config, 1))
         client = RolloutClient(system.endpoint, tokenizer=str(model))
-        sides.append(Side(source, await stack.enter_async_context(client), cell))
+        sides.append(Side(source, await stack.enter_async_context(client), system))
     return sides
 
 
@@ -187,15 +193,22 @@ def summary(turns: list[dict[str, dict[str, Any]]]) -> dict[str, Any]:
         report[source] = {"tokens_per_s": round(statistics.median(run["tokens_per_s"] for run in runs))}
         if source == "off":
             continue
-        logs = [math.log(turn[source]["tokens_per_s"] / turn["off"]["tokens_per_s"]) for turn in turns]
-        mean = statistics.fmean(logs)
-        half = T95.get(len(logs), 2.2) * statistics.stdev(logs) / len(logs) ** 0.5 if len(logs) > 1 else 9.0
         report[source] |= {
-            "over_off": round(math.exp(mean), 3),
-            "interval": [round(math.exp(mean - half), 3), round(math.exp(mean + half), 3)],
+            "over_off": ratio([turn[source]["tokens_per_s"] / turn["off"]["tokens_per_s"] for turn in turns]),
+            "over_off_by_cpu": ratio(
+                [turn[source]["tokens_per_cpu_s"] / turn["off"]["tokens_per_cpu_s"] for turn in turns]
+            ),
             "drafting_share": round(statistics.median(run["drafting_share"] for run in runs), 4),
         }
     return report
+
+
+def ratio(ratios: list[float]) -> list[float]:
+    """Return their geometric mean, and the ends of its 95 % interval."""
+    logs = [math.log(each) for each in ratios]
+    mean = statistics.fmean(logs)
+    half = T95.get(len(logs), 2.2) * statistics.stdev(logs) / len(logs) ** 0.5 if len(logs) > 1 else 9.0
+    return [round(math.exp(each), 3) for each in (mean, mean - half, mean + half)]
 
 
 def main() -> None:
@@ -214,8 +227,9 @@ def main() -> None:
     cells = {name: summary(list(runs[name].values())) for name in names}
     report: dict[str, Any] = {"machine": machine("torch", "vllm"), "cells": cells}
     for source in SOURCES[1:]:
-        ratios = [cell[source]["over_off"] for cell in cells.values()]
-        report[f"{source}_over_off"] = round(statistics.geometric_mean(ratios), 3)
+        for figure in ("over_off", "over_off_by_cpu"):
+            means = [cell[source][figure][0] for cell in cells.values()]
+            report[f"{source}_{figure}"] = round(statistics.geometric_mean(means), 3)
     print(json.dumps(report, indent=1))
 
 

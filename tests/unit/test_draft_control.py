@@ -1,6 +1,7 @@
 """The engine's side of drafting: what reaches the ranks, when, and in how many calls."""
 
 from concurrent.futures import Future
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -8,6 +9,7 @@ import pytest
 
 from seer.common.config import DraftsConfig
 from seer.common.policy.draft_costs import StepCosts
+from seer.common.policy.profile_check import EVERY, WINDOW, WINDOWS
 from seer.services.engine.vllm.drafts.control import MAX_QUEUED, Drafting
 
 
@@ -135,20 +137,41 @@ def test_a_step_without_requests_turns_no_switch(ranks):
 @pytest.mark.parametrize(("second", "drafts_first"), [(1.5, True), (2.0, False)])
 def test_drafts_are_tried_first_where_a_good_one_pays_by_the_profile(ranks, second, drafts_first):
     control = drafting(ranks)
-    control.start(StepCosts(batches=(1, 8), drafts=(0, 1), grid=((1.0, second),) * 2), paths=False)
+    control.start(StepCosts(batches=(1, 8), drafts=(0, 1), grid=((1.0, second),) * 2), False, Path())
     control.begin_step(4, lambda: 0.0)
     assert control._on is drafts_first
 
 
 def test_what_is_measured_drafts_in_every_step(ranks):
     control = drafting(ranks)
-    control.start(StepCosts(batches=(1,), drafts=(0, 1), grid=((1.0, 9.0),)), paths=False)
+    control.start(StepCosts(batches=(1,), drafts=(0, 1), grid=((1.0, 9.0),)), False, Path())
     control.begin_step(1, lambda: 0.0)
     control.start_always()
     control.begin_step(1, lambda: 0.0)
     assert [each for sent in ranks.sent for each in sent][-2:] == [
         ("seer_switch_drafts", False), ("seer_switch_drafts", True)
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize(("seconds", "is_kept"), [(1.0, True), (0.5, False), (2.0, False)])
+def test_a_profile_that_is_off_is_given_up(ranks, tmp_path, seconds, is_kept):
+    control, kept = drafting(ranks), tmp_path / "profile.json"
+    kept.write_text("{}")
+    control.start(StepCosts(batches=(1,), drafts=(0, 1), grid=((1.0, 1.1),)), False, kept)
+    for _ in range(EVERY * WINDOW * WINDOWS):
+        control.check_profile(1, lambda: 1.0, seconds)
+    assert kept.exists() is is_kept
+    control.check_profile(1, lambda: 1.0, seconds)  # and nothing more comes of it
+
+
+def test_steps_that_verify_drafts_are_not_compared_with_the_profile(ranks, tmp_path):
+    control, kept = drafting(ranks), tmp_path / "profile.json"
+    kept.write_text("{}")
+    control.start(StepCosts(batches=(1,), drafts=(0, 1), grid=((1.0, 1.1),)), False, kept)
+    for _ in range(2 * EVERY * WINDOW * WINDOWS):
+        control.count("g", 2, 1)
+        control.check_profile(1, lambda: 1.0, 2.0)
+    assert kept.exists()
 
 
 def test_an_engine_that_is_only_fed_gathers_no_more_than_its_bound(ranks):

@@ -245,6 +245,32 @@ def test_a_forgotten_group_is_drafted_for_no_more(rows):
     assert rows.step(a=[SONG[17]])["a"] == SONG[18:22]  # all it said is shown to the new tree
 
 
+def test_what_is_learnt_outlives_the_end_of_other_groups(rows):
+    """Chunks that end in every step drop trees in every step, where each has one of its own."""
+    rows.add("a", group="g")
+    rows.add("b", group="h")
+    rows.step(a=SONG[:16], b=SONG[:16])
+    assert rows.step(a=[SONG[16]], b=[SONG[16]])["a"] == SONG[17:21]
+    rows.proposer.take_acceptance("g")
+    rows.proposer.forget(["h"])
+    rows.proposer.open("new", PROMPT)  # it takes the slot of h
+    rows.arrange(["a"])
+    rows.add("c", group="new")
+    rows.step(a=SONG[17:22], c=[5])
+    drafted, right = rows.proposer.take_acceptance("g")
+    assert sum(drafted) == sum(right) == 4
+    assert not any(map(sum, rows.proposer.take_acceptance("new")))
+
+
+def test_rows_that_move_go_on_where_they_were(rows):
+    for index, name in enumerate("abc"):
+        rows.add(name, group=name, index=index)
+    rows.step(a=SONG[:16], b=SONG[1:17], c=SONG[2:18])
+    rows.arrange(["c", "b"])  # as vLLM fills the place of one that ended
+    assert rows.step(c=[SONG[18]], b=[SONG[17]]) == {"c": SONG[19:23], "b": SONG[18:22]}
+    assert rows.proposer.counters["refused"] == 0
+
+
 def test_a_full_tree_learns_no_more_and_drafts_on(rows, monkeypatch):
     monkeypatch.setattr(module, "TREE_BYTES", 100_000)
     rows.add("a")

@@ -152,7 +152,8 @@ class VllmBackend:
         if config.source == "random":
             drafting.start_random(paths)
         else:
-            drafting.start(step_costs(self.probe, config.max_draft, config.cache, paths), paths)
+            costs, kept = step_costs(self.probe, config.max_draft, config.cache, paths)
+            drafting.start(costs, paths, kept)
         return drafting
 
     @property
@@ -237,6 +238,8 @@ class VllmBackend:
                 ended - (self._busy_since or begun),
                 usual=self._joined <= len(outputs) * MOST_JOINED,
             )
+            if len(outputs) == len(self._runs) and not self._joined:
+                self._drafting.check_profile(len(outputs), self._mean_context, result.seconds)
         self._joined, self._busy_since = 0, ended if self._runs else 0.0
         return result
 
@@ -244,6 +247,11 @@ class VllmBackend:
         """Return how many tokens the responses that run have, on average."""
         made = sum(run.chunk.sampling.max_tokens - run.left for run in self._runs.values())
         return made / max(1, len(self._runs))
+
+    def _mean_context(self) -> float:
+        """Return how many tokens the requests that run have, on average."""
+        tokens: int = sum(run.request.num_tokens for run in self._runs.values())
+        return tokens / max(1, len(self._runs))
 
     def feed(self, deltas: Iterable[StreamDelta]) -> None:
         """See `Backend.feed`."""

@@ -12,16 +12,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
+from pathlib import Path
 from typing import Any
 
 from seer.common.config import DraftsConfig
 from seer.common.policy.draft_costs import StepCosts
 from seer.common.policy.draft_paths import most_paths
 from seer.common.policy.draft_switch import DraftSwitch
+from seer.common.policy.profile_check import ProfileCheck
 from seer.services.dgds.client import StreamDelta
 from seer.services.engine.backend import Chunk
 from seer.services.engine.vllm.drafts.draft_script import DraftScript, Kind
 from seer.services.engine.vllm.drafts.scratch_blocks import log_single_path
+from seer.services.engine.vllm.drafts.step_times import give_up
 
 Rpc = Callable[..., list[Any]]
 
@@ -51,6 +54,8 @@ class Drafting:
         self._open: set[str] = set()
         self._verified: set[str] = set()  # trees whose drafts were verified since `take_acceptance`
         self._switch: DraftSwitch | None = None  # None: every step drafts
+        self._profile: tuple[ProfileCheck, Path] | None = None  # and where it is kept
+        self._drafted_before = 0  # `drafted` when the last step ended
         self._on = True
         self.verifications = self.drafted = self.accepted = 0
         self.seconds = 0.0
@@ -61,11 +66,12 @@ class Drafting:
         script = DraftScript(kind="random", vocab=self._vocab_size, others=others)
         self._rpc("seer_script_drafts", script=script)
 
-    def start(self, costs: StepCosts, paths: bool) -> None:
-        """Draft from trees what pays, given this engine's step times.
+    def start(self, costs: StepCosts, paths: bool, kept: Path) -> None:
+        """Draft from trees what pays, given this engine's step times, which are kept in a file.
 
         `paths` says whether it can verify several draft paths of a request.
         """
+        self._profile = ProfileCheck(costs), kept
         most = most_paths(costs, self._config.max_paths) if paths else 1
         if paths and most == 1:
             log_single_path(
@@ -95,6 +101,20 @@ class Drafting:
         """Count what a step brought; see `DraftSwitch.end`."""
         if self._switch is not None:
             self._switch.end(tokens, seconds, usual=usual)
+
+    def check_profile(self, requests: int, context: Callable[[], float], seconds: float) -> None:
+        """Compare a step in which all requests only decoded with the profile; give it up once it is off.
+
+        `context()`: tokens of these requests on average.
+        """
+        drafted, self._drafted_before = self.drafted > self._drafted_before, self.drafted
+        if self._profile is None or drafted or not self._profile[0].looks():
+            return
+        check, kept = self._profile
+        check.add(requests, context(), seconds)
+        if check.off:
+            self._profile = None
+            give_up(kept, check.off)
 
     def begin(self, chunk: Chunk) -> str:
         """Open the tree that a chunk drafts from, if it is not open yet; return its name."""
