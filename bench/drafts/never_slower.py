@@ -47,11 +47,8 @@ CELLS = (
     "16x256", "16x64x30", "2048x8x30", "512x1x30",
 )  # fmt: skip
 GROUP = 8
-MAX_TOKENS = 32_768
-"""Most tokens of a turn; responses that end early have fewer."""
-
-SECONDS_AT_ONCE = 160
-"""Most tokens of a turn for each response that runs at once: a turn takes seconds, whatever the batch."""
+LEAST_TOKENS, MOST_TOKENS, TOKENS_EACH = 2_048, 32_768, 1_280
+"""Tokens of a turn if no response ends early: so many for each that runs at once, within these bounds."""
 
 T95 = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78, 6: 2.57, 7: 2.45, 8: 2.36, 9: 2.31, 10: 2.26}
 """Student's t for a 95 % interval, by the number of pairs; 2.2 for more."""
@@ -78,8 +75,8 @@ class Cell(msgspec.Struct, frozen=True, order=True):
     @property
     def groups(self) -> int:
         """Prompts of a turn."""
-        most = min(MAX_TOKENS, max(2048, SECONDS_AT_ONCE * 8 * self.running))
-        return max(1, self.running // GROUP, most // (GROUP * self.tokens))
+        tokens = min(MOST_TOKENS, max(LEAST_TOKENS, TOKENS_EACH * self.running))
+        return max(1, self.running // GROUP, tokens // (GROUP * self.tokens))
 
 
 class Side:
