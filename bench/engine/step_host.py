@@ -47,6 +47,7 @@ class Engine:
 
         free = StepCosts(batches=(1, rows), drafts=(0, draft), grid=((1.0, 1.0),) * 2, sibling=1.0)
         self.backend.core.rpc("seer_set_costs", costs=free, max_paths=1)
+        self.backend._drafting.start_always()
 
     def run(self, rows: int, steps: int, kind: dict[str, Any]) -> dict[str, Any]:
         """Return the medians of so many steps with so many requests."""

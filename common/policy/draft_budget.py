@@ -53,6 +53,9 @@ PROBE_TOKENS = 4
 REFRESH_STEPS = 32
 """Steps between updates of the rates: one step's tokens change them little, and an update takes 100 us."""
 
+FIRST_REFRESHES = (2, 4, 8, 16)
+"""Steps after which they are updated as well: what a new engine assumes of its drafts is too good."""
+
 _EDGES = np.array(SCORE_EDGES, dtype=np.float32)
 _CLASSES = len(SCORE_EDGES) + 1
 _PRIOR = np.array(PRIOR)
@@ -190,7 +193,7 @@ class DraftBudget:
         group = self._tables
         _native.count_drafts(choice.cells, choice.keep, accepted, choice.slots, group.fresh, group.unreported)
         self._age += 1
-        if self._age % REFRESH_STEPS == 0:
+        if self._age % REFRESH_STEPS == 0 or self._age in FIRST_REFRESHES:
             self._refresh()
 
     def take_learned(self, group_id: str) -> tuple[list[int], list[int]]:

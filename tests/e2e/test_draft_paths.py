@@ -49,6 +49,7 @@ def start(model: Path, cache: Path, **engine: object) -> VllmBackend:
 def engine(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmBackend]:
     cores = os.sched_getaffinity(0)
     engine = start(tiny_model, tmp_path_factory.mktemp("profiles"))
+    engine._drafting.start_always()
     yield engine
     engine.close()
     os.sched_setaffinity(0, cores)
@@ -270,7 +271,7 @@ from seer.services.engine.backend import Chunk
 from seer.services.engine.vllm.backend import VllmBackend
 from seer.services.engine.vllm.drafts.draft_script import DraftScript
 
-def roll(backend, prompt):
+def roll(backend, prompt, switches=False):
     sampling = SamplingParams(max_tokens=60, temperature=0.9, repetition_penalty=1.3, ignore_eos=True)
     for key in range(3):
         backend.add(Chunk(
@@ -278,9 +279,13 @@ def roll(backend, prompt):
             max_new_tokens=99, sampling=sampling, tokens=prompt,
         ))
     tokens = {str(key): [] for key in range(3)}
+    steps = 0
     while backend.has_work():
+        if switches:
+            backend._drafting._queue("seer_switch_drafts", on=steps % 5 < 3)
         for generated in backend.step().generated:
             tokens[generated.request_id] += generated.token_ids
+        steps += 1
     return tokens
 
 def main():
@@ -294,6 +299,9 @@ def main():
     known = {int(key): tokens for key, tokens in rolls[0].items()}
     backend.probe.script_drafts(DraftScript(kind="wrong", vocab=200, known=known, others=("truncated", "right")))
     rolls.append(roll(backend, prompt))
+    backend.probe.script_drafts(None)
+    backend._drafting.start_always()
+    rolls.append(roll(backend, prompt, switches=True))
     print(json.dumps([rolls, backend.core.rpc("seer_path_counts")]))
     backend.close()
 
@@ -313,8 +321,9 @@ def test_two_ranks_choose_the_same_paths(tiny_model, tmp_path):
     command = [sys.executable, str(tmp_path / "two.py"), str(tiny_model), json.dumps(PROMPT), str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=500, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
-    (plain, drafted), ranks = json.loads(done.stdout.splitlines()[-1])
+    (plain, drafted, switched), ranks = json.loads(done.stdout.splitlines()[-1])
     assert drafted == plain
+    assert switched == plain
     assert ranks[0] == ranks[1]
     assert ranks[0]["won"] > 10
     assert ranks[0].get("conflicts", 0) == 0

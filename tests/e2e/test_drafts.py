@@ -4,6 +4,7 @@ import asyncio
 import importlib.util
 import json
 import os
+import random
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,6 +20,7 @@ from shared_engines import until_generated
 
 from seer.client import RolloutClient
 from seer.common.config import DraftsConfig, EngineConfig, SharedConfig, load
+from seer.common.policy.draft_costs import StepCosts
 from seer.common.types import SamplingParams
 from seer.local.system import LocalSystem
 from seer.services.dgds.client import StreamDelta
@@ -39,6 +41,10 @@ def engine(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     drafts = DraftsConfig(max_draft=5, cache=str(tmp_path_factory.mktemp("profiles")))
     engine = VllmBackend(config, SharedConfig(model=str(tiny_model)), None, drafts)
     engine.start()
+    # Whether drafts pay with this model, on a machine as busy as it is, is not the point.
+    free = StepCosts(batches=(1, 32), drafts=(0, 5), grid=((1.0, 1.0001),) * 2, sibling=1.0)
+    engine.core.rpc("seer_set_costs", costs=free, max_paths=1)
+    engine._drafting.start_always()
     yield engine
     engine.close()
     os.sched_setaffinity(0, cores)
@@ -134,6 +140,48 @@ def test_what_a_sibling_said_is_drafted(backend):
     after = backend.stats()
     assert again.tokens == whole.tokens
     assert after.accepted_tokens - before.accepted_tokens > len(whole.tokens) / 2
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_drafts_may_be_switched_on_and_off_in_any_step(backend, monkeypatch, seed):
+    """Rows that draft, verify, prefill and end in steps of both ways: the same tokens, and drafts go on."""
+    sampling = SamplingParams(max_tokens=60, temperature=1.1, presence_penalty=0.5, ignore_eos=True)
+    chunks = [chunk(str(i), sampling, index=i, key=KEY + i % 3, prompt=PROMPT[: 5 + i]) for i in range(9)]
+    script(backend, "none")
+    plain = run(backend, chunks)
+    backend.probe.script_drafts(None)
+    backend.forget(["g"])
+    before, dice = backend.stats(), random.Random(seed)
+    control = backend._drafting
+
+    def switch(requests: int, tokens: object) -> None:
+        control._queue("seer_switch_drafts", on=dice.random() < 0.5)
+        control.flush()
+
+    monkeypatch.setattr(control, "begin_step", switch)
+    switched = run(backend, chunks[:5]) | run(backend, chunks[5:])  # the rest drafts from those that ended
+    control._queue("seer_switch_drafts", on=True)
+    assert {name: each.tokens for name, each in switched.items()} == {
+        name: each.tokens for name, each in plain.items()
+    }
+    after = backend.stats()
+    assert after.accepted_tokens > before.accepted_tokens
+    assert after.free_blocks == backend.capacity.kv_blocks
+
+
+def test_steps_without_drafts_have_no_proposer_and_nothing_to_verify(backend, monkeypatch):
+    from seer.services.engine.vllm.drafts.proposer import GroupProposer
+    from seer.services.engine.vllm.runner_v1 import RowSampler
+
+    whole = one_go(backend, BASE)
+    control = backend._drafting
+    control._queue("seer_switch_drafts", on=False)
+    monkeypatch.setattr(GroupProposer, "propose", None)
+    monkeypatch.setattr(RowSampler, "_verify", None)
+    assert one_go(backend, BASE).tokens == whole.tokens
+    control._queue("seer_switch_drafts", on=True)
+    with pytest.raises(TypeError):
+        one_go(backend, BASE)
 
 
 def test_bad_feeds_cost_drafts_alone(backend):

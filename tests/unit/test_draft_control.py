@@ -1,12 +1,15 @@
 """The engine's side of drafting: what reaches the ranks, when, and in how many calls."""
 
 from concurrent.futures import Future
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from seer.common.config import DraftsConfig
+from seer.common.policy.draft_costs import StepCosts
+from seer.common.policy.profile_check import EVERY, WINDOW, WINDOWS
 from seer.services.engine.vllm.drafts.control import MAX_QUEUED, Drafting
 
 
@@ -26,7 +29,7 @@ class Ranks:
         ]
 
     def send(self, method, **arguments):
-        assert method == "seer_change_trees"
+        assert method == "seer_change_drafting"
         self.sent.append([(name, next(iter(given.values()))) for name, given in arguments["changes"]])
         future = Future()
         future.set_exception(self.problem) if self.problem else future.set_result([None, None])
@@ -80,8 +83,95 @@ def test_a_chunk_that_begins_after_its_tree_was_dropped_has_one(ranks):
 def test_ends_of_a_step_are_one_call_and_a_rank_that_does_not_draft_says_nothing(ranks):
     control = drafting(ranks)
     ranks.learned = {"a": ([4], [2]), "b": ([1], [1]), "c": ([9], [9])}
+    for name in "abc":
+        control.count(name, 2, 1)
     assert control.take_acceptance(["b", "a", "b"]) == {"a": ([4], [2]), "b": ([1], [1])}
     assert (ranks.waited, control.seconds) == (["seer_take_acceptance"], 2.5)
+
+
+def test_nobody_is_asked_about_trees_whose_drafts_were_not_verified(ranks):
+    control = drafting(ranks)
+    control.count("a", 1, 0)
+    assert control.take_acceptance(["a", "b"]) == {}
+    control.count("a", 2, 3)
+    control.take_acceptance(["a"])
+    assert control.take_acceptance(["a"]) == {}
+    assert ranks.waited == ["seer_take_acceptance"]
+    assert (control.verifications, control.drafted, control.accepted) == (2, 3, 1)
+
+
+class Script:
+    """A switch that says what it is told, and keeps what it is told."""
+
+    def __init__(self, *says):
+        self.says, self.told = list(says), []
+
+    def begin(self, requests, tokens):
+        return self.says.pop(0)
+
+    def end(self, tokens, seconds, *, usual):
+        self.told.append((tokens, seconds, usual))
+
+
+def test_a_switch_that_turns_travels_with_the_step_that_it_is_for(ranks):
+    control = drafting(ranks)
+    control._switch = Script(True, False, False, True)
+    for _ in range(4):
+        control.begin(chunk())
+        control.begin_step(1, lambda: 0.0)
+        control.end_step(3, 0.1, usual=True)
+    first, *switched = ranks.sent
+    assert first == [("seer_open_tree", "g")]
+    assert switched == [[("seer_switch_drafts", False)], [("seer_switch_drafts", True)]]
+    assert control._switch.told == [(3, 0.1, True)] * 4
+    assert ranks.waited == []
+
+
+def test_a_step_without_requests_turns_no_switch(ranks):
+    control = drafting(ranks)
+    control._switch = Script()
+    control.begin_step(0, lambda: 0.0)
+    assert ranks.sent == []
+
+
+@pytest.mark.parametrize(("second", "drafts_first"), [(1.5, True), (2.0, False)])
+def test_drafts_are_tried_first_where_a_good_one_pays_by_the_profile(ranks, second, drafts_first):
+    control = drafting(ranks)
+    control.start(StepCosts(batches=(1, 8), drafts=(0, 1), grid=((1.0, second),) * 2), False, Path())
+    control.begin_step(4, lambda: 0.0)
+    assert control._on is drafts_first
+
+
+def test_what_is_measured_drafts_in_every_step(ranks):
+    control = drafting(ranks)
+    control.start(StepCosts(batches=(1,), drafts=(0, 1), grid=((1.0, 9.0),)), False, Path())
+    control.begin_step(1, lambda: 0.0)
+    control.start_always()
+    control.begin_step(1, lambda: 0.0)
+    assert [each for sent in ranks.sent for each in sent][-2:] == [
+        ("seer_switch_drafts", False), ("seer_switch_drafts", True)
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(("seconds", "is_kept"), [(1.0, True), (0.5, False), (2.0, False)])
+def test_a_profile_that_is_off_is_given_up(ranks, tmp_path, seconds, is_kept):
+    control, kept = drafting(ranks), tmp_path / "profile.json"
+    kept.write_text("{}")
+    control.start(StepCosts(batches=(1,), drafts=(0, 1), grid=((1.0, 1.1),)), False, kept)
+    for _ in range(EVERY * WINDOW * WINDOWS):
+        control.check_profile(1, lambda: 1.0, seconds)
+    assert kept.exists() is is_kept
+    control.check_profile(1, lambda: 1.0, seconds)  # and nothing more comes of it
+
+
+def test_steps_that_verify_drafts_are_not_compared_with_the_profile(ranks, tmp_path):
+    control, kept = drafting(ranks), tmp_path / "profile.json"
+    kept.write_text("{}")
+    control.start(StepCosts(batches=(1,), drafts=(0, 1), grid=((1.0, 1.1),)), False, kept)
+    for _ in range(2 * EVERY * WINDOW * WINDOWS):
+        control.count("g", 2, 1)
+        control.check_profile(1, lambda: 1.0, 2.0)
+    assert kept.exists()
 
 
 def test_an_engine_that_is_only_fed_gathers_no_more_than_its_bound(ranks):

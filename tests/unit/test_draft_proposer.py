@@ -10,6 +10,7 @@ from seer.common.policy.draft_budget import DraftBudget
 from seer.common.policy.draft_costs import CELLS, StepCosts
 from seer.services.dgds.client import StreamDelta
 from seer.services.engine.vllm.drafts import proposer as module
+from seer.services.engine.vllm.drafts.draft_script import DraftScript
 from seer.services.engine.vllm.drafts.path_selector import PathSelector
 from seer.services.engine.vllm.drafts.proposer import GroupProposer
 from seer.services.engine.vllm.requests import EXTRA, ExtraArgs
@@ -136,6 +137,56 @@ def test_rows_that_sampled_nothing_get_nothing_and_teach_nothing(rows):
     assert rows.step(a=[SONG[3]], b=[SONG[16]])["b"] == SONG[17:21]
 
 
+def test_what_is_said_while_drafts_are_off_is_drafted_afterwards(rows):
+    for index, name in enumerate("abc"):
+        rows.add(name, index=index)
+    rows.step(a=SONG[:3])
+    rows.proposer.switch(False)
+    assert not rows.proposer.drafts
+    rows.said["a"] += SONG[3:16]  # in steps that the proposer does not see
+    rows.said["b"] += list(range(50, 90))
+    for name in "ab":
+        state = rows.requests[name]
+        state.prompt_token_ids, state.output_token_ids = [*PROMPT, *rows.said[name][:2]], rows.said[name][2:]
+    rows.proposer.learn_ended({"b", "unknown"})
+    rows.arrange(["a", "c"])
+    rows.proposer.switch(True)
+    assert rows.step(a=[SONG[16]])["a"] == SONG[17:21]  # a row that still runs
+    assert rows.step(c=[50, 51, 52])["c"] == [53, 54, 55, 56]  # one that ended meanwhile
+
+
+def test_while_drafts_are_off_there_are_none_but_those_of_a_script(rows):
+    rows.add("a")
+    rows.step(a=SONG[:16])
+    rows.proposer.switch(False)
+    assert rows.step(a=[SONG[16]])["a"] == []
+    rows.proposer.script = DraftScript(kind="random", vocab=100, count=2)
+    assert rows.proposer.drafts
+    assert len(rows.step(a=[SONG[17]])["a"]) == 2
+
+
+def test_drafts_that_are_verified_while_it_is_off_teach_nothing(rows):
+    rows.add("a")
+    rows.step(a=SONG[:16])
+    assert rows.step(a=[SONG[16]])["a"]
+    rows.proposer.take_acceptance("g")
+    rows.proposer.switch(False)
+    rows.said["a"] += SONG[17:21]
+    rows.proposer.switch(True)
+    rows.step(a=[99])  # as if the draft had been wrong
+    assert sum(rows.proposer.take_acceptance("g")[0]) == 0
+
+
+def test_what_a_tree_refuses_of_an_ended_request_is_counted(rows):
+    rows.add("a")
+    rows.step(a=SONG[:3])
+    rows.proposer.switch(False)
+    state = rows.requests["a"]
+    state.prompt_token_ids, state.output_token_ids = PROMPT, [-7]
+    rows.proposer.learn_ended(["a"])
+    assert rows.proposer.counters["refused"] == 1
+
+
 def test_requests_without_a_group_neither_draft_nor_teach(rows):
     rows.add("lonely", group="")
     rows.add("other", group="", index=1)
@@ -192,6 +243,32 @@ def test_a_forgotten_group_is_drafted_for_no_more(rows):
     rows.arrange(["a"])
     rows.proposer.forget([])
     assert rows.step(a=[SONG[17]])["a"] == SONG[18:22]  # all it said is shown to the new tree
+
+
+def test_what_is_learnt_outlives_the_end_of_other_groups(rows):
+    """Chunks that end in every step drop trees in every step, where each has one of its own."""
+    rows.add("a", group="g")
+    rows.add("b", group="h")
+    rows.step(a=SONG[:16], b=SONG[:16])
+    assert rows.step(a=[SONG[16]], b=[SONG[16]])["a"] == SONG[17:21]
+    rows.proposer.take_acceptance("g")
+    rows.proposer.forget(["h"])
+    rows.proposer.open("new", PROMPT)  # it takes the slot of h
+    rows.arrange(["a"])
+    rows.add("c", group="new")
+    rows.step(a=SONG[17:22], c=[5])
+    drafted, right = rows.proposer.take_acceptance("g")
+    assert sum(drafted) == sum(right) == 4
+    assert not any(map(sum, rows.proposer.take_acceptance("new")))
+
+
+def test_rows_that_move_go_on_where_they_were(rows):
+    for index, name in enumerate("abc"):
+        rows.add(name, group=name, index=index)
+    rows.step(a=SONG[:16], b=SONG[1:17], c=SONG[2:18])
+    rows.arrange(["c", "b"])  # as vLLM fills the place of one that ended
+    assert rows.step(c=[SONG[18]], b=[SONG[17]]) == {"c": SONG[19:23], "b": SONG[18:22]}
+    assert rows.proposer.counters["refused"] == 0
 
 
 def test_a_full_tree_learns_no_more_and_drafts_on(rows, monkeypatch):

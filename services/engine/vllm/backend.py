@@ -49,6 +49,9 @@ if TYPE_CHECKING:
 IDLE_STEP_SECONDS = 0.0005
 """Pause after a step in which all requests waited for the KV pool: its threads need the interpreter."""
 
+MOST_JOINED = 0.25
+"""Share of a batch that may be new in a step, if the step is to say how fast steps are."""
+
 SETTLE_SECONDS = 60.0
 """Longest wait for blocks that the KV pool holds; its calls have deadlines of seconds."""
 
@@ -105,6 +108,8 @@ class VllmBackend:
         self._engine_ids: dict[tuple[str, int], str] = {}
         self._next_id = itertools.count()
         self.fault_position: int | None = None
+        self._joined = 0  # chunks that were added since the last step
+        self._busy_since = 0.0  # when the last step ended, 0 if it left no work
         self._reset_counters()
 
     def _reset_counters(self) -> None:
@@ -153,7 +158,8 @@ class VllmBackend:
         if config.source == "random":
             drafting.start_random(paths)
         else:
-            drafting.start(step_costs(self.probe, config.max_draft, config.cache, paths), paths)
+            costs, kept = step_costs(self.probe, config.max_draft, config.cache, paths)
+            drafting.start(costs, paths, kept)
         return drafting
 
     @property
@@ -196,6 +202,7 @@ class VllmBackend:
             self._gate.enter(engine_id, core.capacity.blocks_for(len(chunk.tokens), token_budget(chunk)))
         else:
             core.add(request)
+        self._joined += 1
         self._runs[engine_id] = _Run(chunk, request, sampling.max_tokens - len(output), stops, tree=tree)
         self._engine_ids[chunk.request_id, chunk.attempt] = engine_id
 
@@ -219,7 +226,7 @@ class VllmBackend:
         for engine_id in self._gate.start(self.core.free_blocks, self.core.blocks_of):
             self.core.add(self._runs[engine_id].request)
         if self._drafting is not None:
-            self._drafting.flush()
+            self._drafting.begin_step(len(self._runs), self._mean_tokens)
         outputs = self.core.step()
         for output in outputs:
             self._report(output, result)
@@ -227,9 +234,30 @@ class VllmBackend:
         if not outputs and self._sharing is not None:
             time.sleep(IDLE_STEP_SECONDS)
         self._steps += 1
-        result.seconds = time.perf_counter() - begun
+        ended = time.perf_counter()
+        result.seconds = ended - begun
         self._step_seconds += result.seconds
+        if self._drafting is not None:
+            # Beside the step itself: what else the engine's thread had to do, or to wait for, since the last.
+            self._drafting.end_step(
+                sum(len(each.token_ids) for each in result.generated),
+                ended - (self._busy_since or begun),
+                usual=self._joined < MOST_JOINED * len(outputs),
+            )
+            if len(outputs) == len(self._runs) and not self._joined:
+                self._drafting.check_profile(len(outputs), self._mean_context, result.seconds)
+        self._joined, self._busy_since = 0, ended if self._runs else 0.0
         return result
+
+    def _mean_tokens(self) -> float:
+        """Return how many tokens the responses that run have, on average."""
+        made = sum(run.chunk.sampling.max_tokens - run.left for run in self._runs.values())
+        return made / max(1, len(self._runs))
+
+    def _mean_context(self) -> float:
+        """Return how many tokens the requests that run have, on average."""
+        tokens: int = sum(run.request.num_tokens for run in self._runs.values())
+        return tokens / max(1, len(self._runs))
 
     def feed(self, deltas: Iterable[StreamDelta]) -> None:
         """See `Backend.feed`."""
@@ -332,7 +360,7 @@ class VllmBackend:
             self._cached += run.cached_tokens
             self._pool_tokens += output.prefill_stats.num_external_cached_tokens
         if self._drafting is not None:
-            self._drafting.count(len(output.new_token_ids), run.drafted)
+            self._drafting.count(run.tree, len(output.new_token_ids), run.drafted)
             drafts = run.request.spec_token_ids
             run.drafted = len(drafts) - drafts.count(SEPARATOR)
         by_id = ended is not None and str(ended) == "stop"

@@ -32,6 +32,7 @@ from seer.services.engine.vllm.cpu_sleep import CpuSleep
 from seer.services.engine.vllm.drafts.draft_script import DraftScript
 from seer.services.engine.vllm.drafts.path_rows import PathRows
 from seer.services.engine.vllm.drafts.path_selector import PathSelector
+from seer.services.engine.vllm.drafts.plain_path import PlainPath
 from seer.services.engine.vllm.drafts.scratch_blocks import path_blocks
 from seer.services.engine.vllm.in_place import Place, Receiver, SourceLost
 from seer.services.engine.vllm.merging import Adapter
@@ -95,9 +96,12 @@ class SeerWorker:
         self.seer_paths = PathRows(self.model_runner, scratch) if scratch else None
         self.seer_sampler = RowSampler(self.model_runner, self.seer_paths)
         self.model_runner._sample = self.seer_sampler
-        if max_draft and get_tp_group().is_first_rank:
-            most = len(scratch) // path_blocks(max_draft, self.model_runner.cache_config.block_size)
-            self.model_runner.drafter.bind(self.model_runner, max_draft, PathSelector(most))
+        if max_draft:
+            first, drafter = get_tp_group().is_first_rank, self.model_runner.drafter
+            if first:
+                most = len(scratch) // path_blocks(max_draft, self.model_runner.cache_config.block_size)
+                drafter.bind(self.model_runner, max_draft, PathSelector(most))
+            PlainPath(self.model_runner, drafter if first else None)
         self.sleep = sleep_beside_others(self.sleep)
         # Else vLLM gives all requests dummy drafts once one nears max_model_len; our drafts end in time.
         self.model_runner._input_fits_in_drafter = lambda metadata: True
@@ -114,9 +118,13 @@ class SeerWorker:
         """See `GroupProposer.forget`."""
         self.model_runner.drafter.forget(groups)
 
-    def seer_change_trees(self, changes: list[tuple[str, dict[str, Any]]]) -> None:
-        """Open, feed and forget trees, in order: methods above, and their arguments."""
-        known = (self.seer_open_tree, self.seer_feed_trees, self.seer_forget_trees)
+    def seer_switch_drafts(self, on: bool) -> None:
+        """See `GroupProposer.switch`."""
+        self.model_runner.drafter.switch(on)
+
+    def seer_change_drafting(self, changes: list[tuple[str, dict[str, Any]]]) -> None:
+        """Open, feed and forget trees, switch drafts, in order: methods above, and their arguments."""
+        known = (self.seer_open_tree, self.seer_feed_trees, self.seer_forget_trees, self.seer_switch_drafts)
         methods: dict[str, Callable[..., None]] = {each.__name__: each for each in known}
         for name, arguments in changes:
             methods[name](**arguments)

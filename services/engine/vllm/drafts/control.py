@@ -2,8 +2,9 @@
 
 Invariants (tests/unit/test_draft_control.py asserts them):
 - in every step, workers hold a tree for every group that a running chunk belongs to;
-- what is to be done to trees goes to the ranks with the next step, in order, and nothing waits for it: a call
-  that waits costs every rank a round trip. Only the end of chunks waits, once a step;
+- what is to be done to trees, and whether to draft, goes to the ranks with the next step, in order, and
+  nothing waits for it: a call that waits costs every rank a round trip. Only the end of chunks whose trees
+  verified drafts waits, once a step;
 - an engine that only is fed does not gather more than `MAX_QUEUED` changes.
 """
 
@@ -11,20 +12,28 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
+from pathlib import Path
 from typing import Any
 
 from seer.common.config import DraftsConfig
 from seer.common.policy.draft_costs import StepCosts
 from seer.common.policy.draft_paths import most_paths
+from seer.common.policy.draft_switch import DraftSwitch
+from seer.common.policy.profile_check import ProfileCheck
 from seer.services.dgds.client import StreamDelta
 from seer.services.engine.backend import Chunk
 from seer.services.engine.vllm.drafts.draft_script import DraftScript, Kind
 from seer.services.engine.vllm.drafts.scratch_blocks import log_single_path
+from seer.services.engine.vllm.drafts.step_times import give_up
 
 Rpc = Callable[..., list[Any]]
 
 MAX_QUEUED = 256
 """Changes of trees that wait for a step."""
+
+GOOD_DRAFT = 0.7
+"""Drafts are tried first where a token a request pays if it is right this often; measured drafts are 0.5 to
+0.8 right."""
 
 
 class Drafting:
@@ -43,6 +52,11 @@ class Drafting:
         self._config = config
         self._vocab_size = vocab_size
         self._open: set[str] = set()
+        self._verified: set[str] = set()  # trees whose drafts were verified since `take_acceptance`
+        self._switch: DraftSwitch | None = None  # None: every step drafts
+        self._profile: tuple[ProfileCheck, Path] | None = None  # and where it is kept
+        self._drafted_before = 0  # `drafted` when the last step ended
+        self._on = True
         self.verifications = self.drafted = self.accepted = 0
         self.seconds = 0.0
 
@@ -52,18 +66,55 @@ class Drafting:
         script = DraftScript(kind="random", vocab=self._vocab_size, others=others)
         self._rpc("seer_script_drafts", script=script)
 
-    def start(self, costs: StepCosts, paths: bool) -> None:
-        """Draft from trees what pays, given this engine's step times.
+    def start(self, costs: StepCosts, paths: bool, kept: Path) -> None:
+        """Draft from trees what pays, given this engine's step times, which are kept in a file.
 
         `paths` says whether it can verify several draft paths of a request.
         """
+        self._profile = ProfileCheck(costs), kept
         most = most_paths(costs, self._config.max_paths) if paths else 1
         if paths and most == 1:
             log_single_path(
                 f"a second path adds {costs.sibling:.2g} s to a step of {costs.seconds(1, 0):.2g} s"
             )
         self._rpc("seer_set_costs", costs=costs, max_paths=most)
+        self._switch = DraftSwitch(
+            lambda requests: costs.seconds(requests, 1) < (1 + GOOD_DRAFT) * costs.seconds(requests, 0)
+        )
         self.clear()
+
+    def start_always(self) -> None:
+        """Draft in every step from now on, whatever it brings: for measuring drafts, and for tests."""
+        self._switch, self._on = None, True
+        self._queue("seer_switch_drafts", on=True)
+
+    def begin_step(self, requests: int, tokens: Callable[[], float]) -> None:
+        """Decide whether the next step drafts, and send what is queued; see `DraftSwitch.begin`."""
+        if self._switch is not None and requests:
+            on = self._switch.begin(requests, tokens)
+            if on != self._on:
+                self._on = on
+                self._queue("seer_switch_drafts", on=on)
+        self.flush()
+
+    def end_step(self, tokens: int, seconds: float, *, usual: bool) -> None:
+        """Count what a step brought; see `DraftSwitch.end`."""
+        if self._switch is not None:
+            self._switch.end(tokens, seconds, usual=usual)
+
+    def check_profile(self, requests: int, context: Callable[[], float], seconds: float) -> None:
+        """Compare a step in which all requests only decoded with the profile; give it up once it is off.
+
+        `context()`: tokens of these requests on average.
+        """
+        drafted, self._drafted_before = self.drafted > self._drafted_before, self.drafted
+        if self._profile is None or drafted or not self._profile[0].looks():
+            return
+        check, kept = self._profile
+        check.add(requests, context(), seconds)
+        if check.off:
+            self._profile = None
+            give_up(kept, check.off)
 
     def begin(self, chunk: Chunk) -> str:
         """Open the tree that a chunk drafts from, if it is not open yet; return its name."""
@@ -81,7 +132,11 @@ class Drafting:
 
         Called when chunks end: it is a call to every rank. The time that drafting took comes with it.
         """
-        answers = self._rpc("seer_take_acceptance", groups=sorted(set(names)))
+        asked = self._verified.intersection(names)
+        if not asked:
+            return {}
+        self._verified -= asked
+        answers = self._rpc("seer_take_acceptance", groups=sorted(asked))
         # Only the rank that drafts has any.
         self.seconds, learned = max(answers, key=lambda answer: len(answer[1]))
         found: dict[str, tuple[list[int], list[int]]] = learned
@@ -109,6 +164,7 @@ class Drafting:
         """Drop these trees."""
         gone = self._open.intersection(names)
         self._open -= gone
+        self._verified -= gone
         if gone:
             self._queue("seer_forget_trees", groups=sorted(gone))
 
@@ -125,7 +181,7 @@ class Drafting:
             sent.result()
         if self._queued:
             queued, self._queued = self._queued, []
-            self._sent = self._send("seer_change_trees", changes=queued)
+            self._sent = self._send("seer_change_drafting", changes=queued)
 
     def _queue(self, method: str, **arguments: Any) -> None:  # noqa: ANN401 - a worker's method
         self._queued.append((method, arguments))
@@ -139,8 +195,10 @@ class Drafting:
             "draft_seconds": self.seconds,
         }
 
-    def count(self, sampled: int, drafted: int) -> None:
-        """Count a step of one chunk: `sampled` tokens, after `drafted` were verified."""
+    def count(self, name: str, sampled: int, drafted: int) -> None:
+        """Count a step of one chunk: `sampled` tokens, after `drafted` of its tree's were verified."""
         self.verifications += 1
-        self.drafted += drafted
-        self.accepted += min(sampled - 1, drafted)
+        if drafted:
+            self.drafted += drafted
+            self.accepted += min(sampled - 1, drafted)
+            self._verified.add(name)

@@ -4,7 +4,8 @@ Invariants (tests/unit/test_draft_proposer.py asserts them):
 - a draft never goes beyond its chunk's limit, so it needs no KV block that the chunk has not reserved;
 - nothing is drafted after a stop id: it would never count;
 - no error here fails a step: what a tree refuses costs drafts only, and is counted;
-- only the rank whose drafts vLLM's scheduler reads makes any.
+- only the rank whose drafts vLLM's scheduler reads makes any;
+- while it is switched off it makes none, and what responses say meanwhile is in the trees afterwards.
 """
 
 from __future__ import annotations
@@ -45,10 +46,14 @@ class GroupProposer:
         self._trees: dict[str, _native.GroupTree] = {}
         self._common: _native.GroupTree | None = None
         self._ids: list[str] = []
+        self._ids_known = False  # whether rows refer to the trees that there are
+        self._extras: list[ExtraArgs] = []
+        self._of_row: list[_native.GroupTree] = []
         self._stops: list[frozenset[int]] = []
         self._is_stop = np.zeros(1, bool)  # of any row; ids beyond its end are as the last, which is none
         self._runner: GPUModelRunner | None = None
         self._choice: Choice | None = None
+        self._on = True
         self.path_selector = PathSelector(0)
         self.script: DraftScript | None = None
         self.budget: DraftBudget | None = None
@@ -99,13 +104,42 @@ class GroupProposer:
 
     def forget(self, groups: Iterable[str]) -> None:
         """Drop the trees of groups that no longer run here."""
-        for group in groups:
+        gone = set(groups)
+        for group in gone:
             self._trees.pop(group, None)
             if self.budget is not None:
                 self.budget.forget(group)
-        self._ids, self._choice = [], None  # rows refer to trees and to slots of the budget
+        if self._choice is not None:
+            for row, extra in enumerate(self._extras):
+                if extra.group in gone:
+                    self._choice.keep[row] = 0  # its slot of the budget may be another group's by then
+        self._ids_known = False
 
     # --- drafts --------------------------------------------------------------------------
+
+    @property
+    def drafts(self) -> bool:
+        """Whether drafts are made: it is switched on, or a script says what to draft."""
+        return self._on or self.script is not None
+
+    def switch(self, on: bool) -> None:
+        """Make drafts from the next step on, or make none."""
+        self._on = on
+        self._choice = None  # its drafts may be verified in a step that this proposer does not see
+
+    def learn_ended(self, ended: Iterable[str]) -> None:
+        """Add to the trees what requests have said that end while drafts are off; the others' comes later."""
+        runner = self._runner
+        for state in () if runner is None else filter(None, map(runner.requests.get, ended)):
+            extra: ExtraArgs = state.sampling_params.extra_args[EXTRA]
+            output = [*(state.prompt_token_ids or ()), *state.output_token_ids][extra.prompt_len :]
+            try:
+                if (tree := self._tree(extra.group)) is not _NO_TREE:
+                    tree.append(extra.index, 0, output)
+                    if self._common is not None:
+                        self._common.append(_name(extra), 0, output)
+            except ValueError:  # the tree is full
+                self.counters["refused"] += 1
 
     def propose(
         self,
@@ -131,13 +165,13 @@ class GroupProposer:
         lengths: npt.NDArray[np.int32],
         tokens: npt.NDArray[np.int32],
     ) -> list[list[int]]:
-        if self._runner is None:  # not the rank that drafts
+        if self._runner is None or not self.drafts:  # not the rank that drafts, or vLLM padded a draft
             return [[] for _ in sampled]
         runner, n = self._runner, len(sampled)
         ids = runner.input_batch.req_ids
         if self._choice is not None:
             self._learn(self._choice, sampled, ids)
-        if ids != self._ids:
+        if ids != self._ids or not self._ids_known:
             self._set_rows(ids, runner.requests)
         if self.script is not None:
             return self._scripted(self.script, sampled, lengths)
@@ -217,35 +251,50 @@ class GroupProposer:
         """Look up the requests of the rows, which changed."""
         if self._common is not None and self._common.tokens > COMMON_TOKENS:
             self.use_common_tree(True)
-        before = dict(zip(self._ids, self._appended.tolist(), strict=False))
-        self._extras: list[ExtraArgs] = [requests[i].sampling_params.extra_args[EXTRA] for i in ids]
-        self._of_row = [self._tree(extra.group) for extra in self._extras]
-        for row, (request_id, extra) in enumerate(zip(ids, self._extras, strict=True)):
+        before = self._ids if self._ids_known else []
+        appended = zip(self._of_row, self._appended.tolist(), strict=False)
+        known = dict(zip(self._ids, appended, strict=False))
+        for row, request_id in enumerate(ids):
+            if row < len(before) and before[row] == request_id:
+                continue
+            params = requests[request_id].sampling_params
+            extra: ExtraArgs = params.extra_args[EXTRA]
+            tree = self._tree(extra.group)
+            here = slice(row, row + 1)  # behind the end it appends
+            self._extras[here], self._of_row[here] = [extra], [tree]
+            self._stops[here] = [frozenset(params.stop_token_ids or ())]
             self._prompts[row] = extra.prompt_len
             self._ends[row] = extra.limit - 1
-            tree = self._of_row[row]
             learns = tree is not _NO_TREE and tree.bytes < TREE_BYTES
             self._indexes[row] = extra.index if learns else -1
             # The same for all chunks of a response, so that the common tree knows its earlier output.
-            self._names[row] = hash((extra.group, extra.index)) & _POSITIVE if extra.group else -1
-            # A new row's output is appended from its start: an earlier attempt may have had other tokens.
-            self._appended[row] = before.get(request_id, 0)
+            self._names[row] = _name(extra) if extra.group else -1
+            # Output is appended from its start in a new row, as an earlier attempt may have had other tokens,
+            # and to a new tree.
+            of, length = known.get(request_id, (None, 0))
+            self._appended[row] = length if of is tree else 0
             if self.budget is not None:
-                told = () if request_id in before else extra.acceptance
+                told = () if request_id in known else extra.acceptance
                 self._slots[row] = self.budget.slot(extra.group, told)
-        self._stops = [frozenset(requests[i].sampling_params.stop_token_ids or ()) for i in ids]
+        del self._extras[len(ids) :], self._of_row[len(ids) :], self._stops[len(ids) :]
         stops = list(frozenset().union(*self._stops))
         self._is_stop = np.zeros(max(stops, default=-1) + 2, bool)
         self._is_stop[stops] = True
         high = np.array([extra.probe for extra in self._extras])
         self._high = high if high.any() else None
-        self._ids = list(ids)
+        self._ids, self._ids_known = list(ids), True
 
     def _tree(self, group: str) -> _native.GroupTree:
         return self._trees.get(group, _NO_TREE)
 
 
 _POSITIVE = 2**63 - 1
+
+
+def _name(extra: ExtraArgs) -> int:
+    """Return the name of a response in the common tree."""
+    return hash((extra.group, extra.index)) & _POSITIVE
+
 
 _NO_TREE = _native.GroupTree()
 """Tree of requests without a group: it stays empty, so they get no drafts."""

@@ -6,6 +6,7 @@ Invariants:
 - engines that start together on a machine measure one after the other, since steps take longer while another
   engine measures; those that share a profile measure once;
 - where steps replay CUDA graphs, it is measured at captured sizes, and is used only where they are the same;
+- a profile that turns out to be off is given up: the next engine to start measures anew;
 - if the cache cannot be read, written or locked, the engine measures, and starts. It waits at most
   `WAIT_SECONDS` for another engine's measurement; a lock ends with the process that holds it.
 """
@@ -63,8 +64,8 @@ POLL_SECONDS = 0.2
 _log = get_logger()
 
 
-def step_costs(probe: Probe, max_draft: int, folder: str, paths: bool) -> StepCosts:
-    """Return the profile of this engine: the cached one, or one measured now (a few seconds).
+def step_costs(probe: Probe, max_draft: int, folder: str, paths: bool) -> tuple[StepCosts, Path]:
+    """Return the profile of this engine, and where it is kept: the cached one, or one measured now (seconds).
 
     `paths` says whether it can verify several draft paths of a request.
     """
@@ -74,7 +75,17 @@ def step_costs(probe: Probe, max_draft: int, folder: str, paths: bool) -> StepCo
     path = (Path(folder) if folder else cache_folder()) / (
         f"steps-{_key(probe.core, batches, max_draft, paths, graphs)}.json"
     )
-    return kept(path, lambda: _measure(probe, batches, length, max_draft, paths, graphs))
+    return kept(path, lambda: _measure(probe, batches, length, max_draft, paths, graphs)), path
+
+
+def give_up(path: Path, off: float) -> None:
+    """Remove a kept profile: the fastest steps take `off` times as long as it says."""
+    _log.warning(
+        "the profile of step times is off: the next engine that starts measures anew",
+        profile=str(path), steps_take=f"{off:.2f} times as long",
+    )  # fmt: skip
+    with contextlib.suppress(OSError):  # it may be another one by now, which costs a measurement
+        path.unlink()
 
 
 def kept(path: Path, measure: Callable[[], StepCosts]) -> StepCosts:
