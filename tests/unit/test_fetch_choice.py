@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from seer.services.engine.vllm.kv_pool.fetch_choice import (
+from seer.common.policy.fetch_choice import (
     ENOUGH,
     FORGET_SECONDS,
     NEVER,
@@ -15,14 +15,15 @@ from seer.services.engine.vllm.kv_pool.fetch_choice import (
     FetchChoice,
 )
 
-NOW = 1000.0
+NOW = 100_000.0
+APART = 1000.0  # seconds: loads that do not overlap
 
 
 def measured(compute=1e-3, latency=0.0, fetch=1e-4, sizes=(200, 400, 800, 1600), now=NOW):
     choice = FetchChoice()
-    for size in sizes:
+    for place, size in enumerate(sizes, start=1):
         choice.step({"prefill": size}, {}, compute * (size - 1))
-        choice.load(size, latency + fetch * size, now)
+        choice.load(size, latency + fetch * size, now + APART * (place - len(sizes)))
     return choice
 
 
@@ -55,8 +56,8 @@ def test_speeds_are_those_that_were_measured():
 def test_until_both_are_measured_the_papers_number_holds():
     choice = FetchChoice()
     assert choice.pull_tokens(NOW) == UNMEASURED_TOKENS
-    for _ in range(ENOUGH):
-        choice.load(600, 0.01, NOW)
+    for count in range(ENOUGH):
+        choice.load(600, 0.01, NOW + count)
     assert choice.pull_tokens(NOW) == UNMEASURED_TOKENS
     for count in range(ENOUGH):
         assert choice.pull_tokens(NOW) == UNMEASURED_TOKENS, count
@@ -68,16 +69,30 @@ def test_after_a_minute_without_a_load_it_is_tried_again_and_steps_still_count()
     choice = measured(compute=1e-4, fetch=1e-3)
     assert choice.pull_tokens(NOW + FORGET_SECONDS) == NEVER
     assert choice.pull_tokens(NOW + FORGET_SECONDS + 1) == UNMEASURED_TOKENS
-    for _ in range(ENOUGH):
-        choice.load(1000, 0.001, NOW + 100)
-    assert choice.pull_tokens(NOW + 100) < 100
+    for count in range(ENOUGH):
+        choice.load(1000, 0.001, NOW + 100 + count)
+    assert choice.pull_tokens(NOW + 104) < 100
 
 
 def test_the_choice_follows_a_network_that_changes():
     choice = measured(compute=1e-3, fetch=1e-4)
-    for _ in range(WINDOW):
-        choice.load(random.Random(0).randint(100, 900), 10.0, NOW)
-    assert choice.pull_tokens(NOW) == NEVER
+    for count in range(WINDOW):
+        choice.load(random.Random(0).randint(100, 900), 10.0, NOW + APART * count)
+    assert choice.pull_tokens(NOW + APART * WINDOW - APART) == NEVER
+
+
+@given(
+    loads=st.integers(ENOUGH, 100),
+    fetch=st.floats(1e-7, 2e-4),
+    tokens=st.integers(200, 20_000),
+    at_once=st.booleans(),
+)
+def test_a_burst_of_loads_does_not_make_the_pool_look_slow(loads, fetch, tokens, at_once):
+    choice = measured(compute=1e-3, fetch=fetch)
+    for place in range(1, loads + 1):  # ordered at once; they arrive one after the other, or all in the end
+        seconds = fetch * tokens * (loads if at_once else place)
+        choice.load(tokens, seconds, NOW + APART + seconds)
+    assert choice.pull_tokens(NOW + APART + fetch * tokens * loads) <= fetch * tokens * loads / 1e-3 + 1
 
 
 @pytest.mark.parametrize(
@@ -104,6 +119,6 @@ def test_a_slow_step_decides_nothing():
 @given(st.lists(st.tuples(st.integers(1, 5000), st.floats(0, 10)), min_size=ENOUGH, max_size=WINDOW))
 def test_whatever_was_measured_gives_a_number_of_tokens(loads):
     choice = measured()
-    for tokens, seconds in loads:
-        choice.load(tokens, seconds, NOW)
+    for count, (tokens, seconds) in enumerate(loads):
+        choice.load(tokens, seconds, NOW + count)
     assert 0 <= choice.pull_tokens(NOW) <= NEVER

@@ -26,12 +26,12 @@ from vllm.v1.attention.backends.utils import NULL_BLOCK_ID
 from vllm.v1.request import RequestStatus
 
 from seer.common.config import PoolConfig
+from seer.common.policy.fetch_choice import NEVER, FetchChoice
 from seer.common.process.log import get_logger
 from seer.common.weights.mooncake import own_address
 from seer.services.engine.vllm.kv_pool import vllm_patches
 from seer.services.engine.vllm.kv_pool.connect import open_store
 from seer.services.engine.vllm.kv_pool.copies import KvRegions
-from seer.services.engine.vllm.kv_pool.fetch_choice import NEVER, FetchChoice
 from seer.services.engine.vllm.kv_pool.sharing import tokens_to_save
 from seer.services.engine.vllm.kv_pool.store import GuardedStore, StoreSettings
 from seer.services.engine.vllm.requests import EXTRA

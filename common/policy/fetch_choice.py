@@ -5,6 +5,8 @@ Invariants (tests/unit/test_fetch_choice.py asserts them):
   is where both times, the fetch with its latency, are equal. If a token takes longer to fetch, it is `NEVER`;
 - until then, it is `UNMEASURED_TOKENS`;
 - an engine that fetches nothing measures again: loads are forgotten `FORGET_SECONDS` after the last one;
+- of loads that overlap each counts from the end of the one before, as they share the way: a burst does not
+  make the pool look slow;
 - one slow step or a few tokens decide nothing. Time is an argument.
 """
 
@@ -39,12 +41,12 @@ LEAST_SHARE = 0.75
 
 
 class FetchChoice:
-    """What one engine measured; a load is that of all ranks, and its seconds include what it waited for."""
+    """What one engine measured; a load is that of all ranks."""
 
     def __init__(self) -> None:
         self._computed: deque[float] = deque(maxlen=WINDOW)
         self._fetched: deque[tuple[int, float]] = deque(maxlen=WINDOW)
-        self._fetched_at = 0.0
+        self._fetched_at = -math.inf
 
     def step(self, scheduled: Mapping[str, int], drafts: Mapping[str, Sequence[int]], seconds: float) -> None:
         """Count a step: its tokens by request, those drafted among them, and how long it took."""
@@ -53,8 +55,8 @@ class FetchChoice:
             self._computed.append(seconds / prefill)
 
     def load(self, tokens: int, seconds: float, now: float) -> None:
-        """Count a load that brought all it was to bring."""
-        self._fetched.append((tokens, seconds))
+        """Count a load that brought all it was to bring, `seconds` after it was ordered."""
+        self._fetched.append((tokens, min(seconds, max(now - self._fetched_at, 0.0))))
         self._fetched_at = now
 
     def pull_tokens(self, now: float) -> int:
