@@ -62,9 +62,9 @@ class Link:
 
 
 class Network:
-    """The links of so many `nodes`; `wake(network, link)` is called when a link's `next_event` may have changed.
+    """The links of so many `nodes`.
 
-    That is then for the caller to wait for: it calls `settle` at that time.
+    `wake(network, link)` is called when a link's `next_event` may have changed; call `settle` at that time.
     """
 
     def __init__(self, nodes: int, wake: Wake) -> None:
