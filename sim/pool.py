@@ -47,6 +47,8 @@ class Pool:
 
     def fetch(self, instance: int, tokens: float, now: float, done: Callable[[float], None]) -> None:
         """Bring tokens to an instance; `done` is called with the time when they are there."""
+        self._choices[instance].order(now)
+        self._least[instance] = (now, 0)  # it may wait for this load now
 
         def arrived(at: float) -> None:
             self._choices[instance].load(round(tokens), at - now, at)
@@ -70,5 +72,5 @@ class Pool:
 
     def computed(self, instance: int, tokens: float, batch: int, step: float) -> None:
         """Count a prefill in a step that takes `step` seconds without it and decodes `batch` requests."""
-        scheduled = {"prefill": round(tokens) + 1, "decode": batch}
+        scheduled = {"prefill": round(tokens) + 1} | dict.fromkeys(map(str, range(batch)), 1)
         self._choices[instance].step(scheduled, {}, step + tokens * self._load.model.prefill)

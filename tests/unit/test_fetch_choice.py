@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from seer.common.policy.fetch_choice import (
     ENOUGH,
     FORGET_SECONDS,
+    MOST_STALLED,
     NEVER,
     UNMEASURED_TOKENS,
     WINDOW,
@@ -51,6 +52,37 @@ def test_what_takes_longer_to_fetch_is_never_fetched():
 def test_speeds_are_those_that_were_measured():
     assert measured(compute=1e-3, latency=0.01, fetch=1e-4).speeds() == pytest.approx((0.01, 1e-4, 1e-3))
     assert FetchChoice().speeds() is None
+
+
+def test_what_is_computed_costs_its_time_for_all_that_wait():
+    def pull(others, fetch):
+        choice = measured(compute=1e-3, latency=0.1, fetch=fetch)
+        for _ in range(WINDOW):
+            choice.step({"prefill": 1000} | {str(row): 1 for row in range(others)}, {}, 999e-3)
+        return choice.pull_tokens(NOW)
+
+    assert pull(0, 2e-3) == pull(0, 1e-3) == NEVER
+    assert pull(2, 2e-3) == pytest.approx(0.1 / (3 - 2) * 1e3, abs=1)
+    assert pull(MOST_STALLED - 1, 2e-3) == pull(200, 2e-3) == pytest.approx(50, abs=1)
+    assert pull(200, 1e-3 * MOST_STALLED) == NEVER
+
+
+def test_a_pool_that_may_be_slow_is_tried_with_few_loads():
+    choice = FetchChoice()
+    for _ in range(ENOUGH):
+        choice.step({"a": 1001}, {}, 1.0)
+        assert choice.pull_tokens(NOW) == UNMEASURED_TOKENS
+        choice.order(NOW)
+    assert choice.pull_tokens(NOW) == NEVER
+    choice.load(1000, 0.1, NOW + 1)
+    assert choice.pull_tokens(NOW + 1) == UNMEASURED_TOKENS
+    choice.order(NOW + 1)
+    assert choice.pull_tokens(NOW + 1) == NEVER
+    choice.lost()
+    assert choice.pull_tokens(NOW + 1) == UNMEASURED_TOKENS
+    choice.order(NOW + 1)
+    assert choice.pull_tokens(NOW + 1 + FORGET_SECONDS) == NEVER
+    assert choice.pull_tokens(NOW + 2 + FORGET_SECONDS) == UNMEASURED_TOKENS, "none of them came"
 
 
 def test_until_both_are_measured_the_papers_number_holds():

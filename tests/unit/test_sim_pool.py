@@ -78,7 +78,7 @@ def test_until_it_is_measured_short_ones_are_computed():
 
 
 def test_each_engine_chooses_by_what_it_measured_and_tries_again():
-    clock = Clock(pull=2e-4)  # twice as long as computing
+    clock = Clock(pull=1e-3)  # ten times as long as computing
     clock.measure()
     assert clock.pool.least(0, clock.now) == NEVER
     assert clock.pool.least(1, clock.now) == UNMEASURED_TOKENS
