@@ -3,7 +3,7 @@
 Both machines are the production code: `services/buffer/requests/machine.py` and
 `services/context/machine.py` get the events that their servers would pass them, and their instructions are
 performed on `Instance`s. Delays are modelled: of a dispatch, of publishing estimates, and of KV that a chunk
-reads from the pool.
+fetches from the pool (sim/pool.py).
 
 Invariants (tests/unit/test_sim_cluster.py asserts them):
 - every response ends once, with the length that the workload says, under every policy;
@@ -28,6 +28,8 @@ from seer.services.buffer.requests.machine import RequestMachine
 from seer.services.context.machine import EstimateMachine
 from seer.sim.drafting import Drafting, kind_of
 from seer.sim.instance import Chunk, Instance
+from seer.sim.network import Link, Network
+from seer.sim.pool import Pool
 from seer.sim.workload import Workload
 
 DISPATCH_SECONDS = 0.01
@@ -97,13 +99,14 @@ class Cluster:
             name: Instance(name, load.model, drafting)
             for name in (f"e{index:04}" for index in range(load.instances))
         }
+        self.pool = Pool(load, self._link_wakes) if load.pool else None
+        self._numbers = {name: number for number, name in enumerate(self.instances)}
         self.now = 0.0
         self._events: list[tuple[float, int, Callable[..., None], tuple[object, ...]]] = []
         self._order = count()
         self._wakes = dict.fromkeys(self.instances, math.inf)
         self._publishing = False
         self._began: dict[str, int] = {}  # how many responses of each group have started
-        self._computed: dict[str, int] = {}  # tokens of each response whose KV is somewhere
         self._since: dict[str, float] = {}
         self.counts = dict.fromkeys(("pulled_tokens", "prefilled_tokens"), 0.0)
         self._outcome = Outcome(0.0, 0.0, sum(self.lengths.values()), self.counts, [])
@@ -184,7 +187,6 @@ class Cluster:
     def _dispatch(self, item: instructions.Dispatch) -> None:
         request = self.buffer.requests[item.request_id]
         view, instance = request.view, self.instances[item.instance]
-        start = self.now + DISPATCH_SECONDS
         chunk = Chunk(
             item.request_id,
             item.attempt,
@@ -193,31 +195,42 @@ class Cluster:
         )
         group = request.group.shared_id or request.group.group_id
         self._began[group] = self._began.get(group, 0) + (not view.produced)
-        start += self._bring(item.request_id, view.context, chunk, instance)
         if self.drafts:
             chunk.kind = kind_of(self._began[group] - 1, item.probe)
-        if self.every:
-            self._since[item.request_id] = start
-        self._at(start, self._add, instance, chunk)
+        self._at(self.now + DISPATCH_SECONDS, self._bring, view.context, chunk, instance)
 
-    def _bring(self, request_id: str, context: int, chunk: Chunk, instance: Instance) -> float:
-        """Have a context's KV: cached, from the pool or computed; return the seconds to wait for it."""
-        response = self._response_of(request_id)
-        computed = self._computed.get(response, 0)
-        missing = computed - instance.take(response)
-        pulled = missing if self.load.pool and missing > 0 else 0.0
-        chunk.prefill = context - computed + missing - pulled
+    def _bring(self, context: int, chunk: Chunk, instance: Instance) -> None:
+        """Have a context's KV: cached, from the pool or computed; then its chunk begins."""
+        response, number = self._response_of(chunk.request_id), self._numbers[instance.name]
+        cached = instance.take(response)
+        pulled = self.pool.found(number, response, cached, self.now) if self.pool else 0.0
+        chunk.prefill = context - cached - pulled
         self.counts["prefilled_tokens"] += chunk.prefill
-        if not pulled:
-            return 0.0
         self.counts["pulled_tokens"] += pulled
-        instance.link_free_at = max(self.now, instance.link_free_at) + pulled * self.load.model.pull
-        return instance.link_free_at - self.now
+        if self.pool and pulled:
+            self.pool.fetch(number, pulled, self.now, lambda at: self._add(instance, chunk))
+        else:
+            self._add(instance, chunk)
+
+    def _link_wakes(self, network: Network, link: Link) -> None:
+        time = link.next_event()
+        self._wakes[link.name] = time
+        if time < math.inf:
+            self._at(time, self._wake_link, network, link, time)
+
+    def _wake_link(self, network: Network, link: Link, time: float) -> None:
+        if self._wakes[link.name] == time:
+            network.settle(link, self.now)
 
     # --- engines -----------------------------------------------------------------------------
 
     def _add(self, instance: Instance, chunk: Chunk) -> None:
         self._settle(instance)
+        if self.every:
+            self._since[chunk.request_id] = self.now
+        if self.pool and chunk.prefill:
+            number = self._numbers[instance.name]
+            self.pool.computed(number, chunk.prefill, instance.running, instance.step_seconds)
         instance.add(chunk, self.now)
         self._wake_at(instance)
 
@@ -241,11 +254,12 @@ class Cluster:
                 span = (chunk.request_id, instance.name, self._since[chunk.request_id], self.now)
                 self._outcome.spans.append(span)
             response = self._response_of(chunk.request_id)
-            self._computed[response] = chunk.end
             if done and self._is_last(chunk.request_id):
                 self._outcome.finished.append(self.now)
             else:
                 instance.leave(response, chunk.length)
+                if self.pool:
+                    self.pool.save(self._numbers[instance.name], response, chunk.end, self.now)
             ended = events.ChunkEnded(
                 instance.name, chunk.request_id, chunk.attempt, generated - view.generated,
                 "stop" if done else "", preemptions=chunk.preemptions,

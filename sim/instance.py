@@ -67,13 +67,17 @@ class Instance:
         self._cached: OrderedDict[str, float] = OrderedDict()  # KV of requests that may come back
         self._cached_tokens = 0.0
         self.kv_tokens = 0.0
-        self.link_free_at = 0.0
         self.busy_seconds = self.generated = self.preempted = self.recomputed = 0.0
 
     @property
     def running(self) -> int:
         """Number of running chunks."""
         return len(self._running)
+
+    @property
+    def step_seconds(self) -> float:
+        """Time of a step of those that ran when time was last advanced, without any prefill."""
+        return self._step
 
     @property
     def waiting(self) -> int:

@@ -38,8 +38,8 @@ class Model(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     has a row, and one for each drafted token. `row` (f) is the compute of a row; it overlaps with reading
     the weights, which takes `weights` (w). `kv` (c) reads the KV of one token, once for all rows of its
     request; `attend` (d) computes one row's attention to it, which dominates where KV is compressed.
-    `prefill` computes one prompt token, `pull` reads one token's KV from the pool. `kv_tokens` tokens of
-    `kv_bytes` each fit beside the weights; `kv_bytes` is used in reports only (0: unknown).
+    `prefill` computes one prompt token, `pull` brings one token's KV over a node's link. `kv_tokens` tokens
+    of `kv_bytes` each fit beside the weights; `kv_bytes` is used in reports only (0: unknown).
     """
 
     step: float
@@ -80,7 +80,8 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     `lengths` are recorded lengths by group; if empty they are drawn from `mean`, `cap`, `sigma` (of log
     length), `between` and `outliers`. With `turns` above 1 responses are trajectories of that many turns on
     average, and `cap` counts what tools add as well; `sim/turns.py` has what the `tool_` fields mean.
-    `pool`: instances share a KV pool; else what one does not have it computes again. Raises `InvalidField`.
+    `pool`: instances share a KV pool; else what one does not have it computes again. `node_instances` of them
+    share a node, and its links. Raises `InvalidField`.
     """
 
     name: str
@@ -100,9 +101,10 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     tool_seconds: float = 0.0
     tool_sigma: float = 1.2
     pool: bool = True
+    node_instances: int = 1
 
     def __post_init__(self) -> None:
-        for name in ("instances", "groups", "group_size", "cap", "prompt"):
+        for name in ("instances", "groups", "group_size", "cap", "prompt", "node_instances"):
             if getattr(self, name) < 1:
                 raise InvalidField(f"workload.{name}", getattr(self, name), "must be 1 or more")
         for name in ("between", "outliers"):
@@ -185,6 +187,7 @@ _GPU_COMPUTE = 0.45 * 990e12
 """Operations/s of an H800 in practice in bfloat16: 45 % of its peak."""
 _GPU_LINK = 24e9
 """Bytes/s of KV per GPU from the pool: a node of 8 moves 190 GB/s over 8 x 400 Gbit/s."""
+_NODE_GPUS = 8
 
 
 def _h800s(
@@ -210,7 +213,7 @@ def _h800s(
         row=2 * active / (gpus * _GPU_COMPUTE),
         weights=weights / (gpus * _GPU_READ),
         prefill=2 * active / (gpus * _GPU_COMPUTE),
-        pull=kv_bytes / (gpus * _GPU_LINK),
+        pull=kv_bytes / (max(gpus, _NODE_GPUS) * _GPU_LINK),
         kv_tokens=int(share * (gpus * 80e9 - weights) / kv_bytes),
         kv_bytes=kv_bytes,
     )
@@ -219,6 +222,7 @@ def _h800s(
 WORKLOADS: dict[str, Callable[[], Workload]] = {
     "moonlight": lambda: Workload(
         name="moonlight", instances=32, groups=400, group_size=8, cap=65_536, mean=22_386, sigma=0.9,
+        node_instances=8,
         model=_h800s(1, 22.7e-3, 87e-6, 32e9, 3e9, 30 * 1024, 27 * 16 * 2 * 1088, 0.5),
     ),
     "qwen2-vl-72b": lambda: Workload(

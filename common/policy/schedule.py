@@ -48,7 +48,7 @@ the engine some work: half the size ends rollouts up to 0.7 % sooner, twice the 
 FAIR_DISPATCHES = 512
 """One dispatch in this many goes to the request that has waited longest, which bounds waiting."""
 
-STAY = 0.25
+STAY = 0.3
 """`Policy.stay` of `seer`. A request that gives way to a longer one has its KV moved when it comes back.
 
 With 0 requests take turns chunk by chunk: rollouts end up to 0.9 % sooner, and move 6 to 8 times as much KV

@@ -5,10 +5,10 @@ from types import SimpleNamespace
 
 import pytest
 
+from seer.common.policy.fetch_choice import NEVER, FetchChoice
 from seer.common.types import Capacity, InstanceStats
 from seer.doctor import pool
 from seer.doctor.lines import Report, parse
-from seer.services.engine.vllm.kv_pool.fetch_choice import NEVER, FetchChoice
 
 TOKEN_BYTES = 144 * 1024  # of an 8B model
 
@@ -34,7 +34,7 @@ def measured(gb_per_s):
     choice = FetchChoice()
     for tokens in (500, 1000, 1500, 2000):
         choice.step({"a": tokens + 1}, {}, tokens / 25_000)
-        choice.load(tokens, 0.002 + tokens * 2 * TOKEN_BYTES / (gb_per_s * 1e9), 1e12)
+        choice.load(tokens, 0.002 + tokens * 2 * TOKEN_BYTES / (gb_per_s * 1e9), 1e6 + tokens)
     return choice
 
 

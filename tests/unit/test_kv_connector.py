@@ -7,9 +7,9 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("vllm")
 
+from seer.common.policy.fetch_choice import NEVER, UNMEASURED_TOKENS
 from seer.services.engine.vllm.kv_pool import connector as connector_module
 from seer.services.engine.vllm.kv_pool.connector import MooncakeStoreConnector, SeerStoreConnector
-from seer.services.engine.vllm.kv_pool.fetch_choice import NEVER, UNMEASURED_TOKENS
 
 pytestmark = pytest.mark.vllm
 

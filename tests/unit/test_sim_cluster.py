@@ -73,7 +73,7 @@ def test_the_context_service_has_its_say_as_in_production():
 
 def test_moves_are_charged():
     def run(pull: float, name: str) -> Outcome:
-        load = replace(LOAD, model=replace(MODEL, pull=pull))
+        load = replace(LOAD, model=replace(MODEL, pull=pull, prefill=5e-3))
         return cluster_of(name, load=load).run()
 
     free, dear = run(0.0, "migrate"), run(3e-3, "migrate")
@@ -81,6 +81,23 @@ def test_moves_are_charged():
     assert free.counts["pulled_tokens"] > 0
     assert dear.total > 1.1 * free.total
     assert run(3e-3, "static").counts["pulled_tokens"] == 0, "no chunks, no moves"
+
+
+def test_what_takes_longer_to_fetch_is_computed():
+    def run(pull: float) -> Outcome:
+        return cluster_of("migrate", load=replace(LOAD, model=replace(MODEL, pull=pull))).run()
+
+    fast, slow = run(MODEL.pull), run(10.0)
+    assert slow.counts["pulled_tokens"] < 0.1 * fast.counts["pulled_tokens"]
+    assert slow.counts["prefilled_tokens"] > fast.counts["prefilled_tokens"]
+
+
+def test_instances_of_one_node_share_its_links():
+    model = replace(MODEL, pull=1e-3, prefill=5e-3)
+    apart, together = (
+        cluster_of("migrate", load=replace(LOAD, model=model, node_instances=each)).run() for each in (1, 3)
+    )
+    assert together.total > apart.total
 
 
 def test_curves_and_spans_tell_the_same_run():

@@ -25,8 +25,8 @@ from seer.local.pool_plan import POOL_SERVICES, plan_pool
 from seer.services.engine.backend import Chunk
 
 if TYPE_CHECKING:
+    from seer.common.policy.fetch_choice import FetchChoice
     from seer.services.engine.vllm.backend import VllmBackend
-    from seer.services.engine.vllm.kv_pool.fetch_choice import FetchChoice
 
 LENGTHS = (512, 1024, 2048)
 """Tokens of the contexts that are computed, saved and fetched; the engine's limit bounds them."""

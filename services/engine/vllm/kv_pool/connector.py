@@ -26,12 +26,12 @@ from vllm.v1.attention.backends.utils import NULL_BLOCK_ID
 from vllm.v1.request import RequestStatus
 
 from seer.common.config import PoolConfig
+from seer.common.policy.fetch_choice import NEVER, FetchChoice
 from seer.common.process.log import get_logger
 from seer.common.weights.mooncake import own_address
 from seer.services.engine.vllm.kv_pool import vllm_patches
 from seer.services.engine.vllm.kv_pool.connect import open_store
 from seer.services.engine.vllm.kv_pool.copies import KvRegions
-from seer.services.engine.vllm.kv_pool.fetch_choice import NEVER, FetchChoice
 from seer.services.engine.vllm.kv_pool.sharing import tokens_to_save
 from seer.services.engine.vllm.kv_pool.store import GuardedStore, StoreSettings
 from seer.services.engine.vllm.requests import EXTRA
@@ -107,7 +107,9 @@ class SeerStoreConnector(MooncakeStoreConnector):
         """Order a load, and note when."""
         super().update_state_after_alloc(request, blocks, num_external_tokens)
         if num_external_tokens:
-            self._loads[request.request_id] = num_external_tokens, time.monotonic()
+            now = time.monotonic()
+            self._loads[request.request_id] = num_external_tokens, now
+            self.choice.order(now)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         """See vLLM's; a step begins."""
@@ -120,7 +122,9 @@ class SeerStoreConnector(MooncakeStoreConnector):
         now, failed = time.monotonic(), connector_output.invalid_block_ids or connector_output.failed_recving
         for name in connector_output.finished_recving or ():
             load = self._loads.pop(name, None)
-            if load is not None and not failed:
+            if load is not None and failed:
+                self.choice.lost()
+            elif load is not None:
                 self.choice.load(load[0], now - load[1], now)
         if self._computes_all != (self.pull_tokens == NEVER):
             self._computes_all = not self._computes_all
@@ -142,7 +146,8 @@ class SeerStoreConnector(MooncakeStoreConnector):
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, None]:
         """Save the KV of a chunk whose response continues; its blocks are pinned until they are copied."""
-        self._loads.pop(request.request_id, None)  # one that was dropped while it waited
+        if self._loads.pop(request.request_id, None) is not None:  # it was dropped while it waited
+            self.choice.lost()
         tokens = tokens_to_save(
             request.sampling_params.extra_args[EXTRA],
             at_limit=request.status == RequestStatus.FINISHED_LENGTH_CAPPED,
