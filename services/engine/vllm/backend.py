@@ -114,6 +114,10 @@ class VllmBackend:
 
         Raises `EngineError` naming the cause and the fix.
         """
+        with env.without_collections():
+            self._start()
+
+    def _start(self) -> None:
         env.prepare(self._config)
         described = loading.model_config(self._shared)
         self._config, self._shared = env.with_defaults(self._config, self._shared, described)
