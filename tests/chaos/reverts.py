@@ -36,9 +36,9 @@ from seer.services.buffer.requests.trajectories import Trajectories
 from seer.services.buffer.server import BufferServer
 from seer.services.buffer.sleep import Joined, SleepMachine
 from seer.services.buffer.weights.machine import WeightsMachine
-from seer.services.buffer.weights.update import Pending
 from seer.services.buffer.weights.spool import Spool
 from seer.services.buffer.weights.spool_folder import SpoolFolder
+from seer.services.buffer.weights.update import Pending
 from seer.services.context import server as context
 
 Patches = Iterator[Any]
