@@ -3,6 +3,7 @@
 import asyncio
 import math
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 from virtual_time import eventually, virtual
@@ -20,7 +21,7 @@ from seer.common.policy.length import Estimate, Longest, Posterior
 from seer.common.policy.schedule import POLICIES
 from seer.services.context import machine as machine_module
 from seer.services.context.machine import EstimateMachine
-from seer.services.context.server import make
+from seer.services.context.server import MOST_OF_TIME, make
 
 PROMPT, CAP = 100, 1000
 
@@ -398,6 +399,41 @@ async def test_changes_of_many_groups_are_broadcast_in_parts(monkeypatch):
     assert max(map(len, told)) <= 2
     for task in tasks:
         task.cancel()
+    await buffer.stop()
+
+
+class LateClock(LoopClock):
+    """A clock on which work takes time, too: `late` seconds so far."""
+
+    late = 0.0
+
+    def now(self):
+        return super().now() + self.late
+
+
+@virtual
+async def test_estimating_takes_a_small_part_of_the_time_however_long_it_takes(monkeypatch):
+    config = Config(buffer=BufferConfig(policy="divided"))
+    network, clock, began = MemoryNetwork(), LateClock(), []
+
+    def changes(machine):
+        began.append(clock.now())
+        clock.late += 1.0
+        return {}
+
+    monkeypatch.setattr(EstimateMachine, "changes", changes)
+    monkeypatch.setattr(EstimateMachine, "dirty", True)
+    buffer = Buffer(network, config, 1)
+    await buffer.start()
+    server = make(config, MemoryTransport(network), clock)
+    await server.start()
+    running = asyncio.create_task(server.run())
+    await asyncio.sleep(30)
+    pauses = [after - before for before, after in pairwise(began)]
+    assert len(pauses) > 4
+    assert min(pauses) >= 1.0 / MOST_OF_TIME - 0.01
+    assert max(pauses) < 1.5 / MOST_OF_TIME
+    running.cancel()
     await buffer.stop()
 
 
