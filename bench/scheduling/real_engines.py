@@ -1,7 +1,12 @@
 """Scheduling policies against each other on the real clock, in turns.
 
     python bench/scheduling/real_engines.py vllm --policies static,static/off,seer
+    python bench/scheduling/real_engines.py vllm --weight 30 --kv 4 --n 16 --runs runs/heavier.jsonl
     python bench/scheduling/real_engines.py replay --policies static,seer
+
+With `--weight` and `--kv` the model is heavier by these factors and generates the same
+(examples/countdown/heavier.py). With `--runs` each run is kept in a file, and a comparison that was
+interrupted goes on. bench/scheduling/heavier_engines.py makes a table of such comparisons.
 
 `vllm`: two real engines with the shipped model and prompts, one core each. `replay`: 32 engines that
 compute nothing and take the time of a modelled step; sockets, processes and services are the real ones.
@@ -24,18 +29,24 @@ import json
 import statistics
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 from bare_vllm import BareEngines
 from lib.machine import machine
-from lib.paths import EXAMPLE
+from lib.paths import EXAMPLE, ROOT
 from seer_run import CpuUse, Mode, Run, run_seer
 from tokenizers import Tokenizer
 
 from seer.common.config import Config, EngineConfig, load
 from seer.common.policy.device_defaults import BLOCK_SIZE
 from seer.local.hardware import plan_engines
+
+sys.path.insert(0, str(EXAMPLE))
+from heavier import heavier
 
 BARE = "bare"
 
@@ -91,6 +102,33 @@ REPLAY = Mode(
     ),
 )
 MODES = {"vllm": VLLM, "replay": REPLAY}
+
+
+class KeptRuns:
+    """Runs in a file, a line each; without a file, in memory. `cell` says what they are runs of."""
+
+    def __init__(self, file: Path | None, cell: str) -> None:
+        self._file, self._cell = file, cell
+        self._runs: dict[tuple[int, str], Run] = {}
+        lines = file.read_text().splitlines() if file is not None and file.exists() else []
+        for line in lines:
+            found, turn, name, run = msgspec.json.decode(line, type=tuple[str, int, str, Run])
+            if found == cell:
+                self._runs[turn, name] = run
+
+    def __contains__(self, at: tuple[int, str]) -> bool:
+        return at in self._runs
+
+    def __getitem__(self, at: tuple[int, str]) -> Run:
+        return self._runs[at]
+
+    def add(self, at: tuple[int, str], run: Run) -> None:
+        """Keep a run: its turn, and the name of the contestant."""
+        self._runs[at] = run
+        if self._file is not None:
+            self._file.parent.mkdir(parents=True, exist_ok=True)
+            with self._file.open("ab") as file:
+                file.write(msgspec.json.encode((self._cell, *at, run)) + b"\n")
 
 
 def bare_run(engines: BareEngines, mode: Mode, prompts: Sequence[list[int]]) -> Run:
@@ -153,31 +191,42 @@ def equality(runs: Sequence[Run]) -> dict[str, int]:
     return {"runs": len(runs), "responses": len(first) * len(runs), "differing": differing}
 
 
-async def compare(options: argparse.Namespace, mode: Mode, config: Config) -> dict[str, Any]:
-    policies = options.policies.split(",")
+async def runs_of(options: argparse.Namespace, mode: Mode, config: Config, kept: KeptRuns) -> list[Run]:
+    """Return all runs, interleaved; those that are not kept are made."""
     prompts, others = workload(options.mode, mode)
-    runs: list[Run] = []
+    names = [*options.policies.split(","), *([BARE] if options.mode == "vllm" else [])]
+    order = [(turn, name) for turn in range(options.repeats) for name in names[:: -1 if turn % 2 else 1]]
     with contextlib.ExitStack() as stack:
-        bare = bare_engines(config, mode) if options.mode == "vllm" else None
-        if bare is not None:
+        bare = None
+        if any(name == BARE and (turn, name) not in kept for turn, name in order):
+            bare = bare_engines(config, mode)
             stack.callback(bare.close)
             bare_run(bare, mode, others)
-        names = [*policies, BARE] if bare is not None else policies
-        for turn in range(options.repeats):
-            for name in names if turn % 2 == 0 else names[::-1]:
-                if name == BARE and bare is not None:
-                    run = bare_run(bare, mode, prompts)
-                else:
-                    run = await run_seer(name, mode, config, prompts, others, options.seed)
-                runs.append(run)
-                say(f"{turn} {name}: {max(run.finish_times):.1f} s, {run.preemptions} preemptions")
+        for turn, name in order:
+            if (turn, name) in kept:
+                continue
+            if name == BARE and bare is not None:
+                run = bare_run(bare, mode, prompts)
+            else:
+                run = await run_seer(name, mode, config, prompts, others, options.seed)
+            kept.add((turn, name), run)
+            say(f"{turn} {name}: {max(run.finish_times):.1f} s, {run.preemptions} preemptions")
+    return [kept[at] for at in order]
+
+
+async def compare(options: argparse.Namespace, mode: Mode, config: Config) -> dict[str, Any]:
+    """Return the figures of all contestants."""
+    cell = json.dumps([options.mode, *mode.settings, *options.overrides, mode.groups, mode.n, options.seed])
+    runs = await runs_of(options, mode, config, KeptRuns(options.runs, cell))
     ours = [run for run in runs if run.hashes]
+    prompts, _ = workload(options.mode, mode)
     batch = batch_held(config.engine, config.shared.block_size or BLOCK_SIZE, prompts, ours[0])
     capacity, alone = speeds(config.engine, mode, batch, ours)
     versions = ours[0].instances[0].versions
     return {
         "ran_on": {"backend": options.mode, "instances": mode.instances, **machine(), **versions},
         "workload": {"groups": mode.groups, "n": mode.n, "max_tokens": mode.max_tokens, "seed": options.seed},
+        "model": {"weight": options.weight, "kv": options.kv},
         "settings": [*mode.settings, *options.overrides],
         "batch_that_kv_holds": round(batch, 1),
         "capacity_tokens_per_s": round(capacity, 1),
@@ -216,19 +265,54 @@ def say(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("mode", choices=MODES)
-    parser.add_argument("--policies", default="static,seer", help="names; with /off after one: no drafts")
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--set", dest="overrides", action="append", default=[], metavar="A.B=C")
-    options = parser.parse_args()
+def model_of(weight: float, kv: int) -> Path:
+    """Return the shipped model, heavier by these factors; it is made once."""
+    if (weight, kv) == (1, 1):
+        return EXAMPLE / "model"
+    folder = ROOT / "build" / f"heavier-{weight:g}-{kv}"
+    return folder if folder.exists() else heavier(folder, weight=weight, kv=kv)
+
+
+def mode_of(options: argparse.Namespace) -> Mode:
+    """Return the workload and the engines' settings; groups of another size have as many responses in all."""
     mode = MODES[options.mode]
+    settings = mode.settings
+    if options.mode == "vllm":
+        settings += (f"shared.model={model_of(options.weight, options.kv)}",)
+        settings += ("pool.kind=none",) if options.no_pool else ()
+    if options.blocks is not None:
+        settings += (f"engine.kv_blocks={options.blocks}",)
+    n = options.n or mode.n
+    groups, warm_up = mode.groups * mode.n // n, mode.warm_up * mode.n // n
+    return replace(mode, n=n, groups=groups, warm_up=warm_up, settings=settings)
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the parser of what a comparison is of."""
+    known = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    known.add_argument("mode", choices=MODES)
+    known.add_argument("--policies", default="static,seer", help="names; with /off after one: no drafts")
+    known.add_argument("--repeats", type=int, default=3)
+    known.add_argument("--seed", type=int, default=0)
+    known.add_argument("--weight", type=float, default=1, help="vllm: so many times the model's bytes")
+    known.add_argument("--kv", type=int, default=1, help="vllm: so many times its KV a token")
+    known.add_argument("--n", type=int, help="responses of a group")
+    known.add_argument("--blocks", type=int, help="KV blocks of an engine: fewer of them, more preemptions")
+    known.add_argument("--no-pool", action="store_true", help="vllm: engines share no KV")
+    known.add_argument("--runs", type=Path, help="JSONL file that keeps every run")
+    known.add_argument("--set", dest="overrides", action="append", default=[], metavar="A.B=C")
+    return known
+
+
+def report_of(options: argparse.Namespace) -> dict[str, Any]:
+    """Run a comparison, or what is missing of it, and return its figures."""
+    mode = mode_of(options)
     config = load(None, {}, [*mode.settings, "log.level=warning", *options.overrides])
-    report = asyncio.run(compare(options, mode, config))
+    return asyncio.run(compare(options, mode, config))
+
+
+def main() -> int:
+    report = report_of(parser().parse_args())
     print(json.dumps(report, indent=1))
     return 1 if report["equality"]["differing"] else 0
 

@@ -50,6 +50,7 @@ class Outbox(Generic[Out]):
         self._failed = failed
         self._queues: dict[bytes, _PeerQueue] = {}
         self._due: asyncio.Queue[bytes] = asyncio.Queue()  # each address at most once
+        self._sent = 0
 
     @property
     def idle(self) -> bool:
@@ -94,14 +95,14 @@ class Outbox(Generic[Out]):
 
     async def _send_now(self, address: bytes) -> bool:
         """Send a peer's messages; False when its socket is full, and a message waits."""
-        queue, sent = self._queues[address], 0
+        queue = self._queues[address]
         while queue.messages:
             session, frames, size = queue.messages[0]
             if session == self._hub.session(address) and not await self._hub.offer_frames(address, frames):
                 return False
             self._dequeue(queue, size)
-            sent += 1
-            if sent % FAIR_EVERY == 0:
+            self._sent += 1
+            if self._sent % FAIR_EVERY == 0:  # no send that finds room suspends, to whichever peer
                 await asyncio.sleep(0)
         return True
 

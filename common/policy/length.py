@@ -108,6 +108,11 @@ class Evidence:
     unfinished: dict[int, int] = field(default_factory=dict)
     past: PastLengths | None = None
 
+    @property
+    def shows(self) -> bool:
+        """Whether anything is known of its lengths."""
+        return bool(self.finished or self.unfinished or self.past)
+
     def forget(self) -> None:
         """Drop all lengths of this group."""
         self.finished.clear()
@@ -115,14 +120,17 @@ class Evidence:
 
 
 class Estimator(Protocol):
-    """Estimates lengths. The evidence's owner changes it, and calls `opened` and `ended` when it does."""
+    """Estimates lengths. The evidence's owner changes it, and says so: `opened`, `began`, `ended`."""
 
     @property
     def share(self) -> float:
         """Share of the variance of log lengths that lies between groups: 1 if all of a group are as long."""
 
     def opened(self, group: Evidence) -> None:
-        """Add a new group."""
+        """Note a new group."""
+
+    def began(self, group: Evidence) -> None:
+        """Note the first evidence of a group."""
 
     def ended(self) -> None:
         """Count a response, of any group, that finished."""
@@ -142,6 +150,9 @@ class Longest:
     def opened(self, group: Evidence) -> None:
         """Do nothing: groups share no parameters."""
 
+    def began(self, group: Evidence) -> None:
+        """Do nothing."""
+
     def ended(self) -> None:
         """Do nothing."""
 
@@ -158,7 +169,7 @@ class Longest:
 
 
 RETAINED = 2048
-"""Groups that parameters are fitted to: the last ones opened, as lengths drift over rollouts."""
+"""Groups that parameters are fitted to: the last ones that began, as lengths drift over rollouts."""
 
 FIT_GROUPS = 256
 """Groups that a fit uses, spread evenly over those retained: deviations are then known within 5 %."""
@@ -197,11 +208,14 @@ class Posterior:
         return 0.0 if self._model is None else self._model.parameters.share
 
     def opened(self, group: Evidence) -> None:
-        """Keep the group. The prior parameters follow from the first group's cap."""
-        self._groups.append(group)
+        """Take the prior parameters from the first group's cap."""
         if self._model is None:
             self._prior = Parameters(math.log(max(group.cap / 6, 1.0)), between=0.7, sigma=0.55)
             self._model = Model(self._prior)
+
+    def began(self, group: Evidence) -> None:
+        """Keep the group. One that only waits says nothing, and there may be far more of them."""
+        self._groups.append(group)
 
     def ended(self) -> None:
         """Count towards the next fit."""
@@ -221,7 +235,13 @@ class Posterior:
         return True
 
     def estimates(self, groups: Sequence[Evidence]) -> list[Estimate]:
-        """See `Estimator`."""
+        """See `Estimator`. Groups that show nothing yet may be many, and differ in their cap only."""
+        known = iter(self._in_batches([group for group in groups if group.shows]))
+        caps = {group.cap for group in groups if not group.shows}
+        silent = {cap: self._estimates([Evidence(cap)])[0] for cap in sorted(caps)}
+        return [next(known) if group.shows else silent[group.cap] for group in groups]
+
+    def _in_batches(self, groups: Sequence[Evidence]) -> list[Estimate]:
         found: list[Estimate] = []
         start = size = 0
         for end, group in enumerate(groups, 1):

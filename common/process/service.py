@@ -7,6 +7,7 @@ Invariants:
 - a supervisor (`--ready-fd`, systemd) is told when it is ready, or why it cannot start; systemd also gets
   watchdog messages;
 - temporary files of it and its libraries are removed when it ends, or when the next service starts;
+- a service that has an object per request, `MANY_OBJECTS`, is not stopped by full garbage collections;
 - uvloop is chosen here and nowhere else, so everything also runs on a plain or virtual-time loop.
 """
 
@@ -26,6 +27,7 @@ from seer.common.config import Config
 from seer.common.errors import SeerError
 from seer.common.net.transport.base import Transport
 from seer.common.net.transport.zmq import ZmqTransport
+from seer.common.process.collector import collect
 from seer.common.process.log import configure, get_logger
 from seer.common.process.notify import Notifier
 from seer.common.process.scratch import private_temporary_folder
@@ -34,6 +36,8 @@ EXIT_OK = 0
 EXIT_REFUSED = 2
 EXIT_SIGNAL = 128
 """Plus the signal's number, as shells report it."""
+
+MANY_OBJECTS = frozenset({"buffer", "context"})
 
 _log = get_logger()
 
@@ -101,7 +105,7 @@ class _Process:
 
     async def run(self, make: Make, config: Config, ready_fd: int | None) -> int:
         self._catch_signals()
-        beating = asyncio.create_task(self._systemd.beat())
+        beside = [asyncio.create_task(self._systemd.beat())]
         transport = ZmqTransport(bind_host=config.endpoints.bind_host)
         try:
             await asyncio.sleep(0)  # lets the first beat be sent: what follows may import torch, which blocks
@@ -112,6 +116,8 @@ class _Process:
                 self._report({"error": str(error), "code": error.code}, ready_fd)
                 raise
             self._service = service
+            if self._name in MANY_OBJECTS:
+                beside.append(asyncio.create_task(collect(LoopClock())))
             _log.info("ready", **endpoints)
             self._report({"endpoints": endpoints}, ready_fd)
             self._systemd.ready()
@@ -124,7 +130,8 @@ class _Process:
             self._closing = True  # ends within a bounded time; a signal would only add a traceback
             self._systemd.stopping()
             await transport.close()
-            beating.cancel()
+            for task in beside:
+                task.cancel()
             self._systemd.close()
         _log.info("drained")
         return EXIT_OK

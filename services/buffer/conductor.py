@@ -9,7 +9,7 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -48,7 +48,7 @@ class Submitted:
     """A submission, and its prompts by id."""
 
     submit: wire.Submit
-    prompts: dict[str, SubmittedPrompt]
+    prompts: Mapping[str, SubmittedPrompt]
 
 
 class Conductor:

@@ -209,7 +209,11 @@ class BufferServer:
                     )
                 continue
             self.conductor.received_from_trainer(address, self._trainer_hub.session(address))
-            if (reply := self._from_trainer(name, address, message)) is not None:
+            if isinstance(message, wire.Submit):
+                reply = await self._submit(name, address, message)
+            else:
+                reply = self._from_trainer(name, address, message)
+            if reply is not None:
                 await self._trainer_hub.reply(address, reply)
 
     def _from_trainer(
@@ -217,8 +221,6 @@ class BufferServer:
     ) -> wire.BufferToTrainer | None:
         """Handle a message; return the answer if there is one at once."""
         match message:
-            case wire.Submit():
-                return self._submit(name, address, message)
             case wire.Acknowledge(rollout_id=rollout_id, prompt_ids=prompt_ids, submission=submission):
                 self.conductor.apply(events.GroupsAcknowledged(name, rollout_id, prompt_ids, submission))
             case wire.Cancel(rollout_id=rollout_id, prompt_ids=prompt_ids, submission=submission):
@@ -269,8 +271,8 @@ class BufferServer:
             self._sleep.held,
         )
 
-    def _submit(self, trainer: str, address: bytes, submit: wire.Submit) -> wire.Refused | None:
-        """Handle a submission; return the refusal of a malformed one."""
+    async def _submit(self, trainer: str, address: bytes, submit: wire.Submit) -> wire.BufferToTrainer | None:
+        """Handle a submission, and others' messages in between; return the refusal of a malformed one."""
         try:
             prompts = submissions.prompts(submit)
         except InvalidField as error:
@@ -281,8 +283,10 @@ class BufferServer:
                 prompt_ids=submit.prompt_ids,
                 submission=submit.submission,
             )
-        event = submissions.event(trainer, address, submit, prompts, self.store, self._kept)
-        self.conductor.apply(event, Submitted(submit, prompts))
+        for part in submissions.parts(submit, prompts, self.store):
+            event = submissions.event(trainer, address, submit, part, self.store, self._kept)
+            self.conductor.apply(event, Submitted(submit, part))
+            await asyncio.sleep(0)
         return None
 
     async def _serve_estimates(self) -> None:
@@ -294,6 +298,7 @@ class BufferServer:
             }
             valid = {group_id: estimate for group_id, estimate in estimates.items() if estimate.valid}
             self.conductor.apply(events.EstimatesChanged(valid, message.acceptance))
+            await asyncio.sleep(0)  # one of many messages at once: each sorts thousands of requests again
 
     async def _tick(self) -> None:
         while True:

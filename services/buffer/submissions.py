@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from itertools import repeat
+from collections.abc import Iterator, Mapping
+from itertools import islice, repeat
 
 import numpy as np
 
@@ -12,6 +12,9 @@ from seer.common.errors import InvalidField
 from seer.services.buffer.log.kept import KeptChunks
 from seer.services.buffer.requests.events import GroupSpec, GroupsSubmitted
 from seer.services.buffer.store import Store, SubmittedPrompt
+
+PART_REQUESTS = 1024
+"""Requests of one event: to open them takes about 20 ms, in which the buffer does nothing else."""
 
 
 def prompts(submit: wire.Submit) -> dict[str, SubmittedPrompt]:
@@ -38,6 +41,23 @@ def prompts(submit: wire.Submit) -> dict[str, SubmittedPrompt]:
             turn=turn,
         )
     return found
+
+
+def parts(
+    submit: wire.Submit, prompts: Mapping[str, SubmittedPrompt], store: Store
+) -> Iterator[Mapping[str, SubmittedPrompt]]:
+    """Yield the prompts of a valid submission in parts of `PART_REQUESTS` requests, one event each.
+
+    If a prompt is known, all are one part: a rollout that is submitted again is judged as a whole.
+    """
+    size = max(1, PART_REQUESTS // submit.n)
+    known = any(ids.group_id(submit.rollout_id, prompt_id) in store for prompt_id in prompts)
+    if known or len(prompts) <= size:
+        yield prompts
+        return
+    left = iter(prompts.items())
+    while part := dict(islice(left, size)):
+        yield part
 
 
 def event(

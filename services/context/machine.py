@@ -22,6 +22,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 
 from seer.common.group_events import GroupClosed, GroupEvent, GroupOpened, RequestProgress
 from seer.common.policy.draft_costs import ALL_GROUPS, GROUP_WEIGHT, Acceptance, to_percent
@@ -37,6 +38,11 @@ MIN_CHANGE = 0.05
 Lengths have a spread of 0.3 or more within any group, so smaller changes improve no decision, while for every
 published estimate the buffer sorts the group's waiting requests again.
 """
+
+
+REVISED = 64
+"""Groups that are estimated anew at a time after a fit. Of 100,000, all at once would be most of a second's
+work here, and seconds' in the buffer, which has to sort a million requests."""
 
 
 @dataclass(slots=True)
@@ -69,6 +75,7 @@ class EstimateMachine:
         self._sharing: dict[tuple[str, int], dict[str, None]] = {}  # groups by shared id and cap
         self._dirty: dict[str, None] = {}  # a dict for its order: runs are reproducible
         self._drafted: dict[str, None] = {}  # groups with newly counted drafts, likewise
+        self._stale: dict[str, None] = {}  # groups estimated before the last fit, the next ones first
         self._acceptance = Acceptance()
         self._rates = to_percent(self._acceptance.rates())  # as published; at first the prior
         self.ignored = 0
@@ -86,6 +93,7 @@ class EstimateMachine:
             case GroupClosed():
                 self._dirty.pop(event.group_id, None)
                 self._drafted.pop(event.group_id, None)
+                self._stale.pop(event.group_id, None)
                 group = self._groups.pop(event.group_id, None)
                 if group is None:
                     self.ignored += 1
@@ -96,7 +104,7 @@ class EstimateMachine:
     def replace(self, events: Iterable[GroupEvent]) -> None:
         """Start over from a snapshot: the open groups and their requests' progress."""
         before, self._groups, self._dirty, self._drafted = self._groups, {}, {}, {}
-        self._sharing = {}
+        self._sharing, self._stale = {}, {}
         for group_id, group in before.items():
             self._remember(group_id, group)
             group.known.forget()  # the snapshot has it again, and it must not count twice
@@ -113,13 +121,20 @@ class EstimateMachine:
         self._rates = to_percent(Acceptance().rates())
 
     def changes(self) -> dict[str, Estimate]:
-        """Return the estimates that changed by `MIN_CHANGE`, by group id: they count as published then."""
-        dirty = list(self._groups if self.estimator.refit() else self._dirty_and_sharing())
+        """Return the estimates that changed by `MIN_CHANGE`, by group id: they count as published then.
+
+        After a fit, all groups are gone through in several calls: `dirty` until that is done.
+        """
+        if self.estimator.refit():
+            self._stale.update(dict.fromkeys(self._groups))
+        self._dirty.update(dict.fromkeys(islice(self._stale, REVISED)))
+        due = list(self._dirty_and_sharing())
         self._dirty.clear()
-        known = {id(each): each for each in (self._groups[group_id].known for group_id in dirty)}
+        known = {id(each): each for each in (self._groups[group_id].known for group_id in due)}
         now = dict(zip(known, self.estimator.estimates(list(known.values())), strict=True))
         changed = {}
-        for group_id in dirty:
+        for group_id in due:
+            self._stale.pop(group_id, None)
             group = self._groups[group_id]
             estimate = now[id(group.known)]
             if group.published is None or _estimate_moved(estimate, group.published):
@@ -138,7 +153,7 @@ class EstimateMachine:
     @property
     def dirty(self) -> bool:
         """Whether `changes` may have something to return."""
-        return bool(self._dirty or self._drafted)
+        return bool(self._dirty or self._drafted or self._stale)
 
     def estimates(self) -> dict[str, Estimate]:
         """Return all published estimates that differ from the cap, for a new subscriber."""
@@ -212,6 +227,8 @@ class EstimateMachine:
             self.ignored += 1
             return
         known = group.known
+        if not (known.finished or known.unfinished):
+            self.estimator.began(known)
         before = known.unfinished.get(index, 0)
         self._count(group, event, before)
         if event.finished:

@@ -24,8 +24,11 @@ from seer.common.policy.schedule import POLICIES
 from seer.common.process.log import get_logger
 from seer.services.context.machine import EstimateMachine
 
-BATCH = 10_000
-"""Most groups per message: under 1 MiB with ids of ordinary length."""
+BATCH = 500
+"""Most groups per message: the buffer sorts their waiting requests again, and does nothing else meanwhile."""
+
+MOST_OF_TIME = 0.2
+"""Share of its time that this service works out estimates, at most: there may be 100,000 groups."""
 
 
 def make(config: Config, transport: Transport, clock: Clock) -> ContextServer:
@@ -103,10 +106,12 @@ class ContextServer:
                 self._changed.set()
 
     async def _publish(self) -> None:
+        pause = self._interval
         while True:
             await self._changed.wait()
-            await self._clock.sleep(self._interval)
+            await self._clock.sleep(pause)
             self._changed.clear()
+            began = self._clock.now()
             changes = list(self.machine.changes().items())
             rates = list(self.machine.acceptance_changes().items())
             for start in range(0, max(len(changes), len(rates)), BATCH):
@@ -117,6 +122,9 @@ class ContextServer:
                     spreads=_spreads(changes[start:end]),
                 )
                 await self._estimates.publish(message)
+            if self.machine.dirty:
+                self._changed.set()
+            pause = max(self._interval, (self._clock.now() - began) * (1 / MOST_OF_TIME - 1))
 
     def _snapshot(self, incarnation: int, sequence: int) -> Iterator[wire.ContextSnapshot]:
         estimates, rates = list(self.machine.estimates().items()), list(self.machine.acceptance().items())

@@ -39,6 +39,7 @@ def shown(estimator, groups, memories):
     for group, before in zip(groups, memories, strict=True):
         known.append(Evidence(CAP, past=before))
         estimator.opened(known[-1])
+        estimator.began(known[-1])
         for index, (tokens, finished) in enumerate(group):
             (known[-1].finished if finished else known[-1].unfinished)[index] = tokens
             if finished:
@@ -128,3 +129,17 @@ def test_it_learns_from_the_latest_groups_only(monkeypatch):
     for length in (100, 3000):
         shown(estimator, [[(length, True)] * 4] * 40, [None] * 40)
     assert math.exp(estimator.parameters.mean) > 2000
+
+
+def test_groups_that_wait_do_not_displace_those_that_began(monkeypatch):
+    monkeypatch.setattr("seer.common.policy.length.RETAINED", 20)
+    estimator = Posterior()
+    shown(estimator, [[(100, True)] * 4] * 40, [None] * 40)
+    for _ in range(1000):
+        estimator.opened(Evidence(CAP))
+    shown(estimator, [[(3000, True)] * 4] * 10, [None] * 10)
+    assert 100 < math.exp(estimator.parameters.mean) < 3000  # half of those it was fitted to are of each kind
+    for _ in range(60):
+        estimator.ended()
+    fits = sum(estimator.refit() for _ in range(10))
+    assert fits == 1  # ten more wait for more responses: the evidence says how many

@@ -17,6 +17,7 @@ from seer.common.net.handshake import HELLO_FIRST, Identity
 from seer.common.net.transport.memory import MemoryNetwork, MemoryTransport
 from seer.common.types import Capacity, InstanceStats, SamplingParams
 from seer.common.wire.codec import Decoder, encode
+from seer.services.buffer import submissions
 from seer.services.buffer.requests.engine_deaths import SUSPECT_DEATHS
 from seer.services.buffer.server import BufferServer
 
@@ -495,3 +496,21 @@ def test_an_estimate_that_makes_no_sense_changes_nothing(tokens, spread):
             assert ran == ["r/first", "r/long", "r/short"]
 
     check()
+
+
+@virtual
+async def test_a_large_submission_lets_others_have_their_turns_and_is_judged_as_a_whole_when_repeated(
+    monkeypatch,
+):
+    monkeypatch.setattr(submissions, "PART_REQUESTS", 2)
+    async with buffer() as world:
+        trainer = await world.trainer()
+        await world.engine()
+        await trainer.submit(*"abcde")
+        parts = [accepted.prompt_ids for accepted in await trainer.hear(wire.Accepted)]
+        assert parts == [["a", "b"], ["c", "d"], ["e"]]
+        await trainer.submit(*"abcdef")
+        parts = [accepted.prompt_ids for accepted in await trainer.hear(wire.Accepted)]
+        assert [sorted(part) for part in parts] == [list("abcdef")]
+        status = await trainer.status()
+        assert status.requests_waiting + status.requests_running == 6

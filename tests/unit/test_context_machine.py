@@ -3,6 +3,7 @@
 import asyncio
 import math
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 from virtual_time import eventually, virtual
@@ -18,8 +19,9 @@ from seer.common.net.transport.memory import MemoryNetwork, MemoryTransport
 from seer.common.policy.draft_costs import ALL_GROUPS, CELLS, PRIOR, to_percent
 from seer.common.policy.length import Estimate, Longest, Posterior
 from seer.common.policy.schedule import POLICIES
+from seer.services.context import machine as machine_module
 from seer.services.context.machine import EstimateMachine
-from seer.services.context.server import make
+from seer.services.context.server import MOST_OF_TIME, make
 
 PROMPT, CAP = 100, 1000
 
@@ -143,6 +145,29 @@ def test_posterior_estimates_are_said_of_all_groups_after_a_fit():
     assert changed["r/a"].tokens < 100
     assert changed["r/b"].tokens < first["r/b"].tokens  # of which nothing was heard
     assert machine.changes() == {}
+
+
+def test_after_a_fit_many_groups_are_gone_through_in_parts_and_none_is_left_out(monkeypatch):
+    monkeypatch.setattr(machine_module, "REVISED", 4)
+    machine = EstimateMachine(Posterior())
+    for number in range(20):
+        machine.apply(opened(f"r/{number}", 8))
+    assert len(machine.changes()) == 20  # all are new
+    said: dict[str, Estimate] = {}
+    for index in range(8):  # fits that come before the earlier ones are through
+        for number in range(2):
+            machine.apply(done(index, 40 + index, f"r/{number}"))
+        before = machine.changes()
+        assert len(before) <= 4 + 2
+        said |= before
+    while machine.dirty:
+        before = machine.changes()
+        assert len(before) <= 4
+        said |= before
+    assert set(said) == {f"r/{number}" for number in range(20)}
+    assert all(estimate.tokens < 100 for estimate in machine.estimates().values())
+    machine.apply(GroupClosed("r/19"))
+    assert "r/19" not in machine.estimates()
 
 
 def test_progress_that_is_heard_twice_or_late_changes_no_estimate():
@@ -374,6 +399,41 @@ async def test_changes_of_many_groups_are_broadcast_in_parts(monkeypatch):
     assert max(map(len, told)) <= 2
     for task in tasks:
         task.cancel()
+    await buffer.stop()
+
+
+class LateClock(LoopClock):
+    """A clock on which work takes time, too: `late` seconds so far."""
+
+    late = 0.0
+
+    def now(self):
+        return super().now() + self.late
+
+
+@virtual
+async def test_estimating_takes_a_small_part_of_the_time_however_long_it_takes(monkeypatch):
+    config = Config(buffer=BufferConfig(policy="divided"))
+    network, clock, began = MemoryNetwork(), LateClock(), []
+
+    def changes(machine):
+        began.append(clock.now())
+        clock.late += 1.0
+        return {}
+
+    monkeypatch.setattr(EstimateMachine, "changes", changes)
+    monkeypatch.setattr(EstimateMachine, "dirty", True)
+    buffer = Buffer(network, config, 1)
+    await buffer.start()
+    server = make(config, MemoryTransport(network), clock)
+    await server.start()
+    running = asyncio.create_task(server.run())
+    await asyncio.sleep(30)
+    pauses = [after - before for before, after in pairwise(began)]
+    assert len(pauses) > 4
+    assert min(pauses) >= 1.0 / MOST_OF_TIME - 0.01
+    assert max(pauses) < 1.5 / MOST_OF_TIME
+    running.cancel()
     await buffer.stop()
 
 

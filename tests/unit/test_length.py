@@ -28,6 +28,7 @@ class Rollout:
         self.estimator = Posterior()
         for group in self.groups:
             self.estimator.opened(group)
+            self.estimator.began(group)
 
     def draw(self, count):
         """Logs of lengths of so many more responses of each group."""

@@ -59,6 +59,45 @@ def test_segments_are_longer_where_snapshots_are(tmp_path, monkeypatch):
         assert path.stat().st_size > max(4000, writer.SNAPSHOTS * first)
 
 
+def test_a_segment_goes_on_while_there_are_many_requests_but_not_for_ever(tmp_path, small, monkeypatch):
+    monkeypatch.setattr(writer, "SNAPSHOT_REQUESTS", 10)
+    life = Life(tmp_path)
+    life.roll(1, prompts=30)
+    life.log.close()
+    heads = [read(path)[0] for path in segments.segments(tmp_path)]
+    sizes = [path.stat().st_size for path in segments.segments(tmp_path)]
+    assert sizes[0] > 3 * 4000
+    assert all(len(head.state) < 10_000 for head in heads)
+    monkeypatch.setattr(writer.Folder, "longest", 9000)
+    other = Life(tmp_path / "other", 2)
+    other.roll(1, prompts=30)
+    other.log.close()
+    assert max(path.stat().st_size for path in segments.segments(tmp_path / "other")[:2]) < 9000 + 2 * 4000
+    for [paths] in (segments.lives(tmp_path), segments.lives(tmp_path / "other")):
+        assert list(replay_life(paths))
+
+
+def test_rows_in_memory_are_dropped_while_there_are_too_many_requests(tmp_path, small, monkeypatch):
+    monkeypatch.setattr(writer, "SNAPSHOT_REQUESTS", 10)
+    monkeypatch.setattr(writer.Ring, "longest", 9000)
+    life = Life("")
+    seen = []
+    tell = life.tell
+    life.tell = lambda event: (
+        seen.append(sum(len(text) for _, text in life.log._segments.kept)),
+        tell(event),
+    )[1]
+    life.roll(1, prompts=30)
+    assert max(seen) < 9000 + 2 * 4000 + 8000
+    assert 0 in seen
+    life.roll(2)
+    monkeypatch.setattr(writer.tempfile, "tempdir", str(tmp_path))
+    life.log.dump()
+    [folder] = tmp_path.iterdir()
+    [paths] = segments.lives(folder)
+    assert [line for _, line in replay_life(paths)][-1].time == life.now
+
+
 def test_without_a_folder_the_last_rows_are_kept_for_a_crash(tmp_path, small, monkeypatch):
     monkeypatch.setattr(writer.tempfile, "tempdir", str(tmp_path))
     life = Life("")

@@ -217,12 +217,13 @@ async def test_one_that_is_too_many_messages_behind_is_dismissed_though_it_reads
 
 
 @virtual
-async def test_one_with_much_to_get_lets_others_have_their_turns():
+@pytest.mark.parametrize("peers", [1, 900])
+async def test_one_with_much_to_get_and_many_with_little_let_others_have_their_turns(peers):
     network = MemoryNetwork()
     buffer = await Buffer(network).start()
-    address, _ = await joined(network, "t")
+    addresses = [(await joined(network, f"t{number}"))[0] for number in range(peers)]
     for number in range(900):
-        buffer.outbox.put(address, accepted(number))
+        buffer.outbox.put(addresses[number % peers], accepted(number))
     turns = 0
     while buffer.hub.counters["sent"] < 900:
         await asyncio.sleep(0)

@@ -1,5 +1,7 @@
 """The tokens behind the machine's counts."""
 
+import tracemalloc
+
 import numpy as np
 import pytest
 
@@ -80,3 +82,18 @@ def test_noise_is_that_of_the_groups_name_and_the_index_in_it():
     assert (late.request_id, late.group_id) == ("r/p#0", "r/p")
     everywhere = chunk_of(opened(groups=["/g"], first_indices=[3]))
     assert (everywhere.key, everywhere.draft_group) == (ids.request_key(4, 5, "/g", 3), "/g")
+
+
+def test_what_is_kept_of_a_request_takes_eight_bytes_a_token_and_little_beside():
+    store, tokens, logprobs = opened(), np.arange(64, dtype=np.int32), np.zeros(64, np.float32)
+    tracemalloc.start()
+    try:
+        before = tracemalloc.get_traced_memory()[0]
+        for index in range(100):
+            for _ in range(20):
+                store.keep("r/p", index, tokens, logprobs, Weights(1, "d1"))
+        taken = tracemalloc.get_traced_memory()[0] - before
+    finally:
+        tracemalloc.stop()
+    kept = 8 * 64 * 20
+    assert taken / 100 < 1.125 * kept + 300

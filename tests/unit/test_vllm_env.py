@@ -1,5 +1,6 @@
 """What an engine needs of its machine before vLLM is imported, and what is said where it is missing."""
 
+import gc
 import os
 import shutil
 import subprocess
@@ -221,3 +222,16 @@ def test_a_runtime_that_cannot_be_loaded_is_left_to_mooncake_s_own_error(site):
     (site / "nvidia" / mooncake.CUDA_RUNTIME).write_text("no library")
     done = tried(site, "from seer.common.mooncake import load_cuda_runtime as load; load(); print('on')")
     assert done.stdout == "on\n"
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_garbage_is_collected_again_once_an_engine_has_started_or_failed_to(enabled):
+    was_enabled = gc.isenabled()
+    try:
+        (gc.enable if enabled else gc.disable)()
+        with pytest.raises(EngineError), env.without_collections():
+            assert not gc.isenabled()
+            raise EngineError("no model")
+        assert gc.isenabled() == enabled
+    finally:
+        (gc.enable if was_enabled else gc.disable)()

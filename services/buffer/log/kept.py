@@ -233,9 +233,8 @@ class KeptChunks:
         """Free outputs of refused prompts; after `ttl_seconds`, delete what nobody submitted again."""
         expired = now >= self._expires
         for rollout_id, files in list(self._files.items()):
-            live = set().union(*(file.live for file in files))
             for file in list(files):
-                for prompt_id in file.offered.keys() - live:
+                for prompt_id in [each for each in file.offered if not any(each in of.live for of in files)]:
                     del file.offered[prompt_id]  # its submission was refused
                 if expired:
                     file.earlier.clear()

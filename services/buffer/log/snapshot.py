@@ -44,7 +44,7 @@ class Response(msgspec.Struct, array_like=True):
     instance: str
     blocks: int
     losses: int
-    deaths: set[int]
+    deaths: frozenset[int]
     alone: bool
     finish: str
     stop_reason: str

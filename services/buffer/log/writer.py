@@ -4,7 +4,10 @@ Invariants (tests/unit/test_log_writer.py):
 - the buffer does not depend on its log: if the disk is full, only the log ends;
 - lines are written in order, many at a time;
 - each segment begins with the machines' state, so it can be replayed without the others;
-- at most two segments are in memory: at least the last `RING_BYTES` of rows, once there are so many.
+- at most two segments are in memory: at least the last `RING_BYTES` of rows, once there are so many;
+- a segment does not end while there are more than `SNAPSHOT_REQUESTS` requests, as it takes long to write
+  their state; but one in a file that has `Folder.longest` bytes does, and one in memory that has
+  `Ring.longest` is dropped, with all rows until there are fewer requests.
 """
 
 from __future__ import annotations
@@ -37,6 +40,12 @@ SEGMENT_BYTES = 2**24
 RING_BYTES = 2**22
 """The same limit for segments in memory: nearly three minutes."""
 
+LONGEST_IN_FILE, LONGEST_IN_MEMORY = 2**29, 2**26
+"""Bytes of a segment that would be followed by another, were it not for the many requests."""
+
+SNAPSHOT_REQUESTS = 20_000
+"""Requests, and groups, of which a snapshot takes about 50 ms, in which the buffer does nothing else."""
+
 SNAPSHOTS = 4
 """A segment is at least this many times as long as the snapshot it begins with."""
 
@@ -46,7 +55,7 @@ _FULL = (errno.ENOSPC, errno.EDQUOT)
 class Ring:
     """The last segments, in memory."""
 
-    limit = RING_BYTES
+    limit, longest = RING_BYTES, LONGEST_IN_MEMORY
 
     def __init__(self) -> None:
         self.kept: deque[tuple[str, bytearray]] = deque(maxlen=2)
@@ -56,8 +65,9 @@ class Ring:
         self.kept.append((name, bytearray(text)))
 
     def append(self, text: bytes | bytearray) -> None:
-        """Add lines."""
-        self.kept[-1][1].extend(text)
+        """Add lines, unless all were dropped."""
+        if self.kept:
+            self.kept[-1][1].extend(text)
 
     def close(self) -> None:
         """Free everything."""
@@ -67,7 +77,7 @@ class Ring:
 class Folder:
     """Segments in files; the writer of a file holds a lock on it."""
 
-    limit = SEGMENT_BYTES
+    limit, longest = SEGMENT_BYTES, LONGEST_IN_FILE
 
     def __init__(self, path: Path) -> None:
         path.mkdir(parents=True, exist_ok=True)
@@ -131,8 +141,7 @@ class LogWriter:
         if isinstance(event, GroupsSubmitted):
             self._submitted[event.rollout_id, event.submission] = None
         if self._size + len(self._text) > self._limit:
-            self.flush()
-            self._begin_next(now)
+            self._end(now)
         elif len(self._text) > FLUSH_BYTES:
             self.flush()
 
@@ -167,6 +176,21 @@ class LogWriter:
         if self._segments is not None:
             self._segments.close()
             self._segments = None
+
+    def _end(self, now: float) -> None:
+        """Begin the next segment, or let this one go on: with many requests, its snapshot would take long."""
+        self.flush()
+        requests = self._machine.requests
+        if self._segments is None:
+            return
+        if len(requests.requests) + len(requests.groups) <= SNAPSHOT_REQUESTS:
+            self._begin_next(now)
+        elif self._size < self._segments.longest:
+            self._limit = self._size + self._segments.limit
+        elif isinstance(self._segments, Ring):
+            self._segments.close()
+        else:
+            self._begin_next(now)
 
     def _begin_next(self, now: float) -> None:
         before, self._submitted = list(self._submitted), {}

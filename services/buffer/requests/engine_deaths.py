@@ -54,7 +54,7 @@ class EngineDeaths:
         self._dead_lives[life] = set(running)
         for request_id in running:
             request = self._requests[request_id]
-            request.deaths.add(life)
+            request.deaths |= {life}
             if request.alone:
                 self.lost_alone[request_id] = (instance, life, now)
 
@@ -64,12 +64,12 @@ class EngineDeaths:
         while len(self._dead_lives) > MAX_DEAD_LIVES:
             life, request_ids = self._dead_lives.popitem(last=False)
             for request_id in request_ids:
-                self._requests[request_id].deaths.discard(life)
+                self._requests[request_id].deaths -= {life}
 
     def engine_joined(self, life: int) -> None:
         """Record that this life of an engine is not dead."""
         for request_id in self._dead_lives.pop(life, ()):
-            self._requests[request_id].deaths.discard(life)
+            self._requests[request_id].deaths -= {life}
 
     def chunk_ended(self, instance: str) -> None:
         """Record that an engine works."""
@@ -81,7 +81,7 @@ class EngineDeaths:
             self._dead_lives[life].discard(request.view.request_id)
             if not self._dead_lives[life]:
                 del self._dead_lives[life]
-        request.deaths.clear()
+        request.deaths = frozenset()
 
     def remove(self, request: RequestState) -> None:
         """Forget a request that ends early; it may be running."""

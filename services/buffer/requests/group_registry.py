@@ -407,6 +407,7 @@ class GroupRegistry:
         if not group.done:
             self.unfinished_requests -= group.size
             self.unfinished_tokens -= group.kept
+        group.results = []  # they refer to the group: a cycle would wait for the garbage collector
         del self.groups[group.group_id]
         del group.rollout.members[group.group_id]
         if not group.rollout.members:

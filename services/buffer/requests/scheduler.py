@@ -51,8 +51,9 @@ class Scheduler:
     def wait(self, request_id: str) -> None:
         """Add a request that runs nowhere, behind all others that are equal to it under the policy."""
         self._queued += 1
-        self._requests[request_id].view.queued = self._queued
-        self._add(request_id)
+        view = self._requests[request_id].view
+        view.queued = self._queued
+        self._add(view.request_id)  # not the caller's text: no second one is kept for each request
 
     def push(self, request_id: str) -> None:
         """Queue a request, or move it to where its group's present estimate puts it."""

@@ -137,7 +137,7 @@ class RequestState:
     instance: str = ""
     blocks: int = 0
     losses: int = 0
-    deaths: set[int] = field(default_factory=set)
+    deaths: frozenset[int] = frozenset()  # not a set of its own: nearly all are empty
     alone: bool = False
     finish: str = ""
     stop_reason: str = ""

@@ -122,6 +122,10 @@ class VllmBackend:
 
         Raises `EngineError` naming the cause and the fix.
         """
+        with env.without_collections():
+            self._start()
+
+    def _start(self) -> None:
         if self._config.nodes > 1 and self._meeting is None:
             fix = "this command has all ranks on this machine: set it to 1"
             raise EngineError(f"engine.nodes = {self._config.nodes}: {fix}")

@@ -6,13 +6,14 @@ Invariant: `prepare` runs before anything imports vllm, which reads several sett
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
 import os
 import shutil
 import sysconfig
 import tempfile
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,18 @@ _DEFAULTS = {
     # The service starts engines from a thread, with sockets open: a fork would inherit a broken copy.
     "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
 }
+
+
+@contextlib.contextmanager
+def without_collections() -> Iterator[None]:
+    """Have Python look for no garbage: what imports and loading make stays, and to look takes a fifth."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def prepare(config: EngineConfig, meeting: Meeting | None = None) -> None:
