@@ -16,7 +16,9 @@ from seer.common.wire.codec import Decoder, Limits, encode
 UNIONS = {
     name: union
     for name, union in vars(wire).items()
-    if name.endswith(("Buffer", "Trainer", "Engine", "Published", "Asked", "Reply", "Dgds", "Holder"))
+    if name.endswith(
+        ("Buffer", "Trainer", "Engine", "Published", "Asked", "Reply", "Dgds", "Holder", "ToNode", "ToLeader")
+    )
 }
 MESSAGES = {
     cls.__name__: cls
@@ -87,7 +89,7 @@ def test_every_message_travels_in_some_direction():
     travelling = {arg.__name__ for union in UNIONS.values() for arg in getattr(union, "__args__", (union,))}
     parts = {"Sequenced", "InstanceStatus"}
     assert travelling | parts == set(MESSAGES)
-    assert len(UNIONS) == 13
+    assert len(UNIONS) == 15
 
 
 @pytest.mark.parametrize("name", sorted(MESSAGES))
