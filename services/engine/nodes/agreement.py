@@ -21,6 +21,9 @@ from seer.common.weights.mooncake import own_address
 OF_ONE_NODE = frozenset({"name", "node_rank", "cpu_cores", "weights_root", "weights_endpoint"})
 """Settings of `[engine]` that may differ from node to node."""
 
+MAX_TEXT = 4000
+"""Characters of a setting that are compared."""
+
 _PACKAGES = ("vllm", "torch")
 
 
@@ -81,10 +84,6 @@ def settings_of(config: Config) -> dict[str, str]:
         except metadata.PackageNotFoundError:
             found[package] = "not installed"
     return {name: msgspec.json.encode(value).decode()[:MAX_TEXT] for name, value in found.items()}
-
-
-MAX_TEXT = 4000
-"""Characters of a setting that are compared."""
 
 
 def difference(leader: Mapping[str, str], node: Mapping[str, str]) -> str:

@@ -258,7 +258,7 @@ class Leader:
                 self._all_joined.set()
 
     def _forget(self, rank: int) -> None:
-        del self._nodes[rank]
+        self._nodes.pop(rank, None)  # it may have left while it was pinged
         self._all_joined.clear()
 
     def _start_ranks(self) -> wire.StartRanks:
