@@ -17,7 +17,7 @@ import psutil
 from chaos import network
 from node_system import NODES, NodeSystem
 from safetensors.torch import load_file, save_file
-from shared_engines import SharedEngines
+from shared_engines import SharedEngines, until_generated
 
 from seer.client import RolloutClient, SamplingParams, SharedTensors
 
@@ -37,10 +37,10 @@ def tensors(scale: float) -> dict[str, object]:
     return {name: tensor * scale for name, tensor in load_file(MODEL / "model.safetensors").items()}
 
 
-async def roll(client: RolloutClient, number: int = 0) -> Tokens:
+async def roll(client: RolloutClient, number: int = 0, n: int = 4) -> Tokens:
     sampling = SamplingParams(max_tokens=60)
     prompts = [[1 + i, 5, 9, 12] for i in range(4)]
-    groups = await (await client.submit(prompts, n=4, sampling=sampling, rollout_number=number)).result()
+    groups = await (await client.submit(prompts, n=n, sampling=sampling, rollout_number=number)).result()
     return [response.token_ids.tolist() for group in groups for response in group.responses]
 
 
@@ -74,8 +74,8 @@ async def test_ranks_on_two_nodes_draw_what_one_draws_and_end_together(pair: Sha
         assert await roll(client) == expected[1.02]
         ranks = ranks_of(system)
         assert len(ranks) == 2
-        rolling = asyncio.create_task(roll(client, 1))
-        await asyncio.sleep(0.5)
+        rolling = asyncio.create_task(roll(client, 1, n=64))  # takes many times as long as is waited for
+        await until_generated(client, 100)
         system.signal("other", signal.SIGKILL)
         assert await system.ended("leader", 60) in (2, 70)  # a collective broke, or the connection was missed
         await gone(ranks, 30)
