@@ -11,7 +11,7 @@ from virtual_time import eventually, virtual
 
 from seer.common import wire
 from seer.common.clock import LoopClock
-from seer.common.config import Config, SharedConfig
+from seer.common.config import Config, DraftsConfig, SharedConfig
 from seer.common.errors import ConfigError, EngineBroken, Unreachable
 from seer.common.net.channel import Channel
 from seer.common.net.handshake import Identity
@@ -48,7 +48,8 @@ def test_what_nodes_must_have_in_common_leaves_out_what_is_of_one_node():
     own = structs.replace(
         ENGINE, name="x", node_rank=1, cpu_cores="3", weights_root="/w", weights_endpoint="off"
     )
-    assert difference(settings, agreement.settings_of(Config(engine=own))) == ""
+    cache = DraftsConfig(cache="/elsewhere")
+    assert difference(settings, agreement.settings_of(Config(engine=own, drafts=cache))) == ""
     for changed in ({"max_num_seqs": 7}, {"batch_invariant": True}, {"tensor_parallel": 4}):
         other = agreement.settings_of(Config(engine=structs.replace(ENGINE, **changed)))
         assert f"engine.{next(iter(changed))} is" in difference(settings, other)

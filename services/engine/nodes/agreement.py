@@ -75,7 +75,11 @@ def settings_of(config: Config) -> dict[str, str]:
         for name, value in msgspec.to_builtins(config.engine).items()
         if name not in OF_ONE_NODE
     }
-    drafts = {f"drafts.{name}": value for name, value in msgspec.to_builtins(config.drafts).items()}
+    drafts = {
+        f"drafts.{name}": value
+        for name, value in msgspec.to_builtins(config.drafts).items()
+        if name != "cache"  # a folder of the leader's
+    }
     devices = [f"{device.model} {device.total_bytes >> 30} GiB" for device in visible_devices()]
     found = engine | drafts | {"pool.kind": config.pool.kind, "devices": devices, "seer": __version__}
     for package in _PACKAGES:

@@ -240,7 +240,10 @@ class SeerWorker:
 
 
 def _end_with(parent: int) -> None:
-    """End this process once its parent is gone: vLLM's own watch does not reach ranks that read over TCP."""
+    """End this process once its parent is gone: vLLM's own watch does not reach ranks that read over TCP.
+
+    The kernel's (PR_SET_PDEATHSIG) would follow the thread that started it, which may end before.
+    """
     while os.getppid() == parent:
         time.sleep(PARENT_SECONDS)
     os._exit(1)

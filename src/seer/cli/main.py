@@ -161,7 +161,7 @@ def _job(kind: type[J], options: dict[str, object]) -> J:
 )
 @click.option(
     "--chunk-size", "buffer__chunk_size", type=_POSITIVE,
-    help="Tokens per chunk.  [default: a 32nd of --max-tokens, at least 256]",
+    help="Tokens per chunk.  [default: a 64th of --max-tokens, at least 256]",
 )  # fmt: skip
 @click.option("--policy", "buffer__policy", help="Scheduling policy.  [default: seer]")
 @click.option(
@@ -364,7 +364,7 @@ def _names(context: click.Context, option: click.Parameter, text: str) -> tuple[
     "--between", type=click.FloatRange(0, 1), help="Share of the lengths' variance that lies between prompts."
 )
 @click.option(
-    "--chunk-size", type=_POSITIVE, help="Tokens per chunk.  [default: a 32nd of the cap, at least 256]"
+    "--chunk-size", type=_POSITIVE, help="Tokens per chunk.  [default: a 64th of the cap, at least 256]"
 )
 @click.option("--drafts", is_flag=True, help="Run every policy also with drafts.")
 @click.option(
