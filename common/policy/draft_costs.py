@@ -43,9 +43,6 @@ PRIOR: tuple[float, ...] = tuple(0.75 * score for _ in PLACES for score in _CENT
 PRIOR_WEIGHT = 8.0
 """Weight of the prior, in drafted tokens per cell."""
 
-ALL_GROUPS = ""
-"""Stands for all groups where rates are listed by group id."""
-
 GROUP_WEIGHT = 32.0
 """Weight of the rates of all groups as the prior of one group's, in drafted tokens per cell."""
 

@@ -72,9 +72,9 @@ class RunChunk(Message, tag=True):
     `tokens` is the prompt (`prompt_len` ids) and all output so far; `key` is the request's noise
     key; an answer counts only if its `attempt` is the current one. `wait_for_room`: start only once the
     chunk's worst case fits free blocks, so that nothing is preempted. `acceptance` are the acceptance rates
-    of drafts of this group, or of all groups if it has none yet; drafts of a `probe` come first. Drafts are
-    shared in `draft_group`, where this response has `draft_index`; empty: in `group_id`, with the index of
-    `request_id`.
+    of drafts of this group, if they differ from those of all groups; drafts of a `probe` come first. Drafts
+    are shared in `draft_group`, where this response has `draft_index`; empty: in `group_id`, with the index
+    of `request_id`.
 
     In a response with several turns, `tokens` also has what tools and environments added between the turns.
     The current turn's output begins at position `turn_start` of `tokens`; 0: at `prompt_len`, there is one

@@ -46,7 +46,7 @@ class Estimates(Message, tag=True):
     """Estimates that changed: group id -> median output tokens of its responses (`common/policy/length.py`).
 
     `spreads` are their standard deviations in natural log; 0 where left out. `acceptance` are acceptance
-    rates of drafts by cell, of groups, and under the empty id of all groups together.
+    rates of drafts by cell, of groups whose rates differ from those of all groups.
     """
 
     estimates: dict[str, float]

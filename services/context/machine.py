@@ -9,7 +9,8 @@ Invariants (tests/unit/test_context_machine.py asserts them):
 - groups of one shared id have one evidence, and so one estimate, while any of them is open;
 - `error` compares the length of each finished response with its group's last published estimate;
 - a group's acceptance is published when a rate moved by `MIN_RATE_CHANGE` from the last one published, or, if
-  there is none, from that of all groups; drafts are counted once, of known requests that advanced;
+  there is none, from that of all groups, which engines learn themselves; drafts are counted once, of known
+  requests that advanced;
 - events of unknown groups change nothing; repeated or reordered events of a request change nothing twice: a
   finished request stays finished, progress never shrinks.
 
@@ -25,7 +26,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 
 from seer.common.group_events import GroupClosed, GroupEvent, GroupOpened, RequestProgress
-from seer.common.policy.draft_costs import ALL_GROUPS, GROUP_WEIGHT, Acceptance, to_percent
+from seer.common.policy.draft_costs import GROUP_WEIGHT, Acceptance, to_percent
 from seer.common.policy.length import Estimate, EstimateError, Estimator, Evidence, Longest
 from seer.services.context.past_prompts import PastPrompts
 
@@ -77,7 +78,6 @@ class EstimateMachine:
         self._drafted: dict[str, None] = {}  # groups with newly counted drafts, likewise
         self._stale: dict[str, None] = {}  # groups estimated before the last fit, the next ones first
         self._acceptance = Acceptance()
-        self._rates = to_percent(self._acceptance.rates())  # as published; at first the prior
         self.ignored = 0
 
     def __len__(self) -> int:
@@ -118,7 +118,6 @@ class EstimateMachine:
             self._dirty[group_id] = self._drafted[group_id] = None
             if group_id in before:
                 group.acceptance = before[group_id].acceptance
-        self._rates = to_percent(Acceptance().rates())
 
     def changes(self) -> dict[str, Estimate]:
         """Return the estimates that changed by `MIN_CHANGE`, by group id: they count as published then.
@@ -166,20 +165,18 @@ class EstimateMachine:
         if not self._drafted:
             return changed
         rates = self._acceptance.rates()
-        if _rates_moved(common := to_percent(rates), self._rates):
-            self._rates = changed[ALL_GROUPS] = common
+        common = to_percent(rates)
         for group_id in self._drafted:
             group = self._groups[group_id]
             own = to_percent(group.acceptance.rates(rates, GROUP_WEIGHT))
-            if _rates_moved(own, group.rates or self._rates):
+            if _rates_moved(own, group.rates or common):
                 group.rates = changed[group_id] = own
         self._drafted.clear()
         return changed
 
     def acceptance(self) -> dict[str, list[int]]:
         """Return all published acceptance rates, for a new subscriber."""
-        rates = {group_id: group.rates for group_id, group in self._groups.items() if group.rates}
-        return {ALL_GROUPS: self._rates, **rates}
+        return {group_id: group.rates for group_id, group in self._groups.items() if group.rates}
 
     def _open(self, event: GroupOpened) -> None:
         if event.group_id in self._groups:

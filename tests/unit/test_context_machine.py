@@ -16,7 +16,7 @@ from seer.common.group_events import GroupClosed, GroupOpened, RequestProgress
 from seer.common.net.handshake import Identity
 from seer.common.net.stream import StreamPublisher, StreamSubscriber
 from seer.common.net.transport.memory import MemoryNetwork, MemoryTransport
-from seer.common.policy.draft_costs import ALL_GROUPS, CELLS, PRIOR, to_percent
+from seer.common.policy.draft_costs import CELLS
 from seer.common.policy.length import Estimate, Longest, Posterior
 from seer.common.policy.schedule import POLICIES
 from seer.services.context import machine as machine_module
@@ -218,11 +218,9 @@ def with_drafts(index, generated, drafted, right, group_id="r/a"):
     return RequestProgress(group_id, index, generated, False, *tally(drafted, right))
 
 
-def test_acceptance_is_said_when_it_moved_notably_first_of_all_groups():
+def test_acceptance_is_said_when_it_is_not_that_of_all_groups_or_moved_notably():
     machine = machine_with(opened(), with_drafts(0, 10, 1000, 950))
-    changed = machine.acceptance_changes()
-    assert set(changed) == {ALL_GROUPS}  # the group is what all groups are
-    assert all(abs(rate - 95) <= 1 for rate in changed[ALL_GROUPS])
+    assert machine.acceptance_changes() == {}  # the group is what all groups are
     machine.apply(opened("r/b"))
     machine.apply(with_drafts(0, 10, 100, 5, "r/b"))
     assert machine.dirty
@@ -237,12 +235,12 @@ def test_acceptance_is_said_when_it_moved_notably_first_of_all_groups():
 
 def test_nothing_is_said_of_acceptance_before_drafts_came():
     machine = machine_with(opened(), at(0, 10), done(1, 20))
-    assert machine.acceptance_changes() == {}
-    assert machine.acceptance() == {ALL_GROUPS: to_percent(PRIOR)}
+    assert machine.acceptance_changes() == machine.acceptance() == {}
 
 
 def test_drafts_count_once_and_only_of_known_requests_that_came_further():
-    machine = machine_with(opened(), with_drafts(0, 10, 100, 90))
+    machine = machine_with(opened(), opened("r/b"), with_drafts(0, 10, 1000, 0, "r/b"))
+    machine.apply(with_drafts(0, 10, 100, 90))
     once = machine.acceptance_changes()
     strange = RequestProgress("r/a", 1, 5, False, [1], [1])
     wrong = with_drafts(2, 5, 10, 20)
@@ -262,10 +260,10 @@ def test_acceptance_survives_a_snapshot_and_is_said_once_more():
     machine.apply(with_drafts(0, 10, 1000, 50, "r/gone"))
     machine.acceptance_changes()
     before = machine.acceptance()
-    assert set(before) == {ALL_GROUPS, "r/a", "r/gone"}
+    assert set(before) == {"r/a", "r/gone"}
     machine.replace([opened(), opened("r/b"), at(0, 10)])
     changed = machine.acceptance_changes()
-    assert changed == machine.acceptance() == {group: before[group] for group in (ALL_GROUPS, "r/a")}
+    assert changed == machine.acceptance() == {"r/a": before["r/a"]}
     assert machine.acceptance_changes() == {}
 
 
@@ -273,8 +271,8 @@ def test_a_closed_groups_acceptance_is_forgotten():
     machine = machine_with(opened(), opened("r/b"), with_drafts(0, 10, 1000, 950))
     machine.apply(with_drafts(0, 10, 1000, 0, "r/b"))
     machine.apply(GroupClosed("r/b"))
-    assert set(machine.acceptance_changes()) <= {ALL_GROUPS, "r/a"}
-    assert set(machine.acceptance()) <= {ALL_GROUPS, "r/a"}
+    assert set(machine.acceptance_changes()) <= {"r/a"}
+    assert set(machine.acceptance()) <= {"r/a"}
 
 
 def identity(config, incarnation):
@@ -348,28 +346,33 @@ async def test_server_gathers_changes_and_follows_a_restarted_buffer():
     await eventually(lambda: len(heard) == 2)
     assert heard[1].estimates == {"r/a": 30.0}
 
-    drafts = wire.RequestProgress(
-        group_id="r/a", index=3, generated=9, finished=False, drafted=[1000] * CELLS, accepted=[900] * CELLS
-    )
-    await buffer.stream.publish(drafts)
+    for group_id, accepted in (("r/a", 900), ("r/c", 100)):
+        await buffer.stream.publish(wire_opened(group_id))
+        await buffer.stream.publish(
+            wire.RequestProgress(
+                group_id=group_id, index=3, generated=9, finished=False,
+                drafted=[1000] * CELLS, accepted=[accepted] * CELLS,
+            )
+        )  # fmt: skip
     await eventually(lambda: len(heard) == 3)
-    assert heard[2].estimates == {}
-    assert set(heard[2].acceptance) == {ALL_GROUPS}
-    assert all(89 <= rate <= 91 for rate in heard[2].acceptance[ALL_GROUPS])
+    assert set(heard[2].estimates) <= {"r/c"}
+    assert set(heard[2].acceptance) == {"r/a", "r/c"}
+    assert all(80 <= rate <= 91 for rate in heard[2].acceptance["r/a"])
 
     await buffer.stop()
     buffer = Buffer(network, config, 2)
-    buffer.opened, buffer.progress = [wire_opened("r/b")], [wire_done("r/b", 0, 5)]
+    buffer.opened = [wire_opened("r/b"), wire_opened("r/c")]
+    buffer.progress = [wire_done("r/b", 0, 5)]
     await buffer.start()
     await eventually(lambda: len(heard) == 4)
-    assert heard[3].estimates == {"r/b": 5.0}
-    assert server.machine.estimates() == {"r/b": Estimate(5.0)}
+    assert heard[3].estimates["r/b"] == 5.0
+    assert server.machine.estimates()["r/b"] == Estimate(5.0)
 
     late = []
     tasks.append(asyncio.create_task(follow(network, config, late)))
     await eventually(lambda: bool(late))
-    assert late[0].estimates == {"r/b": 5.0}
-    assert late[0].acceptance == heard[3].acceptance == heard[2].acceptance
+    assert late[0].estimates["r/b"] == 5.0
+    assert late[0].acceptance == heard[3].acceptance == {"r/c": heard[2].acceptance["r/c"]}
 
     server.drain()
     await tasks[0]

@@ -130,7 +130,6 @@ class MachineFields(msgspec.Struct):
     """
 
     estimates: dict[str, Estimate]
-    acceptance: list[int]
     counters: dict[str, int]
     parked: set[str]
     suspects: dict[str, None]

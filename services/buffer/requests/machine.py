@@ -21,7 +21,6 @@ from zlib import crc32
 
 from seer.common import ids
 from seer.common.group_events import GroupClosed, RequestProgress
-from seer.common.policy.draft_costs import ALL_GROUPS
 from seer.common.policy.fleet import Fleet, InstanceView
 from seer.common.policy.length import Estimate
 from seer.common.policy.schedule import Policy
@@ -70,7 +69,6 @@ class RequestMachine:
         self.requests: dict[str, RequestState] = {}
         self.instances = Fleet()
         self.estimates: dict[str, Estimate] = {}  # of open groups
-        self.acceptance: list[int] = []  # of drafts in all groups; empty: unknown
         self.counters: dict[str, int] = dict.fromkeys(COUNTERS, 0)
         self.registry = GroupRegistry(limits, self.instances, self.counters, self._drop)
         self.deaths = EngineDeaths(self.requests)
@@ -257,8 +255,7 @@ class RequestMachine:
         if request.view.last_instance not in ("", instance.name):
             self._count(request, "migrations", 1)
         request.view.last_instance = instance.name
-        acceptance = request.group.acceptance or self.acceptance
-        probe = request.view.index < self.policy.probes
+        acceptance, probe = request.group.acceptance, request.view.index < self.policy.probes
         out.append(Dispatch(instance.name, request_id, request.attempt, chunk, acceptance, probe))
 
     def _release(self, request: RequestState) -> None:
@@ -350,7 +347,6 @@ class RequestMachine:
             self.scheduler.wait(request.view.request_id)
 
     def _estimates_changed(self, event: EstimatesChanged) -> None:
-        self.acceptance = event.acceptance.get(ALL_GROUPS, self.acceptance)
         self.registry.trajectories.estimates_changed(event.estimates, event.acceptance)
         for group_id in event.acceptance.keys() & self.groups.keys():
             self.groups[group_id].acceptance = event.acceptance[group_id]
