@@ -4,7 +4,11 @@ Each contestant is a process of its own, pinned to the same cores; they take tur
 that a slow moment of the machine hits all of them, and a figure is the median over the turns of the
 ratio to Seer's run of the same turn. All return a logprob per token. Prints JSON.
 
+A cell is tokens of a response x responses at once, which begin together. A run is so many of such rounds that
+512 tokens follow each other, or that there are 16,384 in all.
+
     python bench/engine/throughput.py --model examples/countdown/model --turns 15
+    python bench/engine/throughput.py --model examples/countdown/model --cells 16x64 512x8 --cores 0-1
 """
 
 from __future__ import annotations
@@ -12,6 +16,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import math
 import os
 import statistics
 import subprocess
@@ -22,8 +27,8 @@ from typing import Any
 
 from lib.machine import machine
 
-BATCHES = (1, 8, 32)
-TOKENS = 256
+CELLS = tuple(f"{tokens}x{batch}" for tokens in (16, 64, 512) for batch in (1, 8, 64, 256))
+MOST_AT_ONCE, MOST_TOKENS, RUN_TOKENS = 256, 512, 16_384
 PROMPT = (1, 9, 7, 5, 3)
 READY = "ready"
 
@@ -32,22 +37,28 @@ def prompt(index: int) -> list[int]:
     return [*PROMPT, 6 + index % 48]
 
 
-def bare(model: str, cores: str, **engine: object) -> Callable[[int], None]:
-    """Return a run of `vllm.LLM.generate` at a batch size."""
+Round = Callable[[int, int], None]
+"""Generates so many tokens for each of so many prompts at once."""
+
+
+def bare(model: str, cores: str, **engine: object) -> Round:
+    """Return a round of `vllm.LLM.generate`."""
     from vllm import LLM, SamplingParams
 
-    llm = LLM(model, dtype="float32", max_num_seqs=64, max_model_len=1024, **engine)
-    params = SamplingParams(temperature=1.0, logprobs=0, ignore_eos=True, max_tokens=TOKENS, detokenize=False)
+    llm = LLM(model, dtype="float32", max_num_seqs=MOST_AT_ONCE, max_model_len=1024, **engine)
 
-    def run(batch: int) -> None:
+    def run(tokens: int, batch: int) -> None:
+        params = SamplingParams(
+            temperature=1.0, logprobs=0, ignore_eos=True, max_tokens=tokens, detokenize=False
+        )
         prompts = [{"prompt_token_ids": prompt(i)} for i in range(batch)]
         outputs = llm.generate(prompts, params, use_tqdm=False)
-        assert sum(len(output.outputs[0].token_ids) for output in outputs) == batch * TOKENS
+        assert sum(len(output.outputs[0].token_ids) for output in outputs) == batch * tokens
 
     return run
 
 
-def tuned(model: str, cores: str) -> Callable[[int], None]:
+def tuned(model: str, cores: str) -> Round:
     """Bare vLLM with the settings that Seer gives it: the fastest shape known on CPUs."""
     _quiet(cores)
     os.environ.update(
@@ -56,43 +67,43 @@ def tuned(model: str, cores: str) -> Callable[[int], None]:
     return bare(model, cores, enforce_eager=True, block_size=32, skip_tokenizer_init=True)
 
 
-def default(model: str, cores: str) -> Callable[[int], None]:
+def default(model: str, cores: str) -> Round:
     """Bare vLLM with its own defaults: a separate engine process, its own compilation and threads."""
     _quiet(cores)
     return bare(model, cores, skip_tokenizer_init=True)
 
 
-def seer(model: str, cores: str) -> Callable[[int], None]:
-    """Return a run of Seer's backend at a batch size."""
+def seer(model: str, cores: str) -> Round:
+    """Return a round of Seer's backend."""
     from seer.common.config import EngineConfig, SharedConfig
     from seer.common.types import SamplingParams
     from seer.services.engine.backend import Chunk
     from seer.services.engine.vllm.backend import VllmBackend
 
-    config = EngineConfig(max_num_seqs=64, max_model_len=1024, kv_cache_gib=1.0, cpu_cores=cores)
+    config = EngineConfig(max_num_seqs=MOST_AT_ONCE, max_model_len=1024, kv_cache_gib=1.0, cpu_cores=cores)
     backend = VllmBackend(config, SharedConfig(model=model))
     backend.start()
-    sampling = SamplingParams(max_tokens=TOKENS, ignore_eos=True)
 
-    def run(batch: int) -> None:
+    def run(tokens: int, batch: int) -> None:
+        sampling = SamplingParams(max_tokens=tokens, ignore_eos=True)
         for i in range(batch):
-            tokens = prompt(i)
+            start = prompt(i)
             backend.add(
                 Chunk(
                     request_id=str(i),
                     group_id="",
                     attempt=0,
                     key=i,
-                    prompt_len=len(tokens),
-                    max_new_tokens=TOKENS,
+                    prompt_len=len(start),
+                    max_new_tokens=tokens,
                     sampling=sampling,
-                    tokens=tokens,
+                    tokens=start,
                 )
             )
         total = 0
         while backend.has_work():
             total += sum(len(generated.token_ids) for generated in backend.step().generated)
-        assert total == batch * TOKENS
+        assert total == batch * tokens
 
     return run
 
@@ -101,15 +112,23 @@ CONTESTANTS = {"seer": seer, "vllm": tuned, "vllm_default": default}
 
 
 def serve(name: str, model: str, cores: str) -> None:
-    """Run as a contestant: for each batch size on stdin, answer seconds of wall and CPU time."""
+    """Run as a contestant: for each cell on stdin, answer seconds of wall and CPU time."""
     run = CONTESTANTS[name](model, cores)
-    for batch in BATCHES:
-        run(batch)
     print(READY, flush=True)
     for line in sys.stdin:
+        tokens, batch, rounds = size(line)
         wall, cpu = time.perf_counter(), time.process_time()
-        run(int(line))
+        for _ in range(rounds):
+            run(tokens, batch)
         print(json.dumps([time.perf_counter() - wall, time.process_time() - cpu]), flush=True)
+
+
+def size(cell: str) -> tuple[int, int, int]:
+    """Return the tokens of a response, the responses at once, and the rounds of a run."""
+    tokens, batch = map(int, cell.split("x"))
+    if not 0 < tokens <= MOST_TOKENS or not 0 < batch <= MOST_AT_ONCE:
+        raise SystemExit(f"cell {cell}: at most {MOST_TOKENS}x{MOST_AT_ONCE}")
+    return tokens, batch, max(1, min(MOST_TOKENS // tokens, RUN_TOKENS // (tokens * batch)))
 
 
 class Contestant:
@@ -131,13 +150,14 @@ class Contestant:
             raise SystemExit(f"{self.name} ended with {self._process.wait()}; its stderr is above")
         return line.strip()
 
-    def run(self, batch: int) -> tuple[float, float]:
+    def run(self, cell: str) -> tuple[float, float]:
         """Return tokens per second, and CPU milliseconds per token, of one run."""
         assert self._process.stdin is not None
-        self._process.stdin.write(f"{batch}\n")
+        self._process.stdin.write(f"{cell}\n")
         self._process.stdin.flush()
         wall, cpu = json.loads(self._line())
-        return batch * TOKENS / wall, 1e3 * cpu / (batch * TOKENS)
+        made = math.prod(size(cell))
+        return made / wall, 1e3 * cpu / made
 
     def close(self) -> None:
         """End the process."""
@@ -159,12 +179,14 @@ def quartiles(values: list[float]) -> list[float]:
     return [round(value, 3) for value in found]
 
 
-def compare(contestants: list[Contestant], batch: int, turns: int) -> dict[str, Any]:
-    """Let the contestants take turns; relate each to the first."""
+def compare(contestants: list[Contestant], cell: str, turns: int) -> dict[str, Any]:
+    """Let the contestants take turns, after one that does not count; relate each to the first."""
+    for one in contestants:
+        one.run(cell)
     runs: dict[str, list[tuple[float, float]]] = {one.name: [] for one in contestants}
     for turn in range(turns):
         for one in contestants if turn % 2 == 0 else contestants[::-1]:
-            runs[one.name].append(one.run(batch))
+            runs[one.name].append(one.run(cell))
     first = contestants[0].name
     report: dict[str, Any] = {}
     for name, results in runs.items():
@@ -187,6 +209,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--model", required=True, help="model folder with 64 tokens of vocabulary or more")
+    parser.add_argument("--cells", nargs="+", default=CELLS)
     parser.add_argument("--turns", type=int, default=15)
     parser.add_argument("--cores", default="0", help="cores for every contestant, as 0-3")
     parser.add_argument("--contestants", default="seer,vllm", help=f"of {', '.join(CONTESTANTS)}")
@@ -195,15 +218,18 @@ def main() -> None:
     if options.serve:
         serve(options.serve, options.model, options.cores)
         return
-    report = {"machine": machine("torch", "vllm"), "tokens": TOKENS, "turns": options.turns}
+    report: dict[str, Any] = {
+        "machine": machine("torch", "vllm"), "cores": options.cores, "turns": options.turns
+    }  # fmt: skip
     with contextlib.ExitStack() as stack:
         contestants = []
         for name in options.contestants.split(","):
             one = Contestant(name, options.model, options.cores)
             stack.callback(one.close)
             contestants.append(one)
-        for batch in BATCHES:
-            report[f"batch_{batch}"] = compare(contestants, batch, options.turns)
+        for cell in options.cells:
+            report[cell] = compare(contestants, cell, options.turns)
+            print(cell, report[cell], file=sys.stderr)
     print(json.dumps(report, indent=1))
 
 
