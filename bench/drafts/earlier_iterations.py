@@ -31,7 +31,7 @@ from lib.machine import machine
 from lib.paths import EXAMPLE, ROOT
 from never_slower import ratio
 
-sys.path += [str(EXAMPLE), str(ROOT / "examples" / "grpo")]
+sys.path += [str(ROOT / "examples" / "grpo"), str(EXAMPLE)]  # both have a train.py
 from heavier import heavier
 from learner import Learner
 from problems import held_out_prompts, reward, training_prompts
