@@ -37,7 +37,7 @@ SETTLE_STEPS = 2
 SLOW_SHARE = 0.25
 """Share of a slice's steps that may be slow by chance: they count as the slowest of the others."""
 
-GUESS, LEAST_LOSS = 0.1, 0.01
+GUESS, LEAST_LOSS = 0.1, 0.015
 """What a try is taken to lose, as a share of its time: unless something is known, and at least."""
 
 UNSURE, UNSURE_LOSS = 4, 0.3
@@ -45,6 +45,10 @@ UNSURE, UNSURE_LOSS = 4, 0.3
 
 LATEST = 0.3
 """Least weight of the latest comparison in the estimate of the gain."""
+
+DOUBT, SURE = 0.06, 9
+"""Drafts are taken to be better if they gain more than the first by the root of the number of comparisons, of which
+the second count: one may be off by as much, and where drafts hardly gain, little is lost without."""
 
 LARGEST = math.log(1.5)
 """By how much more a single comparison may differ from the estimate before it."""
@@ -92,7 +96,7 @@ class _Situation:
             gain = min(max(gain, self.gain - LARGEST), self.gain + LARGEST)
         self.comparisons += 1
         self.gain += (gain - self.gain) * max(LATEST, 2 / (1 + self.comparisons))
-        self.drafts = self.gain > 0
+        self.drafts = self.gain > DOUBT / math.sqrt(min(self.comparisons, SURE))
 
 
 @dataclass(slots=True)

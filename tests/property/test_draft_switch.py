@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from seer.common.policy.draft_switch import DraftSwitch
+from seer.common.policy.draft_switch import DraftSwitch, _Situation
 
 STEP = 0.005
 LONGER = 1.5
@@ -92,6 +92,16 @@ def test_what_turns_out_to_be_better_later_is_found(early, late):
         world.run(4_000)  # a try that lost 0.3 comes once in 600 steps
         shares.append(world.run(2_000))
     assert sum(shares) / len(shares) >= 0.985
+
+
+def test_one_lucky_slice_does_not_turn_drafts_on():
+    known = _Situation(False)
+    for gain in (-0.04, -0.04, 0.1):
+        known.add_gain(gain)
+    assert not known.drafts
+    for _ in range(2):
+        known.add_gain(0.11)
+    assert known.drafts
 
 
 def test_what_is_known_of_other_batches_and_lengths_stays_known():
