@@ -31,7 +31,8 @@ from lib.machine import machine
 from lib.paths import EXAMPLE, ROOT
 from never_slower import ratio
 
-sys.path += [str(ROOT / "examples" / "grpo"), str(EXAMPLE)]  # both have a train.py
+# Before the other example, which has a train.py, too.
+sys.path.insert(0, str(ROOT / "examples" / "grpo"))
 from heavier import heavier
 from learner import Learner
 from problems import held_out_prompts, reward, training_prompts
