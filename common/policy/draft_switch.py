@@ -47,8 +47,8 @@ LATEST = 0.3
 """Least weight of the latest comparison in the estimate of the gain."""
 
 DOUBT, SURE = 0.06, 9
-"""Drafts are taken to be better if they gain more than the first by the root of the number of comparisons, of which
-the second count: one may be off by as much, and where drafts hardly gain, little is lost without."""
+"""Drafts are taken to be better if they gain more than the first by the root of the number of comparisons, of
+which the second count: one may be off by as much, and where drafts hardly gain, little is lost without."""
 
 LARGEST = math.log(1.5)
 """By how much more a single comparison may differ from the estimate before it."""
