@@ -121,8 +121,9 @@ class DgdsConfig(_Section, frozen=True):
     """Bound on tokens kept (3 bytes each); the least recently used groups are dropped first."""
     shard: int = 0
     """Which of `endpoints.dgds` this process serves, counted from 0."""
-    remember_tokens: int = 0
-    """Bound on tokens kept of past groups, to draft from for the same prompts' next groups; 0: none."""
+    remember_tokens: int = 50_000_000
+    """Bound on tokens kept of past groups (3 bytes each), to draft from for the same prompts' next groups; the
+    least recently used prompts are dropped first. 0: none."""
     remember_path: str = ""
     """File in which they survive restarts; default: none."""
 

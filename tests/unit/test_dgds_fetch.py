@@ -223,7 +223,7 @@ def test_a_shard_that_no_endpoint_names_is_refused():
 
 
 def test_a_file_for_nothing_is_refused():
-    config = Config(dgds=DgdsConfig(remember_path="x"))
+    config = Config(dgds=DgdsConfig(remember_path="x", remember_tokens=0))
     with pytest.raises(ConfigError, match=r"dgds\.remember_path = 'x': nothing is remembered; set dgds"):
         make(config, MemoryTransport(MemoryNetwork()), LoopClock())
 
