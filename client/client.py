@@ -14,7 +14,6 @@ from __future__ import annotations
 import asyncio
 import os
 import secrets
-import socket
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -31,6 +30,7 @@ from seer.client.turns.journal import Journal
 from seer.client.turns.rollout import TrajectoriesAsked, TrajectoryRollout
 from seer.client.weight_update import InFlight, Source, Update, is_answer, new_call_id
 from seer.common.clock import LoopClock
+from seer.common.config import SecurityConfig
 from seer.common.errors import (
     InvalidField,
     RolloutFailed,
@@ -40,6 +40,7 @@ from seer.common.errors import (
 from seer.common.ids import new_incarnation
 from seer.common.net.channel import Channel
 from seer.common.net.handshake import Identity
+from seer.common.net.keys import load_keys, new_name, security_of
 from seer.common.net.transport.base import Transport
 from seer.common.net.transport.zmq import ZmqTransport
 from seer.common.sleep import SleepLevel, SleepTag
@@ -81,7 +82,8 @@ class RolloutClient:
 
     `tokenizer` (a model folder, a tokenizer.json, or an object with encode and decode) is needed for text
     only. Rollouts fail with `BufferLost` when the buffer sends nothing for `silence_seconds`. Entering raises
-    `Unreachable` when the buffer does not answer in `connect_seconds`.
+    `Unreachable` when the buffer does not answer in `connect_seconds`. `security`: its keys, by default those
+    that SEER_SECURITY__KEY and SEER_SECURITY__SERVER in the environment name.
     """
 
     def __init__(
@@ -93,9 +95,11 @@ class RolloutClient:
         connect_seconds: float = 30.0,
         silence_seconds: float = 60.0,
         transport: Transport | None = None,
+        security: SecurityConfig | None = None,
     ) -> None:
         self.endpoint = endpoint
-        self.name = name or f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(3)}"
+        self._keys = load_keys(security_of(os.environ) if security is None else security)
+        self.name = name or new_name(self._keys)
         self.tokenizer = None if tokenizer is None else load_tokenizer(tokenizer)
         self._connect_seconds = connect_seconds
         self._silence_seconds = silence_seconds
@@ -113,7 +117,7 @@ class RolloutClient:
         self.weight_version = -1
 
     async def __aenter__(self) -> Self:
-        self._transport = self._given_transport or ZmqTransport()
+        self._transport = self._given_transport or ZmqTransport(keys=self._keys)
         incarnation = new_incarnation()
         self._next_submission = incarnation >> 1  # leaves room to count up
         me = Identity(role="trainer", name=self.name, incarnation=incarnation)

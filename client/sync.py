@@ -23,6 +23,7 @@ from seer.client.text import Tokenizer
 from seer.client.turns.rollout import TrajectoryRollout
 from seer.client.turns.sync import SyncTrajectoryRollout
 from seer.client.weight_update import InFlight, Source
+from seer.common.config import SecurityConfig
 from seer.common.errors import RequestRefused
 from seer.common.sleep import SleepLevel, SleepTag
 from seer.common.types import SamplingParams
@@ -95,6 +96,7 @@ class SyncRolloutClient:
         tokenizer: str | Path | Tokenizer | None = None,
         connect_seconds: float = 30.0,
         silence_seconds: float = 60.0,
+        security: SecurityConfig | None = None,
     ) -> None:
         self._client = RolloutClient(
             endpoint,
@@ -102,6 +104,7 @@ class SyncRolloutClient:
             tokenizer=tokenizer,
             connect_seconds=connect_seconds,
             silence_seconds=silence_seconds,
+            security=security,
         )
         self._thread: LoopThread | None = None
 

@@ -37,6 +37,19 @@ class SharedConfig(_Section, frozen=True):
     """Tokens per KV block; default: 32, or 64 for models with MLA on GPUs."""
 
 
+class SecurityConfig(_Section, frozen=True):
+    """Keys for TCP sockets: who may connect, and as what (docs/security.md)."""
+
+    key: str = ""
+    """File of this process's secret key; default: no keys are used."""
+    peers: str = ""
+    """File of the keys that are admitted, in processes that others connect to. Read again when it changes."""
+    server: str = ""
+    """The services' public key, or its file; default: that of `key`."""
+    insecure: bool = False
+    """Whether to bind beyond this machine's loopback without keys: for networks that all may trust."""
+
+
 class Endpoints(_Section, frozen=True):
     """Addresses of the services. The owner binds there, the others connect.
 
@@ -307,6 +320,7 @@ class Config(_Section, frozen=True):
 
     shared: SharedConfig = SharedConfig()
     endpoints: Endpoints = Endpoints()
+    security: SecurityConfig = SecurityConfig()
     buffer: BufferConfig = BufferConfig()
     context: ContextConfig = ContextConfig()
     dgds: DgdsConfig = DgdsConfig()

@@ -61,6 +61,12 @@ class Unreachable(SeerError):  # noqa: N818 - reads as what it says at the call 
     code = "unreachable"
 
 
+class Unauthorized(Unreachable):
+    """A peer does not admit this process: its key, or that of the peer, is not the one expected."""
+
+    code = "unauthorized"
+
+
 class EngineError(SeerError):
     """An engine cannot start, or cannot run a request."""
 

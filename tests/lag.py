@@ -28,6 +28,8 @@ class LaggedTransport(MemoryTransport):
 
 
 class _Lagged:
+    problem = ""
+
     def __init__(self, inner: Socket, node: LaggedTransport) -> None:
         self._inner, self._node = inner, node
         self._up: asyncio.Queue[tuple[float, list[Frame]]] = asyncio.Queue()

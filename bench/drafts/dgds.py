@@ -161,6 +161,8 @@ class Counting(ZmqTransport):
 class CountingSocket:
     """See `Counting`."""
 
+    problem = ""
+
     def __init__(self, inner: Socket, counted: Counter[str]) -> None:
         self._inner = inner
         self._counted = counted

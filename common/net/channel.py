@@ -17,7 +17,7 @@ import contextlib
 from typing import Generic, TypeVar
 
 from seer.common.clock import Clock
-from seer.common.errors import Unreachable, WireError
+from seer.common.errors import Unauthorized, Unreachable, WireError
 from seer.common.net.handshake import CHECK_SECONDS, HELLO_FIRST, HELLO_SECONDS, Identity, error_of
 from seer.common.net.transport.base import Frame, Socket, Transport
 from seer.common.process.log import get_logger
@@ -58,8 +58,8 @@ class Channel(Generic[Out, In]):
     async def open(self, deadline_seconds: float) -> Welcome:
         """Shake hands; may be called again. What arrives before the `Welcome` is dropped.
 
-        Raises `Unreachable` when nobody answers in time, and the error that the server refuses with
-        (`ProtocolMismatch` for another major or another shared configuration).
+        Raises `Unreachable` when nobody answers in time, `Unauthorized` when keys do not fit, and the error
+        that the server refuses with (`ProtocolMismatch` for another major or another shared configuration).
         """
         if self._socket is None:
             self._socket = await self._transport.dealer(self._endpoint, self._me.address())
@@ -69,9 +69,13 @@ class Channel(Generic[Out, In]):
                 while self.peer is None:
                     await self._say_hello()
                     await self._receive(HELLO_SECONDS)
-        except TimeoutError as error:
+                    if self.peer is None and (problem := self._socket.problem):
+                        raise Unauthorized(f"{self._endpoint}: {problem}")
+        except (TimeoutError, Unauthorized) as error:
             self.close()  # drops the Hellos that nobody read
             self._socket = None
+            if isinstance(error, Unauthorized):
+                raise
             raise Unreachable(
                 f"{self._endpoint} did not answer within {deadline_seconds:g} s:"
                 " check that its service runs and that [endpoints] has its address"

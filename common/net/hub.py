@@ -6,6 +6,8 @@ Invariants:
 - another protocol major, or another shared configuration where required, is refused with the reason;
 - a `Hello` counts only at the address that its role, name and incarnation make; `Goodbye` ends a
   handshake;
+- where keys are used, a peer has the roles and names that its key is for (`keys.py`), and a message counts
+  only if it came with the key that said `Hello`, and that key is still admitted;
 - what does not decode, or is refused, is counted, logged once per peer and dropped; it never stops a
   loop, and `reply` waits for nobody: a peer that does not read delays no other;
 - each admission of a peer is a session with a number of its own, which every `Welcome` names. A lost
@@ -20,11 +22,12 @@ from typing import Generic, TypeVar
 
 import msgspec
 
-from seer.common.errors import ProtocolMismatch, SeerError, Unreachable, WireError
+from seer.common.errors import ProtocolMismatch, SeerError, Unauthorized, Unreachable, WireError
 from seer.common.net.handshake import HELLO_FIRST, HELLO_SECONDS, Identity
+from seer.common.net.keys import User
 from seer.common.net.transport.base import Frame, Router
 from seer.common.process.log import get_logger
-from seer.common.wire import Goodbye, Hello, Message, Refused, Welcome
+from seer.common.wire import Goodbye, Hello, Message, Refused, SnapshotRequest, StatusRequest, Welcome
 from seer.common.wire.codec import SCHEMA_HASH, Decoder, encode
 from seer.common.wire.version import MAJOR, MINOR
 
@@ -39,16 +42,21 @@ _SHOWN = 80
 
 _STRANGER = Refused(code=HELLO_FIRST, message="say Hello first")
 
+_READING = Hello | Goodbye | StatusRequest | SnapshotRequest
+"""What a peer that may only read may send."""
+
 _log = get_logger()
 
 
 class _Peer(msgspec.Struct):
     """`session` is 0 while it is not admitted; `refused_at` is when it was last asked to send `Hello`.
 
+    `user` said that `Hello`, by its key.
     `sent` and `arrived` count messages to and from it, as in `Welcome.sent` and `Hello.sent`.
     """
 
     session: int = 0
+    user: User | None = None
     refused_at: float = float("-inf")
     warned: bool = False
     sent: int = 0
@@ -97,7 +105,7 @@ class Hub(Generic[Out, In]):
         An accepted `Hello` is answered and also returned, each time: a client repeats it.
         """
         while True:
-            identity, frames = await self._router.recv()
+            identity, frames, user = await self._router.recv()
             peer = self._peer(identity)
             peer.arrived += 1
             try:
@@ -105,8 +113,15 @@ class Hub(Generic[Out, In]):
             except WireError as error:
                 self.refuse(identity, error)
                 continue
+            if user is None or (user.only_reads and not isinstance(message, _READING)):
+                await self._deny(identity, peer, user)
+                continue
             if isinstance(message, Hello):
-                await self._answer(identity, peer, message)
+                await self._answer(identity, peer, user, message)
+            elif peer.user != user:
+                self.dismiss(identity)
+                self.counters["strangers"] += 1
+                await self._refuse_stranger(identity, peer)
             elif not peer.session:
                 self.counters["strangers"] += 1
                 await self._refuse_stranger(identity, peer)
@@ -191,14 +206,28 @@ class Hub(Generic[Out, In]):
         """Close the socket; idempotent."""
         self._router.close()
 
-    async def _answer(self, identity: bytes, peer: _Peer, hello: Hello) -> None:
-        reason = self._refusal_reason(identity, hello)
+    async def _deny(self, identity: bytes, peer: _Peer, user: User | None) -> None:
+        """Refuse what a key does not allow; the peer of one that was revoked has to shake hands again."""
+        if user is None:
+            self.dismiss(identity)
+            reason = "its key is not admitted any more"
+        else:
+            reason = f"its key is for {user}, which may only read"
+        self.counters["refused"] += 1
+        self._warn_once(peer, "peer refused", identity, reason)
+        await self.reply(identity, Refused(code=Unauthorized.code, message=f"{self._me.name}: {reason}"))
+
+    async def _answer(self, identity: bytes, peer: _Peer, user: User, hello: Hello) -> None:
+        code, reason = ProtocolMismatch.code, self._refusal_reason(identity, hello)
+        if not reason and (reason := user.objection(hello.role, hello.name)):
+            code, reason = Unauthorized.code, f"{hello.name} is refused by {self._me.name}: {reason}"
         if reason:
             peer.session = 0
             self.counters["refused"] += 1
             self._warn_once(peer, "peer refused", identity, reason)
-            await self.reply(identity, Refused(code=ProtocolMismatch.code, message=reason))
+            await self.reply(identity, Refused(code=code, message=reason))
             return
+        peer.user = user
         if not peer.session:
             _log.info("peer connected", role=hello.role, name=hello.name)
         if hello.schema_hash != SCHEMA_HASH:

@@ -25,6 +25,7 @@ import uvloop
 from seer.common.clock import Clock, LoopClock
 from seer.common.config import Config
 from seer.common.errors import SeerError
+from seer.common.net.keys import load_keys
 from seer.common.net.transport.base import Transport
 from seer.common.net.transport.zmq import ZmqTransport
 from seer.common.process.collector import collect
@@ -83,6 +84,13 @@ def run_process(name: str, make: Make, config: Config, ready_fd: int | None = No
         return _refused(_first(expected))
 
 
+def transport_of(config: Config) -> ZmqTransport:
+    """Return the transport that the configuration asks for. Raises `ConfigError`."""
+    return ZmqTransport(
+        config.endpoints.bind_host, keys=load_keys(config.security), insecure=config.security.insecure
+    )
+
+
 def _refused(error: BaseException) -> int:
     code = error.code if isinstance(error, SeerError) else SeerError.code
     _log.error("stopped", error=str(error), code=code)
@@ -106,7 +114,7 @@ class _Process:
     async def run(self, make: Make, config: Config, ready_fd: int | None) -> int:
         self._catch_signals()
         beside = [asyncio.create_task(self._systemd.beat())]
-        transport = ZmqTransport(bind_host=config.endpoints.bind_host)
+        transport = transport_of(config)
         try:
             await asyncio.sleep(0)  # lets the first beat be sent: what follows may import torch, which blocks
             try:

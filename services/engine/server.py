@@ -17,8 +17,6 @@ Orders about weights and sleep are `weights/updater.py`'s, other nodes with rank
 from __future__ import annotations
 
 import asyncio
-import os
-import socket
 
 from msgspec import structs
 
@@ -34,6 +32,7 @@ from seer.common.errors import (
 )
 from seer.common.net.channel import Channel
 from seer.common.net.handshake import Identity
+from seer.common.net.keys import load_keys, new_name, own_public
 from seer.common.net.node import node_id
 from seer.common.net.transport.base import Transport
 from seer.common.process.log import get_logger
@@ -47,6 +46,7 @@ from seer.services.engine.nodes.follower import Follower
 from seer.services.engine.nodes.leader import Leader
 from seer.services.engine.pace import Pace
 from seer.services.engine.replay.backend import ReplayBackend
+from seer.services.engine.weights.copy_server import OFF
 from seer.services.engine.weights.fetcher import Peers
 from seer.services.engine.weights.updater import Answer, WeightUpdater
 
@@ -98,13 +98,13 @@ class EngineServer:
             raise ConfigError(f"engine.status_seconds = {settings.status_seconds}: must be positive")
         if not settings.in_place_seconds > 0:
             raise ConfigError(f"engine.in_place_seconds = {settings.in_place_seconds}: must be positive")
-        self._settings = settings
+        self._settings, self._security = settings, config.security
         self._model = config.shared.model
         self._clock = clock
         self._log = get_logger()
         me = Identity(
             role="engine",
-            name=settings.name or f"{socket.gethostname()}-{os.getpid()}",
+            name=settings.name or new_name(load_keys(config.security)),
             incarnation=ids.new_incarnation(),
             config_hash=shared_hash(config.shared),
         )
@@ -157,7 +157,7 @@ class EngineServer:
             await self._updater.start(self._model)
             await self._buffer.open(JOIN_SECONDS)
             self._weights_endpoint = await self._peers.server.start(
-                self._transport, self._settings.weights_endpoint, self._endpoint
+                self._transport, self._copies_at(), self._endpoint, own_public(self._security)
             )
             await self._buffer.send(self._registration())
         except BaseException:
@@ -238,6 +238,11 @@ class EngineServer:
                 self.dgds.register(run.group_id, order.tokens[: order.prompt_len])
             self.dgds.begin(run.group_id, run.index, run.attempt, order.tokens[order.prompt_len :])
         self._driver.add(chunk_of(order, run))
+
+    def _copies_at(self) -> str:
+        """Return where other engines are to read copies of weights; with keys, only with a list of them."""
+        configured, security = self._settings.weights_endpoint, self._security
+        return OFF if security.key and not security.peers and not configured else configured
 
     def _drop_chunk(self, request_id: str, attempt: int) -> None:
         run = self.running.get(request_id)

@@ -27,7 +27,7 @@ class Scripted:
     async def serve(self):
         hellos = Decoder(EngineToBuffer)
         while True:
-            address, frames = await self.router.recv()
+            address, frames, _ = await self.router.recv()
             if isinstance(hellos.decode(frames), Hello):
                 self.hellos += 1
                 if answer := self.welcomes.pop(0) if self.welcomes else None:

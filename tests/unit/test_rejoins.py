@@ -196,7 +196,7 @@ async def test_a_server_that_numbers_no_sessions_is_followed_as_before():
     client: Channel = Channel(MemoryTransport(network), ENDPOINT, ME, wire.BufferToEngine, LoopClock())
     opening = asyncio.create_task(client.open(5))
     told = {"major": 1, "minor": 0, "schema_hash": "", "name": "old", "incarnation": 1}
-    address, _ = await router.recv()
+    address, *_ = await router.recv()
     await router.send(address, encode(wire.Welcome(**told)))
     await opening
     for lost in (False, True, False, True):

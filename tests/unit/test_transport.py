@@ -75,7 +75,7 @@ async def test_messages_arrive_whole_in_order_and_both_ways(make, endpoint):
     for number in range(50):
         await dealer.send([b"%d" % number, b"", memoryview(big)])
     for number in range(50):
-        identity, frames = await router.recv()
+        identity, frames, _ = await router.recv()
         assert identity == b"one"
         assert [bytes(frame) for frame in frames] == [b"%d" % number, b"", big]
     await router.send(b"one", [b"answer", big])
@@ -88,7 +88,7 @@ async def test_arrays_survive(make, endpoint):
     tokens = np.arange(100_003, dtype=np.int32)
     logprobs = np.zeros(0, np.float32)
     await dealer.send(encode(ChunksDone(weight_version=0, results=[], tokens=tokens, logprobs=logprobs)))
-    _, frames = await router.recv()
+    _, frames, _ = await router.recv()
     received = Decoder(ChunksDone).decode(frames).tokens
     np.testing.assert_array_equal(received, tokens)
     assert not received.flags.writeable
@@ -147,7 +147,7 @@ async def test_a_dealer_may_come_before_its_router(make, endpoint, kind, tmp_pat
     dealer = await make().dealer(endpoint, b"early")
     await dealer.send([b"waited"])
     router = await make().router(endpoint)
-    identity, frames = await router.recv()
+    identity, frames, _ = await router.recv()
     assert (identity, bytes(frames[0])) == (b"early", b"waited")
 
 
@@ -366,7 +366,7 @@ async def test_the_bind_host_replaces_the_host_alone():
     ],
 )
 async def test_an_endpoint_that_cannot_be_bound_is_named(endpoint, says):
-    transport = ZmqTransport()
+    transport = ZmqTransport(insecure=True)
     with pytest.raises(ConfigError, match=says) as caught:
         await transport.router(endpoint)
     assert endpoint in str(caught.value)
@@ -500,7 +500,7 @@ async def test_a_partition_lets_nothing_pass_until_it_heals():
         assert [task.done() for task in receiving] == [word == b"arrives"] * 3
         for endpoint in (router.endpoint, publisher.endpoint):
             node.partition(endpoint, on=False)
-    assert receiving[0].result() == (b"one", [b"arrives"])
+    assert receiving[0].result()[:2] == (b"one", [b"arrives"])
     assert receiving[1].result() == receiving[2].result() == [b"arrives"]
 
 

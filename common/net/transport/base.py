@@ -15,6 +15,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
+from seer.common.net.keys import User
+
 Frame = bytes | memoryview
 
 SEND_SECONDS = 30.0
@@ -27,6 +29,11 @@ does not suspend, so a busy socket would otherwise starve them."""
 
 class Socket(Protocol):
     """A DEALER socket: one peer."""
+
+    @property
+    def problem(self) -> str:
+        """Why the peer did not accept the last connection, or it was not accepted; empty: nothing known."""
+        ...
 
     async def send(self, frames: Sequence[Frame]) -> None:
         """Queue one message; waits while the queue is full, then raises `Unreachable`."""
@@ -48,8 +55,8 @@ class Router(Protocol):
         """Queue one message for a peer; raises `Unreachable` when it is gone or does not read."""
         ...
 
-    async def recv(self) -> tuple[bytes, list[Frame]]:
-        """Return the next message and its sender."""
+    async def recv(self) -> tuple[bytes, list[Frame], User | None]:
+        """Return the next message, its sender, and who that is by its key; None: a key not admitted now."""
         ...
 
     def close(self) -> None:

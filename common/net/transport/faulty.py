@@ -18,6 +18,7 @@ import msgspec
 
 from seer.common.clock import Clock
 from seer.common.errors import Unreachable
+from seer.common.net.keys import User
 from seer.common.net.transport.base import Frame, Publisher, Router, Socket, Subscriber, Transport
 
 _Send = Callable[[], Awaitable[None]]
@@ -138,11 +139,11 @@ class _FaultyRouter:
     async def send(self, identity: bytes, frames: Sequence[Frame]) -> None:
         await self._line.send(self.endpoint, lambda: self._inner.send(identity, frames))
 
-    async def recv(self) -> tuple[bytes, list[Frame]]:
+    async def recv(self) -> tuple[bytes, list[Frame], User | None]:
         while True:
-            identity, frames = await self._inner.recv()
+            message = await self._inner.recv()
             if not self._node.is_cut(self.endpoint):
-                return identity, frames
+                return message
 
     def close(self) -> None:
         self._inner.close()
@@ -182,6 +183,10 @@ class _FaultyDealer(_FaultySubscriber):
         super().__init__(inner, node, endpoint)
         self._socket = inner
         self._line = _Line(node, "dealer", endpoint, identity)
+
+    @property
+    def problem(self) -> str:
+        return self._socket.problem
 
     async def send(self, frames: Sequence[Frame]) -> None:
         await self._line.send(self._endpoint, lambda: self._socket.send(frames))

@@ -19,6 +19,7 @@ import contextvars
 from collections.abc import Sequence
 
 from seer.common.errors import ConfigError, Unreachable
+from seer.common.net.keys import ANYONE, User
 from seer.common.net.transport.base import Frame
 from seer.common.net.transport.pipes import Pipe, Queue, Roads
 
@@ -95,6 +96,9 @@ class MemoryNetwork:
 
 
 class _MemoryDealer:
+    problem = ""
+    user: User | None = ANYONE
+
     def __init__(self, network: MemoryNetwork, host: str, endpoint: str, identity: bytes) -> None:
         self.identity = identity
         self.host = host
@@ -228,9 +232,9 @@ class _MemoryRouter:
             return
         await dealer.down.put(list(frames))
 
-    async def recv(self) -> tuple[bytes, list[Frame]]:
+    async def recv(self) -> tuple[bytes, list[Frame], User | None]:
         dealer = await self.arrived.get()
-        return dealer.identity, dealer.up.pop()
+        return dealer.identity, dealer.up.pop(), dealer.user
 
     def close(self) -> None:
         if self._network.routers.get(self.endpoint) is self:

@@ -6,7 +6,9 @@ Invariants beyond `base`:
   is noticed by the services, by its silence;
 - a connection with a known identity replaces the older one;
 - an address in use is a `ConfigError`, for IPC too, where ZeroMQ itself would take it over;
-- `close` leaves no IPC socket file behind.
+- `close` leaves no IPC socket file behind;
+- with keys, TCP sockets are CURVE's (`curve.py`); without, none is bound where other machines reach it,
+  unless that is asked for.
 """
 
 from __future__ import annotations
@@ -26,6 +28,8 @@ import zmq.asyncio
 
 from seer.common.config import check_endpoint
 from seer.common.errors import ConfigError, Unreachable
+from seer.common.net.keys import Keys, User, split_key
+from seer.common.net.transport import curve
 from seer.common.net.transport.base import FAIR_EVERY, SEND_SECONDS, Frame
 from seer.common.wire.codec import Limits
 
@@ -73,7 +77,7 @@ class _ZmqSocket:
         self._socket = socket
         self.endpoint = endpoint
         self._received = 0
-        self._rescued: list[list[Frame]] = []
+        self._rescued: list[list[zmq.Frame]] = []
 
     async def send_frames(self, frames: Sequence[Frame | zmq.Frame]) -> None:
         """Send without blocking and try again while there is no room.
@@ -99,7 +103,7 @@ class _ZmqSocket:
             await asyncio.sleep(pause)
             pause = min(2 * pause, longest)
 
-    async def recv_frames(self) -> list[Frame]:
+    async def recv_frames(self) -> list[zmq.Frame]:
         self._received += 1
         if self._received % FAIR_EVERY == 0:
             await asyncio.sleep(0)
@@ -117,9 +121,9 @@ class _ZmqSocket:
                 raise Unreachable(f"{self.endpoint}: closed") from error
             if receiving.done() and not receiving.cancelled():
                 # Cancelled between arrival and delivery: keep the message for the next call.
-                self._rescued.append(_unpack(receiving.result()))
+                self._rescued.append(receiving.result())
             raise
-        return _unpack(frames)
+        return frames
 
     def close(self) -> None:
         """Close without waiting; queued messages get `LINGER_MS` to leave."""
@@ -133,16 +137,31 @@ def _unpack(frames: list[zmq.Frame]) -> list[Frame]:
 class _StreamSocket(_ZmqSocket):
     """DEALER, PUB or SUB."""
 
+    def __init__(self, socket: zmq.asyncio.Socket, endpoint: str, watch: curve.Watch | None = None) -> None:
+        super().__init__(socket, endpoint)
+        self._watch = watch
+
+    @property
+    def problem(self) -> str:
+        return "" if self._watch is None else self._watch.problem
+
     async def send(self, frames: Sequence[Frame]) -> None:
         await self.send_frames(frames)
 
     async def recv(self) -> list[Frame]:
-        return await self.recv_frames()
+        return _unpack(await self.recv_frames())
+
+    def close(self) -> None:
+        """See `_ZmqSocket.close`."""
+        if self._watch is not None:
+            self._watch.close()
+        super().close()
 
 
 class _RouterSocket(_ZmqSocket):
-    def __init__(self, socket: zmq.asyncio.Socket, endpoint: str) -> None:
+    def __init__(self, socket: zmq.asyncio.Socket, endpoint: str, keys: Keys | None) -> None:
         super().__init__(socket, endpoint)
+        self._keys = keys
         self._large: dict[bytes, deque[tuple[int, zmq.MessageTracker]]] = {}
 
     async def send(self, identity: bytes, frames: Sequence[Frame]) -> None:
@@ -160,9 +179,10 @@ class _RouterSocket(_ZmqSocket):
         trackers = (cast("zmq.Frame", tracked[index]).tracker for index in large)
         self._large.setdefault(identity, deque()).append((size, zmq.MessageTracker(*trackers)))
 
-    async def recv(self) -> tuple[bytes, list[Frame]]:
-        identity, *frames = await self.recv_frames()
-        return bytes(identity), frames
+    async def recv(self) -> tuple[bytes, list[Frame], User | None]:
+        parts = await self.recv_frames()
+        identity, *frames = _unpack(parts)
+        return bytes(identity), frames, curve.sender(parts[-1], self._keys)
 
     async def _wait_for_bytes(self, identity: bytes, size: int) -> None:
         """Wait until `size` bytes fit into what is queued for a peer."""
@@ -187,12 +207,25 @@ class _RouterSocket(_ZmqSocket):
 
 
 class ZmqTransport:
-    """Sockets of one ZeroMQ context; `bind_host` replaces the host of every TCP bind."""
+    """Sockets of one ZeroMQ context; `bind_host` replaces the host of every TCP bind.
 
-    def __init__(self, bind_host: str = "", limits: Limits | None = None) -> None:
+    `insecure`: it may bind beyond loopback without `keys`.
+    """
+
+    def __init__(
+        self,
+        bind_host: str = "",
+        limits: Limits | None = None,
+        keys: Keys | None = None,
+        *,
+        insecure: bool = False,
+    ) -> None:
         self._bind_host = bind_host
         self._limits = limits or Limits()
-        self._context = zmq.asyncio.Context()
+        self._keys = keys
+        self._insecure = insecure
+        self._context = zmq.asyncio.Context(1 if keys is None else curve.IO_THREADS)
+        self._authenticator: curve.Authenticator | None = None
         self._sockets: list[zmq.asyncio.Socket] = []
         self._files: dict[zmq.asyncio.Socket, Path] = {}
 
@@ -203,13 +236,15 @@ class ZmqTransport:
             socket.setsockopt(zmq.SNDHWM, queue)
         socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
-        return _RouterSocket(socket, self._bind(socket, endpoint))
+        bound = self._bind(socket, endpoint)
+        return _RouterSocket(socket, bound, self._keys)
 
     async def dealer(self, endpoint: str, identity: bytes) -> _StreamSocket:
         """Connect a DEALER under `identity` (1 to 255 bytes, the first not zero)."""
         socket = self._socket(zmq.DEALER, endpoint)
         socket.setsockopt(zmq.IDENTITY, identity)
-        return _StreamSocket(self._connect(socket, endpoint), endpoint)
+        watch = curve.Watch(socket) if endpoint.startswith("tcp://") else None
+        return _StreamSocket(self._connect(socket, endpoint), endpoint, watch)
 
     async def publisher(self, endpoint: str) -> _StreamSocket:
         """Bind a PUB; `ConfigError` when it cannot."""
@@ -228,11 +263,16 @@ class ZmqTransport:
             if not socket.closed:  # ZeroMQ leaves the file; once we close, another may bind there
                 path.unlink(missing_ok=True)
         for socket in self._sockets:
-            socket.close()
+            if not socket.closed:
+                socket.disable_monitor()
+                socket.close()
+        if self._authenticator is not None:
+            self._authenticator.stop()
+            self._authenticator = None
         await asyncio.to_thread(self._context.term)
 
     def _socket(self, kind: int, endpoint: str) -> zmq.asyncio.Socket:
-        check_endpoint("endpoint", endpoint)
+        check_endpoint("endpoint", endpoint.partition("#")[0])
         bound = STREAM_MESSAGES if kind in (zmq.PUB, zmq.SUB) else QUEUE_MESSAGES
         socket = self._context.socket(kind)
         self._sockets = [*(made for made in self._sockets if not made.closed), socket]
@@ -256,7 +296,10 @@ class ZmqTransport:
 
     def _connect(self, socket: zmq.asyncio.Socket, endpoint: str) -> zmq.asyncio.Socket:
         try:
-            socket.connect(endpoint)
+            address, server = split_key(endpoint)
+            if self._keys is not None and address.startswith("tcp://"):
+                curve.present(socket, self._keys, server or self._keys.server)
+            socket.connect(address)
         except zmq.ZMQError as error:
             socket.close(linger=0)
             raise ConfigError(f"cannot connect to {endpoint}: {error.strerror}") from error
@@ -270,8 +313,9 @@ class ZmqTransport:
         try:
             if scheme == "ipc":
                 _refuse_ipc_in_use(address)
-            elif self._bind_host:
-                target = f"tcp://{self._bind_host}:{port}"
+            else:
+                target = f"tcp://{self._bind_host or host}:{port}"
+                self._secure(socket, target)
             socket.bind(target)
         except (zmq.ZMQError, OSError) as error:
             socket.close(linger=0)
@@ -281,6 +325,24 @@ class ZmqTransport:
             self._files[socket] = Path(address)
         real = socket.getsockopt_string(zmq.LAST_ENDPOINT)
         return real if scheme == "ipc" else f"tcp://{host}:{real.rpartition(':')[2]}"
+
+    def _secure(self, socket: zmq.asyncio.Socket, target: str) -> None:
+        """Require keys of a TCP socket before it is bound, or refuse to bind it where strangers reach it."""
+        if self._keys is None:
+            if self._insecure or curve.is_local(target):
+                return
+            socket.close(linger=0)
+            raise ConfigError(
+                f"{target} would be open to everyone who reaches it: give security.key and security.peers"
+                " (`seer keys init`), or set security.insecure = true in a network that all may trust"
+            )
+        if self._keys.peers is None:
+            socket.close(linger=0)
+            raise ConfigError(f"{target}: security.peers is empty; give the list of keys that are admitted")
+        if self._authenticator is None:
+            self._authenticator = curve.Authenticator(self._context, self._keys.peers)
+            self._authenticator.start()
+        curve.serve(socket, self._keys)
 
 
 def _refuse_ipc_in_use(path: str) -> None:

@@ -25,6 +25,7 @@ from seer.common.config import Config, shared_hash
 from seer.common.errors import EngineBroken, EngineError, Unreachable
 from seer.common.net.channel import Channel
 from seer.common.net.handshake import Identity
+from seer.common.net.keys import own_public, with_key
 from seer.common.net.transport.base import Transport
 from seer.common.process.log import get_logger
 from seer.services.engine.driver import end_process
@@ -69,7 +70,12 @@ class Follower:
             config_hash=shared_hash(config.shared),
         )
         self._leader: Channel[wire.NodeToLeader, wire.LeaderToNode] = Channel(
-            transport, settings.leader, me, wire.LeaderToNode, clock
+            # Nodes of one engine have its key.
+            transport,
+            with_key(settings.leader, own_public(config.security)),
+            me,
+            wire.LeaderToNode,
+            clock,
         )
         self._fetcher = WeightFetcher(self._leader.send, settings.weights_root)
         self._checker = WeightChecker(self._fetcher, settings.in_place_updates)

@@ -14,6 +14,7 @@ from seer.common import wire
 from seer.common.errors import ConfigError
 from seer.common.net.handshake import Identity
 from seer.common.net.hub import Hub
+from seer.common.net.keys import with_key
 from seer.common.net.transport.base import Transport
 from seer.common.process.log import get_logger
 from seer.common.weights.mooncake import own_address
@@ -35,10 +36,11 @@ class CopyServer:
         self._hub: Hub[wire.HolderToEngine, wire.EngineToHolder] | None = None
         self._reads: set[tuple[bytes, int]] = set()
 
-    async def start(self, transport: Transport, configured: str, buffer: str) -> str:
+    async def start(self, transport: Transport, configured: str, buffer: str, key: str = "") -> str:
         """Listen at the `configured` endpoint; return where, or nothing if there is no need.
 
-        Default: the address by which this machine reaches the `buffer`. Raises `ConfigError`.
+        `key` is the public one that answers there. Default: the address by which this machine reaches the
+        `buffer`. Raises `ConfigError`.
         """
         endpoint = configured or await asyncio.to_thread(_default_endpoint, buffer)
         if endpoint in ("", OFF):
@@ -50,7 +52,7 @@ class CopyServer:
         self._hub = Hub(
             router, self._me, wire.EngineToHolder, require_config_hash=True, roles=frozenset({"engine"})
         )
-        return router.endpoint
+        return with_key(router.endpoint, key)
 
     def offer(self, copy: StreamCopy) -> None:
         """Send this copy from now on."""

@@ -8,6 +8,7 @@ Exit codes: 0 it answers; 1 it does not.
 from __future__ import annotations
 
 import asyncio
+import os
 import socket
 import sys
 
@@ -15,6 +16,7 @@ from seer.common.clock import LoopClock
 from seer.common.errors import SeerError
 from seer.common.net.channel import Channel
 from seer.common.net.handshake import Identity
+from seer.common.net.keys import load_keys, security_of
 from seer.common.net.transport.zmq import ZmqTransport
 from seer.common.pool import ask_master
 from seer.common.process.log import printable
@@ -28,7 +30,7 @@ async def ping(endpoint: str, seconds: float = ANSWER_SECONDS) -> None:
     if endpoint.startswith("http://"):
         await ask_master(endpoint.removeprefix("http://"), "/health", seconds)
         return
-    transport = ZmqTransport()
+    transport = ZmqTransport(keys=load_keys(security_of(os.environ)))
     # The same address for all checks of a host, which would be new peers every few seconds otherwise.
     me = Identity(role="ping", name=socket.gethostname(), incarnation=0)
     channel: Channel[SnapshotAsked, BufferSnapshotReply] = Channel(

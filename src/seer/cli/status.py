@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 
 import msgspec
 
@@ -13,6 +14,7 @@ from seer.common.errors import SeerError, Unreachable
 from seer.common.ids import new_incarnation
 from seer.common.net.channel import Channel
 from seer.common.net.handshake import Identity
+from seer.common.net.keys import load_keys, security_of
 from seer.common.net.transport.zmq import ZmqTransport
 from seer.common.pool import PoolFigures, ask_master, read_figures
 from seer.common.process.log import printable
@@ -101,7 +103,7 @@ async def _ask_pool(metrics: str) -> tuple[list[Service], PoolFigures | None]:
 
 
 async def _probe(name: str, endpoint: str) -> Service:
-    transport = ZmqTransport()
+    transport = ZmqTransport(keys=load_keys(security_of(os.environ)))
     me = Identity(role="status", name="status", incarnation=new_incarnation())
     channel: Channel[SnapshotAsked, Message] = Channel(transport, endpoint, me, _UNIONS[name], LoopClock())
     try:

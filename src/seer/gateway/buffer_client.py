@@ -25,6 +25,7 @@ from seer.client import (
     RolloutClient,
     SamplingParams,
 )
+from seer.common.config import Config
 from seer.common.errors import SeerError
 from seer.common.net.transport.base import Transport
 from seer.common.process.log import get_logger
@@ -65,10 +66,11 @@ class Outcome:
 
 
 class BufferClient:
-    """Use as `async with BufferClient(endpoint, transport)`."""
+    """Use as `async with BufferClient(config, transport)`."""
 
-    def __init__(self, endpoint: str, transport: Transport) -> None:
-        self._endpoint = endpoint
+    def __init__(self, config: Config, transport: Transport) -> None:
+        self._endpoint = config.endpoints.trainers
+        self._security = config.security
         self._transport = transport
         self._client: RolloutClient | None = None
         self._rollout: OpenRollout | None = None
@@ -171,7 +173,7 @@ class BufferClient:
             try:
                 async with RolloutClient(
                     self._endpoint, transport=self._transport, silence_seconds=SILENCE_SECONDS,
-                    connect_seconds=3 * STATUS_SECONDS,
+                    connect_seconds=3 * STATUS_SECONDS, security=self._security,
                 ) as client:  # fmt: skip
                     self._client, self._rollout = client, client.open_rollout()
                     await self._watch(client)

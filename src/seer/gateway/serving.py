@@ -47,7 +47,7 @@ class Serving:
     def __init__(self, config: Config, transport: Transport) -> None:
         self._config = config
         settings = config.gateway
-        self.buffer = BufferClient(config.endpoints.trainers, transport)
+        self.buffer = BufferClient(config, transport)
         self.requests = OpenRequests(
             self.buffer, most=settings.max_requests, seconds=settings.request_seconds,
             restart=settings.on_update != "abort",

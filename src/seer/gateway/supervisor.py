@@ -93,7 +93,7 @@ class WorkerSupervisor:
 
     def __init__(self, config: Config, transport: Transport) -> None:
         self._config = config
-        self._buffer = BufferClient(config.endpoints.trainers, transport)
+        self._buffer = BufferClient(config, transport)
         self._serving: set[RemoteProcess] = set()
         self._control = Control(config, self._buffer, self._serving)
         self._reserved: dict[str, socket.socket] = {}

@@ -18,8 +18,9 @@ import uvloop
 
 from seer.common.config import Config
 from seer.common.errors import ConfigError, SeerError
-from seer.common.net.transport.zmq import ZmqTransport
+from seer.common.net.transport.base import Transport
 from seer.common.process.log import configure, get_logger
+from seer.common.process.service import transport_of
 from seer.common.sleep import SleepLevel, SleepTag
 from seer.gateway.control import PauseMode
 from seer.gateway.models import Adapter
@@ -86,7 +87,7 @@ class RemoteControl:
 class Worker:
     """Serves once it was told its configuration."""
 
-    def __init__(self, config: Config, transport: ZmqTransport) -> None:
+    def __init__(self, config: Config, transport: Transport) -> None:
         self.config = config
         self.serving = Serving(config, transport)
         self.serving.requests.pause(abort=False)
@@ -127,7 +128,7 @@ async def work(end: socket.socket) -> None:
     listening = asyncio.create_task(link.run())
     config = msgspec.convert(await link.call("configuration", seconds=CALL_SECONDS), Config)
     configure(config.log, "gateway-worker")
-    transport = ZmqTransport()
+    transport = transport_of(config)
     try:
         loading = Worker(config, transport)
         try:

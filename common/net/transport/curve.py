@@ -1,0 +1,132 @@
+"""Keys on ZeroMQ sockets: CURVE for TCP, none for IPC, whose folder only its user can enter.
+
+Invariants (tests/unit/test_curve.py asserts them):
+- a socket that was bound with keys lets nobody in whom the list of keys does not have, also if the
+  authenticator fails: without one libzmq would let every key in, unless `ZAP_ENFORCE_DOMAIN` is set;
+- a message says whose key it came with, by a look at the list as it is then;
+- the end that connects learns within a second why it is not let in.
+"""
+
+from __future__ import annotations
+
+from urllib.parse import urlsplit
+
+import zmq
+import zmq.asyncio
+from zmq.auth.asyncio import AsyncioAuthenticator
+from zmq.utils.monitor import parse_monitor_message
+
+from seer.common.net.keys import ANYONE, Keys, Peers, User
+from seer.common.process.log import get_logger
+
+DOMAIN, SERVICES = "seer", "seer.services"
+"""ZAP domains: sockets for everyone in the list; and those that publish, and hear nothing of who listens."""
+
+LISTENERS = frozenset({"server", "service", "operator"})
+"""Roles of keys that may listen to what is published."""
+
+HANDSHAKE_MS = 5_000
+"""A connection that has not shaken hands by then is closed."""
+
+IO_THREADS = 4
+"""With keys, a thread encrypts 155 to 285 MB/s: weights that are streamed should have more than one."""
+
+_REASONS: dict[int, str] = {
+    zmq.EVENT_HANDSHAKE_FAILED_AUTH: (
+        "it does not admit this process's key (security.key): it was revoked, has expired, or never was in"
+        " the list; add it there with `seer keys add`"
+    ),
+    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL: (
+        "it has another key than security.server says, or keys are used at one end alone: give both ends"
+        " [security] settings that fit (docs/security.md)"
+    ),
+}
+_REASONS[zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL] = _REASONS[zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL]
+
+_log = get_logger()
+
+
+class Authenticator(AsyncioAuthenticator):
+    """pyzmq's, whose task would end unnoticed with its first exception: here none gets that far."""
+
+    def __init__(self, context: zmq.asyncio.Context, peers: Peers) -> None:
+        super().__init__(context)
+        self._peers = peers
+        for domain in (DOMAIN, SERVICES):
+            self.configure_curve_callback(domain, self)
+
+    def callback(self, domain: str, key: bytes) -> bool:
+        """Return whether a key is admitted; see `configure_curve_callback`."""
+        user = self._peers.find(key.decode())
+        return user is not None and (domain == DOMAIN or user.role in LISTENERS)
+
+    async def handle_zap_message(self, msg: list[bytes]) -> None:
+        """Answer a question of libzmq's: it asks once for each handshake, and waits for the answer."""
+        try:
+            await super().handle_zap_message(msg)
+        except Exception:  # noqa: BLE001 - one that got out would end the task
+            _log.exception("a key could not be checked: its connection is refused")
+            self._send_zap_reply(msg[1], b"500", b"")
+
+
+def serve(socket: zmq.asyncio.Socket, keys: Keys) -> None:
+    """Let a socket that will be bound admit the keys of the list alone."""
+    domain = SERVICES if socket.type == zmq.PUB else DOMAIN
+    for option, value in (
+        (zmq.CURVE_SERVER, 1),
+        (zmq.CURVE_SECRETKEY, keys.secret.encode()),
+        (zmq.ZAP_DOMAIN, domain.encode()),
+        (zmq.ZAP_ENFORCE_DOMAIN, 1),
+        (zmq.HANDSHAKE_IVL, HANDSHAKE_MS),
+    ):
+        socket.setsockopt(option, value)
+
+
+def present(socket: zmq.asyncio.Socket, keys: Keys, server: str) -> None:
+    """Let a socket that will be connected show our key, and talk to nobody but the holder of `server`."""
+    socket.setsockopt(zmq.CURVE_PUBLICKEY, keys.public.encode())
+    socket.setsockopt(zmq.CURVE_SECRETKEY, keys.secret.encode())
+    socket.setsockopt(zmq.CURVE_SERVERKEY, server.encode())
+
+
+def sender(frame: zmq.Frame, keys: Keys | None) -> User | None:
+    """Return who sent a frame; None: the holder of a key that is not admitted any more."""
+    if keys is None:
+        return ANYONE
+    try:
+        public = frame.get("User-Id")
+    except zmq.ZMQError:  # it came over IPC
+        return ANYONE
+    return keys.peers.find(str(public)) if keys.peers is not None else None
+
+
+def is_local(endpoint: str) -> bool:
+    """Return whether only processes of this machine reach a TCP endpoint."""
+    host = urlsplit(endpoint).hostname or ""
+    return host == "localhost" or host.startswith("127.") or host == "::1"
+
+
+class Watch:
+    """Why a connecting socket is not let in, by libzmq's own report."""
+
+    def __init__(self, socket: zmq.asyncio.Socket) -> None:
+        events = zmq.EVENT_HANDSHAKE_SUCCEEDED
+        for event in _REASONS:
+            events |= event
+        self._socket = socket
+        monitor = socket.get_monitor_socket(events)
+        self._monitor: zmq.Socket[bytes] = zmq.Socket.shadow(monitor.underlying)
+        self._problem = ""
+
+    @property
+    def problem(self) -> str:
+        """What the last attempt to connect met with; empty: nothing yet, or success."""
+        while not self._monitor.closed and self._monitor.poll(0):
+            event = parse_monitor_message(self._monitor.recv_multipart(zmq.NOBLOCK))["event"]
+            self._problem = _REASONS.get(event, "")
+        return self._problem
+
+    def close(self) -> None:
+        """Stop watching; before the socket is closed."""
+        if not self._socket.closed:
+            self._socket.disable_monitor()
