@@ -167,7 +167,7 @@ def test_half_of_the_settings_is_refused(settings, match):
 
 def test_a_process_that_only_connects_needs_the_services_key(folder):
     (path,) = add(folder, ["trainer:run7"], "")
-    with pytest.raises(ConfigError, match="security.server is empty"):
+    with pytest.raises(ConfigError, match=r"security\.server is empty"):
         load_keys(SecurityConfig(key=str(path)))
     for given in (str(folder / "server.pub"), (folder / "server.pub").read_text().strip()):
         keys = load_keys(SecurityConfig(key=str(path), server=given))
