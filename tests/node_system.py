@@ -34,7 +34,12 @@ class NodeSystem:
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
         addresses = [self.network.add(name) for name in NODES]
         given = [f"endpoints.{name}=ipc://{self.folder}/{name}" for name in ENDPOINTS]
-        given += [f"shared.model={model}", "engine.tensor_parallel=2", "engine.nodes=2"]
+        given += [
+            f"shared.model={model}",
+            "engine.tensor_parallel=2",
+            "engine.nodes=2",
+            "security.insecure=true",
+        ]
         self._settings = [*given, f"engine.leader=tcp://{addresses[0]}:7120", "engine.name=e0", *settings]
 
     async def __aenter__(self) -> NodeSystem:

@@ -163,6 +163,7 @@ def serve(kind: str, name: str, *, digested: bool) -> None:
             "engine.backend=replay",
             "engine.kv_blocks=100",
             "drafts.source=off",
+            "security.insecure=true",
             "log.level=error",
         ],
     )

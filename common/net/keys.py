@@ -1,8 +1,8 @@
 """Who may connect to a cluster, and as what: key pairs, and the list of those that are admitted.
 
-A folder of keys, made by `seer keys`, holds `ROLE-NAME.key` (`ROLE:NAME SECRET`), the services' `server.key`
-and `server.pub`, and `peers`, with a line `ROLE:NAME PUBLIC [until DATE]` for each key that is admitted. Keys
-are CURVE's, in Z85.
+A folder of keys, made by `seer keys`, holds secrets (`ROLE:NAME SECRET`): `ROLE-NAME.key`, and `server.key` for
+the services; and a folder `public` with `server.pub` and `peers`: a line `ROLE:NAME PUBLIC [until DATE]` for each
+key that is admitted. Keys are CURVE's, in Z85.
 
 Invariants (tests/unit/test_keys.py asserts them):
 - a secret that everybody on the machine can read is not used;
@@ -144,7 +144,7 @@ def load_keys(config: SecurityConfig) -> Keys | None:
     server = read_public(config.server) if config.server else ""
     peers = Peers(Path(config.peers)) if config.peers else None
     if peers is None and not server:
-        raise ConfigError("security.server is empty: give the services' public key (server.pub)")
+        raise ConfigError("security.server is empty: give the services' public key (public/server.pub)")
     return Keys(user, public, secret, server or public, peers)
 
 

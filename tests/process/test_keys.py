@@ -50,8 +50,8 @@ class System:
     def security(self, key, peers=False):
         return SecurityConfig(
             key=str(self.keys / f"{key}.key"),
-            peers=str(self.keys / "peers") if peers else "",
-            server=str(self.keys / "server.pub"),
+            peers=str(self.keys / "public" / "peers") if peers else "",
+            server=str(self.keys / "public" / "server.pub"),
         )
 
     async def start(self, service, name, key):

@@ -38,20 +38,20 @@ def public_of(path):
 
 
 def server(folder):
-    return load_keys(SecurityConfig(key=str(folder / "server.key"), peers=str(folder / "peers")))
+    return load_keys(SecurityConfig(key=str(folder / "server.key"), peers=str(folder / "public" / "peers")))
 
 
 def test_init_makes_the_services_key_and_an_operators(folder):
     keys = server(folder)
-    assert keys.server == keys.public == (folder / "server.pub").read_text().strip()
+    assert keys.server == keys.public == (folder / "public" / "server.pub").read_text().strip()
     assert keys.peers.find(keys.public) == User("server", "head")
     assert keys.peers.find(public_of(folder / "operator-owner.key")) == User("operator", "owner")
-    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o711
     for path in folder.glob("*.key"):
         assert stat.S_IMODE(path.stat().st_mode) == 0o600
     with pytest.raises(ConfigError, match="has keys already"):
         init(folder)
-    assert not [path for path in folder.iterdir() if path.name.startswith(".")]
+    assert not [path for path in folder.rglob("*") if path.name.startswith(".")]
 
 
 def test_who_is_added_can_be_found_until_it_is_revoked(folder):
@@ -96,7 +96,7 @@ def test_all_keys_are_rotated_at_once_also_the_services(folder):
     add(folder, ["engine:node1"], "")
     rotate(folder, [], drop_old=False)
     after = server(folder)
-    assert after.public == (folder / "server.pub").read_text().strip() != before.public
+    assert after.public == (folder / "public" / "server.pub").read_text().strip() != before.public
     assert after.peers.find(before.public) == after.peers.find(after.public) == User("server", "head")
     rotate(folder, [], drop_old=True)
     assert after.peers.find(before.public) is None
@@ -169,7 +169,10 @@ def test_a_process_that_only_connects_needs_the_services_key(folder):
     (path,) = add(folder, ["trainer:run7"], "")
     with pytest.raises(ConfigError, match=r"security\.server is empty"):
         load_keys(SecurityConfig(key=str(path)))
-    for given in (str(folder / "server.pub"), (folder / "server.pub").read_text().strip()):
+    for given in (
+        str(folder / "public" / "server.pub"),
+        (folder / "public" / "server.pub").read_text().strip(),
+    ):
         keys = load_keys(SecurityConfig(key=str(path), server=given))
         assert (keys.server, keys.peers) == (server(folder).public, None)
     environ = {"SEER_SECURITY__KEY": str(path), "SEER_SECURITY__SERVER": given, "SEER_ENGINE__NAME": "x"}

@@ -15,20 +15,22 @@ from pathlib import Path
 import zmq
 
 from seer.common.errors import ConfigError
-from seer.common.net.keys import SERVER, User, parse_peers, parse_user, read_secret
+from seer.common.net.keys import ANY_NAME, SERVER, User, parse_peers, parse_user, read_secret
 
 SERVICES, OWNER = User(SERVER, "head"), User("operator", "owner")
 """Whose keys `init` makes. The services connect to each other, too, so theirs is in the list."""
 
-LIST = "peers"
+LIST, PUB = Path("public", "peers"), Path("public", "server.pub")
 
 
 def init(folder: Path) -> list[Path]:
     """Make a folder with the services' key and an operator's; return their files. Raises `ConfigError`."""
     if _secret(folder, SERVICES).exists():
         raise ConfigError(f"{folder} has keys already: `seer keys rotate {folder}` makes new ones")
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    # Services that run as other users read what is public, and nothing else.
+    folder.mkdir(mode=0o711, parents=True, exist_ok=True)
     with _locked(folder):
+        (folder / LIST).parent.mkdir(mode=0o755, exist_ok=True)
         _write(folder / LIST, "", 0o644)
         return [_new(folder, SERVICES, ""), _new(folder, OWNER, "")]
 
@@ -98,7 +100,7 @@ def _new(folder: Path, user: User, until: str) -> Path:
     path = _secret(folder, user)
     _write(path, f"{user} {secret}\n", 0o600)
     if user == SERVICES:
-        _write(folder / f"{SERVER}.pub", f"{public}\n", 0o644)
+        _write(folder / PUB, f"{public}\n", 0o644)
     _write(folder / LIST, text, 0o644)
     return path
 
@@ -114,6 +116,8 @@ def _drop(folder: Path, keys: Sequence[str], user: User) -> None:
 def _secret(folder: Path, user: User) -> Path:
     if user == SERVICES:
         return folder / f"{SERVER}.key"
+    if user.name == ANY_NAME:
+        return folder / f"{user.role}.key"
     name = "".join(letter if letter.isalnum() or letter in "-_." else "_" for letter in user.name)
     return folder / f"{user.role}-{name}.key"
 
