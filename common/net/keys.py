@@ -1,8 +1,8 @@
 """Who may connect to a cluster, and as what: key pairs, and the list of those that are admitted.
 
-A folder of keys, made by `seer keys`, holds secrets (`ROLE:NAME SECRET`): `ROLE-NAME.key`, and `server.key` for
-the services; and a folder `public` with `server.pub` and `peers`: a line `ROLE:NAME PUBLIC [until DATE]` for each
-key that is admitted. Keys are CURVE's, in Z85.
+A folder of keys, made by `seer keys`, holds secrets (`ROLE:NAME SECRET`): `ROLE-NAME.key`, and the services'
+`server.key`; and a folder `public` with `server.pub` and `peers`: a line `ROLE:NAME PUBLIC [until DATE]` for
+each key that is admitted. Keys are CURVE's, in Z85.
 
 Invariants (tests/unit/test_keys.py asserts them):
 - a secret that everybody on the machine can read is not used;
