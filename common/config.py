@@ -275,11 +275,15 @@ class GatewayConfig(_Section, frozen=True):
     """HTTP for trainers and agents: docs/gateway.md."""
 
     data: str = "127.0.0.1:7110"
-    """Host and port for generation alone; port 0: the operating system chooses one. No authentication."""
+    """Host and port for generation alone; port 0: the operating system chooses one."""
     control: str = "127.0.0.1:7111"
     """Host and port for all routes, also those that pause, update weights and put engines to sleep."""
     workers: int = 1
     """Processes that serve both addresses."""
+    tls_certificate: str = ""
+    """File of a certificate chain (PEM), with which both addresses speak HTTPS; default: HTTP."""
+    tls_key: str = ""
+    """File of its key (PEM)."""
     model_name: str = ""
     """The model's name in requests and answers; default: the name of `shared.model`'s folder.
 

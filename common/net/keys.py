@@ -20,6 +20,7 @@ import time
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import msgspec
 import zmq
@@ -36,15 +37,18 @@ ANY_NAME = "*"
 
 SERVER = "server"
 
+HTTP, OPERATOR = "http", "operator"
+
 ROLES: Mapping[str, frozenset[str]] = {
     SERVER: frozenset({"buffer", "context", "dgds"}),
     "trainer": frozenset({"trainer"}),
     "engine": frozenset({"engine", "node"}),
     "service": frozenset({"buffer", "context", "dgds"}),
     "observer": frozenset({"trainer", "status"}),
-    "operator": frozenset({"trainer", "engine", "node", "buffer", "context", "dgds", "status"}),
+    OPERATOR: frozenset({"trainer", "engine", "node", "buffer", "context", "dgds", "status"}),
+    HTTP: frozenset(),
 }
-"""Roles of keys, and the roles that their holders may take in a `Hello`. Everyone may ping."""
+"""Roles of keys, and those that their holders may take in a `Hello`. Keys for HTTP are for the gateway."""
 
 NAMED = frozenset({"trainer", "engine", "observer"})
 """Roles of keys that hold for one name."""
@@ -68,7 +72,7 @@ class User(msgspec.Struct, frozen=True):
 
     def objection(self, role: str, name: str) -> str:
         """Return why it must not come with this role and name; empty if it may."""
-        if role == "ping":
+        if role == "ping" and self.role != HTTP:
             return ""
         if role not in ROLES[self.role]:
             return f"its key is for {self}, not for the role {role!r}: give it a key of that role"
@@ -78,7 +82,7 @@ class User(msgspec.Struct, frozen=True):
         return f"its key is for {self}, not for the name {name!r}: {fix}"
 
 
-ANYONE = User("operator", "")
+ANYONE = User(OPERATOR, "")
 """Whoever reaches a socket where no keys are used."""
 
 
@@ -197,6 +201,12 @@ def split_key(endpoint: str) -> tuple[str, str]:
         return address, z85.encode(bytes.fromhex(text)).decode() if text else ""
     except ValueError as error:
         raise ConfigError(f"{endpoint}: what follows # is no key of 64 hexadecimal digits") from error
+
+
+def is_local(endpoint: str) -> bool:
+    """Return whether only processes of this machine reach a TCP endpoint."""
+    host = urlsplit(endpoint).hostname or ""
+    return host == "localhost" or host.startswith("127.") or host == "::1"
 
 
 def parse_peers(text: str, where: str) -> dict[str, tuple[User, float]]:

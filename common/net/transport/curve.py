@@ -9,8 +9,6 @@ Invariants (tests/unit/test_curve.py asserts them):
 
 from __future__ import annotations
 
-from urllib.parse import urlsplit
-
 import zmq
 import zmq.asyncio
 from zmq.auth.asyncio import AsyncioAuthenticator
@@ -98,12 +96,6 @@ def sender(frame: zmq.Frame, keys: Keys | None) -> User | None:
     except zmq.ZMQError:  # it came over IPC
         return ANYONE
     return keys.peers.find(str(public)) if keys.peers is not None else None
-
-
-def is_local(endpoint: str) -> bool:
-    """Return whether only processes of this machine reach a TCP endpoint."""
-    host = urlsplit(endpoint).hostname or ""
-    return host == "localhost" or host.startswith("127.") or host == "::1"
 
 
 class Watch:

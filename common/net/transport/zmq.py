@@ -28,7 +28,7 @@ import zmq.asyncio
 
 from seer.common.config import check_endpoint
 from seer.common.errors import ConfigError, Unreachable
-from seer.common.net.keys import Keys, User, split_key
+from seer.common.net.keys import Keys, User, is_local, split_key
 from seer.common.net.transport import curve
 from seer.common.net.transport.base import FAIR_EVERY, SEND_SECONDS, Frame
 from seer.common.wire.codec import Limits
@@ -329,7 +329,7 @@ class ZmqTransport:
     def _secure(self, socket: zmq.asyncio.Socket, target: str) -> None:
         """Require keys of a TCP socket before it is bound, or refuse to bind it where strangers reach it."""
         if self._keys is None:
-            if self._insecure or curve.is_local(target):
+            if self._insecure or is_local(target):
                 return
             socket.close(linger=0)
             raise ConfigError(

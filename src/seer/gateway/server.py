@@ -24,10 +24,10 @@ class Gateway:
 
     async def start(self) -> dict[str, str]:
         """Bind, and read the tokenizer."""
-        self._sockets = listen_on_both(self._config.gateway)
+        self._sockets = listen_on_both(self._config)
         serving = self._serving
         serving.load(Control(self._config, serving.buffer, [serving.process]))
-        return {f"gateway.{name}": url_of(each) for name, each in self._sockets.items()}
+        return {f"gateway.{name}": url_of(each, self._config.gateway) for name, each in self._sockets.items()}
 
     async def run(self) -> None:
         """Serve until drained."""

@@ -13,6 +13,7 @@ import contextlib
 import gc
 import socket
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 
 import uvicorn
 from starlette.applications import Starlette
@@ -20,10 +21,13 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
+from starlette.types import ASGIApp
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from seer.common.config import Config, GatewayConfig
+from seer.common.net.keys import Peers
 from seer.common.net.transport.base import Transport
+from seer.gateway.bearer import CONTROL, DATA, Bearer
 from seer.gateway.buffer_client import BufferClient
 from seer.gateway.control_routes import ControlCalls, ControlRoutes
 from seer.gateway.errors import HttpError
@@ -63,9 +67,12 @@ class Serving:
         data = GenerationRoutes(self._config, self.buffer, self.requests, text, self._models).routes
         everything = [*data, *ControlRoutes(self._config, control, self.requests.counters).routes]
         routes = {"data": data, "control": everything}
-        self._servers = {
-            name: _Server(_uvicorn_config(_app(each), settings)) for name, each in routes.items()
-        }
+        peers = Peers(Path(self._config.security.peers)) if self._config.security.peers else None
+        for name, each in routes.items():
+            app: ASGIApp = _app(each)
+            if peers is not None:
+                app = Bearer(app, peers, DATA if name == "data" else CONTROL)
+            self._servers[name] = _Server(_uvicorn_config(app, settings))
         gc.collect()
         gc.freeze()  # what was imported stays: full collections would look through it at every burst
 
@@ -93,7 +100,7 @@ def _app(routes: Sequence[Route]) -> Starlette:
     return Starlette(routes=list(routes), exception_handlers={HTTPException: elsewhere})
 
 
-def _uvicorn_config(app: Starlette, settings: GatewayConfig) -> uvicorn.Config:
+def _uvicorn_config(app: ASGIApp, settings: GatewayConfig) -> uvicorn.Config:
     seconds = settings.client_seconds
 
     class Protocol(_Hurried):
@@ -102,6 +109,7 @@ def _uvicorn_config(app: Starlette, settings: GatewayConfig) -> uvicorn.Config:
     return uvicorn.Config(
         app, http=Protocol, ws="none", lifespan="off", log_config=None, access_log=False, server_header=False,
         backlog=BACKLOG, timeout_keep_alive=KEEP_ALIVE_SECONDS,
+        ssl_certfile=settings.tls_certificate or None, ssl_keyfile=settings.tls_key or None,
     )  # fmt: skip
 
 

@@ -9,18 +9,30 @@ from __future__ import annotations
 
 import socket
 
-from seer.common.config import GatewayConfig
+from seer.common.config import Config, GatewayConfig
 from seer.common.errors import ConfigError
+from seer.common.net.keys import is_local
 
 NAMES = ("data", "control")
 """The settings of the addresses."""
 
 
-def listen_on_both(settings: GatewayConfig, *, shared: bool = False) -> dict[str, socket.socket]:
-    """Bind both addresses; see `listen`."""
-    bound: dict[str, socket.socket] = {}
+def listen_on_both(config: Config, *, shared: bool = False) -> dict[str, socket.socket]:
+    """Bind both addresses; see `listen`.
+
+    Raises `ConfigError` for one that other machines reach if there are no keys and nobody asked for that.
+    """
+    settings, bound = config.gateway, dict[str, socket.socket]()
+    if bool(settings.tls_certificate) != bool(settings.tls_key):
+        raise ConfigError("gateway.tls_certificate and gateway.tls_key: give both, or neither")
     for name in NAMES:
         address = getattr(settings, name)
+        if not (config.security.peers or config.security.insecure or is_local(f"tcp://{address}")):
+            raise ConfigError(
+                f"gateway.{name} = {address!r} would be open to everyone who reaches it: give security.key"
+                " and security.peers (`seer keys init`), or set security.insecure = true in a network that"
+                " all may trust"
+            )
         bound[name] = listen(f"gateway.{name}", address, settings.client_seconds, shared=shared)
     return bound
 
@@ -52,7 +64,8 @@ def listen(setting: str, address: str, client_seconds: float, *, shared: bool = 
     return bound
 
 
-def url_of(bound: socket.socket) -> str:
+def url_of(bound: socket.socket, settings: GatewayConfig) -> str:
     """Return the URL of a bound socket."""
     host, port = bound.getsockname()[:2]
-    return f"http://{f'[{host}]' if ':' in host else host}:{port}"
+    scheme = "https" if settings.tls_certificate else "http"
+    return f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"

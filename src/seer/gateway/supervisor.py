@@ -104,11 +104,11 @@ class WorkerSupervisor:
     async def start(self) -> dict[str, str]:
         """Reserve the addresses, and start the processes."""
         addresses = {}
-        for name, alone in listen_on_both(self._config.gateway).items():  # fails if anything else has them
-            addresses[name] = url_of(alone).removeprefix("http://")
+        for name, alone in listen_on_both(self._config).items():  # fails if anything else has them
+            addresses[name] = url_of(alone, self._config.gateway).partition("://")[2]
             alone.close()
         self._config = replace(self._config, gateway=replace(self._config.gateway, **addresses))
-        self._reserved = listen_on_both(self._config.gateway, shared=True)
+        self._reserved = listen_on_both(self._config, shared=True)
         ready = [asyncio.get_running_loop().create_future() for _ in range(self._config.gateway.workers)]
         self._keepers = [asyncio.create_task(self._keep(each)) for each in ready]
         try:
@@ -119,7 +119,8 @@ class WorkerSupervisor:
             if isinstance(error, TimeoutError):
                 raise SeerError(f"the gateway's processes were not ready in {START_SECONDS:g} s") from error
             raise
-        return {f"gateway.{name}": f"http://{address}" for name, address in addresses.items()}
+        scheme = "https" if self._config.gateway.tls_certificate else "http"
+        return {f"gateway.{name}": f"{scheme}://{address}" for name, address in addresses.items()}
 
     async def run(self) -> None:
         """Serve until drained. Raises `SeerError` when no process can be kept running."""

@@ -133,7 +133,7 @@ async def work(end: socket.socket) -> None:
         loading = Worker(config, transport)
         try:
             loading.serving.load(RemoteControl(link, config.gateway.update_seconds))
-            sockets = listen_on_both(config.gateway, shared=True)
+            sockets = listen_on_both(config, shared=True)
         except ConfigError as error:
             await link.call("failed", str(error), seconds=CALL_SECONDS)
             return
