@@ -51,12 +51,13 @@ _log = get_logger()
 class _Peer(msgspec.Struct):
     """`session` is 0 while it is not admitted; `refused_at` is when it was last asked to send `Hello`.
 
-    `user` said that `Hello`, by its key.
+    `user` said that `Hello`, by its key, and may do no more than ask if it `only_reads`.
     `sent` and `arrived` count messages to and from it, as in `Welcome.sent` and `Hello.sent`.
     """
 
     session: int = 0
     user: User | None = None
+    only_reads: bool = False
     refused_at: float = float("-inf")
     warned: bool = False
     sent: int = 0
@@ -113,11 +114,15 @@ class Hub(Generic[Out, In]):
             except WireError as error:
                 self.refuse(identity, error)
                 continue
-            if user is None or (user.only_reads and not isinstance(message, _READING)):
-                await self._deny(identity, peer, user)
+            if user is None:
+                self.dismiss(identity)
+                await self._deny(identity, peer, "its key is not admitted any more")
                 continue
             if isinstance(message, Hello):
                 await self._answer(identity, peer, user, message)
+            elif peer.session and peer.only_reads and not isinstance(message, _READING):
+                await self._deny(identity, peer, f"its key is for {user}, which may only read")
+                continue
             elif peer.user != user:
                 self.dismiss(identity)
                 self.counters["strangers"] += 1
@@ -206,13 +211,8 @@ class Hub(Generic[Out, In]):
         """Close the socket; idempotent."""
         self._router.close()
 
-    async def _deny(self, identity: bytes, peer: _Peer, user: User | None) -> None:
-        """Refuse what a key does not allow; the peer of one that was revoked has to shake hands again."""
-        if user is None:
-            self.dismiss(identity)
-            reason = "its key is not admitted any more"
-        else:
-            reason = f"its key is for {user}, which may only read"
+    async def _deny(self, identity: bytes, peer: _Peer, reason: str) -> None:
+        """Refuse what a key does not allow."""
         self.counters["refused"] += 1
         self._warn_once(peer, "peer refused", identity, reason)
         await self.reply(identity, Refused(code=Unauthorized.code, message=f"{self._me.name}: {reason}"))
@@ -227,7 +227,7 @@ class Hub(Generic[Out, In]):
             self._warn_once(peer, "peer refused", identity, reason)
             await self.reply(identity, Refused(code=code, message=reason))
             return
-        peer.user = user
+        peer.user, peer.only_reads = user, user.only_reads(hello.role)
         if not peer.session:
             _log.info("peer connected", role=hello.role, name=hello.name)
         if hello.schema_hash != SCHEMA_HASH:

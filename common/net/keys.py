@@ -39,16 +39,21 @@ SERVER = "server"
 
 HTTP, OPERATOR = "http", "operator"
 
+_READS = frozenset({"trainer", "status"})
+
 ROLES: Mapping[str, frozenset[str]] = {
-    SERVER: frozenset({"buffer", "context", "dgds"}),
-    "trainer": frozenset({"trainer"}),
-    "engine": frozenset({"engine", "node"}),
-    "service": frozenset({"buffer", "context", "dgds"}),
-    "observer": frozenset({"trainer", "status"}),
-    OPERATOR: frozenset({"trainer", "engine", "node", "buffer", "context", "dgds", "status"}),
+    SERVER: _READS | {"buffer", "context", "dgds"},
+    "trainer": _READS,
+    "engine": _READS | {"engine", "node"},
+    "service": _READS | {"buffer", "context", "dgds"},
+    "observer": _READS,
+    OPERATOR: _READS | {"engine", "node", "buffer", "context", "dgds"},
     HTTP: frozenset(),
 }
 """Roles of keys, and those that their holders may take in a `Hello`. Keys for HTTP are for the gateway."""
+
+SUBMITS = frozenset({"trainer", OPERATOR})
+"""Whose holders do what trainers do; others that come as one may only ask how things are."""
 
 NAMED = frozenset({"trainer", "engine", "observer"})
 """Roles of keys that hold for one name."""
@@ -65,10 +70,9 @@ class User(msgspec.Struct, frozen=True):
     def __str__(self) -> str:
         return f"{self.role}:{self.name}"
 
-    @property
-    def only_reads(self) -> bool:
-        """Whether it may only ask how things are."""
-        return self.role == "observer"
+    def only_reads(self, role: str) -> bool:
+        """Return whether it may do no more, in this role, than ask how things are."""
+        return role == "trainer" and self.role not in SUBMITS
 
     def objection(self, role: str, name: str) -> str:
         """Return why it must not come with this role and name; empty if it may."""

@@ -108,8 +108,10 @@ async def test_every_process_has_a_key_and_does_what_it_is_for(tmp_path):
 
 async def test_who_is_not_in_the_list_learns_why(tmp_path):
     async with running(tmp_path) as system:
-        with pytest.raises(Unauthorized, match="not for the role 'trainer'"):
-            await system.client("engine-e0").__aenter__()
+        async with system.client("engine-e0") as client:
+            assert len((await client.status()).instances) == 2
+            with pytest.raises(SeerError, match="may only read"):
+                await client.update_weights(1, "somewhere")
         with pytest.raises(Unauthorized, match="keys are used at one end alone"):
             await RolloutClient(system.config.endpoints.trainers, connect_seconds=10).__aenter__()
         with pytest.raises(Exception, match="not for the name 'e7'"):

@@ -139,9 +139,9 @@ def test_with_keys_nobody_talks_to_a_server_without(tmp_path):
     [
         ("trainer:run", "engine", "run", "not for the role 'engine'"),
         ("trainer:run", "trainer", "runner", "not for the name 'runner'"),
-        ("engine:node", "trainer", "node", "not for the role 'trainer'"),
         ("observer:grafana", "engine", "grafana", "not for the role"),
-        ("service:ctx", "trainer", "run", "not for the role"),
+        ("service:ctx", "engine", "e0", "not for the role"),
+        ("engine:node", "engine", "other", "not for the name 'other'"),
     ],
 )
 def test_a_key_is_for_its_role_and_name(tmp_path, user, role, name, match):
@@ -154,10 +154,11 @@ def test_a_key_is_for_its_role_and_name(tmp_path, user, role, name, match):
     asyncio.run(run())
 
 
-def test_an_observer_asks_and_changes_nothing(tmp_path):
+@pytest.mark.parametrize(("user", "name"), [("observer:grafana", "grafana"), ("engine:node", "node-7")])
+def test_who_is_no_trainer_asks_and_changes_nothing(tmp_path, user, name):
     async def run():
         async with world(tmp_path) as here:
-            channel = await here.channel(here.folder.of("observer:grafana"), name="grafana")
+            channel = await here.channel(here.folder.of(user), name=name)
             await channel.send(wire.StatusRequest())
             await heard(here, 1)
             await channel.send(wire.Sleep(asleep=True))
