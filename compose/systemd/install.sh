@@ -1,12 +1,13 @@
 #!/bin/sh
 # Installs Seer's units: `install.sh head`, `install.sh node 0 1 ...` (one number per model replica), `pool-master`
 # and `pool-owner`, or several: `install.sh head pool-master pool-owner node 0`. Run it as root, from anywhere;
-# running it again changes nothing but the units.
+# running it again changes nothing but the units. Those of services get the keys in /etc/seer/keys, if there are any:
+# server.key on the head, engine.key on nodes, and the folder public (docs/security.md).
 #   PREFIX   where `bin/seer` is installed (default /opt/seer)
 #   DESTDIR  another root to install into, for images; nothing is started there
 set -eu
 
-usage() { sed -n '2,6s/^# //p' "$0" >&2; exit 2; }
+usage() { sed -n '2,8s/^# //p' "$0" >&2; exit 2; }
 die() { echo "error: $*" >&2; exit 1; }
 
 prefix=${PREFIX:-/opt/seer} root=${DESTDIR:-} here=$(cd "$(dirname "$0")" && pwd)
@@ -37,6 +38,21 @@ for file in seer.target seer-buffer.service seer-context.service seer-dgds.servi
   sed "s#/opt/seer/#$prefix/#g" "$here/$file" > "$into/$file"
 done
 install -m 644 "$here/seer.sysusers.conf" "$root/usr/lib/sysusers.d/seer.conf"
+keys=/etc/seer/keys
+for unit in $units; do
+  case $unit in
+    seer-engine@*) unit=seer-engine@.service key=$keys/engine.key ;;
+    seer-pool-*) continue ;;
+    *) key=$keys/server.key ;;
+  esac
+  [ -e "$root$key" ] || continue
+  install -d -m 755 "$into/$unit.d"
+  { echo '[Service]'
+    echo "LoadCredential=key:$key"
+    echo "Environment=SEER_SECURITY__KEY=%d/key SEER_SECURITY__SERVER=$keys/public/server.pub"
+    [ ! -e "$root$keys/public/peers" ] || echo "Environment=SEER_SECURITY__PEERS=$keys/public/peers"
+  } > "$into/$unit.d/20-keys.conf"
+done
 [ -e "$root/etc/seer/seer.toml" ] || install -m 644 "$here/../seer.toml" "$root/etc/seer/seer.toml"
 systemd-sysusers ${root:+--root="$root"} "$root/usr/lib/sysusers.d/seer.conf"
 systemctl ${root:+--root="$root"} --quiet enable seer.target $units

@@ -1,8 +1,8 @@
 """`make compose-test`: builds the images, runs a head and two nodes, kills a node in the middle of a rollout.
 
 What must hold: all services become healthy; a client on a network of its own gets every response exactly once,
-and the same tokens as in a run that nothing disturbed; every container has a limit of memory, and a service that is
-sent an endless message ends at its own and comes back.
+and the same tokens as in a run that nothing disturbed; every process has a key, and a stranger's endless message and
+questions are cut off; every container has a limit of memory.
 
 Head, nodes and client are compose projects and a container of their own, as on machines of their own; each node
 and the client share with the head one internal network, and nothing with each other. Environment: DOCKER (the
@@ -23,6 +23,7 @@ HEALTHY_SECONDS = 900  # engine.load_seconds
 ROLLOUT_SECONDS = 600
 NAME = f"seer-test-{os.getpid()}"
 NETWORKS = ["client", "node1", "node2"]
+CONTAINER_USER = 10001
 
 
 def docker(*command, **options):
@@ -82,12 +83,13 @@ class Projects:
         self.folder = folder
         self.names = ["head", "node1", "node2"]
         (folder / "seer.toml").write_text(support.configuration("/models/model"))
+        self.keys = support.keys(folder / "keys", CONTAINER_USER)
         self.environ = os.environ | {
             "SEER_CONFIG": str(folder / "seer.toml"),
+            "SEER_KEYS": str(self.keys),
             "SEER_MODELS": str(MODEL.parent),
             "SEER_HEAD": "",
             "COMPOSE_FILE": "",
-            "SEER_DGDS_MEMORY": "256m",  # it is flooded
         }
         for name in self.names:
             (folder / f"{name}.yaml").write_text(json.dumps(self._overlay(name)))
@@ -134,10 +136,12 @@ class Projects:
         )
 
 
-def client(folder, out):
+def client(folder, out, keys):
     """Return the command of a client in a container of its own."""
     return [
         support.docker(), "run", "--rm", "--network", f"{NAME}-client", "--name", f"{NAME}-client",
+        "-v", f"{keys}/trainer-run.key:/key:ro", "-v", f"{keys}/public:/keys:ro",
+        "-e", "SEER_SECURITY__KEY=/key", "-e", "SEER_SECURITY__SERVER=/keys/server.pub",
         "-v", f"{MODEL}:/model:ro", "-v", f"{PROMPTS}:/prompts.jsonl:ro", "-v", f"{folder}:/out",
         "seer:core", *map(str, support.rollout("/model", "/prompts.jsonl", f"/out/{out}", "tcp://buffer:7101")),
     ]  # fmt: skip
@@ -149,10 +153,10 @@ def rollouts(projects, folder):
     outs.mkdir()
     outs.chmod(0o777)  # the client's user is not ours
     say("rollout without disturbance")
-    run(*client(outs, "reference.jsonl"), seconds=ROLLOUT_SECONDS)
+    run(*client(outs, "reference.jsonl", projects.keys), seconds=ROLLOUT_SECONDS)
     say("rollout with a node killed in the middle")
     victims = projects.containers("node1")  # asked for later, the rollout would go on meanwhile
-    command = client(outs, "out.jsonl")
+    command = client(outs, "out.jsonl", projects.keys)
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
         try:
             support.first_groups(outs / "out.jsonl", ROLLOUT_SECONDS)
@@ -176,24 +180,27 @@ def rollouts(projects, folder):
     )
 
 
-def flood(projects):
-    """Send a service a message of endlessly many parts: the kernel must end it, and docker start it again."""
+def strangers(projects):
+    """Without a key, or with a wrong one, nobody gets in, and a message of endlessly many parts takes nothing."""
     everything = [each for name in ("head", "node2") for each in projects.containers(name)]
     for container in everything:
         assert int(docker("inspect", "--format", "{{.HostConfig.Memory}}", container)) > 0
-    dgds = docker("ps", "-q", "--no-trunc", "--filter", f"name={NAME}-head.dgds")
     script = REPO / "tests" / "deploy" / "flood.py"
     sent = docker(
         "run", "--rm", "--network", f"{NAME}-client", "-v", f"{script}:/flood.py:ro", "--entrypoint", "python",
         "seer:core", "/flood.py", "dgds", 7107,
     )  # fmt: skip
-    assert int(sent) < 256, f"it took {sent} MiB"
+    assert int(sent) < 16, f"it took {sent} MiB"
+    asked = run(
+        support.docker(), "run", "--rm", "--network", f"{NAME}-client", "seer:core", "status", "--connect",
+        "tcp://buffer:7101", check=False,
+    )  # fmt: skip
+    assert asked.returncode == 1, asked.stdout
+    assert "keys are used at one end alone" in asked.stdout + asked.stderr
     told = ["inspect", "--format", "{{.RestartCount}} {{.State.Status}}"]
-    until("dgds' return", HEALTHY_SECONDS, lambda: docker(*told, dgds) == "1 running")
-    for container in set(everything) - {dgds}:
-        assert docker(*told, container).startswith("0 "), "another service ended"
-    until("healthy containers", HEALTHY_SECONDS, lambda: projects.healthy("head", "node2"), pause=2.0)
-    say(f"dgds was sent a message of {sent} MiB and more: ended at its limit, and is back")
+    for container in everything:
+        assert docker(*told, container) == "0 running"
+    say(f"a stranger's message was cut off after {sent} MiB, and its questions were refused")
 
 
 def test():
@@ -206,7 +213,7 @@ def test():
             say("waiting until all containers are healthy")
             until("healthy containers", HEALTHY_SECONDS, projects.healthy, pause=2.0)
             rollouts(projects, folder)
-            flood(projects)
+            strangers(projects)
     say("passed")
 
 

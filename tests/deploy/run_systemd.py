@@ -53,6 +53,8 @@ def install(tree, wheels):
     for command in (
         ["python3", "-m", "venv", "/opt/seer"],
         [*pip, *locks, built],
+        ["/opt/seer/bin/seer", "keys", "init", "/etc/seer/keys"],
+        ["/opt/seer/bin/seer", "keys", "add", "/etc/seer/keys", "engine:*", "trainer:run"],
         ["sh", "/src/compose/systemd/install.sh", "head", "node", "0"],
     ):
         run("systemd-nspawn", "-q", "--register=no", "--keep-unit", "-D", tree, *binds, "--", *command)
@@ -145,6 +147,9 @@ class Machine:
 
     def rollout(self, out):
         return self.command(
+            "env",
+            "SEER_SECURITY__KEY=/etc/seer/keys/trainer-run.key",
+            "SEER_SECURITY__SERVER=/etc/seer/keys/public/server.pub",
             "/opt/seer/bin/seer",
             *support.rollout("/srv/model", "/srv/prompts.jsonl", f"/srv/{out}", "tcp://127.0.0.1:7101"),
         )
@@ -211,6 +216,9 @@ def test():
             assert loaded == "yes"
             for unit in UNITS:
                 assert machine.show(unit, "MemoryMax") not in ("infinity", ""), unit
+            asked = machine("/opt/seer/bin/seer", "status", "--connect", "tcp://127.0.0.1:7101", check=False)
+            assert asked.returncode == 1
+            assert "keys are used at one end alone" in asked.stdout + asked.stderr
             say("rollout without disturbance")
             run(*machine.rollout("reference.jsonl"), seconds=ROLLOUT_SECONDS)
             kill_an_engine(machine)

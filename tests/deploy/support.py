@@ -181,6 +181,16 @@ max_model_len = 512
 """
 
 
+def keys(folder, user):
+    """Make keys for the services, engines of any name and a trainer, for a user's id; return the folder."""
+    seer = Path(sys.executable).with_name("seer")
+    for command in (["init", folder], ["add", folder, "engine:*", "trainer:run"]):
+        run(seer, "keys", *command)
+    for path in (folder, *folder.rglob("*")):
+        os.chown(path, user, user)
+    return folder
+
+
 def rollout(model, prompts, out, *more):
     """Return the arguments of `seer` for the rollout that every test runs."""
     return [
