@@ -23,7 +23,8 @@ from seer.common.net.keys import (
     security_of,
 )
 
-KEY = zmq.curve_keypair()[0].decode()
+KEY = "rq:rM>}U?@Lns47E1%kR.o@n%FcmmsL/@{H8]yf7"
+"""A key; of no random one, since it is part of tests' names."""
 
 
 @pytest.fixture
