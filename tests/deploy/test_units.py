@@ -131,3 +131,13 @@ def test_the_buffer_s_log_is_in_the_folder_that_its_unit_and_container_may_write
     environ = {key: value for key, value in buffer["environment"].items() if key.startswith("SEER_BUFFER")}
     assert load(None, environ, []).buffer.log == "/var/cache/seer/log"
     assert "buffer-cache:/var/cache/seer" in buffer["volumes"]
+
+
+def test_the_dgds_remembers_in_the_folder_that_its_unit_and_container_may_write():
+    unit = (COMPOSE / "systemd" / "seer-dgds.service").read_text()
+    environ = dict(re.findall(r"^Environment=(\w+)=(.*)$", unit, re.MULTILINE))
+    assert load(None, environ, []).dgds.remember_path == "/var/lib/seer/remembered"
+    assert "\nStateDirectory=seer\n" in unit
+    dgds = yaml.safe_load((COMPOSE / "compose.yaml").read_text())["services"]["dgds"]
+    assert dgds["environment"]["SEER_DGDS__REMEMBER_PATH"].startswith("/var/cache/seer/")
+    assert "dgds-cache:/var/cache/seer" in dgds["volumes"]
