@@ -135,8 +135,8 @@ class DgdsConfig(_Section, frozen=True):
     shard: int = 0
     """Which of `endpoints.dgds` this process serves, counted from 0."""
     remember_tokens: int = 50_000_000
-    """Bound on tokens kept of past groups (3 bytes each), to draft from for the same prompts' next groups; the
-    least recently used prompts are dropped first. 0: none."""
+    """Bound on tokens kept of past groups (3 bytes each), to draft from for the same prompts' next groups; 0:
+    none. The least recently used prompts are dropped first."""
     remember_path: str = ""
     """File in which they survive restarts; default: none."""
 
