@@ -134,6 +134,21 @@ def test_an_engine_s_own_devices_decide_what_is_left_open(tool, monkeypatch):
     assert (config.max_num_seqs, shared.block_size) == (256, 32)
 
 
+def test_batch_invariant_engines_get_attention_that_is_exact(tool, monkeypatch):
+    """Else chunks and drafts change last bits: prefills and decodes of small heads sum in other orders."""
+    monkeypatch.setitem(sys.modules, "torch", torch(cuda="13.0", devices=1))
+
+    def chosen(head_dim: int, **settings):
+        config = EngineConfig(**settings)
+        return env.with_defaults(config, SharedConfig(), {"head_dim": head_dim})[0].vllm
+
+    assert chosen(32, batch_invariant=True).texts() == {"engine.vllm.attention_backend": "TRITON_ATTN"}
+    assert chosen(128, batch_invariant=True) == chosen(32) == VllmSettings()
+    own = VllmSettings(attention_backend="FLEX_ATTENTION", enforce_eager=True)
+    assert chosen(32, batch_invariant=True, vllm=own) == own
+    assert chosen(32, batch_invariant=True, vllm=VllmSettings(enforce_eager=True)).enforce_eager
+
+
 def test_kernels_can_be_compiled_or_it_is_said_what_is_missing(tmp_path, tool, monkeypatch):
     monkeypatch.setenv("CC", sys.executable)  # any program that is there
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "not" / "yet"))
