@@ -107,6 +107,18 @@ def test_an_engine_built_for_gpus_does_not_start_without_one(monkeypatch):
         env.prepare(EngineConfig())
 
 
+def test_bars_do_not_fill_an_engine_s_log(monkeypatch):
+    """As the vllm that is imported next would draw them; what a user sets stays."""
+    monkeypatch.setitem(sys.modules, "torch", torch(cuda="13.0", devices=0))
+    bar = "from tqdm import tqdm; list(tqdm(range(3)))"
+    for given, drawn in (({}, False), ({"TQDM_DISABLE": ""}, True)):
+        monkeypatch.setattr(os, "environ", dict(os.environ) | given)
+        with pytest.raises(EngineError):
+            env.prepare(EngineConfig())
+        shown = subprocess.run([sys.executable, "-c", bar], env=os.environ, capture_output=True, check=True)
+        assert bool(shown.stderr) == drawn
+
+
 def test_what_vllm_does_wrongly_on_cpus_is_refused(monkeypatch):
     monkeypatch.setitem(sys.modules, "torch", torch(cuda=None, devices=0))
     with pytest.raises(EngineError, match=r"shared\.model = 'm': models with latent attention .* need a GPU"):

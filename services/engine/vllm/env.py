@@ -46,6 +46,8 @@ _DEFAULTS = {
     "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_LOGGING_STREAM": "ext://sys.stderr",
     "TORCH_CPP_LOG_LEVEL": "ERROR",
+    # On GPUs bars of compiling and capturing fill the log, whose end is all that is shown of a dead engine.
+    "TQDM_DISABLE": "1",
     # The service starts engines from a thread, with sockets open: a fork would inherit a broken copy.
     "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
 }
