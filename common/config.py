@@ -196,7 +196,7 @@ class EngineConfig(_Section, frozen=True):
     batch_invariant: bool = False
     """vLLM's batch-invariant kernels: not even last bits depend on the batch, but steps take longer. GPUs."""
     async_scheduling: bool = False
-    """Begin a step before the host has read the last one; on GPUs, without drafts. Not run on one yet."""
+    """Begin a step before the host has read the last one; on GPUs, without drafts: docs/async.md."""
     weights_root: str = ""
     """Only folders below this one, with links resolved, are accepted as new weights; default: any folder."""
     weights_endpoint: str = ""

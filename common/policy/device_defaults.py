@@ -3,6 +3,7 @@
 Invariants:
 - without devices, the values are those for CPUs;
 - engines on one device together ask for no more of its memory than is free on it now;
+- attention that is to be exact is measured to be, or sums in one order by its construction;
 - a device of which nothing is known counts as a small one.
 """
 
@@ -37,6 +38,13 @@ HOPPER = 9
 MLA_BLOCK_SIZE, CUTLASS_BLOCK_SIZE = 64, 128
 """64 suits every MLA kernel that vLLM would choose by itself: FlashAttention's and FlashMLA on Hopper,
 FlashInfer's on Blackwell. CUTLASS's takes 128 alone."""
+
+EXACT_HEAD_SIZE = 128
+"""With heads of this size FlashAttention 3 gives a decode the bits of a prefill and of a verified draft; with
+32 it does not, as it then sums in other tiles for a single token (docs/gpu.md: measured on an H100)."""
+
+EXACT_ATTENTION = "TRITON_ATTN"
+"""With batch-invariant kernels, its sums are in one order for heads of any size."""
 
 
 class Device(msgspec.Struct, frozen=True, kw_only=True):
@@ -108,6 +116,20 @@ def uses_mla(model: Mapping[str, Any]) -> bool:
     """Return whether the model's attention keeps one latent vector per token, as DeepSeek's and Kimi's."""
     text = model.get("text_config", model)
     return isinstance(text, Mapping) and bool(text.get("kv_lora_rank"))
+
+
+def exact_attention(model: Mapping[str, Any]) -> str | None:
+    """Return the attention backend by which last bits depend on a request's tokens alone.
+
+    `model` is its config.json. None: the one that vLLM chooses does, or it is MLA, of which nothing is known.
+    """
+    text = model.get("text_config", model)
+    if uses_mla(model) or not isinstance(text, Mapping):
+        return None
+    size, width, heads = (text.get(name) for name in ("head_dim", "hidden_size", "num_attention_heads"))
+    if size is None and isinstance(width, int) and isinstance(heads, int) and heads > 0:
+        size = width // heads
+    return None if size == EXACT_HEAD_SIZE else EXACT_ATTENTION
 
 
 def _is_large(device: Device, sharing: int) -> bool:

@@ -1,6 +1,7 @@
-"""Make a model heavier without changing what it computes: its MLPs and its attention get parts that are zero.
+"""Make a model heavier without changing what it computes: it gets parts, and layers, that add zero.
 
     python examples/countdown/heavier.py build/heavier-30 --weight 30 --kv 4
+    python examples/countdown/heavier.py build/heavier-gpu --weight 1000 --layers 8
 
 The shipped model is so small that a step's time is Python's. Padded with zeros it takes the time and the
 memory of a larger model and still generates the same text, so figures about schedules, drafts and the KV pool
@@ -12,9 +13,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -30,17 +33,18 @@ STEP = 128
 Array = npt.NDArray[np.float32]
 
 
-def heavier(folder: Path, *, weight: float = 1, kv: int = 1, model: Path = MODEL) -> Path:
-    """Write `model` into `folder`, at least `weight` times as large, with `kv` times the KV a token.
+def heavier(folder: Path, *, weight: float = 1, kv: int = 1, layers: int = 1, model: Path = MODEL) -> Path:
+    """Write `model` into `folder`, at least `weight` times as large, with `layers` times as many layers.
 
-    More KV means more attention heads, all of whose values are zero; the MLPs take the rest of the weight.
-    Returns `folder`. Raises `ValueError` for factors below 1.
+    `kv` is by how much a layer's KV grows: more attention heads, all of whose values are zero. The MLPs take
+    the rest of the weight. Returns `folder`. Raises `ValueError` for factors below 1.
     """
-    if weight < 1 or kv < 1:
-        raise ValueError(f"weight = {weight}, kv = {kv}: give 1 or more")
+    if min(weight, kv, layers) < 1:
+        raise ValueError(f"weight = {weight}, kv = {kv}, layers = {layers}: give 1 or more")
     tensors = load_file(model / WEIGHTS)
     config = json.loads((model / "config.json").read_text())
     target = weight * sum(tensor.nbytes for tensor in tensors.values())
+    _add_layers(tensors, config, layers)
     heads = {part: kv * config[part] for part in ("num_attention_heads", "num_key_value_heads")}
     for part, axis in (("q", 0), ("k", 0), ("v", 0), ("o", 1)):
         _grow(tensors, f"self_attn.{part}_proj", axis, lambda size: kv * size)
@@ -59,6 +63,20 @@ def heavier(folder: Path, *, weight: float = 1, kv: int = 1, model: Path = MODEL
     return folder
 
 
+def _add_layers(tensors: dict[str, Array], config: dict[str, Any], factor: int) -> None:
+    """Append copies of all layers, so that there are `factor` times as many; the copies add zero."""
+    own = config["num_hidden_layers"]
+    for key, tensor in list(tensors.items()):
+        if found := re.fullmatch(r"(.*layers\.)(\d+)(\..*)", key):
+            adds = ".o_proj." in key or ".down_proj." in key
+            for copy in range(1, factor):
+                name = f"{found[1]}{int(found[2]) + copy * own}{found[3]}"
+                tensors[name] = np.zeros_like(tensor) if adds else tensor.copy()
+    config["num_hidden_layers"] = own * factor
+    if "layer_types" in config:
+        config["layer_types"] *= factor
+
+
 def _grow(tensors: dict[str, Array], name: str, axis: int, size: Callable[[int], int]) -> None:
     """Append zeros to these weights and biases of every layer, along an axis of the weights."""
     for key, tensor in tensors.items():
@@ -73,10 +91,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("folder", type=Path)
     parser.add_argument("--weight", type=float, default=30, help="at least so many times the bytes")
-    parser.add_argument("--kv", type=int, default=1, help="so many times the KV a token")
+    parser.add_argument("--kv", type=int, default=1, help="so many times the KV of a layer")
+    parser.add_argument("--layers", type=int, default=1, help="so many times as many layers")
     parser.add_argument("--model", type=Path, default=MODEL)
-    options = parser.parse_args()
-    made = heavier(options.folder, weight=options.weight, kv=options.kv, model=options.model)
+    given = parser.parse_args()
+    made = heavier(given.folder, weight=given.weight, kv=given.kv, layers=given.layers, model=given.model)
     print(f"{made}: {(made / WEIGHTS).stat().st_size / 1e6:.0f} MB")
 
 

@@ -3,7 +3,14 @@
 import pytest
 
 from seer.common.config import EngineConfig
-from seer.common.policy.device_defaults import Device, EngineDefaults, engine_defaults, uses_mla
+from seer.common.policy.device_defaults import (
+    EXACT_ATTENTION,
+    Device,
+    EngineDefaults,
+    engine_defaults,
+    exact_attention,
+    uses_mla,
+)
 
 GIB = 2**30
 DENSE = {"hidden_size": 64}
@@ -99,6 +106,22 @@ def test_blocks_are_of_the_size_that_attention_takes(model, generation, backend,
 
 def test_an_odd_description_is_no_model_with_latent_attention():
     assert not uses_mla({"text_config": None, "kv_lora_rank": 512})
+
+
+@pytest.mark.parametrize(("model", "backend"), [
+    ({"head_dim": 128, "hidden_size": 1024, "num_attention_heads": 16}, None),
+    ({"hidden_size": 4096, "num_attention_heads": 32}, None),
+    ({"head_dim": 32, "hidden_size": 128, "num_attention_heads": 4}, EXACT_ATTENTION),
+    ({"hidden_size": 2048, "num_attention_heads": 32}, EXACT_ATTENTION),
+    ({"head_dim": 256, "text_config": {"head_dim": 128}}, None),
+    ({"head_dim": 128, "text_config": {"head_dim": 256}}, EXACT_ATTENTION),
+    ({"kv_lora_rank": 512, "head_dim": 64}, None),
+    ({}, EXACT_ATTENTION),
+    ({"hidden_size": "x", "num_attention_heads": 0}, EXACT_ATTENTION),
+    ({"text_config": 3}, None),
+])  # fmt: skip
+def test_attention_is_exact_where_it_was_measured_or_by_construction(model, backend):
+    assert exact_attention(model) == backend
 
 
 def test_what_was_said_stays():

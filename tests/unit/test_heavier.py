@@ -17,9 +17,11 @@ from heavier import MODEL, WEIGHTS, heavier
 from transformers import AutoModelForCausalLM
 
 
-@pytest.mark.parametrize(("weight", "kv"), [(1, 1), (5, 1), (5, 2), (1, 3)])
-def test_the_same_function_with_more_bytes_and_more_kv(tmp_path: Path, weight: float, kv: int) -> None:
-    made = heavier(tmp_path / "model", weight=weight, kv=kv)
+@pytest.mark.parametrize(("weight", "kv", "layers"), [(1, 1, 1), (5, 1, 1), (5, 2, 1), (1, 3, 1), (5, 1, 3)])
+def test_the_same_function_with_more_bytes_kv_and_layers(
+    tmp_path: Path, weight: float, kv: int, layers: int
+) -> None:
+    made = heavier(tmp_path / "model", weight=weight, kv=kv, layers=layers)
     ids = torch.randint(0, 66, (2, 60), generator=torch.Generator().manual_seed(weight * 10 + kv))
     with torch.no_grad():
         logits, expected = (
@@ -28,6 +30,7 @@ def test_the_same_function_with_more_bytes_and_more_kv(tmp_path: Path, weight: f
     torch.testing.assert_close(logits, expected, rtol=0, atol=2e-5)
     config, shipped = (json.loads((folder / "config.json").read_text()) for folder in (made, MODEL))
     assert config["num_key_value_heads"] == kv * shipped["num_key_value_heads"]
+    assert config["num_hidden_layers"] == layers * shipped["num_hidden_layers"]
     size, least = ((folder / WEIGHTS).stat().st_size for folder in (made, MODEL))
     assert weight * least * 0.99 < size < (weight + kv) * least * 1.1
     assert (made / "tokenizer.json").is_file()
@@ -36,4 +39,6 @@ def test_the_same_function_with_more_bytes_and_more_kv(tmp_path: Path, weight: f
 def test_a_factor_below_one_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="give 1 or more"):
         heavier(tmp_path / "model", weight=0.5)
+    with pytest.raises(ValueError, match="layers = 0: give 1 or more"):
+        heavier(tmp_path / "model", layers=0)
     assert not (tmp_path / "model").exists()

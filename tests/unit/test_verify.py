@@ -30,6 +30,7 @@ from seer.verify.compare import (
     explaining_error,
     judge_token,
     logprob_deviation,
+    logprob_tolerance,
     measured_error,
 )
 from seer.verify.report import CellReport, Fault, Report
@@ -217,6 +218,17 @@ def draw(logits, noise, sampling: SamplingParams) -> int:
         mass = np.cumsum(weights)
         keep = ranked[np.searchsorted(mass, sampling.top_p * mass[-1])]
     return int(np.where(x >= keep, x + noise, -math.inf).argmax())
+
+
+@pytest.mark.parametrize(("versions", "tolerance"), [
+    ({"dtype": "float32", "device": "cpu", "batch_invariant": "no"}, 1e-3),
+    ({"dtype": "float32", "device": "cuda", "batch_invariant": "no"}, 0.05),
+    ({"dtype": "float32", "device": "cuda", "batch_invariant": "yes"}, 1e-3),
+    ({"dtype": "bfloat16", "device": "cuda", "batch_invariant": "no"}, 0.5),
+    ({"engine": "replay"}, 0.0),
+])  # fmt: skip
+def test_logprobs_may_differ_by_what_the_device_s_arithmetic_explains(versions, tolerance):
+    assert logprob_tolerance(versions) == tolerance
 
 
 @given(st.integers(0, 2**32 - 1))

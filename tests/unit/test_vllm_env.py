@@ -107,6 +107,18 @@ def test_an_engine_built_for_gpus_does_not_start_without_one(monkeypatch):
         env.prepare(EngineConfig())
 
 
+def test_bars_do_not_fill_an_engine_s_log(monkeypatch):
+    """As the vllm that is imported next would draw them; what a user sets stays."""
+    monkeypatch.setitem(sys.modules, "torch", torch(cuda="13.0", devices=0))
+    bar = "from tqdm import tqdm; list(tqdm(range(3)))"
+    for given, drawn in (({}, False), ({"TQDM_DISABLE": ""}, True)):
+        monkeypatch.setattr(os, "environ", dict(os.environ) | given)
+        with pytest.raises(EngineError):
+            env.prepare(EngineConfig())
+        shown = subprocess.run([sys.executable, "-c", bar], env=os.environ, capture_output=True, check=True)
+        assert bool(shown.stderr) == drawn
+
+
 def test_what_vllm_does_wrongly_on_cpus_is_refused(monkeypatch):
     monkeypatch.setitem(sys.modules, "torch", torch(cuda=None, devices=0))
     with pytest.raises(EngineError, match=r"shared\.model = 'm': models with latent attention .* need a GPU"):
@@ -132,6 +144,21 @@ def test_an_engine_s_own_devices_decide_what_is_left_open(tool, monkeypatch):
     tool.unlink()
     config, shared = env.with_defaults(EngineConfig(), SharedConfig(), mla)
     assert (config.max_num_seqs, shared.block_size) == (256, 32)
+
+
+def test_batch_invariant_engines_get_attention_that_is_exact(tool, monkeypatch):
+    """Else chunks and drafts change last bits: prefills and decodes of small heads sum in other orders."""
+    monkeypatch.setitem(sys.modules, "torch", torch(cuda="13.0", devices=1))
+
+    def chosen(head_dim: int, **settings):
+        config = EngineConfig(**settings)
+        return env.with_defaults(config, SharedConfig(), {"head_dim": head_dim})[0].vllm
+
+    assert chosen(32, batch_invariant=True).texts() == {"engine.vllm.attention_backend": "TRITON_ATTN"}
+    assert chosen(128, batch_invariant=True) == chosen(32) == VllmSettings()
+    own = VllmSettings(attention_backend="FLEX_ATTENTION", enforce_eager=True)
+    assert chosen(32, batch_invariant=True, vllm=own) == own
+    assert chosen(32, batch_invariant=True, vllm=VllmSettings(enforce_eager=True)).enforce_eager
 
 
 def test_kernels_can_be_compiled_or_it_is_said_what_is_missing(tmp_path, tool, monkeypatch):

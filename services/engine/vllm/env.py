@@ -21,7 +21,7 @@ from msgspec.structs import replace
 
 from seer.common.config import EngineConfig, SharedConfig
 from seer.common.errors import EngineError
-from seer.common.policy.device_defaults import Device, engine_defaults, uses_mla
+from seer.common.policy.device_defaults import Device, engine_defaults, exact_attention, uses_mla
 from seer.common.process.devices import driver_version, visible_devices
 from seer.services.engine.nodes.agreement import Meeting
 
@@ -46,6 +46,8 @@ _DEFAULTS = {
     "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_LOGGING_STREAM": "ext://sys.stderr",
     "TORCH_CPP_LOG_LEVEL": "ERROR",
+    # On GPUs bars of compiling and capturing fill the log, whose end is all that is shown of a dead engine.
+    "TQDM_DISABLE": "1",
     # The service starts engines from a thread, with sockets open: a fork would inherit a broken copy.
     "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
 }
@@ -112,7 +114,10 @@ def with_defaults(
     import torch
 
     devices: list[Device] = []
-    if torch.cuda.is_available():  # a container may be without nvidia-smi
+    if torch.cuda.is_available():
+        if config.batch_invariant and config.vllm.attention_backend is None:
+            config = replace(config, vllm=replace(config.vllm, attention_backend=exact_attention(model)))
+        # A container may be without nvidia-smi.
         devices = visible_devices() or [Device(name=str(i)) for i in range(torch.cuda.device_count())]
     else:
         _check_cpu(config, shared, model)

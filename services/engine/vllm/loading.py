@@ -12,6 +12,7 @@ from __future__ import annotations
 import gc
 import json
 from pathlib import Path
+from subprocess import CalledProcessError
 from typing import TYPE_CHECKING, Any
 
 from seer.common.config import CPU_KV_SHARE, DraftsConfig, EngineConfig, PoolConfig, SharedConfig
@@ -269,7 +270,13 @@ def explain(error: Exception, config: EngineConfig, shared: SharedConfig) -> str
     text = " ".join(str(error).split()) or type(error).__name__
     text = text.partition("Value error, ")[2] or text  # pydantic begins so
     lower = text.lower()
-    if any(
+    if isinstance(error, ModuleNotFoundError):
+        fix = f"install the extra cpu or cuda13 with all that it asks for: {error.name} is missing"
+    elif "error in memory profiling" in lower:
+        fix = "start the engine again: another process freed memory of its device meanwhile"
+    elif "calledprocesserror" in lower or isinstance(error, CalledProcessError):
+        fix = "see that the C compiler works, and that Triton is installed with its headers: a kernel failed"
+    elif any(
         sign in lower
         for sign in ("out of memory", "allocate memory", "less than requested", "less than desired")
     ):

@@ -36,7 +36,7 @@ from seer.rollout.files import (
 from seer.verify import turns
 from seer.verify.cell_run import ROLLOUT_NUMBER, CellRun, Job, Runner, Say
 from seer.verify.cells import CELLS, TURN_CELLS, Cell, block_size, choose, sequences, settled
-from seer.verify.compare import LOGPROB_TOLERANCE, compare
+from seer.verify.compare import compare, logprob_tolerance
 from seer.verify.fitting import Fit, Work, fit, n_for_tokens
 from seer.verify.judge import judge
 from seer.verify.report import CellReport, Fault, Report, show
@@ -177,18 +177,17 @@ async def _exercise(
 
 
 def _new_report(job: Job, skipped: dict[str, str], reference: CellReport, first: CellRun) -> Report:
-    dtype = first.versions.get("dtype", "")
     tolerance = job.logprob_tolerance
     return Report(
         versions=first.versions,
-        dtype=dtype,
+        dtype=first.versions.get("dtype", ""),
         seed=job.seed,
         rollout_number=ROLLOUT_NUMBER,
         n=job.n,
         prompts=len(first.groups),
         sampling=job.sampling,
         min_tokens=job.min_tokens,
-        logprob_tolerance=LOGPROB_TOLERANCE.get(dtype, 0.0) if tolerance is None else tolerance,
+        logprob_tolerance=logprob_tolerance(first.versions) if tolerance is None else tolerance,
         skipped=skipped,
         reference=reference,
         named=bool(job.matrix),
