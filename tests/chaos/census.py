@@ -16,7 +16,8 @@ KEPT = (
     r"\.trajectories\.places$",  # where trajectories ran that nobody awaits: bounded
     r"^ContextServer\.machine\.estimator",  # what lengths were like
     r"^BufferServer\._rows\.",  # bounded by a segment's bytes
-    r"^DgdsServer\.store\._groups",  # for their time to live
+    r"^DgdsServer\.store\._(groups|newest)",  # for their time to live
+    r"^DgdsServer\._past\._prompts",  # what is remembered of earlier iterations: bounded by tokens
     r"^BufferServer\._kept\._files(\[\]|\[\]\[\]\.earlier|$)",  # of prompts that nobody asked for again, for results' time to live
     r"^EngineServer\.(_draft_groups|dgds)\.",  # bounded by tokens, for groups whose chunks come back
 )

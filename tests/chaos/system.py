@@ -24,7 +24,7 @@ from msgspec.structs import replace
 
 from chaos import trainer
 from chaos.network import Network
-from seer.common.config import Config, Endpoints, EngineConfig, SharedConfig
+from seer.common.config import Config, Endpoints, EngineConfig, SecurityConfig, SharedConfig
 from seer.local.child import Child, LaunchError
 from seer.local.hardware import plan_engines
 
@@ -124,7 +124,12 @@ class System:
         }
         host = f"127.{1 + os.getpid() % 250}.{1 + System._made % 250}.1"
         at = self._endpoints(host if tcp else "")
-        self.config = replace(config, endpoints=at, shared=SharedConfig(model=str(model or "")))
+        self.config = replace(
+            config,
+            endpoints=at,
+            shared=SharedConfig(model=str(model or "")),
+            security=SecurityConfig(insecure=net is not None),  # hosts of the network can reach each other
+        )
         if config.pool.kind == "mooncake":
             if net is not None:
                 for name in POOL:
