@@ -91,6 +91,11 @@ class BufferConfig(_Section, frozen=True):
     spool: str = ""
     """Folder for weights that trainers stream, in `seer-spool`: room for two versions. Default: a temporary
     one."""
+    media: str = ""
+    """Folder for the images of prompts, in `seer-media`; they outlast the buffer there. Default: a temporary
+    one."""
+    media_bytes: int = 16 * 2**30
+    """Bound on them; beyond it, those that no prompt needs go, the least recently used first."""
     result_bytes: int = 8 * 2**30
     """Bound on finished groups that wait; beyond it the oldest is dropped, and generated again if asked
     for."""

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import hashlib
 import math
-import re
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -26,16 +25,11 @@ import numpy as np
 import numpy.typing as npt
 
 from seer.common.errors import InvalidField
+from seer.common.types import MAX_MEDIUM_BYTES
 from seer.common.wire.base import Bytes
-
-MAX_MEDIUM_BYTES = 64 * 2**20
-"""Bound on a medium: engines keep all media of a running request in memory."""
 
 MAX_TENSORS = 16
 """Bound on the tensors of a medium; those of an image are two."""
-
-NAME = re.compile(r"[0-9a-f]{64}")
-"""What a name looks like; it is a file's name, too."""
 
 MAX_DIMENSIONS = 8
 """Bound on the dimensions of a tensor."""

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
 from seer.common.errors import InvalidField
-from seer.common.media import MAX_DIMENSIONS, MAX_MEDIUM_BYTES, NAME, make, name_of, read
+from seer.common.media import MAX_DIMENSIONS, make, name_of, read
+from seer.common.types import MAX_MEDIUM_BYTES, MEDIUM_NAME
 
 SHAPES = arrays.array_shapes(min_dims=0, max_dims=3, min_side=0, max_side=4)
 TENSORS = st.sampled_from((np.float32, np.int64)).flatmap(lambda dtype: arrays.arrays(dtype, SHAPES))
@@ -32,7 +33,7 @@ def bytes_of(header, values=b""):
 @settings(max_examples=60)
 def test_a_medium_is_read_as_it_was_made(tensors):
     medium = make("image", tensors)
-    assert NAME.fullmatch(medium.name)
+    assert MEDIUM_NAME.fullmatch(medium.name)
     again = read(medium.name, medium.data.copy())
     assert (again.name, again.modality) == (medium.name, "image")
     assert again.tensors.keys() == tensors.keys()
