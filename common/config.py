@@ -201,6 +201,8 @@ class EngineConfig(_Section, frozen=True):
     """Deadline for that: an engine that has not received all by then ends, and starts again."""
     load_seconds: float = 900.0
     """Deadline for loading the model."""
+    media_bytes: int = 4 * 2**30
+    """Bound on images of prompts kept in host memory; beyond it, those that no chunk here needs go."""
     flush_tokens: int = 64
     """New tokens of a request that trigger a flush to the dgds."""
     flush_seconds: float = 0.05
