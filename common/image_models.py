@@ -64,7 +64,11 @@ class ImageModel:
             raise InvalidField("pixel_values", f"{pixels.dtype} {pixels.shape}", fix)
         if not np.isfinite(pixels).all():
             raise InvalidField("pixel_values", "infinite, or not a number", "give finite numbers")
-        return height * width // self.merge**2
+        return self.length(medium)
+
+    def length(self, medium: Medium) -> int:
+        """Return how many tokens an image takes that was checked."""
+        return int(medium.tensors["image_grid_thw"].prod()) // self.merge**2
 
 
 def image_model(config: Mapping[str, Any]) -> ImageModel | None:

@@ -284,6 +284,7 @@ class BufferServer:
             self._trainer_hub.uptime_seconds,
             services,
             self._sleep.held,
+            self._media.counters,
         )
 
     async def _submit(self, trainer: str, address: bytes, submit: wire.Submit) -> wire.BufferToTrainer | None:

@@ -99,6 +99,8 @@ async def test_a_medium_is_read_as_it_was_sent(tmp_path):
             assert (state.have, state.problem) == (medium.size, "")
             assert await world.read(medium) == medium.data.tobytes()
         assert world.arrived == [LARGE.name, small.name]
+        size = LARGE.size + small.size
+        assert world.media.counters == {"media_received_bytes": size, "media_sent_bytes": size}
         assert files(tmp_path) == {LARGE.name, small.name}
 
 

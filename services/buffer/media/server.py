@@ -49,8 +49,9 @@ class _Asked:
 class MediaServer:
     """The media below `folder`; empty: in a temporary folder, deleted when `run` ends.
 
-    `arrived(name)` is called for each medium that is there from now on, `stalled(groups, why)` for groups
-    whose media do not come. Raises `ConfigError` if `max_bytes` has no room for one.
+    `counters` has totals since the start. `arrived(name)` is called for each medium that is there from now
+    on, `stalled(groups, why)` for groups whose media do not come. Raises `ConfigError` if `max_bytes` has no
+    room for one.
     """
 
     def __init__(
@@ -65,12 +66,12 @@ class MediaServer:
             fix = f"must have room for one medium, {MAX_MEDIUM_BYTES} bytes"
             raise ConfigError(f"buffer.media_bytes = {max_bytes}: {fix}")
         self.machine = MediaMachine(max_bytes)
+        self.counters = {"media_received_bytes": 0, "media_sent_bytes": 0}
         self._folder = MediaFolder(folder)
         self._clock = clock
         self._arrived, self._stalled = arrived, stalled
-        self._queue: asyncio.Queue[_Asked | None] = asyncio.Queue(
-            _MAX_QUEUED
-        )  # None: look for abandoned ones
+        # None: look for media that are abandoned.
+        self._queue: asyncio.Queue[_Asked | None] = asyncio.Queue(_MAX_QUEUED)
         self._parts = 0
         self._log = get_logger()
 
@@ -168,6 +169,7 @@ class MediaServer:
         except OSError as error:
             return await self._lose(name, f"cannot be stored: {error}")
         kept.have += length
+        self.counters["media_received_bytes"] += length
         if kept.have == kept.size and (problem := await self._finish(name, kept, self._folder.finish)):
             return wire.MediumState(name=name, have=0, problem=problem)
         return wire.MediumState(name=name, have=kept.have)
@@ -194,6 +196,7 @@ class MediaServer:
             data = await on_disk(self._folder.read, name, offset, length)
         except OSError as error:
             return await self._lose(name, f"cannot be read: {error}")
+        self.counters["media_sent_bytes"] += length
         return wire.MediumData(name=name, size=kept.size, offset=offset, data=data)
 
     async def _lose(self, name: str, problem: str) -> wire.MediumState:
