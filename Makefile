@@ -8,10 +8,11 @@ STAMP := $(VENV)/.installed
 
 setup: $(STAMP)
 
-$(STAMP): requirements/core.lock requirements/cpu.lock requirements/dev.lock pyproject.toml CMakeLists.txt $(wildcard native/*/*)
+$(STAMP): requirements/core.lock requirements/cpu.lock requirements/dev.lock requirements/install_torchvision.py pyproject.toml CMakeLists.txt $(wildcard native/*/*)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	requirements/system.sh $(BIN)/python
 	$(BIN)/python -m pip install --quiet --no-deps --no-compile -r requirements/core.lock -r requirements/cpu.lock -r requirements/dev.lock
+	$(BIN)/python requirements/install_torchvision.py  # for models with images
 	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation --editable .
 	$(BIN)/python -m compileall -q -j 0 $(VENV)/lib > /dev/null || true  # else every engine's first start compiles vLLM
 	touch $@

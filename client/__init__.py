@@ -8,6 +8,7 @@ from seer.client.dynamic import DynamicSampling, mixed
 from seer.client.groups import Group, Response
 from seer.client.in_place import Broadcast, SharedTensors
 from seer.client.lora_adapter import LoraAdapter
+from seer.client.media import Placed, medium
 from seer.client.mooncake_source import MooncakeSource
 from seer.client.open_rollout import Delta, OpenRollout, PromptInFlight
 from seer.client.prompts import Prompt
@@ -41,6 +42,7 @@ __all__ = [
     "LoraAdapter",
     "MooncakeSource",
     "OpenRollout",
+    "Placed",
     "Progress",
     "Prompt",
     "PromptInFlight",
@@ -68,6 +70,7 @@ __all__ = [
     "Unreachable",
     "WeightsLive",
     "WeightsRefused",
+    "medium",
     "mixed",
     "per_response",
 ]

@@ -13,12 +13,22 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 
+from seer.client.media import Placed
 from seer.client.open_rollout import OpenRollout
 from seer.client.rollout import Rollout
 from seer.client.text import Tokenizer
 from seer.common.errors import DeadlineExceeded, InvalidField, RequestRefused, RolloutCancelled, RolloutFailed
 from seer.common.net.handshake import error_of
-from seer.common.wire import Accepted, Acknowledge, Cancel, GroupDone, Progress, Refused, TokensGenerated
+from seer.common.wire import (
+    Accepted,
+    Acknowledge,
+    Cancel,
+    GroupDone,
+    Progress,
+    Refused,
+    SubmitMedia,
+    TokensGenerated,
+)
 
 GIVEN_UP = 1_000
 """Submissions remembered as given up: if the buffer still runs one, it is cancelled again."""
@@ -114,6 +124,28 @@ class ActiveRollouts:
             rollout.fail(prompt_ids or rollout.unfinished, RolloutCancelled, "cancelled by the trainer")
             self.settle(rollout)
             yield Cancel(rollout_id=rollout.id, prompt_ids=list(prompt_ids), submission=rollout.submission)
+
+    def media_of(self, message: SubmitMedia) -> list[Placed]:
+        """Return the media of the prompts of a message that are unfinished."""
+        rollout = self._active.get(message.rollout_id)
+        prompts = rollout.prepared(message.prompt_ids) if rollout is not None else []
+        return [each for prompt in prompts for each in prompt.media]
+
+    def refuse(self, message: SubmitMedia, problem: str) -> None:
+        """Fail the prompts of a message that cannot be sent."""
+        rollout = self._active.get(message.rollout_id)
+        if rollout is not None:
+            rollout.fail(message.prompt_ids, RolloutFailed, problem)
+            self.settle(rollout)
+
+    def lose_medium(self, name: str, why: str) -> Iterator[Cancel]:
+        """Fail the prompts that show a medium which the buffer does not take; yield their cancels."""
+        for rollout in self:
+            prompts = rollout.prepared(rollout.unfinished)
+            if prompt_ids := [prompt.id for prompt in prompts if prompt.shows(name)]:
+                rollout.fail(prompt_ids, RequestRefused, f"media: {name}: {why}")
+                self.settle(rollout)
+                yield Cancel(rollout_id=rollout.id, prompt_ids=prompt_ids, submission=rollout.submission)
 
     def fail(self, cls: type[RequestRefused], reason: str) -> None:
         """End all rollouts in an error."""

@@ -22,21 +22,18 @@ from typing import Self, get_args
 from seer.client.active_rollouts import ActiveRollouts, AnyRollout
 from seer.client.in_place import Broadcast, SharedTensors
 from seer.client.lora_adapter import LoraAdapter
+from seer.client.media import MediaUploads
 from seer.client.open_rollout import OpenRollout
 from seer.client.prompts import Prompt, check_request, check_rollout_id, prepare
 from seer.client.rollout import BufferLost, Rollout, submissions
+from seer.client.sleep_call import SleepCall
 from seer.client.text import Tokenizer, load_tokenizer
 from seer.client.turns.journal import Journal
 from seer.client.turns.rollout import TrajectoriesAsked, TrajectoryRollout
-from seer.client.weight_update import InFlight, Source, Update, is_answer, new_call_id
+from seer.client.weight_update import InFlight, Source, Update, new_call_id
 from seer.common.clock import LoopClock
 from seer.common.config import SecurityConfig
-from seer.common.errors import (
-    InvalidField,
-    RolloutFailed,
-    SeerError,
-    Unreachable,
-)
+from seer.common.errors import InvalidField, RolloutFailed, SeerError, Unreachable
 from seer.common.ids import new_incarnation
 from seer.common.net.channel import Channel
 from seer.common.net.handshake import Identity
@@ -50,6 +47,7 @@ from seer.common.wire import (
     BufferToTrainer,
     Goodbye,
     GroupDone,
+    MediumState,
     Progress,
     Refused,
     Sleep,
@@ -57,6 +55,7 @@ from seer.common.wire import (
     SpoolState,
     Status,
     StatusRequest,
+    SubmitMedia,
     Tokens,
     TokensGenerated,
     TrainerToBuffer,
@@ -70,7 +69,7 @@ PING_SECONDS = 5.0
 """A buffer that sends nothing for this long is asked for its status, since it may only have nothing to
 say."""
 
-OPEN_ROLLOUTS, ADAPTERS, LEVELS, IN_PLACE = (2, 1), (2, 2), (2, 4), (2, 4)
+OPEN_ROLLOUTS, ADAPTERS, LEVELS, IN_PLACE, IMAGES = (2, 1), (2, 2), (2, 4), (2, 4), (2, 6)
 """The first protocol versions that have them."""
 
 GOODBYE_SECONDS = 2.0
@@ -82,8 +81,7 @@ class RolloutClient:
 
     `tokenizer` (a model folder, a tokenizer.json, or an object with encode and decode) is needed for text
     only. Rollouts fail with `BufferLost` when the buffer sends nothing for `silence_seconds`. Entering raises
-    `Unreachable` when the buffer does not answer in `connect_seconds`. `security`: its keys, by default those
-    that SEER_SECURITY__KEY and SEER_SECURITY__SERVER in the environment name.
+    `Unreachable` when the buffer does not answer in `connect_seconds`. `security`: default, SEER_SECURITY__*.
     """
 
     def __init__(
@@ -101,19 +99,18 @@ class RolloutClient:
         self._keys = load_keys(security_of(os.environ) if security is None else security)
         self.name = name or new_name(self._keys)
         self.tokenizer = None if tokenizer is None else load_tokenizer(tokenizer)
-        self._connect_seconds = connect_seconds
-        self._silence_seconds = silence_seconds
+        self._connect_seconds, self._silence_seconds = connect_seconds, silence_seconds
         self._given_transport = transport
         self._task: asyncio.Task[None] | None = None
-        self._next_number = 0
-        self._next_submission = 0
+        self._next_number = self._next_submission = 0
         self._active = ActiveRollouts(self.tokenizer)
+        self._uploads = MediaUploads(lambda *lost: self._send_all(self._active.lose_medium(*lost)))
         self._resubmit = False
         self._last_heard = 0.0
         self._wake = asyncio.Event()
         self._status_waiters: list[asyncio.Future[Status]] = []
         self._update: Update | None = None
-        self._sleep_call: tuple[Sleep, asyncio.Future[Slept]] | None = None
+        self._sleep_call: SleepCall | None = None
         self.weight_version = -1
 
     async def __aenter__(self) -> Self:
@@ -355,18 +352,14 @@ class RolloutClient:
             raise SeerError("another sleep or wake of this client is not finished: await it first")
         if (request.level > 1 or request.tags) and (problem := self._too_old("levels and tags", LEVELS)):
             raise SeerError(problem)
-        answer: asyncio.Future[Slept] = asyncio.get_running_loop().create_future()
-        self._sleep_call = (request, answer)
+        self._sleep_call = SleepCall(request)
         try:
             async with asyncio.timeout(seconds):
-                await self._channel.send(request)
-                slept = await answer
+                await self._sleep_call.run(self._channel.send)
         except TimeoutError as error:
             raise Unreachable(f"{self.endpoint}: not all engines answered within {seconds:g} s") from error
         finally:
             self._sleep_call = None
-        if slept.problem:
-            raise SeerError(slept.problem)
 
     async def status(self, timeout_seconds: float = 10.0) -> Status:
         """Return the buffer's state. Raises `Unreachable` when no answer comes in time."""
@@ -388,6 +381,7 @@ class RolloutClient:
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._receive())
             tasks.create_task(self._send_due())
+            tasks.create_task(self._uploads.run(self._channel.send))
 
     def _on_end(self, task: asyncio.Task[None]) -> None:
         """End all rollouts and calls with the error that ended the connection."""
@@ -396,12 +390,11 @@ class RolloutClient:
             error = error.exceptions[0]
         cls = BufferLost if isinstance(error, SeerError) else RolloutFailed
         why = repr(error) if cls is RolloutFailed else str(error)
-        self._active.fail(cls, why if error else "the client was closed")
-        if self._update is not None:
-            self._update.fail(Unreachable(f"{self.endpoint}: {why if error else 'the client was closed'}"))
-        if self._sleep_call is not None and not self._sleep_call[1].done():
-            ended = why if error else "the client was closed"
-            self._sleep_call[1].set_exception(Unreachable(f"{self.endpoint}: {ended}"))
+        ended = why if error else "the client was closed"
+        self._active.fail(cls, ended)
+        for call in (self._update, self._sleep_call):
+            if call is not None:
+                call.fail(Unreachable(f"{self.endpoint}: {ended}"))
 
     async def _receive(self) -> None:
         while True:
@@ -422,9 +415,9 @@ class RolloutClient:
                 ):
                     self._update.answer(message)
                 case Slept() if self._sleep_call is not None:
-                    request, answer = self._sleep_call
-                    if message.asleep == request.asleep and is_answer(request, message) and not answer.done():
-                        answer.set_result(message)
+                    self._sleep_call.answer(message)
+                case MediumState():
+                    self._uploads.answer(message)
                 case _:
                     pass
 
@@ -450,9 +443,7 @@ class RolloutClient:
             await self._send_all(self._active.owed())
             await self._send_again()
             for rollout in self._active.open:
-                if problem := self._too_old(
-                    "open rollouts", OPEN_ROLLOUTS
-                ):  # an older one was started in its place
+                if problem := self._too_old("open rollouts", OPEN_ROLLOUTS):  # an older one came in its place
                     rollout.fail(rollout.unfinished, RolloutFailed, problem)
                     self._active.settle(rollout)
                 await self._send_all(rollout.to_submit())
@@ -473,7 +464,7 @@ class RolloutClient:
         if self._update is not None:
             await self._update.send_again(self._channel.send)
         if self._sleep_call is not None:
-            await self._channel.send(self._sleep_call[0])
+            await self._channel.send(self._sleep_call.request)
         if self._status_waiters:
             await self._channel.send(StatusRequest())
         for rollout in self._active:
@@ -492,7 +483,12 @@ class RolloutClient:
 
     async def _send_all(self, messages: Iterable[TrainerToBuffer]) -> None:
         for message in messages:
+            if isinstance(message, SubmitMedia) and (problem := self._too_old("images", IMAGES)):
+                self._active.refuse(message, problem)
+                continue
             await self._channel.send(message)
+            if isinstance(message, SubmitMedia):  # the buffer knows by now who needs them
+                self._uploads.add(self._active.media_of(message))
 
     def _check_open(self) -> None:
         if self._task is None or self._task.done():

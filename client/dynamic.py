@@ -214,7 +214,10 @@ class DynamicSampling(ScoringScope):
             why = "not submitted: the deadline passed before enough groups were accepted"
             raise DeadlineExceeded(why, tuple(prompt.id for prompt in prompts))
         rollout = await self._client.submit(
-            [Prompt(prompt.id, token_ids=prompt.token_ids, metadata=prompt.metadata) for prompt in prompts],
+            [
+                Prompt(prompt.id, token_ids=prompt.token_ids, metadata=prompt.metadata, media=prompt.media)
+                for prompt in prompts
+            ],
             n=self._n,
             sampling=self._sampling,
             seed=self._seed,

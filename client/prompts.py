@@ -12,11 +12,14 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 import numpy as np
+from msgspec import structs
 
+from seer.client.media import Placed, check_media
 from seer.client.text import Tokenizer
+from seer.common import types
 from seer.common.errors import InvalidField
 from seer.common.types import SamplingParams
-from seer.common.wire import MAX_GROUP_SIZE, Tokens
+from seer.common.wire import MAX_GROUP_SIZE, Submit, SubmitMedia, Tokens
 
 MAX_ID_BYTES = 400
 """A request id, of at most 512 bytes, consists of the rollout's id, the prompt's id and an index."""
@@ -37,12 +40,17 @@ _INT64 = range(-(2**63), 2**63)
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """One prompt: `text` or `token_ids`, not both. `metadata` stays with the client."""
+    """One prompt: `text` or `token_ids`, not both. `metadata` stays with the client.
+
+    `media`: images in the order in which they stand in `token_ids`, in place of the model's placeholders;
+    `seer.client.images.prepare` makes both.
+    """
 
     id: str
     text: str | None = None
     token_ids: Sequence[int] | Tokens | None = None
     metadata: Mapping[str, object] = field(default_factory=dict)
+    media: Sequence[Placed] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +60,16 @@ class Prepared:
     id: str
     token_ids: Tokens
     metadata: Mapping[str, object]
+    media: tuple[Placed, ...] = ()
+
+    @property
+    def places(self) -> list[types.Placed]:
+        """Where its media stand, by name, as messages have it."""
+        return [each.on_wire for each in self.media]
+
+    def shows(self, name: str) -> bool:
+        """Return whether a medium of this name is in it."""
+        return any(each.medium.name == name for each in self.media)
 
 
 def prepare(
@@ -84,7 +102,13 @@ def prepare_one(
     check_id(prompt.id, f"{where}.id")
     if (prompt.text is None) == (prompt.token_ids is None):
         raise InvalidField(where, prompt.id, "give either text or token_ids")
-    return Prepared(prompt.id, _encode(prompt, where, tokenizer), prompt.metadata)
+    if prompt.media and prompt.token_ids is None:
+        fix = "give token_ids with placeholders, as seer.client.images.prepare makes them"
+        raise InvalidField(f"{where}.media", len(prompt.media), fix)
+    tokens = _encode(prompt, where, tokenizer)
+    return Prepared(
+        prompt.id, tokens, prompt.metadata, check_media(prompt.media, tokens.size, f"{where}.media")
+    )
 
 
 def batches(items: Iterable[T], tokens_of: Callable[[T], int]) -> Iterator[list[T]]:
@@ -98,6 +122,13 @@ def batches(items: Iterable[T], tokens_of: Callable[[T], int]) -> Iterator[list[
         batch.append(item)
         tokens += tokens_of(item)
     yield batch
+
+
+def with_media(submit: Submit, prompts: Sequence[Prepared]) -> Submit:
+    """Return the message that submits prompts, which names their media if they have any."""
+    if not any(prompt.media for prompt in prompts):
+        return submit
+    return SubmitMedia(**structs.asdict(submit), media=[prompt.places for prompt in prompts])
 
 
 def check_place(group: str, first_index: int, n: int) -> None:

@@ -104,6 +104,11 @@ class BufferConfig(_Section, frozen=True):
     spool: str = ""
     """Folder for weights that trainers stream, in `seer-spool`: room for two versions. Default: a temporary
     one."""
+    media: str = ""
+    """Folder for the images of prompts, in `seer-media`; they outlast the buffer there. Default: a temporary
+    one."""
+    media_bytes: int = 16 * 2**30
+    """Bound on them; beyond it, those that no prompt needs go, the least recently used first."""
     result_bytes: int = 8 * 2**30
     """Bound on finished groups that wait; beyond it the oldest is dropped, and generated again if asked
     for."""
@@ -210,6 +215,8 @@ class EngineConfig(_Section, frozen=True):
     """Deadline for that: an engine that has not received all by then ends, and starts again."""
     load_seconds: float = 900.0
     """Deadline for loading the model."""
+    media_bytes: int = 4 * 2**30
+    """Bound on images of prompts kept in host memory; beyond it, those that no chunk here needs go."""
     flush_tokens: int = 64
     """New tokens of a request that trigger a flush to the dgds."""
     flush_seconds: float = 0.05

@@ -15,10 +15,11 @@ import hashlib
 import secrets
 import struct
 import time
+from collections.abc import Sequence
 
 import msgspec
 
-from seer.common.types import SamplingParams
+from seer.common.types import Placed, SamplingParams
 
 _KEY_PERSON = b"seer-key-v1"
 _INT64 = range(-(2**63), 2**63)
@@ -39,13 +40,21 @@ def request_key(seed: int, rollout_number: int, group: str, response_index: int)
 
 
 def params_digest(
-    seed: int, rollout_number: int, n: int, sampling: SamplingParams, group: str = "", first_index: int = 0
+    seed: int,
+    rollout_number: int,
+    n: int,
+    sampling: SamplingParams,
+    group: str = "",
+    first_index: int = 0,
+    media: Sequence[Placed] = (),
 ) -> int:
     """Return a 63-bit digest of what a submission asks for a prompt: with its tokens, it makes the responses.
 
-    `group` and `first_index` are as in `wire.Submit`.
+    `group`, `first_index` and `media` are as in `wire.Submit` and `wire.SubmitMedia`.
     """
-    place = (group, first_index) if group or first_index else ()
+    place: tuple[object, ...] = (group, first_index, media) if media else (group, first_index)
+    if not (group or first_index or media):
+        place = ()
     packed = msgspec.msgpack.encode((seed, rollout_number, n, sortable(sampling), *place), order="sorted")
     return int.from_bytes(hashlib.blake2b(packed, digest_size=8).digest(), "little") >> 1
 

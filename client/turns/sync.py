@@ -21,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from seer.client.loop_thread import LoopThread, iterate
+from seer.client.media import Placed
 from seer.client.turns.rollout import TrajectoryGroup, TrajectoryRollout
 from seer.client.turns.trajectory import Trajectory, Turn
 from seer.common.errors import RolloutCancelled
@@ -71,6 +72,11 @@ class SyncTrajectory:
         return self._trajectory.token_ids
 
     @property
+    def media(self) -> tuple[Placed, ...]:
+        """See `Trajectory.media`."""
+        return self._trajectory.media
+
+    @property
     def loss_mask(self) -> npt.NDArray[np.bool_]:
         """True where a token was generated: bool [length]."""
         return self._trajectory.loss_mask
@@ -114,9 +120,9 @@ class SyncTrajectory:
         """See `Trajectory.generate`."""
         return self._wait(self._start(self._trajectory.generate(sampling, **changes)))
 
-    def append(self, tokens: str | Sequence[int] | Tokens) -> None:
+    def append(self, tokens: str | Sequence[int] | Tokens, media: Sequence[Placed] = ()) -> None:
         """See `Trajectory.append`."""
-        self._trajectory.append(tokens)
+        self._trajectory.append(tokens, media)
 
     def once(self, call: Callable[[str], T]) -> T:
         """See `Trajectory.once`; `call` runs in this thread."""

@@ -13,7 +13,7 @@ class RequestView:
     in earlier turns, and all turns together generate at most `cap`; 0: it is no turn. `queued` numbers the
     times at which requests started to wait, so it orders them by arrival in the queue. `last_instance` ran
     the last chunk; empty before the first. `came_with`: what it had `produced` when it last came there, from
-    elsewhere or after it waited.
+    elsewhere or after it waited. `image`: tokens of the largest image in its prompt; 0: it has none.
     """
 
     request_id: str
@@ -27,6 +27,7 @@ class RequestView:
     came_with: int = 0
     earlier: int = 0
     cap: int = 0
+    image: int = 0
 
     @property
     def context(self) -> int:

@@ -64,6 +64,13 @@ from seer.common.wire.events import RequestProgress as RequestProgress
 from seer.common.wire.events import Sequenced as Sequenced
 from seer.common.wire.events import SnapshotAsked as SnapshotAsked
 from seer.common.wire.events import SnapshotRequest as SnapshotRequest
+from seer.common.wire.media import MEDIA_AT_ONCE as MEDIA_AT_ONCE
+from seer.common.wire.media import MEDIUM_PART_BYTES as MEDIUM_PART_BYTES
+from seer.common.wire.media import MEDIUM_STALL_SECONDS as MEDIUM_STALL_SECONDS
+from seer.common.wire.media import MediumData as MediumData
+from seer.common.wire.media import MediumState as MediumState
+from seer.common.wire.media import OpenMedium as OpenMedium
+from seer.common.wire.media import ReadMedium as ReadMedium
 from seer.common.wire.nodes import CheckWeights as CheckWeights
 from seer.common.wire.nodes import JoinNode as JoinNode
 from seer.common.wire.nodes import LeaderToNode as LeaderToNode
@@ -81,6 +88,7 @@ from seer.common.wire.trainers import Progress as Progress
 from seer.common.wire.trainers import Status as Status
 from seer.common.wire.trainers import StatusRequest as StatusRequest
 from seer.common.wire.trainers import Submit as Submit
+from seer.common.wire.trainers import SubmitMedia as SubmitMedia
 from seer.common.wire.trainers import TokensGenerated as TokensGenerated
 from seer.common.wire.trainers import TrainerToBuffer as TrainerToBuffer
 from seer.common.wire.weights import MAX_HOLDERS as MAX_HOLDERS

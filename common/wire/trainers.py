@@ -9,7 +9,15 @@ from typing import Annotated
 
 import msgspec
 
-from seer.common.types import Capacity, FinishReason, InstanceStats, SamplingParams, TurnSpec
+from seer.common.types import (
+    MAX_MEDIA,
+    Capacity,
+    FinishReason,
+    InstanceStats,
+    Placed,
+    SamplingParams,
+    TurnSpec,
+)
 from seer.common.wire.base import (
     MAX_GROUP_SIZE,
     Goodbye,
@@ -23,6 +31,7 @@ from seer.common.wire.base import (
     Tokens,
     Welcome,
 )
+from seer.common.wire.media import MediumData, MediumState, OpenMedium
 from seer.common.wire.weights import (
     OpenSpool,
     Sleep,
@@ -79,6 +88,16 @@ class Submit(Message, tag=True):
     open: bool = False
     stream: bool = False
     turns: list[TurnSpec] = []
+
+
+class SubmitMedia(Submit, tag=True, kw_only=True):
+    """A `Submit` of prompts with media: a message of its own, as older buffers would leave them out.
+
+    `media`: one list for each prompt, in order of their offsets. Prompts wait until the buffer has all their
+    media, and are refused when nothing of these has come for `MEDIUM_STALL_SECONDS`.
+    """
+
+    media: list[Annotated[list[Placed], msgspec.Meta(max_length=MAX_MEDIA)]]
 
 
 class Accepted(Message, tag=True):
@@ -219,6 +238,7 @@ class Status(Message, tag=True):
 TrainerToBuffer = (
     Hello
     | Submit
+    | SubmitMedia
     | Cancel
     | Acknowledge
     | StatusRequest
@@ -227,6 +247,8 @@ TrainerToBuffer = (
     | OpenSpool
     | SpoolData
     | Sleep
+    | OpenMedium
+    | MediumData
 )
 BufferToTrainer = (
     Welcome
@@ -241,4 +263,5 @@ BufferToTrainer = (
     | SpoolState
     | Slept
     | WeightsLoading
+    | MediumState
 )

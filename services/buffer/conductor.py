@@ -23,6 +23,7 @@ from seer.services.buffer.events import Drained, Joined, Left, Tick, Weights
 from seer.services.buffer.liveness import Liveness
 from seer.services.buffer.log.kept import KeptChunks
 from seer.services.buffer.machine import BufferMachine, Event, Instruction
+from seer.services.buffer.media.machine import MediaMachine
 from seer.services.buffer.requests import events, instructions
 from seer.services.buffer.requests.deliveries import Deliveries, Sent
 from seer.services.buffer.store import TOKEN_BYTES, Store, SubmittedPrompt
@@ -45,8 +46,9 @@ class Ended:
 
 @dataclass(frozen=True, slots=True)
 class Submitted:
-    """A submission, and its prompts by id."""
+    """A submission of a trainer, and its prompts by id."""
 
+    trainer: str
     submit: wire.Submit
     prompts: Mapping[str, SubmittedPrompt]
 
@@ -67,6 +69,7 @@ class Conductor:
         machine: BufferMachine,
         store: Store,
         kept: KeptChunks,
+        media: MediaMachine,
         silence_seconds: float,
         lease_seconds: float,
         *,
@@ -79,7 +82,7 @@ class Conductor:
     ) -> None:
         self._clock = clock
         self._machine, self._requests, self._weights = machine, machine.requests, machine.weights
-        self._store, self._kept = store, kept
+        self._store, self._kept, self._media = store, kept, media
         self._to_engine, self._to_trainer, self._publish = to_engine, to_trainer, publish
         self._to_address, self._on_loss, self._record = to_address, on_loss, record
         self._deliveries = Deliveries()
@@ -196,7 +199,10 @@ class Conductor:
                 case instructions.Keep() if isinstance(arrays, Ended):
                     self._keep(item, arrays, live)
                 case instructions.Take() if isinstance(arrays, Submitted):
-                    self._store.open(item.group_id, arrays.prompts[item.prompt_id])
+                    prompt = arrays.prompts[item.prompt_id]
+                    self._store.open(item.group_id, prompt)
+                    names = [each.name for each in prompt.media]
+                    self._media.refer(item.group_id, arrays.trainer, names, now)
                     self._kept.open(arrays.submit.rollout_id, item.prompt_id)
                 case _:
                     self._perform(item)
@@ -255,6 +261,7 @@ class Conductor:
             case instructions.Forget():
                 self._store.forget(item.group_id)
                 self._kept.forget(item.group_id)
+                self._media.release(item.group_id)
                 self._deliver(self._deliveries.forget(item.group_id))
             case instructions.Accept() | instructions.Refuse():
                 self._to_address(item.life, views.answer(item))

@@ -24,6 +24,7 @@ from seer.services.buffer import sleep
 from seer.services.buffer.conductor import Conductor, Ended
 from seer.services.buffer.log.kept import KeptChunks
 from seer.services.buffer.machine import BufferMachine
+from seer.services.buffer.media.server import MediaServer
 from seer.services.buffer.peers import Peers, check_register, handle_hello, life_of
 from seer.services.buffer.requests import events
 from seer.services.buffer.weights import events as weight_events
@@ -41,10 +42,11 @@ class EngineConnections:
         conductor: Conductor,
         kept: KeptChunks,
         spool: Spool,
+        media: MediaServer,
     ) -> None:
         self._me, self._clock = me, clock
         self._requests, self._weights = machine.requests, machine.weights
-        self._conductor, self._kept, self._spool = conductor, kept, spool
+        self._conductor, self._kept, self._spool, self._media = conductor, kept, spool, media
         self._log = get_logger()
         self._peers = Peers()
         self._registered_at: dict[str, bytes] = {}  # by name: the address that registered last
@@ -121,6 +123,8 @@ class EngineConnections:
                 self._conductor.apply(sleep.SleepAnswered(name, message.asleep, tags, dropped))
             case wire.OpenSpool() | wire.ReadSpool():
                 self._spool.put(self.hub.reply, address, message)
+            case wire.ReadMedium():
+                self._media.put(self.hub.reply, address, message)
             case wire.Goodbye():
                 self._log.info("engine left", engine=name, problem=message.problem)
                 self._conductor.engine_left(name, died=bool(message.problem))

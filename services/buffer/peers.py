@@ -149,10 +149,9 @@ def check_register(register: Register) -> None:
         except ConfigError as error:
             raise InvalidField("weights_endpoint", register.weights_endpoint, str(error)) from error
     for name, value in structs.asdict(register.capacity).items():
-        if not int(name != "draft_tokens") <= value <= MAX_SIZE:
-            raise InvalidField(
-                f"capacity.{name}", value, f"must be in [1, {MAX_SIZE}], draft_tokens 0 or more"
-            )
+        least = 0 if name in ("draft_tokens", "image_tokens") else 1
+        if not least <= value <= MAX_SIZE:
+            raise InvalidField(f"capacity.{name}", value, f"must be in [{least}, {MAX_SIZE}]")
     longest = max((len(text) for item in register.versions.items() for text in item), default=0)
     if len(register.versions) > MAX_VERSIONS or longest > MAX_ID:
         fix = f"give at most {MAX_VERSIONS} entries of {MAX_ID} characters"

@@ -35,6 +35,7 @@ from seer.services.buffer.engines import EngineConnections
 from seer.services.buffer.log.kept import KeptChunks
 from seer.services.buffer.log.rows import Header
 from seer.services.buffer.log.writer import LogWriter
+from seer.services.buffer.media.server import MediaServer
 from seer.services.buffer.peers import Peers, handle_hello
 from seer.services.buffer.requests import events, state
 from seer.services.buffer.store import TOKEN_BYTES, Store
@@ -90,6 +91,13 @@ class BufferServer:
         self.store = Store()
         chunks = str(Path(settings.log) / "chunks") if settings.log and settings.keep_chunks else ""
         self._kept = KeptChunks(chunks, settings.result_ttl_seconds, clock.now())
+        self._media = MediaServer(
+            settings.media,
+            settings.media_bytes,
+            clock,
+            arrived=lambda name: self.conductor.apply(events.MediumArrived(name)),
+            stalled=lambda groups, why: self.conductor.apply(events.MediaStalled(groups, why)),
+        )
         # Bounded by open work, as the outboxes are: each request has one running chunk, each group one
         # result, and ticks add messages only to idle outboxes.
         self._to_publish: asyncio.Queue[wire.BufferPublished] = asyncio.Queue()
@@ -98,6 +106,7 @@ class BufferServer:
             machines,
             self.store,
             self._kept,
+            self._media.machine,
             settings.engine_silence_seconds,
             settings.trainer_lease_seconds,
             to_engine=lambda name, message: self._engines.send(name, message),
@@ -109,11 +118,14 @@ class BufferServer:
         )
         self._spool = Spool(settings.spool, clock)
         self._trainers = Peers()
-        self._engines = EngineConnections(self.me, clock, machines, self.conductor, self._kept, self._spool)
+        self._engines = EngineConnections(
+            self.me, clock, machines, self.conductor, self._kept, self._spool, self._media
+        )
 
     async def start(self) -> dict[str, str]:
         """Bind everything; return the endpoints bound."""
         self._spool.start()
+        self._media.start()
         at = self._config.endpoints
         trainers = await self._transport.router(at.trainers)
         engines = await self._transport.router(at.engines)
@@ -173,6 +185,7 @@ class BufferServer:
                     self._publish(),
                     self._tick(),
                     self._spool.run(),
+                    self._media.run(),
                 )
             ]
             await self.conductor.drained.wait()
@@ -236,6 +249,8 @@ class BufferServer:
                 return self._update(name, address, message)
             case wire.OpenSpool() | wire.SpoolData():
                 self._spool.put(self._trainer_hub.reply, address, message)
+            case wire.OpenMedium() | wire.MediumData():
+                self._media.put(self._trainer_hub.reply, address, message, name)
             case wire.Goodbye():
                 self._trainers.remove(address)
                 self.conductor.apply(events.TrainerLost(address))
@@ -269,6 +284,7 @@ class BufferServer:
             self._trainer_hub.uptime_seconds,
             services,
             self._sleep.held,
+            self._media.counters,
         )
 
     async def _submit(self, trainer: str, address: bytes, submit: wire.Submit) -> wire.BufferToTrainer | None:
@@ -284,8 +300,10 @@ class BufferServer:
                 submission=submit.submission,
             )
         for part in submissions.parts(submit, prompts, self.store):
-            event = submissions.event(trainer, address, submit, part, self.store, self._kept)
-            self.conductor.apply(event, Submitted(submit, part))
+            event = submissions.event(
+                trainer, address, submit, part, self.store, self._kept, self._media.machine
+            )
+            self.conductor.apply(event, Submitted(trainer, submit, part))
             await asyncio.sleep(0)
         return None
 
@@ -308,6 +326,7 @@ class BufferServer:
             self._kept.flush()
             self._kept.tick(self._clock.now())
             self._spool.remove_unneeded(self.weights.sources)
+            self._media.tick()
             if self._engines.outbox.idle:
                 for name in sorted(self.weights.known):
                     self._engines.send(name, wire.Ping())

@@ -7,13 +7,13 @@ Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from seer.common import ids, wire
-from seer.common.types import SamplingParams, TurnSpec
+from seer.common.types import Placed, SamplingParams, TurnSpec
 from seer.services.buffer.events import Weights
 from seer.services.buffer.requests.instructions import Dispatch
 from seer.services.buffer.requests.state import GroupState
@@ -38,7 +38,7 @@ class SubmittedPrompt:
 
     Its responses are those from `first_index` on of `group`, by default its own group; `shared_id` is that
     group's id if the trainer named it, else empty. `params_digest` is `ids.params_digest` of all this but
-    `turn`, of which no token is a function.
+    `turn`, of which no token is a function. `media` stand in its tokens.
     """
 
     tokens: wire.Tokens
@@ -52,6 +52,7 @@ class SubmittedPrompt:
     stream: bool
     params_digest: int
     turn: TurnSpec | None = None
+    media: Sequence[Placed] = ()
 
 
 @dataclass(slots=True)
@@ -144,6 +145,7 @@ class Store:
             draft_index=place if prompt.shared_id else 0,
             turn_start=len(prompt.tokens) if turn else 0,
             parks=turn is not None,
+            media=list(prompt.media),
         )
 
     def result(self, state: GroupState) -> wire.GroupDone:

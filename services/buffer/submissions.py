@@ -9,7 +9,9 @@ import numpy as np
 
 from seer.common import ids, wire
 from seer.common.errors import InvalidField
+from seer.common.types import check_placed
 from seer.services.buffer.log.kept import KeptChunks
+from seer.services.buffer.media.machine import MediaMachine
 from seer.services.buffer.requests.events import GroupSpec, GroupsSubmitted
 from seer.services.buffer.store import Store, SubmittedPrompt
 
@@ -24,9 +26,10 @@ def prompts(submit: wire.Submit) -> dict[str, SubmittedPrompt]:
     usual = ids.params_digest(*params)
     pieces = np.split(submit.tokens, np.cumsum(submit.lengths)[:-1])
     groups, firsts = submit.groups or repeat(""), submit.first_indices or repeat(0)
-    places = zip(groups, firsts, submit.turns or repeat(None), strict=False)
+    media = submit.media if isinstance(submit, wire.SubmitMedia) else repeat(())
+    places = zip(groups, firsts, submit.turns or repeat(None), media, strict=False)
     found = {}
-    for prompt_id, tokens, (group, first, turn) in zip(submit.prompt_ids, pieces, places, strict=False):
+    for prompt_id, tokens, (group, first, turn, seen) in zip(submit.prompt_ids, pieces, places, strict=False):
         found[prompt_id] = SubmittedPrompt(
             tokens=tokens,
             group=group or prompt_id,
@@ -37,8 +40,9 @@ def prompts(submit: wire.Submit) -> dict[str, SubmittedPrompt]:
             seed=submit.seed,
             rollout_number=submit.rollout_number,
             stream=submit.stream,
-            params_digest=ids.params_digest(*params, group, first) if group or first else usual,
+            params_digest=ids.params_digest(*params, group, first, seen) if group or first or seen else usual,
             turn=turn,
+            media=seen,
         )
     return found
 
@@ -67,8 +71,9 @@ def event(
     prompts: Mapping[str, SubmittedPrompt],
     store: Store,
     kept: KeptChunks,
+    media: MediaMachine,
 ) -> GroupsSubmitted:
-    """Return the event of a valid submission, with what `kept` has of its prompts."""
+    """Return the event of a valid submission, with what `kept` and `media` have of its prompts."""
     params_digest = ids.params_digest(submit.seed, submit.rollout_number, submit.n, submit.sampling)
     rollout_id = submit.rollout_id
     specs = [
@@ -80,6 +85,8 @@ def event(
             prompt.shared_id,
             prompt.first_index,
             prompt.turn,
+            max((each.length for each in prompt.media), default=0),
+            media.missing(each.name for each in prompt.media),
         )
         for prompt_id, prompt in prompts.items()
     ]
@@ -114,6 +121,8 @@ def _check(submit: wire.Submit) -> None:
         raise InvalidField("tokens", int(submit.tokens.min()), "token ids must be >= 0")
     _check_places(submit)
     _check_turns(submit)
+    if isinstance(submit, wire.SubmitMedia):
+        _check_media(submit)
 
 
 def _check_places(submit: wire.Submit) -> None:
@@ -127,6 +136,14 @@ def _check_places(submit: wire.Submit) -> None:
     last = max(submit.first_indices, default=0) + submit.n
     if last > wire.MAX_GROUP_SIZE:
         raise InvalidField("first_indices", last - submit.n, f"must be <= {wire.MAX_GROUP_SIZE - submit.n}")
+
+
+def _check_media(submit: wire.SubmitMedia) -> None:
+    if len(submit.media) != len(submit.prompt_ids):
+        fix = f"give one list per prompt, {len(submit.prompt_ids)}"
+        raise InvalidField("media", len(submit.media), fix)
+    for place, (media, length) in enumerate(zip(submit.media, submit.lengths, strict=True)):
+        check_placed(media, length, f"media[{place}]")
 
 
 def _check_turns(submit: wire.Submit) -> None:

@@ -170,8 +170,9 @@ def status(
     uptime_seconds: float,
     services: dict[str, str],
     asleep: bool,
+    media: Mapping[str, int],
 ) -> wire.Status:
-    """Return the answer to `StatusRequest`. `lives` counts incarnations by engine name."""
+    """Return the answer to `StatusRequest`. `lives`: incarnations by engine name; `media`: more counters."""
     return wire.Status(
         name=me.name,
         incarnation=me.incarnation,
@@ -191,7 +192,7 @@ def status(
         rollouts=len(machine.rollouts),
         requests_waiting=machine.waiting,
         requests_running=machine.instances.chunks,
-        counters=machine.counters,
+        counters=machine.counters | dict(media),
         uptime_seconds=uptime_seconds,
         weight_version=weights.live.version if weights.live else 0,
         weights_digest=weights.live.digest if weights.live else "",

@@ -10,20 +10,29 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import msgspec
 
 from seer.common.errors import InvalidField
+from seer.common.media import Medium
 from seer.common.sleep import SleepLevel, SleepState
-from seer.common.types import Capacity, InstanceStats, SamplingParams
+from seer.common.types import Capacity, InstanceStats, Placed, SamplingParams
 from seer.services.dgds.client import StreamDelta
+
+
+class PlacedMedium(NamedTuple):
+    """A medium, checked against its name, and where it stands in a chunk's tokens."""
+
+    place: Placed
+    medium: Medium
 
 
 class Chunk(msgspec.Struct, frozen=True, kw_only=True):
     """One chunk to run; see `wire.RunChunk`. `tokens` is prompt plus output so far, of all turns.
 
-    It belongs to response `index` of its group; without a group it has no drafts and feeds none.
+    It belongs to response `index` of its group; without a group it has no drafts and feeds none. `media` are
+    all that stand in the tokens, in order.
     """
 
     request_id: str
@@ -40,6 +49,7 @@ class Chunk(msgspec.Struct, frozen=True, kw_only=True):
     probe: bool = False
     turn_start: int = 0
     parks: bool = False
+    media: tuple[PlacedMedium, ...] = ()
 
     @property
     def counts_from(self) -> int:

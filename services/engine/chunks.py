@@ -7,15 +7,17 @@ could be mistaken for the new one's.
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from seer.common import wire
 from seer.common.errors import InvalidField
+from seer.common.media import Medium
 from seer.common.policy.draft_costs import from_percent
-from seer.services.engine.backend import Chunk, ChunkEnd
+from seer.common.types import check_placed
+from seer.services.engine.backend import Chunk, ChunkEnd, PlacedMedium
 
 Place = tuple[str, int]
 """A group in which drafts are shared, and a response's index there."""
@@ -56,6 +58,7 @@ def start_chunk(order: wire.RunChunk, serial: int, taken: Container[Place] = ())
     if not 1 <= order.prompt_len <= len(order.tokens):
         raise InvalidField("prompt_len", order.prompt_len, f"must be in [1, {len(order.tokens)}] (tokens)")
     order.sampling.check()
+    check_placed(order.media, len(order.tokens))
     place = (order.draft_group, order.draft_index) if order.draft_group else (group_id, int(index))
     if place in taken:
         place = (order.request_id, 0)
@@ -63,8 +66,8 @@ def start_chunk(order: wire.RunChunk, serial: int, taken: Container[Place] = ())
     return RunningChunk(*place, order.attempt, serial, length, parks=order.parks)
 
 
-def chunk_of(order: wire.RunChunk, run: RunningChunk) -> Chunk:
-    """Return the chunk as the backend takes it."""
+def chunk_of(order: wire.RunChunk, run: RunningChunk, medium: Callable[[str], Medium]) -> Chunk:
+    """Return the chunk as the backend takes it; `medium` returns its media by their names."""
     return Chunk(
         request_id=order.request_id,
         group_id=run.group_id,
@@ -80,6 +83,7 @@ def chunk_of(order: wire.RunChunk, run: RunningChunk) -> Chunk:
         probe=order.probe,
         turn_start=order.turn_start,
         parks=order.parks,
+        media=tuple(PlacedMedium(place, medium(place.name)) for place in order.media),
     )
 
 

@@ -6,7 +6,8 @@ Invariants (tests/unit/test_engine_server.py asserts them):
 - results are sent at once; those of chunks that end while a message is being sent share one `ChunksDone`;
 - when the buffer forgot this engine (it restarted, or could not reach it for a while), all chunks are
   dropped, and the engine registers again before it sends anything else;
-- generation waits for neither the buffer nor the dgds;
+- generation waits for neither the buffer nor the dgds; a chunk whose images are not here yet waits for
+  them, alone (`media.py`);
 - while weights are read or loaded, or the engine goes to sleep, it still reports its status;
 - told to stop, it hands back what its chunks have so far (a chunk may end anywhere) and leaves; when
   the backend fails it says `Goodbye` and ends with that error.
@@ -41,6 +42,7 @@ from seer.services.engine.backend import Backend, Chunk, ChunkEnd, StepOutput
 from seer.services.engine.chunks import Place, RunningChunk, chunk_of, done_message, start_chunk
 from seer.services.engine.draft_groups import DraftGroups
 from seer.services.engine.driver import BackendInfo, Driver, InlineDriver, ThreadDriver
+from seer.services.engine.media import EngineMedia
 from seer.services.engine.nodes.agreement import Meeting, check_nodes, meeting
 from seer.services.engine.nodes.follower import Follower
 from seer.services.engine.nodes.leader import Leader
@@ -119,6 +121,8 @@ class EngineServer:
         self.dgds = DgdsClient(transport, config.endpoints.dgds, me, clock, settings)
         self._pace = Pace()
         self.running: dict[str, RunningChunk] = {}
+        self._held: dict[str, wire.RunChunk] = {}  # those of them that wait for media
+        self._media = EngineMedia(settings.media_bytes, clock, self._give, self._lack, self._wake)
         self._places: set[Place] = set()  # of running chunks
         # Bounded by the chunks placed here: each leaves one entry, sent as soon as the buffer takes it.
         self._ended: list[tuple[ChunkEnd, RunningChunk]] = []
@@ -174,6 +178,7 @@ class EngineServer:
                         self._receive(),
                         self._send(),
                         self._report(),
+                        self._media.run(),
                         self._updater.run(),
                         self._peers.server.run(),
                         self._driver.run(),
@@ -208,6 +213,8 @@ class EngineServer:
                     self._updater.cancel(order)
                 case (wire.SpoolState() | wire.SpoolData()) as part:
                     self._updater.fetcher.arrived(part)
+                case (wire.MediumState() | wire.MediumData()) as part:
+                    self._media.arrived(part)
                 case wire.Welcome():
                     self._rejoin()
                 case wire.Refused() as refused:
@@ -237,7 +244,22 @@ class EngineServer:
             if not order.draft_group:  # else its prompts differ, and every engine must find the same dgds
                 self.dgds.register(run.group_id, order.tokens[: order.prompt_len])
             self.dgds.begin(run.group_id, run.index, run.attempt, order.tokens[order.prompt_len :])
-        self._driver.add(chunk_of(order, run))
+        self._held[order.request_id] = order
+        if order.media:
+            self._media.hold(order.request_id, [place.name for place in order.media])
+        else:
+            self._give(order.request_id)
+
+    def _give(self, request_id: str) -> None:
+        """Give a chunk to the backend: all its media are here."""
+        order = self._held.pop(request_id)
+        self._driver.add(chunk_of(order, self.running[request_id], self._media.get))
+
+    def _lack(self, request_id: str, error: SeerError) -> None:
+        """Tell the buffer that a chunk's media cannot be had."""
+        run = self.running.pop(request_id)
+        self._chunk_left(request_id, run, finished=False)
+        self._reject(request_id, run.attempt, error)
 
     def _copies_at(self) -> str:
         """Return where other engines are to read copies of weights; with keys, only with a list of them."""
@@ -247,7 +269,7 @@ class EngineServer:
     def _drop_chunk(self, request_id: str, attempt: int) -> None:
         run = self.running.get(request_id)
         if run is not None and run.attempt == attempt:
-            self._chunk_left(run, finished=False)
+            self._chunk_left(request_id, run, finished=False)
             del self.running[request_id]
             self._driver.drop(request_id, run.serial)
 
@@ -260,8 +282,10 @@ class EngineServer:
         self._updater.rejoined()
         self.register_again()
 
-    def _chunk_left(self, run: RunningChunk, *, finished: bool) -> None:
+    def _chunk_left(self, request_id: str, run: RunningChunk, *, finished: bool) -> None:
         self._places.discard(run.place)
+        self._held.pop(request_id, None)
+        self._media.release(request_id)
         if self._draft_groups is not None:
             self._draft_groups.chunk_ended(run.group_id, run.index, finished, self._clock.now())
 
@@ -323,7 +347,7 @@ class EngineServer:
             run = self.running.get(end.request_id)
             if run is not None and run.serial == end.attempt:
                 del self.running[end.request_id]
-                self._chunk_left(run, finished=bool(end.finish) and not run.parks)
+                self._chunk_left(end.request_id, run, finished=bool(end.finish) and not run.parks)
                 self._ended.append((end, run))
         if out.ended:
             self._wake()
@@ -333,7 +357,7 @@ class EngineServer:
         run = self.running.get(chunk.request_id)
         if run is not None and run.serial == chunk.attempt:
             del self.running[chunk.request_id]
-            self._chunk_left(run, finished=False)
+            self._chunk_left(chunk.request_id, run, finished=False)
             self._reject(chunk.request_id, run.attempt, error)
 
     def _reject(self, request_id: str, attempt: int, error: SeerError) -> None:
@@ -368,6 +392,8 @@ class EngineServer:
             return self._answers.pop(0)
         if self._failed:
             return self._failed.pop(0)
+        if (question := self._media.question()) is not None:
+            return question
         if self._ended:
             ended, self._ended = self._ended, []
             return done_message(ended, self._updater.live.version)
@@ -410,6 +436,7 @@ class EngineServer:
         while True:
             await self._clock.sleep(self._settings.status_seconds)
             self._status_due = True
+            self._media.tick()
             self._wake()
 
     async def _leave(self) -> None:

@@ -37,6 +37,7 @@ from seer.services.context.machine import EstimateMachine
 
 NAMES = ("a", "b", "c")
 ROLLOUTS = ("r", "s")
+MEDIA = ("x", "y")
 
 
 def mirrored(event: events.Event) -> events.Event:
@@ -75,7 +76,8 @@ class BufferModel(RuleBasedStateMachine):
             match item:
                 case instructions.Dispatch():
                     assert (item.request_id, item.attempt) not in self.running
-                    assert item.instance in self.machine.instances
+                    view = self.machine.requests[item.request_id].view
+                    assert view.image <= self.machine.instances[item.instance].capacity.image_tokens
                     self.running[item.request_id, item.attempt] = item
                 case instructions.Drop():
                     self.stale.append(self.running.pop((item.request_id, item.attempt)))
@@ -112,11 +114,18 @@ class BufferModel(RuleBasedStateMachine):
         away = self.machine.registry.trajectories.away
         assert set(self.context._groups) == {group.group_id for group in going_on} | set(away)
 
-    @rule(name=st.sampled_from(NAMES), blocks=st.integers(6, 30), again=st.booleans())
-    def join(self, name, blocks, again):
+    @rule(
+        name=st.sampled_from(NAMES),
+        blocks=st.integers(6, 30),
+        again=st.booleans(),
+        image=st.sampled_from((0, 8, 32)),
+    )
+    def join(self, name, blocks, again, image):
         self.lose([name])
         self.lives += not again
-        capacity = Capacity(kv_blocks=blocks, block_size=8, max_num_seqs=4, max_model_len=200)
+        capacity = Capacity(
+            kv_blocks=blocks, block_size=8, max_num_seqs=4, max_model_len=200, image_tokens=image
+        )
         self.send(Joined(name, capacity, 10 * self.lives + NAMES.index(name)))
 
     @rule(names=st.lists(st.sampled_from(NAMES), unique=True, min_size=1), died=st.booleans())
@@ -138,10 +147,15 @@ class BufferModel(RuleBasedStateMachine):
         again=st.integers(0, 3),
         other=st.booleans(),
         ahead=st.sampled_from((-1, -1, 0, 1)),
+        image=st.sampled_from((0, 0, 4, 16)),
+        missing=st.lists(st.sampled_from(MEDIA), unique=True),
     )
-    def submit(self, n, prompt_len, max_tokens, count, rollout, trainer, again, other, ahead):
+    def submit(self, n, prompt_len, max_tokens, count, rollout, trainer, again, other, ahead, image, missing):
         first = max(0, self.prompts - again)
-        specs = [events.GroupSpec(str(first + i), prompt_len, not (again and other)) for i in range(count)]
+        media = {"image": image, "missing": missing if image else []}
+        specs = [
+            events.GroupSpec(str(first + i), prompt_len, not (again and other), **media) for i in range(count)
+        ]
         self.prompts = max(self.prompts, first + count)
         self.uses += other
         self.asked[rollout] += other and not again
@@ -151,6 +165,21 @@ class BufferModel(RuleBasedStateMachine):
         self.send(
             events.GroupsSubmitted(trainer, rollout, n, max_tokens, specs, version, self.uses, asked, life)
         )
+
+    @rule(name=st.sampled_from(MEDIA))
+    def arrive(self, name):
+        self.send(events.MediumArrived(name))
+        assert not [group for group in self.machine.groups.values() if name in group.missing]
+
+    @rule(data=st.data())
+    def stall(self, data):
+        """The store reports what has waited for too long; a group may have got its media, or be gone."""
+        named = [*self.machine.groups, "r/gone"]
+        some = data.draw(st.lists(st.sampled_from(named), unique=True, max_size=3))
+        waited = [name for name in some if name in self.machine.groups and self.machine.groups[name].missing]
+        before = set(self.machine.groups)
+        self.send(events.MediaStalled(some, "they do not come"))
+        assert before - set(self.machine.groups) == set(waited)
 
     @rule(
         trainer=st.sampled_from(("t", "u")),
@@ -363,7 +392,9 @@ class BufferModel(RuleBasedStateMachine):
         self.lose(NAMES)
         self.send(Left(NAMES))
         self.send(events.SubmissionsHeld(False))
-        big = Capacity(kv_blocks=500, block_size=8, max_num_seqs=64, max_model_len=4096)
+        big = Capacity(kv_blocks=500, block_size=8, max_num_seqs=64, max_model_len=4096, image_tokens=32)
+        for name in MEDIA:
+            self.send(events.MediumArrived(name))
         self.send(Joined("z", big))
         self.now += 60.0
         self.send(Tick())

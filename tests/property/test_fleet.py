@@ -9,8 +9,15 @@ from seer.common.types import Capacity
 SIZE = 49
 NAMES = tuple(f"e{number:02}" for number in range(SIZE))
 CAPACITIES = [
-    Capacity(kv_blocks=blocks, block_size=16, max_num_seqs=seqs, max_model_len=length, draft_tokens=drafts)
-    for blocks, seqs, length, drafts in ((8, 3, 100, 0), (20, 2, 400, 4), (20, 4, 60, 0))
+    Capacity(
+        kv_blocks=blocks,
+        block_size=16,
+        max_num_seqs=seqs,
+        max_model_len=length,
+        draft_tokens=drafts,
+        image_tokens=image,
+    )
+    for blocks, seqs, length, drafts, image in ((8, 3, 100, 0, 0), (20, 2, 400, 4, 9), (20, 4, 60, 0, 30))
 ]
 CLAIMS = {7: -1, 8: -(2**63) - 1, 9: 2**64 - 1}
 """Blocks that an engine claims to be pinned, and that cannot be."""
@@ -53,18 +60,21 @@ def blocks_with_spare(view: InstanceView, context: int, chunk: int, spare: int) 
     return capacity.blocks_for(context, chunk) + more
 
 
-def check(fleet: Fleet, context: int, chunk: int) -> None:
-    able = [view for view in fleet.values() if view.capacity.holds(context, chunk)]
-    assert list(fleet.holding(context, chunk)) == [view.name for view in able]
-    room = [view for view in fleet.values() if view.has_room(context, chunk)]
-    assert [name for name in NAMES if fleet.has_room(name, context, chunk)] == [view.name for view in room]
-    assert fleet.emptiest(context, chunk) is first_by_load(room)
+def check(fleet: Fleet, context: int, chunk: int, image: int) -> None:
+    able = [view for view in fleet.values() if view.capacity.holds(context, chunk, image)]
+    assert all(view.capacity.image_tokens >= image for view in able)
+    assert list(fleet.holding(context, chunk, image)) == [view.name for view in able]
+    room = [view for view in fleet.values() if view.has_room(context, chunk, image)]
+    assert all(view in able for view in room)
+    named = [name for name in NAMES if fleet.has_room(name, context, chunk, image)]
+    assert named == [view.name for view in room]
+    assert fleet.emptiest(context, chunk, 0, image) is first_by_load(room)
     for spare in (1, 64, 10**6):
         roomy = [view for view in room if view.free_blocks >= blocks_with_spare(view, context, chunk, spare)]
         found = first_by_load(roomy) or first_by_load([view for view in room if not view.chunks])
-        assert fleet.emptiest(context, chunk, spare) is found
+        assert fleet.emptiest(context, chunk, spare, image) is found
     seats = [view for view in able if view.chunks < view.capacity.max_num_seqs]
-    assert fleet.least_loaded(context, chunk) is first_by_load(seats)
+    assert fleet.least_loaded(context, chunk, image) is first_by_load(seats)
 
 
 @settings(max_examples=150)
@@ -80,7 +90,8 @@ def test_the_fleet_answers_as_a_scan_would(joined, kinds, changes, data):
     for name, blocks in held.items():
         assert (fleet[name].chunks, fleet[name].reserved_blocks) == (len(blocks), sum(blocks))
     for _ in range(3):
-        check(fleet, data.draw(st.integers(1, 300)), data.draw(st.integers(1, 100)))
+        image = data.draw(st.sampled_from((0, 1, 9, 10, 31)))
+        check(fleet, data.draw(st.integers(1, 300)), data.draw(st.integers(1, 100)), image)
 
 
 @settings(max_examples=50)
@@ -92,4 +103,5 @@ def test_the_few_with_room_in_a_full_fleet_are_found(free, random):
         blocks = fleet[name].capacity.kv_blocks
         fleet.reserve(name, blocks - random.randint(2, 5) if name in lucky else blocks)
     for chunk in (1, 16, 40):
-        check(fleet, 16, chunk)
+        for image in (0, 5):
+            check(fleet, 16, chunk, image)

@@ -24,6 +24,7 @@ from seer.services.buffer import sleep, submissions
 from seer.services.buffer.conductor import Conductor, Ended, Submitted
 from seer.services.buffer.log.kept import KeptChunks
 from seer.services.buffer.machine import BufferMachine
+from seer.services.buffer.media.machine import MediaMachine
 from seer.services.buffer.requests import events, state
 from seer.services.buffer.requests.machine import RequestMachine
 from seer.services.buffer.store import Store
@@ -94,7 +95,8 @@ class World:
         self.machine = RequestMachine(POLICIES["divided"], state.Limits(chunk_size=16))
         self.weights, self.sleep, self.store = WeightsMachine(50.0), sleep.SleepMachine(50.0), Store()
         self.conductor = Conductor(
-            self, BufferMachine(self.machine, self.weights, self.sleep), self.store, KeptChunks("", 1.0, 0.0), 1e9, 1e9,
+            self, BufferMachine(self.machine, self.weights, self.sleep), self.store, KeptChunks("", 1.0, 0.0),
+            MediaMachine(0), 1e9, 1e9,
             to_engine=self.hear, to_trainer=lambda name, message: self.answers.append(message),
             to_address=lambda life, message: self.answers.append(message),
             publish=lambda message: None, on_loss=lambda name: None, record=self.tell_twin,
@@ -201,7 +203,7 @@ class World:
             prompt_ids=["p"], lengths=[5], tokens=PROMPT,
         )  # fmt: skip
         event = events.GroupsSubmitted("t", rollout, 1, 8, [events.GroupSpec("p", 5)])
-        self.conductor.apply(event, Submitted(submit, submissions.prompts(submit)))
+        self.conductor.apply(event, Submitted("t", submit, submissions.prompts(submit)))
 
     def work(self):
         for key, (name, chunk) in list(self.chunks.items()):

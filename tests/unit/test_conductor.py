@@ -5,13 +5,15 @@ import pytest
 from msgspec import structs
 
 from seer.common import wire
+from seer.common.errors import InvalidField
 from seer.common.policy.schedule import POLICIES
-from seer.common.types import Capacity, SamplingParams
+from seer.common.types import Capacity, Placed, SamplingParams
 from seer.services.buffer import sleep, submissions
 from seer.services.buffer.conductor import COLLECT_SECONDS, TICK_SECONDS, Conductor, Ended, Submitted
 from seer.services.buffer.events import Tick, Weights
 from seer.services.buffer.log.kept import KeptChunks
 from seer.services.buffer.machine import BufferMachine
+from seer.services.buffer.media.machine import MediaMachine
 from seer.services.buffer.requests import deliveries, events, state
 from seer.services.buffer.requests.machine import RequestMachine
 from seer.services.buffer.store import Store
@@ -34,11 +36,13 @@ class World:
         self.machine = RequestMachine(POLICIES["divided"], state.Limits(chunk_size=16))
         self.lost = []
         self.weights, self.sleep, self.store = WeightsMachine(9.0), sleep.SleepMachine(9.0), Store()
+        self.media = MediaMachine(2**30)
         self.conductor = Conductor(
             self,
             BufferMachine(self.machine, self.weights, self.sleep),
             self.store,
             KeptChunks("", 1.0, 0.0),
+            self.media,
             20.0,
             60.0,
             to_engine=lambda name, message: self.sent.append((name, message)),
@@ -53,7 +57,7 @@ class World:
         return self.time
 
     def submit(self, prompts=("p",), max_tokens=8, **fields):
-        submit = wire.Submit(
+        submit = (wire.SubmitMedia if "media" in fields else wire.Submit)(
             rollout_id="r",
             rollout_number=0,
             seed=0,
@@ -65,8 +69,8 @@ class World:
             **fields,
         )
         tokens = submissions.prompts(submit)
-        event = submissions.event("t", b"t", submit, tokens, self.store, KeptChunks("", 1.0, 0.0))
-        self.conductor.apply(event, Submitted(submit, tokens))
+        event = submissions.event("t", b"t", submit, tokens, self.store, KeptChunks("", 1.0, 0.0), self.media)
+        self.conductor.apply(event, Submitted("t", submit, tokens))
 
     def end(self, name, chunk, tokens, finish="stop"):
         ended = events.ChunkEnded(name, chunk.request_id, chunk.attempt, len(tokens), finish, "")
@@ -280,8 +284,8 @@ def test_two_trainers_cannot_make_the_store_lose_a_prompt():
         prompt_ids=["p", "h"], lengths=[5, 5], tokens=np.concatenate([PROMPT, PROMPT]),
     )  # fmt: skip
     tokens = submissions.prompts(other)
-    event = submissions.event("u", b"u", other, tokens, world.store, KeptChunks("", 1.0, 0.0))
-    world.conductor.apply(event, Submitted(other, tokens))
+    event = submissions.event("u", b"u", other, tokens, world.store, KeptChunks("", 1.0, 0.0), world.media)
+    world.conductor.apply(event, Submitted("u", other, tokens))
     assert [(name, item.prompt_ids) for name, item in world.sent if isinstance(item, wire.Refused)] == [
         ("u", ["p", "h"])
     ]
@@ -347,3 +351,135 @@ def test_what_an_update_aborts_has_ended_before_engines_hear_of_it():
     world.conductor.apply(weight_events.UpdateAsked("t", 1, "/w", in_flight=weight_events.InFlight.ABORT))
     kinds = [type(message) for _, message in world.sent]
     assert kinds.index(wire.DropChunk) < kinds.index(wire.PrepareWeights)
+
+
+# --- prompts with images ----------------------------------------------------------------------------
+
+X, Y = "a" * 64, "b" * 64
+PLACED = [Placed(X, 1, 2), Placed(Y, 3, 1)]
+WITH_IMAGES = structs.replace(REGISTER, capacity=structs.replace(REGISTER.capacity, image_tokens=4))
+
+
+def arrive(world, name):
+    kept = world.media.get(name)
+    if kept is None:
+        world.media.begin(name, 5, world.time)
+        kept = world.media.get(name)
+    kept.have, kept.checked = 5, True
+    world.conductor.apply(events.MediumArrived(name))
+
+
+def test_a_prompt_waits_for_all_its_media_and_every_chunk_names_all_of_them():
+    world = World()
+    world.conductor.join("a", WITH_IMAGES, 1)
+    world.submit(max_tokens=40, media=[PLACED])
+    arrive(world, X)
+    assert not world.take(wire.RunChunk | wire.Refused)
+    arrive(world, Y)
+    for _ in range(3):
+        [(_, chunk)] = world.take(wire.RunChunk)
+        assert chunk.media == PLACED
+        assert chunk.tokens[:5].tolist() == PROMPT.tolist()
+        tokens = list(range(chunk.max_new_tokens))
+        world.end("a", chunk, tokens, "" if chunk.max_new_tokens == 16 else "length")
+
+
+def test_media_of_a_group_stay_until_it_is_forgotten():
+    world = World()
+    world.conductor.join("a", WITH_IMAGES, 1)
+    world.submit(media=[PLACED])
+    for name in (X, Y):
+        arrive(world, name)
+    [(_, chunk)] = world.take(wire.RunChunk)
+    filling = world.media._max_bytes - 9
+    with pytest.raises(ValueError, match="media in use have 10"):
+        world.media.begin("c" * 64, filling, 0.0)
+    world.end("a", chunk, [7])
+    world.conductor.apply(events.GroupsAcknowledged("t", "r", ["p"]))
+    assert world.media.begin("c" * 64, filling, 0.0) == [X]
+
+
+def test_media_that_are_there_already_are_not_waited_for():
+    world = World()
+    world.conductor.join("a", WITH_IMAGES, 1)
+    for name in (X, Y):
+        arrive(world, name)
+    world.submit(media=[PLACED])
+    assert len(world.take(wire.RunChunk)) == 1
+
+
+def test_media_that_do_not_come_end_their_prompt_by_name():
+    world = World()
+    world.conductor.join("a", WITH_IMAGES, 1)
+    world.submit(("p", "q"), media=[PLACED, []])
+    assert [chunk.request_id for _, chunk in world.take(wire.RunChunk)] == ["r/q#0"]
+    world.conductor.apply(events.MediaStalled(["r/p", "r/q"], "no images came"))
+    [(_, refused)] = world.take(wire.Refused)
+    assert (refused.prompt_ids, refused.message) == (["p"], "no images came")
+    assert not world.media._users
+
+
+def test_engines_without_images_get_no_chunk_with_one():
+    world = World()
+    world.conductor.join("old", REGISTER, 1)
+    world.submit(media=[PLACED])
+    [(_, refused)] = world.take(wire.Refused)
+    assert refused.message.startswith("media: no engine takes images")
+    world.conductor.join("new", WITH_IMAGES, 2)
+    for name in (X, Y):
+        arrive(world, name)
+    world.submit(("p", "q", "r"), media=[PLACED] * 3)
+    assert {name for name, _ in world.take(wire.RunChunk)} == {"new"}
+    world.submit(("large",), media=[[Placed(X, 0, 5)]])
+    [(_, refused)] = world.take(wire.Refused)
+    assert "an image of 5 tokens fits no instance, 4 is the most" in refused.message
+
+
+def test_a_prompt_with_images_waits_for_its_engine_to_come_back():
+    world = World()
+    world.conductor.join("old", REGISTER, 1)
+    world.conductor.join("new", WITH_IMAGES, 2)
+    for name in (X, Y):
+        arrive(world, name)
+    world.submit(media=[PLACED])
+    [(name, _)] = world.take(wire.RunChunk)
+    assert name == "new"
+    world.conductor.engine_left("new")
+    assert not world.take(wire.RunChunk | wire.Refused)
+    world.conductor.join("new", WITH_IMAGES, 3)
+    assert [name for name, _ in world.take(wire.RunChunk)] == ["new"]
+
+
+def test_other_images_under_an_id_are_refused_as_other_tokens_are():
+    world = World()
+    world.conductor.join("a", WITH_IMAGES, 1)
+    world.submit(submission=1, media=[PLACED])
+    world.submit(submission=1, media=[[Placed(X, 1, 2)]])
+    [(_, refused)] = world.take(wire.Refused)
+    assert "already submitted with other tokens" in refused.message
+    world.submit(submission=2, media=[[Placed(X, 1, 2)]])
+    assert world.store._groups["r/p"].prompt.media == [Placed(X, 1, 2)]
+    assert world.media._users == {X: 1}
+
+
+@pytest.mark.parametrize(
+    ("media", "field"),
+    [
+        ([], "media"),
+        ([[], []], "media"),
+        ([[Placed("x", 0, 1)]], "media[0][0].name"),
+        ([[Placed(X, -1, 2)]], "media[0][0].offset"),
+        ([[Placed(X, 0, 2), Placed(X, 1, 2)]], "media[0][1].offset"),
+        ([[Placed(X, 3, 1), Placed(X, 0, 1)]], "media[0][1].offset"),
+        ([[Placed(X, 0, 0)]], "media[0][0].length"),
+        ([[Placed(X, 0, -(2**62))]], "media[0][0].length"),
+        ([[Placed(X, 4, 2)]], "media[0][0].length"),
+        ([[Placed(X, 2**62, 1)]], "media[0][0].length"),
+        ([[Placed(X, 0, 2**63)]], "media[0][0].length"),
+    ],
+)
+def test_media_that_cannot_stand_where_they_are_said_to_are_refused_by_name(media, field):
+    world = World()
+    with pytest.raises(InvalidField) as refused:
+        world.submit(media=media)
+    assert refused.value.field == field

@@ -100,6 +100,19 @@ def test_nothing_is_drafted_after_a_stop_id(rows):
     assert drafts == {"a": SONG[18:22], "b": SONG[5:9], "c": SONG[4:6]}
 
 
+def test_placeholders_of_images_are_not_drafted():
+    config = SimpleNamespace(model_config=SimpleNamespace(hf_config=SimpleNamespace(image_token_id=SONG[4])))
+    assert GroupProposer(config)._placeholder == SONG[4]
+    assert GroupProposer(SimpleNamespace(model_config=None))._placeholder == -1
+    rows = Rows()
+    rows.proposer._placeholder = SONG[4]
+    rows.add("a", index=0)
+    rows.add("b", index=1, stops=[SONG[2]])
+    rows.step(a=SONG[:16])
+    assert rows.step(a=SONG[16:17], b=SONG[:1]) == {"a": SONG[17:20], "b": SONG[1:3]}
+    assert rows.step(a=SONG[17:20], b=SONG[1:5]) == {"a": [], "b": SONG[5:9]}
+
+
 def test_of_a_drafted_tree_each_path_ends_with_a_stop_id(rows):
     rows.add("a", stops=[7])
     rows.step(a=[5])

@@ -23,7 +23,7 @@ def order(**fields):
 @pytest.mark.parametrize(("percent", "rates"), [([], ()), ([50] * CELLS, (0.5,) * CELLS), ([50], ())])
 def test_acceptance_reaches_the_backend_as_rates_or_not_at_all(percent, rates):
     sent = order(acceptance=percent, probe=True)
-    chunk = chunk_of(sent, start_chunk(sent, 3))
+    chunk = chunk_of(sent, start_chunk(sent, 3), {}.get)
     assert (chunk.acceptance, chunk.probe, chunk.index, chunk.attempt) == (rates, True, 1, 3)
 
 
@@ -31,7 +31,7 @@ def test_acceptance_reaches_the_backend_as_rates_or_not_at_all(percent, rates):
 def test_a_turn_counts_from_where_it_begins_or_from_the_prompts_end(turn_start, counts_from):
     sent = order(turn_start=turn_start, parks=True)
     run = start_chunk(sent, 3)
-    chunk = chunk_of(sent, run)
+    chunk = chunk_of(sent, run, {}.get)
     assert (chunk.turn_start, chunk.counts_from) == (turn_start, counts_from)
     assert chunk.parks
     assert run.parks
@@ -46,7 +46,7 @@ def test_a_turn_counts_from_where_it_begins_or_from_the_prompts_end(turn_start, 
 )  # fmt: skip
 def test_positions_outside_the_tokens_are_refused_by_name(changes, field):
     sent = order()
-    chunk = msgspec.structs.replace(chunk_of(sent, start_chunk(sent, 3)), **changes)
+    chunk = msgspec.structs.replace(chunk_of(sent, start_chunk(sent, 3), {}.get), **changes)
     with pytest.raises(InvalidField, match=f"{field} = .* to the 3 tokens given") as caught:
         chunk.check_positions()
     assert caught.value.field == field

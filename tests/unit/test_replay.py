@@ -231,7 +231,7 @@ def test_a_trace_that_is_missing_or_repeats_itself_is_refused(trace, tmp_path):
 
 def test_capacity_is_the_usable_blocks():
     assert backend(kv_blocks=10, max_num_seqs=3).capacity == Capacity(
-        kv_blocks=10, block_size=BLOCK, max_num_seqs=3, max_model_len=10 * BLOCK - 1
+        kv_blocks=10, block_size=BLOCK, max_num_seqs=3, max_model_len=10 * BLOCK - 1, image_tokens=1024
     )
 
 

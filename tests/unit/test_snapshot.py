@@ -22,7 +22,7 @@ from seer.services.buffer.weights.instructions import Load
 from seer.services.buffer.weights.machine import WeightsMachine
 
 AWAKE, KV_ASLEEP, ASLEEP = SleepState
-OF_GROUP = {"request_id", "group_number", "index", "prompt_len", "max_tokens", "earlier", "cap"}
+OF_GROUP = {"request_id", "group_number", "index", "prompt_len", "max_tokens", "earlier", "cap", "image"}
 BY_NAME = {"rollouts", "groups", "held", "finished", "_partial", "trajectories"}
 
 

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from seer.common.errors import ConfigError
-from seer.services.buffer.weights.spool_folder import MARKER, NAME, SpoolFolder
+from seer.services.buffer.own_folder import MARKER
+from seer.services.buffer.weights.spool_folder import NAME, SpoolFolder
 
 
 def everything(folder: Path) -> set[str]:

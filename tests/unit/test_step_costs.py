@@ -162,7 +162,7 @@ def test_long_prompts_share_two_prefixes_and_none_is_common_to_all():
 class GraphEngine:
     """An engine whose steps take the time of the graph that they are padded to, and far more without one."""
 
-    vocab_size = 50
+    vocab_size = plain_tokens = 50
     capacity = Capacity(kv_blocks=500, block_size=32, max_num_seqs=16, max_model_len=300, draft_tokens=8)
 
     def __init__(self, graphs: Graphs) -> None:

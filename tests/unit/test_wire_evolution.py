@@ -6,8 +6,18 @@ import pytest
 
 from seer.common.errors import WireError
 from seer.common.sleep import SleepState, state_of
-from seer.common.types import Capacity
-from seer.common.wire import ContextSnapshot, Estimates, Message, Register, Sleep, Slept, Tokens
+from seer.common.types import Capacity, Placed, SamplingParams
+from seer.common.wire import (
+    ContextSnapshot,
+    Estimates,
+    Message,
+    Register,
+    Sleep,
+    Slept,
+    Submit,
+    SubmitMedia,
+    Tokens,
+)
 from seer.common.wire.codec import Decoder, encode
 
 
@@ -143,3 +153,15 @@ def test_engines_and_trainers_that_know_no_levels_of_sleep_are_understood_and_un
     )  # fmt: skip
     # An earlier buffer takes it for one whose last load failed, wakes all of it, and gives it no work.
     assert Decoder(PlainRegister).decode(encode(dropped)) == PlainRegister(CAPACITY, -1, True)
+
+
+def test_an_older_buffer_drops_prompts_with_images_and_does_not_run_them_without():
+    fields = {
+        "rollout_id": "r", "rollout_number": 0, "seed": 0, "n": 1, "sampling": SamplingParams(),
+        "prompt_ids": ["p"], "lengths": [3], "tokens": np.arange(3, dtype=np.int32),
+    }  # fmt: skip
+    frames = encode(SubmitMedia(**fields, media=[[Placed("a" * 64, 1, 2)]]))
+    with pytest.raises(WireError, match="SubmitMedia"):
+        Decoder(Submit | Sleep).decode(frames)
+    assert isinstance(Decoder(Submit | SubmitMedia).decode(frames), SubmitMedia)
+    assert not isinstance(Decoder(Submit | SubmitMedia).decode(encode(Submit(**fields))), SubmitMedia)

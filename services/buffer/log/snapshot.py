@@ -76,6 +76,8 @@ class GroupFields(msgspec.Struct, array_like=True):
     shared_id: str = ""
     first_index: int = 0
     turn: TurnSpec | None = None
+    image: int = 0
+    missing: list[str] = []
 
 
 class Group(msgspec.Struct, array_like=True):

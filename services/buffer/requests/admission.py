@@ -5,10 +5,18 @@ from __future__ import annotations
 from seer.common.policy.fleet import Fleet
 
 
-def never_fits(fleet: Fleet, prompt_len: int, max_tokens: int) -> str:
-    """Return why no instance can ever hold a response to a prompt; empty if one can."""
-    if fleet.holding(prompt_len, max_tokens):
+def never_fits(fleet: Fleet, prompt_len: int, max_tokens: int, image: int = 0) -> str:
+    """Return why no instance can ever hold a response to a prompt; empty if one can.
+
+    `image`: tokens of the prompt's largest image; 0: it has none.
+    """
+    if fleet.holding(prompt_len, max_tokens, image):
         return ""
+    most = max(each.image_tokens for each in fleet.capacities)
+    if image and not most:
+        return "media: no engine takes images: start engines whose model has images, of this release"
+    if image > most:
+        return f"media: an image of {image} tokens fits no instance, {most} is the most: give a smaller one"
     largest = max(fleet.capacities, key=lambda each: (each.kv_blocks, each.max_model_len, each.block_size))
     return (
         f"prompt of {prompt_len} tokens + max_tokens {max_tokens} fits no instance: the largest has "

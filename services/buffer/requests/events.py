@@ -38,7 +38,8 @@ class GroupSpec(events.Row, frozen=True):
 
     `same`: it has the tokens, parameters and place of the known prompt with its id, if any. Its responses are
     those from `first_index` on of the group `shared_id`; empty: of no other group. `turn`: its response is
-    one turn of the trajectory that is that group's response `first_index`.
+    one turn of the trajectory that is that group's response `first_index`. Of its images, the largest takes
+    `image` tokens (0: it has none), and the media `missing` are not in the buffer yet.
     """
 
     prompt_id: str
@@ -48,6 +49,8 @@ class GroupSpec(events.Row, frozen=True):
     shared_id: str = ""
     first_index: int = 0
     turn: TurnSpec | None = None
+    image: int = 0
+    missing: Sequence[str] = ()
 
 
 class GroupsSubmitted(events.Row, frozen=True):
@@ -124,6 +127,19 @@ class EstimatesChanged(events.Row, frozen=True):
     acceptance: Mapping[str, list[int]] = {}
 
 
+class MediumArrived(events.Row, frozen=True):
+    """A medium is in the buffer now."""
+
+    name: str
+
+
+class MediaStalled(events.Row, frozen=True):
+    """The media that these groups wait for do not come."""
+
+    groups: list[str]
+    message: str
+
+
 class WeightsChanged(events.Row, frozen=True):
     """These weights are live from now on."""
 
@@ -155,6 +171,8 @@ Event = (
     | ChunkEnded
     | ChunkRejected
     | EstimatesChanged
+    | MediumArrived
+    | MediaStalled
     | WeightsChanged
     | SubmissionsHeld
     | RolloutsAborted

@@ -14,7 +14,8 @@ Invariants (tests/invariants.py asserts them after every event):
 - unfinished requests, including those of held groups, and trajectories that are away and have no next turn
   among them are at most `max_requests`; finished groups have at most `result_tokens`, or there is only one;
   open groups have at most `unfinished_tokens`;
-- a held group's deadline counts from its arrival, however often it is checked;
+- a group is held as long as media of it are missing; a held group's deadline counts from its arrival,
+  however often it is checked, but for media;
 - every group ends in one delivery, which is repeated if the group is submitted again, or in one refusal.
 """
 
@@ -32,6 +33,7 @@ from seer.services.buffer.requests.events import (
     GroupsAcknowledged,
     GroupSpec,
     GroupsSubmitted,
+    MediaStalled,
     RolloutCancelled,
 )
 from seer.services.buffer.requests.instructions import (
@@ -169,7 +171,8 @@ class GroupRegistry:
             group = GroupState(
                 ids.group_id(rollout.rollout_id, spec.prompt_id), spec.prompt_id, rollout, event.n,
                 spec.prompt_len, event.max_tokens, event.weight_version, event.submission, earlier=spec.kept,
-                shared_id=spec.shared_id, first_index=spec.first_index, turn=spec.turn,
+                shared_id=spec.shared_id, first_index=spec.first_index, turn=spec.turn, image=spec.image,
+                missing=list(spec.missing),
             )  # fmt: skip
             continues = self.trajectories.continues(group)
             if self.draining and not continues:
@@ -183,7 +186,7 @@ class GroupRegistry:
                 continue
             room -= 0 if continues else event.n
             self._add(group, out)
-            if self._must_hold(group):
+            if self._must_hold(group) or group.missing:
                 group.held_since = now
                 self.held[group.group_id] = group
             else:
@@ -196,7 +199,7 @@ class GroupRegistry:
         """Check held groups; return those that are to be opened now."""
         opened: list[GroupState] = []
         problems: dict[str, list[GroupState]] = {}
-        for group in [group for group in self.held.values() if not self._must_hold(group)]:
+        for group in [each for each in self.held.values() if not (each.missing or self._must_hold(each))]:
             problem = self._problem_of(group)
             if problem:
                 problems.setdefault(problem, []).append(group)
@@ -212,6 +215,18 @@ class GroupRegistry:
             self._accept(groups[0].rollout, [group.prompt_id for group in groups], out)
         return opened
 
+    def arrived(self, medium: str, out: Out) -> list[GroupState]:
+        """Note that a medium is there; return the groups that are to be opened now."""
+        waited = [group for group in self.held.values() if medium in group.missing]
+        for group in waited:
+            group.missing.remove(medium)
+        return self.open_held(out) if waited else []
+
+    def stalled(self, event: MediaStalled, out: Out) -> None:
+        """End groups whose media do not come."""
+        waiting = [self.held[group_id] for group_id in event.groups if group_id in self.held]
+        self.fail([group for group in waiting if group.missing], "refused", event.message, out)
+
     def _must_hold(self, group: GroupState) -> bool:
         held = self.holding and not self.trajectories.continues(group)
         return held or not self._fleet or group.awaits > self.weight_version
@@ -224,7 +239,9 @@ class GroupRegistry:
         if 0 <= begun < live:
             fix = "submit what is left under another rollout id"
             return f"its rollout began under weight version {begun}, and version {live} is live: {fix}"
-        return "" if self._must_hold(group) else never_fits(self._fleet, group.prompt_len, group.max_tokens)
+        if self._must_hold(group):
+            return ""
+        return never_fits(self._fleet, group.prompt_len, group.max_tokens, group.image)
 
     @property
     def _unfinished(self) -> int:
@@ -342,7 +359,10 @@ class GroupRegistry:
         """Check the deadlines of held and of finished groups, and of trajectories that are away."""
         self.trajectories.tick(now, out)
         waited = self._limits.engine_wait_seconds
-        overdue = [group for group in self.held.values() if (group.held_since or 0.0) < now - waited]
+        since = now - waited  # media have a deadline of their own
+        overdue = [
+            each for each in self.held.values() if (each.held_since or 0.0) < since and not each.missing
+        ]
         if overdue and not self.holding:  # updates and sleep have deadlines of their own
             late = [group for group in overdue if self._fleet]
             self.fail([group for group in overdue if not self._fleet], "failed", no_engine(waited), out)

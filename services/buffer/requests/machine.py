@@ -34,6 +34,8 @@ from seer.services.buffer.requests.events import (
     Event,
     GroupsAcknowledged,
     GroupsSubmitted,
+    MediaStalled,
+    MediumArrived,
     RolloutCancelled,
     RolloutsAborted,
     SubmissionsHeld,
@@ -153,6 +155,10 @@ class RequestMachine:
                 registry.trainer_lost(event.life, out)
             case RolloutsAborted():
                 registry.aborted(event.message, out)
+            case MediumArrived():
+                self._open(registry.arrived(event.name, out), now, out)
+            case MediaStalled():
+                registry.stalled(event, out)
             case Drained():
                 registry.drain(out)
             case SubmissionsHeld():

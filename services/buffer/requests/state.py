@@ -67,7 +67,8 @@ class GroupState:
     engine. `submission`: the last one that has it. `kept`: output tokens of all its requests so far.
     `earlier`: what an earlier life of the buffer kept of it, until the group is opened. `results`: its
     requests in index order, once all have finished. `acceptance`: acceptance rates of its drafts, by cell;
-    empty: unknown. `shared_id`, `first_index` and `turn` are as in `GroupSpec`.
+    empty: unknown. `shared_id`, `first_index`, `turn` and `image` are as in `GroupSpec`; as long as media are
+    `missing`, it is held.
     """
 
     group_id: str
@@ -89,6 +90,8 @@ class GroupState:
     shared_id: str = ""
     first_index: int = 0
     turn: TurnSpec | None = None
+    image: int = 0
+    missing: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.unfinished = self.size
@@ -105,7 +108,7 @@ class GroupState:
         """Return its request `index` as policies see it, when it is new; `number` counts groups."""
         request_id = ids.request_id(self.group_id, index)
         place = self.first_index + index
-        view = RequestView(request_id, number, place, self.prompt_len, self.max_tokens)
+        view = RequestView(request_id, number, place, self.prompt_len, self.max_tokens, image=self.image)
         if self.turn is not None:
             view.earlier, view.cap = self.turn.generated, self.turn.cap
         return view

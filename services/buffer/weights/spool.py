@@ -35,6 +35,7 @@ from seer.common import wire
 from seer.common.clock import Clock
 from seer.common.process.log import get_logger
 from seer.common.weights.lora import inner_source
+from seer.services.buffer.own_folder import on_disk
 from seer.services.buffer.weights.spool_folder import SpoolFolder
 
 Reply = Callable[[bytes, wire.SpoolState | wire.SpoolData], Awaitable[None]]
@@ -156,13 +157,7 @@ class Spool:
             self._folder.release()
 
     async def _disk(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Run something that waits for the disk in a thread; it has ended when this returns or raises."""
-        job = asyncio.ensure_future(asyncio.to_thread(work, *args, **kwargs))
-        try:
-            return await asyncio.shield(job)
-        except asyncio.CancelledError:
-            await asyncio.wait([job])
-            raise
+        return await on_disk(work, *args, **kwargs)
 
     # --- removal -------------------------------------------------------------------------
 

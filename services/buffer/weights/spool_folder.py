@@ -1,100 +1,29 @@
-"""The spool's folder: whose it is, and the files of streams in it.
+"""The spool's folder, and the files of streams in it.
 
-Invariants (tests/unit/test_spool_folder.py):
-- a configured spool is a folder of its own below the configured one, with a marker file in it: a folder of
-  that name without the marker is refused, and nothing outside it is touched;
-- a buffer holds a lock on the marker as long as it runs: a second buffer is refused at its start;
-- folders have mode 0700 and files 0600: only the user that runs the buffer can read weights;
-- every function may block as long as the disk does, and raises `OSError` if that fails.
+Every function may block as long as the disk does, and raises `OSError` if that fails.
 """
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import shutil
-import stat
-import tempfile
-from pathlib import Path
 
 from seer.common import wire
-from seer.common.errors import ConfigError
 from seer.common.weights.digest import SPOOL_FILE, SPOOL_NOTES, read_part, write_part
+from seer.services.buffer.own_folder import FILE_MODE, FOLDER_MODE, OwnFolder
 
 NAME = "seer-spool"
 """The folder's name, below `buffer.spool`."""
 
-MARKER = "this-folder-belongs-to-a-seer-buffer"
-_AWAY = "move it away, or give another folder"
 _SPARE = "spare"
-_FOLDER_MODE, _FILE_MODE = 0o700, 0o600
 
 
-class SpoolFolder:
+class SpoolFolder(OwnFolder):
     """`configured`: `buffer.spool`; empty: a temporary folder, deleted by `release`."""
 
     def __init__(self, configured: str) -> None:
-        self._configured = configured
-        self._temporary: tempfile.TemporaryDirectory[str] | None = None
-        self._lock: int | None = None
-
-    @property
-    def root(self) -> Path:
-        """The folder of the streams; a temporary one is made when it is first needed."""
-        if self._configured:
-            return Path(self._configured) / NAME
-        if self._temporary is None:
-            self._temporary = tempfile.TemporaryDirectory(prefix="seer-weights-", ignore_cleanup_errors=True)
-        return Path(self._temporary.name)
-
-    def claim(self) -> None:
-        """Lock a configured folder until `release` or the process's end. Raises `ConfigError`."""
-        if not self._configured:
-            return
-        try:
-            Path(self._configured).mkdir(parents=True, exist_ok=True)
-            self._lock_root()
-        except OSError as error:
-            raise self._refusal(
-                f"cannot be used ({error}); give a folder that the buffer may write"
-            ) from error
-
-    def _lock_root(self) -> None:
-        root = self.root
-        try:
-            root.mkdir(_FOLDER_MODE)
-        except FileExistsError:
-            found = root.lstat()
-            if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
-                raise self._refusal(f"{root} is no folder of this user's: {_AWAY}") from None
-            held = {each.name for each in root.iterdir()}
-            if held and MARKER not in held:
-                raise self._refusal(f"{root} is not a buffer's, as it lacks {MARKER}: {_AWAY}") from None
-        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
-        lock = os.open(root / MARKER, flags, _FILE_MODE)
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(lock)
-            raise self._refusal(f"another buffer holds {root}: give each one a folder of its own") from None
-        except OSError:
-            os.close(lock)
-            raise
-        self._lock = lock
-        root.chmod(_FOLDER_MODE)
-
-    def _refusal(self, problem: str) -> ConfigError:
-        return ConfigError(f"buffer.spool = {self._configured!r}: {problem}")
-
-    def release(self) -> None:
-        """Unlock the folder; delete it if it is temporary."""
-        temporary, self._temporary = self._temporary, None
-        if temporary is not None:
-            temporary.cleanup()
-        if self._lock is not None:
-            os.close(self._lock)
-            self._lock = None
+        super().__init__("buffer.spool", configured, NAME, "seer-weights-")
 
     # --- streams -------------------------------------------------------------------------
 
@@ -127,7 +56,7 @@ class SpoolFolder:
         if (self.root / _SPARE).is_dir():
             (self.root / _SPARE).rename(folder)
         else:
-            folder.mkdir(_FOLDER_MODE)
+            folder.mkdir(FOLDER_MODE)
         file = folder / SPOOL_FILE
         if not file.exists() or file.stat().st_size != size:
             file.unlink(missing_ok=True)
@@ -137,7 +66,7 @@ class SpoolFolder:
                 raise ValueError(
                     f"{size} bytes do not fit into {where}: set buffer.spool to a folder with more room"
                 )
-        os.close(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, _FILE_MODE))
+        os.close(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, FILE_MODE))
         self.write_notes(name, size, token, whole=False)
 
     def write_notes(self, name: str, size: int, token: str, *, whole: bool) -> None:
@@ -147,7 +76,7 @@ class SpoolFolder:
         """
         notes = json.dumps({"size": size, "token": token, "whole": whole}).encode()
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
-        opened = os.open(self.root / name / SPOOL_NOTES, flags, _FILE_MODE)
+        opened = os.open(self.root / name / SPOOL_NOTES, flags, FILE_MODE)
         try:
             if os.write(opened, notes) < len(notes):
                 raise OSError(f"{SPOOL_NOTES} could only be written in part")

@@ -1,8 +1,9 @@
 """An engine without a model: vLLM's batching and memory behaviour, with the tokens of `responses.py`.
 
 Invariants:
-- a turn of a response is a function of its key, its position and the weights' digest (see `Responses`), but
-  for a fault planted for `seer verify`: chunking, batching and preemption cannot change it;
+- a turn of a response is a function of its key, its position, its media and the weights' digest (see
+  `Responses`), but for a fault planted for `seer verify`: chunking, batching and preemption cannot change it.
+  As in vLLM, a chunk without its media gets other tokens, and no error;
 - `KvModel` decides on memory and batches, so preemptions happen, and are counted, as in vLLM;
 - a step lasts `replay_step_seconds` + running * `replay_row_seconds`: it is reported, not slept;
 - max_tokens is obeyed, by synthetic responses min_tokens and ignore_eos, too; stop strings and penalties
@@ -24,9 +25,12 @@ from seer.common.policy.device_defaults import BLOCK_SIZE, CPU_MAX_NUM_SEQS
 from seer.common.sleep import SleepLevel, SleepState
 from seer.common.types import Capacity, InstanceStats
 from seer.services.dgds.client import StreamDelta
-from seer.services.engine.backend import Chunk, ChunkEnd, Generated, StepOutput
+from seer.services.engine.backend import Chunk, ChunkEnd, Generated, PlacedMedium, StepOutput
 from seer.services.engine.replay.kv_model import LOOKAHEAD_SLOTS, KvModel, Sequence
 from seer.services.engine.replay.responses import Responses, SyntheticResponses, TraceResponses
+
+IMAGE_TOKENS = 1024
+"""Most tokens that an image may take."""
 
 DEFAULT_KV_BLOCKS = 8192
 """Usable blocks when none are configured: 256k tokens at 32 a block."""
@@ -58,6 +62,7 @@ class ReplayBackend:
             block_size=block_size,
             max_num_seqs=seqs,
             max_model_len=slots if config.max_model_len is None else config.max_model_len,
+            image_tokens=IMAGE_TOKENS,
         )
         self._sleeping = SleepState.AWAKE
         self._has_weights = True
@@ -106,7 +111,7 @@ class ReplayBackend:
         if self._sleeping or not self._has_weights:
             raise EngineError("the replay engine sleeps, or has no weights: wake it, and load weights")
         self._check(chunk)
-        chunk = structs.replace(chunk, key=chunk.key ^ self._salt)
+        chunk = structs.replace(chunk, key=chunk.key ^ self._salt ^ media_salt(chunk.media))
         generated = len(chunk.tokens) - chunk.counts_from
         length = self._responses.length(chunk)
         total = min(length, chunk.sampling.max_tokens)
@@ -232,6 +237,12 @@ class ReplayBackend:
 
     def close(self) -> None:
         """Nothing to free."""
+
+
+def media_salt(media: Iterable[PlacedMedium]) -> int:
+    """Return the number that is XORed into the key of a response to a prompt with these media."""
+    named = [f"{each.medium.name}@{each.place.offset}" for each in media]
+    return salt_of(" ".join(named)) if named else 0
 
 
 def salt_of(digest: str) -> int:

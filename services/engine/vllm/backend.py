@@ -25,6 +25,7 @@ import numpy.typing as npt
 
 from seer.common.config import DraftsConfig, EngineConfig, PoolConfig, SharedConfig
 from seer.common.errors import EngineError, InvalidField, SeerError
+from seer.common.image_models import image_model
 from seer.common.policy.draft_paths import SEPARATOR
 from seer.common.sleep import SleepLevel, SleepState
 from seer.common.types import Capacity, InstanceStats
@@ -37,6 +38,7 @@ from seer.services.engine.vllm.checks import check_chunk, token_budget
 from seer.services.engine.vllm.core import CoreHandle
 from seer.services.engine.vllm.drafts.control import Drafting
 from seer.services.engine.vllm.drafts.step_times import step_costs
+from seer.services.engine.vllm.images import Images
 from seer.services.engine.vllm.kv_pool.sharing import KvSharing
 from seer.services.engine.vllm.probe import Probe
 from seer.services.engine.vllm.requests import engine_request
@@ -131,6 +133,7 @@ class VllmBackend:
             raise EngineError(f"engine.nodes = {self._config.nodes}: {fix}")
         env.prepare(self._config, self._meeting)
         described = loading.model_config(self._shared)
+        model = image_model(described)
         self._config, self._shared = env.with_defaults(self._config, self._shared, described)
         # Only now: it imports torch and, through the workers, vllm.
         from seer.services.engine.vllm import self_test
@@ -139,10 +142,11 @@ class VllmBackend:
         self.core = CoreHandle(client, self._config.load_seconds)
         self.probe = Probe(self, self.core)
         try:
-            self.core.describe(self._shared, self._drafts)
+            self.core.describe(self._shared, self._drafts, model)
+            self._images = Images(model, self.core.capacity.image_tokens)
             max_draft = self._drafts.max_draft if self._drafts else 0
             self.core.rpc("seer_install", max_draft=max_draft, scratch=self.core.scratch)
-            self_test.check(self.probe)
+            self_test.check(self.probe, model)
             if self._drafts is not None:
                 self._drafting = self._start_drafting(self._drafts)
             if self._pool is not None:
@@ -194,12 +198,13 @@ class VllmBackend:
         before, output = chunk.tokens[: chunk.counts_from], chunk.tokens[chunk.counts_from :]
         if sampling.stop and core.tokenizer is not None:
             stops = StopStrings(core.tokenizer, sampling.stop, sampling.min_tokens, before, output)
+        images = self._images.features(chunk)
         engine_id = str(next(self._next_id))
         tree = self._drafting.begin(chunk) if self._drafting is not None else ""
         request = core.request_of(
             engine_request(
                 engine_id, chunk, stop_ids=stop_ids, vocab=core.vocab_size, capture=capture,
-                fault_position=self.fault_position, group=tree,
+                fault_position=self.fault_position, group=tree, images=images,
             )
         )  # fmt: skip
         if chunk.wait_for_room:
@@ -282,6 +287,8 @@ class VllmBackend:
 
     def load_weights(self, folder: Path, digest: str, base: Path | None = None) -> None:
         """See `Backend.load_weights`."""
+        if base is not None and self.capacity.image_tokens:
+            raise EngineError("adapters of models with images were not proved: update to whole weights")
         self._forget_weights()
         self.core.load_weights(self._folders(folder), adapter=base is not None)
         self.bind_weights(digest)
@@ -344,6 +351,7 @@ class VllmBackend:
             pool_corrupt=pool.get("corrupt", 0),
             pool_away=bool(pool.get("away", 0)),
             step_seconds=self._step_seconds,
+            encoder_runs=self.core.encoder_runs,
             **(self._drafting.counts() if self._drafting is not None else {}),
         )
 

@@ -14,9 +14,11 @@ from typing import TYPE_CHECKING, Any
 
 from seer.common.config import DraftsConfig, SharedConfig
 from seer.common.errors import EngineBroken, EngineError
+from seer.common.image_models import ImageModel
 from seer.common.sleep import SleepLevel, SleepState
 from seer.common.types import Capacity
 from seer.services.engine.vllm.drafts.scratch_blocks import take_scratch_blocks
+from seer.services.engine.vllm.encoder_account import EncoderAccount
 from seer.services.engine.vllm.kv_account import KvAccount
 from seer.services.engine.vllm.loading import MAX_VLLM_TEXT, eos_ids
 
@@ -33,7 +35,8 @@ class CoreHandle:
     """A loaded engine core; call `describe` before anything but `close`.
 
     `scratch`: ids of KV blocks for verifying several draft paths. `eos_ids` end a response. `tokenizer` is
-    None for a model folder without tokenizer.json.
+    None for a model folder without tokenizer.json. Token ids below `plain_tokens` stand for no image, so that
+    prompts can be made up of them.
     """
 
     def __init__(self, client: InprocClient, rpc_seconds: float) -> None:
@@ -41,13 +44,19 @@ class CoreHandle:
         self._rpc_seconds = rpc_seconds
         self.scratch: list[int] = []
 
-    def describe(self, shared: SharedConfig, drafts: DraftsConfig | None) -> None:
-        """Take scratch blocks, then read what the engine can hold. Raises `EngineError`."""
+    def describe(
+        self, shared: SharedConfig, drafts: DraftsConfig | None, images: ImageModel | None = None
+    ) -> None:
+        """Take scratch blocks, then read what the engine can hold. Raises `EngineError`.
+
+        `images`: what those of its model are, if it can run them.
+        """
         from vllm.tokenizers import cached_tokenizer_from_config
 
         self.scratch = take_scratch_blocks(self.engine_core, drafts, self.vllm_config.cache_config.block_size)
         config = self.vllm_config
         self.vocab_size: int = config.model_config.get_vocab_size()
+        self.plain_tokens = min(self.vocab_size, images.placeholder) if images else self.vocab_size
         tokenizer = cached_tokenizer_from_config(config.model_config)
         self.eos_ids = eos_ids(config, tokenizer)
         self.tokenizer: Tokenizer | None = getattr(tokenizer, "backend_tokenizer", None)
@@ -55,12 +64,14 @@ class CoreHandle:
         self._kv = KvAccount(
             scheduler.kv_cache_manager, scheduler.kv_cache_config, config.cache_config.block_size
         )
+        self._encoder = EncoderAccount(scheduler)
         self.capacity = Capacity(
             kv_blocks=self._kv.blocks,
             block_size=config.cache_config.block_size,
             max_num_seqs=config.scheduler_config.max_num_seqs,
             max_model_len=config.model_config.max_model_len,
             draft_tokens=drafts.max_draft if drafts else 0,
+            image_tokens=self._encoder.most if images else 0,
         )
         if self.capacity.block_size != shared.block_size:
             raise EngineError(
@@ -168,10 +179,21 @@ class CoreHandle:
         """Return the blocks in use that no running request has; one that several share counts once."""
         return self._kv.pinned() if self.has_pending_saves else 0
 
+    @property
+    def encoder_runs(self) -> int:
+        """Images that the vision encoder has computed."""
+        return self._encoder.runs
+
     def reset_prefix_cache(self) -> None:
         """Forget all cached KV. Raises `EngineError` when something still holds a block."""
         if not self._engine.reset_prefix_cache():
             raise EngineError("vLLM could not empty its prefix cache: some blocks are still in use")
+
+    def _reset_caches(self) -> None:
+        """Forget all that follows from the weights: KV, and images that were encoded."""
+        self.reset_prefix_cache()
+        # Loading empties the workers' part alone, and the next known image would end the engine.
+        self._engine.reset_encoder_cache()
 
     # --- weights and memory --------------------------------------------------------------
 
@@ -184,7 +206,7 @@ class CoreHandle:
             self.rpc("seer_load_adapter" if adapter else "seer_load_weights", folders=folders)
         except Exception as error:
             raise EngineError(f"vLLM could not load {folders[0]}: {str(error)[:MAX_VLLM_TEXT]}") from error
-        self.reset_prefix_cache()
+        self._reset_caches()
 
     def receive_weights(self, folders: Sequence[str], engine: str) -> None:
         """Load weights in place, by the plan in each node's folder, as the engine of this name.
@@ -198,7 +220,7 @@ class CoreHandle:
             raise EngineBroken(f"{why}; this engine ends, and starts again") from error
         if any(problems):
             raise EngineError("; ".join(dict.fromkeys(filter(None, problems))))
-        self.reset_prefix_cache()
+        self._reset_caches()
 
     def sleep(self, state: SleepState, level: SleepLevel) -> None:
         """Free memory or take it again, see `Backend.sleep`. Raises `EngineError`.
@@ -207,7 +229,7 @@ class CoreHandle:
         """
         try:
             if state is SleepState.ASLEEP:
-                self.reset_prefix_cache()
+                self._reset_caches()
             if self.versions["device"] == "cpu":
                 self.rpc("seer_sleep", tags=state.tags, level=level)
             elif state is SleepState.ASLEEP:

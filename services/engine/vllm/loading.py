@@ -17,7 +17,9 @@ from typing import TYPE_CHECKING, Any
 
 from seer.common.config import CPU_KV_SHARE, DraftsConfig, EngineConfig, PoolConfig, SharedConfig
 from seer.common.errors import EngineError
+from seer.common.image_models import image_model
 from seer.common.policy.device_defaults import BLOCK_SIZE
+from seer.common.types import MAX_MEDIA
 from seer.common.weights.digest import problem_of
 from seer.services.engine.vllm.drafts.scratch_blocks import scratch_blocks
 
@@ -33,6 +35,14 @@ if TYPE_CHECKING:
 EXTENSION = "seer.services.engine.vllm.worker.SeerWorker"
 
 PROPOSER = "seer.services.engine.vllm.drafts.proposer.GroupProposer"
+
+IMAGES: dict[str, Any] = {
+    "limit_mm_per_prompt": {"image": MAX_MEDIA, "video": 0},
+    "mm_processor_cache_gb": 0,
+    # Else vLLM normalizes pixels on the device, which the trainer's processor has done already.
+    "mm_device_do_normalize": False,
+}
+"""For models with images: trainers process them, so vLLM's processor has nothing to do or to keep."""
 
 GC_OBJECTS = 50_000
 """New objects after which Python looks for garbage in cycles. The lists of one step are more than its default
@@ -95,6 +105,8 @@ def _vllm_config(
 ) -> VllmConfig:
     """Return vLLM's configuration of this node's part. Raises `EngineError`, or what vLLM does."""
     described = model_config(shared)
+    if image_model(described) is not None:
+        check_torchvision(shared)
     from vllm.engine.arg_utils import EngineArgs
 
     ahead = _schedules_ahead(config, drafts)
@@ -120,6 +132,17 @@ def _vllm_config(
     if vllm_config.device_config.device_type == "cpu":
         vllm_config.cache_config.kv_cache_memory_bytes = _cpu_kv_bytes(config, vllm_config, scratch)
     return vllm_config
+
+
+def check_torchvision(shared: SharedConfig) -> None:
+    """Raise `EngineError` where torchvision, which models with images need, is missing or does not fit."""
+    try:
+        import torchvision  # noqa: F401 - only to see whether it loads
+    except (ImportError, RuntimeError) as error:  # RuntimeError: it was built for another torch
+        raise EngineError(
+            f"shared.model = {shared.model!r} has images, for which vLLM needs torchvision ({error}): run "
+            "requirements/install_torchvision.py with this Python, which installs the build for its torch"
+        ) from error
 
 
 def _check_model(vllm_config: VllmConfig, shared: SharedConfig) -> None:
@@ -194,27 +217,31 @@ def _arguments(
 ) -> dict[str, Any]:
     from vllm.platforms import current_platform
 
-    return {
-        "model": shared.model,
-        "skip_tokenizer_init": not (Path(shared.model) / "tokenizer.json").is_file(),
-        "load_format": "safetensors",  # never pickles
-        "dtype": _dtype(config.dtype, described),
-        "max_model_len": config.max_model_len,
-        "block_size": shared.block_size,
-        "max_num_seqs": config.max_num_seqs,
-        "max_num_batched_tokens": config.max_num_batched_tokens,
-        "tensor_parallel_size": config.tensor_parallel,
-        "distributed_executor_backend": "mp" if config.tensor_parallel > 1 else "uni",
-        # vLLM keeps one block, its null block, for itself.
-        "num_gpu_blocks_override": None if config.kv_blocks is None else config.kv_blocks + 1 + scratch,
-        "gpu_memory_utilization": config.gpu_memory_utilization,
-        "enable_prefix_caching": True,
-        "enable_sleep_mode": current_platform.is_sleep_mode_available(),
-        "enforce_eager": current_platform.is_cpu(),
-        "disable_log_stats": True,
-        "use_tqdm_on_load": False,
-        "worker_extension_cls": EXTENSION,
-    } | config.vllm.arguments()
+    return (
+        {
+            "model": shared.model,
+            "skip_tokenizer_init": not (Path(shared.model) / "tokenizer.json").is_file(),
+            "load_format": "safetensors",  # never pickles
+            "dtype": _dtype(config.dtype, described),
+            "max_model_len": config.max_model_len,
+            "block_size": shared.block_size,
+            "max_num_seqs": config.max_num_seqs,
+            "max_num_batched_tokens": config.max_num_batched_tokens,
+            "tensor_parallel_size": config.tensor_parallel,
+            "distributed_executor_backend": "mp" if config.tensor_parallel > 1 else "uni",
+            # vLLM keeps one block, its null block, for itself.
+            "num_gpu_blocks_override": None if config.kv_blocks is None else config.kv_blocks + 1 + scratch,
+            "gpu_memory_utilization": config.gpu_memory_utilization,
+            "enable_prefix_caching": True,
+            "enable_sleep_mode": current_platform.is_sleep_mode_available(),
+            "enforce_eager": current_platform.is_cpu(),
+            "disable_log_stats": True,
+            "use_tqdm_on_load": False,
+            "worker_extension_cls": EXTENSION,
+        }
+        | (IMAGES if image_model(described) is not None else {})
+        | config.vllm.arguments()
+    )
 
 
 def _transfer(pool: PoolConfig) -> object:

@@ -11,6 +11,7 @@ from seer.services.engine.vllm.checks import token_budget, tokens_left
 from seer.services.engine.vllm.sampling.rows import RequestSampling
 
 if TYPE_CHECKING:
+    from vllm.multimodal.inputs import MultiModalFeatureSpec
     from vllm.v1.engine import EngineCoreRequest
 
 EXTRA = "seer"
@@ -49,6 +50,7 @@ def engine_request(
     capture: bool = False,
     fault_position: int | None = None,
     group: str = "",
+    images: list[MultiModalFeatureSpec] | None = None,
 ) -> EngineCoreRequest:
     """Return the vLLM request of a chunk: greedy; only the token limit and stop ids end it."""
     from vllm import SamplingParams
@@ -68,6 +70,6 @@ def engine_request(
         detokenize=False, logprobs=0, extra_args={EXTRA: extra},
     )  # fmt: skip
     return EngineCoreRequest(
-        request_id=engine_id, prompt_token_ids=chunk.tokens, mm_features=None, sampling_params=params,
+        request_id=engine_id, prompt_token_ids=chunk.tokens, mm_features=images, sampling_params=params,
         pooling_params=None, arrival_time=0.0, lora_request=None, cache_salt=None, data_parallel_rank=None,
     )  # fmt: skip

@@ -3,17 +3,22 @@
 Invariants:
 - an engine starts only if the noise of every rank equals the reference, bit for bit;
 - it starts only if its output equals what the reference implementation samples from the same logits. Another
-  model runner, or a hook that vLLM no longer calls, fails that test.
+  model runner, or a hook that vLLM no longer calls, fails that test;
+- if its model has images, it starts only if two of them give other logits.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import numpy as np
 import torch
 
 from seer.common.errors import EngineError
-from seer.common.types import SamplingParams
-from seer.services.engine.backend import Chunk
+from seer.common.image_models import ImageModel
+from seer.common.media import Medium, make
+from seer.common.types import Placed, SamplingParams
+from seer.services.engine.backend import Chunk, PlacedMedium
 from seer.services.engine.vllm.probe import Probe
 from seer.services.engine.vllm.sampling.rows import RequestSampling, SamplingTable
 from seer.services.engine.vllm.sampling.torch_sampler import noisy_logits
@@ -23,15 +28,40 @@ _SAMPLING = SamplingParams(max_tokens=8, temperature=100.0, ignore_eos=True)
 """A high temperature, so that the noise decides: an engine that samples greedily cannot pass."""
 
 
-def check(probe: Probe) -> None:
-    """Raise `EngineError` when any rank's noise, or the engine's output, is not the reference's."""
+def check(probe: Probe, images: ImageModel | None = None) -> None:
+    """Raise `EngineError` when any rank's noise, or the engine's output, is not the reference's.
+
+    `images`: what those of the model are; None: it has none.
+    """
     for rank, problem in enumerate(probe.noise_errors()):
         if problem:
             raise EngineError(f"self-test, rank {rank}: {problem}")
-    prompt = [token % probe.core.vocab_size for token in (3, 1, 4, 1, 5)]
+    _check_output(probe, ())
+    if images is not None:
+        one, two = (_check_output(probe, (made_up(images, seed),), images.placeholder) for seed in (0, 1))
+        if np.array_equal(one, two):
+            raise EngineError(
+                "self-test: two images give the same logits: vLLM does not show them to the model"
+            )
+
+
+def made_up(images: ImageModel, seed: int) -> Medium:
+    """Return an image of noise, of four tokens."""
+    side = 2 * images.merge
+    pixels = np.random.default_rng(seed).standard_normal((side * side, images.patch_numbers), np.float32)
+    return make("image", {"image_grid_thw": np.array([[1, side, side]]), "pixel_values": pixels})
+
+
+def _check_output(probe: Probe, media: Sequence[Medium], placeholder: int = 0) -> np.ndarray:
+    """Compare what the engine samples with the reference; return the first rank's first logits."""
+    prompt = [token % probe.core.plain_tokens for token in (3, 1, 4, 1, 5)]
+    placed = []
+    for medium in media:
+        placed.append(PlacedMedium(Placed(medium.name, len(prompt), 4), medium))
+        prompt += [placeholder] * 4 + [prompt[0]]
     chunk = Chunk(
         request_id="self-test", group_id="", attempt=0, key=_KEY, prompt_len=len(prompt),
-        max_new_tokens=_SAMPLING.max_tokens, sampling=_SAMPLING, tokens=prompt,
+        max_new_tokens=_SAMPLING.max_tokens, sampling=_SAMPLING, tokens=prompt, media=tuple(placed),
     )  # fmt: skip
     tokens, ranks = probe.capture(chunk)
     for rank, logits in enumerate(ranks):
@@ -46,6 +76,8 @@ def check(probe: Probe) -> None:
                 f"self-test, rank {rank}: the engine produced tokens {tokens} where the reference "
                 f"sampler samples {expected} from the same logits"
             )
+    first: np.ndarray = ranks[0][0]
+    return first
 
 
 def _reference(logits: np.ndarray, first_position: int, vocab: int) -> list[int]:

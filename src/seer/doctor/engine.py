@@ -224,7 +224,7 @@ def tokens_of(backend: VllmBackend) -> list[list[int]]:
     sampling = SamplingParams(max_tokens=TOKENS, ignore_eos=True)
     found: list[list[int]] = [[] for _ in range(REQUESTS)]
     for row in range(REQUESTS):
-        prompt = [(row + 5 * i + 1) % backend.core.vocab_size for i in range(12)]
+        prompt = [(row + 5 * i + 1) % backend.core.plain_tokens for i in range(12)]
         backend.add(Chunk(
             request_id=str(row), group_id="", attempt=0, key=row, prompt_len=len(prompt),
             max_new_tokens=TOKENS, sampling=sampling, tokens=prompt,

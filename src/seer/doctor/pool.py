@@ -88,7 +88,7 @@ def _lengths(backend: VllmBackend) -> Iterator[int]:
 
 def _run(backend: VllmBackend, row: int, length: int) -> None:
     """Run a context for a token; then its chunk ends, and its KV is saved, as its response goes on."""
-    tokens = [(row * 31 + i * 7) % backend.core.vocab_size for i in range(length - 1)]
+    tokens = [(row * 31 + i * 7) % backend.core.plain_tokens for i in range(length - 1)]
     backend.add(Chunk(
         request_id=str(row), group_id="", attempt=0, key=row, prompt_len=length - 1, max_new_tokens=1,
         sampling=SamplingParams(max_tokens=2, ignore_eos=True), tokens=tokens,

@@ -57,6 +57,9 @@ STOP_SECONDS = 5.0
 SPOOL = "weights"
 """Default folder of the buffer's spool, in the folder of the run."""
 
+MEDIA = "media"
+"""Likewise for the media of prompts."""
+
 LOG = "log"
 """Likewise for the buffer's log."""
 
@@ -183,8 +186,8 @@ class LocalSystem:
             self.config = replace(self.config, endpoints=Endpoints(**names))
         buffer = self.config.buffer
         spool = buffer.spool or str(self._dir / SPOOL)  # a buffer that is started again finds its streams
-        log = buffer.log or str(self._dir / LOG)
-        self.config = replace(self.config, buffer=replace(buffer, spool=spool, log=log))
+        media, log = buffer.media or str(self._dir / MEDIA), buffer.log or str(self._dir / LOG)
+        self.config = replace(self.config, buffer=replace(buffer, spool=spool, media=media, log=log))
         if self._pool.starts and self.config.pool.ssd_gib and not self.config.pool.ssd_path:
             disk = replace(self.config.pool, ssd_path=str(self._dir / POOL_DISK))
             self.config = replace(self.config, pool=disk)
@@ -225,7 +228,8 @@ class LocalSystem:
         await self._end_watchers("buffer")
         await self._end(self._children("buffer"), LEAVE_SECONDS)
         now = self.config.buffer
-        settings = replace(settings, spool=settings.spool or now.spool, log=settings.log or now.log)
+        kept = {name: getattr(settings, name) or getattr(now, name) for name in ("spool", "media", "log")}
+        settings = replace(settings, **kept)
         slot.config = self.config = replace(self.config, buffer=settings)
         await self._bring_up(slot)
         slot.watcher = asyncio.create_task(self._watch(slot))

@@ -16,13 +16,15 @@ from pathlib import Path
 import msgspec
 
 from seer.client.groups import Group
+from seer.client.media import Placed
 from seer.client.prompts import MAX_ID_BYTES, Prepared, token_array
 from seer.client.text import Tokenizer, load_tokenizer
 from seer.common.errors import InvalidField
 from seer.common.weights.digest import problem_of
 from seer.common.wire import Tokens
+from seer.rollout.pictures import Pictures
 
-_FIELDS = ("id", "prompt", "prompt_token_ids")
+_FIELDS = ("id", "prompt", "prompt_token_ids", "images")
 
 
 class PromptLine(msgspec.Struct, frozen=True):
@@ -77,11 +79,14 @@ def tokenizer_of(folder: Path | None) -> Tokenizer | None:
     return load_tokenizer(folder)
 
 
-def read_prompts(path: Path, tokenizer: Tokenizer | None) -> list[PromptLine]:
+def read_prompts(
+    path: Path, tokenizer: Tokenizer | None, pictures: Pictures | None = None
+) -> list[PromptLine]:
     """Read, check and tokenize `{"id", "prompt" | "prompt_token_ids", ...}` lines.
 
-    Other fields become the prompt's metadata; blank lines are skipped. Raises `InvalidField` naming
-    the first line and field that cannot be accepted.
+    A `prompt` may come with `images`, files that `pictures` reads; None: they are refused. Other fields
+    become the prompt's metadata; blank lines are skipped. Raises `InvalidField` naming the first line and
+    field that cannot be accepted.
     """
     try:
         lines = path.read_bytes().removeprefix(b"\xef\xbb\xbf").split(b"\n")
@@ -93,7 +98,7 @@ def read_prompts(path: Path, tokenizer: Tokenizer | None) -> list[PromptLine]:
         if not line.strip():
             continue
         where = f"{path}:{number}"
-        prompt = _prompt(line, where, tokenizer)
+        prompt = _prompt(line, where, tokenizer, pictures)
         if prompt.id in first_seen:
             raise InvalidField(f"{where}: id", prompt.id, f"already used at {first_seen[prompt.id]}")
         first_seen[prompt.id] = where
@@ -121,7 +126,7 @@ def check_fit(lines: Iterable[PromptLine], max_tokens: int, facts: ModelFacts) -
     return longest
 
 
-def _prompt(line: bytes, where: str, tokenizer: Tokenizer | None) -> Prepared:
+def _prompt(line: bytes, where: str, tokenizer: Tokenizer | None, pictures: Pictures | None) -> Prepared:
     try:
         record = msgspec.json.decode(line)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -135,7 +140,24 @@ def _prompt(line: bytes, where: str, tokenizer: Tokenizer | None) -> Prepared:
     if len(prompt_id.encode()) > MAX_ID_BYTES:
         raise InvalidField(f"{where}: id", prompt_id, f"give at most {MAX_ID_BYTES} bytes")
     metadata = {key: value for key, value in record.items() if key not in _FIELDS}
+    if "images" in record:
+        tokens, media = _with_images(record, where, pictures)
+        return Prepared(prompt_id, tokens, metadata, media)
     return Prepared(prompt_id, _tokens(record, where, tokenizer), metadata)
+
+
+def _with_images(
+    record: dict[str, object], where: str, pictures: Pictures | None
+) -> tuple[Tokens, tuple[Placed, ...]]:
+    field, text = f"{where}: images", record.get("prompt")
+    if pictures is None:
+        raise InvalidField(field, record["images"], "this command takes prompts of text alone")
+    if not isinstance(text, str) or not text:
+        raise InvalidField(f"{where}: prompt", text, "give a text with a placeholder for each image")
+    if "prompt_token_ids" in record:
+        raise InvalidField(f"{where}: prompt_token_ids", "given", "give the prompt of images as text")
+    found = pictures.prompt(text, record["images"], field)
+    return token_array(found.token_ids, f"{where}: prompt"), tuple(found.media)
 
 
 def _tokens(record: dict[str, object], where: str, tokenizer: Tokenizer | None) -> Tokens:

@@ -47,6 +47,7 @@ from seer.rollout.files import (
     write_report,
 )
 from seer.rollout.journal import Journal, model_digest, prompts_digest
+from seer.rollout.pictures import Pictures
 from seer.rollout.progress import showing
 from seer.sim.bound import lower_bound
 
@@ -128,12 +129,12 @@ def perform(job: Job) -> int:
     if embedded and job.model is not None and job.config.engine.backend == "vllm":
         check_weights(job.model)
     tokenizer = tokenizer_of(job.model)
-    lines = read_prompts(job.prompts, tokenizer)
+    lines = read_prompts(job.prompts, tokenizer, Pictures(job.prompts.parent, job.model))
     longest = check_fit(lines, job.sampling.max_tokens, facts)
     run_of_job = _run_of(job, lines)
     with contextlib.closing(Journal.open(job.out, run_of_job, resume=job.resume)) as journal:
         prompts = [
-            Prompt(p.id, token_ids=p.token_ids, metadata=p.metadata)
+            Prompt(p.id, token_ids=p.token_ids, metadata=p.metadata, media=p.media)
             for p in (line.prompt for line in lines)
             if p.id not in journal.done
         ]

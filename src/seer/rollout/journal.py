@@ -176,11 +176,12 @@ def model_digest(folder: Path) -> str:
 
 
 def prompts_digest(lines: Iterable[PromptLine]) -> str:
-    """Digest the prompts: ids, token ids and metadata, in order."""
+    """Digest the prompts: ids, token ids, metadata and images, in order."""
     whole = hashlib.blake2b(digest_size=_DIGEST_BYTES)
     for line in lines:
         prompt = line.prompt
-        whole.update(msgspec.json.encode([prompt.id, prompt.token_ids.tolist(), prompt.metadata]) + b"\n")
+        asked = [prompt.id, prompt.token_ids.tolist(), prompt.metadata, *prompt.places]
+        whole.update(msgspec.json.encode(asked) + b"\n")
     return whole.hexdigest()
 
 

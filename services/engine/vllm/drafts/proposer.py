@@ -2,7 +2,8 @@
 
 Invariants (tests/unit/test_draft_proposer.py asserts them):
 - a draft never goes beyond its chunk's limit, so it needs no KV block that the chunk has not reserved;
-- nothing is drafted after a stop id: it would never count;
+- nothing is drafted after a stop id: it would never count; nor are placeholders of images, which tools'
+  answers have and models do not generate;
 - no error here fails a step: what a tree refuses costs drafts only, and is counted;
 - only the rank whose drafts vLLM's scheduler reads makes any;
 - while it is switched off it makes none, and what responses say meanwhile is in the trees afterwards.
@@ -51,6 +52,7 @@ class GroupProposer:
         self._of_row: list[_native.GroupTree] = []
         self._stops: list[frozenset[int]] = []
         self._is_stop = np.zeros(1, bool)  # of any row; ids beyond its end are as the last, which is none
+        self._placeholder = _placeholder(vllm_config)
         self._runner: GPUModelRunner | None = None
         self._choice: Choice | None = None
         self._on = True
@@ -210,7 +212,7 @@ class GroupProposer:
         return _native.draft_lists(self._drafts[:n], choice.keep)
 
     def _cut_after_stops(self, n: int) -> None:
-        """Take what follows a stop id out of the drafted trees of the first `n` rows."""
+        """Take placeholders, and what follows a stop id, out of the drafted trees of the first `n` rows."""
         found = self._is_stop.take(self._drafts[:n], mode="clip")
         if not np.count_nonzero(found):  # any() by rows takes longer than all else here
             return
@@ -219,7 +221,8 @@ class GroupProposer:
             tokens, parents = self._drafts[row, :count].tolist(), self._parents[row, :count].tolist()
             kept: dict[int, int] = {}  # old places to new ones; parents come before their children
             for place, parent in enumerate(parents):
-                if parent < 0 or (parent in kept and tokens[parent] not in self._stops[row]):
+                goes_on = parent < 0 or (parent in kept and tokens[parent] not in self._stops[row])
+                if goes_on and tokens[place] != self._placeholder:
                     kept[place] = len(kept)
             places = list(kept)
             self._counts[row] = count = len(kept)
@@ -277,7 +280,7 @@ class GroupProposer:
                 told = () if request_id in known else extra.acceptance
                 self._slots[row] = self.budget.slot(extra.group, told)
         del self._extras[len(ids) :], self._of_row[len(ids) :], self._stops[len(ids) :]
-        stops = list(frozenset().union(*self._stops))
+        stops = [token for token in frozenset({self._placeholder}).union(*self._stops) if token >= 0]
         self._is_stop = np.zeros(max(stops, default=-1) + 2, bool)
         self._is_stop[stops] = True
         high = np.array([extra.probe for extra in self._extras])
@@ -286,6 +289,12 @@ class GroupProposer:
 
     def _tree(self, group: str) -> _native.GroupTree:
         return self._trees.get(group, _NO_TREE)
+
+
+def _placeholder(vllm_config: object) -> int:
+    """Return the token id that stands for images in a model's prompts; -1: it has none."""
+    model = getattr(vllm_config, "model_config", None)
+    return int(getattr(getattr(model, "hf_config", None), "image_token_id", None) or -1)
 
 
 _POSITIVE = 2**63 - 1

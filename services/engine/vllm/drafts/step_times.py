@@ -264,7 +264,7 @@ def _line(probe: Probe, batch: int, drafts: list[int], length: int, context: int
     All requests have as many, or some one more. Their prompts have `context` tokens more.
     """
     vocab, times = probe.core.vocab_size, []
-    chunks = [_chunk(row, vocab, length, context) for row in range(batch)]
+    chunks = [_chunk(row, probe.core.plain_tokens, length, context) for row in range(batch)]
     if context:  # the prefixes come first, so that the others find their KV
         probe.script_drafts(DraftScript(kind="none", vocab=vocab))
         _prefill(probe, chunks[:2])
@@ -297,7 +297,7 @@ def _prefill(probe: Probe, chunks: list[Chunk]) -> None:
 
 def _sibling(probe: Probe, length: int) -> float:
     """Return how many seconds longer a step with two paths takes than one with as many drafts on one path."""
-    vocab, chunk = probe.core.vocab_size, _chunk(0, probe.core.vocab_size, length)
+    vocab, chunk = probe.core.vocab_size, _chunk(0, probe.core.plain_tokens, length)
     scripts = (
         DraftScript(kind="random", vocab=vocab, count=PAIR),
         DraftScript(kind="random", vocab=vocab, count=PAIR // 2, others=("random",)),
@@ -318,9 +318,9 @@ def _sibling(probe: Probe, length: int) -> float:
     return max(0.0, statistics.median(longer[WARM:]))
 
 
-def _chunk(row: int, vocab: int, length: int, context: int = 0) -> Chunk:
-    prefix = [(row % 2 * 3 + 5 * i) % vocab for i in range(context)]
-    tokens = prefix + [(row * 7 + i) % vocab for i in range(PROMPT)]
+def _chunk(row: int, plain: int, length: int, context: int = 0) -> Chunk:
+    prefix = [(row % 2 * 3 + 5 * i) % plain for i in range(context)]
+    tokens = prefix + [(row * 7 + i) % plain for i in range(PROMPT)]
     return Chunk(
         request_id=f"profile#{row}", group_id="profile", index=row, attempt=0, key=row,
         prompt_len=len(tokens), max_new_tokens=length,

@@ -1,0 +1,71 @@
+"""Prompts with images, made by a model's own Hugging Face processor.
+
+Invariants (tests/unit/test_client_images.py):
+- engines get the very tensors that the trainer gets, never a second processing of the same pictures;
+- every placeholder in the tokens belongs to one image, in the order in which they were given; else the prompt
+  is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from seer.client.media import Placed, medium
+from seer.common.errors import InvalidField
+from seer.common.image_models import TENSORS
+
+Processor = Any
+"""As of `transformers.AutoProcessor.from_pretrained`."""
+
+
+class Processed(NamedTuple):
+    """A prompt's tokens, placeholders expanded, its images, and all that the processor returned.
+
+    The trainer computes its logprobs from `inputs`: they have the tensors that engines get.
+    """
+
+    token_ids: list[int]
+    media: list[Placed]
+    inputs: Mapping[str, Any]
+
+
+def prepare(processor: Processor, text: str, images: Sequence[Any]) -> Processed:
+    """Process a prompt once, for its engines and its trainer: text with a placeholder for each image.
+
+    `text` is what the chat template makes of a conversation; `images` are PIL pictures. Call it once per
+    prompt, not per response. Raises `InvalidField` for what the processor makes of another kind of model.
+    """
+    inputs = processor(text=[text], images=list(images) or None, return_tensors="pt")
+    (tokens,) = np.asarray(inputs["input_ids"]).tolist()
+    if not images:
+        return Processed(tokens, [], inputs)
+    missing = [name for name in TENSORS if name not in inputs]
+    if missing:
+        kind = type(processor).__name__
+        raise InvalidField(
+            "processor", kind, f"returns no {' and no '.join(missing)}: its images cannot be run"
+        )
+    grids, pixels = (np.asarray(inputs[name]) for name in TENSORS)
+    if len(grids) != len(images):
+        raise InvalidField("images", len(images), f"the processor returned {len(grids)}")
+    merged = processor.image_processor.merge_size**2
+    media, end, row = [], 0, 0
+    placeholder = processor.image_token_id
+    for place, grid in enumerate(grids):
+        rows = int(grid.prod())
+        length = rows // merged
+        while end < len(tokens) and tokens[end] != placeholder:
+            end += 1
+        if tokens[end : end + length] != [placeholder] * length:
+            raise InvalidField(f"images[{place}]", f"{length} tokens", "the text has no place for it")
+        image = medium(
+            "image", pixel_values=pixels[row : row + rows], image_grid_thw=grids[place : place + 1]
+        )
+        media.append(Placed(image, end, length))
+        end, row = end + length, row + rows
+    if placeholder in tokens[end:]:
+        raise InvalidField("text", text, f"has places for more than {len(images)} images")
+    return Processed(tokens, media, inputs)

@@ -1,0 +1,128 @@
+"""Images in prompts: what a trainer gives, checked before anything is sent, and how they come to the buffer.
+
+Invariants (tests/unit/test_client_media.py):
+- an image is sent once, however many prompts and rollouts show it at a time, and not at all if the buffer has
+  it; after a loss it goes on from where the buffer says;
+- an image that the buffer does not take fails the prompts that show it, by name, and nothing else;
+- at most `MEDIA_AT_ONCE` are on their way, a part of each.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from seer.common import types
+from seer.common.errors import InvalidField
+from seer.common.image_models import TENSORS
+from seer.common.media import Medium, make
+from seer.common.types import check_placed
+from seer.common.wire import MEDIA_AT_ONCE, MEDIUM_PART_BYTES, MediumData, MediumState, OpenMedium
+
+ASK_SECONDS = 5.0
+"""Silence after which the buffer is asked again how much of an image it has."""
+
+Send = Callable[[OpenMedium | MediumData], Awaitable[None]]
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """A medium in a prompt: it stands for `length` tokens, the model's placeholder, from `offset` on."""
+
+    medium: Medium
+    offset: int
+    length: int
+
+    @property
+    def on_wire(self) -> types.Placed:
+        """Its name and place, as messages have them."""
+        return types.Placed(self.medium.name, self.offset, self.length)
+
+
+def medium(modality: str, **tensors: Any) -> Medium:  # noqa: ANN401 - numpy arrays or torch tensors
+    """Return an image, to be placed in any number of prompts: `medium("image", pixel_values=..., ...)`.
+
+    Of one image, what the model's Hugging Face processor returns: `pixel_values`, float32 [patches, numbers
+    per patch], and `image_grid_thw`, int64 [1, 3]. They are copied. Raises `InvalidField` for all else.
+    """
+    if modality != "image":
+        raise InvalidField("modality", modality, "give images: no other media can be run")
+    if set(tensors) != set(TENSORS):
+        fix = f"give {' and '.join(TENSORS)} of one image; neither URLs nor embeddings can be run"
+        raise InvalidField("medium", sorted(tensors), fix)
+    return make(modality, tensors)
+
+
+def check_media(media: Sequence[Placed], tokens: int, field: str = "media") -> tuple[Placed, ...]:
+    """Return media that may stand in a prompt of so many tokens. Raises `InvalidField`."""
+    for place, each in enumerate(media):
+        if not isinstance(each, Placed) or not isinstance(each.medium, Medium):
+            fix = "give Placed(medium(...), offset, length); seer.client.images.prepare makes them"
+            raise InvalidField(f"{field}[{place}]", type(each).__name__, fix)
+    check_placed([each.on_wire for each in media], tokens, field)
+    return tuple(media)
+
+
+class MediaUploads:
+    """Sends images to the buffer. `lost(name, why)` is called for one that the buffer does not take."""
+
+    def __init__(self, lost: Callable[[str, str], Awaitable[None]]) -> None:
+        self._lost = lost
+        # Bounded by the images of prompts that are under way.
+        self._queue: asyncio.Queue[Medium] = asyncio.Queue()
+        self._pending: set[str] = set()  # queued, or on their way
+        self._answers: dict[str, asyncio.Future[MediumState]] = {}
+
+    def add(self, media: Iterable[Placed]) -> None:
+        """Send what the buffer lacks of these: it knows by now which prompts show them."""
+        for each in media:
+            if each.medium.name not in self._pending:
+                self._pending.add(each.medium.name)
+                self._queue.put_nowait(each.medium)
+
+    def answer(self, state: MediumState) -> None:
+        """Take the buffer's answer; one that nobody waits for changes nothing."""
+        waiter = self._answers.get(state.name)
+        if waiter is not None and not waiter.done():
+            waiter.set_result(state)
+
+    async def run(self, send: Send) -> None:
+        """Send until cancelled."""
+        async with asyncio.TaskGroup() as tasks:
+            for _ in range(MEDIA_AT_ONCE):
+                tasks.create_task(self._work(send))
+
+    async def _work(self, send: Send) -> None:
+        while True:
+            one = await self._queue.get()
+            problem = await self._upload(one, send)
+            self._pending.discard(one.name)
+            if problem:
+                await self._lost(one.name, problem)
+
+    async def _upload(self, one: Medium, send: Send) -> str:
+        """Send one image; return why the buffer does not take it."""
+        message: OpenMedium | MediumData = OpenMedium(name=one.name, size=one.size)
+        while True:
+            state = await self._ask(message, send)
+            if state is None:  # the question or its answer was lost
+                message = OpenMedium(name=one.name, size=one.size)
+            elif state.problem or state.have >= one.size:
+                return state.problem
+            else:
+                part = one.data[state.have : state.have + MEDIUM_PART_BYTES]
+                message = MediumData(name=one.name, size=one.size, offset=state.have, data=part)
+
+    async def _ask(self, message: OpenMedium | MediumData, send: Send) -> MediumState | None:
+        waiter: asyncio.Future[MediumState] = asyncio.get_running_loop().create_future()
+        self._answers[message.name] = waiter
+        try:
+            async with asyncio.timeout(ASK_SECONDS):
+                await send(message)
+                return await waiter
+        except TimeoutError:
+            return None
+        finally:
+            del self._answers[message.name]

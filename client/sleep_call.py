@@ -1,0 +1,36 @@
+"""One call of a client that has engines sleep or wake, until its answer is there."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+from seer.client.weight_update import is_answer
+from seer.common.errors import SeerError
+from seer.common.wire import Sleep, Slept
+
+
+class SleepCall:
+    """A request, and its answer once it is there."""
+
+    def __init__(self, request: Sleep) -> None:
+        self.request = request
+        self._answer: asyncio.Future[Slept] = asyncio.get_running_loop().create_future()
+
+    async def run(self, send: Callable[[Sleep], Awaitable[None]]) -> None:
+        """Ask, and wait for the answer. Raises `SeerError` if nothing was done, or what `fail` was given."""
+        await send(self.request)
+        slept = await self._answer
+        if slept.problem:
+            raise SeerError(slept.problem)
+
+    def answer(self, slept: Slept) -> None:
+        """Take an answer; one to another call, or a second one, changes nothing."""
+        asked, done = self.request, self._answer.done()
+        if slept.asleep == asked.asleep and is_answer(asked, slept) and not done:
+            self._answer.set_result(slept)
+
+    def fail(self, error: SeerError) -> None:
+        """End the call with an error."""
+        if not self._answer.done():
+            self._answer.set_exception(error)

@@ -1,0 +1,211 @@
+"""The buffer's media: a file each, sent by trainers, read by engines.
+
+Invariants (tests/unit/test_media_server.py, tests/cluster/test_images.py):
+- a medium is given out only if its bytes were checked against its name, in this life of the buffer;
+- one task handles everything in turn, so no file is deleted while it is written or read;
+- an error of the disk removes that one medium, its peer gets the error, and all others go on;
+- media in a configured folder survive the buffer, and count again once somebody has submitted them again;
+- messages that wait to be handled are bounded in number and bytes, and the event loop never waits for the
+  disk.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+
+from seer.common import wire
+from seer.common.clock import Clock
+from seer.common.errors import ConfigError, InvalidField
+from seer.common.process.log import get_logger
+from seer.common.types import MAX_MEDIUM_BYTES
+from seer.services.buffer.media.folder import MediaFolder
+from seer.services.buffer.media.machine import Kept, MediaMachine
+from seer.services.buffer.own_folder import on_disk
+
+Reply = Callable[[bytes, wire.MediumState | wire.MediumData], Awaitable[None]]
+"""Sends an answer to a peer's address; the answer is lost if the peer does not read."""
+
+MediaRequest = wire.OpenMedium | wire.MediumData | wire.ReadMedium
+
+_MAX_QUEUED = 4096
+"""Messages that wait to be handled; more are dropped, and peers send them again."""
+
+_MAX_PARTS = 4 * wire.MEDIA_AT_ONCE
+"""Messages with data among them: 64 MiB."""
+
+STALLED = f"nothing of its trainer's images has come for {wire.MEDIUM_STALL_SECONDS:g} s: submit it again"
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    reply: Reply
+    address: bytes
+    message: MediaRequest
+    trainer: str
+
+
+class MediaServer:
+    """The media below `folder`; empty: in a temporary folder, deleted when `run` ends.
+
+    `counters` has totals since the start. `arrived(name)` is called for each medium that is there from now
+    on, `stalled(groups, why)` for groups whose media do not come. Raises `ConfigError` if `max_bytes` has no
+    room for one.
+    """
+
+    def __init__(
+        self,
+        folder: str,
+        max_bytes: int,
+        clock: Clock,
+        arrived: Callable[[str], None],
+        stalled: Callable[[list[str], str], None],
+    ) -> None:
+        if max_bytes < MAX_MEDIUM_BYTES:
+            fix = f"must have room for one medium, {MAX_MEDIUM_BYTES} bytes"
+            raise ConfigError(f"buffer.media_bytes = {max_bytes}: {fix}")
+        self.machine = MediaMachine(max_bytes)
+        self.counters = {"media_received_bytes": 0, "media_sent_bytes": 0}
+        self._folder = MediaFolder(folder)
+        self._clock = clock
+        self._arrived, self._stalled = arrived, stalled
+        # None: look for media that are abandoned.
+        self._queue: asyncio.Queue[_Asked | None] = asyncio.Queue(_MAX_QUEUED)
+        self._parts = 0
+        self._log = get_logger()
+
+    def start(self) -> None:
+        """Lock the configured folder. Raises `ConfigError` if it is not this buffer's."""
+        self._folder.claim()
+
+    def put(self, reply: Reply, address: bytes, message: MediaRequest, trainer: str = "") -> None:
+        """Queue a peer's message; it is dropped if too many wait. `trainer`: who sent it, if one did."""
+        part = isinstance(message, wire.MediumData)
+        if not self._queue.full() and not (part and self._parts >= _MAX_PARTS):
+            self._parts += part
+            self._queue.put_nowait(_Asked(reply, address, message, trainer))
+
+    def tick(self) -> None:
+        """Check deadlines."""
+        if groups := self.machine.stalled(self._clock.now()):
+            self._stalled(groups, STALLED)
+        if not self._queue.full():
+            self._queue.put_nowait(None)
+
+    async def run(self) -> None:
+        """Handle queued messages until cancelled."""
+        try:
+            await self._take_over()
+            while True:
+                asked = await self._queue.get()
+                if asked is not None:
+                    self._parts -= isinstance(asked.message, wire.MediumData)
+                    await asked.reply(asked.address, await self._answer(asked))
+                    continue
+                for name in self.machine.abandoned(self._clock.now()):
+                    await self._lose(name, "")
+        finally:
+            self._folder.release()
+
+    async def _take_over(self) -> None:
+        """Take over the media that an earlier life left in the configured folder."""
+        try:
+            found = await on_disk(self._folder.inherited)
+            for name in self.machine.found(found, self._clock.now()):
+                await on_disk(self._folder.remove, name)
+        except OSError as error:
+            self._log.warning("media of an earlier life cannot be read", error=str(error))
+
+    # --- messages ------------------------------------------------------------------------
+
+    async def _answer(self, asked: _Asked) -> wire.MediumState | wire.MediumData:
+        match asked.message:
+            case wire.ReadMedium(name=name, offset=offset):
+                return await self._read(name, offset)
+            case wire.OpenMedium(name=name, size=size):
+                state = await self._open(name, size)
+                came = state.have == size
+            case wire.MediumData() as message:
+                known = self.machine.get(message.name)
+                before = known.have if known is not None else 0
+                state = await self._write(message)
+                came = state.have > before
+        if came:
+            self.machine.heard(asked.trainer, self._clock.now())
+        return state
+
+    async def _open(self, name: str, size: int) -> wire.MediumState:
+        try:
+            kept = await self._kept(name, size)
+        except (OSError, ValueError) as error:
+            return wire.MediumState(name=name, have=0, problem=str(error))
+        if kept.have == kept.size and not kept.checked:  # of an earlier life
+            await self._finish(name, kept, self._folder.check)
+            if not kept.checked:
+                return await self._open(name, size)  # its file is damaged, and removed: from the beginning
+        if size != kept.size:
+            return wire.MediumState(name=name, have=0, problem=f"has {kept.size} bytes, not {size}")
+        return wire.MediumState(name=name, have=kept.have)
+
+    async def _kept(self, name: str, size: int) -> Kept:
+        """Return a medium, which is begun if it is not kept. Raises `ValueError` or `OSError`."""
+        now = self._clock.now()
+        if self.machine.get(name) is None:
+            for other in self.machine.begin(name, size, now):
+                await on_disk(self._folder.remove, other)
+        return self.machine.use(name, now)
+
+    async def _write(self, message: wire.MediumData) -> wire.MediumState:
+        name, length = message.name, len(message.data)
+        state = await self._open(name, message.size)
+        kept = self.machine.get(name)
+        if state.problem or kept is None or message.offset != kept.have:
+            return state  # it is sent again from where the answer says
+        if not 0 < length <= min(wire.MEDIUM_PART_BYTES, kept.size - kept.have):
+            return state
+        try:
+            await on_disk(self._folder.append, name, kept.have, message.data)
+        except OSError as error:
+            return await self._lose(name, f"cannot be stored: {error}")
+        kept.have += length
+        self.counters["media_received_bytes"] += length
+        if kept.have == kept.size and (problem := await self._finish(name, kept, self._folder.finish)):
+            return wire.MediumState(name=name, have=0, problem=problem)
+        return wire.MediumState(name=name, have=kept.have)
+
+    async def _finish(self, name: str, kept: Kept, check: Callable[[str], None]) -> str:
+        """Check a medium that is complete; return what is wrong with it, after which it is lost."""
+        try:
+            await on_disk(check, name)
+        except (InvalidField, OSError) as error:
+            return (await self._lose(name, str(error))).problem
+        kept.checked = True
+        self._arrived(name)
+        return ""
+
+    async def _read(self, name: str, offset: int) -> wire.MediumState | wire.MediumData:
+        known = self.machine.get(name)
+        if known is None or not known.checked:
+            return wire.MediumState(name=name, have=0, problem="is not in this buffer: submit it again")
+        kept = self.machine.use(name, self._clock.now())
+        if offset >= kept.size:
+            return wire.MediumState(name=name, have=kept.have, problem=f"has {kept.size} bytes")
+        length = min(wire.MEDIUM_PART_BYTES, kept.size - offset)
+        try:
+            data = await on_disk(self._folder.read, name, offset, length)
+        except OSError as error:
+            return await self._lose(name, f"cannot be read: {error}")
+        self.counters["media_sent_bytes"] += length
+        return wire.MediumData(name=name, size=kept.size, offset=offset, data=data)
+
+    async def _lose(self, name: str, problem: str) -> wire.MediumState:
+        """Drop a medium and its file; return the answer that says why."""
+        self.machine.drop(name)
+        if problem:
+            self._log.warning("a medium is lost", medium=name, why=problem)
+        try:
+            await on_disk(self._folder.remove, name)
+        except OSError as error:
+            self._log.warning("a medium's file stays on disk", medium=name, error=str(error))
+        return wire.MediumState(name=name, have=0, problem=problem)

@@ -1,0 +1,313 @@
+"""Prompts with images on real engines: equal tokens however the work is cut, and no image left out or mistaken."""
+
+import asyncio
+import importlib.util
+import os
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+import vision_models
+from engine_cases import Response, run
+
+if importlib.util.find_spec("vllm") is None or importlib.util.find_spec("torchvision") is None:
+    pytest.skip("needs the engine extra and torchvision", allow_module_level=True)
+
+from vision_models import IMAGE, picture, processor_of
+
+from seer.client import Placed as PlacedImage
+from seer.client import Prompt, RolloutClient, RolloutFailed, SamplingParams, medium
+from seer.common.config import DraftsConfig, EngineConfig, SharedConfig, load
+from seer.common.errors import EngineError, InvalidField
+from seer.common.policy.draft_costs import StepCosts
+from seer.common.types import Placed
+from seer.local.system import LocalSystem
+from seer.services.engine.backend import Chunk, PlacedMedium
+from seer.services.engine.vllm import self_test
+from seer.services.engine.vllm.backend import VllmBackend
+from seer.services.engine.vllm.images import Images
+
+pytestmark = pytest.mark.vllm
+
+LENGTH = 40
+SAMPLING = SamplingParams(max_tokens=LENGTH, ignore_eos=True, temperature=1.2)
+DRAFT = 4
+FAMILIES = [
+    pytest.param(name, marks=() if name == "qwen2-vl" else pytest.mark.breadth)
+    for name in vision_models.FAMILIES
+]
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def family(request) -> str:
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def model(family: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return vision_models.make(family, tmp_path_factory.mktemp(family))
+
+
+@pytest.fixture(scope="module")
+def engine(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmBackend]:
+    cores = os.sched_getaffinity(0)
+    config = EngineConfig(kv_blocks=60, max_num_seqs=32, max_model_len=256, cpu_cores=str(min(cores)))
+    drafts = DraftsConfig(max_draft=DRAFT, cache=str(tmp_path_factory.mktemp("profiles")))
+    engine = VllmBackend(config, SharedConfig(model=str(model)), None, drafts)
+    engine.start()
+    free = StepCosts(batches=(1, 32), drafts=(0, DRAFT), grid=((1.0, 1.0001),) * 2, sibling=1.0)
+    engine.core.rpc("seer_set_costs", costs=free, max_paths=1)
+    engine._drafting.start_always()
+    yield engine
+    engine.close()
+    os.sched_setaffinity(0, cores)
+
+
+@pytest.fixture
+def backend(engine: VllmBackend) -> Iterator[VllmBackend]:
+    yield engine
+    engine.forget(["g"])
+    for request_id, attempt in list(engine._engine_ids):
+        engine.drop(request_id, attempt)
+    engine.core._reset_caches()
+
+
+def prompts(family: str) -> dict[str, tuple[list[int], tuple[PlacedMedium, ...]]]:
+    """One picture, two of other sizes, none, the first again with other words, and one that tools showed."""
+    processor = processor_of(family)
+    made = {
+        "one": ("a b # c d", picture(1)),
+        "two": ("# e # f g", picture(2, 24, 40), picture(3, 8, 16)),
+        "none": ("h i j k",),
+        "again": ("l m n # o", picture(1)),
+    }
+    found = {}
+    for name, (words, *pictures) in made.items():
+        tokens, media, _ = vision_models.prompt(processor, words, *pictures)
+        placed = tuple(PlacedMedium(each.on_wire, each.medium) for each in media)
+        found[name] = tokens, placed
+    return found
+
+
+def chunk(name: str, index: int, given, output: list[int] = (), new: int = 10_000, group: str = "") -> Chunk:
+    tokens, media = given
+    return Chunk(
+        request_id=f"{name}#{index}", group_id=group, index=index, attempt=0, key=1000 + 7 * index + len(name),
+        prompt_len=len(tokens), max_new_tokens=new, sampling=SAMPLING, tokens=[*tokens, *output], media=media,
+    )  # fmt: skip
+
+
+def rolled(backend: VllmBackend, given, new: int = 10_000, *, group: str = "", forget: bool = False):
+    """Two responses to each prompt, in chunks of `new` tokens, all side by side; `forget`: caches between them."""
+    done = {(name, index): Response() for name in given for index in range(2)}
+    while waiting := [key for key, response in done.items() if len(response.tokens) < LENGTH]:
+        if forget:
+            backend.core._reset_caches()
+        pieces = run(backend, [
+            chunk(name, index, given[name], done[name, index].tokens, new, group and f"{group}-{name}")
+            for name, index in waiting
+        ])  # fmt: skip
+        for name, index in waiting:
+            done[name, index].tokens += pieces[f"{name}#{index}"].tokens
+            done[name, index].logprobs += pieces[f"{name}#{index}"].logprobs
+    return done
+
+
+def same(found, expected):
+    assert found.keys() == expected.keys()
+    for key, response in expected.items():
+        assert found[key].tokens == response.tokens, key
+        assert found[key].logprobs == pytest.approx(response.logprobs, abs=1e-4), key
+
+
+def test_tokens_are_equal_however_the_work_is_cut(backend, family):
+    given = prompts(family)
+    before = backend.stats()
+    whole = rolled(backend, given)
+    assert backend.stats().encoder_runs - before.encoder_runs == 3, "siblings, and equal pictures, share"
+    same(rolled(backend, given), whole)
+    assert backend.stats().encoder_runs - before.encoder_runs <= 6
+    for name in given:
+        same(
+            rolled(backend, {name: given[name]}), {key: each for key, each in whole.items() if key[0] == name}
+        )
+    same(rolled(backend, given, 7), whole)
+    same(rolled(backend, given, 7, forget=True), whole)
+    assert len({tuple(each.tokens) for each in whole.values()}) == len(whole)
+
+
+def test_drafts_change_no_token(backend, family):
+    given = prompts(family)
+    whole = rolled(backend, given)
+    before = backend.stats()
+    same(rolled(backend, given, 7, group="g"), whole)
+    same(rolled(backend, given, 11, group="g"), whole)
+    after = backend.stats()
+    assert after.drafted_tokens > before.drafted_tokens
+    assert after.accepted_tokens > before.accepted_tokens
+
+
+def test_logits_are_those_of_transformers(backend, family, model):
+    import torch
+    from transformers import AutoModelForImageTextToText
+
+    reference = AutoModelForImageTextToText.from_pretrained(model, dtype=torch.float32).eval()
+    processor = processor_of(family)
+    for words, *pictures in (("a b # c d", picture(1)), ("# e # f g", picture(2, 24, 40), picture(3, 8, 16))):
+        tokens, media, inputs = vision_models.prompt(processor, words, *pictures)
+        placed = tuple(PlacedMedium(each.on_wire, each.medium) for each in media)
+        with torch.no_grad():
+            expected = reference(**inputs).logits[0, -1].numpy()
+        one = msgspec.structs.replace(chunk("p", 0, (tokens, placed)), max_new_tokens=1)
+        _, ((logits,),) = backend.probe.capture(one)
+        assert logits == pytest.approx(expected, abs=2e-3)
+
+
+def test_other_pictures_give_other_tokens(backend, family):
+    processor = processor_of(family)
+    found = []
+    for seed in (1, 2):
+        tokens, media, _ = vision_models.prompt(processor, "a b # c d", picture(seed))
+        found.append(
+            run(backend, [chunk("p", 0, (tokens, [PlacedMedium(e.on_wire, e.medium) for e in media]))])
+        )
+    assert found[0]["p#0"].tokens != found[1]["p#0"].tokens
+
+
+def test_an_image_that_is_left_out_is_refused(backend, family):
+    """vLLM itself would give wrong tokens, without an error."""
+    tokens, media = prompts(family)["two"]
+    for some in ((), media[:1], media[1:]):
+        with pytest.raises(InvalidField, match="vLLM would read the others as text"):
+            backend.add(chunk("p", 0, (tokens, some)))
+        with pytest.raises(InvalidField, match="vLLM would read the others as text"):
+            backend.add(chunk("p", 0, (tokens, some), output=[9, 8, IMAGE]))
+    whole = run(backend, [chunk("p", 0, (tokens, media), output=[9, 8, IMAGE])])
+    assert len(whole["p#0"].tokens) == LENGTH - 3, "behind the prompt it may be the model's own"
+
+
+def test_other_pixels_under_a_known_name_are_not_read(backend, family):
+    """Whoever reads a medium checks it against its name; vLLM knows nothing but the name."""
+    tokens, ((place, known),) = prompts(family)["one"]
+    expected = run(backend, [chunk("p", 0, (tokens, [PlacedMedium(place, known)]))])["p#0"].tokens
+    processor = processor_of(family)
+    other = vision_models.prompt(processor, "#", picture(77)).media[0].medium
+    from seer.common.media import read
+
+    with pytest.raises(InvalidField, match="is not the name of these bytes"):
+        read(known.name, other.data)
+    assert run(backend, [chunk("p", 0, (tokens, [PlacedMedium(place, known)]))])["p#0"].tokens == expected
+
+
+def spoilt(image, **changes):
+    return medium("image", **(dict(image.tensors) | changes))
+
+
+def test_what_vllm_could_not_run_is_refused_by_name(backend, family):
+    tokens, ((place, image),) = prompts(family)["one"]
+    pixels, grid = image.tensors["pixel_values"], image.tensors["image_grid_thw"]
+    bad = pixels.copy()
+    bad[3, 5] = np.nan
+    cases = {
+        "media[0].length": [(Placed(image.name, place.offset, place.length - 1), image)],
+        "media[0].offset": [(Placed(image.name, place.offset - 1, place.length), image)],
+        "pixel_values": [
+            (place, spoilt(image, pixel_values=bad)),
+            (place, spoilt(image, pixel_values=pixels[1:])),
+        ],
+        "image_grid_thw": [(place, spoilt(image, image_grid_thw=grid * 3))],
+    }
+    for field, wrong in cases.items():
+        for where, what in wrong:
+            with pytest.raises(InvalidField) as refused:
+                backend.add(chunk("p", 0, (tokens, [PlacedMedium(where, what)])))
+            assert refused.value.field == field
+    assert not backend.has_work()
+    most, before = backend._images._most, backend._images
+    backend._images = Images(before._model, place.length - 1)
+    with pytest.raises(InvalidField, match="encoder takes images of at most"):
+        backend.add(chunk("p", 0, (tokens, [PlacedMedium(place, image)])))
+    backend._images = before
+    assert backend.capacity.image_tokens == most >= 256 // 4
+    with pytest.raises(InvalidField, match="this engine's model has no images"):
+        Images(None, 0).features(chunk("p", 0, (tokens, [PlacedMedium(place, image)])))
+
+
+def test_new_weights_and_sleep_forget_encoded_images(backend, family, model, tmp_path):
+    from safetensors.numpy import load_file, save_file
+
+    given = prompts(family)
+    first = rolled(backend, given)
+    tensors = load_file(model / "model.safetensors")
+    moved = {name: each * 1.3 if "visual" in name else each for name, each in tensors.items()}
+    save_file(moved, tmp_path / "model.safetensors", {"format": "pt"})
+    backend.load_weights(tmp_path, "other")
+    other = rolled(backend, given)
+    changed = {key[0] for key in first if first[key].tokens != other[key].tokens}
+    assert changed == {"one", "two", "again"}, "the vision encoder's alone were changed"
+    backend.load_weights(model, "first")
+    same(rolled(backend, given), first)
+    from seer.common.sleep import SleepState
+
+    backend.sleep(SleepState.ASLEEP, 1)
+    backend.sleep(SleepState.AWAKE, 1)
+    same(rolled(backend, given), first)
+    with pytest.raises(EngineError, match="adapters of models with images"):
+        backend.load_weights(tmp_path, "adapter", base=model)
+
+
+def test_the_self_test_notices_an_engine_that_shows_no_images(backend, family, monkeypatch):
+    from seer.common.image_models import image_model
+    from seer.services.engine.vllm import loading
+
+    images = image_model(loading.model_config(backend._shared))
+    self_test.check(backend.probe, images)
+    monkeypatch.setattr(Images, "features", lambda self, chunk: None)
+    with pytest.raises(EngineError, match="two images give the same logits"):
+        self_test.check(backend.probe, images)
+
+
+@pytest.mark.breadth
+@pytest.mark.timeout(300)
+async def test_a_whole_system_gives_the_same_tokens_and_moves_each_image_once(family, model):
+    processor = processor_of(family)
+    shown = []
+    for number, (words, *pictures) in enumerate(
+        [("a # b", picture(1)), ("# c # d", picture(2, 24, 40), picture(1)), ("e f g",)]
+    ):
+        tokens, media, _ = vision_models.prompt(processor, words, *pictures)
+        shown.append(Prompt(str(number), token_ids=tokens, media=media))
+    found = []
+    for engines, chunk_size, source in ((1, 400, "off"), (2, 16, "grouped")):
+        settings = [
+            f"shared.model={model}",
+            "pool.kind=none",
+            "engine.max_model_len=256",
+            "engine.kv_blocks=60",
+        ]
+        settings += [f"buffer.chunk_size={chunk_size}", "buffer.policy=migrate", f"drafts.source={source}"]
+        async with (
+            LocalSystem(load(None, {}, settings), engines) as system,
+            RolloutClient(system.endpoint) as client,
+        ):
+            rollout = await client.submit(shown, n=4, sampling=SAMPLING, rollout_number=0)
+            groups = await rollout.result()
+            found.append([response.token_ids.tolist() for group in groups for response in group.responses])
+            async with asyncio.timeout(10):
+                while not all(
+                    runs := [each.stats.encoder_runs for each in (await client.status()).instances]
+                ):
+                    await asyncio.sleep(0.1)  # engines report once a second
+            assert max(runs) <= 3 * 4
+            sizes = {each.medium.name: each.medium.size for prompt in shown for each in prompt.media}
+            counters = (await client.status()).counters
+            assert counters["media_received_bytes"] == sum(sizes.values())
+            assert counters["media_sent_bytes"] == engines * sum(sizes.values())
+            forged = replace(shown[0].media[0].medium, tensors={})
+            wrong = [Prompt("w", token_ids=[7, IMAGE, 8], media=[PlacedImage(forged, 1, 1)])]
+            with pytest.raises(RolloutFailed, match="this image takes 6 tokens"):
+                await (await client.submit(wrong, n=1, sampling=SAMPLING)).result()
+    assert found[0] == found[1]

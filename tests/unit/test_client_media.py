@@ -1,0 +1,172 @@
+"""Images that a client submits: checked at once, sent once, resumed, and lost by name."""
+
+import asyncio
+import contextlib
+
+import numpy as np
+import pytest
+from pictures import picture, placed
+from virtual_time import eventually, virtual
+
+from seer.client import Placed, Prompt, medium
+from seer.client.media import ASK_SECONDS, MediaUploads
+from seer.client.prompts import prepare
+from seer.common.errors import InvalidField
+from seer.common.types import MAX_MEDIA
+from seer.common.wire import MEDIA_AT_ONCE, MEDIUM_PART_BYTES, MediumData, MediumState, OpenMedium
+
+LARGE = picture(0, MEDIUM_PART_BYTES // 2)  # 4 MiB and a header: three parts
+GRID, PIXELS = np.array([[1, 2, 2]]), np.ones((4, 6), np.float32)
+
+
+@pytest.mark.parametrize(
+    ("modality", "tensors", "says"),
+    [
+        ("video", {"pixel_values_videos": PIXELS}, "modality = 'video': give images"),
+        ("audio", {"input_features": PIXELS}, "modality = 'audio': give images"),
+        ("image", {"image_embeds": PIXELS, "image_grid_thw": GRID}, "neither URLs nor embeddings"),
+        ("image", {"url": "https://example.org/a.png"}, "neither URLs nor embeddings"),
+        ("image", {"pixel_values": PIXELS}, "give image_grid_thw and pixel_values"),
+        ("image", {"pixel_values": PIXELS, "image_grid_thw": GRID, "min_pixels": 4}, "give image_grid_thw"),
+        (
+            "image",
+            {"pixel_values": PIXELS.astype(np.float64), "image_grid_thw": GRID},
+            "pixel_values = 'float64'",
+        ),
+    ],
+)
+def test_what_is_no_image_is_refused_by_name(modality, tensors, says):
+    with pytest.raises(InvalidField, match=says):
+        medium(modality, **tensors)
+
+
+@pytest.mark.parametrize(
+    ("media", "field"),
+    [
+        ([placed(1, 5)], "prompts[0].media[0].length"),
+        ([placed(1, -1)], "prompts[0].media[0].offset"),
+        ([placed(1, 2), placed(2, 1)], "prompts[0].media[1].offset"),
+        ([placed(1, 1, 0)], "prompts[0].media[0].length"),
+        ([picture(1)], "prompts[0].media[0]"),
+        ([Placed("https://example.org/a.png", 0, 1)], "prompts[0].media[0]"),
+        ([placed(1, place) for place in range(5)] * 13, "prompts[0].media"),
+    ],
+)
+def test_media_that_cannot_stand_in_a_prompt_are_refused_by_field(media, field):
+    assert len(media) <= 5 or len(media) > MAX_MEDIA
+    with pytest.raises(InvalidField) as refused:
+        prepare([Prompt("p", token_ids=[1, 2, 3, 4, 5], media=media)], None)
+    assert refused.value.field == field
+
+
+def test_images_in_text_are_refused():
+    with pytest.raises(InvalidField, match=r"prompts\[0\]\.media = 1: give token_ids with placeholders"):
+        prepare([Prompt("p", text="what is <image>?", media=[placed(1, 0)])], None)
+
+
+class Buffer:
+    """What a buffer has of images: answers each message, unless it is told to lose it."""
+
+    def __init__(self):
+        self.have, self.said, self.problems = {}, [], {}
+        self.losing, self.restarts = set(), set()  # numbers of messages
+        self.most = self.busy = 0
+        self.lost = []
+        self.uploads = MediaUploads(self.note)
+
+    async def note(self, name, why):
+        self.lost.append((name, why))
+
+    async def send(self, message):
+        self.said.append(message)
+        self.busy += 1
+        self.most = max(self.most, self.busy)
+        await asyncio.sleep(0.001)
+        self.busy -= 1
+        if len(self.said) in self.restarts:
+            self.have.clear()
+        if len(self.said) in self.losing:
+            return
+        data = self.have.setdefault(message.name, bytearray())
+        if isinstance(message, MediumData) and message.offset == len(data):
+            assert len(message.data) <= MEDIUM_PART_BYTES
+            data += message.data.tobytes()
+        problem = self.problems.get(message.name, "")
+        self.uploads.answer(MediumState(name=message.name, have=len(data), problem=problem))
+
+    def parts(self, name):
+        return [each.offset for each in self.said if isinstance(each, MediumData) and each.name == name]
+
+
+@contextlib.asynccontextmanager
+async def uploading():
+    buffer = Buffer()
+    task = asyncio.create_task(buffer.uploads.run(buffer.send))
+    yield buffer
+    task.cancel()
+    await asyncio.wait([task])
+
+
+def whole(buffer, *media):
+    return all(bytes(buffer.have.get(each.name, b"")) == each.data.tobytes() for each in media)
+
+
+@virtual
+async def test_an_image_is_sent_once_in_order_however_often_it_is_shown():
+    async with uploading() as buffer:
+        for _ in range(3):
+            buffer.uploads.add([Placed(LARGE, 0, 1), placed(1, 1), Placed(LARGE, 2, 1)])
+        await eventually(lambda: whole(buffer, LARGE, picture(1)))
+        await asyncio.sleep(1)
+        assert buffer.parts(LARGE.name) == [0, MEDIUM_PART_BYTES, 2 * MEDIUM_PART_BYTES]
+        assert buffer.parts(picture(1).name) == [0]
+
+
+@virtual
+async def test_an_image_that_the_buffer_has_is_not_sent():
+    async with uploading() as buffer:
+        buffer.have[LARGE.name] = bytearray(LARGE.data.tobytes())
+        buffer.uploads.add([Placed(LARGE, 0, 1)])
+        await asyncio.sleep(1)
+        assert [type(each) for each in buffer.said] == [OpenMedium]
+
+
+@virtual
+async def test_an_image_goes_on_from_where_the_buffer_says_after_a_loss():
+    async with uploading() as buffer:
+        buffer.have[LARGE.name] = bytearray(LARGE.data[:1000].tobytes())
+        buffer.uploads.add([Placed(LARGE, 0, 1)])
+        buffer.losing, buffer.restarts = {3, 4}, {6}
+        await asyncio.sleep(4 * ASK_SECONDS)
+        assert whole(buffer, LARGE)
+        second = 1000 + MEDIUM_PART_BYTES
+        assert buffer.parts(LARGE.name)[:3] == [1000, second, second], "one of them was lost"
+        assert buffer.parts(LARGE.name)[3:] == [0, MEDIUM_PART_BYTES, 2 * MEDIUM_PART_BYTES]
+
+
+@virtual
+async def test_an_image_that_is_not_taken_is_reported_and_the_next_ones_are_sent():
+    async with uploading() as buffer:
+        buffer.problems[picture(1).name] = "no room"
+        buffer.uploads.add([placed(1, 0), placed(2, 1)])
+        await eventually(lambda: whole(buffer, picture(2)))
+        assert buffer.lost == [(picture(1).name, "no room")]
+        buffer.problems.clear()
+        buffer.uploads.add([placed(1, 0)])
+        await eventually(lambda: whole(buffer, picture(1)))
+
+
+@virtual
+async def test_few_are_on_their_way_at_once():
+    async with uploading() as buffer:
+        many = [placed(seed, 0) for seed in range(50)]
+        buffer.uploads.add(many)
+        await eventually(lambda: whole(buffer, *(each.medium for each in many)))
+        assert buffer.most == MEDIA_AT_ONCE
+
+
+@virtual
+async def test_answers_that_nobody_waits_for_change_nothing():
+    async with uploading() as buffer:
+        buffer.uploads.answer(MediumState(name="x", have=3, problem="late"))
+        assert not buffer.lost
