@@ -14,7 +14,29 @@ from chaos.virtual import quiet, run, story
 from seer.services.buffer.log import rows
 
 BATCH = 25
-RARE = (304, 307, 312, 328, 337, 339, 365, 400, 402, 463, 476, 477, 522, 551, 564, 613, 619, 1266, 700726)
+RARE = (
+    304,
+    307,
+    312,
+    328,
+    337,
+    339,
+    346,
+    365,
+    400,
+    402,
+    463,
+    474,
+    476,
+    477,
+    522,
+    551,
+    564,
+    613,
+    619,
+    1266,
+    700726,
+)
 """Runs in which faults meet messages that are seldom under way."""
 
 SEEDS = (*range(300), *RARE)

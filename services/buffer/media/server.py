@@ -178,7 +178,10 @@ class MediaServer:
         """Check a medium that is complete; return what is wrong with it, after which it is lost."""
         try:
             await on_disk(check, name)
-        except (InvalidField, OSError) as error:
+        except InvalidField as error:
+            ours = check == self._folder.check  # what a peer sent wrong is told to it, not to the log
+            return (await self._lose(name, str(error), log=ours)).problem
+        except OSError as error:
             return (await self._lose(name, str(error))).problem
         kept.checked = True
         self._arrived(name)
@@ -199,10 +202,10 @@ class MediaServer:
         self.counters["media_sent_bytes"] += length
         return wire.MediumData(name=name, size=kept.size, offset=offset, data=data)
 
-    async def _lose(self, name: str, problem: str) -> wire.MediumState:
+    async def _lose(self, name: str, problem: str, *, log: bool = True) -> wire.MediumState:
         """Drop a medium and its file; return the answer that says why."""
         self.machine.drop(name)
-        if problem:
+        if problem and log:
             self._log.warning("a medium is lost", medium=name, why=problem)
         try:
             await on_disk(self._folder.remove, name)
