@@ -296,3 +296,28 @@ def test_an_endpoint_can_say_whose_key_answers_there():
     assert split_key("tcp://a:1") == ("tcp://a:1", "")
     with pytest.raises(ConfigError, match="no key"):
         split_key("tcp://a:1#xyz")
+
+
+def test_one_handshake_that_ends_without_a_reason_is_no_problem():
+    """As when the server dies while a client connects."""
+
+    async def run():
+        import socket
+
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            server.setblocking(False)
+            transport = ZmqTransport()
+            dealer = await transport.dealer(f"tcp://127.0.0.1:{server.getsockname()[1]}", b"me")
+            loop = asyncio.get_running_loop()
+            problems = []
+            for _ in range(curve.FAILURES + 1):
+                accepted, _ = await loop.sock_accept(server)
+                accepted.close()
+                await asyncio.sleep(0.05)
+                problems.append(dealer.problem)
+            dealer.close()
+            await transport.close()
+        assert problems[0] == ""
+        assert "keys are used at one end alone" in problems[-1]
+
+    asyncio.run(run())

@@ -41,6 +41,10 @@ _REASONS: dict[int, str] = {
 }
 _REASONS[zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL] = _REASONS[zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL]
 
+FAILURES = 3
+"""Handshakes in a row that end without a reason, before that is taken for keys that do not fit: a server that
+dies can end one, too. Libzmq tries three within the first second, and no more after one with a reason."""
+
 _log = get_logger()
 
 
@@ -108,15 +112,17 @@ class Watch:
         self._socket = socket
         monitor = socket.get_monitor_socket(events)
         self._monitor: zmq.Socket[bytes] = zmq.Socket.shadow(monitor.underlying)
-        self._problem = ""
+        self._failed, self._reason = 0, ""
 
     @property
     def problem(self) -> str:
-        """What the last attempt to connect met with; empty: nothing yet, or success."""
+        """Why the last attempts to connect failed; empty: they did not, or too few to say."""
         while not self._monitor.closed and self._monitor.poll(0):
             event = parse_monitor_message(self._monitor.recv_multipart(zmq.NOBLOCK))["event"]
-            self._problem = _REASONS.get(event, "")
-        return self._problem
+            self._reason = _REASONS.get(event, "")
+            explained = event != zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+            self._failed = (FAILURES if explained else self._failed + 1) if self._reason else 0
+        return self._reason if self._failed >= FAILURES else ""
 
     def close(self) -> None:
         """Stop watching; before the socket is closed."""
