@@ -181,10 +181,14 @@ def security_of(environ: Mapping[str, str]) -> SecurityConfig:
 
 def new_name(keys: Keys | None) -> str:
     """Return a name that no other process has, and that the key allows."""
-    place = f"{socket.gethostname()}-{os.getpid()}"
-    if keys is not None and keys.user.role in NAMED and keys.user.name != ANY_NAME:
-        place = keys.user.name
-    return f"{place}-{secrets.token_hex(3)}"
+    return name_under(keys, f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(3)}")
+
+
+def name_under(keys: Keys | None, name: str) -> str:
+    """Return a name as the key allows it: behind the key's own, if it holds for one."""
+    if keys is None or keys.user.role not in NAMED or keys.user.name == ANY_NAME:
+        return name
+    return f"{keys.user.name}-{name}"
 
 
 def own_public(config: SecurityConfig) -> str:

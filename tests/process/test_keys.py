@@ -2,8 +2,11 @@
 
 import asyncio
 import contextlib
+import os
 import socket
+import sys
 from contextlib import asynccontextmanager
+from pathlib import Path
 
 import pytest
 from msgspec.structs import replace
@@ -104,6 +107,23 @@ async def test_every_process_has_a_key_and_does_what_it_is_for(tmp_path):
         assert len(await rolling) == len(PROMPTS)
         status = await client.status()
         assert [each.name for each in status.instances] == ["e0"]
+
+
+async def test_the_command_line_takes_keys_from_the_environment(tmp_path):
+    prompts, out = tmp_path / "prompts.jsonl", tmp_path / "out.jsonl"
+    prompts.write_text("".join(f'{{"id": "{i}", "prompt_token_ids": [1, {i}]}}\n' for i in range(4)))
+    async with running(tmp_path) as system:
+        keys = system.security("trainer-run")
+        seer = Path(sys.executable).with_name("seer")
+        command = [seer, "rollout", prompts, "--out", out, "-n", "2", "--max-tokens", "20", "--connect"]
+        environ = {"SEER_SECURITY__KEY": keys.key, "SEER_SECURITY__SERVER": keys.server}
+        process = await asyncio.create_subprocess_exec(
+            *command, system.config.endpoints.trainers, env=os.environ | environ,
+            stderr=asyncio.subprocess.PIPE,
+        )  # fmt: skip
+        _, said = await asyncio.wait_for(process.communicate(), 60)
+        assert process.returncode == 0, said
+    assert len(out.read_text().splitlines()) == 4
 
 
 async def test_who_is_not_in_the_list_learns_why(tmp_path):

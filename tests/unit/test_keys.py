@@ -17,6 +17,7 @@ from seer.common.net.keys import (
     Peers,
     User,
     load_keys,
+    name_under,
     new_name,
     parse_peers,
     read_secret,
@@ -180,6 +181,7 @@ def test_a_process_that_only_connects_needs_the_services_key(folder):
     assert load_keys(security_of(environ)) == keys
     assert new_name(keys).startswith("run7-") != new_name(keys)
     assert load_keys(security_of({})) is None
+    assert (name_under(keys, "job"), name_under(None, "job")) == ("run7-job", "job")
 
 
 def test_what_a_key_allows():

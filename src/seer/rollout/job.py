@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
+import os
 import platform
 import socket
 import sys
@@ -26,6 +27,7 @@ from seer.client.rollout import Rollout
 from seer.client.text import Tokenizer
 from seer.common.config import Config
 from seer.common.errors import InvalidField, RequestRefused, SeerError, Unreachable
+from seer.common.net.keys import load_keys, name_under, security_of
 from seer.common.policy.schedule import POLICIES
 from seer.common.process.scratch import Scratch
 from seer.common.types import InstanceStats, SamplingParams
@@ -238,8 +240,9 @@ async def _roll(
     outcome: Outcome,
 ) -> None:
     loop = asyncio.get_running_loop()
+    name = name_under(load_keys(security_of(os.environ)), outcome.name)
     async with RolloutClient(
-        endpoint, name=outcome.name, tokenizer=tokenizer, connect_seconds=CONNECT_SECONDS
+        endpoint, name=name, tokenizer=tokenizer, connect_seconds=CONNECT_SECONDS
     ) as client:
         started = loop.time()
         outcome.rollout = rollout = await client.submit(
