@@ -10,6 +10,7 @@ import hashlib
 import http.server
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -21,6 +22,7 @@ from pathlib import Path
 REPO = Path(__file__).resolve().parents[2]
 KEPT = REPO / "build" / "deploy"
 LOCKS = [REPO / "requirements" / f"{name}.lock" for name in ("core", "cpu", "dev")]
+VISION = REPO / "requirements" / "install_torchvision.py"
 MODEL = REPO / "examples" / "countdown" / "model"
 PROMPTS = REPO / "examples" / "countdown" / "prompts.jsonl"
 RESPONSES, MAX_TOKENS = 4, 96
@@ -126,13 +128,15 @@ def wheels():
         raise CannotRun(
             f"make this with Python {PYTHON[0]}.{PYTHON[1]}, as {SUITE} has: make PYTHON=python3.11"
         )
-    digest = hashlib.sha256(b"".join(lock.read_bytes() for lock in LOCKS)).hexdigest()
+    digest = hashlib.sha256(b"".join(each.read_bytes() for each in (*LOCKS, VISION))).hexdigest()
     folder = KEPT / "wheels"
     stamp = folder / ".complete"
     if not stamp.exists() or stamp.read_text() != digest:
         say("pip download of all pinned requirements")
         shutil.rmtree(folder, ignore_errors=True)
         wanted = [part for lock in LOCKS for part in ("-r", lock)]
+        (version,) = re.findall(r'^VERSION = "(.*)"$', VISION.read_text(), re.MULTILINE)
+        wanted.append(f"torchvision=={version}")
         run(sys.executable, "-m", "pip", "download", "--no-deps", "-d", folder, *wanted, seconds=1800)
         stamp.write_text(digest)
     return folder
