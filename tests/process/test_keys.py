@@ -60,8 +60,8 @@ class System:
     async def start(self, service, name, key):
         config = replace(
             self.config,
-            security=self.security(key, peers=key == "server"),
-            engine=replace(self.config.engine, name=name),
+            security=self.security(key, peers=True),
+            engine=replace(self.config.engine, name=name, weights_endpoint="tcp://127.0.0.1:0"),
         )
         child = self.children[name] = await Child.spawn(service, name, config, {}, self.folder, logged=True)
         await child.ready(60)
