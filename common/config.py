@@ -18,6 +18,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from seer.common.endpoints import check_address, check_endpoint, shards
 from seer.common.errors import ConfigError
 from seer.common.types import LogprobMode
 from seer.common.vllm_settings import VllmSettings
@@ -405,29 +406,6 @@ def _check_addresses(config: Config) -> None:
     ):
         if not getattr(config.gateway, name) > 0:
             raise ConfigError(f"gateway.{name} = {getattr(config.gateway, name)}: must be positive")
-
-
-def shards(endpoint: str) -> list[str]:
-    """Return the endpoints of `endpoints.dgds`, one per dgds process."""
-    return [each.strip() for each in endpoint.split(",")]
-
-
-def check_endpoint(field: str, endpoint: str, written: str = "tcp://host:port or ipc://path") -> None:
-    """Raise `ConfigError` unless this is a valid address of a socket."""
-    scheme, _, address = endpoint.partition("://")
-    host, _, port = address.rpartition(":")
-    sound = bool(address)
-    if scheme == "tcp":  # ZeroMQ would take a port modulo 2^16
-        sound = bool(host) and port.isascii() and port.isdecimal() and int(port) < 2**16
-    if scheme not in ("tcp", "ipc") or not sound:
-        raise ConfigError(f"{field} = {endpoint!r}: write {written}, with a port below 65536")
-
-
-def check_address(field: str, address: str) -> None:
-    """Raise `ConfigError` unless this is `host:port`."""
-    host, _, port = address.rpartition(":")
-    if not host or not port.isascii() or not port.isdecimal() or not 0 < int(port) < 2**16:
-        raise ConfigError(f"{field} = {address!r}: write host:port, with a port from 1 to 65535")
 
 
 def dump(config: Config) -> str:

@@ -8,7 +8,8 @@ from msgspec.structs import replace
 
 from seer.common import wire
 from seer.common.clock import LoopClock
-from seer.common.config import Config, EngineConfig, SharedConfig, shards, shared_hash
+from seer.common.config import Config, EngineConfig, SharedConfig, shared_hash
+from seer.common.endpoints import shards
 from seer.common.net.channel import Channel
 from seer.common.net.handshake import Identity
 from seer.common.net.transport.memory import MemoryNetwork, MemoryTransport

@@ -105,7 +105,7 @@ class Bare:
             self._process.wait(20)
         self._process.kill()
 
-    def _answer(self) -> Any:  # noqa: ANN401
+    def _answer(self) -> Any:  # noqa: ANN401 - what JSON says
         assert self._process.stdout is not None
         for line in self._process.stdout:
             if line.startswith("answer "):

@@ -30,6 +30,8 @@ from lib.paths import EXAMPLE
 from safetensors.torch import load_file, save_file
 
 from seer.client import Broadcast, Prompt, RolloutClient, SamplingParams, SharedTensors
+from seer.client.rollout import Rollout
+from seer.client.weight_update import Source
 from seer.common.config import load
 from seer.common.errors import SeerError
 from seer.common.process.devices import driver_version, visible_devices
@@ -60,7 +62,7 @@ class Trainer:
         """Return the other weights."""
         return {name: tensor * SCALE for name, tensor in self.tensors.items()}
 
-    async def update(self, source: Any) -> None:  # noqa: ANN401
+    async def update(self, source: Source) -> None:
         """Make these the live weights. Raises `SeerError`."""
         self.version += 1
         live = await self.client.update_weights(self.version, source, timeout_seconds=STEP_SECONDS)
@@ -71,7 +73,7 @@ class Trainer:
         """Return the tokens of a rollout."""
         return await self.system.run((await self._submit()).result())
 
-    async def _submit(self) -> Any:  # noqa: ANN401
+    async def _submit(self) -> Rollout:
         lines = (EXAMPLE / "prompts.jsonl").read_text().splitlines()[:8]
         given = [Prompt(str(row), text=json.loads(line)["prompt"]) for row, line in enumerate(lines)]
         sampling = SamplingParams(max_tokens=512)

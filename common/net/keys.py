@@ -20,7 +20,6 @@ import time
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
-from urllib.parse import urlsplit
 
 import msgspec
 import zmq
@@ -209,12 +208,6 @@ def split_key(endpoint: str) -> tuple[str, str]:
         return address, z85.encode(bytes.fromhex(text)).decode() if text else ""
     except ValueError as error:
         raise ConfigError(f"{endpoint}: what follows # is no key of 64 hexadecimal digits") from error
-
-
-def is_local(endpoint: str) -> bool:
-    """Return whether only processes of this machine reach a TCP endpoint."""
-    host = urlsplit(endpoint).hostname or ""
-    return host == "localhost" or host.startswith("127.") or host == "::1"
 
 
 def parse_peers(text: str, where: str) -> dict[str, tuple[User, float]]:

@@ -20,11 +20,10 @@ from msgspec import structs
 
 from seer.common import ids
 from seer.common.clock import Clock
-from seer.common.config import check_endpoint
+from seer.common.endpoints import check_endpoint
 from seer.common.errors import ConfigError, InvalidField
 from seer.common.net.handshake import CHECK_SECONDS
 from seer.common.net.hub import MAX_PEERS, Hub
-from seer.common.net.keys import split_key
 from seer.common.wire import MAX_ID, Hello, Register
 
 MAX_SIZE = 2**31 - 1
@@ -146,7 +145,7 @@ def check_register(register: Register) -> None:
     """Raise `InvalidField` if an engine's capacity or versions are out of bounds, or its endpoint is none."""
     if register.weights_endpoint:
         try:
-            check_endpoint("weights_endpoint", split_key(register.weights_endpoint)[0])
+            check_endpoint("weights_endpoint", register.weights_endpoint)
         except ConfigError as error:
             raise InvalidField("weights_endpoint", register.weights_endpoint, str(error)) from error
     for name, value in structs.asdict(register.capacity).items():

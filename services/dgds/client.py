@@ -25,7 +25,8 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from seer.common import wire
 from seer.common.clock import Clock
-from seer.common.config import EngineConfig, shards
+from seer.common.config import EngineConfig
+from seer.common.endpoints import shards
 from seer.common.net.handshake import Identity
 from seer.common.net.transport.base import Transport
 from seer.common.process.log import get_logger

@@ -19,7 +19,8 @@ import numpy as np
 
 from seer.common import ids, wire
 from seer.common.clock import Clock
-from seer.common.config import Config, DgdsConfig, shards, shared_hash
+from seer.common.config import Config, DgdsConfig, shared_hash
+from seer.common.endpoints import shards
 from seer.common.errors import ConfigError, InvalidField
 from seer.common.net.handshake import Identity
 from seer.common.net.hub import Hub

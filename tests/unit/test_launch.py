@@ -16,7 +16,8 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from seer.common.config import BufferConfig, Config, Endpoints, EngineConfig, load, shards
+from seer.common.config import BufferConfig, Config, Endpoints, EngineConfig, load
+from seer.common.endpoints import shards
 from seer.common.errors import ConfigError, InvalidField
 from seer.common.policy.device_defaults import Device
 from seer.local import child, pool_plan, restarts

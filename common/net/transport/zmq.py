@@ -26,9 +26,9 @@ from typing import cast
 import zmq
 import zmq.asyncio
 
-from seer.common.config import check_endpoint
+from seer.common.endpoints import check_endpoint, is_local
 from seer.common.errors import ConfigError, Unreachable
-from seer.common.net.keys import Keys, User, is_local, split_key
+from seer.common.net.keys import Keys, User, split_key
 from seer.common.net.transport import curve
 from seer.common.net.transport.base import FAIR_EVERY, SEND_SECONDS, Frame
 from seer.common.wire.codec import Limits
@@ -272,7 +272,7 @@ class ZmqTransport:
         await asyncio.to_thread(self._context.term)
 
     def _socket(self, kind: int, endpoint: str) -> zmq.asyncio.Socket:
-        check_endpoint("endpoint", endpoint.partition("#")[0])
+        check_endpoint("endpoint", endpoint)
         bound = STREAM_MESSAGES if kind in (zmq.PUB, zmq.SUB) else QUEUE_MESSAGES
         socket = self._context.socket(kind)
         self._sockets = [*(made for made in self._sockets if not made.closed), socket]
@@ -307,6 +307,7 @@ class ZmqTransport:
 
     def _bind(self, socket: zmq.asyncio.Socket, endpoint: str) -> str:
         """Bind and return `endpoint` with the real port."""
+        endpoint, _ = split_key(endpoint)
         scheme, _, address = endpoint.partition("://")
         host, _, port = address.rpartition(":")
         target = endpoint

@@ -9,7 +9,7 @@ import msgspec
 
 from seer.client import RolloutClient
 from seer.common.clock import LoopClock
-from seer.common.config import shards
+from seer.common.endpoints import shards
 from seer.common.errors import SeerError, Unreachable
 from seer.common.ids import new_incarnation
 from seer.common.net.channel import Channel

@@ -16,7 +16,8 @@ from pathlib import Path
 
 from msgspec.structs import asdict
 
-from seer.common.config import Config, shards
+from seer.common.config import Config
+from seer.common.endpoints import shards
 from seer.doctor.given import given
 from seer.doctor.lines import Report
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 import socket
 
 from seer.common.config import Config, GatewayConfig
+from seer.common.endpoints import is_local
 from seer.common.errors import ConfigError
-from seer.common.net.keys import is_local
 
 NAMES = ("data", "control")
 """The settings of the addresses."""

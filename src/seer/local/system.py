@@ -27,7 +27,8 @@ from typing import Any, Self, TypeVar
 
 from msgspec.structs import asdict, replace
 
-from seer.common.config import BufferConfig, Config, Endpoints, shards
+from seer.common.config import BufferConfig, Config, Endpoints
+from seer.common.endpoints import shards
 from seer.common.errors import ConfigError
 from seer.common.process.scratch import Scratch, sweep
 from seer.local.child import Child, LaunchError, StartError
