@@ -1,0 +1,102 @@
+"""Options that several commands have, and what is made of them: a configuration, a job."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar, cast
+
+import click
+
+if TYPE_CHECKING:
+    import msgspec
+
+    from seer.common.config import Config
+
+F = TypeVar("F", bound=Callable[..., Any])
+J = TypeVar("J", bound="msgspec.Struct")
+
+FILE = click.Path(path_type=Path, dir_okay=False)
+FOLDER = click.Path(path_type=Path, file_okay=False)
+POSITIVE = click.IntRange(min=1)
+
+
+def together(*options: Callable[[F], F]) -> Callable[[F], F]:
+    """Return one decorator for several options, which help lists in this order."""
+
+    def decorate(command: F) -> F:
+        for option in reversed(options):
+            command = option(command)
+        return command
+
+    return decorate
+
+
+# An option named `section__key` is the setting `section.key` of the configuration; see `config_of`.
+MODEL = click.option(
+    "--model", "shared__model", type=click.Path(path_type=Path, file_okay=False, resolve_path=True),
+    help="Hugging Face model folder.",
+)  # fmt: skip
+BACKEND = click.option(
+    "--backend", "engine__backend", type=click.Choice(["vllm", "replay"]),
+    help="Engine backend.  [default: vllm]",
+)  # fmt: skip
+INSTANCES = click.option(
+    "--instances", type=POSITIVE, help="Engines to start.  [default: GPUs ÷ ranks, or 2 on CPUs]"
+)
+SAMPLING = together(
+    click.option("-n", "n", default=8, show_default=True, help="Responses per prompt."),
+    click.option("--max-tokens", default=512, show_default=True, help="Most tokens of a response."),
+    click.option("--temperature", default=1.0, show_default=True, help="0: greedy."),
+    click.option("--top-p", default=1.0, show_default=True),
+    click.option("--top-k", default=0, show_default=True, help="0: all tokens."),
+)
+SEED = click.option("--seed", default=0, show_default=True, help="Seed of the responses' noise.")
+POOL_AND_DRAFTS = together(
+    click.option(
+        "--kv-pool", "pool__kind", type=click.Choice(["auto", "mooncake", "none"]),
+        help="KV pool that engines share.  [default: auto, Mooncake if it is installed]",
+    ),
+    click.option(
+        "--drafts", "drafts__source", type=click.Choice(["off", "own", "grouped"]),
+        help="Source of draft tokens: none, the request's own, or all of its group.  [default: grouped]",
+    ),
+    click.option(
+        "--max-draft", "drafts__max_draft", type=click.IntRange(1, 128),
+        help="Most tokens drafted per request and step.  [default: 8]",
+    ),
+    click.option(
+        "--max-paths", "drafts__max_paths", type=POSITIVE,
+        help="Most draft paths per request and step.  [default: as many as pay]",
+    ),
+)  # fmt: skip
+CONFIG = together(
+    click.option("--config", "config_file", type=FILE, help="TOML configuration file."),
+    click.option(
+        "--set", "sets", multiple=True, metavar="A.B=C", help="Override a setting, e.g. engine.kv_blocks=48."
+    ),
+)
+
+
+def config_of(options: dict[str, object]) -> Config:
+    """Load the configuration, and take what went into it out of a command's options."""
+    from seer.common.config import load
+
+    file = cast("Path | None", options.pop("config_file"))
+    sets = cast("tuple[str, ...]", options.pop("sets"))
+    settings = {name: options.pop(name) for name in list(options) if "__" in name}
+    given = [f"{name.replace('__', '.')}={value}" for name, value in settings.items() if value is not None]
+    return load(file, os.environ, [*given, *sets])
+
+
+def job_of(kind: type[J], options: dict[str, object]) -> J:
+    """Make a command's job of its options: those that are no field of it are sampling parameters."""
+    import msgspec
+
+    from seer.common.types import SamplingParams
+
+    config = config_of(options)
+    fields = {name: options.pop(name) for name in kind.__struct_fields__ if name in options}
+    sampling = msgspec.convert(options, SamplingParams)
+    return msgspec.convert(fields | {"config": config, "sampling": sampling}, kind)
