@@ -62,7 +62,10 @@ BREADTH = {
     "faults": [(*CHAOS, "--seconds", "300", "--seed", "1000", "--only", "virtual", "processes")],
     "engine-faults": [(*CHAOS, "--seconds", "600", "--seed", "1000", "--only", "vllm")],
     "stops": [(*CHAOS, "--only", "stops")],
-    "fuzz": [(*FUZZ, "--frames", "500000", "--seed", "1")],
+    "fuzz": [
+        (*FUZZ, "--frames", "500000", "--seed", "1"),
+        (*FUZZ, "--frames", "500000", "--seed", "2", "--keys"),
+    ],
 }
 """`make test-all`: the same claims with more sizes, variants and seeds."""
 

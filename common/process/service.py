@@ -14,8 +14,10 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
+import resource
 import signal
 from collections.abc import Callable
 from typing import Protocol
@@ -69,6 +71,7 @@ def run_process(name: str, make: Make, config: Config, ready_fd: int | None = No
     cannot start, `{"service", "pid", "error", "code"}`; then it is closed.
     """
     configure(config.log, name)
+    _allow_connections()
     try:
         with (
             private_temporary_folder(),
@@ -82,6 +85,13 @@ def run_process(name: str, make: Make, config: Config, ready_fd: int | None = No
         if expected is None or rest is not None:
             raise
         return _refused(_first(expected))
+
+
+def _allow_connections() -> None:
+    """Raise the limit of open files as far as it goes: a connection that never speaks is one, too."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(OSError, ValueError):  # macOS calls its limit infinite, and refuses that
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def transport_of(config: Config) -> ZmqTransport:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import json
 import random
 import shutil
@@ -26,7 +27,6 @@ if __name__ == "__main__":
 from process.fuzz_messages import MUTE, UNIONS, Maker
 from process.fuzz_system import DEADLINE, OWNERS, SERVICES, Honest, System
 
-from seer.client import RolloutClient
 from seer.common import wire
 from seer.common.net.handshake import Identity
 from seer.common.types import InstanceStats
@@ -55,7 +55,9 @@ MOST_MIB = 256.0
 class Peer:
     """One hostile connection. It says Hello first, mostly; a mute one never reads."""
 
-    def __init__(self, context: zmq.Context, maker: Maker, name: str, endpoint: str, number: int) -> None:
+    def __init__(
+        self, context: zmq.Context, maker: Maker, name: str, endpoint: str, number: int, keys: Path | None
+    ) -> None:
         rng = maker.rng
         self.socket_name = name
         stale = rng.random() < 0.1  # an earlier life of an honest peer
@@ -67,24 +69,49 @@ class Peer:
         )
         self.mute = rng.random() < 0.1
         self.left = rng.randrange(LIFE // 10, LIFE)
+        self.patience = 5_000
         self.socket = context.socket(zmq.DEALER)
         self.socket.setsockopt(zmq.LINGER, 0)
         self.socket.setsockopt(zmq.IDENTITY, self.who.address())
         self.socket.setsockopt(zmq.RCVHWM, 1 if self.mute else 1000)
+        if keys is not None:
+            self._present(keys, "trainer" if role == "trainer" else "engine", rng)
         self.socket.connect(endpoint)
         self.greeted = rng.random() < 0.8
         if self.greeted:
             self.socket.send_multipart(maker.hello(self.who))
 
+    def _present(self, keys: Path, role: str, rng: random.Random) -> None:
+        """Take a key: mostly the right one, else that of another role, an unknown one, or none."""
+        which = rng.choices(("right", "other", "unknown", "other server", "none"), (70, 10, 8, 4, 8))[0]
+        if which != "right":
+            self.left, self.patience = min(self.left, 2 * BURST), 0  # most are not let in, and get no room
+        if which == "none":
+            return
+        other = rng.choice(("observer", "engine" if role == "trainer" else "trainer"))
+        file = keys / f"{role if which == 'right' else other}.key"
+        secret = file.read_text().split()[1].encode()
+        public, unknown = zmq.curve_keypair()
+        server = (keys / "public" / "server.pub").read_bytes().strip()
+        secret = unknown if which == "unknown" else secret
+        self.socket.setsockopt(zmq.CURVE_SECRETKEY, secret)
+        self.socket.setsockopt(zmq.CURVE_PUBLICKEY, zmq.curve_public(secret))
+        self.socket.setsockopt(zmq.CURVE_SERVERKEY, public if which == "other server" else server)
+
     def send(self, frames: list[bytes]) -> bool:
         """Send one message; False when there is no room for long: this peer is stuck."""
         if not self.mute:
             self.read()
-        if not self.socket.poll(0 if self.mute else 5_000, zmq.POLLOUT):
+        if not self.socket.poll(0 if self.mute else self.patience, zmq.POLLOUT):
             return False
         self.socket.send_multipart(frames, copy=True)
         self.left -= 1
         return self.left > 0
+
+    def say(self, frames: list[bytes]) -> None:
+        """Send one message if there is room: whose key is not admitted has no connection any more."""
+        with contextlib.suppress(zmq.Again):
+            self.socket.send_multipart(frames, flags=zmq.NOBLOCK)
 
     def read(self) -> None:
         while self.socket.poll(0, zmq.POLLIN):
@@ -96,6 +123,7 @@ class Fuzzer:
 
     def __init__(self, system: System, maker: Maker, sockets: Sequence[str] = tuple(UNIONS)) -> None:
         self.system = system
+        self.keys = system.keys if system.keys.exists() else None
         self.sockets = sockets
         self.maker = maker
         self.rng = self.maker.rng
@@ -113,7 +141,9 @@ class Fuzzer:
             if len(self.peers) < 12:
                 name = self.rng.choice(self.sockets)
                 self.made += 1
-                self.peers.append(Peer(self.context, self.maker, name, self.system.at[name], self.made))
+                self.peers.append(
+                    Peer(self.context, self.maker, name, self.system.at[name], self.made, self.keys)
+                )
             peer = self.rng.choice(self.peers)
             if not self._burst(peer):
                 self.peers.remove(peer)
@@ -127,7 +157,7 @@ class Fuzzer:
     def _burst(self, peer: Peer) -> bool:
         (kind,) = self.rng.choices(list(KINDS), list(KINDS.values()))
         if peer.greeted:  # again: what it said last may have cost it the connection
-            peer.socket.send_multipart(self.maker.hello(peer.who))
+            peer.say(self.maker.hello(peer.who))
             self.counts["hello"] += 1
         asking = MUTE.get(peer.socket_name, wire.SnapshotRequest)
         for _ in range(1 if kind == "oversized" else BURST):
@@ -144,7 +174,7 @@ class Fuzzer:
                 return False
             self.counts[kind if peer.greeted else f"{kind}, no hello"] += 1
         if self.rng.random() < 0.05:  # what follows is out of order
-            peer.socket.send_multipart([b"\x81\xa4type\xa7Goodbye"])
+            peer.say([b"\x81\xa4type\xa7Goodbye"])
             self.counts["goodbye"] += 1
         return True
 
@@ -172,12 +202,12 @@ class Fuzzer:
         self.counts["raw"] += 1
 
 
-def fuzz(frames: int, seed: int) -> dict[str, object]:
-    """Run it all; the report's `harm` lists whatever went wrong."""
+def fuzz(frames: int, seed: int, *, keys: bool = False) -> dict[str, object]:
+    """Run it all; the report's `harm` lists whatever went wrong. With `keys`, some peers have the right ones."""
     folder = Path(tempfile.mkdtemp(prefix="fuzz-", dir="/tmp"))
-    system = System(folder)
+    system = System(folder, keys=keys)
     known = ["nobody/0#0"]
-    honest = Honest(system.at["trainers"], known)
+    honest = Honest(system, known)
     try:
         honest.start()
         _wait(lambda: honest.rollouts > 0 or bool(honest.error))
@@ -197,7 +227,7 @@ def fuzz(frames: int, seed: int) -> dict[str, object]:
             return {"seed": seed, "frames": fuzzer.counts.total(), "harm": {"died": ends}}
         honest.join(DEADLINE)
         after = system.rss_mib()
-        newcomer = Honest(system.at["trainers"], [])
+        newcomer = Honest(system, [])
         asyncio.run(_one(newcomer))
         codes = system.stop()
         served = {name: _served(system.lines(name)) for name in SERVICES[:3]}
@@ -230,7 +260,7 @@ def fuzz(frames: int, seed: int) -> dict[str, object]:
 
 
 async def _one(newcomer: Honest) -> None:
-    async with RolloutClient(newcomer.endpoint) as client:
+    async with newcomer.client("background-new") as client:
         newcomer.expected = await asyncio.wait_for(newcomer.once(client), DEADLINE)
 
 
@@ -275,8 +305,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--frames", type=int, default=100_000)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--keys", action="store_true", help="CURVE keys for all, and for some hostile peers")
     options = parser.parse_args()
-    report = fuzz(options.frames, options.seed)
+    report = fuzz(options.frames, options.seed, keys=options.keys)
     print(json.dumps(report, indent=2))
     return int(bool(report["harm"]))
 

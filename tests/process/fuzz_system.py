@@ -15,27 +15,40 @@ from pathlib import Path
 
 import msgspec
 
+from seer.cli.keys import add, init
 from seer.client import RolloutClient, SamplingParams
-from seer.common.config import Config, dump
+from seer.common.config import Config, SecurityConfig, dump
 
 SERVICES = ("buffer", "context", "dgds", "engine")
 OWNERS = {"trainers": "buffer", "engines": "buffer", "events": "buffer", "event_snapshots": "buffer",
           "estimates": "context", "estimate_snapshots": "context", "dgds": "dgds"}  # fmt: skip
 PROMPTS = [[i + 1] * (i + 2) for i in range(6)]
+USERS = ["engine:e0", "engine:*", "trainer:background", "trainer:*", "observer:*"]
+"""Whose keys are admitted where keys are used."""
+
 SAMPLING = SamplingParams(max_tokens=64)
 DEADLINE = 120.0
 
 
 class System:
-    """Real processes on TCP: buffer, context, dgds and one replay engine. `commands` stand for `seer`."""
+    """Real processes on TCP: buffer, context, dgds and one replay engine. `commands` stand for `seer`.
+
+    With `keys` each has one, and so must who talks to them.
+    """
 
     def __init__(
         self,
         folder: Path,
         commands: dict[str, list[str]] | None = None,
         environ: dict[str, str] | None = None,
+        *,
+        keys: bool = False,
     ) -> None:
         self.folder = folder
+        self.keys = folder / "keys"
+        if keys:
+            init(self.keys)
+            add(self.keys, USERS, "")
         ports = _free_ports(len(OWNERS))
         self.at = {name: f"tcp://127.0.0.1:{port}" for name, port in zip(OWNERS, ports, strict=True)}
         table = {
@@ -52,8 +65,24 @@ class System:
                 command = (commands or {}).get(name, [sys.executable, "-m", "seer.cli.main"])
                 self.processes[name] = subprocess.Popen(
                     [*command, name, "--config", str(folder / "seer.toml")],
-                    stderr=log, env={**os.environ, **(environ or {})},
+                    stderr=log, env={**os.environ, **(environ or {}), **(self._key(name) if keys else {})},
                 )  # fmt: skip
+
+    def _key(self, service: str) -> dict[str, str]:
+        security = self.security("engine-e0" if service == "engine" else "server")
+        peers = self.keys / "public" / "peers"
+        return {
+            "SEER_SECURITY__KEY": security.key, "SEER_SECURITY__SERVER": security.server,
+            "SEER_SECURITY__PEERS": str(peers),
+        }  # fmt: skip
+
+    def security(self, key: str) -> SecurityConfig:
+        """What the holder of a key configures; without keys nothing."""
+        if not self.keys.exists():
+            return SecurityConfig()
+        return SecurityConfig(
+            key=str(self.keys / f"{key}.key"), server=str(self.keys / "public" / "server.pub")
+        )
 
     def log(self, name: str) -> Path:
         return self.folder / f"{name}.log"
@@ -93,9 +122,9 @@ class System:
 class Honest(threading.Thread):
     """Rollouts of the same prompts, one after the other; `wrong` counts those that came out differently."""
 
-    def __init__(self, endpoint: str, known: list[str]) -> None:
+    def __init__(self, system: System, known: list[str]) -> None:
         super().__init__(daemon=True)
-        self.endpoint = endpoint
+        self.system = system
         self.known = known
         self.rollouts = self.wrong = 0
         self.slowest = 0.0
@@ -110,7 +139,7 @@ class Honest(threading.Thread):
             self.error = repr(error)
 
     async def _run(self) -> None:
-        async with RolloutClient(self.endpoint, name="background") as client:
+        async with self.client("background") as client:
             while not self.stopping.is_set():
                 started = time.monotonic()
                 got = await asyncio.wait_for(self.once(client), DEADLINE)
@@ -118,6 +147,12 @@ class Honest(threading.Thread):
                 self.expected = self.expected or got
                 self.wrong += got != self.expected
                 self.rollouts += 1
+
+    def client(self, name: str) -> RolloutClient:
+        """Return a client with a trainer's key, if keys are used."""
+        return RolloutClient(
+            self.system.at["trainers"], name=name, security=self.system.security("trainer-background")
+        )
 
     async def once(self, client: RolloutClient) -> list[list[list[int]]]:
         rollout = await client.submit(PROMPTS, n=4, sampling=SAMPLING, rollout_number=0)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import pytest
 from process.fuzz import fuzz
 
 FRAMES = 30_000
 
 
-def test_hostile_peers_on_every_socket_harm_nobody() -> None:
-    report = fuzz(FRAMES, seed=0)
+@pytest.mark.parametrize("keys", [False, True], ids=["open", "keys"])
+def test_hostile_peers_on_every_socket_harm_nobody(keys: bool) -> None:
+    report = fuzz(FRAMES, seed=0, keys=keys)
     assert report["harm"] == {}, report
     assert report["frames"] >= FRAMES
     assert report["rollouts"] > 0

@@ -66,8 +66,9 @@ class System:
         child = self.children[name] = await Child.spawn(service, name, config, {}, self.folder, logged=True)
         await child.ready(60)
 
-    def client(self, key):
-        return RolloutClient(self.config.endpoints.trainers, security=self.security(key), connect_seconds=10)
+    def client(self, key, endpoint=""):
+        endpoint = endpoint or self.config.endpoints.trainers
+        return RolloutClient(endpoint, security=self.security(key), connect_seconds=10)
 
 
 @asynccontextmanager

@@ -4,10 +4,15 @@ Invariants (tests/unit/test_curve.py asserts them):
 - a socket that was bound with keys lets nobody in whom the list of keys does not have, also if the
   authenticator fails: without one libzmq would let every key in, unless `ZAP_ENFORCE_DOMAIN` is set;
 - a message says whose key it came with, by a look at the list as it is then;
-- the end that connects learns within a second why it is not let in.
+- the end that connects learns within a second why it is not let in;
+- who was not let in is counted and logged, however many, in one line a minute.
 """
 
 from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
 
 import zmq
 import zmq.asyncio
@@ -44,6 +49,15 @@ _REASONS[zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL] = _REASONS[zmq.EVENT_HANDSHAKE_FAI
 FAILURES = 3
 """Handshakes in a row that end without a reason, before that is taken for keys that do not fit: a server that
 dies can end one, too. Libzmq tries three within the first second, and no more after one with a reason."""
+
+_FAILED = {
+    zmq.EVENT_HANDSHAKE_FAILED_AUTH: "not_admitted",
+    zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL: "without_key",
+    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL: "broken_off",  # silence, and another server key, too
+}
+COUNT_SECONDS, LOG_SECONDS = 1.0, 60.0
+BATCH = 1_000
+"""Failed handshakes that are counted in one turn of the event loop: 10 ms."""
 
 _log = get_logger()
 
@@ -128,3 +142,47 @@ class Watch:
         """Stop watching; before the socket is closed."""
         if not self._socket.closed:
             self._socket.disable_monitor()
+
+
+class Guard:
+    """Counts those that a bound socket did not let in, `failed`, and says so in the log."""
+
+    def __init__(self, socket: zmq.asyncio.Socket, context: zmq.asyncio.Context, endpoint: str) -> None:
+        self.failed: Counter[str] = Counter()
+        self._endpoint, self._logged, self._told = endpoint, 0, float("-inf")
+        self._monitor: zmq.Socket[bytes] = zmq.Socket(zmq.Context.shadow(context.underlying), zmq.PAIR)
+        self._monitor.setsockopt(zmq.LINGER, 0)
+        # Unbounded: libzmq's thread would else wait for us, and hold a lock that closing the socket needs.
+        # A second's handshakes are a few MB at most.
+        self._monitor.setsockopt(zmq.RCVHWM, 0)
+        address = f"inproc://guard-{id(self)}"
+        socket.monitor(address, sum(_FAILED))
+        self._monitor.connect(address)
+        self._socket = socket
+        self._task = asyncio.create_task(self._watch())
+
+    async def _watch(self) -> None:
+        while True:
+            pause = 0.0 if self._count() == BATCH else COUNT_SECONDS
+            await asyncio.sleep(pause)
+            now, failed = time.monotonic(), self.failed.total()
+            if failed > self._logged and now >= self._told + LOG_SECONDS:
+                self._logged, self._told = failed, now
+                _log.warning("peers were not let in", endpoint=self._endpoint, **self.failed)
+
+    def _count(self) -> int:
+        for counted in range(BATCH):
+            try:
+                event = parse_monitor_message(self._monitor.recv_multipart(zmq.NOBLOCK))["event"]
+            except zmq.Again:
+                return counted
+            if event in _FAILED:
+                self.failed[_FAILED[event]] += 1
+        return BATCH
+
+    def close(self) -> None:
+        """Stop counting; before the socket is closed."""
+        self._task.cancel()
+        if not self._socket.closed:
+            self._socket.disable_monitor()
+        self._monitor.close()

@@ -227,6 +227,7 @@ class ZmqTransport:
         self._context = zmq.asyncio.Context(1 if keys is None else curve.IO_THREADS)
         self._authenticator: curve.Authenticator | None = None
         self._sockets: list[zmq.asyncio.Socket] = []
+        self._guards: list[curve.Guard] = []
         self._files: dict[zmq.asyncio.Socket, Path] = {}
 
     async def router(self, endpoint: str, queue: int | None = None) -> _RouterSocket:
@@ -262,6 +263,8 @@ class ZmqTransport:
         for socket, path in self._files.items():
             if not socket.closed:  # ZeroMQ leaves the file; once we close, another may bind there
                 path.unlink(missing_ok=True)
+        for guard in self._guards:
+            guard.close()
         for socket in self._sockets:
             if not socket.closed:
                 socket.disable_monitor()
@@ -324,6 +327,8 @@ class ZmqTransport:
             raise ConfigError(f"cannot bind {target} ({endpoint}): {fix}") from error
         if scheme == "ipc" and not address.startswith(("@", "*")):
             self._files[socket] = Path(address)
+        if scheme == "tcp" and self._keys is not None:
+            self._guards.append(curve.Guard(socket, self._context, target))
         real = socket.getsockopt_string(zmq.LAST_ENDPOINT)
         return real if scheme == "ipc" else f"tcp://{host}:{real.rpartition(':')[2]}"
 
