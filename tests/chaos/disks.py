@@ -115,13 +115,13 @@ async def streams(where: str) -> list[str]:
         config: Config = replay(replay_step_seconds=0.02)
         if where == "spool":
             config = replace(config, buffer=replace(config.buffer, spool=str(folder / "spool")))
-        system = System(config, tcp=True)
+        system = System(config, tcp=True, trainers=("trainer", "updates"))
         if where == "TMPDIR":
             system.temporary.rmdir()
             system.temporary = folder / "tmp"
             system.temporary.mkdir()
         problems: list[str] = []
-        async with system, RolloutClient(system.config.endpoints.trainers, name="updates") as client:
+        async with system, system.client("updates") as client:
             try:
                 problems += await _stream(system, client, folder)
             except AssertionError as error:

@@ -141,7 +141,7 @@ async def matrix(
     """Stop each of these for each of these times, one after the other."""
     trials: list[Trial] = []
     system = System(config(), model=model)
-    async with system, RolloutClient(system.config.endpoints.trainers, name="asks") as client:
+    async with system, system.client("asks") as client:
         troubles = Troubles(system, client)
         await troubles.serves()
         for target in targets:
@@ -157,7 +157,7 @@ async def cuts(model: Path, pairs: Sequence[tuple[str, str]] = PAIRS) -> list[Tr
     try:
         system = System(config(), model=model, net=net, trainers=("trainer", "asks"))
         async with system:
-            client = RolloutClient(system.config.endpoints.trainers, name="asks")
+            client = system.client("asks")
             async with system.place("asks"):  # where its sockets are
                 await client.__aenter__()
             try:

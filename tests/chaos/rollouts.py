@@ -32,6 +32,7 @@ def job(
         endpoint=system.config.endpoints.trainers, name=name, rollout_id=f"{name}-{number}",
         prompts={f"p{i}": [3 + i % 90, *range(3, 4 + i % 24)] for i in range(prompts)},
         n=n, max_tokens=max_tokens, uses=[Use(0, number)],
+        security=system.security(f"trainer-{name}"),
     )  # fmt: skip
 
 

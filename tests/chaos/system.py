@@ -24,6 +24,8 @@ from msgspec.structs import replace
 
 from chaos import trainer
 from chaos.network import Network
+from seer.cli.keys import add, init
+from seer.client import RolloutClient
 from seer.common.config import Config, Endpoints, EngineConfig, SecurityConfig, SharedConfig
 from seer.local.child import Child, LaunchError
 from seer.local.hardware import plan_engines
@@ -97,7 +99,7 @@ class System:
     """Use as `async with System(config) as system`; with `model`, its engines are vLLM's.
 
     Sockets are ipc files; with `tcp`, on a loopback address of its own; with `net`, each process is in a
-    namespace of that network. `environ` is what services get beside their folder for temporary files.
+    namespace of that network. Over TCP each process has a key. `environ` is what services get beside their folder for temporary files.
     """
 
     _made = 0
@@ -128,8 +130,12 @@ class System:
             config,
             endpoints=at,
             shared=SharedConfig(model=str(model or "")),
-            security=SecurityConfig(insecure=net is not None),  # hosts of the network can reach each other
         )
+        self._keys = self.folder / "keys" if tcp or net is not None else None
+        if self._keys is not None:
+            init(self._keys)
+            users = [f"trainer:{name}" for name in trainers] + [f"engine:{name}" for name in self.engines]
+            add(self._keys, users, "")
         if config.pool.kind == "mooncake":
             if net is not None:
                 for name in POOL:
@@ -140,6 +146,20 @@ class System:
         self._slots: dict[str, _Slot] = {}
         self._keepers: list[asyncio.Task[None]] = []
         self._closing = False
+
+    def security(self, key: str) -> SecurityConfig:
+        """Return what the holder of a key, by its file's name, configures."""
+        if self._keys is None:
+            return SecurityConfig()
+        public = self._keys / "public"
+        return SecurityConfig(
+            key=str(self._keys / f"{key}.key"), peers=str(public / "peers"), server=str(public / "server.pub")
+        )
+
+    def client(self, name: str) -> RolloutClient:
+        """Return a client of this process, which is one of the trainers."""
+        security = self.security(f"trainer-{name}")
+        return RolloutClient(self.config.endpoints.trainers, name=name, security=security)
 
     def _endpoints(self, host: str) -> Endpoints:
         found = {}
@@ -156,10 +176,12 @@ class System:
 
     async def __aenter__(self) -> Self:
         light = {"TMPDIR": str(self.temporary)}
+        services = replace(self.config, security=self.security("server"))
         for name in PORTS:
-            self._slots[name] = _Slot(name, self.config, light)
+            self._slots[name] = _Slot(name, services, light)
         for plan in plan_engines(self.config.engine, len(self.engines)):
-            config = replace(self.config, engine=plan.config)
+            security = self.security(f"engine-{plan.config.name}")
+            config = replace(self.config, engine=plan.config, security=security)
             self._slots[plan.config.name] = _Slot("engine", config, light | plan.environ)
         for name in POOL if self.config.pool.kind == "mooncake" else ():
             self._slots[name] = _Slot(name, self.config, light)
@@ -196,7 +218,7 @@ class System:
         left = [*self.deaths, *(f"process {pid}: {words}" for pid, words in self.processes().items())]
         ours = {f"{name}.{kind}" for name in self._slots for kind in ("toml", "log")}
         ours |= {f"{name}.{kind}" for name in self.trainers for kind in ("json", "out", "log")}
-        ours |= {"tmp", "spool"}
+        ours |= {"tmp", "spool", "keys"}
         left += [path.name for path in self.folder.iterdir() if path.name not in ours]
         temporary = [path.name for path in self.temporary.iterdir()]
         left += [f"tmp/{name}" for name in temporary if not name.startswith(OF_VLLM)]

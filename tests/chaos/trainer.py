@@ -28,6 +28,7 @@ from seer.client import (
 )
 from seer.client.prompts import Prompt
 from seer.client.tensor_stream import TensorStream
+from seer.common.config import SecurityConfig
 from seer.local.child import die_with
 
 UPDATE_SECONDS = 60.0
@@ -68,6 +69,7 @@ class Job(msgspec.Struct):
     """No other trainer updates weights."""
     everything: bool = False
     """A later life asks for everything again, not for what is left."""
+    security: SecurityConfig = SecurityConfig()
 
 
 class Line(msgspec.Struct):
@@ -122,7 +124,7 @@ class Trainer:
         known = {line.id for line in self._before if line.use == last and line.id}
         if known == set(job.prompts):
             return
-        async with RolloutClient(job.endpoint, name=job.name) as client:
+        async with RolloutClient(job.endpoint, name=job.name, security=job.security) as client:
             for number, use in enumerate(job.uses):
                 if number == last and job.version:
                     await _update(client, job.version)

@@ -50,7 +50,7 @@ FAILURES = 3
 """Handshakes in a row that end without a reason, before that is taken for keys that do not fit: a server that
 dies can end one, too. Libzmq tries three within the first second, and no more after one with a reason."""
 
-_FAILED = {
+_FAILED: dict[int, str] = {
     zmq.EVENT_HANDSHAKE_FAILED_AUTH: "not_admitted",
     zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL: "without_key",
     zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL: "broken_off",  # silence, and another server key, too
