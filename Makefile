@@ -8,10 +8,12 @@ STAMP := $(VENV)/.installed
 
 setup: $(STAMP)
 
-$(STAMP): requirements/core.lock requirements/cpu.lock requirements/dev.lock requirements/install_torchvision.py pyproject.toml CMakeLists.txt $(wildcard native/*/*)
+LOCKS := $(patsubst %,requirements/%.lock,core build cpu dev)
+$(STAMP): $(LOCKS) requirements/torch-cpu.lock requirements/install_torchvision.py pyproject.toml CMakeLists.txt $(wildcard native/*/*)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	requirements/system.sh $(BIN)/python
-	$(BIN)/python -m pip install --quiet --no-deps --no-compile -r requirements/core.lock -r requirements/cpu.lock -r requirements/dev.lock
+	$(BIN)/python -m pip install --quiet --no-deps --no-compile -r requirements/torch-cpu.lock
+	$(BIN)/python -m pip install --quiet --no-deps --no-compile --require-hashes $(addprefix -r ,$(LOCKS))
 	$(BIN)/python requirements/install_torchvision.py  # for models with images
 	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation --editable .
 	$(BIN)/python -m compileall -q -j 0 $(VENV)/lib > /dev/null || true  # else every engine's first start compiles vLLM
@@ -53,13 +55,14 @@ mutants: setup  # which deliberate faults in the code does no test notice? e.g. 
 	$(BIN)/python bench/correctness/mutants.py $(if $(LISTS),--only $(LISTS))
 
 kernel-test: setup  # the GPU's sampler without a GPU: Triton's interpreter and compiler, 1 GB kept out of the lock
-	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target build/triton -r requirements/triton.lock
+	$(BIN)/python -m pip install --quiet --no-deps --upgrade --require-hashes --target build/triton -r requirements/triton.lock
 	PYTHONPATH=build/triton TRITON_INTERPRET=1 $(BIN)/python -m pytest tests/unit/test_sampling_triton.py tests/e2e/test_runner_v2.py
 
 VERL := build/verl-venv
-$(VERL)/.installed: requirements/verl.lock pyproject.toml CMakeLists.txt
+$(VERL)/.installed: requirements/verl.lock requirements/torch-cpu.lock pyproject.toml CMakeLists.txt
 	test -x $(VERL)/bin/python || $(PYTHON) -m venv $(VERL)
-	$(VERL)/bin/python -m pip install --quiet --no-deps --no-compile -r requirements/verl.lock
+	$(VERL)/bin/python -m pip install --quiet --no-deps --no-compile -r requirements/torch-cpu.lock
+	$(VERL)/bin/python -m pip install --quiet --no-deps --no-compile --require-hashes -r requirements/verl.lock
 	$(VERL)/bin/python -m pip install --quiet --no-deps --no-build-isolation -C build-dir=build/verl-native --editable .
 	touch $@
 
@@ -72,7 +75,7 @@ SKYRL := build/skyrl-venv
 skyrl-test: setup  # SkyRL's generator, environments and worker with Seer, on CPUs, in an environment of its own: 5 GB
 	test -n "$(PYTHON312)" || { echo "skyrl 0.3.0 needs Python 3.12: make skyrl-test PYTHON312=path/to/python3.12"; exit 1; }
 	test -x $(SKYRL)/bin/python || $(PYTHON312) -m venv $(SKYRL)
-	$(SKYRL)/bin/python -m pip install --quiet --no-deps --no-compile -r requirements/skyrl.lock
+	$(SKYRL)/bin/python -m pip install --quiet --no-deps --no-compile --require-hashes -r requirements/skyrl.lock
 	$(BIN)/python tests/with_skyrl/run.py $(SKYRL)/bin/python $(PYTEST_ARGS)
 
 slime-test: setup  # slime's data source, samples and rewards with Seer; not on PyPI: make slime-test SLIME=path/to/slime
@@ -88,10 +91,10 @@ systemd-test: setup  # needs root, debootstrap and systemd-nspawn
 CLIENTS := build/gateway-clients
 gateway-test: setup  # unmodified clients against a real system; those that conflict with .venv have an environment of their own
 	test -x $(CLIENTS)/bin/python || $(PYTHON) -m venv $(CLIENTS)
-	$(CLIENTS)/bin/python -m pip install --quiet --no-deps -r requirements/gateway-clients.lock
+	$(CLIENTS)/bin/python -m pip install --quiet --no-deps --require-hashes -r requirements/gateway-clients.lock
 ifneq ($(PYTHON312),)
 	test -x $(CLIENTS)-skyrl/bin/python || $(PYTHON312) -m venv $(CLIENTS)-skyrl
-	$(CLIENTS)-skyrl/bin/python -m pip install --quiet --no-deps -r requirements/gateway-skyrl.lock
+	$(CLIENTS)-skyrl/bin/python -m pip install --quiet --no-deps --require-hashes -r requirements/gateway-skyrl.lock
 else
 	@echo "SkyRL's client is skipped: it needs Python 3.12 (make gateway-test PYTHON312=path/to/python3.12)"
 endif
@@ -107,7 +110,8 @@ format: setup
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-lock:  # pins what is installed in .venv now
+lock:  # pins what is installed in .venv now, with the hashes of the package index
+	test -x build/uv/bin/uv || { $(PYTHON) -m venv build/uv && build/uv/bin/pip install --quiet uv==0.13.9; }
 	$(BIN)/python requirements/lock.py
 
 clean:

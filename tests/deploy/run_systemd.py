@@ -52,7 +52,8 @@ def install(tree, wheels):
     binds = [f"--bind-ro={REPO}:/src", f"--bind-ro={wheels}:/wheels", f"--bind-ro={wheel}:/wheel"]
     for command in (
         ["python3", "-m", "venv", "/opt/seer"],
-        [*pip, *locks, built],
+        [*pip, "--require-hashes", *locks],
+        [*pip, "-r", "/src/requirements/torch-cpu.lock", built],
         ["/opt/seer/bin/seer", "keys", "init", "/etc/seer/keys"],
         ["/opt/seer/bin/seer", "keys", "add", "/etc/seer/keys", "engine:*", "trainer:run"],
         ["sh", "/src/compose/systemd/install.sh", "head", "node", "0"],

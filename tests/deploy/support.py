@@ -21,7 +21,8 @@ from pathlib import Path
 
 REPO = Path(__file__).resolve().parents[2]
 KEPT = REPO / "build" / "deploy"
-LOCKS = [REPO / "requirements" / f"{name}.lock" for name in ("core", "cpu", "dev")]
+LOCKS = [REPO / "requirements" / f"{name}.lock" for name in ("core", "build", "cpu", "dev")]
+TORCH = REPO / "requirements" / "torch-cpu.lock"
 VISION = REPO / "requirements" / "install_torchvision.py"
 MODEL = REPO / "examples" / "countdown" / "model"
 PROMPTS = REPO / "examples" / "countdown" / "prompts.jsonl"
@@ -128,16 +129,18 @@ def wheels():
         raise CannotRun(
             f"make this with Python {PYTHON[0]}.{PYTHON[1]}, as {SUITE} has: make PYTHON=python3.11"
         )
-    digest = hashlib.sha256(b"".join(each.read_bytes() for each in (*LOCKS, VISION))).hexdigest()
+    digest = hashlib.sha256(b"".join(each.read_bytes() for each in (*LOCKS, TORCH, VISION))).hexdigest()
     folder = KEPT / "wheels"
     stamp = folder / ".complete"
     if not stamp.exists() or stamp.read_text() != digest:
         say("pip download of all pinned requirements")
         shutil.rmtree(folder, ignore_errors=True)
-        wanted = [part for lock in LOCKS for part in ("-r", lock)]
         (version,) = re.findall(r'^VERSION = "(.*)"$', VISION.read_text(), re.MULTILINE)
-        wanted.append(f"torchvision=={version}")
-        run(sys.executable, "-m", "pip", "download", "--no-deps", "-d", folder, *wanted, seconds=1800)
+        for wanted in (
+            ["--require-hashes", *(part for lock in LOCKS for part in ("-r", lock))],
+            ["-r", TORCH, f"torchvision=={version}"],
+        ):
+            run(sys.executable, "-m", "pip", "download", "--no-deps", "-d", folder, *wanted, seconds=1800)
         stamp.write_text(digest)
     return folder
 

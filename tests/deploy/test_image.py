@@ -125,8 +125,8 @@ def bare(wheel, tmp_path_factory):
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True, timeout=60)
     (packages,) = folder.glob("lib/python*/site-packages")
     for line in (REPO / "requirements" / "core.lock").read_text().splitlines():
-        if not line.startswith("#"):
-            link(*line.split("=="), packages)
+        if line[0] not in "# ":  # a comment, a hash
+            link(*line.rstrip(" \\").split("=="), packages)
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(packages)
     return folder / "bin" / "python"
