@@ -3,4 +3,4 @@
 Trainers import `seer.client`; the command line is `seer.cli.main`. Importing this package loads neither.
 """
 
-__version__ = "0.3.0"
+__version__ = "0.4.0"
