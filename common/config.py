@@ -259,6 +259,8 @@ class PoolConfig(_Section, frozen=True):
     """Host and port of the master's HTTP metrics."""
     host: str = ""
     """This machine's address for other members of the pool; default: the one used to reach the master."""
+    ports: str = "23000-23999"
+    """First and last port of owners and engines, two each, which Mooncake opens on all interfaces."""
     protocol: Literal["tcp", "rdma"] = "tcp"
     device: str = ""
     """RDMA devices, comma-separated; default: all."""

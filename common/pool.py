@@ -12,7 +12,7 @@ import re
 
 import msgspec
 
-from seer.common.errors import Unreachable
+from seer.common.errors import ConfigError, Unreachable
 
 ANSWER_SECONDS = 3.0
 """Deadline of the master's answer over HTTP; it takes about a millisecond."""
@@ -35,6 +35,14 @@ class PoolFigures(msgspec.Struct, frozen=True, kw_only=True):
     ssd_reads: int = 0
     evicted_keys: int = 0
     owners: dict[str, int] = {}
+
+
+def port_environment(ports: str) -> dict[str, str]:
+    """Return the variables by which Mooncake keeps to `pool.ports`. Raises `ConfigError`."""
+    found = re.fullmatch(r"([0-9]{1,5})-([0-9]{1,5})", ports)
+    if found is None or not 1024 <= int(found[1]) < int(found[2]) < 2**16:
+        raise ConfigError(f"pool.ports = {ports!r}: write FIRST-LAST, of 1024 to 65535, two a process")
+    return {"MC_MIN_RPC_PORT": found[1], "MC_MAX_RPC_PORT": found[2]}
 
 
 async def ask_master(metrics: str, path: str = "/metrics", seconds: float = ANSWER_SECONDS) -> str:

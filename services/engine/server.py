@@ -18,6 +18,7 @@ Orders about weights and sleep are `weights/updater.py`'s, other nodes with rank
 from __future__ import annotations
 
 import asyncio
+import os
 
 from msgspec import structs
 
@@ -36,6 +37,7 @@ from seer.common.net.handshake import Identity
 from seer.common.net.keys import load_keys, new_name, own_public
 from seer.common.net.node import node_id
 from seer.common.net.transport.base import Transport
+from seer.common.pool import port_environment
 from seer.common.process.log import get_logger
 from seer.services.dgds.client import DgdsClient
 from seer.services.engine.backend import Backend, Chunk, ChunkEnd, StepOutput
@@ -65,6 +67,7 @@ LEAVE_SECONDS = 2.0
 def make(config: Config, transport: Transport, clock: Clock) -> EngineServer | Follower:
     """Build the service for `service.run_process`: an engine, or further ranks of one on another node."""
     check_nodes(config.engine)
+    os.environ |= port_environment(config.pool.ports)  # of ranks, and of who reads weights from trainers
     if config.engine.node_rank:
         from seer.services.engine.vllm.ranks import VllmRanks
 

@@ -27,7 +27,7 @@ from seer.common.clock import Clock
 from seer.common.config import POOL_SHARE, Config, PoolConfig
 from seer.common.errors import ConfigError, Unreachable
 from seer.common.net.transport.base import Transport
-from seer.common.pool import ask_master, read_figures
+from seer.common.pool import ask_master, port_environment, read_figures
 from seer.common.process.log import get_logger
 from seer.common.process.memory import free_bytes
 from seer.common.weights.mooncake import own_address
@@ -140,7 +140,11 @@ class PoolOwner:
             ssd_path=str(self._folder.path) if self._folder else "",
         )
         command = [sys.executable, "-m", "seer.services.pool.holder", msgspec.json.encode(segment).decode()]
-        environment = _ENVIRONMENT | _disk_environment(self._pool, self._dram_bytes)
+        environment = (
+            _ENVIRONMENT
+            | port_environment(self._pool.ports)
+            | _disk_environment(self._pool, self._dram_bytes)
+        )
         program = self._program = await Program.start(command, environment)
         said = await program.line()
         if not said.startswith(READY):

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from seer.common.config import Config, PoolConfig
 from seer.common.errors import ConfigError, SeerError
+from seer.common.pool import port_environment
 
 MASTER_PROGRAM = "mooncake_master"
 
@@ -29,6 +30,7 @@ class PoolError(SeerError):
 
 def check(pool: PoolConfig) -> None:
     """Raise `ConfigError` for the first value that cannot be used."""
+    port_environment(pool.ports)
     if not 0 <= pool.ssd_gib < float("inf"):
         raise ConfigError(f"pool.ssd_gib = {pool.ssd_gib}: give a size of disk, or 0 for none")
     for name, low in (("lease_seconds", 0.0), ("dram_gib", 0.0)):

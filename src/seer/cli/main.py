@@ -110,12 +110,18 @@ def rollout(**options: object) -> None:
 
     A line is {"id": ..., "prompt": ... or "prompt_token_ids": [...]}; other fields come back as metadata.
     """
-    from seer.rollout.job import Job, perform
-
     settings = {name for name, value in options.items() if "__" in name and value is not None}
     if options["connect"] and settings - {"shared__model"}:
         click.echo("warning: with --connect, engine and scheduling options have no effect", err=True)
-    sys.exit(perform(job_of(Job, options)))
+    config = config_of(options)
+    if not options["connect"]:
+        from seer.local.own_network import for_pool
+
+        if note := for_pool(config):  # before an import starts threads
+            click.echo(note, err=True)
+    from seer.rollout.job import Job, perform
+
+    sys.exit(perform(job_of(Job, options, config)))
 
 
 @main.command()
@@ -158,7 +164,7 @@ def verify(json_file: Path | None, **options: object) -> None:
     from seer.verify.cell_run import Job
     from seer.verify.run import perform
 
-    sys.exit(perform(job_of(Job, options), json_file))
+    sys.exit(perform(job_of(Job, options, config_of(options)), json_file))
 
 
 @main.command()

@@ -90,13 +90,12 @@ def config_of(options: dict[str, object]) -> Config:
     return load(file, os.environ, [*given, *sets])
 
 
-def job_of(kind: type[J], options: dict[str, object]) -> J:
+def job_of(kind: type[J], options: dict[str, object], config: Config) -> J:
     """Make a command's job of its options: those that are no field of it are sampling parameters."""
     import msgspec
 
     from seer.common.types import SamplingParams
 
-    config = config_of(options)
     fields = {name: options.pop(name) for name in kind.__struct_fields__ if name in options}
     sampling = msgspec.convert(options, SamplingParams)
     return msgspec.convert(fields | {"config": config, "sampling": sampling}, kind)
