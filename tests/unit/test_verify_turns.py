@@ -40,12 +40,15 @@ def verify(prompts: Path, *options: object) -> tuple[Result, dict]:
 
 def test_what_the_tool_says_follows_from_what_was_generated():
     said = {
-        bytes(turns.tool(PROMPT, np.array([a, b], np.int32)).tobytes()) for a in range(9) for b in range(9)
+        bytes(turns.tool(PROMPT, (), np.array([a, b], np.int32))[0].tobytes())
+        for a in range(9)
+        for b in range(9)
     }
     assert len(said) > 20
-    assert turns.tool(PROMPT, PROMPT).tobytes() == turns.tool(PROMPT, PROMPT.copy()).tobytes()
+    assert turns.tool(PROMPT, (), PROMPT)[0].tobytes() == turns.tool(PROMPT, (), PROMPT.copy())[0].tobytes()
     for end in range(1, 6):
-        added = turns.tool(PROMPT, PROMPT[:end])
+        added, shown = turns.tool(PROMPT, (), PROMPT[:end])
+        assert not shown
         assert turns.LEAST_ADDED <= len(added) <= turns.MOST_ADDED
         assert set(added.tolist()) <= set(PROMPT.tolist())
         assert added.dtype == np.int32
@@ -84,7 +87,8 @@ async def test_only_a_reference_sends_turns_that_nobody_knows_as_turns(resent: b
     rollout = Rollout()
     client = SimpleNamespace(open_rollout=lambda: rollout)
     job = SimpleNamespace(n=1, sampling=SamplingParams(max_tokens=40), seed=3, cell_seconds=9.0)
-    (group,) = await turns.run(client, [Prompt("p", token_ids=PROMPT)], job, resent)
+    (group,), shown = await turns.run(client, [Prompt("p", token_ids=PROMPT)], job, resent)
+    assert shown == {("p", 0): []}
     (response,) = group.responses
     whole = [*PROMPT.tolist(), *response.token_ids.tolist()]
     for number, asked in enumerate(rollout.asked):
