@@ -153,8 +153,8 @@ LINES = (
     ("# e # f g", (2, 24, 40), (3, 8, 16)),
     ("h i j k",),
     ("l m n # o", (1, 16, 24)),
-    ("p # q r # s t # u v w", (4, 32, 32), (1, 16, 24), (5, 24, 24)),
-    ("x y z #", (6, 32, 32)),
+    ("p # q # r # s # t u v w", (4, 32, 32), (1, 16, 24), (5, 32, 32), (7, 32, 32)),
+    ("x y z # # # # w", (6, 32, 32), (8, 32, 32), (9, 32, 32), (4, 32, 32)),
 )
 """Prompts: one picture, several, none, one that others show, too, and pictures that fill whole KV blocks."""
 

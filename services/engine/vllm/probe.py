@@ -39,7 +39,7 @@ class Probe:
     ) -> npt.NDArray[np.float32]:
         """Return the raw next-token logits after `tokens`: shape [vocab_size].
 
-        `media` are all that stand in `tokens`. After the first `prompt_len` of these (None: all), placeholders
+        `media` are all that stand in `tokens`. After the first `prompt_len` of these (None: all) placeholders
         may be the model's own. Raises `EngineError` while chunks are running.
         """
         prompt_len = len(tokens) if prompt_len is None else prompt_len
