@@ -2,7 +2,8 @@
 
 Invariants (tests/unit/test_client_media.py):
 - an image is sent once, however many prompts and rollouts show it at a time, and not at all if the buffer has
-  it; after a loss it goes on from where the buffer says;
+  it; after a loss it goes on from where the buffer says. The buffer is asked after each submission: what it
+  had before, it may have dropped;
 - an image that the buffer does not take fails the prompts that show it, by name, and nothing else;
 - at most `MEDIA_AT_ONCE` are on their way, a part of each.
 """
@@ -73,14 +74,17 @@ class MediaUploads:
         # Bounded by the images of prompts that are under way.
         self._queue: asyncio.Queue[Medium] = asyncio.Queue()
         self._pending: set[str] = set()  # queued, or on their way
+        self._again: set[str] = set()  # those of them that prompts show which were submitted since
         self._answers: dict[str, asyncio.Future[MediumState]] = {}
 
     def add(self, media: Iterable[Placed]) -> None:
         """Send what the buffer lacks of these: it knows by now which prompts show them."""
-        for each in media:
-            if each.medium.name not in self._pending:
-                self._pending.add(each.medium.name)
-                self._queue.put_nowait(each.medium)
+        for name, one in {each.medium.name: each.medium for each in media}.items():
+            if name not in self._pending:
+                self._pending.add(name)
+                self._queue.put_nowait(one)
+            else:  # what the buffer says of it may be older than these prompts, and no longer hold
+                self._again.add(name)
 
     def answer(self, state: MediumState) -> None:
         """Take the buffer's answer; one that nobody waits for changes nothing."""
@@ -97,8 +101,12 @@ class MediaUploads:
     async def _work(self, send: Send) -> None:
         while True:
             one = await self._queue.get()
-            problem = await self._upload(one, send)
+            problem, asked = "", False
+            while not problem and (not asked or one.name in self._again):
+                self._again.discard(one.name)
+                problem, asked = await self._upload(one, send), True
             self._pending.discard(one.name)
+            self._again.discard(one.name)
             if problem:
                 await self._lost(one.name, problem)
 

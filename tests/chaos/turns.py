@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from chaos import expected
+from chaos.images import image
 from chaos.loops import RETRY_SECONDS, Loop, together
-from chaos.pictures import image
 from chaos.plan import InTurns, Roll
 from chaos.roads import BACKOFF_SECONDS
 from seer.client import Prompt, RolloutClient, SamplingParams

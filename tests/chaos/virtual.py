@@ -29,8 +29,8 @@ from virtual_time import PROCESS, Deadlock
 from virtual_time import run as run_virtual
 
 from chaos import whole
+from chaos.images import LARGEST_BYTES
 from chaos.outcome import Outcome
-from chaos.pictures import LARGEST_BYTES
 from chaos.plan import Fault, Plan, draw
 from chaos.world import World
 from seer.client import media as client_media

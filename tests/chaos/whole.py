@@ -336,7 +336,10 @@ def _images(world: World) -> Iterator[str]:
         for what in ("_chunks", "_line", "_users"):
             if left := getattr(kept, what):
                 yield f"the images of {name} have {len(left)} in {what}"
-        if kept._bytes != sum(len(each.data) for each in kept._kept.values()) or 0 < most < kept._bytes:
+        if (
+            kept._bytes != sum(len(each.data) for each in kept._kept.values() if each.data is not None)
+            or 0 < most < kept._bytes
+        ):
             yield f"{name} counts {kept._bytes} bytes of images"
 
 

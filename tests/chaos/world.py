@@ -25,8 +25,8 @@ from virtual_time import PROCESS, VirtualTimeLoop, eventually
 
 from chaos import engines
 from chaos.expected import Expected, weights_digest
+from chaos.images import image
 from chaos.in_place import planned
-from chaos.pictures import image
 from chaos.plan import POISON, Catch, Fault, Plan, Roll, Step
 from chaos.roads import BACKOFF_SECONDS, ChaosRoads
 from chaos.trainers import Trainer

@@ -127,12 +127,13 @@ async def test_other_pixels_under_a_known_name_are_refused_at_every_hop():
         await cluster.start("e1")
         await cluster.kill("e0")
         rollout = await client.submit(PROMPTS, n=4, sampling=SAMPLING, rollout_number=0)
-        with pytest.raises(RolloutFailed, match="is not the name of these bytes"):
+        with pytest.raises(RolloutFailed, match="is not in this buffer: submit it again"):
             await rollout.result()
         assert list(rollout.failures) == ["c"]
         for group in rollout.groups:
             tokens = [response.token_ids.tolist() for response in group.responses]
             assert tokens == [right[group.prompt_id, index] for index in range(4)]
+        assert await rolled(cluster, client) == right, "its trainer has the right one, and sends it again"
 
 
 @virtual

@@ -132,6 +132,22 @@ async def test_an_image_that_the_buffer_has_is_not_sent():
 
 
 @virtual
+async def test_an_image_that_is_dropped_as_the_buffer_says_it_has_it_is_sent_to_later_prompts():
+    async with uploading() as buffer:
+        buffer.have[LARGE.name] = bytearray(LARGE.data.tobytes())
+        buffer.uploads.add([Placed(LARGE, 0, 1)])
+        await eventually(lambda: buffer.said)
+        buffer.uploads.add([Placed(LARGE, 0, 1)])  # its answer is under way, and older than these prompts
+        await eventually(lambda: not buffer.busy)
+        del buffer.have[LARGE.name]
+        await eventually(lambda: whole(buffer, LARGE))
+        await asyncio.sleep(1)
+        assert buffer.parts(LARGE.name) == [0, MEDIUM_PART_BYTES, 2 * MEDIUM_PART_BYTES]
+        assert not buffer.uploads._pending
+        assert not buffer.uploads._again
+
+
+@virtual
 async def test_an_image_goes_on_from_where_the_buffer_says_after_a_loss():
     async with uploading() as buffer:
         buffer.have[LARGE.name] = bytearray(LARGE.data[:1000].tobytes())
