@@ -15,12 +15,14 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from seer.common import types
 from seer.common.errors import InvalidField
 from seer.common.image_models import TENSORS
 from seer.common.media import Medium, make
 from seer.common.types import check_placed
-from seer.common.wire import MEDIA_AT_ONCE, MEDIUM_PART_BYTES, MediumData, MediumState, OpenMedium
+from seer.common.wire import MEDIA_AT_ONCE, MEDIUM_PART_BYTES, MediumData, MediumState, OpenMedium, Tokens
 
 ASK_SECONDS = 5.0
 """Silence after which the buffer is asked again how much of an image it has."""
@@ -64,6 +66,24 @@ def check_media(media: Sequence[Placed], tokens: int, field: str = "media") -> t
             raise InvalidField(f"{field}[{place}]", type(each).__name__, fix)
     check_placed([each.on_wire for each in media], tokens, field)
     return tuple(media)
+
+
+def placeholders(tokens: Tokens, media: Iterable[Placed]) -> frozenset[int]:
+    """Return the token ids that media in these tokens stand in place of."""
+    return frozenset(int(tokens[each.offset]) for each in media)
+
+
+def check_shown(tokens: Tokens, media: Iterable[Placed], known: frozenset[int]) -> None:
+    """Raise `InvalidField` for placeholders, known ones, that no medium in these tokens stands for.
+
+    Engines would read them as text there: what is not in a prompt, the model may have sampled.
+    """
+    bare = np.isin(tokens, list(known))
+    for each in media:
+        bare[each.offset : each.offset + each.length] = False
+    if left := int(bare.sum()):
+        fix = "no media stand for them: give all images that the tokens have places for"
+        raise InvalidField("tokens", f"{left} placeholders of images", fix)
 
 
 class MediaUploads:

@@ -11,6 +11,9 @@ from seer.common.media import Medium
 
 IMAGES = 12
 
+PLACEHOLDER = 997
+"""The token in whose place images stand."""
+
 LARGEST_BYTES = 4096
 """Bound on one, in place of the real one: what is kept of images is bounded by few of them."""
 

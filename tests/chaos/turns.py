@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from chaos import expected
-from chaos.images import image
+from chaos.images import PLACEHOLDER, image
 from chaos.loops import RETRY_SECONDS, Loop, together
 from chaos.plan import InTurns, Roll
 from chaos.roads import BACKOFF_SECONDS
@@ -170,7 +170,7 @@ class Turns:
 
     def _shown(self, said: list[int]) -> list[Placed]:
         """Return what an environment shows in its answer."""
-        return [image(said[0], 0)] if self.step.images and said[0] % 2 else []
+        return [image(said[1], 0)] if said[0] == PLACEHOLDER else []
 
     async def _environment(self, seconds: float, call_id: str) -> list[int]:
         trainer = self.trainer
@@ -178,7 +178,9 @@ class Turns:
             trainer.world.problem(f"{trainer.name}: {call_id} was asked for again")
         await asyncio.sleep(seconds)
         trainer.calls += 1
-        trainer.said[call_id] = [trainer.calls % 90 + 1] * (1 + trainer.calls % 3)
+        said = [trainer.calls % 90 + 1] * (1 + trainer.calls % 3)
+        shows = self.step.images and trainer.calls % 2
+        trainer.said[call_id] = [PLACEHOLDER, *said] if shows else said
         return trainer.said[call_id]
 
     def _arrived(self, run: str, group: TrajectoryGroup) -> None:

@@ -25,7 +25,7 @@ from virtual_time import PROCESS, VirtualTimeLoop, eventually
 
 from chaos import engines
 from chaos.expected import Expected, weights_digest
-from chaos.images import image
+from chaos.images import PLACEHOLDER, image
 from chaos.in_place import planned
 from chaos.plan import POISON, Catch, Fault, Plan, Roll, Step
 from chaos.roads import BACKOFF_SECONDS, ChaosRoads
@@ -197,8 +197,10 @@ class World:
         if prompt_id == "poison":
             return Prompt(prompt_id, token_ids=[POISON] * length)
         number = int(prompt_id[1:])
-        media = [image(number + each, each) for each in range(min(step.images, length))]
-        return Prompt(prompt_id, token_ids=[number + 1] * length, media=media)
+        shown = min(step.images, length)
+        media = [image(number + each, each) for each in range(shown)]
+        tokens = [PLACEHOLDER] * shown + [number + 1] * (length - shown)
+        return Prompt(prompt_id, token_ids=tokens, media=media)
 
     @property
     def modelled(self) -> EngineConfig:
