@@ -2,7 +2,8 @@
 
 Invariants (tests/unit/test_client_media.py):
 - an image is sent once, however many prompts and rollouts show it at a time, and not at all if the buffer has
-  it; after a loss it goes on from where the buffer says;
+  it; after a loss it goes on from where the buffer says. The buffer is asked after each submission: what it
+  had before, it may have dropped;
 - an image that the buffer does not take fails the prompts that show it, by name, and nothing else;
 - at most `MEDIA_AT_ONCE` are on their way, a part of each.
 """
@@ -14,12 +15,14 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from seer.common import types
 from seer.common.errors import InvalidField
 from seer.common.image_models import TENSORS
 from seer.common.media import Medium, make
 from seer.common.types import check_placed
-from seer.common.wire import MEDIA_AT_ONCE, MEDIUM_PART_BYTES, MediumData, MediumState, OpenMedium
+from seer.common.wire import MEDIA_AT_ONCE, MEDIUM_PART_BYTES, MediumData, MediumState, OpenMedium, Tokens
 
 ASK_SECONDS = 5.0
 """Silence after which the buffer is asked again how much of an image it has."""
@@ -65,6 +68,24 @@ def check_media(media: Sequence[Placed], tokens: int, field: str = "media") -> t
     return tuple(media)
 
 
+def placeholders(tokens: Tokens, media: Iterable[Placed]) -> frozenset[int]:
+    """Return the token ids that media in these tokens stand in place of."""
+    return frozenset(int(tokens[each.offset]) for each in media)
+
+
+def check_shown(tokens: Tokens, media: Iterable[Placed], known: frozenset[int]) -> None:
+    """Raise `InvalidField` for placeholders, known ones, that no medium in these tokens stands for.
+
+    Engines would read them as text there: what is not in a prompt, the model may have sampled.
+    """
+    bare = np.isin(tokens, list(known))
+    for each in media:
+        bare[each.offset : each.offset + each.length] = False
+    if left := int(bare.sum()):
+        fix = "no media stand for them: give all images that the tokens have places for"
+        raise InvalidField("tokens", f"{left} placeholders of images", fix)
+
+
 class MediaUploads:
     """Sends images to the buffer. `lost(name, why)` is called for one that the buffer does not take."""
 
@@ -73,14 +94,17 @@ class MediaUploads:
         # Bounded by the images of prompts that are under way.
         self._queue: asyncio.Queue[Medium] = asyncio.Queue()
         self._pending: set[str] = set()  # queued, or on their way
+        self._again: set[str] = set()  # those of them that prompts show which were submitted since
         self._answers: dict[str, asyncio.Future[MediumState]] = {}
 
     def add(self, media: Iterable[Placed]) -> None:
         """Send what the buffer lacks of these: it knows by now which prompts show them."""
-        for each in media:
-            if each.medium.name not in self._pending:
-                self._pending.add(each.medium.name)
-                self._queue.put_nowait(each.medium)
+        for name, one in {each.medium.name: each.medium for each in media}.items():
+            if name not in self._pending:
+                self._pending.add(name)
+                self._queue.put_nowait(one)
+            else:  # what the buffer says of it may be older than these prompts, and no longer hold
+                self._again.add(name)
 
     def answer(self, state: MediumState) -> None:
         """Take the buffer's answer; one that nobody waits for changes nothing."""
@@ -97,8 +121,12 @@ class MediaUploads:
     async def _work(self, send: Send) -> None:
         while True:
             one = await self._queue.get()
-            problem = await self._upload(one, send)
+            problem, asked = "", False
+            while not problem and (not asked or one.name in self._again):
+                self._again.discard(one.name)
+                problem, asked = await self._upload(one, send), True
             self._pending.discard(one.name)
+            self._again.discard(one.name)
             if problem:
                 await self._lost(one.name, problem)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import string
 from pathlib import Path
 from typing import Any
@@ -140,5 +141,34 @@ def picture(seed: int, height: int = 16, width: int = 24) -> Any:
 
 def prompt(processor: Any, words: str, *pictures: Any) -> Processed:
     """Return a prompt in which each `#` is a picture."""
-    text = words.replace("#", " <|vision_start|> <|image_pad|> <|vision_end|> ")
-    return prepare(processor, text, pictures)
+    return prepare(processor, _text(words), pictures)
+
+
+def _text(words: str) -> str:
+    return words.replace("#", " <|vision_start|> <|image_pad|> <|vision_end|> ")
+
+
+LINES = (
+    ("a b # c d", (1, 16, 24)),
+    ("# e # f g", (2, 24, 40), (3, 8, 16)),
+    ("h i j k",),
+    ("l m n # o", (1, 16, 24)),
+    ("p # q # r # s # t u v w", (4, 32, 32), (1, 16, 24), (5, 32, 32), (7, 32, 32)),
+    ("x y z # # # # w", (6, 32, 32), (8, 32, 32), (9, 32, 32), (4, 32, 32)),
+)
+"""Prompts: one picture, several, none, one that others show, too, and pictures that fill whole KV blocks."""
+
+
+def write_lines(folder: Path, count: int = len(LINES)) -> Path:
+    """Write the file of the first so many prompts and their pictures, as the command line takes them."""
+    lines = []
+    for number, (words, *pictures) in enumerate(LINES[:count]):
+        line = {"id": str(number), "prompt": _text(words)}
+        for seed, height, width in pictures:
+            picture(seed, height, width).save(folder / f"{seed}.png")
+        if pictures:
+            line["images"] = [f"{seed}.png" for seed, *_ in pictures]
+        lines.append(json.dumps(line) + "\n")
+    path = folder / "prompts.jsonl"
+    path.write_text("".join(lines))
+    return path

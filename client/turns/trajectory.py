@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 from msgspec import structs
 
-from seer.client.media import Placed, check_media
+from seer.client.media import Placed, check_media, check_shown, placeholders
 from seer.client.open_rollout import OpenRollout
 from seer.client.prompts import Prepared, Prompt, token_array
 from seer.client.text import Tokenizer
@@ -113,6 +113,7 @@ class Trajectory:
         self._tokenizer = tokenizer
         self._context = prompt.token_ids
         self._media = prompt.media
+        self._placeholders = placeholders(prompt.token_ids, prompt.media)
         self._masks: list[npt.NDArray[np.bool_]] = []
         self._logprobs: list[Logprobs] = []
         self._generated = 0
@@ -198,7 +199,8 @@ class Trajectory:
         """Add what the environment says, as text or token ids; nothing is trained on it.
 
         Text gets no special tokens; `tool_tokens` adds what a chat template has between turns. `media`: the
-        images in the token ids; offsets count from the first of these.
+        images in the token ids; offsets count from the first of these. Once a trajectory has an image, its
+        placeholder is known, and refused where no image stands.
         """
         self._check_free("append")
         if media and isinstance(tokens, str):
@@ -211,6 +213,9 @@ class Trajectory:
         if len(tokens) == 0:
             return
         added = token_array(tokens, "tokens")
+        known = self._placeholders | placeholders(added, shown)
+        check_shown(added, shown, known)
+        self._placeholders = known
         start = len(self._context)
         media = (*self._media, *(replace(each, offset=start + each.offset) for each in shown))
         self._media = check_media(media, start + len(added))

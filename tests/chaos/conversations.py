@@ -41,7 +41,7 @@ SELDOM = {(COPIES, False, "Refused")}
 """An engine refuses only readers that knew its last life at the same endpoint: no fault need meet that, too."""
 
 MEDIA = {"OpenMedium", "MediumState", "MediumData", "ReadMedium", "SubmitMedia"}
-"""Of images, which the campaign's trainers do not show yet; tests/process/test_images.py kills who sends them."""
+"""Of images."""
 
 _NAMES = {endpoint: name for name, endpoint in asdict(Config().endpoints).items()}
 
@@ -57,7 +57,6 @@ def every() -> set[Way]:
         (name, upward, each.__name__)
         for (name, upward), union in UNIONS.items()
         for each in (get_args(union) or (union,))
-        if each.__name__ not in MEDIA
     }
 
 

@@ -3,7 +3,8 @@
 - A request's key is BLAKE2b of seed, rollout number, response index and prompt id (docs/same-tokens.md).
 - A modelled engine's token at a position is splitmix64 (Steele, Lea, Flood, OOPSLA 2014) of key and
   position, its length log-normal in (prompt, key); loaded weights mix their digest into the key
-  (`services/engine/replay/responses.py` and `replay.py` tell the same rule).
+  (`services/engine/replay/responses.py` and `replay.py` tell the same rule), and so do names and offsets of
+  images.
 - Weights digest to BLAKE2b over their tensors' hashes (docs/weights.md).
 """
 
@@ -50,6 +51,14 @@ def weights_digest(tensors: Mapping[str, np.ndarray]) -> str:
     return whole.hexdigest()
 
 
+def shown_key(key: int, media: Sequence[tuple[str, int]]) -> int:
+    """Return the key of a response to a prompt that shows media: their names, and where they begin."""
+    if media:
+        told = " ".join(f"{name}@{offset}" for name, offset in media)
+        key ^= int.from_bytes(hashlib.blake2b(told.encode(), digest_size=8).digest(), "little")
+    return key
+
+
 def response(key: int, prompt: Sequence[int], max_tokens: int, vocab_size: int, mean_tokens: int) -> Answer:
     """Return a modelled engine's response to a prompt under a key that has the weights mixed in."""
     words = np.asarray(prompt, dtype="<i4").tobytes()
@@ -87,10 +96,17 @@ def _normal(key: int) -> float:
 
 
 def turn(
-    roll: Roll, group: str, index: int, context: Sequence[int], most: int, config: EngineConfig, digest: str
+    roll: Roll,
+    group: str,
+    index: int,
+    context: Sequence[int],
+    most: int,
+    config: EngineConfig,
+    digest: str,
+    media: Sequence[tuple[str, int]] = (),
 ) -> Answer:
     """Return the turn after `context`, of at most so many tokens, of response `index` of a named group."""
-    key = request_key(roll.seed, roll.number, group, index, digest)
+    key = shown_key(request_key(roll.seed, roll.number, group, index, digest), media)
     return response(key, context, most, config.replay_vocab_size, config.replay_mean_tokens)
 
 
@@ -115,6 +131,7 @@ class Expected:
 
         def answer(prompt: Prompt, index: int) -> Answer:
             key = request_key(seed, number, prompt.id, index, digest)
+            key = shown_key(key, [(each.medium.name, each.offset) for each in prompt.media])
             vocab, mean = config.replay_vocab_size, config.replay_mean_tokens
             return response(key, prompt.token_ids, sampling.max_tokens, vocab, mean)
 

@@ -109,7 +109,7 @@ class Parts:
     def _ask(self, rollout: OpenRollout, part: Part, seed: int) -> PromptInFlight:
         step, how = self.step, self.step.parts
         assert how is not None
-        prompt = self.trainer.world.prompt(part.prompt, dict(step.prompts)[part.prompt])
+        prompt = self.trainer.world.prompt(step, part.prompt)
         whole = part.size == step.n and not how.prefix
         return rollout.submit(
             replace(prompt, id=part.id), n=part.size, sampling=SamplingParams(max_tokens=step.max_tokens),

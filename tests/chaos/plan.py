@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
-from chaos.conversations import COPIES, every
+from chaos.conversations import COPIES, MEDIA, Way, every
 from seer.common.sleep import SleepLevel
 
 PROCESSES = ("buffer", "context", "dgds", "engine", "trainer")
@@ -26,9 +27,10 @@ KINDS = (
     "join engine",
     "lose trainer",
     "fill disk",
+    "spoil images",
 )
 """`stop` is SIGSTOP and later SIGCONT; `reset` breaks connections, `part` cuts a process off, `cut` one
-road and `hole` one way of it; `lose` kills for good."""
+road and `hole` one way of it; `lose` kills for good; `spoil` damages what the buffer has of images."""
 
 CAUGHT = ("reset", "reset", "cut", "kill source", "kill target")
 """What befalls a connection as a certain message is under way."""
@@ -37,7 +39,9 @@ NOISE = ("noise engine", "noise trainer", "noise buffer")
 """Messages dropped, doubled, delayed and overtaken, which TCP never does: drawn on demand only."""
 
 _WEIGHTS = {"kill": 3, "stop": 2, "drain": 2, "lose": 2, "part": 2, "fill": 2}
-_DRAWN: tuple[str, ...] = tuple(kind for kind in KINDS for _ in range(_WEIGHTS.get(kind.split()[0], 1)))
+_DRAWN: tuple[str, ...] = tuple(
+    kind for kind in KINDS for _ in range(_WEIGHTS.get(kind.split()[0], 1)) if kind != "spoil images"
+)
 
 LONG_SECONDS = (5.0, 15.0, 45.0, 90.0)
 """Stops that are more than hiccups."""
@@ -111,6 +115,7 @@ class Roll:
 
     `pinned`: asks for the version its trainer knows live, `ahead` versions later; else for any. It ends by
     `deadline` or `cancel` seconds after it began, if given. `aside`: what follows does not wait for it.
+    `images`: how many each prompt shows, and whether its tools show some.
     """
 
     rollout_id: str
@@ -127,6 +132,7 @@ class Roll:
     shared: bool = False
     parts: InParts | None = None
     turns: InTurns | None = None
+    images: int = 0
 
     @property
     def most_tokens(self) -> int:
@@ -174,7 +180,7 @@ class Plan:
     """Times are virtual seconds. The first trainer alone updates weights and has engines sleep.
 
     Engines are on `nodes` machines, in turn, and none of these is the buffer's; weights go from one to
-    `fan_out` others.
+    `fan_out` others. Buffer and engines keep `media_bytes` of images; 0: all.
     """
 
     seed: int
@@ -207,6 +213,7 @@ class Plan:
     lease_seconds: float = 3600.0
     nodes: int = 1
     fan_out: int = 1
+    media_bytes: int = 0
 
     @property
     def trainers(self) -> tuple[str, ...]:
@@ -279,13 +286,13 @@ def draw(seed: int, *, noise: bool = False) -> Plan:
     plan = replace(plan, scripts=_in_parts(random.Random(f"parts {seed}"), plan.scripts))
     plan = replace(plan, scripts=_in_turns(random.Random(f"turns {seed}"), plan.scripts))
     lease = random.Random(f"lease {seed}").choice((3600.0, 3600.0, 3600.0, 12.0, 30.0))
-    faults.sort(key=lambda fault: fault.at)
     catches = _catches(random.Random(f"catches {seed}"))
     nodes = random.Random(f"nodes {seed}")
+    plan, spoilt, caught = _with_images(random.Random(f"images {seed}"), plan)
     return replace(
         plan,
-        faults=tuple(faults),
-        catches=(*catches, *_catches_of_copies(nodes)),
+        faults=tuple(sorted((*faults, *spoilt), key=lambda fault: fault.at)),
+        catches=(*catches, *_catches_among(nodes, lambda way: way[0] == COPIES), *caught),
         lease_seconds=lease,
         nodes=nodes.choice((1, 3, 3)),
         fan_out=nodes.choice((1, 1, 2)),
@@ -320,16 +327,16 @@ def _fault(rand: random.Random, plan: Plan, kinds: tuple[str, ...], burst: float
 
 def _catches(rand: random.Random) -> tuple[Catch, ...]:
     """Draw from all types of message alike: the rare ones decide as much as those that come by thousands."""
-    ways = sorted(way for way in every() if way[0] != COPIES)
+    ways = sorted(way for way in every() if way[0] != COPIES and way[2] not in MEDIA)
     return tuple(
         Catch(rand.choice(ways), rand.choice((1, 1, 2, 5)), rand.choice(CAUGHT), _caught_seconds(rand))
         for _ in range(rand.choice((0, 2, 6)))
     )
 
 
-def _catches_of_copies(rand: random.Random) -> tuple[Catch, ...]:
-    """Draw what befalls engines that copy weights from each other; they seldom do."""
-    ways = sorted(way for way in every() if way[0] == COPIES)
+def _catches_among(rand: random.Random, drawn: Callable[[Way], bool]) -> tuple[Catch, ...]:
+    """Draw what befalls seldom conversations: engines that copy weights from each other, and images."""
+    ways = sorted(way for way in every() if drawn(way))
     return tuple(
         Catch(rand.choice(ways), rand.choice((1, 1, 2, 5)), rand.choice(CAUGHT), _caught_seconds(rand))
         for _ in range(rand.choice((0, 2)))
@@ -446,6 +453,37 @@ def _maybe_in_turns(rand: random.Random, step: Step) -> Step:
     max_tokens = min(step.max_tokens, 24)
     cancel = step.cancel or step.deadline
     return replace(step, turns=turns, parts=None, cancel=cancel, deadline=None, max_tokens=max_tokens)
+
+
+def _with_images(rand: random.Random, plan: Plan) -> tuple[Plan, tuple[Fault, ...], tuple[Catch, ...]]:
+    """Have some rollouts show images; also draw what befalls these."""
+    names = sorted({step.rollout_id for step in plan.rolls})
+    images = {name: rand.choice((1, 1, 2, 3)) for name in names if rand.random() < 0.3}
+    if not images:
+        return plan, (), ()
+    scripts = tuple(tuple(_showing(step, images) for step in script) for script in plan.scripts)
+    spoilt = [
+        Fault(rand.uniform(0.0, 4.0), "spoil images", "buffer", 0.0)
+        for _ in range(rand.choice((0, 0, 0, 1, 2)))
+    ]
+    # Little room is for prompts alone: trajectories that show more and more could refuse each other for ever.
+    alone = not any(
+        step.images and step.turns for script in scripts for step in script if isinstance(step, Roll)
+    )
+    plan = replace(
+        plan,
+        scripts=scripts,
+        media_bytes=rand.choice((0, 2**13, 2**14)) if alone else 0,
+        header_bytes=max(plan.header_bytes, 2**13),  # names of images are long
+    )
+    return plan, tuple(spoilt), _catches_among(rand, lambda way: way[2] in MEDIA)
+
+
+def _showing(step: Step, images: dict[str, int]) -> Step:
+    """Give a rollout its images; loops that send whole contexts have none."""
+    if not isinstance(step, Roll) or (step.turns is not None and step.turns.resent):
+        return step
+    return replace(step, images=images.get(step.rollout_id, 0))
 
 
 def _poisoned(scripts: tuple[tuple[Step, ...], ...]) -> tuple[tuple[Step, ...], ...]:

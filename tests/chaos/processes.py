@@ -19,7 +19,7 @@ from msgspec.structs import replace
 from chaos.outcome import Outcome
 from chaos.rollouts import Judge, Roll, job
 from chaos.system import System, replay
-from chaos.trainer import Job, Use
+from chaos.trainer import IMAGE_NUMBERS, Job, Use
 from seer.common.config import BufferConfig, Config
 
 PROCESSES = ("buffer", "context", "dgds", "engine", "trainer")
@@ -34,6 +34,9 @@ LONG_STOPS = 0.15
 
 UPDATE_SHARE, SECOND_SHARE, CUT_SHARE = 0.3, 0.4, 0.4
 """Of the rollouts: with other weights first, with a second trainer, with a use of the id that is cut short."""
+
+IMAGES_SHARE, SPOILT_SHARE = 0.4, 0.3
+"""Of the rollouts: with images, and, of these, with damage to the file of one on the buffer's disk."""
 
 TRAINERS = ("trainer", "second")
 
@@ -90,8 +93,11 @@ class Campaign:
         # Weights are lost with the buffer and every engine that has them: not both are killed, once any came.
         spared = rand.choice(("buffer", "engine")) if self._version else ""
         running = asyncio.gather(*(roll.run() for roll in rolls))
+        spoilt = random.Random(f"spoilt {seed}")
         try:
-            faults = (self._inflict(rand.randbytes(8), outcome, spared) for _ in range(self.load.faults))
+            faults = [self._inflict(rand.randbytes(8), outcome, spared) for _ in range(self.load.faults)]
+            if any(roll.job.images >= 0 for roll in rolls) and spoilt.random() < SPOILT_SHARE:
+                faults.append(self._spoil(spoilt, outcome))
             ends = await asyncio.gather(*faults)
             await asyncio.wait_for(running, self._bound)
         except TimeoutError:
@@ -126,7 +132,21 @@ class Campaign:
                 self._version += 1
                 asked.version = self._version
                 self.judge.asked(self._version)
+            images = random.Random(f"images {asked.rollout_id} {seeds}")
+            if not self.real and images.random() < IMAGES_SHARE:
+                asked.images = images.randrange(40)
             yield asked
+
+    async def _spoil(self, rand: random.Random, outcome: Outcome) -> None:
+        """Damage the file of an image that the buffer keeps, at some moment."""
+        await asyncio.sleep(rand.uniform(0.2, self.load.burst_seconds))
+        folder = Path(self.system.config.buffer.media) / "seer-media"
+        files = sorted(file for file in folder.glob("*") if file.stat().st_size > IMAGE_NUMBERS)
+        if files:
+            with rand.choice(files).open("r+b") as opened:
+                opened.seek(IMAGE_NUMBERS)
+                opened.write(b"damage")
+            outcome.faults.append("spoil image")
 
     async def _inflict(self, seed: bytes, outcome: Outcome, spared: str) -> float | None:
         """Kill or stop somebody at some moment; return when it was over, None when nobody was there.
@@ -182,8 +202,10 @@ async def campaign(seeds: Iterable[int], load: Load, model: Path | None = None, 
     for number in range(systems):
         config = quick() if model is None else quick(backend="vllm")
         system = System(config, model=model, tcp=number % 2 == 1, trainers=TRAINERS)
-        spool = replace(system.config.buffer, spool=str(system.folder / "spool"))  # outlives a killed buffer
-        system.config = replace(system.config, buffer=spool)
+        # Both outlive a killed buffer; of images there is room for those of two rollouts.
+        folders = {"spool": str(system.folder / "spool"), "media": str(system.folder / "media")}
+        buffer = replace(system.config.buffer, media_bytes=2**26, **folders)
+        system.config = replace(system.config, buffer=buffer)
         made.append(_run(system, load, shared, result, real=model is not None))
     await asyncio.gather(*made)
     return result

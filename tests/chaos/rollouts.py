@@ -16,7 +16,6 @@ from chaos.outcome import Outcome
 from chaos.system import System
 from chaos.trainer import Job, Line, Use
 from seer.client import SamplingParams
-from seer.client.prompts import Prompt
 
 WATCH_SECONDS = 0.01
 
@@ -131,7 +130,7 @@ class Judge:
 
     def __init__(self, system: System, undisturbed: Sequence[Line] = ()) -> None:
         self._engine = system.config.engine
-        self._cache: dict[tuple[str, int, int, str], Expected] = {}
+        self._cache: dict[tuple[str, int, int, str, int], Expected] = {}
         self._undisturbed = {line.id: line for line in undisturbed}
         self.versions = {0: trainer.digest(0)}
         """Digests of the weights that anybody asked for."""
@@ -154,9 +153,9 @@ class Judge:
         return self._expected(asked, asked.uses[line.use], line.digest).changed(line.id, line.answers)
 
     def _expected(self, asked: Job, use: Use, digest: str) -> Expected:
-        key = (asked.name, use.seed, use.number, digest)
+        key = (asked.name, use.seed, use.number, digest, asked.images)
         if key not in self._cache:
-            prompts = [Prompt(name, token_ids=tokens) for name, tokens in asked.prompts.items()]
+            prompts = [asked.prompt(name) for name in asked.prompts]
             sampling = SamplingParams(max_tokens=asked.max_tokens)
             self._cache[key] = Expected.of_replay(
                 prompts, asked.n, sampling, self._engine, use.number, digest, use.seed

@@ -20,15 +20,18 @@ import numpy as np
 from seer.client import (
     BufferLost,
     DeadlineExceeded,
+    Placed,
     RequestRefused,
     RolloutCancelled,
     RolloutClient,
     SamplingParams,
     WeightsRefused,
+    medium,
 )
 from seer.client.prompts import Prompt
 from seer.client.tensor_stream import TensorStream
 from seer.common.config import SecurityConfig
+from seer.common.media import Medium
 from seer.local.child import die_with
 
 UPDATE_SECONDS = 60.0
@@ -36,6 +39,12 @@ UPDATE_SECONDS = 60.0
 
 OVERTAKEN = r"weight version \d+ is past|submit what is left under another rollout id"
 """Why a rollout cannot go on under its id: the buffer died, and an update came before its trainer did."""
+
+IMAGE_LOST = r"is not in this buffer: submit it again|is not the name of these bytes"
+"""Why prompts fail whose images were damaged on the buffer's disk; they are submitted again, with their images."""
+
+IMAGE_NUMBERS = 700_000
+"""Numbers in an image, 2.8 MB: two parts."""
 
 BUFFER_LOST = 3
 """Exit code: the buffer was silent for too long; a trainer's next life goes on with what is left."""
@@ -70,6 +79,20 @@ class Job(msgspec.Struct):
     everything: bool = False
     """A later life asks for everything again, not for what is left."""
     security: SecurityConfig = SecurityConfig()
+    images: int = -1
+    """Prompts show images, each another one, from this number on; -1: none."""
+
+    def prompt(self, key: str) -> Prompt:
+        """Return a prompt."""
+        tokens = self.prompts[key]
+        media = [] if self.images < 0 else [Placed(image(self.images + int(key[1:])), 0, 1)]
+        return Prompt(key, token_ids=tokens, media=media)
+
+
+def image(number: int) -> Medium:
+    """Return an image by its number."""
+    pixels = np.full((1, IMAGE_NUMBERS), number, np.float32)
+    return medium("image", pixel_values=pixels, image_grid_thw=np.array([[1, 2, 2]]))
 
 
 class Line(msgspec.Struct):
@@ -133,12 +156,13 @@ class Trainer:
                     await self._use(client, number, use, [key for key in job.prompts if key in left])
 
     async def _use(self, client: RolloutClient, number: int, use: Use, keys: list[str]) -> None:
-        """Roll out `keys`; where another trainer's update came first, go on under another rollout id."""
+        """Roll out `keys`; where an update came first, or images are lost, go on under another rollout id."""
         for rollout_id in (self._job.rollout_id, *(f"{self._job.rollout_id}+{each}" for each in range(9))):
             try:
                 await self._roll(client, number, use, rollout_id, keys)
             except RequestRefused as error:
-                if self._job.updates or not re.search(OVERTAKEN, str(error)):
+                lost = self._job.images >= 0 and re.search(IMAGE_LOST, str(error))
+                if not lost and (self._job.updates or not re.search(OVERTAKEN, str(error))):
                     raise
                 arrived = {line.id for line in lines(self._out) if line.use == number}
                 keys = [key for key in keys if key not in arrived]
@@ -153,7 +177,7 @@ class Trainer:
     ) -> None:
         job = self._job
         rollout = await client.submit(
-            [Prompt(key, token_ids=job.prompts[key]) for key in keys], n=job.n,
+            [job.prompt(key) for key in keys], n=job.n,
             sampling=SamplingParams(max_tokens=job.max_tokens), seed=use.seed, rollout_number=use.number,
             rollout_id=rollout_id, deadline_seconds=use.seconds if use.cut == "deadline" else None,
         )  # fmt: skip

@@ -294,8 +294,7 @@ class Trainer:
         options = {"weight_version": self.asked[place]} if _PINS else {}
         if not _PINS:
             client.weight_version = self.asked[place]
-        lengths = dict(step.prompts)
-        prompts = [self.world.prompt(prompt_id, lengths[prompt_id]) for prompt_id in left]
+        prompts = [self.world.prompt(step, prompt_id) for prompt_id in left]
         rollout = await client.submit(
             prompts, n=step.n, sampling=SamplingParams(max_tokens=step.max_tokens), seed=step.seed,
             rollout_number=step.number, rollout_id=step.rollout_id, deadline_seconds=step.deadline, **options,
@@ -376,6 +375,8 @@ class Trainer:
             return self._of_cancel(place, step, why, beats)
         if "already submitted with another" in why or "another trainer uses" in why:
             return self._of_use(place, step, why, beats)
+        if step.images and any(re.search(reason, why) for reason in self.world.excuses_of_images(self.name)):
+            return "again" if beats < PATIENCE else "final"
         return self._of_plan(place, step, prompt_id, why, beats)
 
     def _of_cancel(self, place: int, step: Roll, why: str, beats: int) -> str:

@@ -16,11 +16,13 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from chaos import expected
+from chaos.images import PLACEHOLDER, image
 from chaos.loops import RETRY_SECONDS, Loop, together
 from chaos.plan import InTurns, Roll
 from chaos.roads import BACKOFF_SECONDS
 from seer.client import Prompt, RolloutClient, SamplingParams
 from seer.client.groups import Response
+from seer.client.media import Placed
 from seer.client.turns import PrefixTrajectories, Trajectory, TrajectoryFailed, TrajectoryGroup
 from seer.common.errors import Unreachable
 
@@ -116,7 +118,7 @@ class Turns:
 
     def prompt(self, name: str) -> Prompt:
         """Return a prompt of this rollout."""
-        return self.trainer.world.prompt(name, dict(self.step.prompts)[name])
+        return self.trainer.world.prompt(self.step, name)
 
     # --- agents --------------------------------------------------------------------------
 
@@ -163,7 +165,12 @@ class Turns:
         await trajectory.generate()
         if number < len(self.how.waits):
             call = functools.partial(self._environment, self.how.waits[number])
-            trajectory.append(await trajectory.once(call))
+            said = await trajectory.once(call)
+            trajectory.append(said, media=self._shown(said))
+
+    def _shown(self, said: list[int]) -> list[Placed]:
+        """Return what an environment shows in its answer."""
+        return [image(said[1], 0)] if said[0] == PLACEHOLDER else []
 
     async def _environment(self, seconds: float, call_id: str) -> list[int]:
         trainer = self.trainer
@@ -171,7 +178,9 @@ class Turns:
             trainer.world.problem(f"{trainer.name}: {call_id} was asked for again")
         await asyncio.sleep(seconds)
         trainer.calls += 1
-        trainer.said[call_id] = [trainer.calls % 90 + 1] * (1 + trainer.calls % 3)
+        said = [trainer.calls % 90 + 1] * (1 + trainer.calls % 3)
+        shows = self.step.images and trainer.calls % 2
+        trainer.said[call_id] = [PLACEHOLDER, *said] if shows else said
         return trainer.said[call_id]
 
     def _arrived(self, run: str, group: TrajectoryGroup) -> None:
@@ -189,12 +198,14 @@ class Turns:
     def _compare(self, run: str, found: Trajectory) -> None:
         """Compare a trajectory with what it must be, given what its environments said."""
         step, world = self.step, self.trainer.world
-        context: list[int] = list(self.prompt(found.prompt_id).token_ids)  # type: ignore[arg-type]
+        prompt = self.prompt(found.prompt_id)
+        context: list[int] = list(prompt.token_ids)  # type: ignore[arg-type]
+        media = [(each.medium.name, each.offset) for each in prompt.media]
         mask, logprobs, ends = list[bool](), list[float](), list[str]()
         for number in range(self.how.turns):
             most = min(step.max_tokens, self.most_context - len(context))
             tokens, said, finish = (
-                self._expected(found.prompt_id, found.index, context, most, found.weight_version)
+                self._expected(found.prompt_id, found.index, context, most, found.weight_version, media)
                 if most > 0
                 else ([], [], "length")
             )
@@ -202,6 +213,9 @@ class Turns:
             added: list[int] = []
             if number < len(self.how.waits):
                 added = self.trainer.said[f"{run}/{found.prompt_id}/{found.index}/{number}"]
+            media += [
+                (each.medium.name, len(context) + len(tokens)) for each in (added and self._shown(added))
+            ]
             context += [*tokens, *added]
             mask += [True] * len(tokens) + [False] * len(added)
             logprobs += [*said, *([0.0] * len(added))]
@@ -212,10 +226,17 @@ class Turns:
         self._check_weights(found.prompt_id, found.weight_version, found.weights_digest)
 
     def _expected(
-        self, group: str, index: int, context: Sequence[int], most: int, version: int
+        self,
+        group: str,
+        index: int,
+        context: Sequence[int],
+        most: int,
+        version: int,
+        media: Sequence[tuple[str, int]] = (),
     ) -> expected.Answer:
         world = self.trainer.world
-        return expected.turn(self.step, group, index, context, most, world.modelled, world.digest(version))
+        digest = world.digest(version)
+        return expected.turn(self.step, group, index, context, most, world.modelled, digest, media)
 
     def _check_weights(self, prompt: str, version: int, digest: str) -> None:
         world, wanted = self.trainer.world, self.trainer.asked[self.place]

@@ -29,9 +29,11 @@ from virtual_time import PROCESS, Deadlock
 from virtual_time import run as run_virtual
 
 from chaos import whole
+from chaos.images import LARGEST_BYTES
 from chaos.outcome import Outcome
 from chaos.plan import Fault, Plan, draw
 from chaos.world import World
+from seer.client import media as client_media
 from seer.client import weight_update as client_weights
 from seer.common import wire
 from seer.common.config import BufferConfig
@@ -43,8 +45,10 @@ from seer.services.buffer.log import writer
 from seer.services.buffer.log.replay import replay_life
 from seer.services.buffer.log.rows import LogError
 from seer.services.buffer.log.segments import lives
+from seer.services.buffer.media import server as buffer_media
 from seer.services.buffer.requests import deliveries
 from seer.services.buffer.weights import fan_out
+from seer.services.engine import media as engine_media
 from seer.services.engine import server as engine_server
 from seer.services.engine.weights import fetcher, holders
 
@@ -189,6 +193,8 @@ async def _inflict(world: World, fault: Fault, outcome: Outcome) -> None:
             await world.cut(*name.split("-"), fault.seconds, both=what == "cut")
         case "noise":
             await world.noise(name, fault.seconds, _noise(world.plan.seed, fault))
+        case "spoil":
+            world.spoil_images()
         case "fill":
             await world.fill_disk(fault.seconds)
         case "join":
@@ -288,6 +294,10 @@ def _determined(world: World) -> Iterator[None]:
             mock.patch.object(fan_out, "FAN_OUT", plan.fan_out),
             mock.patch.object(wire, "SPOOL_BYTES", PART_BYTES),
             mock.patch.object(client_weights, "SPOOL_BYTES", PART_BYTES),
+            mock.patch.object(wire, "MEDIUM_PART_BYTES", PART_BYTES),
+            mock.patch.object(client_media, "MEDIUM_PART_BYTES", PART_BYTES),
+            mock.patch.object(buffer_media, "MAX_MEDIUM_BYTES", LARGEST_BYTES),
+            mock.patch.object(engine_media, "MAX_MEDIUM_BYTES", LARGEST_BYTES),
             mock.patch.object(writer.Folder, "limit", SEGMENT_BYTES),
             mock.patch.object(writer.Folder, "append", _on_disk(world, writer.Folder.append)),
             mock.patch.object(os, "pwrite", _on_disk(world, os.pwrite)),

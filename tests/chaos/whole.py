@@ -206,6 +206,7 @@ def missing(world: World) -> list[str]:
         *_engines(world),
         *_context(world),
         *_files(world),
+        *_images(world),
         *_links(world),
     ]
 
@@ -315,6 +316,31 @@ def _files(world: World) -> Iterator[str]:
         gone = [name for name in FOREIGN if not (world.spool / name / "work").exists()]
         if gone:
             yield f"the spool's folder lost {gone}"
+
+
+def _images(world: World) -> Iterator[str]:
+    media = world.processes["buffer"].service._media
+    machine, most = media.machine, world.plan.media_bytes
+    groups = world.processes["buffer"].service.machine.groups
+    if extra := set(machine._groups) - set(groups):
+        yield f"images are kept for groups {sorted(extra)}"
+    for what in ("_waiting", *(() if groups else ("_users", "_groups"))):
+        if left := getattr(machine, what):
+            yield f"the buffer's images have {len(left)} in {what}"
+    if machine.bytes != sum(kept.size for kept in machine._kept.values()) or 0 < most < machine.bytes:
+        yield f"the buffer counts {machine.bytes} bytes of images"
+    for name, process in world.processes.items():
+        if name[0] != "e":
+            continue
+        kept = process.service._media
+        for what in ("_chunks", "_line", "_users"):
+            if left := getattr(kept, what):
+                yield f"the images of {name} have {len(left)} in {what}"
+        if (
+            kept._bytes != sum(len(each.data) for each in kept._kept.values() if each.data is not None)
+            or 0 < most < kept._bytes
+        ):
+            yield f"{name} counts {kept._bytes} bytes of images"
 
 
 def _links(world: World) -> Iterator[str]:

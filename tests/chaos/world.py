@@ -25,6 +25,7 @@ from virtual_time import PROCESS, VirtualTimeLoop, eventually
 
 from chaos import engines
 from chaos.expected import Expected, weights_digest
+from chaos.images import PLACEHOLDER, image
 from chaos.in_place import planned
 from chaos.plan import POISON, Catch, Fault, Plan, Roll, Step
 from chaos.roads import BACKOFF_SECONDS, ChaosRoads
@@ -41,6 +42,7 @@ from seer.common.net.transport.faulty import Faults, FaultyTransport
 from seer.common.net.transport.memory import MemoryNetwork, MemoryTransport
 from seer.common.process.service import Service
 from seer.common.weights.in_place import is_in_place
+from seer.common.wire import MEDIUM_STALL_SECONDS
 from seer.common.wire.codec import encode
 from seer.services.buffer import server as buffer
 from seer.services.buffer.requests.state import GroupState
@@ -104,6 +106,7 @@ class World:
         self.lost: set[str] = set()
         self.caught: list[Fault] = []
         self.lost_at: dict[str, float] = {}
+        self.spoilt = 0  # images, or parts of such
         self.served: list[buffer.BufferServer] = []  # every life of the buffer
         self.given_up: Counter[bytes] = Counter()  # by address of an engine: how often a buffer did that
         self.noisy = any(fault.kind.startswith("noise") for fault in plan.faults)
@@ -147,13 +150,15 @@ class World:
                 log=str(self.logs),
                 keep_chunks=plan.seed % 2 == 1,
                 spool=str(self.spool) if plan.spool else "",
+                media=str(self.home / "media") if plan.spool else "",
+                media_bytes=plan.media_bytes or 2**30,
             ),
             dgds=DgdsConfig(ttl_seconds=20.0),
             engine=EngineConfig(
                 name=name, backend="replay", kv_blocks=plan.kv_blocks, max_num_seqs=8,
                 replay_step_seconds=plan.step_seconds, replay_vocab_size=VOCAB,
                 replay_mean_tokens=plan.mean_tokens, flush_seconds=0.2, weights_endpoint=f"tcp://{name}:1",
-                in_place_updates=True,
+                in_place_updates=True, media_bytes=plan.media_bytes or 2**30,
             ),
         )  # fmt: skip
 
@@ -186,10 +191,16 @@ class World:
         return _digest(version) if version else ""
 
     @staticmethod
-    def prompt(prompt_id: str, length: int) -> Prompt:
-        """Return a prompt by its name and length."""
-        token = POISON if prompt_id == "poison" else int(prompt_id[1:]) + 1
-        return Prompt(prompt_id, token_ids=[token] * length)
+    def prompt(step: Roll, prompt_id: str) -> Prompt:
+        """Return a prompt of a rollout by its name."""
+        length = dict(step.prompts)[prompt_id]
+        if prompt_id == "poison":
+            return Prompt(prompt_id, token_ids=[POISON] * length)
+        number = int(prompt_id[1:])
+        shown = min(step.images, length)
+        media = [image(number + each, each) for each in range(shown)]
+        tokens = [PLACEHOLDER] * shown + [number + 1] * (length - shown)
+        return Prompt(prompt_id, token_ids=tokens, media=media)
 
     @property
     def modelled(self) -> EngineConfig:
@@ -200,8 +211,7 @@ class World:
         self, step: Roll, prompt_id: str, version: int, *, name: str = "", seed: int | None = None
     ) -> Expected:
         """Return what a prompt must come to under some weights, in a group of this name, by default its own."""
-        prompt = self.prompt(prompt_id, dict(step.prompts)[prompt_id])
-        prompt = replace(prompt, id=name or prompt_id)
+        prompt = replace(self.prompt(step, prompt_id), id=name or prompt_id)
         seed = step.seed if seed is None else seed
         sampling = SamplingParams(max_tokens=step.max_tokens)
         digest = self.digest(version)
@@ -273,6 +283,33 @@ class World:
             if any(isinstance(step, Roll) and step.rollout_id == rollout_id for step in self.script(name))
         ]
         return len(users) > 1
+
+    def excuses_of_images(self, trainer: str) -> list[str]:
+        """Return why prompts may lack their images, and be worth another try."""
+        excuses = list[str]()
+        if self.plan.media_bytes:
+            excuses.append("do not fit: media in use have")
+        if self.spoilt:
+            excuses += ["is not the name of these bytes", "is not in this buffer: submit it again"]
+        if self.disk_was_full:
+            excuses += ["cannot be stored", "is not in this buffer: submit it again"]
+        if self.away(trainer) > MEDIUM_STALL_SECONDS - BACKOFF_SECONDS:
+            excuses.append("nothing of its trainer's images has come")
+        return excuses
+
+    def spoil_images(self) -> None:
+        """Damage all that the buffer has of images, and those that it has only in part."""
+        process = self.processes.get("buffer")
+        if process is None or process.service is None:
+            return
+        for file in process.service._media._folder.root.iterdir():
+            if size := file.stat().st_size:
+                self.spoilt += 1
+                with file.open("r+b") as opened:
+                    opened.seek(size // 2)
+                    (byte,) = opened.read(1)
+                    opened.seek(size // 2)
+                    opened.write(bytes([byte ^ 1]))
 
     def may_lapse(self, trainer: str) -> bool:
         """Say whether a trainer may have been away for longer than its lease."""
@@ -588,10 +625,10 @@ def _root(error: BaseException) -> BaseException:
 def _close_files(service: Service | None) -> None:
     """Close the files, and so the locks, of a process that is dead, as its kernel does."""
     if isinstance(service, buffer.BufferServer):
-        folder = service._spool._folder
-        lock, folder._lock = folder._lock, None
-        if lock is not None:
-            os.close(lock)
+        for folder in (service._spool._folder, service._media._folder):
+            lock, folder._lock = folder._lock, None
+            if lock is not None:
+                os.close(lock)
         log, service._rows._segments = service._rows._segments, None
         if log is not None:
             log.close()

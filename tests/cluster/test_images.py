@@ -16,6 +16,7 @@ from virtual_time import eventually, virtual
 from seer.client import Placed, Prompt, RequestRefused, RolloutFailed, SamplingParams
 from seer.common import wire
 from seer.common.config import BufferConfig
+from seer.common.errors import InvalidField
 from seer.common.net.channel import Channel
 from seer.common.net.hub import Hub
 from seer.common.types import MAX_MEDIUM_BYTES
@@ -127,12 +128,13 @@ async def test_other_pixels_under_a_known_name_are_refused_at_every_hop():
         await cluster.start("e1")
         await cluster.kill("e0")
         rollout = await client.submit(PROMPTS, n=4, sampling=SAMPLING, rollout_number=0)
-        with pytest.raises(RolloutFailed, match="is not the name of these bytes"):
+        with pytest.raises(RolloutFailed, match="is not in this buffer: submit it again"):
             await rollout.result()
         assert list(rollout.failures) == ["c"]
         for group in rollout.groups:
             tokens = [response.token_ids.tolist() for response in group.responses]
             assert tokens == [right[group.prompt_id, index] for index in range(4)]
+        assert await rolled(cluster, client) == right, "its trainer has the right one, and sends it again"
 
 
 @virtual
@@ -174,6 +176,26 @@ async def test_trajectories_show_images_that_their_tools_answer_with(monkeypatch
             assert name in (picture(10).name, picture(11).name)
             assert context[offset : offset + 2] == [8, 9]
             assert not any(mask[offset - len(prompt.token_ids) :][:2])
+
+
+@virtual
+async def test_an_image_that_a_tools_answer_has_a_place_for_and_lacks_is_refused():
+    async def agent(trajectory):
+        await trajectory.generate()
+        for tokens, media in (([7, 1, 9], []), ([1, 1, 7, 1], [placed(10, 0, 2)])):
+            with pytest.raises(InvalidField, match="no media stand for them"):
+                trajectory.append(tokens, media=media)
+        before = trajectory.context.tolist()
+        trajectory.append([7, 1, 1], media=[placed(10, 1, 2)])
+        assert trajectory.context.tolist() == [*before, 7, 1, 1], "what was refused left nothing"
+        return [each.offset for each in trajectory.media]
+
+    prompts = [Prompt("a", token_ids=[1, 1, 3], media=[placed(1, 0, 2)])]
+    async with running(1) as cluster, cluster.client() as client:
+        async with client.trajectories(prompts, n=1, sampling=SAMPLING, max_context=400) as rollout:
+            (group,) = [group async for group in rollout.run(agent)]
+        (found,) = group.trajectories
+        assert found.result == [0, len(found.context) - 2]
 
 
 @virtual

@@ -3,6 +3,7 @@
 import asyncio
 import importlib.util
 import os
+import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -20,10 +21,12 @@ from vision_models import IMAGE, picture, processor_of
 
 from seer.client import Placed as PlacedImage
 from seer.client import Prompt, RolloutClient, RolloutFailed, SamplingParams, medium
+from seer.common import ids
 from seer.common.config import DraftsConfig, EngineConfig, SharedConfig, load
 from seer.common.errors import EngineError, InvalidField
 from seer.common.policy.draft_costs import StepCosts
 from seer.common.types import Placed
+from seer.local.pool_plan import import_problem
 from seer.local.system import LocalSystem
 from seer.services.engine.backend import Chunk, PlacedMedium
 from seer.services.engine.vllm import self_test
@@ -150,6 +153,35 @@ def test_drafts_change_no_token(backend, family):
     assert after.accepted_tokens > before.accepted_tokens
 
 
+def test_preemption_and_siblings_in_another_order_change_no_token(backend, family):
+    given = prompts(family)
+    whole = rolled(backend, given)
+    many = {name: given[name] for name in ("two", "one")}
+    found = run(backend, [
+        chunk(name, index, many[name], group=f"{index}") for index in range(24) for name in many
+    ])  # fmt: skip
+    assert sum(response.ends[-1].preemptions for response in found.values()) > 0, "60 blocks are too few"
+    for (name, index), response in whole.items():
+        if name in many:
+            assert found[f"{name}#{index}"].tokens == response.tokens
+    backend.core._reset_caches()
+    for place in (23, 11):
+        for name in many:
+            alone = run(backend, [chunk(name, place, many[name])])[f"{name}#{place}"]
+            assert alone.tokens == found[f"{name}#{place}"].tokens
+
+
+def test_one_image_shown_twice_in_a_prompt_is_seen_twice(backend, family):
+    processor = processor_of(family)
+    told = {}
+    for name, pictures in {"same": (1, 1), "first": (1, 2), "second": (2, 1)}.items():
+        tokens, media, _ = vision_models.prompt(processor, "a # b # c", *map(picture, pictures))
+        told[name] = tokens, tuple(PlacedMedium(each.on_wire, each.medium) for each in media)
+    whole = rolled(backend, told)
+    same(rolled(backend, told, 7, forget=True), whole)
+    assert len({tuple(whole[name, 0].tokens) for name in told}) == 3
+
+
 def test_logits_are_those_of_transformers(backend, family, model):
     import torch
     from transformers import AutoModelForImageTextToText
@@ -236,15 +268,23 @@ def test_what_vllm_could_not_run_is_refused_by_name(backend, family):
         Images(None, 0).features(chunk("p", 0, (tokens, [PlacedMedium(place, image)])))
 
 
-def test_new_weights_and_sleep_forget_encoded_images(backend, family, model, tmp_path):
+@pytest.fixture(scope="module")
+def moved(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same model, but for its vision encoder's weights."""
     from safetensors.numpy import load_file, save_file
 
+    folder = tmp_path_factory.mktemp("moved") / "model"
+    shutil.copytree(model, folder)
+    tensors = load_file(model / "model.safetensors")
+    changed = {name: each * 1.3 if "visual" in name else each for name, each in tensors.items()}
+    save_file(changed, folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
+def test_new_weights_and_sleep_forget_encoded_images(backend, family, model, moved, tmp_path):
     given = prompts(family)
     first = rolled(backend, given)
-    tensors = load_file(model / "model.safetensors")
-    moved = {name: each * 1.3 if "visual" in name else each for name, each in tensors.items()}
-    save_file(moved, tmp_path / "model.safetensors", {"format": "pt"})
-    backend.load_weights(tmp_path, "other")
+    backend.load_weights(moved, "other")
     other = rolled(backend, given)
     changed = {key[0] for key in first if first[key].tokens != other[key].tokens}
     assert changed == {"one", "two", "again"}, "the vision encoder's alone were changed"
@@ -268,6 +308,75 @@ def test_the_self_test_notices_an_engine_that_shows_no_images(backend, family, m
     monkeypatch.setattr(Images, "features", lambda self, chunk: None)
     with pytest.raises(EngineError, match="two images give the same logits"):
         self_test.check(backend.probe, images)
+
+
+def direct(backend: VllmBackend, shown: list[Prompt], n: int) -> list[list[int]]:
+    """Return what prompts come to in one engine, each response in one go."""
+    chunks = [
+        Chunk(
+            request_id=f"{prompt.id}#{index}", group_id="", index=index, attempt=0, sampling=SAMPLING,
+            key=ids.request_key(0, 0, prompt.id, index), prompt_len=len(prompt.token_ids),
+            max_new_tokens=LENGTH, tokens=list(prompt.token_ids),
+            media=tuple(PlacedMedium(each.on_wire, each.medium) for each in prompt.media),
+        ) for prompt in shown for index in range(n)
+    ]  # fmt: skip
+    found = run(backend, chunks)
+    return [found[each.request_id].tokens for each in chunks]
+
+
+@pytest.mark.timeout(300)
+async def test_kv_behind_an_image_is_read_by_another_engine_and_not_after_an_update(
+    backend, family, model, moved
+):
+    if problem := import_problem():
+        pytest.skip(f"Mooncake cannot be imported ({problem})")
+    processor = processor_of(family)
+    shown = []
+    for number, (words, *pictures) in enumerate(
+        [("a # # b", picture(4, 32, 32), picture(5, 32, 32)), ("# c", picture(5, 32, 32)), ("e f g",)]
+    ):
+        tokens, media, _ = vision_models.prompt(processor, words, *pictures)
+        shown.append(Prompt(str(number), token_ids=tokens, media=media))
+    expected = direct(backend, shown, 4)
+    backend.load_weights(moved, "moved")
+    other = direct(backend, shown, 4)
+    backend.load_weights(model, "first")
+    assert all(
+        (old != new) == (place < 8) for place, (old, new) in enumerate(zip(expected, other, strict=True))
+    )
+    settings = [
+        f"shared.model={model}", "pool.kind=mooncake", "pool.pull_tokens=0", "pool.dram_gib=0.1",
+        "engine.max_model_len=256", "engine.kv_blocks=40", "drafts.source=off", "buffer.chunk_size=16",
+        "buffer.policy=migrate",
+    ]  # fmt: skip
+    async with (
+        LocalSystem(load(None, {}, settings), 2) as system,
+        RolloutClient(system.endpoint) as client,
+    ):
+
+        async def rolls() -> list[list[int]]:
+            rollout = await client.submit(shown, n=4, sampling=SAMPLING, rollout_number=0)
+            groups = await rollout.result()
+            return [response.token_ids.tolist() for group in groups for response in group.responses]
+
+        async def pulled() -> int:
+            await asyncio.sleep(1.5)  # engines report once a second
+            return sum(each.stats.pool_tokens for each in (await client.status()).instances)
+
+        async def forget() -> None:
+            await client.sleep()
+            await client.wake()
+
+        assert await rolls() == expected
+        await forget()  # from now on only the pool has KV
+        assert await rolls() == expected
+        before = await pulled()
+        assert before > 0
+        await client.update_weights(1, moved)
+        assert await rolls() == other, "KV behind these images is of other weights"
+        await forget()
+        assert await rolls() == other
+        assert await pulled() > before
 
 
 @pytest.mark.breadth

@@ -139,6 +139,19 @@ def test_files_of_an_earlier_life_count_once_they_were_checked():
     assert machine.missing(sizes) == list(sizes)
 
 
+def test_what_two_groups_show_is_in_use_until_both_are_gone():
+    machine = MediaMachine(ROOM)
+    one, other = "e" * 64, "f" * 64
+    machine.begin(one, SIZES[one], 0.0)
+    machine.refer("g", "t", [one], 0.0)
+    machine.refer("h", "t", [one, one], 0.0)
+    for group in ("h", "g"):
+        with pytest.raises(ValueError, match="media in use have 50"):
+            machine.begin(other, SIZES[other], 0.0)
+        machine.release(group)
+    assert machine.begin(other, SIZES[other], 0.0) == [one]
+
+
 def test_a_group_waits_as_long_as_anything_of_its_trainer_comes():
     machine = MediaMachine(ROOM)
     machine.refer("last", "t", ["a" * 64], 0.0)

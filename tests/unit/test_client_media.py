@@ -117,7 +117,11 @@ async def test_an_image_is_sent_once_in_order_however_often_it_is_shown():
         for _ in range(3):
             buffer.uploads.add([Placed(LARGE, 0, 1), placed(1, 1), Placed(LARGE, 2, 1)])
         await eventually(lambda: whole(buffer, LARGE, picture(1)))
-        await asyncio.sleep(1)
+        await asyncio.sleep(3 * ASK_SECONDS)
+        questions = [each.name for each in buffer.said if isinstance(each, OpenMedium)]
+        assert sorted(questions) == sorted([LARGE.name, picture(1).name]), (
+            "no worker waits for another's answer"
+        )
         assert buffer.parts(LARGE.name) == [0, MEDIUM_PART_BYTES, 2 * MEDIUM_PART_BYTES]
         assert buffer.parts(picture(1).name) == [0]
 
@@ -129,6 +133,23 @@ async def test_an_image_that_the_buffer_has_is_not_sent():
         buffer.uploads.add([Placed(LARGE, 0, 1)])
         await asyncio.sleep(1)
         assert [type(each) for each in buffer.said] == [OpenMedium]
+
+
+@virtual
+async def test_an_image_that_is_dropped_as_the_buffer_says_it_has_it_is_sent_to_later_prompts():
+    async with uploading() as buffer:
+        buffer.have[LARGE.name] = bytearray(LARGE.data.tobytes())
+        buffer.uploads.add([Placed(LARGE, 0, 1)])
+        await asyncio.sleep(0.0005)
+        assert buffer.busy
+        buffer.uploads.add([Placed(LARGE, 0, 1)])  # the answer under way is older than these prompts
+        await asyncio.sleep(0.0006)
+        del buffer.have[LARGE.name]
+        await eventually(lambda: whole(buffer, LARGE))
+        await asyncio.sleep(1)
+        assert buffer.parts(LARGE.name) == [0, MEDIUM_PART_BYTES, 2 * MEDIUM_PART_BYTES]
+        assert not buffer.uploads._pending
+        assert not buffer.uploads._again
 
 
 @virtual

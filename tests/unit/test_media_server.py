@@ -130,6 +130,21 @@ async def test_parts_that_come_twice_early_or_from_two_senders_change_nothing(tm
 
 
 @virtual
+async def test_what_is_damaged_after_it_came_is_lost_and_sent_again(tmp_path):
+    async with running(tmp_path) as world:
+        await world.send(LARGE)
+        file = tmp_path / NAME / LARGE.name
+        data = bytearray(file.read_bytes())
+        data[PART] ^= 1
+        file.write_bytes(data)
+        assert "is not the name of these bytes" in await world.read(LARGE)
+        assert await world.read(LARGE) == "is not in this buffer: submit it again"
+        assert not files(tmp_path)
+        await world.send(LARGE)
+        assert await world.read(LARGE) == LARGE.data.tobytes()
+
+
+@virtual
 async def test_other_bytes_under_a_name_are_refused_and_sent_anew(tmp_path):
     async with running(tmp_path) as world:
         medium, other = image(1), image(2)

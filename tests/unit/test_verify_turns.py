@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from click.testing import CliRunner, Result
+from pictures import picture, placed
 
 from seer.cli.main import main
 from seer.client import Group, Prompt
@@ -40,15 +41,60 @@ def verify(prompts: Path, *options: object) -> tuple[Result, dict]:
 
 def test_what_the_tool_says_follows_from_what_was_generated():
     said = {
-        bytes(turns.tool(PROMPT, np.array([a, b], np.int32)).tobytes()) for a in range(9) for b in range(9)
+        bytes(turns.tool(PROMPT, (), np.array([a, b], np.int32))[0].tobytes())
+        for a in range(9)
+        for b in range(9)
     }
     assert len(said) > 20
-    assert turns.tool(PROMPT, PROMPT).tobytes() == turns.tool(PROMPT, PROMPT.copy()).tobytes()
+    assert turns.tool(PROMPT, (), PROMPT)[0].tobytes() == turns.tool(PROMPT, (), PROMPT.copy())[0].tobytes()
     for end in range(1, 6):
-        added = turns.tool(PROMPT, PROMPT[:end])
+        added, shown = turns.tool(PROMPT, (), PROMPT[:end])
+        assert not shown
         assert turns.LEAST_ADDED <= len(added) <= turns.MOST_ADDED
         assert set(added.tolist()) <= set(PROMPT.tolist())
         assert added.dtype == np.int32
+
+
+def test_the_tool_shows_an_image_of_the_prompt_again():
+    prompt = np.array([5, 9, 9, 6, 9, 7], np.int32)  # 9 is the placeholder
+    media = [placed(1, 1, 2), placed(2, 4)]
+    seen = set()
+    for end in range(40):
+        said, shown = turns.tool(prompt, media, np.array([end], np.int32))
+        (again,) = shown
+        text, image = said[: again.offset], said[again.offset :]
+        assert turns.LEAST_ADDED <= len(text) <= turns.MOST_ADDED
+        assert set(text.tolist()) <= {5, 6, 7}
+        assert image.tolist() == [9] * again.length
+        assert again.length == {picture(1).name: 2, picture(2).name: 1}[again.medium.name]
+        seen.add(again.medium.name)
+    assert len(seen) == 2
+    said, _ = turns.tool(np.array([9, 9], np.int32), [placed(1, 0, 2)], prompt)
+    assert said.tolist() == [9, 9], "there is no text to say"
+
+
+def test_no_placeholder_is_sampled_where_it_would_be_sent_again():
+    sampling = SamplingParams(logit_bias={3: 1.0})
+    prompts = [Prompt("a", token_ids=[5, 9, 7], media=[placed(1, 1)]), Prompt("b", token_ids=[8])]
+    assert turns.without_placeholders(sampling, prompts).logit_bias == {3: 1.0, 9: -100.0}
+    assert turns.without_placeholders(sampling, prompts[1:]) == sampling
+
+
+@pytest.mark.parametrize("resent", [True, False])
+async def test_every_turn_shows_all_images_so_far(resent: bool):
+    rollout = Rollout()
+    client = SimpleNamespace(open_rollout=lambda: rollout)
+    job = SimpleNamespace(n=1, sampling=SamplingParams(max_tokens=40), seed=3, cell_seconds=9.0)
+    prompt = Prompt("p", token_ids=np.array([5, 9, 9, 6]), media=[placed(1, 1, 2)])
+    (group,), shown = await turns.run(client, [prompt], job, resent)
+    whole = [5, 9, 9, 6, *group.responses[0].token_ids.tolist()]
+    assert len(shown["p", 0]) == turns.TURNS
+    for number, asked in enumerate(rollout.asked):
+        assert asked["media"] == shown["p", 0][: number + 1]
+        for each in asked["media"]:
+            assert each.medium.name == picture(1).name
+            assert whole[each.offset : each.offset + each.length] == [9, 9]
+        assert asked["tokens"].count(9) == 2 * len(asked["media"])
 
 
 def test_a_trajectory_has_the_tokens_of_a_response_and_its_tools():
@@ -66,7 +112,8 @@ class Rollout:
         self.ended: list[str] = []
 
     def submit(self, prompt: Prompt, **asked: object) -> Rollout:
-        self.asked.append({"id": prompt.id, "tokens": prompt.token_ids.tolist(), **asked})
+        tokens, media = prompt.token_ids.tolist(), list(prompt.media)
+        self.asked.append({"id": prompt.id, "tokens": tokens, "media": media, **asked})
         return self
 
     async def result(self) -> Group:
@@ -84,7 +131,8 @@ async def test_only_a_reference_sends_turns_that_nobody_knows_as_turns(resent: b
     rollout = Rollout()
     client = SimpleNamespace(open_rollout=lambda: rollout)
     job = SimpleNamespace(n=1, sampling=SamplingParams(max_tokens=40), seed=3, cell_seconds=9.0)
-    (group,) = await turns.run(client, [Prompt("p", token_ids=PROMPT)], job, resent)
+    (group,), shown = await turns.run(client, [Prompt("p", token_ids=PROMPT)], job, resent)
+    assert shown == {("p", 0): []}
     (response,) = group.responses
     whole = [*PROMPT.tolist(), *response.token_ids.tolist()]
     for number, asked in enumerate(rollout.asked):

@@ -1,7 +1,8 @@
 """The buffer's media: a file each, sent by trainers, read by engines.
 
 Invariants (tests/unit/test_media_server.py, tests/cluster/test_images.py):
-- a medium is given out only if its bytes were checked against its name, in this life of the buffer;
+- a medium is given out only if its bytes were checked against its name, in this life of the buffer; what was
+  damaged since is noticed with the last part, and lost: whoever submits it again sends it again;
 - one task handles everything in turn, so no file is deleted while it is written or read;
 - an error of the disk removes that one medium, its peer gets the error, and all others go on;
 - media in a configured folder survive the buffer, and count again once somebody has submitted them again;
@@ -196,7 +197,12 @@ class MediaServer:
             return wire.MediumState(name=name, have=kept.have, problem=f"has {kept.size} bytes")
         length = min(wire.MEDIUM_PART_BYTES, kept.size - offset)
         try:
+            # With the last part: engines refuse what was damaged, and trainers send nothing that is here.
+            if offset + length == kept.size:
+                await on_disk(self._folder.check, name)
             data = await on_disk(self._folder.read, name, offset, length)
+        except InvalidField as error:
+            return await self._lose(name, str(error))
         except OSError as error:
             return await self._lose(name, f"cannot be read: {error}")
         self.counters["media_sent_bytes"] += length

@@ -12,7 +12,7 @@ import torch
 from msgspec.structs import replace
 
 from seer.common.types import SamplingParams
-from seer.services.engine.backend import Chunk
+from seer.services.engine.backend import Chunk, PlacedMedium
 from seer.services.engine.vllm.probe import Probe
 from seer.services.engine.vllm.sampling.rows import RequestSampling, SamplingTable
 from seer.services.engine.vllm.sampling.torch_sampler import noisy_logits
@@ -25,21 +25,27 @@ COMPANY = 15
 
 
 def logits_by_ways(
-    probe: Probe, context: list[int], prompt_len: int, key: int, sampling: SamplingParams
+    probe: Probe,
+    context: list[int],
+    prompt_len: int,
+    key: int,
+    sampling: SamplingParams,
+    media: tuple[PlacedMedium, ...] = (),
 ) -> npt.NDArray[np.float32]:
-    """Return the raw logits after `context` [ways, vocab_size].
+    """Return the raw logits after `context`, in which `media` stand: [ways, vocab_size].
 
     The ways: a prefill of the whole context (except what is cached); a second one, with all full blocks
     cached; and two decodes of its last `DECODED` output tokens, one by one, sampled with the request's own
     key: alone, and beside `COMPANY` other rows. A decode that samples other tokens is left out, as it
     reaches another context.
     """
-    ways = [probe.logits(context), probe.logits(context)]
+    ways = [probe.logits(context, prompt_len, media) for _ in range(2)]
     start = max(prompt_len, len(context) - DECODED)
     if start < len(context):
         chunk = Chunk(
             request_id="", group_id="", attempt=0, key=key, prompt_len=prompt_len,
             max_new_tokens=len(context) - start + 1, sampling=sampling, tokens=context[:start],
+            media=media,
         )  # fmt: skip
         rows = min(COMPANY, probe.core.capacity.max_num_seqs - 1)
         company = [replace(chunk, request_id=f"beside {i}", key=i) for i in range(rows)]

@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from seer.common.errors import EngineError
 from seer.common.types import SamplingParams
-from seer.services.engine.backend import Backend, Chunk
+from seer.services.engine.backend import Backend, Chunk, PlacedMedium
 from seer.services.engine.vllm.core import CoreHandle
 from seer.services.engine.vllm.drafts.draft_script import DraftScript
 
@@ -34,15 +34,19 @@ class Probe:
         self.backend = backend
         self.core = core
 
-    def logits(self, tokens: list[int]) -> npt.NDArray[np.float32]:
+    def logits(
+        self, tokens: list[int], prompt_len: int | None = None, media: tuple[PlacedMedium, ...] = ()
+    ) -> npt.NDArray[np.float32]:
         """Return the raw next-token logits after `tokens`: shape [vocab_size].
 
-        Raises `EngineError` while chunks are running.
+        `media` are all that stand in `tokens`. After the first `prompt_len` of these (None: all) placeholders
+        may be the model's own. Raises `EngineError` while chunks are running.
         """
-        sampling = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
+        prompt_len = len(tokens) if prompt_len is None else prompt_len
+        sampling = SamplingParams(max_tokens=len(tokens) - prompt_len + 1, temperature=0.0, ignore_eos=True)
         chunk = Chunk(
-            request_id="", group_id="", attempt=0, key=0, prompt_len=len(tokens), max_new_tokens=1,
-            sampling=sampling, tokens=tokens,
+            request_id="", group_id="", attempt=0, key=0, prompt_len=prompt_len, max_new_tokens=1,
+            sampling=sampling, tokens=tokens, media=media,
         )  # fmt: skip
         row: npt.NDArray[np.float32] = self.capture(chunk)[1][0][0]
         return row

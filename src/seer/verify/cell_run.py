@@ -38,6 +38,7 @@ from seer.report.pool import pool_use
 from seer.rollout.progress import Show, showing
 from seer.verify import turns
 from seer.verify.cells import Cell
+from seer.verify.turns import Shown
 
 ROLLOUT_NUMBER = 0
 
@@ -74,7 +75,8 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
 class CellRun(msgspec.Struct, frozen=True, kw_only=True):
     """What a cell produced. `kv_blocks` are an engine's; `seconds` from submission to the end.
 
-    `generated`: tokens that each engine has generated since it started, by name.
+    `media`: what each response saw. `generated`: tokens that each engine has generated since it started, by
+    name.
     """
 
     groups: list[Group]
@@ -82,6 +84,7 @@ class CellRun(msgspec.Struct, frozen=True, kw_only=True):
     versions: dict[str, str]
     seconds: float
     kv_blocks: int = 0
+    media: Shown = {}
     generated: dict[str, int] = {}
 
 
@@ -181,8 +184,9 @@ async def _roll(
     async with RolloutClient(endpoint) as client:
         started = time.monotonic()
         if cell.turns:
-            groups = await turns.run(client, prompts, job, resent=cell.resent)
+            groups, media = await turns.run(client, prompts, job, resent=cell.resent)
         else:
+            media = {(prompt.id, index): prompt.media for prompt in prompts for index in range(job.n)}
             groups = await _respond(client, job, prompts, watch)
         seconds = time.monotonic() - started
         tokens = sum(response.token_ids.size for group in groups for response in group.responses)
@@ -201,6 +205,7 @@ async def _roll(
         versions=instances[0].versions,
         seconds=seconds,
         kv_blocks=instances[0].capacity.kv_blocks,
+        media=media,
         generated=generated,
     )
 

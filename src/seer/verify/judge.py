@@ -20,9 +20,12 @@ import numpy.typing as npt
 from msgspec.structs import replace
 
 from seer.client.groups import Group, Response
+from seer.client.media import Placed
 from seer.common import ids
 from seer.common.config import Config, EngineConfig
 from seer.local.hardware import plan_engines
+from seer.services.engine.backend import PlacedMedium
+from seer.verify.cell_run import CellRun
 from seer.verify.compare import Evidence, judge_token, logprob_deviation
 from seer.verify.report import CellReport, Report
 
@@ -41,6 +44,7 @@ class _Case:
     reference: Response
     found: Response
     prompt: list[int]
+    media: Sequence[Placed]
     own: npt.NDArray[np.float32] | None = None
 
     @property
@@ -53,12 +57,18 @@ class _Case:
         output: list[int] = self.reference.token_ids[: self.position].tolist()
         return self.prompt + output
 
+    @property
+    def shown(self) -> tuple[PlacedMedium, ...]:
+        """All media in the context; a tool may have shown others later."""
+        end = len(self.prompt) + self.position
+        return tuple(PlacedMedium(each.on_wire, each.medium) for each in self.media if each.offset < end)
+
 
 def judge(
     report: Report,
     config: Config,
     engines: Mapping[str, EngineConfig],
-    reference: Sequence[Group],
+    reference: CellRun,
     runs: Mapping[str, Sequence[Group]],
     say: Callable[[str], None],
 ) -> None:
@@ -75,14 +85,14 @@ def judge(
             with _teacher(replace(config, engine=engine)) as backend:
                 for case in cases:
                     if engines[case.cell.name] == engine:
-                        case.own = backend.probe.logits(case.context)[None]
+                        case.own = backend.probe.logits(case.context, len(case.prompt), case.shown)[None]
     with _teacher(config) as backend:
         for case in cases:
             _judge(case, report, backend)
 
 
-def _cases(cell: CellReport, reference: Sequence[Group], found: Sequence[Group]) -> Iterator[_Case]:
-    ours = {group.prompt_id: group for group in reference}
+def _cases(cell: CellReport, reference: CellRun, found: Sequence[Group]) -> Iterator[_Case]:
+    ours = {group.prompt_id: group for group in reference.groups}
     theirs = {group.prompt_id: group for group in found}
     for slot, mismatch in enumerate(cell.mismatches):
         if mismatch.kind == "token":
@@ -93,6 +103,7 @@ def _cases(cell: CellReport, reference: Sequence[Group], found: Sequence[Group])
                 reference=group.responses[mismatch.index],
                 found=theirs[mismatch.prompt_id].responses[mismatch.index],
                 prompt=group.prompt_token_ids.tolist(),
+                media=reference.media.get((mismatch.prompt_id, mismatch.index), ()),
             )
 
 
@@ -118,7 +129,7 @@ def _evidence(case: _Case, report: Report, backend: VllmBackend, key: int) -> Ev
     from seer.services.engine.vllm.forced_text import logits_by_ways, noisy_values
 
     context, prompt_len, sampling = case.context, len(case.prompt), report.sampling
-    logits = logits_by_ways(backend.probe, context, prompt_len, key, sampling)
+    logits = logits_by_ways(backend.probe, context, prompt_len, key, sampling, case.shown)
     processed, noisy = noisy_values(logits[0], context, prompt_len, key, sampling)
     ways = logits if case.own is None else np.concatenate([logits, case.own])
     return Evidence(ways, processed, noisy, report.dtype)

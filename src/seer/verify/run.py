@@ -26,6 +26,7 @@ from seer.local import system as launch
 from seer.local.hardware import Hardware
 from seer.rollout.files import (
     ModelFacts,
+    PromptLine,
     check_fit,
     check_writable,
     model_facts,
@@ -33,6 +34,7 @@ from seer.rollout.files import (
     tokenizer_of,
     write_report,
 )
+from seer.rollout.pictures import Pictures
 from seer.verify import turns
 from seer.verify.cell_run import ROLLOUT_NUMBER, CellRun, Job, Runner, Say
 from seer.verify.cells import CELLS, TURN_CELLS, Cell, block_size, choose, sequences, settled
@@ -72,6 +74,8 @@ def verify(job: Job, say: Say) -> Report:
     cannot run; what befalls other cells is in the report.
     """
     config, prompts = _prepare(job)
+    if job.turns:
+        job = msgspec.structs.replace(job, sampling=turns.without_placeholders(job.sampling, prompts))
     machine = Hardware.here()
     config = settled(config, machine)
     matrix = TURN_CELLS if job.turns else CELLS
@@ -88,8 +92,8 @@ def verify(job: Job, say: Say) -> Report:
 
 async def _run_cells(
     cells: Sequence[Cell], skipped: dict[str, str], config: Config, runner: Runner
-) -> tuple[Report, list[Group], dict[str, list[Group]]]:
-    """Run all cells that can be exercised, and compare; return the reference's groups and those of others."""
+) -> tuple[Report, CellRun, dict[str, list[Group]]]:
+    """Run all cells that can be exercised, and compare; return the reference and the groups of others."""
     async with runner:
         reference, *others = cells
         job, say = runner.job, runner.say
@@ -117,7 +121,7 @@ async def _run_cells(
             except SeerError as error:
                 say(f"{name} failed: {error}")
                 report.cells.append(CellReport(name=name, about=about, error=str(error)))
-    return report, first.groups, runs
+    return report, first, runs
 
 
 async def _reference(cell: Cell, config: Config, n: int, runner: Runner) -> CellRun:
@@ -218,15 +222,21 @@ def _prepare(job: Job) -> tuple[Config, list[Prompt]]:
         raise InvalidField("--temperature", 0, "--plant-fault needs noise to spoil; give more than 0")
     model = Path(config.shared.model) if config.shared.model else None
     facts = ModelFacts() if model is None else model_facts(model)
-    lines = read_prompts(job.prompts, tokenizer_of(model))
-    most = turns.most_tokens(job.sampling) if job.turns else job.sampling.max_tokens
+    lines = read_prompts(job.prompts, tokenizer_of(model), Pictures(job.prompts.parent, model))
+    most = turns.most_tokens(job.sampling, _longest_image(lines)) if job.turns else job.sampling.max_tokens
     length = check_fit(lines, most, facts) + most + SLACK_TOKENS
     if config.engine.max_model_len is None:
         length = min(length, facts.context or length)
         config = msgspec.structs.replace(
             config, engine=msgspec.structs.replace(config.engine, max_model_len=length)
         )
-    return config, [Prompt(line.prompt.id, token_ids=line.prompt.token_ids) for line in lines]
+    return config, [
+        Prompt(line.prompt.id, token_ids=line.prompt.token_ids, media=line.prompt.media) for line in lines
+    ]
+
+
+def _longest_image(lines: Sequence[PromptLine]) -> int:
+    return max((each.length for line in lines for each in line.prompt.media), default=0)
 
 
 def _files(config: Config) -> list[tuple[str, int, int]]:

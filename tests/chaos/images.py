@@ -1,0 +1,28 @@
+"""The images of the campaign: some smaller than a part, most of several, and many prompts show the same."""
+
+from __future__ import annotations
+
+import functools
+
+from pictures import picture
+
+from seer.client.media import Placed
+from seer.common.media import Medium
+
+IMAGES = 12
+
+PLACEHOLDER = 997
+"""The token in whose place images stand."""
+
+LARGEST_BYTES = 4096
+"""Bound on one, in place of the real one: what is kept of images is bounded by few of them."""
+
+
+def image(number: int, offset: int) -> Placed:
+    """Return one of the images in a place of one token."""
+    return Placed(_picture(number % IMAGES), offset, 1)
+
+
+@functools.cache
+def _picture(number: int) -> Medium:
+    return picture(number, 10 + 80 * number)

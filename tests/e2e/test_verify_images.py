@@ -1,0 +1,100 @@
+"""`seer verify` of prompts with images: all cells, on tiny models of all families whose images run."""
+
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import vision_models
+
+if importlib.util.find_spec("vllm") is None or importlib.util.find_spec("torchvision") is None:
+    pytest.skip("needs the engine extra and torchvision", allow_module_level=True)
+
+from seer.local.pool_plan import import_problem
+from seer.verify.cells import CELLS, TURN_CELLS
+
+pytestmark = pytest.mark.vllm
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(name, marks=() if name == "qwen2-vl" else pytest.mark.breadth)
+        for name in vision_models.FAMILIES
+    ],
+)
+def model(request, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return vision_models.make(request.param, tmp_path_factory.mktemp(request.param))
+
+
+def verified(model: Path, folder: Path, *options: object) -> tuple[int, dict, str]:
+    """Run `seer verify` on prompts with pictures; return its exit code, report and words."""
+    out = folder / "report.json"
+    command = [
+        sys.executable, "-m", "seer.cli.main", "verify", vision_models.write_lines(folder), "--model", model,
+        "--json", out, "--set", "engine.max_model_len=400", *options,
+    ]  # fmt: skip
+    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=1500, check=False)
+    assert out.exists(), done.stderr
+    return done.returncode, json.loads(out.read_text()), done.stdout
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(
+    ("turns", "cells"),
+    [
+        ((), "chunk-16,migrate"),
+        pytest.param(("--turns",), "turns-migrate", marks=pytest.mark.breadth),
+    ],
+)
+def test_verify_takes_prompts_with_images_and_finds_a_planted_fault(model, tmp_path, turns, cells):
+    replay = ("--backend", "replay", "--set", "engine.replay_step_seconds=0.0005")
+    size = ("-n", 4, "--max-tokens", 128, "--min-tokens", 500, "--matrix", cells)
+    code, report, text = verified(model, tmp_path, *replay, *size, *turns, "--plant-fault")
+    assert code == 1
+    faulty, *clean = report["cells"]
+    assert f"the planted fault was found (in {faulty['name']}" in text
+    assert faulty["bug"] > 0
+    assert faulty["counters"]["migrations"] > 0 or not turns
+    for cell in clean:
+        assert not cell["unmet"]
+        assert cell["bug"] == 0
+        assert cell["comparison"]["tokens"] == report["reference"]["counters"]["tokens"]
+
+
+@pytest.mark.breadth
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_the_teacher_sees_the_images_when_it_judges(model, tmp_path):
+    """A planted fault is a bug, and what it draws there is the reference's token; other last bits are numeric."""
+    size = ("-n", 4, "--max-tokens", 160, "--min-tokens", 500)
+    code, report, text = verified(model, tmp_path, *size, "--matrix", "chunk-16,migrate", "--plant-fault")
+    assert code == 1
+    faulty, clean = report["cells"]
+    assert faulty["bug"] > 0
+    assert clean["bug"] == 0
+    for mismatch in faulty["comparison"]["mismatches"]:
+        assert (mismatch["kind"], mismatch["expected"]) == ("token", mismatch["reference"])
+        assert (mismatch["verdict"] == "bug") == (mismatch["gap"] > mismatch["error"])
+    options = ("-n", 24, "--max-tokens", 160, "--matrix", "tp-2", "--set", "engine.dtype=bfloat16")
+    code, report, text = verified(model, tmp_path, *options)
+    assert code == 0, text
+    (cell,) = report["cells"]
+    assert cell["numeric"] > 0
+    assert all(m["gap"] <= m["error"] < 1.0 for m in cell["comparison"]["mismatches"])
+
+
+@pytest.mark.breadth
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("turns", [(), ("--turns",)], ids=["whole", "turns"])
+def test_the_whole_matrix_passes(model, tmp_path, turns):
+    code, report, text = verified(model, tmp_path, "-n", 8, "--max-tokens", 160, *turns)
+    assert code == 0, text
+    matrix = TURN_CELLS if turns else CELLS
+    cannot = {name for name, cell in matrix.items() if cell.pool} if import_problem() else set()
+    assert set(report["skipped"]) == cannot
+    assert report["bug"] == 0
+    assert report["tokens_compared"] > 20_000
