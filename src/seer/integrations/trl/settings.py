@@ -8,6 +8,7 @@ import msgspec
 
 from seer.client import SamplingParams
 from seer.common.errors import InvalidField
+from seer.common.image_models import PATCH_SIZES, image_model
 from seer.integrations.trl.weights import check_mergeable
 
 if TYPE_CHECKING:
@@ -17,6 +18,13 @@ GENERATION_KWARGS = {
     "frequency_penalty", "logit_bias", "min_tokens", "presence_penalty", "stop", "stop_token_ids",
 }  # fmt: skip
 """Allowed keys of `generation_kwargs`: sampling parameters for which the configuration has no field."""
+
+PLACEHOLDERS = ("image_token_id", "video_token_id")
+"""Attributes of processors. A sampled placeholder would stand for no image: TRL's own generation suppresses
+them."""
+
+NEVER = -100.0
+"""The least bias that there is: a token with it is not sampled."""
 
 REFUSED = {
     "use_vllm": "Seer has the engines: leave it False",
@@ -35,6 +43,10 @@ def sampling_params(trainer: GRPOTrainer) -> SamplingParams:
         raise InvalidField(f"{config}.generation_kwargs[{name!r}]", extra[name], fix)
     if args.max_completion_length is None:
         raise InvalidField(f"{config}.max_completion_length", None, "give a number of tokens")
+    unseen = [getattr(trainer.processing_class, name, None) for name in PLACEHOLDERS]
+    biases = {token: NEVER for token in unseen if token is not None}
+    if biases:
+        extra["logit_bias"] = {**biases, **extra.get("logit_bias", {})}
     extra["stop_token_ids"] = [*trainer.eos_token_ids, *extra.get("stop_token_ids", ())]
     given = {
         "max_tokens": args.max_completion_length,
@@ -65,10 +77,17 @@ def check_config(args: GRPOConfig) -> None:
             raise InvalidField(f"{config}.vllm_importance_sampling_mode", mode, fix)
 
 
-def check_supported(trainer: GRPOTrainer) -> None:
-    """Raise `InvalidField` for settings of the trainer that Seer does not support."""
+def check_supported(trainer: GRPOTrainer, *, images: bool) -> None:
+    """Raise `InvalidField` for settings of the trainer that Seer does not support. `images`: they are."""
     check_config(trainer.args)
     if hasattr(trainer.processing_class, "tokenizer"):
         kind = type(trainer.processing_class).__name__
-        raise InvalidField("processing_class", kind, "Seer takes text only: give a tokenizer")
+        if not images:
+            raise InvalidField(
+                "processing_class", kind, "use SeerGRPOTrainer: this takes text and a tokenizer"
+            )
+        model = trainer.accelerator.unwrap_model(trainer.model).config
+        if image_model({"architectures": model.architectures or ()}) is None:
+            fix = f"Seer runs images of {', '.join(PATCH_SIZES)} alone: give a tokenizer"
+            raise InvalidField("processing_class", kind, fix)
     check_mergeable(trainer)

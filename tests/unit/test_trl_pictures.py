@@ -1,0 +1,135 @@
+"""Pictures of TRL's prompts: the list in `seer.integrations.trl.pictures`, with real processors."""
+
+from __future__ import annotations
+
+import importlib.util
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import vision_chats
+from vision_models import picture
+
+if importlib.util.find_spec("torchvision") is None:
+    pytest.skip("needs torchvision", allow_module_level=True)
+
+from seer.client import Placed
+from seer.common.errors import InvalidField
+from seer.integrations.trl import ranks, session
+from seer.integrations.trl.pictures import Pictures
+from seer.integrations.trl.session import images_on_main
+from seer.integrations.trl.settings import sampling_params
+
+FAMILIES = ["qwen2-vl", "qwen2.5-vl", "qwen3-vl"]
+
+
+def messages(*shown: object) -> list[dict[str, object]]:
+    parts = [{"type": "text", "text": each} if isinstance(each, str) else {"type": "image", "image": each}
+             for each in shown]  # fmt: skip
+    return [{"role": "user", "content": parts}]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_engines_and_the_forward_pass_get_one_processing(family, monkeypatch):
+    """As TRL calls a processor: for the prompts' tokens, then for its forward pass, with copies of pictures."""
+    processor = vision_chats.processor(family)
+    own = processor.image_processor
+    calls = []
+    process = type(own).__call__
+    monkeypatch.setattr(
+        type(own), "__call__", lambda self, *a, **k: calls.append(1) or process(self, *a, **k)
+    )
+    shown = [[picture(1)], [picture(1)], [picture(2, 24, 40), picture(1)], [picture(3).convert("L")]]
+    prompts = [messages("a", *each, "b") for each in shown]
+    pictures = Pictures(processor)
+    with pictures.processed_once():
+        ids = processor.apply_chat_template(
+            conversation=prompts, add_generation_prompt=True, tokenize=True, return_dict=True
+        )["input_ids"]
+        contexts, media = pictures.contexts(ids, shown)
+        texts = processor.apply_chat_template(prompts, add_generation_prompt=True, tokenize=False)
+        copies = [[each.copy() for each in some] for some in shown]
+        forward = processor(images=copies, text=texts, padding=True, return_tensors="pt")
+        tools = processor.image_processor(
+            images=[each for some in copies for each in some], return_tensors="pt"
+        )
+    assert processor.image_processor is own
+    assert len(calls) == len(media) == 3
+    names = [each.name for context in contexts for each in context.media]
+    assert names[0] == names[1] == names[3]
+    for inputs in (forward, tools):
+        pixels = np.asarray(inputs["pixel_values"])
+        assert (
+            np.concatenate([media[name].tensors["pixel_values"] for name in names]).tobytes()
+            == pixels.tobytes()
+        )
+        grids = np.asarray(inputs["image_grid_thw"]).tolist()
+        assert [media[name].tensors["image_grid_thw"].tolist()[0] for name in names] == grids
+    assert contexts[0] == contexts[1]
+    assert contexts[0].tokens == tuple(ids[0])
+    plain = vision_chats.processor(family)(images=shown, text=texts, padding=True, return_tensors="pt")
+    assert np.array_equal(plain["pixel_values"], forward["pixel_values"]), "what TRL would have without Seer"
+    assert plain["input_ids"].tolist() == forward["input_ids"].tolist()
+
+
+def test_palettes_and_transparency_tell_pictures_apart():
+    processor = vision_chats.processor()
+    one, other = picture(1).convert("P"), picture(1).convert("P")
+    other.putpalette([255 - value for value in other.getpalette()])
+    pictures = Pictures(processor)
+    with pictures.processed_once():
+        once = processor.image_processor
+        assert once.medium(one).name != once.medium(other).name
+        assert once.medium(one) is once.medium(one.copy())
+        assert once.merge_size == 2
+
+
+def test_what_does_not_fit_is_refused_by_name():
+    processor = vision_chats.processor()
+    pictures = Pictures(processor)
+    assert pictures.contexts([[1, 2]], None) == ([((1, 2), ())], {})
+    with pytest.raises(InvalidField, match="give them to a trainer with a processor"):
+        pictures.contexts([[1, 2]], [[picture(1)]])
+    with pictures.processed_once():
+        with pytest.raises(InvalidField, match=r"images\[0\] = '6 tokens': the text has no place for it"):
+            pictures.contexts([[1, 2]], [[picture(1)]])
+        with pytest.raises(InvalidField, match=r"images = 'str': give pictures as PIL has them"):
+            pictures.contexts([[1, 2]], [["https://example.org/a.png"]])
+        with pytest.raises(InvalidField, match="places for more than 0 images"):
+            pictures.contexts([[1, processor.image_token_id]], [None])
+    with Pictures(SimpleNamespace()).processed_once():
+        pass
+
+
+def test_an_error_gives_the_processor_its_own_image_processor_back():
+    processor = vision_chats.processor()
+    own = processor.image_processor
+    with pytest.raises(ZeroDivisionError), Pictures(processor).processed_once():
+        raise ZeroDivisionError
+    assert processor.image_processor is own
+
+
+def test_placeholders_are_never_sampled():
+    processor = vision_chats.processor()
+    args = SimpleNamespace(
+        generation_kwargs={"logit_bias": {5: 1.0}}, max_completion_length=9, temperature=1.0, top_p=1.0, top_k=0,
+        min_p=None, repetition_penalty=1.0,
+    )  # fmt: skip
+    trainer = SimpleNamespace(args=args, processing_class=processor, eos_token_ids=[2])
+    biases = {processor.image_token_id: -100.0, processor.video_token_id: -100.0, 5: 1.0}
+    assert sampling_params(trainer).logit_bias == biases
+
+
+def test_images_of_all_processes_come_together_in_the_main_one_alone(monkeypatch):
+    processor = vision_chats.processor()
+    pictures = Pictures(processor)
+    with pictures.processed_once():
+        mine, other = (processor.image_processor.medium(picture(seed)) for seed in (1, 2))
+    told = {mine.name: mine.data, other.name: other.data}
+    monkeypatch.setattr(session, "merged_on_main", lambda accelerator, given: told)
+    found = images_on_main(None, {mine.name: mine})
+    assert found[mine.name] is mine
+    assert found[other.name].data.tobytes() == other.data.tobytes()
+    assert Placed(found[other.name], 0, 6).on_wire.name == other.name
+    alone = SimpleNamespace(num_processes=1)
+    assert ranks.merged_on_main(alone, {"a": 1}) == {"a": 1}
