@@ -9,6 +9,7 @@ import msgspec
 from seer.client import SamplingParams
 from seer.common.errors import InvalidField
 from seer.common.image_models import PATCH_SIZES, image_model
+from seer.integrations.pictures import placeholder_biases
 from seer.integrations.trl.weights import check_mergeable
 
 if TYPE_CHECKING:
@@ -18,13 +19,6 @@ GENERATION_KWARGS = {
     "frequency_penalty", "logit_bias", "min_tokens", "presence_penalty", "stop", "stop_token_ids",
 }  # fmt: skip
 """Allowed keys of `generation_kwargs`: sampling parameters for which the configuration has no field."""
-
-PLACEHOLDERS = ("image_token_id", "video_token_id")
-"""Attributes of processors. A sampled placeholder would stand for no image: TRL's own generation suppresses
-them."""
-
-NEVER = -100.0
-"""The least bias that there is: a token with it is not sampled."""
 
 REFUSED = {
     "use_vllm": "Seer has the engines: leave it False",
@@ -43,10 +37,8 @@ def sampling_params(trainer: GRPOTrainer) -> SamplingParams:
         raise InvalidField(f"{config}.generation_kwargs[{name!r}]", extra[name], fix)
     if args.max_completion_length is None:
         raise InvalidField(f"{config}.max_completion_length", None, "give a number of tokens")
-    unseen = [getattr(trainer.processing_class, name, None) for name in PLACEHOLDERS]
-    biases = {token: NEVER for token in unseen if token is not None}
-    if biases:
-        extra["logit_bias"] = {**biases, **extra.get("logit_bias", {})}
+    # As TRL does where it generates itself.
+    extra["logit_bias"] = placeholder_biases(trainer.processing_class) | extra.get("logit_bias", {})
     extra["stop_token_ids"] = [*trainer.eos_token_ids, *extra.get("stop_token_ids", ())]
     given = {
         "max_tokens": args.max_completion_length,
