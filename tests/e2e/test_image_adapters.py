@@ -118,13 +118,13 @@ def again(client: SyncRolloutClient, call: trl_runs.Call) -> int:
 
 
 def trained(
-    kind: Any, config: Any, system: Up, model: Path, folder: Path, **others: Any
+    kind: Any, config_class: Any, system: Up, model: Path, folder: Path, **others: Any
 ) -> list[trl_runs.Call]:
     settings = {"learning_rate": 1e-3, "max_steps": 2} | others.pop("config", {})
     trainer = kind(
         model=str(model),
         reward_funcs=lambda completion_ids, **_: [float(len(ids) % 7) for ids in completion_ids],
-        args=config(**trl_runs.settings(folder, **settings)),
+        args=config_class(**trl_runs.settings(folder, **settings)),
         train_dataset=rows(),
         processing_class=processor(),
         seer_endpoint=system.endpoint,

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import importlib.util
+import pickle
 from types import SimpleNamespace
 
 import numpy as np
@@ -12,6 +14,8 @@ from vision_models import picture
 
 if importlib.util.find_spec("torchvision") is None:
     pytest.skip("needs torchvision", allow_module_level=True)
+
+from transformers import AutoProcessor
 
 from seer.client import Placed
 from seer.common.errors import InvalidField
@@ -107,6 +111,18 @@ def test_an_error_gives_the_processor_its_own_image_processor_back():
     with pytest.raises(ZeroDivisionError), Pictures(processor).processed_once():
         raise ZeroDivisionError
     assert processor.image_processor is own
+
+
+def test_a_processor_is_saved_with_its_own_image_processor(tmp_path):
+    """As a checkpoint is that a trainer writes while it generates."""
+    processor = vision_chats.processor()
+    own = processor.image_processor
+    with Pictures(processor).processed_once():
+        processor.save_pretrained(tmp_path)
+        for found in (copy.deepcopy(processor), pickle.loads(pickle.dumps(processor))):
+            assert type(found.image_processor) is type(own)
+            assert found.image_processor is not own
+    assert type(AutoProcessor.from_pretrained(tmp_path).image_processor) is type(own)
 
 
 def test_placeholders_are_never_sampled():

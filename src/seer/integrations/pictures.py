@@ -12,6 +12,7 @@ Invariants (tests/unit/test_verl_pictures.py, tests/unit/test_trl_pictures.py):
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import threading
 from collections import OrderedDict
@@ -42,6 +43,13 @@ class Once:
 
     def __getattr__(self, name: str) -> Any:  # noqa: ANN401 - whatever it is
         return getattr(self._own, name)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:  # noqa: ANN401 - Hugging Face's
+        """Return a copy of what it stands in for: so is a processor saved that has it."""
+        return copy.deepcopy(self._own, memo)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return copy.copy, (self._own,)
 
     def __call__(self, images: Any, *, return_tensors: Any = None, **options: Any) -> Any:  # noqa: ANN401
         """Return what the image processor returns for a batch, put together from its pictures' parts."""
