@@ -4,10 +4,16 @@ from __future__ import annotations
 
 import copy
 import importlib.util
+import json
+import os
 import pickle
+import subprocess
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
+import pictures
 import pytest
 import vision_chats
 from vision_models import picture
@@ -17,13 +23,11 @@ if importlib.util.find_spec("torchvision") is None:
 
 from transformers import AutoProcessor
 
-from seer.client import Placed
 from seer.common.errors import InvalidField
-from seer.integrations.trl import ranks, session
 from seer.integrations.trl.pictures import Pictures
-from seer.integrations.trl.session import images_on_main
 from seer.integrations.trl.settings import sampling_params
 
+HERE = Path(__file__).parent
 FAMILIES = ["qwen2-vl", "qwen2.5-vl", "qwen3-vl"]
 
 
@@ -45,12 +49,12 @@ def test_engines_and_the_forward_pass_get_one_processing(family, monkeypatch):
     )
     shown = [[picture(1)], [picture(1)], [picture(2, 24, 40), picture(1)], [picture(3).convert("L")]]
     prompts = [messages("a", *each, "b") for each in shown]
-    pictures = Pictures(processor)
-    with pictures.processed_once():
+    shared = Pictures(processor)
+    with shared.processed_once():
         ids = processor.apply_chat_template(
             conversation=prompts, add_generation_prompt=True, tokenize=True, return_dict=True
         )["input_ids"]
-        contexts, media = pictures.contexts(ids, shown)
+        contexts, media = shared.contexts(ids, shown)
         texts = processor.apply_chat_template(prompts, add_generation_prompt=True, tokenize=False)
         copies = [[each.copy() for each in some] for some in shown]
         forward = processor(images=copies, text=texts, padding=True, return_tensors="pt")
@@ -80,8 +84,8 @@ def test_palettes_and_transparency_tell_pictures_apart():
     processor = vision_chats.processor()
     one, other = picture(1).convert("P"), picture(1).convert("P")
     other.putpalette([255 - value for value in other.getpalette()])
-    pictures = Pictures(processor)
-    with pictures.processed_once():
+    shared = Pictures(processor)
+    with shared.processed_once():
         once = processor.image_processor
         assert once.medium(one).name != once.medium(other).name
         assert once.medium(one) is once.medium(one.copy())
@@ -90,17 +94,17 @@ def test_palettes_and_transparency_tell_pictures_apart():
 
 def test_what_does_not_fit_is_refused_by_name():
     processor = vision_chats.processor()
-    pictures = Pictures(processor)
-    assert pictures.contexts([[1, 2]], None) == ([((1, 2), ())], {})
+    shared = Pictures(processor)
+    assert shared.contexts([[1, 2]], None) == ([((1, 2), ())], {})
     with pytest.raises(InvalidField, match="give them to a trainer with a processor"):
-        pictures.contexts([[1, 2]], [[picture(1)]])
-    with pictures.processed_once():
+        shared.contexts([[1, 2]], [[picture(1)]])
+    with shared.processed_once():
         with pytest.raises(InvalidField, match=r"images\[0\] = '6 tokens': the text has no place for it"):
-            pictures.contexts([[1, 2]], [[picture(1)]])
+            shared.contexts([[1, 2]], [[picture(1)]])
         with pytest.raises(InvalidField, match=r"images = 'str': give pictures as PIL has them"):
-            pictures.contexts([[1, 2]], [["https://example.org/a.png"]])
+            shared.contexts([[1, 2]], [["https://example.org/a.png"]])
         with pytest.raises(InvalidField, match="places for more than 0 images"):
-            pictures.contexts([[1, processor.image_token_id]], [None])
+            shared.contexts([[1, processor.image_token_id]], [None])
     with Pictures(SimpleNamespace()).processed_once():
         pass
 
@@ -136,16 +140,15 @@ def test_placeholders_are_never_sampled():
     assert sampling_params(trainer).logit_bias == biases
 
 
-def test_images_of_all_processes_come_together_in_the_main_one_alone(monkeypatch):
-    processor = vision_chats.processor()
-    pictures = Pictures(processor)
-    with pictures.processed_once():
-        mine, other = (processor.image_processor.medium(picture(seed)) for seed in (1, 2))
-    told = {mine.name: mine.data, other.name: other.data}
-    monkeypatch.setattr(session, "merged_on_main", lambda accelerator, given: told)
-    found = images_on_main(None, {mine.name: mine})
-    assert found[mine.name] is mine
-    assert found[other.name].data.tobytes() == other.data.tobytes()
-    assert Placed(found[other.name], 0, 6).on_wire.name == other.name
-    alone = SimpleNamespace(num_processes=1)
-    assert ranks.merged_on_main(alone, {"a": 1}) == {"a": 1}
+def test_images_of_all_processes_come_together_in_the_main_one_alone(tmp_path):
+    """Two real processes, which have one image in common."""
+    command = [sys.executable, str(HERE.parent / "trl_gather.py")]
+    environ = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(HERE.parent)}
+    ranks = [
+        subprocess.Popen([*command, str(rank), str(tmp_path)], stdout=subprocess.PIPE, text=True, env=environ)
+        for rank in range(2)
+    ]
+    first, second = (json.loads(rank.communicate(timeout=120)[0].splitlines()[-1]) for rank in ranks)
+    media = [pictures.picture(seed) for seed in range(3)]
+    assert first == {each.name: each.data.tobytes().hex() for each in media}
+    assert second == {media[at].name: media[at].data.tobytes().hex() for at in (0, 2)}
