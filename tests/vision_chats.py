@@ -16,7 +16,7 @@ CHAT = (
     "{% else %}{% for p in m.content %}"
     "{% if p.type == 'image' %} <|vision_start|> <|image_pad|> <|vision_end|>{% else %} {{ p.text }}{% endif %}"
     "{% endfor %}{% endif %}"
-    "{% for c in m.tool_calls or [] %} {{ c.function.name }}{% endfor %}"
+    "{% for c in m.tool_calls or [] %} {{ c.function.name }} {{ c.function.arguments | tojson }}{% endfor %}"
     "{% if m.role == 'assistant' %} <eos>{% endif %}"
     "{% endfor %}"
     "{% if add_generation_prompt %} <bos>{% endif %}"

@@ -67,6 +67,7 @@ def look(text: str) -> list[dict[str, Any]]:
 def processor() -> Any:
     found = vision_chats.processor()
     found.tokenizer.response_template = trl_runs.CALLS
+    found.tokenizer.padding_side = "left"
     return found
 
 

@@ -25,7 +25,7 @@ from transformers import AutoProcessor
 
 from seer.common.errors import InvalidField
 from seer.integrations.trl.pictures import Pictures
-from seer.integrations.trl.settings import sampling_params
+from seer.integrations.trl.settings import check_supported, sampling_params
 
 HERE = Path(__file__).parent
 FAMILIES = ["qwen2-vl", "qwen2.5-vl", "qwen3-vl"]
@@ -127,6 +127,29 @@ def test_a_processor_is_saved_with_its_own_image_processor(tmp_path):
             assert type(found.image_processor) is type(own)
             assert found.image_processor is not own
     assert type(AutoProcessor.from_pretrained(tmp_path).image_processor) is type(own)
+
+
+def test_processors_that_trl_or_engines_would_not_understand_are_refused():
+    args = SimpleNamespace(
+        use_vllm=False, use_transformers_continuous_batching=False, vllm_structured_outputs_regex=None,
+        loss_type="dapo",
+    )  # fmt: skip
+    config = SimpleNamespace(architectures=["Qwen2VLForConditionalGeneration"])
+    accelerator = SimpleNamespace(unwrap_model=lambda model: model, state=SimpleNamespace())
+    trainer = SimpleNamespace(
+        args=args, model=SimpleNamespace(config=config), accelerator=accelerator,
+        processing_class=vision_chats.processor(),
+    )  # fmt: skip
+    trainer.processing_class.tokenizer.padding_side = "left"
+    check_supported(trainer, images=True)
+    with pytest.raises(InvalidField, match="processing_class = 'Qwen2VLProcessor': use SeerGRPOTrainer"):
+        check_supported(trainer, images=False)
+    trainer.processing_class.tokenizer.padding_side = "right"
+    with pytest.raises(InvalidField, match="padding_side = 'right': TRL pads prompts on the left"):
+        check_supported(trainer, images=True)
+    config.architectures = ["LlavaForConditionalGeneration"]
+    with pytest.raises(InvalidField, match="Seer runs images of Qwen2VLForConditionalGeneration, "):
+        check_supported(trainer, images=True)
 
 
 def test_placeholders_are_never_sampled():

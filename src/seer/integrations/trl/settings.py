@@ -82,4 +82,7 @@ def check_supported(trainer: GRPOTrainer, *, images: bool) -> None:
         if image_model({"architectures": model.architectures or ()}) is None:
             fix = f"Seer runs images of {', '.join(PATCH_SIZES)} alone: give a tokenizer"
             raise InvalidField("processing_class", kind, fix)
+        if (side := trainer.processing_class.tokenizer.padding_side) != "left":
+            fix = "TRL pads prompts on the left, and would misplace images: set padding_side='left'"
+            raise InvalidField("processing_class.tokenizer.padding_side", side, fix)
     check_mergeable(trainer)
