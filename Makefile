@@ -59,15 +59,16 @@ kernel-test: setup  # the GPU's sampler without a GPU: Triton's interpreter and 
 	PYTHONPATH=build/triton TRITON_INTERPRET=1 $(BIN)/python -m pytest tests/unit/test_sampling_triton.py tests/e2e/test_runner_v2.py
 
 VERL := build/verl-venv
-$(VERL)/.installed: requirements/verl.lock requirements/torch-cpu.lock pyproject.toml CMakeLists.txt
+$(VERL)/.installed: requirements/verl.lock requirements/torch-cpu.lock requirements/install_torchvision.py pyproject.toml CMakeLists.txt
 	test -x $(VERL)/bin/python || $(PYTHON) -m venv $(VERL)
 	$(VERL)/bin/python -m pip install --quiet --no-deps --no-compile -r requirements/torch-cpu.lock
 	$(VERL)/bin/python -m pip install --quiet --no-deps --no-compile --require-hashes -r requirements/verl.lock
+	$(VERL)/bin/python requirements/install_torchvision.py  # for models with images
 	$(VERL)/bin/python -m pip install --quiet --no-deps --no-build-isolation -C build-dir=build/verl-native --editable .
 	touch $@
 
 verl-test: setup $(VERL)/.installed  # veRL's own trainer with Seer, on CPUs, in an environment of its own: 2 GB
-	$(BIN)/python -m pytest tests/with_verl/runs.py $(PYTEST_ARGS)
+	$(BIN)/python -m pytest tests/with_verl/runs.py tests/with_verl/image_runs.py $(PYTEST_ARGS)
 
 # skyrl 0.3.0 needs it; a name that is there and does not run, as a shim, counts as absent.
 PYTHON312 ?= $(shell python3.12 -c "import sys; print(sys.executable)" 2> /dev/null)

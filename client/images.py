@@ -16,6 +16,7 @@ import numpy as np
 from seer.client.media import Placed, medium
 from seer.common.errors import InvalidField
 from seer.common.image_models import TENSORS
+from seer.common.media import Medium
 
 Processor = Any
 """As of `transformers.AutoProcessor.from_pretrained`."""
@@ -42,30 +43,48 @@ def prepare(processor: Processor, text: str, images: Sequence[Any]) -> Processed
     (tokens,) = np.asarray(inputs["input_ids"]).tolist()
     if not images:
         return Processed(tokens, [], inputs)
+    media = split(inputs, type(processor).__name__)
+    if len(media) != len(images):
+        raise InvalidField("images", len(images), f"the processor returned {len(media)}")
+    return Processed(tokens, locate(processor, tokens, media), inputs)
+
+
+def split(inputs: Mapping[str, Any], kind: str = "processor") -> list[Medium]:
+    """Return the images in what a processor returned, one by one; `kind` is the processor's class.
+
+    Raises `InvalidField` if it lacks a tensor that engines need.
+    """
     missing = [name for name in TENSORS if name not in inputs]
     if missing:
-        kind = type(processor).__name__
-        raise InvalidField(
-            "processor", kind, f"returns no {' and no '.join(missing)}: its images cannot be run"
-        )
+        fix = f"returns no {' and no '.join(missing)}: its images cannot be run"
+        raise InvalidField("processor", kind, fix)
     grids, pixels = (np.asarray(inputs[name]) for name in TENSORS)
-    if len(grids) != len(images):
-        raise InvalidField("images", len(images), f"the processor returned {len(grids)}")
-    merged = processor.image_processor.merge_size**2
-    media, end, row = [], 0, 0
-    placeholder = processor.image_token_id
+    media, row = [], 0
     for place, grid in enumerate(grids):
         rows = int(grid.prod())
-        length = rows // merged
+        media.append(
+            medium("image", pixel_values=pixels[row : row + rows], image_grid_thw=grids[place : place + 1])
+        )
+        row += rows
+    return media
+
+
+def locate(processor: Processor, tokens: Sequence[int], media: Sequence[Medium]) -> list[Placed]:
+    """Return images where they stand in a prompt whose placeholders are expanded, in order.
+
+    Raises `InvalidField` if a placeholder or an image is left over.
+    """
+    placeholder, merged = processor.image_token_id, processor.image_processor.merge_size**2
+    tokens = list(tokens)
+    placed, end = [], 0
+    for place, image in enumerate(media):
+        length = int(image.tensors["image_grid_thw"].prod()) // merged
         while end < len(tokens) and tokens[end] != placeholder:
             end += 1
         if tokens[end : end + length] != [placeholder] * length:
             raise InvalidField(f"images[{place}]", f"{length} tokens", "the text has no place for it")
-        image = medium(
-            "image", pixel_values=pixels[row : row + rows], image_grid_thw=grids[place : place + 1]
-        )
-        media.append(Placed(image, end, length))
-        end, row = end + length, row + rows
+        placed.append(Placed(image, end, length))
+        end += length
     if placeholder in tokens[end:]:
-        raise InvalidField("text", text, f"has places for more than {len(images)} images")
-    return Processed(tokens, media, inputs)
+        raise InvalidField("text", f"{len(tokens)} tokens", f"has places for more than {len(media)} images")
+    return placed

@@ -313,6 +313,8 @@ class GatewayConfig(_Section, frozen=True):
     """Bound on open requests of each process; further ones get 503."""
     max_body_bytes: int = 32 * 2**20
     """Bound on a request's body."""
+    media_bytes: int = 2**30
+    """Bound on the images that each process holds in memory, as tensors; past it requests get 503."""
     request_seconds: float = 3600.0
     """Deadline of a generation request; it goes on while generation is paused."""
     client_seconds: float = 60.0

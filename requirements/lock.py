@@ -55,7 +55,7 @@ CLIENTS = [
     "transformers", "verifiers",
 ]  # fmt: skip
 VERL = [
-    "verl", "transferqueue", *CORE, "cachetools", "cmake", "fastapi", "nanobind", "ninja",
+    "verl", "transferqueue", "qwen-vl-utils", *CORE, "cachetools", "cmake", "fastapi", "nanobind", "ninja",
     "scikit-build-core", "uvicorn",
 ]  # fmt: skip
 """veRL's V1 trainer imports cachetools, fastapi, TransferQueue and uvicorn without asking for them."""

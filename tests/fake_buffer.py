@@ -21,6 +21,7 @@ from seer.common.wire import (
     Message,
     Progress,
     Submit,
+    SubmitMedia,
     TrainerToBuffer,
 )
 
@@ -47,7 +48,8 @@ def group(submit: Submit, prompt_id: str, lengths: tuple[int, ...] | None = None
 def turns(submit: Submit, **changes: object) -> list[GroupDone]:
     """What generates as many tokens as it may: 100 and on, with logprobs that tell the number of the turn."""
     length = submit.sampling.max_tokens
-    places = zip(submit.groups, submit.first_indices, strict=True)
+    media = submit.media if isinstance(submit, SubmitMedia) else [[]] * len(submit.groups)
+    places = zip(submit.groups, submit.first_indices, media, strict=True)
     return [
         structs.replace(
             group(submit, prompt_id, (length,)),

@@ -17,11 +17,13 @@ from __future__ import annotations
 import contextlib
 import hashlib
 from collections import Counter, OrderedDict
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from seer.client.groups import Group
+from seer.client.media import Placed
 from seer.client.open_rollout import OpenRollout
 from seer.client.prompts import Prompt, token_array
 from seer.common.errors import Unreachable
@@ -31,19 +33,21 @@ from seer.common.wire import Tokens
 
 @dataclass(slots=True)
 class _Segment:
-    """`context`: all tokens so far; `turn_id`: the prompt id of the last turn."""
+    """`context`: all tokens so far; `shown`: the images in it; `turn_id`: the prompt id of the last turn."""
 
     group: str
     prompt_len: int
     context: Tokens
+    shown: tuple[str, ...] = ()
     generated: int = 0
     turns: int = 0
     turn_id: str = ""
     busy: bool = False
 
-    def add(self, turn_id: str, prompt: Tokens, tokens: Tokens) -> None:
+    def add(self, turn_id: str, prompt: Tokens, shown: tuple[str, ...], tokens: Tokens) -> None:
         """Go on from a turn that was generated."""
         self.context = np.concatenate([prompt, tokens])
+        self.shown = shown
         self.generated += len(tokens)
         self.turns += 1
         self.turn_id = turn_id
@@ -88,18 +92,21 @@ class PrefixTrajectories:
         rollout_number: int = 0,
         weight_version: int | None = None,
         max_context: int = MAX_CONTEXT,
+        media: Sequence[Placed] = (),
     ) -> Group:
         """Return the response to a prompt: int32 [length]. It is response `index` of `group`, or goes on.
 
+        `media` are all its images.
         Siblings have one group and indices of their own. All turns of a session must have the same place,
         seed and rollout number. Raises the error that ended the prompt.
         """
         prompt = token_array(prompt, "prompt")
-        segment = self._segment(session, prompt, group)
+        shown = _names(media)
+        segment = self._segment(session, prompt, shown, group)
         turn_id = f"{session}{segment.group.removeprefix(group)}.{segment.turns}"
         most = max(max_context - segment.prompt_len, segment.generated + sampling.max_tokens)
         asked = self._rollout.submit(
-            Prompt(turn_id, token_ids=prompt), n=1, sampling=sampling, seed=seed,
+            Prompt(turn_id, token_ids=prompt, media=media), n=1, sampling=sampling, seed=seed,
             rollout_number=rollout_number, weight_version=weight_version, group=segment.group,
             first_index=index,
             turn=TurnSpec(segment.prompt_len, segment.generated, min(most, MAX_CONTEXT), self._idle_seconds),
@@ -107,7 +114,7 @@ class PrefixTrajectories:
         segment.busy = True
         try:
             found = await asked.result()
-            segment.add(turn_id, prompt, found.responses[0].token_ids)
+            segment.add(turn_id, prompt, shown, found.responses[0].token_ids)
         except BaseException:
             with contextlib.suppress(Unreachable):  # the error that ended it is what counts
                 await asked.cancel()
@@ -118,11 +125,11 @@ class PrefixTrajectories:
                 self._leave(segment)
         return found
 
-    def goes_on(self, session: str, prompt: Tokens) -> bool:
+    def goes_on(self, session: str, prompt: Tokens, media: Sequence[Placed] = ()) -> bool:
         """Return whether a prompt would be the next turn of what its session has."""
         known = self._sessions.get(session)
         segment = None if known is None else known.segment
-        return segment is not None and not segment.busy and _goes_on(segment.context, prompt)
+        return segment is not None and not segment.busy and _goes_on(segment, prompt, _names(media))
 
     def end(self, session: str) -> None:
         """Forget a session that has no more turns, if it is known."""
@@ -137,7 +144,7 @@ class PrefixTrajectories:
 
     # --- segments ----------------------------------------------------------------------------
 
-    def _segment(self, session: str, prompt: Tokens, group: str) -> _Segment:
+    def _segment(self, session: str, prompt: Tokens, shown: tuple[str, ...], group: str) -> _Segment:
         """Return the segment that a prompt goes on with, or begin one."""
         self.turns += 1
         known = self._sessions.setdefault(session, _Session())
@@ -145,7 +152,7 @@ class PrefixTrajectories:
         while len(self._sessions) > self._max_sessions:
             self._leave(self._sessions.popitem(last=False)[1].segment)
         segment = known.segment
-        if segment is not None and not segment.busy and _goes_on(segment.context, prompt):
+        if segment is not None and not segment.busy and _goes_on(segment, prompt, shown):
             return segment
         digest = hashlib.blake2b(prompt.tobytes(), digest_size=6).hexdigest()
         name = f"{group}~{digest}.{known.begun[digest]}" if known.begun else group
@@ -167,5 +174,11 @@ class PrefixTrajectories:
             self._rollout.end_trajectory(segment.turn_id)
 
 
-def _goes_on(context: Tokens, prompt: Tokens) -> bool:
-    return len(prompt) >= len(context) and np.array_equal(prompt[: len(context)], context)
+def _goes_on(segment: _Segment, prompt: Tokens, shown: tuple[str, ...]) -> bool:
+    context, known = segment.context, segment.shown
+    begins = len(prompt) >= len(context) and np.array_equal(prompt[: len(context)], context)
+    return begins and shown[: len(known)] == known
+
+
+def _names(media: Sequence[Placed]) -> tuple[str, ...]:
+    return tuple(each.medium.name for each in media)

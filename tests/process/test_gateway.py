@@ -113,7 +113,7 @@ async def test_a_chat(http: httpx.AsyncClient) -> None:
         ({"tools": tools, "tool_choice": "required"}, "tool_choice"),
         ({"chat_template": "x"}, "chat_template"),
         ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs.messages"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0].type"),
+        ({"messages": [{"role": "user", "content": [{"type": "video_url"}]}]}, "messages[0].content[0].type"),
         ({"messages": []}, "messages"),
     )
     for extra, param in refusals:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from virtual_time import virtual
 
-from seer.client import BufferLost, Delta, Group, Response, RolloutFailed
+from seer.client import BufferLost, Delta, Group, Placed, Response, RolloutFailed
 from seer.common.config import Config, GatewayConfig
 from seer.common.errors import SeerError, WeightsRefused
 from seer.common.types import Capacity, SamplingParams
@@ -69,6 +69,7 @@ class FakeBuffer:
         seed: int,
         sink: Sink | None = None,
         turn: Turn | None = None,
+        media: Sequence[Placed] = (),
     ) -> Outcome:
         self.asked.append((list(prompts), sampling, seed))
         self.turns.append(turn and (turn.kind, turn.name, turn.generated))

@@ -8,7 +8,7 @@ import pytest
 
 from seer.common.errors import ConfigError
 from seer.gateway.errors import HttpError
-from seer.gateway.text import ModelText, plain_message
+from seer.gateway.text import ModelText
 
 MODEL = str(Path(__file__).parents[2] / "examples" / "countdown" / "model")
 USER = {"role": "user", "content": "1 2"}
@@ -53,33 +53,6 @@ def test_templates_of_requests_are_run_only_if_trusted(text: ModelText) -> None:
     for broken in ("{% for %}", "{{ raise_exception('no') }}", "{{ 1 / 0 }}"):
         with pytest.raises(HttpError, match="the chat template cannot take this"):
             text.render([USER], template=broken)
-
-
-def test_messages_become_what_templates_expect() -> None:
-    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
-    plain = plain_message({"role": "assistant", "content": None, "tool_calls": [call]}, 0)
-    assert plain["tool_calls"][0]["function"] == {"name": "f", "arguments": {"a": 1}}
-    assert call["function"]["arguments"] == '{"a": 1}'  # type: ignore[index]
-    parts = [{"type": "text", "text": "a"}, "b"]
-    assert plain_message({"role": "user", "content": parts}, 0)["content"] == "a\nb"
-
-
-@pytest.mark.parametrize(
-    ("message", "param"),
-    [
-        ({"content": "a"}, "messages[3].role"),
-        ({"role": "user", "content": ["a", {"type": "image_url"}]}, "messages[3].content[1].type"),
-        ({"role": "user", "tool_calls": [1]}, "messages[3].tool_calls"),
-        (
-            {"role": "user", "tool_calls": [{"function": {"arguments": "{"}}]},
-            "messages[3].tool_calls.function.arguments",
-        ),
-    ],
-)
-def test_other_messages_are_refused_by_name(message: dict[str, object], param: str) -> None:
-    with pytest.raises(HttpError) as info:
-        plain_message(message, 3)
-    assert info.value.param == param
 
 
 def test_a_folder_without_a_tokenizer_is_refused(tmp_path: Path) -> None:

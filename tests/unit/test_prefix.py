@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from fake_buffer import FakeBuffer, connected, turns
+from pictures import placed as picture_at
 
 from seer.client import InvalidField, RequestRefused, SamplingParams
 from seer.client.turns import PrefixTrajectories
@@ -73,6 +74,21 @@ async def test_what_goes_on_is_the_next_turn_and_anything_else_a_segment():
         specs = [t for each in buffer.of(Submit) for t in each.turns]
         assert [(t.prompt_len, t.generated) for t in specs[2:]] == [(6, 0), (6, 0), (2, 0)]
         assert await ended(buffer, 3) == [name for each in buffer.of(Submit)[1:4] for name in each.prompt_ids]
+
+
+async def test_a_context_goes_on_with_its_own_images_alone():
+    """Their tokens are equal: one placeholder each."""
+    one, other, later = picture_at(1, 0), picture_at(2, 0), picture_at(3, 4)
+    async with loops() as (buffer, sessions):
+        context = await turn(sessions, "s", 9, 2, media=[one])
+        for media in ([], [other], [later, one]):
+            assert not sessions.goes_on("s", np.array(context), media)
+        assert sessions.goes_on("s", np.array(context), [one])
+        context = await turn(sessions, "s", *context, 9, media=[one, later])
+        assert (sessions.turns, sessions.segments) == (2, 0)
+        await turn(sessions, "s", *context, media=[other, later])
+        assert sessions.segments == 1
+        assert [len(each.media[0]) for each in buffer.of(Submit)] == [1, 2, 2]
 
 
 async def test_the_noise_of_a_segment_is_named_by_its_first_prompt_and_how_often_that_came():

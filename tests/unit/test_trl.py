@@ -24,7 +24,7 @@ from seer.integrations.trl import session as integration
 from seer.integrations.trl.rollout_func import token_ids
 from seer.integrations.trl.session import Session
 from seer.integrations.trl.settings import check_config, sampling_params
-from seer.integrations.trl.turns import Sample
+from seer.integrations.trl.turns import Context, Sample
 
 G = 4
 NEVER, FAILS = 1000, 1001
@@ -302,7 +302,10 @@ def test_sampling_that_seer_does_not_do_is_refused_by_name(field, value, told, t
     ("change", "told"),
     [
         ({"tools": [print]}, "tools.*use SeerGRPOTrainer"),
-        ({"processing_class": SimpleNamespace(tokenizer=Tokenizer())}, "processing_class.*text only"),
+        (
+            {"processing_class": SimpleNamespace(tokenizer=Tokenizer())},
+            "processing_class.*use SeerGRPOTrainer",
+        ),
         ({"model": SimpleNamespace(training=True, peft_config={})}, "peft_config.*that PEFT can merge"),
         ({"model": adapted(SimpleNamespace(is_quantized=True))}, "model.*not quantized"),
         (
@@ -345,6 +348,10 @@ def test_configurations_of_other_ways_to_generate_are_refused(change, told, trai
         check_config(trainer.args)
 
 
+def contexts(*prompts: tuple[int, ...]) -> list[Context]:
+    return [Context(prompt) for prompt in prompts for _ in range(G)]
+
+
 def tokens(sampled: list) -> list[list[int]]:
     return [tokens for tokens, _ in sampled]
 
@@ -352,16 +359,17 @@ def tokens(sampled: list) -> list[list[int]]:
 def test_later_turns_are_of_groups_of_their_own_with_what_is_left_to_generate(trainer, client):
     session = Session(client, None, None, None)
     trainer.state.global_step = 3
-    session.first_turns(trainer, [(5, 6)] * G + [(7,)] * G, G)
+    session.first_turns(trainer, contexts((5, 6), (7,)), G, {})
     samples = [
         Sample([5, 6], 1, 2) + [8] * 9 + [9],
         Sample([7], 6, 1) + [8] * 99,
         Sample([7], 7, 1) + [8] * 98,
     ]
-    assert tokens(session.later_turns(trainer, 1, samples)) == [
+    none = [Context(tuple(sample)) for sample in samples]
+    assert tokens(session.later_turns(trainer, 1, samples, none, {})) == [
         [*samples[0], 3, 1, 1], [], [*samples[2], 3, 1, 3]
     ]  # fmt: skip
-    session.later_turns(trainer, 2, samples[:1])
+    session.later_turns(trainer, 2, samples[:1], none[:1], {})
     later = client.rollouts[1].submitted + client.rollouts[2].submitted
     assert [(o["group"], o["first_index"], o["n"]) for _, o in later] == [
         ("/trl-3-train-0-0-1", 1, 1), ("/trl-3-train-0-1-1", 3, 1), ("/trl-3-train-0-0-2", 1, 1)
@@ -369,13 +377,13 @@ def test_later_turns_are_of_groups_of_their_own_with_what_is_left_to_generate(tr
     assert [options["sampling"].max_tokens for _, options in later] == [89, 1, 89]
     assert {(o["rollout_number"], o["seed"], o["weight_version"]) for _, o in later} == {(3, 7, 4)}
     assert client.updates == [(4, "weights at 3")]
-    assert session.later_turns(trainer, 3, samples[1:2]) == [([], [])]
+    assert session.later_turns(trainer, 3, samples[1:2], none[:1], {}) == [([], [])]
 
 
 def test_a_turn_ends_at_the_deadline_and_what_is_unfinished_is_cancelled(trainer, client):
     session = Session(client, None, None, 1e-3)
     with pytest.raises(DeadlineExceeded, match=r"1 prompts were unfinished after 0\.001 s") as raised:
-        session.first_turns(trainer, [(5,), (NEVER,)], 1)
+        session.first_turns(trainer, [Context((5,)), Context((NEVER,))], 1, {})
     assert raised.value.prompt_ids == ("train-0-1",)
     assert client.rollouts[0].cancelled == ["train-0-1"]
     assert client.rollouts[0].closed
@@ -385,7 +393,7 @@ def test_a_turn_ends_at_the_deadline_and_what_is_unfinished_is_cancelled(trainer
 
 def test_a_prompt_that_fails_ends_the_turn_and_the_others_are_cancelled(trainer, client):
     with pytest.raises(RolloutFailed, match="engines died"):
-        Session(client, None, None, None).first_turns(trainer, [(FAILS,), (5,)], 1)
+        Session(client, None, None, None).first_turns(trainer, [Context((FAILS,)), Context((5,))], 1, {})
     assert client.rollouts[0].cancelled == ["train-0-1"]
 
 

@@ -8,23 +8,31 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from seer.integrations.trl.turns import Sample, Submission, first_turns, later_turn
+from seer.common.types import Placed
+from seer.integrations.trl.turns import Context, Sample, Submission, first_turns, later_turn
 
-PROMPTS = st.lists(st.integers(0, 3).map(lambda x: (x,)), max_size=60)
+SHOWN = ((), (Placed("a" * 64, 0, 1),))
+"""Prompts may differ in their images alone."""
+
+PROMPTS = st.lists(st.integers(0, 3).map(lambda x: Context((x % 2,), SHOWN[x // 2])), max_size=60)
 
 
-def places(wanted: list[Submission]) -> list[tuple[str, int, tuple[int, ...]]]:
-    return [(each.group, each.first + i, each.tokens) for each in wanted for i in range(each.n)]
+def places(wanted: list[Submission]) -> list[tuple[str, int, Context]]:
+    return [
+        (each.group, each.first + i, Context(each.tokens, each.media))
+        for each in wanted
+        for i in range(each.n)
+    ]
 
 
 @given(PROMPTS, st.integers(1, 7))
 def test_the_sample_at_a_position_is_that_response_of_its_group(prompts, size):
     wanted = first_turns("train-2", prompts, size, 9)
-    expected = [(f"train-2-{p // size}", p % size, tokens) for p, tokens in enumerate(prompts)]
+    expected = [(f"train-2-{p // size}", p % size, prompt) for p, prompt in enumerate(prompts)]
     assert places(wanted) == expected
     assert len({each.prompt_id for each in wanted}) == len(wanted)
     for before, after in pairwise(wanted):  # equal prompts side by side are one
-        assert (before.group, before.tokens) != (after.group, after.tokens)
+        assert (before.group, before.tokens, before.media) != (after.group, after.tokens, after.media)
     parts = Counter(each.group for each in wanted)
     assert all(each.whole == (parts[each.group] == 1) for each in wanted)
     assert all(each.prompt_id == each.group for each in wanted if each.whole)
@@ -33,7 +41,7 @@ def test_the_sample_at_a_position_is_that_response_of_its_group(prompts, size):
 @given(st.integers(1, 5), st.integers(1, 5), st.integers(1, 4))
 def test_no_two_requests_of_a_step_have_the_same_noise(processes, size, turns):
     """Whatever the number of processes that the samples are spread over, the names are the same."""
-    prompts = [(1,)] * size * processes
+    prompts = [Context((1,))] * size * processes
     sample = Sample([1], 0, 1)
     asked = [(name, index) for name, index, _ in places(first_turns("train-0", prompts, size, 9))]
     for turn in range(1, turns + 1):
@@ -47,7 +55,8 @@ def test_no_two_requests_of_a_step_have_the_same_noise(processes, size, turns):
 
 
 def test_later_turns_of_siblings_are_one_group():
-    wanted = [later_turn(3, "eval-1", p, 4, 2, Sample([p], p, 1), 9) for p in range(8)]
+    wanted = [later_turn(3, "eval-1", p, 4, 2, Sample([p], p, 1), 9, SHOWN[1]) for p in range(8)]
+    assert {each.media for each in wanted} == {SHOWN[1]}
     assert [(each.group, each.first) for each in wanted] == [
         *(("/trl-3-eval-1-0-2", i) for i in range(4)),
         *(("/trl-3-eval-1-1-2", i) for i in range(4)),

@@ -8,7 +8,7 @@ Invariants:
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from seer.gateway.tools import hermes_calls
@@ -40,12 +40,16 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Style:
-    """What of a choice is shown. `token_texts` gives each token's own text; None: `token_id:7`."""
+    """What of a choice is shown. `token_texts` gives each token's own text; None: `token_id:7`.
+
+    `images`: what is said of the prompt's images, once.
+    """
 
     logprobs: bool = False
     token_ids: bool = False
     top_logprobs: bool = False
     token_texts: Callable[[Sequence[int]], list[str]] | None = None
+    images: Json = field(default_factory=dict)
 
     def texts(self, token_ids: Sequence[int]) -> list[str]:
         """Return how each token is written in logprobs."""
@@ -143,7 +147,7 @@ def chat_answer(head: Json, choices: Sequence[Choice], n: int, style: Style, *, 
         shown.append(chat_choice(index, {"message": message}, choice, style, called=bool(calls)))
     prompt = choices[0].prompt_token_ids if style.token_ids else None
     rest = {"usage": usage(choices, n), "prompt_token_ids": prompt, "prompt_logprobs": None}
-    return {**head, "object": "chat.completion", "choices": shown, **rest}
+    return {**head, "object": "chat.completion", "choices": shown, **rest, **style.images}
 
 
 def chat_choice(index: int, said: Json, choice: Choice, style: Style, *, called: bool) -> Json:

@@ -19,6 +19,7 @@ from seer.client import (
     Delta,
     Group,
     OpenRollout,
+    Placed,
     Prompt,
     PromptInFlight,
     RolloutCancelled,
@@ -131,19 +132,21 @@ class BufferClient:
         seed: int,
         sink: Sink | None = None,
         turn: Turn | None = None,
+        media: Sequence[Placed] = (),
     ) -> Outcome:
         """Return n responses to each prompt, by place; `sink` gets them as they are generated.
 
-        `turn`: the one prompt is a turn of a conversation. Cancelled, it cancels them in the buffer, too.
+        `turn`: the one prompt is a turn of a conversation; `media`: its images. Cancelled, it cancels the
+        prompts in the buffer, too.
         """
         if self.client is None or self._rollout is None:
             raise HttpError(503, f"the buffer at {self._endpoint} is away: {self._problem}")
         rollout = self._rollout
         asked = {
             place: rollout.submit(
-                Prompt(f"{next(self._numbers)}", token_ids=ids), n=n, sampling=sampling, seed=seed,
-                weight_version=-1, group=place.group, first_index=place.first_index, stream=sink is not None,
-                turn=_spec(turn, sampling),
+                Prompt(f"{next(self._numbers)}", token_ids=ids, media=media), n=n, sampling=sampling,
+                seed=seed, weight_version=-1, group=place.group, first_index=place.first_index,
+                stream=sink is not None, turn=_spec(turn, sampling),
             )
             for place, ids in prompts.items()
         }  # fmt: skip

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 from starlette.requests import Request
 
-from seer.client import Delta, Group, Response, SamplingParams
+from seer.client import Delta, Group, Placed, Response, SamplingParams
 from seer.common.wire import Tokens
 from seer.gateway.answers import Choice
 from seer.gateway.group_names import GroupNames, Place, group_seed, places_in_headers, request_hash
@@ -36,6 +36,7 @@ class Asked:
     """What a request asks for: n responses to each prompt; `textual`: with their text.
 
     `adapter`: the adapter that it names as its model. `converses`: later requests may go on from its answer.
+    `media`: images of the prompt, of which there is one then.
     """
 
     prompts: Sequence[list[int]]
@@ -45,6 +46,7 @@ class Asked:
     textual: bool = True
     adapter: str = ""
     converses: bool = False
+    media: Sequence[Placed] = ()
 
     @property
     def skip_special(self) -> bool:
@@ -70,7 +72,9 @@ class Generation:
         """Return all choices, in order."""
         places, prompts, seed = self._places(request, asked)
         session = _session(request, asked)
-        work = self._requests.run(prompts, n=asked.n, sampling=asked.sampling, seed=seed, session=session)
+        work = self._requests.run(
+            prompts, n=asked.n, sampling=asked.sampling, seed=seed, session=session, media=asked.media
+        )
         groups = await unless_gone(request, work)
         for group in groups.values():
             self._models.check_version(asked.adapter, group.weight_version)
@@ -90,8 +94,9 @@ class Generation:
         for position, place in enumerate(places):
             choices.setdefault(place, []).append(position * asked.n)
         events = self._requests.stream(
-            prompts, n=asked.n, sampling=asked.sampling, seed=seed, session=_session(request, asked)
-        )
+            prompts, n=asked.n, sampling=asked.sampling, seed=seed, session=_session(request, asked),
+            media=asked.media,
+        )  # fmt: skip
         async with contextlib.aclosing(events):
             async for place, what in events:
                 if isinstance(what, Group):
@@ -127,7 +132,8 @@ class Generation:
         """
         headers, seed = request.headers, asked.fields.seed
         prompts = [np.asarray(prompt, np.int32) for prompt in asked.prompts]
-        hashes = [request_hash(prompt, asked.sampling) for prompt in prompts]
+        media = [each.medium.name for each in asked.media]
+        hashes = [request_hash(prompt, asked.sampling, media) for prompt in prompts]
         places = places_in_headers(headers, len(prompts), asked.n)
         if places:
             seed = group_seed(hashes, seed)

@@ -4,7 +4,8 @@ Invariants:
 - a request is submitted once it was read and checked as a whole: one that is refused costs no engine time;
 - `model` is this system's, the live adapter's, or left out; another one is refused by name;
 - a stream's answer begins with its first tokens: what fails before has a status of its own;
-- tokenizing runs on one thread of its own, so that a long text does not hold up other requests.
+- tokenizing runs on one thread of its own, and images on another, so that a long text or a large picture does
+  not hold up other requests.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import asyncio
 import secrets
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -24,6 +25,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from seer import __version__
+from seer.client import Placed
 from seer.common.config import Config
 from seer.gateway import answers
 from seer.gateway.answers import Json, Style
@@ -31,6 +33,8 @@ from seer.gateway.buffer_client import BufferClient
 from seer.gateway.errors import HttpError, bad
 from seer.gateway.generation import Asked, Generation
 from seer.gateway.http import EventStream, answer, body_of, endpoint, unless_gone
+from seer.gateway.images import Images
+from seer.gateway.messages import ImageFile, plain_messages
 from seer.gateway.models import Models
 from seer.gateway.open_requests import OpenRequests
 from seer.gateway.request_bodies import (
@@ -53,8 +57,9 @@ class GenerationRoutes:
     """`routes` are to be served; see the module's docstring."""
 
     def __init__(
-        self, config: Config, buffer: BufferClient, requests: OpenRequests, text: ModelText, models: Models
-    ) -> None:
+        self, config: Config, buffer: BufferClient, requests: OpenRequests, text: ModelText, images: Images,
+        models: Models,
+    ) -> None:  # fmt: skip
         self._settings = config.gateway
         self._models = models
         self._buffer = buffer
@@ -62,7 +67,9 @@ class GenerationRoutes:
         self._generation = Generation(requests, text, models)
         self._counters = requests.counters
         self._text = text
+        self._images = images
         self._thread = ThreadPoolExecutor(1, "tokenizer")
+        self._pictures_thread = ThreadPoolExecutor(1, "pictures")
         self._started = int(time.time())
 
     @property
@@ -94,6 +101,7 @@ class GenerationRoutes:
         body = await self._read(request, GenerateBody)
         fields = body.sampling_params
         self._text.check(body.token_ids, "token_ids")
+        self._images.check_text(body.token_ids, "token_ids")
         where = "sampling_params."
         sampling = fields.sampling(self._settings.logprobs, where)
         adapter = self._models.check(body.model)
@@ -133,10 +141,13 @@ class GenerationRoutes:
         if body.max_completion_tokens is not None:
             body.max_tokens = body.max_completion_tokens
         sampling, n = body.sampling(self._settings.logprobs), body.group_size()
-        prompt = await self._on_thread(self._chat_ids, body)
+        prompt, media = await self._chat_prompt(request, body)
         adapter = self._models.check(body.model)
-        asked = Asked([prompt], n, sampling, body, adapter=adapter, converses=True)
-        style = replace(self._style(body, shown=bool(body.logprobs)), top_logprobs=bool(body.top_logprobs))
+        asked = Asked([prompt], n, sampling, body, adapter=adapter, converses=True, media=media)
+        style = replace(
+            self._style(body, shown=bool(body.logprobs)), top_logprobs=bool(body.top_logprobs),
+            images=self._said_of(media),
+        )  # fmt: skip
         head = self._head("id", f"chatcmpl-{secrets.token_hex(16)}")
         if body.stream:
             kind = StreamedToolChat if parse else StreamedChat
@@ -173,12 +184,35 @@ class GenerationRoutes:
         for position, prompt in enumerate(body.prompts()):
             ids = self._text.encode(prompt, special=special) if isinstance(prompt, str) else prompt
             self._text.check(ids, f"prompt[{position}]")
+            self._images.check_text(ids, f"prompt[{position}]")
             prompts.append(ids)
         return prompts
 
-    def _chat_ids(self, body: ChatBody | TokenizeBody) -> list[int]:
+    async def _chat_prompt(
+        self, request: Request, body: ChatBody | TokenizeBody
+    ) -> tuple[list[int], list[Placed]]:
+        """Return a chat's token ids and images. Raises `HttpError`, `ClientDisconnect`."""
+        ids, files = await self._on_thread(self._chat_ids, body)
+        if not files:
+            return ids, []
+        seconds = self._settings.request_seconds
+        loop = asyncio.get_running_loop()
+
+        async def placed() -> tuple[list[int], list[Placed]]:
+            return await loop.run_in_executor(self._pictures_thread, self._images.place, ids, files)
+
+        try:
+            async with asyncio.timeout(seconds):
+                return await unless_gone(request, placed())
+        except TimeoutError as error:
+            late = f"images were not processed within {seconds:g} s (gateway.request_seconds)"
+            raise HttpError(504, late) from error
+
+    def _chat_ids(self, body: ChatBody | TokenizeBody) -> tuple[list[int], list[ImageFile]]:
+        """Return a chat's token ids, with a placeholder for each image, and the images."""
+        messages, files = plain_messages(body.messages or [])
         text = self._text.render(
-            body.messages or [],
+            messages,
             tools=body.tools,
             template=body.chat_template,
             arguments=body.chat_template_kwargs,
@@ -187,7 +221,16 @@ class GenerationRoutes:
         )
         ids = self._text.encode(text, special=bool(body.add_special_tokens))
         self._text.check(ids, "messages")
-        return ids
+        if not files:
+            self._images.check_text(ids, "messages")
+        return ids, files
+
+    def _said_of(self, media: Sequence[Placed]) -> Json:
+        """Return what a trainer compares with its own processing: names of images, and what made them."""
+        if not media:
+            return {}
+        places = [{"name": e.medium.name, "offset": e.offset, "length": e.length} for e in media]
+        return {"media": places, "processed_by": self._images.made_by}
 
     def _parses_tools(self, body: ChatBody) -> bool:
         """Return whether tool calls are read from the text. Raises `HttpError` for an unknown choice."""
@@ -241,7 +284,7 @@ class GenerationRoutes:
         if (body.prompt is None) == (body.messages is None):
             raise bad("prompt", body.prompt, "give either prompt or messages")
         if body.prompt is None:
-            ids = await self._on_thread(self._chat_ids, body)
+            ids, _ = await self._chat_prompt(request, body)
         else:
             special = body.add_special_tokens is not False
             ids = await self._on_thread(lambda text: self._text.encode(text, special=special), body.prompt)

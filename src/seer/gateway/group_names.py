@@ -44,10 +44,13 @@ class Place(NamedTuple):
     first_index: int = 0
 
 
-def request_hash(token_ids: Sequence[int] | Tokens, sampling: SamplingParams) -> str:
-    """Return 32 hexadecimal digits that depend on a prompt and how it is sampled, and on nothing else."""
+def request_hash(
+    token_ids: Sequence[int] | Tokens, sampling: SamplingParams, media: Sequence[str] = ()
+) -> str:
+    """Return 32 hexadecimal digits that depend on a prompt, its images' names and how it is sampled alone."""
     digest = hashlib.blake2b(msgspec.msgpack.encode(sortable(sampling), order="sorted"), digest_size=16)
     digest.update(np.asarray(token_ids, dtype=np.int32).tobytes())
+    digest.update("".join(media).encode())
     return digest.hexdigest()
 
 

@@ -22,13 +22,14 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from seer.client import Delta, Group, SamplingParams
+from seer.client import Delta, Group, Placed, SamplingParams
 from seer.common.errors import SeerError
 from seer.common.wire import Tokens
 from seer.gateway.buffer_client import BufferClient, Sink
 from seer.gateway.conversations import Conversations, Turn
 from seer.gateway.errors import HttpError, as_http, bad
 from seer.gateway.group_names import Place
+from seer.gateway.images import context
 
 COUNTERS = (
     "requests", "completed", "refused", "failed", "cancelled", "restarted", "discarded_tokens",
@@ -50,13 +51,14 @@ class _OpenRequest:
     """One HTTP request. `under_way`: how many of its submissions the buffer works on.
 
     `sink` takes what a stream sends, `begun` are the prompts of which it has taken something. `turn`: which
-    turn of a conversation it is.
+    turn of a conversation it is. `media`: the images of its one prompt.
     """
 
     n: int
     seed: int
     sink: Sink | None = None
     turn: Turn | None = None
+    media: Sequence[Placed] = ()
     begun: set[Place] = field(default_factory=set)
     groups: dict[Place, Group] = field(default_factory=dict)
     under_way: int = 0
@@ -102,23 +104,25 @@ class OpenRequests:
         seed: int,
         sink: Sink | None = None,
         session: str | None = None,
+        media: Sequence[Placed] = (),
     ) -> dict[Place, Group]:
         """Return a group for each prompt, given by its place; `max_tokens` is lowered to what fits.
 
         `sink` gets tokens and groups as they come. With a `session`, there is one prompt and n is 1: it may
-        go on from an earlier one of that session. Raises `HttpError`. If the caller is cancelled, so are the
-        prompts.
+        go on from an earlier one of that session. With `media`, its images, there is one prompt. Raises
+        `HttpError`. If the caller is cancelled, so are the prompts.
         """
         if self._closed:
             raise HttpError(503, STOPPING)
         if len(self._requests) >= self._most:
             raise HttpError(503, f"{self._most} requests are open (gateway.max_requests): come again")
-        plans = self._plans(prompts, sampling)
-        with self._conversations.open(prompts.values(), session) as answer:
+        plans = self._plans(prompts, sampling, media)
+        contexts = [context(ids, media) for ids in prompts.values()]
+        with self._conversations.open(contexts, session) as answer:
             turn = answer.turn
             self.counters["later_turns"] += turn is not None and turn.kind == "later"
             self.counters["segments"] += turn is not None and turn.kind == "segment"
-            request = _OpenRequest(n, seed, sink, turn)
+            request = _OpenRequest(n, seed, sink, turn, media)
             self._requests.add(request)
             try:
                 groups = await self._result(request, plans)
@@ -139,6 +143,7 @@ class OpenRequests:
         sampling: SamplingParams,
         seed: int,
         session: str | None = None,
+        media: Sequence[Placed] = (),
     ) -> AsyncGenerator[tuple[Place, Delta | Group]]:
         """Yield what `run` returns as it comes, by place: tokens of a prompt's responses, then its group.
 
@@ -152,7 +157,9 @@ class OpenRequests:
         async def work() -> None:
             end = None
             try:
-                await self.run(prompts, n=n, sampling=sampling, seed=seed, sink=hand_on, session=session)
+                await self.run(
+                    prompts, n=n, sampling=sampling, seed=seed, sink=hand_on, session=session, media=media
+                )
             except Exception as error:  # noqa: BLE001 - raised below
                 end = error
             await events.put(end)
@@ -184,9 +191,19 @@ class OpenRequests:
             raise HttpError(503, aborted) from error
         return request.groups
 
-    def _plans(self, prompts: Mapping[Place, Tokens], sampling: SamplingParams) -> list[Plan]:
+    def _plans(
+        self, prompts: Mapping[Place, Tokens], sampling: SamplingParams, media: Sequence[Placed]
+    ) -> list[Plan]:
         """Return the prompts by the sampling that they get: how much of `max_tokens` fits depends on them."""
         capacities = self._buffer.capacities()
+        image, most = (
+            max((each.length for each in media), default=0),
+            max(each.image_tokens for each in capacities),
+        )
+        if image > most:
+            raise bad(
+                "messages", f"an image of {image} tokens", f"engines take at most {most}: make it smaller"
+            )
         limits: dict[int, dict[Place, Tokens]] = {}
         for place, ids in prompts.items():
             room = max(each.room(len(ids)) for each in capacities)
@@ -230,6 +247,7 @@ class OpenRequests:
                     seed=request.seed,
                     sink=request.sink and request.hand_on,
                     turn=request.turn,
+                    media=request.media,
                 )
             finally:
                 self._enter(request, -1)

@@ -33,6 +33,7 @@ from seer.gateway.control_routes import ControlCalls, ControlRoutes
 from seer.gateway.errors import HttpError
 from seer.gateway.generation_routes import GenerationRoutes
 from seer.gateway.http import refusal
+from seer.gateway.images import Images
 from seer.gateway.models import Models
 from seer.gateway.open_requests import OpenRequests
 from seer.gateway.text import ModelText
@@ -61,10 +62,11 @@ class Serving:
         self._servers: dict[str, _Server] = {}
 
     def load(self, control: ControlCalls) -> None:
-        """Read the tokenizer, and make the routes. Raises `ConfigError`."""
+        """Read tokenizer and processor, and make the routes. Raises `ConfigError`."""
         settings = self._config.gateway
         text = ModelText.load(self._config.shared.model, trust_templates=settings.trust_chat_templates)
-        data = GenerationRoutes(self._config, self.buffer, self.requests, text, self._models).routes
+        images = Images.load(self._config.shared.model, settings.media_bytes)
+        data = GenerationRoutes(self._config, self.buffer, self.requests, text, images, self._models).routes
         everything = [*data, *ControlRoutes(self._config, control, self.requests.counters).routes]
         routes = {"data": data, "control": everything}
         peers = Peers(Path(self._config.security.peers)) if self._config.security.peers else None

@@ -103,7 +103,8 @@ class StreamedAnswer:
 
     def _first_base(self) -> Json:
         """Return what the first part has beside."""
-        return {"prompt_token_ids": self._prompts[0]} if self._style.token_ids else {}
+        shown = {"prompt_token_ids": self._prompts[0]} if self._style.token_ids else {}
+        return {**shown, **self._style.images}
 
     def _begin(self) -> bytes:
         return b""

@@ -87,7 +87,7 @@ class ModelText:
         documents: Sequence[Mapping[str, Any]] | None = None,
         generation_prompt: bool = True,
     ) -> str:
-        """Return a chat as text. Raises `HttpError` for messages that the template cannot take."""
+        """Return a chat of plain messages as text. Raises `HttpError` for what the template cannot take."""
         if template is not None and not self._trust_templates:
             raise bad("chat_template", template, "set gateway.trust_chat_templates, or use the model's own")
         taken = sorted((arguments or {}).keys() & _OWN_ARGUMENTS)
@@ -101,7 +101,7 @@ class ModelText:
             )
         try:
             text: str = self._tokenizer.apply_chat_template(
-                [plain_message(message, i) for i, message in enumerate(messages)],
+                list(messages),
                 tools=list(tools) if tools else None,
                 documents=list(documents) if documents else None,
                 chat_template=template,
@@ -109,8 +109,6 @@ class ModelText:
                 tokenize=False,
                 **(arguments or {}),
             )
-        except HttpError:
-            raise
         except Exception as error:  # a template is a program, which says no in its own ways
             raise HttpError(400, f"the chat template cannot take this: {error}", "messages") from error
         return text
@@ -164,44 +162,3 @@ class _Decoder:
     def decode(self, token_ids: Sequence[int]) -> str:
         text: str = self._tokenizer.decode(list(token_ids), skip_special_tokens=self._skip_special)
         return text
-
-
-def plain_message(message: Mapping[str, Any], position: int) -> dict[str, Any]:
-    """Return a message as templates expect it: text as one string, arguments of tool calls as objects.
-
-    Raises `HttpError` for parts that are no text.
-    """
-    plain = dict(message)
-    where = f"messages[{position}]"
-    if not isinstance(plain.get("role"), str):
-        raise bad(f"{where}.role", plain.get("role"), "give system, user, assistant or tool")
-    if isinstance(plain.get("content"), list):
-        parts = [_part(part, f"{where}.content[{i}]") for i, part in enumerate(plain["content"])]
-        plain["content"] = "\n".join(parts)
-    if plain.get("tool_calls"):
-        plain["tool_calls"] = [_as_object(call, where) for call in plain["tool_calls"]]
-    return plain
-
-
-def _part(part: object, where: str) -> str:
-    if isinstance(part, str):
-        return part
-    if isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str):
-        text: str = part["text"]
-        return text
-    kind = part.get("type") if isinstance(part, dict) else part
-    raise bad(f"{where}.type", kind, "give text: images and other media are not supported")
-
-
-def _as_object(call: object, where: str) -> dict[str, Any]:
-    if not isinstance(call, dict) or not isinstance(call.get("function"), dict):
-        raise bad(f"{where}.tool_calls", call, "give objects with a function")
-    function = dict(call["function"])
-    if isinstance(function.get("arguments"), str):
-        try:
-            function["arguments"] = json.loads(function["arguments"] or "{}")
-        except ValueError as error:
-            raise bad(
-                f"{where}.tool_calls.function.arguments", function["arguments"], "is not JSON"
-            ) from error
-    return call | {"function": function}

@@ -7,11 +7,11 @@ Invariants (tests/unit/test_cli_pictures.py):
 
 from __future__ import annotations
 
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 from seer.client.images import Processed, prepare
+from seer.client.picture_files import Picture, decoded, opened
 from seer.common.errors import InvalidField
 
 
@@ -27,23 +27,17 @@ class Pictures:
         """Return a text's prompt with the pictures in these files. Raises `InvalidField` naming `field`."""
         if not isinstance(names, list) or not names or not all(isinstance(name, str) for name in names):
             raise InvalidField(field, names, "give a list of files, as many as the text has placeholders")
-        with ExitStack() as opened:
-            pictures = [self._open(name, f"{field}[{place}]", opened) for place, name in enumerate(names)]
-            try:
-                return prepare(self._loaded(field), text, pictures)
-            except InvalidField as error:
-                raise InvalidField(f"{field}: {error.field}", names, error.fix) from error
+        pictures = [self._open(name, f"{field}[{place}]") for place, name in enumerate(names)]
+        try:
+            return prepare(self._loaded(field), text, pictures)
+        except InvalidField as error:
+            raise InvalidField(f"{field}: {error.field}", names, error.fix) from error
 
-    def _open(self, name: str, field: str, opened: ExitStack) -> Any:  # noqa: ANN401 - a PIL picture
-        from PIL import Image, UnidentifiedImageError
-
+    def _open(self, name: str, field: str) -> Picture:
         path = (self._root / name).resolve()
         if "://" in name or not path.is_relative_to(self._root):
             raise InvalidField(field, name, "give a file below the folder of the prompts; nothing is fetched")
-        try:
-            return opened.enter_context(Image.open(path)).convert("RGB")
-        except (OSError, UnidentifiedImageError, Image.DecompressionBombError) as error:
-            raise InvalidField(field, name, f"cannot be read as a picture: {error}") from error
+        return decoded(opened(path, field), field)
 
     def _loaded(self, field: str) -> Any:  # noqa: ANN401 - a Hugging Face processor
         if self._model is None:

@@ -27,6 +27,17 @@ def gathered(accelerator: Accelerator, mine: T) -> list[T]:
     return everyone
 
 
+def merged_on_main(accelerator: Accelerator, mine: dict[str, T]) -> dict[str, T]:
+    """Return what all processes have by name, in the main process; in the others, their own."""
+    if accelerator.num_processes == 1:
+        return mine
+    from torch.distributed import gather_object
+
+    everyone: list[Any] | None = [None] * accelerator.num_processes if accelerator.is_main_process else None
+    gather_object(mine, everyone, dst=0)
+    return {name: each for theirs in everyone or [mine] for name, each in theirs.items()}
+
+
 def on_main(accelerator: Accelerator, work: Callable[[], T]) -> T:
     """Run `work` in the main process and return its result in all processes.
 

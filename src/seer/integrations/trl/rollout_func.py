@@ -15,7 +15,7 @@ from seer.common.errors import InvalidField
 from seer.integrations.trl.ranks import on_each
 from seer.integrations.trl.session import Session
 from seer.integrations.trl.settings import check_supported
-from seer.integrations.trl.turns import Ids
+from seer.integrations.trl.turns import Context, Ids
 
 if TYPE_CHECKING:
     from trl import GRPOTrainer
@@ -70,7 +70,7 @@ class SeerRollout:
         if training and len(mine) * size == batch:
             # By TRL's documentation prompts come once each, but its code repeats them: count them.
             mine = [ids for ids in mine for _ in range(size)]
-        sampled = self._session.first_turns(trainer, mine, size)
+        sampled = self._session.first_turns(trainer, [Context(ids) for ids in mine], size, {})
         return {
             "prompt_ids": [list(ids) for ids in mine],
             "completion_ids": [tokens for tokens, _ in sampled],
@@ -78,7 +78,7 @@ class SeerRollout:
         }
 
     def _checked(self, prompts: Sequence[Any], trainer: GRPOTrainer) -> list[Ids]:
-        check_supported(trainer)
+        check_supported(trainer, images=False)
         if trainer.tools:
             raise InvalidField("tools", trainer.tools, "use SeerGRPOTrainer: a rollout_func cannot have them")
         return token_ids(prompts, trainer)

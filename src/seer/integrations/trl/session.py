@@ -22,6 +22,7 @@ import msgspec
 
 from seer.client import (
     DeadlineExceeded,
+    Placed,
     Prompt,
     PromptInFlight,
     RolloutClient,
@@ -32,10 +33,11 @@ from seer.client import (
     WeightsRefused,
 )
 from seer.common.errors import InvalidField
+from seer.common.media import Medium, read
 from seer.integrations.hf import checkpoint_tensors
-from seer.integrations.trl.ranks import gathered, on_main
+from seer.integrations.trl.ranks import gathered, merged_on_main, on_main
 from seer.integrations.trl.settings import sampling_params
-from seer.integrations.trl.turns import Ids, Sample, Submission, first_turns, later_turn
+from seer.integrations.trl.turns import Context, Sample, Submission, first_turns, later_turn
 from seer.integrations.trl.weights import (
     NO_ADAPTER,
     adapter_alone,
@@ -46,6 +48,7 @@ from seer.integrations.trl.weights import (
 )
 
 if TYPE_CHECKING:
+    from accelerate import Accelerator
     from peft import PeftModel
     from torch import Tensor
     from transformers import PreTrainedModel
@@ -104,36 +107,58 @@ class Session:
         if own is not None:
             own.close()
 
-    def first_turns(self, trainer: GRPOTrainer, prompts: Sequence[Ids], size: int) -> list[Sampled]:
-        """Return a sample for each prompt of this process; `size` in a row, over all of them, are a group."""
+    def first_turns(
+        self, trainer: GRPOTrainer, prompts: Sequence[Context], size: int, images: Mapping[str, Medium]
+    ) -> list[Sampled]:
+        """Return a sample for each prompt of this process; `size` in a row, over all of them, are a group.
+
+        `images` are those of the prompts, by name.
+        """
         sampling = sampling_params(trainer)
         everyone = gathered(trainer.accelerator, list(prompts))
+        shown = (
+            images_on_main(trainer.accelerator, images) if any(c.media for p in everyone for c in p) else {}
+        )
         self._sync_weights(trainer)
         mode = "train" if trainer.model.training else "eval"
         self._call = f"{mode}-{self._calls[mode]}"
         self._calls[mode] += 1
         self._size = size
         self._start = sum(map(len, everyone[: trainer.accelerator.process_index]))
-        flat = [tokens for theirs in everyone for tokens in theirs]
+        flat = [prompt for theirs in everyone for prompt in theirs]
         wanted = first_turns(self._call, flat, size, sampling.max_tokens)
-        sampled = on_main(trainer.accelerator, lambda: self._generate(trainer, wanted, sampling))
+        sampled = on_main(trainer.accelerator, lambda: self._generate(trainer, wanted, sampling, shown))
         return sampled[self._start : self._start + len(prompts)]
 
-    def later_turns(self, trainer: GRPOTrainer, turn: int, samples: Sequence[Sample]) -> list[Sampled]:
-        """Return the next tokens of some of this process's samples, at their turn `turn` >= 1."""
+    def later_turns(
+        self,
+        trainer: GRPOTrainer,
+        turn: int,
+        samples: Sequence[Sample],
+        contexts: Sequence[Context],
+        images: Mapping[str, Medium],
+    ) -> list[Sampled]:
+        """Return the next tokens of some of this process's samples, at their turn `turn` >= 1.
+
+        `contexts` are the samples with their `images`, by name.
+        """
         sampling = sampling_params(trainer)
         wanted = [
             later_turn(
                 self._step, self._call, self._start + sample.number, self._size, turn, sample,
-                sampling.max_tokens,
+                sampling.max_tokens, context.media,
             )
-            for sample in samples
+            for sample, context in zip(samples, contexts, strict=True)
         ]  # fmt: skip
-        asked = iter(self._generate(trainer, [each for each in wanted if each.max_tokens], sampling))
+        asked = iter(self._generate(trainer, [each for each in wanted if each.max_tokens], sampling, images))
         return [next(asked) if each.max_tokens else ([], []) for each in wanted]
 
     def _generate(
-        self, trainer: GRPOTrainer, wanted: Sequence[Submission], sampling: SamplingParams
+        self,
+        trainer: GRPOTrainer,
+        wanted: Sequence[Submission],
+        sampling: SamplingParams,
+        images: Mapping[str, Medium],
     ) -> list[Sampled]:
         if not wanted:
             return []
@@ -143,7 +168,7 @@ class Session:
             "weight_version": self.live.version if self.live else -1,
         }
         deadline = self._deadline_seconds
-        return self._client.run(lambda client: generate(client, wanted, sampling, keys, deadline))
+        return self._client.run(lambda client: generate(client, wanted, sampling, keys, deadline, images))
 
     # --- weights -------------------------------------------------------------------------
 
@@ -221,12 +246,19 @@ class Session:
         return self._own
 
 
+def images_on_main(accelerator: Accelerator, mine: Mapping[str, Medium]) -> dict[str, Medium]:
+    """Return the images of all processes, by name, in the main process; they travel there alone."""
+    everyone = merged_on_main(accelerator, {name: each.data for name, each in mine.items()})
+    return {name: mine[name] if name in mine else read(name, data) for name, data in everyone.items()}
+
+
 async def generate(
     client: RolloutClient,
     wanted: Sequence[Submission],
     sampling: SamplingParams,
     keys: Keys,
     deadline_seconds: float | None,
+    images: Mapping[str, Medium],
 ) -> list[Sampled]:
     """Return the responses to all submissions, in order. Raises the error of the first that fails."""
     rollout = client.open_rollout()
@@ -234,7 +266,11 @@ async def generate(
     try:
         in_flight.extend(
             rollout.submit(
-                Prompt(each.prompt_id, token_ids=each.tokens),
+                Prompt(
+                    each.prompt_id,
+                    token_ids=each.tokens,
+                    media=[Placed(images[shown.name], shown.offset, shown.length) for shown in each.media],
+                ),
                 n=each.n,
                 sampling=msgspec.structs.replace(sampling, max_tokens=each.max_tokens),
                 group="" if each.whole else each.group,

@@ -8,6 +8,8 @@ import msgspec
 
 from seer.client import SamplingParams
 from seer.common.errors import InvalidField
+from seer.common.image_models import PATCH_SIZES, image_model
+from seer.integrations.pictures import placeholder_biases
 from seer.integrations.trl.weights import check_mergeable
 
 if TYPE_CHECKING:
@@ -35,6 +37,8 @@ def sampling_params(trainer: GRPOTrainer) -> SamplingParams:
         raise InvalidField(f"{config}.generation_kwargs[{name!r}]", extra[name], fix)
     if args.max_completion_length is None:
         raise InvalidField(f"{config}.max_completion_length", None, "give a number of tokens")
+    # As TRL does where it generates itself.
+    extra["logit_bias"] = placeholder_biases(trainer.processing_class) | extra.get("logit_bias", {})
     extra["stop_token_ids"] = [*trainer.eos_token_ids, *extra.get("stop_token_ids", ())]
     given = {
         "max_tokens": args.max_completion_length,
@@ -65,10 +69,20 @@ def check_config(args: GRPOConfig) -> None:
             raise InvalidField(f"{config}.vllm_importance_sampling_mode", mode, fix)
 
 
-def check_supported(trainer: GRPOTrainer) -> None:
-    """Raise `InvalidField` for settings of the trainer that Seer does not support."""
+def check_supported(trainer: GRPOTrainer, *, images: bool) -> None:
+    """Raise `InvalidField` for settings of the trainer that Seer does not support. `images`: they are."""
     check_config(trainer.args)
     if hasattr(trainer.processing_class, "tokenizer"):
         kind = type(trainer.processing_class).__name__
-        raise InvalidField("processing_class", kind, "Seer takes text only: give a tokenizer")
+        if not images:
+            raise InvalidField(
+                "processing_class", kind, "use SeerGRPOTrainer: this takes text and a tokenizer"
+            )
+        model = trainer.accelerator.unwrap_model(trainer.model).config
+        if image_model({"architectures": model.architectures or ()}) is None:
+            fix = f"Seer runs images of {', '.join(PATCH_SIZES)} alone: give a tokenizer"
+            raise InvalidField("processing_class", kind, fix)
+        if (side := trainer.processing_class.tokenizer.padding_side) != "left":
+            fix = "TRL pads prompts on the left, and would misplace images: set padding_side='left'"
+            raise InvalidField("processing_class.tokenizer.padding_side", side, fix)
     check_mergeable(trainer)

@@ -18,8 +18,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from typing import NamedTuple
+
+from seer.common.types import Placed
 
 Ids = tuple[int, ...]
+
+
+class Context(NamedTuple):
+    """All that a sample has so far: its tokens, and the images in them, by name."""
+
+    tokens: Ids
+    media: tuple[Placed, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +45,7 @@ class Submission:
     tokens: Ids
     max_tokens: int
     whole: bool = False
+    media: tuple[Placed, ...] = ()
 
     @property
     def prompt_id(self) -> str:
@@ -58,7 +69,7 @@ class Sample(list[int]):
         return Sample([*self, *more], self.number, self.prompt_length)
 
 
-def first_turns(call: str, prompts: Sequence[Ids], size: int, max_tokens: int) -> list[Submission]:
+def first_turns(call: str, prompts: Sequence[Context], size: int, max_tokens: int) -> list[Submission]:
     """Return the submissions of a call's prompts, `size` to a group; their responses in order are the
     samples'.
     """
@@ -66,17 +77,18 @@ def first_turns(call: str, prompts: Sequence[Ids], size: int, max_tokens: int) -
     for number, start in enumerate(range(0, len(prompts), size)):
         members = prompts[start : start + size]
         first = 0
-        for tokens, copies in groupby(members):
+        for (tokens, media), copies in groupby(members):
             n = len(list(copies))
             whole = n == len(members)
-            found.append(Submission(f"{call}-{number}", first, n, tokens, max_tokens, whole))
+            found.append(Submission(f"{call}-{number}", first, n, tokens, max_tokens, whole, media))
             first += n
     return found
 
 
 def later_turn(
-    step: int, call: str, position: int, size: int, turn: int, sample: Sample, limit: int
-) -> Submission:
+    step: int, call: str, position: int, size: int, turn: int, sample: Sample, limit: int,
+    media: tuple[Placed, ...] = (),
+) -> Submission:  # fmt: skip
     """Return the submission of turn `turn` >= 1 of the sample at `position` over all processes.
 
     `max_tokens` is what is left of the `limit` on tokens after the prompt; at 0 there is nothing to ask for.
@@ -84,4 +96,4 @@ def later_turn(
     number, index = divmod(position, size)
     group = f"/trl-{step}-{call}-{number}-{turn}"  # "/": siblings in other processes have the same group
     left = limit - (len(sample) - sample.prompt_length)
-    return Submission(group, index, 1, tuple(sample), max(0, left))
+    return Submission(group, index, 1, tuple(sample), max(0, left), media=media)

@@ -16,10 +16,13 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from collections.abc import Hashable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
+from seer.client import Placed
+from seer.common import types
+from seer.common.media import Medium
 from seer.common.types import SamplingParams
 
 WAIT_SECONDS = 10.0
@@ -51,10 +54,18 @@ class GroupKey:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What a session asks for; `tokens` are the prompt's."""
+    """What a session asks for; `tokens` are the prompt's, in which `images` stand at `places`."""
 
     tokens: tuple[int, ...]
     sampling: SamplingParams
+    places: tuple[types.Placed, ...] = ()
+    images: tuple[Medium, ...] = field(default=(), compare=False)  # their names are in `places`
+
+    @property
+    def media(self) -> list[Placed]:
+        """The images as the client takes them."""
+        pairs = zip(self.images, self.places, strict=True)
+        return [Placed(image, place.offset, place.length) for image, place in pairs]
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextvars import ContextVar
@@ -24,8 +25,10 @@ from verl.utils.rollout_trace import rollout_trace_op
 from verl.workers.rollout.llm_server import LLMServerClient
 from verl.workers.rollout.replica import TokenOutput
 
+from seer.integrations.pictures import picture_digest
 from seer.integrations.verl.config import Limits, check_trainer, settings
 from seer.integrations.verl.groups import Copies, GroupKey, Request, Submission
+from seer.integrations.verl.pictures import Pictures
 from seer.integrations.verl.server import Generator, described, find_server, request_of
 from seer.integrations.verl.sessions import Sessions
 from seer.integrations.verl.turns import Session
@@ -37,6 +40,9 @@ SINGLE_TURN = "single_turn_agent"
 """veRL's name of the agent loop that asks once: its sessions are submitted as one group."""
 
 GROUP: ContextVar[tuple[GroupKey, Sessions[TokenOutput]]] = ContextVar("seer_group")
+PICTURES: ContextVar[Pictures | None] = ContextVar("seer_pictures")
+"""Those of the worker whose session runs in this context; None: its model has no images."""
+
 ASK: ContextVar[Callable[[Request], Awaitable[TokenOutput]]] = ContextVar("seer_ask")
 """What the session that runs in this context asks for its tokens."""
 
@@ -94,8 +100,8 @@ class SeerClient(LLMServerClient):
                 video_data=video_data, audio_data=audio_data, **others,
             )  # fmt: skip
         try:
-            media = (image_data, video_data, audio_data)
-            request = request_of(prompt_ids, sampling_params, self._limits, media)
+            media = {"images": image_data, "videos": video_data, "audios": audio_data}
+            request = request_of(prompt_ids, sampling_params, self._limits, media, PICTURES.get(None))
             return await ask(request)
         except Exception as error:
             await self._server.failed.remote(described(error))
@@ -103,7 +109,11 @@ class SeerClient(LLMServerClient):
 
 
 class SeerAgentLoopWorker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):  # Ray's own forbids heirs
-    """Tells the client which prompt and session a request is of."""
+    """Tells the client which prompt and session a request is of; each picture is processed once in it."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._pictures = Pictures.of(self.processor)
 
     async def _run_prompt(
         self, prompt: dict[str, Any], sampling_params: dict[str, Any], trajectory: dict[str, Any], **rest: Any
@@ -114,6 +124,7 @@ class SeerAgentLoopWorker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):  #
         index = str(plain(trajectory["sample_index"]))
         key = GroupKey(int(plain(trajectory["step"])), validate, index, int(prompt.pop(COPY)))
         sessions = Sessions(key, n, partial(self.llm_client.submit, step=key.step))
+        PICTURES.set(self._pictures)
         GROUP.set((key, sessions))  # each prompt has a task, and so a context, of its own
         await super()._run_prompt(prompt, sampling_params, trajectory, **rest)
 
@@ -148,13 +159,20 @@ class SeerAgentLoopManager(AgentLoopManagerTQ):
         """Have workers run a batch's agent loops. Only a validation is waited for: see the invariants."""
         validate = bool(plain(prompts["validate"])) if "validate" in prompts else False
         indices = [str(plain(index)) for index in prompts["index"]]
-        texts = [json.dumps(plain(raw), default=str) for raw in prompts["raw_prompt"]]
+        texts = [json.dumps(plain(raw), default=named) for raw in prompts["raw_prompt"]]
         step = (validate, int(plain(prompts["global_steps"])))
         prompts[COPY] = torch.tensor(self._copies.number(step, zip(indices, texts, strict=True)))
         super().generate_sequences(prompts)
         if validate:
             ray.get([worker.settle.remote() for worker in self.agent_loop_workers])
             ray.get(find_server().finish.remote())
+
+
+def named(value: Any) -> str:
+    """Return what JSON has in place of a value: of a picture what its pixels are, not where it lies."""
+    if isinstance(value, bytes):
+        return hashlib.blake2b(value, digest_size=32).hexdigest()
+    return picture_digest(value).hex() if hasattr(value, "getpalette") else str(value)
 
 
 def plain(value: Any) -> Any:

@@ -28,7 +28,11 @@ from seer.integrations.verl.config import (
     settings,
 )
 from seer.integrations.verl.groups import KINDS, LOOSE, Copies, Request, Submission, loose_id
+from seer.integrations.verl.pictures import Pictures
 from seer.integrations.verl.turns import Session, Turns
+
+PACKAGE = "seer.integrations.verl"
+MANAGER = f"{ROLLOUT}.agent.agent_loop_manager_class"
 
 Weights = tuple[int, int]
 """The live weight version, and veRL's global step that it is of."""
@@ -67,7 +71,7 @@ class Generator:
         """Return all responses to a submission, in order. `step` is the rollout number of its noise keys."""
         client = await self.client()
         rollout = await client.submit(
-            [Prompt(what.prompt_id, token_ids=what.request.tokens)],
+            [Prompt(what.prompt_id, token_ids=what.request.tokens, media=what.request.media)],
             n=what.n,
             sampling=what.request.sampling,
             seed=self._seed,
@@ -97,13 +101,34 @@ def _output(response: Response, weights: Weights) -> TokenOutput:
 
 
 def request_of(
-    tokens: Sequence[int], given: Mapping[str, Any], limits: Limits, media: Sequence[object] = ()
+    tokens: Sequence[int],
+    given: Mapping[str, Any],
+    limits: Limits,
+    media: Mapping[str, Sequence[object] | None],
+    pictures: Pictures | None = None,
 ) -> Request:
-    """Return what a call of `generate` asks for. Raises `InvalidField`; `media` must be empty."""
-    if any(media):
-        raise InvalidField("multi_modal_data", "images, videos or audios", "Seer takes text only: give none")
+    """Return what a call of `generate` asks for. Raises `InvalidField`.
+
+    `media` are those of the prompt by kind, of which Seer takes images, if there are `pictures`.
+    """
     ids = tuple(int(token) for token in tokens)
-    return Request(ids, sampling_params(given, len(ids), limits))
+    taken = ("images",) if pictures is not None else ()
+    for kind, each in media.items():
+        if each and kind not in taken:
+            fix = (
+                "Seer takes none"
+                if kind != "images"
+                else f"set {MANAGER} to {PACKAGE}.manager.SeerAgentLoopManager"
+            )
+            raise InvalidField(f"multi_modal_data[{kind!r}]", f"{len(each)} {kind}", fix)
+    if pictures is None:
+        return Request(ids, sampling_params(given, len(ids), limits))
+    placed = pictures.located(ids, media.get("images"))
+    biases = pictures.biases | dict(given.get("logit_bias") or {})
+    return Request(
+        ids, sampling_params({**given, "logit_bias": biases}, len(ids), limits),
+        tuple(each.on_wire for each in placed), tuple(each.medium for each in placed),
+    )  # fmt: skip
 
 
 def described(error: Exception) -> str:
@@ -170,7 +195,7 @@ class SeerServer:
     ) -> TokenOutput:
         """Generate one response to a request whose group is unknown; veRL's own clients call this."""
         try:
-            media = (image_data, video_data, audio_data)
+            media = {"images": image_data, "videos": video_data, "audios": audio_data}
             request = request_of(prompt_ids, sampling_params, self._limits, media)
             weights = await self.begin(LOOSE)
             [copy] = self._copies.number(weights, [request.tokens])

@@ -64,7 +64,8 @@ class Turns:
         if not session.group:
             return FIRST
         tokens = np.array(request.tokens, np.int32)
-        return TURN if self._trajectories.goes_on(session.name, tokens) else SEGMENT
+        goes_on = self._trajectories.goes_on(session.name, tokens, request.media)
+        return TURN if goes_on else SEGMENT
 
     async def generate(self, session: Session, request: Request, weight_version: int) -> Group:
         """Return the response to a session's next request. Raises the error that ended it."""
@@ -78,6 +79,7 @@ class Turns:
                     session.name, np.array(request.tokens, np.int32), request.sampling, group=session.group,
                     index=session.index, seed=self._seed, rollout_number=session.key.step,
                     weight_version=weight_version, max_context=session.prompt_len + self._response_length,
+                    media=request.media,
                 )  # fmt: skip
         except TimeoutError as error:
             late = f"{session.name}: a turn took longer than deadline_seconds = {self._deadline_seconds:g}"

@@ -1,0 +1,154 @@
+"""Images of chats in the gateway: the list in `seer.gateway.images`, with real processors."""
+
+from __future__ import annotations
+
+import gc
+import importlib.util
+import io
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import vision_models
+from vision_models import IMAGE, picture
+
+if importlib.util.find_spec("torchvision") is None:
+    pytest.skip("needs torchvision", allow_module_level=True)
+
+from seer.client import Placed
+from seer.client.images import prepare
+from seer.common.errors import ConfigError
+from seer.common.image_models import ImageModel
+from seer.common.types import MAX_MEDIUM_BYTES
+from seer.gateway import images as module
+from seer.gateway.errors import HttpError
+from seer.gateway.images import Images, context
+from seer.gateway.messages import ImageFile
+
+MODEL = ImageModel(IMAGE, 2, 96)
+MOST = MAX_MEDIUM_BYTES
+
+
+def file(shown: Any, kind: str = "PNG", **options: Any) -> ImageFile:
+    data = io.BytesIO()
+    shown.save(data, kind, **options)
+    return ImageFile("f", data.getvalue())
+
+
+def images(family: str = "qwen2-vl", most: int = MOST) -> Images:
+    return Images(MODEL, vision_models.processor_of(family), most)
+
+
+def unexpanded(processor: Any, text: str) -> list[int]:
+    ids: list[int] = processor.tokenizer(text)["input_ids"]
+    return ids
+
+
+@pytest.mark.parametrize("family", vision_models.FAMILIES)
+def test_tokens_and_tensors_are_those_of_prepare_on_the_trainer_s_side(family: str) -> None:
+    """After a round trip through PNG: of several sizes, equal ones, and other modes."""
+    gateway, processor = images(family), vision_models.processor_of(family)
+    shown = [picture(1), picture(2, 24, 40), picture(1), picture(3, 301, 217)]
+    shown += [picture(4).convert(mode) for mode in ("L", "P", "RGBA", "LA", "1")]
+    shown[6].putalpha(7)
+    text = "a " + " b ".join(["<|vision_start|> <|image_pad|> <|vision_end|>"] * len(shown))
+    expected = prepare(processor, text, shown)
+    tokens, media = gateway.place(unexpanded(processor, text), [file(each) for each in shown])
+    assert tokens == expected.token_ids
+    assert [each.on_wire for each in media] == [each.on_wire for each in expected.media]
+    pixels = np.concatenate([each.medium.tensors["pixel_values"] for each in media])
+    assert pixels.tobytes() == np.asarray(expected.inputs["pixel_values"]).tobytes()
+    assert gateway.made_by["image_processor"] == type(processor.image_processor).__name__
+    assert {"processor", "image_processor", "transformers", "torchvision"} <= gateway.made_by.keys()
+
+
+def test_a_known_image_is_not_processed_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    gateway = images()
+    calls = []
+    process = gateway._processed
+    monkeypatch.setattr(gateway, "_processed", lambda *given: calls.append(given[2]) or process(*given))
+    one, other = file(picture(1)), ImageFile("g", file(picture(2)).data)
+    first = gateway.place([IMAGE, IMAGE, IMAGE], [one, one, other])[1]
+    again = gateway.place([5, IMAGE, IMAGE], [one, other])[1]
+    assert calls == ["f", "g"]
+    assert first[0].medium is first[1].medium is again[0].medium
+    assert again[1].medium is first[2].medium
+
+
+def test_text_alone_must_have_no_placeholder() -> None:
+    gateway = images()
+    gateway.check_text([1, 2], "prompt[0]")
+    with pytest.raises(HttpError, match=rf"prompt\[0\] = {IMAGE}: is the placeholder of an image"):
+        gateway.check_text([1, IMAGE], "prompt[0]")
+    for tokens, count in (([1], 0), ([IMAGE, 3, IMAGE], 2)):
+        with pytest.raises(HttpError, match=f"messages = '{count} placeholders': for 1 images"):
+            gateway.place(tokens, [file(picture(1))])
+
+
+def test_what_cannot_be_run_is_refused_by_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    gateway = images()
+    for shown, says in ((picture(1, 1, 900), "900 x 1 pixels': absolute aspect ratio"),):
+        with pytest.raises(HttpError, match=says) as info:
+            gateway.place([IMAGE], [file(shown)])
+        assert (info.value.status, info.value.param) == (400, "f")
+    with pytest.raises(HttpError, match="f = '4 bytes': cannot be read as a picture") as info:
+        gateway.place([IMAGE], [ImageFile("f", b"text")])
+    assert (info.value.status, info.value.param) == (400, "f")
+    monkeypatch.setattr(module, "MAX_NEW_PIXELS", 2 * 16 * 24)
+    several = [file(picture(seed)) for seed in range(3)]
+    with pytest.raises(HttpError, match=f"messages = '{3 * 16 * 24} pixels': give images of at most"):
+        gateway.place([IMAGE] * 3, several)
+    gateway.place([IMAGE] * 2, several[:2])
+    gateway.place([IMAGE] * 3, several)  # those that are known cost nothing
+
+
+def test_memory_is_bounded_and_what_is_not_in_use_goes_first() -> None:
+    with pytest.raises(ConfigError, match=r"gateway\.media_bytes = 5: give at least"):
+        images(most=5)
+    gateway = images()
+    files = [file(picture(seed)) for seed in range(5)]
+    (one,) = gateway.place([IMAGE], files[:1])[1]
+    gateway._most = 3 * one.medium.size
+    for each in files[1:]:
+        gateway.place([IMAGE], [each])
+    assert gateway._bytes_held() == 3 * one.medium.size
+    kept = gateway.place([IMAGE] * 2, files[3:])[1]
+    with pytest.raises(HttpError, match="other requests hold images") as info:
+        gateway.place([IMAGE], files[2:3])
+    assert info.value.status == 503
+    del one, kept, info
+    gc.collect()
+    with pytest.raises(HttpError, match=r"give at most \d+ \(gateway\.media_bytes\)") as info:
+        gateway.place([IMAGE] * 4, files[:4])
+    assert info.value.status == 400
+    del info
+    gc.collect()
+    gateway.place([IMAGE] * 3, files[:3])
+    assert gateway._bytes_held() <= gateway._most
+
+
+def test_models_without_images_say_why(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"architectures": ["Qwen3ForCausalLM"]}')
+    text = Images.load(str(tmp_path), MOST)
+    text.check_text([IMAGE], "prompt[0]")
+    with pytest.raises(HttpError, match="this model's images cannot be run"):
+        text.place([IMAGE], [file(picture(1))])
+    (tmp_path / "config.json").write_text('{"architectures": ["Qwen2VLForConditionalGeneration"]}')
+    broken = Images.load(str(tmp_path), MOST)
+    with pytest.raises(HttpError, match=r"the processor cannot be loaded .*: docs/images\.md"):
+        broken.place([IMAGE], [file(picture(1))])
+
+
+def test_contexts_of_other_images_differ() -> None:
+    processor = vision_models.processor_of("qwen2-vl")
+    found = []
+    for seed in (1, 2):
+        tokens, media, _ = vision_models.prompt(processor, "a # b", picture(seed))
+        found.append(context(np.array(tokens, np.int32), media))
+    assert len(found[0]) == len(found[1])
+    assert np.flatnonzero(found[0] != found[1]).tolist() == list(
+        range(media[0].offset, media[0].offset + media[0].length)
+    )
+    assert context(np.array([1, 2]), []).tolist() == [1, 2]
+    assert isinstance(media[0], Placed)

@@ -1,0 +1,127 @@
+"""Picture files: the list in `seer.client.picture_files`."""
+
+from __future__ import annotations
+
+import io
+import struct
+import zlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from seer.client.picture_files import MAX_PIXELS, decoded, opened
+from seer.common.errors import InvalidField
+
+Image = pytest.importorskip("PIL.Image")
+
+
+def saved(picture: Any, kind: str = "PNG", **options: Any) -> bytes:
+    file = io.BytesIO()
+    picture.save(file, kind, **options)
+    return file.getvalue()
+
+
+def noise(height: int = 6, width: int = 4, seed: int = 0) -> Any:
+    return Image.fromarray(np.random.default_rng(seed).integers(0, 256, (height, width, 3), np.uint8))
+
+
+def png(width: int, height: int, rows: int) -> bytes:
+    """A PNG whose head claims a size, and that has so many rows of it, eight gray pixels to a byte."""
+
+    def part(name: bytes, data: bytes) -> bytes:
+        return struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
+
+    head = struct.pack(">IIBBBBB", width, height, 1, 0, 0, 0, 0)
+    lines = zlib.compress((b"\0" + bytes((width + 7) // 8)) * rows)
+    return b"\x89PNG\r\n\x1a\n" + part(b"IHDR", head) + part(b"IDAT", lines) + part(b"IEND", b"")
+
+
+def read(source: bytes | Path) -> Any:
+    return decoded(opened(source, "field"), "field")
+
+
+def test_pixels_come_back_from_files_and_bytes(tmp_path: Path) -> None:
+    picture = noise()
+    (tmp_path / "a.png").write_bytes(saved(picture))
+    for source in (saved(picture), tmp_path / "a.png", saved(picture, "WEBP", lossless=True)):
+        found = read(source)
+        assert found.mode == "RGB"
+        assert np.array_equal(found, picture)
+    assert read(saved(picture, "JPEG")).size == picture.size
+
+
+@pytest.mark.parametrize("mode", ["1", "L", "LA", "P", "RGBA"])
+def test_other_modes_become_rgb_as_pil_does_it(mode: str) -> None:
+    picture = noise().convert(mode)
+    if mode == "RGBA":
+        picture.putalpha(0)  # what shows through is kept
+    assert np.array_equal(read(saved(picture)), picture.convert("RGB"))
+
+
+def test_a_picture_stands_as_its_exif_orientation_says() -> None:
+    picture = noise()
+    exif = Image.Exif()
+    exif[0x0112] = 6  # to be turned clockwise
+    found = read(saved(picture, exif=exif))
+    assert np.array_equal(found, picture.transpose(Image.Transpose.ROTATE_270))
+    assert found.size == (6, 4)
+
+
+def moving(kind: str) -> bytes:
+    return saved(noise(), kind, save_all=True, append_images=[noise(seed=1)])
+
+
+WHOLE = saved(noise(64, 64))
+
+
+@pytest.mark.parametrize(
+    ("data", "says"),
+    [
+        (b"", "cannot be read as a picture: give PNG, JPEG, WEBP"),
+        (b"hello, world\n" * 100, "cannot be read as a picture"),
+        (b"<svg xmlns='http://www.w3.org/2000/svg'/>", "cannot be read as a picture"),
+        (saved(noise(), "GIF"), "give PNG, JPEG, WEBP"),
+        (moving("GIF"), "give PNG, JPEG, WEBP"),
+        (saved(noise(), "TIFF"), "give PNG, JPEG, WEBP"),
+        (moving("PNG"), "2 frames: give a picture of one frame"),
+        (moving("WEBP"), "2 frames: give a picture of one frame"),
+        (saved(Image.fromarray(np.zeros((2, 2), np.uint16))), "mode I;16: give 8 bits"),
+        (png(8192, 8192, 1), f"8192 x 8192 pixels: give at most {MAX_PIXELS}"),
+        (png(8192, 8192, 8192), f"8192 x 8192 pixels: give at most {MAX_PIXELS}"),
+        (png(2**20, 2**20, 1), "cannot be read as a picture"),  # PIL's own bound
+        (WHOLE[: len(WHOLE) // 2], "damaged: cannot be read"),
+        (saved(noise(64, 64), "JPEG")[:-500], "damaged: cannot be read"),
+    ],
+    ids=range(14),
+)
+def test_others_are_refused_by_name(data: bytes, says: str) -> None:
+    with pytest.raises(InvalidField) as info:
+        read(data)
+    assert info.value.field == "field"
+    assert says.replace("'", "") in str(info.value).replace("'", "")
+
+
+def test_no_pixel_is_decoded_before_the_size_was_checked() -> None:
+    """A head that claims more or less than the file has is believed, as PIL does: what is missing is black."""
+    assert read(png(8, 8, 4000)).size == (8, 8)
+    assert not np.any(read(png(100, 100, 1)))
+    picture = opened(png(4096, 4096, 1), "field")
+    assert picture._im is None if hasattr(picture, "_im") else picture.im is None
+
+
+def test_whatever_bytes_arrive_the_outcome_is_a_picture_or_invalid_field() -> None:
+    random = np.random.default_rng(5)
+    files = [saved(noise(32, 32), kind) for kind in ("PNG", "JPEG", "WEBP")]
+    read_well = 0
+    for number in range(600):
+        data = bytearray(files[number % 3])
+        for place in random.integers(0, len(data), random.integers(1, 8)):
+            data[place] = random.integers(0, 256)
+        try:
+            read(bytes(data))
+            read_well += 1
+        except InvalidField:
+            pass
+    assert 0 < read_well < 600

@@ -1,0 +1,78 @@
+"""Images of veRL's agent loops, without veRL: requests, names, and tensors that its trainer gets."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import numpy as np
+import pytest
+import vision_chats
+from vision_models import picture
+
+if importlib.util.find_spec("torchvision") is None:
+    pytest.skip("needs torchvision", allow_module_level=True)
+
+from seer.common.errors import InvalidField
+from seer.common.types import SamplingParams
+from seer.integrations.pictures import Once
+from seer.integrations.verl.groups import GroupKey, GroupMachine, Place, Request, Submission
+from seer.integrations.verl.pictures import Pictures
+
+
+def request(pictures: Pictures, ids: list[int], *shown: object) -> Request:
+    placed = pictures.located(ids, shown)
+    places, images = tuple(e.on_wire for e in placed), tuple(e.medium for e in placed)
+    return Request(tuple(ids), SamplingParams(), places, images)
+
+
+def test_the_trainer_s_inputs_have_the_tensors_of_the_engines():
+    """As veRL calls its processor: for the prompt, and with its text again for each sample."""
+    processor = vision_chats.processor()
+    pictures = Pictures.of(processor)
+    assert isinstance(processor.image_processor, Once)
+    shown = [picture(1), picture(2, 24, 40)]
+    text = "a <|vision_start|> <|image_pad|> <|vision_end|> b <|vision_start|> <|image_pad|> <|vision_end|>"
+    ids = processor(text=[text], images=shown, return_tensors="pt")["input_ids"][0].tolist()
+    asked = request(pictures, ids, *shown)
+    inputs = processor(text=["a b"], images=[each.copy() for each in shown], videos=None, return_tensors="pt")
+    pixels = np.concatenate([each.medium.tensors["pixel_values"] for each in asked.media])
+    assert pixels.tobytes() == np.asarray(inputs["pixel_values"]).tobytes()
+    assert [each.on_wire for each in asked.media] == list(asked.places)
+    assert pictures.biases == {processor.image_token_id: -100.0, processor.video_token_id: -100.0}
+    assert Pictures.of(None) is None
+    with pytest.raises(InvalidField, match="the text has no place for it"):
+        request(pictures, [1, 2], *shown)
+
+
+def test_siblings_that_see_other_pictures_are_not_of_their_group():
+    """Their tokens are equal. Pictures that are processed again are equal, though, whatever object they are."""
+    found = []
+    for seeds in ((1, 1), (1, 2)):
+        machine = GroupMachine(GroupKey(1, False, "7", 0), 2)
+        for session, seed in enumerate(seeds):
+            pictures = Pictures.of(processor := vision_chats.processor())
+            ids = [5, *[processor.image_token_id] * 6, 6]
+            decided = machine.asked(session, request(pictures, ids, picture(seed)), 0.0)
+        found.append([each for each in decided if isinstance(each, Submission)])
+        assert len([each for each in decided if isinstance(each, Place)]) == 2
+    assert [[(each.n, each.kind) for each in some] for some in found] == [
+        [(2, "whole")], [(1, "apart"), (1, "apart")]
+    ]  # fmt: skip
+    first, second = found[1]
+    assert first.prompt_id != second.prompt_id
+    assert first.request.media[0].medium.name != second.request.media[0].medium.name
+
+
+def test_what_was_used_longest_ago_is_forgotten_first():
+    processor = vision_chats.processor()
+    once = Once(processor.image_processor)
+    size = once.medium(picture(1)).size
+    once._most = 2 * size
+    first, second = once.medium(picture(1)), once.medium(picture(2))
+    assert once.medium(picture(1)) is first
+    once.medium(picture(3))
+    assert once.medium(picture(1)) is first
+    again = once.medium(picture(2))
+    assert again is not second
+    assert again.name == second.name
+    assert once._bytes == 2 * size == sum(medium.size for _, medium in once._done.values())

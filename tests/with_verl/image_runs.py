@@ -1,0 +1,129 @@
+"""`make verl-test`: veRL's own trainer with Seer on CPUs, on prompts with images.
+
+The engines' probabilities are those that veRL's actor computes from its own `multi_modal_inputs`, and another
+client gets the same tokens for the same pictures.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import vision_chats
+from up import Up
+from vision_models import picture
+from with_verl.trainer import WHOLE, Run, train
+
+from seer.client import Prompt, SamplingParams, SyncRolloutClient
+from seer.client.images import prepare
+from seer.integrations.verl.groups import GroupKey, prompt_id
+
+pytestmark = pytest.mark.timeout(900)
+
+SEED, N, TOKENS = 42, 4, 24
+ROWS = [("a <image> b", [1]), ("<image> c <image>", [2, 1]), ("d e <image>", [3]), ("f <image>", [4])]
+"""Texts, and the seeds of their pictures."""
+
+
+def make_model(folder: Path) -> Path:
+    """A tiny vision-language model, with Qwen's two separators as tokens in place of two others."""
+    vision_chats.make(folder)
+    file = folder / "tokenizer.json"
+    made = json.loads(file.read_text())
+    vocabulary = made["model"]["vocab"]
+    words = {token: word for word, token in vocabulary.items()}
+    for token, word, special in ((194, "\n", False), (195, "<|im_end|>", True)):
+        del vocabulary[words[token]]
+        vocabulary[word] = token
+        plain = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+        made["added_tokens"].append({"id": token, "content": word, "special": special, **plain})
+    made["added_tokens"].sort(key=lambda each: each["id"])
+    file.write_text(json.dumps(made))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("vision") / "model")
+
+
+@pytest.fixture(scope="module")
+def system(model: Path) -> Iterator[Up]:
+    up = Up(model, 1, "engine.max_model_len=128", "engine.kv_blocks=400", "buffer.chunk_size=16")
+    try:
+        up.wait()
+        yield up
+    finally:
+        up.stop()
+
+
+@pytest.fixture(scope="module")
+def run(system: Up, model: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    folder = tmp_path_factory.mktemp("verl")
+    rows = []
+    for index, (text, seeds) in enumerate(ROWS):
+        for seed in seeds:
+            picture(seed).save(folder / f"{seed}.png")
+        rows.append(
+            {
+                "prompt": [{"role": "user", "content": text}],
+                "images": [str(folder / f"{seed}.png") for seed in seeds],
+                "data_source": "pictures",
+                "reward_model": {"style": "rule", "ground_truth": text},
+                "extra_info": {"index": index},
+            }
+        )
+    (folder / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    changes = WHOLE | {
+        "actor_rollout_ref.model.path": model,
+        "data.train_files": folder / "data.jsonl",
+        "data.val_files": folder / "data.jsonl",
+        "data.train_batch_size": len(ROWS),
+        "data.val_batch_size": len(ROWS),
+        "data.max_prompt_length": 64,
+        "data.max_response_length": TOKENS,
+        "actor_rollout_ref.actor.ppo_mini_batch_size": len(ROWS),
+        "actor_rollout_ref.rollout.n": N,
+        "reward.custom_reward_function.path": Path(__file__).with_name("pictures_reward.py"),
+        "trainer.total_training_steps": 1,
+        "trainer.val_before_train": False,
+    }
+    found = train(folder / "run", system.endpoint, changes)
+    assert found.status == 0, found.said[-5000:]
+    return found
+
+
+def test_the_actor_sees_what_the_engines_saw(run):
+    metrics = run.metrics(1)
+    assert metrics["training/rollout_actor_probs_pearson_corr"] > 0.999
+    assert metrics["training/rollout_probs_diff_mean"] < 0.01  # the actor computes in bfloat16
+    assert metrics["actor/grad_norm"] > 0
+    assert run.submitted == [f"{len(ROWS)} whole groups; weights of step 0"]
+
+
+def test_another_client_gets_the_same_tokens(run, system):
+    """Of the pictures that it processes itself, by another release of transformers."""
+    processor = vision_chats.processor()
+    given = []
+    for index, (text, seeds) in enumerate(ROWS):
+        shown = text.replace("<image>", "<|vision_start|> <|image_pad|> <|vision_end|>") + " <bos>"
+        tokens, media, _ = prepare(processor, shown, [picture(seed) for seed in seeds])
+        name = prompt_id(GroupKey(1, False, str(index), 0), tuple(tokens))
+        given.append(Prompt(name, token_ids=tokens, media=media))
+    never = {processor.image_token_id: -100.0, processor.video_token_id: -100.0}
+    sampling = SamplingParams(max_tokens=TOKENS, logit_bias=never)
+    with SyncRolloutClient(system.endpoint) as client:
+        before = client.status().counters["media_received_bytes"]
+        groups = client.submit(given, n=N, sampling=sampling, seed=SEED, rollout_number=1).result()
+        assert client.status().counters["media_received_bytes"] == before, "the same tensors, to the last bit"
+        assert len(groups) == len(ROWS)
+    decode = processor.tokenizer.decode
+    again = Counter(
+        decode(response.token_ids.tolist(), skip_special_tokens=True)
+        for group in groups
+        for response in group.responses
+    )
+    assert Counter(text for _, text in run.responses(1).elements()) == again
