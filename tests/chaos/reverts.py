@@ -35,6 +35,7 @@ from seer.services.buffer.requests.machine import RequestMachine
 from seer.services.buffer.requests.trajectories import Trajectories
 from seer.services.buffer.server import BufferServer
 from seer.services.buffer.sleep import Joined, SleepMachine
+from seer.services.buffer.store import Store
 from seer.services.buffer.weights.machine import WeightsMachine
 from seer.services.buffer.weights.spool import Spool
 from seer.services.buffer.weights.spool_folder import SpoolFolder
@@ -382,6 +383,19 @@ def _idle_for_ever() -> Patches:
     yield mock.patch.object(Trajectories, "tick")
 
 
+# --- 19: images ----------------------------------------------------------------------------------
+
+
+def _later_chunks_lack_images() -> Patches:
+    def chunk(original: Any, self: Any, *args: Any, **named: Any) -> Any:
+        order = original(self, *args, **named)
+        if len(order.tokens) > order.prompt_len:
+            order.media = []
+        return order
+
+    yield _around(Store, "chunk", chunk)
+
+
 # --- plans that reach what drawn ones seldom do --------------------------------------------------
 
 _CALM = replace(
@@ -389,7 +403,8 @@ _CALM = replace(
     step_seconds=0.05, silence_seconds=20.0, update_seconds=3600.0, ttl_seconds=60.0,
     result_bytes=8 * 2**30, max_requests=200_000, engine_delay=0.0, load_seconds=0.5, latency=0.0,
     jitter=0.0, queue=1000, clocks=False, same_machine=True, spool=False, rejections=0, poison=False,
-    header_bytes=2**24, rogue=False, faults=(), lease_seconds=3600.0,
+    header_bytes=2**24, rogue=False, faults=(), catches=(), media_bytes=0,
+    lease_seconds=3600.0,
 )  # fmt: skip
 
 
@@ -492,6 +507,8 @@ _ABANDONED = _plan(
     faults=(Fault(4.0, "lose trainer", "t1", 0.0),),
 )  # fmt: skip
 
+_SHOWN = _plan((_roll(images=2),))
+
 REVERTS = (
     Revert("stall-is-silence", 1, _stall_is_silence, _STALL),
     Revert("losses-count", 1, _losses_count, _LOSSES),
@@ -523,6 +540,7 @@ REVERTS = (
     Revert("answers-forgotten", 18, _answers_forgotten, _KILLED),
     Revert("segments-share-noise", 18, _segments_share_noise, _REWRITTEN),
     Revert("idle-for-ever", 18, _idle_for_ever, _ABANDONED),
+    Revert("later-chunks-lack-images", 19, _later_chunks_lack_images, _SHOWN),
 )
 
 
