@@ -31,6 +31,7 @@ from seer.local.system import LocalSystem
 from seer.services.engine.backend import Chunk, PlacedMedium
 from seer.services.engine.vllm import self_test
 from seer.services.engine.vllm.backend import VllmBackend
+from seer.services.engine.vllm.forced_text import logits_by_ways
 from seer.services.engine.vllm.images import Images
 
 pytestmark = pytest.mark.vllm
@@ -196,6 +197,38 @@ def test_logits_are_those_of_transformers(backend, family, model):
         one = msgspec.structs.replace(chunk("p", 0, (tokens, placed)), max_new_tokens=1)
         _, ((logits,),) = backend.probe.capture(one)
         assert logits == pytest.approx(expected, abs=2e-3)
+
+
+def test_the_teacher_of_verify_sees_images_and_placeholders_that_were_sampled(backend, family, model):
+    import torch
+    from transformers import AutoModelForImageTextToText
+
+    reference = AutoModelForImageTextToText.from_pretrained(model, dtype=torch.float32).eval()
+    pictures = picture(2, 24, 40), picture(3, 8, 16)
+    tokens, media, _ = vision_models.prompt(processor_of(family), "# e # f g", *pictures)
+    shown = tuple(PlacedMedium(each.on_wire, each.medium) for each in media)
+    output = run(backend, [chunk("two", 0, (tokens, shown))])["two#0"].tokens[:9]
+    ways = logits_by_ways(backend.probe, [*tokens, *output], len(tokens), 1000 + 3, SAMPLING, shown)
+    with torch.no_grad():
+        inputs = vision_models.prompt(processor_of(family), "# e # f g", *pictures).inputs
+        inputs = dict(inputs) | {
+            "input_ids": torch.tensor([[*tokens, *output]]),
+            "attention_mask": torch.ones(1, len(tokens) + len(output), dtype=torch.long),
+            "mm_token_type_ids": torch.tensor(
+                [[int(token == IMAGE) for token in tokens] + [0] * len(output)]
+            ),
+        }
+        expected = reference(**inputs).logits[0, -1].numpy()
+    assert len(ways) == 4, "two prefills and two decodes reach this context"
+    for logits in ways:
+        assert logits == pytest.approx(expected, abs=2e-3)
+    sampled = [*output, IMAGE, 9]
+    again = backend.probe.logits([*tokens, *sampled], len(tokens), shown)
+    assert np.isfinite(again).all()
+    with pytest.raises(InvalidField, match="vLLM would read the others as text"):
+        backend.probe.logits([*tokens, *sampled], None, shown)
+    with pytest.raises(InvalidField, match="vLLM would read the others as text"):
+        backend.probe.logits([*tokens, *sampled], len(tokens))
 
 
 def test_other_pictures_give_other_tokens(backend, family):
