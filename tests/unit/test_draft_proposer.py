@@ -168,6 +168,16 @@ def test_what_is_said_while_drafts_are_off_is_drafted_afterwards(rows):
     assert rows.step(c=[50, 51, 52])["c"] == [53, 54, 55, 56]  # one that ended meanwhile
 
 
+def test_what_an_ended_request_said_in_earlier_chunks_is_drafted(rows):
+    rows.add("b", index=1)
+    rows.add("a", index=0)
+    rows.requests["a"].prompt_token_ids = [*PROMPT, *range(50, 60)]
+    rows.requests["a"].output_token_ids = [60, 61, 62]
+    rows.proposer.learn_ended(["a"])
+    rows.arrange(["b"])
+    assert rows.step(b=[50, 51, 52])["b"] == [53, 54, 55, 56]
+
+
 def test_while_drafts_are_off_there_are_none_but_those_of_a_script(rows):
     rows.add("a")
     rows.step(a=SONG[:16])
