@@ -41,7 +41,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def system(model: Path) -> Iterator[Up]:
-    started = Up(model, 2, "engine.max_model_len=256", "engine.kv_blocks=100", "buffer.chunk_size=16")
+    started = Up(model, 1, "engine.max_model_len=256", "engine.kv_blocks=100", "buffer.chunk_size=16")
     try:
         import torch
         import trl  # noqa: F401 - takes as long as the engines
@@ -167,6 +167,7 @@ def test_grpo_with_images_in_prompts_and_from_tools(system, model, tmp_path, mon
         assert client.status().counters["media_received_bytes"] == before, "the buffer had each image"
 
 
+@pytest.mark.breadth
 def test_rloo_with_images(system, model, tmp_path):
     from trl import RLOOConfig
 
@@ -175,6 +176,7 @@ def test_rloo_with_images(system, model, tmp_path):
         assert [again(client, call) for call in calls] == [G * 3] * 2
 
 
+@pytest.mark.breadth
 def test_the_gateway_gives_the_tokens_of_the_trainer_s_own_prompt(system, model):
     """As chats over HTTP, and as a prompt that `prepare` made: tokens and logprobs of the same group are equal."""
     read, write = os.pipe()

@@ -7,6 +7,7 @@ client gets the same tokens for the same pictures.
 from __future__ import annotations
 
 import json
+import subprocess
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +16,7 @@ import pytest
 import vision_chats
 from up import Up
 from vision_models import picture
-from with_verl.trainer import WHOLE, Run, train
+from with_verl.trainer import PYTHON, WHOLE, Run, train
 
 from seer.client import Prompt, SamplingParams, SyncRolloutClient
 from seer.client.images import prepare
@@ -48,6 +49,27 @@ def make_model(folder: Path) -> Path:
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_model(tmp_path_factory.mktemp("vision") / "model")
+
+
+def test_the_trainer_s_inputs_are_the_tensors_of_the_engines(model, tmp_path):
+    """By veRL's own code, and equal to what another release of transformers makes of the same files."""
+    shown = [picture(1), picture(2, 24, 40), picture(1)]
+    files = [tmp_path / f"{number}.png" for number in range(3)]
+    for each, file in zip(shown, files, strict=True):
+        each.save(file)
+    command = [PYTHON, Path(__file__).with_name("picture_inputs.py"), model, *files]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["engines"] == found["trainer"]
+    assert found["grids"][0] == found["grids"][1]
+    processor = vision_chats.processor()
+    text = "a" + " <|vision_start|> <|image_pad|> <|vision_end|>" * 3 + " <bos>"
+    tokens, media, _ = prepare(processor, text, shown)
+    assert found["tokens"] == tokens
+    places = [[each.medium.name, each.offset, each.length] for each in media]
+    assert found["places"] == places, "the same tensors, to the last bit"
+    assert found["bias"] == {str(processor.image_token_id): -100.0, str(processor.video_token_id): -100.0}
 
 
 @pytest.fixture(scope="module")
