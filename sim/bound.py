@@ -25,7 +25,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from seer.common.errors import InvalidField
+from seer.common.policy.bound import lower_bound
 from seer.sim.drafting import DRAFT_SHARE, GAINS, kind_of
 from seer.sim.turns import Trajectory, generated
 from seer.sim.workload import Model, Workload
@@ -43,23 +43,6 @@ WEIGHTS = tuple(2.0**power for power in range(-1, 7))
 
 POINTS = 257
 """Lengths at which charges are computed. They are concave: in between, the straight line is below them."""
-
-
-def lower_bound(tokens: int, longest: int, capacity: float, seconds_per_token: float) -> float:
-    """Return the larger of the seconds for all work at full capacity, and for the longest response alone.
-
-    `tokens` of all responses, and of the `longest` one; `capacity`: tokens/s of all instances together,
-    each at the best batch that its KV holds; `seconds_per_token`: of a request that runs alone on an
-    instance. Both with the drafts that the engines use. Raises `InvalidField`.
-    """
-    for name, value in (("tokens", tokens), ("longest", longest), ("seconds_per_token", seconds_per_token)):
-        if value < 0:
-            raise InvalidField(name, value, "must not be negative")
-    if not capacity > 0:
-        raise InvalidField("capacity", capacity, "must be positive")
-    if longest > tokens:
-        raise InvalidField("longest", longest, f"cannot exceed tokens = {tokens}")
-    return max(tokens / capacity, longest * seconds_per_token)
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,6 +4,7 @@ from seer.common import ids
 from seer.common.policy.placement import stay_or_least_loaded
 from seer.services.buffer.requests.group_registry import GroupRegistry
 from seer.services.buffer.requests.machine import RequestMachine
+from seer.services.buffer.statistics import Statistics
 
 
 def check_work_conserved(machine: RequestMachine) -> None:
@@ -108,3 +109,20 @@ def check_registry(machine: RequestMachine) -> None:
     assert {group.group_id for group in registry.groups.values() if group.done} == set(registry.finished)
     assert registry.finished_tokens == sum(group.tokens for group in registry.finished.values())
     assert registry.finished_tokens <= limits.result_tokens or len(registry.finished) == 1
+
+
+def check_statistics(statistics: Statistics, machine: RequestMachine, opened: int, dispatched: int) -> None:
+    """Every response that was opened, and every chunk that was dispatched and not dropped, is counted once."""
+    assert (
+        sum(statistics.finished.values()) + sum(not each.finish for each in machine.requests.values())
+        == opened
+    )
+    running = sum(bool(each.instance) for each in machine.requests.values())
+    assert sum(statistics.chunk_seconds.counts) + statistics.lost.total() + running == dispatched
+    assert statistics._groups.keys() <= machine.groups.keys()
+    assert statistics._rollouts.keys() <= machine.rollouts.keys()
+    for name, rollout in statistics._rollouts.items():
+        members = machine.rollouts[name].members.values()
+        assert rollout.groups == sum(not group.done for group in members)
+    chunks = {key for running in statistics._running.values() for key in running}
+    assert chunks == {each.view.request_id for each in machine.requests.values() if each.instance}

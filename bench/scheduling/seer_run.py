@@ -20,10 +20,10 @@ from msgspec.structs import replace
 from seer.client import RolloutClient, SamplingParams
 from seer.client.prompts import Prompt
 from seer.common.config import Config
+from seer.common.policy.bound import lower_bound
+from seer.common.policy.tail import tail_seconds
 from seer.common.wire import InstanceStatus
 from seer.local.system import LocalSystem
-from seer.report.tail import tail_seconds
-from seer.sim.bound import lower_bound
 
 WARM_UP_TOKENS = 512
 

@@ -38,10 +38,10 @@ from seer.client import Prompt, RolloutClient, SamplingParams
 from seer.client.turns import Trajectory, TrajectoryFailed
 from seer.common.config import Config, load
 from seer.common.policy.device_defaults import BLOCK_SIZE
+from seer.common.policy.tail import tail_seconds
 from seer.common.wire import InstanceStatus
 from seer.local.hardware import plan_engines
 from seer.local.system import LocalSystem
-from seer.report.tail import tail_seconds
 
 sys.path.insert(0, str(EXAMPLE))
 from task import IDS, LARGEST, VOCAB

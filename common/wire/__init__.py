@@ -64,6 +64,10 @@ from seer.common.wire.events import RequestProgress as RequestProgress
 from seer.common.wire.events import Sequenced as Sequenced
 from seer.common.wire.events import SnapshotAsked as SnapshotAsked
 from seer.common.wire.events import SnapshotRequest as SnapshotRequest
+from seer.common.wire.figures import Histogram as Histogram
+from seer.common.wire.figures import OpenRequest as OpenRequest
+from seer.common.wire.figures import RolloutEnd as RolloutEnd
+from seer.common.wire.figures import RolloutStatus as RolloutStatus
 from seer.common.wire.media import MEDIA_AT_ONCE as MEDIA_AT_ONCE
 from seer.common.wire.media import MEDIUM_PART_BYTES as MEDIUM_PART_BYTES
 from seer.common.wire.media import MEDIUM_STALL_SECONDS as MEDIUM_STALL_SECONDS
@@ -77,7 +81,9 @@ from seer.common.wire.nodes import LeaderToNode as LeaderToNode
 from seer.common.wire.nodes import NodeToLeader as NodeToLeader
 from seer.common.wire.nodes import StartRanks as StartRanks
 from seer.common.wire.nodes import WeightsChecked as WeightsChecked
+from seer.common.wire.trainers import MAX_LONGEST as MAX_LONGEST
 from seer.common.wire.trainers import MAX_PROMPTS as MAX_PROMPTS
+from seer.common.wire.trainers import MAX_ROLLOUTS as MAX_ROLLOUTS
 from seer.common.wire.trainers import Accepted as Accepted
 from seer.common.wire.trainers import Acknowledge as Acknowledge
 from seer.common.wire.trainers import BufferToTrainer as BufferToTrainer

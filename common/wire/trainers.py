@@ -31,6 +31,7 @@ from seer.common.wire.base import (
     Tokens,
     Welcome,
 )
+from seer.common.wire.figures import Histogram, OpenRequest, RolloutEnd, RolloutStatus
 from seer.common.wire.media import MediumData, MediumState, OpenMedium
 from seer.common.wire.weights import (
     OpenSpool,
@@ -43,6 +44,9 @@ from seer.common.wire.weights import (
     WeightsLive,
     WeightsLoading,
 )
+
+MAX_ROLLOUTS, MAX_LONGEST = 16, 10
+"""Most rollouts and requests that a `Status` names."""
 
 MAX_PROMPTS = 4096
 """Most prompts of one `Submit`: handling one message must not delay the others."""
@@ -215,6 +219,12 @@ class Status(Message, tag=True):
     the other services' endpoints as the buffer's configuration has them; `pool` in it is the KV pool
     master's metrics address. `engines` counts those that are there: `instances`, and those that load weights,
     sleep or are quarantined (0: an older buffer does not count them).
+
+    `open_rollouts` are the `MAX_ROLLOUTS` submitted last, `longest_open` the `MAX_LONGEST` requests with most
+    tokens; `eta_seconds` is about all open requests. `lost_chunks` counts by engine, `finished` by reason.
+    `histograms`, and `messages` by socket and kind, are named as the metrics that they become
+    (docs/operations.md). `loop_lag_seconds`: how late the event loop was at most within the last minute.
+    `last_rollout`: the one that ended last; open rollouts are left out. `loading`: engines that load weights.
     """
 
     name: ShortStr
@@ -233,6 +243,18 @@ class Status(Message, tag=True):
     asleep: bool = False
     requests_held: int = 0
     engines: int = 0
+    open_rollouts: list[RolloutStatus] = []
+    longest_open: list[OpenRequest] = []
+    eta_seconds: float | None = None
+    lost_chunks: dict[str, int] = {}
+    finished: dict[str, int] = {}
+    histograms: dict[str, Histogram] = {}
+    messages: dict[str, dict[str, int]] = {}
+    loop_lag_seconds: float = 0.0
+    last_rollout: RolloutEnd | None = None
+    groups_open: int = 0
+    results_held_bytes: int = 0
+    loading: int = 0
 
 
 TrainerToBuffer = (

@@ -47,8 +47,8 @@ from seer.client import (
 from seer.common.config import Config
 from seer.common.config import load as load_config
 from seer.common.errors import SeerError
+from seer.common.policy.tail import tail_seconds
 from seer.local.system import LocalSystem, run
-from seer.report.tail import tail_seconds
 from seer.rollout.files import check_weights
 from seer.rollout.journal import model_digest
 

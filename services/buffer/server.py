@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+from collections.abc import Sequence
 from pathlib import Path
 
 from seer import __version__
@@ -35,9 +36,12 @@ from seer.services.buffer.engines import EngineConnections
 from seer.services.buffer.log.kept import KeptChunks
 from seer.services.buffer.log.rows import Header
 from seer.services.buffer.log.writer import LogWriter
+from seer.services.buffer.machine import Event, Instruction
 from seer.services.buffer.media.server import MediaServer
 from seer.services.buffer.peers import Peers, handle_hello
 from seer.services.buffer.requests import events, state
+from seer.services.buffer.statistics import Statistics
+from seer.services.buffer.status import Sources, StatusDesk
 from seer.services.buffer.store import TOKEN_BYTES, Store
 from seer.services.buffer.weights import events as weight_events
 from seer.services.buffer.weights.spool import Spool
@@ -88,6 +92,7 @@ class BufferServer:
         machines = header.machine()
         self.machine, self.weights, self._sleep = machines.requests, machines.weights, machines.sleep
         self._rows = LogWriter(settings.log, header, machines)
+        self._statistics = Statistics(machines)
         self.store = Store()
         chunks = str(Path(settings.log) / "chunks") if settings.log and settings.keep_chunks else ""
         self._kept = KeptChunks(chunks, settings.result_ttl_seconds, clock.now())
@@ -114,10 +119,11 @@ class BufferServer:
             to_address=self._send_to_address,
             publish=self._to_publish.put_nowait,
             on_loss=lambda name: self._engines.require_registration(name),
-            record=self._rows.write,
+            record=self._record,
         )
         self._spool = Spool(settings.spool, clock)
         self._trainers = Peers()
+        self._machines = machines
         self._engines = EngineConnections(
             self.me, clock, machines, self.conductor, self._kept, self._spool, self._media
         )
@@ -152,12 +158,38 @@ class BufferServer:
             wire.ContextSnapshotReply,
             self._clock,
         )
+        self._desk = self._status_desk()
         return {
             "trainers": trainers.endpoint,
             "engines": engines.endpoint,
             "events": published.endpoint,
             "event_snapshots": snapshots.endpoint,
         }
+
+    def _status_desk(self) -> StatusDesk:
+        sources = Sources(
+            self.me,
+            self._services(),
+            registered=self.conductor.registered,
+            stats=self._engines.stats,
+            lives=self._engines.lives,
+            media=self._media.counters,
+            uptime=lambda: self._trainer_hub.uptime_seconds,
+            sockets=self._sockets,
+        )
+        return StatusDesk(self._clock, self._machines, self._statistics, sources, self._trainer_hub.reply)
+
+    def _sockets(self) -> dict[str, dict[str, int]]:
+        """Return the counters of all sockets by name."""
+        return {
+            "trainers": self._trainer_hub.counters,
+            "engines": self._engines.hub.counters,
+            "events": self._events.counters,
+        }
+
+    def _record(self, now: float, event: Event, out: Sequence[Instruction]) -> None:
+        self._rows.write(now, event, out)
+        self._statistics.record(now, event, out)
 
     async def run(self) -> None:
         """Serve until drained."""
@@ -186,17 +218,14 @@ class BufferServer:
                     self._tick(),
                     self._spool.run(),
                     self._media.run(),
+                    self._desk.run(),
+                    self._desk.watch_lag(),
                 )
             ]
             await self.conductor.drained.wait()
             for task in serving:
                 task.cancel()
-        counters = {
-            "trainers": self._trainer_hub.counters,
-            "engines": self._engines.hub.counters,
-            "events": self._events.counters,
-        }
-        self._log.info("served", **counters)
+        self._log.info("served", **self._sockets())
 
     def drain(self) -> None:
         """Refuse new submissions; `run` returns once all accepted groups are finished and acknowledged."""
@@ -239,7 +268,7 @@ class BufferServer:
             case wire.Cancel(rollout_id=rollout_id, prompt_ids=prompt_ids, submission=submission):
                 self.conductor.apply(events.RolloutCancelled(name, rollout_id, prompt_ids, submission))
             case wire.StatusRequest():
-                return self._status()
+                self._desk.ask(address)
             case wire.Sleep() if self.weights.updating:
                 busy = "a weight update is under way: wait for that"
                 return wire.Slept(asleep=message.asleep, problem=busy, call_id=message.call_id)
@@ -269,23 +298,10 @@ class BufferServer:
         self.conductor.apply(event)
         return None
 
-    def _status(self) -> wire.Status:
+    def _services(self) -> dict[str, str]:
         at, pool = self._config.endpoints, self._config.pool
         services = {"context": at.estimate_snapshots, "dgds": at.dgds}
-        if pool.kind == "mooncake":
-            services["pool"] = pool.metrics
-        return views.status(
-            self.machine,
-            self.weights,
-            self.me,
-            self.conductor.registered,
-            self._engines.stats,
-            self._engines.lives,
-            self._trainer_hub.uptime_seconds,
-            services,
-            self._sleep.held,
-            self._media.counters,
-        )
+        return services | ({"pool": pool.metrics} if pool.kind == "mooncake" else {})
 
     async def _submit(self, trainer: str, address: bytes, submit: wire.Submit) -> wire.BufferToTrainer | None:
         """Handle a submission, and others' messages in between; return the refusal of a malformed one."""

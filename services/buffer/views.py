@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 from seer.common import wire
 from seer.common.group_events import GroupClosed, GroupEvent, GroupOpened, RequestProgress
-from seer.common.net.handshake import Identity
 from seer.common.net.stream import page_count, page_of
-from seer.common.types import InstanceStats
 from seer.services.buffer import sleep
 from seer.services.buffer.requests import instructions, state
 from seer.services.buffer.requests.machine import RequestMachine
 from seer.services.buffer.weights import instructions as weight_instructions
-from seer.services.buffer.weights.machine import WeightsMachine
 
 
 def progress(machine: RequestMachine, rollout: state.RolloutState) -> wire.Progress:
@@ -157,48 +154,4 @@ def outcome(
     weights = item.weights
     return wire.WeightsLive(
         version=weights.version, digest=weights.digest, quarantined=item.quarantined, call_id=item.call_id
-    )
-
-
-def status(
-    machine: RequestMachine,
-    weights: WeightsMachine,
-    me: Identity,
-    registered: Mapping[str, wire.Register],
-    stats: Mapping[str, InstanceStats],
-    lives: Mapping[str, int],
-    uptime_seconds: float,
-    services: dict[str, str],
-    asleep: bool,
-    media: Mapping[str, int],
-) -> wire.Status:
-    """Return the answer to `StatusRequest`. `lives`: incarnations by engine name; `media`: more counters."""
-    return wire.Status(
-        name=me.name,
-        incarnation=me.incarnation,
-        policy=machine.policy.name,
-        instances=[
-            wire.InstanceStatus(
-                name=view.name,
-                capacity=view.capacity,
-                stats=stats.get(view.name, InstanceStats()),
-                chunks=view.chunks,
-                reserved_blocks=view.reserved_blocks,
-                versions=registered[view.name].versions,
-                restarts=lives[view.name] - 1,
-            )
-            for view in machine.instances.values()
-        ],
-        rollouts=len(machine.rollouts),
-        requests_waiting=machine.waiting,
-        requests_running=machine.instances.chunks,
-        counters=machine.counters | dict(media),
-        uptime_seconds=uptime_seconds,
-        weight_version=weights.live.version if weights.live else 0,
-        weights_digest=weights.live.digest if weights.live else "",
-        quarantined=weights.quarantined,
-        services=services,
-        asleep=asleep,
-        requests_held=sum(group.size for group in machine.registry.held.values()),
-        engines=len(weights.known),
     )

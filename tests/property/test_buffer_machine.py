@@ -1,5 +1,6 @@
 """Any interleaving of events, under each policy: invariants hold, every token is kept once, every group ends
 once, and a second machine that is told the same decides the same, however often it is made anew of a snapshot.
+Whoever watches counts every response and every chunk once.
 
 Two trainers use two rollout ids, for one thing and then for another, and one has trajectories of many turns;
 weights change, submissions are held, engines leave and die. The context service knows what is open or away.
@@ -18,7 +19,7 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
-from invariants import check
+from invariants import check, check_statistics
 from msgspec import structs
 from snapshots import again
 
@@ -32,6 +33,7 @@ from seer.services.buffer.requests import events, instructions, state
 from seer.services.buffer.requests.machine import RequestMachine
 from seer.services.buffer.requests.trajectories import key_of
 from seer.services.buffer.sleep import SleepMachine
+from seer.services.buffer.statistics import Statistics
 from seer.services.buffer.weights.machine import WeightsMachine
 from seer.services.context.machine import EstimateMachine
 
@@ -56,6 +58,8 @@ class BufferModel(RuleBasedStateMachine):
     def start(self, chunk, most):
         limits = state.Limits(chunk_size=chunk, max_attempts=3, max_requests=most, unfinished_tokens=400)
         self.machine, self.twin = (RequestMachine(self.policy, limits) for _ in range(2))
+        self.statistics = Statistics(BufferMachine(self.machine, WeightsMachine(), SleepMachine()))
+        self.opened = self.dispatched = self.dropped = 0
         self.now = 0.0
         self.prompts = self.lives = self.uses = 0
         self.running: dict[tuple[str, int], instructions.Dispatch] = {}
@@ -71,6 +75,10 @@ class BufferModel(RuleBasedStateMachine):
         self.now += 0.01
         answered = self.machine.apply(event, self.now)
         assert answered == self.twin.apply(mirrored(event), self.now)
+        self.statistics.record(self.now, event, answered)
+        self.opened += sum(item.size for item in answered if isinstance(item, GroupOpened))
+        self.dispatched += sum(isinstance(item, instructions.Dispatch) for item in answered)
+        self.dropped += sum(isinstance(item, instructions.Drop) for item in answered)
         delivered, refused = set(), set()
         for item in answered:
             match item:
@@ -384,6 +392,7 @@ class BufferModel(RuleBasedStateMachine):
     def invariants(self):
         if hasattr(self, "machine"):
             check(self.machine)
+            check_statistics(self.statistics, self.machine, self.opened, self.dispatched - self.dropped)
 
     def teardown(self):
         """With a big engine and no more faults, everything that was taken ends."""

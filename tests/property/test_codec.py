@@ -64,6 +64,10 @@ def values(kind):
             return st.dictionaries(values(key), values(value), max_size=4)
         case inspect.StructType(cls=cls):
             return structs(cls)
+        case inspect.NoneType():
+            return st.none()
+        case inspect.UnionType(types=types):
+            return st.one_of(*map(values, types))
     raise AssertionError(f"no strategy for {kind}")
 
 

@@ -1,13 +1,12 @@
-"""What `sim/bound.py` and `rollout_job.bound_seconds` make of lengths and speeds."""
+"""What `common/policy/bound.py` makes of lengths and speeds."""
 
 from __future__ import annotations
 
 import pytest
 
 from seer.common.errors import InvalidField
+from seer.common.policy.bound import bound_seconds, lower_bound
 from seer.common.types import InstanceStats
-from seer.rollout.job import bound_seconds
-from seer.sim.bound import lower_bound
 
 
 def test_the_bound_is_all_work_or_the_longest_response_whichever_takes_longer() -> None:
@@ -33,12 +32,12 @@ def test_what_makes_no_sense_is_refused_by_name(field: str, arguments: tuple[int
 def test_a_rollouts_bound_is_of_its_engines_at_their_best() -> None:
     seen = InstanceStats(best_rate=100.0, token_seconds_alone=0.02)
     other = InstanceStats(best_rate=50.0, token_seconds_alone=0.04)
-    assert bound_seconds([300, 300], [seen, other]) == 6.0  # 300 tokens alone, at 0.02 s, beat 600 / 150
-    assert bound_seconds([30] * 30, [seen, other]) == 6.0
-    assert bound_seconds([30] * 30, [seen, InstanceStats()]) == 4.5  # as fast as the other, for all one knows
+    assert bound_seconds(600, 300, [seen, other]) == 6.0  # 300 tokens alone, at 0.02 s, beat 600 / 150
+    assert bound_seconds(900, 30, [seen, other]) == 6.0
+    assert bound_seconds(900, 30, [seen, InstanceStats()]) == 4.5  # as fast as the other, for all one knows
 
 
 def test_without_a_second_of_work_there_is_no_bound() -> None:
-    assert bound_seconds([30], [InstanceStats(token_seconds_alone=0.1)]) is None
-    assert bound_seconds([], [InstanceStats(best_rate=1.0)]) is None
-    assert bound_seconds([30], []) is None
+    assert bound_seconds(30, 30, [InstanceStats(token_seconds_alone=0.1)]) is None
+    assert bound_seconds(0, 0, [InstanceStats(best_rate=1.0)]) is None
+    assert bound_seconds(30, 30, []) is None

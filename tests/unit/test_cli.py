@@ -13,8 +13,8 @@ from click.testing import CliRunner, Result
 
 import seer
 from seer.cli.main import main
+from seer.common.policy.tail import tail_seconds
 from seer.common.types import SamplingParams
-from seer.report.tail import tail_seconds
 from seer.rollout import job as rollout_job
 from seer.rollout.job import Job
 

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from seer.common.errors import InvalidField
-from seer.report.tail import before_tail
+from seer.common.policy.tail import before_tail
 from seer.report.timeline import Chunk, End, EngineLife, Response, Rollout, Span, Timeline
 from seer.report.trajectories import away
 

@@ -28,15 +28,16 @@ from seer.client.text import Tokenizer
 from seer.common.config import Config
 from seer.common.errors import InvalidField, RequestRefused, SeerError, Unreachable
 from seer.common.net.keys import load_keys, name_under, security_of
+from seer.common.policy.bound import bound_seconds
 from seer.common.policy.schedule import POLICIES
+from seer.common.policy.tail import tail_seconds
 from seer.common.process.scratch import Scratch
-from seer.common.types import InstanceStats, SamplingParams
+from seer.common.types import SamplingParams
 from seer.common.wire import InstanceStatus
 from seer.local.child import LaunchError
 from seer.local.system import LocalSystem, run
 from seer.report.drafts import draft_text, draft_use
 from seer.report.pool import pool_use, use_text
-from seer.report.tail import tail_seconds
 from seer.rollout.files import (
     ModelFacts,
     PromptLine,
@@ -51,7 +52,6 @@ from seer.rollout.files import (
 from seer.rollout.journal import Journal, model_digest, prompts_digest
 from seer.rollout.pictures import Pictures
 from seer.rollout.progress import showing
-from seer.sim.bound import lower_bound
 
 SLACK_TOKENS = 32
 """Length beyond prompt and output, for drafted tokens that are rejected."""
@@ -331,20 +331,9 @@ def _lengths(outcome: Outcome) -> list[int]:
 
 def _bound(outcome: Outcome) -> float | None:
     """Return the least time for what this run did, if it is known."""
-    return bound_seconds(_lengths(outcome), [instance.stats for instance in outcome.instances])
-
-
-def bound_seconds(lengths: Sequence[int], stats: Sequence[InstanceStats]) -> float | None:
-    """Return a lower bound on the time for responses of these lengths, at each instance's best speed.
-
-    An instance that never ran for a second counts as fast as the fastest. None: none of them did.
-    """
-    fastest = max((each.best_rate for each in stats), default=0.0)
-    if not lengths or not fastest:
-        return None
-    capacity = sum(each.best_rate or fastest for each in stats)
-    alone = min((each.token_seconds_alone for each in stats if each.token_seconds_alone), default=0.0)
-    return lower_bound(sum(lengths), max(lengths), capacity, alone)
+    lengths = _lengths(outcome)
+    stats = [instance.stats for instance in outcome.instances]
+    return bound_seconds(sum(lengths), max(lengths, default=0), stats)
 
 
 def _say(line: str) -> None:

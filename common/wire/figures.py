@@ -1,0 +1,84 @@
+"""Figures that a `Status` has beside the state itself: distributions, and single rollouts and requests."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from typing import Annotated
+
+import msgspec
+
+from seer.common.wire.base import ShortStr
+
+MAX_BUCKETS = 64
+"""Bound on the buckets of a histogram; the buffer's have 12."""
+
+Count = Annotated[int, msgspec.Meta(ge=0)]
+
+
+class Histogram(msgspec.Struct):
+    """How often a value was at most each of the rising `bounds`, and above the one before; `total`: the sum.
+
+    `counts` has one more entry than `bounds`, for values above all.
+    """
+
+    bounds: Annotated[list[float], msgspec.Meta(max_length=MAX_BUCKETS)]
+    counts: Annotated[list[Count], msgspec.Meta(max_length=MAX_BUCKETS + 1)] = []
+    total: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.counts = self.counts or [0] * (len(self.bounds) + 1)
+
+    def add(self, value: float) -> None:
+        """Count a value."""
+        self.counts[bisect_left(self.bounds, value)] += 1
+        self.total += value
+
+
+class RolloutStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """One rollout: counts as in `Progress`, `seconds` since it was submitted.
+
+    `eta_seconds`: in which time it is expected to end (`common/policy/eta.py`); None: too little is known.
+    `tail_seconds`: for how long nine tenths of its responses have finished; None: they have not. `open`: an
+    open rollout, whose prompts come as they come: it has neither of the two.
+    """
+
+    rollout_id: ShortStr
+    requests: int
+    finished: int
+    tokens: int
+    groups_open: int
+    seconds: float
+    eta_seconds: float | None = None
+    tail_seconds: float | None = None
+    open: bool = False
+
+
+class OpenRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """An unfinished request that has `generated` tokens, of about `expected` in the end.
+
+    `engine`: where its chunk number `chunks` runs; empty: it waits.
+    """
+
+    rollout_id: ShortStr
+    prompt_id: ShortStr
+    index: int
+    generated: int
+    expected: float
+    engine: ShortStr = ""
+    chunks: int = 0
+
+
+class RolloutEnd(msgspec.Struct, frozen=True, kw_only=True):
+    """What a rollout was like whose responses have all finished: its tokens, and the longest response's.
+
+    `tail_seconds` went from the finish of nine tenths of its responses to that of the last. `efficiency`: the
+    least time that its work could take, by the speeds that engines have shown, as a share of `seconds`; None:
+    unknown.
+    """
+
+    seconds: float
+    tail_seconds: float
+    requests: int
+    tokens: int
+    longest: int
+    efficiency: float | None = None

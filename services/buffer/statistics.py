@@ -1,0 +1,295 @@
+"""What the buffer's machines did, for operators: distributions of times and lengths, losses, ended rollouts.
+
+It watches: events and the instructions that they led to go in, nothing comes out that a decision depends on.
+So it is no part of the machines' state or of their snapshots, and starts anew with each life of the buffer,
+as counters of processes do.
+
+Invariants (tests/property/test_statistics.py asserts them):
+- it is a function of the events, their times and the machines' instructions: a replay gives the same;
+- every response that began is counted once in `finished`: stop, length, failed or cancelled;
+- every chunk that was dispatched ends once: in the histogram of chunks, as lost, or dropped;
+- it remembers no group, chunk or rollout that the machines have forgotten, and at most `MAX_ENGINES` names.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from seer.common import ids
+from seer.common.group_events import GroupOpened
+from seer.common.policy.eta import Pace
+from seer.common.policy.tail import before_tail, tail_seconds
+from seer.common.wire import Histogram
+from seer.services.buffer.events import Joined, Left
+from seer.services.buffer.machine import BufferMachine, Event, Instruction
+from seer.services.buffer.requests import events, instructions
+from seer.services.buffer.requests.state import RequestState
+from seer.services.buffer.weights import events as weight_events
+from seer.services.buffer.weights import instructions as weight_instructions
+
+MAX_ENGINES = 10_000
+"""Most names of engines whose lost chunks are counted, as many as the sockets know peers."""
+
+REASONS = ("stop", "length", "failed", "cancelled")
+PHASES = ("check", "drain", "load")
+
+TOKENS = [float(2**power) for power in range(6, 18)]
+SECONDS = [0.01, 0.05, 0.1, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0, 900.0]
+"""Twelve bounds each: 64 to 131,072 tokens, and from a chunk of a tiny model to a load of the largest."""
+
+_CHANGES_NO_ENGINE = (events.ChunkEnded, events.EngineReported, events.EstimatesChanged, events.ChunkRejected)
+
+_OVER = -1.0
+"""Stands for the time since which a request waits, once it has ended."""
+
+
+@dataclass(slots=True)
+class _Group:
+    """A group: since when each request waits or runs, its chunks, and how many requests have not ended.
+
+    `since` is empty until the group is opened.
+    """
+
+    rollout: _Rollout
+    left: int
+    since: array[float] = field(default_factory=lambda: array("d"))
+    chunks: array[int] = field(default_factory=lambda: array("l"))
+
+
+@dataclass(slots=True)
+class _Rollout:
+    """A rollout. `times`: when responses finished; `groups`: how many of its groups have not ended."""
+
+    rollout_id: str
+    submitted: float
+    open: bool
+    times: array[float] = field(default_factory=lambda: array("d"))
+    tokens: int = 0
+    longest: int = 0
+    groups: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """A rollout whose groups have all ended; see `wire.RolloutEnd`."""
+
+    seconds: float
+    tail_seconds: float
+    requests: int
+    tokens: int
+    longest: int
+
+
+class Statistics:
+    """See the module's docstring. `lost` counts chunks by engine, `finished` requests by reason.
+
+    `pace` is how fast chunks ran; `ended` the rollout that ended last.
+    """
+
+    def __init__(self, machine: BufferMachine) -> None:
+        self._machine = machine
+        self.response_tokens = Histogram(TOKENS)
+        self.chunk_seconds = Histogram(SECONDS)
+        self.chunk_wait_seconds = Histogram(SECONDS)
+        self.weight_update_seconds = {phase: Histogram(SECONDS) for phase in PHASES}
+        self.lost: Counter[str] = Counter()
+        self.finished: Counter[str] = Counter(dict.fromkeys(REASONS, 0))
+        self.pace = Pace()
+        self.ended: Ended | None = None
+        self._groups: dict[str, _Group] = {}
+        self._rollouts: dict[str, _Rollout] = {}
+        self._running: dict[str, dict[str, tuple[int, float]]] = {}  # by engine: attempt, start
+        self._phase, self._phase_since = "", 0.0
+        self._unchecked: set[str] = set()  # engines that have not answered a `Prepare`
+
+    def chunks(self, request: RequestState) -> int:
+        """Return how many chunks of an open request were dispatched."""
+        _, chunks, index = self._find(request.view.request_id)
+        return chunks[index] if index < len(chunks) else 0
+
+    def tail(self, rollout_id: str, requests: int, now: float) -> float | None:
+        """Return for how long nine tenths of a rollout's requests have finished; None: they have not."""
+        rollout = self._rollouts.get(rollout_id)
+        before = before_tail(requests)
+        if rollout is None or not before or len(rollout.times) < before:
+            return None
+        return now - rollout.times[before - 1]
+
+    def record(self, now: float, event: Event, out: Sequence[Instruction]) -> None:
+        """Note an event that the machines applied at `now`, and what they answered."""
+        if not isinstance(event, _CHANGES_NO_ENGINE):
+            self._lose_engines(event, now)
+        if isinstance(event, events.ChunkEnded | events.ChunkRejected):
+            self._lose_unkept(event, out, now)
+        refused: dict[str, str] = {}
+        for item in out:
+            match item:
+                case instructions.Keep() if isinstance(event, events.ChunkEnded):
+                    self._keep(item, event, now)
+                case instructions.Dispatch():
+                    self._dispatch(item, now)
+                case instructions.Drop():
+                    self._running.get(item.instance, {}).pop(item.request_id, None)
+                case instructions.Take():
+                    self._take(item.group_id)
+                case GroupOpened():
+                    self._open(item, now)
+                case instructions.Restore():
+                    self._restore(item.group_id, now)
+                case instructions.Refuse():
+                    names = [ids.group_id(item.rollout_id, each) for each in item.prompt_ids]
+                    refused |= dict.fromkeys(names, item.code)
+                case instructions.Forget():
+                    failed = refused.get(item.group_id) == "failed"
+                    self._forget(item.group_id, now, "failed" if failed else "cancelled")
+        self._follow_update(event, out, now)
+
+    # --- groups and rollouts -------------------------------------------------------------
+
+    def _take(self, group_id: str) -> None:
+        group = self._machine.requests.groups.get(group_id)
+        if group is None:  # refused at once
+            return
+        of = group.rollout
+        rollout = self._rollouts.get(of.rollout_id)
+        if rollout is None or rollout.submitted != of.submitted:
+            rollout = self._rollouts[of.rollout_id] = _Rollout(of.rollout_id, of.submitted, of.open)
+        rollout.groups += 1
+        self._groups[group_id] = _Group(rollout, group.size)
+
+    def _open(self, item: GroupOpened, now: float) -> None:
+        if (group := self._groups.get(item.group_id)) and not group.since:
+            group.since = array("d", [now]) * item.size
+            group.chunks = array("l", [0]) * item.size
+
+    def _restore(self, group_id: str, now: float) -> None:
+        """Leave out what had finished in an earlier life of the buffer, which counted it."""
+        for index in range(len(self._groups[group_id].since) if group_id in self._groups else 0):
+            request = self._request(group_id, index)
+            if request is not None and request.finish:
+                self._ended(self._groups[group_id], index, now)
+
+    def _forget(self, group_id: str, now: float, reason: str) -> None:
+        group = self._groups.pop(group_id, None)
+        if group is None:
+            return
+        for index, since in enumerate(group.since):
+            if since != _OVER:
+                self.finished[reason] += 1
+                self._ended(group, index, now)
+        if not group.since:  # it was held to its end
+            self._group_ended(group.rollout, now)
+        if group.rollout.rollout_id not in self._machine.requests.rollouts:
+            self._rollouts.pop(group.rollout.rollout_id, None)
+
+    def _ended(self, group: _Group, index: int, now: float) -> None:
+        group.since[index] = _OVER
+        group.left -= 1
+        if not group.left:
+            self._group_ended(group.rollout, now)
+
+    def _group_ended(self, rollout: _Rollout, now: float) -> None:
+        rollout.groups -= 1
+        if not rollout.groups and rollout.times and not rollout.open:
+            seconds, tail = now - rollout.submitted, tail_seconds(rollout.times)
+            self.ended = Ended(seconds, tail, len(rollout.times), rollout.tokens, rollout.longest)
+
+    def _request(self, group_id: str, index: int) -> RequestState | None:
+        requests = self._machine.requests
+        if found := requests.requests.get(ids.request_id(group_id, index)):
+            return found
+        group = requests.groups.get(group_id)
+        return group.results[index] if group is not None and group.results else None
+
+    # --- chunks --------------------------------------------------------------------------
+
+    def _find(self, request_id: str) -> tuple[array[float], array[int], int]:
+        """Return a request's place in its group's arrays; these are empty if it is not known."""
+        group_id, _, index = request_id.rpartition("#")
+        group = self._groups.get(group_id)
+        return (group.since, group.chunks, int(index)) if group else (array("d"), array("l"), 0)
+
+    def _dispatch(self, item: instructions.Dispatch, now: float) -> None:
+        self._running.setdefault(item.instance, {})[item.request_id] = item.attempt, now
+        since, chunks, index = self._find(item.request_id)
+        if since:
+            self.chunk_wait_seconds.add(now - since[index])
+            chunks[index] += 1
+
+    def _keep(self, item: instructions.Keep, event: events.ChunkEnded, now: float) -> None:
+        _, started = self._running.get(event.instance, {}).pop(item.request_id, (0, now))
+        self.chunk_seconds.add(now - started)
+        self.pace.add(now - started, event.count)
+        since, _, index = self._find(item.request_id)
+        if since:
+            since[index] = now
+        if not item.finish:
+            return
+        self.finished[item.finish] += 1
+        group_id = item.request_id.rpartition("#")[0]
+        request, group = self._request(group_id, index), self._groups.get(group_id)
+        if request is not None and group is not None:
+            tokens, rollout = request.view.generated, group.rollout
+            self.response_tokens.add(tokens)
+            rollout.times.append(now)
+            rollout.tokens += tokens
+            rollout.longest = max(rollout.longest, tokens)
+            self._ended(group, index, now)
+
+    def _lose(self, instance: str, request_id: str, now: float) -> None:
+        self.lost[instance] += 1
+        since, _, index = self._find(request_id)
+        if since and since[index] != _OVER:
+            since[index] = now
+        if len(self.lost) > MAX_ENGINES:
+            self.lost.pop(next(each for each in self.lost if each not in self._machine.engines))
+
+    def _lose_unkept(
+        self, event: events.ChunkEnded | events.ChunkRejected, out: Sequence[Instruction], now: float
+    ) -> None:
+        """Count a chunk that ended and was not kept; late answers to earlier attempts are about none."""
+        running = self._running.get(event.instance, {})
+        if any(isinstance(item, instructions.Keep) for item in out):
+            return
+        if running.get(event.request_id, (None, 0.0))[0] == event.attempt:
+            del running[event.request_id]
+            self._lose(event.instance, event.request_id, now)
+
+    def _lose_engines(self, event: Event, now: float) -> None:
+        """Count what ran on engines that are gone, or have registered again."""
+        again = {event.instance} if isinstance(event, Joined) else set()
+        for name in [each for each in self._running if each not in self._machine.requests.instances]:
+            again.add(name)
+        for name in sorted(again & self._running.keys()):
+            for request_id in self._running.pop(name):
+                self._lose(name, request_id, now)
+
+    # --- weight updates --------------------------------------------------------------------
+
+    def _follow_update(self, event: Event, out: Sequence[Instruction], now: float) -> None:
+        """Note how long each phase of an update takes: checks, the end of open work, loads."""
+        if not self._phase and not self._machine.weights.updating:
+            return
+        prepared = [item.instance for item in out if isinstance(item, weight_instructions.Prepare)]
+        loads = any(isinstance(item, weight_instructions.Load) for item in out)
+        if not self._phase:
+            self._phase, self._phase_since = "check" if prepared else "load", now
+        self._unchecked.update(prepared)
+        if isinstance(event, weight_events.Prepared):
+            self._unchecked.discard(event.instance)
+        elif isinstance(event, Left):
+            self._unchecked.difference_update(event.instances)
+        if self._phase == "check" and not self._unchecked:
+            self._enter("drain", now)
+        if self._phase == "drain" and loads:
+            self._enter("load", now)
+        if not self._machine.weights.updating:
+            self._enter("", now)
+            self._unchecked.clear()
+
+    def _enter(self, phase: str, now: float) -> None:
+        self.weight_update_seconds[self._phase].add(now - self._phase_since)
+        self._phase, self._phase_since = phase, now

@@ -1,0 +1,250 @@
+"""Answers `StatusRequest`s: the machines' state, and figures of what they did (`statistics.py`, `survey.py`).
+
+Invariants (tests/unit/test_status.py):
+- whoever asks is answered once, after a look at all open requests that is at most as old as `Survey` may be:
+  those who ask meanwhile share it;
+- looks take at most `MOST_OF_TIME` of the buffer's time, however many ask;
+- an answer takes nothing from the next one: any number of observers see the same.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Awaitable, Callable, Mapping
+
+from seer.common import wire
+from seer.common.clock import Clock
+from seer.common.net.handshake import Identity
+from seer.common.net.hub import MAX_PEERS
+from seer.common.policy.bound import bound_seconds
+from seer.common.types import InstanceStats
+from seer.services.buffer.machine import BufferMachine
+from seer.services.buffer.requests.state import RequestState, RolloutState
+from seer.services.buffer.statistics import Statistics
+from seer.services.buffer.store import TOKEN_BYTES
+from seer.services.buffer.survey import Survey, newest, survey
+
+MOST_OF_TIME = 0.05
+LEAST_SECONDS = 0.5
+"""A look at all requests is used for as long, and for as long as it took / `MOST_OF_TIME`."""
+
+LAG_SECONDS = 0.1
+"""How often the event loop's lag is measured."""
+
+LAG_WINDOW_SECONDS = 60.0
+"""The largest lag within so long is told: no observer has to know when another one asked."""
+
+
+class LoopLag:
+    """How late the event loop woke up, at most, within the last `LAG_WINDOW_SECONDS`."""
+
+    def __init__(self) -> None:
+        self._rising: deque[tuple[float, float]] = deque()  # lags fall from left to right
+
+    def add(self, now: float, lag: float) -> None:
+        """Note a lag."""
+        while self._rising and self._rising[-1][1] <= lag:
+            self._rising.pop()
+        self._rising.append((now, lag))
+        self.largest(now)
+
+    def largest(self, now: float) -> float:
+        """Return the largest lag of the window."""
+        while self._rising and self._rising[0][0] < now - LAG_WINDOW_SECONDS:
+            self._rising.popleft()
+        return self._rising[0][1] if self._rising else 0.0
+
+
+class Sources:
+    """What the rest of the buffer knows: by engine, the last `Register`, statistics and lives; and more."""
+
+    def __init__(
+        self,
+        me: Identity,
+        services: dict[str, str],
+        *,
+        registered: Mapping[str, wire.Register],
+        stats: Mapping[str, InstanceStats],
+        lives: Mapping[str, int],
+        media: Mapping[str, int],
+        uptime: Callable[[], float],
+        sockets: Callable[[], Mapping[str, Mapping[str, int]]],
+    ) -> None:
+        self.me, self.services = me, services
+        self.registered, self.stats, self.lives, self.media = registered, stats, lives, media
+        self.uptime, self.sockets = uptime, sockets
+
+
+class StatusDesk:
+    """`reply(address, status)` sends an answer."""
+
+    def __init__(
+        self,
+        clock: Clock,
+        machine: BufferMachine,
+        statistics: Statistics,
+        sources: Sources,
+        reply: Callable[[bytes, wire.Status], Awaitable[None]],
+    ) -> None:
+        self._clock, self._machine, self._statistics = clock, machine, statistics
+        self._sources, self._reply = sources, reply
+        self._asking: dict[bytes, None] = {}
+        self._asked = asyncio.Event()
+        self._survey = Survey()
+        self._seen_at, self._good_until = 0.0, float("-inf")
+        self._lag = LoopLag()
+
+    def ask(self, address: bytes) -> None:
+        """Have a peer answered soon; beyond `MAX_PEERS` at a time, the message is dropped."""
+        if len(self._asking) < MAX_PEERS:
+            self._asking[address] = None
+            self._asked.set()
+
+    async def run(self) -> None:
+        """Answer until cancelled."""
+        while True:
+            await self._asked.wait()
+            self._asked.clear()
+            if self._clock.now() >= self._good_until:
+                await self._look()
+            asking, self._asking = self._asking, {}
+            status = self.status()
+            for address in asking:
+                await self._reply(address, status)
+
+    async def watch_lag(self) -> None:
+        """Measure the event loop's lag until cancelled."""
+        while True:
+            due = self._clock.now() + LAG_SECONDS
+            await self._clock.sleep(LAG_SECONDS)
+            now = self._clock.now()
+            self._lag.add(now, max(0.0, now - due))
+
+    async def _look(self) -> None:
+        took = 0.0
+        looking = survey(self._machine.requests, self._statistics.pace)
+        seen: Survey | None = None
+        while seen is None:
+            before = self._clock.now()
+            seen = next(looking)
+            took += self._clock.now() - before
+            await asyncio.sleep(0)
+        self._survey, self._seen_at = seen, self._clock.now()
+        self._good_until = self._seen_at + max(LEAST_SECONDS, took / MOST_OF_TIME)
+
+    # --- the answer ------------------------------------------------------------------------
+
+    def status(self) -> wire.Status:
+        """Return the state, with what the last look saw."""
+        machine, weights, of = self._machine.requests, self._machine.weights, self._sources
+        statistics, now = self._statistics, self._clock.now()
+        return wire.Status(
+            name=of.me.name,
+            incarnation=of.me.incarnation,
+            policy=machine.policy.name,
+            instances=self._instances(),
+            rollouts=len(machine.rollouts),
+            requests_waiting=machine.waiting,
+            requests_running=machine.instances.chunks,
+            counters=machine.counters | dict(of.media),
+            uptime_seconds=of.uptime(),
+            weight_version=weights.live.version if weights.live else 0,
+            weights_digest=weights.live.digest if weights.live else "",
+            quarantined=weights.quarantined,
+            services=of.services,
+            asleep=self._machine.sleep.held,
+            requests_held=sum(group.size for group in machine.registry.held.values()),
+            engines=len(weights.known),
+            open_rollouts=[self._rollout(each, now) for each in newest(machine)],
+            longest_open=[self._request(each) for each in self._survey.longest if not each.finish],
+            eta_seconds=self._since(self._survey.eta, now) if machine.requests else None,
+            lost_chunks=dict(statistics.lost),
+            finished=dict(statistics.finished),
+            histograms=_histograms(statistics),
+            messages={socket: _kinds(counters) for socket, counters in of.sockets().items()},
+            loop_lag_seconds=self._lag.largest(now),
+            last_rollout=self._last_rollout(),
+            groups_open=len(machine.groups) - len(machine.registry.finished) - len(machine.registry.held),
+            results_held_bytes=machine.registry.finished_tokens * TOKEN_BYTES,
+            loading=len(weights.loading - weights.quarantined.keys()),
+        )
+
+    def _instances(self) -> list[wire.InstanceStatus]:
+        of = self._sources
+        return [
+            wire.InstanceStatus(
+                name=view.name,
+                capacity=view.capacity,
+                stats=of.stats.get(view.name, InstanceStats()),
+                chunks=view.chunks,
+                reserved_blocks=view.reserved_blocks,
+                versions=of.registered[view.name].versions,
+                restarts=of.lives[view.name] - 1,
+            )
+            for view in self._machine.requests.instances.values()
+        ]
+
+    def _since(self, eta: float | None, now: float) -> float | None:
+        return None if eta is None else max(0.0, eta - (now - self._seen_at))
+
+    def _rollout(self, rollout: RolloutState, now: float) -> wire.RolloutStatus:
+        unfinished = [group for group in rollout.members.values() if not group.done]
+        return wire.RolloutStatus(
+            rollout_id=rollout.rollout_id,
+            requests=rollout.requests,
+            finished=rollout.finished,
+            tokens=rollout.counters["tokens"],
+            groups_open=len(unfinished),
+            seconds=now - rollout.submitted,
+            eta_seconds=self._since(self._survey.etas.get(rollout.rollout_id), now),
+            tail_seconds=None
+            if rollout.open
+            else self._statistics.tail(rollout.rollout_id, rollout.requests, now),
+            open=rollout.open,
+        )
+
+    def _request(self, request: RequestState) -> wire.OpenRequest:
+        view, group = request.view, request.group
+        estimate = self._machine.requests.estimates.get(group.group_id)
+        expected = min(max(estimate.tokens if estimate else 0.0, view.produced), view.most)
+        return wire.OpenRequest(
+            rollout_id=group.rollout.rollout_id,
+            prompt_id=group.prompt_id,
+            index=view.index - group.first_index,
+            generated=view.produced,
+            expected=expected,
+            engine=request.instance,
+            chunks=self._statistics.chunks(request),
+        )
+
+    def _last_rollout(self) -> wire.RolloutEnd | None:
+        ended = self._statistics.ended
+        if ended is None:
+            return None
+        stats = [self._sources.stats[each] for each in self._machine.engines if each in self._sources.stats]
+        bound = bound_seconds(ended.tokens, ended.longest, stats)
+        return wire.RolloutEnd(
+            seconds=ended.seconds,
+            tail_seconds=ended.tail_seconds,
+            requests=ended.requests,
+            tokens=ended.tokens,
+            longest=ended.longest,
+            efficiency=bound / ended.seconds if bound is not None and ended.seconds else None,
+        )
+
+
+def _histograms(statistics: Statistics) -> dict[str, wire.Histogram]:
+    updates = {
+        f"weight_update_seconds_{phase}": each for phase, each in statistics.weight_update_seconds.items()
+    }
+    return {
+        "response_tokens": statistics.response_tokens,
+        "chunk_seconds": statistics.chunk_seconds,
+        "chunk_wait_seconds": statistics.chunk_wait_seconds,
+        **updates,
+    }
+
+
+def _kinds(counters: Mapping[str, int]) -> dict[str, int]:
+    return {kind: counters[kind] for kind in ("malformed", "strangers", "refused", "undeliverable")}
