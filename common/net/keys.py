@@ -40,6 +40,9 @@ HTTP, OPERATOR = "http", "operator"
 
 _READS = frozenset({"trainer", "status"})
 
+_ASKING = frozenset({"status", "ping"})
+"""Roles whose holders may only ask how things are, whatever their key."""
+
 ROLES: Mapping[str, frozenset[str]] = {
     SERVER: _READS | {"buffer", "context", "dgds"},
     "trainer": _READS,
@@ -71,7 +74,7 @@ class User(msgspec.Struct, frozen=True):
 
     def only_reads(self, role: str) -> bool:
         """Return whether it may do no more, in this role, than ask how things are."""
-        return role == "trainer" and self.role not in SUBMITS
+        return role in _ASKING or (role == "trainer" and self.role not in SUBMITS)
 
     def objection(self, role: str, name: str) -> str:
         """Return why it must not come with this role and name; empty if it may."""

@@ -28,7 +28,15 @@ from seer.common.net.handshake import Identity
 from seer.common.net.hub import Hub
 from seer.common.net.transport.base import Frame, Publisher, Router, Subscriber, Transport
 from seer.common.process.log import get_logger
-from seer.common.wire import Message, Refused, Sequenced, SnapshotAsked, SnapshotRequest, Welcome
+from seer.common.wire import (
+    Message,
+    Refused,
+    Sequenced,
+    SnapshotAsked,
+    SnapshotRequest,
+    StatusRequest,
+    Welcome,
+)
 from seer.common.wire.codec import Decoder, encode
 
 BEACON_SECONDS = 1.0
@@ -82,16 +90,22 @@ class StreamPublisher(Generic[P, S]):
     `snapshot(incarnation, sequence)` copies the state after message `sequence` at once, and returns its
     pages, which may be encoded one by one. `publish` never suspends: a server that changes its state and
     publishes the change without another await in between never serves a snapshot ahead of its number.
+    `status` answers a `StatusRequest`; without it there is no answer.
     """
 
     def __init__(
-        self, publisher: Publisher, router: Router, me: Identity, snapshot: Callable[[int, int], Iterable[S]]
+        self,
+        publisher: Publisher,
+        router: Router,
+        me: Identity,
+        snapshot: Callable[[int, int], Iterable[S]],
+        status: Callable[[], Message] | None = None,
     ) -> None:
         self._publisher = publisher
         self._hub: Hub[Message, SnapshotAsked] = Hub(router, me, SnapshotAsked, True, READER_ROLES)
         self._incarnation = me.incarnation
         self._sequence = 0
-        self._snapshot = snapshot
+        self._snapshot, self._status = snapshot, status
         self._requesters: set[bytes] = set()
         self._requested = asyncio.Event()
 
@@ -126,6 +140,8 @@ class StreamPublisher(Generic[P, S]):
             if isinstance(message, SnapshotRequest):
                 self._requesters.add(identity)
                 self._requested.set()
+            elif isinstance(message, StatusRequest) and self._status is not None:
+                await self._hub.reply(identity, self._status())
 
     async def _answer(self) -> None:
         while True:

@@ -68,6 +68,8 @@ from seer.common.wire.figures import Histogram as Histogram
 from seer.common.wire.figures import OpenRequest as OpenRequest
 from seer.common.wire.figures import RolloutEnd as RolloutEnd
 from seer.common.wire.figures import RolloutStatus as RolloutStatus
+from seer.common.wire.figures import ServiceStatus as ServiceStatus
+from seer.common.wire.figures import StatusRequest as StatusRequest
 from seer.common.wire.media import MEDIA_AT_ONCE as MEDIA_AT_ONCE
 from seer.common.wire.media import MEDIUM_PART_BYTES as MEDIUM_PART_BYTES
 from seer.common.wire.media import MEDIUM_STALL_SECONDS as MEDIUM_STALL_SECONDS
@@ -92,7 +94,6 @@ from seer.common.wire.trainers import GroupDone as GroupDone
 from seer.common.wire.trainers import InstanceStatus as InstanceStatus
 from seer.common.wire.trainers import Progress as Progress
 from seer.common.wire.trainers import Status as Status
-from seer.common.wire.trainers import StatusRequest as StatusRequest
 from seer.common.wire.trainers import Submit as Submit
 from seer.common.wire.trainers import SubmitMedia as SubmitMedia
 from seer.common.wire.trainers import TokensGenerated as TokensGenerated

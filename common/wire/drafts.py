@@ -11,6 +11,7 @@ from typing import Annotated
 import msgspec
 
 from seer.common.wire.base import MAX_GROUP_SIZE, Bytes, Goodbye, Hello, Message, Refused, Welcome
+from seer.common.wire.figures import ServiceStatus, StatusRequest
 
 TOKEN_BYTES = 3
 """Bytes of one packed token id: vocabularies end below 2^24."""
@@ -128,5 +129,5 @@ class MessageRejected(Message, tag=True):
     problem: str
 
 
-EngineToDgds = Hello | RegisterGroups | AppendBatch | Fetch | Goodbye
-DgdsToEngine = Welcome | Refused | AppendGaps | Deltas | MessageRejected
+EngineToDgds = Hello | RegisterGroups | AppendBatch | Fetch | Goodbye | StatusRequest
+DgdsToEngine = Welcome | Refused | AppendGaps | Deltas | MessageRejected | ServiceStatus

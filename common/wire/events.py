@@ -6,6 +6,7 @@ Both publish, each message after a `Sequenced`, and send their whole state to a 
 from __future__ import annotations
 
 from seer.common.wire.base import Counts, Hello, Message, Percent, Refused, ResponseIndex, ShortStr, Welcome
+from seer.common.wire.figures import ServiceStatus, StatusRequest
 
 
 class GroupOpened(Message, tag=True):
@@ -90,6 +91,6 @@ class ContextSnapshot(Message, tag=True):
 
 BufferPublished = GroupOpened | RequestProgress | GroupClosed
 ContextPublished = Estimates
-SnapshotAsked = Hello | SnapshotRequest
+SnapshotAsked = Hello | SnapshotRequest | StatusRequest
 BufferSnapshotReply = Welcome | Refused | BufferSnapshot
-ContextSnapshotReply = Welcome | Refused | ContextSnapshot
+ContextSnapshotReply = Welcome | Refused | ContextSnapshot | ServiceStatus

@@ -1,4 +1,4 @@
-"""Figures that a `Status` has beside the state itself: distributions, and single rollouts and requests."""
+"""How services are: what asks for it, and the figures of a `Status` beside the buffer's state itself."""
 
 from __future__ import annotations
 
@@ -7,12 +7,23 @@ from typing import Annotated
 
 import msgspec
 
-from seer.common.wire.base import ShortStr
+from seer.common.wire.base import Message, ShortStr
 
 MAX_BUCKETS = 64
 """Bound on the buckets of a histogram; the buffer's have 12."""
 
 Count = Annotated[int, msgspec.Meta(ge=0)]
+
+
+class StatusRequest(Message, tag=True):
+    """Ask a buffer for its `Status`, a context service or a dgds for its `ServiceStatus`."""
+
+
+class ServiceStatus(Message, tag=True):
+    """How a service is that has few figures; see docs/operations.md. `messages` counts by kind."""
+
+    figures: dict[str, float] = {}
+    messages: dict[str, int] = {}
 
 
 class Histogram(msgspec.Struct):

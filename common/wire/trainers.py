@@ -31,7 +31,7 @@ from seer.common.wire.base import (
     Tokens,
     Welcome,
 )
-from seer.common.wire.figures import Histogram, OpenRequest, RolloutEnd, RolloutStatus
+from seer.common.wire.figures import Histogram, OpenRequest, RolloutEnd, RolloutStatus, StatusRequest
 from seer.common.wire.media import MediumData, MediumState, OpenMedium
 from seer.common.wire.weights import (
     OpenSpool,
@@ -133,10 +133,6 @@ class Acknowledge(Message, tag=True):
     submission: SubmissionNumber = 0
 
 
-class StatusRequest(Message, tag=True):
-    """Ask for a `Status`."""
-
-
 class GroupDone(Message, tag=True):
     """All responses of one prompt, in index order; `tokens`/`logprobs` are flat over responses.
 
@@ -225,6 +221,7 @@ class Status(Message, tag=True):
     `histograms`, and `messages` by socket and kind, are named as the metrics that they become
     (docs/operations.md). `loop_lag_seconds`: how late the event loop was at most within the last minute.
     `last_rollout`: the one that ended last; open rollouts are left out. `loading`: engines that load weights.
+    `version`: that of the buffer's code.
     """
 
     name: ShortStr
@@ -255,6 +252,7 @@ class Status(Message, tag=True):
     groups_open: int = 0
     results_held_bytes: int = 0
     loading: int = 0
+    version: ShortStr = ""
 
 
 TrainerToBuffer = (

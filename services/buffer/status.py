@@ -13,6 +13,7 @@ import asyncio
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping
 
+from seer import __version__
 from seer.common import wire
 from seer.common.clock import Clock
 from seer.common.net.handshake import Identity
@@ -168,6 +169,7 @@ class StatusDesk:
             groups_open=len(machine.groups) - len(machine.registry.finished) - len(machine.registry.held),
             results_held_bytes=machine.registry.finished_tokens * TOKEN_BYTES,
             loading=len(weights.loading - weights.quarantined.keys()),
+            version=__version__,
         )
 
     def _instances(self) -> list[wire.InstanceStatus]:

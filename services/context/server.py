@@ -67,7 +67,7 @@ class ContextServer:
         publisher = await self._transport.publisher(self._at.estimates)
         router = await self._transport.router(self._at.estimate_snapshots, QUEUE_PAGES)
         self._estimates: StreamPublisher[wire.Estimates, wire.ContextSnapshot] = StreamPublisher(
-            publisher, router, self._me, self._snapshot
+            publisher, router, self._me, self._snapshot, self._status
         )
         self._events: StreamSubscriber[wire.BufferPublished, wire.BufferSnapshot] = StreamSubscriber(
             self._transport,
@@ -90,6 +90,10 @@ class ContextServer:
             for task in serving:
                 task.cancel()
         self._log.info("served", **self._estimates.counters, **self.machine.error.summary())
+
+    def _status(self) -> wire.ServiceStatus:
+        figures = {**self.machine.error.summary(), "groups": len(self.machine)}
+        return wire.ServiceStatus(figures=figures, messages=self._estimates.counters)
 
     def drain(self) -> None:
         """Stop at once: the buffer schedules on with the estimates it has."""

@@ -43,7 +43,7 @@ MAX_POSITION = 2**24
 """Bound on a stream's length, that of `SamplingParams.max_tokens`."""
 
 ROLES = frozenset({"engine", "status", "ping"})
-"""Roles that may connect; the last two send `Hello` only."""
+"""Roles that may connect; the last two only ask how it is."""
 
 SWEEP_SECONDS = 1.0
 """How often groups past their time to live are dropped."""
@@ -131,11 +131,19 @@ class DgdsServer:
                         await self._hub.reply(identity, self._fetch(message))
                     case wire.RegisterGroups():
                         self._register(message)
+                    case wire.StatusRequest():
+                        await self._hub.reply(identity, self._status())
                     case wire.Hello() | wire.Goodbye():
                         pass
             except InvalidField as error:
                 self._hub.refuse(identity, error)
                 await self._hub.reply(identity, wire.MessageRejected(problem=str(error)))
+
+    def _status(self) -> wire.ServiceStatus:
+        store = self.store
+        figures: dict[str, float] = {"tokens": store.held, "groups": len(store)}
+        figures |= {name: store.counters[name] for name in ("evicted", "expired", "gaps")}
+        return wire.ServiceStatus(figures=figures, messages=self._hub.counters)
 
     def _append(self, batch: wire.AppendBatch) -> list[wire.Gap]:
         _check(batch)

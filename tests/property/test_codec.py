@@ -54,6 +54,14 @@ def values(kind):
             return TEXT
         case inspect.LiteralType(values=choices):
             return st.sampled_from(choices)
+        case inspect.NoneType():
+            return st.none()
+    return of_several(kind)
+
+
+def of_several(kind):
+    """Return a strategy for a type that is made of others."""
+    match kind:
         case inspect.ListType(item_type=item):
             return st.lists(values(item), max_size=4)
         case inspect.VarTupleType(item_type=item):
@@ -64,8 +72,6 @@ def values(kind):
             return st.dictionaries(values(key), values(value), max_size=4)
         case inspect.StructType(cls=cls):
             return structs(cls)
-        case inspect.NoneType():
-            return st.none()
         case inspect.UnionType(types=types):
             return st.one_of(*map(values, types))
     raise AssertionError(f"no strategy for {kind}")

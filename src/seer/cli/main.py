@@ -13,6 +13,7 @@ import click
 
 from seer import __version__
 from seer.cli.key_commands import keys
+from seer.cli.observe_commands import COMMANDS as OBSERVE_COMMANDS
 from seer.cli.options import (
     BACKEND,
     CONFIG,
@@ -54,7 +55,7 @@ def main() -> None:
     """Fast, strictly on-policy rollouts for LLM reinforcement learning."""
 
 
-for _command in (keys, *COMMANDS):
+for _command in (keys, *COMMANDS, *OBSERVE_COMMANDS):
     main.add_command(_command)
 
 

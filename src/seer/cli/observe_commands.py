@@ -1,0 +1,65 @@
+"""The commands that show how a running system is, for as long as somebody looks."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from pathlib import Path
+
+import click
+
+from seer.cli.options import CONFIG, FILE, config_of
+
+CONNECT = click.option(
+    "--connect", required=True, metavar="ENDPOINT", help="The buffer's endpoint for trainers."
+)
+
+
+@click.command()
+@CONNECT
+@click.option(
+    "--listen",
+    default="127.0.0.1:7112",
+    show_default=True,
+    metavar="HOST:PORT",
+    help="Where to serve metrics.",
+)
+@click.option("--tls-certificate", "certificate", type=FILE, help="Serve HTTPS with this chain, PEM.")
+@click.option("--tls-key", "key", type=FILE, help="The certificate's key.")
+@click.option(
+    "--tls-client-ca", "client_ca", type=FILE, help="Serve only clients with a certificate of this CA."
+)
+@click.option("--password-file", type=FILE, help="Serve only who knows its one line, USER:PASSWORD.")
+@click.option("--ready-fd", type=int, help="File descriptor to write one line to when ready.")
+@CONFIG
+def exporter(
+    connect: str,
+    listen: str,
+    certificate: Path | None,
+    key: Path | None,
+    client_ca: Path | None,
+    password_file: Path | None,
+    ready_fd: int | None,
+    **options: object,
+) -> None:
+    """Serve a running system's metrics to Prometheus, at /metrics.
+
+    With keys it needs an observer's: security.key and security.server. docs/operations.md lists the metrics.
+    """
+    from seer.common.errors import ConfigError, InvalidField
+    from seer.common.process.service import run_process
+
+    try:
+        from seer.observe.access import Access
+        from seer.observe.exporter import Exporter
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"seer exporter needs an extra, '.[metrics]': {error}") from error
+    host, _, port = listen.rpartition(":")
+    if not (host and port.isdecimal() and int(port) < 2**16):
+        raise InvalidField("--listen", listen, "give HOST:PORT, as 127.0.0.1:7112")
+    access = Access(certificate=certificate, key=key, client_ca=client_ca, password_file=password_file)
+    make = functools.partial(Exporter, connect=connect, listen=(host.strip("[]"), int(port)), access=access)
+    sys.exit(run_process("exporter", make, config_of(options), ready_fd))
+
+
+COMMANDS = (exporter,)

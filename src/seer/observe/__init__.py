@@ -1,0 +1,1 @@
+"""What operators look at: `seer exporter`'s metrics and `seer top`'s screen."""

@@ -1,0 +1,146 @@
+"""Asks a buffer how the system is, and its other services, for as long as somebody looks.
+
+Invariants (tests/cluster/test_observer.py):
+- every question has a deadline, and an answer to an earlier question is never taken for one to a later;
+- a buffer that was away, or was started again, is found again by the next question;
+- it asks and does nothing else: an observer's key is enough.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Mapping
+
+import msgspec
+
+from seer.common import wire
+from seer.common.clock import Clock, LoopClock
+from seer.common.endpoints import shards
+from seer.common.errors import SeerError, Unreachable
+from seer.common.ids import new_incarnation
+from seer.common.net.channel import Channel
+from seer.common.net.handshake import Identity
+from seer.common.net.keys import Keys, new_name
+from seer.common.net.transport.base import Transport
+
+SERVICE_SECONDS = 1.0
+"""How long a context service or a dgds has to answer: what they tell is not worth waiting for."""
+
+_UNIONS: Mapping[str, object] = {"context": wire.ContextSnapshotReply, "dgds": wire.DgdsToEngine}
+
+
+class Seen(msgspec.Struct, frozen=True, kw_only=True):
+    """A buffer's state, and by name the figures of the other services that answered; shards have a number."""
+
+    status: wire.Status
+    services: dict[str, wire.ServiceStatus] = {}
+
+
+class Question:
+    """A connection that asks one peer, one question at a time."""
+
+    def __init__(
+        self, transport: Transport, endpoint: str, me: Identity, union: object, clock: Clock
+    ) -> None:
+        self._transport, self._endpoint, self._me, self._union = transport, endpoint, me, union
+        self._clock = clock
+        self._channel: Channel[wire.StatusRequest, wire.Message] | None = None
+        self._turn = asyncio.Lock()
+
+    async def ask(self, seconds: float) -> wire.Message:
+        """Return the answer. Raises `Unreachable` after the deadline, or what the peer refuses with."""
+        try:
+            async with asyncio.timeout(seconds), self._turn:
+                return await self._ask(seconds)
+        except TimeoutError as error:
+            self.close()  # its answer may still come: the next question has a connection of its own
+            raise Unreachable(f"{self._endpoint} did not answer within {seconds:g} s") from error
+        except SeerError:
+            self.close()
+            raise
+
+    async def _ask(self, seconds: float) -> wire.Message:
+        if self._channel is None:
+            me = msgspec.structs.replace(self._me, incarnation=new_incarnation())
+            channel: Channel[wire.StatusRequest, wire.Message] = Channel(
+                self._transport, self._endpoint, me, self._union, self._clock
+            )
+            try:
+                await channel.open(seconds)
+            except BaseException:
+                channel.close()
+                raise
+            self._channel = channel
+        await self._channel.send(wire.StatusRequest())
+        while True:
+            match await self._channel.recv():
+                case wire.Welcome():  # the question, or its answer, was lost
+                    await self._channel.send(wire.StatusRequest())
+                case wire.Status() | wire.ServiceStatus() as answer:
+                    return answer
+                case _:
+                    pass
+
+    def close(self) -> None:
+        """Close the connection; the next question opens another one."""
+        if self._channel is not None:
+            self._channel.close()
+            self._channel = None
+
+
+class Observer:
+    """Asks the buffer at `endpoint`, and the services that it names. Close it at the end."""
+
+    def __init__(
+        self, endpoint: str, transport: Transport, keys: Keys | None, clock: Clock | None = None
+    ) -> None:
+        self._transport, self._clock = transport, clock or LoopClock()
+        self._name = new_name(keys)
+        me = Identity(role="trainer", name=self._name, incarnation=0)
+        self._buffer = Question(transport, endpoint, me, wire.BufferToTrainer, self._clock)
+        self._others: dict[tuple[str, str], Question] = {}
+
+    async def status(self, seconds: float) -> wire.Status:
+        """Return the buffer's state. Raises `Unreachable`, or what it refuses with."""
+        answer = await self._buffer.ask(seconds)
+        if not isinstance(answer, wire.Status):
+            raise Unreachable(f"what answers is no buffer, but sent {type(answer).__name__}")
+        return answer
+
+    async def look(self, seconds: float) -> Seen:
+        """Return the buffer's state and the figures of the services beside it that answer in time."""
+        status = await self.status(seconds)
+        found = _services(status)
+        for name in [each for each in self._others if each not in found]:
+            self._others.pop(name).close()
+        asked = await asyncio.gather(*(self._ask(each, min(seconds, SERVICE_SECONDS)) for each in found))
+        return Seen(status=status, services=dict(each for each in asked if each is not None))
+
+    async def _ask(self, service: tuple[str, str], seconds: float) -> tuple[str, wire.ServiceStatus] | None:
+        name, endpoint = service
+        kind = name.partition("-")[0]
+        if service not in self._others:
+            me = Identity(role="status", name=self._name, incarnation=0)
+            self._others[service] = Question(self._transport, endpoint, me, _UNIONS[kind], self._clock)
+        with contextlib.suppress(SeerError):
+            answer = await self._others[service].ask(seconds)
+            if isinstance(answer, wire.ServiceStatus):
+                return name, answer
+        return None
+
+    def close(self) -> None:
+        """Close all connections."""
+        for each in (self._buffer, *self._others.values()):
+            each.close()
+
+
+def _services(status: wire.Status) -> list[tuple[str, str]]:
+    """Return names and endpoints of the services that have figures; several dgds are numbered."""
+    found = []
+    for kind in _UNIONS:
+        if endpoints := status.services.get(kind, ""):
+            several = shards(endpoints)
+            names = [f"{kind}-{number}" for number in range(len(several))] if len(several) > 1 else [kind]
+            found += list(zip(names, several, strict=True))
+    return found
