@@ -62,4 +62,16 @@ def exporter(
     sys.exit(run_process("exporter", make, config_of(options), ready_fd))
 
 
-COMMANDS = (exporter,)
+@click.command()
+@CONNECT
+def top(connect: str) -> None:
+    """Show a running system on one screen, once a second: rollouts, engines, the longest open responses.
+
+    Arrows scroll, q quits. With keys it needs an observer's: SEER_SECURITY__KEY and SEER_SECURITY__SERVER.
+    """
+    from seer.observe.top import show
+
+    show(connect)
+
+
+COMMANDS = (exporter, top)

@@ -12,7 +12,10 @@ Invariants (tests/unit/test_exporter.py, tests/process/test_exporter.py):
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterable, Iterator
+from contextvars import ContextVar
+from typing import Any
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import make_wsgi_app
@@ -26,13 +29,21 @@ from seer.common.errors import SeerError
 from seer.common.net.keys import load_keys
 from seer.common.net.transport.base import Transport
 from seer.common.process.log import get_logger
-from seer.observe.access import Access
+from seer.observe.access import Access, WsgiApp
 from seer.observe.http import MetricsServer
 from seer.observe.metrics import families
 from seer.observe.observer import Observer, Seen
 
 ANSWER_SECONDS = 5.0
-"""How long the buffer has to answer; Prometheus waits for 10 s unless told otherwise."""
+"""How long the buffer has to answer, if whoever scrapes waits longer; Prometheus waits for 10 s by default."""
+
+PATIENCE = "HTTP_X_PROMETHEUS_SCRAPE_TIMEOUT_SECONDS"
+"""The header in which Prometheus says how long it waits."""
+
+SHARE = 0.6
+"""The buffer's share of that time: an answer of `seer_up 0` has to be in time, too."""
+
+_seconds: ContextVar[float] = ContextVar("seconds", default=ANSWER_SECONDS)
 
 
 class Exporter(Collector):
@@ -61,7 +72,7 @@ class Exporter(Collector):
         self._loop = asyncio.get_running_loop()
         registry = CollectorRegistry(auto_describe=False)
         registry.register(self)
-        app = self._access.guard(make_wsgi_app(registry))
+        app = self._access.guard(_in_time(make_wsgi_app(registry)))
         context = self._access.context()
         self._server = MetricsServer(*self._listen, app, context)
         self._server.start()
@@ -82,12 +93,12 @@ class Exporter(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """Ask, and yield all metrics; called on a thread of the server's."""
-        asked = asyncio.run_coroutine_threadsafe(self._look(), self._loop)
+        asked = asyncio.run_coroutine_threadsafe(self._look(_seconds.get()), self._loop)
         yield from families(asked.result(3 * ANSWER_SECONDS))
 
-    async def _look(self) -> Seen | None:
+    async def _look(self, seconds: float) -> Seen | None:
         try:
-            seen = await self._observer.look(ANSWER_SECONDS)
+            seen = await self._observer.look(seconds)
         except SeerError as error:
             self._note(str(error))
             return None
@@ -101,3 +112,17 @@ class Exporter(Collector):
         elif self._problem and not problem:
             self._log.info("the buffer answers again", endpoint=self._connect)
         self._problem = problem
+
+
+def _in_time(app: WsgiApp) -> WsgiApp:
+    """Return `app` with the deadline that whoever scrapes asks for."""
+
+    def timed(environ: dict[str, Any], start: Callable[..., Any]) -> Iterable[bytes]:
+        try:
+            patience = float(environ.get(PATIENCE, ""))
+        except ValueError:
+            patience = math.inf
+        _seconds.set(min(ANSWER_SECONDS, SHARE * patience) if patience > 0 else ANSWER_SECONDS)
+        return app(environ, start)
+
+    return timed

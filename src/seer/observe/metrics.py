@@ -153,7 +153,8 @@ def _family(name: str, text: str, labels: Labels, values: Values) -> Metric:
 
 def _by_label(status: Status) -> Iterator[Metric]:
     serving, quarantined = len(status.instances), len(status.quarantined)
-    engines = {"serving": serving, "loading": status.loading, "quarantined": quarantined}
+    asleep = max(0, status.engines - serving - status.loading - quarantined)
+    engines = {"serving": serving, "loading": status.loading, "asleep": asleep, "quarantined": quarantined}
     yield _family("seer_engines", "Registered engines.", ("state",), _keyed(engines))
     requests = {"waiting": status.requests_waiting, "running": status.requests_running}
     requests["held"] = status.requests_held

@@ -114,7 +114,7 @@ class Observer:
         found = _services(status)
         for name in [each for each in self._others if each not in found]:
             self._others.pop(name).close()
-        asked = await asyncio.gather(*(self._ask(each, min(seconds, SERVICE_SECONDS)) for each in found))
+        asked = await asyncio.gather(*(self._ask(each, min(seconds / 2, SERVICE_SECONDS)) for each in found))
         return Seen(status=status, services=dict(each for each in asked if each is not None))
 
     async def _ask(self, service: tuple[str, str], seconds: float) -> tuple[str, wire.ServiceStatus] | None:

@@ -1,0 +1,203 @@
+"""What `seer top` shows: lines of text, made of two `Status` messages and the terminal's size. Pure.
+
+Invariants (tests/unit/test_top_screen.py):
+- it fits: no more lines and cells than the terminal has, from 20 by 5 on;
+- texts of peers appear with all control characters escaped, each on its own line;
+- the tables scroll, the rest stays; scrolling ends with the last line.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from rich.cells import cell_len, set_cell_size
+from rich.text import Text
+
+from seer.common.process.log import printable
+from seer.common.wire import InstanceStatus, OpenRequest, RolloutStatus, Status
+
+BARS = "▁▂▃▄▅▆▇█"
+
+MOST_ROLLOUTS = 4
+"""Rollouts above the tables; more of them scroll with these."""
+
+NAME_CELLS, BAR_CELLS = 12, 8
+"""What a name and a bar have on 80 columns; a name gets most of what is wider."""
+
+HEAD = ("run", "wait", "booked", "tokens/s", "accepted", "cached", "lost", "lives")
+_WIDTHS = (4, 5, 7, 9, 9, 7, 5, 6)
+
+
+class Glance(NamedTuple):
+    """Two answers, `seconds` apart; `problem`: why there is no new one. `rates`: tokens/s, the last ones."""
+
+    now: Status
+    before: Status | None = None
+    seconds: float = 1.0
+    rates: Sequence[float] = ()
+    problem: str = ""
+
+
+def screen(glance: Glance, width: int, height: int, scroll: int = 0) -> Text:
+    """Return the screen; the tables begin with their line `scroll`."""
+    head = _head(glance)
+    body = _body(glance, width)
+    room = max(1, height - len(head) - 1)
+    first = min(scroll, last_scroll(glance, width, height))
+    shown = body[first : first + room]
+    hidden = len(body) - len(shown)
+    foot = Text(f"q quit   ↑ ↓ scroll{f' ({hidden} more lines)' if hidden else ''}", style="dim")
+    if glance.problem:
+        foot = Text(_clean(f"away, and asked again: {glance.problem}"), style="bold red")
+    filled = [*head, *shown, *[Text()] * (room - len(shown))]
+    return Text("\n").join(_cut(each, width) for each in (*filled[: height - 1], foot))
+
+
+def last_scroll(glance: Glance, width: int, height: int) -> int:
+    """Return the largest `scroll` that hides nothing above what there is room for."""
+    return max(0, len(_body(glance, width)) - max(1, height - len(_head(glance)) - 1))
+
+
+def tokens_per_second(glance: Glance) -> float:
+    """Return what all engines that are in both answers generated in between, per second."""
+    return sum(each or 0.0 for each in _rates(glance).values())
+
+
+def _rates(glance: Glance) -> dict[str, float | None]:
+    """Return tokens/s by engine; None: unknown, as it is new, or was started again."""
+    known = {each.name: each for each in glance.before.instances} if glance.before else {}
+    rates: dict[str, float | None] = {}
+    for each in glance.now.instances:
+        earlier = known.get(each.name)
+        same = earlier is not None and earlier.restarts == each.restarts
+        more = each.stats.generated_tokens - earlier.stats.generated_tokens if earlier and same else -1
+        rates[each.name] = more / glance.seconds if more >= 0 else None
+    return rates
+
+
+# --- above the tables ------------------------------------------------------------------------
+
+
+def _head(glance: Glance) -> list[Text]:
+    status = glance.now
+    engines = f"{len(status.instances)} engines"
+    others = status.engines - len(status.instances)
+    parts = [
+        f"policy {status.policy}",
+        f"weights v{status.weight_version}",
+        f"{engines} + {others} not serving" if others > 0 else engines,
+        f"up {duration(status.uptime_seconds)}",
+    ]
+    title = Text.assemble(("seer top", "bold"), "   ", _clean("   ".join(parts)))
+    if status.asleep:
+        title.append("   asleep", style="bold yellow")
+    work = f"{status.requests_running:,} running   {status.requests_waiting:,} waiting"
+    work += f"   {status.requests_held:,} held" if status.requests_held else ""
+    work += f"   {tokens_per_second(glance):,.0f} tokens/s {sparkline(glance.rates)}"
+    rollouts = [_rollout(each) for each in status.open_rollouts[:MOST_ROLLOUTS]]
+    if not rollouts:
+        rollouts = [Text("no rollout is open", style="dim")]
+    return [title, *rollouts, Text(work)]
+
+
+def _rollout(rollout: RolloutStatus) -> Text:
+    parts = [f"{rollout.finished:,}/{rollout.requests:,} responses"]
+    if rollout.open:
+        parts.append("open")
+    if rollout.tail_seconds is not None:
+        parts.append(f"in its tail for {duration(rollout.tail_seconds)}")
+    if rollout.eta_seconds is not None:
+        parts.append(f"ends in about {duration(rollout.eta_seconds)}")
+    else:
+        parts.append(f"for {duration(rollout.seconds)}")
+    return Text.assemble("rollout ", (_clean(rollout.rollout_id), "bold"), "   ", "   ".join(parts))
+
+
+# --- the tables ------------------------------------------------------------------------------
+
+
+def _body(glance: Glance, width: int) -> list[Text]:
+    status = glance.now
+    name = max(NAME_CELLS, min(40, width - 80 + NAME_CELLS))
+    rates = _rates(glance)
+    known = {each.name: each for each in glance.before.instances} if glance.before else {}
+    body = [_rollout(each) for each in status.open_rollouts[MOST_ROLLOUTS:]]
+    body.append(_table_head(name))
+    body += [
+        _engine(each, known.get(each.name), rates[each.name], status.lost_chunks.get(each.name, 0), name)
+        for each in status.instances
+    ]
+    if not status.instances:
+        body.append(Text("no engine serves", style="yellow"))
+    for each, why in sorted(status.quarantined.items()):
+        body.append(Text(_clean(f"{each}: QUARANTINED: {why}"), style="red"))
+    if status.longest_open:
+        body.append(Text("longest open responses", style="dim"))
+        body += [_open(each) for each in status.longest_open]
+    return body
+
+
+def _table_head(name: int) -> Text:
+    columns = [f"{title:>{cells}}" for title, cells in zip(HEAD, _WIDTHS, strict=True)]
+    kv = f" {'KV used':<{BAR_CELLS + 5}}"
+    return Text(set_cell_size("engine", name) + "".join(columns[:2]) + kv + "".join(columns[2:]), style="dim")
+
+
+def _engine(
+    it: InstanceStatus, earlier: InstanceStatus | None, rate: float | None, lost: int, name: int
+) -> Text:
+    stats, blocks = it.stats, max(it.capacity.kv_blocks, 1)
+    used = min(max(1 - stats.free_blocks / blocks, 0.0), 1.0)
+    drafted = stats.verifications - (earlier.stats.verifications if earlier else 0)
+    accepted = stats.accepted_tokens - (earlier.stats.accepted_tokens if earlier else 0)
+    texts = (
+        f"{stats.running}", f"{stats.waiting}", f"{it.reserved_blocks / blocks:.0%}",
+        "-" if rate is None else f"{rate:,.0f}",
+        f"{1 + accepted / drafted:.2f}" if drafted > 0 <= accepted else "-",
+        f"{stats.cached_tokens / stats.prompt_tokens:.0%}" if stats.prompt_tokens else "-",
+        f"{lost}", f"{it.restarts + 1}",
+    )  # fmt: skip
+    columns = [f"{text:>{cells}}" for text, cells in zip(texts, _WIDTHS, strict=True)]
+    line = Text(set_cell_size(_clean(it.name), name) + "".join(columns[:2]) + " ")
+    line.append("█" * round(used * BAR_CELLS), style="green" if used < 0.95 else "yellow")
+    line.append("·" * (BAR_CELLS - round(used * BAR_CELLS)), style="dim")
+    line.append(f" {used:>4.0%}" + "".join(columns[2:]))
+    return line
+
+
+def _open(it: OpenRequest) -> Text:
+    where = f"{it.engine}, chunk {it.chunks}" if it.engine else f"waits, after {it.chunks} chunks"
+    about = f"{it.generated:,} of about {it.expected:,.0f} tokens"
+    return Text(_clean(f"  {it.rollout_id} {it.prompt_id}#{it.index}   {about}   {where}"))
+
+
+# --- texts -----------------------------------------------------------------------------------
+
+
+def _clean(text: str) -> str:
+    return str(printable(text)).replace("\n", "\\n")
+
+
+def _cut(line: Text, width: int) -> Text:
+    if cell_len(line.plain) > width:
+        line = line.copy()
+        line.truncate(width, overflow="ellipsis")
+    return line
+
+
+def duration(seconds: float) -> str:
+    """Return a time as people say it: two units at most."""
+    whole = max(0, round(seconds))
+    for unit, of, small, below in (("d", 86_400, "h", 3600), ("h", 3600, "min", 60), ("min", 60, "s", 1)):
+        if whole >= of:
+            return f"{whole // of} {unit} {whole % of // below:02} {small}"
+    return f"{whole} s"
+
+
+def sparkline(rates: Sequence[float]) -> str:
+    """Return bars as high as the rates, the highest of which is full."""
+    top = max(rates, default=0.0)
+    if top <= 0:
+        return ""
+    return "".join(BARS[min(int(each / top * len(BARS)), len(BARS) - 1)] for each in rates)
