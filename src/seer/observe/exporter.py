@@ -35,7 +35,7 @@ from seer.observe.metrics import families
 from seer.observe.observer import Observer, Seen
 
 ANSWER_SECONDS = 5.0
-"""How long the buffer has to answer, if whoever scrapes waits longer; Prometheus waits for 10 s by default."""
+"""How long the buffer has to answer, if who scrapes waits longer; Prometheus waits for 10 s by default."""
 
 PATIENCE = "HTTP_X_PROMETHEUS_SCRAPE_TIMEOUT_SECONDS"
 """The header in which Prometheus says how long it waits."""

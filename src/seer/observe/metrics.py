@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.metrics_core import Metric
+from prometheus_client.utils import floatToGoString
 
 from seer.common.wire import Histogram, Status
 from seer.observe.observer import Seen
@@ -201,5 +202,5 @@ def _histograms(histograms: Mapping[str, Histogram]) -> Iterator[Metric]:
 
 
 def _buckets(histogram: Histogram) -> tuple[list[tuple[str, float]], float]:
-    bounds = [*(f"{bound:g}" for bound in histogram.bounds), "+Inf"]
+    bounds = [*map(floatToGoString, histogram.bounds), "+Inf"]
     return list(zip(bounds, map(float, accumulate(histogram.counts)), strict=True)), histogram.total

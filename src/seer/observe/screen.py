@@ -90,15 +90,13 @@ def _head(glance: Glance) -> list[Text]:
         f"up {duration(status.uptime_seconds)}",
     ]
     title = Text.assemble(("seer top", "bold"), "   ", _clean("   ".join(parts)))
-    if status.asleep:
-        title.append("   asleep", style="bold yellow")
     work = f"{status.requests_running:,} running   {status.requests_waiting:,} waiting"
     work += f"   {status.requests_held:,} held" if status.requests_held else ""
     work += f"   {tokens_per_second(glance):,.0f} tokens/s {sparkline(glance.rates)}"
     rollouts = [_rollout(each) for each in status.open_rollouts[:MOST_ROLLOUTS]]
     if not rollouts:
         rollouts = [Text("no rollout is open", style="dim")]
-    return [title, *rollouts, Text(work)]
+    return [title, *rollouts, Text.assemble(("asleep   " if status.asleep else "", "bold yellow"), work)]
 
 
 def _rollout(rollout: RolloutStatus) -> Text:

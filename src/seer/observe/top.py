@@ -17,6 +17,7 @@ import termios
 import tty
 from collections import deque
 from collections.abc import Iterator
+from typing import Self
 
 from rich.console import Console
 from rich.live import Live
@@ -112,59 +113,66 @@ async def _show(endpoint: str) -> None:
     transport = ZmqTransport(keys=keys)
     observer = Observer(endpoint, transport, keys)
     try:
-        console = Console(highlight=False, markup=False)
-        with _own_terminal(console) as live:
-            top = Top(observer, live)
-            with _watched(top, live):
+        with OwnTerminal() as terminal:
+            top = Top(observer, terminal.live)
+            with _watched(top, terminal):
                 await top.run()
     finally:
         observer.close()
         await transport.close()
 
 
-@contextlib.contextmanager
-def _own_terminal(console: Console) -> Iterator[Live]:
-    """Have the screen to ourselves and get keys one by one; afterwards, all is as it was."""
-    stdin = sys.stdin.fileno()
-    before = termios.tcgetattr(stdin)
-    live = Live(
-        console=console, screen=True, auto_refresh=False, redirect_stdout=False, redirect_stderr=False
-    )
-    try:
-        tty.setcbreak(stdin)
-        with live:
-            yield live
-    finally:
-        termios.tcsetattr(stdin, termios.TCSADRAIN, before)
+class OwnTerminal:
+    """The screen to ourselves, and keys one by one; afterwards, all is as it was."""
+
+    def __init__(self) -> None:
+        self.stdin = sys.stdin.fileno()
+        self.live = Live(
+            console=Console(highlight=False, markup=False),
+            screen=True,
+            auto_refresh=False,
+            redirect_stdout=False,
+            redirect_stderr=False,
+        )
+        self._before = termios.tcgetattr(self.stdin)
+
+    def __enter__(self) -> Self:
+        tty.setcbreak(self.stdin)
+        try:
+            self.live.start()
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        try:
+            self.live.stop()
+        finally:
+            termios.tcsetattr(self.stdin, termios.TCSADRAIN, self._before)
 
 
 @contextlib.contextmanager
-def _watched(top: Top, live: Live) -> Iterator[None]:
+def _watched(top: Top, terminal: OwnTerminal) -> Iterator[None]:
     """Pass on keys, sizes and signals."""
-    loop, stdin = asyncio.get_running_loop(), sys.stdin.fileno()
-    cbreak = termios.tcgetattr(stdin)
+    loop = asyncio.get_running_loop()
 
     def pause() -> None:
         """Give the terminal back to the shell, until `fg`."""
-        live.stop()
-        signal.signal(signal.SIGTSTP, signal.SIG_DFL)
-        os.kill(os.getpid(), signal.SIGTSTP)
-        # Continued: the shell has set the terminal as it likes it.
-        loop.add_signal_handler(signal.SIGTSTP, pause)
-        tty.setcbreak(stdin)
-        termios.tcsetattr(stdin, termios.TCSADRAIN, cbreak)
-        live.start()
+        terminal.__exit__()
+        os.kill(os.getpid(), signal.SIGSTOP)
+        terminal.__enter__()
         top.draw()
 
     for number in ENDS:
         loop.add_signal_handler(number, top.ended.set)
     loop.add_signal_handler(signal.SIGWINCH, top.draw)
     loop.add_signal_handler(signal.SIGTSTP, pause)
-    loop.add_reader(stdin, lambda: top.pressed(_read(stdin)))
+    loop.add_reader(terminal.stdin, lambda: top.pressed(_read(terminal.stdin)))
     try:
         yield
     finally:
-        loop.remove_reader(stdin)
+        loop.remove_reader(terminal.stdin)
         for number in (*ENDS, signal.SIGWINCH, signal.SIGTSTP):
             loop.remove_signal_handler(number)
 

@@ -1,0 +1,121 @@
+"""`seer top`'s screen: a function of two answers and the terminal's size."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from msgspec.structs import replace
+from rich.cells import cell_len
+from statuses import engine, status
+
+from seer.common.wire import RolloutStatus
+from seer.observe.screen import Glance, duration, last_scroll, screen, sparkline
+
+GLANCE = Glance(status(tokens=816), status(), 1.0, rates=(1000.0, 2000.0, 3264.0))
+
+AT_80 = """\
+seer top   policy seer   weights v12   4 engines   up 1 h 02 min
+rollout step-12   141/192 responses   ends in about 1 min 50 s
+64 running   107 waiting   3,264 tokens/s ▃▅█
+engine       run wait KV used       booked tokens/s accepted cached lost lives
+node0-0       16    0 █·······  16%    35%      816     2.00    62%    0     1
+node1-0       16    0 █·······  16%    35%      816     2.00    62%    3     1
+node2-0       16    0 █·······  16%    35%      816     2.00    62%    0     1
+node3-0       16    0 █·······  16%    35%      816     2.00    62%    0     1
+longest open responses
+  step-12 p18#3   1,310 of about 1,420 tokens   node0-1, chunk 4
+
+q quit   ↑ ↓ scroll"""
+
+
+def lines(glance, width=80, height=24, scroll=0):
+    return [line.rstrip() for line in screen(glance, width, height, scroll).plain.split("\n")]
+
+
+def test_80_columns_show_all():
+    assert "\n".join(lines(GLANCE, height=12)) == AT_80
+
+
+@given(st.integers(20, 200), st.integers(5, 60), st.integers(0, 700), st.integers(0, 600))
+def test_it_fits_whatever_the_size(width, height, scroll, engines):
+    glance = Glance(status(engines), None)
+    shown = screen(glance, width, height, scroll).plain.split("\n")
+    assert len(shown) <= height
+    assert all(cell_len(line) <= width for line in shown)
+    assert shown[-1].startswith("q quit")
+
+
+def test_a_long_table_scrolls_to_its_end_and_no_further():
+    glance = Glance(status(512), None)
+    last = last_scroll(glance, 80, 24)
+    end = lines(glance, scroll=10**6)
+    assert end == lines(glance, scroll=last) != lines(glance, scroll=last - 1)
+    assert any("p18#3" in line for line in end)
+    assert not any("p18#3" in line for line in lines(glance))
+    assert any(line.startswith("node511-0") for line in end)
+    seen = {
+        line.split()[0] for scroll in range(0, last + 10, 10) for line in lines(glance, scroll=scroll) if line
+    }
+    assert {f"node{number}-0" for number in range(512)} <= seen
+
+
+def test_texts_of_peers_are_escaped():
+    evil = "a\x1b[2J\nb\u202e\r"
+    rollout = RolloutStatus(rollout_id=evil, requests=1, finished=0, tokens=0, groups_open=1, seconds=1.0)
+    open_request = replace(status().longest_open[0], prompt_id=evil)
+    bad = replace(engine(0), name=evil)
+    glance = Glance(
+        status(
+            instances=[bad],
+            policy=evil,
+            quarantined={evil: evil},
+            open_rollouts=[rollout],
+            longest_open=[open_request],
+        ),
+        problem=evil,
+    )
+    shown = screen(glance, 200, 24).plain
+    assert all(character.isprintable() or character == "\n" for character in shown)
+    assert shown.count("\n") == 23
+    assert shown.count("\\x1b[2J") >= 5
+
+
+def test_what_is_out_of_order_is_said():
+    glance = Glance(
+        status(1, engines=3, quarantined={"e9": "no such weights"}, asleep=True, requests_held=5),
+        problem="it did not answer",
+    )
+    text = "\n".join(lines(glance))
+    for part in ("1 engines + 2 not serving", "asleep", "5 held", "e9: QUARANTINED: no such weights"):
+        assert part in text
+    assert lines(glance)[-1] == "away, and asked again: it did not answer"
+    empty = "\n".join(lines(Glance(status(0, open_rollouts=[], longest_open=[]))))
+    assert "no engine serves" in empty
+    assert "no rollout is open" in empty
+
+
+def test_an_engine_that_began_anew_has_no_rate_yet():
+    again = replace(engine(0, tokens=5), restarts=1)
+    shown = lines(Glance(status(instances=[again]), status()))
+    (row,) = [line for line in shown if line.startswith("node0-0")]
+    assert row.split()[-5] == "-"
+    assert row.split()[-1] == "2"
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (-1, "0 s"),
+        (59.4, "59 s"),
+        (60, "1 min 00 s"),
+        (3599, "59 min 59 s"),
+        (3720, "1 h 02 min"),
+        (90_000, "1 d 01 h"),
+    ],
+)
+def test_durations_read_well(seconds, text):
+    assert duration(seconds) == text
+
+
+def test_bars_are_as_high_as_rates():
+    assert sparkline([0, 1, 2, 4]) == "▁▃▅█"
+    assert sparkline([]) == sparkline([0.0]) == ""
