@@ -1,0 +1,149 @@
+"""Who looks at a whole system, in virtual time: what a `Status` tells, and what an observer makes of it."""
+
+import asyncio
+
+import pytest
+from cluster_harness import PROMPTS, folder, roll, running
+from virtual_time import virtual
+
+from seer.client import SamplingParams
+from seer.common import wire
+from seer.common.clock import LoopClock
+from seer.common.config import Config
+from seer.common.errors import Unreachable
+from seer.common.net.transport.memory import MemoryTransport
+from seer.observe.observer import Observer
+from seer.services.buffer.status import LAG_WINDOW_SECONDS, LoopLag
+
+AT = Config().endpoints.trainers
+
+
+def observer(cluster):
+    return Observer(AT, MemoryTransport(cluster.network), None, LoopClock())
+
+
+@virtual
+async def test_a_status_tells_what_ran_what_was_lost_and_what_ended():
+    async with running(2) as cluster, cluster.client() as client:
+        looking = observer(cluster)
+        await roll(client)
+        seen = await looking.look(5.0)
+        status = seen.status
+        assert seen.services.keys() == {"context", "dgds"}
+        assert seen.services["context"].figures["predicted"] > 0
+        assert seen.services["dgds"].figures["tokens"] > 0
+        requests, chunks = 2 * len(PROMPTS), status.counters["chunks"]
+        assert (
+            sum(status.finished.values()) == status.finished["stop"] + status.finished["length"] == requests
+        )
+        assert sum(status.histograms["response_tokens"].counts) == requests
+        assert status.histograms["response_tokens"].total == status.counters["tokens"]
+        for name in ("chunk_seconds", "chunk_wait_seconds"):
+            assert len(status.histograms[name].bounds) == 12
+            assert sum(status.histograms[name].counts) == chunks
+        ended = status.last_rollout
+        assert ended.requests == requests
+        assert ended.tokens == status.counters["tokens"]
+        assert 0 <= ended.tail_seconds < ended.seconds < status.uptime_seconds
+        assert not status.open_rollouts
+        assert status.eta_seconds is None
+        rolling = asyncio.create_task(roll(client, 1))
+        await asyncio.sleep(0.05)
+        await cluster.kill("e1")
+        await rolling
+        after = (await looking.look(5.0)).status
+        assert after.lost_chunks == {"e1": after.counters["lost"]}
+        assert after.counters["lost"] > 0
+        assert (
+            sum(after.histograms["chunk_seconds"].counts) == after.counters["chunks"] - after.counters["lost"]
+        )
+        assert (await looking.look(5.0)).status.lost_chunks == after.lost_chunks, "to look takes nothing away"
+        assert set(after.messages) == {"trainers", "engines", "events"}
+        looking.close()
+
+
+@virtual
+async def test_progress_and_the_estimate_are_of_the_rollout_that_runs():
+    async with running(1) as cluster, cluster.client() as client:
+        looking = observer(cluster)
+        prompts = [[1, number] for number in range(1, 31)]
+        sampling = SamplingParams(max_tokens=2000)
+        rollout = await client.submit(prompts, n=2, sampling=sampling, rollout_id="long")
+        result = asyncio.create_task(rollout.result())
+        begun, etas, last = asyncio.get_running_loop().time(), [], 0
+        while not result.done():
+            await asyncio.sleep(0.5)
+            status = await looking.status(5.0)
+            if not status.open_rollouts:
+                continue
+            (mine,) = status.open_rollouts
+            assert (mine.rollout_id, mine.requests, mine.open) == ("long", 60, False)
+            assert last <= (last := mine.finished)
+            assert (mine.eta_seconds is None) or mine.finished >= 6
+            assert (mine.tail_seconds is not None) == (mine.finished >= 54)
+            assert len(status.longest_open) <= wire.MAX_LONGEST
+            tokens = [each.generated for each in status.longest_open]
+            assert tokens == sorted(tokens, reverse=True)
+            assert all(each.rollout_id == "long" and each.expected <= 2000 for each in status.longest_open)
+            assert all(each.chunks > 0 for each in status.longest_open if each.generated)
+            if mine.eta_seconds is not None:
+                etas.append((asyncio.get_running_loop().time(), mine.eta_seconds))
+        end = asyncio.get_running_loop().time()
+        assert etas, "it ended with nothing said"
+        middle, eta = etas[len(etas) // 2]
+        assert 0.4 * (end - middle) < eta < 2.5 * (end - middle), (begun, middle, eta, end)
+        looking.close()
+
+
+@virtual
+async def test_the_phases_of_an_update_are_timed(tmp_path):
+    async with running(2) as cluster, cluster.client() as client:
+        await roll(client)
+        rolling = asyncio.create_task(roll(client, 1))
+        await asyncio.sleep(0.05)
+        await client.update_weights(1, str(folder(tmp_path / "new", 1.0)))
+        await rolling
+        status = await client.status()
+        counts = {name: sum(each.counts) for name, each in status.histograms.items() if "update" in name}
+        assert counts == {f"weight_update_seconds_{phase}": 1 for phase in ("check", "drain", "load")}
+        assert status.histograms["weight_update_seconds_drain"].total > 0
+
+
+@virtual
+async def test_a_buffer_that_was_away_is_found_again_and_an_old_answer_is_no_new_one():
+    async with running(1) as cluster:
+        looking = observer(cluster)
+        first = await looking.status(5.0)
+        await cluster.kill("buffer")
+        with pytest.raises(Unreachable, match="did not answer within 1 s"):
+            await looking.status(1.0)
+        await cluster.start("buffer")
+        second = await looking.status(5.0)
+        assert second.incarnation != first.incarnation
+        cluster_loop = asyncio.get_running_loop()
+        cluster_loop.freeze("buffer")
+        with pytest.raises(Unreachable):
+            await looking.status(2.0)
+        cluster_loop.thaw("buffer")
+        assert (await looking.status(5.0)).uptime_seconds >= second.uptime_seconds + 2.0
+        looking.close()
+
+
+@virtual
+async def test_many_who_ask_at_once_are_all_answered():
+    async with running(1) as cluster:
+        observers = [observer(cluster) for _ in range(20)]
+        answers = await asyncio.gather(*(each.status(5.0) for each in observers for _ in range(3)))
+        assert len(answers) == 60
+        for each in observers:
+            each.close()
+
+
+def test_the_lag_is_the_largest_of_the_last_minute_whoever_asks():
+    lag = LoopLag()
+    for now, late in ((0.0, 0.5), (10.0, 0.1), (20.0, 0.3), (30.0, 0.2)):
+        lag.add(now, late)
+    assert lag.largest(30.0) == lag.largest(30.0) == 0.5
+    assert lag.largest(LAG_WINDOW_SECONDS + 5.0) == 0.3
+    assert lag.largest(LAG_WINDOW_SECONDS + 25.0) == 0.2
+    assert lag.largest(LAG_WINDOW_SECONDS + 31.0) == 0.0
