@@ -263,7 +263,17 @@ class Conductor:
                 self._kept.forget(item.group_id)
                 self._media.release(item.group_id)
                 self._deliver(self._deliveries.forget(item.group_id))
-            case instructions.Accept() | instructions.Refuse():
+            case instructions.Accept():
+                self._to_address(item.life, views.answer(item))
+            case instructions.Refuse():
+                prompts = len(item.prompt_ids)
+                self._log.info(
+                    "prompts refused",
+                    rollout=item.rollout_id,
+                    prompts=prompts,
+                    code=item.code,
+                    why=item.message,
+                )
                 self._to_address(item.life, views.answer(item))
             case GroupOpened() | RequestProgress() | GroupClosed():
                 self._publish(views.published(item))

@@ -151,7 +151,10 @@ class EngineConnections:
         if request is not None and (request.instance, request.attempt) == (name, failed.attempt):
             # A fatal failure is caused by the request itself: its trainer gets the error.
             log = self._log.info if failed.fatal else self._log.warning
-            log("chunk failed", engine=name, request=failed.request_id, why=failed.message)
+            log(
+                "chunk failed", engine=name, rollout=request.group.rollout.rollout_id,
+                request=failed.request_id, attempt=failed.attempt, why=failed.message,
+            )  # fmt: skip
             if failed.code == NotLoaded.code:
                 self._conductor.give_up([name], failed.message)
                 return
