@@ -19,6 +19,7 @@ from seer.common.clock import Clock
 from seer.common.net.handshake import Identity
 from seer.common.net.hub import MAX_PEERS
 from seer.common.policy.bound import bound_seconds
+from seer.common.policy.eta import expected_remainder
 from seer.common.types import InstanceStats
 from seer.services.buffer.machine import BufferMachine
 from seer.services.buffer.requests.state import RequestState, RolloutState
@@ -209,13 +210,13 @@ class StatusDesk:
     def _request(self, request: RequestState) -> wire.OpenRequest:
         view, group = request.view, request.group
         estimate = self._machine.requests.estimates.get(group.group_id)
-        expected = min(max(estimate.tokens if estimate else 0.0, view.produced), view.most)
+        more = expected_remainder(estimate, view.produced, view.most) if estimate else 0.0
         return wire.OpenRequest(
             rollout_id=group.rollout.rollout_id,
             prompt_id=group.prompt_id,
             index=view.index - group.first_index,
             generated=view.produced,
-            expected=expected,
+            expected=view.produced + more,
             engine=request.instance,
             chunks=self._statistics.chunks(request),
         )

@@ -58,6 +58,8 @@ NEED_EXTRA = {
     "seer.gateway.generation": "starlette",
     "seer.gateway.supervisor": "uvicorn",
     "seer.gateway.http": "starlette",
+    "seer.observe.exporter": "prometheus_client",
+    "seer.observe.metrics": "prometheus_client",
     "seer.gateway.server": "uvicorn",
     "seer.gateway.serving": "uvicorn",
     "seer.gateway.worker": "uvicorn",

@@ -9,7 +9,7 @@ import socket
 import time
 
 import zmq
-from process.test_keys import System
+from keyed_system import System
 
 from seer.client import SamplingParams
 from seer.common.errors import Unauthorized
