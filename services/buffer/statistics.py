@@ -4,8 +4,8 @@ It watches: events and the instructions that they led to go in, nothing comes ou
 So it is no part of the machines' state or of their snapshots, and starts anew with each life of the buffer,
 as counters of processes do.
 
-Invariants (tests/property/test_statistics.py asserts them):
-- it is a function of the events, their times and the machines' instructions: a replay gives the same;
+Invariants (tests/property/test_buffer_machine.py asserts them, by tests/invariants.py):
+- it is a function of the events, their times, and the machines' instructions and state;
 - every response that began is counted once in `finished`: stop, length, failed or cancelled;
 - every chunk that was dispatched ends once: in the histogram of chunks, as lost, or dropped;
 - it remembers no group, chunk or rollout that the machines have forgotten, and at most `MAX_ENGINES` names.

@@ -1,9 +1,9 @@
 """Answers `StatusRequest`s: the machines' state, and figures of what they did (`statistics.py`, `survey.py`).
 
-Invariants (tests/unit/test_status.py):
-- whoever asks is answered once, after a look at all open requests that is at most as old as `Survey` may be:
-  those who ask meanwhile share it;
-- looks take at most `MOST_OF_TIME` of the buffer's time, however many ask;
+Invariants (tests/cluster/test_observer.py):
+- whoever asks is answered, after a look at all open requests; those who ask at the same time share it;
+- such looks take at most `MOST_OF_TIME` of the buffer's time, however many ask: until the next one, answers
+  have what the last one saw;
 - an answer takes nothing from the next one: any number of observers see the same.
 """
 

@@ -2,7 +2,7 @@
 
 There may be 200,000 requests, and the buffer has other work, so `survey` yields between a few of them.
 
-Invariants (tests/unit/test_status.py):
+Invariants (tests/cluster/test_observer.py):
 - it changes nothing, and groups may come and go between two steps;
 - a rollout's estimate is that of its own work, at the rate of its own running requests.
 """

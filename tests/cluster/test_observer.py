@@ -139,6 +139,28 @@ async def test_many_who_ask_at_once_are_all_answered():
             each.close()
 
 
+@virtual
+async def test_a_service_that_is_away_is_left_out_and_nobody_waits_for_it_for_long():
+    async with running(1) as cluster:
+        looking, loop = observer(cluster), asyncio.get_running_loop()
+        assert (await looking.look(5.0)).services.keys() == {"context", "dgds"}
+        await cluster.kill("dgds")
+        for _ in range(2):
+            began = loop.time()
+            assert (await looking.look(5.0)).services.keys() == {"context"}
+            assert loop.time() - began <= 1.0
+        began = loop.time()
+        assert (await looking.look(5.0)).services.keys() == {"context"}
+        assert loop.time() - began < 0.1
+        await cluster.start("dgds")
+        await asyncio.sleep(2.0)
+        for _ in range(2):
+            await looking.look(5.0)
+            await asyncio.sleep(1.0)
+        assert (await looking.look(5.0)).services.keys() == {"context", "dgds"}
+        looking.close()
+
+
 def test_the_lag_is_the_largest_of_the_last_minute_whoever_asks():
     lag = LoopLag()
     for now, late in ((0.0, 0.5), (10.0, 0.1), (20.0, 0.3), (30.0, 0.2)):

@@ -100,6 +100,8 @@ class Observer:
         me = Identity(role="trainer", name=self._name, incarnation=0)
         self._buffer = Question(transport, endpoint, me, wire.BufferToTrainer, self._clock)
         self._others: dict[tuple[str, str], Question] = {}
+        self._asked: dict[tuple[str, str], asyncio.Task[wire.Message | None]] = {}
+        self._silent: set[tuple[str, str]] = set()
 
     async def status(self, seconds: float) -> wire.Status:
         """Return the buffer's state. Raises `Unreachable`, or what it refuses with."""
@@ -109,28 +111,44 @@ class Observer:
         return answer
 
     async def look(self, seconds: float) -> Seen:
-        """Return the buffer's state and the figures of the services beside it that answer in time."""
+        """Return the buffer's state and the figures of the services beside it that answer in time.
+
+        Nobody waits for one that was silent: it is asked all the same, and counts once it has answered.
+        """
         status = await self.status(seconds)
         found = _services(status)
-        for name in [each for each in self._others if each not in found]:
-            self._others.pop(name).close()
-        asked = await asyncio.gather(*(self._ask(each, min(seconds / 2, SERVICE_SECONDS)) for each in found))
-        return Seen(status=status, services=dict(each for each in asked if each is not None))
-
-    async def _ask(self, service: tuple[str, str], seconds: float) -> tuple[str, wire.ServiceStatus] | None:
-        name, endpoint = service
-        kind = name.partition("-")[0]
-        if service not in self._others:
-            me = Identity(role="status", name=self._name, incarnation=0)
-            self._others[service] = Question(self._transport, endpoint, me, _UNIONS[kind], self._clock)
-        with contextlib.suppress(SeerError):
-            answer = await self._others[service].ask(seconds)
+        for service in [each for each in self._others if each not in found]:
+            self._others.pop(service).close()
+        for service in found:
+            if service not in self._asked:
+                self._asked[service] = asyncio.create_task(self._ask(*service))
+        if patient := [self._asked[each] for each in found if each not in self._silent]:
+            await asyncio.wait(patient, timeout=min(seconds / 2, SERVICE_SECONDS))
+        services = {}
+        for service in [each for each, task in self._asked.items() if task.done() or each not in found]:
+            task = self._asked.pop(service)
+            answer = task.result() if task.done() else None
+            self._silent.discard(service)
             if isinstance(answer, wire.ServiceStatus):
-                return name, answer
+                services[service[0]] = answer
+            else:
+                self._silent.add(service)
+        self._silent.intersection_update(found)
+        return Seen(status=status, services=services)
+
+    async def _ask(self, name: str, endpoint: str) -> wire.Message | None:
+        if (name, endpoint) not in self._others:
+            me = Identity(role="status", name=self._name, incarnation=0)
+            union = _UNIONS[name.partition("-")[0]]
+            self._others[name, endpoint] = Question(self._transport, endpoint, me, union, self._clock)
+        with contextlib.suppress(SeerError):
+            return await self._others[name, endpoint].ask(SERVICE_SECONDS)
         return None
 
     def close(self) -> None:
         """Close all connections."""
+        for task in self._asked.values():
+            task.cancel()
         for each in (self._buffer, *self._others.values()):
             each.close()
 
