@@ -3,7 +3,7 @@
 `core.lock`: what `pip install seer-rollout` needs; `build.lock`: what builds it; `cpu.lock`: the engine, for
 CPUs; `dev.lock`: tests, linters, pictures and the trainers tested against. Each pins the closure of its roots
 less what an earlier file pins, with the hashes of all files of these releases; install them with `--no-deps
---require-hashes`. `gateway.lock` and `metrics.lock`: `seer gateway` and `seer exporter`, on top of `core.lock`
+--require-hashes`. `gateway.lock` and `metrics.lock`: `seer gateway`, `seer exporter`, on top of `core.lock`
 alone; `cpu.lock` has all of both, too.
 `torch-cpu.lock` stands alone, without hashes: the package index has no builds of torch for CPUs, and the
 indexes that have them differ.

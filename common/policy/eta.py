@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from seer.common.policy.length import Estimate
@@ -58,7 +59,8 @@ class Work:
     """What is left to generate of `responses` open ones: their expected tokens, and the `longest` of them.
 
     `longest` is what the longest remainder of so many is expected to be: each is taken at the length that it
-    exceeds with a chance of one in their number.
+    exceeds with a chance of one in their number. Of a group, only those count that have least, or most: the
+    longest remainder is nearly always one of theirs, and there may be 200,000 responses to look at.
     """
 
     responses: int
@@ -66,12 +68,15 @@ class Work:
     longest: float = 0.0
     running: int = 0
 
-    def add(self, estimate: Estimate, generated: int, cap: int, *, running: bool) -> None:
-        """Add one open response."""
-        self.tokens += expected_remainder(estimate, generated, cap)
-        longest = length_quantile(estimate, generated, cap, 1 / (1 + self.responses)) - generated
-        self.longest = max(self.longest, longest)
+    def add(
+        self, estimate: Estimate, generated: Sequence[int], cap: int, remainder: float, running: int
+    ) -> None:
+        """Add the open responses of a group, which have `generated` so many tokens and expect `remainder`."""
+        self.tokens += remainder
         self.running += running
+        chance = 1 / (1 + self.responses)
+        for each in {min(generated), max(generated)}:
+            self.longest = max(self.longest, length_quantile(estimate, each, cap, chance) - each)
 
 
 @dataclass(slots=True)

@@ -1,7 +1,8 @@
 """Answers `StatusRequest`s: the machines' state, and figures of what they did (`statistics.py`, `survey.py`).
 
 Invariants (tests/cluster/test_observer.py):
-- whoever asks is answered, after a look at all open requests; those who ask at the same time share it;
+- whoever asks is answered, after a look at all open requests, but not later than `LEAST_SECONDS` because of
+  it; those who ask at the same time share it;
 - such looks take at most `MOST_OF_TIME` of the buffer's time, however many ask: until the next one, answers
   have what the last one saw;
 - an answer takes nothing from the next one: any number of observers see the same.
@@ -105,15 +106,20 @@ class StatusDesk:
 
     async def run(self) -> None:
         """Answer until cancelled."""
-        while True:
-            await self._asked.wait()
-            self._asked.clear()
-            if self._clock.now() >= self._good_until:
-                await self._look()
-            asking, self._asking = self._asking, {}
-            status = self.status()
-            for address in asking:
-                await self._reply(address, status)
+        async with asyncio.TaskGroup() as tasks:
+            looking: asyncio.Task[None] | None = None
+            while True:
+                await self._asked.wait()
+                self._asked.clear()
+                if looking is None and self._clock.now() >= self._good_until:
+                    looking = tasks.create_task(self._look())
+                if looking is not None:
+                    await asyncio.wait([looking], timeout=LEAST_SECONDS)
+                    looking = None if looking.done() else looking
+                asking, self._asking = self._asking, {}
+                status = self.status()
+                for address in asking:
+                    await self._reply(address, status)
 
     async def watch_lag(self) -> None:
         """Measure the event loop's lag until cancelled."""

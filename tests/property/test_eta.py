@@ -36,9 +36,9 @@ def test_a_remainder_is_the_mean_of_what_is_left():
 
 
 def work(open_, generated=10, running=None):
-    it = Work(open_)
-    for index in range(open_):
-        it.add(Estimate(400, 0.5), generated, 1000, running=index < (open_ if running is None else running))
+    it, estimate = Work(open_), Estimate(400, 0.5)
+    remainder = open_ * expected_remainder(estimate, generated, 1000)
+    it.add(estimate, [generated] * open_, 1000, remainder, open_ if running is None else running)
     return it
 
 
