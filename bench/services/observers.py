@@ -134,7 +134,7 @@ async def measured(engines: int, seconds: float) -> dict[str, Any]:
         child.COMMAND = (sys.executable, THOUSAND, "service")  # type: ignore[assignment]
         spawn, here = child.Child.spawn, {"WATCH": name}
         children = {s: await spawn(s, s, config, here, folder, logged=False) for s in ("buffer", "context")}
-        hosts = Engines(file, engines, min(2, engines))
+        hosts = Engines(file, engines, min(4, engines))
         exporter: Exporter | None = None
         try:
             for each in children.values():
@@ -144,7 +144,7 @@ async def measured(engines: int, seconds: float) -> dict[str, Any]:
             exporter = Exporter(at)
             async with RolloutClient(at, silence_seconds=120.0) as client:
                 await registered(client, engines)
-                prompts = [[1 + number % 1000, 1 + number // 1000, 7] for number in range(20 * engines)]
+                prompts = [[1 + number % 1000, 1 + number // 1000, 7] for number in range(8 * engines)]
                 rolling = asyncio.create_task(drain(await client.submit(prompts, n=10, sampling=SAMPLING)))
                 await asyncio.sleep(5.0)
                 turns: dict[str, Callable[[], Awaitable[dict[str, Any]]]] = {
