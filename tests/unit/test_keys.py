@@ -233,3 +233,12 @@ def test_settings_are_read_as_all_others_are(tmp_path):
     path = tmp_path / "seer.toml"
     path.write_text('[security]\nkey = "k"\npeers = "p"\n')
     assert load(path).security == SecurityConfig(key="k", peers="p")
+
+
+def test_who_comes_to_ask_may_only_ask_whatever_its_key():
+    for role in ("observer", "trainer", "engine", "operator"):
+        assert User(role, "a").only_reads("status")
+    assert User("observer", "a").only_reads("trainer")
+    assert not User("trainer", "a").only_reads("trainer")
+    assert not User("engine", "a").only_reads("engine")
+    assert not User("service", "a").only_reads("context")
