@@ -123,6 +123,7 @@ def check_statistics(statistics: Statistics, machine: RequestMachine, opened: in
     assert statistics._rollouts.keys() <= machine.rollouts.keys()
     for name, rollout in statistics._rollouts.items():
         members = machine.rollouts[name].members.values()
+        assert not (rollout.open and rollout.times), "an open rollout may go on for weeks"
         assert rollout.groups == sum(not group.done for group in members)
     chunks = {key for running in statistics._running.values() for key in running}
     assert chunks == {each.view.request_id for each in machine.requests.values() if each.instance}

@@ -61,7 +61,7 @@ class _Group:
 
 @dataclass(slots=True)
 class _Rollout:
-    """A rollout. `times`: when responses finished; `groups`: how many of its groups have not ended."""
+    """A rollout. `times`: when responses finished, unless it is open; `groups`: those that have not ended."""
 
     rollout_id: str
     submitted: float
@@ -193,7 +193,7 @@ class Statistics:
 
     def _group_ended(self, rollout: _Rollout, now: float) -> None:
         rollout.groups -= 1
-        if not rollout.groups and rollout.times and not rollout.open:
+        if not rollout.groups and rollout.times:
             seconds, tail = now - rollout.submitted, tail_seconds(rollout.times)
             self.ended = Ended(seconds, tail, len(rollout.times), rollout.tokens, rollout.longest)
 
@@ -234,7 +234,8 @@ class Statistics:
         if request is not None and group is not None:
             tokens, rollout = request.view.generated, group.rollout
             self.response_tokens.add(tokens)
-            rollout.times.append(now)
+            if not rollout.open:  # which may go on for weeks
+                rollout.times.append(now)
             rollout.tokens += tokens
             rollout.longest = max(rollout.longest, tokens)
             self._ended(group, index, now)
