@@ -22,6 +22,8 @@ SCRIPT = REPO / "ops" / "seer.sbatch"
 SEER = Path(sys.executable).with_name("seer")
 NODES = ["n1", "n2", "n3"]
 ENGINES = [f"{node}-{local}" for node in NODES for local in (0, 1)]
+PYTHON = "python"
+"""What a service is run by, and not the shell that keeps it."""
 END_SECONDS = 120
 TOML = """
 [buffer]
@@ -85,7 +87,7 @@ class Jobs:
 
 
 def returned(jobs, text, count, old):
-    now = jobs.cluster.pids(text)
+    now = jobs.cluster.pids(text, PYTHON)
     return len(now) == count and old not in now
 
 
@@ -128,10 +130,10 @@ def killed(jobs, reference):
         job, foreign / "trainer-run.key", folder / "keys" / "public" / "server.pub", check=False
     )
     assert other.returncode == 1
-    assert "not admitted" in other.stdout + other.stderr, other.stdout + other.stderr
+    assert "does not admit" in other.stdout + other.stderr, other.stdout + other.stderr
     for service, count in (("engine", len(ENGINES)), ("buffer", 1)):
         text = f"{SEER} {service} --config"
-        before = jobs.cluster.pids(text)
+        before = jobs.cluster.pids(text, PYTHON)
         assert len(before) == count, before
         os.kill(before[0], signal.SIGKILL)
         until(
@@ -159,7 +161,7 @@ def cancelled(jobs, name, *how):
     until("all engines", 60, lambda: jobs.instances(job, folder) == ENGINES)
     jobs.cluster.run("scancel", *how, job)
     state, _ = jobs.ended(job)
-    until("no process", 60, lambda: not jobs.cluster.pids(f"{SEER} "))
+    until("no process", 60, lambda: not jobs.cluster.pids(f"{SEER} ", PYTHON))
     drained(folder)
     assert any((folder / "log").iterdir())
     say(f"scancel {' '.join(how)}: engines drained, job {state}")

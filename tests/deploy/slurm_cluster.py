@@ -107,14 +107,13 @@ class Cluster:
         words = dict(word.split("=", 1) for word in shown.split() if "=" in word)
         return words["JobState"], words["ExitCode"]
 
-    def pids(self, text):
-        """Return the processes of this cluster's jobs whose command line has `text`."""
+    def pids(self, text, program=""):
+        """Return the processes of this cluster's jobs whose command line has `text`, run by `program`."""
         found = []
         for entry in Path("/proc").iterdir():
             with contextlib.suppress(OSError):
-                if entry.name.isdigit() and text.encode() in (entry / "cmdline").read_bytes().replace(
-                    b"\0", b" "
-                ):
+                line = (entry / "cmdline").read_bytes().decode().split("\0") if entry.name.isdigit() else []
+                if line and text in " ".join(line) and Path(line[0]).name.startswith(program):
                     environ = (entry / "environ").read_bytes()
                     if f"SLURM_CONF={self.folder}/slurm.conf".encode() in environ:
                         found.append(int(entry.name))

@@ -23,6 +23,8 @@ REPLAY = Config(engine=EngineConfig(backend="replay", replay_step_seconds=0.005)
 PROMPTS = [Prompt(id=str(i), token_ids=[1, 2, i]) for i in range(8)]
 SECONDS = 60.0
 
+pytestmark = pytest.mark.timeout(300)
+
 
 @pytest.fixture(scope="module", autouse=True)
 def cluster():
@@ -34,10 +36,16 @@ def cluster():
     ray.shutdown()
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def system(cluster):
+    """One for all tests that disturb it: its actors come back."""
     with start(2, 1, REPLAY) as started:
         yield started
+    gone()
+
+
+def gone():
+    """Assert that a system left neither a process nor a claim on the cluster."""
     assert not children()
     until(lambda: ray.available_resources().get("GPU") == 2)
 
@@ -101,6 +109,33 @@ async def names(system):
     return await ask(system, work)
 
 
+def test_no_room_is_an_error_that_leaves_nothing():
+    with pytest.raises(LaunchError, match="no room for 3 engines"):
+        start(3, 1, REPLAY, place_seconds=2)
+    gone()
+
+
+def test_an_engine_that_cannot_start_says_why():
+    wrong = Config(engine=EngineConfig(backend="replay", replay_trace="/not/there"))
+    with pytest.raises(LaunchError, match=r"ray-0 cannot start.*/not/there"):
+        start(1, 0, wrong)
+    gone()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ((0,), "engines = 0"),
+        ((1, 2), "gpus_per_engine = 2"),
+        ((1, 0, Config(engine=EngineConfig(nodes=2))), "engine.nodes = 2"),
+        ((1, 0, Config(security=SecurityConfig(insecure=True))), "security"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(arguments, says):
+    with pytest.raises((ConfigError, InvalidField), match=says):
+        start(*arguments)
+
+
 async def test_engines_are_placed_and_a_rollout_runs(system):
     assert await names(system) == ["ray-0", "ray-1"]
     gpus = [environ(pid(system, name))["CUDA_VISIBLE_DEVICES"] for name in ("ray-0", "ray-1")]
@@ -158,31 +193,3 @@ def back(system, name, old):
     with contextlib.suppress(ray.exceptions.RayError):
         return pid(system, name) != old
     return False
-
-
-def test_no_room_is_an_error_that_leaves_nothing():
-    with pytest.raises(LaunchError, match="no room for 3 engines"):
-        start(3, 1, REPLAY, place_seconds=2)
-    assert not children()
-    until(lambda: ray.available_resources().get("GPU") == 2)
-
-
-def test_an_engine_that_cannot_start_says_why():
-    wrong = Config(engine=EngineConfig(backend="replay", replay_trace="/not/there"))
-    with pytest.raises(LaunchError, match=r"ray-0 cannot start.*/not/there"):
-        start(1, 0, wrong)
-    assert not children()
-
-
-@pytest.mark.parametrize(
-    ("arguments", "says"),
-    [
-        ((0,), "engines = 0"),
-        ((1, 2), "gpus_per_engine = 2"),
-        ((1, 0, Config(engine=EngineConfig(nodes=2))), "engine.nodes = 2"),
-        ((1, 0, Config(security=SecurityConfig(insecure=True))), "security"),
-    ],
-)
-def test_what_makes_no_sense_is_refused(arguments, says):
-    with pytest.raises((ConfigError, InvalidField), match=says):
-        start(*arguments)

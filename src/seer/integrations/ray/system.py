@@ -106,7 +106,8 @@ def start(
     _check(engines, gpus_per_engine, config)
     with _private_folder() as folder:
         keys = _make_keys(folder / "keys")
-    host = ray.util.get_node_ip_address()
+    here = ray.get_runtime_context().get_node_id()
+    (host,) = (node["NodeManagerAddress"] for node in ray.nodes() if node["NodeID"] == here)
     config = replace(config, endpoints=_endpoints(host), security=SecurityConfig())
     bundle = {"CPU": cpus_per_engine} | ({"GPU": gpus_per_engine} if gpus_per_engine else {})
     group = placement_group([bundle] * engines, strategy="PACK")
@@ -117,9 +118,9 @@ def start(
                 f"no room for {engines} engines of {bundle} within {place_seconds:g} s;"
                 f" the cluster has {ray.cluster_resources()}, of which {ray.available_resources()} are free"
             )
-        here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+        beside = NodeAffinitySchedulingStrategy(here, soft=False)
         for name in SERVICES:
-            system.actors[name] = _actor(name, config, keys["server"], here, num_cpus=0)
+            system.actors[name] = _actor(name, config, keys["server"], beside, num_cpus=0)
         for index in range(engines):
             own = replace(config, engine=replace(config.engine, name=f"ray-{index}"))
             place = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index)
