@@ -24,7 +24,8 @@ NODES = ["n1", "n2", "n3"]
 ENGINES = [f"{node}-{local}" for node in NODES for local in (0, 1)]
 PYTHON = "python"
 """What a service is run by, and not the shell that keeps it."""
-END_SECONDS = 120
+READY_SECONDS = 120
+END_SECONDS = 240
 TOML = """
 [buffer]
 chunk_size = 64
@@ -59,7 +60,7 @@ class Jobs:
         )
         return answer.stdout.strip(), folder
 
-    def rollout(self, name, *options, tokens=1024, **environ):
+    def rollout(self, name, *options, tokens=1280, **environ):
         out = self.folder / f"{name}.jsonl"
         command = ROLLOUT.format(seer=SEER, folder=self.folder, out=out, tokens=tokens)
         return *self.submit(name, command, *options, **environ), out
@@ -118,7 +119,7 @@ def undisturbed(jobs):
 def killed(jobs, reference):
     """Kill an engine and the buffer; strangers ask meanwhile."""
     job, folder, out = jobs.rollout("killed")
-    until("all engines", 60, lambda: jobs.instances(job, folder) == ENGINES)
+    until("all engines", READY_SECONDS, lambda: jobs.instances(job, folder) == ENGINES)
     modes = {path.name: path.stat().st_mode & 0o777 for path in (folder / "keys").glob("*.key")}
     assert modes, "no keys"
     assert set(modes.values()) == {0o600}, modes
@@ -135,14 +136,14 @@ def killed(jobs, reference):
         text = f"{SEER} {service} --config"
         before = jobs.cluster.pids(text, PYTHON)
         assert len(before) == count, before
+        assert jobs.cluster.state(job)[0] == "RUNNING", "the rollout was over too soon"
         os.kill(before[0], signal.SIGKILL)
         until(
             f"a new {service}",
-            30,
+            READY_SECONDS,
             lambda text=text, count=count, old=before[0]: returned(jobs, text, count, old),
         )
         say(f"{service} killed: it is back")
-    until("all engines", 60, lambda: jobs.instances(job, folder) == ENGINES)
     assert jobs.ended(job) == ("COMPLETED", "0:0"), (jobs.folder / "killed.out").read_text()
     assert tokens(out) == tokens(reference)
     say("strangers refused; engine and buffer killed: the same tokens")
@@ -158,10 +159,10 @@ def exit_status(jobs):
 def cancelled(jobs, name, *how):
     """End a job in the middle of a rollout: its engines hand back, its buffer has what they had."""
     job, folder, _ = jobs.rollout(name, tokens=8000)
-    until("all engines", 60, lambda: jobs.instances(job, folder) == ENGINES)
+    until("all engines", READY_SECONDS, lambda: jobs.instances(job, folder) == ENGINES)
     jobs.cluster.run("scancel", *how, job)
     state, _ = jobs.ended(job)
-    until("no process", 60, lambda: not jobs.cluster.pids(f"{SEER} ", PYTHON))
+    until("no process", READY_SECONDS, lambda: not jobs.cluster.pids(f"{SEER} ", PYTHON))
     drained(folder)
     assert any((folder / "log").iterdir())
     say(f"scancel {' '.join(how)}: engines drained, job {state}")
