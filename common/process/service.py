@@ -2,7 +2,7 @@
 
 Invariants:
 - the first SIGTERM or SIGINT drains; the second stops at once, and so does the first while the service
-  still starts;
+  still starts; one within `SAME_SECONDS` of the first is the same, told twice;
 - an expected failure (`SeerError`) is one log line and exit code 2, never a traceback;
 - a supervisor (`--ready-fd`, systemd) is told when it is ready, or why it cannot start; systemd also gets
   watchdog messages;
@@ -16,6 +16,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import math
 import os
 import resource
 import signal
@@ -39,6 +40,9 @@ EXIT_OK = 0
 EXIT_REFUSED = 2
 EXIT_SIGNAL = 128
 """Plus the signal's number, as shells report it."""
+
+SAME_SECONDS = 0.5
+"""Supervisors such as SLURM may tell a process and its parent, which tells the process again."""
 
 MANY_OBJECTS = frozenset({"buffer", "context"})
 
@@ -157,10 +161,15 @@ class _Process:
     def _catch_signals(self) -> None:
         loop = asyncio.get_running_loop()
         task = asyncio.current_task()
+        drained_at = -math.inf
 
         def caught(number: signal.Signals) -> None:
+            nonlocal drained_at
+            if loop.time() - drained_at < SAME_SECONDS:
+                return
             self._signals.append(number)
             if self._service is not None and len(self._signals) == 1:
+                drained_at = loop.time()
                 _log.info("draining", signal=number.name)
                 self._systemd.stopping()
                 self._service.drain()

@@ -11,6 +11,8 @@ import time
 
 import pytest
 
+from seer.common.process.service import SAME_SECONDS
+
 DEADLINE = 60.0
 
 _CHILD = """
@@ -56,6 +58,8 @@ class Echo:
         print("draining", flush=True)
         if MODE == "slow drain":
             await asyncio.sleep(600)
+        if MODE == "short drain":
+            await asyncio.sleep(0.3)
 
     async def refuse(self):
         raise ConfigError("x = 1: must be 2")
@@ -146,10 +150,22 @@ def test_a_second_signal_stops_at_once(child):
     process.read_ready()
     process.process.terminate()
     process.wait_for_line("draining")
+    time.sleep(2 * SAME_SECONDS)
     process.process.terminate()
     code, err = process.finish()
     assert code == 128 + signal.SIGTERM
     assert "Traceback" not in err
+
+
+def test_a_signal_told_twice_at_once_drains(child):
+    process = child("short drain")
+    process.read_ready()
+    process.process.terminate()
+    process.wait_for_line("draining")
+    process.process.terminate()
+    code, err = process.finish()
+    assert code == 0
+    assert [line["event"] for line in logged(err)] == ["ready", "draining", "drained"]
 
 
 def test_a_signal_while_starting_stops_at_once(child):
