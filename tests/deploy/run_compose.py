@@ -96,7 +96,7 @@ class Projects:
 
     def _overlay(self, name):
         joined = NETWORKS if name == "head" else [name]
-        services = ["buffer", "context", "dgds"] if name == "head" else ["engine"]
+        services = ["buffer", "context", "dgds", "exporter"] if name == "head" else ["engine"]
         return {
             "services": {service: {"networks": joined} for service in services},
             "networks": {network: {"external": True, "name": f"{NAME}-{network}"} for network in joined},
@@ -118,11 +118,12 @@ class Projects:
 
     def __call__(self, name, *command):
         """Run a compose command in one project."""
-        profile = "head" if name == "head" else "node"
+        profiles = ["head", "metrics"] if name == "head" else ["node"]
         files = ["-f", REPO / "compose" / "compose.yaml", "-f", self.folder / f"{name}.yaml"]
         return run(
-            *self.compose, *files, "-p", f"{NAME}-{name}", "--profile", profile, *command, env=self.environ
-        )
+            *self.compose, *files, "-p", f"{NAME}-{name}",
+            *(word for profile in profiles for word in ("--profile", profile)), *command, env=self.environ,
+        )  # fmt: skip
 
     def containers(self, name):
         return self(name, "ps", "-q").stdout.split()
@@ -180,6 +181,16 @@ def rollouts(projects, folder):
     )
 
 
+def metrics():
+    """The exporter, with an observer's key, tells who asks over HTTP of both engines."""
+    script = "import urllib.request as r; print(r.urlopen('http://exporter:7112/metrics', timeout=30).read().decode())"
+    told = docker(
+        "run", "--rm", "--network", f"{NAME}-client", "--entrypoint", "python", "seer:core", "-c", script
+    )
+    assert 'seer_engines{state="serving"} 2.0' in told, told
+    assert "seer_up 1.0" in told
+
+
 def strangers(projects):
     """Without a key, or with a wrong one, nobody gets in, and a message of endlessly many parts takes nothing."""
     everything = [each for name in ("head", "node2") for each in projects.containers(name)]
@@ -212,6 +223,7 @@ def test():
                 projects(name, "up", "-d", "--no-build")
             say("waiting until all containers are healthy")
             until("healthy containers", HEALTHY_SECONDS, projects.healthy, pause=2.0)
+            metrics()
             rollouts(projects, folder)
             strangers(projects)
     say("passed")

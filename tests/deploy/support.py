@@ -191,7 +191,7 @@ max_model_len = 512
 def keys(folder, user):
     """Make keys for the services, engines of any name and a trainer, for a user's id; return the folder."""
     seer = Path(sys.executable).with_name("seer")
-    for command in (["init", folder], ["add", folder, "engine:*", "trainer:run"]):
+    for command in (["init", folder], ["add", folder, "engine:*", "observer:*", "trainer:run"]):
         run(seer, "keys", *command)
     for path in (folder, *folder.rglob("*")):
         os.chown(path, user, user)
