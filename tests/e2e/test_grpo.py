@@ -29,10 +29,10 @@ ROUNDED = {"gap"}
 KILLED = """
 import asyncio, os, signal, sys
 sys.path.insert(0, sys.argv.pop(1))
-import checkpoint, learner, train
+import checkpoint, learner, problems, train
 
 phase = sys.argv.pop(1)
-step, update, reward = learner.torch.optim.AdamW.step, train.RolloutClient.update_weights, train.reward
+step, update, reward = learner.torch.optim.AdamW.step, train.RolloutClient.update_weights, problems.reward
 
 def die(*_):
     os.kill(os.getpid(), signal.SIGKILL)
@@ -54,7 +54,7 @@ def after_step(optimizer):
 if phase == "update":
     train.RolloutClient.update_weights = in_update
 elif phase == "rollout":
-    train.reward = in_rollout
+    problems.reward = in_rollout
 elif phase == "train":
     learner.torch.optim.AdamW.step = after_step
 elif phase == "checkpoint":  # written, not yet in its place

@@ -22,7 +22,7 @@ import torch
 import train
 from learner import CLIP, ROUNDING, Learner, Sample, advantages, batches, pad, token_loss
 
-MODEL = problems.COUNTDOWN / "model"
+MODEL = problems.MODEL
 
 
 def sample(ids: list[int], prompt: int, advantage: float = 1.0, logprob: float = -0.5) -> Sample:
@@ -167,13 +167,13 @@ def test_a_checkpoint_is_the_old_or_the_new_one(tmp_path: Path) -> None:
 
 def test_a_run_of_other_settings_is_not_continued(tmp_path: Path) -> None:
     settings = train.Settings(model="digest", held_out=2)
-    trainer = train.Trainer(settings, MODEL, tmp_path)
+    trainer = train.Trainer(settings, problems, MODEL, tmp_path)
     trainer.rows.append({"iteration": 0})
     trainer._save()
-    assert train.Trainer(settings, MODEL, tmp_path).rows == [{"iteration": 0}]
+    assert train.Trainer(settings, problems, MODEL, tmp_path).rows == [{"iteration": 0}]
     assert json.loads((tmp_path / "metrics.jsonl").read_text()) == {"iteration": 0}
     with pytest.raises(ValueError, match=r"has seed 0, not 1: give that, or another --out"):
-        train.Trainer(dataclasses.replace(settings, seed=1), MODEL, tmp_path)
+        train.Trainer(dataclasses.replace(settings, seed=1), problems, MODEL, tmp_path)
 
 
 def test_prompts_follow_from_seed_and_iteration_and_hold_nothing_out_twice() -> None:
