@@ -21,6 +21,9 @@ sys.path.append(str(COUNTDOWN))
 import task  # noqa: E402 - lies in the neighbouring example, which is no package
 
 START, END, IMAGE, VIDEO = SPECIAL = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
+SEED = 20261123
+"""Of training, and of the shipped pictures."""
+
 VOCAB = (*task.VOCAB, *SPECIAL)
 IDS = {word: i for i, word in enumerate(VOCAB)}
 

@@ -28,7 +28,7 @@ import task
 import torch
 import train as text  # of the neighbouring example
 from drawing import CELL, Drawn, draw
-from reading import COUNTDOWN, IDS
+from reading import COUNTDOWN, IDS, SEED
 from task import Problem
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch.nn.functional import cross_entropy
@@ -44,7 +44,6 @@ from transformers import (
     Qwen3VLVideoProcessor,
 )
 
-SEED = 20261123
 THREADS = 2
 MERGE = 2
 PATCH = CELL // MERGE
@@ -60,12 +59,12 @@ TEXT = (
     "head_dim", "max_position_embeddings", "rms_norm_eps", "bos_token_id", "eos_token_id", "pad_token_id",
 )  # fmt: skip
 """What the language part has of the model of text."""
-CELLS = (300, 64, 3e-3)
+CELLS = (250, 64, 3e-3)
 """Steps, pictures a step and peak learning rate of the first round."""
 SHARPNESS = 100.0
 """Of the first round's softmax: tokens of pictures then become about as long as the embeddings of words."""
-READS = (600_000, 1.5e-3)
-SEARCHES = (900_000, 1e-3)
+READS = (250_000, 1.5e-3)
+SEARCHES = (400_000, 1e-3)
 """Tokens and peak learning rate of the second and third round."""
 READ_WEIGHT = 4.0
 """Loss weight of the numbers that are read: few words, which all others follow from."""
@@ -214,14 +213,14 @@ class Steps:
         self._started, self._taken, self._steps = time.monotonic(), 0, steps
 
     def take(self, loss: torch.Tensor, right: float) -> None:
-        """Take a step; say every 50 how it goes. `right`: share of the round's numbers that are right."""
+        """Take a step; say every 25 how it goes. `right`: share of the round's numbers that are right."""
         self._optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self._part.parameters(), 1.0)
         self._optimizer.step()
         self._decay.step()
         self._taken += 1
-        if self._taken % 50 == 0:
+        if self._taken % 25 == 0:
             seconds = time.monotonic() - self._started
             log.info(
                 "step %d of %d: loss %.3f, right %.2f, %.0f s",

@@ -95,18 +95,13 @@ def pad(batch: Sequence[Sample]) -> dict[str, torch.Tensor]:
     return {"ids": ids, "mask": mask, "logprobs": logprobs, "advantages": advantage.expand_as(mask)}
 
 
-def shown(batch: Sequence[Sample], placeholder: int | None) -> dict[str, torch.Tensor]:
+def shown(batch: Sequence[Sample], ids: torch.Tensor, placeholder: int | None) -> dict[str, torch.Tensor]:
     """Return what a model with images takes beside the ids: the batch's images, in order of its rows."""
     images = [sample.images for sample in batch if sample.images]
     if not images:
         return {}
-    places = torch.zeros(len(batch), batch[0].token_ids.size, dtype=torch.int32)
-    for row, sample in enumerate(batch):
-        # Behind the prompt the model may have sampled placeholders, which are text.
-        prompt = sample.token_ids[: -sample.logprobs.size]
-        places[row, : prompt.size] = torch.tensor(prompt == placeholder)
     tensors = {name: torch.cat([each[name] for each in images]) for name in images[0]}
-    return {**tensors, "mm_token_type_ids": places}
+    return {**tensors, "mm_token_type_ids": (ids == placeholder).int()}
 
 
 def token_loss(logprobs: torch.Tensor, engine: torch.Tensor, advantage: torch.Tensor) -> torch.Tensor:
@@ -121,13 +116,16 @@ def token_loss(logprobs: torch.Tensor, engine: torch.Tensor, advantage: torch.Te
 
 
 class Learner:
-    """A model in float32 and its optimizer. `threads` is part of what makes a step repeatable."""
+    """A model in float32 and its optimizer. `threads` is part of what makes a step repeatable.
+
+    `placeholder`: the token that stands for images; None: the model has none.
+    """
 
     def __init__(self, model: Path, *, threads: int = 2, batch_tokens: int = 8192) -> None:
         torch.set_num_threads(threads)
         torch.use_deterministic_algorithms(True)
-        self._placeholder: int | None = getattr(AutoConfig.from_pretrained(model), "image_token_id", None)
-        kind = AutoModelForCausalLM if self._placeholder is None else AutoModelForImageTextToText
+        self.placeholder: int | None = getattr(AutoConfig.from_pretrained(model), "image_token_id", None)
+        kind = AutoModelForCausalLM if self.placeholder is None else AutoModelForImageTextToText
         self.model = kind.from_pretrained(model, dtype=torch.float32)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), betas=(0.9, 0.95), weight_decay=0.0)
         self._batch_tokens = batch_tokens
@@ -141,7 +139,7 @@ class Learner:
         for batch in batches(used, self._batch_tokens):
             padded = pad(batch)
             mask, engine = padded["mask"], padded["logprobs"]
-            logprobs = self._logprobs(padded["ids"], shown(batch, self._placeholder))
+            logprobs = self._logprobs(padded["ids"], shown(batch, padded["ids"], self.placeholder))
             part = (token_loss(logprobs, engine, padded["advantages"]) * mask).sum() / tokens
             part.backward()
             off = (logprobs.detach() - engine).abs() * mask

@@ -139,7 +139,9 @@ class Trainer:
         self.learner = Learner(model)
         self._settings = settings
         self._problems = problems
-        self._sampling = SamplingParams(max_tokens=settings.max_tokens)
+        # Engines know a placeholder that the model sampled from an image's; transformers counts it as one.
+        never = {} if self.learner.placeholder is None else {self.learner.placeholder: -100.0}
+        self._sampling = SamplingParams(max_tokens=settings.max_tokens, logit_bias=never)
         self._held_out = problems.held_out_prompts(settings.held_out)
         self._file = out / "checkpoint.pt"
         self._resume()
