@@ -13,9 +13,9 @@ import sys
 from pathlib import Path
 from statistics import fmean
 
-import properties  # of the neighbouring example
 import reading
-from demo import results, rollout
+from demo import results, rollout  # of the neighbouring example
+from properties import CAP, GROUP, judge, measure
 
 RUN = Path("runs/properties-images")
 
@@ -25,21 +25,19 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--example", type=Path, default=Path(__file__).parent)
     example: Path = parser.parse_args().example
-    code = rollout(example, RUN, responses=properties.GROUP, max_tokens=properties.CAP)
+    code = rollout(example, RUN, responses=GROUP, max_tokens=CAP)
     if code:
         return code
     problems, groups = results(example, RUN)
     lines = (RUN / "responses.jsonl").read_text().splitlines()
     prompts = [json.loads(line)["prompt_token_ids"] for line in lines]
-    figures = properties.measure(
-        problems, prompts, [[each["token_ids"] for each in group] for group in groups]
-    )
+    figures = measure(problems, prompts, [[each["token_ids"] for each in group] for group in groups])
     figures["read_rightly"] = fmean(
         reading.read_rightly(problem, each["text"])
         for problem, group in zip(problems, groups, strict=True)
         for each in group
     )
-    return properties.judge(figures)
+    return judge(figures)
 
 
 if __name__ == "__main__":
