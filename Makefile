@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: setup demo grpo agents test test-all sanitize chaos mutants kernel-test verl-test skyrl-test slime-test compose-test systemd-test slurm-test ray-test gateway-test lint format lock release clean
+.PHONY: setup demo demo-images grpo grpo-images agents test test-all sanitize chaos mutants kernel-test verl-test skyrl-test slime-test compose-test systemd-test slurm-test ray-test gateway-test lint format lock release clean
 
 setup: $(STAMP)
 
@@ -22,8 +22,14 @@ $(STAMP): $(LOCKS) requirements/torch-cpu.lock requirements/install_torchvision.
 demo: setup
 	$(BIN)/python examples/countdown/demo.py
 
+demo-images: setup  # the same with prompts that have pictures
+	$(BIN)/python examples/countdown_images/demo_images.py
+
 grpo: setup  # an RL run, e.g. make grpo SEED=1; goes on where a killed one was
 	OMP_WAIT_POLICY=passive $(BIN)/python examples/grpo/train.py --seed $(SEED)
+
+grpo-images: setup  # an RL run on prompts with pictures, e.g. make grpo-images SEED=1
+	OMP_WAIT_POLICY=passive $(BIN)/python examples/grpo/train.py --problems problems_images --seed $(SEED) --out runs/grpo-images/seed-$(SEED)
 
 agents: setup  # an RL run with a tool, e.g. make agents SEED=1
 	OMP_WAIT_POLICY=passive $(BIN)/python examples/agents/train_agents.py --seed $(SEED)

@@ -12,34 +12,57 @@ import statistics
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
-from task import check
+from task import Problem, check
 
 HERE = Path(__file__).parent
-RUN = Path("runs/demo")
 RESPONSES = 8
 MAX_TOKENS = 1024
 
 
+Group = list[dict[str, Any]]
+"""Responses to a prompt, as `seer rollout` writes them."""
+
+
 def main() -> int:
     """Run the rollout and print its summary; returns the exit code."""
-    shutil.rmtree(RUN, ignore_errors=True)
-    RUN.mkdir(parents=True)
-    out, report_path = RUN / "responses.jsonl", RUN / "report.json"
-    command = [sys.executable, "-m", "seer.cli.main", "rollout", str(HERE / "prompts.jsonl")]
-    command += ["--model", str(HERE / "model"), "--out", str(out), "--report", str(report_path)]
-    command += ["-n", str(RESPONSES), "--max-tokens", str(MAX_TOKENS)]
-    code = subprocess.run(command, check=False).returncode
+    run = Path("runs/demo")
+    code = rollout(HERE, run)
     if code == 0:
-        prompts = [json.loads(line)["prompt"] for line in (HERE / "prompts.jsonl").read_text().splitlines()]
-        groups = [json.loads(line)["responses"] for line in out.read_text().splitlines()]
-        Console().print(summary(prompts, groups, json.loads(report_path.read_text())))
-        print(f"responses: {out}   report: {report_path}")
+        print_summary("countdown", HERE, run)
     return code
+
+
+def rollout(example: Path, run: Path, *, responses: int = RESPONSES, max_tokens: int = MAX_TOKENS) -> int:
+    """Run the prompts in a folder on the model in it, and write what comes out into `run`."""
+    shutil.rmtree(run, ignore_errors=True)
+    run.mkdir(parents=True)
+    command = [sys.executable, "-m", "seer.cli.main", "rollout", str(example / "prompts.jsonl")]
+    command += ["--model", str(example / "model"), "-n", str(responses), "--max-tokens", str(max_tokens)]
+    command += ["--out", str(run / "responses.jsonl"), "--report", str(run / "report.json")]
+    return subprocess.run(command, check=False).returncode
+
+
+def results(example: Path, run: Path) -> tuple[list[Problem], list[Group]]:
+    """Return the problems, and the responses to each."""
+    rows = [json.loads(line) for line in (example / "prompts.jsonl").read_text().splitlines()]
+    groups = [json.loads(line)["responses"] for line in (run / "responses.jsonl").read_text().splitlines()]
+    return [Problem(tuple(row["numbers"]), row["target"]) for row in rows], groups
+
+
+def print_summary(title: str, example: Path, run: Path, more: Mapping[str, str] | None = None) -> None:
+    """Print the closing table, with `more` rows of it, and where the files are."""
+    report = json.loads((run / "report.json").read_text())
+    table = summary(title, *results(example, run), report)
+    for row in (more or {}).items():
+        table.add_row(*row)
+    Console().print(table)
+    print(f"responses: {run / 'responses.jsonl'}   report: {run / 'report.json'}")
 
 
 def _totals(instances: list[dict[str, dict[str, int]]]) -> Counter[str]:
@@ -66,16 +89,18 @@ def _cached(instances: list[dict[str, dict[str, int]]]) -> str:
     return f"{totals['pool_tokens'] / whole:.1%} / {own / whole:.1%}"
 
 
-def summary(prompts: list[str], groups: list[list[dict[str, object]]], report: dict[str, Any]) -> Table:
+def summary(title: str, problems: list[Problem], groups: list[Group], report: dict[str, Any]) -> Table:
     """Return the closing table: speed, tail, lengths, pass rate by the task's checker."""
-    pairs = [(prompt, response) for prompt, group in zip(prompts, groups, strict=True) for response in group]
-    lengths = sorted(len(list(response["token_ids"])) for _, response in pairs)  # type: ignore[call-overload]
-    passed = [check(prompt, str(response["text"])) for prompt, response in pairs]
+    pairs = [
+        (problem, response) for problem, group in zip(problems, groups, strict=True) for response in group
+    ]
+    lengths = sorted(len(response["token_ids"]) for _, response in pairs)
+    passed = [check(problem.prompt, response["text"]) for problem, response in pairs]
     mixed = sum(0 < sum(passed[i : i + RESPONSES]) < RESPONSES for i in range(0, len(passed), RESPONSES))
     p99 = lengths[int(0.99 * (len(lengths) - 1))]
-    table = Table(title="Seer demo: countdown", show_header=False)
+    table = Table(title=f"Seer demo: {title}", show_header=False)
     for name, value in (
-        ("responses", f"{len(pairs)} to {len(prompts)} prompts"),
+        ("responses", f"{len(pairs)} to {len(problems)} prompts"),
         ("tokens", f"{report['tokens']:,} in {report['seconds']:.1f} s"),
         ("tokens/s", f"{report['tokens_per_second']:,.0f}"),
         ("tail (last 10 % of requests)", f"{report['tail_seconds']:.1f} s"),

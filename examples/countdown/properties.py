@@ -140,17 +140,14 @@ def _others(group: list[Ids], i: int) -> list[Ids]:
     return [*group[:i], *group[i + 1 :]]
 
 
-def measure(prompts: list[str], groups: list[list[Ids]]) -> dict[str, Any]:
+def measure(problems: list[task.Problem], prompts: list[Ids], groups: list[list[Ids]]) -> dict[str, Any]:
     """All figures of a set of groups, the required ones by the names in `REQUIRED`."""
-    rewards = [
-        [task.check(p, " ".join(task.VOCAB[t] for t in r)) for r in g]
-        for p, g in zip(prompts, groups, strict=True)
-    ]
+    rewards = [[task.check(p.prompt, text(r)) for r in g] for p, g in zip(problems, groups, strict=True)]
     lengths = [[len(r) for r in g] for g in groups]
     flat = [n for g in lengths for n in g]
     p50, p90, p99 = (quantile(flat, q) for q in (0.5, 0.9, 0.99))
-    drafts = drafting([[task.IDS[w] for w in p.split()] for p in prompts], groups)
-    counts = [len(task.parse_prompt(p).numbers) for p in prompts]
+    drafts = drafting(prompts, groups)
+    counts = [len(problem.numbers) for problem in problems]
     return {
         "pass_rate": fmean(fmean(g) for g in rewards),
         "pass_rate_by_numbers": {
@@ -172,6 +169,21 @@ def measure(prompts: list[str], groups: list[list[Ids]]) -> dict[str, Any]:
     }
 
 
+def text(response: Ids) -> str:
+    """Return the words of a response; those of a larger vocabulary than `task.VOCAB` make no answer right."""
+    return " ".join(task.VOCAB[token] if token < len(task.VOCAB) else task.UNK for token in response)
+
+
+def judge(figures: dict[str, Any]) -> int:
+    """Print figures and what is required of them; return the exit code."""
+    required = {
+        name: {"value": figures[name], "low": low, "high": high, "pass": low <= figures[name] <= high}
+        for name, (low, high) in REQUIRED.items()
+    }
+    print(json.dumps({"figures": figures, "required": required}, indent=2))
+    return 0 if all(row["pass"] for row in required.values()) else 1
+
+
 def main() -> None:
     """Sample, measure, print, judge."""
     here = Path(__file__).parent
@@ -181,13 +193,9 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     prompts = [json.loads(line)["prompt"] for line in args.prompts.read_text().splitlines()]
-    figures = measure(prompts, sample(args.model, prompts, args.seed))
-    required = {
-        name: {"value": figures[name], "low": low, "high": high, "pass": low <= figures[name] <= high}
-        for name, (low, high) in REQUIRED.items()
-    }
-    print(json.dumps({"figures": figures, "required": required}, indent=2))
-    sys.exit(0 if all(row["pass"] for row in required.values()) else 1)
+    ids = [[task.IDS[word] for word in prompt.split()] for prompt in prompts]
+    groups = sample(args.model, prompts, args.seed)
+    sys.exit(judge(measure([task.parse_prompt(prompt) for prompt in prompts], ids, groups)))
 
 
 if __name__ == "__main__":

@@ -106,6 +106,11 @@ def draw_trace(rng: Random, problem: Problem) -> list[str]:
     return [*words, "ans", *(answer or "none").split(), EOS]
 
 
+def first_state(problem: Problem) -> list[str]:
+    """Return the words that every trace of a problem begins with."""
+    return _show(problem.numbers)
+
+
 def check(prompt: str, response: str) -> bool:
     """Whether the steps after the response's `ans` are legal, use every number and hit the target.
 

@@ -9,14 +9,14 @@ Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 ROUNDING = 1e-3
 """Difference of a logprob, in nats, that is put down to rounding: kernels sum in another order for another
@@ -34,12 +34,14 @@ class Sample:
     """One response. `token_ids`: of prompt and response; `logprobs`: the engine's, of the response alone.
 
     `loss_mask`: False where a token of the response was not generated, but said by a tool; None: all were.
+    `images`: `pixel_values` and `image_grid_thw` as the processor returned them, if the prompt has images.
     """
 
     token_ids: NDArray[np.int32]
     logprobs: NDArray[np.float32]
     advantage: float
     loss_mask: NDArray[np.bool_] | None = None
+    images: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
     @property
     def tokens(self) -> int:
@@ -93,6 +95,15 @@ def pad(batch: Sequence[Sample]) -> dict[str, torch.Tensor]:
     return {"ids": ids, "mask": mask, "logprobs": logprobs, "advantages": advantage.expand_as(mask)}
 
 
+def shown(batch: Sequence[Sample], ids: torch.Tensor, placeholder: int | None) -> dict[str, torch.Tensor]:
+    """Return what a model with images takes beside the ids: the batch's images, in order of its rows."""
+    images = [sample.images for sample in batch if sample.images]
+    if not images:
+        return {}
+    tensors = {name: torch.cat([each[name] for each in images]) for name in images[0]}
+    return {**tensors, "mm_token_type_ids": (ids == placeholder).int()}
+
+
 def token_loss(logprobs: torch.Tensor, engine: torch.Tensor, advantage: torch.Tensor) -> torch.Tensor:
     """Return PPO's clipped loss of each token; all shapes alike.
 
@@ -105,12 +116,17 @@ def token_loss(logprobs: torch.Tensor, engine: torch.Tensor, advantage: torch.Te
 
 
 class Learner:
-    """A model in float32 and its optimizer. `threads` is part of what makes a step repeatable."""
+    """A model in float32 and its optimizer. `threads` is part of what makes a step repeatable.
+
+    `placeholder`: the token that stands for images; None: the model has none.
+    """
 
     def __init__(self, model: Path, *, threads: int = 2, batch_tokens: int = 8192) -> None:
         torch.set_num_threads(threads)
         torch.use_deterministic_algorithms(True)
-        self.model = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+        self.placeholder: int | None = getattr(AutoConfig.from_pretrained(model), "image_token_id", None)
+        kind = AutoModelForCausalLM if self.placeholder is None else AutoModelForImageTextToText
+        self.model = kind.from_pretrained(model, dtype=torch.float32)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), betas=(0.9, 0.95), weight_decay=0.0)
         self._batch_tokens = batch_tokens
 
@@ -123,7 +139,7 @@ class Learner:
         for batch in batches(used, self._batch_tokens):
             padded = pad(batch)
             mask, engine = padded["mask"], padded["logprobs"]
-            logprobs = self._logprobs(padded["ids"])
+            logprobs = self._logprobs(padded["ids"], shown(batch, padded["ids"], self.placeholder))
             part = (token_loss(logprobs, engine, padded["advantages"]) * mask).sum() / tokens
             part.backward()
             off = (logprobs.detach() - engine).abs() * mask
@@ -137,7 +153,7 @@ class Learner:
             self.optimizer.step()
         return StepStats(loss, float(norm), gap, corrected, len(used))
 
-    def _logprobs(self, ids: torch.Tensor) -> torch.Tensor:
+    def _logprobs(self, ids: torch.Tensor, images: Mapping[str, torch.Tensor] | None = None) -> torch.Tensor:
         # Padding sits on the right, so a causal mask is all the masking needed.
-        logits = self.model(input_ids=ids, use_cache=False).logits[:, :-1]
+        logits = self.model(input_ids=ids, use_cache=False, **(images or {})).logits[:, :-1]
         return torch.log_softmax(logits, dim=-1).gather(-1, ids[:, 1:, None]).squeeze(-1)

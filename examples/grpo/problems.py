@@ -18,6 +18,7 @@ NUMBERS = 3
 """Of each problem. With four, most searches of the shipped model outgrow what two cores sample in time."""
 
 COUNTDOWN = Path(__file__).parents[1] / "countdown"
+MODEL = COUNTDOWN / "model"
 sys.path.append(str(COUNTDOWN))
 import task  # noqa: E402 - lies in the neighbouring example, which is no package
 

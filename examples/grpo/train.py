@@ -1,6 +1,7 @@
 """GRPO on the countdown task: Seer's rollouts, the task's checker as reward, training steps in torch on CPU.
 
     python examples/grpo/train.py --seed 0
+    python examples/grpo/train.py --seed 0 --problems problems_images
 
 Each iteration brings the weights to the engines, measures the held-out pass rate, rolls out, scores groups
 while others are still generated, takes one optimizer step and writes a checkpoint (docs/grpo.md).
@@ -23,18 +24,20 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
+from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import checkpoint
 import curves
 import numpy as np
 import transformers
 from learner import Learner, Sample, advantages
-from problems import COUNTDOWN, held_out_prompts, reward, training_prompts
 
 from seer.client import (
+    Group,
     Prompt,
+    Response,
     RewardMetrics,
     RolloutClient,
     SamplingParams,
@@ -83,11 +86,29 @@ class Settings:
                 raise ValueError(f"--{field.name.replace('_', '-')} {value}: give more than 0")
 
 
+class Problems(Protocol):
+    """What a run is about: a module such as `problems.py`. `MODEL` is trained if no other is given."""
+
+    MODEL: Path
+
+    def held_out_prompts(self, count: int) -> list[Prompt]:
+        """Return prompts that are never trained on."""
+
+    def training_prompts(self, seed: int, iteration: int, count: int, held_out: list[Prompt]) -> list[Prompt]:
+        """Return an iteration's prompts."""
+
+    def reward(self, group: Group, response: Response) -> float:
+        """Return what a response is worth."""
+
+
 def samples(scored: Sequence[Scored]) -> list[Sample]:
     """Return what the learner needs of each response, in the order of the prompts."""
     return [
         Sample(
-            np.concatenate([each.group.prompt_token_ids, response.token_ids]), response.logprobs, advantage
+            np.concatenate([each.group.prompt_token_ids, response.token_ids]),
+            response.logprobs,
+            advantage,
+            images=each.group.metadata.get("images", {}),
         )
         for each in scored
         for response, advantage in zip(each.group.responses, advantages(each.rewards), strict=True)
@@ -111,14 +132,17 @@ class Stopwatch:
 class Trainer:
     """A run in folder `out`: goes on from its checkpoint if there is one. Raises ValueError if it cannot."""
 
-    def __init__(self, settings: Settings, model: Path, out: Path) -> None:
+    def __init__(self, settings: Settings, problems: Problems, model: Path, out: Path) -> None:
         out.mkdir(parents=True, exist_ok=True)
         self.out = out
         self.rows: list[dict[str, Any]] = []
         self.learner = Learner(model)
         self._settings = settings
-        self._sampling = SamplingParams(max_tokens=settings.max_tokens)
-        self._held_out = held_out_prompts(settings.held_out)
+        self._problems = problems
+        # Engines know a placeholder that the model sampled from an image's; transformers counts it as one.
+        never = {} if self.learner.placeholder is None else {self.learner.placeholder: -100.0}
+        self._sampling = SamplingParams(max_tokens=settings.max_tokens, logit_bias=never)
+        self._held_out = problems.held_out_prompts(settings.held_out)
         self._file = out / "checkpoint.pt"
         self._resume()
 
@@ -138,7 +162,7 @@ class Trainer:
         with watch("eval"):
             held_out, _, _ = await self._roll(client, iteration, self._held_out, asked.held_out_responses)
         with watch("rollout"):
-            prompts = training_prompts(asked.seed, iteration, asked.prompts, self._held_out)
+            prompts = self._problems.training_prompts(asked.seed, iteration, asked.prompts, self._held_out)
             scored, rewarding, tail = await self._roll(client, iteration, prompts, asked.responses)
         with watch("train"):
             rate = asked.learning_rate * min(1, (iteration + 1) / WARMUP)
@@ -182,7 +206,7 @@ class Trainer:
         rollout = await client.submit(
             prompts, n=n, sampling=self._sampling, seed=self._settings.seed, rollout_number=iteration
         )
-        async with Scores(rollout, per_response(reward)) as scores:
+        async with Scores(rollout, per_response(self._problems.reward)) as scores:
             scored = await scores.result()
         return scored, scores.metrics, tail_seconds(rollout.finish_times)
 
@@ -217,7 +241,8 @@ class Trainer:
 def parse() -> argparse.Namespace:
     """Return the arguments; every field of `Settings` but the model's digest is one."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", type=Path, default=COUNTDOWN / "model")
+    parser.add_argument("--problems", default="problems", help="module with prompts and reward")
+    parser.add_argument("--model", type=Path, help="a Hugging Face folder; default: that of the problems")
     parser.add_argument("--out", type=Path, help="folder of the run; default runs/grpo/seed-SEED")
     parser.add_argument("--iterations", type=int, default=24)
     parser.add_argument("--instances", type=int, default=2, help="engines to start")
@@ -247,6 +272,8 @@ def main() -> int:
     """Train, draw the curves and print the summary; returns the exit code."""
     transformers.utils.logging.disable_progress_bar()
     args = parse()
+    problems: Any = import_module(args.problems)
+    args.model = args.model or problems.MODEL
     out = args.out or Path("runs/grpo") / f"seed-{args.seed}"
     sets = [
         f"shared.model={args.model.resolve()}",
@@ -259,7 +286,7 @@ def main() -> int:
             raise ValueError(f"--iterations {args.iterations}: give 1 or more")
         check_weights(args.model)
         config = load_config(None, {}, [*sets, *args.sets])
-        trainer = Trainer(Settings(**{**given, "model": model_digest(args.model)}), args.model, out)
+        trainer = Trainer(Settings(**{**given, "model": model_digest(args.model)}), problems, args.model, out)
         if trainer.rows:
             print(f"going on after iteration {len(trainer.rows) - 1} of {out}")
         if len(trainer.rows) < args.iterations:

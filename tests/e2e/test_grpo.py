@@ -29,10 +29,10 @@ ROUNDED = {"gap"}
 KILLED = """
 import asyncio, os, signal, sys
 sys.path.insert(0, sys.argv.pop(1))
-import checkpoint, learner, train
+import checkpoint, learner, problems, train
 
 phase = sys.argv.pop(1)
-step, update, reward = learner.torch.optim.AdamW.step, train.RolloutClient.update_weights, train.reward
+step, update, reward = learner.torch.optim.AdamW.step, train.RolloutClient.update_weights, problems.reward
 
 def die(*_):
     os.kill(os.getpid(), signal.SIGKILL)
@@ -54,7 +54,7 @@ def after_step(optimizer):
 if phase == "update":
     train.RolloutClient.update_weights = in_update
 elif phase == "rollout":
-    train.reward = in_rollout
+    problems.reward = in_rollout
 elif phase == "train":
     learner.torch.optim.AdamW.step = after_step
 elif phase == "checkpoint":  # written, not yet in its place
@@ -99,3 +99,17 @@ async def test_a_run_killed_in_every_phase_has_the_curve_of_an_undisturbed_one(
     assert len({row["weights_digest"] for row in expected}) == 3  # it trained
     assert max(row["gap"] for row in expected) < 1e-5
     assert (killed / "curves.png").stat().st_size > 10_000
+
+
+@pytest.mark.skipif(importlib.util.find_spec("torchvision") is None, reason="needs the extra images")
+async def test_a_run_on_prompts_with_images_is_on_policy(tmp_path: Path) -> None:
+    """The trainer's logprobs are the engine's, before and after updates of the weights, the vision encoder's too."""
+    await run(tmp_path, "", "--problems", "problems_images", "--instances", "1", "--set", *ONE_CORE)
+    rows = curve(tmp_path)
+    assert max(row["gap"] for row in rows) < 1e-5
+    assert [row["corrected"] for row in rows] == [0, 0, 0]
+    assert len({row["weights_digest"] for row in rows}) == 3
+    assert sum(row["samples"] for row in rows) >= SIZES["responses"], (
+        "some groups had right and wrong answers"
+    )
+    assert max(row["reward"] for row in rows) > 0.2, "no model that sees nothing comes so far"

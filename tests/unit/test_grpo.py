@@ -20,9 +20,9 @@ import curves
 import problems
 import torch
 import train
-from learner import CLIP, ROUNDING, Learner, Sample, advantages, batches, pad, token_loss
+from learner import CLIP, ROUNDING, Learner, Sample, advantages, batches, pad, shown, token_loss
 
-MODEL = problems.COUNTDOWN / "model"
+MODEL = problems.MODEL
 
 
 def sample(ids: list[int], prompt: int, advantage: float = 1.0, logprob: float = -0.5) -> Sample:
@@ -167,13 +167,13 @@ def test_a_checkpoint_is_the_old_or_the_new_one(tmp_path: Path) -> None:
 
 def test_a_run_of_other_settings_is_not_continued(tmp_path: Path) -> None:
     settings = train.Settings(model="digest", held_out=2)
-    trainer = train.Trainer(settings, MODEL, tmp_path)
+    trainer = train.Trainer(settings, problems, MODEL, tmp_path)
     trainer.rows.append({"iteration": 0})
     trainer._save()
-    assert train.Trainer(settings, MODEL, tmp_path).rows == [{"iteration": 0}]
+    assert train.Trainer(settings, problems, MODEL, tmp_path).rows == [{"iteration": 0}]
     assert json.loads((tmp_path / "metrics.jsonl").read_text()) == {"iteration": 0}
     with pytest.raises(ValueError, match=r"has seed 0, not 1: give that, or another --out"):
-        train.Trainer(dataclasses.replace(settings, seed=1), MODEL, tmp_path)
+        train.Trainer(dataclasses.replace(settings, seed=1), problems, MODEL, tmp_path)
 
 
 def test_prompts_follow_from_seed_and_iteration_and_hold_nothing_out_twice() -> None:
@@ -209,3 +209,39 @@ def test_the_summary_compares_the_first_with_the_last_iterations(
         (tmp_path / "curves.png").unlink()
     curves.report(rows, tmp_path / "curves.png")
     assert "0.200 → 0.700" in capsys.readouterr().out
+
+
+@pytest.mark.skipif(importlib.util.find_spec("torchvision") is None, reason="needs the extra images")
+def test_images_of_a_batch_belong_to_their_rows() -> None:
+    """Padded together, with pictures of several sizes, samples have the logprobs that each has alone."""
+    import problems_images
+
+    learner = Learner(problems_images.MODEL)
+    placeholder = learner.model.config.image_token_id
+    rng = np.random.default_rng(0)
+    made = []
+    for prompt in problems_images.training_prompts(0, 0, 4, []):
+        response = rng.integers(4, 60, int(rng.integers(5, 30)))
+        ids = np.concatenate([prompt.token_ids, response]).astype(np.int32)
+        images: Any = prompt.metadata["images"]
+        made.append(Sample(ids, np.zeros(response.size, np.float32), 1.0, images=images))
+    assert len({each.images["pixel_values"].shape for each in made}) > 1
+    (batch,) = batches(made, 10_000)
+    assert len(batch) == 4
+
+    def logprobs(some: list[Sample]) -> list[torch.Tensor]:
+        with torch.no_grad():
+            ids = pad(some)["ids"]
+            rows = learner._logprobs(ids, shown(some, ids, placeholder))
+        return [row[: each.token_ids.size - 1] for row, each in zip(rows, some, strict=True)]
+
+    for row, each in zip(logprobs(batch), batch, strict=True):
+        torch.testing.assert_close(row, logprobs([each])[0], rtol=0, atol=1e-4)
+    swapped = [dataclasses.replace(each, images=made[0].images) for each in made[:2]]
+    swapped[1] = dataclasses.replace(swapped[1], token_ids=swapped[0].token_ids, logprobs=swapped[0].logprobs)
+    other = [swapped[0], dataclasses.replace(swapped[1], images=_inverted(made[0].images))]
+    assert not torch.allclose(*logprobs(other)), "the picture is looked at"
+
+
+def _inverted(images: Any) -> Any:
+    return {**images, "pixel_values": -images["pixel_values"].flip(0)}
