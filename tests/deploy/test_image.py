@@ -60,6 +60,7 @@ NEED_EXTRA = {
     "seer.observe.exporter": "prometheus_client",
     "seer.observe.metrics": "prometheus_client",
     "seer.gateway.server": "uvicorn",
+    "seer.gateway.metrics": "prometheus_client",
     "seer.gateway.serving": "uvicorn",
     "seer.gateway.worker": "uvicorn",
     "seer.integrations.ray": "ray",

@@ -290,12 +290,31 @@ async def test_what_is_there(system: GatewaySystem, http: httpx.AsyncClient) -> 
     assert strings == ["1", "2"]
 
 
+async def test_prometheus_reads_every_counter_once(http: httpx.AsyncClient) -> None:
+    from prometheus_client.parser import text_string_to_metric_families
+
+    await ok(http.post("/v1/completions", json={"prompt": "1", "max_tokens": 2}))
+    info = await ok(http.get("/server_info", params={"config_format": "json"}))
+    scraped = await http.get("/metrics")
+    assert scraped.status_code == 200
+    samples = {
+        (sample.name, sample.labels.get("outcome", "")): sample.value
+        for family in text_string_to_metric_families(scraped.text)
+        for sample in family.samples
+    }
+    assert len(samples) == len(info["seer"]["counters"])
+    assert samples["seer_gateway_requests_total", "completed"] > 0
+    assert samples["seer_gateway_requests_begun_total", ""] > info["seer"]["counters"]["completed"]
+    assert samples["seer_gateway_processes", ""] == info["seer"]["counters"]["processes"]
+
+
 async def test_the_data_address_has_no_control_routes(system: GatewaySystem) -> None:
     async with httpx.AsyncClient(base_url=system.urls["gateway"]["data"]) as data:
         assert (await data.get("/health")).status_code == 200
         for method, path in (
             ("POST", "/pause"), ("POST", "/resume"), ("POST", "/update_weights"), ("POST", "/sleep"),
             ("POST", "/areal_update_weights"), ("GET", "/server_info"), ("POST", "/v1/load_lora_adapter"),
+            ("GET", "/metrics"),
         ):  # fmt: skip
             refused(await data.request(method, path), 404)
         await ok(data.post("/v1/completions", json={"prompt": "1", "max_tokens": 2}))

@@ -120,11 +120,9 @@ class System:
             assert "endpoints" in pipe.readline(), self.log(name)
 
     def upgrade(self, command, name):
-        """Have a process drain and start it again; the buffer, which would wait for its rollouts, stops at once."""
+        """Have a process drain and start it again; the buffer, which would wait for its rollouts, is killed."""
         old = self.processes[name]
-        for _ in range(2 if name == "buffer" else 1):
-            old.send_signal(signal.SIGTERM)
-            time.sleep(0.2)
+        old.send_signal(signal.SIGKILL if name == "buffer" else signal.SIGTERM)
         code = old.wait(DEADLINE)
         assert name == "buffer" or code == 0, self.log(name)
         self.start(command, name)

@@ -107,6 +107,7 @@ class ControlRoutes:
             ("POST", "/reset_prefix_cache", self.reset_prefix_cache),
             ("GET", "/get_world_size", self.world_size),
             ("GET", "/server_info", self.server_info),
+            ("GET", "/metrics", self.metrics),
             *(("POST", path, self.unsupported) for path in UNSUPPORTED),
         ]
         return [
@@ -204,6 +205,14 @@ class ControlRoutes:
         seer = {"version": __version__, "gateway": gateway, "counters": counters}
         text = request.query_params.get("config_format", "text") == "text"
         return answer({"vllm_config": str(shown) if text else shown, "vllm_env": {}, "seer": seer})
+
+    async def metrics(self, request: Request) -> Response:
+        """`/metrics`: the counters of `/server_info` for Prometheus. Needs the extra `metrics`."""
+        try:
+            from seer.gateway.metrics import exposition
+        except ModuleNotFoundError as error:
+            raise HttpError(501, f"/metrics needs the extra '.[metrics]': {error}") from error
+        return Response(exposition(await self._control.counts()), media_type="text/plain")
 
     async def unsupported(self, request: Request) -> Response:
         """Refuse by name."""
