@@ -63,8 +63,8 @@ CELLS = (250, 64, 3e-3)
 """Steps, pictures a step and peak learning rate of the first round."""
 SHARPNESS = 100.0
 """Of the first round's softmax: tokens of pictures then become about as long as the embeddings of words."""
-READS = (250_000, 1.5e-3)
-SEARCHES = (400_000, 1e-3)
+READS = (800_000, 1.5e-3)
+SEARCHES = (1_600_000, 1e-3)
 """Tokens and peak learning rate of the second and third round."""
 READ_WEIGHT = 4.0
 """Loss weight of the numbers that are read: few words, which all others follow from."""
