@@ -95,7 +95,7 @@ def judged(tmp_path):
     """Return a job of two uses with weights of version 1 for the second, its right lines, and what judges."""
     place = SimpleNamespace(out=tmp_path / "out", job=tmp_path / "job")
     config = replay()
-    system = SimpleNamespace(config=config, trainers={"trainer": place})
+    system = SimpleNamespace(config=config, trainers={"trainer": place}, security=lambda key: config.security)
     asked = job(system, 2, n=2, max_tokens=20)
     asked.uses, asked.version = [Use(7, 0, "cancel", 1.0), Use(8, 0)], 1
     judge = Judge(system)
