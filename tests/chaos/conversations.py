@@ -40,6 +40,13 @@ UNIONS: dict[tuple[str, bool], object] = {
 SELDOM = {(COPIES, False, "Refused")}
 """An engine refuses only readers that knew its last life at the same endpoint: no fault need meet that, too."""
 
+OBSERVED = {
+    (name, upward, tag)
+    for name in ("event_snapshots", "estimate_snapshots", "dgds")
+    for upward, tag in ((True, "StatusRequest"), (False, "ServiceStatus"))
+}
+"""What observers ask services; nobody else waits for it, and there is none in this world."""
+
 MEDIA = {"OpenMedium", "MediumState", "MediumData", "ReadMedium", "SubmitMedia"}
 """Of images."""
 
@@ -57,7 +64,7 @@ def every() -> set[Way]:
         (name, upward, each.__name__)
         for (name, upward), union in UNIONS.items()
         for each in (get_args(union) or (union,))
-    }
+    } - OBSERVED
 
 
 def missing(ways: Mapping[tuple[str, Way], int]) -> dict[str, list[str]]:

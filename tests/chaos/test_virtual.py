@@ -36,6 +36,7 @@ RARE = (
     619,
     680,
     1266,
+    2024,
     700726,
 )
 """Runs in which faults meet messages that are seldom under way."""
