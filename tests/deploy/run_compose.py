@@ -202,9 +202,10 @@ def strangers(projects):
         "seer:core", "/flood.py", "dgds", 7107,
     )  # fmt: skip
     assert int(sent) < 16, f"it took {sent} MiB"
-    asked = run(
-        support.docker(), "run", "--rm", "--network", f"{NAME}-client", "seer:core", "status", "--connect",
-        "tcp://buffer:7101", check=False,
+    asked = subprocess.run(
+        [support.docker(), "run", "--rm", "--network", f"{NAME}-client", "seer:core", "status", "--connect",
+         "tcp://buffer:7101"],
+        capture_output=True, text=True, timeout=120, check=False,
     )  # fmt: skip
     assert asked.returncode == 1, asked.stdout
     assert "keys are used at one end alone" in asked.stdout + asked.stderr
