@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 from process.fuzz_system import OWNERS, _free_ports
 
-import seer
+import seer._native
 
 REPO = Path(__file__).resolve().parents[2]
 ENGINES = ("e0", "e1")
@@ -51,7 +51,7 @@ def before(tmp_path_factory):
     tree.mkdir()
     subprocess.run(["tar", "-x", "-C", tree], input=packed, check=True, timeout=60)
     shutil.copytree(tree / "src", packages)  # follows the links to the other roots
-    native = next(Path(seer.__file__).parent.glob("_native*.so"), None) or built()
+    native = Path(seer._native.__file__)
     if git("diff", "--quiet", commit, "--", "native") is None:
         subprocess.run(
             [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "-w", folder, tree],
@@ -69,13 +69,6 @@ def before(tmp_path_factory):
     said = subprocess.run([*command, "--version"], capture_output=True, text=True, timeout=60, check=True)
     assert said.stdout.split()[-1] == version
     return [str(word) for word in command]
-
-
-def built():
-    """This release's native module, wherever the editable install keeps it."""
-    import seer._native
-
-    return Path(seer._native.__file__)
 
 
 def toml(table):
