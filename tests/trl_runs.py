@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from msgspec.structs import replace
+from up import Up
 
 from seer.client import Prompt, RolloutClient, SamplingParams, SyncRolloutClient
 
@@ -55,6 +56,22 @@ def look(text: str) -> str:
         text: What.
     """
     return text[:2]
+
+
+def beside_trl(model: Path, instances: int, *settings: str) -> Iterator[Up]:
+    """Run a system; what of TRL takes as long as engines is imported while they start."""
+    started = Up(model, instances, *settings)
+    try:
+        import torch
+        import trl  # noqa: F401 - see above
+
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)  # threads that wait for each other are slow beside engines
+        started.wait()
+        yield started
+        torch.set_num_threads(threads)
+    finally:
+        started.stop()
 
 
 class Room:

@@ -41,18 +41,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def system(model: Path) -> Iterator[Up]:
-    started = Up(model, 1, "engine.max_model_len=256", "engine.kv_blocks=100", "buffer.chunk_size=16")
-    try:
-        import torch
-        import trl  # noqa: F401 - takes as long as the engines
-
-        threads = torch.get_num_threads()
-        torch.set_num_threads(1)  # threads that wait for each other are slow beside engines
-        started.wait()
-        yield started
-        torch.set_num_threads(threads)
-    finally:
-        started.stop()
+    yield from trl_runs.beside_trl(
+        model, 1, "engine.max_model_len=256", "engine.kv_blocks=100", "buffer.chunk_size=16"
+    )
 
 
 def look(text: str) -> list[dict[str, Any]]:

@@ -37,18 +37,9 @@ PROMPTS = ["ab", "ab", "q", "xy"]
 
 @pytest.fixture(scope="module")
 def system(tiny_model: Path) -> Iterator[Up]:
-    started = Up(tiny_model, 2, "engine.max_model_len=400", "engine.kv_blocks=400", "buffer.chunk_size=16")
-    try:
-        import torch
-        import trl  # noqa: F401 - takes as long as the engines
-
-        threads = torch.get_num_threads()
-        torch.set_num_threads(1)  # threads that wait for each other are slow beside engines
-        started.wait()
-        yield started
-        torch.set_num_threads(threads)
-    finally:
-        started.stop()
+    yield from trl_runs.beside_trl(
+        tiny_model, 2, "engine.max_model_len=400", "engine.kv_blocks=400", "buffer.chunk_size=16"
+    )
 
 
 class Seen:
