@@ -79,7 +79,7 @@ class Peer:
         self.socket.connect(endpoint)
         self.greeted = rng.random() < 0.8
         if self.greeted:
-            self.socket.send_multipart(maker.hello(self.who))
+            self.say(maker.hello(self.who))
 
     def _present(self, keys: Path, role: str, rng: random.Random) -> None:
         """Take a key: mostly the right one, else that of another role, an unknown one, or none."""
@@ -102,16 +102,18 @@ class Peer:
         """Send one message; False when there is no room for long: this peer is stuck."""
         if not self.mute:
             self.read()
-        if not self.socket.poll(0 if self.mute else self.patience, zmq.POLLOUT):
+        if not self.socket.poll(0 if self.mute else self.patience, zmq.POLLOUT) or not self.say(frames):
             return False
-        self.socket.send_multipart(frames, copy=True)
         self.left -= 1
         return self.left > 0
 
-    def say(self, frames: list[bytes]) -> None:
-        """Send one message if there is room: whose key is not admitted has no connection any more."""
-        with contextlib.suppress(zmq.Again):
+    def say(self, frames: list[bytes]) -> bool:
+        """Send one message if there is room: whose key is not admitted loses its connection at any moment."""
+        try:
             self.socket.send_multipart(frames, flags=zmq.NOBLOCK)
+        except zmq.Again:
+            return False
+        return True
 
     def read(self) -> None:
         while self.socket.poll(0, zmq.POLLIN):
@@ -150,9 +152,7 @@ class Fuzzer:
                 peer.socket.close(self.rng.choice((0, 2_000, 2_000, 2_000)))
 
     def close(self) -> None:
-        for peer in self.peers:
-            peer.socket.close(2_000)
-        self.context.term()
+        self.context.destroy(linger=2_000)
 
     def _burst(self, peer: Peer) -> bool:
         (kind,) = self.rng.choices(list(KINDS), list(KINDS.values()))
@@ -212,13 +212,12 @@ def fuzz(frames: int, seed: int, *, keys: bool = False) -> dict[str, object]:
         honest.start()
         _wait(lambda: honest.rollouts > 0 or bool(honest.error))
         undisturbed = honest.rollouts
-        fuzzer = Fuzzer(system, Maker(random.Random(seed), known))
-        fuzzer.run(max(frames // 10, min(frames, WARM_UP)))
-        before, started = system.rss_mib() if system.alive else {}, time.monotonic()
-        sent = fuzzer.counts.total()
-        fuzzer.run(frames)
-        seconds = time.monotonic() - started
-        fuzzer.close()
+        with contextlib.closing(Fuzzer(system, Maker(random.Random(seed), known))) as fuzzer:
+            fuzzer.run(max(frames // 10, min(frames, WARM_UP)))
+            before, started = system.rss_mib() if system.alive else {}, time.monotonic()
+            sent = fuzzer.counts.total()
+            fuzzer.run(frames)
+            seconds = time.monotonic() - started
         honest.stopping.set()
         if not system.alive:
             ends = {

@@ -59,6 +59,7 @@ def refused(
         [*prefix, *seer, *command], capture_output=True, text=True, timeout=DEADLINE, check=False,
         env=os.environ | dict(environ or {}), preexec_fn=before,
     )  # fmt: skip
+    print(done.stderr)  # for whoever asks why a run left something
     assert done.returncode == code, done.stderr
     assert "Traceback" not in done.stderr, done.stderr
     last = done.stderr.splitlines()[-1]
@@ -269,6 +270,7 @@ def test_a_full_disk_under_out(folder: Path) -> None:
     resumed = subprocess.run(
         [*SEER, *longer, "--resume"], capture_output=True, text=True, timeout=DEADLINE, check=False
     )
+    print(resumed.stderr)
     assert resumed.returncode == 0, resumed.stderr
     assert "of 40 prompts are done" in resumed.stderr
     assert len((folder / "out.jsonl").read_text().splitlines()) == 40

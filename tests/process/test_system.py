@@ -12,6 +12,7 @@ import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import AsyncExitStack
 from pathlib import Path
 
 import pytest
@@ -353,3 +354,17 @@ async def test_a_local_system_in_a_program(folder: Path) -> None:
         with pytest.raises(Exception, match="fits no instance") as info:
             await too_long.result()
         assert not isinstance(info.value, RolloutFailed)
+
+
+async def test_a_system_that_fails_ends_though_work_is_open(folder: Path) -> None:
+    config = load(None, {}, ["engine.backend=replay", "engine.replay_mean_tokens=5000", SLOW[1]])
+    assert isinstance(config, Config)
+    said: list[str] = []
+    async with AsyncExitStack() as stack:
+        with pytest.raises(ZeroDivisionError):
+            async with LocalSystem(config, 1, say=said.append) as system:
+                client = await stack.enter_async_context(RolloutClient(system.endpoint))
+                await client.submit([[1], [2]], n=3, sampling=SamplingParams(max_tokens=10_000))
+                await asyncio.sleep(1)
+                raise ZeroDivisionError
+    assert not [line for line in said if "did not end" in line], said

@@ -31,6 +31,7 @@ from seer.common.config import BufferConfig, Config, Endpoints
 from seer.common.endpoints import shards
 from seer.common.errors import ConfigError
 from seer.common.process.scratch import Scratch, sweep
+from seer.common.process.service import SAME_SECONDS
 from seer.local.child import Child, LaunchError, StartError
 from seer.local.hardware import plan_engines
 from seer.local.pool_plan import POOL_SERVICES, plan_pool
@@ -52,8 +53,11 @@ DRAIN_SECONDS = 3600.0
 LEAVE_SECONDS = 10.0
 """Longest time for a child without work to end after SIGTERM."""
 
-STOP_SECONDS = 5.0
-"""Time to end after a second SIGTERM; then the process group is killed."""
+STOP_SECONDS = 10.0
+"""Time to end after a second SIGTERM, on a busy machine, too; then the process group is killed."""
+
+FAILED_SECONDS = 2 * SAME_SECONDS
+"""Time between both when nothing is waited for: a service takes two that come sooner for one."""
 
 SPOOL = "weights"
 """Default folder of the buffer's spool, in the folder of the run."""
@@ -332,7 +336,7 @@ class LocalSystem:
             await self._end_watchers(*SERVICES, *POOL_SERVICES, "engine")
             # Engines next: they send `Goodbye` to the services.
             for services in (("engine",), (*SERVICES, *POOL_SERVICES)):
-                await self._end(self._children(*services), LEAVE_SECONDS if orderly else 0.0)
+                await self._end(self._children(*services), LEAVE_SECONDS if orderly else FAILED_SECONDS)
         finally:
             for slot in self._slots:
                 if slot.watcher is not None:
