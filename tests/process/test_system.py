@@ -19,7 +19,8 @@ import pytest
 
 from seer.client import RolloutClient, RolloutFailed, SamplingParams
 from seer.common.config import Config, load
-from seer.local.system import LocalSystem
+from seer.common.process.service import SAME_SECONDS
+from seer.local.system import FAILED_SECONDS, LocalSystem
 
 PROMPTS = 12
 MODEL = Path(__file__).parents[2] / "examples" / "countdown" / "model"
@@ -368,3 +369,4 @@ async def test_a_system_that_fails_ends_though_work_is_open(folder: Path) -> Non
                 await asyncio.sleep(1)
                 raise ZeroDivisionError
     assert not [line for line in said if "did not end" in line], said
+    assert FAILED_SECONDS > SAME_SECONDS

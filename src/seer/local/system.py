@@ -31,7 +31,6 @@ from seer.common.config import BufferConfig, Config, Endpoints
 from seer.common.endpoints import shards
 from seer.common.errors import ConfigError
 from seer.common.process.scratch import Scratch, sweep
-from seer.common.process.service import SAME_SECONDS
 from seer.local.child import Child, LaunchError, StartError
 from seer.local.hardware import plan_engines
 from seer.local.pool_plan import POOL_SERVICES, plan_pool
@@ -56,8 +55,8 @@ LEAVE_SECONDS = 10.0
 STOP_SECONDS = 10.0
 """Time to end after a second SIGTERM, on a busy machine, too; then the process group is killed."""
 
-FAILED_SECONDS = 2 * SAME_SECONDS
-"""Time between both when nothing is waited for: a service takes two that come sooner for one."""
+FAILED_SECONDS = 1.0
+"""Time between both when nothing is waited for: services take two within `service.SAME_SECONDS` for one."""
 
 SPOOL = "weights"
 """Default folder of the buffer's spool, in the folder of the run."""
