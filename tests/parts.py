@@ -44,7 +44,7 @@ ON_OWN_CORES = ("-n", ENGINE_WORKERS, "--dist", "loadfile", "--no-loadscope-reor
 E2E = "tests/e2e"
 
 TEST = {
-    "light": [(*PYTEST, *SIDE_BY_SIDE, "-m", "not (vllm and slow)", "tests", f"--ignore={E2E}")],
+    "light": [(*PYTEST, *SIDE_BY_SIDE, "-m", "not (vllm and slow or breadth)", "tests", f"--ignore={E2E}")],
     "engines": [
         (*PYTEST, *ON_OWN_CORES, "-m", "vllm and not (breadth or ranks)", VERIFY, E2E, "tests/chaos"),
         (*PYTEST, "-m", "ranks and not breadth", E2E),

@@ -83,13 +83,18 @@ def learnt(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [{name: value for name, value in row.items() if name not in left_out} for row in rows]
 
 
-async def test_a_run_killed_in_every_phase_has_the_curve_of_an_undisturbed_one(
-    tmp_path: Path, pair: SharedEngines
+@pytest.mark.parametrize(
+    "phases",
+    [("update",), pytest.param(("metrics", "rollout", "train", "checkpoint"), marks=pytest.mark.breadth)],
+    ids=" ".join,
+)
+async def test_a_killed_run_has_the_curve_of_an_undisturbed_one(
+    tmp_path: Path, pair: SharedEngines, phases: tuple[str, ...]
 ) -> None:
     """The disturbed run shares a `seer` system of two engines, the other has a `static` one to itself."""
     killed, undisturbed = tmp_path / "killed", tmp_path / "undisturbed"
     endpoint = pair.anew(chunk_size=32)
-    for phase in ("metrics", "rollout", "train", "update", "checkpoint", ""):
+    for phase in (*phases, ""):
         await run(killed, phase, "--connect", endpoint)
     await run(undisturbed, "", "--instances", "1", "--set", "buffer.policy=static", "--set", *ONE_CORE)
 
@@ -101,6 +106,7 @@ async def test_a_run_killed_in_every_phase_has_the_curve_of_an_undisturbed_one(
     assert (killed / "curves.png").stat().st_size > 10_000
 
 
+@pytest.mark.breadth
 @pytest.mark.skipif(importlib.util.find_spec("torchvision") is None, reason="needs the extra images")
 async def test_a_run_on_prompts_with_images_is_on_policy(tmp_path: Path) -> None:
     """The trainer's logprobs are the engine's, before and after updates of the weights, the vision encoder's too."""

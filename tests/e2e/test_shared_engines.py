@@ -45,6 +45,7 @@ async def roll(endpoint: str) -> tuple[list[list[int]], Status]:
             await asyncio.sleep(SETTLED_SECONDS)  # engines report from time to time: these may be of before
 
 
+@pytest.mark.breadth
 async def test_engines_are_as_if_new_whatever_was_left(pair: SharedEngines, tmp_path: Path) -> None:
     changed = tmp_path / "model"
     shutil.copytree(MODEL, changed)

@@ -121,6 +121,7 @@ async def test_engines_that_go_on_to_the_next_cell_keep_no_kv(tiny_model, monkey
     assert all(tokens == said[0] for tokens in said)
 
 
+@pytest.mark.breadth
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_a_killed_engine_and_a_disk_below_the_pool_change_no_token(tmp_path):
@@ -150,6 +151,7 @@ def test_the_whole_matrix_passes(tmp_path):
     assert report["tokens_compared"] > 50_000
 
 
+@pytest.mark.breadth
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_a_single_short_response_is_made_to_preempt_and_is_compared(tmp_path):
