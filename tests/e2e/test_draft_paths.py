@@ -313,6 +313,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.breadth
 @pytest.mark.slow
 @pytest.mark.ranks
 @pytest.mark.timeout(600)

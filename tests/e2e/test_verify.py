@@ -86,6 +86,7 @@ def test_a_fault_planted_in_turns_is_called_a_bug_and_a_clean_cell_agrees(tmp_pa
     assert clean["counters"]["tokens"] == report["reference"]["counters"]["tokens"]
 
 
+@pytest.mark.breadth
 async def test_engines_that_go_on_to_the_next_cell_keep_no_kv(tiny_model, monkeypatch):
     settings = [
         f"shared.model={tiny_model}",

@@ -116,6 +116,24 @@ def test_without_a_folder_the_last_rows_are_kept_for_a_crash(tmp_path, small, mo
     assert len(rows) > 10
 
 
+def test_of_many_crashes_the_last_are_kept(tmp_path, monkeypatch):
+    monkeypatch.setattr(writer.tempfile, "tempdir", str(tmp_path))
+    stranger = tmp_path / "seer-crash-link"
+    stranger.symlink_to("/nowhere")
+    (tmp_path / "seer-crash-file").write_text("")
+    kept = []
+    for number in range(writer.CRASHES + 3):
+        before = set(tmp_path.iterdir())
+        Life("").log.dump()
+        (folder,) = set(tmp_path.iterdir()) - before
+        os.utime(folder, (number, number))
+        kept.append(folder)
+    left = {path for path in tmp_path.iterdir() if path.is_dir()}
+    assert left == set(kept[-writer.CRASHES :])
+    assert stranger.is_symlink()
+    assert (tmp_path / "seer-crash-file").exists()
+
+
 def test_a_crash_leaves_its_log_where_the_process_s_own_folder_is_no_more(tmp_path, monkeypatch):
     from seer.common.process.scratch import private_temporary_folder
 

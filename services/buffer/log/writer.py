@@ -5,6 +5,7 @@ Invariants (tests/unit/test_log_writer.py):
 - lines are written in order, many at a time;
 - each segment begins with the machines' state, so it can be replayed without the others;
 - at most two segments are in memory: at least the last `RING_BYTES` of rows, once there are so many;
+- of crashes without a folder the rows of the last `CRASHES` are kept;
 - a segment does not end while there are more than `SNAPSHOT_REQUESTS` requests, as it takes long to write
   their state; but one in a file that has `Folder.longest` bytes does, and one in memory that has
   `Ring.longest` is dropped, with all rows until there are fewer requests.
@@ -14,6 +15,9 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import os
+import shutil
+import stat
 import tempfile
 import time
 from collections import deque
@@ -48,6 +52,9 @@ SNAPSHOT_REQUESTS = 20_000
 
 SNAPSHOTS = 4
 """A segment is at least this many times as long as the snapshot it begins with."""
+
+CRASHES = 8
+"""Crashes whose rows stay in the temporary folder: a buffer that is started again may crash again."""
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
@@ -162,7 +169,9 @@ class LogWriter:
         if not isinstance(self._segments, Ring):
             return
         try:
-            folder = Path(tempfile.mkdtemp(prefix="seer-crash-", dir=lasting_temporary_folder()))
+            parent = lasting_temporary_folder()
+            _make_room(parent)
+            folder = Path(tempfile.mkdtemp(prefix="seer-crash-", dir=parent))
             for name, text in self._segments.kept:
                 (folder / name).write_bytes(text)
         except OSError as error:
@@ -222,3 +231,15 @@ class LogWriter:
         segments, self._segments = self._segments, None
         if segments is not None:
             segments.close()
+
+
+def _make_room(parent: Path) -> None:
+    """Delete this user's oldest crashes in `parent`, so that one more is within `CRASHES`."""
+    found = []
+    for folder in parent.glob("seer-crash-*"):
+        with contextlib.suppress(OSError):
+            status = folder.lstat()
+            if stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid():
+                found.append((status.st_mtime_ns, folder))
+    for _, folder in sorted(found)[: 1 - CRASHES]:
+        shutil.rmtree(folder, ignore_errors=True)
