@@ -9,8 +9,16 @@ if importlib.util.find_spec("torch") is None:
     pytest.skip("needs the engine extra", allow_module_level=True)
 
 import torch
+import vision_models
 from safetensors.torch import load_file, save_file
-from transformers import MixtralConfig, MixtralForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    AutoModelForImageTextToText,
+    MixtralConfig,
+    MixtralForCausalLM,
+    PreTrainedModel,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 from seer.client.tensor_stream import TensorStream
 from seer.common.errors import InvalidField
@@ -96,7 +104,7 @@ def test_a_folder_that_is_no_plain_checkpoint_is_refused(tmp_path):
         checkpoint_tensors(model, model.state_dict(), tmp_path / "model")
 
 
-def copy_of(model: Qwen3ForCausalLM, folder: Path, *, tied: bool = False) -> CheckpointCopy:
+def copy_of(model: PreTrainedModel, folder: Path, *, tied: bool = False) -> CheckpointCopy:
     copy = CheckpointCopy(folder, "trainer.model", tied=tied)
     for name, tensor in model.state_dict().items():
         copy.add(name, tensor.double())
@@ -109,6 +117,20 @@ def test_tensors_that_come_one_by_one_are_copied_as_the_checkpoint_has_them(tmp_
     with torch.no_grad():
         model.model.norm.weight.add_(1)  # what was handed out is not a view
     assert_same(copy.tensors(), tmp_path)
+
+
+@pytest.mark.parametrize("family", vision_models.FAMILIES)
+def test_tensors_that_come_under_names_in_memory_are_those_of_the_checkpoint(tmp_path, family):
+    """As veRL hands them out; Qwen2-VL has other names in memory than in checkpoints."""
+    vision_models.make(family, tmp_path)
+    model = AutoModelForImageTextToText.from_pretrained(tmp_path)
+    assert_same(copy_of(model, tmp_path).tensors(), tmp_path)
+
+
+def test_fused_experts_that_come_one_by_one_are_taken_apart(tmp_path):
+    model = MixtralForCausalLM(MixtralConfig(**SMALL, num_local_experts=2))
+    model.save_pretrained(tmp_path)
+    assert_same(copy_of(model, tmp_path).tensors(), tmp_path)
 
 
 def test_tensors_that_only_one_side_has_are_named_at_the_end(tmp_path):

@@ -57,24 +57,48 @@ class CheckpointCopy:
         self._types = checkpoint_types(folder, field)
         self._ignored = {"lm_head.weight"} if tied else set()  # checkpoints store tied tensors once
         self._found: dict[str, Tensor] = {}
-        self._extra: list[str] = []
+        self._others: dict[str, Tensor] = {}
 
     def add(self, name: str, tensor: Tensor) -> None:
         """Copy a tensor. One that the checkpoint lacks is an error later: handing them out is collective."""
         if name in self._types:
             self._found[name] = tensor.detach().to("cpu", self._types[name], copy=True)
         elif name not in self._ignored:
-            self._extra.append(name)
+            self._others[name] = tensor.detach().to("cpu", copy=True)
 
     def tensors(self) -> dict[str, Tensor]:
         """Return all tensors by name. Raises `InvalidField` unless they are the checkpoint's."""
-        for name in sorted(self._types.keys() - self._found.keys()):
+        saved = _as_saved(self._folder, self._others)
+        both = saved.keys() & self._types.keys()
+        found = self._found | {name: saved[name].to(self._types[name]) for name in both}
+        for name in sorted(self._types.keys() - found.keys()):
             problem = f"has a tensor {name}, which the trainer does not send"
             raise InvalidField(self._field, str(self._folder), problem)
-        for name in self._extra:
+        for name in sorted(saved.keys() - self._types.keys()):
             problem = f"lacks a tensor {name}, which the trainer sends"
             raise InvalidField(self._field, str(self._folder), problem)
-        return self._found
+        return found
+
+
+def _as_saved(folder: Path, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return tensors of `folder`'s model as transformers would save them; of a model it lacks, unchanged.
+
+    In memory Qwen2-VL's layers are `model.language_model.layers`, in its checkpoints `model.layers`.
+    """
+    if not tensors:
+        return {}
+    import torch
+    import transformers
+    from transformers.core_model_loading import revert_weight_conversion
+
+    config = transformers.AutoConfig.from_pretrained(folder)
+    architecture = getattr(transformers, (config.architectures or [""])[0], None)
+    if architecture is None:
+        return tensors
+    with torch.device("meta"):
+        model = architecture(config)
+    saved: dict[str, Tensor] = revert_weight_conversion(model, tensors)
+    return saved
 
 
 def unwrapped(name: str) -> str:
