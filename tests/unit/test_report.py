@@ -352,5 +352,5 @@ def test_bad_input_is_refused_by_name(tmp_path: Path, log: str, options: list[st
 def test_a_log_without_a_rollout_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "x.jsonl"
     path.write_bytes(rows.header_line(HEADER))
-    with pytest.raises(InvalidField, match="holds no rollout"):
+    with pytest.raises(InvalidField, match="no chunk of any ran"):
         choose_rollout(read_timeline(path))

@@ -144,7 +144,8 @@ def choose_rollout(timeline: Timeline, rollout_id: str = "") -> Rollout:
     if known:
         return known[-1]
     if not ran:
-        raise InvalidField("LOG", "no rollout", "holds no rollout of which a chunk ran")
+        found = f"{len(timeline.rollouts)} rollouts"
+        raise InvalidField("LOG", found, "no chunk of any ran: give the log of one that got results")
     names = list(dict.fromkeys(rollout.rollout_id for rollout in ran))
     shown = ", ".join(names[-10:])
     raise InvalidField("--rollout", rollout_id, f"the log has {len(names)} rollouts, the last ones: {shown}")
