@@ -264,7 +264,7 @@ async def test_weights_of_skyrls_worker(client, tokenizer, alone, monkeypatch):
 async def test_another_model_is_refused_by_name(client, alone, monkeypatch):
     model = AutoModelForCausalLM.from_pretrained(MODEL)
     model.model.added = torch.nn.Linear(2, 2)
-    with pytest.raises(InvalidField, match=r"trainer.policy.model.path.*model.added.weight"):
+    with pytest.raises(InvalidField, match=r"trainer.policy.model.path.*model.added.bias"):
         await send(client, model, monkeypatch)
 
 
