@@ -133,7 +133,7 @@ RELEASE := build/release
 release:  # wheels that need no compiler, tried; the source; SBOMs; images with IMAGE=base@sha256:...; needs root
 	test -x $(RELEASE)/bin/python || $(PYTHON) -m venv $(RELEASE)
 	$(RELEASE)/bin/python -m pip install --quiet --no-deps --require-hashes -r requirements/release.lock
-	$(RELEASE)/bin/python requirements/release.py --pythons $(PYTHONS) $(if $(IMAGE),--image $(IMAGE))
+	$(RELEASE)/bin/python requirements/release.py --pythons $(PYTHONS) $(if $(IMAGE),--image $(IMAGE) --docker-options="$(DOCKER_OPTIONS)")
 
 clean:
 	rm -rf $(VENV) build dist runs

@@ -15,6 +15,7 @@ import argparse
 import hashlib
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -58,9 +59,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--pythons", nargs="+", default=["python3.11", "python3.12", "python3.13"])
     parser.add_argument("--image", default="", metavar="BASE", help="name@sha256:... to build images on")
+    parser.add_argument(
+        "--docker-options", default="", help="of `docker build`, e.g. pip's indexes"
+    )
     options = parser.parse_args()
     pythons = [_python(name) for name in options.pythons]
-    if options.image and not re.search(r"(^|@)sha256:[0-9a-f]{64}$", options.image):
+    if options.image and not re.search(r".@sha256:[0-9a-f]{64}$", options.image):
         sys.exit(f"--image {options.image}: name the base by its digest, NAME@sha256:...")
     shutil.rmtree(DIST, ignore_errors=True)
     DIST.mkdir()
@@ -71,7 +75,7 @@ def main() -> None:
     for name, locks in SBOMS.items():
         _sbom(name, locks)
     if options.image:
-        _images(options.image)
+        _images(options.image, shlex.split(options.docker_options))
     files = sorted(file for file in DIST.iterdir() if file.is_file())
     sums = (f"{hashlib.sha256(file.read_bytes()).hexdigest()}  {file.name}\n" for file in files)
     (DIST / "SHA256SUMS").write_text("".join(sums))
@@ -143,11 +147,13 @@ def _sbom(name: str, locks: tuple[str, ...]) -> None:
         )  # fmt: skip
 
 
-def _images(base: str) -> None:
+def _images(base: str, options: list[str]) -> None:
+    docker = os.environ.get("DOCKER", "docker")
     for target in ("core", "cpu"):
         _run(
-            "docker", "build", "--file", ROOT / "compose" / "Dockerfile", "--target", target, "--tag",
-            f"seer:{target}", "--build-arg", f"BASE_IMAGE={base}", ROOT, environ={"DOCKER_BUILDKIT": "1"},
+            docker, "build", "--file", ROOT / "compose" / "Dockerfile", "--target", target, "--tag",
+            f"seer:{target}", "--build-arg", f"BASE_IMAGE={base}", *options, ROOT,
+            environ={"DOCKER_BUILDKIT": "1"},
         )  # fmt: skip
 
 

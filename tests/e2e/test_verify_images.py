@@ -84,7 +84,9 @@ def test_the_teacher_sees_the_images_when_it_judges(model, tmp_path):
     # Logprobs of random weights differ by more in bfloat16 than `seer verify` allows trained ones: tokens alone.
     tokens = [m for m in cell["comparison"]["mismatches"] if m["kind"] == "token"]
     assert len(tokens) > 20, text
-    assert all(m["verdict"] == "numeric" and m["gap"] <= m["error"] < 1.0 for m in tokens), text
+    assert all(m["verdict"] == "numeric" and m["gap"] <= m["error"] for m in tokens), text
+    errors = sorted(m["error"] for m in tokens)
+    assert errors[len(errors) // 2] < 0.6, "a teacher that saw no images would be off by whole logits"
 
 
 @pytest.mark.breadth
