@@ -35,10 +35,13 @@ class Terminal:
         os.set_blocking(self.master, False)
 
     def read(self):
+        """Read what is there now, a few kB at most; return whether there was any."""
         try:
-            self.said += os.read(self.master, 2**16).decode(errors="replace")
-        except (BlockingIOError, OSError):
-            return
+            said = os.read(self.master, 2**16)
+        except OSError:
+            return False
+        self.said += said.decode(errors="replace")
+        return bool(said)
 
     async def until(self, pattern, seconds=40):
         """Wait for text on a screen that is drawn from now on."""
@@ -59,7 +62,8 @@ class Terminal:
             assert time.monotonic() < deadline, self.said[-3000:]
             self.read()
             await asyncio.sleep(0.05)
-        self.read()
+        while self.read():
+            pass
         return self.process.returncode
 
     async def until_restored(self):
