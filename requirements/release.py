@@ -59,9 +59,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--pythons", nargs="+", default=["python3.11", "python3.12", "python3.13"])
     parser.add_argument("--image", default="", metavar="BASE", help="name@sha256:... to build images on")
-    parser.add_argument(
-        "--docker-options", default="", help="of `docker build`, e.g. pip's indexes"
-    )
+    parser.add_argument("--docker-options", default="", help="of `docker build`, e.g. pip's indexes")
     options = parser.parse_args()
     pythons = [_python(name) for name in options.pythons]
     if options.image and not re.search(r".@sha256:[0-9a-f]{64}$", options.image):

@@ -91,7 +91,10 @@ def _as_saved(folder: Path, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     import transformers
     from transformers.core_model_loading import revert_weight_conversion
 
-    config = transformers.AutoConfig.from_pretrained(folder)
+    try:
+        config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    except (OSError, ValueError):  # a model with code of its own, which nobody may have us run
+        return tensors
     architecture = getattr(transformers, (config.architectures or [""])[0], None)
     if architecture is None:
         return tensors
