@@ -63,7 +63,7 @@ def beside_trl(model: Path, instances: int, *settings: str) -> Iterator[Up]:
     started = Up(model, instances, *settings)
     try:
         import torch
-        import trl  # noqa: F401 - see above
+        import trl  # noqa: F401 - so that the tests need not wait for it
 
         threads = torch.get_num_threads()
         torch.set_num_threads(1)  # threads that wait for each other are slow beside engines

@@ -128,9 +128,8 @@ def run(system: Up, model: Path, tmp_path_factory: pytest.TempPathFactory) -> Ru
 
 
 def test_the_actor_sees_what_the_engines_saw(run):
-    for step in range(
-        1, STEPS + 1
-    ):  # from the second on with weights that it trained, the vision encoder's too
+    # From the second step on with weights that it trained, the vision encoder's too.
+    for step in range(1, STEPS + 1):
         metrics = run.metrics(step)
         assert metrics["training/rollout_actor_probs_pearson_corr"] > 0.99999
         assert metrics["training/rollout_probs_diff_max"] < 1e-4
