@@ -3,7 +3,7 @@
 Invariants:
 - what is built and what is tried comes from the lock files, by hash;
 - a wheel is only kept once it was installed and ran where no compiler can be found;
-- an image is only built on a base that is named by its digest.
+- an image is only built on a base that is named by its digest, and must run.
 
 `dist/` gets a wheel for each Python, with the oldest glibc that it runs on in its name; the source; an SBOM
 (CycloneDX) for each set of requirements; `SHA256SUMS`. `--image BASE` also builds images, `core` and `cpu`.
@@ -20,6 +20,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import tomllib
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -147,12 +148,15 @@ def _sbom(name: str, locks: tuple[str, ...]) -> None:
 
 def _images(base: str, options: list[str]) -> None:
     docker = os.environ.get("DOCKER", "docker")
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
     for target in ("core", "cpu"):
         _run(
-            docker, "build", "--file", ROOT / "compose" / "Dockerfile", "--target", target, "--tag",
-            f"seer:{target}", "--build-arg", f"BASE_IMAGE={base}", *options, ROOT,
+            docker, "build", "--file", ROOT / "compose" / "Dockerfile", "--target", target,
+            "--tag", f"seer:{target}", "--tag", f"seer:{version}-{target}",
+            "--iidfile", DIST / f"image-{target}.id", "--build-arg", f"BASE_IMAGE={base}", *options, ROOT,
             environ={"DOCKER_BUILDKIT": "1"},
         )  # fmt: skip
+        _run(docker, "run", "--rm", "--network", "none", f"seer:{version}-{target}", "--version")
 
 
 def _environment(python: str, folder: Path) -> list[str]:
