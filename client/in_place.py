@@ -172,7 +172,7 @@ class Broadcast:
             late = f"{', '.join(missing)} did not join in {self._step_seconds:g} s" if missing else ""
             if size == 1:
                 return late
-            group = BroadcastGroup(self._store, 0, size, device, self._step_seconds)
+            group = BroadcastGroup(self._store, 0, size, device, self._step_seconds, self._host)
             try:
                 for bucket, entries in self._buckets:
                     data = torch.zeros(bucket.size, dtype=torch.uint8, device=device)

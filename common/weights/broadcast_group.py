@@ -1,7 +1,8 @@
 """The process group of one broadcast of weights: the trainer as rank 0, and all ranks of some engines.
 
 They meet in a store of the trainer's process. Each rank of an engine writes its place there; the trainer
-closes the membership, and whoever comes later reads that it has no rank. CPUs use Gloo, GPUs NCCL.
+closes the membership, and whoever comes later reads that it has no rank. CPUs use Gloo, GPUs NCCL. With Gloo
+a rank listens at the address by which the trainer is reached alone, on `GLOO_SOCKET_IFNAME` if that is set.
 
 Invariants (tests/unit/test_broadcast_group.py):
 - the group has exactly the ranks that the trainer saw before it closed the membership;
@@ -12,6 +13,8 @@ Invariants (tests/unit/test_broadcast_group.py):
 
 from __future__ import annotations
 
+import os
+import socket
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -36,10 +39,13 @@ class _Ranks(msgspec.Struct):
 
 
 class BroadcastGroup:
-    """Broadcasts from rank 0; a step raises `RuntimeError` or `TimeoutError`. Close it at the end."""
+    """Broadcasts from rank 0; a step raises `RuntimeError` or `TimeoutError`. Close it at the end.
+
+    `own`: the address of this machine at which the others reach this rank.
+    """
 
     def __init__(
-        self, store: TCPStore, rank: int, size: int, device: torch.device, step_seconds: float
+        self, store: TCPStore, rank: int, size: int, device: torch.device, step_seconds: float, own: str
     ) -> None:
         self._seconds = step_seconds
         meeting, limit = PrefixStore("group", store), timedelta(seconds=step_seconds)
@@ -51,7 +57,9 @@ class BroadcastGroup:
             options._timeout = 2 * limit  # its watchdog would end the process: we give up first
             self._group = ProcessGroupNCCL(meeting, rank, size, options)
         else:
-            self._group = ProcessGroupGloo(meeting, rank, size, limit)
+            gloo = ProcessGroupGloo._Options()
+            gloo._timeout, gloo._devices = limit, [_gloo_device(own)]
+            self._group = ProcessGroupGloo(meeting, rank, size, gloo)
 
     def broadcast(self, data: torch.Tensor, stopped: Callable[[], bool] = lambda: False) -> None:
         """Send `data` from rank 0 into that of all others; give up once `stopped()` is true."""
@@ -117,7 +125,23 @@ def join(
         raise RuntimeError(f"the trainer at {host}:{port} gave no list of ranks: {error}") from error
     if engine not in ranks.first:
         raise RuntimeError("the broadcast had begun without this engine: it came too late")
-    return BroadcastGroup(store, ranks.first[engine] + rank, ranks.size, device, seconds)
+    own = _address_towards(host, port)
+    return BroadcastGroup(store, ranks.first[engine] + rank, ranks.size, device, seconds, own)
+
+
+def _gloo_device(own: str) -> ProcessGroupGloo.Device:
+    chosen = os.environ.get("GLOO_SOCKET_IFNAME", "lo")
+    if chosen != "lo":  # which engines set for their own ranks
+        return ProcessGroupGloo.create_device(interface=chosen)
+    return ProcessGroupGloo.create_device(hostname=own)
+
+
+def _address_towards(host: str, port: int) -> str:
+    """Return this machine's address on the way there; nothing is sent."""
+    family, kind, _, _, there = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind) as unused:
+        unused.connect(there)
+        return str(unused.getsockname()[0])
 
 
 def _ranks_of(store: TCPStore, engine: str) -> int:

@@ -14,6 +14,7 @@ import pytest
 if importlib.util.find_spec("vllm") is None:
     pytest.skip("needs the engine extra", allow_module_level=True)
 
+import psutil
 import torch
 from in_place_trainer import BUCKET_BYTES
 from safetensors.torch import load_file
@@ -73,6 +74,14 @@ def expected(pair: SharedEngines) -> dict[float, list[list[int]]]:
     found = asyncio.run(checked())
     assert found[1.0] != found[SCALE]
     return found
+
+
+def test_engines_listen_on_loopback_alone(pair: SharedEngines) -> None:
+    """Groups of ranks have no keys, and an engine of one rank has them, too."""
+    for name in ("engine-0", "engine-1"):
+        connections = psutil.Process(pair.system.pids[name]).net_connections("inet")
+        listening = {each.laddr.ip for each in connections if each.status == psutil.CONN_LISTEN}
+        assert listening == {"127.0.0.1"}, name
 
 
 @pytest.fixture

@@ -121,7 +121,7 @@ def test_what_does_not_come_is_zero_and_the_failure_is_told(tmp_path):
     with ThreadPoolExecutor(1) as threads:
         future = threads.submit(receive_soon)
         assert gather(source._store, ["e0"], 30.0, lambda: False) == (2, [])
-        group = BroadcastGroup(source._store, 0, 2, HERE.device, 30.0)
+        group = BroadcastGroup(source._store, 0, 2, HERE.device, 30.0, "127.0.0.1")
         first = torch.zeros(plan.buckets[0].size, dtype=torch.uint8)
         first[:60] = tensors()["z"].reshape(-1).view(torch.uint8)
         group.broadcast(first)  # and no other

@@ -76,6 +76,8 @@ def prepare(config: EngineConfig, meeting: Meeting | None = None) -> None:
         os.environ.setdefault(name, value)
     if meeting is not None:
         _reach_other_nodes(meeting.own)
+    else:  # else every group of ranks, of one rank too, listens at this machine's address in the world
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     _keep_out_of_tmpdir()
     # Warnings of vllm and torch about each other, which a user can do nothing about.
     warnings.filterwarnings("ignore", category=FutureWarning, module="vllm")
@@ -222,7 +224,6 @@ def _prepare_cpu(config: EngineConfig) -> None:
     # An inherited value overrides kv_cache_memory_bytes, and knows whole GiB only.
     os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)
     if config.tensor_parallel > 1:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         ranks = config.tensor_parallel // config.nodes
         os.environ["VLLM_CPU_OMP_THREADS_BIND"] = config.cpu_cores or _share_cores(ranks)
     elif config.cpu_cores:
