@@ -285,7 +285,7 @@ def _noise(lines: list[dict]) -> str:
     twice = [str(what) for what, count in complaints.items() if count > 1]
     errors = [str(line) for line in lines if line["level"] not in ("info", "warning")]
     unnamed = Counter(
-        (line["event"], line.get("engine", ""))
+        (line["event"], line.get("engine", line.get("endpoint", "")))  # each socket tells once a minute
         for line in lines
         if line["level"] == "warning" and "peer" not in line
     )

@@ -73,10 +73,12 @@ class BufferModel(RuleBasedStateMachine):
 
     def send(self, event):
         self.now += 0.01
+        told_again = {group.group_id for group in self.machine.groups.values() if group.done}
         answered = self.machine.apply(event, self.now)
         assert answered == self.twin.apply(mirrored(event), self.now)
         self.statistics.record(self.now, event, answered)
-        self.opened += sum(item.size for item in answered if isinstance(item, GroupOpened))
+        opened = [item for item in answered if isinstance(item, GroupOpened)]
+        self.opened += sum(item.size for item in opened if item.group_id not in told_again)
         self.dispatched += sum(isinstance(item, instructions.Dispatch) for item in answered)
         self.dropped += sum(isinstance(item, instructions.Drop) for item in answered)
         delivered, refused = set(), set()
