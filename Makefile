@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: setup demo demo-images grpo grpo-images agents test test-all sanitize chaos mutants kernel-test verl-test skyrl-test slime-test compose-test systemd-test slurm-test ray-test gateway-test lint format lock release clean
+.PHONY: setup demo demo-images grpo grpo-images agents test test-all sanitize chaos mutants kernel-test verl-test skyrl-test slime-test compose-test systemd-test slurm-test kubernetes-test ray-test gateway-test lint format lock release clean
 
 setup: $(STAMP)
 
@@ -97,6 +97,9 @@ systemd-test: setup  # needs root, debootstrap and systemd-nspawn
 
 slurm-test: setup  # needs root, and Debian's slurmctld, slurmd, slurm-client and munge
 	$(BIN)/python tests/deploy/run_slurm.py
+
+kubernetes-test: setup  # in the cluster that kubectl means; docs/deployment.md says what it needs
+	$(BIN)/python tests/deploy/run_kubernetes.py
 
 ray-test: setup  # seer.integrations.ray in a real Ray on this machine; 250 MB kept out of the environment
 	$(BIN)/python -m pip install --quiet --no-deps --require-hashes --upgrade --target build/ray -r requirements/ray.lock
