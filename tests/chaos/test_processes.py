@@ -58,5 +58,5 @@ def test_a_disk_that_fills_costs_no_finished_group():
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_the_same_with_real_engines():
-    load = Load(prompts=8, max_tokens=300, faults=3, burst_seconds=4.0)
+    load = Load(prompts=8, max_tokens=300, faults=2, burst_seconds=4.0)
     check(asyncio.run(campaign(range(1), load, MODEL)).outcomes, faults=1)

@@ -131,9 +131,16 @@ async def test_after_an_update_old_kv_is_neither_found_nor_kept(
     assert await namespaces(moving)
 
 
-@pytest.mark.parametrize("what", ["killed", pytest.param("stopped", marks=pytest.mark.breadth)])
+@pytest.mark.parametrize(
+    ("what", "children"),
+    [
+        ("killed", ("pool-owner",)),
+        pytest.param("killed", ("pool-master",), marks=pytest.mark.breadth),
+        pytest.param("stopped", ("pool-owner", "pool-master"), marks=pytest.mark.breadth),
+    ],
+)
 async def test_whatever_befalls_the_pool_changes_no_token(
-    pair: SharedEngines, moving: System, what: str
+    pair: SharedEngines, moving: System, what: str, children: tuple[str, ...]
 ) -> None:
     rolled: list[Tokens] = []
 
@@ -149,7 +156,6 @@ async def test_whatever_befalls_the_pool_changes_no_token(
             pass
 
     await recovers()
-    children = ("pool-owner", "pool-master")
     for child in children if what == "killed" else ():
         before = moving.local.restarts[child]
         await pulls(lambda child=child: moving.signal(child, signal.SIGKILL))

@@ -326,6 +326,7 @@ def with_fsdp(system: Up, model: Path, folder: Path, *options: str) -> list[tupl
     return [pickle.loads((folder / f"{rank}.pickle").read_bytes()) for rank in range(2)]
 
 
+@pytest.mark.breadth
 def test_the_example_of_the_docs_runs(pair, tmp_path):
     endpoint = pair.anew()
     with SyncRolloutClient(endpoint) as client:

@@ -48,21 +48,21 @@ def verify(folder: Path, prompts: int, *options: object) -> tuple[int, dict, str
 
 
 @pytest.mark.timeout(900)
-def test_a_planted_fault_is_called_a_bug_and_a_clean_cell_agrees(tmp_path):
+@pytest.mark.parametrize("matrix", ["chunk-16", pytest.param("chunk-16,migrate", marks=pytest.mark.breadth)])
+def test_a_planted_fault_is_called_a_bug_and_clean_cells_agree(tmp_path, matrix):
     size = ("-n", 2, "--max-tokens", 128, "--min-tokens", 1000)
-    code, report, text = verify(
-        tmp_path, 12, *size, "--matrix", "chunk-16,migrate", "--plant-fault", "--set", *ONE_CORE
-    )
+    code, report, text = verify(tmp_path, 12, *size, "--matrix", matrix, "--plant-fault", "--set", *ONE_CORE)
     assert code == 1
     assert "the planted fault was found (in chunk-16" in text
-    faulty, clean = report["cells"]
+    faulty, *clean = report["cells"]
     assert faulty["bug"] > 0
     for mismatch in faulty["comparison"]["mismatches"]:
         assert (mismatch["kind"], mismatch["expected"]) == ("token", mismatch["reference"])
         assert (mismatch["verdict"] == "bug") == (mismatch["gap"] > mismatch["error"])
-    assert not clean["unmet"]
-    assert clean["bug"] == 0
-    assert clean["comparison"]["tokens"] == report["reference"]["counters"]["tokens"]
+    for cell in clean:
+        assert not cell["unmet"]
+        assert cell["bug"] == 0
+        assert cell["comparison"]["tokens"] == report["reference"]["counters"]["tokens"]
     assert report["dtype"] == "float32"
 
 

@@ -408,6 +408,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.breadth  # test_nodes.py has ranks on two nodes
 @pytest.mark.slow
 @pytest.mark.ranks
 @pytest.mark.timeout(600)
