@@ -133,7 +133,10 @@ def _gloo_device(own: str) -> ProcessGroupGloo.Device:
     chosen = os.environ.get("GLOO_SOCKET_IFNAME", "lo")
     if chosen != "lo":  # which engines set for their own ranks
         return ProcessGroupGloo.create_device(interface=chosen)
-    return ProcessGroupGloo.create_device(hostname=own)
+    try:
+        return ProcessGroupGloo.create_device(hostname=own)
+    except RuntimeError:  # none of this machine's: a trainer behind another address
+        return ProcessGroupGloo.create_default_device()
 
 
 def _address_towards(host: str, port: int) -> str:

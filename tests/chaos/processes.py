@@ -202,7 +202,7 @@ async def campaign(seeds: Iterable[int], load: Load, model: Path | None = None, 
     for number in range(systems):
         config = quick() if model is None else quick(backend="vllm")
         system = System(config, model=model, tcp=number % 2 == 1, trainers=TRAINERS)
-        # Both outlive a killed buffer; of images there is room for those of two rollouts.
+        # Both outlive a killed buffer; of images there is room for 23, fewer than rollouts use at once.
         folders = {"spool": str(system.folder / "spool"), "media": str(system.folder / "media")}
         buffer = replace(system.config.buffer, media_bytes=2**26, **folders)
         system.config = replace(system.config, buffer=buffer)

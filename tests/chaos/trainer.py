@@ -43,6 +43,12 @@ OVERTAKEN = r"weight version \d+ is past|submit what is left under another rollo
 IMAGE_LOST = r"is not in this buffer: submit it again|is not the name of these bytes"
 """Why prompts fail whose images were damaged on the buffer's disk; they are submitted again, with their images."""
 
+NO_ROOM = r"do not fit: media in use have"
+"""Why prompts fail while other rollouts use all room for images."""
+
+ROOM_SECONDS = 2.0
+"""For others to end; then these prompts are submitted again."""
+
 IMAGE_NUMBERS = 700_000
 """Numbers in an image, 2.8 MB: two parts."""
 
@@ -161,7 +167,9 @@ class Trainer:
             try:
                 await self._roll(client, number, use, rollout_id, keys)
             except RequestRefused as error:
-                lost = self._job.images >= 0 and re.search(IMAGE_LOST, str(error))
+                lost = self._job.images >= 0 and re.search(f"{IMAGE_LOST}|{NO_ROOM}", str(error))
+                if re.search(NO_ROOM, str(error)):
+                    await asyncio.sleep(ROOM_SECONDS)
                 if not lost and (self._job.updates or not re.search(OVERTAKEN, str(error))):
                     raise
                 arrived = {line.id for line in lines(self._out) if line.use == number}

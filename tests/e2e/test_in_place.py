@@ -4,6 +4,7 @@ import asyncio
 import importlib.util
 import os
 import signal
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -82,6 +83,29 @@ def test_engines_listen_on_loopback_alone(pair: SharedEngines) -> None:
         connections = psutil.Process(pair.system.pids[name]).net_connections("inet")
         listening = {each.laddr.ip for each in connections if each.status == psutil.CONN_LISTEN}
         assert listening == {"127.0.0.1"}, name
+
+
+NAMED = """
+import psutil, sys, torch.distributed
+from seer.common.config import EngineConfig
+from seer.services.engine.vllm import env
+
+env.prepare(EngineConfig())
+torch.distributed.init_process_group("gloo", init_method=f"file://{sys.argv[1]}", rank=0, world_size=1)
+connections = psutil.Process().net_connections("inet")
+print({each.laddr.ip for each in connections if each.status == psutil.CONN_LISTEN})
+"""
+
+
+def test_a_machine_with_a_name_in_the_network_is_not_where_ranks_listen(tmp_path: Path) -> None:
+    """Gloo listens at the address of the machine's name, which is another one on most machines than on this."""
+    command = ["unshare", "--uts", "sh", "-c", 'hostname 127.0.0.2 && exec "$@"', "sh", sys.executable, "-c"]
+    done = subprocess.run(
+        [*command, NAMED, str(tmp_path / "group")], capture_output=True, text=True, timeout=120, check=False
+    )
+    if "unshare" in done.stderr:
+        pytest.skip(done.stderr)
+    assert done.stdout.strip() == "{'127.0.0.1'}", done.stderr
 
 
 @pytest.fixture
