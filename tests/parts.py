@@ -27,8 +27,8 @@ CHAOS = (sys.executable, "bench/correctness/chaos.py")
 FUZZ = (sys.executable, "tests/process/fuzz.py")
 
 _cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
-WORKERS = str(max(5, min(8, _cores)))
-"""At least five: more than half of what light tests take is waiting for processes."""
+WORKERS = str(max(4, min(8, _cores)))
+"""At least four: half of what light tests take is waiting for processes; but each worker collects all tests."""
 
 ENGINE_WORKERS = str(min(4, _cores))
 """Each has a core or more, and up to four engines of a GB."""

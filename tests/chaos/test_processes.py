@@ -21,6 +21,7 @@ def test_no_kill_or_stop_loses_doubles_or_changes_a_response():
     check(asyncio.run(campaign(range(4), Load())).outcomes, faults=12)
 
 
+@pytest.mark.breadth  # test_virtual.py has stops, of virtual processes
 @pytest.mark.timeout(600)
 def test_nobody_is_lost_for_having_stood_still():
     async def both():

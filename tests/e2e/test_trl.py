@@ -282,6 +282,7 @@ def test_rloo(system, tiny_model, tmp_path):
     assert len([entry for entry in trainer.state.log_history if "loss" in entry]) == 2
 
 
+@pytest.mark.breadth
 def test_two_processes_with_fsdp_may_have_different_numbers_of_turns(system, tiny_model, tmp_path):
     """Three groups of four over two processes of six: one group is cut."""
     first, second = with_fsdp(system, tiny_model, tmp_path)

@@ -8,7 +8,7 @@ from process.fuzz import fuzz
 FRAMES = 30_000
 
 
-@pytest.mark.parametrize("keys", [False, True], ids=["open", "keys"])
+@pytest.mark.parametrize("keys", [pytest.param(False, marks=pytest.mark.breadth), True], ids=["open", "keys"])
 def test_hostile_peers_on_every_socket_harm_nobody(keys: bool) -> None:
     report = fuzz(FRAMES, seed=0, keys=keys)
     assert report["harm"] == {}, report

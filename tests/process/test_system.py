@@ -179,7 +179,7 @@ def wait_for(condition: Callable[[], object], seconds: float = 240.0) -> None:
         time.sleep(0.02)
 
 
-@pytest.mark.parametrize("victims", [("engine-0", "engine-1"), ("buffer",), ("context", "dgds")])
+@pytest.mark.parametrize("victims", [("engine-0", "engine-1", "context", "dgds"), ("buffer",)])
 def test_killed_services_cost_no_response(folder: Path, victims: tuple[str, ...]) -> None:
     subprocess.run(command(folder), capture_output=True, timeout=120, check=True)
     expected = tokens_of(outputs(folder))
