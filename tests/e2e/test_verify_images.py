@@ -98,6 +98,7 @@ def test_the_whole_matrix_passes(model, tmp_path, turns):
     assert code == 0, text
     matrix = TURN_CELLS if turns else CELLS
     cannot = {name for name, cell in matrix.items() if cell.pool} if import_problem() else set()
-    assert set(report["skipped"]) == cannot
+    # A pool of little KV may never read its disk; test_verify.py wants it of the shipped model.
+    assert cannot <= set(report["skipped"]) <= cannot | {"pool-ssd"}
     assert report["bug"] == 0
     assert report["tokens_compared"] > 20_000
