@@ -14,7 +14,6 @@ Invariants (tests/unit/test_broadcast_group.py):
 from __future__ import annotations
 
 import os
-import socket
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -22,6 +21,8 @@ from datetime import timedelta
 import msgspec
 import torch
 from torch.distributed import BroadcastOptions, PrefixStore, ProcessGroup, ProcessGroupGloo, TCPStore
+
+from seer.common.weights.mooncake import own_address
 
 POLL_SECONDS = 0.001
 
@@ -125,7 +126,7 @@ def join(
         raise RuntimeError(f"the trainer at {host}:{port} gave no list of ranks: {error}") from error
     if engine not in ranks.first:
         raise RuntimeError("the broadcast had begun without this engine: it came too late")
-    own = _address_towards(host, port)
+    own = own_address(f"{host}:{port}")
     return BroadcastGroup(store, ranks.first[engine] + rank, ranks.size, device, seconds, own)
 
 
@@ -137,14 +138,6 @@ def _gloo_device(own: str) -> ProcessGroupGloo.Device:
         return ProcessGroupGloo.create_device(hostname=own)
     except RuntimeError:  # none of this machine's: a trainer behind another address
         return ProcessGroupGloo.create_default_device()
-
-
-def _address_towards(host: str, port: int) -> str:
-    """Return this machine's address on the way there; nothing is sent."""
-    family, kind, _, _, there = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, kind) as unused:
-        unused.connect(there)
-        return str(unused.getsockname()[0])
 
 
 def _ranks_of(store: TCPStore, engine: str) -> int:

@@ -31,9 +31,7 @@ REVOKED_SECONDS = 180
 USER = "prometheus:no-secret-of-yours"
 
 SMALL = {"requests": {"cpu": "100m", "memory": "256Mi"}, "limits": {"memory": "4Gi"}}
-CONTAINERS = {
-    "seer-head": 3, "seer-engine": 1, "seer-pool-master": 1, "seer-pool-owner": 1,
-}  # fmt: skip
+CONTAINERS = {"seer-head": 3, "seer-engine": 1, "seer-pool-master": 1, "seer-pool-owner": 1}
 
 SCRAPE = """
 import base64, ssl, urllib.request

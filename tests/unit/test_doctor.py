@@ -285,7 +285,6 @@ def test_without_a_model_engines_fail_with_a_fix_and_the_machine_is_checked(tmp_
     assert capsys.readouterr().out.splitlines()[-1].startswith("verdict: not ready: start: no model")
 
 
-@pytest.mark.breadth  # the others here run them one by one
 @pytest.mark.vllm
 def test_all_checks_run_on_a_cpu(tmp_path, monkeypatch, capsys):
     pytest.importorskip("torch")

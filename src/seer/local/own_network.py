@@ -58,7 +58,6 @@ def enter() -> str:
         return f"no network namespace: {os.strerror(os.waitstatus_to_exitcode(status))}"
     _move()
     os.environ.setdefault("VLLM_HOST_IP", LOOPBACK)  # vLLM would look for a route to the world
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     return ""
 
 
