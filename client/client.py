@@ -31,6 +31,7 @@ from seer.client.text import Tokenizer, load_tokenizer
 from seer.client.turns.journal import Journal
 from seer.client.turns.rollout import TrajectoriesAsked, TrajectoryRollout
 from seer.client.weight_update import InFlight, Source, Update, new_call_id
+from seer.common.bounds import check_seconds
 from seer.common.clock import LoopClock
 from seer.common.config import SecurityConfig
 from seer.common.errors import InvalidField, RolloutFailed, SeerError, Unreachable
@@ -66,8 +67,7 @@ from seer.common.wire import (
 )
 
 PING_SECONDS = 5.0
-"""A buffer that sends nothing for this long is asked for its status, since it may only have nothing to
-say."""
+"""A buffer that sends nothing for this long, as it may have nothing to say, is asked for its status."""
 
 OPEN_ROLLOUTS, ADAPTERS, LEVELS, IN_PLACE, IMAGES = (2, 1), (2, 2), (2, 4), (2, 4), (2, 6)
 """The first protocol versions that have them."""
@@ -99,7 +99,8 @@ class RolloutClient:
         self._keys = load_keys(security_of(os.environ) if security is None else security)
         self.name = name or new_name(self._keys)
         self.tokenizer = None if tokenizer is None else load_tokenizer(tokenizer)
-        self._connect_seconds, self._silence_seconds = connect_seconds, silence_seconds
+        self._connect_seconds = check_seconds("connect_seconds", connect_seconds)
+        self._silence_seconds = check_seconds("silence_seconds", silence_seconds)
         self._given_transport = transport
         self._task: asyncio.Task[None] | None = None
         self._next_number = self._next_submission = 0
@@ -180,8 +181,7 @@ class RolloutClient:
         sampling = sampling or SamplingParams()
         version = self.weight_version if weight_version is None else weight_version
         check_request(n, sampling, seed, number, version)
-        if deadline_seconds is not None and not deadline_seconds > 0:
-            raise InvalidField("deadline_seconds", deadline_seconds, "must be positive")
+        check_seconds("deadline_seconds", deadline_seconds)
         prepared = prepare(prompts, self.tokenizer)
         rollout_id = self._free_id(rollout_id)
         submission = self._new_submission()
@@ -313,7 +313,7 @@ class RolloutClient:
             raise InvalidField("version", version, f"await the update to version {version_asked} first")
         self._update = update = Update(version, source, digest, in_flight)
         try:
-            async with asyncio.timeout(timeout_seconds):
+            async with asyncio.timeout(check_seconds("timeout_seconds", timeout_seconds)):
                 live = await update.run(self._channel.send)
         except TimeoutError as error:
             raise Unreachable(f"{self.endpoint}: no weights within {timeout_seconds:g} s") from error
@@ -354,7 +354,7 @@ class RolloutClient:
             raise SeerError(problem)
         self._sleep_call = SleepCall(request)
         try:
-            async with asyncio.timeout(seconds):
+            async with asyncio.timeout(check_seconds("timeout_seconds", seconds)):
                 await self._sleep_call.run(self._channel.send)
         except TimeoutError as error:
             raise Unreachable(f"{self.endpoint}: not all engines answered within {seconds:g} s") from error
@@ -367,7 +367,7 @@ class RolloutClient:
         waiter: asyncio.Future[Status] = asyncio.get_running_loop().create_future()
         self._status_waiters.append(waiter)
         try:
-            async with asyncio.timeout(timeout_seconds):
+            async with asyncio.timeout(check_seconds("timeout_seconds", timeout_seconds)):
                 await self._channel.send(StatusRequest())
                 return await waiter
         except TimeoutError as error:

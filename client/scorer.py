@@ -20,6 +20,7 @@ from types import TracebackType
 from typing import Any, Self, TypeAlias
 
 from seer.client.groups import Group, Response
+from seer.common.bounds import check_seconds
 from seer.common.errors import InvalidField, SeerError
 
 Reward: TypeAlias = Callable[[Group], Iterable[float] | Coroutine[object, object, Iterable[float]]]
@@ -81,14 +82,12 @@ class Scorer:
     ) -> None:
         if max_concurrent < 1:
             raise InvalidField("max_concurrent", max_concurrent, "must be 1 or more")
-        if not timeout_seconds > 0:
-            raise InvalidField("timeout_seconds", timeout_seconds, "must be positive")
         self._async = _is_async(reward)
         if self._async and executor is not None:
             raise InvalidField("executor", executor, "give a plain reward; an async one runs in the loop")
         self.calls: list[tuple[float, float]] = []
         self._reward = reward
-        self._timeout_seconds = timeout_seconds
+        self._timeout_seconds = check_seconds("timeout_seconds", timeout_seconds)
         self._slots = asyncio.Semaphore(max_concurrent)
         # Own threads: the loop's are shared and may be fewer than max_concurrent.
         self._own = None if executor is not None else ThreadPoolExecutor(max_concurrent, "seer-reward")

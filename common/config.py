@@ -1,6 +1,7 @@
 """Configuration: one TOML file for all services, overridden by environment and `--set`.
 
 Invariants:
+- every number has bounds (`common/bounds.py`);
 - an unknown key is an error that suggests the nearest valid name; a wrong type is an error that names the
   key;
 - precedence: defaults < file < environment (`SEER_ENGINE__KV_BLOCKS=48`) < `--set engine.kv_blocks=48`;
@@ -14,31 +15,40 @@ import hashlib
 import tomllib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 
+from seer.common.bounds import (
+    MAX_SECONDS,
+    Bytes,
+    Count,
+    Gibibytes,
+    Interval,
+    Seconds,
+    Section,
+    Tokens,
+    Within,
+)
 from seer.common.endpoints import check_address, check_endpoint, shards
 from seer.common.errors import ConfigError
 from seer.common.types import LogprobMode
 from seer.common.vllm_settings import VllmSettings
 
 
-class _Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A table of the configuration file."""
-
-
-class SharedConfig(_Section, frozen=True):
+class SharedConfig(Section, frozen=True):
     """Settings that must be equal in all processes of a system; their hash is part of the handshake."""
+
+    title = "shared"
 
     model: str = ""
     """Hugging Face model folder with safetensors files (pickles are not read). Nodes may have it at different
     paths, but it must have the same name and tokenizer."""
-    block_size: int | None = None
+    block_size: Annotated[int, Within(1, 65_536)] | None = None
     """Tokens per KV block; default: 32, or 64 for models with MLA on GPUs."""
 
 
-class SecurityConfig(_Section, frozen=True):
+class SecurityConfig(Section, frozen=True):
     """Keys for TCP sockets: who may connect, and as what (docs/security.md)."""
 
     key: str = ""
@@ -51,7 +61,7 @@ class SecurityConfig(_Section, frozen=True):
     """Whether to bind beyond this machine's loopback without keys: for networks that all may trust."""
 
 
-class Endpoints(_Section, frozen=True):
+class Endpoints(Section, frozen=True):
     """Addresses of the services. The owner binds there, the others connect.
 
     `tcp://host:port` or `ipc://path`; port 0: the operating system chooses one, and the owner reports it.
@@ -76,23 +86,25 @@ class Endpoints(_Section, frozen=True):
     """Replaces the host when binding TCP, e.g. `*`; empty binds the host as written."""
 
 
-class BufferConfig(_Section, frozen=True):
+class BufferConfig(Section, frozen=True):
     """Request lifecycle and scheduling."""
 
+    title = "buffer"
+
     policy: str = "seer"
-    chunk_size: int | None = None
+    chunk_size: Tokens | None = None
     """Most tokens of a chunk; default: a 64th of a response's `max_tokens`, but at least 256."""
-    max_requests: int = 200_000
+    max_requests: Count = 200_000
     """Bound on unfinished requests."""
-    engine_wait_seconds: float = 600.0
+    engine_wait_seconds: Seconds = 600.0
     """How long accepted work may wait for a first engine before it is failed."""
-    engine_silence_seconds: float = 20.0
+    engine_silence_seconds: Annotated[float, Within(1.0, MAX_SECONDS)] = 20.0
     """An engine that sends nothing for this long counts as lost; its chunks run on other engines."""
-    max_attempts: int = 8
+    max_attempts: Annotated[int, Within(1, 1000)] = 8
     """A request whose chunk failed this many times in a row is failed."""
-    result_ttl_seconds: float = 3600.0
+    result_ttl_seconds: Seconds = 3600.0
     """How long a finished group waits for its trainer's acknowledgement."""
-    update_seconds: float = 3600.0
+    update_seconds: Seconds = 3600.0
     """Deadline of each phase of a weight update: checking, finishing running requests, loading."""
     log: str = ""
     """Folder for the log of what happened and was decided, at most 2 GiB: docs/log.md.
@@ -108,39 +120,45 @@ class BufferConfig(_Section, frozen=True):
     media: str = ""
     """Folder for the images of prompts, in `seer-media`; they outlast the buffer there. Default: a temporary
     one."""
-    media_bytes: int = 16 * 2**30
+    media_bytes: Bytes = 16 * 2**30
     """Bound on them; beyond it, those that no prompt needs go, the least recently used first."""
-    result_bytes: int = 8 * 2**30
+    result_bytes: Bytes = 8 * 2**30
     """Bound on finished groups that wait; beyond it the oldest is dropped, and generated again if asked
     for."""
-    unfinished_bytes: int = 16 * 2**30
+    unfinished_bytes: Bytes = 16 * 2**30
     """Bound on tokens and logprobs of unfinished groups, 8 bytes each; beyond it the newest groups fail."""
-    trainer_lease_seconds: float = 3600.0
+    trainer_lease_seconds: Annotated[float, Within(10.0, MAX_SECONDS, "trainers are heard every 5 s")] = (
+        3600.0
+    )
     """The unfinished work of a trainer that sends nothing for this long is dropped."""
 
 
-class ContextConfig(_Section, frozen=True):
+class ContextConfig(Section, frozen=True):
     """Length estimates."""
 
-    publish_interval_seconds: float = 0.05
+    title = "context"
+
+    publish_interval_seconds: Interval = 0.05
     """Changed estimates are collected this long before they are published."""
-    remember_prompts: int = 0
+    remember_prompts: Annotated[int, Within(0, 2**31)] = 0
     """Most prompts whose response lengths are remembered for their next groups; 0: none.
 
     For policies with the `posterior` estimator. A prompt id must be the same prompt in all rollouts.
     """
 
 
-class DgdsConfig(_Section, frozen=True):
+class DgdsConfig(Section, frozen=True):
     """Grouped token streams."""
 
-    ttl_seconds: float = 600.0
+    title = "dgds"
+
+    ttl_seconds: Seconds = 600.0
     """How long a group is kept after its last use, unless the engine says otherwise."""
-    max_tokens: int = 50_000_000
+    max_tokens: Annotated[int, Within(1, 2**40)] = 50_000_000
     """Bound on tokens kept (3 bytes each); the least recently used groups are dropped first."""
-    shard: int = 0
+    shard: Annotated[int, Within(0, 4096)] = 0
     """Which of `endpoints.dgds` this process serves, counted from 0."""
-    remember_tokens: int = 50_000_000
+    remember_tokens: Annotated[int, Within(0, 2**40)] = 50_000_000
     """Bound on tokens kept of past groups (3 bytes each), to draft from for the same prompts' next groups; 0:
     none. The least recently used prompts are dropped first."""
     remember_path: str = ""
@@ -151,8 +169,10 @@ MAX_DRAFT = 128
 """Bound on `drafts.max_draft`: every running request reserves KV for this many more tokens."""
 
 
-class DraftsConfig(_Section, frozen=True):
+class DraftsConfig(Section, frozen=True):
     """Speculative decoding: responses of one group draft for each other. Never changes a token."""
+
+    title = "drafts"
 
     source: Literal["off", "own", "grouped", "random"] = "grouped"
     """Whose tokens drafts come from: `own`, the request's; `grouped`, those of its whole group, from all
@@ -160,9 +180,9 @@ class DraftsConfig(_Section, frozen=True):
 
     `random`: random tokens, for `seer verify`: not even such drafts change a token.
     """
-    max_draft: int = 8
+    max_draft: Annotated[int, Within(1, MAX_DRAFT, "to draft nothing, set drafts.source to off")] = 8
     """Most tokens drafted per request and step (K_max); each step chooses how many of them pay."""
-    max_paths: int | None = None
+    max_paths: Annotated[int, Within(1, 4096, "left out, as many as pay are verified")] | None = None
     """Most draft paths verified per request and step; default: as many as pay."""
     cache: str = ""
     """Folder of step-time profiles; default: `seer` in the user's cache folder."""
@@ -172,31 +192,33 @@ CPU_KV_SHARE = 0.1
 """Default share of free memory for the KV of all CPU engines of a machine; zeroing a GiB takes seconds."""
 
 
-class EngineConfig(_Section, frozen=True):
+class EngineConfig(Section, frozen=True):
     """One model replica."""
+
+    title = "engine"
 
     name: str = ""
     """Unique name; default: host name and process id."""
     backend: Literal["vllm", "replay"] = "vllm"
-    tensor_parallel: int = 1
-    nodes: int = 1
+    tensor_parallel: Annotated[int, Within(1, 4096)] = 1
+    nodes: Annotated[int, Within(1, 4096)] = 1
     """Machines that its ranks are on, equally many on each; all run `seer engine`: docs/models.md."""
-    node_rank: int = 0
+    node_rank: Annotated[int, Within(0, 4095)] = 0
     """Which of them this one is. That of 0, the leader, is the engine; others have further ranks of it."""
     leader: str = ""
     """Where they meet, an address of the leader: `tcp://host:port`."""
-    kv_blocks: int | None = None
+    kv_blocks: Count | None = None
     """Usable KV blocks, of all KV cache groups together; default: as many as fit the memory budget."""
-    kv_cache_gib: float | None = None
+    kv_cache_gib: Gibibytes | None = None
     """KV memory budget on CPU; default: a share of free memory."""
-    gpu_memory_utilization: float | None = None
+    gpu_memory_utilization: Annotated[float, Within(0.001, 1.0)] | None = None
     """Share of a GPU's memory for the engine; default: 0.9, or what others leave free on the device, divided
     among the engines that share it."""
-    max_num_seqs: int | None = None
+    max_num_seqs: Count | None = None
     """Most requests that run at once; default: 64 on CPUs, 1,024 on GPUs of 70 GiB, 256 on others."""
-    max_num_batched_tokens: int | None = None
+    max_num_batched_tokens: Count | None = None
     """Most tokens of a step; default: 16,384 on GPUs of 70 GiB, 8,192 on others, vLLM's own on CPUs."""
-    max_model_len: int | None = None
+    max_model_len: Tokens | None = None
     """Longest sequence: prompt, output and room for drafts; default: the model's own limit."""
     dtype: str = "auto"
     batch_invariant: bool = False
@@ -212,30 +234,30 @@ class EngineConfig(_Section, frozen=True):
     """
     in_place_updates: bool = False
     """Let trainers write over live weights, whose bytes are not checked then: docs/weights.md#in-place."""
-    in_place_seconds: float = 300.0
+    in_place_seconds: Seconds = 300.0
     """Deadline for that: an engine that has not received all by then ends, and starts again."""
-    load_seconds: float = 900.0
+    load_seconds: Seconds = 900.0
     """Deadline for loading the model."""
-    media_bytes: int = 4 * 2**30
+    media_bytes: Bytes = 4 * 2**30
     """Bound on images of prompts kept in host memory; beyond it, those that no chunk here needs go."""
-    flush_tokens: int = 64
+    flush_tokens: Count = 64
     """New tokens of a request that trigger a flush to the dgds."""
-    flush_seconds: float = 0.05
+    flush_seconds: Interval = 0.05
     """Longest time that generated tokens wait to be sent to the dgds."""
-    status_seconds: float = 1.0
+    status_seconds: Seconds = 1.0
     """Interval of status reports."""
     cpu_cores: str = ""
     """Cores for a CPU engine's threads, in vLLM's syntax (`0-3`); default: vLLM's own choice."""
-    fault_position: int | None = None
+    fault_position: Annotated[int, Within(0, 2**24)] | None = None
     """Sample a wrong token at this absolute position, for `seer verify --plant-fault`. Not for rollouts."""
     replay_trace: str = ""
     """Replay backend: JSONL of recorded responses; empty: tokens and lengths are a function of the key."""
-    replay_step_seconds: float = 0.002
+    replay_step_seconds: Interval = 0.002
     """Replay backend: duration of a step at batch 1."""
-    replay_row_seconds: float = 0.0001
+    replay_row_seconds: Interval = 0.0001
     """Replay backend: added duration per running request."""
-    replay_vocab_size: int = 151_936
-    replay_mean_tokens: int = 256
+    replay_vocab_size: Count = 151_936
+    replay_mean_tokens: Tokens = 256
     """Replay backend without a trace: mean length of responses, which are heavy-tailed."""
     vllm: VllmSettings = VllmSettings()
     """Settings that are passed on to vLLM: `common/vllm_settings.py`."""
@@ -245,8 +267,10 @@ POOL_SHARE = 0.1
 """Default bound on a pool owner's memory, as a share of free memory; it is allocated as it is used."""
 
 
-class PoolConfig(_Section, frozen=True):
+class PoolConfig(Section, frozen=True):
     """A KV pool that all engines share: Mooncake Store. Its ports have no authentication."""
+
+    title = "pool"
 
     kind: Literal["auto", "mooncake", "none"] = "auto"
     """`auto`: Mooncake for a whole system on one machine if it can be imported, else none.
@@ -264,31 +288,33 @@ class PoolConfig(_Section, frozen=True):
     protocol: Literal["tcp", "rdma"] = "tcp"
     device: str = ""
     """RDMA devices, comma-separated; default: all."""
-    dram_gib: float | None = None
+    dram_gib: Gibibytes | None = None
     """Memory that the pool's owner provides; default: a share of free memory."""
-    ssd_gib: float = 0.0
+    ssd_gib: Annotated[float, Within(0.0, 2**30, "0: none")] = 0.0
     """Size of a disk tier below that memory; 0: none."""
     ssd_path: str = ""
     """Folder of the disk tier; default: a temporary one."""
-    lease_seconds: float = 5.0
+    lease_seconds: Seconds = 5.0
     """Blocks are not evicted for this long after a look-up or read."""
-    call_seconds: float = 2.0
+    call_seconds: Seconds = 2.0
     """Deadline of each call of an engine into the pool; later it counts as a miss."""
-    staging_mib: int = 128
+    staging_mib: Annotated[int, Within(1, 2**20)] = 128
     """Memory of each engine rank for KV that is copied to or from the pool."""
-    pull_tokens: int | None = None
+    pull_tokens: Annotated[int, Within(0, 2**24)] | None = None
     """Fewer tokens than this are computed again instead of read from the pool; default: as many as take less
     time to compute, as measured by each engine."""
 
 
-class GatewayConfig(_Section, frozen=True):
+class GatewayConfig(Section, frozen=True):
     """HTTP for trainers and agents: docs/gateway.md."""
+
+    title = "gateway"
 
     data: str = "127.0.0.1:7110"
     """Host and port for generation alone; port 0: the operating system chooses one."""
     control: str = "127.0.0.1:7111"
     """Host and port for all routes, also those that pause, update weights and put engines to sleep."""
-    workers: int = 1
+    workers: Annotated[int, Within(1, 1024)] = 1
     """Processes that serve both addresses."""
     tls_certificate: str = ""
     """File of a certificate chain (PEM), with which both addresses speak HTTPS; default: HTTP."""
@@ -309,29 +335,29 @@ class GatewayConfig(_Section, frozen=True):
     refused."""
     trust_chat_templates: bool = False
     """Run chat templates that requests bring."""
-    max_requests: int = 4096
+    max_requests: Count = 4096
     """Bound on open requests of each process; further ones get 503."""
-    max_body_bytes: int = 32 * 2**20
+    max_body_bytes: Bytes = 32 * 2**20
     """Bound on a request's body."""
-    media_bytes: int = 2**30
+    media_bytes: Bytes = 2**30
     """Bound on the images that each process holds in memory, as tensors; past it requests get 503."""
-    request_seconds: float = 3600.0
+    request_seconds: Seconds = 3600.0
     """Deadline of a generation request; it goes on while generation is paused."""
-    client_seconds: float = 60.0
+    client_seconds: Seconds = 60.0
     """An HTTP client that takes longer to send a request, or reads nothing of its answer for as long, is
     disconnected."""
-    update_seconds: float = 3600.0
+    update_seconds: Seconds = 3600.0
     """Deadline of a weight update, of sleep, of waking, and of a pause that waits for requests under way."""
 
 
-class LogConfig(_Section, frozen=True):
+class LogConfig(Section, frozen=True):
     """Structured logs on stderr."""
 
     format: Literal["console", "json"] = "console"
     level: Literal["debug", "info", "warning", "error"] = "info"
 
 
-class Config(_Section, frozen=True):
+class Config(Section, frozen=True):
     """The whole file."""
 
     shared: SharedConfig = SharedConfig()
@@ -380,36 +406,24 @@ def load(
         config = msgspec.convert(table, Config)
     except msgspec.ValidationError as error:
         raise ConfigError(f"configuration: {error}") from error
-    _check_addresses(config)
+    _check_relations(config)
     return config
 
 
-def _check_addresses(config: Config) -> None:
+def _check_relations(config: Config) -> None:
     for name, endpoint in msgspec.structs.asdict(config.endpoints).items():
         if name != "bind_host":
             for each in shards(endpoint) if name == "dgds" else [endpoint]:
                 check_endpoint(f"endpoints.{name}", each)
-    if not 1 <= config.drafts.max_draft <= MAX_DRAFT:
-        fix = f"must be from 1 to {MAX_DRAFT}; to draft nothing, set drafts.source to off"
-        raise ConfigError(f"drafts.max_draft = {config.drafts.max_draft}: {fix}")
-    if config.drafts.max_paths is not None and config.drafts.max_paths < 1:
-        fix = "must be at least 1, or left out: then as many as pay are verified"
-        raise ConfigError(f"drafts.max_paths = {config.drafts.max_paths}: {fix}")
     check_address("pool.master", config.pool.master)
     check_address("pool.metrics", config.pool.metrics)
     for name in ("data", "control"):
         address = getattr(config.gateway, name)
         check_endpoint(f"gateway.{name}", f"tcp://{address}", written="host:port")
-    for name in (
-        "workers",
-        "max_requests",
-        "max_body_bytes",
-        "request_seconds",
-        "client_seconds",
-        "update_seconds",
-    ):
-        if not getattr(config.gateway, name) > 0:
-            raise ConfigError(f"gateway.{name} = {getattr(config.gateway, name)}: must be positive")
+    silence, status = config.buffer.engine_silence_seconds, config.engine.status_seconds
+    if silence < 2 * status:
+        fix = f"engines report every engine.status_seconds = {status:g}: give at least {2 * status:g}"
+        raise ConfigError(f"buffer.engine_silence_seconds = {silence:g}: {fix}")
 
 
 def dump(config: Config) -> str:

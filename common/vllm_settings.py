@@ -9,9 +9,11 @@ Invariants:
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import msgspec
+
+from seer.common.bounds import Count, Section
 
 _SETS = "Seer sets it itself"
 _ONE_RANK = (
@@ -19,12 +21,14 @@ _ONE_RANK = (
 )
 
 
-class VllmSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class VllmSettings(Section, frozen=True):
     """Settings with vLLM's own names, types and meanings; what a device or model cannot do, vLLM refuses."""
+
+    title = "engine.vllm"
 
     attention_backend: str | None = None
     """As FLASH_ATTN, FLASHINFER or FLASHMLA; default: vLLM's choice for the model and the device."""
-    cudagraph_capture_sizes: tuple[Annotated[int, msgspec.Meta(ge=1)], ...] | None = None
+    cudagraph_capture_sizes: tuple[Count, ...] | None = None
     """Tokens a step for which graphs are captured; steps of other sizes take the next larger one."""
     cudagraph_mode: Literal["NONE", "PIECEWISE", "FULL", "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE"] | None = (
         None

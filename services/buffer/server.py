@@ -59,8 +59,6 @@ class BufferServer:
         settings = config.buffer
         if settings.policy not in POLICIES:
             raise ConfigError(f"buffer.policy = {settings.policy!r}: choose one of {', '.join(POLICIES)}")
-        if settings.chunk_size is not None and settings.chunk_size < 1:
-            raise ConfigError(f"buffer.chunk_size = {settings.chunk_size}: give at least 1 token")
         self._config = config
         self._transport = transport
         self._clock = clock

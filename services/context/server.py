@@ -37,18 +37,14 @@ def make(config: Config, transport: Transport, clock: Clock) -> ContextServer:
 
 
 class ContextServer:
-    """One context service. Raises `ConfigError` for a negative interval or bound, or an unknown policy."""
+    """One context service. Raises `ConfigError` for an unknown policy."""
 
     def __init__(self, config: Config, transport: Transport, clock: Clock) -> None:
         self._interval = config.context.publish_interval_seconds
-        if not self._interval >= 0:
-            raise ConfigError(f"context.publish_interval_seconds = {self._interval}: must be 0 or more")
         name = config.buffer.policy
         if name not in POLICIES:
             raise ConfigError(f"buffer.policy = {name!r}: choose one of {', '.join(POLICIES)}")
         remember = config.context.remember_prompts
-        if remember < 0:
-            raise ConfigError(f"context.remember_prompts = {remember}: must be 0 (none) or more")
         self.machine = EstimateMachine(ESTIMATORS[POLICIES[name].estimator](), remember)
         self._at = config.endpoints
         self._transport = transport

@@ -62,18 +62,18 @@ class DgdsServer:
 
     def __init__(self, config: Config, transport: Transport, clock: Clock) -> None:
         settings, endpoints = config.dgds, shards(config.endpoints.dgds)
-        if not 0 <= settings.shard < len(endpoints):
+        if settings.shard >= len(endpoints):
             raise ConfigError(
                 f"dgds.shard = {settings.shard}: endpoints.dgds names {len(endpoints)}; count from 0"
             )
         self._endpoint = endpoints[settings.shard]
         name = f"dgds-{settings.shard}" if len(endpoints) > 1 else "dgds"
-        if settings.remember_path and settings.remember_tokens <= 0:
+        if settings.remember_path and not settings.remember_tokens:
             raise ConfigError(
                 f"dgds.remember_path = {settings.remember_path!r}: nothing is remembered;"
                 " set dgds.remember_tokens, too"
             )
-        self._past = PastGroups(settings.remember_tokens) if settings.remember_tokens > 0 else None
+        self._past = PastGroups(settings.remember_tokens) if settings.remember_tokens else None
         self._file = _file_of(settings, len(endpoints)) if self._past is not None else None
         self._saved = 0
         self.store = Store(settings.max_tokens, settings.ttl_seconds, self._past)

@@ -26,7 +26,6 @@ from seer.common import ids, wire
 from seer.common.clock import Clock
 from seer.common.config import Config, shared_hash
 from seer.common.errors import (
-    ConfigError,
     InvalidField,
     NotLoaded,
     SeerError,
@@ -99,10 +98,6 @@ class EngineServer:
         meets: Meeting | None = None,
     ) -> None:
         settings = config.engine
-        if not settings.status_seconds > 0:
-            raise ConfigError(f"engine.status_seconds = {settings.status_seconds}: must be positive")
-        if not settings.in_place_seconds > 0:
-            raise ConfigError(f"engine.in_place_seconds = {settings.in_place_seconds}: must be positive")
         self._settings, self._security = settings, config.security
         self._model = config.shared.model
         self._clock = clock

@@ -15,10 +15,10 @@ from seer.common.clock import Clock
 from seer.common.config import Config
 from seer.common.errors import ConfigError, Unreachable
 from seer.common.net.transport.base import Transport
-from seer.common.pool import ask_master
+from seer.common.pool import ask_master, port_environment
 from seer.common.process.log import get_logger
 from seer.services.pool.program import Program, first_ended
-from seer.services.pool.settings import CLIENT_SECONDS, PoolError, check, listen_address, master_program
+from seer.services.pool.settings import CLIENT_SECONDS, PoolError, listen_address, master_program
 from seer.services.pool.supervisor import PROBE_SECONDS, Watchdog, supervise
 
 START_SECONDS = 20.0
@@ -37,7 +37,7 @@ class PoolMaster:
     """One pool's master. Raises `ConfigError` for values that cannot be used."""
 
     def __init__(self, config: Config, clock: Clock) -> None:
-        check(config.pool)
+        port_environment(config.pool.ports)
         self._config = config
         self._pool = config.pool
         self._clock = clock

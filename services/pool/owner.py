@@ -33,7 +33,7 @@ from seer.common.process.memory import free_bytes
 from seer.common.weights.mooncake import own_address
 from seer.services.pool.holder import READY, SegmentConfig
 from seer.services.pool.program import Program, first_ended
-from seer.services.pool.settings import PoolError, check
+from seer.services.pool.settings import PoolError
 from seer.services.pool.supervisor import PROBE_SECONDS, Watchdog, supervise
 
 START_SECONDS = 50.0
@@ -67,7 +67,6 @@ class PoolOwner:
     """One owner. Raises `ConfigError` for values that cannot be used."""
 
     def __init__(self, pool: PoolConfig, clock: Clock) -> None:
-        check(pool)
         self._pool = pool
         self._clock = clock
         self._dram_bytes = _dram_bytes(pool)

@@ -1,8 +1,4 @@
-"""What both of the pool's services check and derive from `[pool]`.
-
-Invariants:
-- a value that cannot be used is refused by its dotted name before anything starts.
-"""
+"""What both of the pool's services derive from `[pool]`."""
 
 from __future__ import annotations
 
@@ -11,9 +7,8 @@ import os
 import socket
 from pathlib import Path
 
-from seer.common.config import Config, PoolConfig
+from seer.common.config import Config
 from seer.common.errors import ConfigError, SeerError
-from seer.common.pool import port_environment
 
 MASTER_PROGRAM = "mooncake_master"
 
@@ -26,17 +21,6 @@ class PoolError(SeerError):
     """The pool's master or memory cannot be started, or failed."""
 
     code = "pool"
-
-
-def check(pool: PoolConfig) -> None:
-    """Raise `ConfigError` for the first value that cannot be used."""
-    port_environment(pool.ports)
-    if not 0 <= pool.ssd_gib < float("inf"):
-        raise ConfigError(f"pool.ssd_gib = {pool.ssd_gib}: give a size of disk, or 0 for none")
-    for name, low in (("lease_seconds", 0.0), ("dram_gib", 0.0)):
-        value = getattr(pool, name)
-        if value is not None and not low < value < float("inf"):
-            raise ConfigError(f"pool.{name} = {value}: give a number above {low:g}")
 
 
 def master_program() -> str:

@@ -82,7 +82,7 @@ def test_version_is_the_projects() -> None:
         (["--backend", "replay", "--max-draft", "129"], "Invalid value for '--max-draft'"),
         (
             ["--backend", "replay", "--set", "drafts.max_draft=0"],
-            "drafts.max_draft = 0: must be from 1 to 128",
+            "drafts.max_draft = 0: give a whole number from 1 to 128",
         ),
         (["--backend", "nonsense"], "Invalid value for '--backend'"),
     ],

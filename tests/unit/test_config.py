@@ -38,8 +38,14 @@ def test_text_takes_the_type_of_its_field():
         ('[engine]\nkv_blocks = "many"\n', r"engine.kv_blocks"),
         ('[log]\nlevel = "loud"\n', r"log.level"),
         ("engine = 3\n", "engine"),
-        ("[drafts]\nmax_draft = 129\n", r"drafts.max_draft = 129: must be from 1 to 128; to draft nothing"),
-        ("[drafts]\nmax_paths = 0\n", r"drafts.max_paths = 0: must be at least 1, or left out"),
+        (
+            "[drafts]\nmax_draft = 129\n",
+            r"drafts.max_draft = 129: give a whole number from 1 to 128; to draft nothing",
+        ),
+        (
+            "[drafts]\nmax_paths = 0\n",
+            r"drafts.max_paths = 0: give a whole number from 1 to 4_096; left out, as many",
+        ),
         ('[drafts]\nsource = "all"\n', r"drafts.source"),
         ("[engine\n", "not valid TOML"),
     ],

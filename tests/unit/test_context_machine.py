@@ -473,7 +473,6 @@ async def test_server_takes_the_policys_estimator_and_tells_spreads(monkeypatch)
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        (Config(context=ContextConfig(remember_prompts=-1)), r"context.remember_prompts = -1: must be 0"),
         (
             Config(buffer=BufferConfig(policy="divide")),
             "buffer.policy = 'divide': choose one of seer, seer-paper",

@@ -26,9 +26,7 @@ from seer.services.engine.weights.manifest import read_manifest
     ("changes", "why"),
     [
         ({"nodes": 3}, "engine.nodes = 3: give a number that divides engine.tensor_parallel = 2"),
-        ({"nodes": 0}, "engine.nodes = 0"),
         ({"node_rank": 2}, "engine.node_rank = 2: give 0 to engine.nodes - 1 = 1"),
-        ({"node_rank": -1}, "engine.node_rank = -1"),
         ({"leader": ""}, "engine.leader = '': give where the nodes meet, tcp://host:port"),
         ({}, "backend 'replay' has no ranks"),
     ],

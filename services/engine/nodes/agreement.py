@@ -44,10 +44,10 @@ class Meeting:
 def check_nodes(engine: EngineConfig) -> None:
     """Raise `ConfigError` for settings of nodes that cannot be."""
     nodes, ranks = engine.nodes, engine.tensor_parallel
-    if nodes < 1 or ranks % nodes:
+    if ranks % nodes:
         fix = f"give a number that divides engine.tensor_parallel = {ranks}: each node has as many ranks"
         raise ConfigError(f"engine.nodes = {nodes}: {fix}")
-    if not 0 <= engine.node_rank < nodes:
+    if engine.node_rank >= nodes:
         raise ConfigError(f"engine.node_rank = {engine.node_rank}: give 0 to engine.nodes - 1 = {nodes - 1}")
     if nodes > 1 and engine.backend != "vllm":
         raise ConfigError(f"engine.nodes = {nodes}: backend {engine.backend!r} has no ranks; give 1")

@@ -32,6 +32,7 @@ from seer.client import (
     WeightsLive,
     WeightsRefused,
 )
+from seer.common.bounds import check_seconds
 from seer.common.errors import InvalidField
 from seer.common.media import Medium, read
 from seer.integrations.hf import checkpoint_tensors
@@ -82,8 +83,7 @@ class Session:
         seed: int | None,
         deadline_seconds: float | None,
     ) -> None:
-        if deadline_seconds is not None and not deadline_seconds > 0:
-            raise InvalidField("deadline_seconds", deadline_seconds, "must be positive")
+        check_seconds("deadline_seconds", deadline_seconds)
         self._given = client
         self._own: SyncRolloutClient | None = None
         self._model = model

@@ -14,6 +14,7 @@ from typing import Any
 
 import msgspec
 
+from seer.common.bounds import check_seconds
 from seer.common.errors import InvalidField
 from seer.common.types import SamplingParams
 from seer.integrations import sampling
@@ -45,8 +46,7 @@ def settings(engine_kwargs: Mapping[str, Any]) -> Settings:
     except msgspec.ValidationError as error:
         known = ", ".join(Settings.__struct_fields__)
         raise InvalidField(WHERE, given, f"{error}; it may have {known}") from error
-    if found.deadline_seconds is not None and not found.deadline_seconds > 0:
-        raise InvalidField(f"{WHERE}.deadline_seconds", found.deadline_seconds, "must be positive")
+    check_seconds(f"{WHERE}.deadline_seconds", found.deadline_seconds)
     return found
 
 
