@@ -23,6 +23,7 @@ from typing import Self
 import msgspec
 
 from seer.common.errors import InvalidField, RolloutFailed
+from seer.common.process.scratch import open_private
 
 
 class _Header(msgspec.Struct, forbid_unknown_fields=True):
@@ -52,7 +53,7 @@ class Journal:
         self._answers: dict[str, _Answer] = {}
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = self._path.open("ab+")
+            self._file = open_private(self._path, "ab+")
         except OSError as error:
             raise InvalidField("journal", str(path), f"cannot be written: {error.strerror}") from error
         try:

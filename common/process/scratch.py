@@ -1,4 +1,4 @@
-"""Temporary folders. Those of a killed process are removed by the next process that starts.
+"""Temporary folders, and private files. The folders of a killed process are removed by the next that starts.
 
 Invariants:
 - a folder is private (0700) and locked, by a marker file in it, as long as its process lives; the kernel
@@ -22,11 +22,24 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import BinaryIO, Self, cast
 
 _NAME = re.compile(r"seer-[a-z]+-[a-z0-9_]{8}")
 _MARK = ".seer-scratch"
 _MARK_TEXT = "A temporary folder of Seer, removed when no process holds the lock of this file.\n"
+
+
+def open_private(path: Path, mode: str, *, buffering: int = -1) -> BinaryIO:
+    """Open a file of bytes as `open` does; nobody but its user may read or write it. Raises `OSError`."""
+    return cast("BinaryIO", open(path, mode, buffering, opener=_private))
+
+
+def _private(path: str, flags: int) -> int:
+    opened = os.open(path, flags | os.O_CLOEXEC, 0o600)
+    if os.fstat(opened).st_mode & 0o077:  # an earlier release made it
+        with contextlib.suppress(PermissionError):  # it is another user's, or of a file system without modes
+            os.fchmod(opened, 0o600)
+    return opened
 
 
 class Scratch:

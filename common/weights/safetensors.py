@@ -5,7 +5,8 @@ Invariants (tests/unit/test_weights.py):
 - a header must be consistent: tensors follow each other without gaps up to the end of the file, and each is
   as long as its type and shape require;
 - memory is bounded: `MAX_HEADER_BYTES` and `MAX_TENSORS` are bounds for the whole folder;
-- any error is a `ValueError` that names the file, or an `OSError`.
+- any error is a `ValueError` that names the file, or an `OSError`, and quotes nothing of a file that is no
+  safetensors file: a link may lead to any file of the reader's.
 """
 
 from __future__ import annotations
@@ -136,9 +137,7 @@ def _header(path: Path, most: int) -> tuple[int, list[Stored]]:
         whole = os.fstat(opened.fileno()).st_size
         (length,) = struct.unpack("<Q", opened.read(8))
         if length > min(most, whole - 8):
-            raise ValueError(
-                f"holds a truncated or damaged {path.name}: its header of {length} bytes has no room"
-            )
+            raise ValueError(f"holds a truncated or damaged {path.name}: its header has no room")
         text = opened.read(length)
     entries = msgspec.json.decode(text, type=dict[str, msgspec.Raw])
     if len(entries) > MAX_TENSORS:

@@ -3,7 +3,8 @@
 Invariants (tests/unit/test_dgds_memory.py asserts them):
 - the file is complete or was not written: it is replaced in one step;
 - only an undamaged file that `save` wrote under the same `[shared]` settings is read;
-- a file that `save` did not write is never overwritten.
+- a file that `save` did not write is never overwritten;
+- only its user can read it: it has responses.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from pathlib import Path
 import msgspec
 
 from seer.common.errors import ConfigError
+from seer.common.process.scratch import open_private
 
 _MAGIC = b"seer dgds memory 1\n"
 _DIGEST_BYTES = 16
@@ -31,7 +33,7 @@ def save(path: Path, shared: str, entries: Sequence[tuple[int, tuple[bytes, ...]
     try:
         if path.exists() and not _ours(path):
             raise _problem(path, "not a file of Seer's; give the dgds a file of its own")
-        with new.open("wb") as file:
+        with open_private(new, "wb") as file:
             file.writelines((_MAGIC, _digest(body), body))
             file.flush()
             os.fsync(file.fileno())

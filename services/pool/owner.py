@@ -211,7 +211,8 @@ class Folder:
     def empty(self) -> None:
         """Remove what was written. Raises `OSError`."""
         shutil.rmtree(self.path, ignore_errors=True)
-        self.path.mkdir(exist_ok=True)
+        self.path.mkdir(0o700, exist_ok=True)
+        self.path.chmod(0o700)
 
     def close(self) -> None:
         """Remove what was written, and let go of the folder."""

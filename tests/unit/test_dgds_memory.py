@@ -154,6 +154,7 @@ def test_a_file_is_read_as_it_was_written(tmp_path):
         past_groups_file.save(path, "model", entries)
         assert past_groups_file.load(path, "model") == entries
     assert [file.name for file in tmp_path.iterdir()] == ["memory"]
+    assert path.stat().st_mode & 0o777 == 0o600, "it has responses"
 
 
 @pytest.mark.parametrize("place", [0, 25, -1, None])

@@ -1,7 +1,5 @@
 """Kept chunks, file by file: what is read again is what was written, or nothing."""
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 from hypothesis import given
@@ -144,12 +142,12 @@ def test_a_full_disk_ends_the_keeping_of_a_rollout_alone(tmp_path, monkeypatch):
 
 
 def test_prompts_of_an_endless_rollout_are_kept_again_after_the_disk_was_full(tmp_path, monkeypatch):
-    def full(self, *_, **__):
+    def full(*_, **__):
         raise OSError(28, "No space left on device")
 
     kept = begun(tmp_path, "p")
     with monkeypatch.context() as disk:
-        disk.setattr(Path, "open", full)
+        disk.setattr(kept_module, "open_private", full)
         keep(kept, "p", 0, chunk(1, 6))
         kept.flush()
     kept.open("r", "q")  # "p" goes on
@@ -235,6 +233,18 @@ def test_a_folder_is_one_buffers_at_a_time(tmp_path):
     first.close()
     assert file.exists()
     begun(tmp_path).close()
+
+
+def test_only_its_user_can_read_what_is_kept(tmp_path):
+    folder = tmp_path / "chunks"
+    folder.mkdir(0o755)
+    file = written(folder)
+    file.chmod(0o644)  # as an earlier release left it
+    kept = begun(folder)
+    assert folder.stat().st_mode & 0o777 == 0o700
+    kept.close()
+    made = written(tmp_path / "new")
+    assert made.stat().st_mode & 0o777 == 0o600
 
 
 def test_a_folder_that_cannot_be_made_is_refused(tmp_path):

@@ -220,3 +220,16 @@ def test_what_was_left_on_a_disk_that_is_full_by_now_is_swept(tmp_path, monkeypa
             if thread.name == "seer-sweep":
                 thread.join()
         assert not left.exists()
+
+
+@pytest.mark.parametrize("mode", ["ab", "wb", "ab+"])
+def test_a_private_file_is_private_also_if_it_was_not(tmp_path, mode):
+    (tmp_path / "old").touch(0o644)
+    umask = os.umask(0)
+    try:
+        for name in ("old", "new"):
+            with scratch.open_private(tmp_path / name, mode) as file:
+                file.write(b"x")
+            assert (tmp_path / name).stat().st_mode & 0o777 == 0o600
+    finally:
+        os.umask(umask)

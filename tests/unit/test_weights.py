@@ -122,6 +122,21 @@ def test_a_header_that_lies_is_an_error_that_names_the_file(tmp_path, lie):
         read_manifest(raw(tmp_path / "model", *LIES[lie]))
 
 
+@pytest.mark.parametrize(
+    "secret", [b"hunter2\n", b"x", b'{"token": "hunter2"}', b"\x05" + bytes(7) + b"hunter2!"]
+)
+def test_a_link_to_another_file_tells_nothing_of_it(tmp_path, secret):
+    (tmp_path / "key").write_bytes(secret)
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "model.safetensors").symlink_to(tmp_path / "key")
+    with pytest.raises(InvalidField) as refused:
+        read_manifest(folder)
+    said = str(refused.value).replace(str(tmp_path), "")
+    assert "hunter" not in said
+    assert str(int.from_bytes(secret[:8], "little")) not in said
+
+
 def test_the_headers_of_a_folder_are_bounded_together(tmp_path, monkeypatch):
     folder = model(tmp_path / "model", *[((f"{i}", *A[1:]),) for i in range(20)])
     monkeypatch.setattr(safetensors, "MAX_HEADER_BYTES", 600)

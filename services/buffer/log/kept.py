@@ -11,7 +11,7 @@ Invariants (tests/unit/test_kept.py):
   again;
 - a file of `FILE_BYTES` gets no more groups: what a rollout that takes prompts for ever has on disk is
   bounded by what goes on;
-- only one buffer at a time uses a folder;
+- only one buffer at a time uses a folder, and only its user can read what is there;
 - the buffer never waits for data to reach the disk (no fsync), and a full disk does not stop it: what could
   not be written is generated again if the buffer is killed. Prompts that come after that are kept again.
 """
@@ -29,6 +29,7 @@ from typing import BinaryIO
 from seer.common import wire
 from seer.common.errors import ConfigError
 from seer.common.process.log import get_logger
+from seer.common.process.scratch import open_private
 from seer.services.buffer.events import Weights
 from seer.services.buffer.log.chunk_file import (
     ChunkRecord,
@@ -205,7 +206,7 @@ class KeptChunks:
             text, file.pending = b"".join(file.pending), []
             try:
                 if file.out is None:
-                    file.out = file.path.open("ab", buffering=0)
+                    file.out = open_private(file.path, "ab", buffering=0)
                 if file.out.write(text) != len(text):
                     raise OSError("only part of it could be written")
                 file.size += len(text)
@@ -270,6 +271,7 @@ def _lock(folder: Path) -> int:
     """Lock a folder until the returned descriptor is closed or the process ends. Raises `ConfigError`."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        folder.chmod(0o700)
         lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     except OSError as error:
         raise ConfigError(f"buffer.log: no chunks can be kept there: {error}") from error

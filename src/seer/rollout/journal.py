@@ -22,6 +22,7 @@ import msgspec
 
 from seer.client.groups import Group
 from seer.common.errors import InvalidField
+from seer.common.process.scratch import open_private
 from seer.rollout.files import PromptLine, encode_group, replacing
 
 SUFFIX = ".journal"
@@ -60,7 +61,7 @@ class Journal:
         path = _beside(out)
         with contextlib.ExitStack() as on_error:
             try:
-                journal = cls(out, path.open("a+b"))
+                journal = cls(out, open_private(path, "a+b"))
                 on_error.callback(journal.close)
                 journal._lock()
                 journal._begin(dict(run), resume)

@@ -64,7 +64,7 @@ class _Call:
         self._args = args
         self._rollout = rollout
         self._keys = keys
-        self._tokenizer = _tokenizer(args.hf_checkpoint)
+        self._tokenizer = _tokenizer(args.hf_checkpoint, bool(getattr(args, "trust_remote_code", False)))
 
     # --- training ------------------------------------------------------------------------
 
@@ -218,8 +218,8 @@ class _Call:
 
 
 @cache
-def _tokenizer(folder: str) -> Any:
-    return load_tokenizer(folder, trust_remote_code=True)
+def _tokenizer(folder: str, trust: bool) -> Any:
+    return load_tokenizer(folder, trust_remote_code=trust)
 
 
 async def _all(work: Sequence[Any]) -> list[Any]:
