@@ -122,11 +122,12 @@ class BufferConfig(Section, frozen=True):
     one."""
     media_bytes: Bytes = 16 * 2**30
     """Bound on them; beyond it, those that no prompt needs go, the least recently used first."""
-    result_bytes: Bytes = 8 * 2**30
+    result_bytes: Bytes | None = None
     """Bound on finished groups that wait; beyond it the oldest is dropped, and generated again if asked
-    for."""
-    unfinished_bytes: Bytes = 16 * 2**30
-    """Bound on tokens and logprobs of unfinished groups, 8 bytes each; beyond it the newest groups fail."""
+    for. Default: a quarter of the process's memory limit, at most 8 GiB."""
+    unfinished_bytes: Bytes | None = None
+    """Bound on tokens and logprobs of unfinished groups, 8 bytes each; beyond it the newest groups fail.
+    Default: a third of the process's memory limit, at most 16 GiB."""
     trainer_lease_seconds: Annotated[float, Within(10.0, MAX_SECONDS, "trainers are heard every 5 s")] = (
         3600.0
     )
@@ -154,13 +155,15 @@ class DgdsConfig(Section, frozen=True):
 
     ttl_seconds: Seconds = 600.0
     """How long a group is kept after its last use, unless the engine says otherwise."""
-    max_tokens: Annotated[int, Within(1, 2**40)] = 50_000_000
-    """Bound on tokens kept (3 bytes each); the least recently used groups are dropped first."""
+    max_tokens: Annotated[int, Within(1, 2**40)] | None = None
+    """Bound on tokens kept (3 bytes each); the least recently used groups are dropped first. Default: two
+    fifths of the process's memory limit, at most 500 million."""
     shard: Annotated[int, Within(0, 4096)] = 0
     """Which of `endpoints.dgds` this process serves, counted from 0."""
-    remember_tokens: Annotated[int, Within(0, 2**40)] = 50_000_000
+    remember_tokens: Annotated[int, Within(0, 2**40)] | None = None
     """Bound on tokens kept of past groups (3 bytes each), to draft from for the same prompts' next groups; 0:
-    none. The least recently used prompts are dropped first."""
+    none. The least recently used prompts are dropped first. Default: a tenth of the process's memory limit,
+    at most 50 million."""
     remember_path: str = ""
     """File in which they survive restarts; default: none."""
 

@@ -29,6 +29,7 @@ from seer.common.net.transport.base import Transport
 from seer.common.policy.length import Estimate
 from seer.common.policy.schedule import POLICIES
 from seer.common.process.log import get_logger
+from seer.common.process.memory import Bound, bounds, limit_bytes
 from seer.common.sleep import SleepState
 from seer.services.buffer import submissions, views
 from seer.services.buffer.conductor import TICK_SECONDS, Conductor, Submitted
@@ -46,6 +47,9 @@ from seer.services.buffer.store import TOKEN_BYTES, Store
 from seer.services.buffer.weights import events as weight_events
 from seer.services.buffer.weights.spool import Spool
 
+MOST_UNFINISHED_BYTES, MOST_RESULT_BYTES = 16 * 2**30, 8 * 2**30
+"""Bounds by default where memory abounds: others need it, too."""
+
 
 def make(config: Config, transport: Transport, clock: Clock) -> BufferServer:
     """Build the service for `service.run_process`."""
@@ -53,7 +57,7 @@ def make(config: Config, transport: Transport, clock: Clock) -> BufferServer:
 
 
 class BufferServer:
-    """One buffer. Raises `ConfigError` for an unknown policy."""
+    """One buffer. Raises `ConfigError` for an unknown policy, or bounds beyond its memory limit."""
 
     def __init__(self, config: Config, transport: Transport, clock: Clock) -> None:
         settings = config.buffer
@@ -63,14 +67,21 @@ class BufferServer:
         self._transport = transport
         self._clock = clock
         self._log = get_logger()
+        unfinished_bytes, result_bytes = bounds(
+            [
+                Bound("buffer.unfinished_bytes", settings.unfinished_bytes, 1 / 3, MOST_UNFINISHED_BYTES),
+                Bound("buffer.result_bytes", settings.result_bytes, 1 / 4, MOST_RESULT_BYTES),
+            ],
+            limit_bytes(),
+        )
         limits = state.Limits(
             chunk_size=settings.chunk_size,
             max_requests=settings.max_requests,
             engine_wait_seconds=settings.engine_wait_seconds,
             max_attempts=settings.max_attempts,
             result_ttl_seconds=settings.result_ttl_seconds,
-            result_tokens=settings.result_bytes // TOKEN_BYTES,
-            unfinished_tokens=settings.unfinished_bytes // TOKEN_BYTES,
+            result_tokens=result_bytes // TOKEN_BYTES,
+            unfinished_tokens=unfinished_bytes // TOKEN_BYTES,
         )
         self.me = Identity(
             role="buffer",

@@ -26,6 +26,7 @@ from seer.common.net.handshake import Identity
 from seer.common.net.hub import Hub
 from seer.common.net.transport.base import Transport
 from seer.common.process.log import get_logger
+from seer.common.process.memory import Bound, bounds, limit_bytes
 from seer.services.dgds import past_groups_file
 from seer.services.dgds.past_groups import PastGroups
 from seer.services.dgds.store import Delta, Store
@@ -48,6 +49,12 @@ ROLES = frozenset({"engine", "status", "ping"})
 SWEEP_SECONDS = 1.0
 """How often groups past their time to live are dropped."""
 
+MOST_TOKENS, MOST_REMEMBERED = 500_000_000, 50_000_000
+"""By default where memory abounds: 1,900 for each request of 256 engines of 1,024; and of past groups."""
+
+WARN_SECONDS = 60.0
+"""How often it is said, at most, that groups in use were dropped."""
+
 SAVE_SECONDS = 60.0
 """How often past groups are saved if they changed: a dgds that is killed loses what came since."""
 
@@ -68,15 +75,18 @@ class DgdsServer:
             )
         self._endpoint = endpoints[settings.shard]
         name = f"dgds-{settings.shard}" if len(endpoints) > 1 else "dgds"
-        if settings.remember_path and not settings.remember_tokens:
+        now = Bound("dgds.max_tokens", settings.max_tokens, 0.4, MOST_TOKENS, wire.TOKEN_BYTES)
+        past = Bound("dgds.remember_tokens", settings.remember_tokens, 0.1, MOST_REMEMBERED, wire.TOKEN_BYTES)
+        max_tokens, remember_tokens = bounds([now, past], limit_bytes())
+        if settings.remember_path and not remember_tokens:
             raise ConfigError(
                 f"dgds.remember_path = {settings.remember_path!r}: nothing is remembered;"
                 " set dgds.remember_tokens, too"
             )
-        self._past = PastGroups(settings.remember_tokens) if settings.remember_tokens else None
+        self._past = PastGroups(remember_tokens) if remember_tokens else None
         self._file = _file_of(settings, len(endpoints)) if self._past is not None else None
         self._saved = 0
-        self.store = Store(settings.max_tokens, settings.ttl_seconds, self._past)
+        self.store = Store(max_tokens, settings.ttl_seconds, self._past)
         self._transport = transport
         self._clock = clock
         self._shared = shared_hash(config.shared)
@@ -115,9 +125,15 @@ class DgdsServer:
         self._drained.set()
 
     async def _sweep(self) -> None:
+        quiet_until = 0.0
         while True:
             await self._clock.sleep(SWEEP_SECONDS)
-            self.store.expire(self._clock.now())
+            now = self._clock.now()
+            self.store.expire(now)
+            if now >= quiet_until and (problem := self.store.crowded(now)):
+                quiet_until = now + WARN_SECONDS
+                fix = "give the dgds more memory or dgds.max_tokens, or name further ones in endpoints.dgds"
+                self._log.warning("too little room for drafts", problem=problem, fix=fix)
 
     async def _serve(self) -> None:
         while True:

@@ -31,6 +31,9 @@ from seer.common.wire import MAX_GROUP_SIZE, TOKEN_BYTES
 from seer.services.dgds.packing import unpack
 from seer.services.dgds.past_groups import OVERHEAD_TOKENS, PastGroups
 
+IN_USE_SECONDS = 10.0
+"""A group that was read or appended to within so long is being generated: dropping it costs drafts."""
+
 Packed = bytes | bytearray | memoryview
 
 MAX_CUTS = 8
@@ -127,6 +130,7 @@ class Store:
         self._newest: dict[int, int] = {}  # the live group that was last registered for a prompt
         self._touched = -1  # the group that is the last of `_groups`
         self._revision = 0
+        self._dropped_in_use = 0
 
     def __len__(self) -> int:
         return len(self._groups)
@@ -139,7 +143,7 @@ class Store:
             if (earlier := self._newest.get(prompt)) is not None:
                 self._remember(self._groups[earlier])
             held.prompt, self._newest[prompt] = prompt, group
-        self._make_room()
+        self._make_room(now)
 
     def append(
         self, group: int, index: int, attempt: int, previous: int, tokens: Packed, now: float
@@ -167,7 +171,7 @@ class Store:
         else:
             have = self._merge(held, index, attempt, previous, tokens)
         if self.held > self._max_tokens:
-            self._make_room()
+            self._make_room(now)
         return have
 
     def deltas(
@@ -310,9 +314,20 @@ class Store:
         self._touched = group
         return held
 
-    def _make_room(self) -> None:
+    def crowded(self, now: float) -> str:
+        """Return what is wrong with the room, if groups in use were dropped since this was last asked."""
+        dropped, self._dropped_in_use = self._dropped_in_use, 0
+        if not dropped:
+            return ""
+        streams = sum(len(it.streams) for it in self._groups.values() if now - it.touched < IN_USE_SECONDS)
+        each = f"{self._max_tokens // max(1, streams)} tokens to each of {streams} responses in use"
+        return f"dgds.max_tokens = {self._max_tokens} leaves {each}: {dropped} groups of theirs were dropped"
+
+    def _make_room(self, now: float) -> None:
         while self.held > self._max_tokens:
-            self._drop(next(iter(self._groups)))
+            oldest, held = next(iter(self._groups.items()))
+            self._dropped_in_use += now - held.touched < IN_USE_SECONDS
+            self._drop(oldest)
             self.counters["evicted"] += 1
 
     def _drop(self, group: int) -> None:

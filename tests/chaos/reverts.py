@@ -401,7 +401,7 @@ def _later_chunks_lack_images() -> Patches:
 _CALM = replace(
     draw(0), engines=2, scripts=(), mean_tokens=24, chunk_size=8, policy="seer", kv_blocks=100,
     step_seconds=0.05, silence_seconds=20.0, update_seconds=3600.0, ttl_seconds=60.0,
-    result_bytes=8 * 2**30, max_requests=200_000, engine_delay=0.0, load_seconds=0.5, latency=0.0,
+    result_bytes=2**28, max_requests=200_000, engine_delay=0.0, load_seconds=0.5, latency=0.0,
     jitter=0.0, queue=1000, clocks=False, same_machine=True, spool=False, rejections=0, poison=False,
     header_bytes=2**24, rogue=False, faults=(), catches=(), media_bytes=0,
     lease_seconds=3600.0,

@@ -183,3 +183,18 @@ def test_a_reader_of_an_evicted_stream_starts_over(store):
     append(store, [1, 9], now=NOW + 1000)
     reader.fetch(store)
     assert reader.streams == {0: [1, 9]}
+
+
+def test_it_is_said_once_that_groups_in_use_had_no_room():
+    store = Store(max_tokens=10_000, ttl_seconds=60.0)
+    append(store, [1] * 4_000, group=1)
+    assert store.crowded(NOW) == ""
+    append(store, [1] * 7_000, group=2, now=NOW + 20)
+    assert store.counters["evicted"] == 1
+    assert store.crowded(NOW + 20) == "", "nobody had used it for a while"
+    append(store, [1] * 4_000, group=3, now=NOW + 21)
+    said = store.crowded(NOW + 22)
+    assert said.startswith(
+        "dgds.max_tokens = 10000 leaves 10000 tokens to each of 1 responses in use: 1 groups"
+    )
+    assert store.crowded(NOW + 22) == ""
