@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 from seer.client.prompts import Prepared
 from seer.client.text import Tokenizer, response_text
-from seer.common.types import FinishReason
+from seer.common.detokenizer import Detokenizer
+from seer.common.types import FinishReason, SamplingParams
 from seer.common.wire import GroupDone, Logprobs, Tokens
 
 
@@ -15,7 +16,7 @@ from seer.common.wire import GroupDone, Logprobs, Tokens
 class Response:
     """One response. `token_ids`: int32 [length], `logprobs`: float32 [length], length >= 1.
 
-    `text` (None without a tokenizer) is cut at the stop string that ended it. `stop_reason` is
+    `text` (None without a tokenizer) is without the stop string or token that ended it. `stop_reason` is
     that string or the stop token id as text, empty when the response ran to max_tokens.
     """
 
@@ -55,7 +56,7 @@ def malformed(message: GroupDone, n: int) -> str:
 
 
 def group_of(
-    message: GroupDone, prompt: Prepared, tokenizer: Tokenizer | None, stop: tuple[str, ...]
+    message: GroupDone, prompt: Prepared, tokenizer: Tokenizer | None, sampling: SamplingParams
 ) -> Group:
     """Return a message's group; `malformed` found nothing wrong with it."""
     return Group(
@@ -64,19 +65,23 @@ def group_of(
         metadata=prompt.metadata,
         weight_version=message.weight_version,
         weights_digest=message.weights_digest,
-        responses=tuple(_responses(message, tokenizer, stop)),
+        responses=tuple(_responses(message, prompt, tokenizer, sampling)),
         chunks=message.chunks,
         migrations=message.migrations,
         preemptions=message.preemptions,
     )
 
 
-def _responses(message: GroupDone, tokenizer: Tokenizer | None, stop: tuple[str, ...]) -> Iterable[Response]:
-    start = 0
+def _responses(
+    message: GroupDone, prompt: Prepared, tokenizer: Tokenizer | None, sampling: SamplingParams
+) -> Iterable[Response]:
+    start, detokenizer = 0, None if tokenizer is None else Detokenizer.of(tokenizer)
+    before = [] if detokenizer is None else prompt.token_ids.tolist()
     for index, length in enumerate(message.lengths):
         token_ids = message.tokens[start : start + length]
-        stop_reason = message.stop_reasons[index]
-        text = None if tokenizer is None else response_text(tokenizer, token_ids.tolist(), stop_reason, stop)
+        stop_reason, text = message.stop_reasons[index], None
+        if detokenizer is not None:
+            text = response_text(detokenizer, before, token_ids.tolist(), stop_reason, sampling)
         yield Response(
             index=index,
             token_ids=token_ids,

@@ -349,7 +349,7 @@ class OpenRollout:
         del self._in_flight[message.prompt_id]
         self.counts.finished += 1
         self.counts.tokens += len(message.tokens)
-        in_flight.finish(group_of(message, request.prompt, tokenizer, request.sampling.stop))
+        in_flight.finish(group_of(message, request.prompt, tokenizer, request.sampling))
 
     def fail(self, prompt_ids: Iterable[str], cls: type[RequestRefused], message: str) -> None:
         """End those of `prompt_ids` that are unfinished in an error."""

@@ -184,7 +184,7 @@ class Rollout:
             self.fail([message.prompt_id], RolloutFailed, f"the buffer sent a malformed group: {problem}")
             return
         prompt = self.prompts[message.prompt_id]
-        group = group_of(message, prompt, tokenizer, self.sampling.stop)
+        group = group_of(message, prompt, tokenizer, self.sampling)
         self._groups[prompt.id] = group
         self._finished.append(group)
         del self._unfinished[prompt.id]

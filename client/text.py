@@ -2,7 +2,8 @@
 
 Invariants:
 - a prompt's ids are those that the tokenizer returns for it, with special tokens (as in vLLM);
-- the text of a response that a stop string ended is cut before that string; its tokens are not.
+- the text of a response is vLLM's (`common/detokenizer.py`): without the string or token that it stopped
+  at, which its tokens have.
 """
 
 from __future__ import annotations
@@ -11,7 +12,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
+from seer.common.detokenizer import Detokenizer
 from seer.common.errors import InvalidField
+from seer.common.types import SamplingParams
 
 
 class Tokenizer(Protocol):
@@ -33,19 +36,19 @@ class _TokenizerFile:
         import tokenizers
 
         try:
-            self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
+            self.backend_tokenizer = tokenizers.Tokenizer.from_file(str(path))
         except Exception as error:
             raise InvalidField("tokenizer", str(path), f"not a tokenizer.json: {error}") from error
         # The file may enable padding or truncation, which prompts must not have.
-        self._tokenizer.no_padding()
-        self._tokenizer.no_truncation()
+        self.backend_tokenizer.no_padding()
+        self.backend_tokenizer.no_truncation()
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> Sequence[int]:
-        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        ids: list[int] = self.backend_tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
         return ids
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        text: str = self._tokenizer.decode(list(token_ids), skip_special_tokens=True)
+        text: str = self.backend_tokenizer.decode(list(token_ids), skip_special_tokens=True)
         return text
 
 
@@ -65,14 +68,33 @@ def load_tokenizer(source: str | Path | Tokenizer) -> Tokenizer:
     return _TokenizerFile(file)
 
 
+def ended_by_id(last_token: int, stop_reason: str, sampling: SamplingParams) -> bool:
+    """Return whether a token ended a response; a string may read as its number does."""
+    if stop_reason not in sampling.stop:
+        return bool(stop_reason)
+    return stop_reason == str(last_token) and last_token in sampling.stop_token_ids
+
+
 def response_text(
-    tokenizer: Tokenizer, token_ids: Sequence[int], stop_reason: str, stop: tuple[str, ...]
+    detokenizer: Detokenizer,
+    prompt: Sequence[int],
+    token_ids: Sequence[int],
+    stop_reason: str,
+    sampling: SamplingParams,
+    *,
+    whole: bool = False,
 ) -> str:
-    """Decode a response and cut it at the stop string that ended it."""
-    text = tokenizer.decode(token_ids)
-    if stop_reason not in stop:
+    """Return the text of a response to a prompt; `whole`: with what it stopped at.
+
+    A stop string that special tokens interrupt, where the detokenizer shows these, is not cut.
+    """
+    by_id = ended_by_id(token_ids[-1], stop_reason, sampling)
+    text = detokenizer.text(prompt, token_ids[:-1] if by_id and not whole else token_ids)
+    if by_id or not stop_reason:
         return text
     # The stop string ends in the last token; earlier occurrences were ignored because of min_tokens.
-    before = len(tokenizer.decode(token_ids[:-1]))
+    before = len(detokenizer.text(prompt, token_ids[:-1]))
     cut = text.find(stop_reason, max(0, before - len(stop_reason) + 1))
-    return text if cut < 0 else text[:cut]
+    if cut < 0:
+        return text
+    return text[: cut + len(stop_reason) if whole else cut]

@@ -10,10 +10,13 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from seer.common.detokenizer import MOST_PENDING, Detokenizer, TextSteps
+from seer.common.types import SamplingParams
 from seer.gateway.errors import HttpError
 from seer.gateway.text import ModelText
 from seer.gateway.text_stream import TextStream, possible_start
 from seer.gateway.tools import HermesStream, hermes_calls
+from seer.services.engine.vllm.stop_strings import StopStrings
 
 LETTERS = ("a", "b", "ab", "<stop>", "\ufffd", "é")
 
@@ -62,16 +65,16 @@ KINDS = {each.__name__: each() for each in (byte_level, byte_fallback, metaspace
 
 
 def response(
-    text: ModelText, ids: list[int], stop: tuple[str, ...], min_tokens: int
+    text: ModelText, ids: list[int], sampling: SamplingParams, prompt: list[int]
 ) -> tuple[list[int], str]:
     """What an engine makes of tokens: it ends with the first stop string that ends in its last token."""
-    for count in range(min_tokens + 1, len(ids) + 1):
-        so_far = text.text(ids[:count], "", (), skip_special=True, whole=True)
-        before = len(text.text(ids[: count - 1], "", (), skip_special=True, whole=True))
-        for each in stop:
-            if so_far.find(each, max(0, before - len(each) + 1)) >= 0:
-                return ids[:count], each
-    return ids, ""
+    if not sampling.stop:
+        return ids, ""
+    detokenizer = Detokenizer.of(text._tokenizer)
+    kept, found = StopStrings(detokenizer, sampling.stop, sampling.min_tokens, prompt, []).cut(
+        ids, ends_by_id=False
+    )
+    return kept, found or ""
 
 
 def cut(ids: Sequence[int], places: set[int]) -> list[list[int]]:
@@ -90,17 +93,21 @@ def test_pieces_are_the_whole_text_and_are_never_taken_back(kind: str, data: st.
     char = [text._tokenizer.backend_tokenizer.token_to_id(f"<0x{byte:02X}>") for byte in "é€😀".encode()]
     common = [token for token in char if token is not None] or [size - 1]
     tokens = st.one_of(st.integers(0, size), st.integers(max(0, size - 12), size), st.sampled_from(common))
+    prompt = data.draw(st.lists(tokens, max_size=3))
     drawn = data.draw(st.lists(tokens, min_size=1, max_size=40))
-    shown = text.text(drawn, "", (), skip_special=True, whole=True)
+    shown = text.text(prompt, drawn, "", SamplingParams(), skip_special=True, whole=True)
     parts = st.integers(0, 40).map(lambda start: shown[start : start + 4]).filter(bool)
     strings = st.lists(
         parts | st.text("ab<>stop ", min_size=1, max_size=6) if shown else st.just("a"), max_size=3
     )
-    stop = tuple(data.draw(strings))
-    skip, whole = data.draw(st.booleans()), data.draw(st.booleans())
-    ids, reason = response(text, drawn, stop, data.draw(st.integers(0, 10)))
-    expected = text.text(ids, reason, stop, skip_special=skip, whole=whole)
-    stream = text.stream(stop, skip_special=skip, whole=whole)
+    sampling = SamplingParams(stop=tuple(data.draw(strings)), min_tokens=data.draw(st.integers(0, 10)))
+    how = {"skip_special": data.draw(st.booleans()), "whole": data.draw(st.booleans())}
+    ids, reason = response(text, drawn, sampling, prompt)
+    if not reason and data.draw(st.booleans()):
+        reason = str(ids[-1])
+        sampling = SamplingParams(stop_token_ids=(ids[-1],))
+    expected = text.text(prompt, ids, reason, sampling, **how)
+    stream = text.stream(prompt, sampling, **how)
     sent = ""
     for piece in cut(ids, data.draw(st.sets(st.integers(0, 40)))):
         sent += stream.push(piece)
@@ -112,41 +119,63 @@ def test_pieces_are_the_whole_text_and_are_never_taken_back(kind: str, data: st.
 def test_plain_text_is_not_held_back(kind: str) -> None:
     text = KINDS[kind]
     token = text._tokenizer.backend_tokenizer.token_to_id("a")
-    stream = text.stream((), skip_special=True, whole=False)
+    stream = text.stream([], SamplingParams(), skip_special=True, whole=False)
     pushed = [stream.push([token] * 3) for _ in range(3)]
-    assert "".join(pushed) == text.text([token] * 9, "", (), skip_special=True, whole=True)
+    whole = text.text([], [token] * 9, "", SamplingParams(), skip_special=True, whole=True)
+    assert "".join(pushed) == whole
     assert all(pushed)
-    careful = text.stream(("b",), skip_special=True, whole=False)  # only the last token is
-    assert sum(careful.push([token] * 3).count("a") for _ in range(3)) == 8
+    for last in (SamplingParams(stop=("b",)), SamplingParams(stop_token_ids=(token,))):
+        careful = text.stream([], last, skip_special=True, whole=False)  # only the last token is
+        assert sum(careful.push([token] * 3).count("a") for _ in range(3)) == 8
 
 
-def test_the_work_is_linear() -> None:
-    decoded = 0
+class Counting:
+    """A byte a token; counts how many tokens it decodes."""
 
-    def decode(ids: Sequence[int]) -> str:
-        nonlocal decoded
-        decoded += len(ids)
-        return "a" * len(ids)
+    def __init__(self) -> None:
+        self.decoded = 0
 
-    stream = TextStream(decode, lambda token: False)
+    def decode(self, ids: Sequence[int]) -> str:
+        self.decoded += len(ids)
+        return bytes(ids).decode(errors="replace")
+
+
+@pytest.mark.parametrize("byte", [0x61, 0x80])
+def test_the_work_is_linear_even_where_no_token_makes_text(byte: int) -> None:
+    tokenizer = Counting()
+    stream = TextStream(Detokenizer.of(tokenizer), [0x61] * 1000)
     for _ in range(1000):
-        stream.push([1] * 10)
-    assert decoded < 4 * 10_000
+        stream.push([byte] * 10)
+    assert tokenizer.decoded < (4 if byte == 0x61 else MOST_PENDING) * 10_000
+    stream.push([0x62])
+    assert stream._shown.count("\ufffd" if byte == 0x80 else "a") >= 9_000
+
+
+def test_special_tokens_without_end_cost_little() -> None:
+    text = KINDS["byte_fallback"]
+    token, eos = text._tokenizer.backend_tokenizer.token_to_id("▁a"), len(text._tokenizer) - 1
+    steps = TextSteps(Detokenizer.of(text._tokenizer), [token])
+    assert not any(steps.step(eos) for _ in range(10 * MOST_PENDING))
+    assert len(steps.window) <= MOST_PENDING + 1
+    assert steps.step(token) == " a"
+
+
+@pytest.mark.parametrize("split", [1, 2, 3])
+def test_a_prompt_that_ends_within_a_character_is_not_shown_again(split: int) -> None:
+    text = KINDS["byte_level"]
+    known = text._tokenizer.backend_tokenizer
+    pre = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    ids = [known.token_to_id(letter) for letter in pre.pre_tokenize_str("ab 🙂 ab")[0][0]]
+    prompt, output = ids[: 3 + split], ids[3 + split :]
+    assert text.text(prompt, output, "", SamplingParams(), skip_special=True, whole=False) == "🙂 ab"
+    assert response(text, output, SamplingParams(stop=("ab",)), prompt) == (output, "ab")
 
 
 def test_text_that_changed_is_an_error() -> None:
-    stream = TextStream(lambda ids: "a" * len(ids), lambda token: False)
+    stream = TextStream(Detokenizer(lambda ids: "a" * len(ids)), [])
     assert stream.push([1]) == "a"
     with pytest.raises(HttpError, match="do not stream"):
         stream.finish("b")
-
-
-def test_a_tokenizer_that_cleans_up_text_holds_all_of_it_back() -> None:
-    tokenizer = Tokenizer(models.WordLevel({"do": 0, "n't": 1}, unk_token="do"))
-    backend = PreTrainedTokenizerFast(tokenizer_object=tokenizer, clean_up_tokenization_spaces=True)
-    stream = ModelText(backend, 0, trust_templates=False).stream((), skip_special=True, whole=False)
-    assert stream.push([0]) == stream.push([1]) == ""
-    assert stream.finish("don't") == "don't"
 
 
 @given(st.text("ab"), st.lists(st.text("ab", min_size=1), max_size=3))
@@ -178,12 +207,3 @@ def test_tool_calls_in_pieces(words_of_text: list[str], places: set[int]) -> Non
     rest, found = stream.finish(pieces[-1])
     assert sent + rest == (content or "")
     assert [call["function"] for call in found] == [call["function"] for call in calls]
-
-
-def test_a_token_that_is_left_out_does_not_end_a_run_of_bytes() -> None:
-    text = KINDS["byte_fallback"]
-    ids = [0xC2, 0x80, len(text._tokenizer) - 1, 0x80]  # the character U+0080, <eos>, and a byte too many
-    expected = text.text(ids, "", (), skip_special=True, whole=True)
-    assert expected == "\ufffd" * 3
-    stream = text.stream((), skip_special=True, whole=True)
-    assert "".join(stream.push([token]) for token in ids) + stream.finish(expected) == expected

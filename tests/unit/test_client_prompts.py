@@ -12,6 +12,7 @@ import tokenizers
 from seer.client import InvalidField, Prompt, SamplingParams
 from seer.client.prompts import check_request, check_rollout_id, prepare
 from seer.client.text import load_tokenizer, response_text
+from seer.common.detokenizer import Detokenizer
 
 
 class Letters:
@@ -83,14 +84,15 @@ def test_request_refused(request_: tuple[int, SamplingParams, int, int], told: s
     ("text", "reason", "stop", "shown"),
     [
         ("abc", "", ("c",), "abc"),
-        ("abc.", "99", ("c",), "abc."),
+        ("abc.", "46", ("c",), "abc"),  # a token that ended it has no text, as in vLLM
         ("a;b;", ";", (";", "x"), "a;b"),
         ("abEND", "END", ("END",), "ab"),
         ("ENDabEND", "END", ("END",), "ENDab"),
     ],
 )
 def test_text_ends_before_the_stop_string(text: str, reason: str, stop: tuple[str, ...], shown: str) -> None:
-    assert response_text(Letters(), Letters().encode(text), reason, stop) == shown
+    letters, sampling = Detokenizer.of(Letters()), SamplingParams(stop=stop)
+    assert response_text(letters, [97], Letters().encode(text), reason, sampling) == shown
 
 
 def test_a_stop_string_within_a_longer_last_token() -> None:
@@ -101,7 +103,14 @@ def test_a_stop_string_within_a_longer_last_token() -> None:
         def decode(self, token_ids: Sequence[int]) -> str:
             return "".join(("ab", "c\n\nd\n\n")[token] for token in token_ids)
 
-    assert response_text(Words(), [0, 1], "\n\n", ("\n\n",)) == "abc"
+    text = response_text(Detokenizer.of(Words()), [0], [0, 1], "\n\n", SamplingParams(stop=("\n\n",)))
+    assert text == "abc"
+
+
+def test_a_stop_string_that_reads_as_a_number_is_no_token() -> None:
+    letters, sampling = Detokenizer.of(Letters()), SamplingParams(stop=("51",), stop_token_ids=(51,))
+    assert response_text(letters, [], Letters().encode("a51"), "51", sampling) == "a"
+    assert response_text(letters, [], Letters().encode("a3"), "51", sampling) == "a"  # 51 is the token of "3"
 
 
 def test_tokenizer_from_a_folder_or_file(tmp_path: Path) -> None:

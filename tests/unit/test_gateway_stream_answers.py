@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from seer.common.detokenizer import Detokenizer
 from seer.gateway.answers import (
     Choice,
     Style,
@@ -55,7 +56,7 @@ def streamed(
 ) -> list[dict[str, Any]]:
     """The parts of a stream that has all but the last token of each choice in pieces, in turn."""
     prompts = [each.prompt_token_ids for each in choices[::n]]
-    stream = kind(head, prompts, n, STYLE, lambda: TextStream(text_of, lambda token: False))
+    stream = kind(head, prompts, n, STYLE, lambda prompt: TextStream(Detokenizer(text_of), prompt))
     sent = b""
     for start in range(0, max(len(each.token_ids) for each in choices), pieces):
         for index, each in enumerate(choices):

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from seer.common.errors import ConfigError
+from seer.common.types import SamplingParams
 from seer.gateway.errors import HttpError
 from seer.gateway.text import ModelText
 
@@ -19,16 +20,20 @@ def text() -> ModelText:
     return ModelText.load(MODEL, trust_templates=True)
 
 
-def test_a_response_is_cut_before_the_stop_string_that_ended_it(text: ModelText) -> None:
+def test_a_response_is_cut_before_what_ended_it(text: ModelText) -> None:
     ids = text.encode("1 2 3 2", special=False)
+    asked = SamplingParams(stop=("2",))
 
-    def shown(reason: str, *, whole: bool = False) -> str:
-        return text.text(ids, reason, ("2",), skip_special=True, whole=whole)
+    def shown(tokens: list[int], reason: str, **how: bool) -> str:
+        given = {"skip_special": True, "whole": False} | how
+        return text.text([5], tokens, reason, asked, **given)
 
-    assert shown("2") == "1 2 3 "
-    assert shown("2", whole=True) == shown("") == "1 2 3 2"
-    assert text.text([4, 2], "", (), skip_special=True, whole=False) == "1"
-    assert text.text([4, 2], "", (), skip_special=False, whole=False) == "1 <eos>"
+    # The shipped tokenizer has no decoder: a space stands between tokens, and before the first, as in vLLM.
+    assert shown(ids, "2") == " 1 2 3 "
+    assert shown(ids, "2", whole=True) == shown(ids, "") == " 1 2 3 2"
+    assert shown([4, 2], "99") == " 1"  # the last token ended it
+    assert shown([4, 2], "99", skip_special=False) == " 1"
+    assert shown([4, 2], "99", skip_special=False, whole=True) == " 1 <eos>"
 
 
 def test_token_ids_must_be_the_model_s(text: ModelText) -> None:

@@ -4,6 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+from seer.common.detokenizer import Detokenizer
 from seer.services.engine.vllm.stop_strings import StopStrings
 
 BYTES = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -29,7 +30,7 @@ def ids(text: str) -> list[int]:
 
 def search(stops, tokens, *, start=0, min_tokens=0, at_once=False, ends_by_id=False):
     """Return (tokens kept, stop) when the first `start` tokens came from an earlier chunk."""
-    state = StopStrings(TOKENIZER, stops, min_tokens, ids("prompt "), tokens[:start])
+    state = StopStrings(Detokenizer.of(TOKENIZER), stops, min_tokens, ids("prompt "), tokens[:start])
     rest = tokens[start:]
     pieces = [rest] if at_once else [[token] for token in rest]
     kept = tokens[:start]
@@ -92,6 +93,13 @@ def test_the_text_of_a_stop_id_is_not_searched():
 
 def test_the_prompt_is_not_searched():
     assert search(["t a"], ids("a"))[1] is None
+
+
+def test_a_prompt_that_ends_within_a_character_is_not_searched():
+    state = StopStrings(Detokenizer.of(TOKENIZER), ["ab"], 0, ids("ab€")[:-1], [])
+    assert state.cut([ids("€")[-1], *ids("c")], ends_by_id=False) == ([ids("€")[-1], *ids("c")], None)
+    state = StopStrings(Detokenizer.of(TOKENIZER), ["€"], 0, ids("ab€")[:-1], [])
+    assert state.cut(ids("€")[-1:], ends_by_id=False)[1] == "€"  # it ends here
 
 
 def test_bytes_that_are_no_text_do_not_end_the_search():

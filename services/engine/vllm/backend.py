@@ -192,12 +192,12 @@ class VllmBackend:
         stop_ids = tuple(dict.fromkeys((*sampling.stop_token_ids, *eos_ids)))
         check_chunk(
             chunk, vocab=core.vocab_size, capacity=core.capacity, stop_ids=stop_ids,
-            has_tokenizer=core.tokenizer is not None,
+            has_tokenizer=core.detokenizer is not None,
         )  # fmt: skip
         stops = None
         before, output = chunk.tokens[: chunk.counts_from], chunk.tokens[chunk.counts_from :]
-        if sampling.stop and core.tokenizer is not None:
-            stops = StopStrings(core.tokenizer, sampling.stop, sampling.min_tokens, before, output)
+        if sampling.stop and core.detokenizer is not None:
+            stops = StopStrings(core.detokenizer, sampling.stop, sampling.min_tokens, before, output)
         images = self._images.features(chunk)
         engine_id = str(next(self._next_id))
         tree = self._drafting.begin(chunk) if self._drafting is not None else ""

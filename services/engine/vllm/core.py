@@ -13,6 +13,7 @@ from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
 from seer.common.config import DraftsConfig, SharedConfig
+from seer.common.detokenizer import Detokenizer
 from seer.common.errors import EngineBroken, EngineError
 from seer.common.image_models import ImageModel
 from seer.common.sleep import SleepLevel, SleepState
@@ -23,7 +24,6 @@ from seer.services.engine.vllm.kv_account import KvAccount
 from seer.services.engine.vllm.loading import MAX_VLLM_TEXT, eos_ids
 
 if TYPE_CHECKING:
-    from tokenizers import Tokenizer
     from vllm.config import VllmConfig
     from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest
     from vllm.v1.engine.core import EngineCore
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 class CoreHandle:
     """A loaded engine core; call `describe` before anything but `close`.
 
-    `scratch`: ids of KV blocks for verifying several draft paths. `eos_ids` end a response. `tokenizer` is
+    `scratch`: ids of KV blocks for verifying several draft paths. `eos_ids` end a response. `detokenizer` is
     None for a model folder without tokenizer.json. Token ids below `plain_tokens` stand for no image, so that
     prompts can be made up of them.
     """
@@ -59,7 +59,8 @@ class CoreHandle:
         self.plain_tokens = min(self.vocab_size, images.placeholder) if images else self.vocab_size
         tokenizer = cached_tokenizer_from_config(config.model_config)
         self.eos_ids = eos_ids(config, tokenizer)
-        self.tokenizer: Tokenizer | None = getattr(tokenizer, "backend_tokenizer", None)
+        known = getattr(tokenizer, "backend_tokenizer", None) is not None
+        self.detokenizer = Detokenizer.of(tokenizer) if known else None
         scheduler = self.engine_core.scheduler
         self._kv = KvAccount(
             scheduler.kv_cache_manager, scheduler.kv_cache_config, config.cache_config.block_size

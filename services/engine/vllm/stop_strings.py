@@ -4,15 +4,14 @@ Invariants:
 - the state depends on the tokens before that output and the output itself, not on where chunks began;
 - a match ends within the text that the newest token added; the one that ends first wins, then the
   one listed first, so several tokens at once give what one at a time gives;
-- nothing matches before `min_tokens` tokens are generated.
+- nothing matches before `min_tokens` tokens are generated, and nothing of what is before the output.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tokenizers import Tokenizer
-from tokenizers.decoders import DecodeStream
+from seer.common.detokenizer import Detokenizer, TextSteps
 
 
 class StopStrings:
@@ -24,19 +23,18 @@ class StopStrings:
 
     def __init__(
         self,
-        tokenizer: Tokenizer,
+        detokenizer: Detokenizer,
         stops: Sequence[str],
         min_tokens: int,
         prompt: list[int],
         output: list[int],
     ) -> None:
-        self._tokenizer = tokenizer
         self._stops = tuple(stops)
         self._min_tokens = min_tokens
         self._keep = max(map(len, stops)) - 1
         self._tail = ""
         self._count = 0
-        self._stream = DecodeStream(ids=prompt, skip_special_tokens=True)
+        self._text = TextSteps(detokenizer, prompt)
         for token in output:
             self._grow(token)
 
@@ -65,14 +63,7 @@ class StopStrings:
 
     def _grow(self, token: int) -> str:
         self._count += 1
-        try:
-            fresh = self._stream.step(self._tokenizer, token) or ""
-        except Exception as error:  # the library raises no narrower one
-            # Invalid UTF-8 can change text that was already returned (vllm#17448).
-            if "Invalid prefix" not in str(error):
-                raise
-            self._stream = DecodeStream(skip_special_tokens=True)
-            fresh = self._stream.step(self._tokenizer, token) or ""
+        fresh = self._text.step(token)
         if fresh:
             self._tail = (self._tail + fresh)[-self._keep :] if self._keep else ""
         return fresh

@@ -16,6 +16,7 @@ import numpy as np
 from starlette.requests import Request
 
 from seer.client import Delta, Group, Placed, Response, SamplingParams
+from seer.client.text import ended_by_id
 from seer.common.wire import Tokens
 from seer.gateway.answers import Choice
 from seer.gateway.group_names import GroupNames, Place, group_seed, places_in_headers, request_hash
@@ -117,12 +118,12 @@ class Generation:
         for response in what.responses:
             yield streamed.last(first + response.index, self._choice(prompt, what, response, asked))
 
-    def new_text(self, asked: Asked) -> Callable[[], TextStream] | None:
+    def new_text(self, asked: Asked) -> Callable[[list[int]], TextStream] | None:
         """Return what makes a decoder for each choice of a stream; None: it has no text."""
         if not asked.textual:
             return None
-        return lambda: self._text.stream(
-            asked.sampling.stop, skip_special=asked.skip_special, whole=asked.with_stop
+        return lambda prompt: self._text.stream(
+            prompt, asked.sampling, skip_special=asked.skip_special, whole=asked.with_stop
         )
 
     def _places(self, request: Request, asked: Asked) -> tuple[list[Place], dict[Place, Tokens], int]:
@@ -143,19 +144,19 @@ class Generation:
         return places, dict(zip(places, prompts, strict=True)), seed or 0
 
     def _choice(self, prompt: list[int], group: Group, response: Response, asked: Asked) -> Choice:
-        token_ids, stop = response.token_ids.tolist(), asked.sampling.stop
-        text = ""
+        token_ids, reason, text = response.token_ids.tolist(), response.stop_reason, ""
         if asked.textual:
             text = self._text.text(
-                token_ids, response.stop_reason, stop, skip_special=asked.skip_special, whole=asked.with_stop
-            )
+                prompt, token_ids, reason, asked.sampling, skip_special=asked.skip_special,
+                whole=asked.with_stop,
+            )  # fmt: skip
         return Choice(
             prompt_token_ids=prompt,
             token_ids=token_ids,
             logprobs=response.logprobs.tolist(),
             text=text,
             finish_reason=response.finish_reason,
-            stop_reason=_stop_reason(response.stop_reason, asked.sampling),
+            stop_reason=_stop_reason(token_ids[-1], reason, asked.sampling),
             weight_version=group.weight_version,
         )
 
@@ -166,8 +167,8 @@ def _session(request: Request, asked: Asked) -> str | None:
     return request.headers.get(SESSION_HEADER, "") if one and asked.converses else None
 
 
-def _stop_reason(reason: str, sampling: SamplingParams) -> int | str | None:
+def _stop_reason(last_token: int, reason: str, sampling: SamplingParams) -> int | str | None:
     """Return what vLLM does: a stop string, the number of a stop token, None for an end-of-sequence token."""
-    if reason in sampling.stop:
-        return reason
-    return int(reason) if reason.isdecimal() and int(reason) in sampling.stop_token_ids else None
+    if not ended_by_id(last_token, reason, sampling):
+        return reason or None
+    return last_token if last_token in sampling.stop_token_ids else None

@@ -297,7 +297,7 @@ class GenerationRoutes:
         body = await self._read(request, DetokenizeBody)
         if body.tokens:
             self._text.check(body.tokens, "tokens")
-        text = self._text.text(body.tokens, "", (), skip_special=False, whole=True)
+        text = self._text.decode(body.tokens)
         return answer({"prompt": text})
 
     # --- shared --------------------------------------------------------------------------

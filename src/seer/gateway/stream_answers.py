@@ -40,7 +40,7 @@ class _Sent:
 class StreamedAnswer:
     """The answer to prompts with n choices each, of `/inference/v1/generate`; subclasses are of other routes.
 
-    `head` is what every part has; `new_text` makes the decoder of a choice (None: the answer has no text).
+    `head` is what every part has; `new_text` makes the decoder of a response to a prompt (None: no text).
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class StreamedAnswer:
         prompts: Sequence[list[int]],
         n: int,
         style: Style,
-        new_text: Callable[[], TextStream] | None = None,
+        new_text: Callable[[list[int]], TextStream] | None = None,
     ) -> None:
         self._head = head
         self._prompts = prompts
@@ -85,7 +85,8 @@ class StreamedAnswer:
 
     def _of(self, index: int) -> _Sent:
         if index not in self._choices:
-            self._choices[index] = _Sent(self._new_text() if self._new_text else None)
+            prompt = self._prompts[index // self._n]
+            self._choices[index] = _Sent(self._new_text(prompt) if self._new_text else None)
         return self._choices[index]
 
     def _parts(self, index: int, sent: _Sent, piece: Choice) -> bytes:

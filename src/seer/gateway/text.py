@@ -3,8 +3,8 @@
 Invariants:
 - a prompt of text has the ids that vLLM gives it: with special tokens, unless the request says otherwise; a
   chat has those that its template writes, and no others;
-- the text of a response that a stop string ended is cut before that string, unless the request says
-  otherwise; its tokens are not;
+- the text of a response is vLLM's: without the string or token that it stopped at, unless the request says
+  otherwise; its tokens have both;
 - the same text, from tokens that come in pieces: `text_stream`;
 - a template of the request's own is run only if the configuration trusts it: it is a program.
 """
@@ -12,12 +12,14 @@ Invariants:
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from seer.client.text import response_text
+from seer.common.detokenizer import Detokenizer
 from seer.common.errors import ConfigError
+from seer.common.types import SamplingParams
 from seer.gateway.errors import HttpError, bad
 from seer.gateway.text_stream import TextStream
 
@@ -31,18 +33,23 @@ _OWN_ARGUMENTS = {
 class ModelText:
     """`tokenizer` is a Hugging Face tokenizer; `vocab_size` the model's, token ids are below it (0: unknown).
 
-    `trust_templates`: requests may bring chat templates.
+    `eos`: tokens that end a response, beside the tokenizer's own. `trust_templates`: requests may bring chat
+    templates.
     """
 
-    def __init__(self, tokenizer: Any, vocab_size: int, *, trust_templates: bool) -> None:  # noqa: ANN401
+    def __init__(
+        self,
+        tokenizer: Any,  # noqa: ANN401
+        vocab_size: int,
+        eos: Iterable[int] = (),
+        *,
+        trust_templates: bool,
+    ) -> None:
         self._tokenizer = tokenizer
         self.vocab_size = vocab_size
+        self._eos = {*eos, *(() if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,))}
         self._trust_templates = trust_templates
-        backend = tokenizer.backend_tokenizer
-        names = (f"<0x{byte:02X}>" for byte in range(256))
-        self._bytes = {token for name in names if (token := backend.token_to_id(name)) is not None}
-        # Of BPE, transformers never cleans up the text; of others that may change any of it at any token.
-        self._cleans_up = tokenizer.clean_up_tokenization_spaces and type(backend.model).__name__ != "BPE"
+        self._texts = {skip: Detokenizer.of(tokenizer, skip_special=skip) for skip in (True, False)}
 
     @classmethod
     def load(cls, model: str, *, trust_templates: bool) -> ModelText:
@@ -55,14 +62,17 @@ class ModelText:
 
             tokenizer = PreTrainedTokenizerFast.from_pretrained(model)
             config = json.loads((Path(model) / "config.json").read_text())
+            generation = Path(model) / "generation_config.json"
+            eos = (json.loads(generation.read_text()) if generation.exists() else config).get("eos_token_id")
+            vocab_size = config.get("vocab_size") or config.get("text_config", {}).get("vocab_size") or 0
         except ImportError as error:
             raise ConfigError(
                 f"the gateway needs transformers: pip install '.[gateway]' ({error})"
             ) from error
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, AttributeError) as error:  # the last: JSON, but no object
             raise ConfigError(f"shared.model = {model!r}: no tokenizer can be read: {error}") from error
-        vocab_size = config.get("vocab_size") or config.get("text_config", {}).get("vocab_size") or 0
-        return cls(tokenizer, vocab_size, trust_templates=trust_templates)
+        ends = eos if isinstance(eos, list) else () if eos is None else (eos,)
+        return cls(tokenizer, vocab_size, ends, trust_templates=trust_templates)
 
     def encode(self, text: str, *, special: bool) -> list[int]:
         """Return the ids of a text, with the special tokens that prompts begin or end with if `special`."""
@@ -115,50 +125,31 @@ class ModelText:
 
     def text(
         self,
+        prompt: Sequence[int],
         token_ids: Sequence[int],
         stop_reason: str,
-        stop: tuple[str, ...],
+        sampling: SamplingParams,
         *,
         skip_special: bool,
         whole: bool,
     ) -> str:
-        """Return a response's text; `whole`: with the stop string that ended it."""
-        decoder = _Decoder(self._tokenizer, skip_special=skip_special)
-        return response_text(decoder, token_ids, "" if whole else stop_reason, stop)
+        """Return a response's text; `whole`: with the stop string or token that ended it."""
+        texts = self._texts[skip_special]
+        return response_text(texts, prompt, token_ids, stop_reason, sampling, whole=whole)
 
-    def stream(self, stop: tuple[str, ...], *, skip_special: bool, whole: bool) -> TextStream:
+    def stream(
+        self, prompt: Sequence[int], sampling: SamplingParams, *, skip_special: bool, whole: bool
+    ) -> TextStream:
         """Return what decodes a response whose tokens come in pieces; the parameters are those of `text`."""
-        # `all_special_ids` has those with a role alone; the decoder leaves out all that are marked special.
-        added = self._tokenizer.added_tokens_decoder.items() if skip_special else ()
-        hidden = {token for token, text in added if text.special}
+        ends = self._eos.union(sampling.stop_token_ids)
+        texts = self._texts[skip_special]
+        return TextStream(texts, prompt, sampling.stop, () if whole else ends, whole=whole)
 
-        def open_ended(token: int) -> bool:
-            # A run of bytes that makes no text, as a whole, is shown as other text than a part of it. A token
-            # without text is part of the run.
-            if not self._bytes:
-                return bool(self._cleans_up)
-            unknown = self._tokenizer.backend_tokenizer.id_to_token(token) is None
-            return self._cleans_up or token in self._bytes or token in hidden or unknown
-
-        decoder = _Decoder(self._tokenizer, skip_special=skip_special)
-        return TextStream(decoder.decode, open_ended, () if whole else stop)
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Return the text of token ids, special ones and all."""
+        text: str = self._tokenizer.decode(token_ids)
+        return text
 
     def tokens(self, token_ids: Sequence[int]) -> list[str]:
         """Return each token's own text."""
         return [self._tokenizer.decode([token]) for token in token_ids]
-
-
-class _Decoder:
-    """A Hugging Face tokenizer behind `client.text.Tokenizer`."""
-
-    def __init__(self, tokenizer: Any, *, skip_special: bool) -> None:  # noqa: ANN401
-        self._tokenizer = tokenizer
-        self._skip_special = skip_special
-
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> Sequence[int]:
-        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
-        return ids
-
-    def decode(self, token_ids: Sequence[int]) -> str:
-        text: str = self._tokenizer.decode(list(token_ids), skip_special_tokens=self._skip_special)
-        return text
