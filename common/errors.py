@@ -5,7 +5,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from itertools import islice
+from typing import cast
 
 
 class SeerError(Exception):
@@ -29,12 +31,40 @@ class InvalidField(SeerError):  # noqa: N818 - reads as what it says at the call
     code = "invalid_field"
 
     def __init__(self, field: str, value: object, fix: str) -> None:
-        shown = repr(value)
-        if len(shown) > 80:
-            shown = shown[:77] + "..."
-        super().__init__(f"{field} = {shown}: {fix}")
+        super().__init__(f"{field} = {_shown(value)}: {fix}")
         self.field = field
         self.fix = fix
+
+
+_SHOWN = 80
+"""Characters of a value in an error."""
+
+_PARTS = (_SHOWN, 8, 8, 4)
+"""Entries of a value that are looked at, by their depth: others do not fit."""
+
+
+def _shown(value: object) -> str:
+    """Return the beginning of `repr(value)`: of any value, in little time."""
+    try:
+        shown = repr(_beginning(value))
+    except (ValueError, RecursionError):  # an integer of more digits than Python prints; a `repr` without end
+        shown = f"<{type(value).__name__}>"
+    return shown if len(shown) <= _SHOWN else shown[: _SHOWN - 3] + "..."
+
+
+def _beginning(value: object, depth: int = 0) -> object:
+    if isinstance(value, str | bytes):
+        return value[:_SHOWN]
+    if type(value) not in (list, tuple, set, frozenset, dict):
+        return value
+    if depth == len(_PARTS):
+        return ...
+    if isinstance(value, dict):
+        items = islice(value.items(), _PARTS[depth])
+        return {_beginning(key, depth + 1): _beginning(each, depth + 1) for key, each in items}
+    entries = islice(cast("Iterable[object]", value), _PARTS[depth])
+    parts = [_beginning(each, depth + 1) for each in entries]
+    return cast("type[list[object]]", type(value))(parts)
 
 
 class ConfigError(SeerError):

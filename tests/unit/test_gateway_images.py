@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import importlib.util
 import io
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import vision_models
@@ -18,13 +20,15 @@ if importlib.util.find_spec("torchvision") is None:
 
 from seer.client import Placed
 from seer.client.images import prepare
-from seer.common.errors import ConfigError
+from seer.common.errors import ConfigError, InvalidField
 from seer.common.image_models import ImageModel
 from seer.common.types import MAX_MEDIUM_BYTES
 from seer.gateway import images as module
 from seer.gateway.errors import HttpError
 from seer.gateway.images import Images, context
+from seer.gateway.jobs import Answer, Jobs
 from seer.gateway.messages import ImageFile
+from seer.gateway.picture_processor import PictureProcessor, model_of
 
 MODEL = ImageModel(IMAGE, 2, 96)
 MOST = MAX_MEDIUM_BYTES
@@ -36,8 +40,32 @@ def file(shown: Any, kind: str = "PNG", **options: Any) -> ImageFile:
     return ImageFile("f", data.getvalue())
 
 
-def images(family: str = "qwen2-vl", most: int = MOST) -> Images:
-    return Images(MODEL, vision_models.processor_of(family), most)
+class Here:
+    """Jobs in this process; `calls` has the fields whose pictures were processed."""
+
+    def __init__(self, family: str) -> None:
+        self.jobs = Jobs(None, PictureProcessor(MODEL, vision_models.processor_of(family)))
+        self.calls: list[str] = []
+
+    async def run(self, field: str, name: str, *arguments: Any) -> Any:
+        if name == "picture":
+            self.calls.append(field)
+        request = msgspec.msgpack.encode((field, name, arguments))
+        told = msgspec.msgpack.decode(msgspec.msgpack.encode(self.jobs.answer(request)), type=Answer)
+        if told.status != 200:
+            raise HttpError(told.status, told.error, told.param)
+        return told.result
+
+
+class Gateway(Images):
+    """`place` as a call that returns."""
+
+    def placed(self, *given: Any) -> Any:
+        return asyncio.run(self.place(*given))
+
+
+def images(family: str = "qwen2-vl", most: int = MOST) -> Gateway:
+    return Gateway(MODEL, Here(family).run, most)
 
 
 def unexpanded(processor: Any, text: str) -> list[int]:
@@ -54,7 +82,7 @@ def test_tokens_and_tensors_are_those_of_prepare_on_the_trainer_s_side(family: s
     shown[6].putalpha(7)
     text = "a " + " b ".join(["<|vision_start|> <|image_pad|> <|vision_end|>"] * len(shown))
     expected = prepare(processor, text, shown)
-    tokens, media = gateway.place(unexpanded(processor, text), [file(each) for each in shown])
+    tokens, media = gateway.placed(unexpanded(processor, text), [file(each) for each in shown])
     assert tokens == expected.token_ids
     assert [each.on_wire for each in media] == [each.on_wire for each in expected.media]
     pixels = np.concatenate([each.medium.tensors["pixel_values"] for each in media])
@@ -63,14 +91,12 @@ def test_tokens_and_tensors_are_those_of_prepare_on_the_trainer_s_side(family: s
     assert {"processor", "image_processor", "transformers", "torchvision"} <= gateway.made_by.keys()
 
 
-def test_a_known_image_is_not_processed_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    gateway = images()
-    calls = []
-    process = gateway._processed
-    monkeypatch.setattr(gateway, "_processed", lambda *given: calls.append(given[2]) or process(*given))
+def test_a_known_image_is_not_processed_again() -> None:
+    here = Here("qwen2-vl")
+    gateway, calls = Gateway(MODEL, here.run, MOST), here.calls
     one, other = file(picture(1)), ImageFile("g", file(picture(2)).data)
-    first = gateway.place([IMAGE, IMAGE, IMAGE], [one, one, other])[1]
-    again = gateway.place([5, IMAGE, IMAGE], [one, other])[1]
+    first = gateway.placed([IMAGE, IMAGE, IMAGE], [one, one, other])[1]
+    again = gateway.placed([5, IMAGE, IMAGE], [one, other])[1]
     assert calls == ["f", "g"]
     assert first[0].medium is first[1].medium is again[0].medium
     assert again[1].medium is first[2].medium
@@ -83,24 +109,24 @@ def test_text_alone_must_have_no_placeholder() -> None:
         gateway.check_text([1, IMAGE], "prompt[0]")
     for tokens, count in (([1], 0), ([IMAGE, 3, IMAGE], 2)):
         with pytest.raises(HttpError, match=f"messages = '{count} placeholders': for 1 images"):
-            gateway.place(tokens, [file(picture(1))])
+            gateway.placed(tokens, [file(picture(1))])
 
 
 def test_what_cannot_be_run_is_refused_by_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
     gateway = images()
     for shown, says in ((picture(1, 1, 900), "900 x 1 pixels': absolute aspect ratio"),):
         with pytest.raises(HttpError, match=says) as info:
-            gateway.place([IMAGE], [file(shown)])
+            gateway.placed([IMAGE], [file(shown)])
         assert (info.value.status, info.value.param) == (400, "f")
     with pytest.raises(HttpError, match="f = '4 bytes': cannot be read as a picture") as info:
-        gateway.place([IMAGE], [ImageFile("f", b"text")])
+        gateway.placed([IMAGE], [ImageFile("f", b"text")])
     assert (info.value.status, info.value.param) == (400, "f")
     monkeypatch.setattr(module, "MAX_NEW_PIXELS", 2 * 16 * 24)
     several = [file(picture(seed)) for seed in range(3)]
     with pytest.raises(HttpError, match=f"messages = '{3 * 16 * 24} pixels': give images of at most"):
-        gateway.place([IMAGE] * 3, several)
-    gateway.place([IMAGE] * 2, several[:2])
-    gateway.place([IMAGE] * 3, several)  # those that are known cost nothing
+        gateway.placed([IMAGE] * 3, several)
+    gateway.placed([IMAGE] * 2, several[:2])
+    gateway.placed([IMAGE] * 3, several)  # those that are known cost nothing
 
 
 def test_memory_is_bounded_and_what_is_not_in_use_goes_first() -> None:
@@ -108,36 +134,36 @@ def test_memory_is_bounded_and_what_is_not_in_use_goes_first() -> None:
         images(most=5)
     gateway = images()
     files = [file(picture(seed)) for seed in range(5)]
-    (one,) = gateway.place([IMAGE], files[:1])[1]
+    (one,) = gateway.placed([IMAGE], files[:1])[1]
     gateway._most = 3 * one.medium.size
     for each in files[1:]:
-        gateway.place([IMAGE], [each])
+        gateway.placed([IMAGE], [each])
     assert gateway._bytes_held() == 3 * one.medium.size
-    kept = gateway.place([IMAGE] * 2, files[3:])[1]
+    kept = gateway.placed([IMAGE] * 2, files[3:])[1]
     with pytest.raises(HttpError, match="other requests hold images") as info:
-        gateway.place([IMAGE], files[2:3])
+        gateway.placed([IMAGE], files[2:3])
     assert info.value.status == 503
     del one, kept, info
     gc.collect()
     with pytest.raises(HttpError, match=r"give at most \d+ \(gateway\.media_bytes\)") as info:
-        gateway.place([IMAGE] * 4, files[:4])
+        gateway.placed([IMAGE] * 4, files[:4])
     assert info.value.status == 400
     del info
     gc.collect()
-    gateway.place([IMAGE] * 3, files[:3])
+    gateway.placed([IMAGE] * 3, files[:3])
     assert gateway._bytes_held() <= gateway._most
 
 
 def test_models_without_images_say_why(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"architectures": ["Qwen3ForCausalLM"]}')
-    text = Images.load(str(tmp_path), MOST)
+    text = Gateway(model_of(str(tmp_path)), Here("qwen2-vl").run, MOST)
     text.check_text([IMAGE], "prompt[0]")
     with pytest.raises(HttpError, match="this model's images cannot be run"):
-        text.place([IMAGE], [file(picture(1))])
+        text.placed([IMAGE], [file(picture(1))])
     (tmp_path / "config.json").write_text('{"architectures": ["Qwen2VLForConditionalGeneration"]}')
-    broken = Images.load(str(tmp_path), MOST)
-    with pytest.raises(HttpError, match=r"the processor cannot be loaded .*: docs/images\.md"):
-        broken.place([IMAGE], [file(picture(1))])
+    processor = PictureProcessor.load(str(tmp_path))
+    with pytest.raises(InvalidField, match=r"the processor cannot be loaded .*: docs/images\.md"):
+        processor.pixels([("f", file(picture(1)).data)])
 
 
 def test_contexts_of_other_images_differ() -> None:

@@ -4,8 +4,8 @@ Invariants:
 - a request is submitted once it was read and checked as a whole: one that is refused costs no engine time;
 - `model` is this system's, the live adapter's, or left out; another one is refused by name;
 - a stream's answer begins with its first tokens: what fails before has a status of its own;
-- tokenizing runs on one thread of its own, and images on another, so that a long text or a large picture does
-  not hold up other requests.
+- what a request may make long (long texts, templates of its own, pictures) runs in processes that can be ended,
+  short texts on a thread: no request holds up others for long.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import asyncio
 import secrets
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -34,7 +34,8 @@ from seer.gateway.errors import HttpError, bad
 from seer.gateway.generation import Asked, Generation
 from seer.gateway.http import EventStream, answer, body_of, endpoint, unless_gone
 from seer.gateway.images import Images
-from seer.gateway.messages import ImageFile, plain_messages
+from seer.gateway.job_processes import JobProcesses
+from seer.gateway.messages import plain_messages
 from seer.gateway.models import Models
 from seer.gateway.open_requests import OpenRequests
 from seer.gateway.request_bodies import (
@@ -52,13 +53,19 @@ from seer.gateway.text import ModelText
 T = TypeVar("T")
 B = TypeVar("B", bound=msgspec.Struct)
 
+SHORT = 2**16
+"""Characters of texts that are tokenized here, and bytes of a chat: at most 0.2 s."""
+
+SHORT_TOKENS = 2**13
+"""Tokens that become text here."""
+
 
 class GenerationRoutes:
     """`routes` are to be served; see the module's docstring."""
 
     def __init__(
         self, config: Config, buffer: BufferClient, requests: OpenRequests, text: ModelText, images: Images,
-        models: Models,
+        models: Models, jobs: JobProcesses,
     ) -> None:  # fmt: skip
         self._settings = config.gateway
         self._models = models
@@ -69,7 +76,7 @@ class GenerationRoutes:
         self._text = text
         self._images = images
         self._thread = ThreadPoolExecutor(1, "tokenizer")
-        self._pictures_thread = ThreadPoolExecutor(1, "pictures")
+        self._jobs = jobs
         self._started = int(time.time())
 
     @property
@@ -124,8 +131,7 @@ class GenerationRoutes:
         """`/v1/completions`: prompts of text or token ids, answers of both."""
         body = await self._read(request, CompletionBody)
         sampling, n = body.sampling(self._settings.logprobs), body.group_size()
-        textual = isinstance(body.prompts()[0], str)
-        prompts = await self._on_thread(self._prompt_ids, body) if textual else self._prompt_ids(body)
+        prompts = await self._prompt_ids(request, body)
         asked = Asked(prompts, n, sampling, body, adapter=self._models.check(body.model))
         style = self._style(body, shown=body.logprobs is not None)
         head = self._head("id", f"cmpl-{secrets.token_hex(16)}")
@@ -178,52 +184,63 @@ class GenerationRoutes:
         parts = self._generation.parts(request, asked, streamed, include_usage=include_usage)
         return EventStream(request, await unless_gone(request, anext(parts)), parts)
 
-    def _prompt_ids(self, body: CompletionBody) -> list[list[int]]:
-        special = body.add_special_tokens is not False
-        prompts: list[list[int]] = []
-        for position, prompt in enumerate(body.prompts()):
-            ids = self._text.encode(prompt, special=special) if isinstance(prompt, str) else prompt
+    async def _prompt_ids(self, request: Request, body: CompletionBody) -> list[list[int]]:
+        given: list[Any] = body.prompts()
+        if isinstance(given[0], str):
+            given = await self._encoded(
+                request, given, "prompt", special=body.add_special_tokens is not False
+            )
+        for position, ids in enumerate(given):
             self._text.check(ids, f"prompt[{position}]")
             self._images.check_text(ids, f"prompt[{position}]")
-            prompts.append(ids)
-        return prompts
+        return given
+
+    async def _encoded(
+        self, request: Request, texts: list[str], field: str, *, special: bool
+    ) -> list[list[int]]:
+        if sum(map(len, texts)) > SHORT:
+            ids: list[list[int]] = await self._job(request, self._jobs.run(field, "encode", texts, special))
+            return ids
+        return await self._on_thread(
+            lambda _: [self._text.encode(text, special=special) for text in texts], 0
+        )
 
     async def _chat_prompt(
         self, request: Request, body: ChatBody | TokenizeBody
     ) -> tuple[list[int], list[Placed]]:
         """Return a chat's token ids and images. Raises `HttpError`, `ClientDisconnect`."""
-        ids, files = await self._on_thread(self._chat_ids, body)
-        if not files:
-            return ids, []
-        seconds = self._settings.request_seconds
-        loop = asyncio.get_running_loop()
-
-        async def placed() -> tuple[list[int], list[Placed]]:
-            return await loop.run_in_executor(self._pictures_thread, self._images.place, ids, files)
-
-        try:
-            async with asyncio.timeout(seconds):
-                return await unless_gone(request, placed())
-        except TimeoutError as error:
-            late = f"images were not processed within {seconds:g} s (gateway.request_seconds)"
-            raise HttpError(504, late) from error
-
-    def _chat_ids(self, body: ChatBody | TokenizeBody) -> tuple[list[int], list[ImageFile]]:
-        """Return a chat's token ids, with a placeholder for each image, and the images."""
-        messages, files = plain_messages(body.messages or [])
-        text = self._text.render(
-            messages,
-            tools=body.tools,
-            template=body.chat_template,
-            arguments=body.chat_template_kwargs,
-            documents=body.documents if isinstance(body, ChatBody) else None,
-            generation_prompt=body.add_generation_prompt is not False,
-        )
-        ids = self._text.encode(text, special=bool(body.add_special_tokens))
+        messages, files = await self._on_thread(plain_messages, body.messages or [])
+        options = {
+            "tools": body.tools,
+            "template": body.chat_template,
+            "arguments": body.chat_template_kwargs,
+            "documents": body.documents if isinstance(body, ChatBody) else None,
+            "generation_prompt": body.add_generation_prompt is not False,
+        }
+        special = bool(body.add_special_tokens)
+        rest = request.state.body_bytes - sum(4 * len(file.data) // 3 for file in files)
+        if rest > SHORT or body.chat_template is not None:
+            job = self._jobs.run("messages", "chat", messages, options, special)
+            ids: list[int] = await self._job(request, job)
+        else:
+            ids = await self._on_thread(
+                lambda _: self._text.encode(self._text.render(messages, **options), special=special), 0
+            )
         self._text.check(ids, "messages")
         if not files:
             self._images.check_text(ids, "messages")
-        return ids, files
+            return ids, []
+        return await self._job(request, self._images.place(ids, files))
+
+    async def _job(self, request: Request, work: Coroutine[Any, Any, T]) -> T:
+        """Return what work in other processes returns, unless the client leaves, or in vain."""
+        seconds = self._settings.request_seconds
+        try:
+            async with asyncio.timeout(seconds):
+                return await unless_gone(request, work)
+        except TimeoutError as error:
+            late = f"texts and images were not read within {seconds:g} s (gateway.request_seconds)"
+            raise HttpError(504, late) from error
 
     def _said_of(self, media: Sequence[Placed]) -> Json:
         """Return what a trainer compares with its own processing: names of images, and what made them."""
@@ -287,8 +304,12 @@ class GenerationRoutes:
             ids, _ = await self._chat_prompt(request, body)
         else:
             special = body.add_special_tokens is not False
-            ids = await self._on_thread(lambda text: self._text.encode(text, special=special), body.prompt)
-        texts = self._text.tokens(ids) if body.return_token_strs else None
+            [ids] = await self._encoded(request, [body.prompt], "prompt", special=special)
+        texts = None
+        if body.return_token_strs and len(ids) > SHORT_TOKENS:
+            texts = await self._job(request, self._jobs.run("return_token_strs", "tokens", ids))
+        elif body.return_token_strs:
+            texts = self._text.tokens(ids)
         shown = {"count": len(ids), "max_model_len": self._max_model_len(), "tokens": ids}
         return answer({**shown, "token_strs": texts})
 
@@ -297,14 +318,19 @@ class GenerationRoutes:
         body = await self._read(request, DetokenizeBody)
         if body.tokens:
             self._text.check(body.tokens, "tokens")
-        text = self._text.decode(body.tokens)
+        if len(body.tokens) > SHORT_TOKENS:
+            text: Any = await self._job(request, self._jobs.run("tokens", "decode", body.tokens))
+        else:
+            text = self._text.decode(body.tokens)
         return answer({"prompt": text})
 
     # --- shared --------------------------------------------------------------------------
 
     async def _read(self, request: Request, kind: type[B]) -> B:
         settings = self._settings
-        body = read_body(kind, await body_of(request, settings.max_body_bytes, settings.client_seconds))
+        given = await body_of(request, settings.max_body_bytes, settings.client_seconds)
+        body = read_body(kind, given)
+        request.state.body_bytes = len(given)
         self._models.check(getattr(body, "model", None))
         return body
 

@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import base64
 import binascii
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
+
+import msgspec
 
 from seer.common.types import MAX_MEDIA
 from seer.gateway.errors import bad
@@ -91,9 +92,8 @@ def _as_object(call: object, where: str) -> dict[str, Any]:
     function = dict(call["function"])
     if isinstance(function.get("arguments"), str):
         try:
-            function["arguments"] = json.loads(function["arguments"] or "{}")
-        except ValueError as error:
-            raise bad(
-                f"{where}.tool_calls.function.arguments", function["arguments"], "is not JSON"
-            ) from error
+            function["arguments"] = msgspec.json.decode(function["arguments"] or "{}")
+        except (msgspec.MsgspecError, RecursionError, UnicodeError) as error:
+            fix = f"is not JSON: {error}"
+            raise bad(f"{where}.tool_calls.function.arguments", function["arguments"], fix) from error
     return call | {"function": function}

@@ -10,7 +10,9 @@ Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+import gc
+from collections.abc import Iterator, Mapping
 from typing import Any, TypeVar
 
 import msgspec
@@ -23,8 +25,17 @@ from seer.gateway.errors import HttpError, bad
 MAX_BODY_PROMPTS = 4096
 """Bound on the prompts of one body: their answers are assembled in memory."""
 
+MAX_VALUES = 2**22
+"""Bound on the commas of a body: four million token ids take a quarter of a second to read."""
+
+MAX_OBJECTS = 2**19
+"""Bound on what else a body has that becomes an object of its own: half a million take half a second."""
+
 MAX_TOKENS = 2**24
 """Bound on `max_tokens`, as `SamplingParams` has it."""
+
+_MOST_DIGITS = 10
+"""Of a token id."""
 
 _NONE: tuple[object, ...] = (None,)
 _OFF: tuple[object, ...] = (None, False)
@@ -120,7 +131,7 @@ class SamplingFields(msgspec.Struct, kw_only=True):
     def _biases(self, where: str) -> dict[int, float]:
         biases: dict[int, float] = {}
         for token, bias in (self.logit_bias or {}).items():
-            if not (token.isascii() and token.isdecimal()):
+            if not (token.isascii() and token.isdecimal() and len(token) <= _MOST_DIGITS):
                 raise bad(f"{where}logit_bias", token, "keys must be token ids")
             biases[int(token)] = bias
         return biases
@@ -179,9 +190,9 @@ class CompletionBody(SamplingFields, kw_only=True):
     def prompts(self) -> list[str | list[int]]:
         """Return the prompts, all as text or all as token ids."""
         given: list[Any] = [self.prompt] if isinstance(self.prompt, str) else self.prompt
-        if given and all(type(each) is int for each in given):
-            given = [given]
-        kinds = {type(each) for each in given}
+        kinds = set(map(type, given))
+        if kinds == {int}:
+            given, kinds = [given], {list}
         if len(kinds) != 1 or int in kinds or not all(given):
             raise bad(
                 "prompt", self.prompt, "give text, token ids, or a list of one of these, none of them empty"
@@ -265,9 +276,33 @@ B = TypeVar("B", bound=msgspec.Struct)
 
 def read_body(kind: type[B], body: bytes) -> B:
     """Return a body. Raises `HttpError` for whatever cannot be read or must be refused."""
+    _check_size(body)
+    with _no_collection():
+        return _read(kind, body)
+
+
+def _check_size(body: bytes) -> None:
+    """Refuse a body of very many values, which would hold up all other requests while it is read."""
+    for signs, most, what in ((",", MAX_VALUES, "values"), ("[{:", MAX_OBJECTS, "arrays, objects and keys")):
+        if (found := sum(body.count(sign.encode()) for sign in signs)) > most:
+            fix = f"give at most {most}, counted by the signs {' '.join(signs)}: send several requests"
+            raise bad("body", f"{found} {what}", fix)
+
+
+@contextlib.contextmanager
+def _no_collection() -> Iterator[None]:
+    """Keep the garbage collector off: it would look through all new objects again and again."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+def _read(kind: type[B], body: bytes) -> B:
     try:
         raw = msgspec.json.decode(body)
-    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
+    except (msgspec.MsgspecError, RecursionError, UnicodeError) as error:
         raise HttpError(400, f"the body is not JSON: {error}") from error
     if not isinstance(raw, dict):
         raise bad("body", raw, "give a JSON object")

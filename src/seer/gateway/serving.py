@@ -34,8 +34,10 @@ from seer.gateway.errors import HttpError
 from seer.gateway.generation_routes import GenerationRoutes
 from seer.gateway.http import refusal
 from seer.gateway.images import Images
+from seer.gateway.job_processes import JobProcesses
 from seer.gateway.models import Models
 from seer.gateway.open_requests import OpenRequests
+from seer.gateway.picture_processor import model_of
 from seer.gateway.text import ModelText
 from seer.gateway.this_process import ThisProcess
 
@@ -59,14 +61,18 @@ class Serving:
         )  # fmt: skip
         self._models = Models(config.shared.model, settings.model_name, self.buffer)
         self.process = ThisProcess(self.requests, self._models)
+        self._jobs = JobProcesses(config.shared.model, trust=settings.trust_chat_templates)
         self._servers: dict[str, _Server] = {}
 
     def load(self, control: ControlCalls) -> None:
         """Read tokenizer and processor, and make the routes. Raises `ConfigError`."""
         settings = self._config.gateway
+        self._jobs.start()
         text = ModelText.load(self._config.shared.model, trust_templates=settings.trust_chat_templates)
-        images = Images.load(self._config.shared.model, settings.media_bytes)
-        data = GenerationRoutes(self._config, self.buffer, self.requests, text, images, self._models).routes
+        images = Images(model_of(self._config.shared.model), self._jobs.run, settings.media_bytes)
+        data = GenerationRoutes(
+            self._config, self.buffer, self.requests, text, images, self._models, self._jobs
+        ).routes
         everything = [*data, *ControlRoutes(self._config, control, self.requests.counters).routes]
         routes = {"data": data, "control": everything}
         peers = Peers(Path(self._config.security.peers)) if self._config.security.peers else None
@@ -80,9 +86,10 @@ class Serving:
 
     async def run(self, sockets: Mapping[str, socket.socket]) -> None:
         """Serve until drained."""
-        async with self.buffer, asyncio.TaskGroup() as tasks:
-            for name, server in self._servers.items():
-                tasks.create_task(server.serve([sockets[name]]))
+        with contextlib.closing(self._jobs):
+            async with self.buffer, asyncio.TaskGroup() as tasks:
+                for name, server in self._servers.items():
+                    tasks.create_task(server.serve([sockets[name]]))
 
     def drain(self) -> None:
         """Accept no more connections; let `run` return once requests under way are answered."""

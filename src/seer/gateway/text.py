@@ -120,7 +120,8 @@ class ModelText:
                 **(arguments or {}),
             )
         except Exception as error:  # a template is a program, which says no in its own ways
-            raise HttpError(400, f"the chat template cannot take this: {error}", "messages") from error
+            said = str(error)[:1000] or type(error).__name__
+            raise HttpError(400, f"the chat template cannot take this: {said}", "messages") from error
         return text
 
     def text(

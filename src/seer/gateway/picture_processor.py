@@ -1,0 +1,82 @@
+"""A model's own Hugging Face image processor: a picture's file becomes the tensors of an image."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, cast
+
+from seer.client.images import split
+from seer.client.picture_files import Picture, decoded, opened
+from seer.common.errors import InvalidField
+from seer.common.image_models import ImageModel, image_model
+from seer.common.media import Medium
+
+_PACKAGES = ("transformers", "torchvision", "pillow")
+
+NO_IMAGES = "this model's images cannot be run: docs/images.md says whose can"
+
+
+def model_of(folder: str) -> ImageModel | None:
+    """Return what images the model in a folder takes."""
+    return image_model(json.loads((Path(folder) / "config.json").read_text()))
+
+
+class PictureProcessor:
+    """`model` and `processor` make tensors; without them, `problem` says why there are none."""
+
+    def __init__(self, model: ImageModel | None, processor: Any, problem: str = "") -> None:  # noqa: ANN401 - a Hugging Face processor
+        self._model = model
+        self._processor = processor
+        self._problem = problem
+
+    @classmethod
+    def load(cls, folder: str) -> PictureProcessor:
+        """Read a model's processor, if the model has images that can be run."""
+        model = model_of(folder)
+        if model is None:
+            return cls(None, None, NO_IMAGES)
+        try:
+            from transformers import AutoProcessor
+
+            return cls(model, AutoProcessor.from_pretrained(folder))
+        except (ImportError, OSError, ValueError, RuntimeError) as error:
+            problem = f"the processor cannot be loaded ({error}): docs/images.md says what images need"
+            return cls(None, None, problem)
+
+    @property
+    def made_by(self) -> dict[str, str]:
+        """What makes tensors of pictures: classes, and versions of packages."""
+        kinds = {"processor": self._processor, "image_processor": self._processor.image_processor}
+        found = {name: type(each).__name__ for name, each in kinds.items()}
+        for name in _PACKAGES:
+            try:
+                found[name] = version(name)
+            except PackageNotFoundError:
+                continue
+        return found
+
+    def pixels(self, files: Iterable[tuple[str, bytes]]) -> int:
+        """Return the pixels of pictures, given with their fields; their heads alone are read.
+
+        Raises `InvalidField`.
+        """
+        return sum(picture.width * picture.height for picture in (self._opened(*each) for each in files))
+
+    def medium(self, field: str, data: bytes) -> Medium:
+        """Return the image of a picture's file. Raises `InvalidField` naming `field`."""
+        picture = self._opened(field, data)
+        whole = decoded(picture, field)
+        try:
+            (medium,) = split(self._processor.image_processor(images=[whole], return_tensors="pt"))
+            cast("ImageModel", self._model).check(medium)
+        except (InvalidField, ValueError) as error:  # as for an aspect ratio that the model does not take
+            raise InvalidField(field, f"{picture.width} x {picture.height} pixels", str(error)) from error
+        return medium
+
+    def _opened(self, field: str, data: bytes) -> Picture:
+        if self._model is None:
+            raise InvalidField(field, "an image", self._problem)
+        return opened(data, field)

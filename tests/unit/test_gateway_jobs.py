@@ -1,0 +1,124 @@
+"""Jobs in processes that can be ended: the lists in `seer.gateway.jobs` and `seer.gateway.job_processes`."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+from gateway_system import MODEL, TEMPLATE
+
+from seer.gateway import job_processes
+from seer.gateway.errors import HttpError
+from seer.gateway.job_processes import JobProcesses
+
+FOREVER = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+"""A template of a request's own, which is trusted here."""
+
+CHAT = [{"role": "user", "content": "1"}]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("jobs") / "model"
+    shutil.copytree(MODEL, folder)
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    return folder
+
+
+@pytest.fixture
+async def processes(model: Path) -> AsyncIterator[JobProcesses]:
+    found = JobProcesses(str(model), trust=True)
+    found.start()
+    yield found
+    found.close()
+
+
+def children(processes: JobProcesses) -> list[str]:
+    process = processes._process
+    assert process is not None
+    return Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+
+
+async def ended(processes: JobProcesses) -> None:
+    async with asyncio.timeout(60):
+        while children(processes):
+            await asyncio.sleep(0.02)
+
+
+async def test_jobs_answer_as_the_calls_do_and_errors_name_their_field(processes: JobProcesses) -> None:
+    [ids] = await processes.run("prompt", "encode", ["1 + 2"], False)
+    assert await processes.run("tokens", "decode", ids) == "1 + 2"
+    assert len(await processes.run("tokens", "tokens", ids)) == len(ids)
+    assert (
+        await processes.run("messages", "chat", CHAT, {}, False)
+        == (await processes.run("prompt", "encode", ["1 ="], False))[0]
+    )
+    for name, given, says in (
+        ("chat", (CHAT, {"template": "{{ 1 / 0 }}"}, False), "the chat template cannot take this"),
+        ("chat", (CHAT, {"arguments": {"tokenize": True}}, False), "has a field of its own"),
+        ("encode", (["1", 5], False), "cannot be taken"),
+        ("decode", ([2**60],), "cannot be taken"),
+        (
+            "chat",
+            ([{"role": "user", "content": "1"}], {"template": "{{ [[1] * 9] * 9 | map('x') }}"}, False),
+            "f",
+        ),
+        ("picture", ("image", b"GIF89a"), "cannot be run"),
+        ("pixels", ([("image", b"GIF89a")],), "cannot be run"),
+    ):
+        with pytest.raises(HttpError, match=says) as info:
+            await processes.run("f", name, *given)
+        assert info.value.status == 400
+
+
+async def test_the_process_that_forks_has_one_thread(processes: JobProcesses) -> None:
+    await processes.run("prompt", "encode", ["1"], False)
+    assert processes._process is not None
+    assert len(list(Path(f"/proc/{processes._process.pid}/task").iterdir())) == 1
+
+
+async def test_a_job_that_nobody_waits_for_is_ended_and_quick_ones_wait_for_none(
+    processes: JobProcesses, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """More endless jobs than may run at once: a quick one is answered meanwhile."""
+    await processes.run("prompt", "encode", ["1"], False)
+    monkeypatch.setattr(job_processes, "QUICK_SECONDS", 3.0)
+    endless = [
+        asyncio.create_task(processes.run("messages", "chat", CHAT, {"template": FOREVER}, False))
+        for _ in range(4)
+    ]
+    while not children(processes):
+        await asyncio.sleep(0.02)
+    assert await processes.run("prompt", "encode", ["1"], False)
+    assert not any(task.done() for task in endless)
+    for task in endless:
+        task.cancel()
+    await asyncio.wait(endless)
+    await ended(processes)
+    assert await processes.run("prompt", "encode", ["1"], False)
+
+
+async def test_what_takes_too_long_or_too_much_is_refused_by_its_field(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    processes = JobProcesses(str(model), trust=True, seconds=1)
+    monkeypatch.setattr(job_processes, "QUICK_SECONDS", 0.1)
+    processes.start()
+    try:
+        for given in ({"template": FOREVER}, {"template": "{{ 'a' * 10**11 }}"}):
+            with pytest.raises(HttpError, match="takes more than 1 s of a core|MemoryError") as info:
+                await processes.run("messages", "chat", CHAT, given, False)
+            assert (info.value.status, info.value.param) == (400, "messages")
+    finally:
+        processes.close()
+
+
+async def test_a_process_that_died_is_started_again(processes: JobProcesses) -> None:
+    await processes.run("prompt", "encode", ["1"], False)
+    assert processes._process is not None
+    processes._process.kill()
+    processes._process.wait()
+    assert await processes.run("prompt", "encode", ["1"], False)
