@@ -96,3 +96,15 @@ def test_other_messages_are_refused_by_name(message: Any, param: str, says: str)
     assert info.value.param == param
     assert says in str(info.value)
     assert len(str(info.value)) < 300
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    ["[" * 1000 + "]" * 1000, "[" * 100_000, '"' + "\\ud800" + '"', "NaN", "1" * 4301, "1e999", "{", "\0"],
+    ids=["nested", "deep", "surrogate", "nan", "digits", "float", "open", "null"],
+)
+def test_arguments_of_tools_that_are_no_json_are_refused_by_their_field(arguments: str) -> None:
+    call = {"type": "function", "function": {"name": "f", "arguments": arguments}}
+    with pytest.raises(HttpError, match="is not JSON") as info:
+        plain_messages([{"role": "assistant", "content": None, "tool_calls": [call]}])
+    assert (info.value.status, info.value.param) == (400, "messages[0].tool_calls.function.arguments")

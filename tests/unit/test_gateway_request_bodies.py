@@ -10,10 +10,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from seer.common.errors import InvalidField
 from seer.common.types import SamplingParams
 from seer.gateway.errors import HttpError
 from seer.gateway.request_bodies import (
+    MAX_OBJECTS,
     MAX_TOKENS,
+    MAX_VALUES,
     REFUSED,
     ChatBody,
     CompletionBody,
@@ -198,3 +201,38 @@ def test_any_fields_are_a_body_or_an_http_error(
 def test_any_bytes_are_a_body_or_an_http_error(body: bytes) -> None:
     for kind in KINDS:
         assert outcome(lambda kind=kind: read_body(kind, body)) in (200, 400)
+
+
+@pytest.mark.parametrize("key", ["1" * 4301, "-1", "1e3", "", "\u0663", "12345678901"])
+def test_keys_of_biases_that_are_no_token_ids_are_refused(key: str) -> None:
+    with pytest.raises(HttpError, match=r"logit_bias = .*: keys must be token ids") as info:
+        completion(logit_bias={key: 1.0}).sampling("scaled")
+    assert (info.value.status, info.value.param) == (400, "logit_bias")
+
+
+@pytest.mark.parametrize(
+    ("body", "says"),
+    [
+        (b'{"prompt":[' + b"1," * MAX_VALUES + b"1,1]}", "3145729 values"),
+        (b'{"prompt":"a","x":[' + b"[]," * MAX_OBJECTS + b"1]}", "arrays, objects and keys"),
+        (b'{"prompt":"a","x":{' + b'"a":1,' * MAX_OBJECTS + b'"a":1}}', "arrays, objects and keys"),
+    ],
+    ids=["values", "arrays", "keys"],
+)
+def test_bodies_that_would_hold_up_others_are_refused(body: bytes, says: str) -> None:
+    with pytest.raises(HttpError, match=says) as info:
+        read_body(CompletionBody, body)
+    assert (info.value.status, info.value.param) == (400, "body")
+
+
+@pytest.mark.parametrize(
+    "value",
+    [10**5000, [[[[[[1]]]]]] * 10**6, {"a": ["b" * 10**6] * 10}, "a" * 10**7, {1: {2: {3: {4: {5: {}}}}}}],
+    ids=["digits", "lists", "strings", "text", "nested"],
+)
+def test_errors_show_the_beginning_of_any_value(value: object) -> None:
+    assert len(str(InvalidField("f", value, "fix"))) < 100
+    deep: list[object] = []
+    for _ in range(100_000):
+        deep = [deep]
+    assert str(InvalidField("f", deep, "fix")).startswith("f = [[[[")

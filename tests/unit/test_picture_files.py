@@ -125,3 +125,55 @@ def test_whatever_bytes_arrive_the_outcome_is_a_picture_or_invalid_field() -> No
         except InvalidField:
             pass
     assert 0 < read_well < 600
+
+
+def progressive(side: int, scans: int) -> bytes:
+    """A JPEG whose last scan comes again and again, with nothing new."""
+    data = saved(Image.new("RGB", (side, side)), "JPEG", progressive=True)
+    return data[:-2] + data[data.rindex(b"\xff\xda") : -2] * scans + b"\xff\xd9"
+
+
+def chunk(name: bytes, data: bytes = b"") -> bytes:
+    return struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
+
+
+PNG, JPEG = saved(noise()), saved(noise(), "JPEG")
+MANY = 70_000
+
+
+@pytest.mark.parametrize(
+    ("data", "says"),
+    [
+        (progressive(2896, 500), "510 scans: give a JPEG of at most 128, or one that is not progressive"),
+        (PNG[:33] + chunk(b"abCd") * MANY + PNG[33:], "has more than 65536 parts: write it anew"),
+        (PNG[:33] + chunk(b"IDAT") * MANY + PNG[33:], "has more than 65536 parts"),
+        (JPEG[:2] + b"\xff" * MANY + JPEG[2:], "has more than 65536 parts"),
+        (JPEG[:2] + b"\xff\xe5\0\2" * MANY + JPEG[2:], "has more than 65536 parts"),
+        (JPEG[:2] + (b"\xff\xdb\0\x43\0" + b"\1" * 64) * MANY + JPEG[2:], "has more than 65536 parts"),
+    ],
+    ids=["scans", "chunks", "data chunks", "fill", "segments", "tables"],
+)
+def test_what_is_much_work_for_its_pixels_is_refused_before_any_of_it(data: bytes, says: str) -> None:
+    with pytest.raises(InvalidField) as info:
+        opened(data, "field")
+    assert says in str(info.value).replace("'", "")
+
+
+def test_what_encoders_write_is_much_less_work() -> None:
+    """The largest picture, in ten scans; chunks of 512 bytes, of which 32 MiB have as many as may be."""
+    assert read(progressive(56, 2000)).size == (56, 56)
+    data = saved(Image.new("L", (5792, 5792)), "JPEG", progressive=True)
+    assert opened(data, "field").size == (5792, 5792)
+    parts = PNG[:33] + chunk(b"abCd", bytes(500)) * 60_000 + PNG[33:]
+    assert opened(parts, "field").size == (4, 6)
+
+
+@pytest.mark.parametrize("orientation", range(1, 10))
+def test_every_orientation_is_that_of_pil(orientation: int) -> None:
+    from PIL import ImageOps
+
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    data = saved(noise(), exif=exif)
+    expected = ImageOps.exif_transpose(Image.open(io.BytesIO(data))).convert("RGB")
+    assert np.array_equal(read(data), expected)

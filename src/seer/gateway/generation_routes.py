@@ -4,8 +4,8 @@ Invariants:
 - a request is submitted once it was read and checked as a whole: one that is refused costs no engine time;
 - `model` is this system's, the live adapter's, or left out; another one is refused by name;
 - a stream's answer begins with its first tokens: what fails before has a status of its own;
-- what a request may make long (long texts, templates of its own, pictures) runs in processes that can be ended,
-  short texts on a thread: no request holds up others for long.
+- what a request may make long (long texts, templates of its own, pictures) runs in processes that can be
+  ended, short texts on a thread: no request holds up others for long.
 """
 
 from __future__ import annotations
@@ -187,9 +187,8 @@ class GenerationRoutes:
     async def _prompt_ids(self, request: Request, body: CompletionBody) -> list[list[int]]:
         given: list[Any] = body.prompts()
         if isinstance(given[0], str):
-            given = await self._encoded(
-                request, given, "prompt", special=body.add_special_tokens is not False
-            )
+            special = body.add_special_tokens is not False
+            given = await self._encoded(request, given, "prompt", special=special)
         for position, ids in enumerate(given):
             self._text.check(ids, f"prompt[{position}]")
             self._images.check_text(ids, f"prompt[{position}]")
@@ -201,16 +200,18 @@ class GenerationRoutes:
         if sum(map(len, texts)) > SHORT:
             ids: list[list[int]] = await self._job(request, self._jobs.run(field, "encode", texts, special))
             return ids
-        return await self._on_thread(
-            lambda _: [self._text.encode(text, special=special) for text in texts], 0
-        )
+
+        def encoded(texts: list[str]) -> list[list[int]]:
+            return [self._text.encode(text, special=special) for text in texts]
+
+        return await self._on_thread(encoded, texts)
 
     async def _chat_prompt(
         self, request: Request, body: ChatBody | TokenizeBody
     ) -> tuple[list[int], list[Placed]]:
         """Return a chat's token ids and images. Raises `HttpError`, `ClientDisconnect`."""
         messages, files = await self._on_thread(plain_messages, body.messages or [])
-        options = {
+        options: dict[str, Any] = {
             "tools": body.tools,
             "template": body.chat_template,
             "arguments": body.chat_template_kwargs,

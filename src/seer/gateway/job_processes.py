@@ -1,10 +1,11 @@
 """Has work on requests done in processes that can be ended: the asking side of `jobs`.
 
 Invariants (tests/unit/test_gateway_jobs.py):
-- a job is tried for `QUICK_SECONDS` among the quick ones; one that takes longer begins again among the slow ones,
-  so that no quick one waits for a slow one;
+- a job is tried for `QUICK_SECONDS` among the quick ones; one that takes longer begins again among the slow
+  ones, so that no quick one waits for a slow one;
 - a job that nobody waits for any more is ended;
-- one that was ended by its bounds is refused by its field; the process that forks is started again if it died.
+- one that was ended by its bounds is refused by its field; the process that forks is started again if it
+  died.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import os
 import socket
 import subprocess
 import sys
+from typing import Any
 
 import msgspec
 
@@ -42,7 +44,7 @@ class JobProcesses:
         self._quick = asyncio.Semaphore(AT_ONCE)
         self._slow = asyncio.Semaphore(AT_ONCE)
         self._process: subprocess.Popen[bytes] | None = None
-        self._control: socket.socket | None = None
+        self._control, _ = socket.socketpair()
 
     def start(self) -> None:
         """Start the process that forks, or start it again. Its loading is not waited for."""
@@ -58,13 +60,12 @@ class JobProcesses:
 
     def close(self) -> None:
         """End the process that forks."""
-        if self._control is not None:
-            self._control.close()
+        self._control.close()
         if self._process is not None:
             self._process.kill()
             self._process.wait()
 
-    async def run(self, field: str, name: str, *arguments: object) -> object:
+    async def run(self, field: str, name: str, *arguments: object) -> Any:  # noqa: ANN401 - by the job
         """Return what a method of `Jobs` returns. Raises `HttpError` that names `field`."""
         request = msgspec.msgpack.encode((field, name, arguments))
         try:
@@ -83,8 +84,7 @@ class JobProcesses:
         told = _answer.decode(answer)
         if told.status != 200:
             raise HttpError(told.status, told.error, told.param)
-        result: object = told.result
-        return result
+        return told.result
 
     async def _once(self, request: bytes) -> bytes:
         """Return the answer of one process; nothing if it was ended."""
@@ -92,7 +92,6 @@ class JobProcesses:
             self.start()
         mine, theirs = socket.socketpair()
         with theirs, contextlib.suppress(OSError):
-            assert self._control is not None
             socket.send_fds(self._control, [b"j"], [theirs.fileno()])
         mine.setblocking(False)
         reader, writer = await asyncio.open_connection(sock=mine, limit=2**22)

@@ -62,7 +62,7 @@ class Models:
         if adapter is not None and model == adapter.name:
             return adapter.name
         there = f"{self.name!r} and the adapter {adapter.name!r}" if adapter else f"{self.name!r} alone"
-        raise HttpError(404, f"model = {model!r}: this system has {there}", "model")
+        raise HttpError(404, f"model = {model[:80]!r}: this system has {there}", "model")
 
     def check_version(self, adapter: str, version: int) -> None:
         """Raise a 409 unless weights of `version` are those of the adapter that was named, if one was."""

@@ -25,8 +25,8 @@ from seer.gateway.errors import HttpError, bad
 MAX_BODY_PROMPTS = 4096
 """Bound on the prompts of one body: their answers are assembled in memory."""
 
-MAX_VALUES = 2**22
-"""Bound on the commas of a body: four million token ids take a quarter of a second to read."""
+MAX_VALUES = 3 * 2**20
+"""Bound on the commas of a body: so many token ids take up to a second (bench/services/http_bodies.py)."""
 
 MAX_OBJECTS = 2**19
 """Bound on what else a body has that becomes an object of its own: half a million take half a second."""
@@ -118,6 +118,8 @@ class SamplingFields(msgspec.Struct, kw_only=True):
         given["stop_token_ids"] = tuple(self.stop_token_ids or ())
         given["logit_bias"] = self._biases(where)
         given.setdefault("max_tokens", MAX_TOKENS)
+        if self.seed is not None and not -(2**63) <= self.seed < 2**63:
+            raise bad(f"{where}seed", self.seed, "must be in [-2^63, 2^63)")
         sampling = SamplingParams(logprobs=mode, **given)
         try:
             sampling.check(where.removesuffix(".") or "sampling")
