@@ -392,7 +392,7 @@ def load(
             table = tomllib.loads(path.read_text())
         except OSError as error:
             raise ConfigError(f"config file {path}: {error.strerror}; give a readable TOML file") from error
-        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        except (ValueError, RecursionError) as error:
             raise ConfigError(f"config file {path}: not valid TOML: {error}") from error
     _refuse_unknown(Config, table, str(path))
     for name, text in sorted((environ or {}).items()):
@@ -493,7 +493,7 @@ def _is_section(kind: object) -> bool:
 def _maybe_toml(text: str) -> object:
     try:
         return tomllib.loads(f"v = {text}")["v"]
-    except tomllib.TOMLDecodeError:
+    except (ValueError, RecursionError):
         return text
 
 

@@ -9,6 +9,11 @@ from collections.abc import Iterable, Mapping
 from itertools import islice
 from typing import cast
 
+import msgspec
+
+NOT_DECODED = (msgspec.MsgspecError, UnicodeError, RecursionError)
+"""What msgspec raises for what it cannot decode or convert: also text that is not UTF-8, too many levels."""
+
 
 class SeerError(Exception):
     """Base of all errors that Seer raises deliberately; can be pickled, to be raised in another process."""

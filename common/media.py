@@ -24,7 +24,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from seer.common.errors import InvalidField
+from seer.common.errors import NOT_DECODED, InvalidField
 from seer.common.types import MAX_MEDIUM_BYTES
 from seer.common.wire.base import Bytes
 
@@ -99,7 +99,7 @@ def read(name: str, data: Bytes) -> Medium:
     (length,) = struct.unpack("<Q", data[:8].tobytes())
     try:
         header = _header.decode(data[8 : 8 + length].tobytes() if length < len(data) else b"")
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+    except NOT_DECODED as error:
         raise InvalidField("medium", name, f"has no header: {error}") from error
     _check(name, header)
     if data[: 8 + length].tobytes() != _head(header):

@@ -21,7 +21,7 @@ from pathlib import Path
 import msgspec
 from msgspec.structs import replace
 
-from seer.common.errors import ConfigError, InvalidField
+from seer.common.errors import NOT_DECODED, ConfigError, InvalidField
 from seer.sim.workload import WORKLOADS, Model, Workload
 
 
@@ -79,7 +79,7 @@ def read_trace(path: Path) -> tuple[tuple[int, ...], ...]:
         where = f"{path}:{number}"
         try:
             line = msgspec.json.decode(row, type=_Line)
-        except msgspec.DecodeError as error:
+        except NOT_DECODED as error:
             raise ConfigError(f"{where}: {error}") from error
         if not line.id:
             raise InvalidField(f"{where}: id", line.id, "give the prompt's id, a non-empty string")
@@ -109,7 +109,7 @@ def _length(response: _Response, where: str) -> int:
 def _described(path: Path) -> Workload:
     try:
         table = tomllib.loads(_read(path).decode())
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path}: not valid TOML: {error}") from error
     like, trace = table.pop("like", None), table.pop("trace", None)
     for key in _unknown(table):

@@ -25,6 +25,7 @@ DONE = ROOT / "build" / "test-parts.json"
 PYTEST = (sys.executable, "-m", "pytest", "-q", "--durations=15", "--durations-min=1")
 CHAOS = (sys.executable, "bench/correctness/chaos.py")
 FUZZ = (sys.executable, "tests/process/fuzz.py")
+FUZZ_FILES = (sys.executable, "tests/process/fuzz_files.py")
 
 _cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
 WORKERS = str(max(4, min(8, _cores)))
@@ -65,6 +66,7 @@ BREADTH = {
     "fuzz": [
         (*FUZZ, "--frames", "500000", "--seed", "1"),
         (*FUZZ, "--frames", "500000", "--seed", "2", "--keys"),
+        (*FUZZ_FILES, "--cases", "700000", "--seed", "1"),
     ],
 }
 """`make test-all`: the same claims with more sizes, variants and seeds."""

@@ -22,7 +22,7 @@ from typing import Self
 
 import msgspec
 
-from seer.common.errors import InvalidField, RolloutFailed
+from seer.common.errors import NOT_DECODED, InvalidField, RolloutFailed
 from seer.common.process.scratch import open_private
 
 
@@ -121,7 +121,7 @@ class Journal:
                 raise msgspec.DecodeError("it begins otherwise")
             header = _HEADER.decode(lines[0]) if lines else _Header(secrets.token_hex(8), asked)
             answers = [_ANSWER.decode(line) for line in lines[1:]]
-        except msgspec.MsgspecError as error:
+        except NOT_DECODED as error:
             raise InvalidField("journal", str(self._path), f"is no journal: {error}") from error
         if header.asked != asked:
             fix = f"is of a run with {header.asked}, and this one has {asked}: give another file"

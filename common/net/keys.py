@@ -16,6 +16,7 @@ import os
 import secrets
 import socket
 import stat
+import struct
 import time
 from collections.abc import Mapping
 from datetime import UTC, datetime
@@ -246,7 +247,7 @@ def _time(text: str, where: str) -> float:
 def _checked(text: str, where: str) -> str:
     try:
         sound = len(text) == KEY_LENGTH and len(z85.decode(text.encode())) == 32
-    except (ValueError, KeyError, UnicodeEncodeError):
+    except (ValueError, KeyError, struct.error):  # the last: characters that stand for too large a number
         sound = False
     if not sound:
         raise ConfigError(f"{where}: holds no key of {KEY_LENGTH} characters; make one with `seer keys`")

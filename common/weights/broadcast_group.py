@@ -22,6 +22,7 @@ import msgspec
 import torch
 from torch.distributed import BroadcastOptions, PrefixStore, ProcessGroup, ProcessGroupGloo, TCPStore
 
+from seer.common.errors import NOT_DECODED
 from seer.common.weights.mooncake import own_address
 
 POLL_SECONDS = 0.001
@@ -122,7 +123,7 @@ def join(
     store.wait([_RANKS], limit)
     try:
         ranks = msgspec.json.decode(store.get(_RANKS), type=_Ranks)
-    except msgspec.MsgspecError as error:
+    except NOT_DECODED as error:
         raise RuntimeError(f"the trainer at {host}:{port} gave no list of ranks: {error}") from error
     if engine not in ranks.first:
         raise RuntimeError("the broadcast had begun without this engine: it came too late")

@@ -17,6 +17,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
+from seer.common.errors import NOT_DECODED
 from seer.common.weights.safetensors import BITS, MAX_TENSORS, open_regular, stored
 
 SCHEME = "inplace:"
@@ -118,7 +119,7 @@ def parse(data: bytes) -> Plan:
     """Return a consistent plan. Raises `ValueError`."""
     try:
         plan = msgspec.json.decode(data, type=Plan)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+    except NOT_DECODED as error:
         raise ValueError(f"has no plan of an update in place: {error}") from error
     names: set[str] = set()
     for bucket in plan.buckets:

@@ -21,6 +21,7 @@ from typing import Annotated, TypeVar
 
 import msgspec
 
+from seer.common.errors import NOT_DECODED
 from seer.common.weights.in_place import SCHEME as IN_PLACE_SCHEME
 from seer.common.weights.in_place import is_in_place
 from seer.common.weights.safetensors import metadata, open_regular
@@ -124,7 +125,7 @@ def parse_config(text: bytes) -> LoraConfig:
     try:
         given = msgspec.json.decode(text, type=dict[str, object])
         config = msgspec.convert(given, LoraConfig)
-    except (msgspec.MsgspecError, RecursionError) as error:
+    except NOT_DECODED as error:
         raise ValueError(f"{CONFIG}: {error}") from error
     own = {field.name for field in msgspec.structs.fields(LoraConfig)}
     for name, value in given.items():

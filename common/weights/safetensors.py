@@ -21,6 +21,8 @@ from typing import Annotated, BinaryIO
 
 import msgspec
 
+from seer.common.errors import NOT_DECODED
+
 PATTERN = "*.safetensors"
 
 MAX_HEADER_BYTES = 100_000_000
@@ -93,7 +95,7 @@ def stored(folder: Path) -> list[Stored]:
     for name, path in sorted(files.items()):
         try:
             length, tensors = _header(path, left)
-        except (msgspec.MsgspecError, RecursionError, struct.error) as error:
+        except (*NOT_DECODED, struct.error) as error:
             raise ValueError(f"holds a truncated or damaged {name}: {error}") from error
         left -= length
         found += tensors
@@ -111,7 +113,7 @@ def metadata(path: Path) -> dict[str, str]:
     try:
         entries = msgspec.json.decode(text, type=dict[str, msgspec.Raw])
         return msgspec.json.decode(entries.get("__metadata__", b"{}"), type=dict[str, str])
-    except (msgspec.MsgspecError, RecursionError):
+    except NOT_DECODED:
         return {}
 
 
@@ -127,7 +129,7 @@ def _listed(index: Path) -> set[str]:
     try:
         shards = msgspec.json.decode(text, type=dict[str, msgspec.Raw])["weight_map"]
         return set(msgspec.json.decode(shards, type=dict[str, str]).values())
-    except (msgspec.MsgspecError, RecursionError, LookupError):
+    except (*NOT_DECODED, LookupError):
         return set()
 
 

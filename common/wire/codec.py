@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from seer.common import wire
-from seer.common.errors import WireError
+from seer.common.errors import NOT_DECODED, WireError
 from seer.common.net.transport.base import Frame
 
 M = TypeVar("M")
@@ -105,7 +105,7 @@ class Decoder(Generic[M]):
         self._unread = dict(enumerate(frames[1:], start=1))
         try:
             message = self._decoder.decode(frames[0])
-        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        except NOT_DECODED as error:
             raise WireError(f"malformed message: {str(error)[:_MAX_TEXT]}") from error
         else:
             if self._unread:

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import msgspec
 
-from seer.common.errors import ConfigError
+from seer.common.errors import NOT_DECODED, ConfigError
 from seer.common.process.scratch import open_private
 
 _MAGIC = b"seer dgds memory 1\n"
@@ -57,7 +57,10 @@ def load(path: Path, shared: str) -> Entries:
         raise _problem(path, "not a file of Seer's; give the dgds a file of its own")
     if data[len(_MAGIC) : len(_MAGIC) + _DIGEST_BYTES] != _digest(body):
         raise _problem(path, "damaged; it is not used")
-    written_for, entries = msgspec.msgpack.decode(body, type=tuple[str, Entries])
+    try:
+        written_for, entries = msgspec.msgpack.decode(body, type=tuple[str, Entries])
+    except NOT_DECODED as error:
+        raise _problem(path, f"of another version ({error}); it is not used") from error
     if written_for != shared:
         raise ConfigError(
             f"dgds.remember_path = {path}: written for another model or [shared] section; it is not used"

@@ -23,6 +23,7 @@ import msgspec
 import numpy as np
 
 from seer.common import wire
+from seer.common.errors import NOT_DECODED
 from seer.services.buffer.requests.events import Kept, KeptResponse
 
 Outputs = dict[int, tuple[wire.Tokens, wire.Logprobs]]
@@ -153,7 +154,7 @@ def _records(path: Path) -> Iterator[tuple[_Head, int, int, int]]:
                     return
                 try:
                     record = _decoder.decode(part[:size])
-                except msgspec.MsgspecError:
+                except NOT_DECODED:
                     return
             yield record, head + size, count, end
             at = end

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from seer.common.errors import SeerError
+from seer.common.errors import NOT_DECODED, SeerError
 from seer.common.group_events import GroupClosed, GroupOpened, RequestProgress
 from seer.common.policy.schedule import POLICIES
 from seer.services.buffer.log.snapshot import parse, restored
@@ -53,6 +53,9 @@ Submission = tuple[str, int]
 
 
 NO_STATE = msgspec.Raw(b"null")
+
+_NOT_RESTORED = (*NOT_DECODED, LookupError, TypeError, ValueError, ArithmeticError, AttributeError)
+"""What a state may lead to whose parts do not fit together."""
 
 
 class Header(msgspec.Struct, frozen=True, kw_only=True):
@@ -94,7 +97,7 @@ class Header(msgspec.Struct, frozen=True, kw_only=True):
             )
         try:
             return restored(parse(self.state), requests)
-        except msgspec.MsgspecError as error:
+        except _NOT_RESTORED as error:
             raise LogError(f"this version cannot read the machines' state: {error}") from None
 
 
@@ -132,7 +135,7 @@ def read(path: Path) -> tuple[Header, Iterator[Line]]:
     first = next(lines, b"")
     try:
         header = _header.decode(first)
-    except msgspec.MsgspecError as error:
+    except NOT_DECODED as error:
         raise LogError(f"{path}: is not a log of a buffer: {error}") from None
     if header.format != FORMAT:
         raise LogError(
@@ -152,5 +155,5 @@ def _lines(path: Path) -> Iterator[bytes]:
 def _decoded(path: Path, number: int, text: bytes) -> Line:
     try:
         return _line.decode(text)
-    except msgspec.MsgspecError as error:
+    except NOT_DECODED as error:
         raise LogError(f"{path}: line {number}: {error}") from None

@@ -18,6 +18,7 @@ from typing import BinaryIO, NamedTuple
 
 import msgspec
 
+from seer.common.errors import NOT_DECODED
 from seer.services.buffer.log.rows import Header, Line, Submission
 from seer.services.buffer.requests.events import GroupsSubmitted
 
@@ -57,7 +58,7 @@ def submitted(path: Path) -> list[Submission]:
             if _SUBMITTED in text:  # few lines have it; decoding all lines takes ten times as long
                 try:
                     event = _line.decode(text).event
-                except msgspec.MsgspecError:
+                except NOT_DECODED:
                     break
                 if isinstance(event, GroupsSubmitted):
                     submissions[event.rollout_id, event.submission] = None
@@ -135,7 +136,7 @@ class Pruner:
             with path.open("rb") as file:
                 try:
                     self._heads[path] = _head.decode(file.readline())
-                except msgspec.MsgspecError:
+                except NOT_DECODED:
                     self._heads[path] = _Head()
         return self._heads[path]
 

@@ -41,7 +41,7 @@ class SpoolFolder(OwnFolder):
                 if notes["whole"] and (self.root / name / SPOOL_FILE).stat().st_size == size:
                     found[name] = size, token
                     continue
-            except (OSError, ValueError, LookupError, TypeError):
+            except (OSError, ValueError, LookupError, TypeError, ArithmeticError, RecursionError):
                 pass  # it is not complete
             self.remove(name)
         return found

@@ -25,7 +25,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from seer.common.errors import EngineError, InvalidField
+from seer.common.errors import NOT_DECODED, EngineError, InvalidField
 from seer.services.engine.backend import Chunk
 
 LENGTH_SIGMA = 1.0
@@ -98,7 +98,7 @@ class TraceResponses:
     def _read(self, row: bytes, where: str, vocab_size: int) -> None:
         try:
             line = msgspec.json.decode(row, type=_Line)
-        except msgspec.DecodeError as error:
+        except NOT_DECODED as error:
             raise EngineError(f"{where}: {error}") from error
         if not line.token_ids or not all(0 <= token < vocab_size for token in line.token_ids):
             raise EngineError(

@@ -201,7 +201,7 @@ def model_config(shared: SharedConfig) -> dict[str, Any]:
     if shared.model and Path(shared.model).is_dir():
         try:
             described = json.loads((Path(shared.model) / "config.json").read_text())
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             problem = f"has no readable config.json ({error})"
         else:
             problem = "has a config.json that names no architectures"

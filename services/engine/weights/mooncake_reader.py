@@ -21,7 +21,7 @@ from typing import cast
 
 import msgspec
 
-from seer.common.errors import SeerError
+from seer.common.errors import NOT_DECODED, SeerError
 from seer.common.weights.mooncake import RegisteredMemory, TransferEngine, open_engine, own_address
 
 PART_BYTES = 2**24
@@ -42,7 +42,7 @@ def size_of(address: str) -> int:
 def _memory(address: str) -> RegisteredMemory:
     try:
         return msgspec.json.decode(address, type=RegisteredMemory)
-    except msgspec.DecodeError as error:
+    except NOT_DECODED as error:
         raise ValueError(f"is not an address in a trainer's memory: {error}") from error
 
 

@@ -10,7 +10,7 @@ from typing import Any, cast
 
 from seer.client.images import split
 from seer.client.picture_files import Picture, decoded, opened
-from seer.common.errors import InvalidField
+from seer.common.errors import ConfigError, InvalidField
 from seer.common.image_models import ImageModel, image_model
 from seer.common.media import Medium
 
@@ -20,8 +20,11 @@ NO_IMAGES = "this model's images cannot be run: docs/images.md says whose can"
 
 
 def model_of(folder: str) -> ImageModel | None:
-    """Return what images the model in a folder takes."""
-    return image_model(json.loads((Path(folder) / "config.json").read_text()))
+    """Return what images the model in a folder takes. Raises `ConfigError` for a folder without a model."""
+    try:
+        return image_model(json.loads((Path(folder) / "config.json").read_text()))
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        raise ConfigError(f"shared.model = {folder!r}: its config.json is no model's ({error!r})") from error
 
 
 class PictureProcessor:

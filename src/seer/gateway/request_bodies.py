@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from seer.common.errors import InvalidField
+from seer.common.errors import NOT_DECODED, InvalidField
 from seer.common.types import LogprobMode, SamplingParams
 from seer.common.wire import MAX_GROUP_SIZE
 from seer.gateway.errors import HttpError, bad
@@ -304,7 +304,7 @@ def _no_collection() -> Iterator[None]:
 def _read(kind: type[B], body: bytes) -> B:
     try:
         raw = msgspec.json.decode(body)
-    except (msgspec.MsgspecError, RecursionError, UnicodeError) as error:
+    except NOT_DECODED as error:
         raise HttpError(400, f"the body is not JSON: {error}") from error
     if not isinstance(raw, dict):
         raise bad("body", raw, "give a JSON object")

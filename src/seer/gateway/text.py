@@ -69,7 +69,7 @@ class ModelText:
             raise ConfigError(
                 f"the gateway needs transformers: pip install '.[gateway]' ({error})"
             ) from error
-        except (OSError, ValueError, AttributeError) as error:  # the last: JSON, but no object
+        except (OSError, ValueError, AttributeError, TypeError, RecursionError) as error:
             raise ConfigError(f"shared.model = {model!r}: no tokenizer can be read: {error}") from error
         ends = eos if isinstance(eos, list) else () if eos is None else (eos,)
         return cls(tokenizer, vocab_size, ends, trust_templates=trust_templates)

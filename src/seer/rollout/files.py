@@ -12,6 +12,7 @@ import json
 import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Annotated
 
 import msgspec
 
@@ -19,7 +20,7 @@ from seer.client.groups import Group
 from seer.client.media import Placed
 from seer.client.prompts import MAX_ID_BYTES, Prepared, token_array
 from seer.client.text import Tokenizer, load_tokenizer
-from seer.common.errors import InvalidField
+from seer.common.errors import NOT_DECODED, InvalidField
 from seer.common.weights.digest import problem_of
 from seer.common.wire import Tokens
 from seer.rollout.pictures import Pictures
@@ -44,6 +45,22 @@ class ModelFacts(msgspec.Struct, frozen=True):
     vocab_size: int = 0
 
 
+class _Rope(msgspec.Struct):
+    rope_type: str | None = None
+    type: str | None = None
+
+
+class _TextConfig(msgspec.Struct):
+    max_position_embeddings: Annotated[int, msgspec.Meta(ge=0)] | None = None
+    vocab_size: Annotated[int, msgspec.Meta(ge=0)] | None = None
+    rope_scaling: _Rope | None = None
+    rope_parameters: _Rope | None = None
+
+
+class _ModelConfig(_TextConfig):
+    text_config: _TextConfig | None = None
+
+
 def model_facts(folder: Path) -> ModelFacts:
     """Read a folder's config.json. Raises `InvalidField` when there is none."""
     try:
@@ -51,18 +68,20 @@ def model_facts(folder: Path) -> ModelFacts:
     except OSError as error:
         fix = f"its config.json cannot be read ({error.strerror}); give a Hugging Face model folder"
         raise InvalidField("--model", str(folder), fix) from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         fix = f"its config.json is not valid JSON ({error}); give a Hugging Face model folder"
         raise InvalidField("--model", str(folder), fix) from error
-    if not isinstance(described, dict):
-        raise InvalidField(
-            "--model", str(folder), "its config.json is no object; give a Hugging Face model folder"
-        )
-    text = described.get("text_config") or described
-    rope = text.get("rope_scaling") or text.get("rope_parameters") or {}
-    scaled = rope.get("rope_type", rope.get("type", "default")) != "default"
-    context = 0 if scaled else text.get("max_position_embeddings")
-    return ModelFacts(context=context or 0, vocab_size=text.get("vocab_size") or 0)
+    try:
+        model = msgspec.convert(described, _ModelConfig)
+    except NOT_DECODED as error:
+        fix = f"its config.json is no model's ({error}); give a Hugging Face model folder"
+        raise InvalidField("--model", str(folder), fix) from error
+    text = model.text_config or model
+    rope = text.rope_scaling or text.rope_parameters or _Rope()
+    scaled = (rope.rope_type or rope.type or "default") != "default"
+    return ModelFacts(
+        context=0 if scaled else text.max_position_embeddings or 0, vocab_size=text.vocab_size or 0
+    )
 
 
 def check_weights(folder: Path) -> None:
@@ -129,7 +148,7 @@ def check_fit(lines: Iterable[PromptLine], max_tokens: int, facts: ModelFacts) -
 def _prompt(line: bytes, where: str, tokenizer: Tokenizer | None, pictures: Pictures | None) -> Prepared:
     try:
         record = msgspec.json.decode(line)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except NOT_DECODED as error:
         shown = line[:60].decode(errors="replace")
         raise InvalidField(f"{where}: line", shown, f"not valid JSON: {error}") from error
     if not isinstance(record, dict):

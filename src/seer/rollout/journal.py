@@ -21,7 +21,7 @@ from typing import BinaryIO, Self
 import msgspec
 
 from seer.client.groups import Group
-from seer.common.errors import InvalidField
+from seer.common.errors import NOT_DECODED, InvalidField
 from seer.common.process.scratch import open_private
 from seer.rollout.files import PromptLine, encode_group, replacing
 
@@ -135,7 +135,7 @@ class Journal:
     def _check(self, head: bytes, run: dict[str, str]) -> None:
         try:
             known = msgspec.json.decode(head, type=_Head).journal
-        except msgspec.DecodeError as error:
+        except NOT_DECODED as error:
             raise InvalidField("--resume", str(self.path), f"not a journal ({error}); delete it") from error
         other = [
             f"{name} {run.get(name, 'none')}, there {known.get(name, 'none')}"
@@ -151,7 +151,7 @@ class Journal:
         for line in self._file:
             try:
                 entry = msgspec.json.decode(line, type=_Id) if line.endswith(b"\n") else None
-            except msgspec.DecodeError as error:
+            except NOT_DECODED as error:
                 raise InvalidField("--resume", str(self.path), f"is damaged ({error}); delete it") from error
             if entry is None:
                 self._file.truncate(start)

@@ -27,7 +27,7 @@ from typing import Any
 
 import msgspec
 
-from seer.common.errors import SeerError
+from seer.common.errors import NOT_DECODED, SeerError
 from seer.common.policy.draft_costs import StepCosts
 from seer.common.policy.graph_times import Graphs, GraphTimes
 from seer.common.process.log import get_logger
@@ -110,7 +110,7 @@ def kept(path: Path, measure: Callable[[], StepCosts]) -> StepCosts:
 def _read(path: Path) -> StepCosts | None:
     try:
         return msgspec.json.decode(path.read_bytes(), type=StepCosts)
-    except (OSError, msgspec.DecodeError, SeerError):
+    except (OSError, *NOT_DECODED, SeerError):
         return None
 
 
