@@ -26,7 +26,7 @@ from lib.paths import TESTS
 
 sys.path.insert(0, str(TESTS))
 
-from chaos import plan, real, reverts, virtual
+from chaos import real, reverts, virtual
 from chaos.outcome import Outcome, summary
 
 BATCH = 20
@@ -84,7 +84,7 @@ def main() -> int:
     if args.reverts is not None:
         return _reverts(args.reverts, args.seconds, args.seed)
     if args.replay is not None:
-        print(plan.draw(args.replay, noise=args.noise))
+        print(virtual.draw(args.replay, noise=args.noise))
         outcome = virtual.run(args.replay, noise=args.noise)
         print(outcome)
         return int(bool(outcome.problems))

@@ -11,7 +11,7 @@ from typing import Any
 _DEPTH = 8
 
 KEPT = (
-    r"counters|\.versions$|acceptance|_rates$|\.drafted$|\.right$",  # of a fixed size
+    r"counters|\.versions$|acceptance|_rates$|\.drafted$|\.right$|registered\[\]\.sleeping$",  # of a fixed size
     r"[._]lives$|_peers$|_peers\.registered$|_removed$|_ended$|_retired$|_warned$",  # bounded: of those who were here lately
     r"\.trajectories\.places$",  # where trajectories ran that nobody awaits: bounded
     r"^ContextServer\.machine\.estimator",  # what lengths were like

@@ -29,6 +29,8 @@ class Outcome:
     lost: int = 0
     doubled: int = 0
     changed: int = 0
+    stuck: int = 0
+    """Trainers that nothing moved on, though nothing disturbed the system."""
     recovery: list[float] = field(default_factory=list)
     seconds: float = 0.0
     excuses: Counter[str] = field(default_factory=Counter, repr=False)
@@ -60,7 +62,10 @@ def summary(outcomes: Sequence[Outcome], wall_seconds: float) -> dict[str, objec
         "responses": sum(each.responses for each in outcomes),
         "faults": sum(faults.values()),
         "faults_by_kind": dict(sorted(faults.items())),
-        **{what: sum(getattr(each, what) for each in outcomes) for what in ("lost", "doubled", "changed")},
+        **{
+            what: sum(getattr(each, what) for each in outcomes)
+            for what in ("lost", "doubled", "changed", "stuck")
+        },
         "recovery_seconds": {f"p{share}": _percentile(recovery, share) for share in (50, 99, 100)},
         **_coverage(outcomes),
         "failing_seeds": [each.seed for each in outcomes if each.problems],

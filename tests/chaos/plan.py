@@ -28,9 +28,12 @@ KINDS = (
     "lose trainer",
     "fill disk",
     "spoil images",
+    "spoil memory",
+    "twin engine",
 )
 """`stop` is SIGSTOP and later SIGCONT; `reset` breaks connections, `part` cuts a process off, `cut` one
-road and `hole` one way of it; `lose` kills for good; `spoil` damages what the buffer has of images."""
+road and `hole` one way of it; `lose` kills for good; `spoil` damages what the buffer has of
+images, or the dgds of past groups; `twin` starts an engine under a name that another one has."""
 
 CAUGHT = ("reset", "reset", "cut", "kill source", "kill target")
 """What befalls a connection as a certain message is under way."""
@@ -40,7 +43,10 @@ NOISE = ("noise engine", "noise trainer", "noise buffer")
 
 _WEIGHTS = {"kill": 3, "stop": 2, "drain": 2, "lose": 2, "part": 2, "fill": 2}
 _DRAWN: tuple[str, ...] = tuple(
-    kind for kind in KINDS for _ in range(_WEIGHTS.get(kind.split()[0], 1)) if kind != "spoil images"
+    kind
+    for kind in KINDS
+    for _ in range(_WEIGHTS.get(kind.split()[0], 1))
+    if kind.split()[0] not in ("spoil", "twin")
 )
 
 LONG_SECONDS = (5.0, 15.0, 45.0, 90.0)
@@ -155,9 +161,13 @@ class Renew:
 
 @dataclass(frozen=True, slots=True)
 class Rest:
-    """Sleep, and wake after a while: at level 2, once there are weights of an update, the weights first."""
+    """Sleep, and wake after a while: at level 2, once there are weights of an update, the weights first.
+
+    `renews`: wake the weights first, update, and wake the rest then.
+    """
 
     seconds: float
+    renews: bool = False
 
     @property
     def level(self) -> SleepLevel:
@@ -214,6 +224,9 @@ class Plan:
     nodes: int = 1
     fan_out: int = 1
     media_bytes: int = 0
+    memory: bool = False
+    """The dgds has a file of past groups."""
+    odd_weights: bool = False
 
     @property
     def trainers(self) -> tuple[str, ...]:
@@ -223,7 +236,9 @@ class Plan:
     @property
     def updates(self) -> bool:
         """Whether weights change."""
-        return any(isinstance(step, Renew) for step in self.scripts[0])
+        return any(
+            isinstance(step, Renew) or (isinstance(step, Rest) and step.renews) for step in self.scripts[0]
+        )
 
     @property
     def requests(self) -> int:

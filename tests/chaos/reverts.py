@@ -15,8 +15,10 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from chaos.plan import Fault, InParts, InTurns, Pause, Plan, Renew, Rest, Roll, draw
-from chaos.virtual import run_plan
+from chaos.plan import Fault, InParts, InTurns, Pause, Plan, Renew, Rest, Roll
+from chaos.plan import draw as drawn
+from chaos.values import AT_LIMIT, BLOCK_SIZE
+from chaos.virtual import draw, run_plan
 from seer.client.active_rollouts import ActiveRollouts
 from seer.client.open_rollout import PromptInFlight
 from seer.client.rollout import Rollout
@@ -24,6 +26,7 @@ from seer.client.turns import Journal, PrefixTrajectories
 from seer.common import ids, wire
 from seer.common.net.channel import Channel
 from seer.common.net.hub import Hub
+from seer.common.types import Capacity
 from seer.services.buffer import submissions, views
 from seer.services.buffer.conductor import Conductor
 from seer.services.buffer.engines import EngineConnections
@@ -34,13 +37,14 @@ from seer.services.buffer.requests.group_registry import GroupRegistry
 from seer.services.buffer.requests.machine import RequestMachine
 from seer.services.buffer.requests.trajectories import Trajectories
 from seer.services.buffer.server import BufferServer
-from seer.services.buffer.sleep import Joined, SleepMachine
+from seer.services.buffer.sleep import Joined, SleepAnswered, SleepMachine
 from seer.services.buffer.store import Store
 from seer.services.buffer.weights.machine import WeightsMachine
 from seer.services.buffer.weights.spool import Spool
 from seer.services.buffer.weights.spool_folder import SpoolFolder
 from seer.services.buffer.weights.update import Pending
 from seer.services.context import server as context
+from seer.services.dgds import past_groups_file
 
 Patches = Iterator[Any]
 
@@ -396,10 +400,33 @@ def _later_chunks_lack_images() -> Patches:
     yield _around(Store, "chunk", chunk)
 
 
+# --- 20: values ----------------------------------------------------------------------------------
+
+
+def _limit_is_below() -> Patches:
+    def holds(original: Any, self: Any, context: int, chunk: int, image: int = 0) -> bool:
+        return original(self, context, chunk + 1, image)
+
+    yield _around(Capacity, "holds", holds)
+
+
+def _memory_unchecked() -> Patches:
+    yield mock.patch.object(past_groups_file, "_digest", return_value=bytes(16))
+
+
+def _sleepers_hold_for_ever() -> Patches:
+    def answered(original: Any, self: Any, event: Any, *args: Any, **named: Any) -> Any:
+        if isinstance(event, SleepAnswered) and not event.asleep:
+            return []  # it is not noticed that an engine is awake again
+        return original(self, event, *args, **named)
+
+    yield _around(SleepMachine, "apply", answered)
+
+
 # --- plans that reach what drawn ones seldom do --------------------------------------------------
 
 _CALM = replace(
-    draw(0), engines=2, scripts=(), mean_tokens=24, chunk_size=8, policy="seer", kv_blocks=100,
+    drawn(0), engines=2, scripts=(), mean_tokens=24, chunk_size=8, policy="seer", kv_blocks=100,
     step_seconds=0.05, silence_seconds=20.0, update_seconds=3600.0, ttl_seconds=60.0,
     result_bytes=2**28, max_requests=200_000, engine_delay=0.0, load_seconds=0.5, latency=0.0,
     jitter=0.0, queue=1000, clocks=False, same_machine=True, spool=False, rejections=0, poison=False,
@@ -508,6 +535,12 @@ _ABANDONED = _plan(
 )  # fmt: skip
 
 _SHOWN = _plan((_roll(images=2),))
+_LIMIT = _plan((replace(_roll(most=64), prompts=((AT_LIMIT, BLOCK_SIZE * 4 - 65), ("p1", 1))),), kv_blocks=4)
+_SPOILT = _plan(
+    (_roll(), Pause(5.0), _roll("s")), memory=True,
+    faults=tuple(Fault(3.0 + each, "spoil memory", "dgds", 0.5) for each in range(3)),
+)  # fmt: skip
+_AWOKEN = _plan((_roll(), Rest(1.0), _roll("s")))
 
 REVERTS = (
     Revert("stall-is-silence", 1, _stall_is_silence, _STALL),
@@ -541,6 +574,9 @@ REVERTS = (
     Revert("segments-share-noise", 18, _segments_share_noise, _REWRITTEN),
     Revert("idle-for-ever", 18, _idle_for_ever, _ABANDONED),
     Revert("later-chunks-lack-images", 19, _later_chunks_lack_images, _SHOWN),
+    Revert("limit-is-below", 20, _limit_is_below, _LIMIT),
+    Revert("memory-unchecked", 20, _memory_unchecked, _SPOILT),
+    Revert("sleepers-hold-for-ever", 20, _sleepers_hold_for_ever, _AWOKEN),
 )
 
 

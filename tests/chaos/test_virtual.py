@@ -9,8 +9,10 @@ from pathlib import Path
 import pytest
 
 from chaos.conversations import missing
-from chaos.plan import KINDS, draw
-from chaos.virtual import quiet, run, story
+from chaos.plan import KINDS, Rest
+from chaos.reverts import REVERTS
+from chaos.values import AT_LIMIT, BEYOND
+from chaos.virtual import draw, quiet, run, run_plan, story
 from seer.services.buffer.log import rows
 
 BATCH = 25
@@ -102,6 +104,28 @@ def test_the_fixed_part_has_trajectories_of_every_kind():
     assert {1, 4, 256} == {each.most_open for each in turns}
     late = {max(each.waits) > each.idle_seconds for each in turns if each.waits}
     assert late == {False, True}
+
+
+def test_the_fixed_part_has_values_of_every_kind():
+    plans = [draw(seed) for seed in SEEDS]
+    steps = [step for plan in plans for step in plan.scripts[0]]
+    rests = [step for step in steps if isinstance(step, Rest)]
+    assert {each.renews for each in rests} == {False, True}
+    assert {each.level for each in rests} == {1, 2}
+    names = {name for plan in plans for roll in plan.rolls for name, _ in roll.prompts}
+    assert {AT_LIMIT, BEYOND} <= names
+    assert 1 in {length for plan in plans for roll in plan.rolls for _, length in roll.prompts}
+    assert {plan.odd_weights for plan in plans if plan.updates} == {False, True}
+
+
+def test_what_stands_still_is_named_with_what_it_waits_for():
+    revert = next(each for each in REVERTS if each.name == "sleepers-hold-for-ever")
+    with revert.broken():
+        outcome = run_plan(revert.plan)
+    assert outcome.stuck == 1
+    told = " ".join(outcome.problems)
+    assert "stuck: t0 waits: in step 1, Rest" in told
+    assert "AWAKE is wanted of engines e0 KV_ASLEEP, e1 KV_ASLEEP" in told
 
 
 def test_a_seed_replays_exactly_in_any_process():

@@ -19,6 +19,7 @@ from chaos.in_place import NO_BYTES, Planned
 from chaos.parts import Part, Parts
 from chaos.plan import Pause, Renew, Rest, Roll
 from chaos.turns import Turns
+from chaos.values import BEYOND
 from seer.client import RolloutClient, SamplingParams, WeightsRefused
 from seer.client.groups import Group
 from seer.client.rollout import BufferLost, Rollout
@@ -167,8 +168,10 @@ class Trainer:
                     case Rest():
                         await self._rest(client, asleep=True, level=step.level if self.version else 1)
                         await asyncio.sleep(step.seconds)
-                        if step.level > 1:
+                        if step.level > 1 or step.renews:
                             await self._rest(client, asleep=False, tags=["weights"])
+                        if step.renews:
+                            await self._renew(client, Renew(False, "finish"))
                         await self._rest(client, asleep=False)
                     case Pause():
                         await asyncio.sleep(step.seconds)
@@ -410,6 +413,8 @@ class Trainer:
         if past and int(past[1]) < self.world.asked_version:
             return "final"
         if "no engine that fits registered" in why and self.world.may_lack_weights:
+            return "final"
+        if "fits no instance" in why and prompt_id == BEYOND:
             return "final"
         if prompt_id == "poison":
             return "final" if re.search("engine|died|lost", why) else "problem"

@@ -97,7 +97,7 @@ class Turns:
     def _expect_nothing_away(self) -> None:
         """Have it noted if the buffer goes on to wait for trajectories of a rollout that was left, undisturbed.
 
-        What a fault just before may have lost is not told again.
+        What a fault may have lost, before this or since a trajectory left, is not told again.
         """
         world, name, began = self.trainer.world, self.trainer.name, self.trainer.world.loop.time()
         left = self.trainer.begun[self.place]
@@ -111,6 +111,8 @@ class Turns:
             if self.trainer.begun[self.place] != left:
                 return  # they were begun again
             for each in process.service.machine.registry.trajectories.away.values():
+                if world._disturbed(name, each.since - BACKOFF_SECONDS):
+                    continue  # that it ended may have been lost
                 if each.key[0] == name and each.group_id.startswith(f"{self.step.rollout_id}/"):
                     world.problem(f"{name} left {each.group_id}, which is awaited still")
 

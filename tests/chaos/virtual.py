@@ -28,10 +28,12 @@ import structlog
 from virtual_time import PROCESS, Deadlock
 from virtual_time import run as run_virtual
 
-from chaos import whole
+from chaos import stuck, whole
 from chaos.images import LARGEST_BYTES
 from chaos.outcome import Outcome
-from chaos.plan import Fault, Plan, draw
+from chaos.plan import Fault, Plan
+from chaos.plan import draw as drawn
+from chaos.values import with_values
 from chaos.world import World
 from seer.client import media as client_media
 from seer.client import weight_update as client_weights
@@ -76,6 +78,11 @@ SEGMENT_BYTES = 2**14
 EPOCH_NS = 1_700_000_000 * 10**9
 
 
+def draw(seed: int, *, noise: bool = False) -> Plan:
+    """Return the plan of a seed, with the values that meet its faults."""
+    return with_values(drawn(seed, noise=noise))
+
+
 def run(seed: int, *, noise: bool = False) -> Outcome:
     """Run the plan of `seed` and return its outcome."""
     return run_plan(draw(seed, noise=noise))
@@ -112,7 +119,7 @@ async def _live(world: World, outcome: Outcome) -> None:
     plan = world.plan
     lasting = [fault for fault in plan.faults if _passable(plan, fault)]
     async with asyncio.TaskGroup() as tasks:
-        watching = tasks.create_task(_watch(world))
+        watching = tasks.create_task(_watch(world, outcome))
         apart = [tasks.create_task(_inflict(world, each, outcome)) for each in lasting]
         others = [_inflict(world, each, outcome) for each in plan.faults if each not in lasting]
         await asyncio.gather(_bring_engines(world), *others)
@@ -135,8 +142,9 @@ async def _ended(world: World, outcome: Outcome) -> None:
             "of the old version went on" in why for why in _retries(world)
         )
         if world.loop.time() >= over + bound:
-            left = ", ".join(sorted(world._left))
-            outcome.problems.append(f"{left} not finished {bound:.1f} s after the last fault (at {over:.3f})")
+            outcome.stuck = len(world._left)
+            outcome.problems.append(f"not finished {bound:.1f} s after the last fault (at {over:.3f})")
+            outcome.problems += stuck.waits(world)
             return
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout_at(over + bound):
@@ -160,9 +168,13 @@ def _bound(plan: Plan) -> float:
     )
 
 
-async def _watch(world: World) -> None:
+async def _watch(world: World, outcome: Outcome) -> None:
+    progress = stuck.Progress(world)
     while True:
         whole.check_now(world)
+        if problems := progress.check():
+            outcome.stuck = len(world._left)
+            outcome.problems += problems
         await asyncio.sleep(1.0)
 
 
@@ -183,18 +195,14 @@ async def _inflict(world: World, fault: Fault, outcome: Outcome) -> None:
             world.start(name)
         case "lose":
             await world.lose(name)
-        case "stop":
-            await world.stop(name, fault.seconds)
         case "reset":
             await world.reset(name)
-        case "part":
-            await world.part(name, fault.seconds)
         case "cut" | "hole":
             await world.cut(*name.split("-"), fault.seconds, both=what == "cut")
         case "noise":
             await world.noise(name, fault.seconds, _noise(world.plan.seed, fault))
-        case "spoil":
-            world.spoil_images()
+        case "stop" | "part" | "spoil" | "twin":
+            await getattr(world, what)(name, fault.seconds)
         case "fill":
             await world.fill_disk(fault.seconds)
         case "join":

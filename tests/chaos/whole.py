@@ -10,7 +10,7 @@ import invariants
 
 from chaos.census import leftovers
 from chaos.plan import NOISE, Renew, Roll
-from chaos.world import FOREIGN, HOUR
+from chaos.world import FOREIGN, HOUR, TWIN
 from seer.common.net.transport.zmq import GONE_SECONDS
 from seer.common.weights.lora import inner_source
 from seer.services.buffer.requests import deliveries
@@ -85,7 +85,10 @@ def _rejoins(world: World) -> None:
         breaks = sum(_losses(world, each, name) for each in world.inflicted if each.at <= now)
         lives = world.buffers - process.buffers
         given_up = world.given_up[process.service._buffer._me.address()]
-        waited = int(world.plan.clocks)  # for its name, in vain heard meanwhile: it seemed an earlier life
+        waited = 2 * sum(  # a twin took its name, and gave it back
+            each.kind == "twin engine" and each.target == name.removesuffix(TWIN) for each in world.inflicted
+        )
+        waited += int(world.plan.clocks)  # for its name, in vain heard meanwhile: it seemed an earlier life
         if process.service._updater._rejoins > breaks + lives + given_up + waited:
             world.problem(
                 f"{process.life} registered {process.service._updater._rejoins} times more than once: its road broke"

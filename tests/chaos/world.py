@@ -30,6 +30,7 @@ from chaos.in_place import planned
 from chaos.plan import POISON, Catch, Fault, Plan, Roll, Step
 from chaos.roads import BACKOFF_SECONDS, ChaosRoads
 from chaos.trainers import Trainer
+from chaos.values import ODD_WEIGHTS
 from seer.client import SamplingParams
 from seer.client.prompts import Prompt
 from seer.common import ids, wire
@@ -58,6 +59,9 @@ SIGN_SECONDS = 5.0
 """How often a trainer that is well says something to the buffer."""
 
 Links = MemoryTransport | FaultyTransport
+
+TWIN = "twin"
+"""At the end of the name that a process has here, which is an engine of another one's name."""
 
 FOREIGN = ("venv", "v1-notes", "spare", "model")
 """Folders that lie in a spool and are nobody's to touch."""
@@ -130,6 +134,11 @@ class World:
         return self.home / "spool"
 
     @property
+    def memory(self) -> Path:
+        """Where the dgds keeps past groups in some plans."""
+        return self.home / "memory"
+
+    @property
     def logs(self) -> Path:
         """Where every life of the buffer logs."""
         return self.home / "log"
@@ -153,9 +162,11 @@ class World:
                 media=str(self.home / "media") if plan.spool else "",
                 media_bytes=plan.media_bytes or 2**30,
             ),
-            dgds=DgdsConfig(ttl_seconds=20.0),
+            dgds=DgdsConfig(
+                ttl_seconds=20.0, remember_path=str(self.memory) if plan.memory else "", remember_tokens=10_000
+            ),
             engine=EngineConfig(
-                name=name, backend="replay", kv_blocks=plan.kv_blocks, max_num_seqs=8,
+                name=name.removesuffix(TWIN), backend="replay", kv_blocks=plan.kv_blocks, max_num_seqs=8,
                 replay_step_seconds=plan.step_seconds, replay_vocab_size=VOCAB,
                 replay_mean_tokens=plan.mean_tokens, flush_seconds=0.2, weights_endpoint=f"tcp://{name}:1",
                 in_place_updates=True, media_bytes=plan.media_bytes or 2**30,
@@ -168,10 +179,10 @@ class World:
         """Return what a trainer does."""
         return self.plan.scripts[int(trainer[1:])]
 
-    @staticmethod
-    def tensors(version: int) -> dict[str, np.ndarray]:
+    def tensors(self, version: int) -> dict[str, np.ndarray]:
         """Return the weights of a version."""
-        return {"w": np.full(1000, version, dtype=np.float32)}
+        value = ODD_WEIGHTS[version % len(ODD_WEIGHTS)] if self.plan.odd_weights else version
+        return {"w": np.full(1000, value, dtype=np.float32)}
 
     def folder(self, version: int) -> str:
         """Return a folder with the weights of a version, which every node sees."""
@@ -188,7 +199,7 @@ class World:
         """Return the digest that weights of a version must have; the first ones have none."""
         if version in self.in_place:
             return planned(version).digest()
-        return _digest(version) if version else ""
+        return weights_digest(self.tensors(version)) if version else ""
 
     @staticmethod
     def prompt(step: Roll, prompt_id: str) -> Prompt:
@@ -297,6 +308,13 @@ class World:
             excuses.append("nothing of its trainer's images has come")
         return excuses
 
+    async def spoil(self, name: str, seconds: float) -> None:
+        """Damage files of the buffer's or the dgds's."""
+        if name == "dgds":
+            await self.spoil_memory(seconds)
+        else:
+            self.spoil_images()
+
     def spoil_images(self) -> None:
         """Damage all that the buffer has of images, and those that it has only in part."""
         process = self.processes.get("buffer")
@@ -310,6 +328,18 @@ class World:
                     (byte,) = opened.read(1)
                     opened.seek(size // 2)
                     opened.write(bytes([byte ^ 1]))
+
+    async def spoil_memory(self, seconds: float) -> None:
+        """Have the dgds leave its file of past groups, damage that, and start the dgds again."""
+        await self.drain("dgds")
+        if self.memory.exists():
+            data = bytearray(self.memory.read_bytes())
+            place = self._rand.randrange(len(data))
+            if self._rand.random() < 0.5:
+                data[place] ^= 1
+            self.memory.write_bytes(data[: place + 1] if self._rand.random() < 0.5 else data)
+        await asyncio.sleep(seconds)
+        self.start("dgds")
 
     def may_lapse(self, trainer: str) -> bool:
         """Say whether a trainer may have been away for longer than its lease."""
@@ -364,6 +394,13 @@ class World:
         self.lost_at.setdefault(name, self.loop.time())
         await self.kill(name)
         self.finish(name)
+
+    async def twin(self, name: str, seconds: float) -> None:
+        """Have another engine under the name of one for a while."""
+        self.start(f"{name}{TWIN}")
+        await asyncio.sleep(seconds)
+        self.lost.add(f"{name}{TWIN}")  # nobody starts it again
+        await self.kill(f"{name}{TWIN}")
 
     async def stop(self, name: str, seconds: float) -> None:
         """Let a process stand still for a while; its connections stay."""
@@ -470,7 +507,8 @@ class World:
 
         def check() -> None:
             for group, trainer, rollout in waiting:
-                if group.prompt_id in rollout.unfinished and not self._disturbed(trainer.name, began):
+                gone = trainer.name in self.lost or self._disturbed(trainer.name, began)
+                if group.prompt_id in rollout.unfinished and not gone:
                     self.problem(
                         f"{trainer.name} heard nothing of {group.group_id}, held at {began:.1f} by a drain"
                     )
@@ -609,11 +647,6 @@ class World:
         for peers in (self.network.dealers, self.network.subscribers):
             left += [endpoint for endpoint, sockets in peers.items() if sockets]
         return left
-
-
-@functools.cache
-def _digest(version: int) -> str:
-    return weights_digest(World.tensors(version))
 
 
 def _root(error: BaseException) -> BaseException:
