@@ -69,7 +69,7 @@ from seer.common.wire import (
 PING_SECONDS = 5.0
 """A buffer that sends nothing for this long, as it may have nothing to say, is asked for its status."""
 
-OPEN_ROLLOUTS, ADAPTERS, LEVELS, IN_PLACE, IMAGES = (2, 1), (2, 2), (2, 4), (2, 4), (2, 6)
+OPEN_ROLLOUTS, ADAPTERS, LEVELS, IN_PLACE, IMAGES, WISHES = (2, 1), (2, 2), (2, 4), (2, 4), (2, 6), (2, 8)
 """The first protocol versions that have them."""
 
 GOODBYE_SECONDS = 2.0
@@ -112,6 +112,7 @@ class RolloutClient:
         self._status_waiters: list[asyncio.Future[Status]] = []
         self._update: Update | None = None
         self._sleep_call: SleepCall | None = None
+        self._wish: Sleep | None = None
         self.weight_version = -1
 
     async def __aenter__(self) -> Self:
@@ -355,7 +356,7 @@ class RolloutClient:
         self._sleep_call = SleepCall(request)
         try:
             async with asyncio.timeout(check_seconds("timeout_seconds", seconds)):
-                await self._sleep_call.run(self._channel.send)
+                self._wish = await self._sleep_call.run(self._channel.send)
         except TimeoutError as error:
             raise Unreachable(f"{self.endpoint}: not all engines answered within {seconds:g} s") from error
         finally:
@@ -463,6 +464,8 @@ class RolloutClient:
         self._resubmit = False
         if self._update is not None:
             await self._update.send_again(self._channel.send)
+        if self._wish is not None and not self._too_old("wishes", WISHES):
+            await self._channel.send(self._wish)
         if self._sleep_call is not None:
             await self._channel.send(self._sleep_call.request)
         if self._status_waiters:

@@ -38,6 +38,7 @@ from seer.common.wire.weights import (
     SpoolState,
     WeightsLoaded,
     WeightsPrepared,
+    Wish,
 )
 
 
@@ -50,7 +51,7 @@ class Register(Message, tag=True):
 
     `asleep`: anything sleeps, `sleeping` says what; empty: all. `sleep_levels`: it knows `Sleep.level` and
     `Sleep.tags`. An engine that dropped its weights has version -1; `dropped_version` is theirs, and digest
-    and source are, too. -1: it dropped none.
+    and source are, too. -1: it dropped none. `wish`: that of the last `Sleep` that named one; 0: none did.
     """
 
     capacity: Capacity
@@ -65,6 +66,7 @@ class Register(Message, tag=True):
     sleeping: list[SleepTag] = []
     sleep_levels: bool = False
     dropped_version: Annotated[int, msgspec.Meta(ge=-1)] = -1
+    wish: Wish = 0
 
 
 class RunChunk(Message, tag=True):

@@ -10,4 +10,4 @@ Removed, and never to be used again: in 2.0 `Drain`, `Register.vocab_size` and
 from __future__ import annotations
 
 MAJOR = 2
-MINOR = 7
+MINOR = 8

@@ -35,6 +35,9 @@ Holders = Annotated[list[ShortStr], msgspec.Meta(max_length=MAX_HOLDERS)]
 CallId = Annotated[int, msgspec.Meta(ge=0)]
 """Number of a call, which its answer repeats. 0: the sender gives none."""
 
+Wish = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+"""Number of a trainers' wish that engines sleep or wake, greater than those before it. 0: none."""
+
 
 class UpdateWeights(Message, tag=True):
     """Have all engines load the weights in `source`: a folder that every node can read, or a stream.
@@ -173,19 +176,23 @@ class Sleep(Message, tag=True):
     """Have all engines free their memory, or, with `asleep` false, take it again.
 
     `level`: see `SleepLevel`; for sleep only. `tags`: what to wake; empty: all that sleeps; for waking only.
+    `wish`: to an engine, the trainers' wish that it comes to by this; 0: more orders follow. From a trainer,
+    the wish that an earlier life of the buffer answered, and `tags` are what slept then; it gets no answer.
     """
 
     asleep: bool
     call_id: CallId = 0
     level: SleepLevel = 1
     tags: list[SleepTag] = []
+    wish: Wish = 0
 
 
 class Slept(Message, tag=True):
     """Answer to `Sleep`; with a `problem` nothing was done.
 
     To a trainer `asleep` repeats its request. From an engine it says whether anything sleeps, and `tags`
-    what; empty: all. `dropped`: the values of its weights are lost until it loads some.
+    what; empty: all. `dropped`: the values of its weights are lost until it loads some. To a trainer, too,
+    `tags` are what sleeps, and `wish` is the number of its request; empty and 0 from earlier releases.
     """
 
     asleep: bool
@@ -193,6 +200,7 @@ class Slept(Message, tag=True):
     call_id: CallId = 0
     tags: list[SleepTag] = []
     dropped: bool = False
+    wish: Wish = 0
 
 
 EngineToHolder = Hello | OpenSpool | ReadSpool

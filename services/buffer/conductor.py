@@ -133,6 +133,7 @@ class Conductor:
             sleeping=tuple(register.sleeping),
             sleep_levels=register.sleep_levels,
             dropped=dropped,
+            wish=register.wish,
         )
         self.apply(joined)
 
@@ -296,8 +297,7 @@ class Conductor:
                 self._engines.forget(item.instance)
                 self._log_loss(item.instance, "it did not sleep or wake in time")
             case sleep.Tell():
-                answer = wire.Slept(asleep=item.asleep, problem=item.problem, call_id=item.call_id)
-                self._to_trainer(item.trainer, answer)
+                self._to_trainer(item.trainer, views.slept(item))
 
     def _deliver(self, ready: Sequence[Sent]) -> None:
         for life, group_id in ready:

@@ -34,7 +34,7 @@ class Joined(Row, frozen=True):
 
     `node`: its machine. Other engines may copy streams of weights from it at `weights_endpoint`; empty: none.
     `sleeping`: what of it sleeps; empty: all, if it is `asleep`. `sleep_levels`: it knows levels and tags.
-    `dropped`: it dropped `weights` to sleep, and has no others.
+    `dropped`: it dropped `weights` to sleep, and has no others. `wish`: see `Order.wish` of `sleep`.
     """
 
     instance: str
@@ -47,6 +47,7 @@ class Joined(Row, frozen=True):
     sleeping: tuple[SleepTag, ...] = ()
     sleep_levels: bool = False
     dropped: bool = False
+    wish: int = 0
 
 
 class Left(Row, frozen=True):

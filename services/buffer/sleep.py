@@ -13,8 +13,11 @@ Invariants (tests/property/test_sleep_machine.py):
   trainer gets the answer that engines are awake only if one is registered;
 - until a first engine joins, a request waits for `GRACE_SECONDS`: engines of an earlier life of the buffer
   register again within that time, and an answer before that would say nothing about them;
-- an engine that joins is brought to the state that was last requested. A buffer that got no request yet takes
-  over the state of its engines: as long as all of them sleep, that of the one that sleeps least;
+- an engine that joins is brought to the state that was last requested, in this life of the buffer or an
+  earlier one: every request that is taken is a wish with a number, greater than all before it. Engines report
+  the last wish that they came to, trainers repeat the last one that was answered, and the greatest counts;
+- where no engine knows of a wish (earlier releases), a buffer that got no request takes over the state of its
+  engines: as long as all of them sleep, that of the one that sleeps least;
 - an engine of an earlier release, which knows neither levels nor tags, sleeps at level 1, and is awake as
   soon as the weights are to be; a request that it cannot fulfil is refused by its name.
 """
@@ -40,7 +43,8 @@ GRACE_SECONDS = 10.0
 class SleepAsked(events.Row, frozen=True):
     """A trainer requests that all engines sleep at a `level`, or that `tags` wake (empty: all).
 
-    The answer repeats `call_id`.
+    The answer repeats `call_id`. With a `wish` it repeats one that an earlier life of the buffer answered, of
+    which `tags` still sleep, and gets no answer.
     """
 
     trainer: str
@@ -48,6 +52,7 @@ class SleepAsked(events.Row, frozen=True):
     call_id: int = 0
     level: SleepLevel = 1
     tags: tuple[SleepTag, ...] = ()
+    wish: int = 0
 
 
 class SleepAnswered(events.Row, frozen=True):
@@ -63,12 +68,16 @@ Event = Joined | Left | SleepAsked | SleepAnswered | Drained | Tick
 
 
 class Order(events.Row, frozen=True):
-    """Put an engine to sleep at a `level`, or wake `tags` of it (empty: all that sleeps)."""
+    """Put an engine to sleep at a `level`, or wake `tags` of it (empty: all that sleeps).
+
+    `wish`: the one that it comes to by this; 0: more steps follow.
+    """
 
     instance: str
     asleep: bool
     level: SleepLevel = 1
     tags: tuple[SleepTag, ...] = ()
+    wish: int = 0
 
 
 class GiveUp(events.Row, frozen=True):
@@ -78,13 +87,17 @@ class GiveUp(events.Row, frozen=True):
 
 
 class Tell(events.Row, frozen=True):
-    """Answer a trainer; with a `problem`, its request had no effect. `kv_asleep`: that alone sleeps on."""
+    """Answer a trainer; with a `problem`, its request had no effect. `kv_asleep`: that alone sleeps on.
+
+    `wish`: the number under which the trainer may repeat the request in another life of the buffer.
+    """
 
     trainer: str
     asleep: bool
     problem: str = ""
     call_id: int = 0
     kv_asleep: bool = False
+    wish: int = 0
 
 
 Instruction = Order | GiveUp | Tell
@@ -93,7 +106,8 @@ Instruction = Order | GiveUp | Tell
 class SleepMachine(msgspec.Struct):
     """See the module's docstring. All of its state is in its fields, so it is its own snapshot.
 
-    `seconds`: how long an engine may take to sleep or to wake.
+    `seconds`: how long an engine may take to sleep or to wake. Wishes of this life are numbered from
+    `first_wish` on, which is greater in later lives.
     """
 
     seconds: float = 600.0
@@ -114,6 +128,9 @@ class SleepMachine(msgspec.Struct):
     """The level at which engines are put to sleep."""
     _earlier: set[str] = field(default_factory=set)
     """The engines of earlier releases."""
+    first_wish: int = 1
+    _wish: int = 0
+    """The number of what is wanted; 0: nobody has said."""
 
     def __post_init__(self) -> None:
         self._wanted = _of_log(self._wanted)
@@ -157,8 +174,10 @@ class SleepMachine(msgspec.Struct):
             case Left():
                 for name in event.instances:
                     self._forget(name)
-            case SleepAsked():
+            case SleepAsked(wish=0):
                 self._sleep_requested(event, now, out)
+            case SleepAsked():
+                self._repeated(event)
             case SleepAnswered(name, asleep, tags):
                 state = state_of(asleep=asleep, tags=tags)
                 if name in self._ordered and state != self._states[name]:
@@ -174,13 +193,25 @@ class SleepMachine(msgspec.Struct):
     def _joined(self, event: Joined) -> None:
         self._forget(event.instance)
         self._any_joined = True
-        taken_over = not self._requested and all(self._states.values())
+        none_awake = all(self._states.values())
         state = state_of(asleep=event.asleep, tags=event.sleeping)
         self._states[event.instance] = state
         if not event.sleep_levels:
             self._earlier.add(event.instance)
-        if taken_over and state:
-            self._wanted, self._level = min(self._states.values()), 2 if event.dropped else 1
+        level: SleepLevel = 2 if event.dropped else 1
+        if event.wish > self._wish:
+            self._take_over(event.wish, state, level)
+        elif not (self._wish or self._requested) and none_awake and state:
+            self._take_over(0, SleepState(min(self._states.values())), level)
+
+    def _repeated(self, event: SleepAsked) -> None:
+        """Follow a wish of an earlier life, unless a later one is known."""
+        if self._wish < event.wish < self.first_wish:
+            self._take_over(event.wish, state_of(asleep=event.asleep, tags=event.tags), event.level)
+
+    def _take_over(self, wish: int, state: SleepState, level: SleepLevel) -> None:
+        """Want what was wanted in an earlier life."""
+        self._wish, self._wanted, self._level = wish, state, level
 
     def _forget(self, instance: str) -> None:
         self._states.pop(instance, None)
@@ -197,6 +228,7 @@ class SleepMachine(msgspec.Struct):
         if event.asleep and self._wanted is not SleepState.ASLEEP:
             self._level = event.level
         self._wanted, self._requested = target, True
+        self._wish = max(self._wish + 1, self.first_wish)
         if not self._waiting:
             self._requested_at = now
         self._waiting[event.trainer] = event.call_id
@@ -221,10 +253,11 @@ class SleepMachine(msgspec.Struct):
             return None
         if state > target:
             only_weights = target is SleepState.KV_ASLEEP
-            return Order(name, False, tags=("weights",) if only_weights else ())
+            return Order(name, False, tags=("weights",) if only_weights else (), wish=self._wish)
         # To have its KV alone asleep, all of it is put to sleep before its weights are woken.
-        keeps = target is SleepState.KV_ASLEEP or name in self._earlier
-        return Order(name, True, 1 if keeps else self._level)
+        if target is SleepState.KV_ASLEEP:
+            return Order(name, True)
+        return Order(name, True, 1 if name in self._earlier else self._level, wish=self._wish)
 
     def _target(self, name: str) -> SleepState:
         if self._wanted is SleepState.KV_ASLEEP and name in self._earlier:
@@ -247,7 +280,7 @@ class SleepMachine(msgspec.Struct):
             problem = "" if asleep or self._states else NO_ENGINE
             kv_asleep = self._wanted is SleepState.KV_ASLEEP
             out += [
-                Tell(trainer, asleep, problem, call_id, kv_asleep)
+                Tell(trainer, asleep, problem, call_id, kv_asleep, self._wish)
                 for trainer, call_id in self._waiting.items()
             ]
             self._waiting.clear()

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from seer.common import wire
 from seer.common.group_events import GroupClosed, GroupEvent, GroupOpened, RequestProgress
 from seer.common.net.stream import page_count, page_of
+from seer.common.sleep import SleepState
 from seer.services.buffer import sleep
 from seer.services.buffer.requests import instructions, state
 from seer.services.buffer.requests.machine import RequestMachine
@@ -54,12 +55,20 @@ def answer(item: instructions.Accept | instructions.Refuse) -> wire.Accepted | w
 def sleep_asked(trainer: str, message: wire.Sleep) -> sleep.SleepAsked:
     """Return a trainer's request that engines sleep, or wake, as an event."""
     tags = tuple(message.tags)
-    return sleep.SleepAsked(trainer, message.asleep, message.call_id, message.level, tags)
+    return sleep.SleepAsked(trainer, message.asleep, message.call_id, message.level, tags, message.wish)
 
 
 def sleep_order(item: sleep.Order) -> wire.Sleep:
     """Return an order to sleep, or to wake."""
-    return wire.Sleep(asleep=item.asleep, level=item.level, tags=list(item.tags))
+    return wire.Sleep(asleep=item.asleep, level=item.level, tags=list(item.tags), wish=item.wish)
+
+
+def slept(item: sleep.Tell) -> wire.Slept:
+    """Return the answer to a trainer that had engines sleep or wake."""
+    state = SleepState.ASLEEP if item.asleep else SleepState.KV_ASLEEP if item.kv_asleep else SleepState.AWAKE
+    return wire.Slept(
+        asleep=item.asleep, problem=item.problem, call_id=item.call_id, tags=state.tags, wish=item.wish
+    )
 
 
 def snapshot(machine: RequestMachine, incarnation: int, sequence: int) -> Iterator[wire.BufferSnapshot]:

@@ -428,6 +428,7 @@ class EngineServer:
             sleeping=sleeping.tags,
             sleep_levels=True,
             dropped_version=dropped.version if dropped is not None else -1,
+            wish=self._updater.wish,
         )
 
     async def _report(self) -> None:

@@ -57,6 +57,64 @@ async def test_a_late_engine_sleeps_with_the_others_and_a_new_buffer_leaves_them
         assert await later == expected
 
 
+async def cut_off_while_others_wake(cluster, client):
+    """Leave e0 asleep and cut off, e1 awake."""
+    await client.sleep()
+    cluster._transports["e0"].disconnect()
+    await eventually(lambda: "e0" not in cluster.services["buffer"].conductor._machine.engines)
+    await client.wake()
+    assert sleepers(cluster) == {"e0"}
+
+
+@virtual
+async def test_a_sleeper_that_a_new_buffer_hears_first_puts_nobody_to_sleep():
+    async with running(engines=2) as cluster, cluster.client() as client, cluster.client() as other:
+        expected = await roll(other)
+        await cut_off_while_others_wake(cluster, client)
+        await client.close()  # nobody is left who says what was wanted, but the engines
+        cluster._transports["e1"].disconnect()
+        await cluster.kill("buffer")
+        cluster._transports["e0"].reconnect()
+        await cluster.start("buffer")
+        await eventually(lambda: "e0" in cluster.services["buffer"].conductor._machine.engines)
+        cluster._transports["e1"].reconnect()
+        assert await roll(other) == expected
+        assert not sleepers(cluster)
+
+
+@virtual
+async def test_a_trainer_tells_a_new_buffer_that_engines_are_to_be_awake():
+    async with running(engines=2) as cluster, cluster.client() as client:
+        expected = await roll(client)
+        await cut_off_while_others_wake(cluster, client)
+        await cluster.kill("e1")  # nobody who was woken is left
+        await cluster.kill("buffer")
+        cluster._transports["e0"].reconnect()
+        await cluster.start("buffer")
+        assert await roll(client) == expected
+        assert not sleepers(cluster)
+
+
+@virtual
+async def test_a_fresh_engine_wakes_nobody_in_a_new_buffer():
+    async with running(engines=2) as cluster, cluster.client() as client:
+        expected = await roll(client)
+        await client.sleep()
+        await cluster.kill("buffer")
+        for name in ("e0", "e1"):
+            cluster._transports[name].disconnect()
+        await client.close()
+        await cluster.start("buffer")
+        await cluster.start("e2")
+        await eventually(lambda: "e2" in cluster.services["buffer"].conductor._machine.engines)
+        for name in ("e0", "e1"):
+            cluster._transports[name].reconnect()
+        await eventually(lambda: sleepers(cluster) == {"e0", "e1", "e2"})
+        async with cluster.client() as later:
+            await later.wake()
+            assert await roll(later) == expected
+
+
 @virtual
 async def test_weights_and_sleep_wait_for_each_other(tmp_path):
     async with (

@@ -1,7 +1,7 @@
 """The sleep machine's invariants under any order of events, with engines that keep their own books.
 
-Trainers ask for both levels and for every tag, engines of an earlier release are among the others, and
-engines and buffers are lost between any two steps.
+Trainers ask for both levels and for every tag, engines of an earlier release are among the others, engines and
+buffers are lost between any two steps, and engines are cut off and come back to this buffer or a later one.
 """
 
 from collections import deque
@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from wishless import SleepMachine
 
 from seer.common.sleep import SleepState
 from seer.services.buffer import sleep
@@ -18,7 +19,7 @@ NAMES = ("a", "b", "c")
 AWAKE, KV_ASLEEP, ASLEEP = SleepState
 KINDS = (
     "join", "join earlier", "lose", "sleep", "sleep 2", "wake", "wake weights", "wake kv", "answer", "work",
-    "load", "tick", "restart",
+    "load", "tick", "restart", "cut", "back", "lose trainer",
 )  # fmt: skip
 STEPS = st.lists(st.tuples(st.sampled_from(KINDS), st.sampled_from(NAMES), st.integers(0, 9)), max_size=60)
 TAGS = {"wake": (), "wake weights": ("weights",), "wake kv": ("kv_cache",)}
@@ -31,6 +32,7 @@ class Engine:
     earlier: bool
     state: SleepState = AWAKE
     dropped: bool = False
+    wish: int = 0
     orders: deque[sleep.Order] = field(default_factory=deque)
 
     def obey(self, order):
@@ -38,14 +40,17 @@ class Engine:
             assert self.state is not ASLEEP
             self.dropped = self.dropped or order.level == 2
         self.state = ASLEEP if order.asleep else self.state.woken(order.tags)
+        self.wish = 0 if self.earlier else order.wish or self.wish
 
 
 class World:
     def __init__(self):
-        self.machine = sleep.SleepMachine(seconds=5.0)
+        self.machine = sleep.SleepMachine(seconds=5.0, first_wish=1)
         self.now = 0.0
         self.idle = True
         self.engines: dict[str, Engine] = {}
+        self.cut: dict[str, Engine] = {}
+        self.answered: tuple[int, SleepState] | None = None
         self.loading: set[str] = set()
         self.asked = None
         self.open = 0
@@ -68,6 +73,7 @@ class World:
                         assert engine.state == self.target(engine)
                     assert item.asleep == (self.machine.wanted is ASLEEP)
                     assert item.kv_asleep == (self.machine.wanted is KV_ASLEEP)
+                    self.answered = item.wish, self.machine.wanted
                 case sleep.Tell():
                     self.open -= 1
                     assert self.asked is not None or item.problem == sleep.NO_ENGINE
@@ -92,7 +98,7 @@ class World:
         asleep, tags = bool(engine.state), tuple(engine.state.tags)
         joined = Joined(
             name, asleep=asleep, sleeping=() if engine.earlier else tags, sleep_levels=not engine.earlier,
-            dropped=engine.dropped,
+            dropped=engine.dropped, wish=engine.wish,
         )  # fmt: skip
         self.handle(joined)
         self.handle(Tick())
@@ -123,7 +129,11 @@ class World:
 
     def step(self, kind, name, number):
         match kind:
-            case "join" | "join earlier" if name not in self.engines:
+            case "cut" | "back":
+                self.reconnect(name, back=kind == "back")
+            case "lose trainer":
+                self.answered = None
+            case "join" | "join earlier" if name not in self.engines and name not in self.cut:
                 self.engines[name] = Engine(kind == "join earlier")
                 self.register(name)
             case "lose" if name in self.engines:
@@ -148,18 +158,49 @@ class World:
                 self.now += number
                 self.handle(Tick())
             case "restart":  # a new buffer; its trainers ask it again, its engines register
-                was = any(engine.state for engine in self.engines.values())
-                self.machine, self.open, self.idle = sleep.SleepMachine(seconds=5.0), 0, True
-                self.loading.clear()
-                engines, self.engines = self.engines, {}  # the new buffer knows of one after the other
-                for name, engine in engines.items():
-                    self.engines[name] = engine
-                    self.register(name)
-                assert self.machine.held == was
+                self.restart()
+
+    def reconnect(self, name, back):
+        """Cut an engine off from its buffer, or have it come back, with the state that it had."""
+        if back and name in self.cut:
+            self.engines[name] = self.cut.pop(name)
+            self.register(name)
+        elif not back and name in self.engines and not self.any_earlier:
+            self.cut[name] = self.engines[name]
+            self.lose(name)
+            self.handle(Left([name]))
+
+    def restart(self):
+        was = any(engine.state for engine in self.engines.values())
+        wanted, latest, first_wish = self.machine.wanted, self.machine._wish, self.machine.first_wish + 1000
+        self.machine, self.open, self.idle = sleep.SleepMachine(seconds=5.0, first_wish=first_wish), 0, True
+        self.loading.clear()
+        engines, self.engines = self.engines, {}  # the new buffer knows of one after the other
+        for name, engine in engines.items():
+            self.engines[name] = engine
+            self.register(name)
+        if self.answered is not None:
+            wish, state = self.answered
+            again = sleep.SleepAsked("trainer", bool(state), tags=tuple(state.tags), wish=wish)
+            self.handle(again)
+            self.handle(again)
+        known = max([*(each.wish for each in engines.values()), self.answered[0] if self.answered else 0])
+        if not known:
+            assert self.machine.held == was
+        elif known == latest:  # some engine came to it, or its trainer says it again
+            assert self.machine.wanted is wanted
+        assert self.machine._wish == known
 
 
-@settings(max_examples=400)
+@settings(max_examples=600)
 @given(STEPS)
+@example(
+    [
+        *(("join", "a", 0), ("join", "b", 0), ("sleep", "a", 0), ("answer", "a", 0), ("answer", "b", 0)),
+        *(("cut", "a", 0), ("wake", "a", 0), ("answer", "b", 0), ("lose trainer", "a", 0)),
+        *(("restart", "a", 0), ("back", "a", 0)),
+    ]
+)
 @example([("join", "a", 0), ("join", "b", 0), ("sleep", "a", 0), ("answer", "b", 0), ("restart", "a", 0)])
 @example(
     [
@@ -179,6 +220,8 @@ def test_engines_hold_memory_as_was_last_asked(steps):
         world.step(*step)
     world.idle = True
     world.loading.clear()
+    for name in list(world.cut):
+        world.step("back", name, 0)
     wanted = world.machine.wanted
     for _ in range(4):
         world.handle(Tick())
@@ -204,7 +247,7 @@ def answer(machine, name, state, now=1.0, **options):
 
 
 def test_an_engine_that_does_not_answer_is_given_up():
-    machine = sleep.SleepMachine(seconds=5.0)
+    machine = SleepMachine(seconds=5.0)
     join(machine, "a")
     join(machine, "b")
     asked = machine.apply(sleep.SleepAsked("t", True), 0.0, idle=True)
@@ -214,7 +257,7 @@ def test_an_engine_that_does_not_answer_is_given_up():
 
 
 def test_another_trainer_is_told_to_wait():
-    machine = sleep.SleepMachine()
+    machine = SleepMachine()
     join(machine)
     machine.apply(sleep.SleepAsked("one", True), 0.0, idle=True)
     (told,) = machine.apply(sleep.SleepAsked("two", False), 0.0, idle=True)
@@ -222,14 +265,14 @@ def test_another_trainer_is_told_to_wait():
 
 
 def test_one_sleeper_among_engines_that_are_awake_is_woken():
-    machine = sleep.SleepMachine()
+    machine = SleepMachine()
     join(machine, "a")
     join(machine, "b", ASLEEP)
     assert machine.apply(Tick(), 0.0, idle=False) == [sleep.Order("b", False)]
 
 
 def test_a_lost_engine_is_not_waited_for():
-    machine = sleep.SleepMachine()
+    machine = SleepMachine()
     for name in ("a", "b"):
         join(machine, name)
     machine.apply(sleep.SleepAsked("t", True, 4), 0.0, idle=True)
@@ -238,7 +281,7 @@ def test_a_lost_engine_is_not_waited_for():
 
 
 def test_one_that_loads_is_left_alone_until_it_has_loaded():
-    machine = sleep.SleepMachine()
+    machine = SleepMachine()
     join(machine, "a")
     assert machine.apply(sleep.SleepAsked("t", True), 0.0, idle=True, loading={"a"}) == []
     assert machine.apply(Tick(), 1.0, idle=True, loading={"a"}) == []
@@ -247,7 +290,7 @@ def test_one_that_loads_is_left_alone_until_it_has_loaded():
 
 
 def test_an_answer_that_nobody_waits_for_changes_nothing():
-    machine = sleep.SleepMachine()
+    machine = SleepMachine()
     join(machine)
     answer(machine, "a", ASLEEP)
     assert machine.awake == {"a"}
@@ -257,7 +300,7 @@ def test_an_answer_that_nobody_waits_for_changes_nothing():
 
 
 def test_weights_wake_before_the_kv_cache():
-    machine = sleep.SleepMachine()
+    machine = SleepMachine()
     join(machine)
     asked = sleep.SleepAsked("t", True, level=2)
     assert machine.apply(asked, 0.0, idle=True) == [sleep.Order("a", True, 2)]
@@ -276,7 +319,7 @@ def test_weights_wake_before_the_kv_cache():
 
 
 def test_an_engine_that_joins_a_partial_sleep_comes_to_it_in_two_steps():
-    machine = sleep.SleepMachine()
+    machine = SleepMachine()
     join(machine, "a", KV_ASLEEP, dropped=True)  # of an earlier life of the buffer
     assert machine.wanted is KV_ASLEEP
     join(machine, "b")
@@ -288,7 +331,7 @@ def test_an_engine_that_joins_a_partial_sleep_comes_to_it_in_two_steps():
 
 
 def test_a_deeper_level_is_refused_while_weights_sleep_and_a_lesser_one_is_there_already():
-    machine = sleep.SleepMachine()
+    machine = SleepMachine()
     join(machine)
     machine.apply(sleep.SleepAsked("t", True), 0.0, idle=True)
     answer(machine, "a", ASLEEP)
@@ -302,7 +345,7 @@ def test_a_deeper_level_is_refused_while_weights_sleep_and_a_lesser_one_is_there
 
 
 def test_engines_of_an_earlier_life_that_all_slept_at_first_sleep_on():
-    machine = sleep.SleepMachine()
+    machine = SleepMachine()
     join(machine, "a", ASLEEP)
     join(machine, "b")
     join(machine, "c", ASLEEP)
@@ -310,7 +353,7 @@ def test_engines_of_an_earlier_life_that_all_slept_at_first_sleep_on():
 
 
 def test_weights_that_one_engine_has_woken_wake_everywhere():
-    machine = sleep.SleepMachine()
+    machine = SleepMachine()
     join(machine, "a", ASLEEP)
     join(machine, "b", KV_ASLEEP)
     assert machine.wanted is KV_ASLEEP
@@ -318,7 +361,7 @@ def test_weights_that_one_engine_has_woken_wake_everywhere():
 
 
 def test_a_restarted_buffer_is_asked_for_the_same_level_again():
-    machine = sleep.SleepMachine()
+    machine = SleepMachine()
     join(machine, "a", ASLEEP, dropped=True)
     join(machine, "b")
     machine.apply(Tick(), 0.0, idle=False)
@@ -327,7 +370,7 @@ def test_a_restarted_buffer_is_asked_for_the_same_level_again():
 
 
 def test_an_engine_of_an_earlier_release_is_named_where_it_cannot_follow_and_awake_where_it_joins():
-    machine = sleep.SleepMachine()
+    machine = SleepMachine()
     machine.apply(Joined("old"), 0.0, idle=True)
     (told,) = machine.apply(sleep.SleepAsked("t", True, level=2), 0.0, idle=True)
     assert told.problem.startswith("level = 2: engine old is of an earlier release")

@@ -1,12 +1,14 @@
 """Whether engines sleep: what each question and answer comes to."""
 
+from wishless import SleepMachine
+
 from seer.services.buffer import sleep
 from seer.services.buffer.events import Joined, Left, Tick
 
 
 def machine(*engines, wanted=None):
     """Return a machine with engines that are awake, or, if sleep was asked for, asleep."""
-    made = sleep.SleepMachine(seconds=600.0)
+    made = SleepMachine(seconds=600.0)
     for name in engines:
         made.apply(Joined(name, asleep=False), 0.0, idle=True)
     if wanted:

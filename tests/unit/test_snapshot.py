@@ -129,7 +129,7 @@ def test_what_was_dropped_and_what_sleeps_is_known_again():
     machine.apply(SleepAnswered("a", True, ("kv_cache", "weights"), True), 2.0)
     machine.apply(SleepAsked("t", False, 2, tags=("weights",)), 3.0)
     new = again(machine)
-    assert new.apply(SleepAnswered("a", True, ("kv_cache",), True), 4.0) == [Tell("t", False, "", 2, True)]
+    assert new.apply(SleepAnswered("a", True, ("kv_cache",), True), 4.0) == [Tell("t", False, "", 2, True, 2)]
     assert new.sleep.weights_awake == {"a"}
     assert new.weights._dropped == {"a"}
     [load] = pick(new.apply(SleepAsked("t", False, 3), 5.0) + new.apply(SleepAnswered("a", False), 6.0), Load)

@@ -92,9 +92,8 @@ class Header(msgspec.Struct, frozen=True, kw_only=True):
             raise LogError(f"policy = {self.policy!r}: this version has {', '.join(POLICIES)}")
         requests = RequestMachine(POLICIES[self.policy], self.limits, first_attempt=self.attempt)
         if self.state == NO_STATE:
-            return BufferMachine(
-                requests, WeightsMachine(self.update_seconds), SleepMachine(self.update_seconds)
-            )
+            rests = SleepMachine(self.update_seconds, first_wish=max(1, self.incarnation))
+            return BufferMachine(requests, WeightsMachine(self.update_seconds), rests)
         try:
             return restored(parse(self.state), requests)
         except _NOT_RESTORED as error:

@@ -91,6 +91,7 @@ class WeightUpdater:
         self.live = LiveWeights()
         self.dropped: LiveWeights | None = None
         self.sleeping = SleepState.AWAKE
+        self.wish = 0
         self.fetcher = WeightFetcher(send, root, peers)
         self.checker = WeightChecker(self.fetcher, in_place_seconds is not None, nodes)
         self._driver = driver
@@ -240,6 +241,7 @@ class WeightUpdater:
             self.sleeping = target
             if target is SleepState.ASLEEP and order.level > 1 and self.live.version != UNDEFINED:
                 self.live, self.dropped = LiveWeights(version=UNDEFINED), self.live
+        self.wish = self.wish if problem else order.wish or self.wish
         return wire.Slept(
             asleep=bool(self.sleeping),
             problem=problem,
