@@ -44,7 +44,10 @@ class _TokenizerFile:
         self.backend_tokenizer.no_truncation()
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> Sequence[int]:
-        ids: list[int] = self.backend_tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        try:
+            ids: list[int] = self.backend_tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        except Exception as error:  # the library raises no narrower one
+            raise InvalidField("text", text, f"the tokenizer cannot encode it: {error}") from error
         return ids
 
     def decode(self, token_ids: Sequence[int]) -> str:

@@ -70,6 +70,22 @@ class Detokenizer:
                     return text[start:] + "".join(map(last.step, output[end:]))
         return "".join(map(steps.step, output))
 
+    def after(self, prompt: Sequence[int], output: Sequence[int], chars: int) -> tuple[str, TextSteps]:
+        """Return the last `chars` characters of an output's text, and what gives the text of what follows."""
+        size = _CONTEXT + chars
+        while self._joins and size + _SPLIT < len(output):
+            for split in range(_SPLIT):  # it may begin within a character
+                context = output[-size - split :]
+                text = self.decode(context)
+                if REPLACEMENT not in text and len(text) >= chars:
+                    return text[len(text) - chars :], TextSteps(self, context)
+            size *= 8
+        steps, text = TextSteps(self, prompt), ""
+        for token in output:
+            text += steps.step(token)
+            text = text[max(0, len(text) - chars) :]
+        return text, steps
+
 
 class TextSteps:
     """Gives the text of an output token by token, as `DecodeStream` of the library `tokenizers` does."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import math
 import random
 import resource
 import signal
@@ -99,7 +100,7 @@ def fuzz(cases: int, seed: int, only: list[str] | None = None) -> dict[str, Any]
             rss = _rss_mib()
             for kind in chosen:
                 rng, seen = random.Random(f"{seed} {kind.name}"), found.setdefault(kind.name, Seen())
-                for _ in range(max(1, round(cases * kind.weight / weights))):
+                for _ in range(math.ceil(cases * kind.weight / weights)):
                     one(kind, rng, seen)
             grown = _rss_mib() - rss
     finally:

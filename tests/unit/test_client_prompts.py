@@ -127,6 +127,13 @@ def test_tokenizer_from_a_folder_or_file(tmp_path: Path) -> None:
         assert loaded.decode([2, 3, 1]) == "one two"
 
 
+def test_a_text_that_the_tokenizer_cannot_encode(tmp_path: Path) -> None:
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel({"one": 0}, unk_token="<unk>"))
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    with pytest.raises(InvalidField, match="text = 'two': the tokenizer cannot encode it"):
+        load_tokenizer(tmp_path).encode("two")
+
+
 def test_no_tokenizer_there(tmp_path: Path) -> None:
     with pytest.raises(InvalidField, match=r"give a model folder with a tokenizer\.json"):
         load_tokenizer(tmp_path)

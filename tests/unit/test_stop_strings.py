@@ -105,3 +105,16 @@ def test_a_prompt_that_ends_within_a_character_is_not_searched():
 def test_bytes_that_are_no_text_do_not_end_the_search():
     broken = [TOKENIZER.token_to_id(BYTES[-1]), *ids("€")[:2], *ids("ab")]
     assert search(["ab"], broken)[1] == "ab"
+
+
+def test_a_chunk_of_a_long_response_begins_without_decoding_all_of_it():
+    decoded = []
+
+    def decode(tokens):
+        decoded.append(len(tokens))
+        return TOKENIZER.decode(tokens, skip_special_tokens=True)
+
+    output = ids("a€🙂 " * 5000)
+    state = StopStrings(Detokenizer(decode, joins=True), ["🙂 b"], 0, ids("prompt"), output)
+    assert sum(decoded) < 1000
+    assert state.cut(ids("bc"), ends_by_id=False) == (ids("b"), "🙂 b")

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from seer.common.detokenizer import Detokenizer, TextSteps
+from seer.common.detokenizer import Detokenizer
 
 
 class StopStrings:
@@ -32,11 +32,8 @@ class StopStrings:
         self._stops = tuple(stops)
         self._min_tokens = min_tokens
         self._keep = max(map(len, stops)) - 1
-        self._tail = ""
-        self._count = 0
-        self._text = TextSteps(detokenizer, prompt)
-        for token in output:
-            self._grow(token)
+        self._count = len(output)
+        self._tail, self._text = detokenizer.after(prompt, output, self._keep)
 
     def cut(self, tokens: list[int], *, ends_by_id: bool) -> tuple[list[int], str | None]:
         """Add new tokens; return them up to the one that completes a stop string, and that string.
