@@ -79,16 +79,14 @@ def _rejoins(world: World) -> None:
     if world.noisy:
         return
     now = world.loop.time()
+    twins = {fault.target for fault in world.plan.faults if fault.kind == "twin engine"}
     for name, process in world.processes.items():
-        if name[0] != "e" or process.service is None:
-            continue
+        if name[0] != "e" or process.service is None or name.removesuffix(TWIN) in twins:
+            continue  # those that share a name take it from each other as their messages come
         breaks = sum(_losses(world, each, name) for each in world.inflicted if each.at <= now)
         lives = world.buffers - process.buffers
         given_up = world.given_up[process.service._buffer._me.address()]
-        waited = 2 * sum(  # a twin took its name, and gave it back
-            each.kind == "twin engine" and each.target == name.removesuffix(TWIN) for each in world.inflicted
-        )
-        waited += int(world.plan.clocks)  # for its name, in vain heard meanwhile: it seemed an earlier life
+        waited = int(world.plan.clocks)  # for its name, in vain heard meanwhile: it seemed an earlier life
         if process.service._updater._rejoins > breaks + lives + given_up + waited:
             world.problem(
                 f"{process.life} registered {process.service._updater._rejoins} times more than once: its road broke"
