@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+from msgspec import structs
+
 from chaos.plan import Fault, InParts, InTurns, Pause, Plan, Renew, Rest, Roll
 from chaos.plan import draw as drawn
 from chaos.values import AT_LIMIT, BLOCK_SIZE
@@ -45,6 +47,7 @@ from seer.services.buffer.weights.spool_folder import SpoolFolder
 from seer.services.buffer.weights.update import Pending
 from seer.services.context import server as context
 from seer.services.dgds import past_groups_file
+from seer.services.dgds.server import DgdsServer
 
 Patches = Iterator[Any]
 
@@ -410,8 +413,12 @@ def _limit_is_below() -> Patches:
     yield _around(Capacity, "holds", holds)
 
 
-def _memory_unchecked() -> Patches:
-    yield mock.patch.object(past_groups_file, "_digest", return_value=bytes(16))
+def _memory_stops_the_dgds() -> Patches:
+    async def load(self: Any, path: Path) -> None:
+        for prompt, streams in past_groups_file.load(path, self._shared):
+            self.store.restore(prompt, streams)
+
+    yield mock.patch.object(DgdsServer, "_load", load)
 
 
 def _sleepers_hold_for_ever() -> Patches:
@@ -421,6 +428,13 @@ def _sleepers_hold_for_ever() -> Patches:
         return original(self, event, *args, **named)
 
     yield _around(SleepMachine, "apply", answered)
+
+
+def _wish_dies_with_the_buffer() -> Patches:
+    yield _around(
+        SleepMachine, "_joined", lambda joined, self, event: joined(self, structs.replace(event, wish=0))
+    )
+    yield mock.patch.object(SleepMachine, "_repeated")
 
 
 # --- plans that reach what drawn ones seldom do --------------------------------------------------
@@ -540,6 +554,14 @@ _SPOILT = _plan(
     (_roll(), Pause(5.0), _roll("s")), memory=True,
     faults=tuple(Fault(3.0 + each, "spoil memory", "dgds", 0.5) for each in range(3)),
 )  # fmt: skip
+_CUT_OFF = _plan(  # one engine sleeps on while the others wake, and meets the next buffer first
+    (_roll(prompts=1), Rest(8.0), _roll("s", prompts=8), _roll("u")), step_seconds=0.2, silence_seconds=6.0,
+    latency=0.04,
+    faults=(
+        Fault(6.0, "cut engine-buffer", "e1-buffer", 18.0), Fault(24.0, "kill buffer", "buffer", 0.5),
+        Fault(24.1, "part engine", "e0", 7.0),
+    ),
+)  # fmt: skip
 _AWOKEN = _plan((_roll(), Rest(1.0), _roll("s")))
 
 REVERTS = (
@@ -575,7 +597,8 @@ REVERTS = (
     Revert("idle-for-ever", 18, _idle_for_ever, _ABANDONED),
     Revert("later-chunks-lack-images", 19, _later_chunks_lack_images, _SHOWN),
     Revert("limit-is-below", 20, _limit_is_below, _LIMIT),
-    Revert("memory-unchecked", 20, _memory_unchecked, _SPOILT),
+    Revert("memory-stops-the-dgds", 20, _memory_stops_the_dgds, _SPOILT),
+    Revert("wish-dies-with-the-buffer", 20, _wish_dies_with_the_buffer, _CUT_OFF),
     Revert("sleepers-hold-for-ever", 20, _sleepers_hold_for_ever, _AWOKEN),
 )
 
