@@ -1,8 +1,8 @@
 """Times what HTTP clients may send at its worst: pictures of every format, bodies of many values.
 
 `python bench/services/http_bodies.py` prints, for each, its bytes and its seconds: `loop`, in the gateway's
-own process, where no other request goes on meanwhile, or `apart`, in a process that can be ended; or that it is
-refused. The ratio is to an ordinary one of its kind in the same run.
+own process, where no other request goes on meanwhile, or `apart`, in a process that can be ended; or that it
+is refused. The ratio is to an ordinary one of its kind in the same run.
 """
 
 from __future__ import annotations

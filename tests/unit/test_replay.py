@@ -6,7 +6,7 @@ import statistics
 import pytest
 
 from seer.common.config import EngineConfig, SharedConfig
-from seer.common.errors import EngineError, InvalidField
+from seer.common.errors import ConfigError, EngineError, InvalidField
 from seer.common.types import Capacity, SamplingParams
 from seer.services.engine.backend import Chunk
 from seer.services.engine.replay.backend import ReplayBackend
@@ -324,7 +324,7 @@ def test_impossible_chunks_are_refused_by_field(item, field):
     ],
 )
 def test_impossible_settings_are_refused_by_name(settings, problem):
-    with pytest.raises(EngineError, match=problem):
+    with pytest.raises((ConfigError, EngineError), match=problem):
         backend(**settings)
 
 
