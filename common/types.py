@@ -8,12 +8,12 @@ Invariants:
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Sequence
 from typing import Annotated, Literal
 
 import msgspec
+from msgspec import structs
 
 from seer.common.errors import InvalidField
 
@@ -25,6 +25,21 @@ MAX_STOP_STRINGS = 16
 
 MAX_BIAS_ENTRIES = 1024
 """Bound on logit_bias and stop_token_ids entries: they are sent with every chunk."""
+
+MAX_TOKEN_ID = 2**31 - 1
+"""Token ids are int32 everywhere behind the client."""
+
+GREEDY_BELOW = 1e-5
+"""Temperatures below are greedy, as in vLLM."""
+
+MAX_LOGIT = 2.0**100
+"""Raw logits up to this magnitude can be sampled with all parameters that `SamplingParams.check` accepts.
+
+In float32, which ends at 2^128: (2^100 + 100 of bias) * 100 of repetition + 2 * 2^24 of frequency + 2 of
+presence is below 2^107; over a temperature of `GREEDY_BELOW` that is below 2^124, and the difference of
+two below 2^125. So parameters make nothing infinite. `top_p`, in float64, and the logarithm of `min_p`
+need no bound: the best token always stays.
+"""
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -52,11 +67,20 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     logprobs: LogprobMode = "scaled"
 
     def check(self, field: str = "sampling") -> None:
-        """Raise `InvalidField` naming the first field that cannot be accepted."""
+        """Raise `InvalidField` naming the first field that cannot be accepted.
+
+        Types are those of the wire: in a process of Python, fields may be anything.
+        """
+        try:
+            msgspec.convert(structs.asdict(self), SamplingParams)
+        except msgspec.ValidationError as error:
+            why, _, where = str(error).rpartition("`$.")
+            name = re.split(r"\W", where)[0]
+            fix = f"{why.removesuffix(' - at ').removesuffix(' in ')}: give plain Python values"
+            raise InvalidField(f"{field}.{name}", getattr(self, name), fix) from error
         for name, low, high, low_open in _RANGES:
             value = getattr(self, name)
-            inside = low < value <= high if low_open else low <= value <= high
-            if not (math.isfinite(value) and inside):
+            if not (low < value <= high if low_open else low <= value <= high):  # NaN is in no range
                 bracket = "(" if low_open else "["
                 raise InvalidField(f"{field}.{name}", value, f"must be in {bracket}{low}, {high}]")
         if self.min_tokens > self.max_tokens:
@@ -66,17 +90,23 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         self._check_lists(field)
 
     def _check_lists(self, field: str) -> None:
-        if len(self.stop) > MAX_STOP_STRINGS or not all(self.stop):
+        if len(self.stop) > MAX_STOP_STRINGS or not all(map(_is_text, self.stop)):
             raise InvalidField(
-                f"{field}.stop", self.stop, f"give at most {MAX_STOP_STRINGS} non-empty strings"
+                f"{field}.stop", self.stop, f"give at most {MAX_STOP_STRINGS} non-empty strings of Unicode"
             )
         for name in ("logit_bias", "stop_token_ids"):
             ids = getattr(self, name)
-            if len(ids) > MAX_BIAS_ENTRIES or any(token < 0 for token in ids):
-                raise InvalidField(f"{field}.{name}", ids, f"give at most {MAX_BIAS_ENTRIES} token ids >= 0")
+            if len(ids) > MAX_BIAS_ENTRIES or not all(0 <= token <= MAX_TOKEN_ID for token in ids):
+                fix = f"give at most {MAX_BIAS_ENTRIES} token ids from 0 to {MAX_TOKEN_ID}"
+                raise InvalidField(f"{field}.{name}", ids, fix)
         for token, bias in self.logit_bias.items():
             if not -100.0 <= bias <= 100.0:
                 raise InvalidField(f"{field}.logit_bias[{token}]", bias, "must be in [-100, 100]")
+
+
+def _is_text(stop: str) -> bool:
+    """Return whether a stop string can be searched for, and sent: half of a surrogate pair cannot."""
+    return bool(stop) and not any("\ud800" <= character <= "\udfff" for character in stop)
 
 
 _RANGES: tuple[tuple[str, float, float, bool], ...] = (
@@ -85,7 +115,7 @@ _RANGES: tuple[tuple[str, float, float, bool], ...] = (
     ("top_p", 0.0, 1.0, True),
     ("top_k", 0, 2**31 - 1, False),
     ("min_p", 0.0, 1.0, False),
-    ("repetition_penalty", 0.0, 100.0, True),
+    ("repetition_penalty", 0.01, 100.0, False),
     ("frequency_penalty", -2.0, 2.0, False),
     ("presence_penalty", -2.0, 2.0, False),
     ("min_tokens", 0, 2**24, False),

@@ -276,6 +276,7 @@ def test_sampling_is_what_the_config_says(trainer):
     [
         ("max_completion_length", None, "max_completion_length = None: give a number"),
         ("temperature", -1.0, "temperature = -1.0: must be in"),
+        ("repetition_penalty", 1e-38, "repetition_penalty = 1e-38: must be in"),
         ("top_k", -1, "top_k = -1: must be in"),
         ("generation_kwargs", {"num_beams": 2}, r"generation_kwargs\['num_beams'\] = 2: .*known to Seer"),
         (

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from seer.common.errors import InvalidField
-from seer.common.types import SamplingParams
+from seer.common.types import GREEDY_BELOW, SamplingParams
 
 RECORD = np.dtype(
     [
@@ -43,9 +43,6 @@ RECORD = np.dtype(
 """One row's parameters; `Record` in native/sampler/sampler.hpp is the same 88 bytes."""
 
 LOGPROB_MODES = ("scaled", "raw", "processed")
-
-GREEDY_BELOW = 1e-5
-"""Temperatures below are greedy, as in vLLM: logits divided by less can overflow float32."""
 
 _RECORD_WORDS = RECORD.itemsize // 8  # structured arrays copy field by field: words are 10 times faster
 _EMPTY_INT = np.empty(0, np.int32)
