@@ -38,6 +38,13 @@ if what == "refuse":
 if what.startswith("{"):
     os.write(int(options["--ready-fd"]), what.encode() + b"\\n")
     sys.exit(2)
+if what == "once":  # its first life works
+    first = options["--config"] + ".first"
+    if os.path.exists(first):
+        print("out of luck", flush=True)
+        os.kill(os.getpid(), signal.SIGKILL)
+    open(first, "w").close()
+    what = "die"
 if what == "hang":
     time.sleep(600)
 if what == "stubborn":
@@ -257,7 +264,7 @@ async def test_a_child_that_dies_while_stopping_stays_dead() -> None:
 async def test_one_that_always_dies_is_given_up_and_the_rest_goes_on(
     monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    monkeypatch.setenv("CHILD_" + name.replace("-", "_"), "die")
+    monkeypatch.setenv("CHILD_" + name.replace("-", "_"), "once" if name == "engine-0" else "die")
     said: list[str] = []
     async with LocalSystem(REPLAY, 2, say=said.append) as system:
 
@@ -267,17 +274,33 @@ async def test_one_that_always_dies_is_given_up_and_the_rest_goes_on(
             return said[-1]
 
         line = await system.run(told())
-        assert system.restarts[name] == restarts.LIMIT
+        assert system.restarts[name] == restarts.LIMIT + (name == "engine-0")
     assert line.startswith(f"{name} was killed by SIGKILL")
     assert "out of luck" in line
     rest = "with 1 of 2 engines" if name == "engine-0" else "without it"
     assert line.endswith(f"given up after {restarts.LIMIT + 1} failures in a row; rollouts go on {rest}")
 
 
+async def test_an_engine_that_its_work_ends_each_time_is_not_given_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("CHILD_engine_0", "die")
+    said: list[str] = []
+    async with LocalSystem(REPLAY, 1, say=said.append) as system:
+
+        async def often() -> None:
+            while system.restarts["engine-0"] < 2 * restarts.LIMIT:
+                await asyncio.sleep(0.01)
+
+        async with asyncio.timeout(60):
+            await system.run(often())
+    assert "given up" not in "".join(said)
+
+
 @pytest.mark.parametrize("names", [("engine_0", "engine_1"), ("buffer",)])
 async def test_but_not_all_nor_the_buffer(monkeypatch: pytest.MonkeyPatch, names: tuple[str, ...]) -> None:
     for name in names:
-        monkeypatch.setenv(f"CHILD_{name}", "die")
+        monkeypatch.setenv(f"CHILD_{name}", "die" if name == "buffer" else "once")
     cancelled = asyncio.Event()
 
     async def work() -> None:

@@ -2,7 +2,9 @@
 
 Invariants:
 - after `HEALTHY_SECONDS` of running, earlier failures do not count;
-- after `LIMIT` failures in a row the child is given up; until then the pauses grow.
+- after `LIMIT` failures in a row the child is given up; until then the pauses grow;
+- a child that has proved that it works did not fail: its work did, which the buffer gives up instead
+  (`services/buffer/requests/engine_deaths.py`). So no prompt takes an engine from all others.
 """
 
 from __future__ import annotations
@@ -21,18 +23,25 @@ HEALTHY_SECONDS = 60.0
 
 @dataclass(slots=True)
 class Restarts:
-    """The restarts of one child; `total` counts all of them, `in_a_row` failures since it was healthy."""
+    """The restarts of one child; `total` counts all of them.
+
+    Since it was healthy, `in_a_row` counts its ends, and `failures` those in a row without a proof.
+    """
 
     total: int = 0
     in_a_row: int = 0
+    failures: int = 0
 
-    def pause(self, lived: float) -> float | None:
+    def pause(self, lived: float, *, proved: bool = False) -> float | None:
         """Return the seconds to wait before a restart; None: give it up.
 
-        `lived`: seconds from being ready to its end (0: it was never ready).
+        `lived`: seconds from being ready to its end (0: it was never ready). `proved`: it had shown that it
+        works.
         """
-        self.in_a_row = 1 if lived >= HEALTHY_SECONDS else self.in_a_row + 1
-        if self.in_a_row > LIMIT:
+        healthy = lived >= HEALTHY_SECONDS
+        self.in_a_row = 1 if healthy else self.in_a_row + 1
+        self.failures = 0 if proved else 1 if healthy else self.failures + 1
+        if self.failures > LIMIT:
             return None
         self.total += 1
-        return PAUSES[self.in_a_row - 1]
+        return PAUSES[min(self.in_a_row, LIMIT) - 1]

@@ -300,7 +300,9 @@ class LocalSystem:
             self._keep_logs = True
             slot.child.kill_group()  # its own children must not outlive it
             now = asyncio.get_running_loop().time()
-            pause = slot.restarts.pause(now - slot.ready_at if slot.ready_at else 0.0)
+            lived = now - slot.ready_at if slot.ready_at else 0.0
+            # An engine is ready once it has sampled a request through all of it, and registered.
+            pause = slot.restarts.pause(lived, proved=slot.service == "engine" and lived > 0.0)
             if pause is None:
                 self._give_up(slot, slot.child)
                 return
@@ -311,7 +313,7 @@ class LocalSystem:
 
     def _give_up(self, slot: _Slot, child: Child) -> None:
         slot.given_up = True
-        failures = slot.restarts.in_a_row
+        failures = slot.restarts.failures
         end = f"{child.exit_report()}\n{slot.name} is given up after {failures} failures in a row"
         engines = [each for each in self._slots if each.service == "engine"]
         left = sum(not each.given_up for each in engines)
