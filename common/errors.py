@@ -114,6 +114,12 @@ class EngineBroken(EngineError):  # noqa: N818 - reads as what it says at the ca
     code = "engine_broken"
 
 
+class Unsampleable(EngineError):  # noqa: N818 - reads as what it says at the call site
+    """A request has no next token: its logits are not numbers, or leave none. Any engine finds the same."""
+
+    code = "unsampleable"
+
+
 class NotLoaded(EngineError):  # noqa: N818 - reads as what it says at the call site
     """An engine has no weights loaded: the chunk did not run, and is not to blame."""
 

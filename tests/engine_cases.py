@@ -1,11 +1,13 @@
 """Chunks and the ways to run them: what tests of the real engine share."""
 
 import itertools
+import math
 from collections import defaultdict
 from collections.abc import Iterable
 
 import msgspec
 import pytest
+import torch
 from _pytest.mark import ParameterSet
 
 from seer.common.types import SamplingParams
@@ -24,6 +26,7 @@ class Response(msgspec.Struct):
     tokens: list[int] = []
     logprobs: list[float] = []
     ends: list[ChunkEnd] = []
+    failures: list[str] = []
 
     @property
     def finish(self) -> tuple[str, str]:
@@ -50,8 +53,57 @@ def run(backend: VllmBackend, chunks: list[Chunk]) -> dict[str, Response]:
             responses[generated.request_id].logprobs += generated.logprobs
         for end in output.ended:
             responses[end.request_id].ends.append(end)
-    assert all(len(responses[one.request_id].ends) == 1 for one in chunks)
+        for failure in output.failed:
+            responses[failure.request_id].failures.append(str(failure.error))
+    found = [responses[one.request_id] for one in chunks]
+    assert all(len(each.ends) + len(each.failures) == 1 for each in found)
     return responses
+
+
+def spoil(monkeypatch: pytest.MonkeyPatch, positions: dict[int, int], *, by_drafts: bool = False) -> None:
+    """Have the logits of these requests, by key, be no numbers from these positions on.
+
+    `by_drafts`: only in steps that verify drafts of them, as when a draft's own values overflow.
+    """
+    from seer.services.engine.vllm.sampling import sampler
+
+    for kind in (sampler.StepSampler, sampler.DeviceSampler):
+
+        def spoilt(self, logits, params, *rest, call=kind.__call__):
+            keys, at = params.records["key"].tolist(), params.records["position"].tolist()
+            bad = [at[row] >= positions.get(key, 2**62) for row, key in enumerate(keys)]
+            if by_drafts:
+                drafted = {key for key, extra in zip(keys, params.records["extra_len"], strict=True) if extra}
+                bad = [each and key in drafted for each, key in zip(bad, keys, strict=True)]
+            return call(self, logits.masked_fill(torch.tensor(bad)[:, None], math.nan), params, *rest)
+
+        monkeypatch.setattr(kind, "__call__", spoilt)
+
+
+def check_only_the_spoilt_fail(
+    backend: VllmBackend, monkeypatch: pytest.MonkeyPatch, chunks: list[Chunk], positions: dict[int, int]
+) -> None:
+    """Run chunks with and without spoilt logits: all others have their tokens, logprobs and ends."""
+    undisturbed = run(backend, chunks)
+    with monkeypatch.context() as patch:
+        spoil(patch, positions)
+        disturbed = run(backend, chunks)
+    failed = {one.request_id: positions[one.key] for one in chunks if one.key in positions}
+    assert {name for name, response in disturbed.items() if response.failures} == set(failed)
+    for name, response in undisturbed.items():
+        if name in failed:
+            (problem,) = disturbed[name].failures
+            assert f"request {name}: no token can be sampled at position {failed[name]}: " in problem
+            assert response.tokens[: len(disturbed[name].tokens)] == disturbed[name].tokens
+        else:
+            assert disturbed[name].tokens == response.tokens
+            assert disturbed[name].logprobs == pytest.approx(response.logprobs, abs=1e-4)
+            assert disturbed[name].finish == response.finish
+    assert backend.stats().free_blocks == backend.capacity.kv_blocks
+    again = run(backend, chunks)
+    assert {name: each.tokens for name, each in again.items()} == {
+        name: each.tokens for name, each in undisturbed.items()
+    }
 
 
 def one_go(backend: VllmBackend, sampling: SamplingParams, **kwargs) -> Response:

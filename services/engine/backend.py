@@ -2,7 +2,8 @@
 
 Invariants:
 - `step` is the only method that takes long; all methods are called from one thread;
-- every added chunk ends in exactly one `ChunkEnd` from `step`, unless it is dropped first;
+- every added chunk ends in exactly one `ChunkEnd` or `ChunkFailure` from `step`, unless it is dropped first;
+- a chunk that fails is the only one that its step harms: all others have the tokens that they would have had;
 - tokens of a chunk are reported once, in order; the sum of a chunk's reports is its output.
 """
 
@@ -14,7 +15,7 @@ from typing import NamedTuple, Protocol
 
 import msgspec
 
-from seer.common.errors import InvalidField
+from seer.common.errors import InvalidField, Unsampleable
 from seer.common.media import Medium
 from seer.common.sleep import SleepLevel, SleepState
 from seer.common.types import Capacity, InstanceStats, Placed, SamplingParams
@@ -93,11 +94,20 @@ class ChunkEnd(msgspec.Struct, kw_only=True):
     accepted: list[int] = []
 
 
+class ChunkFailure(msgspec.Struct, kw_only=True):
+    """A chunk has no next token, and would have none on any engine; what it had before is void, too."""
+
+    request_id: str
+    attempt: int
+    error: Unsampleable
+
+
 class StepOutput(msgspec.Struct, kw_only=True):
     """What one step produced. `seconds` is how long it took; a modelled one is still to be waited for."""
 
     generated: list[Generated] = []
     ended: list[ChunkEnd] = []
+    failed: list[ChunkFailure] = []
     seconds: float = 0.0
 
 

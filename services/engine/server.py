@@ -30,6 +30,7 @@ from seer.common.errors import (
     NotLoaded,
     SeerError,
     Unreachable,
+    Unsampleable,
 )
 from seer.common.net.channel import Channel
 from seer.common.net.handshake import Identity
@@ -347,6 +348,12 @@ class EngineServer:
                 del self.running[end.request_id]
                 self._chunk_left(end.request_id, run, finished=bool(end.finish) and not run.parks)
                 self._ended.append((end, run))
+        for failure in out.failed:
+            run = self.running.get(failure.request_id)
+            if run is not None and run.serial == failure.attempt:
+                del self.running[failure.request_id]
+                self._chunk_left(failure.request_id, run, finished=False)
+                self._reject(failure.request_id, run.attempt, failure.error)
         if out.ended:
             self._wake()
 
@@ -364,11 +371,16 @@ class EngineServer:
                 request_id=request_id,
                 attempt=attempt,
                 code=error.code,
-                message=str(error),
-                fatal=isinstance(error, InvalidField),
+                message=self._explained(error),
+                fatal=isinstance(error, InvalidField | Unsampleable),
             )
         )
         self._wake()
+
+    def _explained(self, error: SeerError) -> str:
+        if isinstance(error, Unsampleable):
+            return f"{error}; this is under weight version {self._updater.live.version}"
+        return str(error)
 
     # --- to the buffer -------------------------------------------------------------------
 

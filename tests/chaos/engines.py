@@ -1,7 +1,7 @@
 """Engines of the virtual campaign: the replay engine, with what real ones have beyond it.
 
 Weights take time to load, siblings' tokens are fetched as for drafts (no token depends on them), a chunk
-is turned down now and then, and a poison prompt ends the process.
+is turned down now and then, a poison prompt ends the process, and one whose rows cannot be sampled fails.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from chaos.in_place import NO_BYTES
-from chaos.plan import POISON
+from chaos.plan import POISON, UNSAMPLEABLE
 from seer.common.clock import Clock
 from seer.common.config import Config
-from seer.common.errors import EngineError
+from seer.common.errors import EngineError, Unsampleable
 from seer.common.net.transport.base import Transport
 from seer.common.sleep import SleepLevel, SleepState
 from seer.services.dgds.client import StreamDelta
-from seer.services.engine.backend import Chunk, StepOutput
+from seer.services.engine.backend import Chunk, ChunkFailure, StepOutput
 from seer.services.engine.draft_groups import DraftGroups
 from seer.services.engine.driver import InlineDriver
 from seer.services.engine.replay.backend import ReplayBackend
@@ -55,7 +55,15 @@ class ChaosBackend(ReplayBackend):
         """See `ReplayBackend.step`."""
         if any(run.chunk.tokens[0] == POISON for run in self._runs.values()):
             self._nature.die()
-        return super().step()
+        mute = {name for name, run in self._runs.items() if run.chunk.tokens[0] == UNSAMPLEABLE}
+        out = super().step()
+        for each in (each for each in out.generated if each.request_id in mute):
+            error = Unsampleable(f"request {each.request_id}: no token can be sampled")
+            out.failed.append(ChunkFailure(request_id=each.request_id, attempt=each.attempt, error=error))
+            self.drop(each.request_id, each.attempt)
+        out.generated = [each for each in out.generated if each.request_id not in mute]
+        out.ended = [each for each in out.ended if each.request_id not in mute]
+        return out
 
     def feed(self, deltas: Iterable[StreamDelta]) -> None:
         """Follow streams as drafts do: each delta must continue what was fed."""

@@ -55,6 +55,12 @@ LONG_SECONDS = (5.0, 15.0, 45.0, 90.0)
 POISON = 998
 """A prompt of this token ends every engine that runs it."""
 
+UNSAMPLEABLE = 996
+"""After a prompt of this token there is no next one: its logits are not numbers."""
+
+ODD = {"poison", "mute"}
+"""Ids of prompts of these tokens."""
+
 
 @dataclass(frozen=True, slots=True)
 class Fault:
@@ -297,7 +303,9 @@ def draw(seed: int, *, noise: bool = False) -> Plan:
     kinds = _DRAWN + NOISE * 5 if noise else _DRAWN
     faults = [_fault(rand, plan, kinds, burst, long and each == 0) for each in range(count)]
     if plan.poison:
-        plan = replace(plan, scripts=_poisoned(plan.scripts))
+        plan = replace(plan, scripts=_with_odd(plan.scripts, "poison"))
+    elif random.Random(f"mute {seed}").random() < 0.1:
+        plan = replace(plan, scripts=_with_odd(plan.scripts, "mute"))
     plan = replace(plan, scripts=_in_parts(random.Random(f"parts {seed}"), plan.scripts))
     plan = replace(plan, scripts=_in_turns(random.Random(f"turns {seed}"), plan.scripts))
     lease = random.Random(f"lease {seed}").choice((3600.0, 3600.0, 3600.0, 12.0, 30.0))
@@ -434,7 +442,7 @@ def _in_parts(rand: random.Random, scripts: tuple[tuple[Step, ...], ...]) -> tup
 
 
 def _maybe_in_parts(rand: random.Random, step: Step) -> Step:
-    if not isinstance(step, Roll) or rand.random() > 0.4 or "poison" in dict(step.prompts):
+    if not isinstance(step, Roll) or rand.random() > 0.4 or ODD & dict(step.prompts).keys():
         return step
     parts = InParts(
         size=rand.choice((1, 1, 2, step.n)),
@@ -454,7 +462,7 @@ def _in_turns(rand: random.Random, scripts: tuple[tuple[Step, ...], ...]) -> tup
 def _maybe_in_turns(rand: random.Random, step: Step) -> Step:
     if not isinstance(step, Roll) or rand.random() > 0.3 or step.shared or step.ahead:
         return step
-    if "poison" in dict(step.prompts):
+    if ODD & dict(step.prompts).keys():
         return step
     longest = rand.choice((0.0, 0.5, 3.0, 3.0, 30.0))
     turns = InTurns(
@@ -501,11 +509,11 @@ def _showing(step: Step, images: dict[str, int]) -> Step:
     return replace(step, images=images.get(step.rollout_id, 0))
 
 
-def _poisoned(scripts: tuple[tuple[Step, ...], ...]) -> tuple[tuple[Step, ...], ...]:
-    """Give the last rollout of the first trainer a poison prompt."""
+def _with_odd(scripts: tuple[tuple[Step, ...], ...], name: str) -> tuple[tuple[Step, ...], ...]:
+    """Give the last rollout of the first trainer one of the `ODD` prompts."""
     steps = list(scripts[0])
     last = max(place for place, step in enumerate(steps) if isinstance(step, Roll))
     roll = steps[last]
     assert isinstance(roll, Roll)
-    steps[last] = replace(roll, prompts=(*roll.prompts, ("poison", 3)), n=min(roll.n, 2), shared=False)
+    steps[last] = replace(roll, prompts=(*roll.prompts, (name, 3)), n=min(roll.n, 2), shared=False)
     return (tuple(steps), *scripts[1:])

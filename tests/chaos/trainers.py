@@ -418,6 +418,8 @@ class Trainer:
             return "final"
         if prompt_id == "poison":
             return "final" if re.search("engine|died|lost", why) else "problem"
+        if "no token can be sampled" in why:
+            return "final" if prompt_id == "mute" else "problem"
         if plan.poison and "engines that died" in why:  # the poison's, and one that a fault killed
             faults = (each for each in self.world.inflicted if each.target[0] == "e")
             lost = any("kill" in each.kind or each.seconds > RETURN_SECONDS for each in faults)

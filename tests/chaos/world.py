@@ -27,7 +27,7 @@ from chaos import engines
 from chaos.expected import Expected, weights_digest
 from chaos.images import PLACEHOLDER, image
 from chaos.in_place import planned
-from chaos.plan import POISON, Catch, Fault, Plan, Roll, Step
+from chaos.plan import POISON, UNSAMPLEABLE, Catch, Fault, Plan, Roll, Step
 from chaos.roads import BACKOFF_SECONDS, ChaosRoads
 from chaos.trainers import Trainer
 from chaos.values import ODD_WEIGHTS
@@ -207,6 +207,8 @@ class World:
         length = dict(step.prompts)[prompt_id]
         if prompt_id == "poison":
             return Prompt(prompt_id, token_ids=[POISON] * length)
+        if prompt_id == "mute":
+            return Prompt(prompt_id, token_ids=[UNSAMPLEABLE] * length)
         number = int(prompt_id[1:])
         shown = min(step.images, length)
         media = [image(number + each, each) for each in range(shown)]

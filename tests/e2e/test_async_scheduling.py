@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from ahead import scheduling_ahead
-from engine_cases import chunk
+from engine_cases import check_only_the_spoilt_fail, chunk
 from ways import BLOCKS, CASES, STOP, WAYS, Results, in_one_go, prompt
 
 if importlib.util.find_spec("vllm") is None:
@@ -131,18 +131,14 @@ def test_histories_on_the_device_are_what_counts(
             backend.step()
 
 
-def test_logits_that_are_no_numbers_end_the_engine_by_name(
+def test_rows_that_cannot_be_sampled_fail_alone(
     backend: VllmBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from seer.services.engine.vllm import runner_v1
-
-    sample = runner_v1.DeviceSampler.__call__
-    broken = lambda self, logits, *rest: sample(self, logits * float("nan"), *rest)  # noqa: E731
-    monkeypatch.setattr(runner_v1.DeviceSampler, "__call__", broken)
-    backend.add(chunk("unlucky", CASES["plain"], prompt=prompt(0)))
-    with pytest.raises(EngineError, match=r"request unlucky: .* NaN"):
-        for _ in range(3):
-            backend.step()
+    chunks = [
+        chunk(f"{case} {key}", CASES[case], key=17 * key + place, prompt=prompt(key))
+        for place, case in enumerate(CASES) for key in range(3)
+    ]  # fmt: skip
+    check_only_the_spoilt_fail(backend, monkeypatch, chunks, {0: 20, 3: 25, 17 + 3: 40, 34 + 5: 22})
 
 
 def test_logits_are_captured(backend: VllmBackend) -> None:

@@ -10,7 +10,19 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from engine_cases import BASE, CASES, KEY, LENGTH, PROMPT, chunk, in_chunks, one_go, products, run
+from engine_cases import (
+    BASE,
+    CASES,
+    KEY,
+    LENGTH,
+    PROMPT,
+    check_only_the_spoilt_fail,
+    chunk,
+    in_chunks,
+    one_go,
+    products,
+    run,
+)
 
 if importlib.util.find_spec("vllm") is None:
     pytest.skip("needs the engine extra", allow_module_level=True)
@@ -100,6 +112,19 @@ def test_paths_at_every_offset_change_nothing(backend, case, plan):
     assert after["rows"] > 0
     assert after["conflicts"] == 0
     assert (after["won"] == 0) == (plan == "all_wrong")
+
+
+@pytest.mark.parametrize("plan", ["right_third", "forks"])
+def test_rows_that_cannot_be_sampled_fail_alone(backend, monkeypatch, plan):
+    chunks = [
+        chunk(str(i), CASES["everything"], index=i, key=KEY + i, prompt=PROMPT[: 4 + i]) for i in range(6)
+    ]
+    script(backend, "none")
+    script(backend, plan, {i: one.tokens for i, one in enumerate(run(backend, chunks).values())})
+    before = counts(backend)
+    spoilt = {KEY + 1: 5, KEY + 2: 12, KEY + 3: 7 + LENGTH - 1}
+    check_only_the_spoilt_fail(backend, monkeypatch, chunks, spoilt)
+    assert gained(backend, before)["rows"] > 0
 
 
 LONG = SamplingParams(max_tokens=150, temperature=0.8, ignore_eos=True)

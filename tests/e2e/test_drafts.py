@@ -11,7 +11,21 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from engine_cases import BASE, CASES, KEY, LENGTH, PROMPT, Response, chunk, in_chunks, one_go, products, run
+from engine_cases import (
+    BASE,
+    CASES,
+    KEY,
+    LENGTH,
+    PROMPT,
+    Response,
+    check_only_the_spoilt_fail,
+    chunk,
+    in_chunks,
+    one_go,
+    products,
+    run,
+    spoil,
+)
 
 if importlib.util.find_spec("vllm") is None:
     pytest.skip("needs the engine extra", allow_module_level=True)
@@ -123,6 +137,30 @@ def test_drafts_take_no_block_that_was_not_reserved(backend, kind):
     assert backend.stats().preemptions == before
     assert all(drafted[name].tokens == plain[name].tokens for name in names)
     assert backend.stats().free_blocks == backend.capacity.kv_blocks
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_that_cannot_be_sampled_fail_alone(backend, monkeypatch, kind):
+    chunks = [
+        chunk(str(i), CASES["everything"], index=i, key=KEY + i, prompt=PROMPT[: 4 + i]) for i in range(12)
+    ]
+    script(backend, "none")
+    script(backend, kind, {i: one.tokens for i, one in enumerate(run(backend, chunks).values())})
+    spoilt = {KEY + 2: 6, KEY + 5: 12, KEY + 6: 17, KEY + 7: 11 + LENGTH - 1}
+    check_only_the_spoilt_fail(backend, monkeypatch, chunks, spoilt)
+
+
+def test_a_draft_that_is_no_number_fails_nothing(backend, monkeypatch):
+    script(backend, "none")
+    whole = one_go(backend, BASE)
+    backend.probe.script_drafts(None)
+    one_go(backend, BASE, index=1)  # the sibling, which said the same
+    spoil(monkeypatch, {KEY: 0}, by_drafts=True)
+    before = backend.stats().drafted_tokens
+    with_drafts = one_go(backend, BASE)
+    assert backend.stats().drafted_tokens > before
+    assert (with_drafts.tokens, with_drafts.finish) == (whole.tokens, whole.finish)
+    assert with_drafts.logprobs == pytest.approx(whole.logprobs, abs=1e-4)
 
 
 def test_what_a_sibling_said_is_drafted(backend):

@@ -3,6 +3,7 @@
 import importlib.util
 import itertools
 import json
+import math
 import os
 import subprocess
 import sys
@@ -20,11 +21,13 @@ from engine_cases import (
     KEY,
     LENGTH,
     PROMPT,
+    check_only_the_spoilt_fail,
     chunk,
     in_chunks,
     one_go,
     piece_texts,
     run,
+    spoil,
     with_min_tokens,
     with_stop_id,
     with_stop_string,
@@ -34,7 +37,7 @@ if importlib.util.find_spec("vllm") is None:
     pytest.skip("needs the engine extra", allow_module_level=True)
 
 from seer.common.config import EngineConfig, SharedConfig
-from seer.common.errors import EngineError, InvalidField
+from seer.common.errors import EngineError, InvalidField, Unsampleable
 from seer.common.types import SamplingParams
 from seer.services.engine.vllm.backend import VllmBackend
 
@@ -337,15 +340,36 @@ def test_self_test_refuses_wrong_noise(backend, monkeypatch):
         self_test.check(backend.probe)
 
 
-def test_logits_that_are_no_numbers_end_the_engine_by_name(backend, monkeypatch):
-    from seer.services.engine.vllm import runner_v1
+def test_rows_that_cannot_be_sampled_fail_alone(backend, monkeypatch):
+    everything = msgspec.structs.replace(CASES["everything"], stop=("ZZ",))
+    kinds = [BASE, everything, CASES["repetition"], CASES["greedy"]]
+    chunks = [chunk(f"r{i}", kinds[i % 4], key=KEY + i, prompt=PROMPT[: 4 + i]) for i in range(12)]
+    at_prefill, later, last = KEY + 2, KEY + 5, KEY + 7
+    spoilt = {at_prefill: 6, later: 12, last: 7 + 4 + LENGTH - 1}
+    check_only_the_spoilt_fail(backend, monkeypatch, chunks, spoilt)
 
-    sample = runner_v1.StepSampler.__call__
-    broken = lambda self, logits, params: sample(self, logits * float("nan"), params)  # noqa: E731
-    monkeypatch.setattr(runner_v1.StepSampler, "__call__", broken)
-    backend.add(chunk("unlucky", BASE))
-    with pytest.raises(EngineError, match=r"request unlucky: .* NaN"):
-        backend.step()
+
+def test_an_engine_of_whose_model_no_logits_are_numbers_does_not_start(backend, monkeypatch):
+    from seer.services.engine.vllm import self_test
+
+    spoil(monkeypatch, {self_test._KEY: 0})
+    with pytest.raises(Unsampleable, match=r"request self-test: .*\(NaN, or"):
+        self_test.check(backend.probe)
+    assert not backend.has_work()
+
+
+def test_memory_that_holds_no_numbers_reaches_no_token(backend):
+    """What a failed row leaves in blocks is others' memory next: attention must not look beyond its context."""
+    chunks = [chunk(f"r{i}", BASE, key=KEY + i, prompt=PROMPT[: 3 + 2 * i]) for i in range(9)]
+    before = run(backend, chunks)
+    backend.core.reset_prefix_cache()
+    runner = backend.core.engine_core.model_executor.driver_worker.worker.model_runner
+    for tensor in runner.kv_caches:
+        tensor.fill_(math.nan)
+    after = run(backend, chunks)
+    assert {name: each.tokens for name, each in after.items()} == {
+        name: each.tokens for name, each in before.items()
+    }
 
 
 def test_memory_is_measured_with_our_sampler_before_kv_is_sized(backend):

@@ -1,6 +1,7 @@
 """Weight updates of the real engine: after one, a system is as one that was started with those weights."""
 
 import asyncio
+import contextlib
 import importlib.util
 import json
 import os
@@ -18,7 +19,7 @@ if importlib.util.find_spec("vllm") is None:
 from safetensors.torch import load_file, save_file
 from shared_engines import ONE_CORE, SharedEngines
 
-from seer.client import MooncakeSource, RolloutClient, SamplingParams, WeightsRefused
+from seer.client import MooncakeSource, Prompt, RolloutClient, RolloutFailed, SamplingParams, WeightsRefused
 from seer.common.config import load
 from seer.local.system import LocalSystem
 
@@ -227,3 +228,66 @@ async def forgets_and_loads(client: RolloutClient, changed: Path, expected: Sequ
     await client.sleep(level=2)
     await client.wake()  # a stream, from the spool
     assert_same((await roll(client))[:2], expected)
+
+
+HOSTILE = 40
+"""A token whose values overflow under the weights of `overflowing`: as others, it is read by the first layer."""
+
+
+def overflowing(folder: Path, everywhere: bool) -> Path:
+    """Return the shipped model with finite weights that overflow: in every row, or where `HOSTILE` is read."""
+    shutil.copytree(MODEL, folder)
+    tensors = load_file(folder / "model.safetensors")
+    if everywhere:
+        tensors["model.norm.weight"].fill_(3e38)
+    tensors["model.embed_tokens.weight"][:, 0] = 0.0
+    tensors["model.embed_tokens.weight"][HOSTILE, 0] = 1000.0
+    tensors["model.layers.0.self_attn.v_proj.weight"][:, 0] = 3e38
+    save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
+async def ends(
+    client: RolloutClient, prompts: dict[str, list[int]]
+) -> tuple[dict[str, list[list[int]]], dict[str, str]]:
+    """Submit prompts; return the responses of each that has some, and why each of the others failed."""
+    sampling = SamplingParams(max_tokens=90, temperature=1.1, ignore_eos=True, logit_bias={HOSTILE: -100.0})
+    asked = [Prompt(name, token_ids=tokens) for name, tokens in prompts.items()]
+    rollout = await client.submit(asked, n=3, sampling=sampling, rollout_number=0)
+    found: dict[str, list[list[int]]] = {}
+    with contextlib.suppress(RolloutFailed):
+        async for group in rollout:
+            found[group.prompt_id] = [each.token_ids.tolist() for each in group.responses]
+    return found, rollout.failures
+
+
+async def test_finite_weights_that_overflow_fail_prompts_by_name_and_harm_nothing_else(
+    pair: SharedEngines, tmp_path: Path
+) -> None:
+    shared = [3 + i % 30 for i in range(64)]
+    good = {f"good-{i}": [*shared, 5 + i] for i in range(6)}
+    hostile = {"hostile-0": [*shared, HOSTILE], "hostile-1": [HOSTILE, *shared], "hostile-2": [9, HOSTILE, 9]}
+    async with RolloutClient(pair.anew()) as client:
+        pids = pair.system.pids
+        first, _ = await ends(client, good | hostile)
+        assert first.keys() == good.keys() | hostile.keys()
+        live = (await client.status()).weight_version
+
+        await client.update_weights(live + 1, overflowing(tmp_path / "rows", False))
+        alone, problems = await ends(client, good)
+        assert (alone.keys(), problems) == (good.keys(), {})
+        beside, problems = await ends(client, good | hostile)
+        assert beside == alone
+        assert problems.keys() == hostile.keys()
+        for name, problem in problems.items():
+            why = rf"/{name}#\d: no token can be sampled at position .* not numbers .* weight version {live + 1}$"
+            assert re.search(why, problem)
+
+        await client.update_weights(live + 2, overflowing(tmp_path / "all", True))
+        none, problems = await ends(client, good)
+        assert (none, problems.keys()) == ({}, good.keys())
+
+        await client.update_weights(live + 3, MODEL)
+        assert (await ends(client, good | hostile))[0] == first
+        assert pair.system.pids == pids
+        assert not (await client.status()).counters["lost"]

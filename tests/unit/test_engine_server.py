@@ -13,12 +13,12 @@ from virtual_time import eventually, virtual
 from seer.common import wire
 from seer.common.clock import LoopClock
 from seer.common.config import Config, EngineConfig, SharedConfig
-from seer.common.errors import EngineError, Unreachable
+from seer.common.errors import EngineError, Unreachable, Unsampleable
 from seer.common.net.transport.memory import MemoryNetwork, MemoryTransport
 from seer.common.types import InstanceStats, SamplingParams
 from seer.services.dgds import server as dgds
 from seer.services.dgds.packing import group_digest
-from seer.services.engine.backend import ChunkEnd, Generated, StepOutput
+from seer.services.engine.backend import ChunkEnd, ChunkFailure, Generated, StepOutput
 from seer.services.engine.draft_groups import RETURN_SECONDS, DraftGroups
 from seer.services.engine.driver import InlineDriver
 from seer.services.engine.replay.backend import ReplayBackend
@@ -151,6 +151,30 @@ async def test_another_failure_to_add_is_not_for_good():
         await eventually(lambda: bool(buffer.heard(wire.ChunkFailed)))
         failed = buffer.heard(wire.ChunkFailed)[0]
         assert (failed.code, failed.fatal, failed.message) == ("engine", False, "out of adapters")
+
+
+@virtual
+async def test_a_row_that_cannot_be_sampled_fails_its_chunk_for_good_and_no_other():
+    class Overflowing(ReplayBackend):
+        def step(self):
+            out = super().step()
+            bad = [each for each in out.generated if each.request_id == "r/p#1"]
+            for each in bad:
+                self.drop(each.request_id, each.attempt)
+                error = Unsampleable("request r/p#1: no token")
+                out.failed.append(ChunkFailure(request_id=each.request_id, attempt=each.attempt, error=error))
+            out.generated = [each for each in out.generated if each not in bad]
+            return out
+
+    async with engine(backend=Overflowing(REPLAY, Config().shared)) as (buffer, server, *_):
+        for index in range(3):
+            await buffer.run(index, new=8)
+        await eventually(lambda: len(buffer.results()) == 2)
+        (failed,) = buffer.heard(wire.ChunkFailed)
+        assert (failed.request_id, failed.code, failed.fatal) == ("r/p#1", "unsampleable", True)
+        assert failed.message == "request r/p#1: no token; this is under weight version 0"
+        assert {index for index, _ in buffer.results()} == {"0", "2"}
+        assert server.running == {}
 
 
 @virtual

@@ -20,17 +20,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import numpy as np
-import numpy.typing as npt
+from msgspec import structs
 
 from seer.common.config import DraftsConfig, EngineConfig, PoolConfig, SharedConfig
-from seer.common.errors import EngineError, InvalidField, SeerError
+from seer.common.errors import EngineError, InvalidField, SeerError, Unsampleable
 from seer.common.image_models import image_model
 from seer.common.policy.draft_paths import SEPARATOR
 from seer.common.sleep import SleepLevel, SleepState
 from seer.common.types import Capacity, InstanceStats
 from seer.services.dgds.client import StreamDelta
-from seer.services.engine.backend import Chunk, ChunkEnd, Generated, StepOutput
+from seer.services.engine.backend import Chunk, ChunkEnd, ChunkFailure, Generated, StepOutput
 from seer.services.engine.chunk_gate import ChunkGate
 from seer.services.engine.nodes.agreement import Meeting
 from seer.services.engine.vllm import env, loading
@@ -380,9 +379,17 @@ class VllmBackend:
         if run.stops is not None:
             tokens, stop_string = run.stops.cut(tokens, ends_by_id=by_id)
         if tokens:
+            logprobs = output.new_logprobs.logprobs[: len(tokens), 0].tolist()
+            if any(map(math.isnan, logprobs)):
+                self._fail(output.request_id, result, logprobs)
+                return
             self._generated += len(tokens)
             run.left -= len(tokens)
-            result.generated.append(self._tokens(chunk, tokens, output.new_logprobs.logprobs))
+            result.generated.append(
+                Generated(
+                    request_id=chunk.request_id, attempt=chunk.attempt, token_ids=tokens, logprobs=logprobs
+                )
+            )
         if stop_string is not None:
             if ended is None:
                 self.core.stop(output.request_id)
@@ -392,19 +399,29 @@ class VllmBackend:
         elif ended is not None:
             self._end(output.request_id, result, "" if run.left else "length", "")
 
-    def _tokens(self, chunk: Chunk, tokens: list[int], logprobs: npt.NDArray[np.float32]) -> Generated:
-        values = logprobs[: len(tokens), 0].tolist()
-        if any(map(math.isnan, values)):
-            raise EngineError(
-                f"request {chunk.request_id}: no token can be sampled, its logits hold NaN or an infinite "
-                f"maximum; check the weights in shared.model = {self._shared.model} and engine.dtype"
-            )
-        return Generated(
-            request_id=chunk.request_id,
-            attempt=chunk.attempt,
-            token_ids=tokens,
-            logprobs=values,
+    def _fail(self, engine_id: str, result: StepOutput, logprobs: list[float]) -> None:
+        """End a chunk that has no next token: the first logprob that is NaN stands in that one's place."""
+        run, place = self._runs[engine_id], [math.isnan(value) for value in logprobs].index(True)
+        self.core.fail(run.request)
+        if self._sharing is not None:
+            self._sharing.finished(run.request, 0, len(run.request.block_hashes))
+        self._forget(engine_id)
+        chunk = run.chunk
+        known = chunk.counts_from + chunk.sampling.max_tokens - run.left
+        if run.tree:
+            # A draft that is no number spoils rows before it, as kernels multiply it by zero: only what has
+            # none without drafts has no next token.
+            new = chunk.max_new_tokens - (known - len(chunk.tokens))
+            tokens = list(run.request.all_token_ids[:known])
+            self.add(structs.replace(chunk, group_id="", tokens=tokens, max_new_tokens=new))
+            return
+        problem = Unsampleable(
+            f"request {chunk.request_id}: no token can be sampled at position {known + place}: its logits "
+            "are not numbers (NaN, or an infinite maximum), or every token is masked; check the weights, "
+            "engine.dtype, and the request's min_tokens"
         )
+        failure = ChunkFailure(request_id=chunk.request_id, attempt=chunk.attempt, error=problem)
+        result.failed.append(failure)
 
     def _end(self, engine_id: str, result: StepOutput, finish: str, stop_reason: str) -> None:
         run = self._runs[engine_id]

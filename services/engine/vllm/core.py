@@ -65,6 +65,8 @@ class CoreHandle:
         self._kv = KvAccount(
             scheduler.kv_cache_manager, scheduler.kv_cache_config, config.cache_config.block_size
         )
+        if config.device_config.device_type == "cpu":
+            self._kv.zero_new(scheduler)
         self._encoder = EncoderAccount(scheduler)
         self.capacity = Capacity(
             kv_blocks=self._kv.blocks,
@@ -134,6 +136,13 @@ class CoreHandle:
     def abort(self, engine_id: str) -> None:
         """End a request; its blocks are free at once, but for those that saves to the KV pool pin."""
         self._engine.abort_requests([engine_id])
+
+    def fail(self, request: Request) -> None:
+        """End a request whose logits were no numbers: its KV may not be numbers, so nobody is to find it."""
+        self.abort(request.request_id)
+        self._kv.forget_cached(request)
+        if self.scratch:  # its drafts' KV, too; requests' own blocks are zeroed when they are given out
+            self.rpc("seer_zero_blocks", blocks=self.scratch)
 
     def stop(self, engine_id: str) -> None:
         """End a request as a stop id does: unlike that of an aborted one, its KV may be saved."""

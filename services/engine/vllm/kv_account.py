@@ -18,7 +18,9 @@ from seer.common.errors import EngineError
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheManager
+    from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
+    from vllm.v1.request import Request
 
 COUNTED = ("FullAttentionSpec", "MLAAttentionSpec", "SlidingWindowSpec", "ChunkedLocalAttentionSpec")
 """vLLM's kinds of KV that take at most one block for a block's worth of tokens."""
@@ -50,6 +52,19 @@ class KvAccount:
     def held(self, engine_id: str) -> int:
         """Return the blocks of a request that it need not take any more, those beyond a window included."""
         return sum(len(each.req_to_blocks.get(engine_id, ())) for each in self._managers) // self._groups
+
+    def forget_cached(self, request: Request) -> None:
+        """Have nobody find the blocks of a request by what they hold; who has them already keeps them."""
+        for digest in request.block_hashes:
+            for group in range(self._groups):
+                for block in self._pool.get_cached_block(digest, [group]) or ():
+                    self._pool.evict_blocks({block.block_id})
+
+    def zero_new(self, scheduler: Scheduler) -> None:
+        """Have workers zero blocks as they are given out (`fresh_blocks.py`)."""
+        scheduler.needs_kv_cache_zeroing = True
+        for manager in self._managers:
+            manager._record_new_block_ids = True
 
     def pinned(self) -> int:
         """Return the blocks in use that no running request has; one that several share counts once."""

@@ -57,7 +57,7 @@ class Probe:
         """Run one chunk; return its tokens, and each rank's raw logits [tokens, vocab_size].
 
         The chunks of `company`, under other request ids, run in the same batch. Raises `EngineError` while
-        other chunks are running.
+        other chunks are running, and `Unsampleable` where logits leave no token.
         """
         if self.backend.has_work():
             raise EngineError("the engine is running chunks: capture logits on an idle engine")
@@ -66,7 +66,10 @@ class Probe:
         self.backend.add(chunk, capture=True)
         tokens: list[int] = []
         while self.backend.has_work():
-            for generated in self.backend.step().generated:
+            output = self.backend.step()
+            for failure in output.failed:
+                raise failure.error
+            for generated in output.generated:
                 if generated.request_id == chunk.request_id:
                     tokens += generated.token_ids
         return tokens, self.core.rpc("seer_take_captured")

@@ -34,6 +34,7 @@ from seer.services.engine.vllm.drafts.path_rows import PathRows
 from seer.services.engine.vllm.drafts.path_selector import PathSelector
 from seer.services.engine.vllm.drafts.plain_path import PlainPath
 from seer.services.engine.vllm.drafts.scratch_blocks import path_blocks
+from seer.services.engine.vllm.fresh_blocks import FreshBlocks
 from seer.services.engine.vllm.in_place import Place, Receiver, SourceLost
 from seer.services.engine.vllm.merging import Adapter
 from seer.services.engine.vllm.runner_v1 import RowSampler
@@ -68,6 +69,7 @@ class SeerWorker:
     seer_sampler: RowSampler | SlotSampler
     seer_paths: PathRows | None
     seer_memory: CpuSleep
+    seer_blocks: FreshBlocks
     seer_base: str
 
     def seer_profile_largest_batch(self, max_draft: int) -> None:
@@ -88,6 +90,10 @@ class SeerWorker:
         self.seer_paths = None
         self.seer_base = self.vllm_config.model_config.model
         self.seer_memory = CpuSleep(self.model_runner)
+        if self.model_runner.device.type == "cpu":
+            self.seer_blocks = FreshBlocks(self.model_runner)
+            name = "kv_block_zeroer" if self.use_v2_model_runner else "_kv_block_zeroer"
+            setattr(self.model_runner, name, self.seer_blocks)
         if self.use_v2_model_runner:
             from seer.services.engine.vllm.runner_v2 import SlotSampler
 
@@ -210,6 +216,11 @@ class SeerWorker:
     def seer_sleep(self, tags: list[SleepTag], level: SleepLevel) -> None:
         """See `CpuSleep.sleep`; for CPUs, where vLLM has no sleep mode."""
         self.seer_memory.sleep(tags, level)
+
+    def seer_zero_blocks(self, blocks: list[int]) -> None:
+        """Zero KV blocks that no request has, if attention reads beyond contexts here."""
+        if self.model_runner.device.type == "cpu":
+            self.seer_blocks.zero_block_ids(blocks)
 
     def seer_kv_layout(self) -> list[str]:
         """Describe the layout of KV in this worker's memory: equal texts mean equal bytes."""

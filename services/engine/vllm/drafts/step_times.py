@@ -289,7 +289,7 @@ def _prefill(probe: Probe, chunks: list[Chunk]) -> None:
     begun: set[str] = set()
     for chunk in chunks:
         probe.backend.add(chunk)
-    while len(begun) < len(chunks):
+    while len(begun) < len(chunks) and probe.backend.has_work():
         begun |= {generated.request_id for generated in probe.backend.step().generated}
     for chunk in chunks:
         probe.backend.drop(chunk.request_id, chunk.attempt)
