@@ -27,7 +27,7 @@ def adapt(base: Path, *, seed: int = 0, size: float = 0.02, dtype: torch.dtype |
 
 def save_adapter(adapted, folder: Path) -> Path:
     """Write what a trainer sends: `adapter_config.json` and `adapter_model.safetensors`."""
-    adapted.save_pretrained(folder, save_embedding_layers=False)
+    adapted.save_pretrained(folder)
     return folder
 
 

@@ -119,6 +119,13 @@ def test_settings_that_make_no_sense_are_refused_by_name(change, why):
         (GOOD | {f"{Q}.lora_B.weight": array(3, 2)}, r"has shape \[3, 2\]"),
         (GOOD | {f"{Q}.lora_A.weight": array(2, 3, dtype="float64")}, "has type F64"),
         (GOOD | {f"{Q}.weight": array(4, 3)}, r"two changes of q\.weight"),
+        (GOOD | {f"{Q}.base_layer.weight": array(3, 4)}, r"q\.base_layer\.weight has shape \[3, 4\], the base's has \[4, 3\]"),
+        (GOOD | {f"{Q}.base_layer.weight": array(4, 3), f"{Q}.weight": array(4, 3)}, r"two changes of q\.weight"),
+        (GOOD | {f"{Q}.base_layer.weight": array(4, 3, fill=np.nan)}, "not finite"),
+        (GOOD | {f"{Q}.base_layer.weight": array(4, 3, fill=3e38)}, r"may make values of q\.weight larger than F32"),
+        ({f"{Q}.lora_A.weight": array(2, 3), f"{Q}.base_layer.weight": array(4, 3)}, r"lacks .*lora_B\.weight"),
+        ({"base_model.model.k.base_layer.weight": array(4, 3)}, r"is for k\.weight, which the base lacks"),
+        (GOOD | {f"{Q}.lora_embedding_A": array(2, 4), f"{Q}.lora_embedding_B": array(3, 2), f"{Q}.base_layer.weight": array(4, 3)}, r"two changes of q\.weight"),
         (GOOD | {"base_model.model.n.bias": array(5)}, r"shape \[5\], the base's has \[4\]"),
         (GOOD | {f"{Q}.lora_B.weight": array(4, 2, fill=np.inf)}, r"lora_B\.weight has values that are not finite"),
         (GOOD | {f"{Q}.lora_A.weight": array(2, 3, fill=np.nan, dtype="float16")}, "not finite"),
@@ -141,8 +148,9 @@ def test_a_base_that_an_adapter_does_not_fit_is_refused_by_name(tmp_path):
     embedding = {"embed.lora_embedding_A": array(2, 5), "embed.lora_embedding_B": array(4, 2)}
     read(tmp_path, embedding)
     tied = {name: tensor for name, tensor in BASE.items() if name != "lm_head.weight"}
-    for each in (embedding, {"embed.weight": array(5, 4)}):
-        with pytest.raises(InvalidField, match=r"which the base uses as lm_head\.weight, too"):
+    output = {"lm_head.lora_A.weight": array(2, 4), "lm_head.lora_B.weight": array(5, 2)}
+    for each in (embedding, {"embed.weight": array(5, 4)}, output, {"lm_head.weight": array(5, 4)}):
+        with pytest.raises(InvalidField, match=r"uses embeddings as lm_head\.weight, too: leave both out of"):
             read(tmp_path, each, base=tied)
 
 
@@ -168,6 +176,20 @@ def test_what_becomes_of_each_tensor(tmp_path):
         "q.weight": Pair(f"{Q}.lora_A.weight", f"{Q}.lora_B.weight", 3.0, embedding=False),
         "n.bias": "base_model.model.n.bias",
     }
+
+
+def test_what_becomes_of_the_layer_below_an_adapter(tmp_path):
+    config = parse_config(json.dumps(CONFIG).encode())
+    below = {"embed.base_layer.weight": array(5, 4), "n.base_layer.bias": array(4)}
+    pair = {"embed.lora_embedding_A": array(2, 5), "embed.lora_embedding_B": array(4, 2)}
+    base = read_manifest(write(tmp_path / "b", BASE)).tensors
+    found = read_manifest(write(tmp_path / "pair", below | pair)).tensors
+    assert plan_merge(config, found, base) == {
+        "embed.weight": Pair(*pair, 3.0, embedding=True, onto="embed.base_layer.weight"),
+        "n.bias": "n.base_layer.bias",
+    }
+    alone = read_manifest(write(tmp_path / "alone", below)).tensors  # another adapter's embeddings
+    assert plan_merge(config, alone, base)["embed.weight"] == "embed.base_layer.weight"
 
 
 def test_scales_are_those_of_the_first_pattern_that_matches():

@@ -9,8 +9,9 @@ if importlib.util.find_spec("peft") is None or importlib.util.find_spec("vllm") 
 
 import torch
 from lora import ATTENTION, MLP, adapt, save_adapter, save_merged
+from peft import PeftModel
 from safetensors.torch import load_file
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from seer.services.engine.vllm.merging import Adapter, merge
 from seer.services.engine.weights.adapter import Pair, read_adapter
@@ -48,8 +49,9 @@ def tensors(folder):
         },
         {"modules_to_save": ["lm_head", "norm"], "layers_to_transform": [1]},
         {"target_modules": BOTH, "r": 4},
+        {"target_modules": [*EVERYTHING, "embed_tokens"], "modules_to_save": ["lm_head"]},
     ],
-    ids=["plain", "rslora", "rank 1", "patterns", "saved", "embeddings"],
+    ids=["plain", "rslora", "rank 1", "patterns", "saved", "embeddings", "embeddings and saved"],
 )
 def test_weights_are_those_that_peft_merges(tmp_path, base, settings):
     adapted = adapt(base, **settings)
@@ -65,6 +67,22 @@ def test_weights_are_those_that_peft_merges(tmp_path, base, settings):
     assert not torch.equal(
         merged["model.layers.1.self_attn.q_proj.weight"], before["model.layers.1.self_attn.q_proj.weight"]
     )
+
+
+@pytest.mark.parametrize("trained", [torch.float32, torch.bfloat16], ids=str)
+def test_layers_that_peft_saves_below_embeddings_stand_for_the_bases(tmp_path, base, trained):
+    adapted = adapt(base, target_modules=BOTH, dtype=trained)
+    for name, tensor in adapted.named_parameters():
+        if name.endswith(("lm_head.base_layer.weight", "embed_tokens.base_layer.weight")):
+            tensor.data.add_(0.125)
+    folder = save_adapter(adapted, tmp_path / "adapter")
+    read_adapter(f"lora::{folder}", folder, base, read_manifest(base))
+    merged = dict(Adapter(folder, base).merged(tensors(base).items()))
+    loaded = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), folder)
+    expected = tensors(save_merged(loaded, base, tmp_path / "merged"))
+    for name in ("lm_head.weight", "model.embed_tokens.weight"):
+        assert torch.equal(merged[name], expected[name]), name
+        assert (merged[name] - tensors(base)[name]).float().mean() > 0.1
 
 
 def test_the_number_of_threads_does_not_matter():

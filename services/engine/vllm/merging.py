@@ -38,7 +38,8 @@ class Adapter:
             elif isinstance(change, str):
                 yield name, self._read(change).to(weight.dtype)
             else:
-                yield name, merge(weight, self._read(change.a), self._read(change.b), change)
+                onto = self._read(change.onto).to(weight.dtype) if change.onto else weight
+                yield name, merge(onto, self._read(change.a), self._read(change.b), change)
 
     def _read(self, name: str) -> torch.Tensor:
         with safe_open(self._files[name], "pt") as opened:

@@ -37,6 +37,8 @@ PREFIX = "base_model.model."
 
 _LINEAR = (".lora_A.weight", ".lora_B.weight")
 _EMBEDDING = (".lora_embedding_A", ".lora_embedding_B")
+_OWN = ".base_layer."
+"""In the name of a tensor of the module below an adapter: PEFT saves it, too, if that is an embedding."""
 _OUTPUT = "lm_head.weight"
 _LARGEST = {"F32": 3.40e38, "BF16": 3.38e38, "F16": 65504.0}
 """By type that is merged: its largest value."""
@@ -49,13 +51,15 @@ class Pair:
     """The names of two matrices whose product, times `scale`, is added to a tensor of the base.
 
     A tensor [out, in] of a linear layer has `a` [rank, in] and `b` [out, rank]; one [tokens, width] of an
-    embedding has `a` [rank, tokens] and `b` [width, rank], and their product is transposed.
+    embedding has `a` [rank, tokens] and `b` [width, rank], and their product is transposed. `onto` is the
+    tensor that stands for the base's there, as in PEFT, which loads it; empty: the base's own.
     """
 
     a: str
     b: str
     scale: float
     embedding: bool
+    onto: str = ""
 
 
 Plan = dict[str, Pair | str]
@@ -107,6 +111,11 @@ def plan_merge(config: LoraConfig, adapter: Mapping[str, Tensor], base: Mapping[
         if adapter[name].dtype not in _LARGEST:
             raise ValueError(f"tensor {name} has type {adapter[name].dtype}: give F32, F16 or BF16")
         target, change = _change(name, adapter, config)
+        if _is_tied(target, base):
+            raise ValueError(
+                f"tensor {name} is for {target}, but the base uses embeddings as {_OUTPUT}, too: leave both "
+                "out of target_modules and modules_to_save, or send merged weights"
+            )
         if (there := base.get(target)) is None:
             raise ValueError(f"tensor {name} is for {target}, which the base lacks")
         if there.dtype not in _LARGEST:
@@ -114,8 +123,6 @@ def plan_merge(config: LoraConfig, adapter: Mapping[str, Tensor], base: Mapping[
                 f"tensor {name} is for {target}, which the base has as {there.dtype}: start the engines with "
                 "a model that is not quantized: F32, F16 or BF16"
             )
-        if _is_tied(target, base):
-            raise ValueError(f"tensor {name} is for {target}, which the base uses as {_OUTPUT}, too")
         if plan.setdefault(target, change) != change:
             raise ValueError(f"has two changes of {target}")
         _check_shapes(target, change, adapter, there, config)
@@ -125,24 +132,26 @@ def plan_merge(config: LoraConfig, adapter: Mapping[str, Tensor], base: Mapping[
 def _change(name: str, adapter: Mapping[str, Tensor], config: LoraConfig) -> tuple[str, Pair | str]:
     """Return the base's tensor that a tensor of an adapter is for, and what becomes of it."""
     for parts in (_LINEAR, _EMBEDDING):
-        for part in parts:
-            if name.endswith(part):
-                whole = name.removesuffix(part)
-                a, b = (whole + each for each in parts)
-                if lacking := {a, b} - adapter.keys():
-                    raise ValueError(f"has {name}, and lacks {lacking.pop()}")
-                module = whole.removeprefix(PREFIX)
-                return f"{module}.weight", Pair(a, b, config.scale(module), parts is _EMBEDDING)
-    return name.removeprefix(PREFIX), name
+        for part in (*parts, f"{_OWN}weight"):
+            whole = name.removesuffix(part)
+            a, b, own = (whole + each for each in (*parts, f"{_OWN}weight"))
+            if whole == name or adapter.keys().isdisjoint((a, b)):
+                continue
+            if lacking := {a, b} - adapter.keys():
+                raise ValueError(f"has {name}, and lacks {lacking.pop()}")
+            module, onto = whole.removeprefix(PREFIX), own if own in adapter else ""
+            return f"{module}.weight", Pair(a, b, config.scale(module), parts is _EMBEDDING, onto)
+    return name.removeprefix(PREFIX).replace(_OWN, "."), name
 
 
 def _check_shapes(
     target: str, change: Pair | str, adapter: Mapping[str, Tensor], there: Tensor, config: LoraConfig
 ) -> None:
+    whole = change if isinstance(change, str) else change.onto
+    if whole and adapter[whole].shape != there.shape:
+        shapes = f"shape {list(adapter[whole].shape)}, the base's has {list(there.shape)}"
+        raise ValueError(f"tensor {whole} has {shapes}")
     if isinstance(change, str):
-        if adapter[change].shape != there.shape:
-            shapes = f"shape {list(adapter[change].shape)}, the base's has {list(there.shape)}"
-            raise ValueError(f"tensor {change} has {shapes}")
         return
     rank = config.rank(target.removesuffix(".weight"))
     out, into = reversed(there.shape[-2:]) if change.embedding else there.shape[-2:]
@@ -155,8 +164,8 @@ def _check_shapes(
 
 
 def _is_tied(target: str, base: Mapping[str, Tensor]) -> bool:
-    """Whether the base has a tensor as its output layer, too: an adapter is for one of the two uses."""
-    return _OUTPUT not in base and ("embed" in target or target.endswith("wte.weight"))
+    """Whether a tensor is an embedding and the output layer in one: an adapter is for one of the two uses."""
+    return _OUTPUT not in base and ("embed" in target or target.endswith(("wte.weight", _OUTPUT)))
 
 
 def _check_sizes(
@@ -169,6 +178,7 @@ def _check_sizes(
         else:
             rank = adapter[change.a].shape[0]
             added = abs(change.scale) * rank * largest[change.a] * largest[change.b]
+            added += largest[change.onto] if change.onto else 0.0
         if not added < _LARGEST[base[target].dtype] / 2:
             raise ValueError(f"may make values of {target} larger than {base[target].dtype} can hold")
 
