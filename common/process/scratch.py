@@ -108,6 +108,11 @@ def lasting_temporary_folder() -> Path:
     return folder.parent if (folder / _MARK).exists() else folder
 
 
+def cache_folder() -> Path:
+    """Return the default folder for what is kept between starts."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "seer"
+
+
 def sweep(parent: str | Path | None = None) -> list[Path]:
     """Remove folders of killed processes in `parent` (default: the temporary one); return those removed."""
     swept = []

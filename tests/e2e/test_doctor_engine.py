@@ -47,6 +47,15 @@ def doctor(folder, *options):
     return done, lines, report
 
 
+def its_folders(folder):
+    """Return options that give a system folders and files below this one, for all that it writes."""
+    its = {
+        **{f"buffer.{name}": name for name in ("log", "spool", "media")}, "drafts.cache": "cache",
+        "dgds.remember_path": "remembered", "pool.ssd_path": "disk",
+    }  # fmt: skip
+    return [*(f"--set={key}={folder / name}" for key, name in its.items()), "--set=pool.ssd_gib=1"]
+
+
 def of(lines, status):
     return [
         (line["check"], line["text"]) for each in lines.values() for line in each if line["status"] == status
@@ -55,9 +64,11 @@ def of(lines, status):
 
 def test_an_engine_of_a_healthy_machine_is_ready(tmp_path):
     bundle = tmp_path / "bundle.tar.gz"
-    done, lines, report = doctor(tmp_path, "--only", ENGINE, "--bundle", str(bundle))
+    its = tmp_path / "its"
+    done, lines, report = doctor(tmp_path, "--only", ENGINE, "--bundle", str(bundle), *its_folders(its))
     assert (done.returncode, of(lines, "fail")) == (0, []), done.stdout + done.stderr
     assert report["verdict"]["state"] in ("ready", "slower")
+    assert not its.exists()
     assert (report["shipped_model"], "the model of a checkout" in done.stdout) == (True, True)
     steps = {
         (line["figures"]["batch"], line["figures"]["drafts"])
@@ -82,8 +93,9 @@ def test_an_engine_of_a_healthy_machine_is_ready(tmp_path):
 @pytest.mark.breadth
 def test_the_whole_doctor_on_this_machine(tmp_path):
     ports = [f"--set=endpoints.{name}=tcp://127.0.0.1:0" for name in ("trainers", "engines")]
-    done, lines, report = doctor(tmp_path, *ports)
+    done, lines, report = doctor(tmp_path, *ports, *its_folders(tmp_path / "its"))
     assert (done.returncode, of(lines, "fail")) == (0, []), done.stdout + done.stderr
+    assert not (tmp_path / "its").exists()  # and no running system can be in its way there
     applying = {check.name for check in CHECKS} & set(lines)
     assert applying >= {
         "versions",

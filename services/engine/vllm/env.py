@@ -23,6 +23,7 @@ from seer.common.config import EngineConfig, SharedConfig
 from seer.common.errors import EngineError
 from seer.common.policy.device_defaults import Device, engine_defaults, exact_attention, uses_mla
 from seer.common.process.devices import driver_version, visible_devices
+from seer.common.process.scratch import cache_folder
 from seer.services.engine.nodes.agreement import Meeting
 
 VLLM_SERIES = "0.32."
@@ -182,11 +183,6 @@ def _forbids_code(folder: Path) -> bool:
     """Return whether files there may not be run; of a folder that does not exist yet, its nearest parent."""
     there = next(each for each in (folder, *folder.absolute().parents) if each.exists())
     return bool(os.statvfs(there).f_flag & os.ST_NOEXEC)
-
-
-def cache_folder() -> Path:
-    """Return the default folder for what is kept between starts."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "seer"
 
 
 def _keep_out_of_tmpdir() -> None:

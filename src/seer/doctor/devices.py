@@ -15,6 +15,7 @@ from pathlib import Path
 from seer.common.errors import EngineError
 from seer.common.policy.device_defaults import Device
 from seer.common.process.devices import driver_version, visible_devices
+from seer.common.process.scratch import cache_folder
 from seer.doctor.lines import Report
 from seer.services.engine.vllm import env
 
@@ -69,7 +70,7 @@ def compilers(report: Report) -> None:
     """Check what compiles kernels, and where they are kept."""
     import torch
 
-    judge_compilers(report, torch.cuda.is_available(), env.cache_folder())
+    judge_compilers(report, torch.cuda.is_available(), cache_folder())
 
 
 def judge_compilers(report: Report, gpu: bool, cache: Path) -> None:

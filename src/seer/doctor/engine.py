@@ -26,6 +26,7 @@ from seer.common.sleep import SleepState
 from seer.common.types import SamplingParams
 from seer.doctor.given import given
 from seer.doctor.lines import Report
+from seer.local.beside import beside
 from seer.local.hardware import plan_engines
 from seer.services.engine.backend import Chunk
 
@@ -77,7 +78,7 @@ def started(config_file: str) -> Engine:
     from seer.services.engine.vllm.backend import VllmBackend
 
     _files.enter_context(private_temporary_folder())
-    config = load(Path(config_file))
+    config = _files.enter_context(beside(load(Path(config_file))))
     plan = plan_engines(config.engine, None)[0]
     os.environ.update(plan.environ)
     begun = time.monotonic()

@@ -19,6 +19,7 @@ from seer.common.errors import SeerError
 from seer.common.types import SamplingParams
 from seer.doctor.given import given
 from seer.doctor.lines import Report
+from seer.local.beside import beside
 from seer.local.child import Child
 from seer.local.hardware import plan_engines
 from seer.local.pool_plan import POOL_SERVICES, plan_pool
@@ -44,7 +45,8 @@ def check(report: Report) -> None:
         return
     config = replace(config, pool=replace(plan.config, pull_tokens=0))
     try:
-        asyncio.run(_with_pool(report, config, starts=plan.starts))
+        with beside(config) as own:
+            asyncio.run(_with_pool(report, own, starts=plan.starts))
     except SeerError as error:
         report.expect(False, f"no engine with the KV pool: {error}", "mend that, or set pool.kind = none")
 

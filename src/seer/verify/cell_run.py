@@ -28,7 +28,7 @@ import msgspec
 from msgspec.structs import replace
 
 from seer.client import Group, Prompt, RolloutClient
-from seer.common.config import BufferConfig, Config
+from seer.common.config import BufferConfig, Config, SecurityConfig
 from seer.common.errors import SeerError
 from seer.common.pool import ask_master, read_figures
 from seer.common.types import SamplingParams
@@ -162,7 +162,7 @@ async def _forget_kv(endpoint: str, instances: int) -> None:
 
     Raises `SeerError` when they are not there in time, or fail.
     """
-    async with RolloutClient(endpoint) as client:
+    async with RolloutClient(endpoint, security=SecurityConfig()) as client:
         deadline = time.monotonic() + REGISTER_SECONDS
         while len((await client.status()).instances) < instances:
             if time.monotonic() > deadline:
@@ -181,7 +181,7 @@ async def _roll(
     watch: Callable[[Show], Show] | None = None,
 ) -> CellRun:
     """Run the prompts; `before`: tokens that each engine had generated, by name."""
-    async with RolloutClient(endpoint) as client:
+    async with RolloutClient(endpoint, security=SecurityConfig()) as client:
         started = time.monotonic()
         if cell.turns:
             groups, media = await turns.run(client, prompts, job, resent=cell.resent)

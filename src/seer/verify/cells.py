@@ -91,9 +91,7 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True):
             engine = msgspec.structs.replace(engine, kv_blocks=scarce_blocks(base, lengths))
         buffer = msgspec.structs.replace(base.buffer, **self.buffer)
         drafts = msgspec.structs.replace(base.drafts, source=self.drafts)
-        dgds = msgspec.structs.replace(
-            base.dgds, remember_tokens=MEMORY_TOKENS if self.again else 0, remember_path=""
-        )
+        dgds = msgspec.structs.replace(base.dgds, remember_tokens=MEMORY_TOKENS if self.again else 0)
         return msgspec.structs.replace(
             base, engine=engine, buffer=buffer, pool=self._pool(base), drafts=drafts, dgds=dgds
         )

@@ -2,6 +2,7 @@
 
 Invariants:
 - nothing is started before the whole input was checked;
+- no file or folder of a system with the same configuration is touched (`local/beside.py`);
 - cells run one after the other, the teacher after all of them: each has the machine to itself;
 - a planted fault is in the engine of its cell: no other cell runs on that engine;
 - every response of every cell is compared with the reference's: where cells need more responses than
@@ -23,6 +24,7 @@ from seer.client.prompts import check_request
 from seer.common.config import Config
 from seer.common.errors import ConfigError, InvalidField, SeerError
 from seer.local import system as launch
+from seer.local.beside import beside
 from seer.local.hardware import Hardware
 from seer.rollout.files import (
     ModelFacts,
@@ -76,6 +78,11 @@ def verify(job: Job, say: Say) -> Report:
     config, prompts = _prepare(job)
     if job.turns:
         job = msgspec.structs.replace(job, sampling=turns.without_placeholders(job.sampling, prompts))
+    with beside(config) as own:
+        return _verify(own, prompts, job, say)
+
+
+def _verify(config: Config, prompts: list[Prompt], job: Job, say: Say) -> Report:
     machine = Hardware.here()
     config = settled(config, machine)
     matrix = TURN_CELLS if job.turns else CELLS

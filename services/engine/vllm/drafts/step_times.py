@@ -31,11 +31,11 @@ from seer.common.errors import NOT_DECODED, SeerError
 from seer.common.policy.draft_costs import StepCosts
 from seer.common.policy.graph_times import Graphs, GraphTimes
 from seer.common.process.log import get_logger
+from seer.common.process.scratch import cache_folder
 from seer.common.types import Capacity, SamplingParams
 from seer.services.engine.backend import Chunk
 from seer.services.engine.vllm.core import CoreHandle
 from seer.services.engine.vllm.drafts.draft_script import DraftScript
-from seer.services.engine.vllm.env import cache_folder
 from seer.services.engine.vllm.probe import Probe
 
 PROMPT, LENGTH = 16, 200
