@@ -5,7 +5,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
+
+from msgspec.structs import replace
 
 from seer.common.errors import InvalidField
 from seer.common.types import InstanceStats
@@ -28,14 +30,30 @@ def lower_bound(tokens: int, longest: int, capacity: float, seconds_per_token: f
     return max(tokens / capacity, longest * seconds_per_token)
 
 
-def bound_seconds(tokens: int, longest: int, stats: Sequence[InstanceStats]) -> float | None:
+def bound_seconds(
+    tokens: int, longest: int, instances: Iterable[tuple[InstanceStats, float]]
+) -> float | None:
     """Return a lower bound on the time for responses of so many tokens, at each instance's best speed.
 
-    An instance that never ran for a second counts as fast as the fastest. None: none of them did.
+    An instance comes with the share of the time in which it was there: it may have died, or have come late.
+    One that never ran for a second counts as fast as the fastest. None: none of them did.
     """
-    fastest = max((each.best_rate for each in stats), default=0.0)
+    there = [(stats, share) for stats, share in instances if share > 0]
+    fastest = max((stats.best_rate for stats, _ in there), default=0.0)
     if not tokens or not fastest:
         return None
-    capacity = sum(each.best_rate or fastest for each in stats)
-    alone = min((each.token_seconds_alone for each in stats if each.token_seconds_alone), default=0.0)
+    capacity = sum(share * (stats.best_rate or fastest) for stats, share in there)
+    alone = min((stats.token_seconds_alone for stats, _ in there if stats.token_seconds_alone), default=0.0)
     return lower_bound(tokens, longest, capacity, alone)
+
+
+def best_of_lives(stats: InstanceStats, before: InstanceStats | None) -> InstanceStats:
+    """Return an instance's statistics with the best speeds that it has shown, in this life or `before`."""
+    if before is None:
+        return stats
+    alone = [each.token_seconds_alone for each in (stats, before) if each.token_seconds_alone]
+    return replace(
+        stats,
+        best_rate=max(stats.best_rate, before.best_rate),
+        token_seconds_alone=min(alone, default=0.0),
+    )

@@ -18,6 +18,7 @@ from seer.common.net.handshake import Identity
 from seer.common.net.hub import MAX_PEERS, Hub
 from seer.common.net.outbox import Outbox
 from seer.common.net.transport.base import Router
+from seer.common.policy.bound import best_of_lives
 from seer.common.process.log import get_logger
 from seer.common.types import InstanceStats
 from seer.services.buffer import sleep
@@ -106,7 +107,7 @@ class EngineConnections:
             case wire.ChunkFailed():
                 self._chunk_failed(name, message)
             case wire.EngineStatus():
-                self.stats[name] = message.stats
+                self.stats[name] = best_of_lives(message.stats, self.stats.get(name))
                 self._conductor.apply(events.EngineReported(name, message.stats.pinned_blocks))
             case wire.WeightsPrepared():
                 self._conductor.apply(

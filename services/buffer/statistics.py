@@ -8,13 +8,15 @@ Invariants (tests/property/test_buffer_machine.py asserts them, by tests/invaria
 - it is a function of the events, their times, and the machines' instructions and state;
 - every response that began is counted once in `finished`: stop, length, failed or cancelled;
 - every chunk that was dispatched ends once: in the histogram of chunks, as lost, or dropped;
-- it remembers no group, chunk or rollout that the machines have forgotten, and at most `MAX_ENGINES` names.
+- it remembers no group, chunk or rollout that the machines have forgotten, and at most `MAX_ENGINES` names;
+- an engine counts for the part of a rollout's time in which it was there, also if it is gone
+  (tests/cluster/test_observer.py).
 """
 
 from __future__ import annotations
 
 from array import array
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -50,18 +52,22 @@ _OVER = -1.0
 class _Group:
     """A group: since when each request waits or runs, its chunks, and how many requests have not ended.
 
-    `since` is empty until the group is opened.
+    `since` is empty until the group is opened. `had`: tokens that an earlier life of the buffer had kept.
     """
 
     rollout: _Rollout
     left: int
     since: array[float] = field(default_factory=lambda: array("d"))
     chunks: array[int] = field(default_factory=lambda: array("l"))
+    had: dict[int, int] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
 class _Rollout:
-    """A rollout. `times`: when responses finished, unless it is open; `groups`: those that have not ended."""
+    """A rollout. `times`: when responses finished, unless it is open; `groups`: those that have not ended.
+
+    `made` and `longest_made`: as `tokens` and `longest`, without what an earlier life of the buffer had kept.
+    """
 
     rollout_id: str
     submitted: float
@@ -69,18 +75,27 @@ class _Rollout:
     times: array[float] = field(default_factory=lambda: array("d"))
     tokens: int = 0
     longest: int = 0
+    made: int = 0
+    longest_made: int = 0
     groups: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """A rollout whose groups have all ended; see `wire.RolloutEnd`."""
+    """A rollout whose groups have all ended; see `wire.RolloutEnd` and `_Rollout`.
 
+    `there`: by engine, the share of `seconds` in which it was there.
+    """
+
+    rollout_id: str
     seconds: float
     tail_seconds: float
     requests: int
     tokens: int
     longest: int
+    made: int
+    longest_made: int
+    there: dict[str, float]
 
 
 class Statistics:
@@ -103,6 +118,8 @@ class Statistics:
         self._rollouts: dict[str, _Rollout] = {}
         self._running: dict[str, dict[str, tuple[int, float]]] = {}  # by engine: attempt, start
         self._phase, self._phase_since = "", 0.0
+        self._here: dict[str, float] = {}  # by engine: since when it is there
+        self._gone: deque[tuple[str, float, float]] = deque(maxlen=MAX_ENGINES)  # name, joined, left
         self._unchecked: set[str] = set()  # engines that have not answered a `Prepare`
 
     def chunks(self, request: RequestState) -> int:
@@ -122,6 +139,7 @@ class Statistics:
         """Note an event that the machines applied at `now`, and what they answered."""
         if not isinstance(event, _CHANGES_NO_ENGINE):
             self._lose_engines(event, now)
+            self._note_stays(now)
         if isinstance(event, events.ChunkEnded | events.ChunkRejected):
             self._lose_unkept(event, out, now)
         refused: dict[str, str] = {}
@@ -169,7 +187,10 @@ class Statistics:
         """Leave out what had finished in an earlier life of the buffer, which counted it."""
         for index in range(len(self._groups[group_id].since) if group_id in self._groups else 0):
             request = self._request(group_id, index)
-            if request is not None and request.finish:
+            if request is None:
+                continue
+            self._groups[group_id].had[index] = request.view.generated
+            if request.finish:
                 self._ended(self._groups[group_id], index, now)
 
     def _forget(self, group_id: str, now: float, reason: str) -> None:
@@ -195,7 +216,10 @@ class Statistics:
         rollout.groups -= 1
         if not rollout.groups and rollout.times:
             seconds, tail = now - rollout.submitted, tail_seconds(rollout.times)
-            self.ended = Ended(seconds, tail, len(rollout.times), rollout.tokens, rollout.longest)
+            self.ended = Ended(
+                rollout.rollout_id, seconds, tail, len(rollout.times), rollout.tokens, rollout.longest,
+                rollout.made, rollout.longest_made, self._there(rollout.submitted, now),
+            )  # fmt: skip
 
     def _request(self, group_id: str, index: int) -> RequestState | None:
         requests = self._machine.requests
@@ -238,6 +262,9 @@ class Statistics:
                 rollout.times.append(now)
             rollout.tokens += tokens
             rollout.longest = max(rollout.longest, tokens)
+            made = tokens - group.had.get(index, 0)
+            rollout.made += made
+            rollout.longest_made = max(rollout.longest_made, made)
             self._ended(group, index, now)
 
     def _lose(self, instance: str, request_id: str, now: float) -> None:
@@ -267,6 +294,26 @@ class Statistics:
         for name in sorted(again & self._running.keys()):
             for request_id in self._running.pop(name):
                 self._lose(name, request_id, now)
+
+    # --- how long engines were there ---------------------------------------------------------
+
+    def _note_stays(self, now: float) -> None:
+        engines = self._machine.engines.keys()
+        if self._here.keys() == engines:
+            return
+        self._gone.extend((name, self._here.pop(name), now) for name in sorted(self._here.keys() - engines))
+        self._here |= dict.fromkeys(sorted(engines - self._here.keys()), now)
+        oldest = min((each.submitted for each in self._rollouts.values() if not each.open), default=now)
+        while self._gone and self._gone[0][2] <= oldest:
+            self._gone.popleft()
+
+    def _there(self, since: float, now: float) -> dict[str, float]:
+        """Return the share of a time in which each engine was there, if it was."""
+        shares: dict[str, float] = {}
+        for name, joined, left in (*self._gone, *((name, each, now) for name, each in self._here.items())):
+            if left > since < now:
+                shares[name] = shares.get(name, 0.0) + (left - max(joined, since)) / (now - since)
+        return shares
 
     # --- weight updates --------------------------------------------------------------------
 

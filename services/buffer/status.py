@@ -231,14 +231,16 @@ class StatusDesk:
         ended = self._statistics.ended
         if ended is None:
             return None
-        stats = [self._sources.stats[each] for each in self._machine.engines if each in self._sources.stats]
-        bound = bound_seconds(ended.tokens, ended.longest, stats)
+        stats = self._sources.stats
+        there = [(stats.get(name, InstanceStats()), share) for name, share in ended.there.items()]
+        bound = bound_seconds(ended.made, ended.longest_made, there)
         return wire.RolloutEnd(
             seconds=ended.seconds,
             tail_seconds=ended.tail_seconds,
             requests=ended.requests,
             tokens=ended.tokens,
             longest=ended.longest,
+            rollout_id=ended.rollout_id,
             efficiency=bound / ended.seconds if bound is not None and ended.seconds else None,
         )
 

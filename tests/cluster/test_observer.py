@@ -9,7 +9,7 @@ from virtual_time import virtual
 from seer.client import SamplingParams
 from seer.common import wire
 from seer.common.clock import LoopClock
-from seer.common.config import Config
+from seer.common.config import BufferConfig, Config, EngineConfig
 from seer.common.errors import Unreachable
 from seer.common.net.transport.memory import MemoryTransport
 from seer.observe.observer import Observer
@@ -60,6 +60,39 @@ async def test_a_status_tells_what_ran_what_was_lost_and_what_ended():
         assert (await looking.look(5.0)).status.lost_chunks == after.lost_chunks, "to look takes nothing away"
         assert set(after.messages) == {"trainers", "engines", "events"}
         looking.close()
+
+
+@virtual
+async def test_efficiency_counts_engines_that_are_gone_and_no_work_of_an_earlier_life(tmp_path):
+    engines = EngineConfig(backend="replay", kv_blocks=4000, max_num_seqs=64)
+    settings = BufferConfig(chunk_size=32, log=str(tmp_path), keep_chunks=True)
+    prompts, sampling = (
+        [[1, number] for number in range(1, 65)],
+        SamplingParams(max_tokens=1000, ignore_eos=True),
+    )
+
+    async def rolled(client, name):
+        return await (await client.submit(prompts, n=2, sampling=sampling, rollout_id=name)).result()
+
+    async with running(2, engine=engines, buffer=settings) as cluster, cluster.client() as client:
+        await rolled(client, "all")
+        first = (await client.status()).last_rollout
+        assert 0.5 < first.efficiency <= 1.0
+        rolling = asyncio.create_task(rolled(client, "killed"))
+        await asyncio.sleep(0.8 * first.seconds)
+        await cluster.kill("e1")
+        await rolling
+        ended = (await client.status()).last_rollout
+        assert ended.rollout_id == "killed"
+        assert 0.5 < ended.efficiency <= 1.0, "the engine that is gone did most of its work"
+        rolling = asyncio.create_task(rolled(client, "restarted"))
+        await asyncio.sleep(1.5 * first.seconds)
+        await cluster.kill("buffer")
+        await cluster.start("buffer")
+        await rolling
+        ended = (await client.status()).last_rollout
+        assert ended.rollout_id == "restarted"
+        assert ended.efficiency <= 1.0, "not all of its tokens are of this life"
 
 
 @virtual

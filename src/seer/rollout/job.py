@@ -28,7 +28,6 @@ from seer.client.text import Tokenizer
 from seer.common.config import Config
 from seer.common.errors import InvalidField, RequestRefused, SeerError, Unreachable
 from seer.common.net.keys import load_keys, name_under, security_of
-from seer.common.policy.bound import bound_seconds
 from seer.common.policy.schedule import POLICIES
 from seer.common.policy.tail import tail_seconds
 from seer.common.process.scratch import Scratch
@@ -91,7 +90,7 @@ class Outcome(msgspec.Struct):
 
     `name` is the name of both trainer and rollout at the buffer. It is a function of the job: a run that
     resumes a killed one gets what the system has finished meanwhile. Seconds are wall time; `seconds` from
-    submission to the last response.
+    submission to the last response. `efficiency` is what the buffer tells (`wire.RolloutEnd`); None: unknown.
     """
 
     name: str
@@ -101,6 +100,7 @@ class Outcome(msgspec.Struct):
     startup_seconds: float = 0.0
     seconds: float = 0.0
     instances: list[InstanceStatus] = []
+    efficiency: float | None = None
     restarts: int = 0
 
 
@@ -198,10 +198,9 @@ def _drawn(job: Job, config: Config, outcome: Outcome) -> Iterator[Config]:
             if outcome.rollout is not None:
                 from seer.report.command import write_reports  # the buffer's, which a rollout does not need
 
-                bound = _bound(outcome)
-                possible = bound / outcome.seconds if bound is not None and outcome.seconds else None
+                share = outcome.efficiency
                 try:
-                    write_reports(Path(log), html=job.report_html, rollout_id=outcome.name, possible=possible)
+                    write_reports(Path(log), html=job.report_html, rollout_id=outcome.name, possible=share)
                 except SeerError as error:  # no trouble with it may cost the responses
                     _say(f"no report: {error}")
 
@@ -261,7 +260,10 @@ async def _roll(
             except RequestRefused as error:
                 outcome.error = error
         try:
-            outcome.instances = (await client.status()).instances
+            status = await client.status()
+            outcome.instances, ended = status.instances, status.last_rollout
+            if ended is not None and ended.rollout_id == outcome.name:
+                outcome.efficiency = ended.efficiency
         except Unreachable as error:
             _say(f"the report has no instances: {error}")
 
@@ -295,7 +297,7 @@ def _report(outcome: Outcome) -> dict[str, object]:
     rollout = outcome.rollout
     groups = rollout.groups if rollout else []
     tokens = sum(_lengths(outcome))
-    bound = _bound(outcome)
+    efficiency = outcome.efficiency
     drafts = draft_use([instance.stats for instance in outcome.instances])
     versions = {"seer": __version__, "python": platform.python_version()}
     for instance in outcome.instances:
@@ -309,8 +311,8 @@ def _report(outcome: Outcome) -> dict[str, object]:
         "seconds": outcome.seconds,
         "tokens_per_second": tokens / outcome.seconds if outcome.seconds else 0.0,
         "tail_seconds": tail_seconds(rollout.finish_times) if rollout else 0.0,
-        "bound_seconds": bound,
-        "efficiency": bound / outcome.seconds if bound is not None and outcome.seconds else None,
+        "bound_seconds": None if efficiency is None else efficiency * outcome.seconds,
+        "efficiency": efficiency,
         "preemptions": sum(group.preemptions for group in groups),
         "chunks": sum(group.chunks for group in groups),
         "migrations": sum(group.migrations for group in groups),
@@ -327,13 +329,6 @@ def _report(outcome: Outcome) -> dict[str, object]:
 def _lengths(outcome: Outcome) -> list[int]:
     groups = outcome.rollout.groups if outcome.rollout else []
     return [response.token_ids.size for group in groups for response in group.responses]
-
-
-def _bound(outcome: Outcome) -> float | None:
-    """Return the least time for what this run did, if it is known."""
-    lengths = _lengths(outcome)
-    stats = [instance.stats for instance in outcome.instances]
-    return bound_seconds(sum(lengths), max(lengths, default=0), stats)
 
 
 def _say(line: str) -> None:
