@@ -15,6 +15,7 @@ Invariants (tests/property/test_buffer_machine.py asserts them, by tests/invaria
 
 from __future__ import annotations
 
+import math
 from array import array
 from collections import Counter, deque
 from collections.abc import Sequence
@@ -205,6 +206,7 @@ class Statistics:
             self._group_ended(group.rollout, now)
         if group.rollout.rollout_id not in self._machine.requests.rollouts:
             self._rollouts.pop(group.rollout.rollout_id, None)
+            self._forget_stays()
 
     def _ended(self, group: _Group, index: int, now: float) -> None:
         group.since[index] = _OVER
@@ -303,9 +305,15 @@ class Statistics:
             return
         self._gone.extend((name, self._here.pop(name), now) for name in sorted(self._here.keys() - engines))
         self._here |= dict.fromkeys(sorted(engines - self._here.keys()), now)
-        oldest = min((each.submitted for each in self._rollouts.values() if not each.open), default=now)
-        while self._gone and self._gone[0][2] <= oldest:
-            self._gone.popleft()
+        self._forget_stays()
+
+    def _forget_stays(self) -> None:
+        """Forget engines that had left before any rollout began that is still there."""
+        if self._gone:
+            begun = [each.submitted for each in self._rollouts.values() if not each.open]
+            oldest = min(begun, default=math.inf)
+            while self._gone and self._gone[0][2] <= oldest:
+                self._gone.popleft()
 
     def _there(self, since: float, now: float) -> dict[str, float]:
         """Return the share of a time in which each engine was there, if it was."""
