@@ -122,36 +122,36 @@ def test_a_missing_response_cannot_pass():
 
 def test_a_gap_within_the_measured_error_is_numeric_a_wider_one_a_bug():
     close = evidence([5.0, 4.0, 0.0], noise=[0.0, 1.0 - 1e-4, 0.0], spread=6e-5)
-    verdict = judge_token(token_mismatch(0, 1), close, PLAIN)
+    verdict = judge_token(token_mismatch(0, 1), close, PLAIN, 1e-3)
     assert (verdict.verdict, verdict.expected) == ("numeric", 0)
     assert verdict.gap == pytest.approx(1e-4, rel=1e-3)
     assert verdict.error == pytest.approx(1.2e-4, rel=1e-2)
     wide = evidence([5.0, 4.0, 0.0], noise=[0.0, 1.0 - 1e-2, 0.0], spread=6e-5)
-    assert judge_token(token_mismatch(0, 1), wide, PLAIN).verdict == "bug"
+    assert judge_token(token_mismatch(0, 1), wide, PLAIN, 1e-3).verdict == "bug"
 
 
 def test_two_close_tokens_below_a_better_one_are_a_bug():
     third = evidence([5.0, 5.0, 9.0], spread=1e-3)
-    verdict = judge_token(token_mismatch(0, 1), third, PLAIN)
+    verdict = judge_token(token_mismatch(0, 1), third, PLAIN, 1e-3)
     assert (verdict.verdict, verdict.expected, verdict.gap) == ("bug", 2, 4.0)
 
 
 def test_three_tokens_within_the_error_excuse_any_two():
     close = evidence([5.0, 5.0, 5.0001], spread=1e-3)
-    assert judge_token(token_mismatch(0, 1), close, PLAIN).verdict == "numeric"
+    assert judge_token(token_mismatch(0, 1), close, PLAIN, 1e-3).verdict == "numeric"
 
 
 def test_a_masked_token_is_never_excused():
     masked = evidence([5.0, -math.inf, 4.0], spread=1.0)
-    verdict = judge_token(token_mismatch(0, 1), masked, PLAIN, deviation=100.0)
+    verdict = judge_token(token_mismatch(0, 1), masked, PLAIN, 1e-3, deviation=100.0)
     assert (verdict.verdict, verdict.gap) == ("bug", math.inf)
 
 
 def test_the_floor_is_the_dtypes_last_place():
     # bfloat16 has 8 bits: between 16 and 32 its numbers are 1/8 apart.
     coarse = evidence([20.0, 20.0], dtype="bfloat16")
-    assert measured_error(coarse, [0, 1], PLAIN, 0.0) == pytest.approx(0.25, 1e-3)
-    assert measured_error(evidence([20.0, 20.0]), [0, 1], PLAIN, 0.0) < 1e-5
+    assert measured_error(coarse, [0, 1], PLAIN, 0.5, 0.0) == pytest.approx(0.25, 1e-3)
+    assert measured_error(evidence([20.0, 20.0]), [0, 1], PLAIN, 1e-3, 0.0) < 1e-5
 
 
 def test_temperature_magnifies_errors_of_logits():
@@ -160,16 +160,25 @@ def test_temperature_magnifies_errors_of_logits():
     assert explaining_error(found, [0, 1], cold) == pytest.approx(1e-3, rel=1e-2)
 
 
-def test_logprobs_near_the_divergence_count_but_only_up_to_the_tolerance():
+def test_logprobs_near_the_divergence_count():
     found = evidence([0.0, 0.0])
     half = math.log(0.5)
     ours, theirs = response([5, 0], [-1.0, half]), response([5, 1], [-1.5, half])
-    assert logprob_deviation(ours, theirs, 1, found, 1.0, tolerance=2.0) == pytest.approx(0.5)
-    assert logprob_deviation(ours, theirs, 1, found, 1.0, tolerance=0.1) == 0.1
+    assert logprob_deviation(ours, theirs, 1, found, 1.0) == pytest.approx(0.5)
     against_teacher = response([5, 1], [-1.0, half - 0.25])
-    far = logprob_deviation(ours, against_teacher, 1, found, 1.0, tolerance=2.0)
+    far = logprob_deviation(ours, against_teacher, 1, found, 1.0)
     assert far == pytest.approx(0.25)
     msgspec.json.encode(far)  # a report has it; numpy's floats cannot be encoded
+
+
+@pytest.mark.parametrize(("spread", "deviation"), [(24.0, 0.0), (31.0, 0.0), (0.0, 24.0), (31.0, 31.0)])
+def test_nothing_that_was_measured_excuses_more_than_twice_the_tolerance(spread, deviation):
+    """A fault of engines and teacher alike moves logits by tens, and would excuse whatever it does."""
+    found = evidence([5.0, 4.0, 0.0], noise=[0.0, 0.9, 0.0], spread=spread)
+    assert measured_error(found, [0, 1], PLAIN, 1e-3, deviation) == 2e-3
+    assert judge_token(token_mismatch(0, 1), found, PLAIN, 1e-3, deviation).verdict == "bug"
+    near = evidence([5.0, 4.0, 0.0], noise=[0.0, 0.999, 0.0], spread=spread)
+    assert judge_token(token_mismatch(0, 1), near, PLAIN, 1e-3, deviation).verdict == "numeric"
 
 
 def test_a_token_at_the_edge_of_top_k_is_excused_by_the_edge_alone():
@@ -178,7 +187,7 @@ def test_a_token_at_the_edge_of_top_k_is_excused_by_the_edge_alone():
     edge = evidence([3.0, 2.0001, 2.0, 0.0], noise=[0.0, 0.0, 9.0, 9.0], sampling=sampling)
     assert explaining_error(edge, [0, 2], sampling) == pytest.approx(1e-4, rel=0.1)
     assert explaining_error(edge, [0, 3], sampling) > 1.9
-    assert judge_token(token_mismatch(0, 2), edge, sampling).expected == 0
+    assert judge_token(token_mismatch(0, 2), edge, sampling, 1e-3).expected == 0
 
 
 TRUNCATED = st.builds(
@@ -238,7 +247,7 @@ def test_an_unrelated_draw_is_not_explained(seed):
     drawn, other = draw(logits, noise[0], PLAIN), draw(logits, noise[1], PLAIN)
     assume(drawn != other)
     found = Evidence(logits[None].astype(np.float32), logits, logits + noise[0], "float32")
-    verdict = judge_token(token_mismatch(drawn, other), found, PLAIN)
+    verdict = judge_token(token_mismatch(drawn, other), found, PLAIN, 1e-3)
     assert verdict.verdict == "bug"
     assert verdict.expected == drawn
 
@@ -263,7 +272,7 @@ def report(
 
 
 def numeric() -> Mismatch:
-    return judge_token(token_mismatch(0, 1), evidence([5.0, 5.0]), PLAIN)
+    return judge_token(token_mismatch(0, 1), evidence([5.0, 5.0]), PLAIN, 0.0)
 
 
 @pytest.mark.parametrize(
@@ -293,7 +302,7 @@ def test_what_keeps_a_report_from_passing(found: Report, says: str):
 
 
 def test_the_json_is_strict_whatever_was_measured():
-    masked = judge_token(token_mismatch(0, 1), evidence([5.0, -math.inf]), PLAIN)
+    masked = judge_token(token_mismatch(0, 1), evidence([5.0, -math.inf]), PLAIN, 1e-3)
     text = json.dumps(report(masked).as_json(), allow_nan=False)
     assert json.loads(text)["cells"][0]["comparison"]["mismatches"][0]["gap"] is None
 
@@ -310,7 +319,7 @@ def run_matrix(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, perform: Callabl
     (tmp_path / "prompts.jsonl").write_text('{"id": "a", "prompt_token_ids": [1, 2, 3]}')
     (tmp_path / "config.json").write_text("{}")
 
-    async def run_cell(self, cell: Cell, *rest: object) -> CellRun:
+    async def run_cell(self, cell: Cell, *rest: object, **others: object) -> CellRun:
         return perform(cell.name)
 
     monkeypatch.setattr(Runner, "run", run_cell)
@@ -373,7 +382,9 @@ def test_the_replay_engine_passes_its_whole_matrix(prompts: Path):
     assert found["passed"]
     assert found["tokens_compared"] >= 1000
     assert list(found["skipped"]) == [
-        name for name, cell in CELLS.items() if name == "tp-2" or cell.pool or cell.drafts != "off"
+        name
+        for name, cell in CELLS.items()
+        if name in ("tp-2", "sampling") or cell.pool or cell.drafts != "off"
     ]
     cells = {cell["name"]: cell for cell in found["cells"]}
     assert list(cells) == ["chunk-1", "chunk-16", "chunk-64", "two-instances", "migrate", "preempt"]

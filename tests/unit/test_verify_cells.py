@@ -7,17 +7,21 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import msgspec
+import numpy as np
 import pytest
+from msgspec.structs import fields
 
+from seer.client.groups import Group, Response
 from seer.common.config import Config, EngineConfig, PoolConfig, SharedConfig
 from seer.common.errors import InvalidField
 from seer.common.policy.device_defaults import Device
-from seer.common.types import Capacity, InstanceStats
+from seer.common.types import Capacity, InstanceStats, SamplingParams
 from seer.common.wire import InstanceStatus, Progress
 from seer.local import pool_plan
 from seer.local.hardware import Hardware
 from seer.verify.cell_run import _and_once, _final_status
 from seer.verify.cells import CELLS, choose, scarce_pool_bytes, settled
+from seer.verify.parameters import every_parameter
 
 REFERENCE = CELLS["one-go"]
 HERE = Hardware(cores=[0, 1], devices=[], free_bytes=0)
@@ -87,7 +91,7 @@ def test_cells_with_a_pool_need_mooncake_an_engine_with_kv_and_leave(
     monkeypatch.setattr(pool_plan, "import_problem", lambda: problem)
     base = msgspec.structs.replace(config(tmp_path, backend=backend), pool=PoolConfig(kind=kind))
     cells, skipped = choose("", base, HERE)
-    others = {"tp-2", *DRAFTS} - set(POOLS) if backend == "replay" else set()
+    others = {"tp-2", "sampling", *DRAFTS} - set(POOLS) if backend == "replay" else set()
     assert [name for name in skipped if name not in others] == POOLS
     assert others <= set(skipped)
     assert not {cell.name for cell in cells} & set(POOLS)
@@ -209,3 +213,46 @@ async def test_counters_are_the_last_ones_though_a_killed_engine_took_its_own_al
     (instance,) = await _final_status(Client(), 100)
     assert instance.stats.pool_tokens == last
     assert not reports
+
+
+class Letters:
+    """A tokenizer whose tokens are letters."""
+
+    def encode(self, text: str) -> list[int]:
+        return [ord(letter) - 97 for letter in text]
+
+    def decode(self, ids: list[int]) -> str:
+        return "".join(chr(97 + token) for token in ids)
+
+
+def answered(*texts: str) -> list[Group]:
+    responses = tuple(
+        Response(
+            i, np.array(Letters().encode(text), np.int32), np.zeros(len(text), np.float32), None, "length", ""
+        )
+        for i, text in enumerate(texts)
+    )
+    return [Group("a", np.zeros(3, np.int32), {}, 0, "", responses, 1, 0, 0)]
+
+
+def test_the_cell_with_every_parameter_leaves_none_out_and_stops_where_responses_get():
+    groups = answered(*("abcdefgh" * 3, "hgfedcba" * 3, "aabbccddxyz" + "e" * 13))
+    plain = SamplingParams(max_tokens=24)
+    found = every_parameter(plain, groups, Letters())
+    found.check()
+    same = {f.name for f in fields(plain) if getattr(found, f.name) == getattr(plain, f.name)}
+    assert same == {
+        "max_tokens",
+        "temperature",
+        "ignore_eos",
+        "logprobs",
+    }  # what decides how long, and what is shown
+    assert 1 < found.min_tokens < 24
+    texts = [Letters().decode(each.token_ids)[found.min_tokens :] for each in groups[0].responses]
+    assert [len(stop) for stop in found.stop] == [1, 2, 3]
+    for stop in (*found.stop, Letters().decode(found.stop_token_ids)):
+        assert 0 < sum(stop in text for text in texts) < 3
+    given = SamplingParams(max_tokens=24, top_k=7, stop=("q",), min_tokens=2, frequency_penalty=-1.0)
+    kept = every_parameter(given, groups, Letters())
+    assert (kept.top_k, kept.stop, kept.min_tokens, kept.frequency_penalty) == (7, ("q",), 2, -1.0)
+    assert every_parameter(plain, groups, None).stop == ()

@@ -6,6 +6,8 @@ rounding alone; their spread is this engine's numerical error at this context.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -34,17 +36,22 @@ def logits_by_ways(
 ) -> npt.NDArray[np.float32]:
     """Return the raw logits after `context`, in which `media` stand: [ways, vocab_size].
 
-    The ways: a prefill of the whole context (except what is cached); a second one, with all full blocks
-    cached; and two decodes of its last `DECODED` output tokens, one by one, sampled with the request's own
-    key: alone, and beside `COMPANY` other rows. A decode that samples other tokens is left out, as it
-    reaches another context.
+    First comes what no chunk of a rollout does: a prefill of the whole context as if it were a prompt, from
+    its first token on, with nothing found in a cache. The other ways: the same with all full blocks cached,
+    and two decodes of its last `DECODED` output tokens, one by one, sampled with the request's own key:
+    alone, and beside `COMPANY` other rows. A decode that samples other tokens is left out, as it reaches
+    another context.
+
+    With media, outputs are no prompts: what looks like an image there is text. What was generated goes on
+    then as an output that is known, like a chunk's.
     """
-    ways = [probe.logits(context, prompt_len, media) for _ in range(2)]
-    start = max(prompt_len, len(context) - DECODED)
+    probe.core.reset_prefix_cache()
+    ways = [probe.logits(context, prompt_len if media else None, media) for _ in range(2)]
+    start, begun = _where_to_begin(context, prompt_len, sampling, bool(media))
     if start < len(context):
         chunk = Chunk(
-            request_id="", group_id="", attempt=0, key=key, prompt_len=prompt_len,
-            max_new_tokens=len(context) - start + 1, sampling=sampling, tokens=context[:start],
+            request_id="", group_id="", attempt=0, key=key, prompt_len=prompt_len if media else start,
+            max_new_tokens=len(context) + 1 - start, sampling=begun, tokens=context[:start],
             media=media,
         )  # fmt: skip
         rows = min(COMPANY, probe.core.capacity.max_num_seqs - 1)
@@ -56,16 +63,42 @@ def logits_by_ways(
     return np.stack(ways)
 
 
+def _where_to_begin(
+    context: list[int], prompt_len: int, sampling: SamplingParams, resumed: bool
+) -> tuple[int, SamplingParams]:
+    """Return where decodes begin whose prompt is all before, and parameters with which they sample alike.
+
+    What counts the output alone begins where the output does, at its first token. `resumed`: decodes do not
+    begin with a prompt, and know their output.
+    """
+    if sampling.frequency_penalty or sampling.presence_penalty:
+        start = prompt_len
+    else:
+        start = max(prompt_len, len(context) - DECODED)
+    gone = 0 if resumed else start - prompt_len
+    most = len(context) + 1 - prompt_len - gone
+    least = min(most, max(0, sampling.min_tokens - gone))
+    # What ended the response is not in its context.
+    return start, replace(sampling, stop=(), max_tokens=most, min_tokens=least)
+
+
 def noisy_values(
-    logits: npt.NDArray[np.float32], context: list[int], prompt_len: int, key: int, sampling: SamplingParams
+    logits: npt.NDArray[np.float32],
+    context: list[int],
+    prompt_len: int,
+    key: int,
+    sampling: SamplingParams,
+    eos_ids: Sequence[int],
 ) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
     """Return logits [vocab_size] through the request's processors, without and with its noise.
 
-    Computed by the reference sampler, without truncation (top-p, top-k, min-p). Stop ids are not masked:
-    min_tokens must be 0.
+    Computed by the reference sampler, without truncation (top-p, top-k, min-p). `eos_ids` are the model's.
     """
     whole = replace(sampling, top_p=1.0, top_k=0, min_p=0.0)
-    request = RequestSampling.pack(whole, key=key, prompt_len=prompt_len, stop_ids=(), vocab=len(logits))
+    stop_ids = (*sampling.stop_token_ids, *(() if sampling.ignore_eos else eos_ids))
+    request = RequestSampling.pack(
+        whole, key=key, prompt_len=prompt_len, stop_ids=stop_ids, vocab=len(logits)
+    )
     params = SamplingTable([request]).step([len(context)], np.array([context], np.int32))
     processed, noisy, _ = noisy_logits(torch.from_numpy(logits[None].copy()), params)
     return processed[0].double().numpy(), noisy[0].double().numpy()

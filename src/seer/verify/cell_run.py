@@ -105,15 +105,18 @@ class Runner:
     async def __aexit__(self, *error: object) -> None:
         await self._end()
 
-    async def run(self, cell: Cell, config: Config, n: int, halfway: int = 0) -> CellRun:
+    async def run(
+        self, cell: Cell, config: Config, n: int, halfway: int = 0, sampling: SamplingParams | None = None
+    ) -> CellRun:
         """Run the prompts, with n responses each; `halfway` in tokens is when an engine is killed.
 
-        Raises `SeerError`s when the system cannot start or go on, or the rollout fails; the next cell
-        then has new engines.
+        `sampling`: None for the job's. Raises `SeerError`s when the system cannot start or go on, or the
+        rollout fails; the next cell then has new engines.
         """
         self.say(f"{cell.name}: {cell.about}")
         try:
-            found = await self._run(await self._ready(cell, config), cell, n, halfway)
+            job = replace(self.job, n=n, sampling=sampling or self.job.sampling)
+            found = await self._run(await self._ready(cell, config), cell, job, halfway)
         except BaseException as error:
             await self._end(error)
             raise
@@ -139,13 +142,12 @@ class Runner:
         started, self._started = self._started, AsyncExitStack()
         await started.__aexit__(type(error) if error else None, error, None)
 
-    async def _run(self, system: LocalSystem, cell: Cell, n: int, halfway: int) -> CellRun:
+    async def _run(self, system: LocalSystem, cell: Cell, job: Job, halfway: int) -> CellRun:
         def kill() -> None:
             self.say(f"{cell.name}: killing engine-0")
             with contextlib.suppress(ProcessLookupError):  # it was lost just now
                 os.kill(system.pids["engine-0"], signal.SIGKILL)
 
-        job = replace(self.job, n=n)
         if cell.again:
             await system.run(_roll(system.endpoint, cell, job, self._prompts, {}))
         watch = partial(_and_once, act=kill, tokens=halfway) if cell.killed else None
@@ -190,10 +192,10 @@ async def _roll(
             groups = await _respond(client, job, prompts, watch)
         seconds = time.monotonic() - started
         tokens = sum(response.token_ids.size for group in groups for response in group.responses)
-        counted = {"tokens": tokens}
+        counted = {"tokens": tokens} | _stops(groups, job.sampling)
         if cell.turns:  # what tools added was not generated, and groups know nothing of their turns' chunks
             buffer = (await client.status()).counters
-            counted = {name: buffer[name] for name in ("tokens", "chunks", "migrations", "preemptions")}
+            counted |= {name: buffer[name] for name in ("tokens", "chunks", "migrations", "preemptions")}
             counted["context_tokens"] = tokens + sum(g.prompt_token_ids.size * job.n for g in groups)
         instances = await _final_status(client, counted["tokens"] + sum(before.values()))
     generated = {instance.name: instance.stats.generated_tokens for instance in instances}
@@ -236,6 +238,15 @@ def _and_once(show: Show, act: Callable[[], None], tokens: int) -> Show:
             left.pop()()
 
     return shown
+
+
+def _stops(groups: list[Group], sampling: SamplingParams) -> dict[str, int]:
+    """Count responses that ended by a stop string, and by a token of `stop_token_ids`."""
+    reasons = [response.stop_reason for group in groups for response in group.responses]
+    return {
+        "text_stops": sum(reason in sampling.stop for reason in reasons),
+        "id_stops": sum(reason in map(str, sampling.stop_token_ids) for reason in reasons),
+    }
 
 
 def _counters(groups: list[Group], instances: list[InstanceStatus]) -> dict[str, int]:

@@ -1,7 +1,8 @@
 """The matrix of `seer verify`: each cell is one way to schedule the same work.
 
 Invariants:
-- the first cell is the reference, and every other one differs from it in what its name says;
+- the first cell is the reference, and every other one differs from it in what its name says; `sampled` ones
+  are compared with a run that differs from the reference in sampling alone;
 - only cells with `pool` have a KV pool, each one of its own that is empty at first, and only those
   with `drafts` draft;
 - a cell with a pool or drafts, or whose engine is killed, has engines of its own; others may share them, and
@@ -53,7 +54,8 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True):
     `scarce` leaves an engine too few KV blocks for what it runs at once, `disk` the pool too little
     memory for what it holds, and a disk below it. `killed`: the engine is killed halfway, and comes
     back. `again`: what counts is a second run, which drafts what the first one said. `exact`: its chunk
-    size is what it is about. `turns`: its responses have turns; `resent`: each one is sent as a prompt that
+    size is what it is about. `sampled`: it has every sampling parameter, and a reference of its own that
+    has them, too. `turns`: its responses have turns; `resent`: each one is sent as a prompt that
     knows nothing of the others. Counters for `needs` are those of `cell_run.CellRun`.
     """
 
@@ -70,6 +72,7 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True):
     drafts: Literal["off", "grouped", "random"] = "off"
     again: bool = False
     exact: bool = False
+    sampled: bool = False
     turns: bool = False
     resent: bool = False
 
@@ -141,6 +144,13 @@ CELLS: dict[str, Cell] = {
         _chunked(1),
         _chunked(16),
         _chunked(64),
+        Cell(
+            name="sampling",
+            about="chunks of 7, with every sampling parameter",
+            sampled=True,
+            buffer={"policy": "divided", "chunk_size": 7},
+            needs=(("chunks", ">", "responses"), ("text_stops", ">", 0), ("id_stops", ">", 0)),
+        ),
         Cell(
             name="two-instances",
             about="chunks of 64 on two engines",
@@ -356,6 +366,7 @@ def choose(
         if (
             why := (poolless if cell.pool else "")
             or _draftless(cell, config)
+            or _sampleless(cell, config)
             or _rankless(cell, config, machine)
         ):
             cannot[name] = why
@@ -386,6 +397,13 @@ def _draftless(cell: Cell, config: Config) -> str:
     if cell.drafts == "off" or config.engine.backend == "vllm":
         return ""
     return f"the {config.engine.backend} backend does not draft"
+
+
+def _sampleless(cell: Cell, config: Config) -> str:
+    """Return why a cell cannot have all sampling parameters."""
+    if not cell.sampled or config.engine.backend == "vllm":
+        return ""
+    return f"the {config.engine.backend} backend does not sample"
 
 
 def _rankless(cell: Cell, config: Config, machine: Hardware) -> str:

@@ -5,13 +5,14 @@ Invariants:
 - where the tokens agree, finish reason, stop reason and logprobs follow from them: a difference
   there (of logprobs: beyond the tolerance) is a bug;
 - two tokens are `numeric` only if an error of the logits no larger than the one measured at that
-  very context lets both be drawn; without a measurement every difference is a bug.
+  very context lets both be drawn; without a measurement every difference is a bug;
+- no measurement excuses more than twice the logprob tolerance and a floor: engines and teacher may have the
+  same fault, and corrupt logits must not excuse themselves.
 
 The error, in raw logits, bounds how far the difference of two logits may be off. It is the largest of
-- twice the largest spread of any token's logit between ways to compute this context (`Evidence`);
+- twice the largest spread of any token's logit between ways to compute this context (`Evidence`), and
 - twice the deviation of the two runs' logprobs, from each other over the `WINDOW` tokens before
-  and from the teacher's at the divergence, but of no more than the logprob tolerance: corrupt
-  logits must not excuse themselves;
+  and from the teacher's at the divergence, each of no more than the logprob tolerance;
 - a floor: one unit in the last place of both logits in the model's dtype, and of both noisy values
   in float32, since that is how finely two runs can disagree at all.
 """
@@ -92,7 +93,8 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
 class Evidence:
     """The teacher at the context of a divergence.
 
-    `logits` float32 [ways, vocab]: raw, the same context reached in different ways; `processed`
+    `logits` float32 [ways, vocab]: raw, the same context reached in different ways, first by the plainest,
+    which no chunk of a cell goes; `processed`
     and `noisy` [vocab]: the first of them through the request's processors but not truncated,
     without and with the noise. `dtype` is the model's.
     """
@@ -149,12 +151,16 @@ def compare(
 
 
 def judge_token(
-    mismatch: Mismatch, evidence: Evidence, sampling: SamplingParams, deviation: float = 0.0
+    mismatch: Mismatch,
+    evidence: Evidence,
+    sampling: SamplingParams,
+    tolerance: float,
+    deviation: float = 0.0,
 ) -> Mismatch:
     """Give a token mismatch its verdict. `deviation` is what `logprob_deviation` returned."""
     tokens = [int(mismatch.reference), int(mismatch.found)]
     gap = explaining_error(evidence, tokens, sampling)
-    error = measured_error(evidence, tokens, sampling, deviation)
+    error = measured_error(evidence, tokens, sampling, tolerance, deviation)
     return msgspec.structs.replace(
         mismatch,
         verdict="numeric" if gap <= error else "bug",
@@ -177,9 +183,9 @@ def to_logits(difference: float, temperature: float) -> float:
 
 
 def logprob_deviation(
-    ours: Response, theirs: Response, position: int, evidence: Evidence, temperature: float, tolerance: float
+    ours: Response, theirs: Response, position: int, evidence: Evidence, temperature: float
 ) -> float:
-    """Return how far the two runs' logprobs are off around a divergence, in raw logits <= tolerance."""
+    """Return how far the two runs' logprobs are off around a divergence, in raw logits."""
     near = slice(max(0, position - WINDOW), position)
     between = np.abs(ours.logprobs[near] - theirs.logprobs[near]).astype(np.float64)
     scaled = evidence.logits[0].astype(np.float64) / (temperature or 1.0)
@@ -188,14 +194,14 @@ def logprob_deviation(
         abs(float(run.logprobs[position] - (scaled[run.token_ids[position]] - total)))
         for run in (ours, theirs)
     ]
-    return min(to_logits(max(at + between.tolist()), temperature), tolerance)
+    return to_logits(max(at + between.tolist()), temperature)
 
 
 # --- the error that was measured ---------------------------------------------------------------
 
 
 def measured_error(
-    evidence: Evidence, tokens: Sequence[int], sampling: SamplingParams, deviation: float
+    evidence: Evidence, tokens: Sequence[int], sampling: SamplingParams, tolerance: float, deviation: float
 ) -> float:
     """Return the bound on the error of a difference of two logits; see the module's docstring."""
     finite = np.isfinite(evidence.logits).all(axis=0)
@@ -203,7 +209,7 @@ def measured_error(
     coarse = EPSILON.get(evidence.dtype, EPSILON["float32"])
     floor = sum(_ulp(float(evidence.logits[0, token]), coarse) for token in tokens)
     noisy = sum(_ulp(float(evidence.noisy[token]), EPSILON["float32"]) for token in tokens)
-    return max(2 * spread, 2 * deviation, floor + noisy / _scale(sampling))
+    return max(2 * min(max(spread, deviation), tolerance), floor + noisy / _scale(sampling))
 
 
 def _ulp(value: float, epsilon: float) -> float:

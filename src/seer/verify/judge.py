@@ -2,7 +2,8 @@
 
 Invariants:
 - no engine is loaded unless there is something to judge, and one at a time;
-- the teacher runs the reference's configuration; a cell whose engine computes otherwise (tensor
+- the teacher is no engine of a cell, and goes another way than any cell: `forced_text.logits_by_ways`;
+- it runs the reference's configuration; a cell whose engine computes otherwise (tensor
   parallelism) adds its own engine's logits to the ways in which a context was reached;
 - a cell with `ENOUGH_BUGS` has failed: its other mismatches stay unjudged, and are called so.
 """
@@ -23,16 +24,20 @@ from seer.client.groups import Group, Response
 from seer.client.media import Placed
 from seer.common import ids
 from seer.common.config import Config, EngineConfig
+from seer.common.types import SamplingParams
 from seer.local.hardware import plan_engines
 from seer.services.engine.backend import PlacedMedium
-from seer.verify.cell_run import CellRun
 from seer.verify.compare import Evidence, judge_token, logprob_deviation
 from seer.verify.report import CellReport, Report
+from seer.verify.turns import Shown
 
 if TYPE_CHECKING:
     from seer.services.engine.vllm.backend import VllmBackend
 
 ENOUGH_BUGS = 20
+
+Compared = tuple[Sequence[Group], Sequence[Group]]
+"""Groups of a cell's reference, and its own."""
 
 
 @dataclass(slots=True)
@@ -58,6 +63,11 @@ class _Case:
         return self.prompt + output
 
     @property
+    def prefilled(self) -> int | None:
+        """What counts as prompt where it is computed at once: all of it, but for what shows images."""
+        return len(self.prompt) if self.shown else None
+
+    @property
     def shown(self) -> tuple[PlacedMedium, ...]:
         """All media in the context; a tool may have shown others later."""
         end = len(self.prompt) + self.position
@@ -68,15 +78,18 @@ def judge(
     report: Report,
     config: Config,
     engines: Mapping[str, EngineConfig],
-    reference: CellRun,
-    runs: Mapping[str, Sequence[Group]],
+    media: Shown,
+    runs: Mapping[str, Compared],
     say: Callable[[str], None],
 ) -> None:
     """Give every token mismatch in `report` its verdict.
 
-    `config` is the reference's; `engines` and `runs` hold each cell's engine and groups by name.
+    `config` is the reference's; `engines` and `runs` hold each cell's engine, and what was compared, by
+    name; `media` is what responses saw.
     """
-    cases = [case for cell in report.cells for case in _cases(cell, reference, runs.get(cell.name, ()))]
+    cases = [
+        case for cell in report.cells if cell.name in runs for case in _cases(cell, *runs[cell.name], media)
+    ]
     if not cases:
         return
     say(f"judging {len(cases)} token mismatches")
@@ -85,14 +98,16 @@ def judge(
             with _teacher(replace(config, engine=engine)) as backend:
                 for case in cases:
                     if engines[case.cell.name] == engine:
-                        case.own = backend.probe.logits(case.context, len(case.prompt), case.shown)[None]
+                        case.own = backend.probe.logits(case.context, case.prefilled, case.shown)[None]
     with _teacher(config) as backend:
         for case in cases:
             _judge(case, report, backend)
 
 
-def _cases(cell: CellReport, reference: CellRun, found: Sequence[Group]) -> Iterator[_Case]:
-    ours = {group.prompt_id: group for group in reference.groups}
+def _cases(
+    cell: CellReport, reference: Sequence[Group], found: Sequence[Group], media: Shown
+) -> Iterator[_Case]:
+    ours = {group.prompt_id: group for group in reference}
     theirs = {group.prompt_id: group for group in found}
     for slot, mismatch in enumerate(cell.mismatches):
         if mismatch.kind == "token":
@@ -103,7 +118,7 @@ def _cases(cell: CellReport, reference: CellRun, found: Sequence[Group]) -> Iter
                 reference=group.responses[mismatch.index],
                 found=theirs[mismatch.prompt_id].responses[mismatch.index],
                 prompt=group.prompt_token_ids.tolist(),
-                media=reference.media.get((mismatch.prompt_id, mismatch.index), ()),
+                media=media.get((mismatch.prompt_id, mismatch.index), ()),
             )
 
 
@@ -113,26 +128,28 @@ def _judge(case: _Case, report: Report, backend: VllmBackend) -> None:
         case.cell.mismatches[case.slot] = replace(mismatch, verdict="unjudged")
         return
     key = ids.request_key(report.seed, report.rollout_number, mismatch.prompt_id, mismatch.index)
-    evidence = _evidence(case, report, backend, key)
+    sampling = case.cell.sampling or report.sampling
+    evidence = _evidence(case, sampling, report.dtype, backend, key)
     deviation = logprob_deviation(
         case.reference,
         case.found,
         mismatch.position,
         evidence,
-        report.sampling.temperature,
-        report.logprob_tolerance,
+        sampling.temperature,
     )
-    case.cell.mismatches[case.slot] = judge_token(mismatch, evidence, report.sampling, deviation)
+    case.cell.mismatches[case.slot] = judge_token(
+        mismatch, evidence, sampling, report.logprob_tolerance, deviation
+    )
 
 
-def _evidence(case: _Case, report: Report, backend: VllmBackend, key: int) -> Evidence:
+def _evidence(case: _Case, sampling: SamplingParams, dtype: str, backend: VllmBackend, key: int) -> Evidence:
     from seer.services.engine.vllm.forced_text import logits_by_ways, noisy_values
 
-    context, prompt_len, sampling = case.context, len(case.prompt), report.sampling
+    context, prompt_len = case.context, len(case.prompt)
     logits = logits_by_ways(backend.probe, context, prompt_len, key, sampling, case.shown)
-    processed, noisy = noisy_values(logits[0], context, prompt_len, key, sampling)
+    processed, noisy = noisy_values(logits[0], context, prompt_len, key, sampling, backend.core.eos_ids)
     ways = logits if case.own is None else np.concatenate([logits, case.own])
-    return Evidence(ways, processed, noisy, report.dtype)
+    return Evidence(ways, processed, noisy, dtype)
 
 
 @contextmanager

@@ -27,7 +27,8 @@ SHOWN_MISMATCHES = 10
 class CellReport(msgspec.Struct, kw_only=True):
     """One cell. `unmet` lists what it should have exercised; `error` why it did not finish.
 
-    `chunk_size` and `n`, responses per prompt, are what it ran with; 0: not chunked.
+    `chunk_size` and `n`, responses per prompt, are what it ran with; 0: not chunked. `sampling`: None for
+    that of the whole report.
     """
 
     name: str
@@ -39,6 +40,7 @@ class CellReport(msgspec.Struct, kw_only=True):
     unmet: list[str] = []
     error: str = ""
     comparison: Comparison | None = None
+    sampling: SamplingParams | None = None
 
     @property
     def mismatches(self) -> list[Mismatch]:

@@ -23,6 +23,7 @@ from seer.client import Group, Prompt
 from seer.client.prompts import check_request
 from seer.common.config import Config
 from seer.common.errors import ConfigError, InvalidField, SeerError
+from seer.common.types import SamplingParams
 from seer.local import system as launch
 from seer.local.beside import beside
 from seer.local.hardware import Hardware
@@ -42,7 +43,8 @@ from seer.verify.cell_run import ROLLOUT_NUMBER, CellRun, Job, Runner, Say
 from seer.verify.cells import CELLS, TURN_CELLS, Cell, block_size, choose, sequences, settled
 from seer.verify.compare import compare, logprob_tolerance
 from seer.verify.fitting import Fit, Work, fit, n_for_tokens
-from seer.verify.judge import judge
+from seer.verify.judge import Compared, judge
+from seer.verify.parameters import every_parameter
 from seer.verify.report import CellReport, Fault, Report, show
 
 SLACK_TOKENS = 32
@@ -93,14 +95,14 @@ def _verify(config: Config, prompts: list[Prompt], job: Job, say: Say) -> Report
         raise SeerError(f"{config.shared.model} was changed while it was verified: run again")
     if config.engine.backend == "vllm":
         engines = {cell.name: msgspec.structs.replace(config.engine, **cell.engine) for cell in cells}
-        judge(report, cells[0].config(config), engines, reference, runs, say)
+        judge(report, cells[0].config(config), engines, reference.media, runs, say)
     return report
 
 
 async def _run_cells(
     cells: Sequence[Cell], skipped: dict[str, str], config: Config, runner: Runner
-) -> tuple[Report, CellRun, dict[str, list[Group]]]:
-    """Run all cells that can be exercised, and compare; return the reference and the groups of others."""
+) -> tuple[Report, CellRun, dict[str, Compared]]:
+    """Run all cells that can be exercised, and compare; return the reference, and what was compared."""
     async with runner:
         reference, *others = cells
         job, say = runner.job, runner.say
@@ -118,11 +120,14 @@ async def _run_cells(
             report.fault = Fault(cell=fits[0].cell.name, position=most_random_position(first.groups))
             where = f"{report.fault.cell} draws absolute position {report.fault.position}"
             say(f"planting a fault: {where} wrongly")
-        runs = {}
+        runs: dict[str, Compared] = {}
         for each in fits:
             name, about = each.cell.name, each.cell.about
+            ours, sampling = _first(first.groups, each.n), None
             try:
-                runs[name] = await _exercise(each, config, _first(first.groups, each.n), report, runner)
+                if each.cell.sampled:
+                    ours, sampling = await _sampled(reference, config, ours, runner)
+                runs[name] = ours, await _exercise(each, config, ours, report, runner, sampling)
             except (InvalidField, ConfigError):
                 raise
             except SeerError as error:
@@ -131,9 +136,26 @@ async def _run_cells(
     return report, first, runs
 
 
-async def _reference(cell: Cell, config: Config, n: int, runner: Runner) -> CellRun:
+async def _sampled(
+    reference: Cell, config: Config, groups: list[Group], runner: Runner
+) -> tuple[list[Group], SamplingParams]:
+    """Run the reference with every sampling parameter; with other stops if no response ended by some."""
+    model, n = config.shared.model, len(groups[0].responses)
+    tokenizer = tokenizer_of(Path(model)) if model else None
+    for _ in range(TRIES):
+        sampling = every_parameter(runner.job.sampling, groups, tokenizer)
+        found = await _reference(reference, config, n, runner, sampling)
+        groups = found.groups
+        if found.counters["text_stops"] and found.counters["id_stops"]:
+            break
+    return groups, sampling
+
+
+async def _reference(
+    cell: Cell, config: Config, n: int, runner: Runner, sampling: SamplingParams | None = None
+) -> CellRun:
     """Run the reference, once more with fewer sequences at once where it was short of KV memory."""
-    found = await runner.run(cell, cell.config(config), n)
+    found = await runner.run(cell, cell.config(config), n, sampling=sampling)
     if found.counters["preemptions"] and found.kv_blocks:
         block = block_size(config)
         longest = max(max(prompt + output for prompt, output in _work(found.groups).grown(n)) + 1, block)
@@ -141,7 +163,7 @@ async def _reference(cell: Cell, config: Config, n: int, runner: Runner) -> Cell
         runner.say(f"{cell.name} was preempted: once more, {seqs} sequences at once")
         engine = msgspec.structs.replace(config.engine, max_num_seqs=min(seqs, sequences(config)))
         config = msgspec.structs.replace(config, engine=engine)
-        found = await runner.run(cell, cell.config(config), n)
+        found = await runner.run(cell, cell.config(config), n, sampling=sampling)
     return found
 
 
@@ -170,15 +192,24 @@ def _first(groups: Sequence[Group], n: int) -> list[Group]:
 
 
 async def _exercise(
-    fit: Fit, config: Config, ours: list[Group], report: Report, runner: Runner
+    fit: Fit,
+    config: Config,
+    ours: list[Group],
+    report: Report,
+    runner: Runner,
+    sampling: SamplingParams | None,
 ) -> list[Group]:
-    """Run a cell, twice if it first did not do what it is there for, and report what it found."""
+    """Run a cell, twice if it first did not do what it is there for, and report what it found.
+
+    `sampling`: None for the job's.
+    """
     lengths = [g.prompt_token_ids.size + r.token_ids.size for g in ours for r in g.responses]
     tokens = sum(response.token_ids.size for group in ours for response in group.responses)
     its = _planted(fit.cell, fit.cell.config(config, lengths), report.fault)
     for left in range(TRIES - 1, -1, -1):
-        found = await runner.run(fit.cell, its, fit.n, tokens // 2)
+        found = await runner.run(fit.cell, its, fit.n, tokens // 2, sampling)
         cell = _cell_report(fit, found)
+        cell.sampling = sampling
         cell.comparison = compare(ours, found.groups, report.sampling.temperature, report.logprob_tolerance)
         if not cell.unmet or cell.mismatches or not left:
             break
