@@ -70,6 +70,7 @@ from seer.common.wire.figures import RolloutEnd as RolloutEnd
 from seer.common.wire.figures import RolloutStatus as RolloutStatus
 from seer.common.wire.figures import ServiceStatus as ServiceStatus
 from seer.common.wire.figures import StatusRequest as StatusRequest
+from seer.common.wire.figures import Unwritten as Unwritten
 from seer.common.wire.media import MEDIA_AT_ONCE as MEDIA_AT_ONCE
 from seer.common.wire.media import MEDIUM_PART_BYTES as MEDIUM_PART_BYTES
 from seer.common.wire.media import MEDIUM_STALL_SECONDS as MEDIUM_STALL_SECONDS

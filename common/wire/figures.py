@@ -79,6 +79,13 @@ class OpenRequest(msgspec.Struct, frozen=True, kw_only=True):
     chunks: int = 0
 
 
+class Unwritten(msgspec.Struct, frozen=True, kw_only=True):
+    """Files of the buffer that cannot be written now: for how long, and why."""
+
+    seconds: float
+    problem: str
+
+
 class RolloutEnd(msgspec.Struct, frozen=True, kw_only=True):
     """What a rollout was like whose responses have all finished: its tokens, and the longest response's.
 
@@ -93,4 +100,4 @@ class RolloutEnd(msgspec.Struct, frozen=True, kw_only=True):
     tokens: int
     longest: int
     efficiency: float | None = None
-    rollout_id: str = ""
+    rollout_id: ShortStr = ""

@@ -31,7 +31,14 @@ from seer.common.wire.base import (
     Tokens,
     Welcome,
 )
-from seer.common.wire.figures import Histogram, OpenRequest, RolloutEnd, RolloutStatus, StatusRequest
+from seer.common.wire.figures import (
+    Histogram,
+    OpenRequest,
+    RolloutEnd,
+    RolloutStatus,
+    StatusRequest,
+    Unwritten,
+)
 from seer.common.wire.media import MediumData, MediumState, OpenMedium
 from seer.common.wire.weights import (
     OpenSpool,
@@ -221,7 +228,8 @@ class Status(Message, tag=True):
     `histograms`, and `messages` by socket and kind, are named as the metrics that they become
     (docs/operations.md). `loop_lag_seconds`: how late the event loop was at most within the last minute.
     `last_rollout`: the one that ended last; open rollouts are left out. `loading`: engines that load weights.
-    `version`: that of the buffer's code.
+    `version`: that of the buffer's code. `unwritten`: which of `log` and `chunks` cannot be written now; they
+    begin again by themselves.
     """
 
     name: ShortStr
@@ -253,6 +261,7 @@ class Status(Message, tag=True):
     results_held_bytes: int = 0
     loading: int = 0
     version: ShortStr = ""
+    unwritten: dict[str, Unwritten] = {}
 
 
 TrainerToBuffer = (

@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 from seer.common import ids, wire
 from seer.common.clock import Clock
@@ -21,11 +20,12 @@ from seer.common.process.log import get_logger
 from seer.services.buffer import sleep, views
 from seer.services.buffer.events import Drained, Joined, Left, Tick, Weights
 from seer.services.buffer.liveness import Liveness
-from seer.services.buffer.log.kept import KeptChunks
+from seer.services.buffer.log.kept import KeptChunks, SoFar
 from seer.services.buffer.machine import BufferMachine, Event, Instruction
 from seer.services.buffer.media.machine import MediaMachine
 from seer.services.buffer.requests import events, instructions
 from seer.services.buffer.requests.deliveries import Deliveries, Sent
+from seer.services.buffer.requests.state import RequestState
 from seer.services.buffer.store import TOKEN_BYTES, Store, SubmittedPrompt
 from seer.services.buffer.weights import instructions as weight_instructions
 
@@ -215,12 +215,20 @@ class Conductor:
     def _keep(self, item: instructions.Keep, ended: Ended, live: Weights) -> None:
         group_id, index = _locate(item.request_id)
         self._store.keep(group_id, index, ended.tokens, ended.logprobs, live)
-        self._kept.keep(
-            group_id, index, ended.tokens, ended.logprobs, (item.finish, item.stop_reason),
-            partial(self._store.identity, group_id), live,
-        )  # fmt: skip
+        self._kept.keep(group_id, index, ended.tokens, ended.logprobs, (item.finish, item.stop_reason))
         if self._store.streams(group_id):
             self._send_tokens(group_id, index, ended, live.version)
+
+    def so_far(self, group_id: str) -> SoFar | None:
+        """Return what a group has, to be kept; None: it is about to be forgotten."""
+        group = self._requests.groups.get(group_id)
+        if group is None or group_id not in self._store:
+            return None
+        known: Mapping[int, RequestState | None] = dict(enumerate(group.results)) or {
+            index: self._requests.requests.get(ids.request_id(group_id, index)) for index in range(group.size)
+        }
+        finishes = {index: (each.finish, each.stop_reason) for index, each in known.items() if each}
+        return self._store.so_far(group_id, finishes)
 
     def _send_tokens(self, group_id: str, index: int, ended: Ended, version: int) -> None:
         """Send the tokens of a chunk to a trainer that wants them before its group has finished."""

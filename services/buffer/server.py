@@ -104,7 +104,9 @@ class BufferServer:
         self._statistics = Statistics(machines)
         self.store = Store()
         chunks = str(Path(settings.log) / "chunks") if settings.log and settings.keep_chunks else ""
-        self._kept = KeptChunks(chunks, settings.result_ttl_seconds, clock.now())
+        self._kept = KeptChunks(
+            chunks, settings.result_ttl_seconds, clock.now(), lambda name: self.conductor.so_far(name)
+        )
         self._media = MediaServer(
             settings.media,
             settings.media_bytes,
@@ -185,6 +187,7 @@ class BufferServer:
             media=self._media.counters,
             uptime=lambda: self._trainer_hub.uptime_seconds,
             sockets=self._sockets,
+            outages=lambda: {"log": self._rows.outage, "chunks": self._kept.outage},
         )
         return StatusDesk(self._clock, self._machines, self._statistics, sources, self._trainer_hub.reply)
 
@@ -349,8 +352,7 @@ class BufferServer:
         while True:
             await self._clock.sleep(TICK_SECONDS)
             self.conductor.tick()
-            self._rows.flush()
-            self._kept.flush()
+            self._rows.tick(self._clock.now())
             self._kept.tick(self._clock.now())
             self._spool.remove_unneeded(self.weights.sources)
             self._media.tick()

@@ -22,6 +22,7 @@ from seer.common.net.hub import MAX_PEERS
 from seer.common.policy.bound import bound_seconds
 from seer.common.policy.eta import expected_remainder
 from seer.common.types import InstanceStats
+from seer.services.buffer.log.outage import Outage
 from seer.services.buffer.machine import BufferMachine
 from seer.services.buffer.requests.state import RequestState, RolloutState
 from seer.services.buffer.statistics import Statistics
@@ -73,10 +74,11 @@ class Sources:
         media: Mapping[str, int],
         uptime: Callable[[], float],
         sockets: Callable[[], Mapping[str, Mapping[str, int]]],
+        outages: Callable[[], Mapping[str, Outage | None]],
     ) -> None:
         self.me, self.services = me, services
         self.registered, self.stats, self.lives, self.media = registered, stats, lives, media
-        self.uptime, self.sockets = uptime, sockets
+        self.uptime, self.sockets, self.outages = uptime, sockets, outages
 
 
 class StatusDesk:
@@ -177,6 +179,11 @@ class StatusDesk:
             results_held_bytes=machine.registry.finished_tokens * TOKEN_BYTES,
             loading=len(weights.loading - weights.quarantined.keys()),
             version=__version__,
+            unwritten={
+                name: wire.Unwritten(seconds=now - each.since, problem=each.why)
+                for name, each in of.outages().items()
+                if each is not None
+            },
         )
 
     def _instances(self) -> list[wire.InstanceStatus]:

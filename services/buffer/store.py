@@ -15,6 +15,7 @@ import numpy as np
 from seer.common import ids, wire
 from seer.common.types import Placed, SamplingParams, TurnSpec
 from seer.services.buffer.events import Weights
+from seer.services.buffer.log.kept import SoFar
 from seer.services.buffer.requests.instructions import Dispatch
 from seer.services.buffer.requests.state import GroupState
 
@@ -112,10 +113,18 @@ class Store:
         group.weights = weights
         group.outputs = {index: _output(*arrays) for index, arrays in outputs.items()}
 
-    def identity(self, group_id: str) -> tuple[int, wire.Tokens]:
-        """Return the parameters' digest (`ids.params_digest`) and the prompt of a group."""
-        prompt = self._groups[group_id].prompt
-        return prompt.params_digest, prompt.tokens
+    def so_far(self, group_id: str, finishes: Mapping[int, tuple[str, str]]) -> SoFar:
+        """Return what a group has; `finishes`: how each response did, empty if it goes on.
+
+        The arrays are views: while there is one, nothing can be appended.
+        """
+        group = self._groups[group_id]
+        outputs = {
+            index: (_tokens(output), np.frombuffer(output.logprobs, np.float32), finishes[index])
+            for index, output in group.outputs.items()
+            if index in finishes
+        }
+        return SoFar(group.prompt.params_digest, group.prompt.tokens, group.weights, outputs)
 
     def streams(self, group_id: str) -> bool:
         """Return whether the trainer wants a group's tokens before it has finished."""

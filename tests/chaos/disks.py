@@ -3,7 +3,8 @@
 Invariants:
 - weights that do not fit are refused by name, before or while they stream; all stay on the old version;
 - rollouts go on meanwhile, and end with the right tokens;
-- once there is space again, the next update, or `--resume`, works.
+- once there is space again, the next update, or `--resume`, works;
+- a log and kept chunks end, and begin again once there is space: a buffer that is killed then goes on from all.
 """
 
 from __future__ import annotations
@@ -20,14 +21,19 @@ from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import numpy as np
+from cluster_harness import running
 from msgspec.structs import replace
+from virtual_time import eventually
 
 from chaos.outcome import Outcome
 from chaos.rollouts import Judge, Roll, job
 from chaos.system import System, replay
-from seer.client import RolloutClient, WeightsRefused
+from seer.client import RolloutClient, SamplingParams, WeightsRefused
 from seer.client.tensor_stream import TensorStream
-from seer.common.config import Config
+from seer.common.config import BufferConfig, Config, EngineConfig
+from seer.services.buffer.log.outage import RETRY_SECONDS
+from seer.services.buffer.log.replay import replay_life
+from seer.services.buffer.log.segments import lives
 
 MIB = 2**20
 DISK_MIB = 64
@@ -228,3 +234,51 @@ async def _rollout(prompts: Path, out: Path, other: Path, *options: str) -> tupl
         process.kill()
         return -1, "it did not end"
     return process.returncode or 0, said.decode(errors="replace")
+
+
+async def log() -> None:
+    """Fill the disk of a buffer's log in mid-rollout, make room, and kill the buffer. In virtual time."""
+    engines = EngineConfig(
+        backend="replay", kv_blocks=200, max_num_seqs=16, replay_mean_tokens=300, replay_step_seconds=0.1
+    )
+    prompts, sampling = [[1] * number for number in range(1, 13)], SamplingParams(max_tokens=600)
+
+    async def roll(client: RolloutClient) -> list[list[int]]:
+        groups = await (await client.submit(prompts, n=4, sampling=sampling, rollout_id="r")).result()
+        return [response.token_ids.tolist() for group in groups for response in group.responses]
+
+    async with running(engine=engines) as cluster, cluster.client() as client:
+        expected = await roll(client)
+    with disk(8) as folder:
+        settings = BufferConfig(chunk_size=32, log=str(folder / "log"), keep_chunks=True)
+        async with running(engine=engines, buffer=settings) as cluster, cluster.client() as client:
+            machine = cluster.services["buffer"].machine
+
+            def tokens() -> int:
+                return machine.counters["tokens"]
+
+            async def unwritten(*names: str) -> bool:
+                seen = (await client.status()).unwritten
+                assert all("No space left" in each.problem for each in seen.values())
+                assert all(0 <= each.seconds < 60 for each in seen.values())
+                return seen.keys() == set(names)
+
+            rolling = asyncio.create_task(roll(client))
+            await eventually(lambda: tokens() > 500)
+            with filled(folder, 0):
+                await eventually(lambda: unwritten("log", "chunks"))
+                begun = tokens()
+                await eventually(lambda: tokens() > begun + 1000)
+            await eventually(unwritten, RETRY_SECONDS + 1.0)
+            requests = list(machine.requests.values())
+            requests += [each for group in machine.groups.values() for each in group.results]
+            await cluster.kill("buffer")
+            await cluster.start("buffer")
+            assert await rolling == expected
+            machine = cluster.services["buffer"].machine
+            assert machine.counters["restored"] == sum(each.view.generated for each in requests) > 1500
+        first, second = lives(folder / "log")
+        for paths in (first, second):
+            assert list(replay_life(paths))
+        numbers = [int(path.stem.rpartition("-")[2]) for path in first]
+        assert numbers == [0, 2], "rows are missing between them"

@@ -4,6 +4,7 @@ import asyncio
 from pathlib import Path
 
 import pytest
+from virtual_time import run
 
 from chaos import cuts, disks, stops
 from chaos.processes import Load, campaign
@@ -61,3 +62,8 @@ def test_a_disk_that_fills_costs_no_finished_group():
 def test_the_same_with_real_engines():
     load = Load(prompts=8, max_tokens=300, faults=2, burst_seconds=4.0)
     check(asyncio.run(campaign(range(1), load, MODEL)).outcomes, faults=1)
+
+
+@pytest.mark.usefixtures("mounts")
+def test_a_log_whose_disk_filled_begins_again_and_the_next_buffer_has_all():
+    run(disks.log())

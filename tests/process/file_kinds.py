@@ -32,7 +32,7 @@ from seer.rollout.files import model_facts, read_prompts
 from seer.rollout.journal import Journal
 from seer.services.buffer.events import Weights
 from seer.services.buffer.log import chunk_file, replay, segments
-from seer.services.buffer.log.kept import KeptChunks
+from seer.services.buffer.log.kept import KeptChunks, SoFar
 from seer.services.buffer.weights.spool_folder import SpoolFolder
 from seer.services.dgds import past_groups_file
 from seer.services.engine.replay.responses import TraceResponses
@@ -211,13 +211,15 @@ def of_logs(folder: Folder) -> Iterator[Kind]:
 
 def of_kept(folder: Folder) -> Iterator[Kind]:
     prompt, where = np.arange(7, dtype=np.int32), folder.fresh("kept")
-    kept = KeptChunks(str(where), 100.0, 0.0)
+    has: dict[str, dict[int, tuple[np.ndarray, np.ndarray, tuple[str, str]]]] = {"r/p": {}, "r/q": {}}
+    kept = KeptChunks(str(where), 100.0, 0.0, lambda name: SoFar(77, prompt, Weights(3, "d"), has[name]))
     rng = np.random.default_rng(0)
     for group in ("p", "q"):
         kept.open("r", group)
         for index, count, finish in ((0, 9, ""), (1, 5, "stop"), (0, 4, "")):
             arrays = rng.integers(0, 99, count).astype(np.int32), -rng.random(count).astype(np.float32)
-            kept.keep(f"r/{group}", index, *arrays, (finish, ""), lambda: (77, prompt), Weights(3, "d"))
+            has[f"r/{group}"][index] = (*arrays, (finish, ""))
+            kept.keep(f"r/{group}", index, *arrays, (finish, ""))
     kept.close()
     (file,) = where.glob("*")
     whole = file.read_bytes()
@@ -228,7 +230,7 @@ def of_kept(folder: Folder) -> Iterator[Kind]:
         chunks = _chunks(at)
         if not sealed and not chunks <= written:
             raise Wrong(f"{len(chunks - written)} chunks were never written")
-        opened = KeptChunks(str(at.parent), 100.0, 0.0)
+        opened = KeptChunks(str(at.parent), 100.0, 0.0, lambda _: None)
         try:
             for group in ("p", "q"):
                 opened.open("r", group)

@@ -41,7 +41,7 @@ class World:
             self,
             BufferMachine(self.machine, self.weights, self.sleep),
             self.store,
-            KeptChunks("", 1.0, 0.0),
+            KeptChunks("", 1.0, 0.0, lambda _: None),
             self.media,
             20.0,
             60.0,
@@ -69,7 +69,9 @@ class World:
             **fields,
         )
         tokens = submissions.prompts(submit)
-        event = submissions.event("t", b"t", submit, tokens, self.store, KeptChunks("", 1.0, 0.0), self.media)
+        event = submissions.event(
+            "t", b"t", submit, tokens, self.store, KeptChunks("", 1.0, 0.0, lambda _: None), self.media
+        )
         self.conductor.apply(event, Submitted("t", submit, tokens))
 
     def end(self, name, chunk, tokens, finish="stop"):
@@ -284,7 +286,9 @@ def test_two_trainers_cannot_make_the_store_lose_a_prompt():
         prompt_ids=["p", "h"], lengths=[5, 5], tokens=np.concatenate([PROMPT, PROMPT]),
     )  # fmt: skip
     tokens = submissions.prompts(other)
-    event = submissions.event("u", b"u", other, tokens, world.store, KeptChunks("", 1.0, 0.0), world.media)
+    event = submissions.event(
+        "u", b"u", other, tokens, world.store, KeptChunks("", 1.0, 0.0, lambda _: None), world.media
+    )
     world.conductor.apply(event, Submitted("u", other, tokens))
     assert [(name, item.prompt_ids) for name, item in world.sent if isinstance(item, wire.Refused)] == [
         ("u", ["p", "h"])

@@ -1,14 +1,19 @@
 """Kept chunks, file by file: what is read again is what was written, or nothing."""
 
+import shutil
+from itertools import pairwise
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from seer.common.errors import ConfigError
+from seer.common.process.scratch import open_private
 from seer.services.buffer.events import Weights
 from seer.services.buffer.log import kept as kept_module
-from seer.services.buffer.log.kept import KeptChunks
+from seer.services.buffer.log.kept import KeptChunks, SoFar
+from seer.services.buffer.log.outage import RETRY_SECONDS
 
 WEIGHTS = Weights(3, "d3")
 PROMPT = np.arange(7, dtype=np.int32)
@@ -20,12 +25,31 @@ def chunk(seed, count):
     return rng.integers(0, 99, count).astype(np.int32), -rng.random(count).astype(np.float32)
 
 
-def keep(kept, group, index, arrays, finish=("", "")):
-    kept.keep(f"r/{group}", index, *arrays, finish, lambda: (ASKED, PROMPT), WEIGHTS)
+class Buffer:
+    """What the rest of the buffer has of groups of this life."""
+
+    def __init__(self):
+        self.groups, self.asked = {}, []
+
+    def so_far(self, group_id):
+        self.asked.append(group_id)
+        return SoFar(ASKED, PROMPT, WEIGHTS, self.groups.get(group_id, {}))
+
+    def add(self, group_id, index, arrays, finish):
+        group = self.groups.setdefault(group_id, {})
+        before = group.get(index, (arrays[0][:0], arrays[1][:0]))
+        group[index] = (*(np.concatenate(each) for each in zip(before, arrays, strict=False)), finish)
+
+
+def keep(kept, group, index, arrays, finish=("", ""), rollout="r"):
+    kept.buffer.add(f"{rollout}/{group}", index, arrays, finish)
+    kept.keep(f"{rollout}/{group}", index, *arrays, finish)
 
 
 def begun(path, *groups, ttl=100.0):
-    kept = KeptChunks(str(path), ttl, 0.0)
+    buffer = Buffer()
+    kept = KeptChunks(str(path), ttl, 0.0, buffer.so_far)
+    kept.buffer = buffer
     for group in groups:
         kept.open("r", group)
     return kept
@@ -131,7 +155,7 @@ def test_a_full_disk_ends_the_keeping_of_a_rollout_alone(tmp_path, monkeypatch):
     kept.flush()
     keep(kept, "p", 0, chunk(3, 8))
     kept.open("r2", "p")
-    kept.keep("r2/p", 0, *chunk(1, 6), ("", ""), lambda: (ASKED, PROMPT), WEIGHTS)
+    keep(kept, "p", 0, chunk(1, 6), rollout="r2")
     kept.close()
     assert len(list(tmp_path.iterdir())) == 2
     later = begun(tmp_path, "p")
@@ -141,21 +165,148 @@ def test_a_full_disk_ends_the_keeping_of_a_rollout_alone(tmp_path, monkeypatch):
     assert len(list(tmp_path.iterdir())) == 1
 
 
-def test_prompts_of_an_endless_rollout_are_kept_again_after_the_disk_was_full(tmp_path, monkeypatch):
-    def full(*_, **__):
-        raise OSError(28, "No space left on device")
+class Disk:
+    """Takes `room` bytes in files; each write that does not fit writes what does, and fails."""
 
-    kept = begun(tmp_path, "p")
-    with monkeypatch.context() as disk:
-        disk.setattr(kept_module, "open_private", full)
-        keep(kept, "p", 0, chunk(1, 6))
-        kept.flush()
-    kept.open("r", "q")  # "p" goes on
-    keep(kept, "q", 0, chunk(3, 8))
+    def __init__(self, monkeypatch, room):
+        self.room = room
+        monkeypatch.setattr(
+            kept_module, "open_private", lambda *of, **options: DiskFile(self, *of, **options)
+        )
+        monkeypatch.setattr(kept_module, "check_room", self.check_room)
+
+    def check_room(self, folder):
+        if self.room < 10_000:
+            raise OSError(28, "No space left on device")
+
+
+class DiskFile:
+    def __init__(self, disk, *of, **options):
+        self.disk, self.file = disk, open_private(*of, **options)
+
+    def write(self, data):
+        fits = min(self.disk.room, len(data))
+        self.disk.room -= fits
+        if self.file.write(data[:fits]) < len(data):
+            raise OSError(28, "No space left on device")
+        return fits
+
+    def truncate(self, size):
+        self.file.truncate(size)
+
+    def close(self):
+        self.file.close()
+
+
+def all_offered(path, tmp_path_factory):
+    """Return what the successor of a buffer that is killed now has, by group."""
+    copy = tmp_path_factory.mktemp("killed") / "chunks"
+    shutil.copytree(path, copy)
+    later, found = begun(copy, *"pqs"), {}
+    for group in "pqs":
+        if later.offer("r", group, ASKED, PROMPT) is not None:
+            found[f"r/{group}"] = later.restore(f"r/{group}")
+    later.close()
+    return found
+
+
+def is_beginning(found, whole):
+    return all(
+        np.array_equal(part, whole[group][index][number][: len(part)])
+        for group, responses in found.items()
+        for index, arrays in responses.items()
+        for number, part in enumerate(arrays)
+    )
+
+
+@pytest.mark.parametrize("room", [0, 1, 20, 60, 110, 160, 250, 333, 420, 555, 600])
+def test_wherever_the_disk_fills_all_is_kept_again_once_there_is_room(
+    tmp_path, tmp_path_factory, monkeypatch, room
+):
+    disk, kept, now = Disk(monkeypatch, room), begun(tmp_path, "p", "q"), 0.0
+    for step in range(12):
+        keep(kept, "pq"[step % 2], step % 3, chunk(step, 5), ("stop", "END") if step > 8 else ("", ""))
+        kept.tick(now := now + 1.0)
+        assert is_beginning(all_offered(tmp_path, tmp_path_factory), kept.buffer.groups)
+    assert kept.outage is not None
+    since = kept.outage.since
+    assert since < 12.0
+    kept.forget("r/q")
+    kept.open("r", "s")
+    keep(kept, "s", 0, chunk(30, 6))
+    kept.tick(now := now + 50.0)
+    assert kept.outage.since == since, "there is still no room"
+    disk.room = 10**6
+    kept.tick(now + 1.0)
+    assert kept.outage is not None, "it is not tried all the time"
+    kept.tick(now := now + RETRY_SECONDS)
+    assert kept.outage is None
+    found = all_offered(tmp_path, tmp_path_factory)
+    assert is_beginning(found, kept.buffer.groups)
+    for group in ("r/p", "r/s"):  # without another chunk of either
+        assert {index: len(arrays[0]) for index, arrays in found[group].items()} == {
+            index: len(arrays[0]) for index, arrays in kept.buffer.groups[group].items()
+        }
+    kept.forget("r/p")
+    kept.forget("r/s")
+    assert not list(tmp_path.iterdir())
+
+
+def test_how_responses_ended_is_kept_again_too(tmp_path, monkeypatch):
+    disk, kept = Disk(monkeypatch, 0), begun(tmp_path, "p")
+    keep(kept, "p", 0, chunk(1, 6), ("stop", "END"))
+    keep(kept, "p", 1, chunk(2, 6))
+    kept.tick(1.0)
+    disk.room = 10**6
+    kept.tick(100.0)
+    kept.close()
+    offered = begun(tmp_path).offer("r", "p", ASKED, PROMPT)
+    assert [(each.index, each.count, each.finish, each.stop_reason) for each in offered.responses] == [
+        (0, 6, "stop", "END"),
+        (1, 6, "", ""),
+    ]
+
+
+def test_one_that_cannot_be_cut_keeps_no_other_from_going_on(tmp_path, monkeypatch):
+    disk, kept = Disk(monkeypatch, 50), begun(tmp_path, "p")
+    kept.open("r2", "p")
+    keep(kept, "p", 0, chunk(1, 6))
+    keep(kept, "p", 0, chunk(1, 6), rollout="r2")
+    kept.tick(1.0)
+    disk.room = 10**6
+    out = kept._files["r"][0].out
+
+    def broken(size):
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(out, "truncate", broken)
+    kept.tick(100.0)
+    assert "Input/output" in kept.outage.why
+    kept.forget("r/p")
+    kept.tick(200.0)
+    assert kept.outage is None
+    kept.close()
+    assert begun(tmp_path).offer("r2", "p", ASKED, PROMPT).responses[0].count == 6
+
+
+def test_catching_up_is_done_by_and_by(tmp_path, monkeypatch):
+    monkeypatch.setattr(kept_module, "CATCH_UP_BYTES", 2_000)
+    names = [f"p{number}" for number in range(20)]
+    disk, kept = Disk(monkeypatch, 0), begun(tmp_path, *names)
+    for name in names:
+        keep(kept, name, 0, chunk(1, 100))
+    kept.tick(1.0)
+    disk.room = 10**6
+    kept.tick(100.0)
+    sizes = []
+    while kept._files["r"][0].behind:
+        sizes.append(kept._files["r"][0].size)
+        kept.tick(100.0)
+    assert len(sizes) > 5
+    assert max(after - before for before, after in pairwise(sizes)) < 3_000
     kept.close()
     later = begun(tmp_path)
-    assert later.offer("r", "p", ASKED, PROMPT) is None
-    assert later.offer("r", "q", ASKED, PROMPT).responses[0].count == 8
+    assert all(later.offer("r", name, ASKED, PROMPT).responses[0].count == 100 for name in names)
 
 
 def test_what_was_offered_is_given_whatever_becomes_of_the_file(tmp_path):
@@ -188,7 +339,7 @@ def test_a_file_that_is_gone_offers_nothing(tmp_path):
 
 def test_without_a_folder_nothing_is_kept(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    kept = KeptChunks("", 1.0, 0.0)
+    kept = begun("")
     kept.open("r", "p")
     keep(kept, "p", 0, chunk(1, 6))
     kept.forget("r/p")
@@ -253,20 +404,14 @@ def test_a_folder_that_cannot_be_made_is_refused(tmp_path):
         begun(tmp_path / "file" / "chunks")
 
 
-def test_what_a_group_is_of_is_asked_once_and_not_at_all_without_a_folder(tmp_path):
-    asked = []
-
-    def identity():
-        asked.append("p")
-        return ASKED, PROMPT
-
+def test_what_a_group_has_is_asked_once_and_not_at_all_without_a_folder(tmp_path):
     for folder, times in (("", 0), (tmp_path, 1)):
-        kept = begun(folder, "p") if folder else KeptChunks("", 1.0, 0.0)
+        kept = begun(folder)
         kept.open("r", "p")
         for _ in range(3):
-            kept.keep("r/p", 0, *chunk(1, 6), ("", ""), identity, WEIGHTS)
+            keep(kept, "p", 0, chunk(1, 6))
         kept.close()
-        assert len(asked) == times
+        assert len(kept.buffer.asked) == times
 
 
 def test_a_rollout_that_takes_prompts_for_ever_keeps_what_goes_on_alone(tmp_path, monkeypatch):

@@ -10,9 +10,11 @@ from log_lives import Life
 from structlog.testing import capture_logs
 
 from seer.common.errors import ConfigError
+from seer.report.log_files import read_timeline
 from seer.services.buffer.log import segments, writer
 from seer.services.buffer.log.replay import replay_life
 from seer.services.buffer.log.rows import LogError, read
+from seer.services.buffer.requests import events
 
 
 @pytest.fixture
@@ -168,7 +170,61 @@ def test_a_full_disk_ends_the_log_alone(tmp_path, small, monkeypatch, at):
         life = Life(tmp_path)
         life.roll(1)
         life.log.close()
-    assert [entry["event"] for entry in logged] == ["the log ends here: it could not be written"]
+    assert [entry["event"] for entry in logged] == ["the log ends here, until it can be written"]
     assert life.machine.requests.counters["tokens"] > 0
     for paths in segments.lives(tmp_path):
         assert list(replay_life(paths))
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO, errno.EDQUOT])
+@pytest.mark.parametrize("room", range(0, 40_000, 3777))
+def test_wherever_the_disk_fills_the_log_begins_again_once_there_is_room(
+    tmp_path, small, monkeypatch, number, room
+):
+    if number == errno.EIO:
+        room += 5000  # at the start it is a folder that cannot be used
+    left, opened = room, Path.open
+
+    class Disk(io.FileIO):
+        def write(self, text):
+            nonlocal left
+            fits = min(left, len(text))
+            left -= fits
+            if text and not fits:
+                raise OSError(number, os.strerror(number))
+            return super().write(bytes(text)[:fits])
+
+    def check_room(folder):
+        if left < 10_000:
+            raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(
+        Path, "open", lambda path, mode, **_: Disk(path, "x") if mode == "xb" else opened(path, mode)
+    )
+    monkeypatch.setattr(writer, "check_room", check_room)
+    life = Life(tmp_path)
+    turn = 0
+    while life.log.outage is None:
+        life.roll(turn := turn + 1)
+        life.log.tick(life.now)
+    since = life.log.outage.since
+    life.roll(100)
+    life.log.tick(life.now + 20.0)
+    assert life.log.outage.since == since
+    assert os.strerror(number) in life.log.outage.why
+    left = 10**7
+    life.now += 100.0
+    life.log.tick(life.now)
+    assert life.log.outage is None
+    life.roll(101)
+    life.log.close()
+    [paths] = segments.lives(tmp_path)
+    rows = [line for _, line in replay_life(paths)]
+    submitted = [row.event.rollout_id for row in rows if isinstance(row.event, events.GroupsSubmitted)]
+    assert "r100" not in submitted
+    assert submitted[-1] == "r101"
+    assert rows[-1].time == life.now
+    timeline = read_timeline(tmp_path)
+    by_name = {each.rollout_id: each for each in timeline.rollouts}
+    assert all(each.finished for each in by_name["r101"].responses)
+    assert all(chunk.end >= chunk.start for chunk in timeline.chunks)

@@ -6,7 +6,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 from statuses import status
 
-from seer.common.wire import ServiceStatus
+from seer.common.wire import ServiceStatus, Unwritten
 from seer.observe.metrics import families
 from seer.observe.observer import Seen
 
@@ -20,12 +20,13 @@ LABELS = {
     "kind": "malformed|stranger|refused|undeliverable",
     "version": r"\d+\.\d+\.\d+",
     "policy": "seer",
+    "part": "log|chunks",
     "le": r"[\d.e+]+|\+Inf",
 }
 """All labels, and their values: none names a request, group, rollout or trainer."""
 
 SEEN = Seen(
-    status=status(),
+    status=status(unwritten={"log": Unwritten(seconds=200.0, problem="No space left")}),
     services={
         "dgds-0": ServiceStatus(figures={"tokens": 5, "groups": 2, "evicted": 1, "gaps": 0}),
         "dgds-1": ServiceStatus(figures={"tokens": 6}),
@@ -73,6 +74,8 @@ def test_values_are_those_of_the_status():
     assert value("seer_up") == 1
     assert value("seer_eta_seconds") == 110
     assert value("seer_requests", state="waiting") == 107
+    assert value("seer_log_failing", part="log") == 1
+    assert value("seer_log_failing", part="chunks") == 0
     assert value("seer_engines", state="serving") == 4
     assert value("seer_engine_chunks_lost_total", engine="node1-0") == 3
     assert value("seer_engine_kv_blocks_free", engine="node0-0") == 840

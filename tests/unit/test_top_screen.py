@@ -7,7 +7,7 @@ from msgspec.structs import replace
 from rich.cells import cell_len
 from statuses import engine, status
 
-from seer.common.wire import RolloutStatus
+from seer.common.wire import RolloutStatus, Unwritten
 from seer.observe.screen import Glance, duration, last_scroll, screen, sparkline
 
 GLANCE = Glance(status(tokens=816), status(), 1.0, rates=(1000.0, 2000.0, 3264.0))
@@ -33,6 +33,14 @@ def lines(glance, width=80, height=24, scroll=0):
 
 def test_80_columns_show_all():
     assert "\n".join(lines(GLANCE, height=12)) == AT_80
+
+
+def test_a_log_that_cannot_be_written_stands_above_the_rollouts_with_its_reason():
+    why = Unwritten(seconds=200.0, problem="[Errno 28] No space\x1b left\n")
+    shown = lines(Glance(status(unwritten={"log": why, "chunks": why})))
+    assert shown[1] == r"chunks not written for 3 min 20 s: [Errno 28] No space\x1b left\n"
+    assert shown[2].startswith("log not written for 3 min 20 s: ")
+    assert shown[3].startswith("rollout step-12")
 
 
 @given(st.integers(20, 200), st.integers(5, 60), st.integers(0, 700), st.integers(0, 600))

@@ -13,18 +13,21 @@ Invariants (tests/unit/test_kept.py):
   bounded by what goes on;
 - only one buffer at a time uses a folder, and only its user can read what is there;
 - the buffer never waits for data to reach the disk (no fsync), and a full disk does not stop it: what could
-  not be written is generated again if the buffer is killed. Prompts that come after that are kept again.
+  not be written is generated again if the buffer is killed meanwhile;
+- once there is room again, files are cut to what was written whole, and each group in them begins anew, with
+  all that it has by then: `CATCH_UP_BYTES` of them at each `tick`, and those that get a chunk.
 """
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import hashlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, NamedTuple
 
 from seer.common import wire
 from seer.common.errors import ConfigError
@@ -43,12 +46,28 @@ from seer.services.buffer.log.chunk_file import (
     read_groups,
     read_outputs,
 )
+from seer.services.buffer.log.outage import Outage, check_room, outage, write_all
 from seer.services.buffer.requests.events import Kept
 
 SUFFIX = ".chunks"
 
 FILE_BYTES = 2**28
 """Size from which a file gets no more groups."""
+
+CATCH_UP_BYTES = 2**24
+"""What a `tick` writes of groups that could not be written before: in 10 to 20 ms."""
+
+
+class SoFar(NamedTuple):
+    """A group of this life. `params_digest` is `ids.params_digest` of its submission.
+
+    `outputs`: by index, tokens and logprobs of responses, and how they finished (`ChunkRecord`).
+    """
+
+    params_digest: int
+    prompt: wire.Tokens
+    weights: Weights
+    outputs: Mapping[int, tuple[wire.Tokens, wire.Logprobs, tuple[str, str]]]
 
 
 @dataclass(slots=True, eq=False)
@@ -57,9 +76,10 @@ class _File:
 
     `earlier`: groups that an earlier life of the buffer wrote and nobody has submitted again.
     `offered`: outputs of those that were submitted again and are not restored yet.
-    `live`: groups that this life has; `written` are those of them that the file has.
-    `pending`: records to be written. `started`: the file has its first record, or that is pending.
-    `failed`: writing failed, so nothing more is written. `size` counts bytes that this life has written.
+    `live`: groups that this life has; `written` are those of them that the file has, `behind` those of which
+    it may lack chunks. `pending`: records to be written. `started`: the file has its first record, or that is
+    pending. `failed`: writing failed, so nothing is written until there is room. Good are the first `size`
+    bytes.
     """
 
     path: Path
@@ -68,6 +88,7 @@ class _File:
     offered: dict[str, Outputs] = field(default_factory=dict)
     live: set[str] = field(default_factory=set)
     written: set[str] = field(default_factory=set)
+    behind: set[str] = field(default_factory=set)
     pending: list[bytes] = field(default_factory=list)
     started: bool = False
     failed: bool = False
@@ -77,16 +98,21 @@ class _File:
 class KeptChunks:
     """The files below `folder`; empty: nothing is kept. `now`: monotonic seconds.
 
-    Raises `ConfigError` if the folder cannot be used, or another buffer uses it.
+    `so_far` tells what a group has by its id; None: the buffer is about to forget it. `outage`: since when
+    files cannot be written, None if they can. Raises `ConfigError` if the folder cannot be used, or another
+    buffer uses it.
     """
 
-    def __init__(self, folder: str, ttl_seconds: float, now: float) -> None:
+    def __init__(
+        self, folder: str, ttl_seconds: float, now: float, so_far: Callable[[str], SoFar | None]
+    ) -> None:
         self._log = get_logger()
         self._folder = Path(folder) if folder else None
         self._files: dict[str, list[_File]] = {}  # by rollout id, the one for new groups last
         self._changed: set[_File] = set()
         self._expires = now + ttl_seconds
-        self._full = False  # the last write failed
+        self._now, self._so_far = now, so_far
+        self.outage: Outage | None = None
         self._lock: int | None = None
         if self._folder is not None:
             self._lock = _lock(self._folder)
@@ -130,6 +156,7 @@ class KeptChunks:
         rollout_id, _, prompt_id = group_id.partition("/")
         for file in self._files[rollout_id]:
             file.live.discard(prompt_id)
+            file.behind.discard(prompt_id)
         file = next(file for file in self._files[rollout_id] if prompt_id in file.offered)
         file.earlier.pop(prompt_id, None)
         file.live.add(prompt_id)
@@ -144,54 +171,56 @@ class KeptChunks:
         if self._folder is None:
             return
         files = self._files.setdefault(rollout_id, [])
-        if not files or files[-1].size >= FILE_BYTES or files[-1].failed:
+        if not files or files[-1].size >= FILE_BYTES:
             files.append(_File(self._new_path(rollout_id)))
         files[-1].live.add(prompt_id)
 
     def _new_path(self, rollout_id: str) -> Path:
         """Return a path that no file has."""
         name = hashlib.blake2b(rollout_id.encode(), digest_size=16).hexdigest()
-        taken = {file.path for file in self._files[rollout_id]}  # one that failed may not be on disk
+        taken = {file.path for file in self._files[rollout_id]}  # one may not be on disk yet
         number = len(taken)
         while (path := Path(self._folder or "") / f"{name}-{number}{SUFFIX}") in taken or path.exists():
             number += 1
         return path
 
     def keep(
-        self,
-        group_id: str,
-        index: int,
-        tokens: wire.Tokens,
-        logprobs: wire.Logprobs,
-        finish: tuple[str, str],
-        identity: Callable[[], tuple[int, wire.Tokens]],
-        weights: Weights,
+        self, group_id: str, index: int, tokens: wire.Tokens, logprobs: wire.Logprobs, finish: tuple[str, str]
     ) -> None:
-        """Add a chunk, to be written by the next `flush`.
+        """Add a chunk, to be written by the next `flush`; `so_far` has it already.
 
-        `finish`: finish reason and stop reason of the response, empty if it goes on. `identity` returns the
-        digest of the parameters (`ids.params_digest`) and the prompt; it is called once per group.
+        `finish`: finish reason and stop reason of the response, empty if it goes on.
         """
         rollout_id, _, prompt_id = group_id.partition("/")
         file = self._file_of(rollout_id, prompt_id)
         if file is None or file.failed:
             return
-        if prompt_id not in file.written:
-            if not file.started:
-                file.started = True
-                file.pending.append(encode_record(RolloutRecord(rollout_id)))
-            file.written.add(prompt_id)
-            for other in self._files[rollout_id]:
-                other.earlier.pop(prompt_id, None)
-                other.offered.pop(prompt_id, None)
-            self._delete_unneeded(rollout_id)
-            params_digest, prompt = identity()
-            group = GroupRecord(
-                prompt_id, params_digest, prompt_digest(prompt), weights.version, weights.digest
-            )
-            file.pending.append(encode_record(group))
-        file.pending.append(encode_record(ChunkRecord(prompt_id, index, *finish), tokens, logprobs))
+        if prompt_id in file.written and prompt_id not in file.behind:
+            file.pending.append(encode_record(ChunkRecord(prompt_id, index, *finish), tokens, logprobs))
+            self._changed.add(file)
+        else:
+            self._begin(file, rollout_id, prompt_id)
+
+    def _begin(self, file: _File, rollout_id: str, prompt_id: str) -> int:
+        """Add all that a group has, in place of what the file may have of it; return the bytes of that."""
+        file.behind.discard(prompt_id)
+        group = self._so_far(f"{rollout_id}/{prompt_id}")
+        if group is None or not group.outputs:
+            return 0
+        records = [] if file.started else [encode_record(RolloutRecord(rollout_id))]
+        file.started = True
+        file.written.add(prompt_id)
+        for other in self._files[rollout_id]:
+            other.earlier.pop(prompt_id, None)
+            other.offered.pop(prompt_id, None)
+        self._delete_unneeded(rollout_id)
+        of = (prompt_digest(group.prompt), group.weights.version, group.weights.digest)
+        records.append(encode_record(GroupRecord(prompt_id, group.params_digest, *of)))
+        for index, (tokens, logprobs, finish) in group.outputs.items():
+            records.append(encode_record(ChunkRecord(prompt_id, index, *finish), tokens, logprobs))
+        file.pending += records
         self._changed.add(file)
+        return sum(map(len, records))
 
     def _file_of(self, rollout_id: str, prompt_id: str) -> _File | None:
         """Return the file that has a group of this life; looks at the newest first."""
@@ -207,16 +236,47 @@ class KeptChunks:
             try:
                 if file.out is None:
                     file.out = open_private(file.path, "ab", buffering=0)
-                if file.out.write(text) != len(text):
-                    raise OSError("only part of it could be written")
+                write_all(file.out, text)
                 file.size += len(text)
-                self._full = False
             except OSError as error:
-                if not self._full:  # else it is known: new prompts get new files at each flush
-                    self._log.warning("chunks cannot be kept", file=str(file.path), error=str(error))
-                self._full = True
+                if self.outage is None:
+                    why = str(error)
+                    self._log.warning("no chunks are kept until they can be", file=str(file.path), error=why)
+                self.outage = outage(self.outage, error, self._now)
                 file.failed = True  # what it has stays valid: any beginning of a response can be continued
         self._changed.clear()
+
+    def _resume(self, folder: Path) -> None:
+        """Have files that failed go on, if there is room."""
+        self.outage, before = None, self.outage
+        failed = [file for files in self._files.values() for file in files if file.failed]
+        try:
+            check_room(folder)
+        except OSError as error:
+            self.outage = outage(before, error, self._now)
+            return
+        for file in failed:
+            try:
+                if file.out is not None:
+                    file.out.truncate(file.size)  # an end of half a record would hide what follows
+            except OSError as error:
+                self.outage = outage(before, error, self._now)
+                continue
+            file.failed, file.behind = False, set(file.live)
+            if file.size:
+                self._changed.add(file)
+            else:
+                file.started, file.pending = False, []
+                file.written.clear()
+        if self.outage is None:
+            self._log.info("chunks are kept again")
+
+    def _catch_up(self) -> None:
+        left = CATCH_UP_BYTES
+        for rollout_id, files in list(self._files.items()):
+            for file in list(files):
+                while file.behind and not file.failed and left > 0:
+                    left -= self._begin(file, rollout_id, next(iter(file.behind)))
 
     def forget(self, group_id: str) -> None:
         """Remove a group that the buffer has no longer; with the last one, delete its rollout's file."""
@@ -224,6 +284,7 @@ class KeptChunks:
         for file in self._files.get(rollout_id, ()):
             file.offered.pop(prompt_id, None)
             file.live.discard(prompt_id)
+            file.behind.discard(prompt_id)
             if prompt_id in file.written:
                 file.written.discard(prompt_id)
                 file.pending.append(encode_record(RemovedRecord(prompt_id)))
@@ -231,7 +292,15 @@ class KeptChunks:
         self._delete_unneeded(rollout_id)
 
     def tick(self, now: float) -> None:
-        """Free outputs of refused prompts; after `ttl_seconds`, delete what nobody submitted again."""
+        """Write what is pending, also of groups that could not be written before, if there is room now.
+
+        Free outputs of refused prompts; after `ttl_seconds`, delete what nobody submitted again.
+        """
+        self._now = now
+        if self._folder is not None and self.outage is not None and now >= self.outage.again:
+            self._resume(self._folder)
+        self._catch_up()
+        self.flush()
         expired = now >= self._expires
         for rollout_id, files in list(self._files.items()):
             for file in list(files):
@@ -262,9 +331,10 @@ class KeptChunks:
 
     def _delete(self, file: _File) -> None:
         self._changed.discard(file)
-        if file.out is not None:
-            file.out.close()
-        file.path.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # a disk that fails; it is left to the next life
+            if file.out is not None:
+                file.out.close()
+            file.path.unlink(missing_ok=True)
 
 
 def _lock(folder: Path) -> int:

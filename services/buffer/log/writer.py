@@ -1,7 +1,8 @@
 """Writes the log of one life of the buffer in segments: files in a folder, or the last two in memory.
 
 Invariants (tests/unit/test_log_writer.py):
-- the buffer does not depend on its log: if the disk is full, only the log ends;
+- the buffer does not depend on its log: if the disk is full, only the log ends, and begins again with another
+  segment when there is room; that segment's number says that rows are missing before it;
 - lines are written in order, many at a time;
 - each segment begins with the machines' state, so it can be replayed without the others;
 - at most two segments are in memory: at least the last `RING_BYTES` of rows, once there are so many;
@@ -31,6 +32,7 @@ from seer.common.errors import ConfigError
 from seer.common.process.log import get_logger
 from seer.common.process.scratch import lasting_temporary_folder
 from seer.services.buffer.log import rows, segments
+from seer.services.buffer.log.outage import Outage, check_room, outage, write_all
 from seer.services.buffer.log.snapshot import snapshot
 from seer.services.buffer.machine import BufferMachine, Event, Instruction
 from seer.services.buffer.requests.events import GroupsSubmitted
@@ -87,7 +89,6 @@ class Folder:
     limit, longest = SEGMENT_BYTES, LONGEST_IN_FILE
 
     def __init__(self, path: Path) -> None:
-        path.mkdir(parents=True, exist_ok=True)
         self._path = path
         self._pruner = segments.Pruner(path)
         self._file: BinaryIO | None = None
@@ -95,33 +96,37 @@ class Folder:
     def begin(self, name: str, text: bytes) -> None:
         """Begin a segment, and delete those that are no longer needed."""
         self.close()
+        self._path.mkdir(parents=True, exist_ok=True)
         path = self._path / name
+        path.unlink(missing_ok=True)  # what a try that failed may have left
         self._file = segments.create(path)
         try:
             self.append(text)
         except OSError:
-            path.unlink()  # a log with half a header cannot be read
+            with contextlib.suppress(OSError):
+                path.unlink()  # a log with half a header cannot be read
             raise
         with contextlib.suppress(FileNotFoundError):  # another buffer may delete them, too
             self._pruner.prune()
 
     def append(self, text: bytes | bytearray) -> None:
         """Write lines."""
-        rest = memoryview(text)
-        while rest and self._file is not None:
-            rest = rest[self._file.write(rest) :]
+        if self._file is not None:
+            write_all(self._file, text)
 
     def close(self) -> None:
         """Close the file."""
-        if self._file is not None:
-            self._file.close()
-            self._file = None
+        file, self._file = self._file, None
+        if file is not None:
+            with contextlib.suppress(OSError):
+                file.close()
 
 
 class LogWriter:
     """Writes to `folder`; empty: the last rows are kept in memory, for `dump`.
 
-    Raises `ConfigError` if the folder cannot be created or written, unless its disk is full.
+    `outage`: since when it cannot, None if it can. Raises `ConfigError` if the folder cannot be created or
+    written, unless its disk is full.
     """
 
     def __init__(self, folder: str, header: rows.Header, machine: BufferMachine) -> None:
@@ -130,10 +135,12 @@ class LogWriter:
         self._text = bytearray()
         self._size = self._limit = 0
         self._submitted: dict[rows.Submission, None] = {}
-        self._segments: Ring | Folder | None = None
+        self._now = header.clock
+        self._folder = Path(folder)
+        self._segments: Ring | Folder | None = Folder(self._folder) if folder else Ring()
+        self.outage: Outage | None = None
         try:
-            self._segments = Folder(Path(folder)) if folder else Ring()
-            self._begin(header.clock)
+            self._begin(header)
         except OSError as error:
             if error.errno not in _FULL:
                 fix = "give a folder that the buffer may write"
@@ -142,15 +149,30 @@ class LogWriter:
 
     def write(self, now: float, event: Event, out: Iterable[Instruction]) -> None:
         """Add an event that was just applied, and the instructions that the machines returned."""
-        if self._segments is None:
+        self._now = now
+        if self._segments is None or self.outage is not None:
             return
         self._text += rows.line(now, event, out)
         if isinstance(event, GroupsSubmitted):
             self._submitted[event.rollout_id, event.submission] = None
         if self._size + len(self._text) > self._limit:
-            self._end(now)
+            self._end()
         elif len(self._text) > FLUSH_BYTES:
             self.flush()
+
+    def tick(self, now: float) -> None:
+        """Write all lines; if the log had ended, begin again when there is room. `now`: monotonic."""
+        self._now = now
+        self.flush()
+        if self._segments is None or self.outage is None or now < self.outage.again:
+            return
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            check_room(self._folder)  # before a snapshot is made for nothing
+        except OSError as error:
+            self._stop(error)
+        else:
+            self._begin_next()
 
     def flush(self) -> None:
         """Write all lines that are not written yet."""
@@ -186,38 +208,42 @@ class LogWriter:
             self._segments.close()
             self._segments = None
 
-    def _end(self, now: float) -> None:
+    def _end(self) -> None:
         """Begin the next segment, or let this one go on: with many requests, its snapshot would take long."""
         self.flush()
         requests = self._machine.requests
-        if self._segments is None:
+        if self._segments is None or self.outage is not None:
             return
         if len(requests.requests) + len(requests.groups) <= SNAPSHOT_REQUESTS:
-            self._begin_next(now)
+            self._begin_next()
         elif self._size < self._segments.longest:
             self._limit = self._size + self._segments.limit
         elif isinstance(self._segments, Ring):
             self._segments.close()
         else:
-            self._begin_next(now)
+            self._begin_next()
 
-    def _begin_next(self, now: float) -> None:
-        before, self._submitted = list(self._submitted), {}
-        number = self._header.number + 1
-        self._header = msgspec.structs.replace(self._header, number=number, before=before)
+    def _begin_next(self) -> None:
+        number = self._header.number + (1 if self.outage is None else 2)  # 2: rows are missing
+        header = msgspec.structs.replace(self._header, number=number, before=list(self._submitted))
         try:
-            self._begin(now)
+            self._begin(header)
         except OSError as error:
             self._stop(error)
+            return
+        self._header, self._submitted = header, {}
+        if self.outage is not None:
+            self._log.info("the log begins again")
+            self.outage = None
 
-    def _begin(self, now: float) -> None:
-        """Begin a segment with the machines' state."""
+    def _begin(self, header: rows.Header) -> None:
+        """Begin a segment with the machines' state. Raises `OSError`."""
         if self._segments is None:
             return
         header = msgspec.structs.replace(
-            self._header,
+            header,
             started=time.time(),
-            clock=now,
+            clock=self._now,
             open=[(each.rollout_id, each.submission) for each in self._machine.requests.rollouts.values()],
             state=msgspec.Raw(snapshot(self._machine)),
         )
@@ -227,10 +253,12 @@ class LogWriter:
         self._segments.begin(segments.name(header), text)
 
     def _stop(self, error: OSError) -> None:
-        self._log.warning("the log ends here: it could not be written", error=str(error))
-        segments, self._segments = self._segments, None
-        if segments is not None:
-            segments.close()
+        if self.outage is None:
+            self._log.warning("the log ends here, until it can be written", error=str(error))
+        self.outage = outage(self.outage, error, self._now)
+        self._text.clear()
+        if self._segments is not None:
+            self._segments.close()
 
 
 def _make_room(parent: Path) -> None:

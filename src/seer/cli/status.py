@@ -134,6 +134,10 @@ def _text(seen: SystemStatus) -> str:
         lines += [f"    {draft_text(drafts)}"] if drafts.verifications else []
     lines += [] if status.instances else ["no engines are registered"]
     lines += ["engines sleep: a trainer uses their memory"] if status.asleep else []
+    lines += [
+        f"  {name} NOT WRITTEN for {each.seconds:.0f} s: {each.problem}"
+        for name, each in sorted(status.unwritten.items())
+    ]
     lines += [f"  {name}: QUARANTINED: {why}" for name, why in status.quarantined.items()]
     totals = ", ".join(f"{name} {count}" for name, count in status.counters.items())
     return "\n".join([*lines, f"totals: {totals}"])

@@ -160,6 +160,8 @@ def _by_label(status: Status) -> Iterator[Metric]:
     requests = {"waiting": status.requests_waiting, "running": status.requests_running}
     requests["held"] = status.requests_held
     yield _family("seer_requests", "Unfinished requests.", ("state",), _keyed(requests))
+    failing = {part: float(part in status.unwritten) for part in ("log", "chunks")}
+    yield _family("seer_log_failing", "1 while it cannot be written.", ("part",), _keyed(failing))
     ended = _keyed(status.finished)
     yield _family("seer_requests_finished_total", "Requests that ended.", ("reason",), ended)
     messages: Values = {

@@ -96,7 +96,12 @@ def _head(glance: Glance) -> list[Text]:
     rollouts = [_rollout(each) for each in status.open_rollouts[:MOST_ROLLOUTS]]
     if not rollouts:
         rollouts = [Text("no rollout is open", style="dim")]
-    return [title, *rollouts, Text.assemble(("asleep   " if status.asleep else "", "bold yellow"), work)]
+    failing = [
+        Text(_clean(f"{name} not written for {duration(each.seconds)}: {each.problem}"), style="bold red")
+        for name, each in sorted(status.unwritten.items())
+    ]
+    last = Text.assemble(("asleep   " if status.asleep else "", "bold yellow"), work)
+    return [title, *failing, *rollouts, last]
 
 
 def _rollout(rollout: RolloutStatus) -> Text:

@@ -52,6 +52,7 @@ class LogReader:
     def __init__(self) -> None:
         self.timeline = Timeline()
         self._incarnation: int | None = None
+        self._number = 0  # of the segment
         self._offset = 0.0
         self._engines: dict[str, _Engine] = defaultdict(_Engine)
         self._running: dict[str, Chunk] = {}  # by request id
@@ -79,10 +80,13 @@ class LogReader:
             self._asleep = None
             self._updates.clear()
             timeline.end = back
-        if header.incarnation != self._incarnation:
+        missing = header.incarnation == self._incarnation and header.number > self._number + 1
+        if missing:
+            self._miss(header.started)
+        if missing or header.incarnation != self._incarnation:
             with contextlib.suppress(rows.LogError):  # a state of another version: rows tell enough
                 self._take_over(header.machine())
-        self._incarnation = header.incarnation
+        self._incarnation, self._number = header.incarnation, header.number
         timeline.version, timeline.policy = header.version, header.policy
 
     def add(self, line: rows.Line) -> None:
@@ -95,13 +99,16 @@ class LogReader:
 
     def finish(self) -> None:
         """Have what still runs end with the log."""
+        self._stop()
+        for rollout in self.timeline.rollouts:
+            join_turns(rollout)
+
+    def _stop(self) -> None:
         for chunk in self._running.values():
             chunk.end = self.timeline.end
         for span in (*self._updates.values(), self._asleep):
             if span is not None:
                 span.end = self.timeline.end
-        for rollout in self.timeline.rollouts:
-            join_turns(rollout)
 
     # --- rows ------------------------------------------------------------------------------
 
@@ -146,6 +153,23 @@ class LogReader:
                 self._slept(asleep or kv_asleep)
 
     # --- what was before the first row -----------------------------------------------------
+
+    def _miss(self, until: float) -> None:
+        """Skip a time of which there are no rows, as the log could not be written."""
+        timeline = self.timeline
+        until = max(until, timeline.end)
+        self._stop()  # chunks that ran: what became of them is not known
+        timeline.spans.append(
+            Span(SpanKind.NO_BUFFER, timeline.end, until, "no log: it could not be written")
+        )
+        for name, engine in self._engines.items():
+            engine.running.clear()
+            self._left(name, died=False)
+        self._engines.clear()
+        self._running.clear()
+        self._updates.clear()
+        self._asleep = None
+        timeline.end = until
 
     def _take_over(self, machine: BufferMachine) -> None:
         """Begin with engines and groups that were there before the log; at a life's beginning none is."""
