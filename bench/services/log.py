@@ -4,7 +4,9 @@ The fleet of `bench/services/decisions.py` with 10,000 unfinished requests on 10
 and every fourth row is a changed estimate of one group. What the machines are told and answer is kept, with
 the time they take (`decided`), and then written: to the ring in memory that a crash dumps, and to files. A
 snapshot begins each segment; `restored` is what its reader does, `replayed` the log run through the machines
-again. Prints JSON, in processor time: what else runs on the machine is left out.
+again. `outage`: what it takes to try whether the folder can be written, and to write kept chunks again in a
+tick once it can, beside a plain write of as many bytes. Prints JSON, in processor time: what else runs on
+the machine is left out.
 
     python bench/services/log.py
 """
@@ -22,11 +24,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from decisions import CHUNK, Fleet
 from lib.machine import machine
 
 from seer.common.policy.schedule import POLICIES
+from seer.services.buffer.events import Weights
 from seer.services.buffer.log import rows, segments
+from seer.services.buffer.log.kept import KeptChunks, SoFar
+from seer.services.buffer.log.outage import check_room
 from seer.services.buffer.log.replay import replay_life
 from seer.services.buffer.log.snapshot import parse, restored, snapshot
 from seer.services.buffer.log.writer import LogWriter
@@ -155,6 +161,35 @@ def snapshot_costs(policy: str) -> dict[str, Any]:
     }
 
 
+def outage_costs() -> dict[str, Any]:
+    """Return milliseconds of what the buffer does after its folder could not be written."""
+    rng, groups = np.random.default_rng(0), [f"p{number}" for number in range(16)]
+    tokens = rng.integers(0, 150_000, 32_768).astype(np.int32)
+    outputs = {index: (tokens, -rng.random(tokens.size).astype(np.float32), ("", "")) for index in range(8)}
+    so_far = SoFar(1, tokens[:1000], Weights(1, "d"), outputs)
+    spent = []
+    for _ in range(TIMES):
+        with tempfile.TemporaryDirectory() as folder:
+            kept = KeptChunks(folder, 900.0, 0.0, lambda _: so_far)
+            for group in groups:
+                kept.open("r", group)
+            [[file]] = kept._files.values()
+            file.behind = set(groups)
+            start = time.thread_time()
+            kept.tick(0.0)
+            spent.append(time.thread_time() - start)
+            size = file.size
+            kept.close()
+    with tempfile.TemporaryDirectory() as folder:
+        plain = bytes(size)
+        return {
+            "try_ms": timed(lambda: check_room(Path(folder))),
+            "catch_up_ms": round(1e3 * statistics.median(spent), 2),
+            "plain_write_ms": timed(lambda: (Path(folder) / "plain").write_bytes(plain)),
+            "catch_up_bytes": size,
+        }
+
+
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -167,7 +202,11 @@ def main() -> None:
         | snapshot_costs(policy)
         for policy in arguments.policies
     ]
-    json.dump({"machine": machine(), "rows": arguments.rows, "runs": runs}, sys.stdout, indent=1)
+    json.dump(
+        {"machine": machine(), "rows": arguments.rows, "runs": runs, "outage": outage_costs()},
+        sys.stdout,
+        indent=1,
+    )
     print()
 
 

@@ -194,7 +194,7 @@ def test_wherever_the_disk_fills_the_log_begins_again_once_there_is_room(
                 raise OSError(number, os.strerror(number))
             return super().write(bytes(text)[:fits])
 
-    def check_room(folder):
+    def check_room(folder, size):
         if left < 10_000:
             raise OSError(number, os.strerror(number))
 

@@ -32,7 +32,7 @@ from seer.common.errors import ConfigError
 from seer.common.process.log import get_logger
 from seer.common.process.scratch import lasting_temporary_folder
 from seer.services.buffer.log import rows, segments
-from seer.services.buffer.log.outage import Outage, check_room, outage, write_all
+from seer.services.buffer.log.outage import ROOM_BYTES, Outage, check_room, outage, write_all
 from seer.services.buffer.log.snapshot import snapshot
 from seer.services.buffer.machine import BufferMachine, Event, Instruction
 from seer.services.buffer.requests.events import GroupsSubmitted
@@ -168,7 +168,8 @@ class LogWriter:
             return
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
-            check_room(self._folder)  # before a snapshot is made for nothing
+            # For a snapshot as the last one: it would take long to make that for nothing.
+            check_room(self._folder, max(ROOM_BYTES, self._limit // SNAPSHOTS))
         except OSError as error:
             self._stop(error)
         else:
