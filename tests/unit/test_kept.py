@@ -2,6 +2,7 @@
 
 import shutil
 from itertools import pairwise
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -287,6 +288,25 @@ def test_one_that_cannot_be_cut_keeps_no_other_from_going_on(tmp_path, monkeypat
     assert kept.outage is None
     kept.close()
     assert begun(tmp_path).offer("r2", "p", ASKED, PROMPT).responses[0].count == 6
+
+
+def test_a_disk_that_can_only_be_read_ends_nothing(tmp_path, monkeypatch):
+    def refuse(*_, **__):
+        raise OSError(30, "Read-only file system")
+
+    kept = begun(tmp_path, "p")
+    keep(kept, "p", 0, chunk(1, 6))
+    kept.tick(1.0)
+    monkeypatch.setattr(Path, "unlink", refuse)
+    monkeypatch.setattr(kept_module, "open_private", refuse)
+    monkeypatch.setattr(kept_module, "check_room", refuse)
+    kept.forget("r/p")
+    kept.open("r", "q")
+    keep(kept, "q", 0, chunk(1, 6))
+    for now in (2.0, 20.0, 40.0):
+        kept.tick(now)
+        assert "Read-only" in kept.outage.why
+    kept.close()
 
 
 def test_catching_up_is_done_by_and_by(tmp_path, monkeypatch):
