@@ -290,6 +290,25 @@ def test_one_that_cannot_be_cut_keeps_no_other_from_going_on(tmp_path, monkeypat
     assert begun(tmp_path).offer("r2", "p", ASKED, PROMPT).responses[0].count == 6
 
 
+def test_a_chunk_of_a_group_that_has_not_caught_up_leaves_no_hole(tmp_path, tmp_path_factory, monkeypatch):
+    monkeypatch.setattr(kept_module, "CATCH_UP_BYTES", 1)  # one group a tick
+    disk, kept = Disk(monkeypatch, 10**6), begun(tmp_path, *"pqs")
+    for room, seed in ((10**6, 1), (0, 2), (10**6, 3)):
+        disk.room = room
+        for group in "pqs":
+            keep(kept, group, 0, chunk(seed, 5))
+        kept.flush()
+        assert is_beginning(all_offered(tmp_path, tmp_path_factory), kept.buffer.groups)
+    kept.tick(100.0)
+    assert len(kept._files["r"][0].behind) == 2
+    for group in "pqs":
+        keep(kept, group, 0, chunk(4, 5))
+    kept.flush()
+    found = all_offered(tmp_path, tmp_path_factory)
+    assert is_beginning(found, kept.buffer.groups)
+    assert all(len(found[f"r/{group}"][0][0]) == 20 for group in "pqs")
+
+
 def test_a_disk_that_can_only_be_read_ends_nothing(tmp_path, monkeypatch):
     def refuse(*_, **__):
         raise OSError(30, "Read-only file system")
