@@ -81,7 +81,7 @@ class Conductor:
         record: Callable[[float, Event, Sequence[Instruction]], None],
     ) -> None:
         self._clock = clock
-        self._machine, self._requests, self._weights = machine, machine.requests, machine.weights
+        self.machine, self._requests, self._weights = machine, machine.requests, machine.weights
         self._store, self._kept, self._media = store, kept, media
         self._to_engine, self._to_trainer, self._publish = to_engine, to_trainer, publish
         self._to_address, self._on_loss, self._record = to_address, on_loss, record
@@ -139,7 +139,7 @@ class Conductor:
 
     def received_from_engine(self, name: str) -> None:
         """Note that an engine sent a message, so it is not silent."""
-        if name in self._machine.engines:
+        if name in self.machine.engines:
             self._engines.received(name)
 
     def received_from_trainer(self, life: bytes, session: int) -> None:
@@ -151,7 +151,7 @@ class Conductor:
 
     def give_up(self, names: Sequence[str], why: str, *, died: bool = False) -> None:
         """Log the loss of engines and remove them; unknown ones are ignored."""
-        here = [name for name in names if name in self._machine.engines]
+        here = [name for name in names if name in self.machine.engines]
         for name in here:
             self._log_loss(name, why)
         self._remove(here, died=died)
@@ -192,7 +192,7 @@ class Conductor:
         now = self._clock.now()
         out: Sequence[Instruction] = ()
         try:
-            out = self._machine.apply(event, now)
+            out = self.machine.apply(event, now)
         finally:
             self._record(now, event, out)  # also if a machine raises, so that a replay does, too
         for item in out:

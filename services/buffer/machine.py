@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 
+from seer.common.sleep import SleepState
 from seer.services.buffer import sleep
 from seer.services.buffer.events import Drained, Joined, Left, Tick, Weights
 from seer.services.buffer.requests import events, instructions
@@ -106,10 +107,11 @@ class BufferMachine:
     def _to_weights(self, event: weight_events.Event) -> _Step:
         def step(now: float) -> Sequence[_AnyInstruction]:
             self._changed = True
-            awake, weights_awake = self.sleep.awake, self.sleep.weights_awake
+            rests = self.sleep
             return self.weights.apply(
-                event, now, idle=self.requests.idle, awake=awake, weights_awake=weights_awake
-            )
+                event, now, idle=self.requests.idle, awake=rests.awake, weights_awake=rests.weights_awake,
+                asleep=rests.wanted is SleepState.ASLEEP,
+            )  # fmt: skip
 
         return step
 

@@ -30,7 +30,6 @@ from seer.common.policy.length import Estimate
 from seer.common.policy.schedule import POLICIES
 from seer.common.process.log import get_logger
 from seer.common.process.memory import Bound, bounds, limit_bytes
-from seer.common.sleep import SleepState
 from seer.services.buffer import submissions, views
 from seer.services.buffer.conductor import TICK_SECONDS, Conductor, Submitted
 from seer.services.buffer.engines import EngineConnections
@@ -99,7 +98,7 @@ class BufferServer:
             clock=clock.now(),
         )
         machines = header.machine()
-        self.machine, self.weights, self._sleep = machines.requests, machines.weights, machines.sleep
+        self.machine, self.weights = machines.requests, machines.weights
         self._rows = LogWriter(settings.log, header, machines)
         self._statistics = Statistics(machines)
         self.store = Store()
@@ -289,7 +288,7 @@ class BufferServer:
             case wire.Sleep():
                 self.conductor.apply(views.sleep_asked(name, message))
             case wire.UpdateWeights():
-                return self._update(name, address, message)
+                self._update(name, message)
             case wire.OpenSpool() | wire.SpoolData():
                 self._spool.put(self._trainer_hub.reply, address, message)
             case wire.OpenMedium() | wire.MediumData():
@@ -299,18 +298,13 @@ class BufferServer:
                 self.conductor.apply(events.TrainerLost(address))
         return None
 
-    def _update(self, name: str, address: bytes, message: wire.UpdateWeights) -> wire.WeightsFailed | None:
-        """Request an update; return the refusal if the weights of engines sleep."""
+    def _update(self, name: str, message: wire.UpdateWeights) -> None:
         self._spool.name(message.source)
-        if self._sleep.wanted is SleepState.ASLEEP:
-            reasons = {"": "engines sleep: wake them first, or their weights: tags=['weights']"}
-            return wire.WeightsFailed(version=message.version, reasons=reasons, call_id=message.call_id)
         mode = weight_events.InFlight(message.in_flight)
         event = weight_events.UpdateAsked(
             name, message.version, message.source, message.digest, mode, message.call_id
         )
         self.conductor.apply(event)
-        return None
 
     def _services(self) -> dict[str, str]:
         at, pool = self._config.endpoints, self._config.pool

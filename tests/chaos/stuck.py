@@ -104,7 +104,7 @@ def _of_buffer(world: World) -> Iterator[str]:
     if service is None:
         yield "no buffer is up"
         return
-    machine, weights, sleep = service.machine, service.weights, service._sleep
+    machine, weights, sleep = service.machine, service.weights, service.conductor.machine.sleep
     running = [name for name, request in machine.requests.items() if request.instance]
     yield f"the buffer has {len(machine.requests)} requests, {len(machine.scheduler.queue)} queued, {len(running)} run"
     if held := machine.registry.held:

@@ -213,7 +213,7 @@ class Trainer:
 
 
 async def _update(client: RolloutClient, version: int) -> None:
-    """Update, again where an earlier life's stream still stands, or no engine is there."""
+    """Update, again where an earlier life's stream still stands."""
     deadline = asyncio.get_running_loop().time() + UPDATE_SECONDS
     while True:
         try:

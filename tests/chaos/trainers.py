@@ -42,7 +42,6 @@ RESTRAINT, PATIENCE = 20, 80
 _PINS = "weight_version" in inspect.signature(RolloutClient.submit).parameters
 
 REFUSALS = (
-    r"no engine is there to take weights",
     r"updates to version \d+: wait for that",
     r"engines sleep: wake them first",
     r"must be above the live one",
@@ -211,8 +210,7 @@ class Trainer:
             patient = bool(
                 self.world.plan.faults or self.world.plan.catches
             )  # else nothing stands in its way
-            early = (r"no engine is there to take weights", r"updates to version \d+: wait for that")
-            legitimate = (REFUSALS if patient else early) + (
+            legitimate = (REFUSALS if patient else (r"updates to version \d+: wait for that",)) + (
                 DISK_REFUSALS if self.world.disk_was_full else ()
             )
             legitimate += OVERTAKEN if self.world.noisy else ()

@@ -236,7 +236,7 @@ def _fleet(world: World) -> Iterator[str]:
         yield f"engines {sorted(machine.instances)} may get work, {sorted(living)} live"
     if weights.known - weights.admitted - weights.quarantined.keys() or weights.updating:
         yield f"known {sorted(weights.known)}, at work {sorted(weights.admitted)}, updating: {weights.updating}"
-    if service._sleep.held or machine.registry.holding:
+    if service.conductor.machine.sleep.held or machine.registry.holding:
         yield "submissions are held back"
     live = weights.live
     if live is not None and (live.version, live.digest) != (live.version, world.digest(live.version)):

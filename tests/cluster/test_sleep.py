@@ -61,7 +61,7 @@ async def cut_off_while_others_wake(cluster, client):
     """Leave e0 asleep and cut off, e1 awake."""
     await client.sleep()
     cluster._transports["e0"].disconnect()
-    await eventually(lambda: "e0" not in cluster.services["buffer"].conductor._machine.engines)
+    await eventually(lambda: "e0" not in cluster.services["buffer"].conductor.machine.engines)
     await client.wake()
     assert sleepers(cluster) == {"e0"}
 
@@ -76,7 +76,7 @@ async def test_a_sleeper_that_a_new_buffer_hears_first_puts_nobody_to_sleep():
         await cluster.kill("buffer")
         cluster._transports["e0"].reconnect()
         await cluster.start("buffer")
-        await eventually(lambda: "e0" in cluster.services["buffer"].conductor._machine.engines)
+        await eventually(lambda: "e0" in cluster.services["buffer"].conductor.machine.engines)
         cluster._transports["e1"].reconnect()
         assert await roll(other) == expected
         assert not sleepers(cluster)
@@ -106,7 +106,7 @@ async def test_a_fresh_engine_wakes_nobody_in_a_new_buffer():
         await client.close()
         await cluster.start("buffer")
         await cluster.start("e2")
-        await eventually(lambda: "e2" in cluster.services["buffer"].conductor._machine.engines)
+        await eventually(lambda: "e2" in cluster.services["buffer"].conductor.machine.engines)
         for name in ("e0", "e1"):
             cluster._transports[name].reconnect()
         await eventually(lambda: sleepers(cluster) == {"e0", "e1", "e2"})
@@ -303,7 +303,7 @@ async def test_a_buffer_killed_while_weights_are_dropped_learns_what_they_were(t
         version = 2 if woken == "update" else 1
         assert server.weights.live.version == version
         assert before in (None, states(cluster))
-        assert server._sleep.held == (woken != "all")
+        assert server.conductor.machine.sleep.held == (woken != "all")
         if woken == "update":  # its answer may have been lost; and others may follow
             await client.update_weights(2, tmp_path / "one")
             version = (await client.update_weights(3, tmp_path / "one")).version

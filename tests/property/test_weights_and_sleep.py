@@ -95,7 +95,7 @@ class World:
         self.machine = RequestMachine(POLICIES["divided"], state.Limits(chunk_size=16))
         self.weights, self.sleep, self.store = WeightsMachine(50.0), sleep.SleepMachine(50.0), Store()
         self.conductor = Conductor(
-            self, BufferMachine(self.machine, self.weights, self.sleep), self.store, KeptChunks("", 1.0, 0.0),
+            self, BufferMachine(self.machine, self.weights, self.sleep), self.store, KeptChunks("", 1.0, 0.0, lambda _: None),
             MediaMachine(0), 1e9, 1e9,
             to_engine=self.hear, to_trainer=lambda name, message: self.answers.append(message),
             to_address=lambda life, message: self.answers.append(message),
@@ -267,6 +267,9 @@ def test_none_loads_asleep_and_all_end_as_was_asked_last(steps):
         assert world.weights.known == world.engines.keys()
         assert world.loads_in_place <= world.receivers
     world.settle()
+    if not world.engines:  # an update waits for an engine
+        world.time += 901
+        world.conductor.tick()
     assert not world.weights.updating
     assert not world.weights.loading
     assert {engine.state for engine in world.engines.values()} <= {world.sleep.wanted}

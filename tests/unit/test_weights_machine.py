@@ -136,8 +136,10 @@ def test_an_instance_lost_at_any_moment_is_not_waited_for():
     assert out == [weight_instructions.Release(), weight_instructions.Report("t", NEW, {})]
     machine = make("a")
     ask(machine)
-    out = machine.apply(Left(["a"]), 1.0, idle=True)
-    assert out[-1] == weight_instructions.Fail("t", 1, {"": "no engine is left"})
+    assert machine.apply(Left(["a"]), 1.0, idle=True) == []
+    out = machine.apply(Joined("a", weights=OLD, life=2), 2.0, idle=True)
+    assert [type(each).__name__ for each in out] == ["Admit", "Prepare"]
+    assert weight_instructions.Load("a", NEW) in prepare(machine, "a")
 
 
 def test_a_late_joiner_loads_before_it_gets_work():
@@ -191,14 +193,61 @@ def test_versions_rise(version, problem):
     assert ask(machine, version=1) == [weight_instructions.Report("t", NEW, {})]
 
 
-def test_one_update_at_a_time_and_none_without_engines():
+def test_an_update_waits_for_an_engine_that_comes_but_not_for_ever():
+    machine = make()
+    assert ask(machine) == [weight_instructions.Hold()]
+    out = machine.apply(Joined("a", weights=OLD), 5.0, idle=True)
+    assert [type(each).__name__ for each in out] == ["Admit", "Prepare"]
+    assert machine.apply(Left(["a"]), 6.0, idle=True) == []
+    assert machine.apply(Tick(), 9.0, idle=True) == []
+    release, fail = machine.apply(Tick(), 10.5, idle=True)
+    assert release == weight_instructions.Release()
+    assert fail == weight_instructions.Fail("t", 1, {"": "no engine is there to take weights: start one"})
+
+
+def test_one_that_could_not_load_what_was_live_takes_an_update_that_waits():
+    machine = make("a")
+    ask(machine)
+    prepare(machine, "a")
+    load(machine, "a", problem="no memory")
+    machine.apply(Left(["a"]), 1.0, idle=True)
+    ask(machine, version=2, source="/newer", now=1.0)
+    machine.apply(Joined("a", weights=OLD, life=2), 2.0, idle=True)
+    out = load(machine, "a", problem="no memory")
+    assert [each.version for each in out if isinstance(each, weight_instructions.Prepare)] == [2]
+    out = prepare(machine, "a", digest="d2", version=2)
+    assert weight_instructions.Load("a", Weights(2, "d2", "/newer")) in out
+
+
+def test_engines_that_are_to_sleep_take_no_update():
+    machine = make("a")
+    asked = weight_events.UpdateAsked("t", 1, "/new")
+    (fail,) = machine.apply(asked, 0.0, idle=True, asleep=True)
+    assert "engines sleep: wake them first" in fail.reasons[""]
+    ask(machine)  # and then the wish of an earlier life is heard of
+    *_, fail = machine.apply(Tick(), 0.0, idle=True, awake=["a"], asleep=True)
+    assert "engines sleep: wake them first" in fail.reasons[""]
+    assert not machine.updating
+
+
+def test_an_update_that_is_loaded_does_not_wait_for_engines_that_are_to_sleep():
+    machine = make("a")
+    ask(machine)
+    prepare(machine, "a")
+    machine.apply(Joined("b", weights=OLD), 2.0, idle=True, awake=["a"], asleep=True)
+    assert machine.updating
+    out = machine.apply(weight_events.Loaded("a", 1), 2.0, idle=True, awake=["a"], asleep=True)
+    assert out[-1] == weight_instructions.Report("t", NEW, {})
+    out = machine.apply(Tick(), 3.0, idle=True, awake=["a", "b"])
+    assert out == [weight_instructions.Load("b", NEW)]
+
+
+def test_one_update_at_a_time():
     machine = make("a")
     ask(machine)
     assert ask(machine) == []  # the same again
     (fail,) = machine.apply(weight_events.UpdateAsked("other", 2, "/new"), 0.0, idle=True)
     assert "t updates to version 1" in fail.reasons[""]
-    (fail,) = ask(make(), version=1)
-    assert "no engine" in fail.reasons[""]
     (fail,) = ask(make("a"), source="")
     assert "give a source" in fail.reasons[""]
 
@@ -390,10 +439,9 @@ def test_loaded_counts_only_from_who_was_told_and_for_what_is_live():
 def test_what_was_prepared_for_an_update_that_ended_while_its_engine_registered_anew_is_discarded():
     machine = make("a")
     ask(machine)
-    assert weight_instructions.Fail("t", 1, {"": "no engine is left"}) in machine.apply(
-        Left(["a"]), 1.0, idle=True
-    )
-    machine.apply(Joined("a", weights=OLD), 1.0, idle=True)
+    machine.apply(Left(["a"]), 1.0, idle=True)
+    assert "no engine is there" in machine.apply(Tick(), 10.5, idle=True)[-1].reasons[""]
+    machine.apply(Joined("a", weights=OLD), 11.0, idle=True)
     assert machine.apply(weight_events.Prepared("a", 1, "d1", "", 1), 1.0, idle=True) == [
         weight_instructions.Discard("a", 1, 1)
     ]

@@ -25,6 +25,7 @@ Invariants (tests/unit/test_weights_machine.py and tests/property/test_weights_m
 - the live weights change only while no request runs, and never back to a lower version, but after an update
   in place that failed: then no instance has its version, and later updates are not below any that one had;
 - a version that no instance has may be sent again, also with another digest;
+- an update for which no instance is there waits for one until its deadline;
 - a `Load` of weights in place is sent only to the instances that `Receivers` names;
 - an update ends in exactly one of `Report` and `Fail`; submissions are held from its start to its end, and at
   no other time;
@@ -68,6 +69,8 @@ RETRY_SECONDS = 30.0
 """Time after which quarantined instances try to load again."""
 
 GONE = "was loaded in place, so it cannot be loaded again: it gets work after the next update"
+
+ASLEEP = "engines sleep: wake them first, or their weights: tags=['weights']"
 
 _SHUTTING_DOWN = "this buffer is shutting down: ask its successor"
 
@@ -154,11 +157,13 @@ class WeightsMachine(msgspec.Struct):
         idle: bool,
         awake: Collection[str] | None = None,
         weights_awake: Collection[str] | None = None,
+        asleep: bool = False,
     ) -> list[Instruction]:
         """Apply one event at `now` (monotonic seconds).
 
         `idle`: no unfinished request is left. `awake`: the instances of which nothing sleeps, or is about to
         sleep or to wake; None: all. `weights_awake`: those whose weights are so; None: `awake`.
+        `asleep`: all are to sleep.
         """
         loadable = awake if weights_awake is None else weights_awake
         out: list[Instruction] = []
@@ -169,7 +174,7 @@ class WeightsMachine(msgspec.Struct):
                 for name in event.instances:
                     self._remove(name)
             case UpdateAsked():
-                self._update_requested(event, now, idle, out)
+                self._update_requested(event, now, idle, asleep, out)
             case Prepared():
                 self._prepared(event, out)
             case Loaded():
@@ -184,6 +189,7 @@ class WeightsMachine(msgspec.Struct):
                 self._check_deadlines(now, out)
                 self._retry(now, awake)
         self._advance_instances(now, awake, loadable, out)
+        self._leave_sleepers(asleep, loadable or (), out)
         if self._advance_update(now, idle or Abort() in out, out):
             self._advance_instances(now, awake, loadable, out)
             out += self._update.receivers(out) if self._update is not None else []
@@ -332,7 +338,9 @@ class WeightsMachine(msgspec.Struct):
 
     # --- updates -------------------------------------------------------------------------
 
-    def _update_requested(self, event: UpdateAsked, now: float, idle: bool, out: list[Instruction]) -> None:
+    def _update_requested(
+        self, event: UpdateAsked, now: float, idle: bool, asleep: bool, out: list[Instruction]
+    ) -> None:
         current, live = self._update, self.live
         if current is not None:
             if structs.replace(current.request, call_id=event.call_id) == event:
@@ -341,10 +349,11 @@ class WeightsMachine(msgspec.Struct):
                 return
             if current.request.trainer == event.trainer and not current.committing:
                 self._fail({"": f"{event.trainer} asked for another update"}, out)
-        if live is not None and not self.updating and self._loaded_live and is_for(event, live):
+        again = live is not None and not self.updating and self._loaded_live and is_for(event, live)
+        if live is not None and again and not asleep:
             self._requested_again(event, live, out)
             return
-        if problem := self._refusal(event, idle):
+        if problem := self._refusal(event, idle) or (ASLEEP if asleep else ""):
             out.append(Fail(event.trainer, event.version, {"": problem}, event.call_id))
             return
         self._updates += 1
@@ -388,8 +397,6 @@ class WeightsMachine(msgspec.Struct):
             return f"{current.trainer} updates to version {current.version}: wait for that"
         if self._draining:
             return _SHUTTING_DOWN
-        if not self._instances_to_check():
-            return "no engine is there to take weights: start one"
         if not event.source:
             return "give a source"
         known = self._loaded_live or (self._dropped and not (self.live and is_for(event, self.live)))
@@ -437,6 +444,15 @@ class WeightsMachine(msgspec.Struct):
                 self._fan_out.ended(name, request.source)
             out += [Release(), Fail(request.trainer, request.version, reasons, request.call_id)]
 
+    def _leave_sleepers(self, asleep: bool, loadable: Collection[str], out: list[Instruction]) -> None:
+        """Have no update wait for engines that sleep by a wish of an earlier life of the buffer."""
+        if self._update is None or not asleep:
+            return
+        if self._update.committing:
+            self._update.awaited.intersection_update(loadable)
+        else:
+            self._fail({"": ASLEEP}, out)
+
     def _advance_update(self, now: float, idle: bool, out: list[Instruction]) -> bool:
         """Begin an update's next phase if all instances have answered; return whether that is loading."""
         update = self._update
@@ -449,8 +465,9 @@ class WeightsMachine(msgspec.Struct):
         if update.committing:
             self._update = None
             return self._end(update, out)
-        if not update.sent_to:
-            self._fail({"": "no engine is left"}, out)
+        if not update.sent_to:  # all have left, or none was there: those that come check the weights
+            for name in self._instances_to_check():
+                self._prepare(update, name, out)
         elif self._loaded_live and update.gives_other_bytes(self.live):
             self._fail({"": f"version {update.request.version} must be above the live one"}, out)
         elif idle:
@@ -484,7 +501,9 @@ class WeightsMachine(msgspec.Struct):
         update = self._update
         if update is not None and not update.committing and update.deadline < now:
             late = dict.fromkeys(sorted(update.awaited), f"did not answer in {self.seconds:g} s")
-            self._fail(late or {"": f"requests of the old version went on for {self.seconds:g} s"}, out)
+            old = f"requests of the old version went on for {self.seconds:g} s"
+            none = "no engine is there to take weights: start one"
+            self._fail(late or {"": old if update.sent_to else none}, out)
 
     def _is_live(self, weights: Weights | None) -> bool:
         live = self.live
