@@ -1,7 +1,8 @@
 """Tensors that engines copy straight into their live weights: from shared memory, or by a broadcast.
 
 Invariants (tests/unit/test_in_place.py, tests/e2e/test_in_place.py):
-- engines get a plan first, and check names, types and shapes; the bytes themselves are not checked;
+- engines get a plan first, and check names, types and shapes; the bytes themselves are not checked, but
+  values that are not finite are refused here, before anything is offered;
 - nothing here waits longer than its deadline, whatever engines do; after a failure another update can begin;
 - what an update has shared or opened is gone when it ends;
 - torch is imported only when an update begins.
@@ -61,17 +62,19 @@ class SharedTensors:
     """A source for `update_weights`: `tensors` (torch) by name, which engines of this machine read.
 
     On GPUs engines read the tensors themselves (CUDA IPC), on the same GPU, and nothing is copied before; on
-    CPUs a copy of all tensors in shared memory. Each update shares what `tensors` has then.
+    CPUs a copy of all tensors in shared memory. Each update shares what `tensors` has then. `finite`: refuse
+    tensors with NaN or infinities.
     """
 
-    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+    def __init__(self, tensors: Mapping[str, Tensor], *, finite: bool = True) -> None:
         self.tensors = tensors
+        self._finite = finite
         self._shared: SharedMemory | None = None
         self._kept: list[torch.Tensor] = []
 
     def offer(self, name: str) -> TensorStream:
         """See `InPlace.offer`. Raises `InvalidField`."""
-        entries = _torch_entries(self.tensors)
+        entries = _torch_entries(self.tensors, self._finite)
         self.end()
         on_gpu = {entry.tensor.device.type for entry in entries} == {"cuda"}
         buckets = [_on_gpu(entry, self._kept) for entry in entries] if on_gpu else [self._copy(entries)]
@@ -117,7 +120,7 @@ class Broadcast:
     NCCL if the tensors are on a GPU, Gloo if on CPUs: engines must be on the like. `host` is this machine's
     address for engines, `port` where they meet (0: a free one), on all interfaces without authentication.
     Each step (joining, making the group, a bucket of `bucket_bytes`) takes `step_seconds` at most, or the
-    update ends.
+    update ends. `finite`: refuse tensors with NaN or infinities.
     """
 
     def __init__(
@@ -128,12 +131,14 @@ class Broadcast:
         port: int = 0,
         bucket_bytes: int = BUCKET_BYTES,
         step_seconds: float = 30.0,
+        finite: bool = True,
     ) -> None:
         if not 0 < step_seconds <= 3600:
             raise InvalidField("step_seconds", step_seconds, "must be above 0, and at most 3600")
         if bucket_bytes < 1:
             raise InvalidField("bucket_bytes", bucket_bytes, "must be at least 1")
         self.tensors = tensors
+        self._finite = finite
         self._host, self._port = host, port
         self._bucket_bytes, self._step_seconds = bucket_bytes, step_seconds
         self._store: TCPStore | None = None
@@ -143,7 +148,7 @@ class Broadcast:
         """See `InPlace.offer`. Raises `InvalidField`."""
         from seer.common.weights.broadcast_group import open_store
 
-        entries = _torch_entries(self.tensors)
+        entries = _torch_entries(self.tensors, self._finite)
         self.end()
         try:
             self._store = open_store(self._port, self._step_seconds)
@@ -220,13 +225,33 @@ class Transfer:
         return problem
 
 
-def _torch_entries(tensors: Mapping[str, Tensor]) -> list[Entry]:
+def _torch_entries(tensors: Mapping[str, Tensor], finite: bool) -> list[Entry]:
     entries = entries_of(tensors)
     devices = {str(getattr(entry.tensor, "device", "numpy")) for entry in entries}
     if len(devices) != 1 or not hasattr(entries[0].tensor, "data_ptr"):
         fix = "give torch tensors that are all on one device"
         raise InvalidField("source", sorted(devices), fix)
+    if finite:
+        _check_finite(entries)
     return entries
+
+
+def _check_finite(entries: Sequence[Entry]) -> None:
+    """Raise `InvalidField` for a tensor with values that are not finite; waits for the device once."""
+    import torch
+
+    extremes = {}
+    for entry in entries:
+        values = entry.tensor.detach()
+        if values.is_floating_point() and values.numel():
+            wide = values.to(torch.bfloat16) if values.element_size() == 1 else values
+            extremes[entry.name] = torch.stack(torch.aminmax(wide)).double()
+    if extremes:
+        finite = torch.isfinite(torch.stack(list(extremes.values()))).all(dim=1).tolist()
+        for name, each in zip(extremes, finite, strict=True):
+            if not each:
+                fix = f"tensor {name} has values that are not finite: go back to a step before it diverged"
+                raise InvalidField("source", name, f"{fix}, or say finite=False")
 
 
 def _flat(entry: Entry) -> torch.Tensor:

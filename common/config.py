@@ -235,6 +235,8 @@ class EngineConfig(Section, frozen=True):
 
     Default: a free port of the address by which it reaches the buffer; nowhere if that is its own machine.
     """
+    finite_weights: bool = True
+    """Refuse weights with NaN or infinities, by name; false for models that have some on purpose."""
     in_place_updates: bool = False
     """Let trainers write over live weights, whose bytes are not checked then: docs/weights.md#in-place."""
     in_place_seconds: Seconds = 300.0

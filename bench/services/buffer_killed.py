@@ -70,7 +70,7 @@ def keeping(chunks: int) -> dict[str, Any]:
     rng = np.random.default_rng(0)
     tokens, logprobs = rng.integers(0, 9, CHUNK).astype(np.int32), rng.random(CHUNK).astype(np.float32)
     with tempfile.TemporaryDirectory() as folder:
-        kept = KeptChunks(folder, 1.0, 0.0)
+        kept = KeptChunks(folder, 1.0, 0.0, lambda _: None)
         kept.open("r", "p")
         start = time.thread_time()
         for number in range(chunks):
@@ -80,7 +80,7 @@ def keeping(chunks: int) -> dict[str, Any]:
         kept.close()
         size = sum(path.stat().st_size for path in Path(folder).iterdir())
         start = time.thread_time()
-        later = KeptChunks(folder, 1.0, 0.0)
+        later = KeptChunks(folder, 1.0, 0.0, lambda _: None)
         later.open("r", "p")
         later.offer("r", "p", 1, PROMPT)
         later.restore("r/p")

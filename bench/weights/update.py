@@ -7,7 +7,9 @@ memory and by a broadcast. `over_streamed_update` has seconds as shares of those
 `mooncake_mb_per_s` is one reader's copy into a file, the start of its process included.
 `stream_mb_per_s` is what reached the spool while the update ran, digests apart; only for models of 50 MB
 or more, since a smaller one is there before it was looked for twice. `pause_seconds` is what
-a rollout in flight sees of an update: from its last token until the new weights are live. Prints JSON.
+a rollout in flight sees of an update: from its last token until the new weights are live.
+`finite_check` is what it costs to look for NaN and infinities: seconds more of an engine's check of a
+folder, and seconds before an update in place is offered, as shares of those updates too. Prints JSON.
 
     python bench/weights/update.py --model examples/countdown/model --turns 5
     python bench/weights/update.py --synthetic 1000 --turns 3
@@ -41,7 +43,9 @@ from seer.client import (
     SharedTensors,
 )
 from seer.common.config import load
+from seer.common.weights.digest import hashes_of
 from seer.common.weights.mooncake import SCHEME
+from seer.common.weights.safetensors import stored
 from seer.local.system import LocalSystem
 from seer.services.buffer.weights import spool_folder
 from seer.services.engine.weights import mooncake_reader
@@ -120,6 +124,29 @@ async def in_place(client: RolloutClient, tensors: dict[str, torch.Tensor], vers
     return measured
 
 
+def finite_check(model: Path, turns: int) -> tuple[float, float]:
+    """Return seconds more of a check of all bytes, and seconds of that before an update in place."""
+    tensors = stored(model)
+
+    def seconds(finite: bool) -> float:
+        started = time.perf_counter()
+        hashes_of(tensors, finite=finite)
+        return time.perf_counter() - started
+
+    more = statistics.median(seconds(True) - seconds(False) for _ in range(turns))
+    source = load_file(model / "model.safetensors")
+
+    def offered(finite: bool) -> float:
+        shared = SharedTensors(source, finite=finite)
+        started = time.perf_counter()
+        shared.offer("bench")
+        taken = time.perf_counter() - started
+        shared.end()
+        return taken
+
+    return more, statistics.median(offered(True) - offered(False) for _ in range(turns))
+
+
 async def turn(
     client: RolloutClient, model: Path, spool: Path, version: int, held: MooncakeSource
 ) -> dict[str, float]:
@@ -190,6 +217,7 @@ def main() -> None:
         model = given.model or random_llama(Path(scratch), given.synthetic)
         size = (model / "model.safetensors").stat().st_size
         turns = asyncio.run(measure(model.absolute(), given.turns))
+        checked, offered = finite_check(model, max(5, given.turns))
     medians = {key: statistics.median(each[key] for each in turns) for key in turns[0]}
     ratios = [each["stream_mb_per_s"] / each["raw_tcp_mb_per_s"] for each in turns if size >= LARGE]
     over_stream = {
@@ -204,6 +232,13 @@ def main() -> None:
         **({"stream_over_raw_tcp": {"median": statistics.median(ratios), "all": ratios}} if ratios else {}),
         "over_streamed_update": {
             name: {"median": statistics.median(each), "all": each} for name, each in over_stream.items()
+        },
+        "finite_check": {
+            "seconds": checked,
+            "over_folder_update": checked / medians["folder_update_seconds"],
+            "over_streamed_update": checked / medians["streamed_update_seconds"],
+            "in_place_seconds": offered,
+            "over_shared_update": offered / medians["shared_update_seconds"],
         },
         "turns": turns,
     }

@@ -19,6 +19,7 @@ from pathlib import Path
 
 import numpy as np
 
+from seer.common.weights.finite import is_finite
 from seer.common.weights.safetensors import Stored, open_regular, stamps, stored
 from seer.common.wire import Bytes, SpoolData
 
@@ -29,6 +30,13 @@ SPOOL_NOTES = "stream.json"
 """File beside it: its size, and a token by which a reader knows that it sees the same folder."""
 
 _READ_BYTES = 2**22
+
+
+class NotFinite(ValueError):  # noqa: N818 - reads as what it says at the call site
+    """A tensor has values that are not finite."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(f"tensor {name} has values that are not finite")
 
 
 def tensor_hash(name: str, dtype: str, shape: Sequence[int]) -> hashlib.blake2b:
@@ -44,13 +52,15 @@ def digest_of(hashes: Mapping[str, bytes]) -> str:
     return whole.hexdigest()
 
 
-def hashes_of(tensors: Sequence[Stored], stop: Callable[[], bool] = lambda: False) -> dict[str, bytes]:
+def hashes_of(
+    tensors: Sequence[Stored], stop: Callable[[], bool] = lambda: False, *, finite: bool = False
+) -> dict[str, bytes]:
     """Return the hashes of tensors in files by name; reads every byte, until `stop()` is true.
 
-    Raises `ValueError` or `OSError`.
+    `finite`: all numbers must be. Raises `ValueError` or `OSError`.
     """
-    with ThreadPoolExecutor() as pool:  # hashlib releases the GIL
-        found = pool.map(lambda each: _hash(each, stop), tensors)
+    with ThreadPoolExecutor() as pool:  # hashlib and numpy release the GIL
+        found = pool.map(lambda each: _hash(each, stop, finite), tensors)
         return dict(zip((each.name for each in tensors), found, strict=True))
 
 
@@ -114,7 +124,7 @@ def problem_of(folder: Path) -> str:
     return ""
 
 
-def _hash(tensor: Stored, stop: Callable[[], bool]) -> bytes:
+def _hash(tensor: Stored, stop: Callable[[], bool], finite: bool) -> bytes:
     known = tensor_hash(tensor.name, tensor.dtype, tensor.shape)
     left = tensor.size
     with open_regular(tensor.file) as opened:
@@ -125,6 +135,8 @@ def _hash(tensor: Stored, stop: Callable[[], bool]) -> bytes:
                 raise ValueError(f"{tensor.file.name} ends within tensor {tensor.name}")
             if stop():
                 raise ValueError(f"{tensor.file.name} is not needed any more: the update was cancelled")
+            if finite and not is_finite(data, tensor.dtype):
+                raise NotFinite(tensor.name)
             known.update(data)
             left -= len(data)
     return known.digest()

@@ -133,6 +133,7 @@ class EngineServer:
         self._updater = WeightUpdater(
             self._driver, self, self._buffer.send, settings.weights_root, self._peers,
             me.name, settings.in_place_seconds if settings.in_place_updates else None, self._nodes,
+            finite=settings.finite_weights,
         )  # fmt: skip
         self._answers: list[Answer] = []
         self._serial = 0

@@ -2,6 +2,7 @@
 
 import asyncio
 
+import numpy as np
 import pytest
 from cluster_harness import folder, roll, running
 from virtual_time import eventually, virtual
@@ -79,6 +80,52 @@ async def test_bad_weights_change_nothing(tmp_path):
         with pytest.raises(WeightsRefused, match="above the live one"):
             await client.update_weights(0, tmp_path / "two")
         assert await roll(client) == expected
+
+
+@virtual
+async def test_weights_that_are_no_numbers_are_refused_by_name_and_the_next_ones_go_in(tmp_path):
+    async with running(engines=2) as cluster, cluster.client() as client:
+        await client.update_weights(1, folder(tmp_path / "one", 1.0))
+        expected = await roll(client)
+        for value in (np.nan, np.inf, -np.inf):
+            weights = {"w": np.array([1.0, value, 2.0], np.float32)}
+            refused = pytest.raises(WeightsRefused, match=r"e[01]: .*tensor w has values that are not finite")
+            with refused:
+                await client.update_weights(2, folder(tmp_path / f"{value}", value))
+            with refused:
+                await client.update_weights(2, weights)
+            assert await roll(client) == expected
+        tiny = np.full((2, 3), np.finfo(np.float32).smallest_subnormal)
+        assert not (await client.update_weights(2, {"w": tiny})).quarantined
+        assert (await roll(client))[1][0] == 2
+
+
+@virtual
+async def test_models_with_infinities_on_purpose_are_taken_if_that_is_said(tmp_path):
+    engine = EngineConfig(backend="replay", finite_weights=False)
+    async with running(engines=1, engine=engine) as cluster, cluster.client() as client:
+        assert (await client.update_weights(1, folder(tmp_path / "one", np.inf))).version == 1
+        assert (await roll(client))[1][0] == 1
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+@virtual
+async def test_an_update_waits_for_engines_that_are_started_again(tmp_path, streamed):
+    """All of them died, as by weights that nothing can run: the good ones that follow go in all the same."""
+    async with running(engines=2) as cluster, cluster.client() as client:
+        first = await client.update_weights(1, folder(tmp_path / "one", 1.0))
+        for name in ("e0", "e1"):
+            await cluster.kill(name)
+        await eventually(lambda: not cluster.services["buffer"].machine.instances)
+        new = {"w": np.full((2, 3), 2, np.float32)} if streamed else folder(tmp_path / "two", 2.0)
+        update = asyncio.create_task(client.update_weights(2, new))
+        await asyncio.sleep(400)
+        assert not update.done()
+        await cluster.start("e0")
+        live = await update
+        assert (live.version, live.quarantined) == (2, {})
+        assert live.digest != first.digest
+        assert (await roll(client))[1] == (2, live.digest)
 
 
 @virtual

@@ -242,3 +242,16 @@ async def test_what_breaks_while_sending_is_told():
 def test_torch_is_not_imported_before_an_update():
     code = "import sys, seer.client; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+def test_values_that_are_not_finite_are_refused_by_name_before_anything_is_offered(bad):
+    wrong = tensors()
+    name = next(name for name, tensor in wrong.items() if tensor.is_floating_point())
+    wrong[name].view(-1)[-1] = bad
+    for source in (SharedTensors(wrong), Broadcast(wrong)):
+        with pytest.raises(InvalidField, match=f"tensor {name} has values that are not finite"):
+            source.offer("v1")
+    for source in (SharedTensors(wrong, finite=False), Broadcast(wrong, finite=False)):
+        source.offer("v1")
+        source.end()

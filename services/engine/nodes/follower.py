@@ -78,7 +78,9 @@ class Follower:
             clock,
         )
         self._fetcher = WeightFetcher(self._leader.send, settings.weights_root)
-        self._checker = WeightChecker(self._fetcher, settings.in_place_updates)
+        self._checker = WeightChecker(
+            self._fetcher, settings.in_place_updates, finite=settings.finite_weights
+        )
         self._checking: asyncio.Task[None] | None = None
         self._call_id = 0
         self._answer: wire.WeightsChecked | None = None

@@ -60,10 +60,18 @@ class OtherNodes(Protocol):
 
 
 class WeightChecker:
-    """Call `start` first if the engine has a model folder, `base`. `in_place`: take plans of such updates."""
+    """Call `start` first if the engine has a model folder, `base`. `in_place`: take plans of such updates.
+
+    `finite`: refuse weights with values that are not; those in a plan are their trainer's to check.
+    """
 
     def __init__(
-        self, fetcher: WeightFetcher, in_place: bool = False, nodes: OtherNodes | None = None
+        self,
+        fetcher: WeightFetcher,
+        in_place: bool = False,
+        nodes: OtherNodes | None = None,
+        *,
+        finite: bool = True,
     ) -> None:
         self.checked = CheckedWeights()
         self.model: Manifest | None = None
@@ -71,11 +79,12 @@ class WeightChecker:
         self._fetcher = fetcher
         self._in_place = in_place
         self._nodes = nodes
+        self._finite = finite
 
     async def start(self, base: Path) -> Manifest:
         """Read the model folder that the engine was started with. Raises `SeerError`."""
         self.base = base
-        self.model = await asyncio.to_thread(read_manifest, base)
+        self.model = await asyncio.to_thread(functools.partial(read_manifest, base, finite=self._finite))
         self._fetcher.model_bytes = self.model.size
         await self._note("", self.model, base)
         return self.model
@@ -163,7 +172,7 @@ class WeightChecker:
 
     def _read(self, source: str, folder: Path, stop: Callable[[], bool]) -> Manifest:
         if not is_adapter(source) and not is_in_place(source):
-            return read_manifest(folder, stop)
+            return read_manifest(folder, stop, finite=self._finite)
         if self.model is None:
             fix = "this engine has no model to merge into, or to compare with: start it with shared.model"
             raise InvalidField("source", source, fix)

@@ -15,9 +15,11 @@ from pathlib import Path
 
 from seer.common.errors import InvalidField
 from seer.common.weights import safetensors
-from seer.common.weights.digest import digest_of, hashes_of
+from seer.common.weights.digest import NotFinite, digest_of, hashes_of
 from seer.common.weights.in_place import read_plan
 from seer.common.weights.lora import CONFIG
+
+FINITE_FIX = "go back to a step before it diverged, or set engine.finite_weights = false"
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,14 +57,21 @@ def resolve_beneath(folder: Path, root: Path) -> Path:
     return found
 
 
-def read_manifest(folder: Path, stop: Callable[[], bool] = lambda: False) -> Manifest:
-    """Read a folder's safetensors files, every byte; give up when `stop()` is true. Raises `InvalidField`."""
+def read_manifest(
+    folder: Path, stop: Callable[[], bool] = lambda: False, *, finite: bool = False
+) -> Manifest:
+    """Read a folder's safetensors files, every byte; give up when `stop()` is true. Raises `InvalidField`.
+
+    `finite`: all numbers in them must be.
+    """
     try:
         stamps = safetensors.stamps(folder)
         stored = safetensors.stored(folder)
-        hashes = hashes_of(stored, stop)
+        hashes = hashes_of(stored, stop, finite=finite)
     except OSError as error:
         raise InvalidField("source", str(folder), f"cannot be read: {error}") from error
+    except NotFinite as error:
+        raise InvalidField("source", str(folder), f"{error}: {FINITE_FIX}") from error
     except ValueError as error:
         raise InvalidField("source", str(folder), f"{error}; give a folder with a whole model") from error
     if len(hashes) < len(stored):

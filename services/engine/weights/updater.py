@@ -87,13 +87,15 @@ class WeightUpdater:
         name: str = "",
         in_place_seconds: float | None = None,
         nodes: OtherNodes | None = None,
+        *,
+        finite: bool = True,
     ) -> None:
         self.live = LiveWeights()
         self.dropped: LiveWeights | None = None
         self.sleeping = SleepState.AWAKE
         self.wish = 0
         self.fetcher = WeightFetcher(send, root, peers)
-        self.checker = WeightChecker(self.fetcher, in_place_seconds is not None, nodes)
+        self.checker = WeightChecker(self.fetcher, in_place_seconds is not None, nodes, finite=finite)
         self._driver = driver
         self._engine = engine
         self._orders: asyncio.Queue[Order] = asyncio.Queue(MAX_ORDERS)
