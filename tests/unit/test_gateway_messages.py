@@ -108,3 +108,10 @@ def test_arguments_of_tools_that_are_no_json_are_refused_by_their_field(argument
     with pytest.raises(HttpError, match="is not JSON") as info:
         plain_messages([{"role": "assistant", "content": None, "tool_calls": [call]}])
     assert (info.value.status, info.value.param) == (400, "messages[0].tool_calls.function.arguments")
+
+
+@pytest.mark.parametrize("calls", [1, "a", {"function": {}}, [1], [{"function": "f"}]])
+def test_calls_that_are_none_are_refused_by_their_field(calls: object) -> None:
+    with pytest.raises(HttpError, match="with a function") as info:
+        plain_messages([{"role": "assistant", "content": None, "tool_calls": calls}])
+    assert (info.value.status, info.value.param) == (400, "messages[0].tool_calls")

@@ -236,3 +236,12 @@ def test_errors_show_the_beginning_of_any_value(value: object) -> None:
     for _ in range(100_000):
         deep = [deep]
     assert str(InvalidField("f", deep, "fix")).startswith("f = [[[[")
+
+
+@pytest.mark.parametrize("name", ["min_tokens", "max_tokens", "top_k", "temperature", "seed"])
+def test_integers_of_any_size_are_refused_by_name(name: str) -> None:
+    for digits in (19, 30, 308, 400, 4300):
+        body = b'{"prompt":"a","%b":%b}' % (name.encode(), b"9" * digits)
+        with pytest.raises(HttpError, match=name) as info:
+            read_body(CompletionBody, body).sampling("scaled")
+        assert info.value.status == 400

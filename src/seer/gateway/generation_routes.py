@@ -35,6 +35,7 @@ from seer.gateway.generation import Asked, Generation
 from seer.gateway.http import EventStream, answer, body_of, endpoint, unless_gone
 from seer.gateway.images import Images
 from seer.gateway.job_processes import JobProcesses
+from seer.gateway.jobs import not_taken
 from seer.gateway.messages import plain_messages
 from seer.gateway.models import Models
 from seer.gateway.open_requests import OpenRequests
@@ -204,13 +205,13 @@ class GenerationRoutes:
         def encoded(texts: list[str]) -> list[list[int]]:
             return [self._text.encode(text, special=special) for text in texts]
 
-        return await self._on_thread(encoded, texts)
+        return await self._on_thread(field, encoded, texts)
 
     async def _chat_prompt(
         self, request: Request, body: ChatBody | TokenizeBody
     ) -> tuple[list[int], list[Placed]]:
         """Return a chat's token ids and images. Raises `HttpError`, `ClientDisconnect`."""
-        messages, files = await self._on_thread(plain_messages, body.messages or [])
+        messages, files = await self._on_thread("messages", plain_messages, body.messages or [])
         options: dict[str, Any] = {
             "tools": body.tools,
             "template": body.chat_template,
@@ -224,9 +225,11 @@ class GenerationRoutes:
             job = self._jobs.run("messages", "chat", messages, options, special)
             ids: list[int] = await self._job(request, job)
         else:
-            ids = await self._on_thread(
-                lambda _: self._text.encode(self._text.render(messages, **options), special=special), 0
-            )
+
+            def rendered(messages: list[dict[str, Any]]) -> list[int]:
+                return self._text.encode(self._text.render(messages, **options), special=special)
+
+            ids = await self._on_thread("messages", rendered, messages)
         self._text.check(ids, "messages")
         if not files:
             self._images.check_text(ids, "messages")
@@ -335,8 +338,11 @@ class GenerationRoutes:
         self._models.check(getattr(body, "model", None))
         return body
 
-    async def _on_thread(self, work: Callable[[Any], T], argument: object) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._thread, work, argument)
+    async def _on_thread(self, field: str, work: Callable[[Any], T], argument: object) -> T:
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._thread, work, argument)
+        except (ValueError, TypeError, LookupError, OverflowError, RecursionError) as error:
+            raise not_taken(field, error) from error
 
     def _max_model_len(self) -> int | None:
         return self._buffer.max_model_len

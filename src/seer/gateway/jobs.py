@@ -29,7 +29,7 @@ from typing import Any
 import msgspec
 
 from seer.common.errors import SeerError
-from seer.gateway.errors import as_http
+from seer.gateway.errors import HttpError, as_http
 from seer.gateway.picture_processor import PictureProcessor
 from seer.gateway.text import ModelText
 
@@ -49,6 +49,12 @@ class Answer(msgspec.Struct, array_like=True):
     param: str | None = None
 
 
+def not_taken(field: str, error: Exception) -> HttpError:
+    """Return what a client is told of an error that a library raised for its values."""
+    said = f"{field}: cannot be taken: {type(error).__name__}: {error}"[:1000]
+    return HttpError(400, said.encode(errors="replace").decode(), field)
+
+
 class Jobs:
     """What can be asked for, by name."""
 
@@ -65,8 +71,7 @@ class Jobs:
             told = as_http(error)
             return Answer(None, told.status, str(told).encode(errors="replace").decode(), told.param or field)
         except Exception as error:  # noqa: BLE001 - libraries say no in their own ways
-            shown = f"{field}: cannot be taken: {type(error).__name__}: {error}"[:1000]
-            return Answer(None, 400, shown.encode(errors="replace").decode(), field)
+            return Answer(None, 400, str(not_taken(field, error)), field)
 
     def _done(self, name: str, *arguments: Any) -> object:  # noqa: ANN401 - of this program's own
         match name, arguments:

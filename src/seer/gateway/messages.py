@@ -51,6 +51,8 @@ def _plain(message: Mapping[str, Any], where: str, images: list[ImageFile]) -> d
         shows = len(images) > before
         plain["content"] = parts if shows else "\n".join(part["text"] for part in parts)
     if plain.get("tool_calls"):
+        if not isinstance(plain["tool_calls"], list):
+            raise bad(f"{where}.tool_calls", plain["tool_calls"], "give a list of objects with a function")
         plain["tool_calls"] = [_as_object(call, where) for call in plain["tool_calls"]]
     return plain
 

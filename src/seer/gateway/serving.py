@@ -3,6 +3,8 @@
 Invariants:
 - the data address has no control route;
 - a connection whose request does not begin in `gateway.client_seconds` is closed;
+- idle connections take no file that other work needs: beyond six eighths of the open files on the data
+  address, and one eighth on the control address, they get 503;
 - a process that is drained accepts no more connections, and answers those that it has.
 """
 
@@ -11,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import resource
 import socket
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -80,7 +83,7 @@ class Serving:
             app: ASGIApp = _app(each)
             if peers is not None:
                 app = Bearer(app, peers, DATA if name == "data" else CONTROL)
-            self._servers[name] = _Server(_uvicorn_config(app, settings))
+            self._servers[name] = _Server(_uvicorn_config(app, settings, _connections(name)))
         gc.collect()
         gc.freeze()  # what was imported stays: full collections would look through it at every burst
 
@@ -109,11 +112,18 @@ def _app(routes: Sequence[Route]) -> Starlette:
     return Starlette(routes=list(routes), exception_handlers={HTTPException: elsewhere})
 
 
-def _uvicorn_config(app: ASGIApp, settings: GatewayConfig) -> uvicorn.Config:
+def _connections(name: str) -> int:
+    """Return how many connections an address may have: of the open files, an eighth is for other things."""
+    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return files * 6 // 8 if name == "data" else files // 8
+
+
+def _uvicorn_config(app: ASGIApp, settings: GatewayConfig, connections: int) -> uvicorn.Config:
     seconds = settings.client_seconds
 
     class Protocol(_Hurried):
         header_seconds = seconds
+        most = connections
 
     return uvicorn.Config(
         app, http=Protocol, ws="none", lifespan="off", log_config=None, access_log=False, server_header=False,
@@ -122,14 +132,25 @@ def _uvicorn_config(app: ASGIApp, settings: GatewayConfig) -> uvicorn.Config:
     )  # fmt: skip
 
 
+_FULL = (
+    b"HTTP/1.1 503 Service Unavailable\r\nretry-after: 2\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
+)
+"""What a connection is told for which there is no file to spare."""
+
+
 class _Hurried(HttpToolsProtocol):
-    """Closes a connection whose request's head does not arrive in `header_seconds`."""
+    """Closes a connection whose request's head does not arrive in `header_seconds`, and one beyond `most`."""
 
     header_seconds = 60.0
+    most = 2**20
     _late: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        if len(self.connections) > self.most:
+            transport.write(_FULL)
+            transport.close()
+            return
         self._hurry()
 
     def on_message_begin(self) -> None:
