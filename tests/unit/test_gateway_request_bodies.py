@@ -245,3 +245,11 @@ def test_integers_of_any_size_are_refused_by_name(name: str) -> None:
         with pytest.raises(HttpError, match=name) as info:
             read_body(CompletionBody, body).sampling("scaled")
         assert info.value.status == 400
+
+
+@pytest.mark.parametrize("token", [2**31, 2**63, 2**64, 10**30])
+def test_token_ids_beyond_any_vocabulary_are_refused_by_name(token: int) -> None:
+    for name, value in (("stop_token_ids", [token]), ("logit_bias", {str(token): 1.0})):
+        with pytest.raises(HttpError, match=name) as info:
+            completion(**{name: value}).sampling("scaled")
+        assert info.value.status == 400
