@@ -232,7 +232,7 @@ async def gateway() -> AsyncIterator[Any]:
         real, serving.BufferClient = serving.BufferClient, Replayed  # type: ignore[misc]
         try:
             served = Serving(config, MemoryTransport(MemoryNetwork()))
-            served.load(Control())  # type: ignore[arg-type]
+            served.load(Control(), {})  # type: ignore[arg-type]
         finally:
             serving._app, serving.BufferClient = make, real  # type: ignore[misc]
         with contextlib.closing(served._jobs):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import socket
-
 from seer.common.clock import Clock
 from seer.common.config import Config
 from seer.common.net.transport.base import Transport
@@ -20,18 +18,17 @@ class Gateway:
     def __init__(self, config: Config, transport: Transport) -> None:
         self._config = config
         self._serving = Serving(config, transport)
-        self._sockets: dict[str, socket.socket] = {}
 
     async def start(self) -> dict[str, str]:
         """Bind, and read the tokenizer."""
-        self._sockets = listen_on_both(self._config)
+        sockets = listen_on_both(self._config)
         serving = self._serving
-        serving.load(Control(self._config, serving.buffer, [serving.process]))
-        return {f"gateway.{name}": url_of(each, self._config.gateway) for name, each in self._sockets.items()}
+        serving.load(Control(self._config, serving.buffer, [serving.process]), sockets)
+        return {f"gateway.{name}": url_of(each, self._config.gateway) for name, each in sockets.items()}
 
     async def run(self) -> None:
         """Serve until drained."""
-        await self._serving.run(self._sockets)
+        await self._serving.run()
 
     def drain(self) -> None:
         """See `Serving.drain`."""

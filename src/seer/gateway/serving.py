@@ -66,9 +66,10 @@ class Serving:
         self.process = ThisProcess(self.requests, self._models)
         self._jobs = JobProcesses(config.shared.model, trust=settings.trust_chat_templates)
         self._servers: dict[str, _Server] = {}
+        self._sockets: Mapping[str, socket.socket] = {}
 
-    def load(self, control: ControlCalls) -> None:
-        """Read tokenizer and processor, and make the routes. Raises `ConfigError`."""
+    def load(self, control: ControlCalls, sockets: Mapping[str, socket.socket]) -> None:
+        """Read tokenizer and processor, make the routes, and listen. Raises `ConfigError`."""
         settings = self._config.gateway
         self._jobs.start()
         text = ModelText.load(self._config.shared.model, trust_templates=settings.trust_chat_templates)
@@ -84,15 +85,18 @@ class Serving:
             if peers is not None:
                 app = Bearer(app, peers, DATA if name == "data" else CONTROL)
             self._servers[name] = _Server(_uvicorn_config(app, settings, _connections(name)))
+        self._sockets = sockets
+        for bound in sockets.values():
+            bound.listen(BACKLOG)  # who is told that this is ready may connect before it runs
         gc.collect()
         gc.freeze()  # what was imported stays: full collections would look through it at every burst
 
-    async def run(self, sockets: Mapping[str, socket.socket]) -> None:
+    async def run(self) -> None:
         """Serve until drained."""
         with contextlib.closing(self._jobs):
             async with self.buffer, asyncio.TaskGroup() as tasks:
                 for name, server in self._servers.items():
-                    tasks.create_task(server.serve([sockets[name]]))
+                    tasks.create_task(server.serve([self._sockets[name]]))
 
     def drain(self) -> None:
         """Accept no more connections; let `run` return once requests under way are answered."""

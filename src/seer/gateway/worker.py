@@ -132,13 +132,13 @@ async def work(end: socket.socket) -> None:
     try:
         loading = Worker(config, transport)
         try:
-            loading.serving.load(RemoteControl(link, config.gateway.update_seconds))
-            sockets = listen_on_both(config, shared=True)
+            control = RemoteControl(link, config.gateway.update_seconds)
+            loading.serving.load(control, listen_on_both(config, shared=True))
         except ConfigError as error:
             await link.call("failed", str(error), seconds=CALL_SECONDS)
             return
         await link.call("ready", seconds=CALL_SECONDS)
-        serving = asyncio.create_task(loading.serving.run(sockets))
+        serving = asyncio.create_task(loading.serving.run())
         await asyncio.wait([serving, listening], return_when=asyncio.FIRST_COMPLETED)
         if not serving.done():
             get_logger().error("stopped: the gateway's first process has ended")
