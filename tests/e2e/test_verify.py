@@ -22,6 +22,7 @@ from seer.verify.cells import CELLS
 
 pytestmark = pytest.mark.vllm
 
+PLANTED = Path(__file__).parents[1] / "planted"
 EXAMPLE = Path(__file__).parents[2] / "examples" / "countdown"
 
 
@@ -64,6 +65,30 @@ def test_a_planted_fault_is_called_a_bug_and_clean_cells_agree(tmp_path, matrix)
         assert cell["bug"] == 0
         assert cell["comparison"]["tokens"] == report["reference"]["counters"]["tokens"]
     assert report["dtype"] == "float32"
+
+
+@pytest.mark.timeout(900)
+def test_a_fault_of_engines_and_teacher_alike_excuses_nothing(tmp_path, monkeypatch):
+    """It moves the teacher's logits by tens: without a cap on what that excuses, all of this was numeric."""
+    (tmp_path / "fault").write_text("context-last-token")
+    monkeypatch.setenv("PYTHONPATH", str(PLANTED))
+    monkeypatch.setenv("SEER_PLANTED", str(tmp_path / "fault"))
+    monkeypatch.setenv("SEER_PLANTED_IN", "all")
+    size = ("-n", 2, "--max-tokens", 64, "--min-tokens", 300)
+    code, report, text = verify(tmp_path, 6, *size, "--matrix", "chunk-16", "--set", *ONE_CORE)
+    (cell,) = report["cells"]
+    assert (code, cell["numeric"], cell["bug"] > 3) == (1, 0, True), text
+
+
+@pytest.mark.breadth
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_every_planted_fault_is_found_by_its_cell():
+    script = Path(__file__).parents[2] / "bench" / "correctness" / "planted.py"
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, check=False)
+    found = json.loads(done.stdout)
+    assert (done.returncode, found["missed"], found["clean_passes"]) == (0, [], True), done.stderr[-4000:]
+    assert found["faults"] >= 30
 
 
 @pytest.mark.breadth

@@ -23,6 +23,9 @@ ENDED_BY_EACH = 0.15
 LENGTHS = (1, 2, 3)
 """Tokens of the texts that are looked for: of several tokens, so that chunks end within them."""
 
+TOP_P, TOP_K, MIN_P = 0.95, 4, 0.05
+"""So that each cuts what the others leave: a flat distribution, one of a few likely tokens, a steep one."""
+
 BIASES = (-0.5, 0.5, -1.0)
 """Of the most frequent tokens."""
 
@@ -39,9 +42,9 @@ def every_parameter(
     later = [output[least:-1] for output in outputs]  # the last token may end all texts
     return replace(
         given,
-        top_p=min(given.top_p, 0.95),
-        top_k=given.top_k or 50,
-        min_p=given.min_p or 0.01,
+        top_p=min(given.top_p, TOP_P),
+        top_k=given.top_k or TOP_K,
+        min_p=given.min_p or MIN_P,
         repetition_penalty=1.1 if given.repetition_penalty == 1.0 else given.repetition_penalty,
         frequency_penalty=given.frequency_penalty or 0.2,
         presence_penalty=given.presence_penalty or 0.3,
