@@ -97,7 +97,7 @@ SHARDS = json.dumps({"weight_map": {"w": "model.safetensors", "v": "model-2.safe
         (None, "its config.json cannot be read (No such file or directory)"),
         ({"config.json": None}, "its config.json cannot be read (No such file or directory)"),
         ({"config.json": b"{"}, "its config.json is not valid JSON"),
-        ({"config.json": b"[]"}, "its config.json is no object"),
+        ({"config.json": b"[]"}, "its config.json is no model"),
         ({"model.safetensors": None}, "has no weights"),
         ({"model.safetensors": b""}, "holds a truncated or damaged model.safetensors"),
         ({"model.safetensors": b"version https://git-lfs.github.com"}, "truncated or damaged"),

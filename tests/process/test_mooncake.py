@@ -195,7 +195,7 @@ async def test_bytes_damaged_on_the_way_change_nothing(monkeypatch):
         await mooncake_reader.fetch(address, file)
         with file.open("r+b") as opened:
             opened.seek(-1, os.SEEK_END)
-            opened.write(b"\x7f")
+            opened.write(b"\x3e")
 
     monkeypatch.setitem(fetcher.FETCH, "mooncake:", damaging)
     async with running(engines=1) as cluster, cluster.client() as client:

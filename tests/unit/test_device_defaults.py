@@ -126,7 +126,7 @@ def test_attention_is_exact_where_it_was_measured_or_by_construction(model, back
 
 def test_what_was_said_stays():
     default = engine_defaults([device()], 1, DENSE)
-    assert default.unset(EngineConfig(max_num_seqs=0)) == {
+    assert default.unset(EngineConfig(max_num_seqs=1)) == {
         "max_num_batched_tokens": 16_384,
         "gpu_memory_utilization": 0.9,
     }

@@ -139,6 +139,7 @@ class LaterSegment(msgspec.Struct):
     policy: str = "seer"
     started: float = HEADER.started
     clock: float = HEADER.clock
+    number: int = HEADER.number
 
     def machine(self) -> BufferMachine:
         return self.state
