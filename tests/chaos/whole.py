@@ -76,7 +76,8 @@ def _follows(world: World) -> None:
 
 def _rejoins(world: World) -> None:
     """Note an engine that registers again though neither its connection nor a buffer was lost, nor it given up."""
-    if world.noisy:
+    shown = any(roll.images for roll in world.plan.rolls)
+    if world.noisy or (shown and world.plan.queue < 1000):  # parts of images may find no room, and be lost
         return
     now = world.loop.time()
     twins = {fault.target for fault in world.plan.faults if fault.kind == "twin engine"}
