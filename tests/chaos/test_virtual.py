@@ -39,6 +39,8 @@ RARE = (
     680,
     1266,
     2024,
+    5049,
+    5050,
     700726,
 )
 """Runs in which faults meet messages that are seldom under way."""

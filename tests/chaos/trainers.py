@@ -46,6 +46,7 @@ REFUSALS = (
     r"engines sleep: wake them first",
     r"must be above the live one",
     r"no engine is left",
+    r"no engine is there to take weights",
     r"the trainer sent nothing for",
     r"the buffer sent nothing of it",
     r"is not in this buffer's spool",
