@@ -1,15 +1,19 @@
 """What our connector measures of vLLM's steps and loads, and does about it."""
 
-from types import SimpleNamespace
+import sys
+from types import ModuleType, SimpleNamespace
 
+import msgspec
 import pytest
 
 pytest.importorskip("torch")
 pytest.importorskip("vllm")
 
 from seer.common.policy.fetch_choice import NEVER, UNMEASURED_TOKENS
+from seer.services.engine.vllm.kv_pool import connect, vllm_patches
 from seer.services.engine.vllm.kv_pool import connector as connector_module
 from seer.services.engine.vllm.kv_pool.connector import MooncakeStoreConnector, SeerStoreConnector
+from seer.services.engine.vllm.kv_pool.store import StoreSettings
 
 pytestmark = pytest.mark.vllm
 
@@ -119,3 +123,23 @@ def test_a_number_that_is_configured_is_kept_whatever_was_measured(monkeypatch):
     assert (scheduler.fetches(800), scheduler.fetches(801)) == ((0, False), (900, True))
     scheduler.connector._pull_tokens = 900  # as many as the pool has
     assert scheduler.fetches(2000) == (0, False)
+
+
+def test_a_store_that_connects_while_another_connector_is_created_is_mooncakes(monkeypatch):
+    module, package = ModuleType("mooncake.store"), ModuleType("mooncake")
+    module.MooncakeDistributedStore, package.store = FakeStore, module
+    monkeypatch.setitem(sys.modules, "mooncake", package)
+    monkeypatch.setitem(sys.modules, "mooncake.store", module)
+    connect.store_class.cache_clear()
+    try:
+        with vllm_patches.patched(lambda: "ours", "ipc:///lookup"):
+            assert module.MooncakeDistributedStore() == "ours"
+            assert isinstance(connect.open_store(msgspec.convert(SETTINGS, StoreSettings)), FakeStore)
+        assert module.MooncakeDistributedStore is FakeStore
+    finally:
+        connect.store_class.cache_clear()
+
+
+class FakeStore:
+    def setup(self, *_):
+        return 0

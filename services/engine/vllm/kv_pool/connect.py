@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from functools import cache
 from typing import Any
 
 from seer.common.errors import EngineError
@@ -12,14 +13,20 @@ BUFFER_BYTES = 2**24
 """Mooncake's buffer for copies, which our calls do not use: they pass addresses."""
 
 
+@cache
+def store_class() -> Any:  # noqa: ANN401 - Mooncake has no types
+    """Return Mooncake's class. Kept: the name is replaced while vLLM creates a connector (`vllm_patches`)."""
+    from mooncake.store import MooncakeDistributedStore
+
+    return MooncakeDistributedStore
+
+
 def open_store(settings: StoreSettings) -> Any:  # noqa: ANN401 - Mooncake has no types
     """Return a connected store. Raises `EngineError`; may block for as long as Mooncake likes."""
     os.environ.setdefault("MC_RPC_TIMEOUT_MS", str(int(settings.call_seconds * 1000)))
     if settings.protocol == "tcp":  # Mooncake would take RDMA wherever it finds a device
         os.environ["MC_FORCE_TCP"] = "1"
-    from mooncake.store import MooncakeDistributedStore
-
-    store = MooncakeDistributedStore()
+    store = store_class()()
     code = store.setup(
         settings.host, "P2PHANDSHAKE", 0, BUFFER_BYTES, settings.protocol, settings.device, settings.master
     )

@@ -16,6 +16,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.store import worker
 from vllm.distributed.mooncake_store import MooncakeStoreConfig
 
 from seer.common.errors import EngineError
+from seer.services.engine.vllm.kv_pool.connect import store_class
 
 HASH_SEED = "0"
 
@@ -42,6 +43,7 @@ def patched(make_store: Callable[[], Any], lookup_path: str) -> Iterator[None]:
     """Have a connector that is created meanwhile use our store, and `lookup_path` for look-ups."""
     import mooncake.store
 
+    store_class()  # another connector's store may connect meanwhile
     if not torch.cuda.is_available():
         torch.cuda.Event = _NoEvent
     # vLLM only passes it to `setup`, which our store ignores.
