@@ -69,6 +69,7 @@ class DynamicSampling(ScoringScope):
         sampling: SamplingParams | None = None,
         seed: int = 0,
         rollout_number: int | None = None,
+        repeat: bool = False,
         deadline_seconds: float | None = None,
         executor: Executor | None = None,
         max_concurrent: int = MAX_CONCURRENT,
@@ -83,7 +84,7 @@ class DynamicSampling(ScoringScope):
         self._source = iter(prompts)
         self._keep = keep
         self._n, self._sampling, self._seed = n, sampling, seed
-        self._number = rollout_number
+        self._number, self._repeat = rollout_number, repeat
         self._deadline_seconds = deadline_seconds
         self._given: list[PromptLike] = []
         self._positions: dict[str, int] = {}
@@ -222,6 +223,7 @@ class DynamicSampling(ScoringScope):
             sampling=self._sampling,
             seed=self._seed,
             rollout_number=self._number,
+            repeat=self._repeat,
             deadline_seconds=seconds,
         )
         self._number = rollout.rollout_number

@@ -23,6 +23,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from seer.client.groups import Group, group_of, malformed
+from seer.client.noise import Claim, UsedNoise
 from seer.client.prompts import (
     BATCH_PROMPTS,
     Prepared,
@@ -88,8 +89,9 @@ class PromptInFlight:
     `discarded` tokens had been generated for it when the buffer ended it early.
     """
 
-    def __init__(self, request: Request, cancel: Callable[[str], Awaitable[None]]) -> None:
+    def __init__(self, request: Request, claim: Claim, cancel: Callable[[str], Awaitable[None]]) -> None:
         self.request = request
+        self._claim = claim
         self.weight_version = request.weight_version
         self.submission = 0
         self._cancel = cancel
@@ -155,11 +157,13 @@ class PromptInFlight:
 
     def finish(self, group: Group) -> None:
         """End it with its group."""
+        self._claim.ended(len(each.token_ids) for each in group.responses)
         self._ended.set_result(group)
         self._changed.set()
 
     def fail(self, error: RequestRefused) -> None:
         """End it in an error."""
+        self._claim.failed()
         self._ended.set_exception(error)
         self._changed.set()
 
@@ -177,8 +181,9 @@ class Counts:
 class OpenRollout:
     """See the module's docstring; `RolloutClient.open_rollout` makes one. Use it in the client's loop.
 
-    `counts` has what became of its prompts; `progress` is the buffer's last message about it. `submission` is
-    the number of its last message to the buffer.
+    `rollout_number` is that of prompts that name no other. `counts` has what became of its prompts;
+    `progress` is the buffer's last message about it. `submission` is the number of its last message to the
+    buffer.
     """
 
     def __init__(
@@ -190,8 +195,13 @@ class OpenRollout:
         wake: Callable[[], None],
         cancel: Callable[[OpenRollout, list[str]], Awaitable[None]],
         settle: Callable[[OpenRollout], None],
+        noise: UsedNoise,
+        rollout_number: int,
+        *,
+        repeat: bool,
     ) -> None:
         self.id = rollout_id
+        self.rollout_number = rollout_number
         self._next_submission = next_submission
         self.submission = self._first_submission = next_submission()
         self.counts = Counts()
@@ -202,6 +212,7 @@ class OpenRollout:
         self._wake = wake
         self._cancel = cancel
         self._settle = settle
+        self._noise, self._repeat = noise, repeat
         self._in_flight: dict[str, PromptInFlight] = {}
         self._unsent: list[str] = []
         self._last_turns: list[str] = []
@@ -214,7 +225,7 @@ class OpenRollout:
         n: int = 1,
         sampling: SamplingParams | None = None,
         seed: int = 0,
-        rollout_number: int = 0,
+        rollout_number: int | None = None,
         weight_version: int | None = None,
         group: str = "",
         first_index: int = 0,
@@ -226,15 +237,17 @@ class OpenRollout:
         They are responses `first_index` to `first_index + n - 1` of `group`, by default of a group of their
         own under the prompt's id. Prompts of one group share drafts and length estimates, and no noise as
         long as their indices differ; a group whose name begins with "/" is shared with other rollouts, too.
-        `weight_version` is as in `RolloutClient.submit`. `turn`: the prompt is the context of a trajectory,
-        response `first_index` of `group`; its response is the next turn (`client/turns`). Raises
-        `InvalidField` before anything is sent.
+        `rollout_number` is by default the rollout's; noise that this client has used is refused, unless the
+        rollout repeats. `weight_version` is as in `RolloutClient.submit`. `turn`: the prompt is the context
+        of a trajectory, response `first_index` of `group`; its response is the next turn (`client/turns`).
+        Raises `InvalidField` before anything is sent.
         """
         if self.closed:
             raise InvalidField("prompt", self.id, "this rollout is closed: open another")
         sampling = sampling or SamplingParams()
         version = self._weight_version() if weight_version is None else weight_version
-        check_request(n, sampling, seed, rollout_number, version)
+        number = self.rollout_number if rollout_number is None else rollout_number
+        check_request(n, sampling, seed, number, version)
         check_place(group, first_index, n)
         prepared = prepare_one(prompt, self._given, self._tokenizer)
         if turn is not None:
@@ -244,11 +257,13 @@ class OpenRollout:
         if prepared.id in self._in_flight:
             raise InvalidField("prompt.id", prepared.id, "is under way here; await it, or give another")
         self._wake()  # raises if the client is closed; it sends only when this has returned
-        self._given += 1
-        request = Request(
-            prepared, n, sampling, seed, rollout_number, version, group, first_index, stream, turn
+        claim = self._noise.claim(
+            seed, number, group or prepared.id, first_index, n, prepared.token_ids.size, repeat=self._repeat
         )
-        in_flight = PromptInFlight(request, self._give_up)
+        self._noise.took(number)
+        self._given += 1
+        request = Request(prepared, n, sampling, seed, number, version, group, first_index, stream, turn)
+        in_flight = PromptInFlight(request, claim, self._give_up)
         self._in_flight[prepared.id] = in_flight
         self._unsent.append(prepared.id)
         self.counts.submitted += 1

@@ -16,6 +16,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterat
 import numpy as np
 
 from seer.client.groups import Group, group_of, malformed
+from seer.client.noise import Claim
 from seer.client.prompts import Prepared, batches, with_media
 from seer.client.text import Tokenizer
 from seer.common.errors import InvalidField, RequestRefused, RolloutFailed, Unreachable
@@ -53,6 +54,7 @@ class Rollout:
         submission: int,
         weight_version: int,
         cancel: Callable[[Rollout, Sequence[str]], Awaitable[None]],
+        claims: dict[str, Claim],
     ) -> None:
         self.id = rollout_id
         self.rollout_number = rollout_number
@@ -67,6 +69,7 @@ class Rollout:
         self.on_progress: Callable[[Progress], None] | None = None
         self.finish_times: list[float] = []
         self._cancel = cancel
+        self._claims = claims
         self._unfinished = dict.fromkeys(prompts)
         self._groups: dict[str, Group] = {}
         self._finished: list[Group] = []
@@ -188,6 +191,7 @@ class Rollout:
         self._groups[prompt.id] = group
         self._finished.append(group)
         del self._unfinished[prompt.id]
+        self._claims.pop(prompt.id).ended(len(each.token_ids) for each in group.responses)
         self._wake()
 
     def _mismatch(self, message: GroupDone) -> str:
@@ -206,6 +210,7 @@ class Rollout:
         for prompt_id in prompt_ids:
             if prompt_id in self._unfinished:
                 del self._unfinished[prompt_id]
+                self._claims.pop(prompt_id).failed()
                 self._failures[prompt_id] = (cls, message)
         self._wake()
 

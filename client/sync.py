@@ -137,6 +137,7 @@ class SyncRolloutClient:
         sampling: SamplingParams | None = None,
         seed: int = 0,
         rollout_number: int | None = None,
+        repeat: bool = False,
         deadline_seconds: float | None = None,
         rollout_id: str | None = None,
         weight_version: int | None = None,
@@ -150,6 +151,7 @@ class SyncRolloutClient:
                 sampling=sampling,
                 seed=seed,
                 rollout_number=rollout_number,
+                repeat=repeat,
                 deadline_seconds=deadline_seconds,
                 rollout_id=rollout_id,
                 weight_version=weight_version,
@@ -157,11 +159,13 @@ class SyncRolloutClient:
         )
         return SyncRollout(rollout, thread)
 
-    def open_rollout(self, rollout_id: str | None = None) -> SyncOpenRollout:
+    def open_rollout(
+        self, rollout_id: str | None = None, *, rollout_number: int | None = None, repeat: bool = False
+    ) -> SyncOpenRollout:
         """See `RolloutClient.open_rollout`."""
 
         async def opened(client: RolloutClient) -> OpenRollout:
-            return client.open_rollout(rollout_id)
+            return client.open_rollout(rollout_id, rollout_number=rollout_number, repeat=repeat)
 
         return SyncOpenRollout(self.run(opened), self._running())
 
@@ -177,6 +181,7 @@ class SyncRolloutClient:
         journal: str | Path | None = None,
         seed: int = 0,
         rollout_number: int | None = None,
+        repeat: bool = False,
         rollout_id: str | None = None,
         weight_version: int | None = None,
     ) -> SyncTrajectoryRollout:
@@ -186,7 +191,7 @@ class SyncRolloutClient:
             return client.trajectories(
                 prompts, n=n, sampling=sampling, max_context=max_context, idle_seconds=idle_seconds,
                 max_open=max_open, journal=journal, seed=seed, rollout_number=rollout_number,
-                rollout_id=rollout_id, weight_version=weight_version,
+                repeat=repeat, rollout_id=rollout_id, weight_version=weight_version,
             )  # fmt: skip
 
         return SyncTrajectoryRollout(self.run(opened), self._running(), idle_seconds)

@@ -53,6 +53,11 @@ class SyncOpenRollout:
         return self._rollout.id
 
     @property
+    def rollout_number(self) -> int:
+        """That of prompts that name no other."""
+        return self._rollout.rollout_number
+
+    @property
     def counts(self) -> Counts:
         """What became of its prompts so far."""
         return self._rollout.counts
@@ -64,7 +69,7 @@ class SyncOpenRollout:
         n: int = 1,
         sampling: SamplingParams | None = None,
         seed: int = 0,
-        rollout_number: int = 0,
+        rollout_number: int | None = None,
         weight_version: int | None = None,
         group: str = "",
         first_index: int = 0,

@@ -113,9 +113,11 @@ def folder(path, fill, shape=(2, 3)):
 
 
 async def roll(client, number=0, **options):
-    """Run one rollout; return its tokens and the weight version and digest of all its groups."""
+    """Run one rollout, again and again; return its tokens, and the weight version and digest of its groups."""
     sampling = SamplingParams(max_tokens=60)
-    rollout = await client.submit(PROMPTS, n=2, sampling=sampling, rollout_number=number, **options)
+    rollout = await client.submit(
+        PROMPTS, n=2, sampling=sampling, rollout_number=number, repeat=True, **options
+    )
     groups = await rollout.result()
     versions = {(group.weight_version, group.weights_digest) for group in groups}
     assert len(versions) == 1

@@ -201,7 +201,7 @@ def again(client: SyncRolloutClient, call: Call) -> None:
     turns = list(call.turns())
 
     async def ask(asyncio_client: RolloutClient) -> list[list[int]]:
-        rollout = asyncio_client.open_rollout()
+        rollout = asyncio_client.open_rollout(repeat=True)
         asked = [
             rollout.submit(
                 Prompt(f"{position} {turn}", token_ids=prompt),

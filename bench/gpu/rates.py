@@ -73,7 +73,9 @@ class Seer:
         """See `Side.run`."""
         given = [Prompt(name, token_ids=ids) for name, ids in prompts]
         sampling = SamplingParams(max_tokens=tokens)
-        rollout = await self._client.submit(given, n=GROUP, sampling=sampling, seed=seed, rollout_number=0)
+        rollout = await self._client.submit(
+            given, n=GROUP, sampling=sampling, seed=seed, rollout_number=0, repeat=True
+        )
         groups = await self._system.run(rollout.result())
         return sorted((g.prompt_id, r.index, r.token_ids.tolist()) for g in groups for r in g.responses)
 

@@ -77,7 +77,7 @@ class Trainer:
         lines = (EXAMPLE / "prompts.jsonl").read_text().splitlines()[:8]
         given = [Prompt(str(row), text=json.loads(line)["prompt"]) for row, line in enumerate(lines)]
         sampling = SamplingParams(max_tokens=512)
-        return await self.client.submit(given, n=8, sampling=sampling, rollout_number=0)
+        return await self.client.submit(given, n=8, sampling=sampling, rollout_number=0, repeat=True)
 
     async def all_there(self) -> None:
         """Wait until the engine has the live weights. Raises `SeerError`."""

@@ -164,7 +164,7 @@ class Agents:
 
         prompts = [Prompt(str(number), token_ids=tokens) for number, tokens in enumerate(self.prompts)]
         async with client.trajectories(
-            prompts, n=self.n, sampling=sampling(self.most), rollout_number=0, max_open=len(prompts) * self.n,
+            prompts, n=self.n, sampling=sampling(self.most), rollout_number=1, max_open=len(prompts) * self.n,
             max_context=self.most + max(map(len, self.prompts)),
         ) as rollout:  # fmt: skip
             async for group in rollout.run(agent):
@@ -174,7 +174,7 @@ class Agents:
 
     async def single(self, run: Run, client: RolloutClient) -> None:
         """Run them over an open rollout whose requests know nothing of turns."""
-        rollout = client.open_rollout()
+        rollout = client.open_rollout(rollout_number=1)
 
         def generator(place: tuple[int, int]) -> Generate:
             async def generate(context: list[int], most: int, turn: int) -> list[int]:

@@ -95,6 +95,7 @@ async def trial(
                 sampling=sampling,
                 seed=seed,
                 rollout_number=0,
+                repeat=True,
             ) as sampled:
                 kept = [scored.group for scored in await sampled.result()]
             trials[factor] = Trial(lengths(kept), lengths(groups[:drawn]), target / drawn, clock() - start)

@@ -9,10 +9,11 @@ from seer.client.turns.prefix import PrefixTrajectories
 from seer.client.turns.rollout import TrajectoryGroup, TrajectoryRollout
 from seer.client.turns.sync import SyncTrajectory, SyncTrajectoryRollout
 from seer.client.turns.tool_messages import tool_tokens
-from seer.client.turns.trajectory import Trajectory, TrajectoryFailed, Turn
+from seer.client.turns.trajectory import NoRoom, Trajectory, TrajectoryFailed, Turn
 
 __all__ = [
     "Journal",
+    "NoRoom",
     "PrefixTrajectories",
     "SyncTrajectory",
     "SyncTrajectoryRollout",

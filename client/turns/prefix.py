@@ -89,16 +89,17 @@ class PrefixTrajectories:
         group: str,
         index: int = 0,
         seed: int = 0,
-        rollout_number: int = 0,
+        rollout_number: int | None = None,
         weight_version: int | None = None,
         max_context: int = MAX_CONTEXT,
         media: Sequence[Placed] = (),
     ) -> Group:
         """Return the response to a prompt: int32 [length]. It is response `index` of `group`, or goes on.
 
-        `media` are all its images.
-        Siblings have one group and indices of their own. All turns of a session must have the same place,
-        seed and rollout number. Raises the error that ended the prompt.
+        `media` are all its images. Siblings have one group and indices of their own. All turns of a session
+        must have the same place, seed and rollout number, by default that of the open rollout: begin one for
+        each step. `max_context` is how long its context may become, for what may still come of it alone; a
+        longer prompt is taken. Raises `InvalidField`, or the error that ended the prompt.
         """
         prompt = token_array(prompt, "prompt")
         shown = _names(media)

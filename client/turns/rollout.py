@@ -102,6 +102,11 @@ class TrajectoryRollout:
         self._ran = False
 
     @property
+    def rollout_number(self) -> int:
+        """The rollout number of the noise keys."""
+        return self._asked.rollout_number
+
+    @property
     def run_id(self) -> str:
         """The first part of all call ids."""
         return self._settings.run

@@ -186,6 +186,11 @@ class SyncTrajectoryRollout:
         self._agents: set[threading.Thread] = set()
 
     @property
+    def rollout_number(self) -> int:
+        """The rollout number of the noise keys."""
+        return self._rollout.rollout_number
+
+    @property
     def run_id(self) -> str:
         """The first part of all call ids."""
         return self._rollout.run_id

@@ -1,6 +1,7 @@
 """One trajectory: its prompt, what was generated in turns, and what an environment added in between.
 
 Invariants (tests/unit/test_trajectories.py):
+- it has at most `max_context` tokens: what an environment says, and does not fit, is refused;
 - it is append-only: each turn is generated after all tokens that are there, and none is changed; one thing
   is under way at a time;
 - `token_ids`, `loss_mask` and `logprobs` have one entry for each token after the prompt: the mask is True
@@ -41,6 +42,10 @@ class TrajectoryFailed(RolloutFailed):
         super().__init__(f"trajectory {index} of prompt {prompt_id}: {why}", (prompt_id,))
         self.prompt_id = prompt_id
         self.index = index
+
+
+class NoRoom(InvalidField):
+    """What an environment says does not fit into `max_context`: the trajectory is as it was before."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,7 +205,8 @@ class Trajectory:
 
         Text gets no special tokens; `tool_tokens` adds what a chat template has between turns. `media`: the
         images in the token ids; offsets count from the first of these. Once a trajectory has an image, its
-        placeholder is known, and refused where no image stands.
+        placeholder is known, and refused where no image stands. Raises `NoRoom` for more tokens than there is
+        `room` for, `InvalidField` for others: nothing is added then.
         """
         self._check_free("append")
         if media and isinstance(tokens, str):
@@ -213,12 +219,16 @@ class Trajectory:
         if len(tokens) == 0:
             return
         added = token_array(tokens, "tokens")
+        if len(added) > self.room:
+            most = self._settings.max_context
+            fix = f"max_context = {most} has room for {self.room}: shorten it, or end the trajectory"
+            raise NoRoom("tokens", f"{len(added)} tokens", fix)
         known = self._placeholders | placeholders(added, shown)
         check_shown(added, shown, known)
-        self._placeholders = known
         start = len(self._context)
         media = (*self._media, *(replace(each, offset=start + each.offset) for each in shown))
         self._media = check_media(media, start + len(added))
+        self._placeholders = known
         self._extend(added, np.zeros(len(added), np.bool_), np.zeros(len(added), np.float32))
 
     async def once(self, call: Callable[[str], Awaitable[T]]) -> T:

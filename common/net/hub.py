@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
+from collections.abc import Callable
 from typing import Generic, TypeVar
 
 import msgspec
@@ -68,6 +69,7 @@ class Hub(Generic[Out, In]):
     """The server's side of many channels. One task may receive while others send.
 
     `incoming` is the union that clients send; it includes `Hello`. Peers of other `roles` are refused.
+    `weight_version`: what a `Welcome` says of it.
     """
 
     def __init__(
@@ -77,6 +79,7 @@ class Hub(Generic[Out, In]):
         incoming: object,
         require_config_hash: bool,
         roles: frozenset[str] | None = None,
+        weight_version: Callable[[], int] = lambda: -1,
     ) -> None:
         self.counters = {
             "sent": 0, "received": 0, "malformed": 0, "strangers": 0, "refused": 0, "undeliverable": 0,
@@ -86,6 +89,7 @@ class Hub(Generic[Out, In]):
         self._decoder: Decoder[In] = Decoder(incoming)
         self._require_config_hash = require_config_hash
         self._roles = roles
+        self._weight_version = weight_version
         self._peers: OrderedDict[bytes, _Peer] = OrderedDict()
         self._sessions = 0
         self._started = asyncio.get_running_loop().time()
@@ -251,6 +255,7 @@ class Hub(Generic[Out, In]):
             lost=lost,
             sent=peer.sent,
             session=peer.session,
+            weight_version=self._weight_version(),
         )
 
     async def _refuse_stranger(self, identity: bytes, peer: _Peer) -> None:

@@ -77,6 +77,7 @@ class Welcome(Message, tag=True):
     `lost`: something that the peer sent may not have arrived. `sent` counts the sender's messages to
     this peer, Welcomes apart, as in `Hello`. `session` numbers this admission of the peer, from 1: a
     new number means that something was lost, once, however often it is repeated (0: not numbered).
+    `weight_version`: that of a buffer's live weights; -1: not known.
     """
 
     major: int
@@ -88,6 +89,7 @@ class Welcome(Message, tag=True):
     lost: bool = False
     sent: int = -1
     session: int = 0
+    weight_version: int = -1
 
 
 class Refused(Message, tag=True):

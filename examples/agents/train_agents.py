@@ -88,8 +88,8 @@ async def train(client: RolloutClient, args: argparse.Namespace) -> None:
             row |= {"reward": pass_rate(groups), "gap": step.gap, "corrected": step.corrected}
         row["seconds"] = time.monotonic() - began
         print(json.dumps({name: round(value, 7) for name, value in row.items()}), flush=True)
-    for tool in ("own", "swapped", "none"):
-        groups = await roll(client, held_out, 4, iteration, args.seed, tool)
+    for number, tool in enumerate(("own", "swapped", "none"), start=iteration + 1):
+        groups = await roll(client, held_out, 4, number, args.seed, tool)
         print(json.dumps({"tool": tool, "held_out": round(pass_rate(groups), 4)}), flush=True)
 
 

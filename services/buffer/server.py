@@ -153,6 +153,7 @@ class BufferServer:
             wire.TrainerToBuffer,
             require_config_hash=False,
             roles=frozenset({"trainer"}),
+            weight_version=lambda: self.weights.live.version if self.weights.live else 0,
         )
         self._to_trainers = Outbox(self._trainer_hub, self._trainers.remove)
         self._engines.bind(engines)

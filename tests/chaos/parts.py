@@ -59,7 +59,7 @@ class Parts:
 
     async def run(self, client: RolloutClient) -> None:
         """Ask until every part has ended, with its responses or for good reason."""
-        rollout = client.open_rollout(self.step.rollout_id)
+        rollout = client.open_rollout(self.step.rollout_id, repeat=True)
         left = [part for part in parts_of(self.step) if not self._ended(part)]
         try:
             async with asyncio.TaskGroup() as asking:

@@ -297,9 +297,11 @@ class Trainer:
         if not _PINS:
             client.weight_version = self.asked[place]
         prompts = [self.world.prompt(step, prompt_id) for prompt_id in left]
+        before = self.world.script(self.name)[:place]
+        repeat = any(isinstance(each, Roll) and each.number == step.number for each in before)
         rollout = await client.submit(
             prompts, n=step.n, sampling=SamplingParams(max_tokens=step.max_tokens), seed=step.seed,
-            rollout_number=step.number, rollout_id=step.rollout_id, deadline_seconds=step.deadline, **options,
+            rollout_number=step.number, rollout_id=step.rollout_id, deadline_seconds=step.deadline, repeat=repeat, **options,
         )  # fmt: skip
         rollout.weight_version = self.asked[place]
         self.waiting[step.rollout_id] = rollout

@@ -23,7 +23,7 @@ from chaos.roads import BACKOFF_SECONDS
 from seer.client import Prompt, RolloutClient, SamplingParams
 from seer.client.groups import Response
 from seer.client.media import Placed
-from seer.client.turns import PrefixTrajectories, Trajectory, TrajectoryFailed, TrajectoryGroup
+from seer.client.turns import NoRoom, PrefixTrajectories, Trajectory, TrajectoryFailed, TrajectoryGroup
 from seer.common.errors import Unreachable
 
 if TYPE_CHECKING:
@@ -132,7 +132,7 @@ class Turns:
             [self.prompt(name) for name, _ in step.prompts], n=step.n,
             sampling=SamplingParams(max_tokens=step.max_tokens), max_context=self.most_context,
             idle_seconds=how.idle_seconds, max_open=self.most_open, journal=journal, seed=step.seed,
-            rollout_number=step.number, rollout_id=step.rollout_id,
+            rollout_number=step.number, rollout_id=step.rollout_id, repeat=True,
             weight_version=self.trainer.asked[self.place],
         ) as rollout:  # fmt: skip
             self.trainer.journals.add(rollout._journal)
@@ -155,6 +155,8 @@ class Turns:
         for number in range(self.how.turns):
             try:
                 await self._take(trajectory, number)
+            except NoRoom:
+                return  # as an agent would whose environment said too much
             except Unreachable:
                 raise  # the client is closed
             except Exception as error:
@@ -215,12 +217,17 @@ class Turns:
             added: list[int] = []
             if number < len(self.how.waits):
                 added = self.trainer.said[f"{run}/{found.prompt_id}/{found.index}/{number}"]
+            ended = len(context) + len(tokens) + len(added) > self.most_context
+            if ended:
+                added = []
             media += [
                 (each.medium.name, len(context) + len(tokens)) for each in (added and self._shown(added))
             ]
             context += [*tokens, *added]
             mask += [True] * len(tokens) + [False] * len(added)
             logprobs += [*said, *([0.0] * len(added))]
+            if ended:
+                break
         got = found.context.tolist(), found.loss_mask.tolist(), found.logprobs.tolist()
         world.changed += (*got, [turn.finish_reason for turn in found.turns]) != (
             context, mask, logprobs, ends,
@@ -292,7 +299,7 @@ class Turns:
     # --- loops that send whole contexts -----------------------------------------------------
 
     async def _loops(self, client: RolloutClient, beats: int) -> None:
-        rollout = client.open_rollout(self.step.rollout_id)
+        rollout = client.open_rollout(self.step.rollout_id, repeat=True)
         sessions = PrefixTrajectories(rollout, idle_seconds=self.how.idle_seconds)
         try:
             await together(*(self._loops_of(sessions, prompt, beats) for prompt in self.left))

@@ -94,7 +94,7 @@ async def test_they_are_the_same_groups_as_in_a_plain_rollout():
             accepted = await sampled.result()
         last = int(accepted[-1].group.prompt_id)
         prompts = list(itertools.islice(stream(), last + 1))
-        rollout = await client.submit(prompts, n=2, sampling=SAMPLING, seed=3, rollout_number=7)
+        rollout = await client.submit(prompts, n=2, sampling=SAMPLING, seed=3, rollout_number=7, repeat=True)
         async with Scores(rollout, parity) as scores:
             everything = await scores.result()
     assert content(accepted) == content([scored for scored in everything if len(set(scored.rewards)) > 1])

@@ -35,7 +35,7 @@ MEDIA = {each.medium.name: each.medium for prompt in PROMPTS for each in prompt.
 
 
 async def rolled(cluster, client, prompts=PROMPTS, **options):
-    rollout = await client.submit(prompts, n=4, sampling=SAMPLING, rollout_number=0, **options)
+    rollout = await client.submit(prompts, n=4, sampling=SAMPLING, rollout_number=0, repeat=True, **options)
     return {
         (group.prompt_id, response.index): response.token_ids.tolist()
         for group in await rollout.result()
@@ -127,7 +127,7 @@ async def test_other_pixels_under_a_known_name_are_refused_at_every_hop():
         (folder / picture(3, LARGE).name).write_bytes(picture(4, LARGE).data.tobytes())
         await cluster.start("e1")
         await cluster.kill("e0")
-        rollout = await client.submit(PROMPTS, n=4, sampling=SAMPLING, rollout_number=0)
+        rollout = await client.submit(PROMPTS, n=4, sampling=SAMPLING, rollout_number=0, repeat=True)
         with pytest.raises(RolloutFailed, match="is not in this buffer: submit it again"):
             await rollout.result()
         assert list(rollout.failures) == ["c"]

@@ -50,7 +50,7 @@ async def test_single_requests_halves_and_late_siblings_are_the_groups_responses
         expected = await submitted(client)
         assert len(expected) == 24
         assert len({tuple(tokens) for tokens in expected.values()}) > 20
-        rollout = client.open_rollout()
+        rollout = client.open_rollout(repeat=True)
         singles = {(name, index): asked(rollout, name, index) for name in PROMPTS for index in range(N)}
         assert await tokens_of(singles) == expected
         halves = {(name, first): asked(rollout, name, first, n=2) for name in PROMPTS for first in (0, 2)}
@@ -66,7 +66,7 @@ async def test_single_requests_halves_and_late_siblings_are_the_groups_responses
 async def test_halves_from_two_trainers_are_one_group_and_never_repeat_noise():
     async with running(engines=2) as cluster, cluster.client() as one, cluster.client() as other:
         halves = {
-            ("p5", first): asked(client.open_rollout(), "p5", first, n=2, group="/step 3/p5")
+            ("p5", first): asked(client.open_rollout(repeat=True), "p5", first, n=2, group="/step 3/p5")
             for client, first in ((one, 0), (other, 2))
         }
         machine = cluster.services["context"].machine
@@ -116,7 +116,7 @@ async def test_streamed_tokens_are_those_of_the_group_whatever_is_killed():
     config = BufferConfig(chunk_size=8)
     async with running(engines=2, buffer=config) as cluster, cluster.client() as client:
         expected = await submitted(client)
-        rollout = client.open_rollout()
+        rollout = client.open_rollout(repeat=True)
         prompts = {name: asked(rollout, name, n=N, stream=True) for name in PROMPTS}
         pieces: dict[tuple[str, int], list[list[int]]] = {}
 
@@ -147,7 +147,7 @@ async def test_nothing_is_streamed_to_who_did_not_ask():
 async def test_another_place_or_parameter_under_an_id_in_use_is_refused_and_harms_nobody():
     async with running() as cluster, cluster.client() as client, cluster.client() as other:
         expected = await submitted(client)
-        rollout = client.open_rollout("mine")
+        rollout = client.open_rollout("mine", repeat=True)
         good = asked(rollout, "p5", n=N)
         await eventually(lambda: cluster.services["buffer"].machine.rollouts)
         stranger = other.open_rollout("mine")

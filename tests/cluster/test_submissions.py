@@ -35,7 +35,7 @@ async def test_responses_are_those_of_whole_groups_in_the_order_of_the_samples()
         order = [4, 0, 1, 2, 5, 3]
         places = [Place("ab"[i // 3], i % 3) for i in order]
         prompts = [[[1, 2], [3]][i // 3] for i in order]
-        got = await generate(client.open_rollout(), places, prompts, SAMPLING, KEYS)
+        got = await generate(client.open_rollout(repeat=True), places, prompts, SAMPLING, KEYS)
         assert [each.token_ids.tolist() for each in got] == [expected[i] for i in order]
 
 

@@ -154,7 +154,7 @@ async def test_sleep_waits_for_those_that_are_away_and_no_longer_than_idle_secon
         assert not any(isinstance(e, TrajectoryFailed) for g in await rolling for e in g.trajectories)
         await other.wake(60)
         began = asyncio.get_running_loop().time()
-        rolling = asyncio.create_task(rolled(client, slow, idle_seconds=10.0))
+        rolling = asyncio.create_task(rolled(client, slow, idle_seconds=10.0, rollout_number=4))
         await asyncio.sleep(5.0)
         await other.sleep(200)
         assert asyncio.get_running_loop().time() < began + 19.0
@@ -381,7 +381,7 @@ async def test_a_journal_of_other_weights_is_refused_by_name(tmp_path):
 async def test_loops_that_send_whole_contexts_have_trajectories_and_segments():
     expected = await resent()
     async with running(engines=2) as cluster, cluster.client() as client:
-        sessions = PrefixTrajectories(client.open_rollout())
+        sessions = PrefixTrajectories(client.open_rollout(repeat=True))
         opened = []
 
         async def loop(prompt, index, *, rewrites=False):
@@ -492,8 +492,9 @@ async def test_turns_that_nobody_awaits_go_where_the_last_one_ran_and_hold_up_no
         for number in range(4):
             said = await turn(number, context, len(context) - 3)
             plain = other.open_rollout().submit(
-                Prompt("x", token_ids=context), sampling=SAMPLING, group=f"g{number}", seed=number
-            )
+                Prompt("x", token_ids=context), sampling=SAMPLING, group=f"g{number}", seed=number,
+                rollout_number=0,
+            )  # fmt: skip
             assert (await plain.result()).responses[0].token_ids.tolist() == said
             context += said
             [place] = machine.registry.trajectories.places.values()

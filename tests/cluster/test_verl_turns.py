@@ -1,6 +1,7 @@
 """Turns of veRL's loops in a whole system: their tokens, groups, segments and ends. No veRL."""
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 from cluster_harness import folder, running
@@ -24,9 +25,9 @@ def away(cluster):
     return cluster.services["buffer"].machine.registry.trajectories.away
 
 
-async def loop(turns, index, asks=3, *, seconds=0.0, rewrites=False, version=0):
+async def loop(turns, index, asks=3, *, seconds=0.0, rewrites=False, version=0, key=KEY):
     """Run a session; return the kinds of its requests, and what each got."""
-    session, context, kinds, found = Session(KEY, index), list(TOKENS), [], []
+    session, context, kinds, found = Session(key, index), list(TOKENS), [], []
     for _ in range(asks):
         request = Request(tuple(context), SAMPLING)
         kinds.append(turns.kind(session, request))
@@ -42,19 +43,21 @@ async def loop(turns, index, asks=3, *, seconds=0.0, rewrites=False, version=0):
 
 @virtual
 async def test_first_turns_are_a_whole_group_and_later_ones_its_responses_that_go_on():
-    async with running(engines=2) as cluster, cluster.client() as client:
+    async with running(engines=2) as cluster, cluster.client() as client, cluster.client() as other:
         prompt = Prompt(prompt_id(KEY, TOKENS), token_ids=TOKENS)
         [whole] = await (
-            await client.submit([prompt], n=N, sampling=SAMPLING, seed=SEED, rollout_number=KEY.step)
+            await other.submit([prompt], n=N, sampling=SAMPLING, seed=SEED, rollout_number=KEY.step)
         ).result()
         turns = turns_of(client)
         ran = await asyncio.gather(*(loop(turns, index) for index in range(N)))
         assert [kinds for kinds, _ in ran] == [[FIRST, TURN, TURN]] * N
         assert [found[0] for _, found in ran] == [each.token_ids.tolist() for each in whole.responses]
-        again = await asyncio.gather(*(loop(turns, index, seconds=index) for index in range(N)))
+        async with cluster.client() as third:
+            turns = turns_of(third)
+            again = await asyncio.gather(*(loop(turns, index, seconds=index) for index in range(N)))
         assert again == ran
         context = [*TOKENS, *ran[1][1][0], sum(ran[1][1][0]) % 90 + 1, 9]
-        single = client.open_rollout().submit(
+        single = other.open_rollout(repeat=True).submit(
             Prompt("x", token_ids=context), sampling=SAMPLING, seed=SEED, rollout_number=KEY.step,
             group=prompt.id, first_index=1,
         )  # fmt: skip
@@ -65,11 +68,12 @@ async def test_first_turns_are_a_whole_group_and_later_ones_its_responses_that_g
 @virtual
 async def test_a_rewritten_history_is_a_segment_whose_tokens_are_the_same_each_time():
     async with running(engines=2) as cluster, cluster.client() as client:
-        turns = turns_of(client)
-        kinds, found = await loop(turns, 0, rewrites=True)
+        kinds, found = await loop(turns_of(client), 0, rewrites=True)
         assert kinds == [FIRST, SEGMENT, SEGMENT]
-        assert found[0] == (await loop(turns, 0, asks=1))[1][0]
-        assert (await loop(turns_of(client), 0, rewrites=True))[1] == found
+        async with cluster.client() as other:
+            assert found[0] == (await loop(turns_of(other), 0, asks=1))[1][0]
+        async with cluster.client() as other:
+            assert (await loop(turns_of(other), 0, rewrites=True))[1] == found
         await eventually(lambda: not away(cluster))
 
 
@@ -100,6 +104,6 @@ async def test_new_weights_wait_for_no_session_that_has_ended(tmp_path):
         began = asyncio.get_running_loop().time()
         await client.update_weights(1, folder(tmp_path, 1))
         assert asyncio.get_running_loop().time() - began < 60
-        kinds, after = await loop(turns, 0, version=1)
+        kinds, after = await loop(turns, 0, version=1, key=replace(KEY, step=3))
         assert kinds == [FIRST, TURN, TURN]
         assert len(after) == len(before)

@@ -88,7 +88,7 @@ def again(client: SyncRolloutClient, call: trl_runs.Call) -> int:
         given.append(locate(mine, prompt, media))
 
     async def ask(client: RolloutClient) -> list[list[int]]:
-        rollout = client.open_rollout()
+        rollout = client.open_rollout(repeat=True)
         asked = [
             rollout.submit(
                 Prompt(f"{position} {turn}", token_ids=prompt, media=media),

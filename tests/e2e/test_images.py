@@ -388,7 +388,7 @@ async def test_kv_behind_an_image_is_read_by_another_engine_and_not_after_an_upd
     ):
 
         async def rolls() -> list[list[int]]:
-            rollout = await client.submit(shown, n=4, sampling=SAMPLING, rollout_number=0)
+            rollout = await client.submit(shown, n=4, sampling=SAMPLING, rollout_number=0, repeat=True)
             groups = await rollout.result()
             return [response.token_ids.tolist() for group in groups for response in group.responses]
 

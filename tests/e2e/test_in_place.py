@@ -44,7 +44,8 @@ async def roll(client: RolloutClient) -> tuple[list[list[int]], tuple[int, str]]
     """Return tokens, and the weights that all groups name."""
     sampling = SamplingParams(max_tokens=40)
     prompts = [[1, 5, 9], [4, 4, 4]]
-    groups = await (await client.submit(prompts, n=2, sampling=sampling, rollout_number=0)).result()
+    rollout = await client.submit(prompts, n=2, sampling=sampling, rollout_number=0, repeat=True)
+    groups = await rollout.result()
     (weights,) = {(group.weight_version, group.weights_digest) for group in groups}
     return [response.token_ids.tolist() for group in groups for response in group.responses], weights
 

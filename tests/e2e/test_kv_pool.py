@@ -48,7 +48,9 @@ class System:
         lines = (EXAMPLE / "prompts.jsonl").read_text().splitlines()[:PROMPTS]
         prompts = [json.loads(line)["prompt"] for line in lines]
         sampling = SamplingParams(max_tokens=TOKENS, ignore_eos=True)
-        rollout = await self.client.submit(prompts, n=GROUP, sampling=sampling, rollout_number=number)
+        rollout = await self.client.submit(
+            prompts, n=GROUP, sampling=sampling, rollout_number=number, repeat=True
+        )
         done = asyncio.create_task(rollout.result())
         if meanwhile is not None:
             await until_generated(self.client, PROMPTS * GROUP * TOKENS // 2)

@@ -29,7 +29,8 @@ async def roll(client: RolloutClient) -> tuple[list[list[int]], tuple[int, str]]
     lines = (EXAMPLE / "prompts.jsonl").read_text().splitlines()[:4]
     prompts = [json.loads(line)["prompt"] for line in lines]
     sampling = SamplingParams(max_tokens=60)
-    groups = await (await client.submit(prompts, n=2, sampling=sampling, rollout_number=0)).result()
+    rollout = await client.submit(prompts, n=2, sampling=sampling, rollout_number=0, repeat=True)
+    groups = await rollout.result()
     (weights,) = {(group.weight_version, group.weights_digest) for group in groups}
     return [response.token_ids.tolist() for group in groups for response in group.responses], weights
 

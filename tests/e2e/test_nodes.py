@@ -40,7 +40,8 @@ def tensors(scale: float) -> dict[str, object]:
 async def roll(client: RolloutClient, number: int = 0, n: int = 4) -> Tokens:
     sampling = SamplingParams(max_tokens=60)
     prompts = [[1 + i, 5, 9, 12] for i in range(4)]
-    groups = await (await client.submit(prompts, n=n, sampling=sampling, rollout_number=number)).result()
+    rollout = await client.submit(prompts, n=n, sampling=sampling, rollout_number=number, repeat=True)
+    groups = await rollout.result()
     return [response.token_ids.tolist() for group in groups for response in group.responses]
 
 

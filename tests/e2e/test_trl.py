@@ -112,7 +112,7 @@ def asked_again(
     live = client.update_weights(client.status().weight_version + 1, call["folder"])
     sampling = SamplingParams(max_tokens=TOKENS, temperature=0.9)
     prompts = [Prompt(f"{key[1]}-{g}", token_ids=ids) for g, ids in enumerate(call["prompt_ids"][::n])]
-    rollout = client.submit(prompts, n=n, sampling=sampling, seed=SEED, rollout_number=key[0])
+    rollout = client.submit(prompts, n=n, sampling=sampling, seed=SEED, rollout_number=key[0], repeat=True)
     return live.digest, [r.token_ids.tolist() for group in rollout.result() for r in group.responses]
 
 

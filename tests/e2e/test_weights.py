@@ -53,7 +53,8 @@ async def roll(client: RolloutClient) -> tuple[list[list[int]], list[list[float]
     lines = (EXAMPLE / "prompts.jsonl").read_text().splitlines()[:6]
     prompts = [json.loads(line)["prompt"] for line in lines]
     sampling = SamplingParams(max_tokens=100)
-    groups = await (await client.submit(prompts, n=2, sampling=sampling, rollout_number=0)).result()
+    rollout = await client.submit(prompts, n=2, sampling=sampling, rollout_number=0, repeat=True)
+    groups = await rollout.result()
     responses = [response for group in groups for response in group.responses]
     (weights,) = {(group.weight_version, group.weights_digest) for group in groups}
     return [r.token_ids.tolist() for r in responses], [r.logprobs.tolist() for r in responses], weights
@@ -253,7 +254,7 @@ async def ends(
     """Submit prompts; return the responses of each that has some, and why each of the others failed."""
     sampling = SamplingParams(max_tokens=90, temperature=1.1, ignore_eos=True, logit_bias={HOSTILE: -100.0})
     asked = [Prompt(name, token_ids=tokens) for name, tokens in prompts.items()]
-    rollout = await client.submit(asked, n=3, sampling=sampling, rollout_number=0)
+    rollout = await client.submit(asked, n=3, sampling=sampling, rollout_number=0, repeat=True)
     found: dict[str, list[list[int]]] = {}
     with contextlib.suppress(RolloutFailed):
         async for group in rollout:

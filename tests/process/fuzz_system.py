@@ -155,7 +155,7 @@ class Honest(threading.Thread):
         )
 
     async def once(self, client: RolloutClient) -> list[list[list[int]]]:
-        rollout = await client.submit(PROMPTS, n=4, sampling=SAMPLING, rollout_number=0)
+        rollout = await client.submit(PROMPTS, n=4, sampling=SAMPLING, rollout_number=0, repeat=True)
         self.known[:] = [f"{rollout.id}/{i}#{k}" for i in range(3) for k in range(2)] + [
             f"{rollout.id}/0",
             "e0",

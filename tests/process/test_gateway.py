@@ -244,7 +244,7 @@ async def test_single_requests_of_one_group(system: GatewaySystem, http: httpx.A
     sampling = SamplingParams(max_tokens=20, ignore_eos=True)
     seed = group_seed([request_hash([7, 8], sampling)], None)
     async with RolloutClient(system.endpoint) as client:
-        prompt = client.open_rollout().submit(
+        prompt = client.open_rollout(rollout_number=0).submit(
             [7, 8], n=2, sampling=sampling, seed=seed, group="/step 1/7", first_index=2
         )
         responses = (await prompt.result()).responses

@@ -25,7 +25,7 @@ PROMPTS = [
 
 
 async def rolled(client: RolloutClient) -> list[list[int]]:
-    rollout = await client.submit(PROMPTS, n=4, sampling=SAMPLING, rollout_number=0)
+    rollout = await client.submit(PROMPTS, n=4, sampling=SAMPLING, rollout_number=0, repeat=True)
     return [response.token_ids.tolist() for group in await rollout.result() for response in group.responses]
 
 

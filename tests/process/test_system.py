@@ -333,7 +333,7 @@ async def test_a_restarted_buffer_costs_no_response(services: Buffer) -> None:
     sampling = SamplingParams(max_tokens=200)
     async with RolloutClient(services.endpoint) as client:
         expected = await (await client.submit(prompts, n=2, sampling=sampling, rollout_number=0)).result()
-        rollout = await client.submit(prompts, n=2, sampling=sampling, rollout_number=0)
+        rollout = await client.submit(prompts, n=2, sampling=sampling, rollout_number=0, repeat=True)
         await anext(aiter(rollout))
         services.kill("buffer")
         services.start("buffer")

@@ -140,7 +140,7 @@ def test_defaults_are_those_of_the_contract(prompts: Path, monkeypatch: pytest.M
     assert seer_rollout(prompts, "--model", prompts.parent).exit_code == 0
     (job,) = jobs
     assert job.sampling == SamplingParams(max_tokens=512, temperature=1.0, top_p=1.0, top_k=0)
-    assert (job.n, job.seed, job.rollout_number, job.instances, job.connect) == (8, 0, 0, None, "")
+    assert (job.n, job.seed, job.rollout_number, job.instances, job.connect) == (8, 0, None, None, "")
     assert (job.config.engine.tensor_parallel, job.config.buffer.chunk_size) == (1, None)
     drafts = job.config.drafts
     assert (drafts.source, drafts.max_draft, drafts.max_paths) == ("grouped", 8, None)

@@ -109,9 +109,10 @@ async def test_the_noise_of_a_segment_is_named_by_its_first_prompt_and_how_often
 
 async def test_content_is_what_counts_whatever_numbers_it_comes_in():
     async with loops() as (buffer, sessions):
-        for kind in (np.int32, np.int64):
-            await sessions.generate(f"{kind}", np.array([1], kind), SAMPLING, group="g")
-            await sessions.generate(f"{kind}", np.array([2], kind), SAMPLING, group="g")
+        for seed, kind in enumerate((np.int32, np.int64)):
+            for token in (1, 2):
+                asked = np.array([token], kind)
+                await sessions.generate(f"{kind}", asked, SAMPLING, group="g", seed=seed)
         assert places(buffer)[:2] == places(buffer)[2:]
         with pytest.raises(InvalidField, match=r"^prompt = "):
             await turn(sessions, "s")
@@ -152,14 +153,14 @@ async def test_a_session_that_ends_while_it_generates_is_awaited_no_more_either(
 
 async def test_at_most_max_sessions_are_known_and_the_oldest_begins_again():
     async with loops(max_sessions=2) as (buffer, sessions):
-        contexts = [await turn(sessions, name, 1) for name in ("a", "b")]
-        contexts[0] = await turn(sessions, "a", *contexts[0])
-        await turn(sessions, "c", 1)
+        contexts = [await turn(sessions, name, 1, group=name) for name in ("a", "b")]
+        contexts[0] = await turn(sessions, "a", *contexts[0], group="a")
+        await turn(sessions, "c", 1, group="c")
         assert len(sessions) == 2
         assert await ended(buffer, 1) == ["b.0"]
-        await turn(sessions, "a", *contexts[0])
+        await turn(sessions, "a", *contexts[0], group="a")
         assert (len(sessions), sessions.segments) == (2, 0)
-        await turn(sessions, "b", *contexts[1])
+        await turn(sessions, "b", *contexts[1], group="b")
         spec = buffer.of(Submit)[-1].turns[0]
         assert (spec.prompt_len, spec.generated) == (3, 0)
 
@@ -198,7 +199,7 @@ async def test_the_room_of_a_context_bounds_what_its_turns_generate_together():
             (4, 5),
             (4, 5),
         ]
-        context = await turn(sessions, "t", 1, max_context=1)
+        context = await turn(sessions, "t", 1, max_context=1, index=1)
         assert buffer.of(Submit)[-1].turns[0].cap == 2
-        await turn(sessions, "t", *context, max_context=1)
+        await turn(sessions, "t", *context, max_context=1, index=1)
         assert buffer.of(Submit)[-1].turns[0].cap == 4

@@ -19,6 +19,7 @@ from seer.client import (
     Scores,
     per_response,
 )
+from seer.client.noise import UsedNoise
 from seer.client.prompts import prepare
 from seer.client.scorer import measure
 from seer.common.wire import GroupDone
@@ -30,7 +31,9 @@ def played(count: int) -> Rollout:
     async def cancel(rollout, prompt_ids):
         rollout.fail(prompt_ids or rollout.unfinished, RolloutCancelled, "cancelled by the trainer")
 
-    return Rollout("r", 0, 0, N, SamplingParams(), prepare([[1]] * count, None), 1, -1, cancel)
+    prompts = prepare([[1]] * count, None)
+    claims = UsedNoise().claim_prompts(0, 0, N, list(prompts.values()), repeat=False)
+    return Rollout("r", 0, 0, N, SamplingParams(), prompts, 1, -1, cancel, claims)
 
 
 def finish(rollout: Rollout, *prompt_ids: str) -> None:

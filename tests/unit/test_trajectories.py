@@ -13,7 +13,7 @@ from fake_buffer import FakeBuffer, connected, turns
 from msgspec import structs
 
 from seer.client import InvalidField, Prompt, RolloutCancelled, SamplingParams, Unreachable
-from seer.client.turns import Trajectory, TrajectoryFailed, TrajectoryGroup
+from seer.client.turns import NoRoom, Trajectory, TrajectoryFailed, TrajectoryGroup
 from seer.common.wire import Cancel, Message, Refused, Submit
 
 SAMPLING = SamplingParams(max_tokens=3)
@@ -111,9 +111,11 @@ async def test_a_full_context_ends_turns_by_name_and_sends_none(tokenizer: objec
         empty = await trajectory.generate()
         assert (empty.finish_reason, len(empty.token_ids), empty.start) == ("context", 0, 7)
         assert empty.text == (None if tokenizer is None else "")
-        trajectory.append([5])
-        assert trajectory.room == 0
-        assert (await trajectory.generate()).start == 8
+        before = trajectory.context.tolist(), trajectory.loss_mask.tolist()
+        with pytest.raises(NoRoom, match=r"^tokens = '1 tokens': max_context = 7 has room for 0"):
+            trajectory.append([5])
+        assert (trajectory.context.tolist(), trajectory.loss_mask.tolist()) == before
+        assert (await trajectory.generate()).start == 7
 
     async with agents(tokenizer=tokenizer, max_context=7) as (buffer, run):
         found = await one(run, agent)

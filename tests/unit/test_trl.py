@@ -53,7 +53,7 @@ class Client:
     def run(self, work):
         return asyncio.run(work(self))
 
-    def open_rollout(self) -> SimpleNamespace:
+    def open_rollout(self, *, repeat: bool) -> SimpleNamespace:
         self.rollouts.append(Rollout(self))
         return self.rollouts[-1]
 

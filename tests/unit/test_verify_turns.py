@@ -83,7 +83,7 @@ def test_no_placeholder_is_sampled_where_it_would_be_sent_again():
 @pytest.mark.parametrize("resent", [True, False])
 async def test_every_turn_shows_all_images_so_far(resent: bool):
     rollout = Rollout()
-    client = SimpleNamespace(open_rollout=lambda: rollout)
+    client = SimpleNamespace(open_rollout=lambda **_: rollout)
     job = SimpleNamespace(n=1, sampling=SamplingParams(max_tokens=40), seed=3, cell_seconds=9.0)
     prompt = Prompt("p", token_ids=np.array([5, 9, 9, 6]), media=[placed(1, 1, 2)])
     (group,), shown = await turns.run(client, [prompt], job, resent)
@@ -129,7 +129,7 @@ class Rollout:
 @pytest.mark.parametrize("resent", [True, False])
 async def test_only_a_reference_sends_turns_that_nobody_knows_as_turns(resent: bool):
     rollout = Rollout()
-    client = SimpleNamespace(open_rollout=lambda: rollout)
+    client = SimpleNamespace(open_rollout=lambda **_: rollout)
     job = SimpleNamespace(n=1, sampling=SamplingParams(max_tokens=40), seed=3, cell_seconds=9.0)
     (group,), shown = await turns.run(client, [Prompt("p", token_ids=PROMPT)], job, resent)
     assert shown == {("p", 0): []}
@@ -153,7 +153,7 @@ async def test_trajectories_that_take_too_long_are_an_error():
     job = SimpleNamespace(n=1, sampling=SamplingParams(max_tokens=40), seed=3, cell_seconds=0.01)
     with pytest.raises(SeerError, match="not all trajectories ended"):
         await turns.run(
-            SimpleNamespace(open_rollout=lambda: rollout), [Prompt("p", token_ids=PROMPT)], job, True
+            SimpleNamespace(open_rollout=lambda **_: rollout), [Prompt("p", token_ids=PROMPT)], job, True
         )
 
 

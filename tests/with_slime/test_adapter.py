@@ -146,7 +146,8 @@ def test_evaluation(args):
     assert got["truncated"] == [sample.response_length == 8 for sample in got["samples"]]
     pair = got["samples"][2:4]
     prompt = pair[0].tokens[: -pair[0].response_length]
-    again = asked_for_again("slime-eval-small-1", prompt, 2, max_tokens=8, temperature=0.7, top_p=0.9)
+    group = f"slime-eval-{live_version()}-small-1"
+    again = asked_for_again(group, prompt, 2, max_tokens=8, temperature=0.7, top_p=0.9)
     assert [(sample.tokens[len(prompt) :], sample.rollout_log_probs) for sample in pair] == again
 
 

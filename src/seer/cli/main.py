@@ -76,9 +76,8 @@ for _command in (keys, *COMMANDS, *OBSERVE_COMMANDS):
 @SEED
 @click.option(
     "--rollout-number",
-    default=0,
-    show_default=True,
-    help="Part of the noise key: use another for every iteration.",
+    type=int,
+    help="Part of the noise key: use another for every iteration.  [default: follows from the weights]",
 )
 @INSTANCES
 @click.option(

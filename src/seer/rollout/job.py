@@ -61,7 +61,7 @@ CONNECT_SECONDS = 30.0
 
 class Job(msgspec.Struct, frozen=True, kw_only=True):
     """The command's options. `connect` is a running system's endpoint; empty: start a system with
-    `config`.
+    `config`. Without a `rollout_number` it follows from the live weights: other weights, other noise.
     """
 
     prompts: Path
@@ -71,7 +71,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     n: int
     sampling: SamplingParams
     seed: int
-    rollout_number: int
+    rollout_number: int | None
     instances: int | None
     connect: str
     resume: bool
@@ -109,7 +109,7 @@ def perform(job: Job) -> int:
 
     Raises `InvalidField` or `ConfigError` for bad input, other `SeerError`s when nothing ran.
     """
-    check_request(job.n, job.sampling, job.seed, job.rollout_number)
+    check_request(job.n, job.sampling, job.seed, job.rollout_number or 0)
     check_writable("--out", job.out)
     if job.report is not None:
         check_writable("--report", job.report)
@@ -173,6 +173,12 @@ def _run_of(job: Job, lines: Sequence[PromptLine]) -> dict[str, str]:
 def _name_of(job: Job, run_of_job: Mapping[str, str]) -> str:
     whose = [socket.gethostname(), str(job.out.absolute()), *run_of_job.items()]
     return "rollout-" + hashlib.blake2b(msgspec.json.encode(whose), digest_size=12).hexdigest()
+
+
+def _number_of(weights_digest: str) -> int:
+    """Return the rollout number for weights; 0 for those that are not known."""
+    digest = hashlib.blake2b(weights_digest.encode(), digest_size=4).digest()
+    return int.from_bytes(digest, "little") if weights_digest else 0
 
 
 def _with_length(config: Config, length: int, facts: ModelFacts) -> Config:
@@ -243,13 +249,17 @@ async def _roll(
     async with RolloutClient(
         endpoint, name=name, tokenizer=tokenizer, connect_seconds=CONNECT_SECONDS
     ) as client:
+        number = job.rollout_number
+        if number is None:
+            number = _number_of((await client.status()).weights_digest)
+            _say(f"rollout number {number}, which follows from the weights")
         started = loop.time()
         outcome.rollout = rollout = await client.submit(
             prompts,
             n=job.n,
             sampling=job.sampling,
             seed=job.seed,
-            rollout_number=job.rollout_number,
+            rollout_number=number,
             rollout_id=outcome.name,
         )
         with showing(len(prompts) * job.n) as rollout.on_progress:
@@ -306,6 +316,8 @@ def _report(outcome: Outcome) -> dict[str, object]:
         "prompts": len(groups),
         "failed": len(rollout.prompts) - len(groups) if rollout else 0,
         "resumed": outcome.resumed,
+        "seed": rollout.seed if rollout else None,
+        "rollout_number": rollout.rollout_number if rollout else None,
         "requests": sum(len(group.responses) for group in groups),
         "tokens": tokens,
         "seconds": outcome.seconds,

@@ -81,7 +81,7 @@ async def run(
 
     Raises `SeerError` if one fails, or not all have ended in time.
     """
-    rollout = client.open_rollout()
+    rollout = client.open_rollout(rollout_number=0)
     shown: Shown = {}
 
     async def group(prompt: Prompt) -> Group:

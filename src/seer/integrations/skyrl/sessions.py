@@ -6,7 +6,8 @@ prompt's uid in its dataset.
 Invariants:
 - trajectory r of a prompt is response r of the group of this step, call and prompt, so siblings share a
   group, and no two trajectories of a step have the same noise;
-- names are functions of the phase, the call's number in its step and the uid: not of time.
+- names are functions of the phase, the call's number in its step and the uid: not of time. Calls of a step
+  are counted for ever: a step may come again.
 """
 
 from __future__ import annotations
@@ -21,16 +22,14 @@ class Sessions:
 
     def __init__(self) -> None:
         self.step = -1
-        self._calls: Counter[str] = Counter()
+        self._calls: Counter[tuple[str, int]] = Counter()
         self._call = ""
 
     def begin(self, step: int, phase: str) -> None:
         """Begin a call; `phase` is `train` or `eval`."""
-        if step != self.step:
-            self.step = step
-            self._calls.clear()
-        self._call = f"{phase}-{self._calls[phase]}"
-        self._calls[phase] += 1
+        self.step = step
+        self._call = f"{phase}-{self._calls[phase, step]}"
+        self._calls[phase, step] += 1
 
     def place(self, session: str) -> Place:
         """Return the place of a trajectory."""

@@ -147,7 +147,7 @@ class _Call:
         self, dataset: Any, number: int, group: list[Sample], sampling: SamplingParams
     ) -> list[Sample]:
         skip = first(dataset.skip_special_tokens, self._args.rollout_skip_special_tokens)
-        name = f"slime-eval-{dataset.name}-{number}"
+        name = f"slime-eval-{self._keys.weight_version}-{dataset.name}-{number}"  # slime evaluates twice at 0
         samples = await self._sampled(name, group, sampling, skip_special=skip)
         samples = [await apply_rollout_sample_hooks(self._args, each, evaluation=True) for each in samples]
         await asyncio.gather(*(self._reward(sample) for sample in samples))

@@ -91,7 +91,8 @@ class Session:
         self._deadline_seconds = deadline_seconds
         self._state: object = None
         self._step = -1
-        self._calls: Counter[str] = Counter()
+        self._calls: Counter[tuple[str, int]] = Counter()
+        """By mode and step: `train()` counts steps anew each time that it is called."""
         self._call = ""
         self._size = 1
         self._start = 0
@@ -121,8 +122,8 @@ class Session:
         )
         self._sync_weights(trainer)
         mode = "train" if trainer.model.training else "eval"
-        self._call = f"{mode}-{self._calls[mode]}"
-        self._calls[mode] += 1
+        self._call = f"{mode}-{self._calls[mode, self._step]}"
+        self._calls[mode, self._step] += 1
         self._size = size
         self._start = sum(map(len, everyone[: trainer.accelerator.process_index]))
         flat = [prompt for theirs in everyone for prompt in theirs]
@@ -184,7 +185,6 @@ class Session:
         self.live = self._update_adapter(trainer, version) or self._update_all(trainer, version)
         if moved:
             self._state, self._step = state, step
-            self._calls.clear()
 
     def _update_all(self, trainer: GRPOTrainer, version: int) -> WeightsLive:
         with whole_weights(trainer) as (model, weights):
@@ -261,7 +261,7 @@ async def generate(
     images: Mapping[str, Medium],
 ) -> list[Sampled]:
     """Return the responses to all submissions, in order. Raises the error of the first that fails."""
-    rollout = client.open_rollout()
+    rollout = client.open_rollout(repeat=True)  # by a trainer that is resumed; no call of a session repeats
     in_flight: list[PromptInFlight] = []
     try:
         in_flight.extend(

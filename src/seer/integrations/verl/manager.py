@@ -153,15 +153,15 @@ class SeerAgentLoopManager(AgentLoopManagerTQ):
         check_trainer(config)
         super().__init__(config, SeerClient(config, llm_client._load_balancer), *args, **kwargs)
         self.agent_loop_workers_class = ray.remote(SeerAgentLoopWorker)
-        self._copies = Copies()
+        self._copies = {validate: Copies() for validate in (False, True)}
 
     def generate_sequences(self, prompts: Any) -> None:
         """Have workers run a batch's agent loops. Only a validation is waited for: see the invariants."""
         validate = bool(plain(prompts["validate"])) if "validate" in prompts else False
         indices = [str(plain(index)) for index in prompts["index"]]
         texts = [json.dumps(plain(raw), default=named) for raw in prompts["raw_prompt"]]
-        step = (validate, int(plain(prompts["global_steps"])))
-        prompts[COPY] = torch.tensor(self._copies.number(step, zip(indices, texts, strict=True)))
+        copies, step = self._copies[validate], int(plain(prompts["global_steps"]))
+        prompts[COPY] = torch.tensor(copies.number(step, zip(indices, texts, strict=True)))
         super().generate_sequences(prompts)
         if validate:
             ray.get([worker.settle.remote() for worker in self.agent_loop_workers])

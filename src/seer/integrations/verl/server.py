@@ -198,7 +198,7 @@ class SeerServer:
             media = {"images": image_data, "videos": video_data, "audios": audio_data}
             request = request_of(prompt_ids, sampling_params, self._limits, media)
             weights = await self.begin(LOOSE)
-            [copy] = self._copies.number(weights, [request.tokens])
+            [copy] = self._copies.number(weights[1], [request.tokens])
             what = Submission(loose_id(request, copy), request, 1, LOOSE)
             [output] = await self._generator.run(what, weights, weights[1])
         except Exception as error:

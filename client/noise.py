@@ -1,0 +1,110 @@
+"""Which noise a client has used: no two of its responses have the same, unless that is asked for. Pure.
+
+The noise of a token follows from seed, rollout number, the group's name, the index in it and the position
+(docs/same-tokens.md). Which prompt stands before it makes no difference, nor do the weights.
+
+Invariants (tests/unit/test_noise.py):
+- a response that is under way, or has come, keeps its noise: whoever asks for it again is refused, or says
+  that it is a repetition. One that failed or was cancelled gives it back: asking again is a retry;
+- what begins where a response ended has noise of its own: turns have one key;
+- a number that nobody gave is above all before it, and is of the weight version: steps differ, also those
+  of clients that know nothing of each other, and a step that is run again has its numbers again;
+- memory is bounded: the noise that was claimed longest ago is forgotten first.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+
+from seer.client.prompts import Prepared
+from seer.common.errors import InvalidField
+from seer.common.ids import request_key
+
+ROLLOUTS_PER_VERSION = 2**20
+"""Rollout numbers that belong to one weight version."""
+
+MOST_GROUPS = 2**17
+"""Groups whose noise is remembered; one of 16 responses takes about 250 bytes."""
+
+_VERSIONS = 2**42
+"""Versions whose numbers differ; they fit in 63 bits."""
+
+_UNDER_WAY = 2**31 - 1
+
+
+class Claim:
+    """The noise of responses `first` to `first + n - 1` of a group, from position `start` on."""
+
+    __slots__ = ("_before", "_ends", "_first", "_start")
+
+    def __init__(self, ends: array[int], first: int, n: int, start: int, *, repeat: bool) -> None:
+        self._ends, self._first, self._start = ends, first, start
+        self._before = None if repeat else ends[first : first + n]
+        if not repeat:
+            ends[first : first + n] = array("i", [_UNDER_WAY]) * n
+
+    def ended(self, lengths: Iterable[int]) -> None:
+        """Keep what responses of these lengths, in tokens, have used."""
+        for index, length in enumerate(lengths, self._first):
+            end = self._start + length
+            self._ends[index] = end if self._before is not None else max(self._ends[index], end)
+
+    def failed(self) -> None:
+        """Give it back: nobody has got the responses."""
+        if self._before is not None:
+            self._ends[self._first : self._first + len(self._before)] = self._before
+
+
+class UsedNoise:
+    """See the module's docstring."""
+
+    def __init__(self, most: int = MOST_GROUPS) -> None:
+        self._most = most
+        self._next_number = 0
+        self._ends: OrderedDict[int, array[int]] = OrderedDict()
+        """By group, the position that each of its responses, by index, has come to; 0: none was asked for."""
+
+    def number(self, given: int | None, weight_version: int) -> int:
+        """Return the number of a rollout with these weights (-1: unknown) for which this one was `given`."""
+        if given is not None:
+            return given
+        return max(self._next_number, max(weight_version, 0) % _VERSIONS * ROLLOUTS_PER_VERSION)
+
+    def took(self, number: int) -> None:
+        """Take note that a rollout has this number."""
+        self._next_number = max(self._next_number, number + 1)
+
+    def claim(
+        self, seed: int, number: int, group: str, first: int, n: int, start: int, *, repeat: bool
+    ) -> Claim:
+        """Claim the noise of responses to a prompt of `start` tokens. Raises `InvalidField` if it is used."""
+        key = request_key(seed, number, group, 0)
+        ends = self._ends.setdefault(key, array("i"))
+        self._ends.move_to_end(key)
+        if len(self._ends) > self._most:
+            self._ends.popitem(last=False)
+        if (missing := first + n - len(ends)) > 0:
+            ends.extend([0] * missing)
+        if not repeat and max(ends[first : first + n]) > start:
+            raise InvalidField(
+                "rollout_number", number, f"{group!r} has had this noise in this client's life: give each "
+                "step a number of its own, or repeat=True if it is to be the same",
+            )  # fmt: skip
+        return Claim(ends, first, n, start, repeat=repeat)
+
+    def claim_prompts(
+        self, seed: int, number: int, n: int, prompts: Sequence[Prepared], *, repeat: bool
+    ) -> dict[str, Claim]:
+        """Claim the noise of n responses to each prompt, by prompt id; none, if it raises `InvalidField`."""
+        claims: dict[str, Claim] = {}
+        try:
+            for prompt in prompts:
+                length = prompt.token_ids.size
+                claims[prompt.id] = self.claim(seed, number, prompt.id, 0, n, length, repeat=repeat)
+        except InvalidField:
+            for claim in claims.values():
+                claim.failed()
+            raise
+        return claims
