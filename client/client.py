@@ -483,10 +483,10 @@ class RolloutClient:
         if not self._resubmit:
             return
         self._resubmit = False
-        if self._update is not None:
-            await self._update.send_again(self._channel.send)
         if self._wish is not None and not self._too_old("wishes", WISHES):
             await self._channel.send(self._wish)
+        if self._update is not None:
+            await self._update.send_again(self._channel.send)
         if self._sleep_call is not None:
             await self._channel.send(self._sleep_call.request)
         if self._status_waiters:

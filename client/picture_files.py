@@ -4,7 +4,7 @@ Invariants (tests/unit/test_picture_files.py):
 - a picture is PNG, JPEG or WebP, has one frame, 8 bits for each color and at most `MAX_PIXELS`; all others
   are refused by name before any pixel is decoded;
 - so is a file that is much work for its pixels: scans that each go over all of them, parts that are read one
-  by one. What is left takes seconds at most, as the most pixels do (bench/services/http_bodies.py);
+  by one, EXIF entries without end. What is left takes seconds at most, as the most pixels do (bench/services/http_bodies.py);
 - it stands as its EXIF orientation says, and is RGB, as `datasets` and transformers' `load_image` have it;
 - whatever bytes arrive, the outcome is a picture or `InvalidField`.
 """
@@ -31,6 +31,12 @@ MAX_SCANNED = 2**30
 MAX_PARTS = 2**16
 """Bound on the parts of a file (chunks of a PNG, markers of a JPEG), beside a JPEG's data: PIL reads each in
 Python. A part of encoders has 4 KB and more."""
+
+MAX_EXIF = 2**20
+"""Bound on a picture's EXIF entries, in bytes: PIL makes an object of each number of the orientation."""
+
+_EXIF = ("exif", "Raw profile type exif")
+"""Where PIL has them."""
 
 _TURNS = {2: "FLIP_LEFT_RIGHT", 3: "ROTATE_180", 4: "FLIP_TOP_BOTTOM", 5: "TRANSPOSE", 6: "ROTATE_270",
           7: "TRANSVERSE", 8: "ROTATE_90"}  # fmt: skip
@@ -103,8 +109,14 @@ def decoded(picture: Picture, field: str) -> Picture:
     from PIL import Image
 
     try:
+        picture.load()  # entries may follow the pixels
+        exif = max(len(picture.info.get(name, "")) for name in _EXIF)
+        if exif > MAX_EXIF:
+            raise InvalidField(field, f"{exif} bytes of EXIF", f"give at most {MAX_EXIF}, or none")
         turn = _TURNS.get(picture.getexif().get(_ORIENTATION, 1))
         upright = picture.transpose(Image.Transpose[turn]) if turn else picture
         return upright.convert("RGB")
+    except InvalidField:
+        raise
     except Exception as error:
         raise InvalidField(field, "damaged", f"cannot be read as a picture: {error}") from error

@@ -281,9 +281,7 @@ class BufferServer:
                 self.conductor.apply(events.RolloutCancelled(name, rollout_id, prompt_ids, submission))
             case wire.StatusRequest():
                 self._desk.ask(address)
-            case wire.Sleep(wish=wish) if self.weights.updating:
-                if wish:
-                    return None
+            case wire.Sleep(wish=0) if self.weights.updating:
                 busy = "a weight update is under way: wait for that"
                 return wire.Slept(asleep=message.asleep, problem=busy, call_id=message.call_id)
             case wire.Sleep():

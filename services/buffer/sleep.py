@@ -16,6 +16,7 @@ Invariants (tests/property/test_sleep_machine.py):
 - an engine that joins is brought to the state that was last requested, in this life of the buffer or an
   earlier one: every request that is taken is a wish with a number, greater than all before it. Engines report
   the last wish that they came to, trainers repeat the last one that was answered, and the greatest counts;
+  but a request to this life counts before all of earlier ones;
 - where no engine knows of a wish (earlier releases), a buffer that got no request takes over the state of its
   engines: as long as all of them sleep, that of the one that sleeps least;
 - an engine of an earlier release, which knows neither levels nor tags, sleeps at level 1, and is awake as
@@ -38,6 +39,9 @@ NO_ENGINE = "no engine is there to wake: start one, and ask again"
 
 GRACE_SECONDS = 10.0
 """Twice the time after which an idle engine notices that its buffer was restarted."""
+
+WISHES_END = 2**62
+"""Greater ones are no buffer's, whose clock counts nanoseconds; beyond the wire's bound none could follow."""
 
 
 class SleepAsked(events.Row, frozen=True):
@@ -176,8 +180,8 @@ class SleepMachine(msgspec.Struct):
                     self._forget(name)
             case SleepAsked(wish=0):
                 self._sleep_requested(event, now, out)
-            case SleepAsked():
-                self._repeated(event)
+            case SleepAsked(wish=wish):
+                self._learn(wish, state_of(asleep=event.asleep, tags=event.tags), event.level)
             case SleepAnswered(name, asleep, tags):
                 state = state_of(asleep=asleep, tags=tags)
                 if name in self._ordered and state != self._states[name]:
@@ -199,15 +203,22 @@ class SleepMachine(msgspec.Struct):
         if not event.sleep_levels:
             self._earlier.add(event.instance)
         level: SleepLevel = 2 if event.dropped else 1
-        if event.wish > self._wish:
-            self._take_over(event.wish, state, level)
+        if event.wish:
+            self._learn(event.wish, state, level)
         elif not (self._wish or self._requested) and none_awake and state:
             self._take_over(0, SleepState(min(self._states.values())), level)
 
-    def _repeated(self, event: SleepAsked) -> None:
-        """Follow a wish of an earlier life, unless a later one is known."""
-        if self._wish < event.wish < self.first_wish:
-            self._take_over(event.wish, state_of(asleep=event.asleep, tags=event.tags), event.level)
+    def _learn(self, wish: int, state: SleepState, level: SleepLevel) -> None:
+        """Follow a wish of an earlier life, unless a later one is known.
+
+        What this life was asked is later, even if a clock that was set back gave it the smaller number.
+        """
+        if not self._wish < wish < WISHES_END:
+            return
+        if self._requested:
+            self._wish = wish + 1
+        else:
+            self._take_over(wish, state, level)
 
     def _take_over(self, wish: int, state: SleepState, level: SleepLevel) -> None:
         """Want what was wanted in an earlier life."""

@@ -423,6 +423,6 @@ class Trainer:
             return "final" if prompt_id == "mute" else "problem"
         if plan.poison and "engines that died" in why:  # the poison's, and one that a fault killed
             faults = (each for each in self.world.inflicted if each.target[0] == "e")
-            lost = any("kill" in each.kind or each.seconds > RETURN_SECONDS for each in faults)
+            lost = any(re.match("kill|twin", each.kind) or each.seconds > RETURN_SECONDS for each in faults)
             return "final" if lost else "problem"
         return "problem"

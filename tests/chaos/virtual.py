@@ -160,9 +160,10 @@ def _passable(plan: Plan, fault: Fault) -> bool:
 
 def _bound(plan: Plan) -> float:
     tokens = sum(step.most_tokens for step in plan.rolls)
+    trip = 2 * (plan.latency + plan.jitter)  # of a chunk
     return (
         BOUND_SECONDS
-        + tokens * plan.step_seconds
+        + tokens * (plan.step_seconds + trip / plan.chunk_size)
         + 2 * plan.turn_seconds
         + 200 * (plan.latency + plan.jitter)
     )

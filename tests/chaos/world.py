@@ -27,10 +27,10 @@ from chaos import engines
 from chaos.expected import Expected, weights_digest
 from chaos.images import PLACEHOLDER, image
 from chaos.in_place import planned
-from chaos.plan import POISON, UNSAMPLEABLE, Catch, Fault, Plan, Roll, Step
+from chaos.plan import ODD, POISON, UNSAMPLEABLE, Catch, Fault, Plan, Roll, Step
 from chaos.roads import BACKOFF_SECONDS, ChaosRoads
 from chaos.trainers import Trainer
-from chaos.values import ODD_WEIGHTS
+from chaos.values import BEYOND, ODD_WEIGHTS
 from seer.client import SamplingParams
 from seer.client.prompts import Prompt
 from seer.common import ids, wire
@@ -259,7 +259,9 @@ class World:
         self.excuses.append(f"{trainer}: {why}")
         # Sleep waits for requests, and these for weights that are gone until its trainer updates again.
         waits = "not all engines answered" in why and self.may_lack_weights
-        if self.away(trainer) < 40.0 and not waits:
+        # A life whose clock was set back has its name once the earlier life is gone, or silent.
+        seems_earlier = self.plan.clocks and re.search("another life of trainer|the client is closed", why)
+        if self.away(trainer) < 40.0 and not (waits or seems_earlier):
             self.problem(f"{trainer} gave the buffer up at {self.loop.time():.1f}: {why}")
 
     def away(self, trainer: str) -> float:
@@ -308,7 +310,8 @@ class World:
             excuses += ["is not the name of these bytes", "is not in this buffer: submit it again"]
         if self.disk_was_full:
             excuses += ["cannot be stored", "is not in this buffer: submit it again"]
-        if self.away(trainer) > MEDIUM_STALL_SECONDS - BACKOFF_SECONDS:
+        shakes_hands = 10 * (self.plan.latency + self.plan.jitter)
+        if self.away(trainer) > MEDIUM_STALL_SECONDS - BACKOFF_SECONDS - shakes_hands:
             excuses.append("nothing of its trainer's images has come")
         return excuses
 
@@ -355,6 +358,10 @@ class World:
         if self.draining is None or self.draining.get(group) != step.seed:
             return self.draining is not None
         if self.may_lapse(trainer) or self.is_shared(step.rollout_id):  # acknowledged, as the other trainer's
+            return True
+        if prompt_id in {*ODD, BEYOND} or (
+            step.images and self.spoilt
+        ):  # it failed, and was submitted once more
             return True
         process = self.processes.get("buffer")
         if process is not None and process.service is not None and group in process.service.machine.groups:
@@ -479,10 +486,12 @@ class World:
             self.draining = {name: groups[name].prompt.seed for name in accepted}
             self._expect_refusals(list(machine.registry.held.values()))
         self.loop.call_soon(process.service.drain, context=process.context)
+        # What was begun under weights that are gone waits for an engine that has them.
+        seconds = 400 + BufferConfig().engine_wait_seconds * self.may_lack_weights
         try:
-            await eventually(lambda: self.processes.get(name) is not process, 400)
+            await eventually(lambda: self.processes.get(name) is not process, seconds)
         except TimeoutError:
-            self.problem(f"{name} did not drain in 400 s")
+            self.problem(f"{name} did not drain in {seconds:.0f} s")
             await self.kill(name)
         if name == "buffer":
             seconds = 2 + 4 * self.plan.latency + 2 * self.plan.jitter

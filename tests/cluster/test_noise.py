@@ -12,7 +12,7 @@ from seer.client.dynamic import DynamicSampling
 from seer.client.turns import PrefixTrajectories
 from seer.common import ids
 from seer.common.ids import request_key
-from seer.gateway.group_names import GroupNames, request_hash
+from seer.gateway.group_names import GroupNames, request_hashes
 from seer.integrations.skyrl.sessions import Sessions
 from seer.integrations.submissions import Keys, generate
 from seer.integrations.verl.groups import Copies, GroupKey, Request
@@ -150,7 +150,7 @@ async def test_a_buffer_that_is_killed_changes_no_key(door, keys):
 
 
 def test_requests_over_http_differ_unless_a_seed_or_an_id_says_that_they_are_the_same():
-    asked = [request_hash([1, 2], SAMPLING)]
+    asked = request_hashes([[1, 2]], SAMPLING)
     lives = [GroupNames(), GroupNames()]
     samples = [names.places(asked, None, "")[0] for names in lives for _ in range(2)]
     assert len(set(samples)) == 4

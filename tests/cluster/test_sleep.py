@@ -96,6 +96,23 @@ async def test_a_trainer_tells_a_new_buffer_that_engines_are_to_be_awake():
 
 
 @virtual
+async def test_a_trainer_that_updates_tells_a_new_buffer_that_engines_are_to_be_awake(tmp_path):
+    async with running(engines=2) as cluster, cluster.client() as client:
+        await cut_off_while_others_wake(cluster, client)
+        cluster._transports["e1"].disconnect()
+        update = asyncio.create_task(client.update_weights(1, folder(tmp_path / "one", 1.0)))
+        await eventually(lambda: cluster.services["buffer"].weights.updating)
+        await cluster.kill("e1")
+        await cluster.kill("buffer")
+        await cluster.start("buffer")
+        await cluster.start("e2")
+        await update
+        cluster._transports["e0"].reconnect()
+        assert await roll(client)
+        assert not sleepers(cluster)
+
+
+@virtual
 async def test_a_fresh_engine_wakes_nobody_in_a_new_buffer():
     async with running(engines=2) as cluster, cluster.client() as client:
         expected = await roll(client)

@@ -19,7 +19,7 @@ NAMES = ("a", "b", "c")
 AWAKE, KV_ASLEEP, ASLEEP = SleepState
 KINDS = (
     "join", "join earlier", "lose", "sleep", "sleep 2", "wake", "wake weights", "wake kv", "answer", "work",
-    "load", "tick", "restart", "cut", "back", "lose trainer",
+    "load", "tick", "restart", "clock back", "cut", "back", "lose trainer",
 )  # fmt: skip
 STEPS = st.lists(st.tuples(st.sampled_from(KINDS), st.sampled_from(NAMES), st.integers(0, 9)), max_size=60)
 TAGS = {"wake": (), "wake weights": ("weights",), "wake kv": ("kv_cache",)}
@@ -157,8 +157,8 @@ class World:
             case "tick":
                 self.now += number
                 self.handle(Tick())
-            case "restart":  # a new buffer; its trainers ask it again, its engines register
-                self.restart()
+            case "restart" | "clock back":  # a new buffer; its trainers ask it again, its engines register
+                self.restart(1 if kind == "clock back" else self.machine.first_wish + 1000)
 
     def reconnect(self, name, back):
         """Cut an engine off from its buffer, or have it come back, with the state that it had."""
@@ -170,9 +170,9 @@ class World:
             self.lose(name)
             self.handle(Left([name]))
 
-    def restart(self):
+    def restart(self, first_wish):
         was = any(engine.state for engine in self.engines.values())
-        wanted, latest, first_wish = self.machine.wanted, self.machine._wish, self.machine.first_wish + 1000
+        wanted, latest = self.machine.wanted, self.machine._wish
         self.machine, self.open, self.idle = sleep.SleepMachine(seconds=5.0, first_wish=first_wish), 0, True
         self.loading.clear()
         engines, self.engines = self.engines, {}  # the new buffer knows of one after the other

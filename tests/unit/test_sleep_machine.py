@@ -69,3 +69,37 @@ def test_who_was_told_to_sleep_is_not_awake_and_an_earlier_answer_changes_nothin
     assert len(made.apply(sleep.SleepAsked("t", True), 0.0, idle=True)) == 2
     assert made.awake == set()
     assert made.apply(sleep.SleepAnswered("a", False), 1.0, idle=True) == []
+
+
+AT_WORK = Joined("a", asleep=False, sleep_levels=True)
+
+
+def asleep_by(wish):
+    return Joined("b", asleep=True, sleeping=("kv_cache", "weights"), sleep_levels=True, wish=wish)
+
+
+def test_what_this_life_was_asked_is_later_than_all_wishes_even_after_a_clock_went_back():
+    made = SleepMachine(first_wish=5)
+    made.apply(AT_WORK, 0.0, idle=True)
+    made.apply(sleep.SleepAsked("t", False), 0.0, idle=True)
+    made.apply(asleep_by(900), 0.0, idle=True)
+    assert made.apply(Tick(), 0.0, idle=True) == [sleep.Order("b", False)]
+    made.apply(sleep.SleepAsked("late", True, tags=("kv_cache", "weights"), wish=950), 0.0, idle=True)
+    assert not made.wanted
+    assert made._wish > 950, "the next life is to follow it"
+
+
+def test_a_trainer_repeats_its_wish_to_a_buffer_whose_clock_went_back():
+    made = SleepMachine(first_wish=5)
+    made.apply(AT_WORK, 0.0, idle=True)
+    made.apply(asleep_by(900), 0.0, idle=True)
+    assert made.wanted
+    made.apply(sleep.SleepAsked("t", False, wish=901), 0.0, idle=True)
+    assert not made.wanted
+
+
+def test_a_wish_that_no_buffer_gave_is_not_followed():
+    made = SleepMachine()
+    made.apply(AT_WORK, 0.0, idle=True)
+    made.apply(sleep.SleepAsked("t", True, tags=("kv_cache", "weights"), wish=2**63 - 1), 0.0, idle=True)
+    assert not made.wanted
