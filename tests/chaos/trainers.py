@@ -95,6 +95,8 @@ class Trainer:
     done: set[int] = field(default_factory=set)
     waiting: dict[str, Rollout] = field(default_factory=dict)
     """By id: the last use of a rollout that this trainer began."""
+    submitted: dict[str, float] = field(default_factory=dict)
+    """By id: when the last prompts of a rollout were submitted, all at once."""
     parts: dict[tuple[int, Part], tuple[Group | None, str]] = field(default_factory=dict)
     """By step: how the parts of rollouts over open ones ended, as groups do."""
     feints: set[tuple[int, Part]] = field(default_factory=set)
@@ -297,6 +299,7 @@ class Trainer:
         if not _PINS:
             client.weight_version = self.asked[place]
         prompts = [self.world.prompt(step, prompt_id) for prompt_id in left]
+        self.submitted[step.rollout_id] = self.world.loop.time()
         before = self.world.script(self.name)[:place]
         repeat = any(isinstance(each, Roll) and each.number == step.number for each in before)
         rollout = await client.submit(

@@ -10,6 +10,7 @@ import asyncio
 import contextvars
 import functools
 import json
+import math
 import os
 import random
 import re
@@ -105,6 +106,7 @@ class World:
         self.in_step_at = 0.0
         self.disk_full = self.disk_was_full = False
         self.draining: dict[str, int] | None = None  # seeds of the groups that it has accepted
+        self.drained_at = 0.0
         self.in_place: set[int] = set()
         """Versions that were sent in place: all tries of one are."""
         self.lost: set[str] = set()
@@ -355,13 +357,14 @@ class World:
     def may_refuse(self, trainer: str, step: Roll, prompt_id: str) -> bool:
         """Say whether a buffer that shuts down may turn this prompt away: it is new, or was ended meanwhile."""
         group = ids.group_id(step.rollout_id, prompt_id)
-        if self.draining is None or self.draining.get(group) != step.seed:
-            return self.draining is not None
+        if self.draining is None:  # what it said earlier is judged with the last answer to its submission
+            return self.trainers[trainer].submitted.get(step.rollout_id, math.inf) < self.drained_at
+        if self.draining.get(group) != step.seed:
+            return True
         if self.may_lapse(trainer) or self.is_shared(step.rollout_id):  # acknowledged, as the other trainer's
             return True
-        if prompt_id in {*ODD, BEYOND} or (
-            step.images and self.spoilt
-        ):  # it failed, and was submitted once more
+        failed = prompt_id in {*ODD, BEYOND} or (step.images and self.spoilt)
+        if failed:  # and submitted once more
             return True
         process = self.processes.get("buffer")
         if process is not None and process.service is not None and group in process.service.machine.groups:
@@ -503,7 +506,7 @@ class World:
             return
         now = not self.roads.cut_off and not any(process.stops for process in self.processes.values())
         if calm and now:
-            self.draining = None
+            self.draining, self.drained_at = None, self.loop.time()
         else:
             self.loop.call_later(5.0, functools.partial(self._drained, draining, calm=now))
 
