@@ -174,7 +174,7 @@ class SleepMachine(msgspec.Struct):
         match event:
             case Joined():
                 self._joined(event)
-                return out  # whether it has to load is known only at the next event
+                return self._informed(event)  # whether it has to load is known only at the next event
             case Left():
                 for name in event.instances:
                     self._forget(name)
@@ -208,11 +208,20 @@ class SleepMachine(msgspec.Struct):
         elif not (self._wish or self._requested) and none_awake and state:
             self._take_over(0, SleepState(min(self._states.values())), level)
 
+    def _informed(self, event: Joined) -> list[Instruction]:
+        """Return what tells an engine that is awake, as is wanted, by which wish; it is not waited for."""
+        awake = not (event.asleep or self._wanted)
+        if awake and event.sleep_levels and event.wish < self._wish:
+            return [Order(event.instance, False, wish=self._wish)]
+        return []
+
     def _learn(self, wish: int, state: SleepState, level: SleepLevel) -> None:
         """Follow a wish of an earlier life, unless a later one is known.
 
         What this life was asked is later, even if a clock that was set back gave it the smaller number.
         """
+        if wish == self._wish and not self._requested:
+            self._level = max(self._level, level)  # an engine that had no weights dropped none
         if not self._wish < wish < WISHES_END:
             return
         if self._requested:

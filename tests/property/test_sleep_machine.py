@@ -58,6 +58,8 @@ class World:
     def handle(self, event):
         for item in self.machine.apply(event, self.now, idle=self.idle, loading=self.loading):
             match item:
+                case sleep.Order(name, asleep=False, wish=wish) if not self.engines[name].state:
+                    self.engines[name].wish = wish
                 case sleep.Order(name):
                     engine = self.engines[name]
                     assert self.idle or not item.asleep

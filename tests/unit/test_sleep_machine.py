@@ -103,3 +103,21 @@ def test_a_wish_that_no_buffer_gave_is_not_followed():
     made.apply(AT_WORK, 0.0, idle=True)
     made.apply(sleep.SleepAsked("t", True, tags=("kv_cache", "weights"), wish=2**63 - 1), 0.0, idle=True)
     assert not made.wanted
+
+
+def test_a_fresh_engine_is_told_by_which_wish_it_is_awake():
+    made = sleep.SleepMachine(first_wish=5)
+    made.apply(AT_WORK, 0.0, idle=True)
+    made.apply(sleep.SleepAsked("t", False), 0.0, idle=True)
+    fresh = Joined("fresh", asleep=False, sleep_levels=True)
+    assert made.apply(fresh, 0.0, idle=True) == [sleep.Order("fresh", False, wish=5)]
+
+
+def test_the_level_of_an_earlier_life_is_that_of_any_engine_that_dropped_weights():
+    made = SleepMachine(first_wish=1000)
+    made.apply(asleep_by(5), 0.0, idle=True)
+    tags = ("kv_cache", "weights")
+    dropped = Joined("c", asleep=True, sleeping=tags, sleep_levels=True, dropped=True, wish=5)
+    made.apply(dropped, 0.0, idle=True)
+    answers = made.apply(sleep.SleepAsked("t", True, level=2), 0.0, idle=True)
+    assert answers == [sleep.Tell("t", True)]
