@@ -126,6 +126,8 @@ class World:
                 engine.orders.append(message)
             case wire.PrepareWeights():  # which it may, asleep
                 engine.orders.append(message)
+            case wire.Sleep(asleep=False) if not engine.will_be:
+                pass  # it is awake, and learns by which wish
             case wire.Sleep():
                 assert name not in self.weights.loading
                 engine.orders.append(message)
