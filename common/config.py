@@ -226,6 +226,8 @@ class EngineConfig(Section, frozen=True):
     dtype: str = "auto"
     batch_invariant: bool = False
     """vLLM's batch-invariant kernels: not even last bits depend on the batch, but steps take longer. GPUs."""
+    model_runner: Literal["v1", "v2"] = "v1"
+    """Which of vLLM's model runners runs steps; `v2` has no drafts yet: docs/async.md."""
     async_scheduling: bool = False
     """Begin a step before the host has read the last one; on GPUs, without drafts: docs/async.md."""
     weights_root: str = ""
@@ -348,7 +350,9 @@ class GatewayConfig(Section, frozen=True):
     """Bound on the images that each process holds in memory, as tensors; past it requests get 503."""
     request_seconds: Seconds = 3600.0
     """Deadline of a generation request; it goes on while generation is paused."""
-    client_seconds: Seconds = 60.0
+    client_seconds: Annotated[float, Within(0.001, 32_767.0, "the kernel waits for no peer for longer")] = (
+        60.0
+    )
     """An HTTP client that takes longer to send a request, or reads nothing of its answer for as long, is
     disconnected."""
     update_seconds: Seconds = 3600.0

@@ -1,4 +1,7 @@
-"""Model runner V2 draws what V1 draws, also where it schedules ahead. Needs Triton: `make kernel-test`."""
+"""Model runner V2 draws what V1 draws, also where it schedules ahead.
+
+`make kernel-test` runs the same with V2's own kernels, in Triton's interpreter, in place of ours for CPUs.
+"""
 
 import importlib.util
 import json
@@ -11,12 +14,10 @@ import pytest
 
 if importlib.util.find_spec("vllm") is None:
     pytest.skip("needs the engine extra", allow_module_level=True)
-if importlib.util.find_spec("triton") is None or os.environ.get("TRITON_INTERPRET") != "1":
-    pytest.skip("`make kernel-test` runs this in Triton's interpreter", allow_module_level=True)
-
 from ways import BLOCKS, WAYS
 
-from seer.common.config import EngineConfig, SharedConfig
+from seer.common.config import DraftsConfig, EngineConfig, SharedConfig
+from seer.common.errors import EngineError
 from seer.services.engine.vllm.backend import VllmBackend
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(600)]
@@ -37,7 +38,10 @@ def expected() -> dict[str, object]:
     return json.loads(json.dumps(results))
 
 
-@pytest.mark.parametrize("ahead", [False, True], ids=["synchronous", "asynchronous"])
+AHEAD = pytest.param(True, id="asynchronous", marks=pytest.mark.breadth)
+
+
+@pytest.mark.parametrize("ahead", [pytest.param(False, id="synchronous"), AHEAD])
 def test_it_draws_what_v1_draws(expected: dict[str, object], ahead: bool) -> None:
     script = Path(__file__).with_name("v2_engine.py")
     paths = os.pathsep.join([str(script.parents[1]), os.environ.get("PYTHONPATH", "")])
@@ -50,3 +54,10 @@ def test_it_draws_what_v1_draws(expected: dict[str, object], ahead: bool) -> Non
     assert module == "vllm.v1.worker.cpu.model_runner"  # V2's; V1's is vllm.v1.worker.cpu_model_runner
     assert scheduling == ("asynchronous" if ahead else "synchronous")
     assert results == expected
+
+
+def test_drafts_are_refused_by_name() -> None:
+    shared = SharedConfig(model=str(MODEL))
+    config = EngineConfig(kv_blocks=BLOCKS, model_runner="v2")
+    with pytest.raises(EngineError, match=r"engine\.model_runner = 'v2': it has no drafts yet"):
+        VllmBackend(config, shared, drafts=DraftsConfig()).start()

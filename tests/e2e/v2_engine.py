@@ -1,34 +1,37 @@
 """Runs `WAYS` on an engine with model runner V2, on a CPU, and prints what they gave as JSON. Runs as a script.
 
-V2's kernels are Triton's, which vLLM wants to compile for a CPU. Triton's interpreter runs them as well.
+V2's kernels are Triton's. Ours for CPUs take their place, unless Triton is here: then its interpreter runs them.
 """
 
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import json
 import os
 import sys
 from types import SimpleNamespace
 
-from triton.backends import backends
+if importlib.util.find_spec("triton") is not None:
+    from triton.backends import backends
 
-backends["cpu"] = SimpleNamespace(driver=SimpleNamespace(is_active=lambda: True))  # before vllm looks for it
+    backends["cpu"] = SimpleNamespace(
+        driver=SimpleNamespace(is_active=lambda: True)
+    )  # before vllm looks for it
 
-from ahead import scheduling_ahead  # noqa: E402 - after that
-from ways import BLOCKS, WAYS  # noqa: E402
+from ahead import scheduling_ahead
+from ways import BLOCKS, WAYS
 
-from seer.common.config import EngineConfig, SharedConfig  # noqa: E402
-from seer.services.engine.vllm import env  # noqa: E402
-from seer.services.engine.vllm.backend import VllmBackend  # noqa: E402
+from seer.common.config import EngineConfig, SharedConfig
+from seer.services.engine.vllm.backend import VllmBackend
 
 
 def main(model: str, ahead: bool, names: list[str]) -> None:
-    env._FORCED["VLLM_USE_V2_MODEL_RUNNER"] = "1"
     core = str(min(os.sched_getaffinity(0)))
     config = EngineConfig(
-        kv_blocks=BLOCKS, max_num_seqs=32, max_model_len=256, cpu_cores=core, async_scheduling=ahead
-    )
+        kv_blocks=BLOCKS, max_num_seqs=32, max_model_len=256, cpu_cores=core, async_scheduling=ahead,
+        model_runner="v2",
+    )  # fmt: skip
     with scheduling_ahead() if ahead else contextlib.nullcontext():
         backend = VllmBackend(config, SharedConfig(model=model))
         backend.start()

@@ -36,7 +36,6 @@ _MAX_SOCKET_DIR = 70
 """Longest TMPDIR for sockets. Bytes: vLLM adds 37, and a socket's path has 107 at most."""
 
 _FORCED = {
-    "VLLM_USE_V2_MODEL_RUNNER": "0",
     # The engine core lives in this process: one thread steps it, its scheduler is read directly.
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
 }
@@ -72,7 +71,7 @@ def prepare(config: EngineConfig, meeting: Meeting | None = None) -> None:
     `meeting`: where the ranks of several nodes meet; None: all are here.
     Raises `EngineError` when vllm is missing or of another series, and where its build for GPUs finds none.
     """
-    os.environ.update(_FORCED)
+    os.environ.update(_FORCED, VLLM_USE_V2_MODEL_RUNNER=str(int(config.model_runner == "v2")))
     for name, value in _DEFAULTS.items():
         os.environ.setdefault(name, value)
     if meeting is not None:

@@ -1,8 +1,8 @@
 """Loads a model into vLLM: the arguments of its engine, and what its errors mean.
 
 Invariants:
-- model runner V1 (see `env`) is forced: `runner_v1.py` hooks into exactly that. It schedules ahead
-  (`async_scheduling`) only if nothing here needs a step's tokens before the next one begins;
+- model runner V1 has drafts, V2 has none (see `env`). Steps are scheduled ahead (`async_scheduling`) only
+  if nothing here needs a step's tokens before the next one begins;
 - `auto` dtype is the checkpoint's own (vLLM's own `auto` would make float32 half precision);
 - every error is an `EngineError` that names a field of the configuration and the fix.
 """
@@ -108,6 +108,9 @@ def _vllm_config(
     if image_model(described) is not None:
         check_torchvision(shared)
     from vllm.engine.arg_utils import EngineArgs
+    from vllm.platforms import current_platform
+
+    from seer.services.engine.vllm import cpu_kernels
 
     ahead = _schedules_ahead(config, drafts)
     extras: dict[str, Any] = {"async_scheduling": ahead}
@@ -122,6 +125,8 @@ def _vllm_config(
     gc.freeze()
     gc.set_threshold(GC_OBJECTS)
     scratch = scratch_blocks(drafts, shared.block_size or BLOCK_SIZE)
+    if config.model_runner == "v2" and current_platform.is_cpu():
+        cpu_kernels.lift_check()
     arguments = EngineArgs(**_arguments(config, shared, described, scratch) | extras)
     vllm_config: VllmConfig = arguments.create_engine_config(headless=config.node_rank > 0)
     if ahead and not vllm_config.scheduler_config.async_scheduling:
@@ -172,7 +177,11 @@ def _profiling_executor(executor: type[Executor], max_draft: int) -> type[Execut
 
 
 def _schedules_ahead(config: EngineConfig, drafts: DraftsConfig | None) -> bool:
-    """Whether steps begin before the last one is read. Raises `EngineError` if they cannot."""
+    """Whether steps begin before the last one is read. Raises `EngineError` where drafts forbid a setting."""
+    if config.model_runner == "v2" and drafts is not None:
+        raise EngineError(
+            "engine.model_runner = 'v2': it has no drafts yet; set drafts.source to off, or use v1"
+        )
     if config.async_scheduling and drafts is not None:
         raise EngineError(
             "engine.async_scheduling = true: drafts are made from the last step's tokens; set drafts.source "

@@ -20,6 +20,7 @@ import torch
 from vllm.distributed import get_tp_group
 from vllm.distributed.kv_transfer import get_kv_transfer_group
 from vllm.model_executor.model_loader import get_model_loader
+from vllm.triton_utils import HAS_TRITON
 
 from seer.common.errors import EngineError
 from seer.common.policy.draft_budget import DraftBudget
@@ -28,6 +29,7 @@ from seer.common.policy.graph_times import Graphs
 from seer.common.process.log import get_logger
 from seer.common.sleep import SleepLevel, SleepTag
 from seer.common.weights.in_place import read_plan
+from seer.services.engine.vllm import cpu_kernels
 from seer.services.engine.vllm.cpu_sleep import CpuSleep
 from seer.services.engine.vllm.drafts.draft_script import DraftScript
 from seer.services.engine.vllm.drafts.path_rows import PathRows
@@ -74,6 +76,8 @@ class SeerWorker:
 
     def seer_profile_largest_batch(self, max_draft: int) -> None:
         """Have vLLM's memory profile run our sampler instead of its own; before KV is sized."""
+        if self.use_v2_model_runner and self.model_runner.device.type == "cpu" and not HAS_TRITON:
+            cpu_kernels.register()
         self.model_runner._dummy_sampler_run = LargestBatch(self.model_runner, max_draft)
 
     def seer_measure_largest_batch(self, max_draft: int) -> dict[str, float]:
