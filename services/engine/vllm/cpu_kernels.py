@@ -1,6 +1,7 @@
 """The Triton kernels that vLLM's model runner V2 launches without drafts of its own, in numpy, for CPUs.
 
-Without Triton vLLM replaces V1's kernels (`CpuPlatform.register_triton_kernel_overrides`), and none of V2's. `register` adds these to the same table.
+Without Triton vLLM replaces V1's kernels (`CpuPlatform.register_triton_kernel_overrides`), and none of V2's:
+`register` adds these to the same table.
 
 Invariants (tests/e2e/test_runner_v2.py: V2 draws what V1 draws):
 - each function writes what the kernel of its name in vllm/v1/worker/gpu writes, for each request of its step;
