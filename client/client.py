@@ -32,7 +32,7 @@ from seer.client.text import Tokenizer, load_tokenizer
 from seer.client.turns.journal import Journal
 from seer.client.turns.rollout import TrajectoriesAsked, TrajectoryRollout
 from seer.client.weight_update import InFlight, Source, Update, new_call_id
-from seer.common.bounds import check_seconds
+from seer.common.bounds import INT64, check_seconds, check_whole
 from seer.common.clock import LoopClock
 from seer.common.config import SecurityConfig
 from seer.common.errors import InvalidField, RolloutFailed, SeerError, Unreachable
@@ -274,6 +274,7 @@ class RolloutClient:
 
     def _number(self, given: int | None, version: int) -> int:
         """Return a rollout's number: what was given, or one of the version, by default that found here."""
+        check_whole("weight_version", version, -1, INT64[1])
         return self._noise.number(given, self._version_found if version < 0 else version)
 
     def _too_old(self, what: str, since: tuple[int, int]) -> str:
@@ -352,8 +353,7 @@ class RolloutClient:
         Raises `InvalidField`, `SeerError` when another trainer, an update or an earlier release prevents it,
         `Unreachable` after `timeout_seconds`.
         """
-        if level not in get_args(SleepLevel):
-            raise InvalidField("level", level, "choose 1 or 2")
+        check_whole("level", level, 1, 2)
         await self._call_sleep(Sleep(asleep=True, call_id=new_call_id(), level=level), timeout_seconds)
 
     async def wake(self, timeout_seconds: float = 600.0, *, tags: Sequence[SleepTag] | None = None) -> None:

@@ -15,10 +15,11 @@ Invariants (tests/unit/test_noise.py):
 from __future__ import annotations
 
 from array import array
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
 
 from seer.client.prompts import Prepared
+from seer.common.bounds import INT64
 from seer.common.errors import InvalidField
 from seer.common.ids import request_key
 
@@ -31,30 +32,33 @@ MOST_GROUPS = 2**17
 _VERSIONS = 2**42
 """Versions whose numbers differ; they fit in 63 bits."""
 
-_UNDER_WAY = 2**31 - 1
+Place = tuple[int, int]
+"""A group, and an index in it."""
 
 
 class Claim:
     """The noise of responses `first` to `first + n - 1` of a group, from position `start` on."""
 
-    __slots__ = ("_before", "_ends", "_first", "_start")
+    __slots__ = ("_ends", "_places", "_start", "_under_way")
 
-    def __init__(self, ends: array[int], first: int, n: int, start: int, *, repeat: bool) -> None:
-        self._ends, self._first, self._start = ends, first, start
-        self._before = None if repeat else ends[first : first + n]
-        if not repeat:
-            ends[first : first + n] = array("i", [_UNDER_WAY]) * n
+    def __init__(
+        self, ends: array[int], under_way: Counter[Place], places: Sequence[Place], start: int
+    ) -> None:
+        self._ends, self._under_way, self._places, self._start = ends, under_way, places, start
+        under_way.update(places)
 
     def ended(self, lengths: Iterable[int]) -> None:
         """Keep what responses of these lengths, in tokens, have used."""
-        for index, length in enumerate(lengths, self._first):
-            end = self._start + length
-            self._ends[index] = end if self._before is not None else max(self._ends[index], end)
+        for (_, index), length in zip(self._places, lengths, strict=True):
+            self._ends[index] = max(self._ends[index], self._start + length)
+        self.failed()
 
     def failed(self) -> None:
-        """Give it back: nobody has got the responses."""
-        if self._before is not None:
-            self._ends[self._first : self._first + len(self._before)] = self._before
+        """Give back what is under way: nobody has got the responses."""
+        for place in self._places:
+            self._under_way[place] -= 1
+            if not self._under_way[place]:
+                del self._under_way[place]
 
 
 class UsedNoise:
@@ -64,12 +68,19 @@ class UsedNoise:
         self._most = most
         self._next_number = 0
         self._ends: OrderedDict[int, array[int]] = OrderedDict()
-        """By group, the position that each of its responses, by index, has come to; 0: none was asked for."""
+        """By group, the position that each of its responses, by index, has come to; 0: none has ended."""
+        self._under_way: Counter[Place] = Counter()
 
     def number(self, given: int | None, weight_version: int) -> int:
-        """Return the number of a rollout with these weights (-1: unknown) for which this one was `given`."""
+        """Return the number of a rollout with these weights (-1: unknown) for which this one was `given`.
+
+        Raises `InvalidField` if none is left above all before it.
+        """
         if given is not None:
             return given
+        if self._next_number > INT64[1]:
+            fix = "was given in this client's life, and no number is above it: give each step its own"
+            raise InvalidField("rollout_number", INT64[1], fix)
         return max(self._next_number, max(weight_version, 0) % _VERSIONS * ROLLOUTS_PER_VERSION)
 
     def took(self, number: int) -> None:
@@ -87,12 +98,14 @@ class UsedNoise:
             self._ends.popitem(last=False)
         if (missing := first + n - len(ends)) > 0:
             ends.extend([0] * missing)
-        if not repeat and max(ends[first : first + n]) > start:
+        places = [(key, index) for index in range(first, first + n)]
+        taken = max(ends[first : first + n]) > start or not self._under_way.keys().isdisjoint(places)
+        if taken and not repeat:
             raise InvalidField(
                 "rollout_number", number, f"{group!r} has had this noise in this client's life: give each "
                 "step a number of its own, or repeat=True if it is to be the same",
             )  # fmt: skip
-        return Claim(ends, first, n, start, repeat=repeat)
+        return Claim(ends, self._under_way, places, start)
 
     def claim_prompts(
         self, seed: int, number: int, n: int, prompts: Sequence[Prepared], *, repeat: bool

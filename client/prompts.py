@@ -17,6 +17,7 @@ from msgspec import structs
 from seer.client.media import Placed, check_media
 from seer.client.text import Tokenizer
 from seer.common import types
+from seer.common.bounds import INT64, check_whole
 from seer.common.errors import InvalidField
 from seer.common.types import SamplingParams
 from seer.common.wire import MAX_GROUP_SIZE, Submit, SubmitMedia, Tokens
@@ -35,7 +36,6 @@ BATCH_PROMPTS = 1024
 T = TypeVar("T")
 
 _MAX_TOKEN = 2**31 - 1
-_INT64 = range(-(2**63), 2**63)
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,21 +135,17 @@ def check_place(group: str, first_index: int, n: int) -> None:
     """Raise `InvalidField` if n responses cannot be those from `first_index` on of a group of this name."""
     if group:
         check_id(group, "group")
-    if not 0 <= first_index <= MAX_GROUP_SIZE - n:
-        raise InvalidField("first_index", first_index, f"must be in [0, {MAX_GROUP_SIZE - n}] for n = {n}")
+    check_whole("first_index", first_index, 0, MAX_GROUP_SIZE - n)
 
 
 def check_request(
     n: int, sampling: SamplingParams, seed: int, rollout_number: int, weight_version: int = -1
 ) -> None:
     """Raise `InvalidField` naming the field that the buffer would refuse."""
-    if not 1 <= n <= MAX_GROUP_SIZE:
-        raise InvalidField("n", n, f"must be in [1, {MAX_GROUP_SIZE}]")
-    for name, value in (("seed", seed), ("rollout_number", rollout_number)):
-        if value not in _INT64:
-            raise InvalidField(name, value, "must fit in 64 signed bits")
-    if not -1 <= weight_version < 2**63:
-        raise InvalidField("weight_version", weight_version, "give a version, or -1 for the live one")
+    check_whole("n", n, 1, MAX_GROUP_SIZE)
+    check_whole("seed", seed, *INT64)
+    check_whole("rollout_number", rollout_number, *INT64)
+    check_whole("weight_version", weight_version, -1, INT64[1])
     sampling.check()
 
 

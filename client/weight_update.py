@@ -25,6 +25,7 @@ from seer.client.in_place import Broadcast, InPlace, SharedTensors, Transfer
 from seer.client.lora_adapter import LoraAdapter
 from seer.client.mooncake_source import MooncakeSource
 from seer.client.tensor_stream import TensorStream
+from seer.common.bounds import INT64, check_whole
 from seer.common.errors import InvalidField, WeightsRefused
 from seer.common.weights.digest import checksum
 from seer.common.weights.in_place import SCHEME as IN_PLACE_SCHEME
@@ -62,8 +63,7 @@ class Update:
     """A request, and its answer once it is there. Raises `InvalidField` for an invalid request."""
 
     def __init__(self, version: int, source: Source, digest: str, in_flight: InFlight) -> None:
-        if not 0 <= version < 2**63:
-            raise InvalidField("version", version, "must be in [0, 2^63)")
+        check_whole("version", version, 0, INT64[1])
         if in_flight not in ("finish", "abort", "error"):
             raise InvalidField("in_flight", in_flight, "choose finish, abort or error")
         self.adapter = source if isinstance(source, LoraAdapter) else None

@@ -96,6 +96,20 @@ Gibibytes = Annotated[float, Within(0.001, 2**30)]
 
 _Given = TypeVar("_Given", float, float | None)
 
+INT64 = (-(2**63), 2**63 - 1)
+"""Bounds of a number whose bits are part of a noise key."""
+
+
+def check_whole(field: str, value: object, low: int, high: int) -> None:
+    """Raise `InvalidField` unless a caller's number is a plain int within bounds: messages hold no others.
+
+    What equals an int (3.0, True, numpy's) would be another noise key, or none.
+    """
+    if type(value) is not int:
+        raise InvalidField(field, value, f"is of type {type(value).__name__}: give an int")
+    if not low <= value <= high:
+        raise InvalidField(field, value, f"must be in [{low}, {high}]")
+
 
 def check_seconds(field: str, value: _Given) -> _Given:
     """Return a caller's deadline; None: none. Raises `InvalidField` unless it is above 0.

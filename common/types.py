@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from decimal import Decimal
 from typing import Annotated, Literal
 
 import msgspec
 from msgspec import structs
 
+from seer.common.bounds import check_whole
 from seer.common.errors import InvalidField
 
 LogprobMode = Literal["scaled", "raw", "processed"]
@@ -22,6 +24,9 @@ FinishReason = Literal["stop", "length"]
 
 MAX_STOP_STRINGS = 16
 """Bound on stop strings per request: each is searched for after every token."""
+
+MAX_STOP_CHARACTERS = 2**14
+"""Bound on the characters of all stop strings of a request: they are sent with every chunk, and hashed."""
 
 MAX_BIAS_ENTRIES = 1024
 """Bound on logit_bias and stop_token_ids entries: they are sent with every chunk."""
@@ -67,17 +72,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     logprobs: LogprobMode = "scaled"
 
     def check(self, field: str = "sampling") -> None:
-        """Raise `InvalidField` naming the first field that cannot be accepted.
-
-        Types are those of the wire: in a process of Python, fields may be anything.
-        """
-        try:
-            msgspec.convert(structs.asdict(self), SamplingParams)
-        except msgspec.ValidationError as error:
-            why, _, where = str(error).rpartition("`$.")
-            name = re.split(r"\W", where)[0]
-            fix = f"{why.removesuffix(' - at ').removesuffix(' in ')}: give plain Python values"
-            raise InvalidField(f"{field}.{name}", getattr(self, name), fix) from error
+        """Raise `InvalidField` naming the first field that cannot be accepted."""
+        self._check_types(field)
         for name, low, high, low_open in _RANGES:
             value = getattr(self, name)
             if not (low < value <= high if low_open else low <= value <= high):  # NaN is in no range
@@ -89,10 +85,27 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             )
         self._check_lists(field)
 
+    def _check_types(self, field: str) -> None:
+        """Types are those of the wire: in a process of Python, fields may be anything."""
+        try:
+            msgspec.convert(structs.asdict(self), SamplingParams)
+        except msgspec.ValidationError as error:
+            why, _, where = str(error).rpartition("`$.")
+            name = re.split(r"\W", where)[0]
+            fix = f"{why.removesuffix(' - at ').removesuffix(' in ')}: give plain Python values"
+            raise InvalidField(f"{field}.{name}", getattr(self, name), fix) from error
+        for name in self.__struct_fields__:
+            value = getattr(self, name)
+            for each in value.values() if isinstance(value, dict) else (value,):
+                if isinstance(each, Decimal):  # which `convert` takes for a float, and the wire for a string
+                    raise InvalidField(f"{field}.{name}", value, "give a float instead of a Decimal")
+
     def _check_lists(self, field: str) -> None:
-        if len(self.stop) > MAX_STOP_STRINGS or not all(map(_is_text, self.stop)):
+        short = len(self.stop) <= MAX_STOP_STRINGS and sum(map(len, self.stop)) <= MAX_STOP_CHARACTERS
+        if not short or not all(map(_is_text, self.stop)):
+            fix = f"give at most {MAX_STOP_STRINGS} non-empty strings of Unicode"
             raise InvalidField(
-                f"{field}.stop", self.stop, f"give at most {MAX_STOP_STRINGS} non-empty strings of Unicode"
+                f"{field}.stop", self.stop, f"{fix}, of {MAX_STOP_CHARACTERS} characters in all"
             )
         for name in ("logit_bias", "stop_token_ids"):
             ids = getattr(self, name)
@@ -106,7 +119,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
 def _is_text(stop: str) -> bool:
     """Return whether a stop string can be searched for, and sent: half of a surrogate pair cannot."""
-    return bool(stop) and not any("\ud800" <= character <= "\udfff" for character in stop)
+    try:
+        return bool(stop.encode())
+    except UnicodeEncodeError:
+        return False
 
 
 _RANGES: tuple[tuple[str, float, float, bool], ...] = (
@@ -181,15 +197,13 @@ class TurnSpec(msgspec.Struct, frozen=True, array_like=True):
 
     def check(self, context: int) -> None:
         """Raise `InvalidField` if this cannot be a turn that begins after `context` tokens."""
-        for name, low, high in (
-            ("prompt_len", 1, context),
-            ("generated", 0, context - self.prompt_len),
-            ("cap", self.generated + 1, MAX_CONTEXT),
-            ("idle_seconds", 0, MAX_IDLE_SECONDS),
-        ):
-            value = getattr(self, name)
-            if not low <= value <= high:
-                raise InvalidField(f"turns.{name}", value, f"must be in [{low}, {high:g}]")
+        check_whole("turns.prompt_len", self.prompt_len, 1, context)
+        check_whole("turns.generated", self.generated, 0, context - self.prompt_len)
+        check_whole("turns.cap", self.cap, self.generated + 1, MAX_CONTEXT)
+        if not 0 <= self.idle_seconds <= MAX_IDLE_SECONDS:
+            raise InvalidField(
+                "turns.idle_seconds", self.idle_seconds, f"must be in [0, {MAX_IDLE_SECONDS:g}]"
+            )
 
 
 class Capacity(msgspec.Struct, frozen=True, kw_only=True):

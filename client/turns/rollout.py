@@ -23,6 +23,7 @@ from seer.client.prompts import Prepared, check_id, check_request
 from seer.client.text import Tokenizer
 from seer.client.turns.journal import Journal
 from seer.client.turns.trajectory import Settings, Trajectory, TrajectoryFailed, Weights
+from seer.common.bounds import INT64, check_whole
 from seer.common.errors import InvalidField, SeerError
 from seer.common.types import MAX_CONTEXT, SamplingParams, TurnSpec
 from seer.common.wire import Tokens
@@ -58,11 +59,11 @@ class TrajectoriesAsked:
         check_request(self.n, self.sampling, self.seed, self.rollout_number, self.weight_version)
         longest = max(self.prompts.values(), key=lambda prompt: prompt.token_ids.size)
         length = longest.token_ids.size
-        if not length < self.max_context <= MAX_CONTEXT:
-            fix = f"must be in [{length + 1}, {MAX_CONTEXT}]: prompt {longest.id!r} has {length} tokens"
+        check_whole("max_context", self.max_context, 1, MAX_CONTEXT)
+        if self.max_context <= length:
+            fix = f"give more: prompt {longest.id!r} has {length} tokens"
             raise InvalidField("max_context", self.max_context, fix)
-        if self.max_open < 1:
-            raise InvalidField("max_open", self.max_open, "must be at least 1")
+        check_whole("max_open", self.max_open, 1, INT64[1])
         TurnSpec(1, 0, 1, self.idle_seconds).check(1)
         for prompt_id in self.prompts:  # ids of turns are made of it
             check_id(f"{prompt_id}#{self.n - 1}.{self.max_context}", "prompts.id")

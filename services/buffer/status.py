@@ -241,6 +241,8 @@ class StatusDesk:
         stats = self._sources.stats
         there = [(stats.get(name, InstanceStats()), share) for name, share in ended.there.items()]
         bound = bound_seconds(ended.made, ended.longest_made, there)
+        if bound is not None:  # what was measured may be of less work at once: engines can what they did here
+            bound = min(bound, ended.seconds)
         return wire.RolloutEnd(
             seconds=ended.seconds,
             tail_seconds=ended.tail_seconds,

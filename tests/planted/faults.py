@@ -9,6 +9,7 @@ output is known.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import importlib.util
 import sys
@@ -18,6 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+
+import numpy as np
 
 ONE_CHUNK_IN, ONE_PROMPT_IN = 41, 12
 """How rare the rare ones are."""
@@ -36,7 +39,9 @@ class Fault:
     `chunk`: what is wrong with a chunk that goes on; `output`: with what a step says of one; `row`: added to the
     positions of its rows, given where the chunk began and the positions; `forgets_text`: stop strings are looked
     for in this chunk's text alone; `slots`: in which order KV from the pool is put into blocks; `zeroes`: KV of a
-    block is lost. `where` says which chunks are wrong: those that go on.
+    block is lost; `forgets_drafts`: rows after drafts are sampled as if other tokens had been drafted; `stops_late`:
+    of the tokens of a step, a stop string is looked for at the last. `where` says which chunks are wrong: those that
+    go on.
     """
 
     kind: str
@@ -47,6 +52,8 @@ class Fault:
     forgets_text: bool = False
     slots: Callable[[list[int]], list[int]] | None = None
     zeroes: bool = False
+    forgets_drafts: bool = False
+    stops_late: bool = False
     where: Callable[[Any], bool] = lambda chunk: len(chunk.tokens) > chunk.counts_from
 
 
@@ -233,6 +240,8 @@ FAULTS: dict[str, Fault] = {
     "pool-first-block-everywhere": Fault("pool", "pool-migrate", slots=lambda s: [s[0]] * len(s)),
     "pool-one-load-in-5": Fault("pool", "pool-migrate", slots=lambda s: _one_in_five(s)),
     "kv-block-zeroed": Fault("pool", "chunk-16", zeroes=True),
+    "draft-history-lost": Fault("draft", "drafts-sampling", forgets_drafts=True),
+    "draft-stops-late": Fault("draft", "drafts-sampling", stops_late=True),
     "image-of-the-first": Fault("image", "chunk-16", chunk=_media(lambda m: [m[0]] * len(m))),
     "image-exchanged": Fault("image", "chunk-16", chunk=_media(lambda media: media[::-1])),
     "image-negated": Fault("image", "chunk-16", chunk=_media(lambda m: [_painted(each) for each in m])),
@@ -321,6 +330,8 @@ def _plant_in_rows(module: ModuleType, now: Now) -> None:
             for record in params.records:
                 if begun := _begun.get(int(record["key"]), 0):
                     record["position"] += int(fault.row(begun, int(record["position"])))
+        if fault is not None and fault.forgets_drafts:
+            params = dataclasses.replace(params, extra=np.zeros_like(params.extra))
         return params
 
     table.step = planted
@@ -332,11 +343,22 @@ def _plant_in_texts(module: ModuleType, now: Now) -> None:
 
     def planted(detokenizer: Any, stops: Any, least: int, before: list[int], output: list[int]) -> Any:
         fault = now()
+        if fault is not None and fault.stops_late:
+            return _late(whole(detokenizer, stops, least, before, output))
         if fault is None or not fault.forgets_text or not output:
             return whole(detokenizer, stops, least, before, output)
         return whole(detokenizer, stops, max(0, least - len(output)), [*before, *output], [])
 
     module.StopStrings = planted
+
+
+def _late(stops: Any) -> Any:
+    def cut(tokens: list[int], *, ends_by_id: bool) -> tuple[list[int], str | None]:
+        found = [stops._feed(token) for token in (tokens[:-1] if ends_by_id else tokens)]
+        return tokens, None if ends_by_id or not found else found[-1]
+
+    stops.cut = cut
+    return stops
 
 
 def _plant_in_copies(module: ModuleType, now: Now) -> None:

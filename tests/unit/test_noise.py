@@ -54,12 +54,37 @@ def test_a_repetition_is_let_through_and_remembered():
     claim(noise, start=4, repeat=True).ended([5])
     with pytest.raises(InvalidField):
         claim(noise, start=4)
-    again = claim(noise, start=4, repeat=True)
     claim(noise, start=9).ended([1])
+    again = claim(noise, start=4, repeat=True)
+    with pytest.raises(InvalidField):
+        claim(noise, start=10)  # nobody knows yet where it ends
     again.ended([5])
     with pytest.raises(InvalidField):
         claim(noise, start=9)
     claim(noise, start=10)
+
+
+def test_who_repeats_keeps_the_noise_from_others_and_none_gives_back_what_is_not_its_own():
+    noise = UsedNoise()
+    again = claim(noise, repeat=True)  # of what an earlier life had
+    with pytest.raises(InvalidField):
+        claim(noise)
+    again.failed()
+    first = claim(noise)
+    claim(noise, repeat=True).ended([5])
+    first.failed()
+    with pytest.raises(InvalidField):
+        claim(noise)
+    claim(noise, start=9).ended([1])
+    assert not noise._under_way
+
+
+def test_what_is_under_way_is_not_forgotten():
+    noise = UsedNoise(most=1)
+    claim(noise, "a")
+    claim(noise, "b")
+    with pytest.raises(InvalidField):
+        claim(noise, "a")
 
 
 def test_what_was_claimed_longest_ago_is_forgotten_first():
@@ -115,6 +140,16 @@ def test_default_numbers_rise_and_are_of_the_version(version):
     assert noise.number(5, version) == 5
     noise.took(floor + 40)
     assert noise.number(None, version) == floor + 41
+
+
+def test_no_number_is_above_the_largest():
+    noise = UsedNoise()
+    noise.took(2**63 - 1)
+    with pytest.raises(
+        InvalidField, match=r"rollout_number = 9223372036854775807: was given in this client's life"
+    ):
+        noise.number(None, 3)
+    assert noise.number(7, 3) == 7
 
 
 # --- through a client ------------------------------------------------------------------------------
@@ -199,3 +234,62 @@ async def test_numbers_are_of_the_weights_that_a_client_finds_and_sends():
         buffer.hub._weight_version = lambda: 2
         async with connect(buffer) as later:
             assert (await later.submit([[1]])).rollout_number == 2 * ROLLOUTS_PER_VERSION
+
+
+INTS = ("n", "seed", "rollout_number", "weight_version")
+
+
+async def submit(client: RolloutClient, **given: object) -> None:
+    await client.submit([[1]], sampling=SAMPLING, **given)
+
+
+async def open_rollout(client: RolloutClient, **given: object) -> None:
+    client.open_rollout().submit([1], sampling=SAMPLING, **given)
+
+
+async def open_numbered(client: RolloutClient, **given: object) -> None:
+    client.open_rollout(**given).submit([1], sampling=SAMPLING)
+
+
+async def trajectories(client: RolloutClient, **given: object) -> None:
+    client.trajectories([[1]], sampling=SAMPLING, **({"max_context": 9} | given))
+
+
+async def turn(client: RolloutClient, **given: object) -> None:
+    spec = TurnSpec(**({"prompt_len": 1, "generated": 0, "cap": 8} | given))
+    client.open_rollout().submit([1], sampling=SAMPLING, group="p", turn=spec)
+
+
+async def update(client: RolloutClient, **given: object) -> None:
+    await client.update_weights(source="folder", **given)
+
+
+async def sleep(client: RolloutClient, **given: object) -> None:
+    await client.sleep(**given)
+
+
+DOORS = {
+    submit: INTS, open_rollout: (*INTS, "first_index"), open_numbered: ("rollout_number",),
+    trajectories: (*INTS, "max_context", "max_open"), turn: ("prompt_len", "generated", "cap"),
+    update: ("version",), sleep: ("level",),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("value", [np.int64(2), 2.0, True, "2", None], ids=repr)
+@pytest.mark.parametrize(
+    ("door", "field"), [(door, field) for door, fields in DOORS.items() for field in fields]
+)
+def test_what_is_no_int_is_refused_before_anything_is_sent_or_claimed(door, field, value):
+    if value is None and field in ("rollout_number", "weight_version"):
+        return  # the default
+
+    @virtual
+    async def check():
+        async with connected() as (buffer, client):
+            buffer.script = generous
+            with pytest.raises(InvalidField, match=rf"{field} = .*: is of type .*: give an int"):
+                await door(client, **{field: value})
+            assert not buffer.of(Submit)
+            assert not client._noise._under_way
+
+    check()

@@ -301,6 +301,28 @@ def test_what_keeps_a_report_from_passing(found: Report, says: str):
     assert found.as_json()["passed"] is (not says)
 
 
+@pytest.mark.parametrize(
+    ("invariant", "ranks", "off", "says"),
+    [
+        ("yes", 1, "token", "chunk-1 has 1 numeric mismatches: batch-invariant kernels leave none"),
+        ("yes", 1, "logprob", "chunk-1 has logprobs that differ by 1e-06: batch-invariant"),
+        ("yes", 1, "", ""),
+        ("yes", 2, "token", ""),  # ranks add in another order
+        ("no", 1, "token", ""),
+    ],
+)
+def test_arithmetic_is_no_excuse_for_kernels_that_are_batch_invariant(invariant, ranks, off, says):
+    found = report(*([numeric()] if off == "token" else []))
+    found.versions = {"batch_invariant": invariant}
+    (cell,) = found.cells
+    found.reference.counters = cell.counters | {"tensor_parallel": 1}
+    cell.counters = cell.counters | {"tensor_parallel": ranks}
+    if off == "logprob":
+        cell.comparison = msgspec.structs.replace(cell.comparison, max_logprob_difference=1e-6)
+    failures = " ".join(found.failures())
+    assert (says in failures) if says else not failures
+
+
 def test_the_json_is_strict_whatever_was_measured():
     masked = judge_token(token_mismatch(0, 1), evidence([5.0, -math.inf]), PLAIN, 1e-3)
     text = json.dumps(report(masked).as_json(), allow_nan=False)
@@ -347,6 +369,25 @@ def test_a_cell_that_breaks_fails_alone(tmp_path, monkeypatch):
     assert found.tokens_compared == 3
 
 
+def test_cells_with_every_sampling_parameter_are_compared_with_one_reference(tmp_path, monkeypatch):
+    ran = []
+
+    def perform(cell: str) -> CellRun:
+        ran.append(cell)
+        found = cell_run("chunk-1")
+        stops = {"text_stops": 1, "id_stops": 1, "accepted_tokens": 1, "drafted_tokens": 2}
+        return msgspec.structs.replace(found, counters=found.counters | stops)
+
+    cells = [CELLS[name] for name in ("one-go", "sampling", "drafts-sampling")]
+    monkeypatch.setattr(run, "choose", lambda *_: (cells, {}))
+    monkeypatch.setattr(run, "tokenizer_of", lambda model: None)
+    found = run_matrix(tmp_path, monkeypatch, perform)
+    assert ran[-4:] == ["one-go", "one-go", "sampling", "drafts-sampling"]
+    plain, drafted = found.cells
+    assert plain.sampling == drafted.sampling
+    assert plain.sampling not in (None, PLAIN)
+
+
 def test_a_model_that_changes_between_cells_proves_nothing(tmp_path, monkeypatch):
     def perform(cell: str) -> CellRun:
         (tmp_path / "model.safetensors").write_text(cell)
@@ -384,7 +425,7 @@ def test_the_replay_engine_passes_its_whole_matrix(prompts: Path):
     assert list(found["skipped"]) == [
         name
         for name, cell in CELLS.items()
-        if name in ("tp-2", "sampling") or cell.pool or cell.drafts != "off"
+        if name == "tp-2" or cell.sampled or cell.pool or cell.drafts != "off"
     ]
     cells = {cell["name"]: cell for cell in found["cells"]}
     assert list(cells) == ["chunk-1", "chunk-16", "chunk-64", "two-instances", "migrate", "preempt"]

@@ -27,7 +27,7 @@ REFERENCE = CELLS["one-go"]
 HERE = Hardware(cores=[0, 1], devices=[], free_bytes=0)
 RANKS = ["tp-2", "pool-tp-2", "drafts-tp-2"]
 POOLS = ["pool-migrate", "pool-warm", "pool-ssd", "pool-tp-2", "drafts"]
-DRAFTS = ["drafts", "drafts-right", "drafts-random", "drafts-tp-2"]
+DRAFTS = ["drafts", "drafts-right", "drafts-sampling", "drafts-random", "drafts-tp-2"]
 
 
 @pytest.fixture(autouse=True)
@@ -114,7 +114,18 @@ def test_only_cells_that_are_about_a_pool_have_one_and_it_is_their_own(tmp_path:
 def test_only_cells_that_are_about_drafts_draft(tmp_path: Path):
     configs = {name: cell.config(config(tmp_path), [60]) for name, cell in CELLS.items()}
     assert [name for name, its in configs.items() if its.drafts.source != "off"] == DRAFTS
-    assert [name for name, its in configs.items() if its.dgds.remember_tokens] == ["drafts-right"]
+    assert [name for name, its in configs.items() if its.dgds.remember_tokens] == [
+        "drafts-right",
+        "drafts-sampling",
+    ]
+
+
+def test_every_sampling_parameter_meets_chunks_and_drafts():
+    sampled = [cell for cell in CELLS.values() if cell.sampled]
+    assert [cell.drafts for cell in sampled] == ["off", "grouped"]
+    for cell in sampled:
+        assert cell.buffer["chunk_size"] < 64
+        assert {"text_stops", "id_stops"} <= {name for name, _, _ in cell.needs}
 
 
 def test_a_pool_with_a_disk_has_memory_for_few_blocks(tmp_path: Path):

@@ -131,6 +131,7 @@ def _chunked(size: int) -> Cell:
 
 
 _DRAFTED: tuple[Need, ...] = (("accepted_tokens", ">", 0), ("drafted_tokens", ">", "accepted_tokens"))
+_STOPPED: tuple[Need, ...] = (("text_stops", ">", 0), ("id_stops", ">", 0))
 
 CELLS: dict[str, Cell] = {
     cell.name: cell
@@ -149,7 +150,7 @@ CELLS: dict[str, Cell] = {
             about="chunks of 7, with every sampling parameter",
             sampled=True,
             buffer={"policy": "divided", "chunk_size": 7},
-            needs=(("chunks", ">", "responses"), ("text_stops", ">", 0), ("id_stops", ">", 0)),
+            needs=(("chunks", ">", "responses"), *_STOPPED),
         ),
         Cell(
             name="two-instances",
@@ -231,6 +232,15 @@ CELLS: dict[str, Cell] = {
             again=True,
             buffer={"policy": "seer", "chunk_size": 16},
             needs=_DRAFTED,
+        ),
+        Cell(
+            name="drafts-sampling",
+            about="chunks of 16 with every sampling parameter, drafted from a first run of the same",
+            drafts="grouped",
+            again=True,
+            sampled=True,
+            buffer={"policy": "seer", "chunk_size": 16},
+            needs=(*_DRAFTED, *_STOPPED),
         ),
         Cell(
             name="drafts-random",

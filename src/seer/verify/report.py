@@ -3,6 +3,8 @@
 Invariants:
 - it passes only if no cell broke or has a bug, every cell that was asked for by name did what it is
   there for, at least one cell did, and enough was compared;
+- arithmetic excuses nothing where engines say that their kernels are batch-invariant: a cell with as many
+  ranks as the reference has every bit of its tokens and logprobs;
 - a cell of the whole matrix that this workload could not exercise is left out with its reason: its
   tokens count if they differ, and prove nothing if they do not;
 - whatever keeps it from passing is said in words (`failures`), and so is what was left out (`left_out`).
@@ -124,6 +126,8 @@ class Report(msgspec.Struct, kw_only=True):
                 found.append(f"{cell.name} did not finish: {cell.error}")
             if cell.count("bug"):
                 found.append(f"{cell.name} has {cell.count('bug')} bugs, {cell.count('unjudged')} unjudged")
+            if inexact := self._inexact(cell):
+                found.append(f"{cell.name} has {inexact}: batch-invariant kernels leave none")
         if self.tokens_compared < self.min_tokens:
             found.append(
                 f"only {self.tokens_compared} tokens were compared, at least {self.min_tokens} are needed "
@@ -134,6 +138,16 @@ class Report(msgspec.Struct, kw_only=True):
             how = "the planted fault was found" if caught else "THE PLANTED FAULT WAS NOT FOUND"
             found.append(f"{how} (in {self.fault.cell}, at absolute position {self.fault.position})")
         return found
+
+    def _inexact(self, cell: CellReport) -> str:
+        """Return which last bits differ in a cell in which none may; empty: none, or they may."""
+        ranks = self.reference.counters.get("tensor_parallel")
+        if self.versions.get("batch_invariant") != "yes" or cell.counters.get("tensor_parallel") != ranks:
+            return ""
+        if numeric := cell.count("numeric"):
+            return f"{numeric} numeric mismatches"
+        largest = cell.comparison.max_logprob_difference if cell.comparison else 0.0
+        return f"logprobs that differ by {largest:.0e}" if largest else ""
 
     def as_json(self) -> dict[str, object]:
         """Return everything, with the sums; numbers that are not finite become null."""

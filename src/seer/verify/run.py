@@ -121,12 +121,14 @@ async def _run_cells(
             where = f"{report.fault.cell} draws absolute position {report.fault.position}"
             say(f"planting a fault: {where} wrongly")
         runs: dict[str, Compared] = {}
+        most, every = max((each.n for each in fits if each.cell.sampled), default=0), None
         for each in fits:
             name, about = each.cell.name, each.cell.about
             ours, sampling = _first(first.groups, each.n), None
             try:
                 if each.cell.sampled:
-                    ours, sampling = await _sampled(reference, config, ours, runner)
+                    every = every or await _sampled(reference, config, _first(first.groups, most), runner)
+                    ours, sampling = _first(every[0], each.n), every[1]
                 runs[name] = ours, await _exercise(each, config, ours, report, runner, sampling)
             except (InvalidField, ConfigError):
                 raise
