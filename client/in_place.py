@@ -227,8 +227,9 @@ class Transfer:
 
 def _torch_entries(tensors: Mapping[str, Tensor], finite: bool) -> list[Entry]:
     entries = entries_of(tensors)
-    devices = {str(getattr(entry.tensor, "device", "numpy")) for entry in entries}
-    if len(devices) != 1 or not hasattr(entries[0].tensor, "data_ptr"):
+    of_torch = all(hasattr(entry.tensor, "data_ptr") for entry in entries)
+    devices = {str(entry.tensor.device) if of_torch else "numpy" for entry in entries}
+    if len(devices) != 1 or not of_torch:
         fix = "give torch tensors that are all on one device"
         raise InvalidField("source", sorted(devices), fix)
     if finite:

@@ -4,7 +4,8 @@ Invariants (tests/unit/test_picture_files.py):
 - a picture is PNG, JPEG or WebP, has one frame, 8 bits for each color and at most `MAX_PIXELS`; all others
   are refused by name before any pixel is decoded;
 - so is a file that is much work for its pixels: scans that each go over all of them, parts that are read one
-  by one, EXIF entries without end. What is left takes seconds at most, as the most pixels do (bench/services/http_bodies.py);
+  by one, EXIF entries of millions of numbers, which may follow the pixels. What is left takes seconds at
+  most, as the most pixels do (bench/services/http_bodies.py);
 - it stands as its EXIF orientation says, and is RGB, as `datasets` and transformers' `load_image` have it;
 - whatever bytes arrive, the outcome is a picture or `InvalidField`.
 """

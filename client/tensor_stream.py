@@ -128,6 +128,8 @@ def _untied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     for name, tensor in tensors.items():
         if not isinstance(name, str):
             raise InvalidField("source", name, "name every tensor by a string")
+        if problem := _problem(tensor):
+            raise InvalidField(f"source[{name!r}]", type(tensor).__name__, problem)
         place: object = id(tensor)
         if hasattr(tensor, "data_ptr") and tensor.nbytes:
             place = (str(tensor.device), tensor.data_ptr(), tuple(tensor.shape), tensor.stride())
@@ -135,6 +137,17 @@ def _untied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
             kept[name] = tensor
         seen.add(place)
     return kept
+
+
+def _problem(tensor: Tensor) -> str:
+    """Return why a torch tensor has no bytes that could be sent; empty: it has, or is none."""
+    if hasattr(tensor, "full_tensor"):
+        return "is one rank's part of a tensor: give its full_tensor()"
+    if getattr(tensor, "is_meta", False):
+        return "is on the device meta, and has no values: give the tensor that was loaded"
+    if str(getattr(tensor, "layout", "torch.strided")) != "torch.strided":
+        return f"has the layout {tensor.layout}: give its to_dense()"
+    return ""
 
 
 def _bytes_of(tensor: Tensor) -> Bytes:

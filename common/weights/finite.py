@@ -19,6 +19,9 @@ _EXPONENTS = {
 _SCALE = "F8_E8M0"
 """Exponents without a sign, of which the largest is NaN."""
 
+_UNSIGNED_ZERO = ("F8_E4M3FNUZ", "F8_E5M2FNUZ")
+"""Numbers without infinities, whose NaN stands where others have -0."""
+
 
 def is_finite(data: bytes, dtype: str) -> bool:
     """Return whether all numbers in `data` are finite; `dtype` as in safetensors, its numbers whole.
@@ -29,6 +32,8 @@ def is_finite(data: bytes, dtype: str) -> bool:
         return True
     if dtype == _SCALE:
         return int(np.frombuffer(data, "u1").max()) < 0xFF
+    if dtype in _UNSIGNED_ZERO:
+        return int(np.frombuffer(data, "i1").min()) > -128
     if dtype not in _EXPONENTS:
         return True
     size, least = _EXPONENTS[dtype]

@@ -200,10 +200,10 @@ def test_the_gateway_gives_the_tokens_of_the_trainer_s_own_prompt(system, model)
         got = answer.json()
         assert got["prompt_token_ids"] == tokens
         assert [each["name"] for each in got["media"]] == [each.medium.name for each in media]
-        from seer.gateway.group_names import request_hash
+        from seer.gateway.group_names import request_hashes
 
         sampling = SamplingParams(max_tokens=24, ignore_eos=True)
-        name = f"seed-{request_hash(tokens, sampling, [each.medium.name for each in media])}"
+        name = f"seed-{request_hashes([tokens], sampling, [each.medium.name for each in media])[0]}"
         with SyncRolloutClient(system.endpoint) as client:
             rollout = client.submit(
                 [Prompt(name, token_ids=tokens, media=media)],

@@ -19,7 +19,7 @@ from gateway_system import ENDLESS, GatewaySystem, ok, other, refused, under_way
 
 from seer.client import Prompt, RolloutClient, SamplingParams
 from seer.client.tensor_stream import TensorStream
-from seer.gateway.group_names import group_seed, request_hash
+from seer.gateway.group_names import group_seed, request_hashes
 
 GATEWAYS = {
     "gateway": ("gateway.tool_parser=hermes",),
@@ -54,7 +54,7 @@ async def http(system: GatewaySystem) -> AsyncIterator[httpx.AsyncClient]:
 
 async def test_the_same_tokens_as_seer_s_own_client(system: GatewaySystem, http: httpx.AsyncClient) -> None:
     sampling = SamplingParams(max_tokens=30, temperature=0.5)
-    name = f"seed-{request_hash([4, 5], sampling)}"
+    name = f"seed-{request_hashes([[4, 5]], sampling)[0]}"
     async with RolloutClient(system.endpoint) as client:
         rollout = await client.submit(
             [Prompt(name, token_ids=[4, 5])], n=2, sampling=sampling, seed=11, rollout_number=0
@@ -175,7 +175,7 @@ async def test_turns_have_the_tokens_of_single_requests(
         async with RolloutClient(system.endpoint) as client:
             params = SamplingParams(max_tokens=12, ignore_eos=True)
             for body, tokens in turns:
-                name = f"seed-{request_hash(body['token_ids'], params)}"
+                name = f"seed-{request_hashes([body['token_ids']], params)[0]}"
                 prompt = Prompt(name, token_ids=body["token_ids"])
                 [group] = await (
                     await client.submit([prompt], n=1, sampling=params, seed=7, rollout_number=0)
@@ -242,7 +242,7 @@ async def test_single_requests_of_one_group(system: GatewaySystem, http: httpx.A
         assert len(set(map(str, singles))) == 4
         assert await tokens(second, 0, n=4) == [one for [one] in singles]
     sampling = SamplingParams(max_tokens=20, ignore_eos=True)
-    seed = group_seed([request_hash([7, 8], sampling)], None)
+    seed = group_seed(request_hashes([[7, 8]], sampling), None)
     async with RolloutClient(system.endpoint) as client:
         prompt = client.open_rollout(rollout_number=0).submit(
             [7, 8], n=2, sampling=sampling, seed=seed, group="/step 1/7", first_index=2

@@ -22,7 +22,7 @@ if importlib.util.find_spec("torchvision") is None:
 
 from seer.client import Prompt, RolloutClient, SamplingParams
 from seer.client.images import prepare
-from seer.gateway.group_names import request_hash
+from seer.gateway.group_names import request_hashes
 
 CHAT = "/v1/chat/completions"
 
@@ -80,7 +80,7 @@ async def test_an_answer_names_the_tensors_that_a_trainer_makes_itself(
     assert got["processed_by"]["image_processor"] == "Qwen2VLImageProcessor"
     assert got["processed_by"].keys() >= {"transformers", "torchvision"}
     sampling = SamplingParams(max_tokens=6, ignore_eos=True)
-    name = f"seed-{request_hash(mine.token_ids, sampling, names)}"
+    name = f"seed-{request_hashes([mine.token_ids], sampling, names)[0]}"
     async with RolloutClient(system.endpoint) as client:
         prompt = Prompt(name, token_ids=mine.token_ids, media=mine.media)
         rollout = await client.submit([prompt], n=2, sampling=sampling, seed=3, rollout_number=0)

@@ -9,10 +9,12 @@ from seer.common.weights.finite import is_finite
 from seer.common.weights.safetensors import BITS
 
 torch = pytest.importorskip("torch")
+st_torch = pytest.importorskip("safetensors.torch")
 
 FLOATS = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
     "F8_E5M2": torch.float8_e5m2, "F8_E4M3": torch.float8_e4m3fn, "F8_E8M0": torch.float8_e8m0fnu,
+    "F8_E5M2FNUZ": torch.float8_e5m2fnuz, "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
 }  # fmt: skip
 
 
@@ -55,6 +57,12 @@ def test_one_among_many_is_found(dtype, bad, place):
     assert is_finite(values.tobytes(), dtype)
     values[place] = bad
     assert not is_finite(values.tobytes(), dtype)
+
+
+def test_every_type_of_safetensors_is_known_with_its_size():
+    names = dict(zip(st_torch._TYPES.values(), st_torch._TYPES, strict=True))
+    assert BITS.items() >= {name: 8 * dtype.itemsize for dtype, name in names.items()}.items()
+    assert {name for dtype, name in names.items() if dtype.is_floating_point} <= FLOATS.keys()
 
 
 def test_integers_and_nothing_are_finite_and_complex_numbers_are_pairs():

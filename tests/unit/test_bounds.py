@@ -9,8 +9,9 @@ import pytest
 from seer.client import RolloutClient
 from seer.common import bounds
 from seer.common.bounds import Section, Within, check_seconds, numbers
-from seer.common.config import Config, dump, load
+from seer.common.config import Config, GatewayConfig, dump, load
 from seer.common.errors import ConfigError, InvalidField
+from seer.gateway.sockets import listen
 
 
 def sections(kind=Config, name=""):
@@ -106,6 +107,13 @@ def test_bounds_say_what_to_set_instead():
     assert Within(1, 4, "0 is not off").refusal(0) == "give a number from 1 to 4; 0 is not off"
     assert Within(1, 2**31).refusal(0.5, whole=True) == "give a whole number from 1 to 2_147_483_648"
     assert Within(0.5, 4).refusal(0.5) == ""
+
+
+def test_the_kernel_takes_what_the_gateway_may_be_told_of_clients():
+    (kind,) = (each.type for each in msgspec.structs.fields(GatewayConfig) if each.name == "client_seconds")
+    ((_, within),) = numbers(kind)
+    for seconds in (within.low, within.high):
+        listen("gateway.data", "127.0.0.1:0", seconds).close()
 
 
 @pytest.mark.parametrize("value", [0, -1.0, math.nan])

@@ -19,7 +19,7 @@ from seer.gateway.group_names import (
     Place,
     group_seed,
     places_in_headers,
-    request_hash,
+    request_hashes,
 )
 
 
@@ -37,10 +37,11 @@ def test_a_hash_depends_on_the_prompt_and_each_sampling_parameter() -> None:
         SamplingParams(stop=("x",)),
         SamplingParams(logprobs="raw"),
     ]
-    hashes = {request_hash([1, 2], each) for each in (plain, *others)} | {request_hash([1, 3], plain)}
+    hashes = {each for one in (plain, *others) for each in request_hashes([[1, 2]], one)}
+    hashes |= {*request_hashes([[1, 2], [1, 3]], plain)}
     assert len(hashes) == len(others) + 2
     biases = SamplingParams(logit_bias={1: 2.0, 3: 4.0}), SamplingParams(logit_bias={3: 4.0, 1: 2.0})
-    assert request_hash([1], biases[0]) == request_hash([1], biases[1])
+    assert request_hashes([[1]], biases[0]) == request_hashes([[1]], biases[1])
 
 
 def test_a_seed_makes_equal_requests_equal() -> None:
@@ -80,7 +81,7 @@ def test_past_the_bound_no_noise_repeats_either(requests: list[list[str]]) -> No
 @given(st.text(max_size=2000), st.one_of(st.none(), st.integers(-(2**63), 2**63 - 1)))
 def test_every_id_is_one_that_the_client_takes(request_id: str, seed: int | None) -> None:
     clean = request_id.encode("utf-8", "ignore").decode()
-    for name, first in ids().places([request_hash([1], SamplingParams())] * 2, seed, clean):
+    for name, first in ids().places(request_hashes([[1]] * 2, SamplingParams()), seed, clean):
         assert 1 <= len(name.encode()) <= MAX_ID_BYTES
         assert "/" not in name
         assert first == 0

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import msgspec
 import pytest
 
 from seer.common.detokenizer import Detokenizer
-from seer.gateway.answers import (
-    Choice,
-    Style,
-    chat_answer,
-    completion_answer,
-    generate_answer,
-)
+from seer.gateway import answers
+from seer.gateway.answers import Choice, Style
 from seer.gateway.errors import HttpError
 from seer.gateway.stream_answers import (
     StreamedAnswer,
@@ -26,6 +22,14 @@ from seer.gateway.stream_answers import (
 from seer.gateway.text_stream import TextStream
 
 HEAD = {"id": "x", "model": "m", "created": 1}
+
+
+def whole(kind: Callable[..., answers.Json], *given: Any, **named: Any) -> answers.Json:
+    """An answer as clients read it."""
+    found: answers.Json = msgspec.json.decode(msgspec.json.encode(kind(*given, **named)))
+    return found
+
+
 STYLE = Style(logprobs=True, token_ids=True, token_texts=lambda ids: [chr(token) for token in ids])
 PROMPTS = [[1, 2], [9]]
 
@@ -79,13 +83,13 @@ def of(parts: Iterable[dict[str, Any]], index: int) -> list[dict[str, Any]]:
 
 
 def test_completions() -> None:
-    whole = completion_answer(HEAD, CHOICES, 2, STYLE)
+    answer = whole(answers.completion_answer, HEAD, CHOICES, 2, STYLE)
     parts = streamed(StreamedCompletion, CHOICES)
-    assert parts.pop() == {**HEAD, "object": "text_completion", "choices": [], "usage": whole["usage"]}
+    assert parts.pop() == {**HEAD, "object": "text_completion", "choices": [], "usage": answer["usage"]}
     assert all(
         {**part, "choices": 0} == {**HEAD, "object": "text_completion", "choices": 0} for part in parts
     )
-    for expected in whole["choices"]:
+    for expected in answer["choices"]:
         found = of(parts, expected["index"])
         *before, together = found
         assert [each["prompt_token_ids"] for each in found] == [
@@ -105,11 +109,11 @@ def test_completions() -> None:
 def test_generate() -> None:
     pair = CHOICES[:2]
     head = {"request_id": "r"}
-    whole = generate_answer(head, pair, 2, STYLE)
+    answer = whole(answers.generate_answer, head, pair, 2, STYLE)
     parts = streamed(StreamedAnswer, pair, head=head)
-    assert parts.pop()["usage"] == whole["usage"]
+    assert parts.pop()["usage"] == answer["usage"]
     assert [part.get("prompt_token_ids") for part in parts] == [[1, 2], *[None] * (len(parts) - 1)]
-    for expected in whole["choices"]:
+    for expected in answer["choices"]:
         found = of(parts, expected["index"])
         together = dict(found[-1])
         together["token_ids"] = flat(each["token_ids"] for each in found)
@@ -119,15 +123,15 @@ def test_generate() -> None:
 
 def test_a_chat_begins_with_roles() -> None:
     pair = CHOICES[:2]
-    whole = chat_answer(HEAD, pair, 2, STYLE, tools=False)
+    answer = whole(answers.chat_answer, HEAD, pair, 2, STYLE, tools=False)
     parts = streamed(StreamedChat, pair)
-    assert parts.pop()["usage"] == whole["usage"]
+    assert parts.pop()["usage"] == answer["usage"]
     assert {part["object"] for part in parts} == {"chat.completion.chunk"}
     for index, part in enumerate(parts[:2]):
         role = {"role": "assistant", "content": ""}
         assert part["choices"] == [{"index": index, "delta": role, "finish_reason": None}]
         assert part["prompt_token_ids"] == [1, 2]
-    for expected in whole["choices"]:
+    for expected in answer["choices"]:
         found = of(parts[2:], expected["index"])
         assert "".join(each["delta"]["content"] for each in found) == expected["message"]["content"]
         assert flat(each["token_ids"] for each in found) == expected["token_ids"]
@@ -140,15 +144,15 @@ def test_a_chat_begins_with_roles() -> None:
 
 @pytest.mark.parametrize("text", ['so <tool_call>{"name": "f"}</tool_call>', "so <tool_call>{", "a<b"])
 def test_tool_calls_come_at_the_end(text: str) -> None:
-    whole = chat_answer(HEAD, [choice(text, [1])], 1, STYLE, tools=True)["choices"][0]
+    answer = whole(answers.chat_answer, HEAD, [choice(text, [1])], 1, STYLE, tools=True)["choices"][0]
     found = of(streamed(StreamedToolChat, [choice(text, [1])], n=1), 0)
     content = "".join(each["delta"]["content"] for each in found)
-    assert content == whole["message"]["content"]
+    assert content == answer["message"]["content"]
     assert not any("<tool" in each["delta"]["content"] for each in found[:-1])
     called = [call["function"] for call in found[-1]["delta"].get("tool_calls", [])]
-    assert called == [call["function"] for call in whole["message"].get("tool_calls", [])]
+    assert called == [call["function"] for call in answer["message"].get("tool_calls", [])]
     assert [call["index"] for call in found[-1]["delta"].get("tool_calls", [])] == [0] * len(called)
-    assert found[-1]["finish_reason"] == whole["finish_reason"]
+    assert found[-1]["finish_reason"] == answer["finish_reason"]
 
 
 def test_other_tokens_than_those_that_were_sent_are_an_error() -> None:

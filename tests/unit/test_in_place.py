@@ -157,7 +157,7 @@ def test_without_room_in_shared_memory_nothing_is_left_there(monkeypatch):
 
 @pytest.mark.parametrize("make", [SharedTensors, Broadcast])
 def test_only_torch_tensors_on_one_device_are_taken(make):
-    for bad in ({"a": np.zeros(3)}, {"a": torch.zeros(3), "b": torch.zeros(3, device="meta")}):
+    for bad in ({"a": np.zeros(3)}, {"a": torch.zeros(3), "b": np.zeros(3)}):
         with pytest.raises(InvalidField, match="all on one device"):
             make(bad).offer("v1")
     with pytest.raises(InvalidField, match="at least one tensor"):

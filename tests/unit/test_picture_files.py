@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from seer.client.picture_files import MAX_PIXELS, decoded, opened
+from seer.client.picture_files import MAX_EXIF, MAX_PIXELS, decoded, opened
 from seer.common.errors import InvalidField
 
 Image = pytest.importorskip("PIL.Image")
@@ -157,6 +157,20 @@ def test_what_is_much_work_for_its_pixels_is_refused_before_any_of_it(data: byte
     with pytest.raises(InvalidField) as info:
         opened(data, "field")
     assert says in str(info.value).replace("'", "")
+
+
+def exif(numbers: int) -> bytes:
+    """EXIF entries of one orientation, which has so many fractions."""
+    entry = struct.pack(">HHIII", 0x0112, 5, numbers, 26, 0)
+    return b"MM\0*\0\0\0\x08\0\1" + entry + bytes(8 * numbers)
+
+
+@pytest.mark.parametrize("place", [33, -12], ids=["before the pixels", "after them"])
+def test_an_orientation_of_very_many_numbers_is_refused(place: int) -> None:
+    long = chunk(b"eXIf", exif(MAX_EXIF // 8))
+    with pytest.raises(InvalidField, match=f"bytes of EXIF.*: give at most {MAX_EXIF}, or none"):
+        read(PNG[:place] + long + PNG[place:])
+    assert read(PNG[:place] + chunk(b"eXIf", exif(1000)) + PNG[place:]).size == (4, 6)
 
 
 def test_what_encoders_write_is_much_less_work() -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Mapping
+from decimal import Decimal
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,7 @@ import pytest
 from seer.client.prompts import check_request
 from seer.common import wire
 from seer.common.errors import InvalidField
-from seer.common.types import GREEDY_BELOW, MAX_TOKEN_ID, SamplingParams
+from seer.common.types import GREEDY_BELOW, MAX_STOP_CHARACTERS, MAX_TOKEN_ID, SamplingParams
 from seer.gateway.errors import HttpError
 from seer.gateway.request_bodies import CompletionBody, GenerateBody, read_body
 from seer.integrations import sampling
@@ -89,6 +90,7 @@ REFUSED: list[dict[str, Any]] = [
     {"presence_penalty": 10**400},
     {"logit_bias": {MAX_TOKEN_ID + 1: 1.0}},
     {"logit_bias": {5: -1e39}},
+    {"stop": ["x" * (MAX_STOP_CHARACTERS + 1)]},
     {"stop_token_ids": [2**31]},
     {"stop_token_ids": [2**70]},
     {"min_tokens": False},
@@ -109,7 +111,7 @@ ACCEPTED: list[dict[str, Any]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("fields", REFUSED, ids=repr)
+@pytest.mark.parametrize("fields", REFUSED, ids=lambda fields: repr(fields)[:60])
 @pytest.mark.parametrize("door", DOORS)
 def test_what_float32_cannot_hold_is_refused_by_name(door: str, fields: dict[str, Any]) -> None:
     with pytest.raises((InvalidField, HttpError)) as refused:
@@ -131,6 +133,8 @@ def test_what_it_holds_is_accepted(door: str, fields: dict[str, Any]) -> None:
     [
         {"temperature": math.nan},
         {"temperature": np.float32(0.5)},
+        {"temperature": Decimal("0.5")},
+        {"temperature": Decimal("NaN")},
         {"temperature": None},
         {"temperature": "1"},
         {"max_tokens": 5.0},
@@ -142,6 +146,7 @@ def test_what_it_holds_is_accepted(door: str, fields: dict[str, Any]) -> None:
         {"stop_token_ids": (1.0,)},
         {"logit_bias": {"5": 1.0}},
         {"logit_bias": {5: math.inf}},
+        {"logit_bias": {5: Decimal(1)}},
     ],
     ids=repr,
 )

@@ -94,3 +94,20 @@ def test_torch_tensors_and_tied_ones(tmp_path):
 def test_what_is_no_tensor_is_named(tensors, said):
     with pytest.raises(InvalidField, match=said):
         TensorStream(tensors)
+
+
+def test_torch_tensors_without_bytes_of_their_own_are_named():
+    torch = pytest.importorskip("torch")
+
+    class OneRank(torch.Tensor):
+        """As a `DTensor`, which is made within a process group alone."""
+
+        full_tensor = None
+
+    for tensor, said in (
+        (torch.zeros(2, device="meta"), "device meta, and has no values"),
+        (torch.eye(2).to_sparse(), r"layout torch.sparse_coo: give its to_dense\(\)"),
+        (torch.zeros(2).as_subclass(OneRank), r"one rank's part of a tensor: give its full_tensor\(\)"),
+    ):
+        with pytest.raises(InvalidField, match=rf"source\['w'\] = .*{said}"):
+            TensorStream({"w": tensor})

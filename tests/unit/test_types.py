@@ -8,7 +8,13 @@ from hypothesis import strategies as st
 
 from seer.common import errors
 from seer.common.errors import InvalidField, RequestRefused, SeerError, error_class
-from seer.common.types import MAX_BIAS_ENTRIES, MAX_STOP_STRINGS, Capacity, SamplingParams
+from seer.common.types import (
+    MAX_BIAS_ENTRIES,
+    MAX_STOP_CHARACTERS,
+    MAX_STOP_STRINGS,
+    Capacity,
+    SamplingParams,
+)
 
 
 def test_defaults_and_every_bound_are_accepted():
@@ -16,7 +22,7 @@ def test_defaults_and_every_bound_are_accepted():
     SamplingParams(
         max_tokens=2**24, min_tokens=2**24, temperature=100.0, top_p=1.0, top_k=2**31 - 1, min_p=1.0,
         repetition_penalty=100.0, frequency_penalty=-2.0, presence_penalty=2.0,
-        logit_bias={0: -100.0, 7: 100.0}, stop=("a",) * MAX_STOP_STRINGS,
+        logit_bias={0: -100.0, 7: 100.0}, stop=("a" * (MAX_STOP_CHARACTERS // MAX_STOP_STRINGS),) * MAX_STOP_STRINGS,
         stop_token_ids=tuple(range(MAX_BIAS_ENTRIES)),
     ).check()  # fmt: skip
     SamplingParams(temperature=0.0, max_tokens=1).check()
@@ -41,6 +47,7 @@ def test_defaults_and_every_bound_are_accepted():
         ("min_tokens", 513),
         ("stop", ("",)),
         ("stop", ("x",) * (MAX_STOP_STRINGS + 1)),
+        ("stop", ("x", "y" * MAX_STOP_CHARACTERS)),
         ("stop_token_ids", (-1,)),
         ("stop_token_ids", tuple(range(MAX_BIAS_ENTRIES + 1))),
         ("logit_bias", {-1: 0.0}),

@@ -2,7 +2,9 @@
 
 Invariants:
 - choices are in the order of the prompts, and of each prompt's responses; `index` runs on;
-- every choice has at least one token, and names the one weight version that generated all of it.
+- every choice has at least one token, and names the one weight version that generated all of it;
+- of an answer's choices, one at a time is more than JSON: the objects of all would be millions, through which
+  the garbage collector would go again and again.
 """
 
 from __future__ import annotations
@@ -10,6 +12,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+
+import msgspec
 
 from seer.gateway.tools import hermes_calls
 
@@ -60,6 +64,10 @@ def _id_texts(token_ids: Sequence[int]) -> list[str]:
     return [f"token_id:{token}" for token in token_ids]
 
 
+def _written(choice: Json) -> msgspec.Raw:
+    return msgspec.Raw(msgspec.json.encode(choice))
+
+
 def usage(choices: Sequence[Choice], n: int) -> Json:
     """Return the counts of tokens; each prompt counts once for its n choices."""
     prompts = sum(len(choice.prompt_token_ids) for choice in choices[::n])
@@ -69,7 +77,7 @@ def usage(choices: Sequence[Choice], n: int) -> Json:
 
 def generate_answer(head: Json, choices: Sequence[Choice], n: int, style: Style) -> Json:
     """Return the answer of `/inference/v1/generate`; `head` has request_id, model and created."""
-    shown = [generate_choice(index, choice, style) for index, choice in enumerate(choices)]
+    shown = [_written(generate_choice(index, choice, style)) for index, choice in enumerate(choices)]
     rest: Json = {"prompt_logprobs": None, "kv_transfer_params": None}
     if style.token_ids:
         rest["prompt_token_ids"] = choices[0].prompt_token_ids
@@ -106,7 +114,7 @@ def _id_logprobs(choice: Choice) -> list[Json]:
 
 def completion_answer(head: Json, choices: Sequence[Choice], n: int, style: Style) -> Json:
     """Return the answer of `/v1/completions`; `head` has id, model and created."""
-    shown = [completion_choice(index, choice, style) for index, choice in enumerate(choices)]
+    shown = [_written(completion_choice(index, choice, style)) for index, choice in enumerate(choices)]
     return {**head, "object": "text_completion", "choices": shown, "usage": usage(choices, n)}
 
 
@@ -144,7 +152,7 @@ def chat_answer(head: Json, choices: Sequence[Choice], n: int, style: Style, *, 
         message: Json = {"role": "assistant", "content": content, "refusal": None, "reasoning": None}
         if calls:
             message["tool_calls"] = calls
-        shown.append(chat_choice(index, {"message": message}, choice, style, called=bool(calls)))
+        shown.append(_written(chat_choice(index, {"message": message}, choice, style, called=bool(calls))))
     prompt = choices[0].prompt_token_ids if style.token_ids else None
     rest = {"usage": usage(choices, n), "prompt_token_ids": prompt, "prompt_logprobs": None}
     return {**head, "object": "chat.completion", "choices": shown, **rest, **style.images}

@@ -1,26 +1,29 @@
-"""Choices of generation requests, whole or as they are generated.
+"""Answers to generation requests, whole or as they are generated.
 
 Invariants:
 - choices are in the order of the prompts, whatever order their groups come in;
 - a stream has what the whole answer has;
-- prompts whose client disconnects are cancelled.
+- prompts whose client disconnects are cancelled;
+- threads decode and write what was generated, which may be long: the event loop never waits for that.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from starlette.requests import Request
+from starlette.responses import Response as HttpResponse
 
 from seer.client import Delta, Group, Placed, Response, SamplingParams
 from seer.client.text import ended_by_id
 from seer.common.wire import Tokens
-from seer.gateway.answers import Choice
-from seer.gateway.group_names import GroupNames, Place, group_seed, places_in_headers, request_hash
-from seer.gateway.http import unless_gone
+from seer.gateway.answers import Choice, Json
+from seer.gateway.group_names import GroupNames, Place, group_seed, places_in_headers, request_hashes
+from seer.gateway.http import answer, unless_gone
 from seer.gateway.models import Models
 from seer.gateway.open_requests import OpenRequests
 from seer.gateway.request_bodies import SamplingFields
@@ -69,8 +72,10 @@ class Generation:
         self._text = text
         self._names = GroupNames()
 
-    async def choices(self, request: Request, asked: Asked) -> list[Choice]:
-        """Return all choices, in order."""
+    async def whole(
+        self, request: Request, asked: Asked, body: Callable[[list[Choice]], Json]
+    ) -> HttpResponse:
+        """Return the answer whose body `body` makes of all choices, in order."""
         places, prompts, seed = self._places(request, asked)
         session = _session(request, asked)
         work = self._requests.run(
@@ -79,11 +84,16 @@ class Generation:
         groups = await unless_gone(request, work)
         for group in groups.values():
             self._models.check_version(asked.adapter, group.weight_version)
-        return [
-            self._choice(prompt, groups[place], response, asked)
-            for place, prompt in zip(places, asked.prompts, strict=True)
-            for response in groups[place].responses
-        ]
+
+        def written() -> HttpResponse:
+            choices = [
+                self._choice(prompt, groups[place], response, asked)
+                for place, prompt in zip(places, asked.prompts, strict=True)
+                for response in groups[place].responses
+            ]
+            return answer(body(choices))
+
+        return await asyncio.to_thread(written)
 
     async def parts(
         self, request: Request, asked: Asked, streamed: StreamedAnswer, *, include_usage: bool
@@ -103,7 +113,8 @@ class Generation:
                 if isinstance(what, Group):
                     self._models.check_version(asked.adapter, what.weight_version)
                 for first in choices[place]:
-                    for part in self._shown(streamed, first, what, asked):
+                    shown = self._shown(streamed, first, what, asked)
+                    while (part := await asyncio.to_thread(next, shown, None)) is not None:
                         yield part
         yield streamed.end(include_usage=include_usage)
 
@@ -134,7 +145,7 @@ class Generation:
         headers, seed = request.headers, asked.fields.seed
         prompts = [np.asarray(prompt, np.int32) for prompt in asked.prompts]
         media = [each.medium.name for each in asked.media]
-        hashes = [request_hash(prompt, asked.sampling, media) for prompt in prompts]
+        hashes = request_hashes(prompts, asked.sampling, media)
         places = places_in_headers(headers, len(prompts), asked.n)
         if places:
             seed = group_seed(hashes, seed)

@@ -119,8 +119,9 @@ class GenerationRoutes:
         style = Style(logprobs=fields.logprobs is not None, token_ids=True)
         if body.stream:
             return await self._streamed(request, asked, StreamedAnswer, head, style, body.stream_options)
-        choices = await self._generation.choices(request, asked)
-        return answer(answers.generate_answer(head, choices, asked.n, style))
+        return await self._generation.whole(
+            request, asked, lambda choices: answers.generate_answer(head, choices, asked.n, style)
+        )
 
     async def generate_with_experts(self, request: Request) -> Response:
         """`/skyrl/v1/generate`: refused. SkyRL's client asks there for routed experts, too."""
@@ -138,8 +139,9 @@ class GenerationRoutes:
         head = self._head("id", f"cmpl-{secrets.token_hex(16)}")
         if body.stream:
             return await self._streamed(request, asked, StreamedCompletion, head, style, body.stream_options)
-        choices = await self._generation.choices(request, asked)
-        return answer(answers.completion_answer(head, choices, n, style))
+        return await self._generation.whole(
+            request, asked, lambda choices: answers.completion_answer(head, choices, n, style)
+        )
 
     async def chat(self, request: Request) -> Response:
         """`/v1/chat/completions`: messages in, a message out."""
@@ -159,8 +161,9 @@ class GenerationRoutes:
         if body.stream:
             kind = StreamedToolChat if parse else StreamedChat
             return await self._streamed(request, asked, kind, head, style, body.stream_options)
-        choices = await self._generation.choices(request, asked)
-        return answer(answers.chat_answer(head, choices, n, style, tools=parse))
+        return await self._generation.whole(
+            request, asked, lambda choices: answers.chat_answer(head, choices, n, style, tools=parse)
+        )
 
     async def finish_session(self, request: Request) -> Response:
         """`/finish_session?session_id=`: SkyRL's client says that a trajectory has ended."""

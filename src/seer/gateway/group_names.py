@@ -16,7 +16,7 @@ from __future__ import annotations
 import hashlib
 import secrets
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -44,14 +44,21 @@ class Place(NamedTuple):
     first_index: int = 0
 
 
-def request_hash(
-    token_ids: Sequence[int] | Tokens, sampling: SamplingParams, media: Sequence[str] = ()
-) -> str:
-    """Return 32 hexadecimal digits that depend on a prompt, its images' names and how it is sampled alone."""
-    digest = hashlib.blake2b(msgspec.msgpack.encode(sortable(sampling), order="sorted"), digest_size=16)
-    digest.update(np.asarray(token_ids, dtype=np.int32).tobytes())
-    digest.update("".join(media).encode())
-    return digest.hexdigest()
+def request_hashes(
+    prompts: Iterable[Sequence[int] | Tokens], sampling: SamplingParams, media: Sequence[str] = ()
+) -> list[str]:
+    """Return for each prompt 32 hexadecimal digits that depend on its tokens, images and sampling alone.
+
+    `media`: the names of its images. The sampling parameters, which may be long, are hashed once.
+    """
+    sampled = hashlib.blake2b(msgspec.msgpack.encode(sortable(sampling), order="sorted"), digest_size=16)
+    hashes = []
+    for token_ids in prompts:
+        digest = sampled.copy()
+        digest.update(np.asarray(token_ids, dtype=np.int32).tobytes())
+        digest.update("".join(media).encode())
+        hashes.append(digest.hexdigest())
+    return hashes
 
 
 class GroupNames:
@@ -66,7 +73,7 @@ class GroupNames:
         self._counts: Counter[str] = Counter()
 
     def places(self, hashes: Sequence[str], seed: int | None, request_id: str) -> list[Place]:
-        """Return a place for each prompt of one HTTP request, given its `request_hash`: a group of its own.
+        """Return a place for each prompt of one HTTP request, by their `request_hashes`: a group of its own.
 
         Equal prompts have equal places only if the request has a seed.
         """

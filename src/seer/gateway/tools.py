@@ -59,6 +59,7 @@ def _call(found: str) -> dict[str, Any]:
     name = call["name"]
     if not isinstance(name, str):
         raise TypeError(name)
-    arguments = json.dumps(call.get("arguments", {}), ensure_ascii=False)
+    arguments = json.dumps(call.get("arguments", {}), ensure_ascii=False, allow_nan=False)
+    (name + arguments).encode()  # half of a surrogate pair, which may be escaped, can be in no answer
     called = {"name": name, "arguments": arguments}
     return {"id": f"chatcmpl-tool-{secrets.token_hex(8)}", "type": "function", "function": called}
