@@ -434,7 +434,7 @@ def _wish_dies_with_the_buffer() -> Patches:
     yield _around(
         SleepMachine, "_joined", lambda joined, self, event: joined(self, structs.replace(event, wish=0))
     )
-    yield mock.patch.object(SleepMachine, "_repeated")
+    yield mock.patch.object(SleepMachine, "_learn")
 
 
 # --- plans that reach what drawn ones seldom do --------------------------------------------------
