@@ -1,14 +1,16 @@
-"""Rollouts on one GPU: Seer with each source of drafts, scheduled ahead, and bare vLLM, in turns.
+"""Tokens/s on one GPU: bare vLLM in three shapes, Seer's engine alone, whole Seer systems, in turns.
 
     python bench/gpu/rates.py rates.json
-    python bench/gpu/rates.py rates.json --sides off grouped --cells 512x64 --set engine.batch_invariant=true
+    python bench/gpu/rates.py rates.json --sides vllm off --cells 512x64 --set engine.batch_invariant=true
+    python bench/gpu/rates.py rates.json --cpu
 
-All sides are up on the same device, each with a share of its memory, and take turns: each turn has prompts
-and a seed of its own. A cell is most tokens of a response x responses at once. The model is the shipped one,
-padded to a weight and a number of layers that occupy a GPU (examples/countdown/heavier.py), in bfloat16.
-Bare vLLM has its own defaults, in processes of its own, and samples other tokens. Writes after each cell: by
-side the median of tokens/s and of its ratio to `off` in the same turn, with the least and the most; and how
-many of Seer's responses differ from those of `off`, which only batch-invariant kernels exclude.
+Few sides are on the device at once (`--at-once`), since all share the host's cores: the first one, which
+ratios are to, and others after each other. Those that are there take turns; each turn has prompts and a seed
+of its own. A cell is most tokens of a response x responses at once. The model is the shipped one, padded to a
+weight and a number of layers that occupy a GPU (examples/countdown/heavier.py), in bfloat16. Writes after
+each cell, by side: its runner's class, the median of tokens/s and of the ratio to the first side in the same
+turn, with the least and the most, and how many of a Seer system's responses differ from those of the first
+such system, which only batch-invariant kernels exclude. A side that the system refuses has its reason.
 """
 
 from __future__ import annotations
@@ -18,246 +20,180 @@ import asyncio
 import contextlib
 import json
 import statistics
-import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
+from contestants import Process, RefusedError, Responses, System
 from lib.machine import machine
 from lib.paths import EXAMPLE
-from tokenizers import Tokenizer
+from sides import ENGINES, SIDES, SYSTEMS, V2, WEIGHTS, contestant, padded, prompts_of
 
-sys.path.insert(0, str(EXAMPLE))
-from heavier import WEIGHTS, heavier
-
-from seer.client import Prompt, RolloutClient, SamplingParams
-from seer.common.config import load
 from seer.common.process.devices import driver_version, visible_devices
-from seer.local.system import LocalSystem
 
-SIDES = {
-    "vllm": [],
-    "off": ["drafts.source=off"],
-    "ahead": ["drafts.source=off", "engine.async_scheduling=true"],
-    "own": ["drafts.source=own"],
-    "grouped": ["drafts.source=grouped"],
-}
 GROUP = 8
-LONGEST = 1280
-"""Tokens of the longest sequence."""
+"""Responses to a prompt; fewer where fewer are at once."""
 
-BATCHED_TOKENS = 4096
-"""Most tokens of a step: the padded MLPs are so wide that vLLM's default would take most of the memory."""
-
-Responses = list[tuple[str, int, list[int]]]
+CELLS, CPU_CELLS = ("16x64", "16x256", "512x1", "512x64", "1024x256"), ("16x4", "64x8")
 
 
-class Side(Protocol):
-    """A contestant."""
+class Rates:
+    """What was measured: by cell and side, a figure for each turn; `report` is what is written."""
 
-    async def run(self, prompts: list[tuple[str, list[int]]], tokens: int, seed: int) -> Responses:
-        """Return all responses to prompts, by id: id, index and tokens."""
-        ...
+    def __init__(self, out: Path, report: dict[str, Any], reference: str) -> None:
+        self._out, self._report, self._reference = out, report, reference
+        self._rates: dict[tuple[str, str], list[float]] = {}
+        self._expected: dict[tuple[str, int], Responses] = {}
+        report |= {"reference": reference, "sides": {}, "cells": {}}
 
+    def tell(self, side: str, about: dict[str, Any]) -> None:
+        """Note what a side is, or why it was refused."""
+        self._report["sides"][side] = about
+        print(side, json.dumps(about), file=sys.stderr, flush=True)
+        self.write()
 
-class Seer:
-    """A system with one engine."""
+    def keep(self, cell: str, found: dict[str, list[tuple[float, Responses]]]) -> None:
+        """Add a cell's turns: seconds and responses by side. The reference's are of these turns."""
+        own = [sum(len(ids) for _, _, ids in each) / took for took, each in found.get(self._reference, [])]
+        for side, turns in found.items():
+            rates = [sum(len(ids) for _, _, ids in each) / took for took, each in turns]
+            entry: dict[str, Any] = {
+                "turns": len(turns), "tokens_per_s": round(statistics.median(rates)),
+                "seconds": round(statistics.median(took for took, _ in turns), 3), **against(rates, own),
+            }  # fmt: skip
+            if side in SYSTEMS:
+                entry |= {"responses": 0, "differing": 0}
+                for turn, (_, each) in enumerate(turns):
+                    expected = self._expected.setdefault((cell, turn), each)
+                    entry["responses"] += len(each)
+                    entry["differing"] += sum(a != b for a, b in zip(each, expected, strict=True))
+            cells = self._report["cells"].setdefault(cell, {})
+            if side == self._reference and side in cells:  # again beside others: all its medians are kept
+                cells[side].setdefault("again", []).append(entry["tokens_per_s"])
+            else:
+                cells[side] = entry
+            print(cell, side, json.dumps(entry), file=sys.stderr, flush=True)
+        self.write()
 
-    def __init__(self, client: RolloutClient, system: LocalSystem) -> None:
-        self._client, self._system = client, system
-
-    async def run(self, prompts: list[tuple[str, list[int]]], tokens: int, seed: int) -> Responses:
-        """See `Side.run`."""
-        given = [Prompt(name, token_ids=ids) for name, ids in prompts]
-        sampling = SamplingParams(max_tokens=tokens)
-        rollout = await self._client.submit(
-            given, n=GROUP, sampling=sampling, seed=seed, rollout_number=0, repeat=True
-        )
-        groups = await self._system.run(rollout.result())
-        return sorted((g.prompt_id, r.index, r.token_ids.tolist()) for g in groups for r in g.responses)
-
-
-class Bare:
-    """vLLM in a process of its own, by its own defaults."""
-
-    def __init__(self, model: Path, running: int, share: float) -> None:
-        settings = {
-            "model": str(model), "max_num_seqs": running, "max_model_len": LONGEST,
-            "max_num_batched_tokens": BATCHED_TOKENS, "gpu_memory_utilization": share,
-        }  # fmt: skip
-        command = [sys.executable, __file__, "--serve", json.dumps(settings)]
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        self._answer()
-
-    async def run(self, prompts: list[tuple[str, list[int]]], tokens: int, seed: int) -> Responses:
-        """See `Side.run`."""
-        assert self._process.stdin is not None
-        job = {"prompts": [ids for _, ids in prompts], "tokens": tokens, "seed": seed}
-        self._process.stdin.write(json.dumps(job) + "\n")
-        self._process.stdin.flush()
-        return await asyncio.to_thread(self._answer)
-
-    def close(self) -> None:
-        """End it."""
-        self._process.terminate()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(20)
-        self._process.kill()
-
-    def _answer(self) -> Any:  # noqa: ANN401 - what JSON says
-        assert self._process.stdout is not None
-        for line in self._process.stdout:
-            if line.startswith("answer "):
-                return json.loads(line.removeprefix("answer "))
-        raise SystemExit(f"bare vLLM ended with {self._process.wait()}; its stderr is above")
+    def write(self) -> None:
+        """Write the report as it is."""
+        self._out.write_text(json.dumps(self._report, indent=1) + "\n")
 
 
-def serve(settings: dict[str, Any]) -> None:
-    """Be bare vLLM: answer each job on stdin."""
-    from vllm import LLM
-    from vllm import SamplingParams as Sampling
-
-    llm = LLM(**settings, disable_log_stats=True, use_tqdm_on_load=False)
-    print("answer 0", flush=True)
-    for line in sys.stdin:
-        job = json.loads(line)
-        sampling = Sampling(n=GROUP, max_tokens=job["tokens"], logprobs=0, detokenize=False, seed=None)
-        prompts = [{"prompt_token_ids": ids} for ids in job["prompts"]]
-        found = llm.generate(prompts, sampling, use_tqdm=False)
-        responses = [
-            (str(place), each.index, list(each.token_ids))
-            for place, output in enumerate(found)
-            for each in output.outputs
-        ]
-        print("answer", json.dumps(responses), flush=True)
-
-
-def padded(folder: Path, gigabytes: float, layers: int) -> Path:
-    """Return the shipped model with so many GB in bfloat16, and `layers` times its layers."""
-    from safetensors.torch import load_file, save_file
-
-    shipped = (EXAMPLE / "model" / WEIGHTS).stat().st_size
-    made = heavier(folder, weight=2e9 * gigabytes / shipped, layers=layers)
-    tensors = {name: tensor.bfloat16() for name, tensor in load_file(made / WEIGHTS).items()}
-    save_file(tensors, made / WEIGHTS, {"format": "pt"})
-    described = json.loads((made / "config.json").read_text())
-    (made / "config.json").write_text(json.dumps(described | {"dtype": "bfloat16"}))
-    return made
-
-
-async def start(
-    stack: contextlib.AsyncExitStack, name: str, model: Path, running: int, given: argparse.Namespace
-) -> Side:
-    """Start a side; it ends with the stack."""
-    begun = time.monotonic()
-    side: Side
-    if name == "vllm":
-        bare = await asyncio.to_thread(Bare, model, running, given.share)
-        stack.callback(bare.close)
-        side = bare
-    else:
-        config = load(None, {}, [
-            f"shared.model={model}", f"engine.max_num_seqs={running}", f"engine.max_model_len={LONGEST}",
-            f"engine.max_num_batched_tokens={BATCHED_TOKENS}", f"engine.gpu_memory_utilization={given.share}",
-            "pool.kind=none", "log.level=warning", *SIDES[name], *given.sets,
-        ])  # fmt: skip
-        system = await stack.enter_async_context(LocalSystem(config, 1))
-        client = await stack.enter_async_context(RolloutClient(system.endpoint))
-        print((await client.status()).instances[0].versions, file=sys.stderr)
-        side = Seer(client, system)
-    print(f"{name}: started in {time.monotonic() - begun:.1f} s", file=sys.stderr, flush=True)
-    return side
-
-
-def prompts_of(number: int, count: int) -> list[tuple[str, list[int]]]:
-    """Return the prompts of a turn."""
-    tokenizer = Tokenizer.from_file(str(EXAMPLE / "model" / "tokenizer.json"))
-    lines = (EXAMPLE / "prompts_512.jsonl").read_text().splitlines()
-    texts = [json.loads(lines[(number * count + i) % len(lines)])["prompt"] for i in range(count)]
-    ids = [tokenizer.encode(text, add_special_tokens=False).ids for text in texts]
-    return [(str(place), each) for place, each in enumerate(ids)]
-
-
-async def measure(cell: str, sides: dict[str, Side], turns: int) -> dict[str, Any]:
-    """Run a cell; the first turn warms up."""
-    tokens, running = map(int, cell.split("x"))
-    rates: dict[str, list[float]] = {name: [] for name in sides}
-    seconds: dict[str, list[float]] = {name: [] for name in sides}
-    differing = dict.fromkeys(sides, 0)
-    responses = 0
-    for number in range(turns + 1):
-        prompts = prompts_of(number, running // GROUP)
-        found: dict[str, Responses] = {}
-        names = list(sides)
-        for name in (*names[number % len(names) :], *names[: number % len(names)]):
-            begun = time.perf_counter()
-            found[name] = await sides[name].run(prompts, tokens, number)
-            took = time.perf_counter() - begun
-            if number:
-                rates[name].append(sum(len(each[2]) for each in found[name]) / took)
-                seconds[name].append(took)
-        if number and "off" in found:
-            responses += len(found["off"])
-            for name in names:
-                differing[name] += sum(a != b for a, b in zip(found[name], found["off"], strict=True))
-    return {"turns": turns, "responses": responses} | {
-        name: {
-            "tokens_per_s": round(statistics.median(rates[name])),
-            "seconds": round(statistics.median(seconds[name]), 2),
-            **against(rates[name], rates.get("off", [])),
-            **({} if name == "vllm" else {"differing": differing[name]}),
-        }
-        for name in sides
-    }  # fmt: skip
-
-
-def against(rates: Sequence[float], off: Sequence[float]) -> dict[str, list[float]]:
-    """Return the median of the ratios to `off`, and the least and the most."""
-    ratios = [one / other for one, other in zip(rates, off, strict=False)]
+def against(rates: Sequence[float], reference: Sequence[float]) -> dict[str, list[float]]:
+    """Return the median of the ratios to the reference, and the least and the most."""
+    ratios = [one / other for one, other in zip(rates, reference, strict=False)]
     if not ratios:
         return {}
-    return {"over_off": [round(each, 3) for each in (statistics.median(ratios), min(ratios), max(ratios))]}
+    return {"ratio": [round(each, 3) for each in (statistics.median(ratios), min(ratios), max(ratios))]}
+
+
+async def measure(
+    cell: str, sides: dict[str, Process | System], turns: int
+) -> dict[str, list[tuple[float, Responses]]]:
+    """Run a cell; the first turn warms up and does not count."""
+    tokens, running = map(int, cell.split("x"))
+    n = min(GROUP, running)
+    found: dict[str, list[tuple[float, Responses]]] = {name: [] for name in sides}
+    names = list(sides)
+    for number in range(turns + 1):
+        prompts = prompts_of(number, running // n)
+        for name in (*names[number % len(names) :], *names[: number % len(names)]):
+            begun = time.perf_counter()
+            responses = await sides[name].run(prompts, n, tokens, number)
+            if number:
+                found[name].append((time.perf_counter() - begun, responses))
+    return found
+
+
+async def start(name: str, side: Process | System, rates: Rates) -> bool:
+    """Start a side; return whether it is there."""
+    begun = time.monotonic()
+    try:
+        about: dict[str, Any] = await side.start()
+    except RefusedError as error:
+        missing = V2 in (ENGINES | SYSTEMS).get(name, []) and "model_runner" in str(error)
+        what = "not built yet" if missing else "refused"
+        rates.tell(name, {what: str(error)})
+        return False
+    rates.tell(name, about | {"start_seconds": round(time.monotonic() - begun, 1)})
+    return True
+
+
+async def start_all(sides: dict[str, Process | System], rates: Rates) -> dict[str, Process | System]:
+    """Start sides, all at once; return those that are there."""
+    there = await asyncio.gather(*(start(name, side, rates) for name, side in sides.items()))
+    return {name: side for (name, side), ok in zip(sides.items(), there, strict=True) if ok}
 
 
 async def compare(model: Path, given: argparse.Namespace) -> None:
-    """Run all cells on sides that are as large as the largest needs."""
+    """Run all cells, a few sides at a time, until the time is over."""
     running = max(int(cell.split("x")[1]) for cell in given.cells)
-    report: dict[str, Any] = {
-        "machine": machine("torch", "vllm", "triton"), "driver": driver_version(),
-        "devices": [each.model for each in visible_devices()], "settings": given.sets,
-        "model_bytes": (model / WEIGHTS).stat().st_size, "layers": given.layers, "cells": {},
-    }  # fmt: skip
-    async with contextlib.AsyncExitStack() as stack:
-        sides = {name: await start(stack, name, model, running, given) for name in given.sides}
-        for cell in given.cells:
-            report["cells"][cell] = await measure(cell, sides, given.turns)
-            given.out.write_text(json.dumps(report, indent=1) + "\n")
-            print(cell, json.dumps(report["cells"][cell]), file=sys.stderr, flush=True)
+    rates = Rates(given.out, {
+        "machine": machine("torch", "vllm", "triton"), "driver": driver_version(), "settings": given.sets,
+        "devices": [each.model for each in visible_devices()], "model": model.name,
+        "model_bytes": (model / WEIGHTS).stat().st_size, "skipped": [],
+    }, given.sides[0])  # fmt: skip
+    end = time.monotonic() + given.seconds
+    size = max(1, given.at_once - 1)
+    groups = [given.sides[1:][place : place + size] for place in range(0, len(given.sides) - 1, size)] or [[]]
+    first: dict[str, Process | System] = {}
+    async with contextlib.AsyncExitStack() as outer:
+        for place, names in enumerate(groups):
+            async with contextlib.AsyncExitStack() as stack:
+                sides = {name: contestant(name, model, running, given) for name in names}
+                if not place:
+                    first = {given.sides[0]: contestant(given.sides[0], model, running, given)}
+                    outer.push_async_callback(first[given.sides[0]].close)
+                for side in sides.values():
+                    stack.push_async_callback(side.close)
+                there = await start_all(sides if place else first | sides, rates)
+                if not place:
+                    first = {name: side for name, side in there.items() if name in first}
+                await cells(first | there, rates, given, end)
+
+
+async def cells(
+    sides: dict[str, Process | System], rates: Rates, given: argparse.Namespace, end: float
+) -> None:
+    """Run all cells on sides that are there; one for which no time seems to be left is skipped."""
+    took = 0.0
+    for cell in given.cells if sides else ():
+        begun = time.monotonic()
+        if begun + took > end:
+            rates._report["skipped"].append([cell, *sides])
+            continue
+        rates.keep(cell, await measure(cell, sides, given.turns))
+        took = time.monotonic() - begun
+    rates.write()
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("out", type=Path, nargs="?", help="file of the figures")
+    parser.add_argument("out", type=Path, help="file of the figures")
     parser.add_argument("--sides", nargs="+", choices=SIDES, default=list(SIDES))
-    parser.add_argument("--cells", nargs="+", default=["16x64", "16x256", "512x64", "1024x256"])
-    parser.add_argument("--turns", type=int, default=5)
+    parser.add_argument("--cells", nargs="+")
+    parser.add_argument("--turns", type=int, default=3)
+    parser.add_argument("--at-once", type=int, default=3, help="sides on the device at once")
+    parser.add_argument("--seconds", type=float, default=3600, help="begin no cell that might end later")
     parser.add_argument("--model", type=Path, help="a padded model that is there already")
     parser.add_argument("--gigabytes", type=float, default=4, help="weight of the padded model")
     parser.add_argument("--layers", type=int, default=8, help="so many times the layers")
-    parser.add_argument("--share", type=float, default=0.17, help="of the device's memory, for each side")
+    parser.add_argument("--fill", choices=("zeros", "random"), default="zeros", help="what pads the model")
+    parser.add_argument(
+        "--share", type=float, default=0.5, help="of the device's memory, that a side may see in use"
+    )
     parser.add_argument("--set", action="append", default=[], dest="sets", help="a setting of Seer's sides")
-    parser.add_argument("--serve", type=json.loads, help=argparse.SUPPRESS)
+    parser.add_argument("--cpu", action="store_true", help="try it on CPUs: the shipped model, small cells")
     given = parser.parse_args()
-    if given.serve:
-        serve(given.serve)
-        return
-    with tempfile.TemporaryDirectory() as folder:
-        asyncio.run(compare(given.model or padded(Path(folder), given.gigabytes, given.layers), given))
+    given.cells = given.cells or list(CPU_CELLS if given.cpu else CELLS)
+    if given.cpu:
+        given.model = given.model or EXAMPLE / "model"
+    asyncio.run(compare(given.model or padded(given.gigabytes, given.layers, given.fill), given))
 
 
 if __name__ == "__main__":

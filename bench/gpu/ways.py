@@ -5,8 +5,8 @@
 
 An engine in this process generates responses alone, token by token, and then reaches the same contexts in
 the ways that schedules have: beside other requests, while drafts are verified, by a prefill with nothing
-cached and with full blocks cached, in chunks of 16. Writes by way how many rows were compared, how many
-differ in a bit, and the largest difference.
+cached and with full blocks cached, in chunks of 16. Writes, after each of them, by way how many rows were
+compared, how many differ in a bit, and the largest difference.
 """
 
 from __future__ import annotations
@@ -43,16 +43,17 @@ Rows = npt.NDArray[np.float32]
 class Ways:
     """Generates one response in all ways."""
 
-    def __init__(self, backend: VllmBackend, drafts: bool) -> None:
-        self._backend, self._drafts = backend, drafts
+    def __init__(self, backend: VllmBackend, drafts: bool, most: int) -> None:
+        """`most`: requests beside the response, at most."""
+        self._backend, self._drafts, self._most = backend, drafts, most
 
     def all(self, response: int) -> Iterator[tuple[str, Rows, Rows]]:
         """Yield the name of a way, its rows, and those of the response generated alone."""
         chunk = self._chunk(str(response), response)
         tokens, alone = self._captured(chunk, 0, 0)
-        for beside in BESIDE:
+        for beside in (each for each in BESIDE if each <= self._most):
             yield f"beside {beside}", *self._common(*self._captured(chunk, beside, 0), tokens, alone)
-        for count, beside in DRAFTS if self._drafts else ():
+        for count, beside in (each for each in DRAFTS if self._drafts and each[1] <= self._most):
             found = self._captured(chunk, beside, count)
             yield f"{count} drafts beside {beside}", *self._common(*found, tokens, alone)
         for length in LENGTHS:
@@ -109,6 +110,7 @@ def main() -> None:
     parser.add_argument("out", type=Path)
     parser.add_argument("--model", type=Path, default=EXAMPLE / "model")
     parser.add_argument("--responses", type=int, default=3)
+    parser.add_argument("--beside", type=int, default=max(BESIDE), help="most requests beside a response")
     parser.add_argument("--set", action="append", default=[], dest="sets")
     given = parser.parse_args()
     settings = [f"shared.model={given.model}", "engine.max_num_seqs=128", "engine.max_model_len=1024"]
@@ -116,17 +118,20 @@ def main() -> None:
     plan = plan_engines(config.engine, 1)[0]
     backend = VllmBackend(plan.config, config.shared, None, config.drafts)
     backend.start()
+    layout = backend.core.rpc("seer_kv_layout")[0][0]
+    report = {"machine": machine("torch", "vllm"), "versions": backend.versions, "attention": layout}
     ways: dict[str, dict[str, float]] = {}
     for response in range(given.responses):
-        for way, rows, alone in Ways(backend, config.drafts.source != "off").all(response):
+        ways_of = Ways(backend, config.drafts.source != "off", given.beside)
+        for way, rows, alone in ways_of.all(response):
             apart = np.abs(rows - alone).max(axis=1)
             sums = ways.setdefault(way, {"rows": 0, "differ": 0, "largest": 0.0})
             sums["rows"] += len(apart)
             sums["differ"] += int((apart > 0).sum())
             sums["largest"] = max(sums["largest"], float(apart.max()))
-    layout = backend.core.rpc("seer_kv_layout")[0][0]
-    report = {"machine": machine("torch", "vllm"), "versions": backend.versions, "attention": layout}
-    given.out.write_text(json.dumps(report | {"ways": ways}, indent=1) + "\n")
+            given.out.write_text(
+                json.dumps(report | {"responses": response + 1, "ways": ways}, indent=1) + "\n"
+            )
     backend.close()
 
 
