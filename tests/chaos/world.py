@@ -261,18 +261,25 @@ class World:
         self.excuses.append(f"{trainer}: {why}")
         # Sleep waits for requests, and these for weights that are gone until its trainer updates again.
         waits = "not all engines answered" in why and self.may_lack_weights
-        # A life whose clock was set back has its name once the earlier life is gone, or silent.
-        seems_earlier = self.plan.clocks and re.search("another life of trainer|the client is closed", why)
+        # A life whose clock was set back has its name once the earlier life's connection is known to be gone.
+        unknown = self.plan.clocks and any(
+            not each.kind.startswith("kill") for each in self._between(trainer)
+        )
+        seems_earlier = unknown and re.search("another life of trainer|the client is closed", why)
         if self.away(trainer) < 40.0 and not (waits or seems_earlier):
             self.problem(f"{trainer} gave the buffer up at {self.loop.time():.1f}: {why}")
 
     def away(self, trainer: str) -> float:
         """Return how long, at most, a trainer and the buffer have been cut off from each other so far."""
-        return sum(
-            fault.seconds
+        return sum(fault.seconds for fault in self._between(trainer))
+
+    def _between(self, trainer: str) -> list[Fault]:
+        """Return the faults so far of a trainer, of the buffer, and of what connects them."""
+        return [
+            fault
             for fault in self.inflicted
             if {"buffer", trainer} & set(fault.target.split("-")) and fault.at <= self.loop.time()
-        )
+        ]
 
     def excuses_quarantine(self, why: str) -> bool:
         """Say whether an engine may be without work: the stream died with its buffer."""

@@ -19,6 +19,7 @@ BUILT = REPO / "build" / "image"
 ENGINE = "seer.services.engine.vllm"
 NEED_EXTRA = {
     "seer.gateway.bearer": "starlette",
+    f"{ENGINE}.cpu_kernels": "torch",
     f"{ENGINE}.cpu_sleep": "torch",
     f"{ENGINE}.drafts.path_rows": "vllm",
     f"{ENGINE}.runner_v1": "torch",
