@@ -9,6 +9,7 @@ from msgspec.structs import replace
 from virtual_time import eventually, virtual
 
 from seer.client import InvalidField, SeerError, WeightsRefused
+from seer.common import wire
 from seer.common.config import BufferConfig, EngineConfig, SharedConfig
 from seer.common.sleep import SleepState
 from seer.services.engine.server import EngineServer
@@ -110,6 +111,22 @@ async def test_a_trainer_that_updates_tells_a_new_buffer_that_engines_are_to_be_
         cluster._transports["e0"].reconnect()
         assert await roll(client)
         assert not sleepers(cluster)
+
+
+@virtual
+async def test_a_trainer_says_its_wish_again_while_another_updates(tmp_path):
+    async with running(engines=1) as cluster, cluster.client() as client:
+        buffer = cluster.services["buffer"]
+        async with cluster.client() as other:
+            cluster._transports["e0"].disconnect()
+            update = asyncio.create_task(other.update_weights(1, folder(tmp_path / "one", 1.0)))
+            await eventually(lambda: buffer.weights.updating)
+            again = wire.Sleep(asleep=False, wish=2**40)
+            assert buffer._from_trainer(client.name, b"", again) is None
+            assert buffer.conductor.machine.sleep._wish == 2**40
+            cluster._transports["e0"].reconnect()
+            await update
+            assert not sleepers(cluster)
 
 
 @virtual

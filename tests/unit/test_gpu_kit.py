@@ -9,22 +9,13 @@ import time
 from pathlib import Path
 
 import pytest
+from gpu_kit import FOLDER, loaded
 
 from seer.common.config import load
 from seer.doctor.checkup import CHECKS
 from seer.verify.cells import CELLS
 
-FOLDER = Path(__file__).parents[2] / "bench" / "gpu"
 ORDER = ["gate", "split", "graphs", "verify", "drafts"]
-
-
-def loaded(name: str, monkeypatch):
-    monkeypatch.syspath_prepend(str(FOLDER))
-    spec = importlib.util.spec_from_file_location(f"kit_{name}", FOLDER / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, f"kit_{name}", module)
-    spec.loader.exec_module(module)
-    return module
 
 
 @pytest.fixture

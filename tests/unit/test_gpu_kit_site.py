@@ -1,6 +1,5 @@
 """The site that is carried to a GPU machine: GPU code is cut, folders travel in parts (bench/gpu)."""
 
-import importlib.util
 import json
 import shutil
 import struct
@@ -10,18 +9,9 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from gpu_kit import FOLDER, loaded
 
-FOLDER = Path(__file__).parents[2] / "bench" / "gpu"
 PTX, CUBIN = 1, 2
-
-
-def loaded(name: str, monkeypatch):
-    monkeypatch.syspath_prepend(str(FOLDER))
-    spec = importlib.util.spec_from_file_location(f"kit_{name}", FOLDER / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, f"kit_{name}", module)
-    spec.loader.exec_module(module)
-    return module
 
 
 @pytest.fixture
