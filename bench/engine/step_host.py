@@ -1,6 +1,6 @@
 """Host time of an engine's step outside the forward pass, by part, with and without drafts; print JSON.
 
-    python bench/engine/step_host.py --model examples/countdown/model [--rows 64 256] [--steps 60]
+    python bench/engine/step_host.py --model examples/countdown/model [--rows 64 256] [--runners v1 v2]
 
 Milliseconds of thread time per step that only decodes, medians, each without what it calls of other parts;
 `wall` is the whole step (`seer.doctor.step_clock`).
@@ -29,13 +29,15 @@ WARM = 60
 class Engine:
     """An engine whose steps are timed."""
 
-    def __init__(self, model: str, rows: int, draft: int) -> None:
+    def __init__(self, model: str, rows: int, draft: int, runner: str) -> None:
         from seer.common.config import DraftsConfig, EngineConfig, SharedConfig
         from seer.doctor.step_clock import watch_engine
         from seer.services.engine.vllm.backend import VllmBackend
 
         drafts = DraftsConfig(max_draft=draft, max_paths=1) if draft else None
-        config = EngineConfig(max_num_seqs=rows, max_model_len=1024, kv_cache_gib=1.0, cpu_cores="0")
+        config = EngineConfig(
+            max_num_seqs=rows, max_model_len=1024, kv_cache_gib=1.0, cpu_cores="0", model_runner=runner
+        )
         self.backend = VllmBackend(config, SharedConfig(model=model), None, drafts)
         self.backend.start()
         if draft:
@@ -64,25 +66,31 @@ def main() -> None:
     parser.add_argument("--rows", type=int, nargs="+", default=[64, 256])
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--draft", type=int, default=8)
+    parser.add_argument("--runners", nargs="+", default=["v1"], help="v1, v2")
     parser.add_argument("--engine", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.engine:  # one engine a process
-        rows, draft = map(int, options.engine.split(","))
-        engine = Engine(options.model, rows, draft)
+        rows, draft, runner = options.engine.split(",")
+        rows = int(rows)
+        engine = Engine(options.model, rows, int(draft), runner)
         kinds: dict[str, dict[str, Any]] = {"plain": {}, "penalties": {"repetition_penalty": 1.1}}
         result = {name: engine.run(rows, options.steps, kind) for name, kind in kinds.items()}
         print(json.dumps(result), flush=True)
         os._exit(0)  # vLLM's threads would be waited for
     report: dict[str, Any] = {"machine": machine("torch", "vllm", "numpy"), "unit": "milliseconds a step"}
-    for rows in options.rows:
-        for draft in (0, options.draft):
-            command = [sys.executable, __file__, "--model", options.model, "--steps", str(options.steps)]
-            done = subprocess.run(
-                [*command, "--engine", f"{rows},{draft}"], stdout=subprocess.PIPE, check=True, text=True
-            )
-            report[f"{rows} rows, {'drafts' if draft else 'no drafts'}"] = json.loads(
-                done.stdout.splitlines()[-1]
-            )
+    cells = [
+        (rows, draft, runner)
+        for rows in options.rows
+        for draft in (0, options.draft)
+        for runner in options.runners
+    ]
+    for rows, draft, runner in cells:
+        command = [sys.executable, __file__, "--model", options.model, "--steps", str(options.steps)]
+        done = subprocess.run(
+            [*command, "--engine", f"{rows},{draft},{runner}"], stdout=subprocess.PIPE, check=True, text=True
+        )
+        name = f"{rows} rows, {'drafts' if draft else 'no drafts'}, {runner}"
+        report[name] = json.loads(done.stdout.splitlines()[-1])
     print(json.dumps(report, indent=1))
 
 

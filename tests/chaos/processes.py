@@ -38,6 +38,9 @@ UPDATE_SHARE, SECOND_SHARE, CUT_SHARE = 0.3, 0.4, 0.4
 IMAGES_SHARE, SPOILT_SHARE = 0.4, 0.3
 """Of the rollouts: with images, and, of these, with damage to the file of one on the buffer's disk."""
 
+DIVERGED_SHARE = 0.6
+"""Of the rollouts with vLLM: with weights first that have NaN in a tensor, and are to be refused."""
+
 TRAINERS = ("trainer", "second")
 
 
@@ -71,10 +74,10 @@ def quick(**settings: object) -> Config:
 class Campaign:
     """One system, and what its rollouts have in common."""
 
-    def __init__(self, system: System, load: Load, *, real: bool) -> None:
-        self.system, self.load, self.real = system, load, real
+    def __init__(self, system: System, load: Load, model: Path | None) -> None:
+        self.system, self.load, self.model, self.real = system, load, model, model is not None
         self.judge = Judge(system)
-        self._bound = REAL_BOUND_SECONDS if real else BOUND_SECONDS
+        self._bound = REAL_BOUND_SECONDS if self.real else BOUND_SECONDS
         self._version = 0
 
     async def begin(self) -> None:
@@ -89,6 +92,7 @@ class Campaign:
         outcome, rand = Outcome(seed), random.Random(f"processes {seed}")
         rolls = [Roll(self.system, each) for each in self._jobs(random.Random(f"trainers {seed}"))]
         clock = asyncio.get_running_loop().time
+        outcome.faults += ["diverged weights" for roll in rolls if roll.job.diverged]
         began = clock()
         # Weights are lost with the buffer and every engine that has them: not both are killed, once any came.
         spared = rand.choice(("buffer", "engine")) if self._version else ""
@@ -132,6 +136,8 @@ class Campaign:
                 self._version += 1
                 asked.version = self._version
                 self.judge.asked(self._version)
+            if name == TRAINERS[0] and self.model is not None and rand.random() < DIVERGED_SHARE:
+                asked.diverged = str(self.model)
             images = random.Random(f"images {asked.rollout_id} {seeds}")
             if not self.real and images.random() < IMAGES_SHARE:
                 asked.images = images.randrange(40)
@@ -172,10 +178,10 @@ class Campaign:
         return asyncio.get_running_loop().time()
 
 
-async def _run(system: System, load: Load, seeds: Iterator[int], result: Result, *, real: bool) -> None:
+async def _run(system: System, load: Load, seeds: Iterator[int], result: Result, model: Path | None) -> None:
     last: Outcome | None = None
     async with system:
-        campaign = Campaign(system, load, real=real)
+        campaign = Campaign(system, load, model)
         await campaign.begin()
         before = system.use()
         for seed in seeds:
@@ -206,6 +212,6 @@ async def campaign(seeds: Iterable[int], load: Load, model: Path | None = None, 
         folders = {"spool": str(system.folder / "spool"), "media": str(system.folder / "media")}
         buffer = replace(system.config.buffer, media_bytes=2**26, **folders)
         system.config = replace(system.config, buffer=buffer)
-        made.append(_run(system, load, shared, result, real=model is not None))
+        made.append(_run(system, load, shared, result, model))
     await asyncio.gather(*made)
     return result

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import msgspec
 import numpy as np
+from safetensors.numpy import load_file
 
 from seer.client import (
     BufferLost,
@@ -80,6 +81,8 @@ class Job(msgspec.Struct):
     uses: list[Use]
     version: int = 0
     """Weights to update to before the last use; 0: none."""
+    diverged: str = ""
+    """A folder of model.safetensors, of which one value in a tensor is NaN: sent first, to be refused."""
     updates: bool = True
     """No other trainer updates weights."""
     everything: bool = False
@@ -155,6 +158,8 @@ class Trainer:
             return
         async with RolloutClient(job.endpoint, name=job.name, security=job.security) as client:
             for number, use in enumerate(job.uses):
+                if number == last and job.diverged:
+                    await _send_diverged(client, Path(job.diverged))
                 if number == last and job.version:
                     await _update(client, job.version)
                 if number not in ended:
@@ -225,6 +230,26 @@ async def _update(client: RolloutClient, version: int) -> None:
             await asyncio.sleep(0.5)
         else:
             return
+
+
+async def _send_diverged(client: RolloutClient, folder: Path) -> None:
+    """Send weights of which one value is NaN until they are refused for that, by the tensor's name."""
+    weights = load_file(folder / "model.safetensors")
+    name = sorted(weights)[os.getpid() % len(weights)]
+    weights[name].flat[-1] = np.nan
+    deadline = asyncio.get_running_loop().time() + UPDATE_SECONDS
+    while True:
+        try:
+            await client.update_weights(1, weights)
+        except WeightsRefused as error:
+            if re.search(rf"{re.escape(name)}.* not finite", str(error)):
+                return
+            if asyncio.get_running_loop().time() > deadline:
+                raise
+            print(f"trying again: {error}", file=sys.stderr)
+            await asyncio.sleep(0.5)
+        else:
+            raise AssertionError(f"weights with NaN in {name} went live")
 
 
 async def _cancel(rollout: object, seconds: float) -> None:

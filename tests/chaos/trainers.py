@@ -202,6 +202,9 @@ class Trainer:
                 except WeightsRefused as refused:
                     self._refused(version, refused)
                     await asyncio.sleep(RETRY_SECONDS)
+                    if world.plan.clocks and "engines sleep" in str(refused):
+                        # From a life whose clock was ahead an engine that was cut off has an older wish.
+                        await self._rest(client, asleep=False, tags=["weights"] if self.resting else None)
                 else:
                     break
         if live.digest != world.digest(version):

@@ -7,17 +7,18 @@ Invariants:
 - when all chunks have ended, no step is under way, and all KV blocks are free.
 """
 
-import contextlib
 import gc
 import importlib.util
 import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from ahead import scheduling_ahead
 from engine_cases import check_only_the_spoilt_fail, chunk
 from ways import BLOCKS, CASES, STOP, WAYS, Results, in_one_go, prompt
@@ -29,7 +30,7 @@ from seer.common.config import DraftsConfig, EngineConfig, SharedConfig
 from seer.common.errors import EngineError
 from seer.common.sleep import SleepState
 from seer.services.engine.vllm.backend import VllmBackend
-from seer.services.engine.vllm.sampling.device_histories import Histories
+from seer.services.engine.vllm.sampling.rows import RowParams
 
 pytestmark = pytest.mark.vllm
 
@@ -110,25 +111,20 @@ def test_a_step_begins_before_the_last_one_is_known(backend: VllmBackend) -> Non
     backend.add(chunk("one", CASES["repetition"], prompt=prompt(0)))
     outputs = [backend.step() for _ in range(5)]
     assert [len(output.generated) for output in outputs] == [0, 1, 1, 1, 1]
-    batch = runner.input_batch
-    # Five tokens are drawn, of which the host was given four, and vLLM's own row has none.
-    assert batch.num_tokens_no_spec[0] == 25
-    assert batch.token_ids_cpu[0, 20:25].tolist() == [-1] * 5
+    # Five tokens are drawn, of which the host was given four.
+    assert max(runner.req_states.total_len.gpu.tolist()) == 25
 
 
 def test_histories_on_the_device_are_what_counts(
-    backend: VllmBackend, monkeypatch: pytest.MonkeyPatch
+    backend: VllmBackend, expected: dict[str, Results], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without what the device appends, nothing is guessed: the step fails."""
-    monkeypatch.setattr(Histories, "append", lambda *_: None)
-    backend.add(chunk("one", CASES["repetition"], prompt=prompt(0)))
-    with pytest.raises(ValueError, match="the device has lost"):
-        for _ in range(3):
-            backend.step()
-    backend.drop("one", 0)
-    while backend.has_work():
-        with contextlib.suppress(ValueError):
-            backend.step()
+    from seer.services.engine.vllm.runner_v2 import RunnerHistories
+
+    def forgotten(histories: RunnerHistories, params: RowParams) -> RowParams:
+        return replace(params, history=np.zeros_like(histories.on(torch.device("cpu"))))
+
+    monkeypatch.setattr(RunnerHistories, "on_cpu", forgotten)
+    assert in_one_go(backend) != expected["in_one_go"]
 
 
 def test_rows_that_cannot_be_sampled_fail_alone(

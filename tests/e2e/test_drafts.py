@@ -48,10 +48,18 @@ VOCAB = 200
 KINDS = ("right", "wrong", "random", "truncated")
 
 
-@pytest.fixture(scope="module")
-def engine(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmBackend]:
+@pytest.fixture(scope="module", params=["v1", "v2"])
+def engine(
+    tiny_model: Path, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
+) -> Iterator[VllmBackend]:
     cores = os.sched_getaffinity(0)
-    config = EngineConfig(kv_blocks=36, max_num_seqs=32, max_model_len=256, cpu_cores=str(min(cores)))
+    config = EngineConfig(
+        kv_blocks=36,
+        max_num_seqs=32,
+        max_model_len=256,
+        cpu_cores=str(min(cores)),
+        model_runner=request.param,
+    )
     drafts = DraftsConfig(max_draft=5, cache=str(tmp_path_factory.mktemp("profiles")))
     engine = VllmBackend(config, SharedConfig(model=str(tiny_model)), None, drafts)
     engine.start()
@@ -210,12 +218,14 @@ def test_drafts_may_be_switched_on_and_off_in_any_step(backend, monkeypatch, see
 def test_steps_without_drafts_have_no_proposer_and_nothing_to_verify(backend, monkeypatch):
     from seer.services.engine.vllm.drafts.proposer import GroupProposer
     from seer.services.engine.vllm.runner_v1 import RowSampler
+    from seer.services.engine.vllm.runner_v2 import SlotSampler
 
     whole = one_go(backend, BASE)
     control = backend._drafting
     control._queue("seer_switch_drafts", on=False)
     monkeypatch.setattr(GroupProposer, "propose", None)
-    monkeypatch.setattr(RowSampler, "_verify", None)
+    for sampler in (RowSampler, SlotSampler):
+        monkeypatch.setattr(sampler, "_verify", None)
     assert one_go(backend, BASE).tokens == whole.tokens
     control._queue("seer_switch_drafts", on=True)
     with pytest.raises(TypeError):
@@ -278,7 +288,7 @@ def test_sampling_with_drafts_keeps_the_distribution(backend, monkeypatch):
     """As vLLM's own rejection sampler does not on CPUs (vllm-project/vllm#55005), which never runs here."""
     from vllm.v1.sample import rejection_sampler  # only once an engine prepared vLLM's environment
 
-    from seer.services.engine.vllm import runner_v1
+    from seer.services.engine.vllm import runner_v1, runner_v2
 
     limit = 60.0  # exceeded once in a million
     before = backend.stats()
@@ -294,7 +304,8 @@ def test_sampling_with_drafts_keeps_the_distribution(backend, monkeypatch):
         tokens[~last] = drafts
         return accept_drafts(tokens, logprobs, counts, drafts)
 
-    monkeypatch.setattr(runner_v1, "accept_drafts", all_accepted)
+    for runner in (runner_v1, runner_v2):
+        monkeypatch.setattr(runner, "accept_drafts", all_accepted)
     with pytest.raises((ValueError, AssertionError)):
         assert chi_square(backend) < limit
 

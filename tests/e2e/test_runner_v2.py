@@ -16,8 +16,7 @@ if importlib.util.find_spec("vllm") is None:
     pytest.skip("needs the engine extra", allow_module_level=True)
 from ways import BLOCKS, WAYS
 
-from seer.common.config import DraftsConfig, EngineConfig, SharedConfig
-from seer.common.errors import EngineError
+from seer.common.config import EngineConfig, SharedConfig
 from seer.services.engine.vllm.backend import VllmBackend
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(600)]
@@ -29,7 +28,9 @@ MODEL = Path(__file__).parents[2] / "examples" / "countdown" / "model"
 def expected() -> dict[str, object]:
     """What each way gives with model runner V1."""
     cores = os.sched_getaffinity(0)
-    config = EngineConfig(kv_blocks=BLOCKS, max_num_seqs=32, max_model_len=256, cpu_cores=str(min(cores)))
+    config = EngineConfig(
+        kv_blocks=BLOCKS, max_num_seqs=32, max_model_len=256, cpu_cores=str(min(cores)), model_runner="v1"
+    )
     backend = VllmBackend(config, SharedConfig(model=str(MODEL)))
     backend.start()
     results = {way.__name__: way(backend) for way in WAYS}
@@ -54,10 +55,3 @@ def test_it_draws_what_v1_draws(expected: dict[str, object], ahead: bool) -> Non
     assert module == "vllm.v1.worker.cpu.model_runner"  # V2's; V1's is vllm.v1.worker.cpu_model_runner
     assert scheduling == ("asynchronous" if ahead else "synchronous")
     assert results == expected
-
-
-def test_drafts_are_refused_by_name() -> None:
-    shared = SharedConfig(model=str(MODEL))
-    config = EngineConfig(kv_blocks=BLOCKS, model_runner="v2")
-    with pytest.raises(EngineError, match=r"engine\.model_runner = 'v2': it has no drafts yet"):
-        VllmBackend(config, shared, drafts=DraftsConfig()).start()

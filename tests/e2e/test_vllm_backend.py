@@ -300,19 +300,20 @@ def test_bad_chunks_are_refused_by_name_and_hurt_nobody(backend, field, change):
 
 
 def test_self_test_refuses_an_engine_that_samples_by_another_path(backend, monkeypatch):
-    from vllm.v1.outputs import LogprobsTensors, SamplerOutput
+    from vllm.v1.outputs import LogprobsTensors
+    from vllm.v1.worker.gpu.sample.output import SamplerOutput
 
     from seer.services.engine.vllm import self_test
+    from seer.services.engine.vllm.runner_v2 import SlotSampler
 
-    def greedy(logits, _):
-        best = logits.max(dim=-1, keepdim=True)
-        ids = best.indices.int()
-        return SamplerOutput(ids, LogprobsTensors(ids, best.values, ids[:, 0]))
+    def greedy(_, logits, batch):
+        best, one = logits.max(dim=-1, keepdim=True), batch.seq_lens.new_ones(batch.num_reqs)
+        logprobs = LogprobsTensors(best.indices, best.values, best.indices[:, 0])
+        return SamplerOutput(best.indices, logprobs, None, one, 0 * one)
 
     self_test.check(backend.probe)
-    runner = backend.core.engine_core.model_executor.driver_worker.worker.model_runner
     with monkeypatch.context() as patch:
-        patch.setattr(runner, "_sample", greedy)
+        patch.setattr(SlotSampler, "__call__", greedy)
         with pytest.raises(EngineError, match="samples by another path"):
             self_test.check(backend.probe)
     self_test.check(backend.probe)

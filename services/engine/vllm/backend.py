@@ -74,7 +74,7 @@ class _Run:
 
 
 class VllmBackend:
-    """`Backend` on vLLM (V1 engine core, model runner V1): CPU or GPU, any tensor parallelism.
+    """`Backend` on vLLM (V1 engine core, model runner V2 or V1): CPU or GPU, any tensor parallelism.
 
     `core` and `probe` are there after `start`. While `fault_position` is set, that absolute position of
     chunks added from then on is sampled with a wrong key: checkers must notice.
@@ -96,12 +96,12 @@ class VllmBackend:
         Without a `pool` of kind `mooncake`, KV stays in this engine; without `drafts`, or with source
         `off`, every step gives each request one token.
         """
-        self._config = config
         self._shared = shared
         self._meeting = meeting
         self._pool = pool if pool is not None and pool.kind == "mooncake" else None
         self._sharing: KvSharing | None = None
         self._drafts = drafts if drafts is not None and drafts.source != "off" else None
+        self._config = config
         self._drafting: Drafting | None = None
         self._gate = ChunkGate()
         self._runs: dict[str, _Run] = {}
@@ -130,6 +130,7 @@ class VllmBackend:
         if self._config.nodes > 1 and self._meeting is None:
             fix = "this command has all ranks on this machine: set it to 1"
             raise EngineError(f"engine.nodes = {self._config.nodes}: {fix}")
+        self._config = env.with_model_runner(self._config, self._drafts)
         env.prepare(self._config, self._meeting)
         described = loading.model_config(self._shared)
         model = image_model(described)

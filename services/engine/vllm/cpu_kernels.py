@@ -171,9 +171,11 @@ def combine_sampled_and_draft_tokens(
     ids = input_ids.numpy()
     draws = (lens > goals) & (lens - counts >= goals) & (NUM_NEW_SAMPLED_TOKENS > 0)
     ids[(ends - counts)[draws]] = last_sampled.numpy()[slots[draws]].reshape(-1)
-    for row in np.flatnonzero((lens > goals) & (counts > NUM_NEW_SAMPLED_TOKENS)).tolist():
-        drafted = counts[row] - NUM_NEW_SAMPLED_TOKENS
-        ids[ends[row] - drafted : ends[row]] = drafts.numpy()[slots[row], :drafted]
+    drafted = np.where(lens > goals, counts - NUM_NEW_SAMPLED_TOKENS, 0)
+    if drafted.any():
+        places = np.arange(drafted.sum()) - np.repeat(np.cumsum(drafted) - drafted, drafted)
+        tokens = drafts.numpy()[np.repeat(slots, drafted), places]
+        ids[np.repeat(ends - drafted, drafted) + places] = tokens
 
 
 def get_num_sampled_and_rejected(

@@ -19,7 +19,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from seer.common.config import EngineConfig, SharedConfig
+from seer.common.config import DraftsConfig, EngineConfig, SharedConfig
 from seer.common.errors import EngineError
 from seer.common.policy.device_defaults import Device, engine_defaults, exact_attention, uses_mla
 from seer.common.process.devices import driver_version, visible_devices
@@ -63,6 +63,18 @@ def without_collections() -> Iterator[None]:
     finally:
         if was_enabled:
             gc.enable()
+
+
+def with_model_runner(config: EngineConfig, drafts: DraftsConfig | None) -> EngineConfig:
+    """Return the configuration with the model runner that it leaves open; `drafts`: if it has some."""
+    if config.model_runner != "auto":
+        return config
+    with contextlib.suppress(ImportError):  # `prepare` says it
+        import torch
+
+        if drafts is not None and torch.cuda.is_available():
+            return replace(config, model_runner="v1")
+    return replace(config, model_runner="v2")
 
 
 def prepare(config: EngineConfig, meeting: Meeting | None = None) -> None:

@@ -1,8 +1,8 @@
 """Loads a model into vLLM: the arguments of its engine, and what its errors mean.
 
 Invariants:
-- model runner V1 has drafts, V2 has none (see `env`). Steps are scheduled ahead (`async_scheduling`) only
-  if nothing here needs a step's tokens before the next one begins;
+- steps are scheduled ahead (`async_scheduling`) only if nothing here needs a step's tokens before the next
+  one begins;
 - `auto` dtype is the checkpoint's own (vLLM's own `auto` would make float32 half precision);
 - every error is an `EngineError` that names a field of the configuration and the fix.
 """
@@ -113,11 +113,15 @@ def _vllm_config(
     from seer.services.engine.vllm import cpu_kernels
 
     ahead = _schedules_ahead(config, drafts)
+    if config.model_runner == "v2" and drafts is not None and not current_platform.is_cpu():
+        raise EngineError(
+            "engine.model_runner = 'v2': on GPUs it has no drafts yet; set drafts.source to off, or use auto"
+        )
     extras: dict[str, Any] = {"async_scheduling": ahead}
     if pool is not None:
         extras["kv_transfer_config"] = _transfer(pool)
     if drafts is not None:
-        extras["speculative_config"] = speculation(drafts)
+        extras["speculative_config"] = speculation(drafts, config)
     if meeting is not None:
         extras |= {"nnodes": config.nodes, "node_rank": config.node_rank}
         extras |= {"master_addr": meeting.host, "master_port": meeting.port}
@@ -178,10 +182,6 @@ def _profiling_executor(executor: type[Executor], max_draft: int) -> type[Execut
 
 def _schedules_ahead(config: EngineConfig, drafts: DraftsConfig | None) -> bool:
     """Whether steps begin before the last one is read. Raises `EngineError` where drafts forbid a setting."""
-    if config.model_runner == "v2" and drafts is not None:
-        raise EngineError(
-            "engine.model_runner = 'v2': it has no drafts yet; set drafts.source to off, or use v1"
-        )
     if config.async_scheduling and drafts is not None:
         raise EngineError(
             "engine.async_scheduling = true: drafts are made from the last step's tokens; set drafts.source "
@@ -190,8 +190,15 @@ def _schedules_ahead(config: EngineConfig, drafts: DraftsConfig | None) -> bool:
     return config.async_scheduling
 
 
-def speculation(drafts: DraftsConfig) -> dict[str, Any]:
-    """Return vLLM's configuration of our proposer."""
+def speculation(drafts: DraftsConfig, config: EngineConfig) -> dict[str, Any]:
+    """Return vLLM's configuration of our proposer; see `drafts.speculator` for that of V2."""
+    if config.model_runner == "v2":
+        return {
+            "method": "ngram_gpu", "prompt_lookup_min": 1, "prompt_lookup_max": 1,
+            "num_speculative_tokens": drafts.max_draft,
+            # Else vLLM gives requests that come with one token to compute that many drafts of token -1.
+            "num_speculative_tokens_per_batch_size": [[1, config.max_num_seqs, drafts.max_draft]],
+        }  # fmt: skip
     return {"method": "custom_class", "model": PROPOSER, "num_speculative_tokens": drafts.max_draft}
 
 

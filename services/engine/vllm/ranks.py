@@ -27,9 +27,10 @@ class VllmRanks:
 
     def start(self, meeting: Meeting, ended: Callable[[], object]) -> None:
         """See `Ranks.start`."""
-        env.prepare(self._engine, meeting)
+        engine = env.with_model_runner(self._engine, self._drafts)
+        env.prepare(engine, meeting)
         described = loading.model_config(self._shared)
-        engine, shared = env.with_defaults(self._engine, self._shared, described)
+        engine, shared = env.with_defaults(engine, self._shared, described)
         self._executor = loading.load_node(engine, shared, self._pool, self._drafts, meeting)
         self._executor.register_failure_callback(ended)  # at once if one has ended already
 

@@ -20,7 +20,7 @@ from vllm.v1.outputs import LogprobsTensors, SamplerOutput
 
 from seer import _native
 from seer.services.engine.vllm.requests import EXTRA
-from seer.services.engine.vllm.sampling.batch import Batch
+from seer.services.engine.vllm.sampling.batch import REJECTED, Batch, accept_drafts
 from seer.services.engine.vllm.sampling.sampler import DeviceSampler, StepSampler
 
 if TYPE_CHECKING:
@@ -29,9 +29,6 @@ if TYPE_CHECKING:
 
     from seer.services.engine.vllm.drafts.path_rows import PathRows
     from seer.services.engine.vllm.sampling.rows import RowParams
-
-REJECTED = -1
-"""vLLM's mark for no token: what follows a rejected draft."""
 
 
 class RowSampler:
@@ -124,20 +121,3 @@ def drafts_after(
     drafts = np.empty(int(counts.sum()), np.int32)
     _native.take_drafts(token_ids, positions, counts, drafts)
     return drafts
-
-
-def accept_drafts(
-    tokens: npt.NDArray[np.int32],
-    logprobs: npt.NDArray[np.float32],
-    counts: npt.NDArray[np.int32],
-    drafts: npt.NDArray[np.int32],
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Spread samples [rows] over [requests, most drafts + 1]; -1 after the first rejected draft.
-
-    `counts` [requests] are numbers of drafts, `drafts` [sum(counts)] the drafts themselves.
-    """
-    width = int(counts.max(initial=0)) + 1
-    sampled = np.empty((len(counts), width), np.int32)
-    values = np.empty((len(counts), width), np.float32)
-    _native.accept_drafts(tokens, logprobs, counts, drafts, REJECTED, sampled, values)
-    return torch.from_numpy(sampled), torch.from_numpy(values)

@@ -1,6 +1,4 @@
-"""Our sampler in vLLM's model runner V2, in place of `GPUModelRunner.sampler`. A prototype, without drafts.
-
-Engines force V1 (`env`). What is left to do before V2 can take its place: docs/async.md.
+"""Our sampler in vLLM's model runner V2, in place of its `sampler` and its `rejection_sampler`.
 
 Invariants:
 - nothing here waits for the device: positions follow from scheduled counts, and histories are the tokens that
@@ -21,7 +19,7 @@ from vllm.v1.worker.gpu.input_batch import get_num_sampled_and_rejected
 from vllm.v1.worker.gpu.sample.output import SamplerOutput
 
 from seer.services.engine.vllm.requests import EXTRA, ExtraArgs
-from seer.services.engine.vllm.sampling.batch import Batch
+from seer.services.engine.vllm.sampling.batch import REJECTED, Batch, accept_drafts
 from seer.services.engine.vllm.sampling.kept_histories import NOTHING, Runs
 from seer.services.engine.vllm.sampling.sampler import DeviceSampler, StepSampler
 
@@ -60,7 +58,7 @@ class RunnerHistories:
 
 
 class SlotSampler:
-    """Samples a token per row of a batch of V2, whose requests have slots."""
+    """Samples a token per row of a batch of V2, whose requests have slots; see `RowSampler` for drafts."""
 
     compute_nans = False
 
@@ -70,47 +68,79 @@ class SlotSampler:
         self.penalties_state = runner.sampler.penalties_state
         self.sampling_states = runner.sampler.sampling_states
         self._sample = StepSampler(runner.device)
-        self._ahead = DeviceSampler(runner.device, RunnerHistories(self._states.all_token_ids.gpu))
-        self._extras: dict[int, ExtraArgs] = {}
+        self._histories = RunnerHistories(self._states.all_token_ids.gpu)
+        self._ahead = DeviceSampler(runner.device, self._histories)
+        self.params: dict[int, SamplingParams] = {}
+        """By slot."""
         self._slots: list[int] = []
         self._batch = Batch([])
         self.captured: list[npt.NDArray[np.float32]] = []
 
     def add_request(self, req_idx: int, sampling_params: SamplingParams) -> None:
         """Note how the request in a slot is sampled."""
-        assert sampling_params.extra_args is not None  # noqa: S101 - every request of ours has some
-        self._extras[req_idx] = sampling_params.extra_args[EXTRA]
+        self.params[req_idx] = sampling_params
         self._slots = []
 
     def apply_staged_writes(self) -> None:
         """Do nothing: what the device needs is sent with a step."""
 
-    def __call__(self, logits: torch.Tensor, input_batch: InputBatch) -> SamplerOutput:
-        """Return a token of each request, int64 [requests, 1], and logprobs, all on the device."""
+    def __call__(self, logits: torch.Tensor, input_batch: InputBatch, *_: object) -> SamplerOutput:
+        """Return tokens int64 [requests, most drafts + 1], and their logprobs, all on the device."""
         slots = input_batch.idx_mapping_np.tolist()
         if slots != self._slots:
-            self._batch, self._slots = Batch([self._extras[slot] for slot in slots], slots), slots
+            self._batch, self._slots = Batch([self._extra(slot) for slot in slots], slots), slots
         lengths = input_batch.num_computed_tokens_np + input_batch.num_scheduled_tokens
         whole = lengths >= input_batch.prefill_len_np
-        params = self._batch.step(lengths, None)
-        tokens, logprobs = self._ahead(logits, params, whole)
-        for row in self._batch.captures:
-            if whole[row]:
-                self.captured.append(logits[row].float().cpu().numpy().copy())
-        sampled = tokens.clamp(min=0).long()[:, None]
-        counts = get_num_sampled_and_rejected(
-            input_batch.seq_lens.new_ones(input_batch.num_reqs), input_batch.seq_lens,
-            input_batch.cu_num_logits, input_batch.idx_mapping, self._states.prefill_len.gpu,
+        counts = input_batch.num_draft_tokens_per_req
+        if counts is None:
+            tokens, logprobs = self._ahead(logits, self._batch.step(lengths, None), whole)
+            tokens, logprobs = tokens.clamp(min=0)[:, None], logprobs[:, None]
+            num_sampled = input_batch.seq_lens.new_ones(input_batch.num_reqs)
+        else:
+            tokens, logprobs = self._verify(logits, input_batch, lengths, counts)
+            num_sampled = (tokens != REJECTED).sum(dim=1, dtype=torch.int32)
+        self._capture(logits, input_batch, whole, tokens)
+        num_sampled, num_rejected = get_num_sampled_and_rejected(
+            num_sampled, input_batch.seq_lens, input_batch.cu_num_logits, input_batch.idx_mapping,
+            self._states.prefill_len.gpu,
         )  # fmt: skip
+        sampled, width = tokens.long(), tokens.shape[1]
+        flat = sampled.view(-1, 1)
         return SamplerOutput(
             sampled_token_ids=sampled,
             logprobs_tensors=LogprobsTensors(
-                sampled, logprobs[:, None], torch.zeros_like(sampled[:, 0])
-            ),  # ranks are never read
+                flat,
+                logprobs.reshape(-1, 1),
+                torch.zeros_like(flat[:, 0]),  # ranks are never read
+                list(range(0, len(flat) + 1, width)) if width > 1 else None,
+            ),
             num_nans=None,
-            num_sampled=counts[0],
-            num_rejected=counts[1],
+            num_sampled=num_sampled,
+            num_rejected=num_rejected,
         )
+
+    def _extra(self, slot: int) -> ExtraArgs:
+        extra: ExtraArgs = (self.params[slot].extra_args or {})[EXTRA]
+        return extra
+
+    def _verify(
+        self, logits: torch.Tensor, batch: InputBatch, lengths: npt.NDArray[np.int32],
+        counts: npt.NDArray[np.int32],
+    ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+        """Return the tokens of each request, [requests, most drafts + 1], and their logprobs; on CPUs."""
+        rows = batch.input_ids.numpy()[batch.logits_indices.numpy()]
+        drafts = np.delete(rows, batch.cu_num_logits_np[:-1]).astype(np.int32)
+        params = self._batch.step(lengths - counts, None, counts, drafts)
+        drawn, values = self._sample(logits, self._histories.on_cpu(params))
+        return accept_drafts(np.maximum(drawn, 0), values, counts, drafts)
+
+    def _capture(
+        self, logits: torch.Tensor, batch: InputBatch, whole: npt.NDArray[np.bool_], tokens: torch.Tensor
+    ) -> None:
+        for request in self._batch.captures:
+            if whole[request]:
+                begin, rows = batch.cu_num_logits_np[request], int((tokens[request] != REJECTED).sum())
+                self.captured.extend(logits[begin : begin + rows].float().cpu().numpy().copy())
 
     def draw(self, logits: torch.Tensor, params: RowParams) -> tuple[torch.Tensor, torch.Tensor]:
         """Return tokens int32 [rows] and logprobs float32 [rows] on the host; see `StepSampler`."""

@@ -31,6 +31,7 @@ from seer.common.sleep import SleepLevel, SleepTag
 from seer.common.weights.in_place import read_plan
 from seer.services.engine.vllm import cpu_kernels
 from seer.services.engine.vllm.cpu_sleep import CpuSleep
+from seer.services.engine.vllm.drafts import speculator
 from seer.services.engine.vllm.drafts.draft_script import DraftScript
 from seer.services.engine.vllm.drafts.path_rows import PathRows
 from seer.services.engine.vllm.drafts.path_selector import PathSelector
@@ -57,6 +58,8 @@ PARENT_SECONDS = 1.0
 """How often a rank looks whether the process that started it is still there."""
 
 _log = get_logger()
+
+speculator.stand_in()  # vLLM imports this before it makes a runner
 
 
 class SeerWorker:
@@ -101,7 +104,13 @@ class SeerWorker:
         if self.use_v2_model_runner:
             from seer.services.engine.vllm.runner_v2 import SlotSampler
 
-            self.seer_sampler = self.model_runner.sampler = SlotSampler(self.model_runner)
+            runner: Any = self.model_runner
+            self.seer_sampler = runner.sampler = runner.rejection_sampler = SlotSampler(runner)
+            if max_draft:
+                runner.speculator.attach(runner, self.seer_sampler.params.__getitem__)
+                runner.drafter = runner.speculator.proposer
+                if get_tp_group().is_first_rank:
+                    runner.drafter.bind(runner.speculator, max_draft, PathSelector(0))
             return
         self.seer_paths = PathRows(self.model_runner, scratch) if scratch else None
         self.seer_sampler = RowSampler(self.model_runner, self.seer_paths)
@@ -153,7 +162,7 @@ class SeerWorker:
         mode, sizes = config.cudagraph_mode, tuple(sorted(config.cudagraph_capture_sizes or ()))
         if not mode:
             return Graphs()
-        every = 1 + self.model_runner.num_spec_tokens
+        every = 1 + self.vllm_config.num_speculative_tokens
         return Graphs(
             mixed=sizes if mode.mixed_mode() else (),
             full=tuple(size for size in sizes if size >= every) if mode.has_full_cudagraphs() else (),
@@ -162,7 +171,7 @@ class SeerWorker:
     def seer_set_costs(self, costs: StepCosts, max_paths: int) -> None:
         """Draft from trees from now on, as many tokens as pay with these step times."""
         self.model_runner.drafter.path_selector.most_paths = max_paths
-        self.model_runner.drafter.budget = DraftBudget(costs, self.model_runner.num_spec_tokens)
+        self.model_runner.drafter.budget = DraftBudget(costs, self.vllm_config.num_speculative_tokens)
         self.model_runner.drafter.seconds = 0.0  # of what was drafted to measure
 
     def seer_take_acceptance(self, groups: list[str]) -> tuple[float, dict[str, tuple[list[int], list[int]]]]:

@@ -70,6 +70,7 @@ class GroupProposer:
         rows = runner.max_num_reqs
         self._rows = np.arange(rows, dtype=np.int32)
         self._prompts = np.zeros(rows, np.int32)
+        self._prompts_at = np.zeros(rows, np.int32)  # the same by where the tokens are
         self._ends = np.zeros(rows, np.int32)  # a draft ends before: the last token is sampled
         self._appended = np.zeros(rows, np.int32)
         self._indexes = np.zeros(rows, np.int64)
@@ -149,11 +150,19 @@ class GroupProposer:
         num_tokens_no_spec: npt.NDArray[np.int32],
         token_ids_cpu: npt.NDArray[np.int32],
         slot_mappings: object = None,
+        *,
+        rows: npt.NDArray[np.int32] | None = None,
     ) -> list[list[int]]:
-        """Return a draft per row, empty for rows of unfinished prefills, which sampled nothing."""
+        """Return a draft per row, empty for rows of unfinished prefills, which sampled nothing.
+
+        `rows`: where the length and the tokens of each are in the arrays given; None: in its own row.
+        """
+        if self._runner is None or not self.drafts:  # not the rank that drafts, or vLLM padded a draft
+            return [[] for _ in sampled_token_ids]
         begun = perf_counter()
         try:
-            return self._propose(sampled_token_ids, num_tokens_no_spec, token_ids_cpu)
+            rows = self._rows[: len(sampled_token_ids)] if rows is None else rows
+            return self._propose(sampled_token_ids, num_tokens_no_spec, token_ids_cpu, rows)
         except ValueError:  # from an append: the next step appends every row's whole output again
             self._ids, self._choice = [], None
             self.counters["refused"] += 1
@@ -164,12 +173,12 @@ class GroupProposer:
     def _propose(
         self,
         sampled: list[list[int]],
-        lengths: npt.NDArray[np.int32],
+        all_lengths: npt.NDArray[np.int32],
         tokens: npt.NDArray[np.int32],
+        rows: npt.NDArray[np.int32],
     ) -> list[list[int]]:
-        if self._runner is None or not self.drafts:  # not the rank that drafts, or vLLM padded a draft
-            return [[] for _ in sampled]
-        runner, n = self._runner, len(sampled)
+        runner, n, lengths = self._runner, len(sampled), all_lengths[rows]
+        assert runner is not None  # noqa: S101 - asked before
         ids = runner.input_batch.req_ids
         if self._choice is not None:
             self._learn(self._choice, sampled, ids)
@@ -178,7 +187,7 @@ class GroupProposer:
         if self.script is not None:
             return self._scripted(self.script, sampled, lengths)
         indexes, names, unfinished = self._indexes[:n], self._names[:n], not all(sampled)
-        most = self._ends[:n] - lengths[:n]
+        most = self._ends[:n] - lengths
         np.maximum(most, 0, out=most)  # np.clip takes longer than both
         np.minimum(most, self._drafts.shape[1], out=most)
         if self.budget is None or not self.budget.should_draft():
@@ -189,15 +198,16 @@ class GroupProposer:
             indexes = np.where(empty, -1, indexes)
             names = np.where(empty, -1, names)
         if self.budget is not None:
-            self.budget.context = int(lengths[:n].sum()) / max(n, 1)  # mean() takes 20 us more
+            self.budget.context = int(lengths.sum()) / max(n, 1)  # mean() takes 20 us more
         forked = self.budget is not None and self.path_selector.wanted(n)
+        self._prompts_at[rows] = self._prompts[:n]
         _native.draft_batch(
-            self._of_row, indexes, self._rows[:n], tokens, self._prompts, lengths, self._appended[:n],
+            self._of_row, indexes, rows, tokens, self._prompts_at, all_lengths, self._appended[:n],
             most, self._drafts[:n], self._counts[:n], self._parents[:n], self._scores[:n],
             top_k=self.path_selector.most_paths if forked else 1, common=self._common, common_ids=names,
         )  # fmt: skip
         self._cut_after_stops(n)
-        learnt = lengths[:n] - self._prompts[:n]
+        learnt = lengths - self._prompts[:n]
         self._appended[:n] = np.where(indexes >= 0, learnt, self._appended[:n]) if unfinished else learnt
         if self.budget is None or not np.count_nonzero(self._counts[:n]):
             return [[] for _ in sampled]
@@ -246,8 +256,9 @@ class GroupProposer:
     def _scripted(
         self, script: DraftScript, sampled: list[list[int]], lengths: npt.NDArray[np.int32]
     ) -> list[list[int]]:
-        most = np.minimum(self._ends - lengths, self._drafts.shape[1])[: len(sampled)]
-        rows = zip(self._extras, sampled, lengths[: len(sampled)].tolist(), most.tolist(), strict=True)
+        n = len(sampled)
+        most = np.minimum(self._ends[:n] - lengths, self._drafts.shape[1])
+        rows = zip(self._extras, sampled, lengths.tolist(), most.tolist(), strict=True)
         return [script.draft(extra, length, room) if new else [] for extra, new, length, room in rows]
 
     def _set_rows(self, ids: list[str], requests: Mapping[str, CachedRequestState]) -> None:

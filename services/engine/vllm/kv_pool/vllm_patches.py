@@ -24,7 +24,10 @@ HASH_SEED = "0"
 class _NoEvent:
     """Stands for `torch.cuda.Event`, which vLLM waits for before saves: on a CPU, KV is ready by then."""
 
-    def record(self) -> None:
+    def __init__(self, **_: object) -> None:
+        """Take what model runner V2 asks of its own."""
+
+    def record(self, *_: object) -> None:
         """Do nothing."""
 
     def synchronize(self) -> None:

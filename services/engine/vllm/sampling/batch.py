@@ -12,9 +12,14 @@ from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
+from seer import _native
 from seer.services.engine.vllm.requests import ExtraArgs
 from seer.services.engine.vllm.sampling.rows import RowParams, SamplingTable
+
+REJECTED = -1
+"""vLLM's mark for no token: what follows a rejected draft."""
 
 
 class Batch:
@@ -47,3 +52,20 @@ class Batch:
                 at &= np.repeat(np.arange(len(counts)), counts + 1) == request
             params.records["key"][at] ^= np.uint64(1)
         return params
+
+
+def accept_drafts(
+    tokens: npt.NDArray[np.int32],
+    logprobs: npt.NDArray[np.float32],
+    counts: npt.NDArray[np.int32],
+    drafts: npt.NDArray[np.int32],
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Spread samples [rows] over [requests, most drafts + 1]; -1 after the first rejected draft.
+
+    `counts` [requests] are numbers of drafts, `drafts` [sum(counts)] the drafts themselves.
+    """
+    width = int(counts.max(initial=0)) + 1
+    sampled = np.empty((len(counts), width), np.int32)
+    values = np.empty((len(counts), width), np.float32)
+    _native.accept_drafts(tokens, logprobs, counts, drafts, REJECTED, sampled, values)
+    return torch.from_numpy(sampled), torch.from_numpy(values)
