@@ -96,7 +96,7 @@ class Maker:
         header = self._struct(_info(cls), frames)
         if cls is wire.Register:
             bad = {self.rng.choice(tuple(NOWHERE)): self.rng.choice((0, -1, 2**31, 2**64 - 1))}
-            header |= {"weight_version": 0, "weights_digest": "", "weights_source": ""}
+            header |= {"weight_version": 0, "weights_digest": "", "weights_source": "", "wish": 0}
             header["capacity"] = NOWHERE | (bad if self.rng.random() < 0.5 else {})
         frames[0] = msgspec.msgpack.encode({"type": cls.__name__, **header})
         return frames

@@ -65,6 +65,7 @@ async def test_jobs_answer_as_the_calls_do_and_errors_name_their_field(processes
         ("chat", (CHAT, {"arguments": {"tokenize": True}}, False), "has a field of its own"),
         ("encode", (["1", 5], False), "cannot be taken"),
         ("decode", ([2**60],), "cannot be taken"),
+        ("chat", (CHAT, {"arguments": {"a": 10**30}}, False), "whole numbers must be between"),
         (
             "chat",
             ([{"role": "user", "content": "1"}], {"template": "{{ [[1] * 9] * 9 | map('x') }}"}, False),

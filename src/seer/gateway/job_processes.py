@@ -67,7 +67,10 @@ class JobProcesses:
 
     async def run(self, field: str, name: str, *arguments: object) -> Any:  # noqa: ANN401 - by the job
         """Return what a method of `Jobs` returns. Raises `HttpError` that names `field`."""
-        request = msgspec.msgpack.encode((field, name, arguments))
+        try:
+            request = msgspec.msgpack.encode((field, name, arguments))
+        except OverflowError as error:
+            raise bad(field, "a number", "whole numbers must be between -2^63 and 2^64") from error
         try:
             async with self._quick, asyncio.timeout(QUICK_SECONDS):
                 answer = await self._once(request)
