@@ -176,7 +176,11 @@ def keeps_all(plan: Plan, faults: Sequence[Fault]) -> bool:
     drained = "drain buffer" in kinds and away > 0
     aborts = any(isinstance(step, Renew) and step.in_flight != "finish" for step in plan.scripts[0])
     ended = plan.lease_seconds < away + LEASE_SLACK_SECONDS
-    return not (drained or ended or aborts or killed or kinds & set(NOISE))
+    # A trainer killed as it acknowledges has not used what the buffer then forgets, and asks for it again.
+    unused = "kill caught" in kinds and any(
+        catch.what == "kill source" and catch.way[-1] == "Acknowledge" for catch in plan.catches
+    )
+    return not (drained or ended or aborts or killed or unused or kinds & set(NOISE))
 
 
 def calm_for_engines(plan: Plan) -> bool:

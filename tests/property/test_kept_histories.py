@@ -20,8 +20,8 @@ VOCAB, MAX_LEN, SLOTS = 50, 300, 8
 class Device:
     """Memory that does what a step says, and holds garbage where nothing was written."""
 
-    def __init__(self, appends=False):
-        self.kept = KeptHistories(appends=appends)
+    def __init__(self):
+        self.kept = KeptHistories()
         self.tokens = np.empty((0, 0), np.int32)
         self.sent = 0
 
@@ -113,95 +113,6 @@ def test_the_device_holds_every_history_whatever_the_schedule(seed):
         elif event < 0.37:
             device.kept.forget()
         engine.step(device)
-
-
-class EngineAhead:
-    """Requests of a runner that schedules ahead: while one stays in the batch, the host has no token of it."""
-
-    def __init__(self, rng):
-        self.rng = rng
-        self.history = np.full((SLOTS, MAX_LEN), 12345, np.int32)
-        self.batch = []  # each (request, tokens); those away are in `waiting`
-        self.waiting = []
-
-    def arrive(self):
-        kind = ({}, {"frequency_penalty": 0.5}, {"repetition_penalty": 1.2})[self.rng.integers(3)]
-        length = int(self.rng.choice([1, 20, 63, 64, 65, 150]))
-        self.waiting.append((pack(VOCAB, key=1, **kind), self.rng.integers(0, VOCAB, length).tolist()))
-
-    def change(self):
-        """Let some requests go away, end or come back, and others change their row."""
-        kept = [one for one in self.batch if self.rng.random() < 0.7]
-        gone = [one for one in self.batch if not any(one is other for other in kept)]
-        self.waiting += [one for one in gone if self.rng.random() < 0.7]
-        coming = [one for one in self.waiting if self.rng.random() < 0.5][: SLOTS - len(kept)]
-        self.waiting = [one for one in self.waiting if not any(one is other for other in coming)]
-        before = {id(one): self.history[slot].copy() for slot, one in enumerate(self.batch)}
-        both = kept + coming
-        self.batch = [both[i] for i in self.rng.permutation(len(both))]
-        self.history[:] = 12345
-        for slot, one in enumerate(self.batch):
-            if any(one is other for other in kept):
-                self.history[slot] = before[id(one)]
-            else:  # its row is made anew, with all that is known by now
-                self.history[slot, : len(one[1])] = one[1]
-        self.table = SamplingTable([request for request, _ in self.batch])
-
-    def step(self, device):
-        """Draw a token of each row but of those whose prefill is unfinished."""
-        begun = (self.history[: len(self.batch)] == -1).any(axis=1)  # since it got its row
-        whole = begun | (self.rng.random(len(self.batch)) < 0.8)
-        known = [
-            len(tokens) if done else int(self.rng.integers(1, len(tokens) + 1))
-            for done, (_, tokens) in zip(whole, self.batch, strict=True)
-        ]
-        params = self.table.step(known, self.history)
-        starts = device.step(params)
-        for slot, (_, tokens) in enumerate(self.batch):
-            if params.penalised[slot]:
-                assert (
-                    device.flat[starts[slot] : starts[slot] + known[slot]].tolist() == tokens[: known[slot]]
-                )
-        drawn = self.rng.integers(0, VOCAB, len(self.batch)).astype(np.int32)
-        rows, places = device.kept.append(params, whole)
-        device.flat[places] = drawn[rows]
-        for slot in np.flatnonzero(whole):
-            tokens = self.batch[slot][1]
-            self.history[slot, len(tokens)] = -1
-            tokens.append(int(drawn[slot]))
-
-
-@given(st.integers(0, 2**32 - 1))
-@settings(max_examples=150)
-def test_a_device_that_appends_what_it_draws_needs_no_token_back(seed):
-    engine, device = EngineAhead(np.random.default_rng(seed)), Device(appends=True)
-    for step in range(60):
-        if step % 5 == 0:
-            engine.arrive()
-        if engine.rng.random() < 0.3 or not step:
-            engine.change()
-        engine.step(device)
-
-
-def test_a_steady_step_of_a_device_that_appends_sends_nothing():
-    history = np.full((2, MAX_LEN), -1, np.int32)
-    history[:, :130] = 7
-    table, device, sent = table_of(2), Device(appends=True), []
-    for position in range(130, 140):
-        params = table.step([position, position], history)
-        device.step(params)
-        device.kept.append(params, np.ones(2, bool))
-        sent.append(device.sent)
-    assert sent == [260, *[0] * 9]
-
-
-def test_a_token_that_only_the_device_had_is_never_guessed():
-    history = np.full((1, MAX_LEN), -1, np.int32)
-    history[:, :130] = 7
-    table, device = table_of(1), Device(appends=True)
-    device.step(table.step([130], history))
-    with pytest.raises(ValueError, match="the device has lost"):
-        device.step(table.step([132], history))
 
 
 def table_of(requests):

@@ -319,28 +319,6 @@ def test_tokens_are_those_of_whole_histories_whatever_was_kept():
             known[request] += rng.integers(0, vocab, 2).tolist()
 
 
-def test_a_device_that_appends_what_it_draws_needs_no_token_of_the_host():
-    """The host's histories hold -1 for what was drawn; histories outgrow their place, and rows move."""
-    rng = np.random.default_rng(12)
-    vocab, draw = 70, sampler.DeviceSampler(torch.device(DEVICE))
-    draw._triton = triton_sampler  # as on a GPU, where this is what it has
-    requests = [pack(vocab, key=key, **kind) for key, kind in enumerate((*PENALTIES, {}))]
-    known = [rng.integers(0, vocab, length).tolist() for length in (3, 61, 64, 5)]
-    given = [len(tokens) for tokens in known]
-    for order in ([0, 1, 2, 3], [0, 1, 2, 3], [3, 2, 1, 0], [1, 2, 0], [2, 0, 1], [0, 1, 2]):
-        whole, partly = np.full((4, 200), 9, np.int32), np.full((4, 200), -1, np.int32)
-        for slot, request in enumerate(order):
-            whole[slot, : len(known[request])] = known[request]
-            partly[slot, : given[request]] = known[request][: given[request]]
-        table = SamplingTable([requests[request] for request in order])
-        positions = [len(known[request]) for request in order]
-        logits = torch.from_numpy(rng.normal(size=(len(order), vocab)).astype(np.float32))
-        tokens, _ = draw(logits.to(DEVICE), table.step(positions, partly), np.ones(len(order), bool))
-        assert tokens.tolist() == torch_sampler.sample(logits, table.step(positions, whole))[0].tolist()
-        for request, token in zip(order, tokens.tolist(), strict=True):
-            known[request].append(token)
-
-
 def test_after_an_error_nothing_is_taken_for_kept(monkeypatch):
     histories, history = Histories(), np.arange(30, dtype=np.int32)[None]
     table = SamplingTable([pack(30, prompt_len=0, presence_penalty=2.0, temperature=0.0)])

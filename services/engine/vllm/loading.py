@@ -187,6 +187,8 @@ def _schedules_ahead(config: EngineConfig, drafts: DraftsConfig | None) -> bool:
             "engine.async_scheduling = true: drafts are made from the last step's tokens; set drafts.source "
             "to off, or engine.async_scheduling to false"
         )
+    if config.async_scheduling and config.model_runner == "v1":
+        raise EngineError("engine.async_scheduling = true: model runner V1 takes one step at a time; use v2")
     return config.async_scheduling
 
 

@@ -65,14 +65,17 @@ class Probe:
             self.backend.add(other)
         self.backend.add(chunk, capture=True)
         tokens: list[int] = []
-        while self.backend.has_work():
-            output = self.backend.step()
-            for failure in output.failed:
-                raise failure.error
-            for generated in output.generated:
-                if generated.request_id == chunk.request_id:
-                    tokens += generated.token_ids
-        return tokens, self.core.rpc("seer_take_captured")
+        try:
+            while self.backend.has_work():
+                output = self.backend.step()
+                for failure in output.failed:
+                    raise failure.error
+                for generated in output.generated:
+                    if generated.request_id == chunk.request_id:
+                        tokens += generated.token_ids
+        finally:
+            captured = self.core.rpc("seer_take_captured")
+        return tokens, captured
 
     def noise_errors(self) -> list[str]:
         """Let every rank compare its noise with the reference; an empty text is a pass."""

@@ -3,8 +3,6 @@
 Invariants:
 - the position of a sampled token is the number of tokens before it, whatever the schedule: how many are
   scheduled says it, whatever they are;
-- where vLLM schedules ahead, nothing here waits for the device. Of the host's token ids only those count that
-  were known when the request got its row: behind them stands -1;
 - a row that cannot be sampled has token 0, which the model can read, and logprob NaN, which the backend
   refuses.
 """
@@ -21,7 +19,7 @@ from vllm.v1.outputs import LogprobsTensors, SamplerOutput
 from seer import _native
 from seer.services.engine.vllm.requests import EXTRA
 from seer.services.engine.vllm.sampling.batch import REJECTED, Batch, accept_drafts
-from seer.services.engine.vllm.sampling.sampler import DeviceSampler, StepSampler
+from seer.services.engine.vllm.sampling.sampler import StepSampler
 
 if TYPE_CHECKING:
     from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
@@ -43,7 +41,6 @@ class RowSampler:
         self._runner = runner
         self._paths = paths
         self._sample = StepSampler(runner.device)
-        self._ahead = DeviceSampler(runner.device) if runner.use_async_scheduling else None
         self._ids: list[str] = []
         self._batch = Batch([])
         self.captured: list[npt.NDArray[np.float32]] = []
@@ -78,12 +75,8 @@ class RowSampler:
         return torch.from_numpy(tokens), torch.from_numpy(logprobs)
 
     def _draw_one_each(self, logits: torch.Tensor, params: RowParams) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return a token of each request, [requests, 1], and logprobs: on the device if scheduled ahead."""
-        if self._ahead is None:
-            tokens, logprobs = self.draw(logits, params)
-        else:
-            unfinished = self._runner.discard_request_mask.np[: len(params.records)]
-            tokens, logprobs = self._ahead(logits, params, ~unfinished)
+        """Return a token of each request, [requests, 1], and logprobs."""
+        tokens, logprobs = self.draw(logits, params)
         sampled = tokens.clamp(min=0)[:, None]
         self._capture(logits, np.zeros(len(sampled), np.int32), sampled)
         return sampled, logprobs

@@ -8,7 +8,6 @@ Invariants:
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -20,7 +19,7 @@ from vllm.v1.worker.gpu.sample.output import SamplerOutput
 
 from seer.services.engine.vllm.requests import EXTRA, ExtraArgs
 from seer.services.engine.vllm.sampling.batch import REJECTED, Batch, accept_drafts
-from seer.services.engine.vllm.sampling.kept_histories import NOTHING, Runs
+from seer.services.engine.vllm.sampling.device_histories import RunnerHistories
 from seer.services.engine.vllm.sampling.sampler import DeviceSampler, StepSampler
 
 if TYPE_CHECKING:
@@ -28,33 +27,6 @@ if TYPE_CHECKING:
     from vllm.v1.worker.gpu.input_batch import InputBatch
 
     from seer.services.engine.vllm.sampling.rows import RowParams
-
-
-class RunnerHistories:
-    """Histories that the runner keeps: `tokens` int32 [slots, length] on the device. See `Histories`."""
-
-    def __init__(self, tokens: torch.Tensor) -> None:
-        self._tokens = tokens
-        self.kept = self
-
-    def step(self, params: RowParams) -> tuple[npt.NDArray[np.int64], Runs]:
-        """Return where each row's history begins; there is nothing to copy."""
-        starts = params.records["slot"].astype(np.int64) * self._tokens.shape[1]
-        return np.where(params.penalised, starts, -1), NOTHING
-
-    def forget(self) -> None:
-        """Do nothing: the runner keeps them."""
-
-    def on(self, device: torch.device) -> torch.Tensor:
-        """Return the tokens."""
-        return self._tokens
-
-    def on_cpu(self, params: RowParams) -> RowParams:
-        """Return the rows with the tokens as their history."""
-        return replace(params, history=self._tokens.numpy())
-
-    def append(self, params: RowParams, drawn: torch.Tensor, chosen: npt.NDArray[np.bool_]) -> None:
-        """Do nothing: the runner appends what is drawn."""
 
 
 class SlotSampler:
@@ -69,7 +41,7 @@ class SlotSampler:
         self.sampling_states = runner.sampler.sampling_states
         self._sample = StepSampler(runner.device)
         self._histories = RunnerHistories(self._states.all_token_ids.gpu)
-        self._ahead = DeviceSampler(runner.device, self._histories)
+        self._draw = DeviceSampler(runner.device, self._histories)
         self.params: dict[int, SamplingParams] = {}
         """By slot."""
         self._slots: list[int] = []
@@ -93,7 +65,7 @@ class SlotSampler:
         whole = lengths >= input_batch.prefill_len_np
         counts = input_batch.num_draft_tokens_per_req
         if counts is None:
-            tokens, logprobs = self._ahead(logits, self._batch.step(lengths, None), whole)
+            tokens, logprobs = self._draw(logits, self._batch.step(lengths, None))
             tokens, logprobs = tokens.clamp(min=0)[:, None], logprobs[:, None]
             num_sampled = input_batch.seq_lens.new_ones(input_batch.num_reqs)
         else:

@@ -1,12 +1,10 @@
 """Which tokens of histories a device keeps between steps, and which it must be sent.
 
 Penalties count a request's tokens. Whoever keeps them on the device sends, at each step, those that are new.
-If the device appends what it draws (`append`), none are: a step can begin before the host has read the last.
 
 Invariants:
 - once the device has copied what `step` returns, it holds the history of every penalised row, whatever came
   before: rows that moved, requests that were away, drafts that were rejected, histories that got shorter;
-- what the device has appended is sent only if its request was away, lost its place, and comes back;
 - a history belongs to its `RequestSampling` object: one object, one request, whose history only grows while
   nobody looks. Equal objects in one batch have places of their own;
 - drafts are never kept: they come with their step;
@@ -46,13 +44,9 @@ NOTHING = Runs(np.empty(0, np.int32), np.empty((0, 3), np.int64))
 
 
 class KeptHistories:
-    """What one device keeps. It holds tokens [`shape`]; when `shape` grows, old ones keep row and column.
+    """What one device keeps. It holds tokens [`shape`]; when `shape` grows, old ones keep row and column."""
 
-    `appends`: the device appends what it draws, and the host may have -1 in its place.
-    """
-
-    def __init__(self, *, appends: bool = False) -> None:
-        self._appends = appends
+    def __init__(self) -> None:
         self.forget()
 
     def forget(self) -> None:
@@ -71,7 +65,7 @@ class KeptHistories:
     def step(self, params: RowParams) -> tuple[npt.NDArray[np.int64], Runs]:
         """Return where each row's history begins on the device (-1: it needs none), and what to copy before.
 
-        Raises `ValueError` when a penalised row has no history, or one that only the device had.
+        Raises `ValueError` when a penalised row has no history.
         """
         starts = np.full(len(params.records), -1, np.int64)
         rows = np.flatnonzero(params.penalised)
@@ -84,21 +78,6 @@ class KeptHistories:
         np.maximum.at(longest, slots, known)
         used = np.flatnonzero(longest >= 0)
         return starts, self._new(params, used, longest[used])
-
-    def append(
-        self, params: RowParams, chosen: npt.NDArray[np.bool_]
-    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """Have the device append what it draws for the `chosen` rows of the last `step`, which had no drafts.
-
-        Returns those of them that have penalties, and where their tokens go.
-        """
-        rows = np.flatnonzero(params.penalised & chosen)
-        if not len(rows):
-            return rows, rows
-        places = self._places[params.records["slot"][rows]]
-        positions = params.records["position"][rows]
-        self._held[places] = positions + 1
-        return rows, places * self._width + positions
 
     def _take(self, params: RowParams, longest: int) -> None:
         """Give every penalised request of the table a place."""
@@ -155,8 +134,6 @@ class KeptHistories:
             pieces.append(history[slots[few], index])
         where = np.stack((ends - new, places * self._width + held, new), axis=1)
         tokens = np.concatenate(pieces) if pieces else NOTHING.tokens
-        if self._appends and tokens.min(initial=0) < 0:  # vLLM's mark for tokens that only the device has
-            raise ValueError("the host lacks tokens of a history that the device has lost")
         return Runs(tokens, where)
 
 

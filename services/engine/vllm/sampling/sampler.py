@@ -7,7 +7,7 @@ Invariants:
   the same tokens, bit for bit, as specified in `torch_sampler`;
 - logits are never modified;
 - a `StepSampler` waits for the device once a step, when it reads tokens and logprobs in one copy; a
-  `DeviceSampler` never waits, and needs no token of a row that it has drawn itself.
+  `DeviceSampler` never waits.
 """
 
 from __future__ import annotations
@@ -23,8 +23,7 @@ import torch
 
 from seer.common.errors import EngineError
 from seer.services.engine.vllm.sampling import torch_sampler
-from seer.services.engine.vllm.sampling.device_histories import DeviceTokens, Histories
-from seer.services.engine.vllm.sampling.kept_histories import KeptHistories
+from seer.services.engine.vllm.sampling.device_histories import Histories, RunnerHistories
 from seer.services.engine.vllm.sampling.rows import RECORD, RowParams
 
 OnHost = tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]]
@@ -84,26 +83,18 @@ class StepSampler:
 class DeviceSampler:
     """Samples steps whose results stay on the device: the next step may begin before the host reads them.
 
-    Rows have no drafts. The device appends what it draws to the histories of rows with penalties, so
-    `RowParams.history` may hold -1 in its place, unless the row's request was away for a step.
+    Rows have no drafts. `histories` are those that the model runner itself keeps on the device.
     """
 
-    def __init__(self, device: torch.device, histories: DeviceTokens | None = None) -> None:
+    def __init__(self, device: torch.device, histories: RunnerHistories) -> None:
         self._triton = _triton_sampler() if device.type == "cuda" else None
-        self._histories: DeviceTokens = histories or Histories(KeptHistories(appends=True))
+        self._histories = histories
 
-    def __call__(
-        self, logits: torch.Tensor, params: RowParams, chosen: npt.NDArray[np.bool_]
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return tokens int32 [rows] and logprobs float32 [rows], as `sample_rows` does with `check=False`.
-
-        `chosen` [rows]: whose token is the request's next one; others are rows of unfinished prefills.
-        """
+    def __call__(self, logits: torch.Tensor, params: RowParams) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return tokens int32 [rows] and logprobs float32 [rows]: `sample_rows` with `check=False`."""
         if self._triton is None:
-            drawn = sample_rows(logits, self._histories.on_cpu(params), check=False)
-        else:
-            drawn = self._triton.sample(logits, params, self._histories)
-        self._histories.append(params, drawn[0], chosen)
+            return sample_rows(logits, self._histories.on_cpu(params), check=False)
+        drawn: tuple[torch.Tensor, torch.Tensor] = self._triton.sample(logits, params, self._histories)
         return drawn
 
 
