@@ -41,14 +41,19 @@ test-all: setup  # the same with more sizes and seeds; goes on where it was stop
 	$(BIN)/python tests/parts.py --all $(if $(AGAIN),,--resume) $(PART)
 
 TREE := native/tree/group_tree.cpp native/tree/drafter.cpp native/tree/context_map.cpp
+STEPS := tests/native/step_drafter_stress.cpp native/drafts/row_draft.cpp native/drafts/step_drafter.cpp $(TREE)
 SANITIZE := $(CXX) -std=c++20 -O1 -g -Wall -Wextra -Werror -Inative -fno-sanitize-recover=all
 sanitize:  # what drafts are made and chosen with, under ASan, UBSan and TSan; needs g++ or clang++, no Python
 	mkdir -p build/sanitize
 	$(SANITIZE) -fsanitize=address,undefined tests/native/group_tree_stress.cpp $(TREE) -o build/sanitize/memory
 	$(SANITIZE) -fsanitize=thread -pthread tests/native/group_tree_stress.cpp $(TREE) -o build/sanitize/threads
 	$(SANITIZE) -fsanitize=address,undefined tests/native/draft_choice_stress.cpp native/tree/draft_choice.cpp -o build/sanitize/choice
+	$(SANITIZE) -fsanitize=address,undefined -pthread $(STEPS) -o build/sanitize/steps_memory
+	$(SANITIZE) -fsanitize=thread -pthread $(STEPS) -o build/sanitize/steps_threads
 	build/sanitize/choice
 	build/sanitize/memory
+	build/sanitize/steps_memory
+	$$(setarch -R true 2>/dev/null && echo setarch -R) build/sanitize/steps_threads
 	$$(setarch -R true 2>/dev/null && echo setarch -R) build/sanitize/threads  # older TSans cannot bear much address randomization
 
 SECONDS ?= 60

@@ -10,6 +10,7 @@
 #include "bindings/draft_choice_module.hpp"
 #include "sampler/kernels.hpp"
 #include "sampler/sampler.hpp"
+#include "bindings/step_drafter_module.hpp"
 #include "bindings/tree_module.hpp"
 
 namespace nb = nanobind;
@@ -94,4 +95,5 @@ NB_MODULE(_native, m) {
           "Sample one token per row; see seer/_native.pyi.");
     bind_group_tree(m);
     bind_draft_choice(m);
+    bind_step_drafter(m);
 }

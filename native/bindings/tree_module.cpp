@@ -7,12 +7,11 @@
 #include <nanobind/stl/vector.h>
 
 #include <algorithm>
-#include <array>
-#include <numeric>
 #include <optional>
 #include <stdexcept>
 #include <string>
 
+#include "drafts/row_draft.hpp"
 #include "tree/drafter.hpp"
 #include "tree/group_tree.hpp"
 
@@ -124,10 +123,8 @@ struct Batch {
             const auto row = static_cast<size_t>(rows(i));
             const int32_t* tokens = token_ids.data() + static_cast<int64_t>(row) * token_ids.stride(0);
             const auto length = static_cast<size_t>(lengths(row));
-            const int64_t request = request_ids(i);
             const auto known = static_cast<size_t>(prompt_lengths(row)) + static_cast<size_t>(appended(i));
             const std::span<const int32_t> fresh{tokens + known, length - known};
-            if (request >= 0) trees[i]->append(request, appended(i), fresh);
             options.max_tokens = static_cast<uint32_t>(max_tokens(i));
             const auto part = [&](auto& array) {
                 return std::span(array.data() + i * out_token_ids.shape(1), options.max_tokens);
@@ -135,28 +132,10 @@ struct Batch {
             seer::DraftView view{part(out_token_ids), {}, {}};
             if (out_parents) view.parents = part(*out_parents);
             if (out_scores) view.scores = part(*out_scores);
-            uint32_t count = trees[i]->draft({tokens, length}, request, options, view);
-            if (common != nullptr) count = better_of_common(i, {tokens, length}, fresh, options, view, count);
-            out_counts(i) = static_cast<int32_t>(count);
+            const seer::Said group{trees[i], request_ids(i), appended(i), fresh};
+            const seer::Said all{common, common != nullptr ? (*common_ids)(i) : -1, appended(i), fresh};
+            out_counts(i) = static_cast<int32_t>(seer::append_and_draft(group, all, {tokens, length}, options, view));
         }
-    }
-
-    // Puts the common tree's draft in the view if more of it is expected to be accepted; returns its count.
-    uint32_t better_of_common(size_t i, std::span<const int32_t> context, std::span<const int32_t> fresh,
-                              const DraftOptions& options, const seer::DraftView& view, uint32_t count) const {
-        const int64_t request = (*common_ids)(i);
-        if (request < 0) return count;
-        common->append(request, appended(i), fresh);
-        if (options.max_tokens == 0) return count;
-        std::array<int32_t, seer::Drafter::kMaxTokens> token_ids, parents;
-        std::array<float, seer::Drafter::kMaxTokens> scores;
-        const uint32_t others = common->draft(context, request, options, {token_ids, parents, scores});
-        const auto expected = [](std::span<const float> each) { return std::accumulate(each.begin(), each.end(), 0.0F); };
-        if (expected({scores.data(), others}) <= expected(view.scores.first(count))) return count;
-        std::copy_n(token_ids.begin(), others, view.token_ids.begin());
-        std::copy_n(scores.begin(), others, view.scores.begin());
-        if (!view.parents.empty()) std::copy_n(parents.begin(), others, view.parents.begin());
-        return others;
     }
 };
 

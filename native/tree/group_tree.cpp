@@ -158,6 +158,14 @@ int64_t GroupTree::length(int64_t id) const {
     return request == requests_.end() ? -1 : request->second.length;
 }
 
+size_t GroupTree::known(int64_t id, int64_t previous, std::span<const int32_t> tokens) const {
+    const std::shared_lock lock(mutex_);
+    const auto found = requests_.find(id);
+    if (found == requests_.end() || previous < 0 || previous > found->second.length) return 0;
+    Request request = found->second;
+    return tokens.size() - forget_known(request, previous, tokens).size();
+}
+
 size_t GroupTree::bytes_unlocked() const {
     constexpr size_t kPerRequest = sizeof(int64_t) + sizeof(Request) + 4 * sizeof(void*);  // a node and its bucket
     return sizeof *this + store_.bytes() + contexts_.bytes() + occurrences_.bytes() + requests_.size() * kPerRequest;

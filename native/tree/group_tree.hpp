@@ -65,7 +65,10 @@ class GroupTree {
 
     // Tokens of a request's current branch; -1 if it is unknown.
     int64_t length(int64_t request) const;
+    // How many of the tokens that `append` would take are known already, from the first on; 0 where it would throw.
+    size_t known(int64_t request, int64_t previous, std::span<const int32_t> tokens) const;
     size_t bytes() const;
+    bool full() const { return bytes() >= max_bytes_; }  // takes no more tokens
     uint64_t tokens() const;  // held, all branches and the prompt
 
   private:

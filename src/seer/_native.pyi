@@ -123,6 +123,108 @@ def draft_batch(
     appended, and as `GroupTree.append` does, with what came before row i done.
     """
 
+class StepDrafter:
+    """Makes the drafts of whole steps from the tokens just drawn, for one path, as `GroupProposer` would.
+
+    `slots` requests at most have one each. All methods may be called from any thread, and wait without the
+    GIL where they have to. It keeps the trees that it uses. `native/drafts/step_drafter.hpp` has its
+    invariants.
+    """
+
+    def __init__(self, slots: int, patience: float = 1e-4) -> None:
+        """`patience`, 0 to 1 s: how long a step waits for a feed; then it goes without drafts."""
+
+    def set(
+        self,
+        slot: int,
+        tree: GroupTree | None,
+        index: int,
+        common_name: int,
+        prompt_length: int,
+        tokens: npt.NDArray[np.int32],
+        limit: int,
+        stop_ids: Sequence[int] = (),
+        placeholder: int = -1,
+    ) -> int:
+        """Give a request a slot, and feed its output so far to its trees; return its generation.
+
+        `tokens` are its prompt, of `prompt_length` tokens, and its output. It is `index` in `tree` (None: no
+        drafts of a group), and `common_name` in the common tree (-1: not in there). No draft goes beyond the
+        chunk's `limit` tokens, prompt included, or has the `placeholder` or what follows one of `stop_ids`.
+        A generation, 1 or more, is that of no other request. Raises `ValueError` for a slot that there is
+        not, for negative tokens and for a prompt longer than `tokens`; that a tree refuses is counted.
+        """
+
+    def clear(self, slot: int) -> None:
+        """Take a slot from its request: its rows draft nothing from now on."""
+
+    def use_common(self, tree: GroupTree | None) -> None:
+        """Use this tree of all groups for drafts where a group's own tree has worse ones; None: none.
+
+        All requests' outputs are fed to it first.
+        """
+
+    def feed(
+        self,
+        tree: GroupTree,
+        request_id: int,
+        prev_token_count: int,
+        tokens: npt.NDArray[np.int32] | Sequence[int],
+    ) -> None:
+        """Append to a tree in pieces of 64 tokens, so that no step waits for more than one of them.
+
+        Raises `ValueError` as `GroupTree.append` does; pieces before the one that is refused stay.
+        """
+
+    @property
+    def refused(self) -> int:
+        """How often a tree refused tokens: each time a row had no draft, or a slot began with nothing fed."""
+
+    @property
+    def missed(self) -> int:
+        """Steps that went without drafts, as they had waited for long enough; what they drew is not lost."""
+
+    @property
+    def seconds(self) -> float:
+        """How long all steps took."""
+
+    @property
+    def waited(self) -> float:
+        """How many of these seconds steps waited for feeds and changes of slots."""
+
+class DraftStep:
+    """One step's rows, to be run by `run` or, without Python, by a call of RUN_DRAFT_STEP with `address`."""
+
+    def __init__(
+        self,
+        drafter: StepDrafter,
+        slots: npt.NDArray[np.int32],
+        generations: npt.NDArray[np.int64],
+        sampled: npt.NDArray[np.int32],
+        num_sampled: npt.NDArray[np.int32],
+        out_drafts: npt.NDArray[np.int32],
+        out_counts: npt.NDArray[np.int32],
+        out_scores: npt.NDArray[np.float32],
+    ) -> None:
+        """Take the arrays of n rows as they are; they are read and filled when the step runs.
+
+        Row i is the request of `generations[i]` in `slots[i]`, and does nothing if the slot is another's by
+        then. It drew the first `num_sampled[i]` tokens of `sampled[i]`, which are appended to its output and
+        its trees; where there are none, it does nothing. Its draft is the first `out_counts[i]` tokens of
+        `out_drafts[i]` [n, k]; the last token drawn fills the others, as -1 has no embedding (0 where none
+        was), and 0 the others of `out_scores` [n, k]. Raises `ValueError` for shapes that do not fit.
+        """
+
+    def run(self) -> None:
+        """Make the drafts. Releases the GIL; raises nothing."""
+
+    @property
+    def address(self) -> int:
+        """The argument of RUN_DRAFT_STEP, valid as long as this object."""
+
+RUN_DRAFT_STEP: int
+"""Address of a C function `void(void *)`, for `cuLaunchHostFunc`: it runs the step at that address."""
+
 def rate_drafts(
     scores: npt.NDArray[np.float32],
     lengths: npt.NDArray[np.int32],

@@ -1,0 +1,214 @@
+#include "drafts/step_drafter.hpp"
+
+#include <algorithm>
+#include <exception>
+#include <thread>
+
+#include "drafts/row_draft.hpp"
+#include "tree/drafter.hpp"
+
+namespace seer {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+constexpr std::chrono::microseconds kSpin{10};      // before a step sleeps
+constexpr std::chrono::microseconds kNextLook{50};  // of a feed, whether the step is through: it takes 1 to 500
+constexpr size_t kReserve = 1 << 20;                // tokens at most, whatever a limit says
+
+int64_t since(Clock::time_point begun) {
+    return std::chrono::duration_cast<std::chrono::nanoseconds>(Clock::now() - begun).count();
+}
+
+void relax() {
+#if defined(__x86_64__)
+    __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    asm volatile("yield");
+#endif
+}
+
+// How many tokens are left of a path without a placeholder, and without what follows a stop id (stop_ids: sorted).
+uint32_t cut(std::span<const int32_t> path, std::span<const int32_t> stop_ids, int32_t placeholder) {
+    for (uint32_t i = 0; i < path.size(); ++i) {
+        if (path[i] == placeholder) return i;
+        if (std::ranges::binary_search(stop_ids, path[i])) return i + 1;
+    }
+    return static_cast<uint32_t>(path.size());
+}
+
+}  // namespace
+
+void run_step(void* step) noexcept {
+    const auto& launched = *static_cast<const Step*>(step);
+    launched.drafter->step(launched);
+}
+
+// Runs what changes slots or trees while no step runs or waits.
+template <class Action>
+auto StepDrafter::between_steps(Action&& action) {
+    for (;; std::this_thread::sleep_for(kNextLook)) {
+        const std::unique_lock lock(mutex_);
+        if (steps_ == 0) return action();
+    }
+}
+
+void StepDrafter::feed(GroupTree& tree, int64_t request, int64_t previous, std::span<const int32_t> tokens) {
+    size_t at = 0;
+    // Each append walks back to `previous`: known tokens are skipped at once.
+    if (tokens.size() > kPiece) at = between_steps([&] { return tree.known(request, previous, tokens); });
+    do {
+        const auto piece = tokens.subspan(at, std::min(kPiece, tokens.size() - at));
+        between_steps([&] { tree.append(request, previous + static_cast<int64_t>(at), piece); });
+        at += piece.size();
+    } while (at < tokens.size());
+}
+
+// Feeds an output to a tree that a request is in; returns how many tokens need not be shown to it again.
+size_t StepDrafter::teach(GroupTree* tree, int64_t request, std::span<const int32_t> output) {
+    if (tree == nullptr || request < 0 || output.empty()) return output.size();
+    try {
+        feed(*tree, request, 0, output);
+        return output.size();
+    } catch (const std::exception&) {
+        ++refused_;
+        return 0;
+    }
+}
+
+int64_t StepDrafter::set(size_t at, const SlotRequest& request, std::shared_ptr<GroupTree>& before) {
+    Slot slot;
+    slot.tree = request.tree;
+    slot.index = request.index;
+    slot.common_name = request.common_name;
+    slot.prompt = std::min<size_t>(request.prompt_length, kMaxContext);
+    slot.end = request.limit - 1 - static_cast<int64_t>(request.prompt_length);
+    slot.stop_ids = request.stop_ids;
+    std::ranges::sort(slot.stop_ids);
+    slot.placeholder = request.placeholder;
+    const auto kept = request.tokens.subspan(request.prompt_length - slot.prompt);
+    const size_t most = slot.prompt + static_cast<size_t>(std::max<int64_t>(slot.end, 0)) + 2 * Drafter::kMaxTokens;
+    slot.tokens.reserve(std::max(kept.size(), std::min(most, kReserve)));  // so that no step has to
+    slot.tokens.assign(kept.begin(), kept.end());
+    const auto output = slot.output();
+    slot.told = output.size();
+    if (slot.tree && !slot.tree->full()) slot.told = teach(slot.tree.get(), slot.index, output);
+    const std::shared_ptr<GroupTree> common = between_steps([this] { return common_; });
+    slot.told = std::min(slot.told, teach(common.get(), slot.common_name, output));
+    return between_steps([&] {
+        slot.generation = ++generations_;
+        if (common != common_) slot.told = 0;
+        std::swap(slots_[at], slot);
+        before = std::move(slot.tree);
+        return generations_;
+    });
+}
+
+void StepDrafter::clear(size_t at, std::shared_ptr<GroupTree>& before) {
+    Slot slot;
+    between_steps([&] { std::swap(slots_[at], slot); });
+    before = std::move(slot.tree);
+}
+
+void StepDrafter::use_common(std::shared_ptr<GroupTree>& tree) {
+    struct Taught {
+        int64_t generation = 0;
+        size_t tokens = 0;
+    };
+    std::vector<Taught> taught(slots_.size());
+    std::vector<int32_t> output;
+    for (size_t i = 0; tree && i < slots_.size(); ++i) {
+        const int64_t name = between_steps([&] {
+            const Slot& slot = slots_[i];
+            output.assign(slot.output().begin(), slot.output().end());
+            taught[i].generation = slot.generation;
+            return slot.common_name;
+        });
+        taught[i].tokens = teach(tree.get(), name, output);
+    }
+    between_steps([&] {
+        std::swap(common_, tree);
+        if (!common_) return;
+        for (size_t i = 0; i < slots_.size(); ++i)
+            slots_[i].told = slots_[i].generation == taught[i].generation ? std::min(slots_[i].told, taught[i].tokens) : 0;
+    });
+}
+
+// Spins first: most pieces take less time than to fall asleep and wake. Then sleeps, as who has the mutex may need this
+// core; by the system's clock, as GCC's TSan knows no other wait with a deadline.
+bool StepDrafter::lock_in_time(std::unique_lock<std::timed_mutex>& lock) const {
+    const auto begun = Clock::now();
+    const auto spin = std::min<std::chrono::nanoseconds>(kSpin, patience_);
+    while (!lock.try_lock()) {
+        if (Clock::now() - begun >= spin) return lock.try_lock_until(std::chrono::system_clock::now() + (patience_ - spin));
+        relax();
+    }
+    return true;
+}
+
+void StepDrafter::step(const Step& step) noexcept {
+    const std::unique_lock alone(one_step_);
+    const auto begun = Clock::now();
+    ++steps_;
+    std::unique_lock lock(mutex_, std::defer_lock);
+    const bool in_time = lock_in_time(lock);
+    waited_ += since(begun);
+    missed_ += !in_time;
+    if (in_time) learn_late();
+    for (size_t row = 0; row < step.n; ++row) {
+        const int64_t drawn = std::clamp<int64_t>(step.num_sampled[row], 0, static_cast<int64_t>(step.width));
+        const std::span sampled(step.sampled + row * step.width, static_cast<size_t>(drawn));
+        const DraftView out{{step.drafts + row * step.k, step.k}, {}, {step.scores + row * step.k, step.k}};
+        uint32_t count = 0;
+        if (drawn > 0) {
+            Slot* slot = in_time ? slot_of(step.slots[row], step.generations[row]) : nullptr;
+            if (slot != nullptr) count = draft(*slot, sampled, step.k, out);
+            if (!in_time) late_.push_back({step.slots[row], step.generations[row], {sampled.begin(), sampled.end()}});
+        }
+        step.counts[row] = static_cast<int32_t>(count);
+        std::ranges::fill(out.token_ids.subspan(count), drawn > 0 ? std::max(sampled.back(), 0) : 0);
+        std::ranges::fill(out.scores.subspan(count), 0.0F);
+    }
+    --steps_;
+    nanoseconds_ += since(begun);
+}
+
+// Adds to the outputs what rows drew in steps that went without drafts; trees are given it with the next draft.
+void StepDrafter::learn_late() {
+    for (const Late& late : late_)
+        if (Slot* slot = slot_of(late.slot, late.generation))
+            slot->tokens.insert(slot->tokens.end(), late.tokens.begin(), late.tokens.end());
+    late_.clear();
+}
+
+StepDrafter::Slot* StepDrafter::slot_of(int32_t at, int64_t generation) {
+    if (at < 0 || static_cast<size_t>(at) >= slots_.size()) return nullptr;
+    Slot& slot = slots_[static_cast<size_t>(at)];
+    return slot.generation > 0 && slot.generation == generation ? &slot : nullptr;
+}
+
+uint32_t StepDrafter::draft(Slot& slot, std::span<const int32_t> sampled, size_t k, const DraftView& out) {
+    try {
+        slot.tokens.insert(slot.tokens.end(), sampled.begin(), sampled.end());
+        if (!slot.judged) slot.learns = slot.tree && !slot.tree->full();
+        slot.judged = true;
+        const auto output = slot.output();
+        const auto room = std::max<int64_t>(slot.end - static_cast<int64_t>(output.size()), 0);
+        DraftOptions options{};
+        options.max_tokens = static_cast<uint32_t>(std::min({static_cast<size_t>(room), k, size_t{Drafter::kMaxTokens}}));
+        const auto told = static_cast<int64_t>(slot.told);
+        const auto fresh = output.subspan(slot.told);
+        const Said group{slot.tree.get(), slot.learns ? slot.index : -1, told, fresh};
+        const Said common{common_.get(), slot.common_name, told, fresh};
+        const uint32_t count = append_and_draft(group, common, slot.tokens, options, out);
+        slot.told = output.size();
+        return cut(out.token_ids.first(count), slot.stop_ids, slot.placeholder);
+    } catch (const std::exception&) {  // the tree is full, or another attempt of the request is in it
+        ++refused_;
+        slot.told = 0;
+        slot.judged = false;
+        return 0;
+    }
+}
+
+}  // namespace seer
