@@ -25,6 +25,7 @@ from seer.verify.parameters import every_parameter
 
 REFERENCE = CELLS["one-go"]
 HERE = Hardware(cores=[0, 1], devices=[], free_bytes=0)
+GPUS = ["ahead"]
 RANKS = ["tp-2", "pool-tp-2", "drafts-tp-2"]
 POOLS = ["pool-migrate", "pool-warm", "pool-ssd", "pool-tp-2", "drafts"]
 DRAFTS = ["drafts", "drafts-right", "drafts-sampling", "drafts-random", "drafts-tp-2"]
@@ -53,9 +54,11 @@ def test_cells_are_made_for_the_blocks_that_the_devices_have(tmp_path: Path):
 
 def test_every_cell_can_be_had_on_two_cores(tmp_path: Path):
     cells, skipped = choose("", config(tmp_path), HERE)
-    assert [cell.name for cell in cells] == list(CELLS)
+    assert [cell.name for cell in cells] == [name for name in CELLS if name not in GPUS]
     assert cells[0] is REFERENCE
-    assert not skipped
+    assert list(skipped) == GPUS
+    hopper = Device(name="0", total_bytes=80 * 2**30, free_bytes=80 * 2**30, generation=9)
+    assert not choose("", config(tmp_path), Hardware(cores=[0], devices=[hopper] * 2, free_bytes=0))[1]
 
 
 @pytest.mark.parametrize(
@@ -70,9 +73,10 @@ def test_every_cell_can_be_had_on_two_cores(tmp_path: Path):
 def test_a_cell_that_cannot_run_is_left_out_with_a_reason(tmp_path, heads, engine, machine, why):
     base = config(tmp_path, heads, **engine)
     cells, skipped = choose("", base, machine)
-    assert [cell.name for cell in cells] == [name for name in CELLS if name not in RANKS]
-    assert list(skipped) == RANKS
-    assert all(why in reason for reason in skipped.values())
+    left_out = [*RANKS, *(() if machine.devices else GPUS)]
+    assert [cell.name for cell in cells] == [name for name in CELLS if name not in left_out]
+    assert sorted(skipped) == sorted(left_out)
+    assert all(why in skipped[name] for name in RANKS)
     with pytest.raises(InvalidField, match="tp-2"):
         choose("chunk-1,tp-2", base, machine)
 
@@ -91,7 +95,7 @@ def test_cells_with_a_pool_need_mooncake_an_engine_with_kv_and_leave(
     monkeypatch.setattr(pool_plan, "import_problem", lambda: problem)
     base = msgspec.structs.replace(config(tmp_path, backend=backend), pool=PoolConfig(kind=kind))
     cells, skipped = choose("", base, HERE)
-    others = {"tp-2", "sampling", *DRAFTS} - set(POOLS) if backend == "replay" else set()
+    others = {"tp-2", "sampling", *GPUS, *DRAFTS} - set(POOLS) if backend == "replay" else set(GPUS)
     assert [name for name in skipped if name not in others] == POOLS
     assert others <= set(skipped)
     assert not {cell.name for cell in cells} & set(POOLS)

@@ -64,7 +64,7 @@ class Cell(msgspec.Struct, frozen=True, kw_only=True):
     needs: tuple[Need, ...]
     instances: int = 1
     buffer: dict[str, str | int] = {}
-    engine: dict[str, str | int] = {}
+    engine: dict[str, str | int | bool] = {}
     scarce: bool = False
     pool: bool = False
     disk: bool = False
@@ -174,6 +174,13 @@ CELLS: dict[str, Cell] = {
             needs=(("preemptions", ">", 0),),
         ),
         Cell(
+            name="ahead",
+            about="chunks of 16, each step begun before the last one is read",
+            buffer={"policy": "divided", "chunk_size": 16},
+            engine={"async_scheduling": True},
+            needs=(("chunks", ">", "responses"),),
+        ),
+        Cell(
             name="tp-2",
             about="two tensor-parallel ranks",
             buffer={"policy": "static"},
@@ -244,9 +251,10 @@ CELLS: dict[str, Cell] = {
         ),
         Cell(
             name="drafts-random",
-            about="random drafts on several paths, every chunk on another engine",
+            about="random drafts on several paths with model runner V1, every chunk on another engine",
             instances=2,
             drafts="random",
+            engine={"model_runner": "v1"},
             buffer={"policy": "migrate", "chunk_size": 32},
             needs=(("drafted_tokens", ">", "verifications"), ("migrations", ">", 0)),
         ),
@@ -378,6 +386,7 @@ def choose(
             or _draftless(cell, config)
             or _sampleless(cell, config)
             or _rankless(cell, config, machine)
+            or _aheadless(cell, config, machine)
         ):
             cannot[name] = why
     wanted = [name.strip() for name in names.split(",")] if names else [n for n in matrix if n not in cannot]
@@ -430,6 +439,15 @@ def _rankless(cell: Cell, config: Config, machine: Hardware) -> str:
         return f"needs {ranks} {'devices' if machine.devices else 'cores'}; this machine has {len(units)}"
     heads = _described(config).get("num_attention_heads", 0)
     return f"the model's {heads} attention heads cannot be divided by {ranks}" if heads % ranks else ""
+
+
+def _aheadless(cell: Cell, config: Config, machine: Hardware) -> str:
+    """Return why a cell cannot schedule ahead."""
+    if not cell.engine.get("async_scheduling"):
+        return ""
+    if config.engine.backend != "vllm":
+        return f"the {config.engine.backend} backend does not schedule ahead"
+    return "" if machine.devices else "vLLM schedules ahead on GPUs alone"
 
 
 def _described(config: Config) -> dict[str, int]:
