@@ -114,7 +114,7 @@ LARGE = "engine.vllm.cudagraph_capture_sizes=[1,2,4,8,16,32,64,128,256,320,576,1
 GPU = {
     "gate": Command(60, {"gate": Piece(55, script("gate_bench"))}),
     "split": Command(560, {
-        "rates": rates(430, "vllm ahead v2 vllm-v1 engine-v2 vllm-here off ahead-1024 v2-1024",
+        "rates": rates(430, "vllm ahead off vllm-v1 engine vllm-here ahead-1024 off-v1 engine-v1",
                        "512x64 512x1 16x256", 2),
         "profile": Piece(130, script("profile_steps", "--seconds", "60")),
     }),
@@ -132,7 +132,7 @@ GPU = {
         "ways-invariant": ways(290, BFLOAT16, INVARIANT, *SMALL),
     }, 2),
     "drafts": Command(430, {
-        "rates": rates(425, "vllm grouped grouped-v2", "512x1 512x64 16x64 16x256 512x8 1024x256", 3),
+        "rates": rates(425, "vllm grouped grouped-ahead", "512x1 512x64 16x64 16x256 512x8 1024x256", 3),
     }),
 }  # fmt: skip
 """Together 28 minutes: two of the half hour are for starting the machine and unpacking."""
@@ -144,8 +144,8 @@ QUICK = ("--cpu", "--turns", "1", "--seconds", "400", "--sides", "vllm")
 CPU = {
     "gate": Command(60, {"gate": Piece(55, script("gate_bench", "--cpu"))}),
     "split": Command(560, {
-        "rates": Piece(430, script("rates", *QUICK, "off", "v2", "engine-v2", "ahead")),
-        "profile": Piece(130, script("profile_steps", "--cpu", "--seconds", "60", "--sides", "engine-v2")),
+        "rates": Piece(430, script("rates", *QUICK, "off", "off-v1", "engine", "ahead")),
+        "profile": Piece(130, script("profile_steps", "--cpu", "--seconds", "60", "--sides", "engine")),
     }),
     "graphs": Command(330, {
         "none": Piece(160, seer("doctor", "--only", "start,step-table", "--model", MODEL, sets=FEW)),
@@ -154,7 +154,7 @@ CPU = {
         "verify-float32": same_tokens(150, "chunk-16", TINY, *FEW),
         "ways-float32": Piece(150, script("ways", "--responses", "1", "--beside", "0", *WAYS)),
     }),
-    "drafts": Command(430, {"rates": Piece(425, script("rates", *QUICK, "grouped", "grouped-v2"))}),
+    "drafts": Command(430, {"rates": Piece(425, script("rates", *QUICK, "grouped", "grouped-ahead"))}),
 }  # fmt: skip
 """The same commands with the same limits, on the shipped model."""
 

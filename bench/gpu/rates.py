@@ -29,7 +29,7 @@ from typing import Any
 from contestants import Process, RefusedError, Responses, System
 from lib.machine import machine
 from lib.paths import EXAMPLE
-from sides import ENGINES, SIDES, SYSTEMS, V2, WEIGHTS, contestant, padded, prompts_of
+from sides import AHEAD, GROUPED, SIDES, SYSTEMS, WEIGHTS, contestant, padded, prompts_of
 
 from seer.common.process.devices import driver_version, visible_devices
 
@@ -114,7 +114,7 @@ async def start(name: str, side: Process | System, rates: Rates) -> bool:
     try:
         about: dict[str, Any] = await side.start()
     except RefusedError as error:
-        missing = V2 in (ENGINES | SYSTEMS).get(name, []) and "model_runner" in str(error)
+        missing = {GROUPED, AHEAD} <= set(SYSTEMS.get(name, [])) and "drafts" in str(error)
         what = "not built yet" if missing else "refused"
         rates.tell(name, {what: str(error)})
         return False

@@ -20,21 +20,21 @@ sys.path.insert(0, str(EXAMPLE))
 from heavier import WEIGHTS, heavier
 
 OFF, AHEAD = "drafts.source=off", "engine.async_scheduling=true"
-V2 = "engine.model_runner=v2"
+V1 = "engine.model_runner=v1"
+GROUPED = "drafts.source=grouped"
 
 SYSTEMS = {
     "off": [OFF],
+    "off-v1": [OFF, V1],
     "ahead": [OFF, AHEAD],
     "ahead-1024": [OFF, AHEAD, "buffer.chunk_size=1024"],
-    "v2": [OFF, AHEAD, V2],
-    "v2-1024": [OFF, AHEAD, V2, "buffer.chunk_size=1024"],
     "own": ["drafts.source=own"],
-    "grouped": ["drafts.source=grouped"],
-    "grouped-v2": ["drafts.source=grouped", AHEAD, V2],
+    "grouped": [GROUPED],
+    "grouped-ahead": [GROUPED, AHEAD],
 }
 """Seer with its services. By default chunks have 256 tokens here: a 64th of a response, but at least that."""
 
-ENGINES = {"engine": [OFF, AHEAD], "engine-v2": [OFF, AHEAD, V2]}
+ENGINES = {"engine": [OFF, AHEAD], "engine-v1": [OFF, V1]}
 """Seer's engine alone, without its services."""
 
 BARE = {

@@ -29,7 +29,7 @@ WITH_DRAFTS = {"512x64": 1.3, "512x1": 2.0}
 UNBUILT = ("tiers", "varlen")
 """Ways to have full graphs that no engine of Seer's has (issue 30, point 3)."""
 
-DRAFTED = ("own", "grouped", "grouped-v2")
+DRAFTED = ("own", "grouped", "grouped-ahead")
 
 
 def gate(found: Found) -> Verdict:

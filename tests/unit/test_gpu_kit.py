@@ -189,7 +189,7 @@ def test_the_verdict_on_tokens(verdicts):
 def test_the_verdict_on_drafts(verdicts):
     cells = {
         "512x1": {"grouped": 2.1},
-        "512x64": {"grouped": 1.2, "grouped-v2": 1.4},
+        "512x64": {"grouped": 1.2, "grouped-ahead": 1.4},
         "16x256": {"grouped": 0.98},
     }
     assert verdicts.drafts({"rates": rated(cells)}) == (
