@@ -227,7 +227,8 @@ class EngineConfig(Section, frozen=True):
     batch_invariant: bool = False
     """vLLM's batch-invariant kernels: not even last bits depend on the batch, but steps take longer. GPUs."""
     model_runner: Literal["auto", "v1", "v2"] = "auto"
-    """Which of vLLM's model runners runs steps; `auto`: V2, but V1 for drafts on GPUs: docs/async.md."""
+    """Which of vLLM's model runners runs steps; `auto`: V2; V1 for drafts on GPUs or on several
+    paths. docs/async.md."""
     async_scheduling: bool = False
     """Begin a step before the host has read the last one; on GPUs, without drafts: docs/async.md."""
     weights_root: str = ""

@@ -58,14 +58,17 @@ class Engine:
         from seer.services.engine.vllm.backend import VllmBackend
 
         config = EngineConfig(
-            max_num_seqs=64, max_model_len=MAX_TOKENS + 128, kv_cache_gib=1.0, cpu_cores="0"
-        )
+            max_num_seqs=64, max_model_len=MAX_TOKENS + 128, kv_cache_gib=1.0, cpu_cores="0",
+            model_runner="v1",  # V2 has not all of these kinds on CPUs
+        )  # fmt: skip
         drafts = DraftsConfig(source=kind, max_draft=DRAFT) if kind in ("own", "grouped") else None
         peer = KINDS[kind]
         if peer:
             load = loading.load
-            loading.speculation = lambda drafts: {**peer, "num_speculative_tokens": DRAFT}
-            loading.load = lambda config, shared, pool, drafts: load(config, shared, pool, DraftsConfig())
+            loading.speculation = lambda *_: {**peer, "num_speculative_tokens": DRAFT}
+            loading.load = lambda config, shared, pool, _, *rest: load(
+                config, shared, pool, DraftsConfig(), *rest
+            )
         self._backend = VllmBackend(config, SharedConfig(model=model), None, drafts)
         self._backend.start()
         self._seconds = [0.0]

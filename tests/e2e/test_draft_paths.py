@@ -49,7 +49,7 @@ PLANS = {
 
 def start(model: Path, cache: Path, **engine: object) -> VllmBackend:
     fields = {"kv_blocks": 36, "max_num_seqs": 32, "max_model_len": 256} | engine
-    config = EngineConfig(cpu_cores=str(min(os.sched_getaffinity(0))), **fields)
+    config = EngineConfig(cpu_cores=str(min(os.sched_getaffinity(0))), model_runner="v1", **fields)
     backend = VllmBackend(
         config, SharedConfig(model=str(model)), None, DraftsConfig(max_draft=11, cache=str(cache))
     )
@@ -314,7 +314,9 @@ def roll(backend, prompt, switches=False):
     return tokens
 
 def main():
-    config = EngineConfig(kv_blocks=40, max_num_seqs=12, max_model_len=256, tensor_parallel=2)
+    config = EngineConfig(
+        kv_blocks=40, max_num_seqs=12, max_model_len=256, tensor_parallel=2, model_runner="v1"
+    )
     drafts = DraftsConfig(max_draft=11, cache=sys.argv[3])
     backend = VllmBackend(config, SharedConfig(model=sys.argv[1]), None, drafts)
     backend.start()

@@ -66,9 +66,14 @@ def without_collections() -> Iterator[None]:
 
 
 def with_model_runner(config: EngineConfig, drafts: DraftsConfig | None) -> EngineConfig:
-    """Return the configuration with the model runner that it leaves open; `drafts`: if it has some."""
+    """Return the configuration with the model runner that it leaves open; `drafts`: if it has some.
+
+    V1 alone has several draft paths, where these are asked for.
+    """
     if config.model_runner != "auto":
         return config
+    if drafts is not None and (drafts.max_paths or 1) > 1:
+        return replace(config, model_runner="v1")
     with contextlib.suppress(ImportError):  # `prepare` says it
         import torch
 
