@@ -145,7 +145,8 @@ class Maker:
         if isinstance(node, list) and node and rng.random() < 0.8:
             place = rng.randrange(len(node))
             node[place] = self._changed(node[place])
-            return node * (rng.choice((1, 1, 1, 2, 50)) if len(node) < 50 else 1)
+            short = len(node) < 50 and len(repr(node)) < 10_000  # else two changes make a body of gigabytes
+            return node * (rng.choice((1, 1, 1, 2, 50)) if short else 1)
         return self._hostile()
 
     def _hostile(self) -> Any:
