@@ -8,7 +8,8 @@ Milliseconds of thread time per step that only decodes, medians, each without wh
 parts: `backend` (results of a step, stops), `sampler` (what is prepared for the draw, and read from it) and
 `proposer` (drafts). `vllm` is the sum of its own: `scheduler`, and `runner` (inputs, bookkeeping, the engine
 core). With drafts, every step drafts as much as it may, at most `--draft` tokens a request, whatever a step
-on this machine costs.
+on this machine costs. `schedulers` is the part `scheduler` by who schedules, vLLM's own or ours, medians of
+`--turns` turns in the same engine.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import statistics
 import subprocess
 import sys
 from typing import Any
@@ -57,6 +59,19 @@ class Engine:
 
         return run_steps(self.backend, self.clock, rows, WARM, steps, **kind)
 
+    def compare(self, rows: int, steps: int, turns: int) -> dict[str, float]:
+        """Return what scheduling takes by turns, vLLM's own and ours, and the ratio of the two."""
+        scheduler = self.backend.core.engine_core.scheduler
+        fits, found = scheduler._fits, {"vllm": [], "seer": []}
+        for turn in range(turns):
+            for name in sorted(found, reverse=turn % 2 == 0):
+                scheduler._fits = fits and name == "seer"
+                found[name].append(self.run(rows, steps, {})["scheduler"])
+        scheduler._fits = fits
+        medians = {name: statistics.median(each) for name, each in found.items()}
+        ratios = [vllm / seer for vllm, seer in zip(found["vllm"], found["seer"], strict=True)]
+        return medians | {"ratio": round(statistics.median(ratios), 2)}
+
 
 def main() -> None:
     parser = argparse.ArgumentParser(
@@ -66,6 +81,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, nargs="+", default=[64, 256])
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--draft", type=int, default=8)
+    parser.add_argument("--turns", type=int, default=5)
     parser.add_argument("--runners", nargs="+", default=["v1"], help="v1, v2")
     parser.add_argument("--engine", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -75,6 +91,8 @@ def main() -> None:
         engine = Engine(options.model, rows, int(draft), runner)
         kinds: dict[str, dict[str, Any]] = {"plain": {}, "penalties": {"repetition_penalty": 1.1}}
         result = {name: engine.run(rows, options.steps, kind) for name, kind in kinds.items()}
+        if options.turns:
+            result["schedulers"] = engine.compare(rows, options.steps, options.turns)
         print(json.dumps(result), flush=True)
         os._exit(0)  # vLLM's threads would be waited for
     report: dict[str, Any] = {"machine": machine("torch", "vllm", "numpy"), "unit": "milliseconds a step"}
@@ -86,6 +104,7 @@ def main() -> None:
     ]
     for rows, draft, runner in cells:
         command = [sys.executable, __file__, "--model", options.model, "--steps", str(options.steps)]
+        command += ["--turns", str(options.turns)]
         done = subprocess.run(
             [*command, "--engine", f"{rows},{draft},{runner}"], stdout=subprocess.PIPE, check=True, text=True
         )

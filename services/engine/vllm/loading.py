@@ -36,6 +36,12 @@ EXTENSION = "seer.services.engine.vllm.worker.SeerWorker"
 
 PROPOSER = "seer.services.engine.vllm.drafts.proposer.GroupProposer"
 
+SCHEDULERS = {
+    False: "seer.services.engine.vllm.decode_scheduler.DecodeScheduler",
+    True: "seer.services.engine.vllm.decode_scheduler.AsyncDecodeScheduler",
+}
+"""vLLM's scheduler, by whether steps are scheduled ahead."""
+
 IMAGES: dict[str, Any] = {
     "limit_mm_per_prompt": {"image": MAX_MEDIA, "video": 0},
     "mm_processor_cache_gb": 0,
@@ -117,7 +123,7 @@ def _vllm_config(
         raise EngineError(
             "engine.model_runner = 'v2': on GPUs it has no drafts yet; set drafts.source to off, or use auto"
         )
-    extras: dict[str, Any] = {"async_scheduling": ahead}
+    extras: dict[str, Any] = {"async_scheduling": ahead, "scheduler_cls": SCHEDULERS[ahead]}
     if pool is not None:
         extras["kv_transfer_config"] = _transfer(pool)
     if drafts is not None:

@@ -1,0 +1,65 @@
+"""Seer's scheduler in a real engine: its steps go the short way, and give what those of vLLM's own give."""
+
+import contextlib
+import importlib.util
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from ahead import scheduling_ahead
+from ways import BLOCKS, WAYS, in_chunks, in_one_go, with_preemptions, with_turns
+
+if importlib.util.find_spec("vllm") is None:
+    pytest.skip("needs the engine extra", allow_module_level=True)
+
+from seer.common.config import DraftsConfig, EngineConfig, SharedConfig
+from seer.services.engine.vllm.backend import VllmBackend
+
+pytestmark = pytest.mark.vllm
+
+MODEL = Path(__file__).parents[2] / "examples" / "countdown" / "model"
+
+ENGINES = {
+    "plain": ({}, None),
+    "drafts": ({}, DraftsConfig(source="random", max_draft=4)),
+    "v1 with drafts": ({"model_runner": "v1"}, DraftsConfig(source="random", max_draft=4)),
+    "ahead": ({"async_scheduling": True}, None),
+}
+
+DECODING = {in_one_go, with_turns, in_chunks, with_preemptions}
+"""Ways in most of whose steps somebody decodes, and nobody before it in vLLM's order has a prompt left."""
+
+
+@pytest.fixture(scope="module", params=ENGINES)
+def backend(request: pytest.FixtureRequest) -> Iterator[VllmBackend]:
+    cores = os.sched_getaffinity(0)
+    settings, drafts = ENGINES[request.param]
+    config = EngineConfig(
+        kv_blocks=BLOCKS, max_num_seqs=32, max_model_len=256, cpu_cores=str(min(cores)), **settings
+    )
+    with scheduling_ahead() if config.async_scheduling else contextlib.nullcontext():
+        backend = VllmBackend(config, SharedConfig(model=str(MODEL)), drafts=drafts)
+        backend.start()
+        yield backend
+        backend.close()
+    os.sched_setaffinity(0, cores)
+
+
+@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
+def test_tokens_and_ends_are_those_of_vllms_own_scheduler(backend, way):
+    scheduler = backend.core.engine_core.scheduler
+    assert scheduler._fits
+    scheduler.short_schedules = scheduler.short_updates = 0
+    scheduler._fits = False
+    expected = way(backend)
+    assert scheduler.short_schedules == scheduler.short_updates == 0
+    scheduler._fits = True
+    steps = backend.stats().steps
+    assert way(backend) == expected
+    steps = backend.stats().steps - steps
+    schedules, updates = scheduler.short_schedules, scheduler.short_updates
+    assert updates > 0.5 * steps
+    assert schedules > (0.5 if way in DECODING else 0.25) * steps
+    assert not scheduler._rows
+    assert backend.stats().free_blocks == BLOCKS
