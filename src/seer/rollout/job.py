@@ -58,6 +58,9 @@ SLACK_TOKENS = 32
 CONNECT_SECONDS = 30.0
 """Deadline for the buffer's first answer."""
 
+ENGINE_SECONDS = 0.2
+"""How often a rollout that needs the live weights looks for an engine."""
+
 
 class Job(msgspec.Struct, frozen=True, kw_only=True):
     """The command's options. `connect` is a running system's endpoint; empty: start a system with
@@ -236,6 +239,17 @@ async def _embedded(
             outcome.restarts = sum(system.restarts.values())
 
 
+async def _live_weights(client: RolloutClient) -> str:
+    """Return the digest of the live weights, once an engine is there that has some."""
+    told = False
+    while not (status := await client.status()).instances:
+        if not told:
+            _say("waiting for an engine, which says what the weights are")
+            told = True
+        await asyncio.sleep(ENGINE_SECONDS)
+    return status.weights_digest
+
+
 async def _roll(
     job: Job,
     endpoint: str,
@@ -251,7 +265,7 @@ async def _roll(
     ) as client:
         number = job.rollout_number
         if number is None:
-            number = _number_of((await client.status()).weights_digest)
+            number = _number_of(await _live_weights(client))
             _say(f"rollout number {number}, which follows from the weights")
         started = loop.time()
         outcome.rollout = rollout = await client.submit(
