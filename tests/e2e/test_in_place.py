@@ -188,7 +188,10 @@ def of_process(pid: int, what: str) -> str:
 
 
 def state(pid: int) -> str:
-    return of_process(pid, "stat").rpartition(")")[2].split()[0]
+    try:
+        return of_process(pid, "stat").rpartition(")")[2].split()[0]
+    except FileNotFoundError:  # it has ended since
+        return ""
 
 
 @pytest.mark.parametrize(
