@@ -2,7 +2,7 @@
 
 Invariants:
 - workers are reached by `collective_rpc` alone, so that any number of tensor-parallel ranks does the same;
-- in the engine process, vLLM's private attributes are used here, in `loading`, `kv_account`,
+- in the engine process, vLLM's private attributes are used here, in `loading`, `kv_account`, `decode_*`,
   `drafts/scratch_blocks` and `kv_pool` alone.
 """
 
