@@ -186,7 +186,7 @@ class DraftsConfig(Section, frozen=True):
     max_draft: Annotated[int, Within(1, MAX_DRAFT, "to draft nothing, set drafts.source to off")] = 8
     """Most tokens drafted per request and step (K_max); each step chooses how many of them pay."""
     max_paths: Annotated[int, Within(1, 4096, "left out, as many as pay are verified")] | None = None
-    """Most draft paths verified per request and step; default: as many as pay."""
+    """Most draft paths verified per request and step; default: as many as pay, with model runner V1."""
     cache: str = ""
     """Folder of step-time profiles; default: `seer` in the user's cache folder."""
 

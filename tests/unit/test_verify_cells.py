@@ -58,7 +58,10 @@ def test_every_cell_can_be_had_on_two_cores(tmp_path: Path):
     assert cells[0] is REFERENCE
     assert list(skipped) == GPUS
     hopper = Device(name="0", total_bytes=80 * 2**30, free_bytes=80 * 2**30, generation=9)
-    assert not choose("", config(tmp_path), Hardware(cores=[0], devices=[hopper] * 2, free_bytes=0))[1]
+    gpus = Hardware(cores=[0], devices=[hopper] * 2, free_bytes=0)
+    assert not choose("", config(tmp_path), gpus)[1]
+    for settings in ({"async_scheduling": True}, {"model_runner": "v1"}):
+        assert list(choose("", config(tmp_path, **settings), gpus)[1]) == GPUS
 
 
 @pytest.mark.parametrize(

@@ -119,10 +119,11 @@ def _vllm_config(
     from seer.services.engine.vllm import cpu_kernels
 
     ahead = _schedules_ahead(config, drafts)
-    if config.model_runner == "v2" and drafts is not None and not current_platform.is_cpu():
-        raise EngineError(
-            "engine.model_runner = 'v2': on GPUs it has no drafts yet; set drafts.source to off, or use auto"
-        )
+    if config.model_runner == "v2" and drafts is not None:
+        lacks = "no drafts on GPUs yet" if not current_platform.is_cpu() else ""
+        lacks = lacks or ("one draft path, of drafts.max_paths" if (drafts.max_paths or 1) > 1 else "")
+        if lacks:
+            raise EngineError(f"engine.model_runner = 'v2': it has {lacks}; leave it out, or set it to v1")
     extras: dict[str, Any] = {"async_scheduling": ahead, "scheduler_cls": SCHEDULERS[ahead]}
     if pool is not None:
         extras["kv_transfer_config"] = _transfer(pool)
@@ -134,7 +135,7 @@ def _vllm_config(
     # vLLM collects garbage several times while it loads: half a second each time, without this.
     gc.freeze()
     gc.set_threshold(GC_OBJECTS)
-    scratch = scratch_blocks(drafts, shared.block_size or BLOCK_SIZE)
+    scratch = scratch_blocks(drafts, shared.block_size or BLOCK_SIZE) if config.model_runner == "v1" else 0
     if config.model_runner == "v2" and current_platform.is_cpu():
         cpu_kernels.lift_check()
     arguments = EngineArgs(**_arguments(config, shared, described, scratch) | extras)

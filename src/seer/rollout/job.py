@@ -240,13 +240,13 @@ async def _embedded(
 
 
 async def _live_weights(client: RolloutClient) -> str:
-    """Return the digest of the live weights, once an engine is there that has some."""
-    told = False
-    while not (status := await client.status()).instances:
-        if not told:
-            _say("waiting for an engine, which says what the weights are")
-            told = True
+    """Return the digest of the live weights; nobody knows it before a first engine is there."""
+    status = await client.status()
+    if not (status.weights_digest or status.instances):
+        _say("waiting for an engine, which says what the weights are")
+    while not (status.weights_digest or status.instances):
         await asyncio.sleep(ENGINE_SECONDS)
+        status = await client.status()
     return status.weights_digest
 
 

@@ -447,6 +447,10 @@ def _aheadless(cell: Cell, config: Config, machine: Hardware) -> str:
         return ""
     if config.engine.backend != "vllm":
         return f"the {config.engine.backend} backend does not schedule ahead"
+    if config.engine.async_scheduling:
+        return "the reference schedules ahead itself"
+    if config.engine.model_runner == "v1":
+        return "model runner V1 takes one step at a time"
     return "" if machine.devices else "vLLM schedules ahead on GPUs alone"
 
 

@@ -62,8 +62,6 @@ def _obstacle(core: EngineCore) -> str:
     from vllm.v1.kv_cache_interface import FullAttentionSpec
 
     config = core.vllm_config
-    if config.use_v2_model_runner:
-        return "model runner V2"
     parallel, transfer = config.parallel_config, config.kv_transfer_config
     groups = core.scheduler.kv_cache_config.kv_cache_groups
     obstacles = {

@@ -10,7 +10,7 @@ Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from itertools import chain
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -45,7 +45,7 @@ class TreeSpeculator(BaseSpeculator):  # type: ignore[misc]
         self.proposer = GroupProposer(config)
         self._states = states
         self._none = torch.zeros_like(states.draft_tokens)
-        self._made: tuple[Sequence[str], list[list[int]]] = ([], [])
+        self._made: DraftTokenIds | None = None
         # What the proposer reads of a V1 runner.
         self.max_num_reqs = config.scheduler_config.max_num_seqs
         self.input_batch = SimpleNamespace(req_ids=[])
@@ -69,8 +69,7 @@ class TreeSpeculator(BaseSpeculator):  # type: ignore[misc]
         **__: object,
     ) -> torch.Tensor:  # fmt: skip
         """Draft for the requests of a step, whose tokens V2 has by now. Return zeros."""
-        count = input_batch.num_reqs
-        self._made = (input_batch.req_ids, [[] for _ in range(count)])
+        self._made = None
         if not dummy_run and self.proposer.drafts:
             slots = input_batch.idx_mapping_np
             tokens, lengths = self._states.all_token_ids.gpu.numpy(), self._states.total_len.gpu.numpy()
@@ -78,15 +77,15 @@ class TreeSpeculator(BaseSpeculator):  # type: ignore[misc]
             sampled = [tokens[slot, end - new : end].tolist() for slot, end, new in ends]
             self.input_batch.req_ids = input_batch.req_ids
             drafts = self.proposer.propose(sampled, lengths, tokens, rows=slots.astype(np.int32))
-            self._made = (input_batch.req_ids, drafts)
-        return self._none[:count]
+            self._made = DraftTokenIds(input_batch.req_ids, drafts)
+        return self._none[: input_batch.num_reqs]
 
     def set_draft_tokens(self, input_batch: InputBatch, draft_tokens: torch.Tensor) -> None:
         """Do nothing: `propose` has what the scheduler gets."""
 
-    def get_draft_tokens(self) -> DraftTokenIds:
-        """Return the drafts of the last step."""
-        return DraftTokenIds(*self._made)
+    def get_draft_tokens(self) -> DraftTokenIds | None:
+        """Return the drafts of the last step; None if it made none."""
+        return self._made
 
     def _execute(self, scheduled: SchedulerOutput, *args: object, **kwargs: object) -> object:
         if not self.proposer.drafts:

@@ -16,7 +16,7 @@ import numpy.typing as npt
 import torch
 import triton
 
-from seer.services.engine.vllm.sampling.device_histories import Histories
+from seer.services.engine.vllm.sampling.device_histories import Histories, RunnerHistories
 from seer.services.engine.vllm.sampling.kept_histories import NOTHING, Runs
 from seer.services.engine.vllm.sampling.rows import RowParams
 from seer.services.engine.vllm.sampling.triton_kernels import (
@@ -217,7 +217,9 @@ def _slab_rows(params: RowParams, vocab: int) -> int:
     return min(_SLAB_ROWS, max(1, _SLAB_EDITED // vocab // _ALIGNED_ROWS) * _ALIGNED_ROWS)
 
 
-def sample(logits: torch.Tensor, params: RowParams, histories: Histories | None = None) -> Drawn:
+def sample(
+    logits: torch.Tensor, params: RowParams, histories: Histories | RunnerHistories | None = None
+) -> Drawn:
     """Return the tokens and logprobs of logits [rows, vocab].
 
     Floats of 16 bits are read as they are. Reads nothing back from the device. Rows that cannot be
@@ -232,7 +234,7 @@ def unpacked(drawn: torch.Tensor, rows: int) -> Drawn:
 
 
 def sample_packed(
-    logits: torch.Tensor, params: RowParams, histories: Histories | None = None
+    logits: torch.Tensor, params: RowParams, histories: Histories | RunnerHistories | None = None
 ) -> torch.Tensor:
     """Return what `sample` does as one int32 tensor, for one copy; `unpacked` takes it apart."""
     if logits.dtype not in (torch.float32, torch.bfloat16, torch.float16):

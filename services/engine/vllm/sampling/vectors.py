@@ -60,8 +60,7 @@ def _check_noise(sample: SampleFunction, device: torch.device | str) -> None:
         if len(wrong):
             raise EngineError(
                 f"the sampler on {device} does not reproduce the reference noise: {len(wrong)} of "
-                f"{2 * pairs} samples differ at position {case['position']}; is vLLM using its own sampler "
-                "(set VLLM_USE_V2_MODEL_RUNNER=0)?"
+                f"{2 * pairs} samples differ at position {case['position']}; is vLLM using its own sampler?"
             )
 
 
