@@ -67,17 +67,17 @@ def spoil(monkeypatch: pytest.MonkeyPatch, positions: dict[int, int], *, by_draf
     """
     from seer.services.engine.vllm.sampling import sampler
 
-    for kind in (sampler.StepSampler, sampler.DeviceSampler):
+    sample = sampler.StepSampler.__call__
 
-        def spoilt(self, logits, params, *rest, call=kind.__call__):
-            keys, at = params.records["key"].tolist(), params.records["position"].tolist()
-            bad = [at[row] >= positions.get(key, 2**62) for row, key in enumerate(keys)]
-            if by_drafts:
-                drafted = {key for key, extra in zip(keys, params.records["extra_len"], strict=True) if extra}
-                bad = [each and key in drafted for each, key in zip(bad, keys, strict=True)]
-            return call(self, logits.masked_fill(torch.tensor(bad)[:, None], math.nan), params, *rest)
+    def spoilt(self, logits, params):
+        keys, at = params.records["key"].tolist(), params.records["position"].tolist()
+        bad = [at[row] >= positions.get(key, 2**62) for row, key in enumerate(keys)]
+        if by_drafts:
+            drafted = {key for key, extra in zip(keys, params.records["extra_len"], strict=True) if extra}
+            bad = [each and key in drafted for each, key in zip(bad, keys, strict=True)]
+        return sample(self, logits.masked_fill(torch.tensor(bad)[:, None], math.nan), params)
 
-        monkeypatch.setattr(kind, "__call__", spoilt)
+    monkeypatch.setattr(sampler.StepSampler, "__call__", spoilt)
 
 
 def check_only_the_spoilt_fail(

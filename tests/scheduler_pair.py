@@ -1,6 +1,6 @@
 """vLLM's own scheduler and Seer's, which have the same requests, steps and faults, and must not differ.
 
-The model's part is made up: which tokens are sampled, which drafts are made, and which of them are right.
+The model's part is made up: tokens, drafts, how many of these a step ahead makes, and which of them are right.
 """
 
 from __future__ import annotations
@@ -199,22 +199,21 @@ class Begun:
 
 
 class Pair:
-    """vLLM's scheduler, `theirs`, and `ours`. Every method does the same to both, and compares all of them."""
+    """vLLM's scheduler, `theirs`, ahead with our `DraftsAhead`, and `ours`. Every method does the same to both."""
 
     def __init__(self, cell: Cell, seed: int) -> None:
         from vllm.utils.hashing import sha256
         from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
         from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
-        from vllm.v1.core.sched.async_scheduler import AsyncScheduler
         from vllm.v1.core.sched.scheduler import Scheduler
         from vllm.v1.structured_output import StructuredOutputManager
 
-        from seer.services.engine.vllm.decode_scheduler import AsyncDecodeScheduler, DecodeScheduler
+        from seer.services.engine.vllm import decode_scheduler as seer
 
         init_none_hash(sha256)
         self.hasher = get_request_block_hasher(BLOCK, sha256) if cell.caching else None
         config, cache = configured(cell)
-        kinds = (AsyncScheduler, AsyncDecodeScheduler) if cell.ahead else (Scheduler, DecodeScheduler)
+        kinds = [(Scheduler, seer.DecodeScheduler), (seer.DraftsAhead, seer.AsyncDecodeScheduler)][cell.ahead]
         self.theirs, self.ours = (
             kind(config, cache, StructuredOutputManager(config), block_size=BLOCK, hash_block_size=BLOCK)
             for kind in kinds
@@ -231,7 +230,7 @@ class Pair:
                 each.encoder_cache_manager = EncoderCacheManager(IMAGE_BUDGET)
         self.cell, self.random = cell, Random(seed)
         self.under_way: deque[Begun] = deque()
-        self.count = self.steps = self.preemptions = 0
+        self.count = self.steps = self.preemptions = self.drafted = 0
         self.nan: dict[str, int] | None = {}
         self.failed: set[int] = set()  # blocks that could not be loaded
         self.stuck: list[str] = []  # requests of which a step sampled nothing
@@ -331,10 +330,15 @@ class Pair:
 
     def begin(self) -> None:
         """Have both schedule a step."""
+        length = min(self.cell.drafts, self.random.choice((0, 1, 2, 4, 8)))
+        self.theirs.draft_length = self.ours.draft_length = length
         short, expected = self.ours.short_schedules, self.decodes_alone()
         theirs, ours = self.theirs.schedule(), self.ours.schedule()
         assert plain(theirs) == plain(ours), differences(plain_fields(theirs), plain_fields(ours))
         self.steps += 1
+        self.drafted += sum(map(len, theirs.scheduled_spec_decode_tokens.values()))
+        if self.cell.ahead:
+            self.within_limits(theirs, length)
         self.preemptions += len(theirs.preempted_req_ids)
         self.same_state()
         if expected and self.ours._fits and not theirs.preempted_req_ids and theirs.num_scheduled_tokens:
@@ -342,6 +346,17 @@ class Pair:
         requests = self.theirs.requests
         prefills = {name for name in theirs.num_scheduled_tokens if requests[name].is_prefill_chunk}
         self.under_way.append(Begun(theirs, ours, prefills))
+
+    def within_limits(self, scheduled: object, length: int) -> None:
+        """Assert that a step and its drafts end at a request's limit, or one computed token later at most."""
+        assert scheduled.num_spec_tokens_to_schedule == length
+        drafted = scheduled.scheduled_spec_decode_tokens
+        for name in scheduled.num_scheduled_tokens:
+            request = self.theirs.requests[name]
+            computed, last = request.num_computed_tokens, request.num_prompt_tokens + request.max_tokens - 1
+            room = 0 if request.is_prefill_chunk else min(last, LONGEST - 1) - computed - 1
+            assert request.spec_token_ids == [-1] * min(length, room)
+            assert name in self.stuck or computed <= min(last + (name not in drafted), LONGEST - 1)
 
     def decodes_alone(self) -> bool:
         """Say whether all that runs decodes, and has been in the last step, so that it must go the short way."""
@@ -387,7 +402,8 @@ class Pair:
         assert plain(theirs) == plain(ours), differences(plain(theirs), plain(ours))
         self.same_state()
         assert self.ours.short_updates == short + (rows and self.ours._fits)
-        if self.cell.drafts and self.random.random() < 0.9:
+        assert self.ours.verified == begun.theirs.scheduled_spec_decode_tokens
+        if self.cell.drafts and not self.cell.ahead and self.random.random() < 0.9:
             self.draft(begun)
 
     def usual_rows(self, begun: Begun) -> bool:
@@ -417,6 +433,8 @@ class Pair:
         sampled = []
         for name in self.batch:
             drafts = scheduled.scheduled_spec_decode_tokens.get(name, [])
+            if self.cell.ahead:  # they are on the device alone
+                drafts = [self.token() for _ in drafts]
             right = self.random.randint(0, len([token for token in drafts if token >= 0]))
             tokens = [*drafts[:right], self.token()]
             nothing = name in begun.prefills

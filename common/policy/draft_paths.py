@@ -36,6 +36,34 @@ def most_paths(costs: StepCosts, configured: int | None) -> int:
     return configured or (DEFAULT_PATHS if cheap else 1)
 
 
+class Entries(int):
+    """How many entries each draft has of a step that is scheduled ahead, and on how many `paths`.
+
+    All paths are equally long: with their separators they take one entry less than a multiple of `paths`.
+    """
+
+    paths: int
+
+    def __new__(cls, entries: int, paths: int = 1) -> Entries:
+        """Raises `ValueError` where paths of one token at least cannot be equally long."""
+        if entries and ((entries + 1) % paths or entries < 2 * paths - 1):
+            raise ValueError(f"{entries} entries are no {paths} equal paths")
+        made = super().__new__(cls, entries)
+        made.paths = paths
+        return made
+
+
+def paths_in(entries: int) -> int:
+    """Return on how many paths drafts of so many entries are: one, if it is a number alone."""
+    return getattr(entries, "paths", 1)
+
+
+def placeholders(entries: int) -> list[int]:
+    """Return a draft of so many entries, of which nothing but the places of separators is known yet."""
+    each = (entries + 1) // paths_in(entries)
+    return [SEPARATOR if place % each == 0 else -1 for place in range(1, entries + 1)]
+
+
 def join(paths: Iterable[Sequence[int]]) -> list[int]:
     """Return paths as one flat draft, empty ones left out."""
     flat: list[int] = []

@@ -31,8 +31,9 @@ SLICE_STEPS, SLICE_TOKENS = 8, 64
 """Least steps of a slice, and least tokens of it if every request had one a step: with few requests, how many
 drafts are right varies more from step to step."""
 
-SETTLE_STEPS = 2
-"""Steps after a change that do not count: the first ones still verify drafts, or have none to verify yet."""
+SETTLE_STEPS, SETTLE_AHEAD = 2, 3
+"""Steps after a change that do not count: the first ones still verify drafts, or have none to verify yet. One
+more where steps are scheduled before the last one is read."""
 
 SLOW_SHARE = 0.25
 """Share of a slice's steps that may be slow by chance: they count as the slowest of the others."""
@@ -123,11 +124,12 @@ class _Slice:
 class DraftSwitch:
     """One engine's switch. `prior(requests)`: whether drafts are expected to pay, before anything is known.
 
-    For each step: `begin`, then `end` with what it brought.
+    For each step: `begin`, then `end` with what it brought, or `ahead` what the step before it brought.
     """
 
-    def __init__(self, prior: Callable[[int], bool]) -> None:
+    def __init__(self, prior: Callable[[int], bool], *, ahead: bool = False) -> None:
         self._prior = prior
+        self._settle = SETTLE_AHEAD if ahead else SETTLE_STEPS
         self._situations: dict[tuple[int, int], _Situation] = {}
         self._slice: _Slice | None = None
         self._before: _Slice | None = None  # the slice just before, if it ended regularly
@@ -167,7 +169,7 @@ class DraftSwitch:
             known = self._situations[place] = _Situation(self._first_guess(place, running))
         drafts = known.drafts != known.try_now()
         steps = max(SLICE_STEPS, SLICE_TOKENS // running)
-        return _Slice(known, running, drafts, steps, SETTLE_STEPS if drafts != self._drafts else 0)
+        return _Slice(known, running, drafts, steps, self._settle if drafts != self._drafts else 0)
 
     def _first_guess(self, place: tuple[int, int], running: int) -> bool:
         """Take what is better for as many requests with responses somewhat longer or shorter."""

@@ -4,10 +4,12 @@
 #include "bindings/step_drafter_module.hpp"
 
 #include <nanobind/ndarray.h>
+#include <nanobind/stl/optional.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/vector.h>
 
 #include <chrono>
+#include <optional>
 #include <stdexcept>
 #include <string>
 #include <tuple>
@@ -73,8 +75,9 @@ void feed(StepDrafter& drafter, GroupTree& tree, int64_t request, int64_t previo
 class DraftStep {
   public:
     DraftStep(StepDrafter& drafter, Tokens slots, Ids generations, Array<const int32_t, 2> sampled, Tokens num_sampled,
-              Array<int32_t, 2> drafts, Array<int32_t, 1> counts, Array<float, 2> scores)
-        : kept_(slots, generations, sampled, num_sampled, drafts, counts, scores),
+              Array<int32_t, 2> drafts, Array<int32_t, 1> counts, Array<float, 2> scores, int64_t paths,
+              std::optional<Array<int32_t, 2>> parents)
+        : kept_(slots, generations, sampled, num_sampled, drafts, counts, scores, parents),
           step_{&drafter, slots.shape(0), sampled.shape(1), drafts.shape(1), slots.data(), generations.data(),
                 sampled.data(), num_sampled.data(), drafts.data(), counts.data(), scores.data()} {
         const auto rows = [this](size_t size, const char* name) {
@@ -87,6 +90,14 @@ class DraftStep {
         rows(counts.shape(0), "out_counts");
         rows(scores.shape(0), "out_scores");
         require(scores.shape(1) == step_.k, "out_drafts and out_scores must have the same shape");
+        require(paths >= 1, "paths is " + std::to_string(paths) + "; must be 1 or more");
+        step_.paths = static_cast<size_t>(paths);
+        if (parents) {
+            require(parents->shape(0) == step_.n && parents->shape(1) == step_.k, "out_drafts and out_parents must have the same shape");
+            step_.parents = parents->data();
+        }
+        require(!step_.is_flat() || step_.k == 0 || (step_.k + 1) % step_.paths == 0,
+                "paths is " + std::to_string(paths) + "; must divide the " + std::to_string(step_.k) + " columns of out_drafts, and one more");
     }
 
     void run() {
@@ -96,7 +107,8 @@ class DraftStep {
     uintptr_t address() const { return reinterpret_cast<uintptr_t>(&step_); }
 
   private:
-    std::tuple<Tokens, Ids, Array<const int32_t, 2>, Tokens, Array<int32_t, 2>, Array<int32_t, 1>, Array<float, 2>> kept_;
+    std::tuple<Tokens, Ids, Array<const int32_t, 2>, Tokens, Array<int32_t, 2>, Array<int32_t, 1>, Array<float, 2>,
+               std::optional<Array<int32_t, 2>>> kept_;
     seer::Step step_;
 };
 
@@ -126,10 +138,11 @@ void bind_step_drafter(nb::module_& m) {
         .def_prop_ro("waited", [](const StepDrafter& drafter) { return static_cast<double>(drafter.waited()) * 1e-9; });
     nb::class_<DraftStep>(m, "DraftStep")
         .def(nb::init<StepDrafter&, Tokens, Ids, Array<const int32_t, 2>, Tokens, Array<int32_t, 2>, Array<int32_t, 1>,
-                      Array<float, 2>>(),
+                      Array<float, 2>, int64_t, std::optional<Array<int32_t, 2>>>(),
              nb::keep_alive<1, 2>(), nb::arg("drafter"), nb::arg("slots").noconvert(), nb::arg("generations").noconvert(),
              nb::arg("sampled").noconvert(), nb::arg("num_sampled").noconvert(), nb::arg("out_drafts").noconvert(),
-             nb::arg("out_counts").noconvert(), nb::arg("out_scores").noconvert())
+             nb::arg("out_counts").noconvert(), nb::arg("out_scores").noconvert(),
+             nb::arg("paths") = 1, nb::arg("out_parents").noconvert().none() = nb::none())
         .def("run", &DraftStep::run)
         .def_prop_ro("address", &DraftStep::address);
 }

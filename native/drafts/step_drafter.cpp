@@ -1,6 +1,7 @@
 #include "drafts/step_drafter.hpp"
 
 #include <algorithm>
+#include <array>
 #include <exception>
 #include <thread>
 
@@ -35,6 +36,49 @@ uint32_t cut(std::span<const int32_t> path, std::span<const int32_t> stop_ids, i
         if (std::ranges::binary_search(stop_ids, path[i])) return i + 1;
     }
     return static_cast<uint32_t>(path.size());
+}
+
+// The same for a tree: parents come before their children.
+uint32_t cut_tree(const DraftView& tree, uint32_t count, std::span<const int32_t> stop_ids, int32_t placeholder) {
+    std::array<int32_t, Drafter::kMaxTokens> moved;  // old places to new ones
+    uint32_t kept = 0;
+    for (uint32_t i = 0; i < count; ++i) {
+        const int32_t token = tree.token_ids[i], old = tree.parents[i], parent = old < 0 ? -1 : moved[static_cast<size_t>(old)];
+        const bool goes_on = old < 0 || (parent >= 0 && !std::ranges::binary_search(stop_ids, tree.token_ids[static_cast<size_t>(parent)]));
+        moved[i] = -1;
+        if (!goes_on || token == placeholder) continue;
+        moved[i] = static_cast<int32_t>(kept);
+        tree.token_ids[kept] = token;
+        tree.parents[kept] = parent;
+        tree.scores[kept] = tree.scores[i];
+        ++kept;
+    }
+    return kept;
+}
+
+// Writes a tree's paths one after the other, of `places` each and with one between them; what is no token is left.
+void flatten(const DraftView& tree, uint32_t count, size_t places, size_t paths, const DraftView& out) {
+    std::array<int32_t, Drafter::kMaxTokens + 1> best;  // child of each token, of the root last
+    best.fill(-1);
+    const auto below = [&](int32_t token) -> int32_t& { return token < 0 ? best.back() : best[static_cast<size_t>(token)]; };
+    for (uint32_t i = 0; i < count; ++i)
+        if (int32_t& child = below(tree.parents[i]); child < 0) child = static_cast<int32_t>(i);
+    int32_t first = -1;
+    while (below(first) >= 0) first = below(first);
+    size_t path = 0;
+    const auto write = [&](int32_t leaf) {
+        size_t depth = 0;
+        for (int32_t at = leaf; at >= 0; at = tree.parents[static_cast<size_t>(at)]) ++depth;
+        const size_t begin = path++ * (places + 1);
+        for (int32_t at = leaf; at >= 0; at = tree.parents[static_cast<size_t>(at)]) {
+            --depth;
+            out.token_ids[begin + depth] = tree.token_ids[static_cast<size_t>(at)];
+            out.scores[begin + depth] = tree.scores[static_cast<size_t>(at)];
+        }
+    };
+    if (first >= 0) write(first);
+    for (int32_t i = 0; i < static_cast<int32_t>(count) && path < paths; ++i)
+        if (below(i) < 0 && i != first) write(i);
 }
 
 }  // namespace
@@ -158,15 +202,22 @@ void StepDrafter::step(const Step& step) noexcept {
     for (size_t row = 0; row < step.n; ++row) {
         const int64_t drawn = std::clamp<int64_t>(step.num_sampled[row], 0, static_cast<int64_t>(step.width));
         const std::span sampled(step.sampled + row * step.width, static_cast<size_t>(drawn));
-        const DraftView out{{step.drafts + row * step.k, step.k}, {}, {step.scores + row * step.k, step.k}};
+        const std::span tree = step.parents == nullptr ? std::span<int32_t>() : std::span(step.parents + row * step.k, step.k);
+        const DraftView out{{step.drafts + row * step.k, step.k}, tree, {step.scores + row * step.k, step.k}};
+        const int32_t last = drawn > 0 ? std::max(sampled.back(), 0) : 0;
         uint32_t count = 0;
+        if (step.is_flat()) {  // before paths are written
+            std::ranges::fill(out.token_ids, last);
+            std::ranges::fill(out.scores, 0.0F);
+        }
         if (drawn > 0) {
             Slot* slot = in_time ? slot_of(step.slots[row], step.generations[row]) : nullptr;
-            if (slot != nullptr) count = draft(*slot, sampled, step.k, out);
+            if (slot != nullptr) count = draft(*slot, sampled, step, out);
             if (!in_time) late_.push_back({step.slots[row], step.generations[row], {sampled.begin(), sampled.end()}});
         }
         step.counts[row] = static_cast<int32_t>(count);
-        std::ranges::fill(out.token_ids.subspan(count), drawn > 0 ? std::max(sampled.back(), 0) : 0);
+        if (step.is_flat()) continue;
+        std::ranges::fill(out.token_ids.subspan(count), last);
         std::ranges::fill(out.scores.subspan(count), 0.0F);
     }
     --steps_;
@@ -187,22 +238,31 @@ StepDrafter::Slot* StepDrafter::slot_of(int32_t at, int64_t generation) {
     return slot.generation > 0 && slot.generation == generation ? &slot : nullptr;
 }
 
-uint32_t StepDrafter::draft(Slot& slot, std::span<const int32_t> sampled, size_t k, const DraftView& out) {
+uint32_t StepDrafter::draft(Slot& slot, std::span<const int32_t> sampled, const Step& step, const DraftView& out) {
     try {
         slot.tokens.insert(slot.tokens.end(), sampled.begin(), sampled.end());
         if (!slot.judged) slot.learns = slot.tree && !slot.tree->full();
         slot.judged = true;
         const auto output = slot.output();
-        const auto room = std::max<int64_t>(slot.end - static_cast<int64_t>(output.size()), 0);
+        const auto room = static_cast<size_t>(std::max<int64_t>(slot.end - static_cast<int64_t>(output.size()), 0));
         DraftOptions options{};
-        options.max_tokens = static_cast<uint32_t>(std::min({static_cast<size_t>(room), k, size_t{Drafter::kMaxTokens}}));
+        options.top_k = static_cast<uint32_t>(step.paths);
+        const size_t depth = std::min(room, step.is_flat() ? step.places() : step.k);
+        options.max_depth = static_cast<uint32_t>(std::min(depth, size_t{Drafter::kMaxTokens}));
+        options.max_tokens = static_cast<uint32_t>(std::min(step.is_flat() ? depth * step.paths : depth, size_t{Drafter::kMaxTokens}));
         const auto told = static_cast<int64_t>(slot.told);
         const auto fresh = output.subspan(slot.told);
         const Said group{slot.tree.get(), slot.learns ? slot.index : -1, told, fresh};
         const Said common{common_.get(), slot.common_name, told, fresh};
-        const uint32_t count = append_and_draft(group, common, slot.tokens, options, out);
+        std::array<int32_t, Drafter::kMaxTokens> token_ids, parents;
+        std::array<float, Drafter::kMaxTokens> scores;
+        const DraftView view = step.is_flat() ? DraftView{token_ids, parents, scores} : out;
+        const uint32_t count = append_and_draft(group, common, slot.tokens, options, view);
         slot.told = output.size();
-        return cut(out.token_ids.first(count), slot.stop_ids, slot.placeholder);
+        if (view.parents.empty()) return cut(out.token_ids.first(count), slot.stop_ids, slot.placeholder);
+        const uint32_t kept = cut_tree(view, count, slot.stop_ids, slot.placeholder);
+        if (step.is_flat()) flatten(view, kept, step.places(), step.paths, out);
+        return kept;
     } catch (const std::exception&) {  // the tree is full, or another attempt of the request is in it
         ++refused_;
         slot.told = 0;

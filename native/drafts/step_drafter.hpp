@@ -3,6 +3,7 @@
 //
 // Invariants (tests/property/test_step_drafter.py and tests/native/step_drafter_stress.cpp assert them):
 // - a row's draft is what GroupProposer would draft: within its chunk's limit, nothing after a stop id, no placeholder;
+//   the first of several paths is the one that there would be alone;
 // - tokens go into a row's own output and its trees whatever k is, in the order of rows; a row that drew none
 //   (unfinished prefill) teaches and drafts nothing;
 // - what a tree refuses costs that row's draft of that step alone, and is counted; the next step shows the tree the
@@ -40,6 +41,10 @@ class StepDrafter;
 // One step's rows: `n` requests, by their slots. All arrays belong to the caller, and may be pinned memory that a GPU
 // writes and reads. Of `sampled` [n, width] row i has its first num_sampled[i] tokens. Filled are `counts` [n], and
 // `drafts` and `scores` [n, k]: behind the counts[i] tokens of a draft the last token drawn (0 if none was), and 0.
+//
+// A draft may fork into at most `paths` paths. With `parents` [n, k] it is written as a tree, see DraftView. Without,
+// its paths lie one after the other, the one along every token's best child first: each has (k + 1) / paths - 1 places,
+// with one between them, and what is not drafted is as above.
 struct Step {
     StepDrafter* drafter;
     size_t n, width, k;
@@ -50,6 +55,12 @@ struct Step {
     int32_t* drafts;
     int32_t* counts;
     float* scores;
+    size_t paths = 1;
+    int32_t* parents = nullptr;
+
+    // Places of each path if paths lie one after the other.
+    size_t places() const { return (k + 1) / paths - (k > 0); }
+    bool is_flat() const { return paths > 1 && parents == nullptr; }
 };
 
 // For cuLaunchHostFunc: makes the drafts of a Step.
@@ -124,7 +135,7 @@ class StepDrafter {
     void learn_late();
     size_t teach(GroupTree* tree, int64_t request, std::span<const int32_t> output);
     Slot* slot_of(int32_t slot, int64_t generation);
-    uint32_t draft(Slot& slot, std::span<const int32_t> sampled, size_t k, const DraftView& out);
+    uint32_t draft(Slot& slot, std::span<const int32_t> sampled, const Step& step, const DraftView& out);
 
     std::vector<Slot> slots_;
     std::shared_ptr<GroupTree> common_;

@@ -124,7 +124,7 @@ def draft_batch(
     """
 
 class StepDrafter:
-    """Makes the drafts of whole steps from the tokens just drawn, for one path, as `GroupProposer` would.
+    """Makes the drafts of whole steps from the tokens just drawn, as `GroupProposer` would.
 
     `slots` requests at most have one each. All methods may be called from any thread, and wait without the
     GIL where they have to. It keeps the trees that it uses. `native/drafts/step_drafter.hpp` has its
@@ -205,6 +205,8 @@ class DraftStep:
         out_drafts: npt.NDArray[np.int32],
         out_counts: npt.NDArray[np.int32],
         out_scores: npt.NDArray[np.float32],
+        paths: int = 1,
+        out_parents: npt.NDArray[np.int32] | None = None,
     ) -> None:
         """Take the arrays of n rows as they are; they are read and filled when the step runs.
 
@@ -212,7 +214,13 @@ class DraftStep:
         then. It drew the first `num_sampled[i]` tokens of `sampled[i]`, which are appended to its output and
         its trees; where there are none, it does nothing. Its draft is the first `out_counts[i]` tokens of
         `out_drafts[i]` [n, k]; the last token drawn fills the others, as -1 has no embedding (0 where none
-        was), and 0 the others of `out_scores` [n, k]. Raises `ValueError` for shapes that do not fit.
+        was), and 0 the others of `out_scores` [n, k].
+
+        With several `paths`, a draft is a tree of at most so many leaves, of which `out_parents` [n, k] gets the
+        parents, as in `Draft`. Without that, its paths lie one after the other, the first one along every
+        token's best child: each has (k + 1) / paths - 1 places, with one between them; the last token drawn and
+        0 fill all that is not drafted, and `out_counts` counts once what paths share.
+        Raises `ValueError` for shapes that do not fit.
         """
 
     def run(self) -> None:

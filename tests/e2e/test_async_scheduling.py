@@ -15,10 +15,10 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from ahead import scheduling_ahead
 from engine_cases import check_only_the_spoilt_fail, chunk
 from ways import BLOCKS, CASES, STOP, WAYS, Results, in_one_go, prompt
@@ -51,10 +51,19 @@ def started(ahead: bool) -> VllmBackend:
 
 
 @pytest.mark.parametrize(
-    ("drafts", "reason"), [(None, "does not allow it on this device"), (DraftsConfig(), "drafts.source")]
+    ("runner", "drafts", "reason"),
+    [
+        ("auto", None, "does not allow it on this device"),
+        ("auto", DraftsConfig(), "does not allow it on this device"),
+        ("v1", None, "use v2"),
+    ],
 )
-def test_what_cannot_schedule_ahead_is_refused_by_name(drafts: DraftsConfig | None, reason: str) -> None:
-    config = EngineConfig(kv_blocks=BLOCKS, max_num_seqs=8, max_model_len=256, async_scheduling=True)
+def test_what_cannot_schedule_ahead_is_refused_by_name(
+    runner: str, drafts: DraftsConfig | None, reason: str
+) -> None:
+    config = EngineConfig(
+        kv_blocks=BLOCKS, max_num_seqs=8, max_model_len=256, model_runner=runner, async_scheduling=True
+    )
     with pytest.raises(EngineError, match=rf"engine.async_scheduling = true: .*{reason}"):
         VllmBackend(config, SHARED, drafts=drafts).start()
 
@@ -119,12 +128,14 @@ def test_a_step_begins_before_the_last_one_is_known(backend: VllmBackend) -> Non
 def test_histories_on_the_device_are_what_counts(
     backend: VllmBackend, expected: dict[str, Results], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from seer.services.engine.vllm.runner_v2 import RunnerHistories
+    from seer.services.engine.vllm.sampling.slot_rows import SlotRows
 
-    def forgotten(histories: RunnerHistories, params: RowParams) -> RowParams:
-        return replace(params, history=np.zeros_like(histories.on(torch.device("cpu"))))
+    made = SlotRows.rows
 
-    monkeypatch.setattr(RunnerHistories, "on_cpu", forgotten)
+    def forgotten(rows: SlotRows, batch: Any) -> RowParams:
+        return replace(made(rows, batch), history=np.zeros_like(rows.history.numpy()))
+
+    monkeypatch.setattr(SlotRows, "rows", forgotten)
     assert in_one_go(backend) != expected["in_one_go"]
 
 

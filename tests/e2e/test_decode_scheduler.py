@@ -25,6 +25,7 @@ ENGINES = {
     "drafts": ({}, DraftsConfig(source="random", max_draft=4)),
     "v1 with drafts": ({"model_runner": "v1"}, DraftsConfig(source="random", max_draft=4)),
     "ahead": ({"async_scheduling": True}, None),
+    "ahead with drafts": ({"async_scheduling": True}, DraftsConfig(source="random", max_draft=4)),
 }
 
 DECODING = {in_one_go, with_turns, in_chunks, with_preemptions}

@@ -47,20 +47,23 @@ PLANS = {
 }
 
 
-def start(model: Path, cache: Path, **engine: object) -> VllmBackend:
-    fields = {"kv_blocks": 36, "max_num_seqs": 32, "max_model_len": 256} | engine
-    config = EngineConfig(cpu_cores=str(min(os.sched_getaffinity(0))), model_runner="v1", **fields)
-    backend = VllmBackend(
-        config, SharedConfig(model=str(model)), None, DraftsConfig(max_draft=11, cache=str(cache))
-    )
+def start(model: Path, cache: Path, runner: str) -> VllmBackend:
+    config = EngineConfig(
+        kv_blocks=36, max_num_seqs=32, max_model_len=256, cpu_cores=str(min(os.sched_getaffinity(0))),
+        model_runner=runner,
+    )  # fmt: skip
+    drafts = DraftsConfig(max_draft=11, max_paths=3, cache=str(cache))
+    backend = VllmBackend(config, SharedConfig(model=str(model)), None, drafts)
     backend.start()
     return backend
 
 
-@pytest.fixture(scope="module")
-def engine(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmBackend]:
+@pytest.fixture(scope="module", params=["v1", "v2"])
+def engine(
+    request: pytest.FixtureRequest, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[VllmBackend]:
     cores = os.sched_getaffinity(0)
-    engine = start(tiny_model, tmp_path_factory.mktemp("profiles"))
+    engine = start(tiny_model, tmp_path_factory.mktemp("profiles"), request.param)
     engine._drafting.start_always()
     yield engine
     engine.close()
@@ -75,8 +78,17 @@ def backend(engine: VllmBackend) -> Iterator[VllmBackend]:
     for request_id, attempt in list(engine._engine_ids):
         engine.drop(request_id, attempt)
     assert engine.stats().free_blocks == engine.capacity.kv_blocks == 36
-    runner = engine.core.engine_core.model_executor.driver_worker.worker.model_runner
-    assert not any("/" in name for name in (*runner.requests, *runner.input_batch.req_id_to_index))
+    runner = runner_of(engine)
+    if not is_v2(engine):
+        assert not any("/" in name for name in (*runner.requests, *runner.input_batch.req_id_to_index))
+
+
+def runner_of(backend: VllmBackend) -> object:
+    return backend.core.engine_core.model_executor.driver_worker.worker.model_runner
+
+
+def is_v2(backend: VllmBackend) -> bool:
+    return backend.core.vllm_config.use_v2_model_runner
 
 
 def script(backend: VllmBackend, plan: str, known: dict[int, list[int]] | None = None) -> None:
@@ -158,15 +170,18 @@ def test_a_winners_kv_is_the_requests_own(backend, plan):
     check_kv(backend, plan)
 
 
-@pytest.mark.parametrize("place", ["gpu_model_runner", "seer"])
+@pytest.mark.parametrize("place", ["before", "after"])
 def test_without_either_copy_of_kv_something_differs(backend, monkeypatch, place):
-    """The partial block is copied by vLLM's runner, a winner's blocks by `PathRows`."""
+    """The partial block is copied before the forward pass, a winner's blocks after sampling."""
     from vllm.v1.worker import gpu_model_runner  # only once an engine prepared vLLM's environment
 
-    from seer.services.engine.vllm.drafts import path_rows as paths
+    from seer.services.engine.vllm.drafts import device_paths, path_rows
 
-    module = gpu_model_runner if place == "gpu_model_runner" else paths
-    monkeypatch.setattr(module, "copy_kv_cache_blocks_inplace", lambda *_: None)
+    if is_v2(backend):
+        monkeypatch.setattr(device_paths.DevicePaths, f"_copy_{place}", lambda *_: None)
+    else:
+        module = gpu_model_runner if place == "before" else path_rows
+        monkeypatch.setattr(module, "copy_kv_cache_blocks_inplace", lambda *_: None)
     with pytest.raises(AssertionError):
         check_kv(backend, "right_second")
 
@@ -248,20 +263,22 @@ def test_captured_requests_have_one_row(backend):
 def test_a_torn_request_keeps_its_own_row(backend, monkeypatch):
     """Rows that should say the same differ by last bits on some hardware; here, by force."""
     from seer.services.engine.vllm import runner_v1
+    from seer.services.engine.vllm.sampling import slot_rows
 
+    module = slot_rows if is_v2(backend) else runner_v1
     script(backend, "none")
     whole = one_go(backend, BASE)
     backend.probe.script_drafts(
         DraftScript(kind="wrong", vocab=VOCAB, known={0: whole.tokens}, others=("right",))
     )
-    before, accept_drafts = counts(backend), runner_v1.accept_drafts
+    before, accept_drafts = counts(backend), module.accept_drafts
 
     def torn(tokens, logprobs, counts, drafts):
         if len(counts) > 1:
             tokens[counts[0] + 1] ^= 1  # what the sibling's first row drew
         return accept_drafts(tokens, logprobs, counts, drafts)
 
-    monkeypatch.setattr(runner_v1, "accept_drafts", torn)
+    monkeypatch.setattr(module, "accept_drafts", torn)
     assert one_go(backend, BASE).tokens == whole.tokens
     after = gained(backend, before)
     assert after["conflicts"] == after["rows"] > 0
@@ -283,9 +300,9 @@ def test_what_cannot_have_paths_is_said_once(backend, monkeypatch):
     monkeypatch.setattr(scratch._log, "info", lambda *text, **fields: said.append((text, fields)))
     config = backend.core.engine_core.vllm_config
     monkeypatch.setattr(config.cache_config, "num_gpu_blocks_override", None)
-    monkeypatch.setattr(config.scheduler_config, "async_scheduling", True)
+    monkeypatch.setattr(config, "lora_config", object())
     assert scratch.take_scratch_blocks(backend.core.engine_core, DraftsConfig(), 32) == []
-    assert said == [(("one draft path per request",), {"why": "asynchronous scheduling"})]
+    assert said == [(("one draft path per request",), {"why": "LoRA"})]
 
 
 TWO_RANKS = """
@@ -315,9 +332,9 @@ def roll(backend, prompt, switches=False):
 
 def main():
     config = EngineConfig(
-        kv_blocks=40, max_num_seqs=12, max_model_len=256, tensor_parallel=2, model_runner="v1"
+        kv_blocks=40, max_num_seqs=12, max_model_len=256, tensor_parallel=2, model_runner=sys.argv[4]
     )
-    drafts = DraftsConfig(max_draft=11, cache=sys.argv[3])
+    drafts = DraftsConfig(max_draft=11, max_paths=3, cache=sys.argv[3])
     backend = VllmBackend(config, SharedConfig(model=sys.argv[1]), None, drafts)
     backend.start()
     prompt, rolls = json.loads(sys.argv[2]), []
@@ -344,9 +361,11 @@ if __name__ == "__main__":
 @pytest.mark.slow
 @pytest.mark.ranks
 @pytest.mark.timeout(600)
-def test_two_ranks_choose_the_same_paths(tiny_model, tmp_path):
+@pytest.mark.parametrize("runner", ["v1", "v2"])
+def test_two_ranks_choose_the_same_paths(tiny_model, tmp_path, runner):
     (tmp_path / "two.py").write_text(TWO_RANKS)
-    command = [sys.executable, str(tmp_path / "two.py"), str(tiny_model), json.dumps(PROMPT), str(tmp_path)]
+    place, model, prompt = tmp_path / "two.py", str(tiny_model), json.dumps(PROMPT)
+    command = [sys.executable, str(place), model, prompt, str(tmp_path), runner]
     done = subprocess.run(command, capture_output=True, text=True, timeout=500, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     (plain, drafted, switched), ranks = json.loads(done.stdout.splitlines()[-1])

@@ -200,7 +200,7 @@ def test_drafts_may_be_switched_on_and_off_in_any_step(backend, monkeypatch, see
     before, dice = backend.stats(), random.Random(seed)
     control = backend._drafting
 
-    def switch(requests: int, tokens: object) -> None:
+    def switch(*_: object) -> None:
         control._queue("seer_switch_drafts", on=dice.random() < 0.5)
         control.flush()
 
@@ -218,14 +218,14 @@ def test_drafts_may_be_switched_on_and_off_in_any_step(backend, monkeypatch, see
 def test_steps_without_drafts_have_no_proposer_and_nothing_to_verify(backend, monkeypatch):
     from seer.services.engine.vllm.drafts.proposer import GroupProposer
     from seer.services.engine.vllm.runner_v1 import RowSampler
-    from seer.services.engine.vllm.runner_v2 import SlotSampler
+    from seer.services.engine.vllm.sampling import slot_rows
 
     whole = one_go(backend, BASE)
     control = backend._drafting
     control._queue("seer_switch_drafts", on=False)
     monkeypatch.setattr(GroupProposer, "propose", None)
-    for sampler in (RowSampler, SlotSampler):
-        monkeypatch.setattr(sampler, "_verify", None)
+    monkeypatch.setattr(RowSampler, "_verify", None)
+    monkeypatch.setattr(slot_rows, "accept_drafts", None)
     assert one_go(backend, BASE).tokens == whole.tokens
     control._queue("seer_switch_drafts", on=True)
     with pytest.raises(TypeError):
@@ -288,7 +288,8 @@ def test_sampling_with_drafts_keeps_the_distribution(backend, monkeypatch):
     """As vLLM's own rejection sampler does not on CPUs (vllm-project/vllm#55005), which never runs here."""
     from vllm.v1.sample import rejection_sampler  # only once an engine prepared vLLM's environment
 
-    from seer.services.engine.vllm import runner_v1, runner_v2
+    from seer.services.engine.vllm import runner_v1
+    from seer.services.engine.vllm.sampling import slot_rows
 
     limit = 60.0  # exceeded once in a million
     before = backend.stats()
@@ -304,8 +305,8 @@ def test_sampling_with_drafts_keeps_the_distribution(backend, monkeypatch):
         tokens[~last] = drafts
         return accept_drafts(tokens, logprobs, counts, drafts)
 
-    for runner in (runner_v1, runner_v2):
-        monkeypatch.setattr(runner, "accept_drafts", all_accepted)
+    for module in (runner_v1, slot_rows):
+        monkeypatch.setattr(module, "accept_drafts", all_accepted)
     with pytest.raises((ValueError, AssertionError)):
         assert chi_square(backend) < limit
 

@@ -55,7 +55,9 @@ int64_t set(StepDrafter& drafter, size_t slot, Tree tree, int64_t index, const S
 
 // One step of some rows; `fed` [slots] counts the tokens that those in it drew.
 void one_step(StepDrafter& drafter, std::mt19937& random, const std::vector<int64_t>& generations, std::vector<int64_t>& fed) {
-    const size_t n = below(random, kSlots + 1), k = below(random, 9), width = 9;
+    const size_t n = below(random, kSlots + 1), paths = below(random, 3) + 1, width = 9;
+    const bool tree = below(random, 2) > 0;
+    const size_t each = below(random, 9), k = tree || each == 0 ? each : paths * each + paths - 1;
     std::vector<int32_t> slots(kSlots), sampled, num_sampled(n), drafts(n * k, -1), counts(n, -1);
     std::vector<int64_t> named(n);
     std::vector<float> scores(n * k, -1.0f);
@@ -70,22 +72,27 @@ void one_step(StepDrafter& drafter, std::mt19937& random, const std::vector<int6
         tokens.resize(width, -1);
         sampled.insert(sampled.end(), tokens.begin(), tokens.end());
     }
-    seer::Step step{&drafter, n, width, k, slots.data(), named.data(), sampled.data(),
-                    num_sampled.data(), drafts.data(), counts.data(), scores.data()};
+    std::vector<int32_t> parents(n * k, -2);
+    seer::Step step{&drafter, n, width, k, slots.data(), named.data(), sampled.data(), num_sampled.data(),
+                    drafts.data(), counts.data(), scores.data(), paths, tree ? parents.data() : nullptr};
     seer::run_step(&step);
     for (size_t row = 0; row < n; ++row) {
         require(counts[row] >= 0 && static_cast<size_t>(counts[row]) <= k, "a draft has at most k tokens");
         require(num_sampled[row] > 0 || counts[row] == 0, "a row that drew nothing drafts nothing");
-        const auto count = static_cast<size_t>(counts[row]);
+        const int32_t last = num_sampled[row] > 0 ? sampled[row * width + static_cast<size_t>(num_sampled[row]) - 1] : 0;
+        int32_t drafted = 0;
         for (size_t i = 0; i < k; ++i) {
-            const int32_t token = drafts[row * k + i];
-            require(token >= 0, "every place has a token");
-            const int32_t last = num_sampled[row] > 0 ? sampled[row * width + static_cast<size_t>(num_sampled[row]) - 1] : 0;
-            require(i < count || token == last, "empty places have the row's last token");
-            require(i >= count || token != kPlaceholder, "placeholders are not drafted");
-            require(i + 1 >= count || token != kStop, "nothing is drafted after a stop id");
-            require(i < count ? scores[row * k + i] > 0.0f : scores[row * k + i] == 0.0f, "drafted tokens have scores");
+            const size_t at = row * k + i, length = step.is_flat() ? step.places() : k;
+            const bool is_drafted = scores[at] > 0.0f, goes_on = i % (length + 1) > 0 && scores[at - 1] > 0.0f;
+            drafted += is_drafted;
+            require(drafts[at] >= 0, "every place has a token");
+            require(is_drafted || (scores[at] == 0.0f && drafts[at] == last), "empty places have the row's last token");
+            require(!is_drafted || drafts[at] != kPlaceholder, "placeholders are not drafted");
+            require(!is_drafted || !step.is_flat() || i % (length + 1) < length, "nothing is drafted between paths");
+            if (step.parents == nullptr) require(!is_drafted || !goes_on || drafts[at - 1] != kStop, "nothing is drafted after a stop id");
+            else if (is_drafted) require(parents[at] >= -1 && parents[at] < static_cast<int32_t>(i), "parents come first");
         }
+        require(step.is_flat() ? drafted >= counts[row] : drafted == counts[row], "as many tokens are drafted as it says");
     }
 }
 

@@ -43,6 +43,16 @@ CELLS = [
     Cell(ahead=True, window=6, blocks=40),
     Cell(ahead=True, images=True, blocks=30),
     Cell(ahead=True, connector=True, blocks=20),
+    Cell(ahead=True, drafts=8, dynamic=True, v2=True),
+    Cell(ahead=True, drafts=8, dynamic=True, v2=True, blocks=60, budget=64),
+    Cell(ahead=True, drafts=8, dynamic=True, v2=True, blocks=30, budget=9),
+    Cell(ahead=True, drafts=4, dynamic=True, v2=True, blocks=20, caching=False),
+    Cell(ahead=True, drafts=4, dynamic=True),
+    Cell(ahead=True, drafts=4, dynamic=True, v2=True, priority=True, budget=30),
+    Cell(ahead=True, drafts=8, dynamic=True, v2=True, window=6, blocks=40, budget=30),
+    Cell(ahead=True, drafts=8, dynamic=True, v2=True, chunked=8, blocks=40, budget=30),
+    Cell(ahead=True, drafts=4, dynamic=True, v2=True, images=True, blocks=30),
+    Cell(ahead=True, drafts=4, dynamic=True, v2=True, connector=True, blocks=20),
 ]
 
 SAMPLING = [{}] * 8 + [{"min_tokens": 1}, {"stop_token_ids": []}, {"repetition_detection": (1, 3)}]
@@ -122,7 +132,14 @@ def test_all_is_as_vllm_does_it(cell, seed, calls):
 
 
 @pytest.mark.parametrize(
-    "cell", [Cell(blocks=60), Cell(drafts=2, blocks=60), Cell(ahead=True, blocks=60)], ids=name_of
+    "cell",
+    [
+        Cell(blocks=60),
+        Cell(drafts=2, blocks=60),
+        Cell(ahead=True, blocks=60),
+        Cell(ahead=True, drafts=8, dynamic=True, v2=True, blocks=60, budget=64),
+    ],
+    ids=name_of,
 )
 def test_all_that_decode_go_the_short_way_also_as_others_join_and_end(cell):
     pair = Pair(cell, 1)
@@ -134,6 +151,7 @@ def test_all_that_decode_go_the_short_way_also_as_others_join_and_end(cell):
     # One schedules the first request alone, and with steps ahead, one or two ends are due and nobody is left.
     assert pair.ours.short_schedules >= pair.steps - 4
     assert pair.ours.short_updates >= pair.steps - 4
+    assert (pair.drafted > 0) == (pair.cell.drafts > 0)
 
 
 @pytest.mark.parametrize("others", [0, 1])
@@ -164,9 +182,9 @@ def test_what_is_not_known_here_is_left_to_vllm(name):
     from seer.services.engine.vllm.decode_rows import fits
 
     scheduler = Pair(Cell(), 0).ours
-    assert fits(scheduler, ahead=False)
+    assert fits(scheduler)
     setattr(scheduler, name, {1: 1})
-    assert not fits(scheduler, ahead=False)
+    assert not fits(scheduler)
 
 
 def test_managers_of_blocks_that_are_not_known_are_left_to_vllm():
@@ -179,13 +197,7 @@ def test_managers_of_blocks_that_are_not_known_are_left_to_vllm():
 
     scheduler = Pair(Cell(), 0).ours
     scheduler.kv_cache_manager.coordinator.single_type_managers[0].__class__ = Other
-    assert not fits(scheduler, ahead=False)
-
-
-def test_drafts_are_not_known_ahead():
-    from seer.services.engine.vllm.decode_rows import fits
-
-    assert not fits(Pair(Cell(drafts=2), 0).ours, ahead=True)
+    assert not fits(scheduler)
 
 
 def test_counts_of_nan_are_left_to_vllm():

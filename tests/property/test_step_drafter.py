@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 
 from seer._native import RUN_DRAFT_STEP, DraftStep, GroupTree, StepDrafter
 from seer.common.policy.draft_budget import Choice
+from seer.common.policy.draft_paths import paths_of
 from seer.services.engine.vllm.drafts import proposer as module
 from seer.services.engine.vllm.drafts.path_selector import PathSelector
 from seer.services.engine.vllm.drafts.proposer import GroupProposer
@@ -360,6 +361,68 @@ def test_of_two_trees_drafts_the_better_is_made():
     assert len(set(better)) == 2
 
 
+def cut_tree(draft, stops, placeholder) -> tuple[list[int], list[int], list[float]]:
+    """A tree without placeholders and what follows a stop id."""
+    kept: dict[int, int] = {}
+    for place, parent in enumerate(draft.parents):
+        goes_on = parent < 0 or (parent in kept and draft.token_ids[parent] not in stops)
+        if goes_on and draft.token_ids[place] != placeholder:
+            kept[place] = len(kept)
+    tokens, scores = ([each[place] for place in kept] for each in (draft.token_ids, draft.scores))
+    return tokens, [kept.get(draft.parents[place], -1) for place in kept], scores
+
+
+trees_of = st.tuples(
+    st.integers(0, 2**16), st.integers(1, 5), st.integers(0, 6), st.integers(0, 20), st.sets(st.integers(0, 5), max_size=2)
+)
+
+
+@given(trees_of)
+def test_several_paths_are_those_of_the_tree(case):
+    """As a tree, and one after the other; the first is the one that there is alone."""
+    seed, paths, each, room, stops = case
+    random = Random(seed)
+    tree, drafter, _ = alone()
+    for index in range(1, 6):
+        tree.append(index, 0, said(random, 30))
+    output = said(random, 9)
+    drawn = output[-min(3, len(output)) :]
+    before = np.array([1, *output[: len(output) - len(drawn)]], np.int32)
+    k = paths * each + paths - 1 if each else 0
+
+    def step(**more) -> Arrays:
+        generation = drafter.set(1, tree, 9, -1, 1, before, len(output) + 2 + room, sorted(stops), 4)
+        made = Arrays({1: drawn}, {1: generation}, k)
+        DraftStep(drafter, *made.all, **more).run()
+        return made
+
+    depth = min(room, k)
+    parents = np.full((1, k), -5, np.int32)
+    as_tree = step(paths=paths, out_parents=parents)
+    tokens, above, scores = cut_tree(tree.draft(9, depth, paths), stops, 4)
+    count = len(tokens)
+    assert as_tree.counts.tolist() == [count]
+    assert as_tree.drafts[0].tolist() == tokens + [drawn[-1]] * (k - count)
+    assert parents[0, :count].tolist() == above
+    assert as_tree.scores[0].tolist() == scores + [0.0] * (k - count)
+
+    depth = min(room, each)
+    flat = step(paths=paths)
+    tokens, above, scores = cut_tree(tree.draft(9, depth * paths, paths, max_depth=depth or None), stops, 4)
+    expected, rated = [drawn[-1]] * k, [0.0] * k
+    for place, path in enumerate(paths_of(above)):
+        begin = place * (each + 1)
+        expected[begin : begin + len(path)] = [tokens[i] for i in path]
+        rated[begin : begin + len(path)] = [scores[i] for i in path]
+    assert flat.drafts[0].tolist() == expected
+    assert flat.scores[0].tolist() == rated
+    assert flat.counts.tolist() == [len(tokens)]
+    one = tree.draft(9, depth)
+    if 4 not in one.token_ids:  # else the second best follows where no placeholder may
+        right = cut_tree(one, stops, 4)[0]
+        assert flat.drafts[0, :each].tolist() == right + [drawn[-1]] * ((each if k else 0) - len(right))
+
+
 def test_steps_come_between_the_pieces_of_a_feed():
     tree, drafter, generation = alone(limit=10**9)
     long, seen = np.random.default_rng(0).integers(0, 10**6, 500_000).astype(np.int32), set()
@@ -433,6 +496,21 @@ def test_arrays_of_other_shapes_are_refused(place):
     arrays[place] = np.repeat(arrays[place], 2, axis=0)
     with pytest.raises(ValueError, match="has 2 rows for 1 slots"):
         DraftStep(drafter, *arrays)
+
+
+@pytest.mark.parametrize(
+    ("paths", "columns", "message"),
+    [
+        (0, None, "paths is 0; must be 1 or more"),
+        (2, None, "paths is 2; must divide the 4 columns of out_drafts, and one more"),
+        (2, 3, "out_drafts and out_parents must have the same shape"),
+    ],
+)
+def test_paths_that_do_not_fit_are_refused(paths, columns, message):
+    _, drafter, _ = alone()
+    parents = None if columns is None else np.zeros((1, columns), np.int32)
+    with pytest.raises(ValueError, match=message):
+        DraftStep(drafter, *Arrays({0: [1]}, {0: 1}, 4).all, paths=paths, out_parents=parents)
 
 
 def test_slots_that_there_are_not_do_nothing():

@@ -24,7 +24,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 if DEVICE == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("no GPU: `make kernel-test` runs this in Triton's interpreter", allow_module_level=True)
 
-from sampling_rows import pack, random_batch, random_logits  # noqa: E402 - after torch and triton
+from sampling_rows import Slots, check_slots, pack, random_batch, random_logits  # noqa: E402 - after torch and triton
 
 from seer.services.engine.vllm.sampling import (  # noqa: E402
     sampler,
@@ -32,10 +32,11 @@ from seer.services.engine.vllm.sampling import (  # noqa: E402
     triton_kernels,
     triton_launch,
     triton_sampler,
+    triton_slots,
     vectors,
 )
 from seer.services.engine.vllm.sampling.device_histories import Histories  # noqa: E402
-from seer.services.engine.vllm.sampling.rows import SamplingTable  # noqa: E402
+from seer.services.engine.vllm.sampling.rows import RECORD, SamplingTable  # noqa: E402
 from seer.services.engine.vllm.sampling.sampler import sample_rows  # noqa: E402
 
 pytestmark = pytest.mark.vllm
@@ -51,11 +52,15 @@ from triton.compiler import ASTSource
 from seer.services.engine.vllm.sampling import triton_kernels as kernels
 
 types = {"logits": "*fp32", "words": "*i64", "cut": "*i64", "edited": "*i64", "found": "*i64", "lists": "*i32"}
-types |= {"runs": "*i64", "histories": "*i32"}
+types |= {"runs": "*i64", "histories": "*i32", "extras": "*i32", "table": "*i64", "faults": "*i64", "slots": "*i64"}
+types |= {"places": "*i32", "indices": "*i64", "positions": "*i64", "edits": "*i64", "starts": "*i32", "inputs": "*i32"}
+types |= {"sampled": "*i64", "values": "*fp32", "gained": "*i32"}
 types |= {"marks": "*i32", "biases": "*fp32", "histograms": "*i64", "tokens": "*i32", "logprobs": "*fp32"}
 options = kernels.LAUNCH | ({"enable_fp_fusion": True} if sys.argv[2] == "fused" else {})
 cuts = [("cut_kernel", {"weighed": weighed, "begins": begins}) for weighed in (0, 1) for begins in (0, 1)]
-for name, constants in (("draw_kernel", {"slots": 64}), *cuts, ("top_kernel", {}), ("mark_kernel", {}), ("append_kernel", {})):
+others = [("top_kernel", {}), ("mark_kernel", {}), ("append_kernel", {}), ("accept_kernel", {"lanes": 8})]
+others += [("rows_kernel", {"edited": edited}) for edited in (0, 1)]
+for name, constants in (("draw_kernel", {"slots": 64}), *cuts, *others):
     kernel = getattr(kernels, name)
     signature = {n: "constexpr" if n in constants else types.get(n, "i32") for n in kernel.arg_names}
     source = ASTSource(kernel, signature, constants)
@@ -231,6 +236,103 @@ def test_the_lowest_of_equals_wins_across_parts():
         logits[row, ids[row + 1 :]] = 0.0
     params = SamplingTable([pack(VOCAB, temperature=0.0, logprobs="processed", top_k=2)] * len(ids)).step(3)
     assert same(logits, params).tolist() == ids
+
+
+def close(found, expected):
+    np.testing.assert_allclose(found, expected, atol=5e-5, rtol=2e-4)
+
+
+@given(st.integers(0, 2**32 - 1), st.booleans())
+@settings(max_examples=EXAMPLES // 2)
+def test_rows_by_slot_and_accepted_drafts_are_the_hosts(seed, several):
+    with pytest.MonkeyPatch.context() as patch:
+        if several:  # launches of so many rows
+            patch.setattr(triton_sampler, "_SLAB_ROWS", 3)
+        check_slots(
+            seed, triton_slots.TritonSlotRows, DEVICE, same=close, steps=100 if DEVICE == "cuda" else 4
+        )
+
+
+def described(logits, words, edits, cuts, sent, _):
+    """Return all that the last kernels read of rows: records, marks and biases by row, and which are cut."""
+    (rows, vocab), width = logits.shape, triton_kernels.WORDS.value
+    words = words[: rows * width].cpu().numpy().reshape(rows, width)
+    records = words[:, : triton_kernels.RECORD_WORDS].copy().view(RECORD)[:, 0]
+    elsewhere = ("extra_start", "stop_start", "bias_start")
+    found = {name: records[name].tolist() for name in RECORD.names if name not in elsewhere}
+    for name, edit in zip(("mark", "bias"), edits, strict=True):
+        places = words[:, triton_kernels.PLACES[name]]
+        one = edit[: (places.max() + 1) * vocab].view(-1, vocab).cpu().numpy()
+        found[name] = [one[place].tolist() if place >= 0 else [0] * vocab for place in places]
+    others = [
+        place for name, place in triton_kernels.PLACES.items() if name not in ("mark", "bias", "history")
+    ]
+    found["others"] = words[:, others].tolist()
+    found["cuts"] = [
+        sent[at:].view(torch.int64)[:count].tolist() for at, count in (cuts._cut, cuts._top_k, cuts._top_p)
+    ]
+    return found
+
+
+@given(st.integers(0, 2**32 - 1))
+@settings(max_examples=EXAMPLES * 2)
+def test_the_last_kernels_read_the_same_of_rows_by_slot(seed):
+    rng, seen = np.random.default_rng(seed), []
+    slots = Slots(rng, 66, device=DEVICE)
+    rows = triton_slots.TritonSlotRows(slots.history)
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (triton_sampler, triton_slots):
+            patch.setattr(module, "draw_rows", lambda *given: seen.append(described(*given)))
+        for _ in range(10):
+            slots.fill(rows)
+            batch, params, *_ = slots.step(int(rng.choice([0, 3, 5])))
+            logits = torch.zeros(len(params.records), 66, device=DEVICE)
+            triton_sampler.sample(logits, params)
+            rows.draw(logits, batch)
+            expected, found = seen[-2:]
+            assert found == expected
+
+
+PLAIN, CUT, LISTS = {}, {"top_p": 0.9}, {"logit_bias": {3: 0.5}, "presence_penalty": 1.0}
+
+
+def test_a_step_by_slot_sends_only_what_changed(monkeypatch):
+    rng, sent = np.random.default_rng(11), []
+    slots = Slots(rng, VOCAB, 4, device=DEVICE)
+    rows = triton_slots.TritonSlotRows(slots.history)
+    to = triton_sampler.Buffer.to
+    monkeypatch.setattr(
+        triton_sampler.Buffer, "to", lambda self, device: sent.append(self) or to(self, device)
+    )
+
+    def buffers(most=0):
+        batch, params, *_ = slots.step(most, everyone=True)
+        before = len(sent)
+        rows.draw(torch.zeros(len(params.records), VOCAB, device=DEVICE), batch)
+        return len(sent) - before
+
+    for kind, expected in ((PLAIN, [1, 0, 0]), (CUT, [2, 0, 0]), (LISTS, [2, 0, 0])):
+        for slot in range(4):
+            slots.come(slot, rows, pack(VOCAB, key=slot, **kind))
+        assert [buffers() for _ in range(3)] == expected
+        assert buffers(3) == (kind is not PLAIN)
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="no GPU to wait for")
+def test_steps_by_slot_do_not_wait_for_the_device():
+    rng = np.random.default_rng(12)
+    slots = Slots(rng, VOCAB, device=DEVICE)
+    rows = triton_slots.TritonSlotRows(slots.history)
+    for _ in range(2):  # the first time compiles
+        for slot in range(len(slots.history)):
+            slots.come(slot, rows)
+        batch, params, *_ = slots.step(3)
+        logits = random_logits(rng, VOCAB, len(params.records)).to(DEVICE)
+        torch.cuda.set_sync_debug_mode("error" if rows._plans else "default")
+        try:
+            rows.accept(*rows.draw(logits, batch), batch)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
 
 
 def test_a_missing_history_is_named():

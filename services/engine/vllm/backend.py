@@ -61,7 +61,7 @@ SETTLE_SECONDS = 60.0
 class _Run:
     """One chunk in the engine; `left` counts tokens until its turn's own limit.
 
-    `tree` is the one it drafts from, `drafted` how many drafts its next step verifies.
+    `tree` is the one it drafts from.
     """
 
     chunk: Chunk
@@ -70,7 +70,6 @@ class _Run:
     stops: StopStrings | None
     cached_tokens: int = 0
     tree: str = ""
-    drafted: int = 0
 
 
 class VllmBackend:
@@ -145,6 +144,7 @@ class VllmBackend:
             self.core.describe(self._shared, self._drafts, model)
             self._images = Images(model, self.core.capacity.image_tokens)
             max_draft = self._drafts.max_draft if self._drafts else 0
+            self.core.draft_next(0)
             self.core.rpc("seer_install", max_draft=max_draft, scratch=self.core.scratch)
             self_test.check(self.probe, model)
             if self._drafts is not None:
@@ -161,7 +161,8 @@ class VllmBackend:
         self._reset_counters()  # of what was run to check and to measure
 
     def _start_drafting(self, config: DraftsConfig) -> Drafting:
-        drafting = Drafting(self.core.rpc, self.core.send, config, self.core.vocab_size)
+        core, ahead = self.core, self.core.ahead
+        drafting = Drafting(core.rpc, core.send, config, core.vocab_size, core.draft_next if ahead else None)
         paths = bool(self.core.scratch)
         if config.source == "random":
             drafting.start_random(paths)
@@ -235,7 +236,7 @@ class VllmBackend:
         for engine_id in self._gate.start(self.core.free_blocks, self.core.blocks_of):
             self.core.add(self._runs[engine_id].request)
         if self._drafting is not None:
-            self._drafting.begin_step(len(self._runs), self._mean_tokens)
+            self._drafting.begin_step(len(self._runs), self._mean_tokens, self._mean_context)
         outputs = self.core.step()
         for output in outputs:
             self._report(output, result)
@@ -372,9 +373,8 @@ class VllmBackend:
             self._cached += run.cached_tokens
             self._pool_tokens += output.prefill_stats.num_external_cached_tokens
         if self._drafting is not None:
-            self._drafting.count(run.tree, len(output.new_token_ids), run.drafted)
-            drafts = run.request.spec_token_ids
-            run.drafted = len(drafts) - drafts.count(SEPARATOR)
+            drafts = self.core.verified.get(output.request_id, ())
+            self._drafting.count(run.tree, len(output.new_token_ids), len(drafts) - drafts.count(SEPARATOR))
         by_id = ended is not None and str(ended) == "stop"
         tokens, stop_string = output.new_token_ids, None
         if run.stops is not None:

@@ -8,7 +8,7 @@ Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
@@ -53,7 +53,7 @@ class CoreHandle:
         """
         from vllm.tokenizers import cached_tokenizer_from_config
 
-        if not self.vllm_config.use_v2_model_runner:
+        if not self.vllm_config.use_v2_model_runner or (drafts is not None and (drafts.max_paths or 1) > 1):
             size = self.vllm_config.cache_config.block_size
             self.scratch = take_scratch_blocks(self.engine_core, drafts, size)
         config = self.vllm_config
@@ -108,7 +108,7 @@ class CoreHandle:
             "dtype": str(config.model_config.dtype).removeprefix("torch."),
             "tensor_parallel": str(config.parallel_config.tensor_parallel_size),
             "batch_invariant": "yes" if vllm.envs.VLLM_BATCH_INVARIANT else "no",
-            "scheduling": "asynchronous" if config.scheduler_config.async_scheduling else "synchronous",
+            "scheduling": "asynchronous" if self.ahead else "synchronous",
         }
 
     def rpc(self, method: str, **arguments: object) -> list[Any]:
@@ -164,6 +164,21 @@ class CoreHandle:
     def has_steps_under_way(self) -> bool:
         """Whether a step has begun that `step` has not ended: only where vLLM schedules ahead."""
         return bool(self.engine_core.batch_queue)
+
+    @property
+    def verified(self) -> Mapping[str, Sequence[int]]:
+        """The drafts that the step verified whose outputs `step` returned last, by request."""
+        drafts: Mapping[str, Sequence[int]] = self.engine_core.scheduler.verified
+        return drafts
+
+    def draft_next(self, length: int) -> None:
+        """Have every request draft so many tokens after the next step, where steps are scheduled ahead."""
+        self.engine_core.scheduler.draft_length = length
+
+    @property
+    def ahead(self) -> bool:
+        """Whether a step is scheduled before the tokens of the last one are known."""
+        return bool(self.vllm_config.scheduler_config.async_scheduling)
 
     def request_counts(self) -> tuple[int, int]:
         """Return how many requests run, and how many wait in vLLM's scheduler."""

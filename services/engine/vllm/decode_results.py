@@ -30,7 +30,12 @@ _RUNNING = RequestStatus.RUNNING
 
 
 class DecodeResults(Scheduler):  # type: ignore[misc]
-    """See the module's docstring. `short_updates` counts the steps that did not go vLLM's own way."""
+    """See the module's docstring. `short_updates` counts the steps that did not go vLLM's own way.
+
+    `draft_length`, to be set before a step is scheduled ahead: how many drafts the worker makes after it for
+    each request. `verified`: the drafts by request, or their placeholders, that were in the step whose
+    results came last.
+    """
 
     ahead = False
     """Whether a step begins before the last one's tokens are known."""
@@ -39,10 +44,12 @@ class DecodeResults(Scheduler):  # type: ignore[misc]
 
     def __init__(self, *arguments: Any, **named: Any) -> None:  # noqa: ANN401 - vLLM's
         super().__init__(*arguments, **named)
-        self._fits = fits(self, self.ahead)
+        self._fits = fits(self)
         self._managers = self.kv_cache_manager.coordinator.single_type_managers
         self._rows: dict[str, Row] = {}
         self.short_updates = 0
+        self.draft_length: int = self.num_spec_tokens
+        self.verified: dict[str, list[int]] = {}
 
     def _row(self, request: Request) -> Row | None:
         row = self._rows.get(request.request_id)
@@ -58,8 +65,8 @@ class DecodeResults(Scheduler):  # type: ignore[misc]
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> dict[int, EngineCoreOutputs]:
         """See vLLM's."""
-        rows = None
-        if self._is_plain(scheduler_output, model_runner_output):
+        self.verified, rows = scheduler_output.scheduled_spec_decode_tokens, None
+        if self._is_plain(model_runner_output):
             rows = self._rows_of(scheduler_output)
         if rows is None:
             return super().update_from_output(scheduler_output, model_runner_output)  # type: ignore[no-any-return]
@@ -84,7 +91,7 @@ class DecodeResults(Scheduler):  # type: ignore[misc]
         if names:
             super().update_draft_token_ids(DraftTokenIds(names, drafts))
 
-    def _is_plain(self, scheduled: SchedulerOutput, produced: ModelRunnerOutput) -> bool:
+    def _is_plain(self, produced: ModelRunnerOutput) -> bool:
         """Say whether a step has produced tokens and logprobs alone."""
         if produced.num_nans_in_logits:
             self._fits = False  # vLLM counts them, and keeps the numbers in requests
@@ -97,7 +104,6 @@ class DecodeResults(Scheduler):  # type: ignore[misc]
             or (loads is not None and (loads.failed_recving or loads.invalid_block_ids))
             or self.grammar_compile_error_reqs
             or self.encoder_cache_mismatch_reqs
-            or (self.ahead and scheduled.scheduled_spec_decode_tokens)
         )
 
     def _rows_of(self, scheduled: SchedulerOutput) -> list[Row | None] | None:
@@ -134,7 +140,7 @@ class DecodeResults(Scheduler):  # type: ignore[misc]
             new = sampled[place]
             request.num_in_flight_tokens -= size
             if new and name in drafts:
-                request.num_computed_tokens -= len(drafts[name]) + 1 - len(new)
+                self._reject(request, len(drafts[name]) + 1 - len(new))
             if row.images:
                 self._free_encoder_inputs(request)
             if not new:  # a part of a prompt
@@ -160,6 +166,13 @@ class DecodeResults(Scheduler):  # type: ignore[misc]
         if ended:
             self.running = remove_all(self.running, ended)
         return outputs
+
+    def _reject(self, request: Request, wrong: int) -> None:
+        """Do what vLLM does as so many drafts of a request turn out to be wrong."""
+        if request.num_computed_tokens > 0:
+            request.num_computed_tokens -= wrong
+        if request.num_output_placeholders > 0:
+            request.num_output_placeholders -= wrong
 
     def _settle(self, row: Row, tokens: int) -> None:
         """Do what vLLM does as so many tokens become known of a request that goes on."""

@@ -38,12 +38,18 @@ class Row:
         self.output: list[int] = request._output_token_ids
         self.prompt: int = request.num_prompt_tokens
         self.last = self.prompt + request.max_tokens - 1
-        self.end = min(longest, self.last + 1)
+        self.end = most_tokens(request, longest)
         self.stops = frozenset((*(sampling.stop_token_ids or ()), sampling.eos_token_id))
         self.logprobs = sampling.num_logprobs is not None
         self.images = bool(request.mm_features)
         self.client: int = request.client_index
         self.quiet = self.cached = self.hash_at = 0
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the steps under way end it at its limit, even if none of their drafts is right."""
+        request, under_way = self.request, self.request.num_output_placeholders
+        return bool(under_way > 0 and request.num_computed_tokens + 1 - under_way >= self.last)
 
     @property
     def decodes(self) -> bool:
@@ -102,8 +108,8 @@ class Step:
     rest: dict[str, int] | None = None
 
 
-def fits(scheduler: Scheduler, ahead: bool) -> bool:
-    """Say whether requests may be taken out of steps. `ahead`: a step begins before the last one ends."""
+def fits(scheduler: Scheduler) -> bool:
+    """Say whether requests may be taken out of steps."""
     config, parallel = scheduler.scheduler_config, scheduler.parallel_config
     speculation = scheduler.vllm_config.speculative_config
     unknown = (
@@ -114,7 +120,6 @@ def fits(scheduler: Scheduler, ahead: bool) -> bool:
         parallel.decode_context_parallel_size > 1, parallel.prefill_context_parallel_size > 1,
         scheduler.prefix_replay_tokens, scheduler.has_mamba_layers, scheduler.num_prefill_lookahead,
         speculation is not None and speculation.max_num_new_slots_for_drafting,
-        ahead and scheduler.num_spec_tokens,
         # Else what vLLM does for others depends on how many run.
         config.long_prefill_token_threshold, scheduler.kv_cache_manager.watermark_blocks,
         scheduler.max_num_scheduled_tokens > config.max_num_batched_tokens,
@@ -134,6 +139,12 @@ def _is_known(manager: Any) -> bool:  # noqa: ANN401 - vLLM's
     if type(manager) is FullAttentionManager:  # else it would cache the tail of a prompt again and again
         return bool(manager.block_size == manager.block_pool.hash_block_size)
     return type(manager) in (SlidingWindowManager, ChunkedLocalAttentionManager)
+
+
+def most_tokens(request: Request, longest: int) -> int:
+    """Return how many tokens a request may have, if none may have more than `longest`."""
+    limit: int = request.num_prompt_tokens + request.max_tokens
+    return min(longest, limit)
 
 
 def is_usual(request: Request) -> bool:

@@ -22,8 +22,9 @@ from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.request_queue import SchedulingPolicy
 from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 
+from seer.common.policy.draft_paths import placeholders
 from seer.services.engine.vllm.decode_results import DecodeResults
-from seer.services.engine.vllm.decode_rows import Batch, Row, Step, cached_until, quiet_until
+from seer.services.engine.vllm.decode_rows import Batch, Row, Step, cached_until, most_tokens, quiet_until
 
 if TYPE_CHECKING:
     from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorBase_V1
@@ -101,8 +102,7 @@ class DecodeScheduler(DecodeResults):
         """Return the step in which these requests get their next token, except who has all of them then."""
         batch, known = leading, list(map(len, leading.tokens))
         if self.ahead and any(map(ge, known, batch.lasts)):
-            # The limit is reached once the steps under way have ended.
-            rows = [row for row in batch.rows if len(row.tokens) < row.last or not _placeholders(row.request)]
+            rows = [row for row in batch.rows if not row.is_over]
             batch, known = Batch.of(rows), [len(row.tokens) for row in rows]
         begun = list(map(add, known, map(_placeholders, batch.requests))) if self.ahead else known
         computed, drafts = list(map(_computed, batch.requests)), list(map(_drafts, batch.requests))
@@ -121,7 +121,6 @@ class DecodeScheduler(DecodeResults):
             step.computed == [begun - 1 for begun in step.begun]
             and max(step.ends, default=0) < self.max_model_len
             and sum(step.sizes) <= self.max_num_scheduled_tokens
-            and not (self.ahead and any(step.drafts))
             and (self.use_v2_model_runner or self.prev_step_scheduled_req_ids.issuperset(names))
         ):
             fitting = len(names)
@@ -146,7 +145,6 @@ class DecodeScheduler(DecodeResults):
                 step.computed[place] != step.begun[place] - 1
                 or step.ends[place] >= self.max_model_len
                 or tokens > self.max_num_scheduled_tokens
-                or (self.ahead and step.drafts[place])
                 # Of who was not in the last step, vLLM sends all tokens.
                 or not (self.use_v2_model_runner or name in self.prev_step_scheduled_req_ids)
             ):
@@ -231,16 +229,40 @@ class DecodeScheduler(DecodeResults):
                 request.last_sched_seq = self.sched_step_seq
 
 
-class AsyncDecodeScheduler(DecodeScheduler, AsyncScheduler):  # type: ignore[misc]
-    """The same for steps that begin before the last one's tokens are known."""
+class DraftsAhead(AsyncScheduler):  # type: ignore[misc]
+    """vLLM's scheduler ahead, with as many drafts as `draft_length` says, and none beyond a request's limit.
+
+    A request's drafts end where all of its tokens but the last, which is never computed, have their KV. The
+    step after that, begun before it is known which drafts are right, computes one token more at most.
+    """
+
+    draft_length: int
+    requests: dict[str, Request]
+
+    def _update_after_schedule(self, scheduler_output: SchedulerOutput) -> None:
+        scheduler_output.num_spec_tokens_to_schedule = self.draft_length
+        super()._update_after_schedule(scheduler_output)
+        drafts = placeholders(self.draft_length)
+        for name in scheduler_output.num_scheduled_tokens:
+            request = self.requests[name]
+            if request.spec_token_ids:
+                room = most_tokens(request, self.max_model_len) - 2 - request.num_computed_tokens
+                request.spec_token_ids = drafts if room >= len(drafts) else drafts[: max(0, room)]
+
+
+class AsyncDecodeScheduler(DecodeScheduler, DraftsAhead):
+    """The same for steps that begin before the last one's tokens are known. Drafts are placeholders, -1."""
 
     ahead = True
 
     def _advance(self, step: Step) -> None:
         super()._advance(step)
-        following = self.current_step + self.decode_stagger
-        for request in step.batch.requests:
-            request.num_output_placeholders += 1
+        length, following = self.draft_length, self.current_step + self.decode_stagger
+        drafts = placeholders(length)
+        for row, end, size in zip(step.batch.rows, step.ends, step.sizes, strict=True):
+            request, room = row.request, row.end - 2 - end
+            request.num_output_placeholders += size
+            request.spec_token_ids = drafts if room >= length else drafts[: max(0, room)]
             if self.use_v2_model_runner:
                 request.next_decode_eligible_step = following
 

@@ -66,20 +66,21 @@ def without_collections() -> Iterator[None]:
 
 
 def with_model_runner(config: EngineConfig, drafts: DraftsConfig | None) -> EngineConfig:
-    """Return the configuration with the model runner that it leaves open; `drafts`: if it has some.
+    """Return the configuration with the model runner that it leaves open, and whether it schedules ahead.
 
-    V1 alone has several draft paths, where these are asked for.
+    V1 alone has several draft paths, where these are asked for by `drafts`.
     """
-    if config.model_runner != "auto":
-        return config
-    if drafts is not None and (drafts.max_paths or 1) > 1:
-        return replace(config, model_runner="v1")
-    with contextlib.suppress(ImportError):  # `prepare` says it
-        import torch
+    if config.model_runner == "auto":
+        paths = drafts is not None and (drafts.max_paths or 1) > 1
+        config = replace(config, model_runner="v1" if paths else "v2")
+    if config.async_scheduling is None:
+        gpu = False
+        with contextlib.suppress(ImportError):  # `prepare` says it
+            import torch
 
-        if drafts is not None and torch.cuda.is_available():
-            return replace(config, model_runner="v1")
-    return replace(config, model_runner="v2")
+            gpu = torch.cuda.is_available()
+        config = replace(config, async_scheduling=gpu and config.model_runner == "v2")
+    return config
 
 
 def prepare(config: EngineConfig, meeting: Meeting | None = None) -> None:

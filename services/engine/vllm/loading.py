@@ -21,6 +21,7 @@ from seer.common.image_models import image_model
 from seer.common.policy.device_defaults import BLOCK_SIZE
 from seer.common.types import MAX_MEDIA
 from seer.common.weights.digest import problem_of
+from seer.services.engine.vllm.decode_graphs import capture_sizes
 from seer.services.engine.vllm.drafts.scratch_blocks import scratch_blocks
 
 if TYPE_CHECKING:
@@ -118,13 +119,13 @@ def _vllm_config(
 
     from seer.services.engine.vllm import cpu_kernels
 
-    ahead = _schedules_ahead(config, drafts)
-    if config.model_runner == "v2" and drafts is not None:
-        lacks = "no drafts on GPUs yet" if not current_platform.is_cpu() else ""
-        lacks = lacks or ("one draft path, of drafts.max_paths" if (drafts.max_paths or 1) > 1 else "")
-        if lacks:
-            raise EngineError(f"engine.model_runner = 'v2': it has {lacks}; leave it out, or set it to v1")
+    ahead = _schedules_ahead(config)
     extras: dict[str, Any] = {"async_scheduling": ahead, "scheduler_cls": SCHEDULERS[ahead]}
+    captures = config.model_runner == "v2" and not current_platform.is_cpu()
+    if captures and config.max_num_seqs and config.vllm.cudagraph_capture_sizes is None:
+        most = drafts.max_draft if drafts is not None else 0
+        sizes = capture_sizes(config.max_num_seqs, most, config.max_num_batched_tokens)
+        extras["cudagraph_capture_sizes"] = sizes
     if pool is not None:
         extras["kv_transfer_config"] = _transfer(pool)
     if drafts is not None:
@@ -135,7 +136,8 @@ def _vllm_config(
     # vLLM collects garbage several times while it loads: half a second each time, without this.
     gc.freeze()
     gc.set_threshold(GC_OBJECTS)
-    scratch = scratch_blocks(drafts, shared.block_size or BLOCK_SIZE) if config.model_runner == "v1" else 0
+    paths = config.model_runner == "v1" or (drafts is not None and (drafts.max_paths or 1) > 1)
+    scratch = scratch_blocks(drafts, shared.block_size or BLOCK_SIZE) if paths else 0
     if config.model_runner == "v2" and current_platform.is_cpu():
         cpu_kernels.lift_check()
     arguments = EngineArgs(**_arguments(config, shared, described, scratch) | extras)
@@ -187,16 +189,11 @@ def _profiling_executor(executor: type[Executor], max_draft: int) -> type[Execut
     return ProfilingExecutor
 
 
-def _schedules_ahead(config: EngineConfig, drafts: DraftsConfig | None) -> bool:
-    """Whether steps begin before the last one is read. Raises `EngineError` where drafts forbid a setting."""
-    if config.async_scheduling and drafts is not None:
-        raise EngineError(
-            "engine.async_scheduling = true: drafts are made from the last step's tokens; set drafts.source "
-            "to off, or engine.async_scheduling to false"
-        )
+def _schedules_ahead(config: EngineConfig) -> bool:
+    """Whether steps begin before the last one is read. Raises `EngineError` where V1 is asked to do it."""
     if config.async_scheduling and config.model_runner == "v1":
         raise EngineError("engine.async_scheduling = true: model runner V1 takes one step at a time; use v2")
-    return config.async_scheduling
+    return bool(config.async_scheduling)
 
 
 def speculation(drafts: DraftsConfig, config: EngineConfig) -> dict[str, Any]:

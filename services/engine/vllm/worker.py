@@ -29,7 +29,7 @@ from seer.common.policy.graph_times import Graphs
 from seer.common.process.log import get_logger
 from seer.common.sleep import SleepLevel, SleepTag
 from seer.common.weights.in_place import read_plan
-from seer.services.engine.vllm import cpu_kernels
+from seer.services.engine.vllm import cpu_kernels, decode_graphs
 from seer.services.engine.vllm.cpu_sleep import CpuSleep
 from seer.services.engine.vllm.drafts import speculator
 from seer.services.engine.vllm.drafts.draft_script import DraftScript
@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
     from seer.services.dgds.client import StreamDelta
+    from seer.services.engine.vllm.drafts.device_paths import DevicePaths
     from seer.services.engine.vllm.runner_v2 import SlotSampler
 
 MEMORY_SHRANK = "Memory usage increased after sleeping."
@@ -72,15 +73,18 @@ class SeerWorker:
     sleep: Callable[[int], None]
     use_v2_model_runner: bool
     seer_sampler: RowSampler | SlotSampler
-    seer_paths: PathRows | None
+    seer_paths: PathRows | DevicePaths | None
     seer_memory: CpuSleep
     seer_blocks: FreshBlocks
     seer_base: str
 
     def seer_profile_largest_batch(self, max_draft: int) -> None:
         """Have vLLM's memory profile run our sampler instead of its own; before KV is sized."""
-        if self.use_v2_model_runner and self.model_runner.device.type == "cpu" and not HAS_TRITON:
-            cpu_kernels.register()
+        if self.use_v2_model_runner:
+            if self.model_runner.device.type == "cuda":
+                decode_graphs.install(self.model_runner)
+            elif not HAS_TRITON:
+                cpu_kernels.register()
         self.model_runner._dummy_sampler_run = LargestBatch(self.model_runner, max_draft)
 
     def seer_measure_largest_batch(self, max_draft: int) -> dict[str, float]:
@@ -107,10 +111,15 @@ class SeerWorker:
             runner: Any = self.model_runner
             self.seer_sampler = runner.sampler = runner.rejection_sampler = SlotSampler(runner)
             if max_draft:
-                runner.speculator.attach(runner, self.seer_sampler.params.__getitem__)
-                runner.drafter = runner.speculator.proposer
-                if get_tp_group().is_first_rank:
-                    runner.drafter.bind(runner.speculator, max_draft, PathSelector(0))
+                runner.drafter = runner.speculator
+                runner.speculator.attach(runner, self.seer_sampler)
+            if scratch:
+                from seer.services.engine.vllm.drafts.device_paths import DevicePaths
+
+                each = path_blocks(max_draft, runner.cache_config.block_size)
+                captures = self.seer_sampler.captures
+                self.seer_paths = self.seer_sampler.paths = DevicePaths(runner, scratch, each, captures)
+                runner.speculator.path_selector = PathSelector(len(scratch) // each)
             return
         self.seer_paths = PathRows(self.model_runner, scratch) if scratch else None
         self.seer_sampler = RowSampler(self.model_runner, self.seer_paths)
@@ -158,6 +167,8 @@ class SeerWorker:
 
     def seer_graphs(self) -> Graphs:
         """Return for which steps this rank has captured CUDA graphs."""
+        if self.use_v2_model_runner and self.model_runner.device.type == "cuda":
+            return decode_graphs.captured(self.model_runner.cudagraph_manager).for_profile()
         config = self.vllm_config.compilation_config
         mode, sizes = config.cudagraph_mode, tuple(sorted(config.cudagraph_capture_sizes or ()))
         if not mode:
@@ -170,9 +181,8 @@ class SeerWorker:
 
     def seer_set_costs(self, costs: StepCosts, max_paths: int) -> None:
         """Draft from trees from now on, as many tokens as pay with these step times."""
-        self.model_runner.drafter.path_selector.most_paths = max_paths
-        self.model_runner.drafter.budget = DraftBudget(costs, self.vllm_config.num_speculative_tokens)
-        self.model_runner.drafter.seconds = 0.0  # of what was drafted to measure
+        budget = DraftBudget(costs, self.vllm_config.num_speculative_tokens)
+        self.model_runner.drafter.set_budget(budget, max_paths)
 
     def seer_take_acceptance(self, groups: list[str]) -> tuple[float, dict[str, tuple[list[int], list[int]]]]:
         """Return this rank's seconds spent on drafts so far, and `GroupProposer.take_acceptance` of each.

@@ -10,6 +10,8 @@ Invariants (tests/unit/test_draft_control.py asserts them):
 
 from __future__ import annotations
 
+import random
+from collections import Counter
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from pathlib import Path
@@ -17,6 +19,7 @@ from typing import Any
 
 from seer.common.config import DraftsConfig
 from seer.common.policy.draft_costs import StepCosts
+from seer.common.policy.draft_length import DraftLength
 from seer.common.policy.draft_paths import most_paths
 from seer.common.policy.draft_switch import DraftSwitch
 from seer.common.policy.profile_check import ProfileCheck
@@ -31,6 +34,9 @@ Rpc = Callable[..., list[Any]]
 MAX_QUEUED = 256
 """Changes of trees that wait for a step."""
 
+CHOICE_STEPS = 8
+"""Steps for which a length of all drafts holds: to choose one takes 50 us."""
+
 GOOD_DRAFT = 0.7
 """Drafts are tried first where a token a request pays if it is right this often; measured drafts are 0.5 to
 0.8 right."""
@@ -40,10 +46,16 @@ class Drafting:
     """`rpc(method, **arguments)` calls every rank's `SeerWorker`; counters are totals.
 
     `send` is `rpc` that returns a future at once. vLLM's queues take few of them: only one at a time is open.
+    Where steps are scheduled ahead, `draft_next` is told before each how many tokens all draft after it.
     """
 
     def __init__(
-        self, rpc: Rpc, send: Callable[..., Future[Any]], config: DraftsConfig, vocab_size: int
+        self,
+        rpc: Rpc,
+        send: Callable[..., Future[Any]],
+        config: DraftsConfig,
+        vocab_size: int,
+        draft_next: Callable[[int], None] | None = None,
     ) -> None:
         self._rpc = rpc
         self._send = send
@@ -57,6 +69,12 @@ class Drafting:
         self._profile: tuple[ProfileCheck, Path] | None = None  # and where it is kept
         self._drafted_before = 0  # `drafted` when the last step ended
         self._on = True
+        self._draft_next = draft_next
+        self._length: DraftLength | None = None  # None: any length at random
+        self._chosen = self._chosen_for = self._chosen_steps = 0
+        self._learnt: Counter[tuple[int, int]] = (
+            Counter()
+        )  # drafts of a step, by tokens and how many were right
         self.verifications = self.drafted = self.accepted = 0
         self.seconds = 0.0
 
@@ -78,8 +96,10 @@ class Drafting:
                 f"a second path adds {costs.sibling:.2g} s to a step of {costs.seconds(1, 0):.2g} s"
             )
         self._rpc("seer_set_costs", costs=costs, max_paths=most)
+        self._length = DraftLength(costs, self._config.max_draft)
         self._switch = DraftSwitch(
-            lambda requests: costs.seconds(requests, 1) < (1 + GOOD_DRAFT) * costs.seconds(requests, 0)
+            lambda requests: costs.seconds(requests, 1) < (1 + GOOD_DRAFT) * costs.seconds(requests, 0),
+            ahead=self._draft_next is not None,
         )
         self.clear()
 
@@ -88,19 +108,41 @@ class Drafting:
         self._switch, self._on = None, True
         self._queue("seer_switch_drafts", on=True)
 
-    def begin_step(self, requests: int, tokens: Callable[[], float]) -> None:
-        """Decide whether the next step drafts, and send what is queued; see `DraftSwitch.begin`."""
+    def begin_step(
+        self, requests: int, tokens: Callable[[], float], context: Callable[[], float] = float
+    ) -> None:
+        """Decide what the next step drafts, and send what is queued; see `DraftSwitch.begin`.
+
+        `context()`: tokens of these requests on average, if they count.
+        """
         if self._switch is not None and requests:
             on = self._switch.begin(requests, tokens)
             if on != self._on:
                 self._on = on
-                self._queue("seer_switch_drafts", on=on)
+                if self._draft_next is None:
+                    self._queue("seer_switch_drafts", on=on)
+        if self._draft_next is not None:
+            self._draft_next(self._choose(requests, context) if self._on else 0)
         self.flush()
+
+    def _choose(self, requests: int, context: Callable[[], float]) -> int:
+        """Return the length of all drafts; it is chosen anew every few steps, and as requests come or go."""
+        if self._length is None:
+            return random.randint(0, self._config.max_draft)  # noqa: S311 - any will do
+        self._chosen_steps -= 1
+        if self._chosen_steps < 0 or not 0.8 <= (requests + 1) / (self._chosen_for + 1) <= 1.25:
+            self._chosen = self._length.choose(requests, context())
+            self._chosen_for, self._chosen_steps = requests, CHOICE_STEPS
+        return self._chosen
 
     def end_step(self, tokens: int, seconds: float, *, usual: bool) -> None:
         """Count what a step brought; see `DraftSwitch.end`."""
         if self._switch is not None:
             self._switch.end(tokens, seconds, usual=usual)
+        if self._length is not None:
+            for (drafted, accepted), times in self._learnt.items():
+                self._length.learn(drafted, accepted, times)
+        self._learnt.clear()
 
     def check_profile(self, requests: int, context: Callable[[], float], seconds: float) -> None:
         """Compare a step in which all requests only decoded with the profile; give it up once it is off.
@@ -133,7 +175,7 @@ class Drafting:
         Called when chunks end: it is a call to every rank. The time that drafting took comes with it.
         """
         asked = self._verified.intersection(names)
-        if not asked:
+        if not asked or self._draft_next is not None:  # ahead, ranks choose nothing, and are not waited for
             return {}
         self._verified -= asked
         answers = self._rpc("seer_take_acceptance", groups=sorted(asked))
@@ -199,6 +241,8 @@ class Drafting:
         """Count a step of one chunk: `sampled` tokens, after `drafted` of its tree's were verified."""
         self.verifications += 1
         if drafted:
+            accepted = min(sampled - 1, drafted)
             self.drafted += drafted
-            self.accepted += min(sampled - 1, drafted)
+            self.accepted += accepted
+            self._learnt[drafted, accepted] += 1
             self._verified.add(name)

@@ -8,7 +8,7 @@ Invariants (tests/unit/test_draft_path_selector.py asserts them):
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -40,7 +40,7 @@ class PathSelector:
         self._max_extra = max_extra
         self._barren = self._rested = 0
         self._trees: list[_Tree] = []
-        self._firsts: dict[str, list[int]] = {}
+        self._firsts: dict[Hashable, list[int]] = {}
 
     def wanted(self, batch: int) -> bool:
         """Whether to draft trees for a step of `batch` requests; call it once a step, after `accepted`."""
@@ -70,7 +70,7 @@ class PathSelector:
 
     def flatten(
         self,
-        ids: Sequence[str],
+        ids: Sequence[Hashable],
         budget: DraftBudget,
         choice: Choice,
         most: Ints,
@@ -90,7 +90,12 @@ class PathSelector:
             drafts.append(join([first, *([tree.tokens[i] for i in path] for path in others)]))
         return drafts
 
-    def accepted(self, requests: Sequence[str], sampled: Sequence[Sequence[int]]) -> Ints:
+    @property
+    def has_others(self) -> bool:
+        """Whether the last drafts have more than their first paths."""
+        return bool(self._firsts)
+
+    def accepted(self, requests: Sequence[Hashable], sampled: Sequence[Sequence[int]]) -> Ints:
         """Return how many tokens of each request's first path its last step accepted: int32 [requests].
 
         `sampled` are the tokens of that step; -1 where there are none.

@@ -70,7 +70,6 @@ class GroupProposer:
         rows = runner.max_num_reqs
         self._rows = np.arange(rows, dtype=np.int32)
         self._prompts = np.zeros(rows, np.int32)
-        self._prompts_at = np.zeros(rows, np.int32)  # the same by where the tokens are
         self._ends = np.zeros(rows, np.int32)  # a draft ends before: the last token is sampled
         self._appended = np.zeros(rows, np.int32)
         self._indexes = np.zeros(rows, np.int64)
@@ -125,6 +124,11 @@ class GroupProposer:
         """Whether drafts are made: it is switched on, or a script says what to draft."""
         return self._on or self.script is not None
 
+    def set_budget(self, budget: DraftBudget, max_paths: int) -> None:
+        """Draft from trees from now on, as many tokens as this budget chooses, on so many paths at most."""
+        self.budget, self.seconds = budget, 0.0  # without what was drafted to measure
+        self.path_selector.most_paths = max_paths
+
     def switch(self, on: bool) -> None:
         """Make drafts from the next step on, or make none."""
         self._on = on
@@ -150,19 +154,13 @@ class GroupProposer:
         num_tokens_no_spec: npt.NDArray[np.int32],
         token_ids_cpu: npt.NDArray[np.int32],
         slot_mappings: object = None,
-        *,
-        rows: npt.NDArray[np.int32] | None = None,
     ) -> list[list[int]]:
-        """Return a draft per row, empty for rows of unfinished prefills, which sampled nothing.
-
-        `rows`: where the length and the tokens of each are in the arrays given; None: in its own row.
-        """
+        """Return a draft per row, empty for rows of unfinished prefills, which sampled nothing."""
         if self._runner is None or not self.drafts:  # not the rank that drafts, or vLLM padded a draft
             return [[] for _ in sampled_token_ids]
         begun = perf_counter()
         try:
-            rows = self._rows[: len(sampled_token_ids)] if rows is None else rows
-            return self._propose(sampled_token_ids, num_tokens_no_spec, token_ids_cpu, rows)
+            return self._propose(sampled_token_ids, num_tokens_no_spec, token_ids_cpu)
         except ValueError:  # from an append: the next step appends every row's whole output again
             self._ids, self._choice = [], None
             self.counters["refused"] += 1
@@ -175,9 +173,9 @@ class GroupProposer:
         sampled: list[list[int]],
         all_lengths: npt.NDArray[np.int32],
         tokens: npt.NDArray[np.int32],
-        rows: npt.NDArray[np.int32],
     ) -> list[list[int]]:
-        runner, n, lengths = self._runner, len(sampled), all_lengths[rows]
+        runner, n = self._runner, len(sampled)
+        lengths = all_lengths[:n]
         assert runner is not None  # noqa: S101 - asked before
         ids = runner.input_batch.req_ids
         if self._choice is not None:
@@ -200,9 +198,8 @@ class GroupProposer:
         if self.budget is not None:
             self.budget.context = int(lengths.sum()) / max(n, 1)  # mean() takes 20 us more
         forked = self.budget is not None and self.path_selector.wanted(n)
-        self._prompts_at[rows] = self._prompts[:n]
         _native.draft_batch(
-            self._of_row, indexes, rows, tokens, self._prompts_at, all_lengths, self._appended[:n],
+            self._of_row, indexes, self._rows[:n], tokens, self._prompts, all_lengths, self._appended[:n],
             most, self._drafts[:n], self._counts[:n], self._parents[:n], self._scores[:n],
             top_k=self.path_selector.most_paths if forked else 1, common=self._common, common_ids=names,
         )  # fmt: skip

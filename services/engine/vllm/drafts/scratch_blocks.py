@@ -69,7 +69,6 @@ def _obstacle(core: EngineCore) -> str:
         "context parallelism": parallel.decode_context_parallel_size > 1
         or parallel.prefill_context_parallel_size > 1,
         "data parallelism": parallel.data_parallel_size > 1,
-        "asynchronous scheduling": config.scheduler_config.async_scheduling,
         "KV that is not of full attention alone": len(groups) != 1
         or not isinstance(groups[0].kv_cache_spec, FullAttentionSpec),
         "M-RoPE": config.model_config.uses_mrope,

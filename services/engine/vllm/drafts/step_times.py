@@ -22,6 +22,7 @@ import platform
 import statistics
 import time
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -160,6 +161,7 @@ def _key(core: CoreHandle, batches: list[int], max_draft: int, paths: bool, grap
     facts: list[Any] = [
         (Path(core.vllm_config.model_config.model) / "config.json").read_text(),
         core.versions,
+        core.vllm_config.use_v2_model_runner,
         _device(),
         len(os.sched_getaffinity(0)),
         core.capacity.block_size,
@@ -189,10 +191,12 @@ def _device() -> str:
 def _measure(
     probe: Probe, batches: list[int], length: int, max_draft: int, paths: bool, graphs: Graphs
 ) -> StepCosts:
-    drafts = [0, *(2**power for power in range(max_draft.bit_length()) if 2**power <= max_draft)]
-    grid_drafts = drafts if graphs == Graphs() else [0]
+    drafts = [0, *(2**power for power in range(max_draft.bit_length()) if 2**power < max_draft), max_draft]
+    # Ahead, all requests draft as many: a step is one of the grid's.
+    by_size = graphs != Graphs() and not probe.core.ahead
+    grid_drafts = [0] if by_size else drafts
     try:
-        times = _graph_times(probe, batches, length, max_draft, graphs) if graphs != Graphs() else None
+        times = _graph_times(probe, batches, length, max_draft, graphs) if by_size else None
         passes = [
             [_line(probe, batch, [batch * each for each in grid_drafts], length) for batch in batches]
             for _ in range(PASSES)
@@ -270,17 +274,21 @@ def _line(probe: Probe, batch: int, drafts: list[int], length: int, context: int
         _prefill(probe, chunks[:2])
     for drafted in drafts:
         count, longer = divmod(drafted, batch)
-        probe.script_drafts(DraftScript(kind="random", vocab=vocab, count=count, longer=longer))
+        if probe.core.ahead:
+            probe.core.draft_next(count)
+        else:
+            probe.script_drafts(DraftScript(kind="random", vocab=vocab, count=count, longer=longer))
         for chunk in chunks:
             probe.backend.add(chunk)
-        seconds = []
+        ends = []
         for _ in range(WARM + TIMED):
-            begun = time.perf_counter()
             probe.backend.step()
-            seconds.append(time.perf_counter() - begun)
+            ends.append(time.perf_counter())
         for chunk in chunks:
             probe.backend.drop(chunk.request_id, chunk.attempt)
-        times.append(min(seconds[WARM:]))
+        seconds = [end - begin for begin, end in pairwise(ends[WARM - 1 :])]
+        # Ahead, a call waits for another step's end: one may be shorter than any step is.
+        times.append(statistics.median(seconds) if probe.core.ahead else min(seconds))
     return tuple(times)
 
 

@@ -1,9 +1,7 @@
-"""What our sampler needs of a batch, whichever of vLLM's model runners runs it.
+"""What our sampler needs of a batch, if the host knows how many tokens its requests have, and which drafts.
 
-A runner says which requests its rows are, how many tokens stand before each token to sample, and what the
-host knows of their histories. `runner_v1` and `runner_v2` read that from vLLM.
-
-Invariant: a runner that schedules ahead says it without any token that the device has not returned yet.
+So it is with `runner_v1`, which says which requests its rows are, how many tokens stand before each token to
+sample, and what their histories are. `slot_rows` is for `runner_v2`.
 """
 
 from __future__ import annotations
@@ -25,11 +23,11 @@ REJECTED = -1
 class Batch:
     """The requests of a batch in row order, until one comes or goes.
 
-    `slots` are their rows of the history, 0, 1, ... by default. `captures`: rows whose logits are kept.
+    `captures`: rows whose logits are kept.
     """
 
-    def __init__(self, extras: Sequence[ExtraArgs], slots: Sequence[int] | None = None) -> None:
-        self._table = SamplingTable([extra.sampling for extra in extras], slots)
+    def __init__(self, extras: Sequence[ExtraArgs]) -> None:
+        self._table = SamplingTable([extra.sampling for extra in extras])
         self.captures = [row for row, extra in enumerate(extras) if extra.capture]
         self._faults = [
             (row, e.fault_position) for row, e in enumerate(extras) if e.fault_position is not None

@@ -6,8 +6,7 @@ Invariants:
 - the native kernel (CPU), the Triton kernels (GPU) and the torch implementation (elsewhere) choose
   the same tokens, bit for bit, as specified in `torch_sampler`;
 - logits are never modified;
-- a `StepSampler` waits for the device once a step, when it reads tokens and logprobs in one copy; a
-  `DeviceSampler` never waits.
+- a `StepSampler` waits for the device once a step, when it reads tokens and logprobs in one copy.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ import torch
 
 from seer.common.errors import EngineError
 from seer.services.engine.vllm.sampling import torch_sampler
-from seer.services.engine.vllm.sampling.device_histories import Histories, RunnerHistories
+from seer.services.engine.vllm.sampling.device_histories import Histories
 from seer.services.engine.vllm.sampling.rows import RECORD, RowParams
 
 OnHost = tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]]
@@ -78,24 +77,6 @@ class StepSampler:
         done.synchronize()
         tokens, logprobs = self._triton.unpacked(host, len(logits))
         return tokens.numpy(), logprobs.numpy()
-
-
-class DeviceSampler:
-    """Samples steps whose results stay on the device: the next step may begin before the host reads them.
-
-    Rows have no drafts. `histories` are those that the model runner itself keeps on the device.
-    """
-
-    def __init__(self, device: torch.device, histories: RunnerHistories) -> None:
-        self._triton = _triton_sampler() if device.type == "cuda" else None
-        self._histories = histories
-
-    def __call__(self, logits: torch.Tensor, params: RowParams) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return tokens int32 [rows] and logprobs float32 [rows]: `sample_rows` with `check=False`."""
-        if self._triton is None:
-            return sample_rows(logits, self._histories.on_cpu(params), check=False)
-        drawn: tuple[torch.Tensor, torch.Tensor] = self._triton.sample(logits, params, self._histories)
-        return drawn
 
 
 @functools.cache

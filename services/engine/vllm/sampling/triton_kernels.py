@@ -63,10 +63,12 @@ _PROMPT_LEN, _MIN_TOKENS = (_at(n) for n in ("prompt_len", "min_tokens"))
 _STOP_START, _STOP_LEN = (_at(n) for n in ("stop_start", "stop_len"))
 _BIAS_START, _BIAS_LEN = (_at(n) for n in ("bias_start", "bias_len"))
 _EXTRA_START, _EXTRA_LEN = (_at(n) for n in ("extra_start", "extra_len"))
+_EXTRA_WORD = tl.constexpr(_EXTRA_START.value // 2)  # both
 PLACES = {name: RECORD_WORDS + i for i, name in enumerate(EXTRA_WORDS)}
 _ARRIVED, _MARK, _BIAS, _HISTORY, _TOP, _KEEP = (tl.constexpr(place) for place in list(PLACES.values())[:6])
 _HIGH, _SHIFT, _NEEDED, _REST = (tl.constexpr(place) for place in list(PLACES.values())[6:])
 WORDS = tl.constexpr(RECORD_WORDS + len(EXTRA_WORDS))
+_LANES = tl.constexpr(triton.next_power_of_2(WORDS.value))
 _LOG_POLY, _EXP_POLY = tl.constexpr(torch_sampler.LOG_POLY), tl.constexpr(torch_sampler.EXP_POLY)
 _SQRT_HALF_BITS = tl.constexpr(torch_sampler.SQRT_HALF_BITS)
 _LN2_HIGH, _LN2_LOW = tl.constexpr(torch_sampler.LN2_HIGH), tl.constexpr(torch_sampler.LN2_LOW)
@@ -213,9 +215,49 @@ def append_kernel(runs, lists, histories, tokens_at, chunks):
     tl.store(histories + to + index, token, mask=index < length)
 
 
-@triton.jit(do_not_specialize=["stops_at", "bias_at", "values_at", "extra_at", "chunks"])
+@triton.jit
+def rows_kernel(table, faults, slots, places, indices, positions, edits, words, edited: tl.constexpr):
+    """Write the words of one row: its slot's, with its position and drafts, and its rows of the edits."""
+    row = tl.program_id(0)
+    slot = tl.load(slots + row).to(tl.int64)
+    place, index = tl.load(places + row).to(tl.int64), tl.load(indices + row).to(tl.int64)
+    position = tl.load(positions + index).to(tl.int64) + 1
+    word = tl.arange(0, _LANES)
+    value = tl.load(table + slot * WORDS + word, mask=word < WORDS, other=0)
+    wrong = tl.load(faults + slot) == position
+    value = tl.where((word == _KEY) & wrong, value ^ 1, value)
+    value = tl.where(word == _POSITION, position, value)
+    value = tl.where(word == _EXTRA_WORD, (place << 32) | (index - place + 1), value)
+    if edited:
+        value = tl.where(word == _MARK, tl.load(edits + 2 * row), value)
+        value = tl.where(word == _BIAS, tl.load(edits + 2 * row + 1), value)
+    tl.store(words + row.to(tl.int64) * WORDS + word, value, mask=word < WORDS)
+
+
+@triton.jit(do_not_specialize=["width"])
+def accept_kernel(
+    tokens, logprobs, starts, indices, inputs, sampled, values, gained, width, lanes: tl.constexpr
+):  # fmt: skip
+    """Spread a request's samples over its row of the outputs; -1 after the first rejected draft."""
+    request = tl.program_id(0)
+    first = tl.load(starts + request)
+    drafts = tl.load(starts + request + 1) - first - 1
+    place = tl.arange(0, lanes)
+    inside = place <= drafts
+    token = tl.maximum(tl.load(tokens + first + place, mask=inside, other=0), 0)
+    logprob = tl.load(logprobs + first + place, mask=inside, other=0.0)
+    index = tl.load(indices + first + place + 1, mask=place < drafts, other=0)
+    draft = tl.load(inputs + index, mask=place < drafts, other=-1)
+    wrong = tl.min(tl.where((place < drafts) & (token == draft), lanes, place), 0)
+    at = request.to(tl.int64) * width + place
+    tl.store(sampled + at, tl.where(place <= wrong, token, -1).to(tl.int64), mask=place < width)
+    tl.store(values + at, logprob, mask=place < width)
+    tl.store(gained + request, wrong + 1)
+
+
+@triton.jit(do_not_specialize=["stops_at", "bias_at", "values_at", "chunks"])
 def mark_kernel(
-    words, edited, lists, histories, marks, biases, vocab, stops_at, bias_at, values_at, extra_at, chunks
+    words, edited, lists, extras, histories, marks, biases, vocab, stops_at, bias_at, values_at, chunks
 ):  # fmt: skip
     """Scatter one chunk of a row's history, stop ids and biases over the vocabulary.
 
@@ -233,7 +275,7 @@ def mark_kernel(
         extra_len = _integer(words, _EXTRA_LEN)
         known = position - extra_len
         _count(marks, vocab, histories + history, index, known, index >= prompt_len)
-        extra = lists + extra_at + _integer(words, _EXTRA_START)
+        extra = extras + _integer(words, _EXTRA_START)
         _count(marks, vocab, extra, index, extra_len, known + index >= prompt_len)
     if position - prompt_len < _integer(words, _MIN_TOKENS):
         stops = lists + stops_at + _integer(words, _STOP_START)

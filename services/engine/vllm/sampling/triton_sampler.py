@@ -16,7 +16,7 @@ import numpy.typing as npt
 import torch
 import triton
 
-from seer.services.engine.vllm.sampling.device_histories import Histories, RunnerHistories
+from seer.services.engine.vllm.sampling.device_histories import Histories
 from seer.services.engine.vllm.sampling.kept_histories import NOTHING, Runs
 from seer.services.engine.vllm.sampling.rows import RowParams
 from seer.services.engine.vllm.sampling.triton_kernels import (
@@ -48,13 +48,19 @@ _CUT_PROGRAMS = 2048
 """Programs of a cut, if the rows have so many blocks: more would pay for starting, fewer leave units idle."""
 
 
-_EXTRA = np.array(list(EXTRA_WORDS.values()), np.int64)
+EXTRA = np.array(list(EXTRA_WORDS.values()), np.int64)
 
 Drawn = tuple[torch.Tensor, torch.Tensor]
 """Tokens int32 [rows] and logprobs float32 [rows]."""
 
+Kinds = npt.NDArray[np.bool_] | tuple[npt.NDArray[np.bool_], ...]
+"""Which rows are of each of some kinds: bool [kinds, rows]."""
 
-class _Buffer:
+Lists = tuple[torch.Tensor, int, int, int]
+"""Memory as int32, and where in it stop ids, ids of biases and values of biases begin."""
+
+
+class Buffer:
     """Arrays for the device, laid out for one copy: its offsets are aligned as its beginning is."""
 
     def __init__(self) -> None:
@@ -82,7 +88,7 @@ class _Buffer:
 class _New:
     """New tokens of the histories, on their way to their places."""
 
-    def __init__(self, runs: Runs, buffer: _Buffer) -> None:
+    def __init__(self, runs: Runs, buffer: Buffer) -> None:
         self._count = len(runs.where)
         if self._count:
             self._chunks = triton.cdiv(int(runs.where[:, 2].max()), BLOCK.value)
@@ -100,59 +106,63 @@ def _places(chosen: npt.NDArray[np.bool_]) -> npt.NDArray[np.int64]:
     return np.where(chosen, np.cumsum(chosen) - 1, -1)
 
 
-class _Edits:
-    """The penalties, stop ids and biases of a slab's rows, on their way to the vocabulary."""
+class Edits:
+    """The rows of a slab with penalties, stop ids or biases; false if there are none.
 
-    def __init__(
-        self, params: RowParams, starts: npt.NDArray[np.int64], words: npt.NDArray[np.int64], buffer: _Buffer
-    ) -> None:
-        records, penalised = params.records, params.penalised
-        due = records["position"] - records["prompt_len"] < records["min_tokens"]
-        marked, biased = penalised | due & (records["stop_len"] > 0), records["bias_len"] > 0
+    `marks` and `biases` int64 [rows] are their rows of what is edited, or -1.
+    """
+
+    def __init__(self, marked: npt.NDArray[np.bool_], biased: npt.NDArray[np.bool_], buffer: Buffer) -> None:
         edited = marked | biased
         self._marked, self._biased, self._edited = (int(flags.sum()) for flags in (marked, biased, edited))
-        if not self._edited:
-            return
-        words[:, PLACES["mark"]], words[:, PLACES["bias"]] = _places(marked), _places(biased)
-        words[:, PLACES["history"]] = starts
-        self._rows = buffer.add(np.flatnonzero(edited))
-        flat = (params.stop_ids, params.bias_ids, params.bias_values, params.extra)
-        self._flat = [buffer.add(array) // 4 for array in flat]
-        lengths = (records["position"], records["stop_len"], records["bias_len"])
-        self._chunks = max(1, triton.cdiv(max(int(length[edited].max()) for length in lengths), BLOCK.value))
+        if self._edited:
+            self.marks, self.biases = _places(marked), _places(biased)
+            self._rows = buffer.add(np.flatnonzero(edited))
+
+    def __bool__(self) -> bool:
+        return self._edited > 0
 
     def on(
-        self, sent: torch.Tensor, histories: torch.Tensor, vocab: int
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return what they do to each token: marks int32 [rows * vocab], biases float32 [rows * vocab]."""
+        self, sent: torch.Tensor, words: torch.Tensor, lists: Lists, extra: torch.Tensor,
+        histories: torch.Tensor, vocab: int, chunks: int,
+    ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+        """Return what they do to each token: marks int32 [rows * vocab], biases float32 [rows * vocab].
+
+        `extra` int32 are the drafts that the rows' words speak of. The history, the stop ids and the biases
+        of a row have at most `chunks` blocks.
+        """
         if not self._edited:
-            return sent.view(torch.int32), sent.view(torch.float32)  # not read
+            return words.view(torch.int32), words.view(torch.float32)  # not read
         marks = torch.zeros(self._marked * vocab, dtype=torch.int32, device=sent.device)
         biases = torch.zeros(self._biased * vocab, dtype=torch.float32, device=sent.device)
+        flat, *flat_at = lists
         arguments = (
-            sent.view(torch.int64), sent[self._rows :].view(torch.int64), sent.view(torch.int32), histories,
-            marks, biases, vocab, *self._flat, self._chunks,
+            words, sent[self._rows :].view(torch.int64), flat, extra, histories, marks, biases, vocab,
+            *flat_at, chunks,
         )  # fmt: skip
-        launch(mark_kernel, self._edited * self._chunks, arguments)
+        launch(mark_kernel, self._edited * chunks, arguments)
         return marks, biases
 
 
-class _Cuts:
-    """The rows of a slab that are cut, and where."""
+def cut_kinds(records: npt.NDArray[np.void], vocab: int) -> tuple[npt.NDArray[np.bool_], ...]:
+    """Return which rows are cut at all, which by top-k, and which by top-p: bool [rows] each."""
+    # The largest logit survives every cut: greedy rows need one for processed logprobs alone.
+    drawn = (records["temperature"] > 0) | (records["logprobs"] == 2)
+    top_k = drawn & (records["top_k"] > 0) & (records["top_k"] < vocab)
+    top_p = drawn & (records["top_p"] < 1.0)
+    return top_k | top_p | drawn & (records["log_min_p"] > -1e30), top_k, top_p
 
-    def __init__(self, params: RowParams, vocab: int, buffer: _Buffer) -> None:
-        self._vocab, records = vocab, params.records
+
+class Cuts:
+    """The rows of a slab that are cut, and where; `kinds` as of `cut_kinds`, or empty if there are none."""
+
+    def __init__(self, kinds: Kinds, vocab: int, buffer: Buffer) -> None:
+        self._vocab = vocab
         self._cut = self._top_k = self._top_p = (0, 0)
-        if not params.truncated:
-            return
-        # The largest logit survives every cut: greedy rows need one for processed logprobs alone.
-        drawn = (records["temperature"] > 0) | (records["logprobs"] == 2)
-        top_k = drawn & (records["top_k"] > 0) & (records["top_k"] < vocab)
-        top_p = drawn & (records["top_p"] < 1.0)
-        cut = top_k | top_p | drawn & (records["log_min_p"] > -1e30)
-        self._cut, self._top_k, self._top_p = (
-            (buffer.add(np.flatnonzero(rows)), int(rows.sum())) for rows in (cut, top_k, top_p)
-        )
+        if len(kinds) and kinds[0].any():
+            self._cut, self._top_k, self._top_p = (
+                (buffer.add(np.flatnonzero(rows)), int(rows.sum())) for rows in kinds
+            )
 
     def on(self, sent: torch.Tensor, row_arguments: tuple[Any, ...]) -> None:
         """Find the last values kept."""
@@ -179,19 +189,45 @@ class _Cuts:
                     launch(cut_kernel, programs, (*row_arguments, cut, each, histograms), weighed, level == 0)
 
 
+def draw_rows(
+    logits: torch.Tensor, words: torch.Tensor, edits: tuple[torch.Tensor, torch.Tensor], cuts: Cuts,
+    sent: torch.Tensor, drawn: Drawn,
+) -> None:  # fmt: skip
+    """Launch the kernels from the cuts on. They change `words`, int64 [rows * WORDS]: it serves once."""
+    rows, vocab = logits.shape
+    parts = triton.cdiv(vocab, BLOCK.value)
+    slots = triton.next_power_of_2(parts)
+    row_arguments = (logits, logits.stride(0), vocab, words, *edits)
+    cuts.on(sent, row_arguments)
+    found = torch.empty(rows * 2 * slots, dtype=torch.int64, device=logits.device)
+    launch(draw_kernel, rows * parts, (*row_arguments, found, *drawn), slots)
+
+
 class Slab:
     """The rows of one launch: what the host sends for them, and the kernels that read it."""
 
     def __init__(self, params: RowParams, vocab: int, starts: npt.NDArray[np.int64], runs: Runs) -> None:
         """Prepare what is sent: parameters, where each row's history begins, and tokens that are new."""
-        words = np.empty((len(params.records), WORDS.value), np.int64)
-        words[:, :RECORD_WORDS] = params.records.view(np.int64).reshape(len(words), -1)
-        words[:, RECORD_WORDS:] = _EXTRA
-        self._buffer = _Buffer()
-        self._buffer.add(words)
-        self._new = _New(runs, self._buffer)
-        self._edits = _Edits(params, starts, words, self._buffer)
-        self._cuts = _Cuts(params, vocab, self._buffer)
+        records = params.records
+        words = np.empty((len(records), WORDS.value), np.int64)
+        words[:, :RECORD_WORDS] = records.view(np.int64).reshape(len(words), -1)
+        words[:, RECORD_WORDS:] = EXTRA
+        self._buffer = buffer = Buffer()
+        buffer.add(words)
+        self._new = _New(runs, buffer)
+        due = records["position"] - records["prompt_len"] < records["min_tokens"]
+        marked, biased = params.penalised | due & (records["stop_len"] > 0), records["bias_len"] > 0
+        self._edits = Edits(marked, biased, buffer)
+        self._chunks, self._flat = 1, [0] * 4
+        if self._edits:
+            words[:, PLACES["mark"]], words[:, PLACES["bias"]] = self._edits.marks, self._edits.biases
+            words[:, PLACES["history"]] = starts
+            flat = (params.stop_ids, params.bias_ids, params.bias_values, params.extra)
+            self._flat = [buffer.add(array) // 4 for array in flat]
+            lengths = (records["position"], records["stop_len"], records["bias_len"])
+            longest = max(int(length[marked | biased].max()) for length in lengths)
+            self._chunks = max(1, triton.cdiv(longest, BLOCK.value))
+        self._cuts = Cuts(cut_kinds(records, vocab) if params.truncated else (), vocab, buffer)
 
     def send(self, device: torch.device) -> torch.Tensor:
         """Return what the kernels read, on its way to the device: uint8 [bytes]."""
@@ -199,27 +235,34 @@ class Slab:
 
     def run(self, logits: torch.Tensor, sent: torch.Tensor, histories: torch.Tensor, drawn: Drawn) -> None:
         """Launch the kernels. They change `sent`: it serves once."""
-        rows, vocab = logits.shape
-        parts = triton.cdiv(vocab, BLOCK.value)
-        slots = triton.next_power_of_2(parts)
         self._new.on(sent, histories)
-        edits = self._edits.on(sent, histories, vocab)
-        row_arguments = (logits, logits.stride(0), vocab, sent.view(torch.int64), *edits)
-        self._cuts.on(sent, row_arguments)
-        found = torch.empty(rows * 2 * slots, dtype=torch.int64, device=logits.device)
-        launch(draw_kernel, rows * parts, (*row_arguments, found, *drawn), slots)
+        words, flat = sent.view(torch.int64), sent.view(torch.int32)
+        lists, extra = (flat, *self._flat[:3]), flat[self._flat[3] :]
+        edits = self._edits.on(sent, words, lists, extra, histories, logits.shape[1], self._chunks)
+        draw_rows(logits, words, edits, self._cuts, sent, drawn)
 
 
-def _slab_rows(params: RowParams, vocab: int) -> int:
-    records = params.records
-    if not (params.penalised | (records["stop_len"] > 0) | (records["bias_len"] > 0)).any():
+def slab_rows(edited: bool, vocab: int) -> int:
+    """Return the most rows of one launch, if none of them is edited or some are."""
+    if not edited:
         return _SLAB_ROWS
     return min(_SLAB_ROWS, max(1, _SLAB_EDITED // vocab // _ALIGNED_ROWS) * _ALIGNED_ROWS)
 
 
-def sample(
-    logits: torch.Tensor, params: RowParams, histories: Histories | RunnerHistories | None = None
-) -> Drawn:
+def readable(logits: torch.Tensor) -> torch.Tensor:
+    """Return logits that the kernels can read: floats of 16 or 32 bits, those of a row side by side."""
+    if logits.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        logits = logits.float()
+    return logits if logits.stride(1) == 1 else logits.contiguous()
+
+
+def empty_drawn(rows: int, device: torch.device) -> torch.Tensor:
+    """Return memory for what is drawn; `unpacked` takes it apart."""
+    aligned = -(-rows // _ALIGNED_ROWS) * _ALIGNED_ROWS
+    return torch.empty(2, aligned, dtype=torch.int32, device=device)
+
+
+def sample(logits: torch.Tensor, params: RowParams, histories: Histories | None = None) -> Drawn:
     """Return the tokens and logprobs of logits [rows, vocab].
 
     Floats of 16 bits are read as they are. Reads nothing back from the device. Rows that cannot be
@@ -234,21 +277,19 @@ def unpacked(drawn: torch.Tensor, rows: int) -> Drawn:
 
 
 def sample_packed(
-    logits: torch.Tensor, params: RowParams, histories: Histories | RunnerHistories | None = None
+    logits: torch.Tensor, params: RowParams, histories: Histories | None = None
 ) -> torch.Tensor:
     """Return what `sample` does as one int32 tensor, for one copy; `unpacked` takes it apart."""
-    if logits.dtype not in (torch.float32, torch.bfloat16, torch.float16):
-        logits = logits.float()
-    if logits.stride(1) != 1:
-        logits = logits.contiguous()
+    logits = readable(logits)
     rows, vocab = logits.shape
-    aligned = -(-rows // _ALIGNED_ROWS) * _ALIGNED_ROWS
-    drawn = torch.empty(2, aligned, dtype=torch.int32, device=logits.device)
+    drawn = empty_drawn(rows, logits.device)
     tokens, logprobs = unpacked(drawn, rows)
     histories = histories or Histories()
     try:
         starts, runs = histories.kept.step(params)
-        kept, step = histories.on(logits.device).view(-1), _slab_rows(params, vocab)
+        records = params.records
+        edited = (params.penalised | (records["stop_len"] > 0) | (records["bias_len"] > 0)).any()
+        kept, step = histories.on(logits.device).view(-1), slab_rows(bool(edited), vocab)
         for start in range(0, rows, step):
             part = slice(start, start + step)
             one = params if rows <= step else params.part(start, start + step)

@@ -1,0 +1,211 @@
+"""Several draft paths in steps that are scheduled ahead: whatever shape drafts have, no token changes.
+
+Invariants:
+- tokens, logprobs and ends are those without drafts, though only the device knows where a path begins;
+- no draft takes a KV block that its chunk has not reserved, and all are free when all have ended;
+- a response's KV is its own, whichever path won: what follows on it in the prefix cache is the same.
+"""
+
+import importlib.util
+import os
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from ahead import scheduling_ahead
+from engine_cases import check_only_the_spoilt_fail, chunk, one_go, run
+from ways import BLOCKS, CASES, WAYS, Results, prompt
+
+if importlib.util.find_spec("vllm") is None:
+    pytest.skip("needs the engine extra", allow_module_level=True)
+
+from seer.common.config import DraftsConfig, EngineConfig, SharedConfig
+from seer.common.policy.draft_paths import Entries
+from seer.common.types import SamplingParams
+from seer.services.engine.vllm.backend import VllmBackend
+from seer.services.engine.vllm.drafts.draft_script import DraftScript
+
+pytestmark = pytest.mark.vllm
+
+MODEL = Path(__file__).parents[2] / "examples" / "countdown" / "model"
+VOCAB = 60
+SHAPES = [0, 1, 5, 11, *(Entries(each * paths + paths - 1, paths) for paths in (2, 3) for each in (1, 2, 3))]
+PLANS = {
+    "right_first": ("right", "wrong", "wrong"),
+    "right_second": ("wrong", "right", "random"),
+    "right_third": ("wrong", "random", "right"),
+    "all_wrong": ("wrong", "random", "wrong"),
+    "forks": ("truncated", "truncated", "right"),
+}
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmBackend]:
+    cores = os.sched_getaffinity(0)
+    config = EngineConfig(
+        kv_blocks=BLOCKS, max_num_seqs=32, max_model_len=256, cpu_cores=str(min(cores)), async_scheduling=True,
+        model_runner="v2",
+    )  # fmt: skip
+    drafts = DraftsConfig(max_draft=11, max_paths=3, cache=str(tmp_path_factory.mktemp("profiles")))
+    with scheduling_ahead():
+        backend = VllmBackend(config, SharedConfig(model=str(MODEL)), None, drafts)
+        backend.start()
+        backend._drafting.start_always()
+        yield backend
+        backend.close()
+    os.sched_setaffinity(0, cores)
+
+
+@pytest.fixture
+def backend(engine: VllmBackend, monkeypatch: pytest.MonkeyPatch) -> Iterator[VllmBackend]:
+    """The engine, with drafts of any shape from step to step."""
+    dice = random.Random(7)
+    monkeypatch.setattr(engine._drafting, "_choose", lambda *_: dice.choice(SHAPES))
+    yield engine
+    engine.probe.script_drafts(None)
+    engine.forget(["g"])
+    for request_id, attempt in list(engine._engine_ids):
+        engine.drop(request_id, attempt)
+    while engine.has_work():
+        engine.step()
+    assert engine.stats().free_blocks == BLOCKS
+
+
+def script(backend: VllmBackend, plan: str, known: dict[int, list[int]] | None = None) -> None:
+    first, *others = PLANS.get(plan, (plan,))
+    backend.probe.script_drafts(DraftScript(kind=first, vocab=VOCAB, known=known or {}, others=tuple(others)))
+
+
+def counts(backend: VllmBackend) -> dict[str, int]:
+    (found,) = backend.core.rpc("seer_path_counts")
+    return {name: found.get(name, 0) for name in ("rows", "dropped", "won", "conflicts")}
+
+
+def gained(backend: VllmBackend, before: dict[str, int]) -> dict[str, int]:
+    return {name: count - before[name] for name, count in counts(backend).items()}
+
+
+def plain(backend: VllmBackend, chunks: list[object]) -> dict[str, object]:
+    """What chunks say without drafts."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(backend._drafting, "_choose", lambda *_: 0)
+        return run(backend, chunks)
+
+
+def siblings(length: int = 60, count: int = 6) -> list[object]:
+    sampling = SamplingParams(max_tokens=length, temperature=1.1, presence_penalty=0.4, ignore_eos=True)
+    return [chunk(f"r{i}", sampling, index=i, key=i, prompt=prompt(i)) for i in range(count)]
+
+
+@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
+def test_tokens_are_those_without_drafts(
+    backend: VllmBackend, monkeypatch: pytest.MonkeyPatch, way: Callable[[VllmBackend], Results]
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(backend._drafting, "_choose", lambda *_: 0)
+        expected = way(backend)
+    before = counts(backend)
+    assert way(backend) == expected
+    assert gained(backend, before)["rows"] > 0
+    assert gained(backend, before)["conflicts"] == 0
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_any_paths_change_nothing(backend: VllmBackend, plan: str) -> None:
+    expected = plain(backend, siblings())
+    script(backend, plan, {i: expected[f"r{i}"].tokens + [7] * 11 for i in range(6)})
+    before = counts(backend)
+    found = run(backend, siblings())
+    for name, each in found.items():
+        assert each.tokens == expected[name].tokens
+        assert each.logprobs == pytest.approx(expected[name].logprobs, abs=1e-4)
+    after = gained(backend, before)
+    assert after["rows"] > 0
+    assert after["conflicts"] == 0
+    assert (after["won"] > 10) == (plan not in ("all_wrong", "right_first"))
+
+
+@pytest.mark.parametrize("plan", ["right_second", "right_third", "forks"])
+def test_a_winners_kv_is_the_requests_own(backend: VllmBackend, plan: str) -> None:
+    check_kv(backend, plan)
+
+
+def check_kv(backend: VllmBackend, plan: str) -> None:
+    sampling = SamplingParams(max_tokens=150, temperature=0.8, ignore_eos=True)
+    whole = plain(backend, [chunk("one", sampling, prompt=prompt(1))])["one"]
+    before = counts(backend)
+    for size in (70, 97):
+        backend.core.reset_prefix_cache()
+        script(backend, plan, {0: whole.tokens})
+        begun = one_go(backend, sampling, prompt=prompt(1), max_new_tokens=size)
+        assert begun.tokens == whole.tokens[:size]
+        assert begun.logprobs == pytest.approx(whole.logprobs[:size], abs=1e-4)
+        following = chunk("one", sampling, tokens=prompt(1) + begun.tokens, prompt_len=len(prompt(1)))
+        rest = plain(backend, [following])["one"]
+        assert rest.ends[0].cached_tokens > 32
+        assert rest.tokens == whole.tokens[size:]
+        assert rest.logprobs == pytest.approx(whole.logprobs[size:], abs=1e-4)
+    after = gained(backend, before)
+    assert after["won"] > 3
+    assert after["conflicts"] == after["dropped"] == 0
+
+
+@pytest.mark.parametrize("place", ["before", "after"])
+def test_without_either_copy_of_kv_something_differs(
+    backend: VllmBackend, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    from seer.services.engine.vllm.drafts.device_paths import DevicePaths
+
+    monkeypatch.setattr(DevicePaths, f"_copy_{place}", lambda *_: None)
+    with pytest.raises(AssertionError):
+        check_kv(backend, "right_second")
+
+
+def test_a_right_second_path_saves_steps(backend: VllmBackend, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = plain(backend, siblings(count=1))["r0"].tokens
+    known = {0: expected}
+    backend.probe.script_drafts(DraftScript(kind="wrong", vocab=VOCAB, known=known, count=5, others=("right",)))
+    steps = []
+    for shape in (11, Entries(11, 2)):
+        monkeypatch.setattr(backend._drafting, "_choose", lambda *_, shape=shape: shape)
+        before = backend.stats().steps
+        assert run(backend, siblings(count=1))["r0"].tokens == expected
+        steps.append(backend.stats().steps - before)
+    assert steps[1] < 0.5 * steps[0]
+
+
+def test_paths_take_no_block_that_was_not_reserved(backend: VllmBackend) -> None:
+    sampling = SamplingParams(max_tokens=120, ignore_eos=True)
+    chunks = [
+        chunk(f"r{i}", sampling, index=i, key=i, prompt=prompt(i), wait_for_room=True) for i in range(12)
+    ]
+    expected = plain(backend, chunks)
+    known = {i: expected[f"r{i}"].tokens for i in range(12)}
+    before = backend.stats().preemptions
+    for plan in PLANS:
+        script(backend, plan, known)
+        found = run(backend, chunks)
+        assert all(found[name].tokens == expected[name].tokens for name in expected)
+    assert backend.stats().preemptions == before
+
+
+def test_preempted_requests_with_paths_go_on_the_same(backend: VllmBackend) -> None:
+    chunks = siblings(count=24)
+    expected = {one.request_id: plain(backend, [one])[one.request_id].tokens for one in chunks}
+    before, preempted = counts(backend), backend.stats().preemptions
+    script(backend, "right_second", {i: expected[f"r{i}"] for i in range(24)})
+    found = run(backend, chunks)
+    assert {name: each.tokens for name, each in found.items()} == expected
+    assert backend.stats().preemptions > preempted
+    assert gained(backend, before)["dropped"] > 0
+
+
+def test_rows_that_cannot_be_sampled_fail_alone(
+    backend: VllmBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chunks = [
+        chunk(f"{case} {key}", CASES[case], key=17 * key + place, prompt=prompt(key))
+        for place, case in enumerate(CASES) for key in range(3)
+    ]  # fmt: skip
+    check_only_the_spoilt_fail(backend, monkeypatch, chunks, {0: 20, 3: 25, 17 + 3: 40, 34 + 5: 22})

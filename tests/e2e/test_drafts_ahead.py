@@ -1,0 +1,272 @@
+"""Drafts in steps that are scheduled ahead: whatever is drafted, however many and however late, no token changes.
+
+Invariants:
+- tokens and ends are those of steps one at a time without drafts, whatever length each step drafts;
+- no draft takes a KV block that its chunk has not reserved, and all are free when all have ended;
+- drafts that come late, or not at all, cost time alone.
+"""
+
+import gc
+import importlib.util
+import os
+import random
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from ahead import scheduling_ahead
+from engine_cases import check_only_the_spoilt_fail, chunk, run
+from ways import BLOCKS, CASES, WAYS, Results, in_chunks, in_one_go, prompt
+
+if importlib.util.find_spec("vllm") is None:
+    pytest.skip("needs the engine extra", allow_module_level=True)
+
+from seer.common.config import DraftsConfig, EngineConfig, SharedConfig
+from seer.common.sleep import SleepState
+from seer.common.types import SamplingParams
+from seer.services.engine.vllm.backend import VllmBackend
+from seer.services.engine.vllm.drafts.draft_script import DraftScript
+
+pytestmark = pytest.mark.vllm
+
+MODEL = Path(__file__).parents[2] / "examples" / "countdown" / "model"
+MOST = 5
+VOCAB = 60
+
+
+def started(drafts: DraftsConfig | None) -> VllmBackend:
+    core = str(min(os.sched_getaffinity(0)))
+    config = EngineConfig(
+        kv_blocks=BLOCKS, max_num_seqs=32, max_model_len=256, cpu_cores=core, async_scheduling=drafts is not None
+    )  # fmt: skip
+    backend = VllmBackend(config, SharedConfig(model=str(MODEL)), None, drafts)
+    backend.start()
+    return backend
+
+
+@pytest.fixture(scope="module")
+def expected() -> Iterator[dict[str, Results]]:
+    """What each way gives one step at a time without drafts."""
+    cores = os.sched_getaffinity(0)
+    backend = started(None)
+    results = {way.__name__: way(backend) for way in WAYS}
+    backend.close()
+    gc.collect()
+    yield results
+    os.sched_setaffinity(0, cores)
+
+
+@pytest.fixture(scope="module")
+def engine(expected: dict[str, Results], tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmBackend]:
+    with scheduling_ahead():
+        backend = started(DraftsConfig(max_draft=MOST, cache=str(tmp_path_factory.mktemp("profiles"))))
+        backend._drafting.start_always()
+        yield backend
+        backend.close()
+
+
+@pytest.fixture
+def backend(engine: VllmBackend, monkeypatch: pytest.MonkeyPatch) -> Iterator[VllmBackend]:
+    """The engine, drafting any number of tokens from step to step."""
+    monkeypatch.setattr(engine._drafting, "_length", None)
+    random.seed(7)
+    yield engine
+    engine.probe.script_drafts(None)
+    engine.forget(["g"])
+    for request_id, attempt in list(engine._engine_ids):
+        engine.drop(request_id, attempt)
+    while engine.has_work():
+        engine.step()
+
+
+def speculator(backend: VllmBackend) -> object:
+    return backend.core.engine_core.model_executor.driver_worker.worker.model_runner.speculator
+
+
+@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
+def test_tokens_are_those_without_drafts(
+    backend: VllmBackend, expected: dict[str, Results], way: Callable[[VllmBackend], Results]
+) -> None:
+    before = backend.stats()
+    assert way(backend) == expected[way.__name__]
+    after = backend.stats()
+    assert after.drafted_tokens - before.drafted_tokens > after.accepted_tokens - before.accepted_tokens > 0
+    assert not backend.core.has_steps_under_way
+    assert after.free_blocks == BLOCKS
+
+
+def siblings(length: int = 60) -> list[object]:
+    sampling = SamplingParams(max_tokens=length, temperature=1.1, presence_penalty=0.4, ignore_eos=True)
+    return [chunk(f"r{i}", sampling, index=i, key=i, prompt=prompt(i)) for i in range(8)]
+
+
+@pytest.mark.parametrize("kind", ["right", "wrong", "random", "truncated", "none"])
+def test_any_draft_changes_nothing(backend: VllmBackend, kind: str) -> None:
+    backend.probe.script_drafts(DraftScript(kind="none", vocab=VOCAB))
+    plain = run(backend, siblings())
+    known = {i: plain[f"r{i}"].tokens + [7] * MOST for i in range(8)}
+    backend.probe.script_drafts(DraftScript(kind=kind, vocab=VOCAB, known=known))
+    before = backend.stats()
+    found = run(backend, siblings())
+    assert {name: each.tokens for name, each in found.items()} == {
+        name: each.tokens for name, each in plain.items()
+    }
+    for name, each in found.items():
+        assert each.logprobs == pytest.approx(plain[name].logprobs, abs=1e-4)
+    after = backend.stats()
+    accepted = after.accepted_tokens - before.accepted_tokens
+    if kind == "right":
+        assert accepted > 8 * 60 / 3
+        assert after.steps - before.steps < 45
+    assert after.free_blocks == BLOCKS
+
+
+def test_drafts_take_no_block_that_was_not_reserved(backend: VllmBackend) -> None:
+    sampling = SamplingParams(max_tokens=120, ignore_eos=True)
+    chunks = [
+        chunk(f"r{i}", sampling, index=i, key=i, prompt=prompt(i), wait_for_room=True) for i in range(12)
+    ]
+    backend.probe.script_drafts(DraftScript(kind="none", vocab=VOCAB))
+    plain = run(backend, chunks)
+    known = {i: plain[f"r{i}"].tokens for i in range(12)}
+    before = backend.stats()
+    for kind in ("right", "wrong"):
+        backend.probe.script_drafts(DraftScript(kind=kind, vocab=VOCAB, known=known))
+        drafted = run(backend, chunks)
+        assert all(drafted[name].tokens == plain[name].tokens for name in plain)
+    assert backend.stats().preemptions == before.preemptions
+    assert backend.stats().free_blocks == BLOCKS
+
+
+def test_steps_that_get_no_turn_go_without_drafts(backend: VllmBackend, expected: dict[str, Results]) -> None:
+    """Trees are fed without a pause meanwhile, and steps wait for nobody."""
+    from seer import _native
+
+    drafting = speculator(backend)
+    gate, trees, over = drafting._gate, drafting.trees, threading.Event()
+    impatient = _native.StepDrafter(len(trees.extras), 0.0)
+    patient, gate._drafter, trees.steps = trees.steps, impatient, impatient
+
+    def feed() -> None:
+        tree, index = _native.GroupTree(()), 0
+        while not over.is_set():
+            trees.steps.feed(tree, index, 0, np.arange(4096, dtype=np.int32) % 50)
+            index += 1
+
+    feeder = threading.Thread(target=feed)
+    feeder.start()
+    try:
+        for way in (in_one_go, in_chunks):
+            assert way(backend) == expected[way.__name__]
+    finally:
+        over.set()
+        feeder.join()
+        gate._drafter = trees.steps = patient
+    assert impatient.missed > 0
+
+
+def test_what_is_said_while_drafts_are_off_is_in_the_trees(backend: VllmBackend) -> None:
+    backend._drafting.begin_step(0, float, float)
+    backend._drafting._on = False
+    first = run(backend, siblings())
+    before = backend.stats()
+    assert before.steps
+    backend._drafting._on = True
+    second = run(
+        backend,
+        [chunk(f"s{i}", siblings()[i].sampling, index=10 + i, key=i, prompt=prompt(i)) for i in range(8)],
+    )
+    assert [second[f"s{i}"].tokens for i in range(8)] == [first[f"r{i}"].tokens for i in range(8)]
+    assert backend.stats().accepted_tokens - before.accepted_tokens > 8 * 60 / 3
+
+
+def test_rows_that_cannot_be_sampled_fail_alone(
+    backend: VllmBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chunks = [
+        chunk(f"{case} {key}", CASES[case], key=17 * key + place, prompt=prompt(key))
+        for place, case in enumerate(CASES) for key in range(3)
+    ]  # fmt: skip
+    check_only_the_spoilt_fail(backend, monkeypatch, chunks, {0: 20, 3: 25, 17 + 3: 40, 34 + 5: 22})
+
+
+def test_an_update_and_sleep_wait_for_the_step_under_way(
+    backend: VllmBackend, expected: dict[str, Results]
+) -> None:
+    for change in (
+        lambda: backend.load_weights(MODEL, ""),
+        lambda: [backend.sleep(SleepState.ASLEEP, 1), backend.sleep(SleepState.AWAKE, 1)],
+    ):
+        backend.add(chunk("dropped", CASES["plain"], prompt=prompt(0)))
+        for _ in range(3):
+            backend.step()
+        assert backend.core.has_steps_under_way
+        change()
+        assert not backend.has_work()
+        assert in_one_go(backend) == expected["in_one_go"]
+
+
+def test_lengths_follow_what_was_right(engine: VllmBackend) -> None:
+    """By its own choice the engine drafts long where siblings say the same, and one token where nothing is right."""
+    length = engine._drafting._length
+    plain = run(engine, siblings())
+    again = [chunk(f"s{i}", siblings()[i].sampling, index=10 + i, key=i, prompt=prompt(i)) for i in range(8)]
+    assert [run(engine, again)[f"s{i}"].tokens for i in range(8)] == [plain[f"r{i}"].tokens for i in range(8)]
+    assert length.expected()[-1] > 0.6
+
+
+TWO_RANKS = """
+import random
+import sys
+
+from ahead import scheduling_ahead
+from ways import BLOCKS, WAYS
+
+from seer.common.config import DraftsConfig, EngineConfig, SharedConfig
+from seer.services.engine.vllm.backend import VllmBackend
+
+
+def results(drafts):
+    config = EngineConfig(
+        kv_blocks=BLOCKS, max_num_seqs=32, max_model_len=256, tensor_parallel=2,
+        async_scheduling=drafts is not None,
+    )
+    backend = VllmBackend(config, SharedConfig(model=sys.argv[1]), None, drafts)
+    backend.start()
+    if drafts is not None:
+        backend._drafting.start_always()
+        backend._drafting._length = None
+    found = {way.__name__: way(backend) for way in WAYS}
+    accepted = backend.stats().accepted_tokens
+    backend.close()
+    return found, accepted
+
+
+if __name__ == "__main__":
+    with scheduling_ahead():
+        ahead, accepted = results(DraftsConfig(max_draft=5, cache=sys.argv[2]))
+    assert accepted > 0
+    on_time, _ = results(None)
+    different = [name for name in ahead if ahead[name] != on_time[name]]
+    assert not different, different
+    print("the same")
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.ranks
+@pytest.mark.breadth
+@pytest.mark.timeout(600)
+def test_two_ranks_verify_the_same_drafts(tmp_path: Path) -> None:
+    script = tmp_path / "two_ranks.py"  # a file: workers are spawned and import it again
+    script.write_text(TWO_RANKS)
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])}
+    done = subprocess.run(
+        [sys.executable, script, MODEL, tmp_path], env=environment, text=True, timeout=500, check=False,
+        capture_output=True,
+    )  # fmt: skip
+    assert done.stdout.splitlines()[-1:] == ["the same"], done.stderr[-3000:]
